@@ -19,7 +19,6 @@ FAST = (
     "unit/scheduler/fleet/test_*.py",
     "unit/test_rooms.py",
     "unit/scheduler/test_*.py",
-    "unit/test_shared_checkpoints.py",
 )
 
 

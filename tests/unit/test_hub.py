@@ -79,23 +79,11 @@ def found(url: str, home: Path, model: str = "no-such/model", **variables: str) 
     return run.stdout.strip()
 
 
-def cached(home: Path) -> Path:
-    """A checkpoint in the local cache of the hub's client, with a config.json and no more."""
-    folder = home / "hub" / "models--some--model"
-    snapshot = folder / "snapshots" / "0123456789abcdef0123456789abcdef01234567"
-    snapshot.mkdir(parents=True)
-    (folder / "refs").mkdir()
-    (folder / "refs" / "main").write_text(snapshot.name)
-    (snapshot / "config.json").write_text("{}")
-    return snapshot
-
-
 @pytest.mark.parametrize(
     ("status", "headers", "said"),
     [
-        (None, {}, "cannot be reached"),
+        pytest.param(None, {}, "cannot be reached", marks=pytest.mark.exhaustive),
         (500, {}, "answers with an error"),
-        (404, {"X-Error-Code": "RepoNotFound"}, "has no such model or it is private"),
         (401, {"X-Error-Code": "RepoNotFound"}, "has no such model or it is private"),
         (403, {"X-Error-Code": "GatedRepo"}, "is gated on"),
     ],
@@ -123,7 +111,13 @@ def test_a_hub_that_refuses_connections_or_is_not_asked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("status", [pytest.param(None, marks=pytest.mark.exhaustive), 500])
 def test_a_cached_model_is_read_without_its_hub(status: int | None, tmp_path: Path) -> None:
-    snapshot = cached(tmp_path)
+    """Of which there is a config.json and no more."""
+    folder = tmp_path / "hub" / "models--some--model"
+    snapshot = folder / "snapshots" / "0123456789abcdef0123456789abcdef01234567"
+    snapshot.mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(snapshot.name)
+    (snapshot / "config.json").write_text("{}")
     with hub(status) as (url, asked):
         message = found(url, tmp_path, "some/model")
     assert message.split() == [str(snapshot / "config.json"), "None", "None"]

@@ -3,12 +3,10 @@
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import pytest_asyncio
 
-from maxsimd.api import answer as answers
 from maxsimd.engine import EngineConfig
 from tests.unit.calling_handlers import Caller, RecordingEngine
 
@@ -40,16 +38,3 @@ def lines(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     """The lines of the log about requests."""
     caplog.set_level(logging.DEBUG, logger="maxsimd.http")
     return caplog
-
-
-@pytest.fixture
-def answer_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many items each answer is said to have."""
-    sizes: list[int] = []
-
-    async def aside(function: Any, work: int) -> Any:
-        sizes.append(work)
-        return function()
-
-    monkeypatch.setattr(answers, "aside", aside)
-    return sizes

@@ -43,10 +43,9 @@ def _file(tmp_path: Path, text: str) -> str:
 def test_without_anything_the_defaults_are_printed_and_no_key_is() -> None:
     config = _config()
     for settings in (EngineConfig(), ServerConfig()):
-        for name in settings.__dataclass_fields__:
-            if name != "api_key":
-                value = getattr(settings, name)
-                assert config.pop(name) == (list(value) if isinstance(value, tuple) else value)
+        for name in settings.__dataclass_fields__.keys() - {"api_key"}:
+            value = getattr(settings, name)
+            assert config.pop(name) == (list(value) if isinstance(value, tuple) else value)
     assert config == {}
     assert "secret" not in _asked("--api-key", "secret", MAXSIMD_API_KEY="also-secret").output
 
@@ -58,23 +57,12 @@ def test_flags_override_variables_that_override_the_file(tmp_path: Path) -> None
     assert config["normalize_scores"] is True
     config = _config("--config", path, MAXSIMD_PORT="2", MAXSIMD_MODEL="of the environment")
     assert (config["port"], config["max_documents"], config["model"]) == (2, 7, "of the environment")
-    config = _config(
-        "of-the-command", "--config", path, "--port", "3", MAXSIMD_PORT="2", MAXSIMD_MODEL="other"
-    )
+    config = _config("of-the-command", "--config", path, "--port", "3", MAXSIMD_PORT="2")
     assert (config["port"], config["model"]) == (3, "of-the-command")
     assert _config(MAXSIMD_CONFIG=path)["port"] == 1
     assert _config(MAXSIMD_RESTART_ON_FAILURE="1")["restart_on_failure"] is True
-
-
-def test_an_address_of_kubernetes_is_no_port() -> None:
-    assert _config(MAXSIMD_PORT="tcp://10.0.0.1:80", MAXSIMD_SERVICE_HOST="10.0.0.1")["port"] == 8000
-
-
-def test_what_is_printed_gives_the_same_again(tmp_path: Path) -> None:
-    names = ["--served-model-name", "a", "--served-model-name", "b"]
-    printed = _asked("m", "--dtype", "float32", *names, "--port", "0").output
-    assert _asked("--config", _file(tmp_path, printed)).output == printed
-    assert yaml.safe_load(printed)["served_model_name"] == ["a", "b"]
+    of_kubernetes = _config(MAXSIMD_PORT="tcp://10.0.0.1:80", MAXSIMD_SERVICE_HOST="10.0.0.1")
+    assert of_kubernetes["port"] == 8000, "an address is no port"
 
 
 def test_what_an_entry_has_from_another_may_be_said_anew(tmp_path: Path) -> None:
@@ -113,17 +101,12 @@ def test_a_file_gives_each_model_its_options(tmp_path: Path) -> None:
     assert (embed["model"], embed["score_type"], embed["weight"]) == (None, "bi-encoder", 3.0)
     assert (rerank["model"], rerank["max_batch_tokens"], rerank["weight"]) == ("some/reranker", 512, 1.0)
     assert (embed["dtype"], rerank["dtype"]) == ("float32", "bfloat16")
-    printed = _asked("--config", path).output
-    assert _asked("--config", _file(tmp_path, printed)).output == printed
-
-
-def test_flags_and_variables_override_a_models_file(tmp_path: Path) -> None:
-    path = _file(tmp_path, TWO)
-    for models in (
-        _config("--config", path, "--dtype", "float16")["models"],
-        _config("--config", path, MAXSIMD_DTYPE="float16")["models"],
-    ):
-        assert {options["dtype"] for options in models.values()} == {"float16"}
+    for others in (["--dtype", "float16"], []):
+        variables = {} if others else {"MAXSIMD_DTYPE": "float16"}
+        overridden = _config("--config", path, *others, **variables)["models"]
+        assert {options["dtype"] for options in overridden.values()} == {"float16"}
+    printed = _asked("--config", path, "--api-key-file", "keys").output
+    assert _asked("--config", _file(tmp_path, printed)).output == printed, "what is printed gives the same"
 
 
 def test_what_is_wrong_is_told_in_one_line(tmp_path: Path) -> None:
@@ -132,23 +115,14 @@ def test_what_is_wrong_is_told_in_one_line(tmp_path: Path) -> None:
         ([], "- port", "holds no options but list"),
         ([], "port: [", "is no YAML"),
         ([], "port: many", "'many' is not a valid integer"),
-        ([], "port: 70000", "port must be from 0 to 65535"),
-        ([], "dtype: float8", "'float8' is not one of"),
-        (
-            [],
-            "port: 1\nhost: a\nport: 2",
-            "maxsimd.yaml: there are two entries named port, the second in line 3",
-        ),
+        ([], "port: 1\nhost: a\nport: 2", "there are two entries named port, the second in line 3"),
         ([], "max-documents: 1\nmax_documents: 2", "max_documents is there twice, with - and with _"),
         ([], "port: 2024-13-45", "is no YAML: month must be in 1..12"),
-        ([], "? [a]\n: b", "is no YAML"),
         (["a", "a"], "", "a is named twice"),
         (["a", "b", "--fronts", "2"], "", "leave out fronts and replicas"),
-        (["a", "b", "--replicas", "2"], "", "leave out fronts and replicas"),
         (["a", "b", "--served-model-name", "x"], "", "served_model_name is for one model"),
         (["a", "b", "--restart-on-failure"], "", "restart_on_failure is for one model"),
         (["--models-dir", "x", "--replicas", "2"], "", "models_dir is for one process"),
-        (["--models-dir", "x", "--restart-on-failure"], "", "without restart_on_failure"),
         (["a", "--served-model-name", "x", "--served-model-name", "y", "--models-dir", "x"], "", "has one"),
         (["a"], TWO, "the models are named in the file"),
         ([], "model: a\nmodels: {b: c}", "has both model and models"),
@@ -157,20 +131,12 @@ def test_what_is_wrong_is_told_in_one_line(tmp_path: Path) -> None:
         ([], "models: {b: {prot: 1}}", "models: b has no option prot"),
         ([], "models: {b: {port: 1}}", "models: b has no option port; the server's are for all"),
         ([], "models: {b: {dtype: float8}}", "models: b: "),
-        ([], "models: {b: {threads: many}}", "'many' is not a valid integer"),
         ([], "models: {b: {threads: 0}}", "models: b: threads must be at least 1, not 0"),
         ([], "models: {b: {weight: 0}}", "models: b: weight must be a number above 0"),
         ([], "models: {'a/': x, c: y}", "'a/' is no name for a model"),
-        ([".", "..", "c"], "", "'.' is no name for a model"),
         ([], "models: {1: a, '1': b}", "there are two entries named 1"),
-        ([], "models: {yes: a, 'True': b}", "there are two entries named True"),
-        ([], "models: {a: b, c: d, a: e}", "there are two entries named a"),
         ([], "models: {a: {threads: 1, threads: 2}}", "there are two entries named threads"),
-        (
-            [],
-            "models: {a: {cache-mb: 1, cache_mb: 2}}",
-            "models: a: cache_mb is there twice, with - and with",
-        ),
+        ([], "models: {a: {cache-mb: 1, cache_mb: 2}}", "models: a: cache_mb is there twice"),
     ):
         found = _asked(*arguments, *(["--config", _file(tmp_path, text)] if text else []))
         assert found.exit_code == 2, found.output

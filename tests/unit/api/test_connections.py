@@ -4,21 +4,18 @@ import asyncio
 import resource
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from maxsimd.api import connection_table
-from maxsimd.api.app import STATE, build_app
 from maxsimd.api.config import ServerConfig, SetupError
 from maxsimd.api.connection_table import ConnectionTable, Phase
 from maxsimd.api.connections import Connection
-from maxsimd.api.listener import Listener
 from maxsimd.api.metrics import ServerMetrics
-from maxsimd.api.sockets import max_connections, open_sockets, raise_descriptor_limit
-from maxsimd.engine import Engine
-from tests.waiting import until
+from maxsimd.api.sockets import max_connections, raise_descriptor_limit
 
 
 class Room:
@@ -62,41 +59,20 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Room:
     return Room(monkeypatch)
 
 
-async def test_the_one_that_has_waited_longest_makes_room(room: Room) -> None:
+async def test_idle_connections_make_room_first_by_how_long(room: Room) -> None:
     for name in ("first", "second", "third"):
         room.enter(name, Phase.IDLE)
-    room.enter("first", Phase.HEADERS)
-    room.enter("answered", Phase.ANSWERING)
-    room.now += 10
-    assert [room.evict() for _ in range(4)] == ["second", "third", "first", None], "the server works for one"
-
-
-async def test_idle_connections_make_room_before_busy_ones(room: Room) -> None:
     room.enter("receiving", Phase.BODY)
     room.enter("sending", Phase.SENDING)
-    room.enter("waiting", Phase.LINGERING)
+    room.enter("first", Phase.LINGERING)
+    room.enter("answered", Phase.ANSWERING)
     room.now += 10
-    assert [room.evict() for _ in range(4)] == ["waiting", "receiving", "sending", None]
-
-
-async def test_of_too_many_answers_those_that_began_first_are_given_up(room: Room) -> None:
-    mib = 1 << 20  # as much as answers may take together
-    first, second, third = (room.named(name) for name in ("first", "second", "third"))
-    with room.table.sending(first, mib - 1), room.table.sending(second, 1):
-        assert room.evicted == []
-        with room.table.sending(third, mib):
-            assert room.evicted == [("first", False), ("second", False)]
-    with room.table.sending(first, 2 * mib):
-        assert len(room.evicted) == 2, "alone an answer may be larger"
-    with room.table.sending(second, mib):
-        assert len(room.evicted) == 2, "and is forgotten when it has been written"
-
-
-async def test_one_that_has_just_come_does_not_make_room_for_others(room: Room) -> None:
+    order = ["second", "third", "first", "receiving", "sending"]
+    assert [room.evict() for _ in range(6)] == [*order, None], "the server works for one"
     room.enter("receiving", Phase.BODY)
     room.now += 10
     room.enter("new", Phase.HEADERS)
-    assert room.evict() == "receiving"
+    assert room.evict() == "receiving", "the other has just come"
 
 
 async def test_those_on_their_way_out_do_not_count(room: Room) -> None:
@@ -110,14 +86,10 @@ async def test_those_on_their_way_out_do_not_count(room: Room) -> None:
     assert room.table.is_full
     room.leave("first")
     assert room.table.is_full
-
-
-async def test_only_a_few_evicted_connections_are_told(room: Room) -> None:
     for number in range(10):
         room.enter(f"sender_{number}", Phase.BODY)
-    for _ in range(10):
         room.evict()
-    assert [is_told for _, is_told in room.evicted] == [True] * 8 + [False] * 2
+    assert [is_told for _, is_told in room.evicted] == [True] * 9 + [False] * 2, "only a few are told"
 
 
 async def test_a_table_is_quiet_when_all_wait_and_then_empty(room: Room) -> None:
@@ -126,14 +98,12 @@ async def test_a_table_is_quiet_when_all_wait_and_then_empty(room: Room) -> None
     quiet, empty = (asyncio.create_task(wait()) for wait in (room.table.until_quiet, room.table.until_empty))
     for phase in (Phase.BODY, Phase.ANSWERING, Phase.SENDING):
         room.enter("first", phase)
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.001)
         assert not quiet.done()
     room.enter("first", Phase.CLOSING)
     await asyncio.wait_for(quiet, 1)
     room.leave("first")
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
+    await asyncio.sleep(0.001)
     assert not empty.done()
     room.leave("second")
     await asyncio.wait_for(empty, 1)
@@ -147,40 +117,11 @@ async def test_a_connection_that_is_gone_does_not_come_back(room: Room) -> None:
     await asyncio.wait_for(room.table.until_empty(), 1)
 
 
-async def test_an_answer_behind_an_unread_one_is_not_waited_for() -> None:
-    config = ServerConfig(transfer_seconds=0.2)
-    app = build_app(Engine(), config)
-    table = ConnectionTable(config, 10, app[STATE].metrics)
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
-    await runner.setup()
-    server = runner.server
-    assert server is not None
-    listener = Listener(server, table, tls=None)
-    listener.start(open_sockets("127.0.0.1", 0))
-    reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
-    await until(lambda: len(server.connections) == 1)
-    (connection,) = server.connections
-    # As when what was written before no longer fits into the system's buffers.
-    connection.pause_writing()
-    writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-    await asyncio.wait_for(reader.read(), 10)
-    await asyncio.wait_for(table.until_empty(), 10)
-    writer.close()
-    listener.close()
-    await runner.cleanup()
-
-
 def test_there_are_as_many_connections_as_descriptors_allow() -> None:
+    without = resource.RLIM_INFINITY
     for asked_for, descriptors, most in (
-        (None, 64, 16),
-        (None, 200, 100),
-        (None, 1024, 924),
-        (None, 1 << 20, 10_000),
-        (None, resource.RLIM_INFINITY, 10_000),
-        (20_000, 1 << 20, 20_000),
-        (20_000, resource.RLIM_INFINITY, 20_000),
-        (1, 64, 1),
-        (924, 1024, 924),
+        *((None, 64, 16), (None, 200, 100), (None, 1024, 924), (None, 1 << 20, 10_000)),
+        *((None, without, 10_000), (20_000, without, 20_000), (1, 64, 1), (924, 1024, 924)),
     ):
         assert max_connections(asked_for, descriptors) == most
     with pytest.raises(SetupError, match="925 is more than the 924 that a limit of 1024 descriptors"):
@@ -188,25 +129,18 @@ def test_there_are_as_many_connections_as_descriptors_allow() -> None:
 
 
 def test_the_limit_on_descriptors_is_raised_as_far_as_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: dict[int, tuple[int, int]] = {}
+    monkeypatch.setattr("maxsimd.api.sockets.resource.getrlimit", limits.__getitem__)
+    monkeypatch.setattr("maxsimd.api.sockets.resource.setrlimit", limits.__setitem__)
     without = resource.RLIM_INFINITY
     for soft, hard, raised in (
-        (64, 64, 64),
-        (64, 4096, 4096),
-        (64, 1 << 30, 1 << 20),
-        (64, without, 1 << 20),
-        (without, without, without),
+        *((64, 64, 64), (64, 4096, 4096), (64, 1 << 30, 1 << 20)),
+        *((64, without, 1 << 20), (without, without, without)),
     ):
-        limits = {resource.RLIMIT_NOFILE: (soft, hard)}
-        monkeypatch.setattr("maxsimd.api.sockets.resource.getrlimit", limits.__getitem__)
-        monkeypatch.setattr("maxsimd.api.sockets.resource.setrlimit", limits.__setitem__)
+        limits[resource.RLIMIT_NOFILE] = (soft, hard)
         assert raise_descriptor_limit() == raised
         assert limits == {resource.RLIMIT_NOFILE: (raised, hard)}
-
-
-def test_a_limit_that_cannot_be_raised_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise ValueError("not allowed to raise maximum limit")
-
-    monkeypatch.setattr("maxsimd.api.sockets.resource.getrlimit", lambda _: (256, 4096))
+    limits[resource.RLIMIT_NOFILE] = (256, 4096)
+    refuse = Mock(side_effect=ValueError("not allowed to raise maximum limit"))
     monkeypatch.setattr("maxsimd.api.sockets.resource.setrlimit", refuse)
     assert raise_descriptor_limit() == 256

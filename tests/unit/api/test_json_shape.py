@@ -1,7 +1,10 @@
-"""Counting what JSON text has, compared with what Python's own reader finds, and the memory of bodies."""
+"""Bodies: how they are decompressed, what their JSON has by Python's own reader, and their memory."""
 
+import gzip
 import json
 import tracemalloc
+import zlib
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -10,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maxsimd.api import json_shape
-from maxsimd.api.failures import ApiError
+from maxsimd.api.body_headers import Encoding, encoding_of, refusal
+from maxsimd.api.decompression import _PIECE, decompressed
+from maxsimd.api.failures import ApiError, error_answer
 from maxsimd.api.held_bytes import BodyBudget
 from maxsimd.api.json_shape import JsonShape, shape_of
 
@@ -55,10 +60,8 @@ def test_a_small_text_is_counted_with_its_strings_contents() -> None:
     assert shape_of(body, JsonShape(2, 1, 1)) == JsonShape(2, 1, 1)
     for most in (JsonShape(1, 1, 1), JsonShape(2, 0, 1), JsonShape(2, 1, 0)):
         assert shape_of(body, most) == JsonShape(1, 1, 0)
-
-
-def test_contents_of_strings_count_as_no_further_memory() -> None:
-    assert shape_of(b'["[[[[[["]', JsonShape(9, 9, 9)) == JsonShape(1, 1, 0)
+    for no_json in (b"", b"[" * 5, b'"[[[', b"\\", b'"\\', b"]]]]{{"):
+        assert shape_of(no_json, JsonShape(10, 10, 10)).is_within(JsonShape(10, 10, 10))
 
 
 def test_memory_is_no_less_than_python_takes() -> None:
@@ -77,13 +80,6 @@ def test_memory_is_no_less_than_python_takes() -> None:
         assert taken <= shape_of(body, NOTHING).memory + len(body)
 
 
-def test_what_is_no_json_breaks_nothing() -> None:
-    for body in (b"", b"[" * 5, b'"[[[', b"\\", b'"\\', b"]]]]{{"):
-        most = JsonShape(10, 10, 10)
-        assert shape_of(body, most).is_within(most)
-        assert shape_of(body, NOTHING).is_within(most)
-
-
 def test_bodies_together_hold_at_most_the_budget() -> None:
     budget = BodyBudget(100)
     with budget.hold() as one, budget.hold() as two:
@@ -95,23 +91,78 @@ def test_bodies_together_hold_at_most_the_budget() -> None:
         assert refused.value.retry_after == 1
         assert budget.bytes == 100
     assert budget.bytes == 0
-
-
-def test_a_body_alone_may_be_larger() -> None:
-    budget = BodyBudget(100)
     with budget.hold() as one, budget.hold() as two:
         one.add(101)
-        one.add(1)
+        one.add(1)  # alone it may be larger
         with pytest.raises(ApiError):
             two.add(1)
-    with budget.hold() as two:
-        two.add(1)
-        assert budget.bytes == 1
-
-
-def test_what_a_failed_request_held_is_free_again() -> None:
-    budget = BodyBudget(100)
     with pytest.raises(KeyError), budget.hold() as one:  # noqa: PT012 (both are needed)
         one.add(60)
         raise KeyError
-    assert budget.bytes == 0
+    assert budget.bytes == 0, "what a failed request held is free again"
+
+
+async def _chunks(body: bytes, size: int) -> AsyncIterator[bytes]:
+    for start in range(0, len(body), size):
+        yield body[start : start + size]
+
+
+async def _pieces(body: bytes, encoding: Encoding, size: int) -> list[bytes]:
+    return [piece async for piece in decompressed(_chunks(body, size), encoding)]
+
+
+def _compressed(text: bytes, kind: str) -> tuple[bytes, Encoding]:
+    half = len(text) // 2
+    files = gzip.compress(text[:half]) + gzip.compress(text[half:])
+    kinds: dict[str, tuple[bytes, Encoding]] = {
+        "gzip": (gzip.compress(text), "gzip"),
+        "two files": (files, "gzip"),
+        "zlib": (zlib.compress(text), "deflate"),
+        "raw": (zlib.compress(text, wbits=-15), "deflate"),
+    }
+    return kinds[kind]
+
+
+KINDS = st.sampled_from(["gzip", "two files", "zlib", "raw"])
+
+
+@given(st.binary(max_size=300), KINDS, st.integers(1, 400))
+async def test_what_was_compressed_comes_back(text: bytes, kind: str, size: int) -> None:
+    body, encoding = _compressed(text, kind)
+    assert b"".join(await _pieces(body, encoding, size)) == text
+
+
+@given(st.binary(min_size=1, max_size=300), KINDS, st.integers(1, 400), st.data())
+async def test_a_body_that_breaks_off_is_refused(
+    text: bytes, kind: str, size: int, data: st.DataObject
+) -> None:
+    body, encoding = _compressed(text, kind)
+    if kind == "two files":
+        # Between two files it is whole.
+        body = body[len(gzip.compress(text[: len(text) // 2])) :]
+    end = data.draw(st.integers(1, len(body) - 1))
+    with pytest.raises(ApiError) as refused:
+        await _pieces(body[:end], encoding, size)
+    assert refused.value.status == 400
+
+
+async def test_few_bytes_that_become_very_many_come_in_pieces() -> None:
+    text = bytes(10 * _PIECE + 1)
+    for kind in ("gzip", "zlib"):
+        body, encoding = _compressed(text, kind)
+        pieces = await _pieces(body, encoding, len(body))
+        assert max(map(len, pieces)) == _PIECE
+        assert b"".join(pieces) == text
+
+
+def test_headers_tell_how_a_body_is_compressed_or_refused() -> None:
+    for named, encoding in (("", None), ("Identity", None), (" GZIP ", "gzip"), ("x-gzip", "gzip")):
+        assert encoding_of({"content-encoding": named}) == encoding
+    for named, length, status in (
+        *((named, "1", 415) for named in ("gzip, gzip", "br", "x-deflate")),
+        *(("", "10", None), ("", "11", 413), ("identity", "11", 413), ("gzip", "11", None)),
+    ):
+        refused = refusal({"content-length": length, "content-encoding": named}, 10)
+        assert (refused and refused.status) == status
+        if refused is not None and status == 415:
+            assert error_answer(refused).headers["Accept-Encoding"] == "gzip, deflate"

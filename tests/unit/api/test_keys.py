@@ -25,49 +25,54 @@ class Clock:
         return self.now
 
 
-def _keys(*given: str, file: Path | None = None, clock: Clock | None = None) -> ApiKeys:
-    path = None if file is None else str(file)
-    return ApiKeys(ServerConfig(api_key=given, api_key_file=path), clock or Clock())
+SECRET = "sk-3cr3t"
 
 
-def test_without_keys_none_is_asked_for_and_none_accepted() -> None:
-    keys = _keys()
-    assert not keys.are_asked_for
-    for header in ("", "Bearer", "Bearer ", "Bearer one"):
-        assert not keys.accept(header)
+class Keys:
+    """The keys of a file, and the tenants that the engine is given."""
+
+    def __init__(self, file: Path, content: str | bytes, *given: str) -> None:
+        self.file, self.clock = file, Clock()
+        self.tenants: list[Mapping[str, Tenant]] = []
+        self._write(content)
+        config = ServerConfig(api_key=given, api_key_file=str(file))
+        self.keys = ApiKeys(config, self.clock, self.tenants.append)
+
+    def rewrite(self, content: str | bytes) -> None:
+        self._write(content)
+        self.clock.now += 1.0
+
+    def _write(self, content: str | bytes) -> None:
+        self.file.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    def owner(self, key: str) -> str | None:
+        return self.keys.accept(f"Bearer {key}")
 
 
 def test_keys_come_from_options_and_from_a_file_with_one_a_line(tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_bytes(b"\xef\xbb\xbftwo\r\n  three \n\n   \nfo ur\n")
-    keys = _keys(" one ", "schlüssel", file=file)
-    assert keys.are_asked_for
-    for key in ("one", "schlüssel", "two", "three", "fo ur"):
-        assert keys.accept(f"Bearer {key}"), key
+    assert not ApiKeys(ServerConfig()).are_asked_for
+    content = b"\xef\xbb\xbftwo\r\n  three \n\n   \nfo ur\n"
+    keys = Keys(tmp_path / "keys", content, " one ", "schlüssel")
+    assert keys.keys.are_asked_for
+    for key in ("one", "schlüssel", "two", " three ", "fo ur"):
+        assert keys.owner(key), key
     for key in ("", "o", "on", "fo", "five", "two three", "\udcff"):
-        assert not keys.accept(f"Bearer {key}"), key
-
-
-def test_nothing_but_a_bearer_token_is_a_key() -> None:
-    for header in ("Bearer one", "bearer two", "BEARER  one "):
-        assert _keys("one", "two").accept(header)
-        assert not _keys("three").accept(header)
-    for header in ("", "Bearer", "Bearer ", "Bearer one two", "Basic one", "one Bearer", "one"):
-        assert not _keys("one", "two").accept(header), header
+        assert keys.owner(key) is None, key
+    for header in ("bearer two", "BEARER  one "):
+        assert keys.keys.accept(header)
+    for header in ("", "Bearer", "Basic one", "one Bearer", "one"):
+        assert not keys.keys.accept(header), header
 
 
 def test_a_file_that_holds_no_keys_is_refused_in_one_line(tmp_path: Path) -> None:
-    (tmp_path / "folder").mkdir()
+    file = tmp_path / "keys"
     for content, reason in (
-        (b"", "it holds no key"),
+        (None, "No such file or directory"),
         (b" \n\n", "it holds no key"),
         (b"\xff\xfe", "it is not UTF-8"),
         (b"x\n" * 600_000, "it is larger than 1 MiB"),
-        ("folder", "Is a directory"),
-        ("nowhere", "No such file or directory"),
     ):
-        file = tmp_path / (content if isinstance(content, str) else "keys")
-        if isinstance(content, bytes):
+        if content is not None:
             file.write_bytes(content)
         with pytest.raises(SetupError) as refused:
             ServerState(Engine(), ServerConfig(api_key=("one",), api_key_file=str(file)))
@@ -76,48 +81,44 @@ def test_a_file_that_holds_no_keys_is_refused_in_one_line(tmp_path: Path) -> Non
 
 
 def test_a_file_that_changes_is_read_again_within_a_second(tmp_path: Path) -> None:
-    file, clock = tmp_path / "keys", Clock()
-    file.write_text("one\n")
-    keys = _keys("fixed", file=file, clock=clock)
-    file.write_text("two\nthree\n")
-    clock.now = 0.9
-    assert keys.accept("Bearer one"), "not each request looks at the file"
-    clock.now = 1.0
-    assert not keys.accept("Bearer one")
-    for key in ("two", "three", "fixed"):
-        assert keys.accept(f"Bearer {key}")
+    keys = Keys(tmp_path / "keys", "one\n", "fixed")
+    keys.file.write_text("two\nthree\n")
+    keys.clock.now = 0.9
+    assert keys.owner("one"), "not each request looks at the file"
+    keys.clock.now = 1.0
+    assert not keys.owner("one")
+    assert all(keys.owner(key) for key in ("two", "three", "fixed"))
     # As a secret that is mounted changes: another file under the same name, as long and as old.
-    status = file.stat()
+    status = keys.file.stat()
     other = tmp_path / "other"
     other.write_text("for\nfives\n")
     os.utime(other, ns=(status.st_atime_ns, status.st_mtime_ns))
-    other.rename(file)
-    clock.now = 2.0
-    assert keys.accept("Bearer for")
-    assert not keys.accept("Bearer two")
+    other.rename(keys.file)
+    keys.clock.now = 2.0
+    assert keys.owner("for")
+    assert not keys.owner("two")
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff\xfe", None])
 def test_an_unusable_file_leaves_the_keys_as_they_are(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes | None
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    file, clock = tmp_path / "keys", Clock()
-    file.write_text("one\n")
-    keys = _keys(file=file, clock=clock)
-    file.unlink()
-    if content is not None:
-        file.write_bytes(content)
-    for clock.now in (1.0, 2.0, 3.0):
-        assert keys.accept("Bearer one")
-        assert not keys.accept("Bearer")
-    (record,) = caplog.records
-    assert "the keys read before stay in use" in record.getMessage()
-    assert "one\n" not in record.getMessage()
-    file.unlink(missing_ok=True)
-    file.write_text("two\n")
-    clock.now = 4.0
-    assert keys.accept("Bearer two")
-    assert not keys.accept("Bearer one")
+    caplog.set_level(logging.ERROR, logger="maxsimd.keys")
+    keys = Keys(tmp_path / "keys", f"one\n{SECRET}\n")
+    for content in (b"", b"\xff\xfe", None, f"{SECRET} weight=none\n".encode()):
+        caplog.clear()
+        keys.file.unlink(missing_ok=True)
+        if content is not None:
+            keys.file.write_bytes(content)
+        for _ in range(3):
+            keys.clock.now += 1.0
+            assert keys.owner("one")
+        (message,) = caplog.messages
+        assert "the keys read before stay in use" in message
+        assert SECRET not in message
+    assert len(keys.tenants) == 1
+    keys.rewrite("two\n")
+    assert keys.owner("two")
+    assert not keys.owner("one")
 
 
 def test_a_pipe_is_read_once(tmp_path: Path) -> None:
@@ -125,31 +126,10 @@ def test_a_pipe_is_read_once(tmp_path: Path) -> None:
     os.write(writing, b"one\n")
     os.close(writing)
     clock = Clock()
-    keys = _keys(file=Path(f"/dev/fd/{reading}"), clock=clock)
+    keys = ApiKeys(ServerConfig(api_key_file=f"/dev/fd/{reading}"), clock)
     clock.now = 1.0
     assert keys.accept("Bearer one")
     os.close(reading)
-
-
-SECRET = "sk-3cr3t"
-
-
-class Keys:
-    """The keys of a file, and the tenants that the engine is given."""
-
-    def __init__(self, file: Path, content: str, *given: str) -> None:
-        self.file, self.clock = file, Clock()
-        self.tenants: list[Mapping[str, Tenant]] = []
-        file.write_text(content)
-        config = ServerConfig(api_key=given, api_key_file=str(file))
-        self.keys = ApiKeys(config, self.clock, self.tenants.append)
-
-    def rewrite(self, content: str) -> None:
-        self.file.write_text(content)
-        self.clock.now += 1.0
-
-    def owner(self, key: str) -> str | None:
-        return self.keys.accept(f"Bearer {key}")
 
 
 def test_a_line_names_a_tenant_and_what_it_may_use() -> None:
@@ -170,15 +150,10 @@ def test_a_line_names_a_tenant_and_what_it_may_use() -> None:
         digest_of("fo ur"): None,
     }
     assert table.nameless == {digest_of("three"): Tenant(), digest_of("fo ur"): Tenant(weight=0.5)}
-
-
-def test_keys_of_one_name_are_one_tenant() -> None:
     table = read_keys(b"old name=a weight=3\nnew name=a\nnext name=a max_queued_tokens=7 weight=3")
     assert table.tenants == {"a": Tenant(weight=3, max_queued_tokens=7)}
     assert set(table.names.values()) == {"a"}
-
-
-def test_a_key_may_end_with_equals_signs_and_stand_twice() -> None:
+    # A key may end with equals signs and stand twice.
     table = read_keys(b"c2VjcmV0==\nx=y name=a\nc2VjcmV0==\n")
     assert table.names == {digest_of("c2VjcmV0=="): None, digest_of("x=y"): "a"}
 
@@ -186,9 +161,8 @@ def test_a_key_may_end_with_equals_signs_and_stand_twice() -> None:
 def test_only_keys_that_say_so_are_admins(tmp_path: Path) -> None:
     keys = Keys(tmp_path / "keys", "one name=a admin=yes\ntwo name=a\nthree admin=no\n", "given")
     assert keys.keys.has_admins
-    assert [keys.keys.is_admin(f"Bearer {key}") for key in ("one", "two", "three", "given", "")] == [
-        *(True, False, False, False, False)
-    ]
+    admins = [key for key in ("one", "two", "three", "given", "") if keys.keys.is_admin(f"Bearer {key}")]
+    assert admins == ["one"]
     assert not keys.keys.is_admin("Basic one")
     keys.rewrite("one name=a\ntwo name=a admin=yes\n")
     assert keys.owner("one") == "a"
@@ -196,39 +170,23 @@ def test_only_keys_that_say_so_are_admins(tmp_path: Path) -> None:
     assert keys.keys.is_admin("Bearer two")
 
 
-KNOWN = (
-    "these are name=, weight=, priority=, requests_per_minute=, tokens_per_minute=, max_queued_tokens=, "
-    "max_request_tokens=, admin="
-)
 WRONG = [
-    ("wait=3", f"line 2 has something behind its key that is no attribute; {KNOWN}"),
-    ("weight=3 search", f"line 2 has something behind its key that is no attribute; {KNOWN}"),
-    ("weight = 3", f"line 2 has something behind its key that is no attribute; {KNOWN}"),
-    ("weight=", "line 2: weight must be a number"),
+    ("wait=3", "line 2 has something behind its key that is no attribute; these are name=, weight="),
+    ("weight = 3", "line 2 has something behind its key that is no attribute; these are name=, weight="),
     ("weight=heavy", "line 2: weight must be a number"),
     ("weight=0", "line 2: weight must be from 0.001 to 1000"),
-    ("weight=inf", "line 2: weight must be from 0.001 to 1000"),
     ("weight=3 weight=3", "line 2 has weight twice"),
     ("priority=4", "line 2: priority must be interactive or batch"),
     ("requests_per_minute=0", "line 2: requests_per_minute must be at least 1"),
     ("requests_per_minute=1.5", "line 2: requests_per_minute must be a whole number"),
-    ("tokens_per_minute=-1", "line 2: tokens_per_minute must be a whole number"),
     ("tokens_per_minute=" + "9" * 400, "line 2: tokens_per_minute must be a whole number"),
-    ("max_queued_tokens=many", "line 2: max_queued_tokens must be a whole number"),
-    ("max_request_tokens=", "line 2: max_request_tokens must be a whole number"),
-    ("admin=", "line 2: admin must be yes or no"),
     ("admin=true", "line 2: admin must be yes or no"),
     (f"admin=yes\n{SECRET} admin=no", "lines 2 and 3 have the same key with other attributes"),
-    ("name=", "line 2: name must be 1 to 64 letters, digits, dots, hyphens and underscores (ASCII)"),
     ("name=süd", "line 2: name must be 1 to 64 letters, digits, dots, hyphens and underscores (ASCII)"),
     ("name=other", "line 2: name must not be other, nor key- and a number: those are taken"),
     ("name=key-1", "line 2: name must not be other, nor key- and a number: those are taken"),
     (f"name=a\n{SECRET} name=b", "lines 2 and 3 have the same key with other attributes"),
-    (
-        "name=a weight=3\nx name=a weight=2",
-        "lines 2 and 3 have the same name with another weight; give it once",
-    ),
-    ("\nname=a b", "line 3 begins with an attribute; put the key before it"),
+    ("name=a weight=3\nx name=a weight=2", "lines 2 and 3 have the same name with another weight"),
     ("\nweight=3", "line 3 begins with an attribute; put the key before it"),
 ]
 
@@ -239,8 +197,7 @@ def test_what_is_wrong_is_told_by_its_line_and_without_the_key(tmp_path: Path) -
         file.write_text(f"first name=first\n{SECRET} {behind}\n")
         with pytest.raises(SetupError) as refused:
             ApiKeys(ServerConfig(api_key_file=str(file)))
-        expected = f"cannot read keys from '{file}': {message}; give a readable file with one key a line"
-        assert str(refused.value) == expected
+        assert str(refused.value).startswith(f"cannot read keys from '{file}': {message}")
         assert SECRET not in str(refused.value)
 
 
@@ -253,22 +210,18 @@ def test_no_message_repeats_what_stands_in_the_file(behind: str) -> None:
 
 def test_each_key_says_whose_it_is(tmp_path: Path) -> None:
     keys = Keys(tmp_path / "keys", "one name=search\ntwo name=search\nthree\nfour weight=2\n", "five", "one")
-    assert [keys.owner(key) for key in ("one", "two", "three", "four", "five", "six")] == [
-        *("search", "search"),
-        *("key-2", "key-3", "key-1"),
-        None,
-    ]
+    owners = {key: keys.owner(key) for key in ("one", "two", "three", "four", "five", "six")}
+    numbered = {"three": "key-2", "four": "key-3", "five": "key-1"}
+    assert owners == {"one": "search", "two": "search", "six": None} | numbered
     assert keys.tenants == [{"search": Tenant(), "key-3": Tenant(weight=2)}]
 
 
 def test_a_nameless_key_stays_the_same_tenant(tmp_path: Path) -> None:
     keys = Keys(tmp_path / "keys", "one\ntwo\n", "given")
     before = {key: keys.owner(key) for key in ("given", "one", "two")}
-    assert sorted(map(str, before.values())) == ["key-1", "key-2", "key-3"]
+    assert set(before.values()) == {"key-1", "key-2", "key-3"}
     keys.rewrite("zero\ntwo weight=2\n")
-    assert {key: keys.owner(key) for key in ("given", "two")} == {
-        key: before[key] for key in ("given", "two")
-    }
+    assert (keys.owner("given"), keys.owner("two")) == (before["given"], before["two"])
     assert keys.owner("zero") == "key-4"
     keys.rewrite("one\ntwo name=key-ring\n")
     assert keys.owner("one") == "key-5", "no number is given again"
@@ -277,19 +230,9 @@ def test_a_nameless_key_stays_the_same_tenant(tmp_path: Path) -> None:
     assert keys.owner("two") == "key-6", "without a name it is not that tenant any more"
 
 
-def test_what_tenants_may_use_changes_with_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="maxsimd.keys")
+def test_what_tenants_may_use_changes_with_the_file(tmp_path: Path) -> None:
     keys = Keys(tmp_path / "keys", "one name=a weight=3\n")
     keys.rewrite("one name=a weight=5\n")
     assert keys.owner("one") == "a"
     assert keys.owner("one") == "a"
     assert keys.tenants == [{"a": Tenant(weight=3)}, {"a": Tenant(weight=5)}], "once for each change"
-    keys.rewrite(f"one name=a\n{SECRET} weight=none\n")
-    assert keys.owner("one") == "a"
-    assert keys.owner(SECRET) is None
-    assert len(keys.tenants) == 2, "what was read before stays"
-    assert caplog.messages[-1] == (
-        f"cannot read keys from '{keys.file}': line 2: weight must be a number; "
-        "the keys read before stay in use"
-    )
-    assert SECRET not in caplog.text

@@ -1,4 +1,4 @@
-"""When an engine that has died is started again, how long that may take, and when it is given up."""
+"""When a server takes work, and what becomes of an engine that has died."""
 
 import asyncio
 import logging
@@ -11,7 +11,7 @@ from maxsimd.api import loading as loading_module
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.loading import Deaths, Loading
 from maxsimd.api.state import ServerState
-from maxsimd.engine import Engine, ModelLoadError
+from maxsimd.engine import Engine, EngineDeadError, EngineNotReadyError, ModelLoadError
 
 
 class Clock:
@@ -89,19 +89,16 @@ async def test_it_is_started_until_it_runs() -> None:
     assert state.comes_back
 
 
-async def test_it_is_given_up_after_too_many_deaths(caplog: pytest.LogCaptureFixture) -> None:
-    _, _, state, loading = _set_up(*[_fail] * 4)
-    assert not await loading.again(state)
-    assert state.phase == "dead"
-    assert "it died 5 times in 10 minutes" in caplog.text
-
-
-async def test_it_is_not_started_where_that_would_be_of_no_use(caplog: pytest.LogCaptureFixture) -> None:
-    engine, _, state, loading = _set_up()
-    engine.restart_obstacle = "the GPU is lost"
-    assert not await loading.again(state)
-    assert state.phase == "dead"
-    assert "the engine is not started again: the GPU is lost" in caplog.text
+async def test_it_is_given_up_where_starting_is_of_no_use(caplog: pytest.LogCaptureFixture) -> None:
+    for starts, obstacle, message in (
+        ([_fail] * 4, None, "it died 5 times in 10 minutes"),
+        ([], "the GPU is lost", "the engine is not started again: the GPU is lost"),
+    ):
+        engine, _, state, loading = _set_up(*starts)
+        engine.restart_obstacle = obstacle
+        assert not await loading.again(state)
+        assert state.phase == "dead"
+        assert message in caplog.text
 
 
 async def test_a_load_that_takes_far_longer_than_the_first_is_given_up(
@@ -115,16 +112,68 @@ async def test_a_load_that_takes_far_longer_than_the_first_is_given_up(
     assert "loading its model takes longer than" in caplog.text
 
 
-@pytest.mark.parametrize("when", ["before", "while"])
-async def test_a_signal_ends_it_and_the_server_has_not_failed(
-    when: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    _, stop, state, loading = _set_up(_never)
-    stop.is_asked = when == "before"
-    restarting = asyncio.create_task(loading.again(state))
-    await asyncio.sleep(0.02)
-    stop.is_asked = True
-    async with asyncio.timeout(20):
-        assert not await restarting
-    assert state.comes_back
+async def test_a_signal_ends_it_and_the_server_has_not_failed(caplog: pytest.LogCaptureFixture) -> None:
+    for comes_before in (True, False):
+        _, stop, state, loading = _set_up(_never)
+        stop.is_asked = comes_before
+        restarting = asyncio.create_task(loading.again(state))
+        await asyncio.sleep(0.02)
+        stop.is_asked = True
+        async with asyncio.timeout(20):
+            assert not await restarting
+        assert state.comes_back
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+class Standing(Engine):
+    """An engine that says how it is, without a model of its own."""
+
+    is_healthy = False
+    death: Any = None
+
+
+def test_work_is_taken_only_while_all_is_well() -> None:
+    for death, draining, healthy, restarts, phase, refusal in (
+        (None, False, False, False, "starting", EngineNotReadyError),
+        (None, False, True, False, "ok", None),
+        (None, True, True, False, "draining", EngineNotReadyError),
+        (None, True, False, False, "draining", EngineNotReadyError),
+        ("of old age", False, True, False, "dead", EngineDeadError),
+        ("of old age", True, False, False, "dead", EngineDeadError),
+        (None, False, True, True, "ok", None),
+        ("of old age", False, False, True, "restarting", None),
+        ("of old age", True, False, True, "draining", None),
+    ):
+        state: Any = ServerState(Standing(), ServerConfig(restart_on_failure=restarts))
+        assert state.draining is False
+        state.engine.death, state.engine.is_healthy, state.draining = death, healthy, draining
+        assert state.phase == phase
+        assert state.is_ready is (phase == "ok")
+        if phase == "ok":
+            state.check_ready()
+        elif refusal is not None:
+            message = "the server is starting or shutting down" if death is None else death
+            with pytest.raises(refusal, match=f"^{message}$"):
+                state.check_ready()
+        state.comes_back = False
+        assert state.phase == ("dead" if death else phase)
+
+
+async def test_requests_are_ended_once_and_timeouts_stay_timeouts() -> None:
+    state = ServerState(Standing(), ServerConfig())
+
+    async def wait() -> None:
+        async with state.in_flight():
+            await asyncio.sleep(60)
+
+    waiting = [asyncio.create_task(wait()) for _ in range(2)]
+    await asyncio.sleep(0)
+    assert state.end_requests() == 2
+    for task in waiting:
+        with pytest.raises(EngineNotReadyError, match="shutting down"):
+            await task
+    await asyncio.wait_for(state.until_quiet(), 1)
+    assert state.end_requests() == 0
+    with pytest.raises(TimeoutError):
+        async with state.in_flight():
+            raise TimeoutError

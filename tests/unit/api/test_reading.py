@@ -5,14 +5,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from maxsimd.api import reading
-from maxsimd.api.failures import ApiError
 from maxsimd.api.reading_pictures import content_of, each_picture, has_pictures
-from maxsimd.api.wire import ClassifyRequest, PredictRequest, RerankRequest, ScoreRequest
-from maxsimd.engine import CUT_LONG, WINDOW_LONG, InvalidRequestError, Truncation
+from maxsimd.api.wire import PredictRequest, RerankRequest, ScoreRequest
+from maxsimd.engine import CUT_LONG, InvalidRequestError, Truncation
 from maxsimd.engine.media import Content, EncodedPicture, PictureUrl
 
 REFUSE = Truncation()
@@ -49,18 +46,11 @@ def test_a_score_request_without_texts_names_the_field() -> None:
         ({}, "queries", "queries and documents are missing"),
         ({"documents": "d", "data_2": "e"}, "queries", "queries and documents are missing"),
         ({"queries": "q"}, "documents", "documents is missing"),
-        ({"queries": "q", "data_1": "p"}, "documents", "documents is missing"),
         ({"data_1": "q"}, "data_2", "data_2 is missing"),
-        ({"text_1": "q"}, "text_2", "text_2 is missing"),
         (
             {"queries": ["q", {}], "documents": "d"},
             "queries",
             'queries[1] is an object without a "text" or "content" string',
-        ),
-        (
-            {"queries": "q", "items": {"title": "d"}},
-            "items",
-            'items[0] is an object without a "text" or "content" string',
         ),
     ):
         with _refused(param, message):
@@ -72,18 +62,15 @@ def test_a_text_is_a_string_or_an_object_that_holds_one() -> None:
         ("a", "a"),
         ({"text": "a", "content": "b"}, "a"),
         ({"content": "b"}, "b"),
-        ({"text": ""}, ""),
         ({"content": PARTS}, "one\ntwo"),
         ({"text": PARTS}, "one\ntwo"),
     ):
-        assert reading.as_text(content, "documents[3]", "documents") == text
-        assert reading.as_text(content, "documents[3]", "documents", ()) == text
         assert reading.as_texts(content, "documents") == [text]
         assert reading.as_texts(["z", content], "documents") == ["z", text]
 
 
 def test_what_holds_no_text_is_refused_by_its_place() -> None:
-    for content in ({}, {"text": 7}, {"content": None}, {"title": "a"}):
+    for content in ({}, {"text": 7}, {"content": None}):
         with _refused("query", 'query is an object without a "text" or "content" string'):
             reading.as_text(content, "query", "query")
     no_part = "documents[1] has a content part that is not text; only text can be scored"
@@ -133,147 +120,32 @@ def test_documents_to_rank_must_be_there_and_have_a_named_field() -> None:
         reading.texts_to_rank(RerankRequest(query="q", documents=["a", {}]), 9)
 
 
-def test_a_request_says_what_becomes_of_long_inputs() -> None:
-    for options, default, truncation in (
-        ({}, "error", REFUSE),
-        ({}, "truncate", CUT_LONG),
-        ({}, "window", WINDOW_LONG),
-        ({"long_documents": "error"}, "window", REFUSE),
-        ({"long_documents": "truncate"}, "error", CUT_LONG),
-        ({"long_documents": "window"}, "truncate", WINDOW_LONG),
-        ({"truncate_prompt_tokens": 7}, "error", Truncation(max_tokens=7)),
-        ({"truncate_prompt_tokens": 0}, "truncate", Truncation(max_tokens=0)),
-        ({"truncate_prompt_tokens": 7}, "window", Truncation(max_tokens=7, windows=True)),
-        ({"truncation_side": "left"}, "error", Truncation(side="left")),
-        ({"truncation_side": "right"}, "error", REFUSE),
-        (
-            {"max_tokens_per_query": 5, "max_tokens_per_doc": 6, "window_overlap": 0},
-            "error",
-            Truncation(max_query_tokens=5, max_document_tokens=6, window_overlap=0),
-        ),
-        ({"max_tokens_per_query": 0, "max_tokens_per_doc": 0, "window_overlap": 4}, "error", None),
-    ):
-        expected = truncation or Truncation(window_overlap=4)
-        assert reading.truncation_of(RerankRequest(query="q", **options), default) == expected
-        assert reading.truncation_of(ScoreRequest(**options), default) == expected
-
-
-def test_inputs_that_are_not_scored_have_no_windows() -> None:
-    for default in ("truncate", "window", "error"):
-        only_scored = "long_documents window is only for documents that are scored; use truncate or error"
-        for options, expected in (
-            ({}, REFUSE if default == "error" else CUT_LONG),
-            ({"long_documents": "error"}, REFUSE),
-            ({"long_documents": "truncate"}, CUT_LONG),
-            ({"truncate_prompt_tokens": -1}, CUT_LONG),
-            ({"truncate_prompt_tokens": 3, "truncation_side": "left"}, Truncation(max_tokens=3, side="left")),
-        ):
-            request = ClassifyRequest(input="a", **options)
-            assert reading.truncation_of(request, default) == expected
-        with _refused("long_documents", only_scored):
-            reading.truncation_of(ClassifyRequest(input="a", long_documents="window"), default)
-
-
-def test_teis_words_say_the_same() -> None:
-    directions: dict[str | None, Any] = {None: "right", "left": "left", "Left": "left", "Right": "right"}
+def test_teis_words_count_more_than_the_servers_default() -> None:
     for truncate, default, truncation in (
-        (None, "truncate", CUT_LONG),
-        (None, "window", WINDOW_LONG),
-        (None, "error", REFUSE),
         *((True, default, CUT_LONG) for default in ("truncate", "window", "error")),
         *((False, default, REFUSE) for default in ("truncate", "window", "error")),
     ):
-        for direction, side in directions.items():
-            said: Any = {"truncate": truncate, "truncation_direction": direction}
-            expected = Truncation(max_tokens=truncation.max_tokens, windows=truncation.windows, side=side)
-            for request in (PredictRequest(inputs="a", **said), RerankRequest(query="q", **said)):
-                assert reading.tei_truncation_of(request, default) == expected
-
-
-def test_use_activation_counts_more_than_raw_scores() -> None:
-    for use_activation, raw_scores, wanted in (
-        *((True, raw, True) for raw in (None, True, False)),
-        *((False, raw, False) for raw in (None, True, False)),
-        (None, None, True),
-        (None, False, True),
-        (None, True, False),
-    ):
-        request = ScoreRequest(use_activation=use_activation, raw_scores=raw_scores)
-        assert reading.wants_activation(request) is wanted
-
-
-def test_texts_are_counted_before_they_are_read() -> None:
-    for read, request_of, param in (
-        (reading.texts_to_score, lambda texts: ScoreRequest(queries="q", documents=texts), "documents"),
-        (reading.texts_to_score, lambda texts: ScoreRequest(text_1=texts, text_2="d"), "text_1"),
-        (reading.texts_to_rank, lambda texts: RerankRequest(query="q", documents=texts), "documents"),
-        (reading.texts_to_rank, lambda texts: RerankRequest(query="q", texts=texts), "texts"),
-        (reading.inputs_of, lambda texts: ClassifyRequest(input=texts), "input"),
-        (reading.inputs_of, lambda texts: ClassifyRequest(input=[[7]] * len(texts)), "input"),
-        (reading.sequences_of, lambda texts: PredictRequest(inputs=[[text] for text in texts]), "inputs"),
-    ):
-        read(request_of(["a"] * 3), 3)
-        with pytest.raises(ApiError) as caught:
-            read(request_of(["a"] * 4), 3)
-        error = caught.value
-        assert str(error) == f"{param} has 4 entries, but at most 3 are taken at a time; send them in parts"
-        assert (error.status, error.kind, error.param) == (413, "RequestTooLargeError", param)
-
-
-TEXT = st.text(max_size=3)
-TOKENS = st.lists(st.integers(0, 9), min_size=1, max_size=3)
-
-
-@given(st.one_of(TEXT, st.lists(TEXT, min_size=1, max_size=3), TOKENS, st.lists(TOKENS, min_size=1)))
-def test_inputs_are_lists_of_texts_or_of_lists_of_tokens(value: Any) -> None:
-    is_one = isinstance(value, str) or isinstance(value[0], int)
-    assert reading.as_inputs(value, 1 if is_one else len(value)) == ([value] if is_one else value)
-
-
-def test_nothing_else_is_an_input() -> None:
-    for value in (
-        *(None, [], 7, True, {"a": 1}, (1, 2), ("a",), [[]], [[1], []], ["a", 1], [1, "a"], [1, True]),
-        *([True], [[1], "a"], ["a", [1]], [[1, "a"]], [[True]], [1.5], [(1, 2)]),
-    ):
-        message = (
-            "input must be a text, a list of texts, a list of token ids or a list of those, and not empty"
-        )
-        with _refused("input", message):
-            reading.as_inputs(value, 9)
+        for request in (
+            PredictRequest(inputs="a", truncate=truncate),
+            RerankRequest(query="q", truncate=truncate, truncation_direction="Right"),
+        ):
+            assert reading.tei_truncation_of(request, default) == truncation
 
 
 def test_sequences_are_texts_or_pairs() -> None:
     for value, texts, pairs, are_many in (
-        ("a", ["a"], None, False),
         ("", [""], None, False),
-        (["a"], ["a"], None, False),
         (["a", "b"], ["a"], ["b"], False),
-        ([["a"]], ["a"], None, True),
-        ([["a"], ["b"], ["c"]], ["a", "b", "c"], None, True),
         ([["a"], "b"], ["a", "b"], None, True),
-        ([["a", "b"]], ["a"], ["b"], True),
         ([["a", "b"], ["c", "d"]], ["a", "c"], ["b", "d"], True),
     ):
         assert reading.as_sequences(value, 9) == (texts, pairs, are_many)
 
 
-def test_nothing_else_is_a_sequence() -> None:
-    for value in (
-        *(None, [], 3, True, {"a": "b"}, {}, ("a",), [["a"], ["b", "c"]], [["a", "b"], "c"], [[1]], [3]),
-        *([["a", "b", "c"]], ["a", "b", "c"], [[]], [["a", 1]], ["a", 1], [[1, 2]], [("a",)], [["a"], None]),
-    ):
-        message = "inputs must be a text, a pair of texts, or a list of lists of one text each or of two each"
-        with _refused("inputs", message):
-            reading.as_sequences(value, 9)
-
-
 def test_an_error_names_the_fields_that_were_sent() -> None:
     for message, param, said, names in (
-        ("documents is empty", "documents", "items is empty", "items"),
         ("queries[7] is long", "queries", "queries[7] is long", "queries"),
         ("windows of documents[1] share", "window_overlap", "windows of items[1] share", "window_overlap"),
-        ("2 queries and 3 documents", "documents", "2 queries and 3 documents", "items"),
-        ("it scores documents by each other", "on_error", "it scores documents by each other", "on_error"),
         ("it has no scores", None, "it has no scores", None),
     ):
         request = ScoreRequest(queries="q", items=["d"], text_1="1", text_2="2")
@@ -282,16 +154,6 @@ def test_an_error_names_the_fields_that_were_sent() -> None:
     error = InvalidRequestError("documents[0] beside queries[0]", "queries")
     named = reading.in_its_words(("query", "texts"), error)
     assert (str(named), named.param) == ("texts[0] beside query", "query")
-
-
-def test_roles_have_several_names() -> None:
-    assert reading.input_type_of(None) is None
-    for name in ("query", "search_query", "retrieval.query"):
-        assert reading.input_type_of(name) == "query"
-    for name in ("document", "passage", "search_document", "retrieval.passage"):
-        assert reading.input_type_of(name) == "document"
-    with _refused("input_type", "input_type 'poem' is not known; use query or document"):
-        reading.input_type_of("poem")
 
 
 DATA = "data:image/png;base64,AAAA"
@@ -322,14 +184,9 @@ def test_parts_are_read_in_their_order() -> None:
 
 
 def test_what_only_looks_like_a_picture_is_text() -> None:
-    for content in (
-        {"text": URL},
-        {"content": DATA},
-        {"content": [{"type": "text", "text": "a"}]},
-        {"content": None},
-    ):
+    for content in ({"text": URL}, {"content": DATA}, {"content": [{"type": "text", "text": "a"}]}):
         assert not has_pictures(content)
-        assert reading.as_items([URL, DATA], "documents") == [URL, DATA]
+    assert reading.as_items([URL, DATA], "documents") == [URL, DATA]
 
 
 def test_what_is_no_picture_is_refused_by_its_name() -> None:
@@ -338,17 +195,12 @@ def test_what_is_no_picture_is_refused_by_its_name() -> None:
         ({"image": DATA, "image_url": DATA}, "documents[0] has several pictures"),
         ({"image_url": "AAAA"}, "documents[0] has a URL that cannot be read"),
         ({"image": {"url": "AAAA"}}, "documents[0] has a URL that cannot be read"),
-        ({"image": {"bytes": "AAAA"}}, "documents[0] has no picture"),
         ({"type": "image_url"}, "documents[0] is neither a text nor a picture"),
         ({"type": "video_url", "video_url": URL}, "documents[0] is neither a text nor a picture"),
         ({"content": [{"image": DATA}, 7]}, "documents[0].content[1] is neither a text nor a picture"),
-        ({"content": [{"image": DATA}, {}]}, "documents[0].content[1] is neither a text nor a picture"),
         ({"content": [{"image": DATA}, {"type": "other", "text": "a"}]}, "neither a text nor a picture"),
         ({"image": DATA, "content": []}, "has content parts and something beside them"),
-        ({"type": "image_url", "content": []}, "neither a text nor"),
-        ({"image": DATA, "content": [{"type": "text", "text": "a"}]}, "content parts and something beside"),
         ({"text": "a", "content": [{"image": DATA}]}, "content parts and something beside"),
-        ({"text": "a", "video": URL}, "neither a text nor a picture"),
         ({"text": "a", "image": DATA, "audio": URL}, "neither a text nor a picture"),
     ):
         with pytest.raises(InvalidRequestError) as raised:
@@ -364,8 +216,5 @@ def test_an_object_of_pictures_alone_stands_for_a_list() -> None:
     assert reading.as_items([two], "documents") == [Content.of([PICTURE, LINK])]
     for other in ({"content": [{"image": DATA}]}, {"content": [{"image": DATA}, "a"]}, "a", {"image": DATA}):
         assert each_picture(other) is None
-
-
-def test_inputs_to_embed_may_have_pictures() -> None:
     assert reading.as_inputs(["a", {"image": DATA}], 5) == ["a", Content.of([PICTURE])]
     reading.check_token_ids([Content.of([PICTURE])], accepted=False)

@@ -1,19 +1,15 @@
 """How a process is asked to end, and what ends it where it cannot itself."""
 
 import asyncio
-import logging
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 
 import pytest
 
 from maxsimd.api import signals
-from maxsimd.api.signals import SIGNALS, Stop, leaving_when_asked
-from tests.waiting import until
+from maxsimd.api.signals import SIGNALS, Stop
 
 
 @pytest.fixture
@@ -32,79 +28,28 @@ def left(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 async def test_a_signal_asks_and_starts_the_grace_period(left: list[int], number: signal.Signals) -> None:
     stop = Stop(grace=100)
     asked = asyncio.create_task(stop.asked())
-    await asyncio.sleep(0.05)
+    assert not await stop.asked_within(0.05)
+    assert not stop.is_asked
     assert not asked.done()
     os.kill(os.getpid(), number)
-    await asyncio.wait_for(asked, 5)
+    async with asyncio.timeout(5):
+        assert await stop.asked_within(100)
+        await asked
+    assert stop.is_asked
     assert 99 < stop.deadline - asyncio.get_running_loop().time() <= 100
     assert left == []
     stop.done()
 
 
-async def test_one_may_wait_for_a_signal_for_a_while(left: list[int]) -> None:
-    stop = Stop(grace=100)
-    assert not await stop.asked_within(0.05)
-    assert not stop.is_asked
-    os.kill(os.getpid(), signal.SIGTERM)
-    async with asyncio.timeout(5):
-        assert await stop.asked_within(100)
-    assert stop.is_asked
-    stop.done()
-
-
-@pytest.mark.parametrize("number", SIGNALS)
-async def test_a_second_signal_ends_the_process_at_once(
-    left: list[int], number: signal.Signals, caplog: pytest.LogCaptureFixture
-) -> None:
-    stop = Stop(grace=100)
-    os.kill(os.getpid(), signal.SIGTERM)
-    await asyncio.wait_for(stop.asked(), 5)
-    assert left == []
-    os.kill(os.getpid(), number)
-    await until(lambda: left == [128 + number])
-    assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    stop.done()
-
-
 async def test_a_process_is_ended_soon_after_its_grace_period(left: list[int]) -> None:
-    stop = Stop(grace=0.1)
+    stop, other = Stop(grace=0.1), Stop(grace=0.0)
     stop.begin(7)
     stop.begin(8)  # too late to change anything
+    other.done()
+    other.begin(0)
+    other.done()  # which leaves the process alone
     time.sleep(0.2)  # noqa: ASYNC251 (a busy event loop must not keep it)
     assert left == []
     time.sleep(0.3)  # noqa: ASYNC251
     assert left == [7]
     stop.done()
-
-
-async def test_a_process_that_is_done_is_left_alone(left: list[int]) -> None:
-    stop = Stop(grace=0.0)
-    stop.done()
-    stop.begin(0)
-    stop.done()
-    await asyncio.sleep(0.4)
-    assert left == []
-
-
-@pytest.mark.parametrize("number", SIGNALS)
-def test_before_it_serves_a_signal_ends_the_process_well(left: list[int], number: signal.Signals) -> None:
-    before = signal.getsignal(number)
-    with leaving_when_asked():
-        os.kill(os.getpid(), number)
-        time.sleep(0.05)
-        assert left == [0]
-    assert signal.getsignal(number) is before
-
-
-def test_leaving_at_once_waits_for_no_thread_and_loses_no_line() -> None:
-    code = """
-import threading, time
-from maxsimd.api.signals import leave_at_once
-threading.Thread(target=time.sleep, args=(60,)).start()
-print("said", end="")
-leave_at_once(3)
-"""
-    ran = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=30
-    )
-    assert (ran.returncode, ran.stdout) == (3, "said")

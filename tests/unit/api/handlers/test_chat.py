@@ -46,9 +46,8 @@ async def engine(model: str) -> AsyncIterator[RecordingEngine]:
 @pytest.mark.parametrize(
     ("path", "more"),
     [
-        ("/v1/embeddings", {}),
+        ("/v1/embeddings", {"continue_final_message": True}),
         ("/pooling", {"add_generation_prompt": True}),
-        ("/invocations", {"continue_final_message": True}),
         ("/v1/multi-vector", {}),
     ],
 )
@@ -94,15 +93,5 @@ async def test_what_cannot_be_read_is_refused(engine: RecordingEngine) -> None:
         status, error = await Caller(engine).error("/v1/embeddings", body)
         assert (status, error["param"]) == (400, param)
         assert message in error["message"]
-
-
-async def test_too_many_messages_are_refused(engine: RecordingEngine) -> None:
     status, error = await Caller(engine, max_documents=1).error("/v1/embeddings", {"messages": MESSAGES})
     assert (status, error["param"]) == (413, "messages")
-
-
-async def test_without_a_template_there_are_no_messages(qwen3_embedding: str) -> None:
-    async with RecordingEngine(EngineConfig(model=qwen3_embedding, threads=1)) as engine:
-        status, error = await Caller(engine).error("/v1/embeddings", {"messages": MESSAGES})
-        assert status == 400
-        assert "no chat template" in error["message"]

@@ -4,10 +4,9 @@ import json
 from typing import Any
 
 import numpy as np
-import pytest
 from numpy.typing import NDArray
 
-from maxsimd.engine import Engine, EngineConfig, InvalidRequestError, Muvera
+from maxsimd.engine import Engine, EngineConfig, Muvera
 from tests.unit.calling_handlers import Caller, RecordingEngine
 
 TEXTS = ["Berlin is the capital of Germany.", "It lies on the Spree.", "a", "Paris is the capital of France."]
@@ -26,15 +25,8 @@ async def test_a_vector_is_that_of_the_token_vectors(caller: Caller) -> None:
         expected = Muvera().encode(tokens.embeddings, input_type)
         np.testing.assert_allclose(vectors_of(answer), expected, atol=1e-6)
         assert answer["usage"]["prompt_tokens"] == tokens.usage.prompt_tokens
-        assert answer["encoding"] == {
-            "name": "muvera",
-            "k_sim": 3,
-            "r_reps": 40,
-            "d_proj": 32,
-            "d_final": None,
-            "full_length": True,
-            "seed": 0,
-        }
+        shown = {"name": "muvera", "k_sim": 3, "r_reps": 40, "d_proj": 32, "d_final": None}
+        assert answer["encoding"] == shown | {"full_length": True, "seed": 0}
 
 
 async def test_the_parameters_of_an_answer_can_be_sent_again(caller: Caller) -> None:
@@ -67,7 +59,6 @@ async def test_a_wrong_request_is_refused(caller: Caller) -> None:
         ("/v1/embeddings", {"input": ["a", "b"], "chunks": [[0, 1]]}, "chunks"),
         ("/v1/embeddings", chunked | {"chunks": [[0, 1]], "late_chunking": False}, "chunks"),
         ("/v1/embeddings", chunked | {"chunks": [[0, 3]]}, "chunks"),
-        ("/v1/embeddings", chunked | {"chunks": []}, "chunks"),
         ("/v1/embeddings", chunked | {"input": ["a", " "]}, "input"),
         ("/v1/embeddings", chunked | {"input": "word " * 300}, "input"),
         ("/v1/embeddings", chunked | {"truncate_prompt_tokens": 10}, "truncate_prompt_tokens"),
@@ -86,6 +77,9 @@ async def test_an_answer_has_no_more_numbers_than_there_is_room_for(engine: Reco
     status, error = await caller.error("/v1/embeddings", {**body, "input": ["a"] * 500})
     assert status == 413
     assert "room for 455" in error["message"]
+    caller = Caller(engine, max_documents=2)
+    chunks = {"input": "a b c", "late_chunking": True, "chunks": [[0, 1], [2, 3], [4, 5]]}
+    assert (await caller.error("/v1/embeddings", chunks))[0] == 413
 
 
 async def test_cached_token_vectors_give_the_same_vectors() -> None:
@@ -102,23 +96,14 @@ async def test_cached_token_vectors_give_the_same_vectors() -> None:
         all_cached = await engine.embed(TEXTS[1:], input_type="document", **options)
         assert all_cached.usage.cached_tokens == all_cached.usage.prompt_tokens
         np.testing.assert_array_equal(all_cached.embeddings, cached.embeddings[1:])
+        # A document that was cached through windows is not reused.
+        long = "word " * 400
+        whole = await engine.embed([long], truncation="window", input_type="document", **options)
+        await engine.score("what is it", [long], truncation="window")
+        again = await engine.embed([long], truncation="window", input_type="document", **options)
+        np.testing.assert_allclose(again.embeddings, whole.embeddings, atol=1e-5)
         as_query = await engine.embed(TEXTS[1:], input_type="query", **options)
         assert as_query.usage.cached_documents == 0
-
-
-async def test_a_document_cached_through_windows_is_not_reused(engine: RecordingEngine) -> None:
-    document, options = "word " * 400, {"input_type": "document", "encoding": Muvera(**SMALL)}
-    await engine.clear_cache()
-    run = await engine.embed([document], truncation="window", **options)  # type: ignore[arg-type]
-    await engine.score("what is it", [document], truncation="window")
-    again = await engine.embed([document], truncation="window", **options)  # type: ignore[arg-type]
-    np.testing.assert_allclose(again.embeddings, run.embeddings, atol=1e-5)
-
-
-async def test_a_model_that_compares_one_vector_a_text_is_refused() -> None:
-    async with Engine(EngineConfig(score_type="bi-encoder", threads=1)) as engine:
-        with pytest.raises(InvalidRequestError, match="late interaction"):
-            await engine.embed("a", encoding="muvera", input_type="document")
 
 
 CHUNKS = ["Berlin is the capital of Germany. ", "It lies on the Spree", " and has many lakes."]
@@ -142,10 +127,3 @@ async def test_chunks_come_as_texts_or_by_their_characters(caller: Caller) -> No
     cut = vectors[0][:, :8]
     expected = cut / np.linalg.norm(cut, axis=1, keepdims=True)
     np.testing.assert_allclose([item["embedding"] for item in short["data"]], expected, atol=1e-6)
-
-
-async def test_more_chunks_than_texts_may_be_sent_are_refused(engine: RecordingEngine) -> None:
-    caller = Caller(engine, max_documents=2)
-    body = {"input": "a b c", "late_chunking": True, "chunks": [[0, 1], [2, 3], [4, 5]]}
-    status, _ = await caller.error("/v1/embeddings", body)
-    assert status == 413

