@@ -3,6 +3,7 @@ scripts, and what divides words."""
 
 import functools
 import unicodedata
+from collections.abc import Collection, Iterable
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -85,9 +86,13 @@ WITHOUT_LETTERS = (
 )
 
 
+def usual_first(names: Iterable[str], usual: Collection[str]) -> list[Any]:
+    """Names for tests, of which `make test` takes the usual ones alone."""
+    return [name if name in usual else pytest.param(name, marks=pytest.mark.exhaustive) for name in names]
+
+
 # A kind of each pre-tokenizer and model. The others are variations of these.
-USUAL = ("bert", "qwen", "roberta", "xlm_roberta", "gemma")
-KINDS = [name if name in USUAL else pytest.param(name, marks=pytest.mark.exhaustive) for name in CUT]
+KINDS = usual_first(CUT, ("bert", "qwen", "roberta", "xlm_roberta", "gemma"))
 
 
 @functools.cache

@@ -6,25 +6,22 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.preprocess.tokenization import (
-    PART_CHARACTERS,
     PART_TEXTS,
-    Template,
     TextTokenizer,
     cut,
-    in_parts,
     longest_first,
 )
 from tests.unit.engine.preprocess.preprocessing import (
     CLS,
     QUERY_MARKER,
-    SEP,
     VOCABULARY,
+    A,
+    B,
     fast_tokenizer,
     ids,
     words,
@@ -32,21 +29,14 @@ from tests.unit.engine.preprocess.preprocessing import (
 from tests.unit.engine.preprocess.preprocessing import tokenizer as small_tokenizer
 
 
-def _word_tokenizer() -> Tokenizer:
-    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return tokenizer
-
-
 @settings(max_examples=60)
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(0, 50))
 @example(9, 9, 5)
 def test_longest_first_cuts_as_the_tokenizers_library_does(first: int, second: int, room: int) -> None:
-    tokenizer = _word_tokenizer()
-    tokenizer.enable_truncation(room, strategy="longest_first")
-    encoding = tokenizer.encode("a " * first, "b " * second)
-    lengths = encoding.ids.count(0), encoding.ids.count(1)
-    assert longest_first(first, second, room) == lengths
+    library = fast_tokenizer(special_tokens=False).backend_tokenizer
+    library.enable_truncation(room, strategy="longest_first")
+    encoding = library.encode("a " * first, "b " * second)
+    assert longest_first(first, second, room) == (encoding.ids.count(A), encoding.ids.count(B))
 
 
 @pytest.mark.parametrize("checkpoint", ["bert_cross_encoder", "xlm_roberta_cross_encoder"])
@@ -81,27 +71,7 @@ def test_a_text_is_cut_on_either_side() -> None:
         assert cut(text, most, side).tolist() == expected  # type: ignore[arg-type]
 
 
-def test_a_template_is_learned_with_its_types() -> None:
-    made = small_tokenizer()
-    assert (made.single.special_tokens, made.pair.special_tokens) == (2, 3)
-    token_ids, types = made.pair.fill(np.array([20, 21], np.int32), np.array([22], np.int32))
-    assert (token_ids.tolist(), types.tolist()) == ([CLS, 20, 21, SEP, 22, SEP], [0, 0, 0, 0, 1, 1])
-    parts = [token_ids, types, *made.encode(["w0"], "documents"), *made.pair.ids, *made.pair.types]
-    assert {part.dtype for part in parts} == {np.dtype(np.int32)}
-    bare = small_tokenizer(special_tokens=False)
-    assert (bare.single.special_tokens, bare.pair.special_tokens) == (0, 0)
-
-
-def test_a_template_puts_everything_in_its_place() -> None:
-    def arrays(*numbers: int) -> tuple[np.ndarray, ...]:
-        return tuple(np.array([number], np.int32) for number in numbers)
-
-    template = Template(arrays(1, 2, 3), arrays(4, 5, 6), (7, 8))
-    token_ids, types = template.fill(*arrays(20, 21))
-    assert (token_ids.tolist(), types.tolist()) == ([1, 20, 2, 21, 3], [4, 7, 5, 8, 6])
-
-
-def test_whole_texts_and_their_way_back() -> None:
+def test_texts_become_tokens_and_tokens_texts() -> None:
     made = small_tokenizer()
     assert [(start, encoding.ids, encoding.tokens) for start, encoding in made.read("w0 w1", "text")] == [
         (0, ids(2), ["w0", "w1"])
@@ -110,35 +80,8 @@ def test_whole_texts_and_their_way_back() -> None:
     assert made.decode([QUERY_MARKER, *ids(2)]) == "[QUERY] w0 w1", "special tokens included"
     assert made.token_id("w0") == ids(1)[0]
     assert made.vocabulary_size == VOCABULARY
-    assert made.encode([], "documents") == []
     in_two_parts = made.encode(words(PART_TEXTS + 1).split(), "documents")
     assert np.concatenate(in_two_parts).tolist() == ids(PART_TEXTS + 1)
-
-
-LENGTHS = st.sampled_from(
-    [0, 1, PART_CHARACTERS // 2, PART_CHARACTERS - 1, PART_CHARACTERS, PART_CHARACTERS + 1]
-)
-
-
-@settings(max_examples=60)
-@given(st.lists(LENGTHS, max_size=8))
-@example([0] * (PART_TEXTS + 1))
-@example([1] * PART_TEXTS)
-@example([PART_CHARACTERS // 2] * 4)
-def test_parts_of_many_texts_are_as_large_as_they_may_be(lengths: list[int]) -> None:
-    texts = ["x" * length for length in lengths]
-    parts = list(in_parts(texts))
-    assert [text for part in parts for text in part] == texts
-    sizes = [sum(map(len, part)) for part in parts]
-    for part, size in zip(parts, sizes, strict=True):
-        assert len(part) == 1 or (1 < len(part) <= PART_TEXTS and size <= PART_CHARACTERS)
-    for part, size, following in zip(parts, sizes, parts[1:], strict=False):
-        assert len(part) == PART_TEXTS or size + len(following[0]) > PART_CHARACTERS
-
-
-def test_a_tokenizer_that_is_not_a_fast_one_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="object has no fast tokeniser"):
-        TextTokenizer(object())
 
 
 def test_the_tokenizers_own_padding_and_truncation_do_not_count() -> None:
@@ -148,3 +91,5 @@ def test_the_tokenizers_own_padding_and_truncation_do_not_count() -> None:
     made = TextTokenizer(original)
     assert [len(tokens) for tokens in made.encode(["w0", words(7)], "documents")] == [1, 7]
     assert made.single.special_tokens == 2
+    with pytest.raises(InvalidRequestError, match="object has no fast tokeniser"):
+        TextTokenizer(object())
