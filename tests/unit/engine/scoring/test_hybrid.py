@@ -1,4 +1,4 @@
-"""Hybrid scores, and the items that they are made of, against their plain definitions on ragged input."""
+"""The items that hybrid scores are made of against their plain definitions on ragged input."""
 
 import numpy as np
 import pytest
@@ -7,16 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxsimd.engine.config import EngineConfig
-from maxsimd.engine.scoring.hybrid import Hybrid
-from maxsimd.engine.scoring.maxsim import maxsim_reference
-from maxsimd.engine.scoring.similarity import score_pairs
 from maxsimd.pooling.dispatch import DispatchPooler, pooling_method
-from maxsimd.pooling.ragged import Ragged
 from maxsimd.pooling.token_weights import HybridHead, heaviest_of
-from maxsimd.scheduler import Chunk, ResultSlot, Sequence, Tokens
+from maxsimd.scheduler import ResultSlot, Sequence, Tokens
 from tests.unit.pooling.cut_sequences import (
     CutSequences,
-    States,
     cut_sequences,
     pooled_in_steps,
     random_states,
@@ -82,17 +77,15 @@ def a_sequence(draw: st.DrawFn, key: int) -> Sequence:
     return Sequence.text(key, ResultSlot(0, key), "any", tokens_of(np.array(ids, dtype=np.int32), pooled))
 
 
-def pooled(name: str, steps: list[list[Chunk]], states: States) -> States:
-    method = pooling_method(name, Weights() if name == "token-weights" else Head())
-    return pooled_in_steps(DispatchPooler({"any": method}), steps, states)
-
-
 @settings(max_examples=30)
 @given(cut=cut_sequences(a_sequence), seed=st.integers(0, 99))
 def test_items_equal_their_plain_definitions(cut: CutSequences, seed: int) -> None:
     sequences, steps = cut
     states = random_states(sequences, HIDDEN, seed)
-    sparse, hybrid = pooled("token-weights", steps, states), pooled("hybrid", steps, states)
+    sparse, hybrid = (
+        pooled_in_steps(DispatchPooler({"any": pooling_method(name, head)}), steps, states)
+        for name, head in (("token-weights", Weights()), ("hybrid", Head()))
+    )
     for sequence in sequences:
         key, ids = sequence.sequence_id, sequence.tokens.ids.tolist()
         weights = plain_weights(states[key], ids)
@@ -107,33 +100,7 @@ def test_items_equal_their_plain_definitions(cut: CutSequences, seed: int) -> No
         torch.testing.assert_close(item[1:, :DIM], states[key][1:] @ VECTORS)
 
 
-@settings(max_examples=30)
-@given(cut=cut_sequences(a_sequence), seed=st.integers(0, 99))
-def test_scores_equal_their_plain_definitions(cut: CutSequences, seed: int) -> None:
-    sequences, steps = cut
-    states = random_states(sequences, HIDDEN, seed)
-    items = pooled("hybrid", steps, states)
-    ragged = Ragged.from_items([items[each.sequence_id] for each in sequences])
-    pairs = np.array([(i, j) for i in range(len(sequences)) for j in range(len(sequences))])
-    hybrid = Hybrid((0.5, 1.0, 2.5), maxsim_reference)
-    dense, sparse, tokens = hybrid.parts(ragged, ragged, pairs)
-    for k, (i, j) in enumerate(pairs.tolist()):
-        q, d = states[i], states[j]
-        of_query = plain_weights(q, sequences[i].tokens.ids.tolist())
-        of_document = plain_weights(d, sequences[j].tokens.ids.tolist())
-        assert float(dense[k]) == pytest.approx(
-            float((q[0] @ VECTORS) @ (d[0] @ VECTORS)), rel=1e-4, abs=1e-4
-        )
-        shared = sum(weight * of_document.get(token, 0.0) for token, weight in of_query.items())
-        assert float(sparse[k]) == pytest.approx(shared, rel=1e-4, abs=1e-4)
-        if len(q) > 1 and len(d) > 1:
-            best = ((q[1:] @ VECTORS) @ (d[1:] @ VECTORS).T).amax(dim=1).mean()
-            assert float(tokens[k]) == pytest.approx(float(best), rel=1e-4, abs=1e-4)
-    expected = (0.5 * dense + sparse + 2.5 * tokens) / 4
-    torch.testing.assert_close(score_pairs("hybrid", ragged, ragged, pairs, hybrid), expected)
-
-
-@pytest.mark.parametrize("wrong", ["", "1,2", "1,2,3,4", "a,b,c", "0,0,0", "-1,1,1", "nan,1,1", "inf,1,1"])
-def test_weights_are_three_numbers(wrong: str) -> None:
-    with pytest.raises(ValueError, match="hybrid_weights must be three numbers"):
-        EngineConfig(hybrid_weights=wrong)
+def test_weights_are_three_numbers() -> None:
+    for wrong in ("", "1,2", "1,2,3,4", "a,b,c", "0,0,0", "-1,1,1", "nan,1,1", "inf,1,1"):
+        with pytest.raises(ValueError, match="hybrid_weights must be three numbers"):
+            EngineConfig(hybrid_weights=wrong)
