@@ -88,20 +88,11 @@ def plain(encoding: Muvera, tokens: NDArray[Any], input_type: InputType) -> NDAr
 
 @st.composite
 def encodings(draw: st.DrawFn) -> Muvera:
-    k_sim, r_reps, d_proj = (
-        draw(st.integers(0, 4)),
-        draw(st.integers(1, 4)),
-        draw(st.none() | st.integers(1, 6)),
-    )
-    whole = r_reps * 2**k_sim * (d_proj or 6)
-    return Muvera(
-        k_sim=k_sim,
-        r_reps=r_reps,
-        d_proj=d_proj,
-        d_final=draw(st.none() | st.integers(1, min(6, whole))),
-        full_length=draw(st.booleans()),
-        seed=draw(st.integers(0, _ALL)),
-    )
+    k_sim, r_reps = draw(st.integers(0, 4)), draw(st.integers(1, 4))
+    d_proj = draw(st.none() | st.integers(1, 6))
+    d_final = draw(st.none() | st.integers(1, min(6, r_reps * 2**k_sim * (d_proj or 6))))
+    full_length, seed = draw(st.booleans()), draw(st.integers(0, _ALL))
+    return Muvera(k_sim, r_reps, d_proj, d_final, full_length=full_length, seed=seed)
 
 
 @settings(max_examples=60)
@@ -147,24 +138,15 @@ def test_matrices_come_in_all_forms_of_embeddings() -> None:
     assert expected.shape == (1, 10_240)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"k_sim": -1},
-        {"k_sim": 13},
-        {"r_reps": 0},
-        {"d_proj": 0},
-        {"d_final": 0},
-        {"seed": -1},
-        {"seed": 1 << 64},
-        {"k_sim": 12, "r_reps": 100},
-        {"r_reps": 8_193},
+def test_parameters_that_make_no_sense_are_refused() -> None:
+    wrongs: tuple[dict[str, Any], ...] = (
+        *({"k_sim": -1}, {"k_sim": 13}, {"r_reps": 0}, {"d_proj": 0}, {"d_final": 0}),
+        *({"seed": -1}, {"seed": 1 << 64}, {"r_reps": 8_193}, {"k_sim": 12, "r_reps": 100}),
         {"k_sim": 0, "r_reps": 200, "d_proj": 41},
-    ],
-)
-def test_parameters_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="|".join(wrong)):
-        Muvera(**wrong)
+    )
+    for wrong in wrongs:
+        with pytest.raises(ValueError, match="|".join(wrong)):
+            Muvera(**wrong)
 
 
 def test_what_does_not_go_with_the_tokens_is_refused() -> None:
