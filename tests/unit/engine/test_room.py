@@ -1,15 +1,10 @@
-"""Budgets and lengths that leave no room are refused at start and never stop a running engine."""
+"""Budgets and lengths that leave no room are refused at start."""
 
 from dataclasses import replace
-from typing import Any
 
-import numpy as np
 import pytest
 
-from maxsimd.engine import CUT_LONG, Engine, EngineConfig, ModelLoadError, RequestFailedError, Truncation
-from maxsimd.engine.preprocess import Prepared, RequestIds
-from maxsimd.engine.requests import EmbedRequest, RunOptions
-from maxsimd.scheduler import Sequence, Tokens
+from maxsimd.engine import CUT_LONG, Engine, EngineConfig, ModelLoadError, Truncation
 from tests.checkpoints import bi_encoders, language_models
 from tests.checkpoints.shared import SharedCheckpoints
 
@@ -67,20 +62,3 @@ async def test_a_budget_must_hold_a_token_of_each_text(
     ):
         async with Engine(EngineConfig(**options)) as engine:  # type: ignore[arg-type]
             assert len((await engine.score("a", ["b", "c"])).scores) == 2
-
-
-async def test_a_sequence_that_fits_no_step_fails_its_request_alone() -> None:
-    """No request makes one; if one did, the engine must go on."""
-
-    def too_long(request: RequestIds) -> Prepared:
-        ids = np.full(100, 5, dtype=np.int32)
-        return Prepared(
-            [Sequence.text(request.next_sequence_id(), request.slot(0), "embed", Tokens(ids))], 1, 0
-        )
-
-    async with Engine(EngineConfig(max_batch_tokens=64)) as engine:
-        running: Any = engine._running
-        with pytest.raises(RequestFailedError, match="100 tokens do not fit a step of 64"):
-            await running.run(too_long, EmbedRequest(texts=("a",), task="embed"), RunOptions())
-        assert engine.is_healthy
-        assert (await engine.score("a", ["b"])).scores

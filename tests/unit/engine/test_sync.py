@@ -1,16 +1,10 @@
 """The engine without async: the same results by the same calls."""
 
-import asyncio
-from typing import Any
-
-import numpy as np
 import pytest
 
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import (
-    CUT_LONG,
     WINDOW_LONG,
-    Engine,
     EngineConfig,
     EngineNotReadyError,
     InvalidRequestError,
@@ -25,24 +19,6 @@ from tests.checkpoints.shared import SharedCheckpoints
 @pytest.fixture(scope="module")
 def documents(pairs: list[Pair]) -> list[str]:
     return [f"{i} {pair.document}" for i, pair in enumerate((pairs * 2)[:300])]
-
-
-@pytest.mark.exhaustive
-def test_results_and_usage_are_those_of_one_call(documents: list[str]) -> None:
-    config = EngineConfig(dtype="float32")
-
-    async def score() -> Any:
-        async with Engine(config) as engine:
-            return await engine.score("what is it", documents, truncation=CUT_LONG)
-
-    expected = asyncio.run(score())
-    with SyncEngine(config) as engine:
-        result = engine.score("what is it", documents, truncation=CUT_LONG)
-        again = engine.score("what is it", documents, truncation=CUT_LONG)
-    np.testing.assert_allclose(result.scores, expected.scores, atol=1e-4)
-    assert (result.usage, result.truncated) == (expected.usage, expected.truncated)
-    assert again.usage.cached_documents == 300
-    assert again.usage.prompt_tokens - again.usage.cached_tokens == 5, "the query is run once"
 
 
 def test_every_method_is_there(three_label_classifier: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,13 +2,11 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from maxsimd.engine.checkpoint import ListwiseRules
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.preprocess import Prepared
-from maxsimd.engine.preprocess.combine import BlockCosines, merge_blocks
+from maxsimd.engine.preprocess.combine import BlockCosines
 from maxsimd.engine.preprocess.listwise import in_blocks, listwise_prompt
 from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, Truncation
 from maxsimd.scheduler import ResultSlot
@@ -90,19 +88,6 @@ def test_documents_share_prompts_with_the_query_block_by_block() -> None:
     assert prepared.combine == BlockCosines((1, 1, 1))
 
 
-def test_the_prompt_names_the_query_twice_and_any_instruction() -> None:
-    passages = (
-        '<passage id="0">\none[DOCUMENT]\n</passage>\n<passage id="1">\ntwo[DOCUMENT]\n</passage>\n'
-        "<query>\nthe query[QUERY]\n</query><|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-    )
-    task = "<instruct>\nthe task\n</instruct>\n"
-    for instruction, written in ((None, ""), ("", ""), ("the task", task)):
-        prompt = listwise_prompt("the query", ["one", "two"], instruction, RULES)
-        introduction, _, rest = prompt.partition("relevance to query: ")
-        assert "provide you with 2 passages" in introduction
-        assert rest == f"the query\n{written}{passages}"
-
-
 def test_the_requests_instruction_goes_before_the_checkpoints() -> None:
     def instructed(**options: str) -> list[list[int]]:
         tokens = score(["w1"], ["w2"], **options).sequences[0].tokens.ids.tolist()  # type: ignore[arg-type]
@@ -111,13 +96,6 @@ def test_the_requests_instruction_goes_before_the_checkpoints() -> None:
     assert instructed() == []
     assert instructed(instruction="w10", default="w11") == [ids(1, 10)]
     assert instructed(default="w11") == [ids(1, 11)]
-
-
-def test_markers_in_a_text_are_taken_out() -> None:
-    prepared = score(["w1 [QUERY] w2"], ["[DOCUMENT] w3 [QUERY]"])
-    assert texts_of(prepared) == [[ids(1, 3), ids(2, 1)]]
-    # All else stays as it is: here the words around the marker become one that the tokenizer does not know.
-    assert texts_of(score(["w1[QUERY]w2"], ["w3[QUERY]w4"])) == [[[], []]]
 
 
 def test_texts_are_cut_to_the_models_lengths_and_the_requests() -> None:
@@ -182,27 +160,8 @@ def test_a_block_is_closed_when_a_longest_document_may_not_fit() -> None:
         assert in_blocks(lengths, 5, made) == sizes
 
 
-@settings(max_examples=40)
-@given(st.lists(st.integers(0, 20), max_size=40), st.integers(0, 20))
-def test_blocks_never_hold_more_than_the_context(lengths: list[int], query: int) -> None:
-    made = rules(context=100, max_document_tokens=20, block_documents=4)
-    sizes = in_blocks(lengths, query, made)
-    assert sum(sizes) == len(lengths)
-    start = 0
-    for size in sizes:
-        assert 1 <= size <= 4
-        assert sum(lengths[start : start + size]) + 2 * query <= 100
-        start += size
-
-
 def _block(*rows: list[float]) -> np.ndarray:
     return np.array(rows, dtype=np.float32)
-
-
-def test_a_documents_score_is_its_cosine_with_the_query() -> None:
-    scores = merge_blocks([_block([2, 0], [0, 3], [-0.001, 0], [1, 1], [5, 0])])
-    np.testing.assert_allclose(scores, [1, 0, -1, np.sqrt(0.5)], atol=1e-6)
-    assert merge_blocks([_block([0, 0], [1, 0], [1, 0])]).tolist() == [0, 1], "zeros have no cosine"
 
 
 def test_the_query_is_a_mean_over_the_blocks_of_its_list() -> None:

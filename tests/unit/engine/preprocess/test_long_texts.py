@@ -5,7 +5,7 @@ import functools
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -24,7 +24,6 @@ from maxsimd.engine.preprocess.long_inputs import InputName, LongInputs, Room
 from maxsimd.engine.preprocess.pieces import (
     LONGEST_PIECE,
     PIECE,
-    LongPieceError,
     cut_up,
     cut_up_backwards,
     proven_breaks,
@@ -117,6 +116,8 @@ def test_text_without_breaks_is_refused_with_a_remedy() -> None:
             tokenizer.encode(["a", text], "documents")
         with refused("text", rf"^text holds more than .*{remedy}$"):
             list(tokenizer.read(text, "text"))
+    for cut_into in (cut_up, cut_up_backwards):
+        assert list(cut_into(ENDLESS[1:], PIECE, None)) == [(0, LONGEST_PIECE)]
 
 
 @pytest.mark.parametrize(
@@ -205,36 +206,6 @@ def test_a_caller_that_goes_away_ends_the_reading(
     pool.close()
 
 
-CutUp = Callable[[str, int, Breaks | None], Iterator[tuple[int, int]]]
-BREAKS = Breaks(re.compile("a(?=,b)"))
-# Words of any length, with breaks or none.
-CUT_TEXTS = st.lists(st.sampled_from(["a,b", "x", "a", ",", "x" * 40, "x" * 700]), max_size=80).map("".join)
-
-
-@settings(max_examples=40)
-@given(text=CUT_TEXTS, size=st.integers(1, 300))
-def test_a_piece_ends_at_the_first_place_once_it_is_long(text: str, size: int) -> None:
-    """From the end, it is at most a step longer."""
-    breaks, step = BREAKS.all(text), 256
-    for start, stop in list(cut_up(text, size, BREAKS))[:-1]:
-        assert stop == min(found for found in breaks if found >= start + size)
-    for start, stop in list(cut_up_backwards(text, size, BREAKS))[:-1]:
-        assert stop - start > size
-        near = [found for found in breaks if 0 < stop - size - found <= step]
-        assert not near or stop - start <= size + step
-
-
-@pytest.mark.parametrize("cut_into", [cut_up, cut_up_backwards])
-def test_without_breaks_a_text_is_one_piece_of_limited_length(cut_into: CutUp) -> None:
-    assert list(cut_into("a,b" * 9, 3, None)) == [(0, 27)]
-    assert list(cut_into("", 3, BREAKS)) == [(0, 0)]
-    longest = "x" * LONGEST_PIECE
-    for breaks in (BREAKS, None):
-        assert list(cut_into(longest, PIECE, breaks)) == [(0, LONGEST_PIECE)]
-        with pytest.raises(LongPieceError):
-            list(cut_into(longest + "x", PIECE, breaks))
-
-
 @pytest.mark.parametrize("name", CUT_KINDS)
 def test_places_are_proven_for_all_kinds_that_have_any(name: str, caplog: pytest.LogCaptureFixture) -> None:
     tokenizer, breaks = cut_kind(name)
@@ -318,24 +289,3 @@ def test_as_much_of_a_text_is_read_as_is_needed(
     if may_cut:
         assert read is not None
         assert read <= room + 1
-
-
-@settings(max_examples=40)
-@given(TOKENS, st.integers(0, 60), st.none() | TOKENS, st.booleans(), SIDES)
-def test_as_much_of_a_document_is_read_as_is_needed(
-    length: int, room: int, most: int | None, windows: bool, side: Side
-) -> None:
-    inputs = LongInputs(
-        Truncation(max_tokens=-1, side=side, windows=windows, max_document_tokens=most), 100, 0
-    )
-
-    def left(text: np.ndarray) -> tuple[list[int], bool]:
-        """What is left of it within its room, and whether it was cut."""
-        document = inputs.document(text)
-        fitted = document.tokens if windows else cut(document.tokens, room, side)
-        return fitted.tolist(), document.truncated or len(fitted) < len(document.tokens)
-
-    read = inputs.most_of_document(room)
-    assert (read is None) == (windows and most is None)
-    if read is not None:
-        assert left(cut(_text(length), read, side)) == left(_text(length))

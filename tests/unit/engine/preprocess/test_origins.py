@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from maxsimd.engine import InvalidRequestError
 from maxsimd.engine.preprocess.late_chunking import as_document, passages_of
-from maxsimd.engine.preprocess.origins import Origins, around, behind_prompt, extent
+from maxsimd.engine.preprocess.origins import Origins
 from maxsimd.engine.preprocess.pieces import PIECE
 from tests.checkpoints.tokenizer_kinds import CUT
 from tests.unit.engine.preprocess.cut_texts import KINDS, SCRIPTS, text_tokenizer
@@ -82,18 +82,6 @@ def test_long_texts_are_cut_as_their_tokens_are(name: str, side: str, most: int 
     _, whole = tokenizer.encode_with_spans(text, "text")
     expected = whole if most is None else whole[:most] if side == "right" else whole[-most:]
     assert spans.tolist() == expected.tolist()
-
-
-def test_what_is_not_the_texts_has_no_span() -> None:
-    spans = np.array([[0, 6], [6, 9], [9, 12]], dtype=np.int32)
-    behind = behind_prompt(spans, 7)
-    assert behind.tolist() == [[-1, -1], [0, 2], [2, 5]]
-    placed = around(behind, 1, 6)
-    assert placed.tolist() == [[-1, -1], [-1, -1], [0, 2], [2, 5], [-1, -1], [-1, -1]]
-    assert extent(placed) == (0, 5)
-    assert extent(placed[:2]) is None
-    origins = Origins(np.arange(6, dtype=np.int32), placed)
-    assert [origins.span(row, "ab cd") for row in range(6)] == [None, None, (0, 2), (3, 5), None, None]
 
 
 @st.composite

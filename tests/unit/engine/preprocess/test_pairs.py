@@ -3,7 +3,6 @@ windows, and what pairs of a query begin with and is run only once. A query that
 is neither tokenized nor held for each of them."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -177,19 +176,6 @@ def test_a_pair_that_cannot_be_made_is_refused_by_its_field() -> None:
     assert tokens_of(full) == [pair(ids(9), [])], "nothing of the document is left"
     with refused("queries", r"^the query has 10 tokens and leaves no room for documents\[1\]"):
         score(["w1", words(10)], ["w2", document(2)], CUT_LONG, pairs=ONLY_SECOND, max_tokens=12)
-
-
-def test_a_template_may_mark_the_segment_with_the_document() -> None:
-    """Cut or not: with the text before and behind it, and nothing of other segments."""
-    marking = replace(THREE_SEGMENTS, marks_document=True)
-    for prepared in (
-        ask([words(2)], [document(3)], template=marking),
-        ask([words(2)], [document(90)], CUT_LONG, template=marking),
-    ):
-        (sequence,) = prepared.sequences
-        assert sequence.tokens.type_ids is not None
-        length = len(sequence) - 5 - 2  # before the segment and behind it
-        assert sequence.tokens.type_ids.tolist() == [0] * 5 + [1] * length + [0] * 2
 
 
 def test_what_pairs_have_in_common_is_tokenized_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,28 +119,6 @@ def test_withdrawn_work_is_not_begun(pool: WorkerPool) -> None:
     assert not begun
 
 
-def test_withdrawn_work_ends_where_it_yields_and_no_other_does(pool: WorkerPool) -> None:
-    went_on = []
-
-    def large() -> None:
-        yield_to_smaller()  # to the small work, which withdraws this one
-        yield_to_smaller()
-        went_on.append("large")
-
-    def small() -> None:
-        blocked.work.withdraw()
-        yield_to_smaller()
-        went_on.append("small")
-
-    blocked = Blocked(pool, LARGE, large).wait_until_begun()
-    work = pool.submit(small, SMALL)
-    blocked.go_on.set()
-    with pytest.raises(WithdrawnError):
-        blocked.work.future.result(PATIENCE)
-    work.future.result(PATIENCE)
-    assert went_on == ["small"]
-
-
 def test_what_work_raises_is_its_result_and_harms_no_other(pool: WorkerPool) -> None:
     def broken() -> None:
         raise SystemExit("broken")
@@ -226,28 +204,6 @@ def test_large_work_rests_while_the_device_has_enough_to_do(
 
         Work(clock.pool(has_enough), work, size, 1).run()
         assert clock.naps == pytest.approx(expected)
-
-
-def test_a_rest_ends_with_small_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "_REST", 1e9)
-    monkeypatch.setattr(workers, "_LONGEST_NAP", 1e6)
-    worked = threading.Event()
-
-    def work() -> str:
-        time.sleep(0.01)
-        worked.set()
-        yield_to_smaller()
-        return "went on"
-
-    with closing(WorkerPool(1, lambda: None, lambda: True)) as pool:
-        submitted = pool.submit(work, LARGE)
-        assert worked.wait(PATIENCE)
-        with pytest.raises(TimeoutError):
-            submitted.future.result(0.2)
-        while not submitted.future.done():  # until small work comes after the rest has begun
-            pool.submit(lambda: None, SMALL)
-            time.sleep(0.01)
-        assert submitted.future.result(PATIENCE) == "went on"
 
 
 T = TypeVar("T")

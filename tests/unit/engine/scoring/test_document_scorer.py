@@ -370,22 +370,6 @@ def test_int8_is_decoded_for_similarities_that_are_not_of_tokens(similarity: str
     assert list(scores(made).values()) == pytest.approx(expected, abs=0.05)
 
 
-def test_queries_of_one_batch_are_each_given_once() -> None:
-    seen: list[tuple[int, list[list[int]]]] = []
-
-    def maxsim(queries: Ragged, documents: Ragged, pairs: Pairs) -> torch.Tensor:
-        seen.append((len(queries), pairs.tolist()))
-        return maxsim_reference(queries, documents, pairs)
-
-    ours = Scorer("maxsim", maxsim, CPU, torch.float32)
-    ours.score([pooled((query(1, 7, 3), rows(1)), (query(2, 7, 1), rows(2)))])
-    asked = enumerate([2, 99, 1, 2])
-    step = [(document(10 + i, ResultSlot(7, i), query_id), rows(10 + i)) for i, query_id in asked]
-    made = ours.score([pooled(*step)])
-    assert seen == [(2, [[0, 0], [1, 2], [0, 3]])]
-    assert made.outputs[0].slots == (ResultSlot(7, 0), ResultSlot(7, 2), ResultSlot(7, 3))
-
-
 @pytest.mark.parametrize("later_first", [False, True])
 def test_windows_in_two_halves_leave_nothing(later_first: bool) -> None:
     """The step is tried again in halves, with one window in each. With late delivery, the half that completes
