@@ -1,5 +1,4 @@
-"""Sparse vectors and the items of hybrid scores against their plain definitions, whole and in chunks, on random
-ragged input."""
+"""Sparse vectors and the items of hybrid scores against their plain definitions, on random ragged input."""
 
 import numpy as np
 import pytest

@@ -1,7 +1,9 @@
-"""Single texts: their role's prompt and length, what they are filled up with and what is not pooled."""
+"""Single texts: their tokens, their role's prompt and length, what they are filled up with, what is not pooled."""
 
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from maxsimd.engine.checkpoint import RoleRules
 from maxsimd.engine.checkpoint.model import Expansion
@@ -9,15 +11,20 @@ from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.preprocess import Prepared, Preprocessor
 from maxsimd.engine.preprocess.long_inputs import LongInputs
 from maxsimd.engine.preprocess.texts import TextBuilder
+from maxsimd.engine.preprocess.tokenization import PART_TEXTS, TextTokenizer, longest_first
 from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, EmbedRequest, Truncation
 from maxsimd.scheduler import ResultSlot, Role
 from tests.unit.engine.preprocess.preprocessing import (
     CLS,
     DOCUMENT_PROMPT,
     MASK,
+    QUERY_MARKER,
     QUERY_PROMPT,
     SEP,
     VOCABULARY,
+    A,
+    B,
+    fast_tokenizer,
     ids,
     model,
     preprocessor,
@@ -223,3 +230,46 @@ def test_windows_read_no_more_than_is_wanted() -> None:
     assert len(windows_of(rules, 3, Truncation(max_tokens=7, windows=True))) == 3
     with pytest.raises(InvalidRequestError, match=r"documents\[0\] .* windows of 0 tokens beside 6 others"):
         windows_of(rules, 3, Truncation(max_tokens=6, windows=True))
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 40), st.integers(0, 40), st.integers(0, 50))
+@example(9, 9, 5)
+def test_longest_first_cuts_as_the_tokenizers_library_does(first: int, second: int, room: int) -> None:
+    library = fast_tokenizer(special_tokens=False).backend_tokenizer
+    library.enable_truncation(room, strategy="longest_first")
+    encoding = library.encode("a " * first, "b " * second)
+    assert longest_first(first, second, room) == (encoding.ids.count(A), encoding.ids.count(B))
+
+
+def test_a_text_is_cut_on_either_side() -> None:
+    text = np.arange(5, dtype=np.int32)
+    for side, most, expected in (
+        *(("left", 2, [3, 4]), ("left", 9, [0, 1, 2, 3, 4]), ("left", 5, [0, 1, 2, 3, 4]), ("left", 0, [])),
+        *(("right", 4, [0, 1, 2, 3]), ("right", 5, [0, 1, 2, 3, 4]), ("right", 0, [])),
+    ):
+        assert cut(text, most, side).tolist() == expected  # type: ignore[arg-type]
+
+
+def test_texts_become_tokens_and_tokens_texts() -> None:
+    made = tokenizer()
+    assert [(start, encoding.ids, encoding.tokens) for start, encoding in made.read("w0 w1", "text")] == [
+        (0, ids(2), ["w0", "w1"])
+    ]
+    assert made.token(CLS) == "[CLS]"
+    assert made.decode([QUERY_MARKER, *ids(2)]) == "[QUERY] w0 w1", "special tokens included"
+    assert made.token_id("w0") == ids(1)[0]
+    assert made.vocabulary_size == VOCABULARY
+    in_two_parts = made.encode(words(PART_TEXTS + 1).split(), "documents")
+    assert np.concatenate(in_two_parts).tolist() == ids(PART_TEXTS + 1)
+
+
+def test_the_tokenizers_own_padding_and_truncation_do_not_count() -> None:
+    original = fast_tokenizer()
+    original.backend_tokenizer.enable_padding(length=9)
+    original.backend_tokenizer.enable_truncation(4)
+    made = TextTokenizer(original)
+    assert [len(tokens) for tokens in made.encode(["w0", words(7)], "documents")] == [1, 7]
+    assert made.single.special_tokens == 2
+    with pytest.raises(InvalidRequestError, match="object has no fast tokeniser"):
+        TextTokenizer(object())
