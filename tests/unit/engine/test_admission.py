@@ -317,14 +317,6 @@ async def test_a_tenant_may_have_no_more_waiting_than_is_said_of_it() -> None:
     assert door.metric("tenant_refused_requests_total", tenant="a", reason="queue") == 1
 
 
-async def test_batches_wait_for_what_others_have_waiting() -> None:
-    door = Door(tenants={"nightly": Tenant(priority="batch")})
-    door.queue(200, 20)
-    door.ask(20, tenant="other", timeout=1.0)
-    for options in ({"tenant": "nightly"}, {"tenant": "nightly", "priority": "interactive"}):
-        door.refusal(20, timeout=1.0, **options, match=r"for about 4\.0 seconds")
-
-
 async def test_nothing_is_learnt_of_shorter_or_unfinished_waits() -> None:
     door = Door(wait_seconds=100)
     door.wait(20, 5.0)  # next to nothing waits

@@ -166,10 +166,9 @@ OTHERS: dict[str, Kind] = {
 }
 
 
-USUAL_OTHERS = ("NFD", "NFKC", "no marks and one space", "stripped", "Punctuation", "tokens that take spaces")
-
-
-@pytest.mark.parametrize("name", usual_first(OTHERS, USUAL_OTHERS))
+@pytest.mark.parametrize(
+    "name", usual_first(OTHERS, ("NFD", "no marks and one space", "stripped", "Punctuation"))
+)
 @settings(max_examples=8)
 @given(text=RAGGED)
 def test_so_have_pieces_after_other_steps(name: str, text: str) -> None:
