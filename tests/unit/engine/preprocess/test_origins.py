@@ -142,7 +142,7 @@ def test_texts_are_the_chunks_of_one_document() -> None:
     assert as_document(["One. Two."], [[0, 4], (5, 9)], True) == ("One. Two.", ((0, 4), (5, 9)))
     assert as_document(["One.", "Two."], None, False) is None
     for texts, chunks, late, param in REFUSED:
-        with refused(param, ""):
+        with refused(param, "."):
             as_document(texts, chunks, late)
 
 
