@@ -1,6 +1,7 @@
 """Who may come in: by what waits, by the time it takes, by what a request costs."""
 
 import asyncio
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -100,13 +101,19 @@ async def test_a_request_that_would_wait_too_long_is_refused() -> None:
     door.queue(6, 31)
     door.ask(20)
     door.queue(1, 31)
-    assert (
-        door.refusal(20, match=r"for about 2\.2 seconds, more than the 2\.0 that it may").retry_after == 1.0
-    )
+    message = r"for about 2\.2 seconds, more than the 2\.0 that it may"
+    assert door.refusal(20, message).retry_after == 1.0
     assert door.metric("refused_requests_total", reason="wait") == 1
     door.queue(33, 31)
     assert door.refusal(20).retry_after == pytest.approx(12.4 - 2.0), "when the wait is short enough"
     Door(queued_tokens=0, wait_seconds=0).ask(4999)  # alone, it is never refused for what waits
+    # Any request may wait for two steps.
+    door = Door(wait_seconds=0)
+    door.queue(1, 31)
+    door.queue(5, 13)
+    door.ask(20)
+    door.queue(1, 5)
+    door.refusal(20, match=r"more than the 1\.0")
 
 
 @pytest.mark.parametrize(
@@ -128,15 +135,13 @@ async def test_a_request_may_wait_as_long_as_it_takes(
     door.refusal(tokens, priority=priority, match=message)
 
 
-async def test_a_small_request_is_not_refused_for_those_it_passes() -> None:
+async def test_a_request_is_not_refused_for_those_it_passes() -> None:
     door = Door(wait_seconds=100)
     door.queue(3, 2000)
     door.ask(20)
     door.refusal(1100, timeout=70.9)
     door.ask(1100, timeout=71.1)
-
-
-async def test_another_tenants_requests_count_as_they_run_beside() -> None:
+    # Another tenant's requests run beside it.
     door = Door()
     door.queue(100, 31, tenant="other")
     door.ask(20)
@@ -154,12 +159,23 @@ async def test_a_request_that_cannot_be_done_in_its_time_is_refused() -> None:
     assert door.metric("refused_requests_total", reason="timeout") == 2
 
 
-async def test_a_request_longer_than_its_own_timeout_is_too_large() -> None:
-    door = Door()
-    door.ask(100, timeout=1.0)
-    with pytest.raises(RequestTooLargeError, match=r"1\.1 seconds by itself, more than its timeout of 1;"):
-        door.ask(100, counted=110, timeout=1.0)
-    assert door.metric("refused_requests_total", reason="size") == 1
+async def test_a_request_above_its_own_limits_is_too_large() -> None:
+    door = Door(tenants={"a": Tenant(max_request_tokens=70), "b": Tenant(max_request_tokens=9000)})
+    for tokens, options, message in (
+        (100, {"timeout": 1.0}, r"1\.1 seconds by itself, more than its timeout of 1;"),
+        (5000, {}, r"5001 tokens, more than the 5000 that .* or raise max_request_tokens$"),
+        (5000, {"tenant": "b"}, "5001 tokens, more than the 5000"),
+        (
+            70,
+            {"tenant": "a"},
+            r"71 tokens, more than the 70 .* or have max_request_tokens of the tenant 'a' raised$",
+        ),
+    ):
+        door.ask(20, counted=tokens, **options)
+        with pytest.raises(RequestTooLargeError, match=message):
+            door.ask(20, counted=tokens + (10 if "timeout" in options else 1), **options)
+    assert door.metric("refused_requests_total", reason="size") == 4
+    assert door.metric("tenant_refused_requests_total", tenant="a", reason="size") == 1
 
 
 async def test_a_partial_request_only_has_to_start_in_time() -> None:
@@ -168,14 +184,6 @@ async def test_a_partial_request_only_has_to_start_in_time() -> None:
     door.queue(6, 31)
     door.ask(20, timeout=1.9, on_timeout="partial")
     door.refusal(20, timeout=1.8, on_timeout="partial")
-
-
-async def test_a_request_above_max_request_tokens_is_too_large() -> None:
-    door = Door()
-    door.ask(20, counted=5000)
-    with pytest.raises(RequestTooLargeError, match=r"5001 tokens, more than the 5000"):
-        door.ask(20, counted=5001)
-    assert door.metric("refused_requests_total", reason="size") == 1
 
 
 async def test_no_time_is_estimated_until_a_full_step_was_measured() -> None:
@@ -203,20 +211,24 @@ async def test_a_quarter_of_the_queue_is_kept_for_requests_of_one_step() -> None
 async def test_what_is_prepared_and_the_estimated_wait_are_shown() -> None:
     door = Door()
     assert door.metric("wait_seconds") == 0
-    with door.admission.permit(TEXT, RunOptions()):
-        assert door.metric("preparing_requests") == 1
-        assert door.metric("preparing_tokens") == 100
-    assert door.metric("preparing_requests") == 0
-    assert door.metric("preparing_tokens") == 0
-    with pytest.raises(KeyError), door.admission.permit(TEXT, RunOptions()):
+    with suppress(KeyError), door.admission.permit(TEXT, RunOptions()):
+        assert (door.metric("preparing_requests"), door.metric("preparing_tokens")) == (1, 100)
         raise KeyError
-    assert door.metric("preparing_requests") == 0, "a place is given up where preparing fails"
+    assert (door.metric("preparing_requests"), door.metric("preparing_tokens")) == (0, 0)
     door.queue(3, 60)
     assert door.metric("wait_seconds") == pytest.approx(1.8)
 
 
-async def test_an_estimate_refuses_nobody_before_tokens_count() -> None:
-    """Documents that are cached cost hardly anything."""
+async def test_an_estimate_is_what_such_texts_had_before() -> None:
+    door = Door()
+    for _ in range(100):
+        door.ask(100, counted=200)
+    assert door.estimate() == pytest.approx(200, rel=0.01)
+    door.ask(100, counted=0)
+    assert door.estimate() == pytest.approx(180, rel=0.01)
+    cut = replace(TEXT, texts=("x" * 10_000, "y" * 10_000), truncation=Truncation(max_tokens=-1))
+    assert Door().estimate(cut) == 2 * LIMITS.sequence_tokens, "no more than fits"
+    # It refuses nobody before tokens count: documents that are cached cost hardly anything.
     door = Door(queued_tokens=1000)
     door.queue(5, 100)
     door.ask(800, counted=10)
@@ -241,58 +253,27 @@ async def test_who_comes_before_the_queue_is_full_may_be_refused() -> None:
     assert door.metric("refused_requests_total", reason="wait") == 1, "once"
 
 
-async def test_an_estimate_is_what_such_texts_had_before() -> None:
-    door = Door()
-    for _ in range(100):
-        door.ask(100, counted=200)
-    assert door.estimate() == pytest.approx(200, rel=0.01)
-    door.ask(100, counted=0)
-    assert door.estimate() == pytest.approx(180, rel=0.01)
-    cut = replace(TEXT, texts=("x" * 10_000, "y" * 10_000), truncation=Truncation(max_tokens=-1))
-    assert Door().estimate(cut) == 2 * LIMITS.sequence_tokens, "no more than fits"
-
-
-async def test_any_request_may_wait_for_two_steps() -> None:
-    door = Door(wait_seconds=0)
-    door.queue(1, 31)
-    door.queue(5, 13)
-    door.ask(20)
-    door.queue(1, 5)
-    door.refusal(20, match=r"more than the 1\.0")
-
-
 async def test_a_tenant_above_its_rate_is_told_when_to_come() -> None:
     door = Door(tenants={"a": Tenant(requests_per_minute=30)})
     for _ in range(30):
+        door.admission.check_rate("a")  # before the request is read
         door.ask(20, tenant="a")
     message = (
         r"^the tenant 'a' has used up the 30 requests that it has a minute; try again in 2\.0 seconds, send "
         r"less, or have its requests_per_minute raised$"
     )
     assert door.refusal(20, message, tenant="a").retry_after == 2.0
+    with pytest.raises(QueueFullError, match=message):
+        door.admission.check_rate("a")
     door.ask(20)
     door.now = 1.9
     door.refusal(20, tenant="a")
     door.now = 2.0
     door.ask(20, tenant="a")
-    assert door.metric("refused_requests_total", reason="rate") == 2
-    assert door.metric("tenant_refused_requests_total", tenant="a", reason="rate") == 2
-    assert door.metric("tenant_requests_total", tenant="a") == 33
+    assert door.metric("refused_requests_total", reason="rate") == 3
+    assert door.metric("tenant_refused_requests_total", tenant="a", reason="rate") == 3
+    assert door.metric("tenant_requests_total", tenant="a") == 34
     assert door.metric("tenant_requests_total", tenant="other") == 1
-
-
-async def test_a_rate_can_be_asked_for_before_a_request_is_read() -> None:
-    door = Door(tenants={"a": Tenant(requests_per_minute=1), "b": Tenant(tokens_per_minute=50)})
-    for tenant in ("a", "b"):
-        for _ in range(3):
-            door.admission.check_rate(tenant)
-        door.ask(50, tenant=tenant)
-        with pytest.raises(QueueFullError, match=f"the tenant '{tenant}' has used up"):
-            door.admission.check_rate(tenant)
-        assert door.metric("tenant_requests_total", tenant=tenant) == 2
-        assert door.metric("tenant_refused_requests_total", tenant=tenant, reason="rate") == 1
-    door.admission.check_rate("other")
-    assert door.metric("refused_requests_total", reason="rate") == 2
 
 
 async def test_tokens_count_once_they_are_counted_and_make_debt() -> None:
@@ -306,26 +287,6 @@ async def test_tokens_count_once_they_are_counted_and_make_debt() -> None:
     assert refusal.retry_after == pytest.approx(120.1)
     door.now += refusal.retry_after
     door.ask(1, tenant="a")
-
-
-async def test_who_has_used_up_the_tokens_meanwhile_is_refused() -> None:
-    door = Door(tenants={"a": Tenant(tokens_per_minute=600)})
-    options = RunOptions(tenant="a")
-    with (  # noqa: PT012 (the permit must see the error)
-        door.admission.permit(TEXT, options) as first,
-        pytest.raises(QueueFullError, match="used up the 600 tokens"),
-        door.admission.permit(TEXT, options) as second,
-    ):
-        with (  # noqa: PT012 (the permit must see the error)
-            pytest.raises(QueueFullError, match="used up the 600 tokens"),
-            door.admission.permit(TEXT, options) as third,
-        ):
-            second.check()
-            first.confirm(600)
-            door.admission.review()
-            third.check()
-        second.confirm(1)
-    assert door.metric("refused_requests_total", reason="rate") == 2
 
 
 async def test_a_refused_request_does_not_count_in_the_rate() -> None:
@@ -346,37 +307,14 @@ async def test_a_tenant_may_have_no_more_waiting_than_is_said_of_it() -> None:
     door.ask(4999, tenant="a")
     door.queue(1, 50, tenant="a")
     door.ask(50, tenant="a")
-    with pytest.raises(
-        QueueFullError,
-        match=r"^50 tokens of the tenant 'a' wait already and this request has about 70, together more than "
-        r"its max_queued_tokens of 100; try again later, or have it raised$",
-    ) as raised:
-        door.ask(70, tenant="a")
-    assert raised.value.reason == "queue"
-    assert raised.value.retry_after == pytest.approx(20 * 550 / 50 / 100)
+    message = (
+        r"^50 tokens of the tenant 'a' wait already and this request has about 70, together more than its "
+        r"max_queued_tokens of 100; try again later, or have it raised$"
+    )
+    refusal = door.refusal(70, message, tenant="a")
+    assert (refusal.reason, refusal.retry_after) == ("queue", pytest.approx(20 * 550 / 50 / 100))
     door.ask(70)
     assert door.metric("tenant_refused_requests_total", tenant="a", reason="queue") == 1
-
-
-async def test_a_request_above_its_tenants_limit_is_too_large() -> None:
-    door = Door(tenants={"a": Tenant(max_request_tokens=70), "b": Tenant(max_request_tokens=9000)})
-    door.ask(70, tenant="a")
-    with pytest.raises(
-        RequestTooLargeError,
-        match=r"71 tokens, more than the 70 .* or have max_request_tokens of the tenant 'a' raised$",
-    ):
-        door.ask(71, tenant="a")
-    with pytest.raises(RequestTooLargeError, match=r"the 5000 that .* or raise max_request_tokens$"):
-        door.ask(5001, tenant="b")
-    assert door.metric("tenant_refused_requests_total", tenant="a", reason="size") == 1
-
-
-async def test_batches_wait_for_what_others_have_waiting() -> None:
-    door = Door(tenants={"nightly": Tenant(priority="batch")})
-    door.queue(200, 20)
-    door.ask(20, tenant="other", timeout=1.0)
-    for options in ({"tenant": "nightly"}, {"tenant": "nightly", "priority": "interactive"}):
-        door.refusal(20, timeout=1.0, **options, match=r"for about 4\.0 seconds")
 
 
 async def test_nothing_is_learnt_of_shorter_or_unfinished_waits() -> None:
@@ -415,16 +353,7 @@ async def test_what_is_prepared_counts_as_two_steps_at_most() -> None:
         door.ask(20)
 
 
-async def test_who_might_be_refused_later_is_refused_at_once() -> None:
-    """The estimate is of the class below that of the requests that wait; a quarter more is not."""
-    door = Door()
-    door.queue(5, 50)
-    door.ask(25)
-    door.refusal(26)
-
-
-@pytest.mark.parametrize("estimate", [60, 70])
-async def test_waits_seen_count_for_the_next_class_of_size(estimate: int) -> None:
+async def test_waits_seen_count_for_the_next_class_of_size() -> None:
     """Requests of 60 tokens are known to wait long, and nothing is known of those of more than 63: what is
     estimated at 60 may be of that class, and what is estimated at 70 of this."""
     door = Door(wait_seconds=4)
@@ -432,5 +361,6 @@ async def test_waits_seen_count_for_the_next_class_of_size(estimate: int) -> Non
     door.wait(60, 9.0)
     await asyncio.sleep(0)
     assert (door.expected(60), door.expected(70)) == (pytest.approx(2.08), 1.0)
-    with pytest.raises(QueueFullError, match="would wait for about"):
-        door.estimate(text_of(estimate))
+    for estimate in (60, 70):
+        with pytest.raises(QueueFullError, match="would wait for about"):
+            door.estimate(text_of(estimate))

@@ -1,8 +1,8 @@
 """Queries that are encoded once, and scored later: with the scores, tokens and errors of their texts."""
 
-import asyncio
 import pickle
 import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,18 +27,11 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 QUERY = "how is a file opened"
 DOCUMENTS = ["Open a file and return a stream.", "Sort a list.", "x", "Cats sleep a lot on the sofa."]
-LONG = "how is a very long file opened " * 60
+# Late interaction with expansion, attended or not, and with a skip list; and a bi-encoder.
+MODELS = ("stanford_colbert", "stanford_colbert_attending", "native_multi_vector", "qwen3_embedding")
 
 
-@pytest.fixture(
-    params=["stanford_colbert", "stanford_colbert_attending", "native_multi_vector", "qwen3_embedding"]
-)
-def model(request: pytest.FixtureRequest) -> str:
-    """Late interaction with expansion, attended or not, and with a skip list; and a bi-encoder."""
-    path: str = request.getfixturevalue(request.param)
-    return path
-
-
+@pytest.mark.parametrize("fixture", MODELS)
 @pytest.mark.parametrize(
     ("dtype", "cache"),
     [
@@ -48,9 +41,11 @@ def model(request: pytest.FixtureRequest) -> str:
         pytest.param("bfloat16", "use", marks=pytest.mark.exhaustive),
     ],
 )
-async def test_its_scores_are_those_of_the_text(engines: Engines, model: str, dtype: Any, cache: Any) -> None:
-    engine = await engines(EngineConfig(model=model, dtype=dtype, threads=1))
-    for query in (QUERY, "?", LONG):
+async def test_its_scores_are_those_of_the_text(
+    request: pytest.FixtureRequest, engines: Engines, fixture: str, dtype: Any, cache: Any
+) -> None:
+    engine = await engines(EngineConfig(model=request.getfixturevalue(fixture), dtype=dtype, threads=1))
+    for query in (QUERY, "?", "how is a very long file opened " * 60):
         await engine.score(query, DOCUMENTS, cache=cache)
         expected = await engine.score(query, DOCUMENTS, cache=cache)
         rows = await engine.encode_query(query)
@@ -64,21 +59,7 @@ async def test_its_scores_are_those_of_the_text(engines: Engines, model: str, dt
         assert rows.truncated == (expected.truncated_queries == 1)
 
 
-async def test_expansion_and_precision_are_those_of_scoring(
-    engines: Engines, stanford_colbert: str, qwen3_embedding: str
-) -> None:
-    engine = await engines(EngineConfig(model=stanford_colbert, dtype="bfloat16", threads=1))
-    rows = (await engine.encode_query(QUERY)).rows
-    expansion = engine.model.query.expansion
-    assert expansion is not None
-    dim = engine.model.tasks["token_embed"].dim
-    assert (rows.shape, rows.dtype) == ((expansion.length, dim), torch.bfloat16)
-    engine = await engines(EngineConfig(model=qwen3_embedding, dtype="bfloat16", threads=1))
-    rows = (await engine.encode_query(QUERY)).rows
-    assert (rows.shape[0], rows.dtype) == (1, torch.float32), "one vector is not rounded"
-
-
-async def test_it_is_ranked_streamed_normalized_and_sent(engines: Engines, stanford_colbert: str) -> None:
+async def test_it_is_ranked_streamed_and_sent_beside_texts(engines: Engines, stanford_colbert: str) -> None:
     engine = await engines(EngineConfig(model=stanford_colbert, dtype="float32", threads=1))
     rows = pickle.loads(pickle.dumps(await engine.encode_query(QUERY)))
     expected = await engine.rerank(QUERY, DOCUMENTS, top_n=2, normalize=True)
@@ -89,19 +70,14 @@ async def test_it_is_ranked_streamed_normalized_and_sent(engines: Engines, stanf
     async with engine.stream(rows, DOCUMENTS) as stream:
         async for _ in stream:
             pass
-    assert stream.result.scores == pytest.approx((await engine.score(QUERY, DOCUMENTS)).scores, abs=1e-5)
+    scores = (await engine.score(QUERY, DOCUMENTS)).scores
+    assert stream.result.scores == pytest.approx(scores, abs=1e-5)
     explained = await engine.score(rows, DOCUMENTS[:1], explain=True)
     assert explained.explanations[0].matches[0].query_token is None, "the rows do not have the text"
-
-
-async def test_it_stands_among_texts(engines: Engines, stanford_colbert: str) -> None:
-    engine = await engines(EngineConfig(model=stanford_colbert, dtype="float32", threads=1))
-    rows, vectors = await engine.encode_query(QUERY), (await engine.embed_tokens(QUERY, input_type="query"))
-    queries = [QUERY, rows, Vectors(vectors.embeddings[0]), rows]
-    expected = await engine.score([QUERY] * 4, DOCUMENTS)
-    found = await engine.score(queries, DOCUMENTS)
-    assert found.scores == pytest.approx(expected.scores, abs=1e-5)
-    assert found.usage.query_tokens == rows.tokens * 3, "vectors that came along were not run"
+    vectors = (await engine.embed_tokens(QUERY, input_type="query")).embeddings[0]
+    mixed = await engine.score([QUERY, rows, Vectors(vectors), rows], DOCUMENTS)
+    assert mixed.scores == pytest.approx(scores, abs=1e-5)
+    assert mixed.usage.query_tokens == rows.tokens * 3, "vectors that came along were not run"
 
 
 async def test_lengths_dimensions_and_errors_are_those_of_the_text(
@@ -109,11 +85,11 @@ async def test_lengths_dimensions_and_errors_are_those_of_the_text(
 ) -> None:
     config = EngineConfig(model=stanford_colbert, dtype="float32", threads=1, dimensions=16)
     engine = await engines(config)
-    truncation = Truncation(max_tokens=-1, max_query_tokens=3)
-    rows = await engine.encode_query(LONG, truncation=truncation)
+    options: dict[str, Any] = {"truncation": Truncation(max_tokens=-1, max_query_tokens=3)}
+    rows = await engine.encode_query(QUERY, **options)
     assert rows.rows.shape[1] == 16
-    expected = await engine.score(LONG, DOCUMENTS, truncation=truncation, cache="bypass")
-    found = await engine.score(rows, DOCUMENTS, truncation=truncation, cache="bypass")
+    expected = await engine.score(QUERY, DOCUMENTS, cache="bypass", **options)
+    found = await engine.score(rows, DOCUMENTS, cache="bypass", **options)
     assert found.scores == pytest.approx(expected.scores, abs=1e-5)
     assert (found.usage, found.truncated) == (expected.usage, expected.truncated)
     reported = await engine.score(rows, ["a", np.zeros((1, 3))], on_error="report")
@@ -142,26 +118,21 @@ async def test_pictures_are_queries_too(engines: Engines, checkpoints: SharedChe
     assert found.usage == expected.usage
 
 
-async def test_another_model_refuses_it(engines: Engines, stanford_colbert: str, folder: Any) -> None:
+async def test_another_model_refuses_it(engines: Engines, stanford_colbert: str, tmp_path: Path) -> None:
     engine = await engines(EngineConfig(model=stanford_colbert, dtype="float32", threads=1))
     rows = await engine.encode_query(QUERY)
     in_bfloat16 = await engines(EngineConfig(model=stanford_colbert, dtype="bfloat16", threads=1))
     assert (await in_bfloat16.encode_query(QUERY)).fingerprint == rows.fingerprint
-    (folder / "other").mkdir()
-    other = await engines(EngineConfig(model=_changed(stanford_colbert, folder / "other"), threads=1))
-    with pytest.raises(InvalidRequestError, match=r"queries\[0\] was encoded by another model") as refused:
-        await other.score(rows, DOCUMENTS)
-    assert refused.value.param == "queries"
-
-
-def _changed(path: str, folder: Any) -> str:
-    """The same architecture, with other weights."""
-    shutil.copytree(path, folder, dirs_exist_ok=True)
-    weights = load_file(folder / "model.safetensors")
+    # The same architecture, with other weights.
+    other = shutil.copytree(stanford_colbert, tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
     name = next(name for name in weights if "layer.0.attention.self.query.weight" in name)
     weights[name] = weights[name] * 1.001
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    return str(folder)
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    changed = await engines(EngineConfig(model=str(other), threads=1))
+    with pytest.raises(InvalidRequestError, match=r"queries\[0\] was encoded by another model") as refused:
+        await changed.score(rows, DOCUMENTS)
+    assert refused.value.param == "queries"
 
 
 async def test_what_makes_no_sense_is_refused(engines: Engines, native_multi_vector: str) -> None:
@@ -198,14 +169,3 @@ async def test_models_that_read_query_and_document_together_refuse_it(
     rows = QueryRows(torch.zeros(2, 4), tokens=2, truncated=False, fingerprint="f")
     with pytest.raises(InvalidRequestError, match="reads query and document together"):
         await engine.score(rows, DOCUMENTS)
-
-
-async def test_leaving_it_cancels_its_work(engines: Engines, native_multi_vector: str) -> None:
-    engine = await engines(EngineConfig(model=native_multi_vector, dtype="float32", threads=1))
-    encoding = asyncio.create_task(engine.encode_query(QUERY))
-    await asyncio.sleep(0)
-    encoding.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await encoding
-    await engine.score(QUERY, DOCUMENTS)
-    assert engine.stats().open_requests == 0

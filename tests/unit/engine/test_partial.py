@@ -60,68 +60,31 @@ def documents(pairs: list[Pair]) -> list[str]:
     return [text for text in texts if POISON not in text.lower()][:60]
 
 
-async def test_documents_that_break_the_model_have_errors(
-    engine: RecordingEngine, documents: list[str]
-) -> None:
-    whole = await engine.score("a query", documents, truncation=CUT_LONG)
-    documents = [*documents[:20], POISON, *documents[20:], f"{POISON} again"]
-    with pytest.raises(RequestFailedError):
-        await engine.score("a query", documents, truncation=CUT_LONG)
-    result = await engine.score("a query", documents, truncation=CUT_LONG, on_error="report")
-    assert result.errors == {20: "the model failed on it", 61: "the model failed on it"}
-    assert result.unscored == ()
-    assert math.isnan(result.scores[20])
-    assert [score for score in result.scores if not math.isnan(score)] == pytest.approx(
-        whole.scores, abs=1e-4
-    )
-    ranked = await engine.rerank("a query", documents, truncation=CUT_LONG, on_error="report")
-    assert len(ranked.results) == 60
-    assert set(ranked.errors) == {20, 61}
-    await until(lambda: engine.stats() == EngineStats())
-
-
-TOO_LONG = "word " * 600
-
-
-async def test_unreadable_documents_have_errors_and_the_rest_scores(engine: RecordingEngine) -> None:
-    """One is too long, one breaks the model, and one is no Unicode. A thread makes the result."""
-    short = [f"text {i}" for i in range(520)]
+async def test_documents_that_fail_have_errors_and_the_rest_scores(engine: RecordingEngine) -> None:
+    """One is too long, one is no Unicode, and two that are equal break the model. A thread makes the
+    result."""
+    short, too_long = [f"text {i}" for i in range(520)], "word " * 600
     whole = await engine.score("a query", short)
-    mixed = [*short[:40], TOO_LONG, *short[40:], POISON, "\ud800"]
+    mixed = [*short[:40], too_long, *short[40:], POISON, "\ud800", POISON]
     with pytest.raises(InvalidRequestError):
         await engine.score("a query", mixed, truncation="error")
+    with pytest.raises(RequestFailedError):
+        await engine.score("a query", ["fine", POISON])
     result = await engine.score("a query", mixed, truncation="error", on_error="report")
-    assert sorted(result.errors) == [40, 521, 522]
+    assert sorted(result.errors) == [40, 521, 522, 523]
     assert result.errors[40].startswith("documents[40] has ")
-    assert result.errors[521] == "the model failed on it"
+    assert result.errors[521] == result.errors[523] == "the model failed on it"
     assert "Unicode" in result.errors[522]
-    there = [result.scores[i] for i in range(523) if i not in result.errors]
+    assert math.isnan(result.scores[40])
+    there = [result.scores[i] for i in range(524) if i not in result.errors]
     assert there == pytest.approx(whole.scores, abs=1e-4)
     assert result.unscored == ()
-    await until(lambda: engine.stats() == EngineStats())
-
-
-@pytest.mark.parametrize("documents", [[TOO_LONG] * 3, [POISON]])
-async def test_where_every_document_fails_the_ranking_is_empty(
-    engine: RecordingEngine, documents: list[str]
-) -> None:
-    ranked = await engine.rerank("a", documents, truncation="error", on_error="report")
-    assert (ranked.results, sorted(ranked.errors), ranked.unscored) == ([], [*range(len(documents))], ())
-    await until(lambda: engine.stats() == EngineStats())
-
-
-async def test_what_is_wrong_with_the_query_fails_the_request(engine: RecordingEngine) -> None:
-    with pytest.raises(InvalidRequestError, match="queries"):
-        await engine.score("\ud800", ["a", "b"], on_error="report")
-
-
-async def test_equal_documents_share_an_error(engine: RecordingEngine) -> None:
-    result = await engine.score("a", [POISON, "fine", POISON], on_error="report")
-    assert set(result.errors) == {0, 2}
-    assert math.isfinite(result.scores[1])
-
-
-async def test_a_document_of_which_a_window_fails_has_an_error(engine: RecordingEngine) -> None:
+    ranked = await engine.rerank("a query", mixed, truncation="error", on_error="report")
+    assert (len(ranked.results), sorted(ranked.errors)) == (520, sorted(result.errors))
+    for documents in ([too_long] * 3, [POISON]):
+        ranked = await engine.rerank("a", documents, truncation="error", on_error="report")
+        assert (ranked.results, sorted(ranked.errors)) == ([], [*range(len(documents))])
+    # One window of two breaks the model.
     long = "word " * 400 + POISON + " word" * 400
     result = await engine.score("a", [long, "fine"], truncation=WINDOW_LONG, on_error="report")
     assert set(result.errors) == {0}
@@ -129,7 +92,9 @@ async def test_a_document_of_which_a_window_fails_has_an_error(engine: Recording
     await until(lambda: engine.stats() == EngineStats())
 
 
-async def test_a_query_that_breaks_the_model_fails_the_request(engine: RecordingEngine) -> None:
+async def test_what_is_wrong_with_the_query_fails_the_request(engine: RecordingEngine) -> None:
+    with pytest.raises(InvalidRequestError, match="queries"):
+        await engine.score("\ud800", ["a", "b"], on_error="report")
     if engine.model.score_task == "classify":
         ranked = await engine.rerank(POISON, ["a", "b"], on_error="report")
         assert set(ranked.errors) == {0, 1}
@@ -168,19 +133,13 @@ async def test_when_the_time_is_up_what_is_scored_comes_back(
     await until(lambda: engine.stats() == EngineStats())
 
 
-async def test_a_request_that_is_done_in_time_is_complete(engine: RecordingEngine) -> None:
-    for timeout in (None, 60):
-        ranked = await engine.rerank("a", ["b", "c"], timeout=timeout, on_timeout="partial")
-        assert (len(ranked.results), ranked.unscored) == (2, ())
-
-
 async def test_where_there_is_no_time_to_prepare_nothing_is_scored(
     engine: RecordingEngine, documents: list[str]
 ) -> None:
     ranked = await engine.rerank("a", documents, timeout=1e-6, on_timeout="partial")
-    assert ranked.results == []
-    assert ranked.unscored == tuple(range(60))
-    assert ranked.usage.prompt_tokens == 0
+    assert (ranked.results, ranked.unscored, ranked.usage.prompt_tokens) == ([], tuple(range(60)), 0)
+    ranked = await engine.rerank("a", ["b", "c"], timeout=60, on_timeout="partial")
+    assert (len(ranked.results), ranked.unscored) == (2, ()), "what is done in time is complete"
     await until(lambda: engine.stats() == EngineStats())
 
 

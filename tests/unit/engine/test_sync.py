@@ -1,22 +1,19 @@
 """The engine without async: the same results by the same calls."""
 
-import asyncio
-from pathlib import Path
-
-import numpy as np
 import pytest
 
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import (
-    CUT_LONG,
     WINDOW_LONG,
-    Engine,
     EngineConfig,
     EngineNotReadyError,
     InvalidRequestError,
+    RequestTooLargeError,
     SyncEngine,
+    Tenant,
 )
 from tests.checkpoints import language_models
+from tests.checkpoints.shared import SharedCheckpoints
 
 
 @pytest.fixture(scope="module")
@@ -24,53 +21,41 @@ def documents(pairs: list[Pair]) -> list[str]:
     return [f"{i} {pair.document}" for i, pair in enumerate((pairs * 2)[:300])]
 
 
-@pytest.mark.exhaustive
-def test_results_usage_and_bar_are_those_of_one_call(
-    documents: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = EngineConfig(dtype="float32")
-
-    async def score() -> tuple[list[float], int, int]:
-        async with Engine(config) as engine:
-            result = await engine.score("what is it", documents, truncation=CUT_LONG)
-        return result.scores, result.usage.prompt_tokens, result.truncated
-
-    scores, tokens, truncated = asyncio.run(score())
-    with SyncEngine(config) as engine:
-        result = engine.score("what is it", documents, truncation=CUT_LONG)
-        assert "300/300" in capsys.readouterr().err, "a long list shows a progress bar"
-        again = engine.score("what is it", documents, truncation=CUT_LONG)
-    np.testing.assert_allclose(result.scores, scores, atol=1e-4)
-    assert (result.usage.prompt_tokens, result.truncated) == (tokens, truncated)
-    assert result.usage.cached_tokens == 0
-    assert again.usage.cached_documents == 300
-    assert again.usage.prompt_tokens - again.usage.cached_tokens == 5, "the query is run once"
-
-
-def test_every_method_is_there(three_label_classifier: str) -> None:
+def test_every_method_is_there(three_label_classifier: str, capsys: pytest.CaptureFixture[str]) -> None:
     with SyncEngine() as engine:
         assert len(engine.rerank("what is it", ["a", "b", "c", "d"], top_n=3).results) == 3
-        assert engine.embed(["a", "b"]).embeddings.shape == (2, 384)
         assert engine.embed([[101, 102]]).embeddings.shape == (1, 384)
         query = engine.encode_query("what is it")
         expected = engine.score("what is it", ["a", "b"]).scores
         assert engine.score(query, ["a", "b"]).scores == pytest.approx(expected, abs=1e-6)
         assert engine.embed_tokens("hello").embeddings[0].shape == (3, 384)
-        with pytest.raises(InvalidRequestError):
-            engine.score("a", [])
         with pytest.raises(InvalidRequestError, match="top_n must not be negative, not -1"):
             engine.rerank("a", ["b", "c"], top_n=-1)
-        far_back = ["short"] * 300 + ["word " * 400]
         with pytest.raises(InvalidRequestError, match=r"documents\[300\] has"):
-            engine.score("a", far_back, truncation="error")
+            engine.score("a", ["short"] * 300 + ["word " * 400], truncation="error")
+        capsys.readouterr()
+        # A progress of one's own takes the place of the bar.
+        texts, seen = [f"text {i}" for i in range(300)], []
+        engine.embed(texts, progress=lambda there, in_all: seen.append((there, in_all)))
+        assert (seen[-1], "300/300" in capsys.readouterr().err) == ((300, 300), False)
+        engine.embed(texts)
+        assert "300/300" in capsys.readouterr().err
+        engine.set_tenants({"a": Tenant(max_request_tokens=1)})
+        with pytest.raises(RequestTooLargeError, match="have max_request_tokens of the tenant 'a' raised"):
+            engine.score("q", "d", tenant="a")
     with SyncEngine(EngineConfig(model=three_label_classifier)) as engine:
         assert engine.classify(["a", "b"]).scores.shape == (2, 3)
         assert engine.classify(["a"], text_pairs=["b"]).labels == ("LABEL_0", "LABEL_1", "LABEL_2")
+    with pytest.raises(EngineNotReadyError, match="with SyncEngine"):
+        SyncEngine().score("a", "b")
 
 
 @pytest.mark.exhaustive
 def test_the_bar_counts_documents_whatever_they_come_to(
-    documents: list[str], folder: Path, qwen3_embedding: str, capsys: pytest.CaptureFixture[str]
+    documents: list[str],
+    checkpoints: SharedCheckpoints,
+    qwen3_embedding: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Windows, equal documents and the passes of a listwise model are other numbers of values."""
     with SyncEngine(EngineConfig(model=qwen3_embedding, max_model_len=100, window_overlap=0)) as engine:
@@ -78,23 +63,6 @@ def test_the_bar_counts_documents_whatever_they_come_to(
         assert "300/300" in capsys.readouterr().err
         engine.score("what", ["the same"] * 400)
         assert "400/400" in capsys.readouterr().err
-    with SyncEngine(EngineConfig(model=language_models.jina_reranker_v3(folder / "sync-jina-v3"))) as engine:
+    with SyncEngine(EngineConfig(model=checkpoints(language_models.jina_reranker_v3))) as engine:
         engine.rerank("what", [document[:50] for document in documents])
         assert "300/300" in capsys.readouterr().err
-
-
-def test_a_progress_of_ones_own_takes_the_place_of_the_bar(
-    qwen3_embedding: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    seen: list[tuple[int, int]] = []
-    with SyncEngine(qwen3_embedding) as engine:
-        engine.embed(
-            [f"text {i}" for i in range(300)], progress=lambda there, in_all: seen.append((there, in_all))
-        )
-    assert seen[-1] == (300, 300)
-    assert "300/300" not in capsys.readouterr().err
-
-
-def test_outside_of_its_context_it_says_so_instead_of_waiting() -> None:
-    with pytest.raises(EngineNotReadyError, match="with SyncEngine"):
-        SyncEngine().score("a", "b")

@@ -1,4 +1,4 @@
-"""Sparse vectors against their plain definitions, whole and in chunks, on random ragged input."""
+"""Sparse vectors and the items of hybrid scores against their plain definitions, on random ragged input."""
 
 import numpy as np
 import pytest
@@ -12,8 +12,9 @@ from maxsimd.pooling import sparse
 from maxsimd.pooling.cursor import PoolingCursor
 from maxsimd.pooling.dispatch import DispatchPooler, pooling_method
 from maxsimd.pooling.ragged import Ragged
-from maxsimd.pooling.sparse import GivenWords, WordsHead, dense_of, entries_of
-from maxsimd.scheduler import Chunk, ResultSlot, Role, Sequence, Tokens
+from maxsimd.pooling.sparse import WordsHead, dense_of, entries_of
+from maxsimd.pooling.token_weights import HybridHead, heaviest_of
+from maxsimd.scheduler import Chunk, ResultSlot, Sequence, Tokens
 from tests.unit.pooling.cut_sequences import (
     CutSequences,
     cut_sequences,
@@ -22,7 +23,7 @@ from tests.unit.pooling.cut_sequences import (
     tokens_of,
 )
 
-HIDDEN, WORDS, TASK = 6, 23, "sparse_embed"
+HIDDEN, WORDS, DIM, TASK = 6, 9, 3, "sparse_embed"
 WEIGHT = torch.randn(HIDDEN, WORDS, generator=torch.Generator().manual_seed(0))
 
 
@@ -93,33 +94,6 @@ def test_the_heaviest_words_alone_stay_where_there_is_a_limit() -> None:
     assert [item.tolist() for item in items] == [[[1.0, 3.0], [3.0, 2.0]], [[2.0, 0.5]]]
 
 
-def test_queries_are_looked_up_and_documents_read() -> None:
-    head = Head()
-    head.static_roles, head.static_weights = frozenset({Role.QUERY}), torch.arange(WORDS).float()
-    method = pooling_method("max", head)
-    ids = np.array([5, 0, 7, 5, 9], dtype=np.int32)
-    tokens = Tokens(ids, pooled_positions=np.array([1, 2, 3]))
-    slot = ResultSlot(0, 0)
-    query = Sequence.text(0, slot, TASK, tokens, Role.QUERY)
-    document = Sequence.text(1, slot, TASK, tokens, Role.DOCUMENT)
-    hidden = torch.randn(15, HIDDEN, generator=torch.Generator().manual_seed(1))
-    chunks = tuple(Chunk(each, 0, 5) for each in (document, query, document))
-    items = method.pool(hidden, PoolingCursor(chunks, (0, 5, 10)))
-    assert items[1].tolist() == [[5.0, 5.0], [7.0, 7.0]]  # a word that weighs nothing is left out
-    torch.testing.assert_close(dense_of(items[0], WORDS), plain("max", hidden[:5], document))
-    torch.testing.assert_close(dense_of(items[2], WORDS), plain("max", hidden[10:], document))
-
-
-def test_rows_that_are_weights_already_are_taken_as_they_are() -> None:
-    weights = torch.tensor([[0.0, 2.0, 0.5], [1.0, 0.0, 0.0]])
-    head = Head(most=1)
-    method = pooling_method("given", GivenWords(head))
-    tokens = Tokens(np.zeros(4, dtype=np.int32))
-    sequences = [Sequence.text(i, ResultSlot(0, i), TASK, tokens) for i in range(2)]
-    cursor = PoolingCursor(tuple(Chunk(each, 0, 4) for each in sequences), (0, 1))
-    assert [item.tolist() for item in method.pool(weights, cursor)] == [[[1.0, 2.0]], [[0.0, 1.0]]]
-
-
 @st.composite
 def sparse_vectors(draw: st.DrawFn) -> Ragged:
     dense = [
@@ -141,3 +115,84 @@ def test_sparse_scores_equal_dot_products(queries: Ragged, documents: Ragged, da
         raise AssertionError
 
     torch.testing.assert_close(score_pairs("sparse", queries, documents, pairs, no_maxsim), expected)
+
+
+WEIGHTLESS = np.array([0, 2])
+VECTORS = torch.randn(HIDDEN, DIM, generator=torch.Generator().manual_seed(0))
+
+
+class Hybrid(HybridHead):
+    weightless = WEIGHTLESS
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.cat([rows @ VECTORS, rows[:, :1].relu()], dim=1)
+
+    def whole(self, rows: torch.Tensor) -> torch.Tensor:
+        return -(rows @ VECTORS)
+
+
+class Weights(Hybrid):
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows[:, :1].relu()
+
+
+def plain_weights(states: torch.Tensor, ids: list[int]) -> dict[int, float]:
+    weights: dict[int, float] = {}
+    for token, weight in zip(ids, states[:, 0].relu().tolist(), strict=True):
+        if token not in WEIGHTLESS:
+            weights[token] = max(weight, weights.get(token, 0.0))
+    return weights
+
+
+@given(
+    st.lists(st.lists(st.integers(0, WORDS - 1), min_size=1, max_size=10), min_size=1, max_size=4),
+    st.lists(st.integers(0, WORDS - 1), min_size=WORDS, max_size=WORDS),
+)
+def test_tokens_of_one_word_count_by_the_heaviest_of_them(texts: list[list[int]], drawn: list[int]) -> None:
+    own = np.arange(WORDS)
+    words = np.where(np.isin(own, WEIGHTLESS) | np.isin(drawn, WEIGHTLESS), own, drawn)
+    sequences = [
+        Sequence.text(key, ResultSlot(0, key), "any", Tokens(np.array(ids, dtype=np.int32)))
+        for key, ids in enumerate(texts)
+    ]
+    weights = torch.rand(sum(map(len, texts)), generator=torch.Generator().manual_seed(0))
+    found = heaviest_of(sequences, weights, WEIGHTLESS, words)
+    expected: list[tuple[int, float]] = []
+    for ids, of_text in zip(texts, weights.split([len(ids) for ids in texts]), strict=True):
+        greatest: dict[int, float] = {}
+        for token, weight in zip(ids, of_text.tolist(), strict=True):
+            if token not in WEIGHTLESS:
+                word = int(words[token])
+                greatest[word] = max(weight, greatest.get(word, 0.0))
+        expected += sorted(greatest.items())
+    assert list(zip(found.ids.tolist(), found.weights.tolist(), strict=True)) == expected
+
+
+def few_words(draw: st.DrawFn, key: int) -> Sequence:
+    """Of few different tokens, pooled from the second one on or all."""
+    ids = draw(st.lists(st.integers(0, WORDS - 1), min_size=1, max_size=10))
+    pooled = draw(st.none() | st.just(set(range(1, len(ids)))))
+    return Sequence.text(key, ResultSlot(0, key), "any", tokens_of(np.array(ids, dtype=np.int32), pooled))
+
+
+@settings(max_examples=30)
+@given(cut=cut_sequences(few_words), seed=st.integers(0, 99))
+def test_items_equal_their_plain_definitions(cut: CutSequences, seed: int) -> None:
+    sequences, steps = cut
+    states = random_states(sequences, HIDDEN, seed)
+    sparse, hybrid = (
+        pooled_in_steps(DispatchPooler({"any": pooling_method(name, head)}), steps, states)
+        for name, head in (("token-weights", Weights()), ("hybrid", Hybrid()))
+    )
+    for sequence in sequences:
+        key, ids = sequence.sequence_id, sequence.tokens.ids.tolist()
+        weights = plain_weights(states[key], ids)
+        found = {int(token): weight for token, weight in sparse[key].tolist()}
+        assert found == pytest.approx(weights)
+        assert list(found) == sorted(found)
+        item = hybrid[key]
+        assert item[:, DIM].tolist() == ids
+        of_rows = [weights.get(token, 0.0) if token not in ids[:i] else 0.0 for i, token in enumerate(ids)]
+        assert item[:, -1].tolist() == pytest.approx(of_rows)
+        torch.testing.assert_close(item[0, :DIM], -(states[key][0] @ VECTORS))
+        torch.testing.assert_close(item[1:, :DIM], states[key][1:] @ VECTORS)

@@ -1,6 +1,7 @@
 """Under which key a document is found and cached, by how the request reads it."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -67,47 +68,34 @@ def hit(prepared: Prepared) -> bool:
     return bool(prepared.cached)
 
 
-def test_a_document_that_fits_is_cached_as_plain(cache: EmbeddingCache) -> None:
-    for truncation in (Truncation(), CUT_LONG, WINDOWS, Truncation(max_tokens=9, side="left")):
-        assert key_of(score(cache, "w2", truncation)) == plain(cache, "w2")
-
-
-def test_a_document_that_is_cut_is_cached_as_requested(cache: EmbeddingCache) -> None:
-    for truncation in (CUT_LONG, Truncation(max_tokens=9, side="left"), WINDOWS):
-        assert key_of(score(cache, LONG, truncation)) == as_requested(cache, LONG, truncation)
-    # A limit on documents may cut any.
-    limited = Truncation(max_document_tokens=5)
-    assert key_of(score(cache, "w2", limited)) == as_requested(cache, "w2", limited)
-
-
-def test_a_document_of_the_checkpoints_length_is_plain(cache: EmbeddingCache) -> None:
-    """Where it is cut as usual: of 10 tokens, two of them special. One of exactly that length may be a longer
-    one that was cut."""
-    for document in (words(7), words(8), words(9)):
-        for truncation in (Truncation(), CUT_LONG, Truncation(max_tokens=10)):
-            assert key_of(score(cache, document, truncation, own_length=10)) == plain(cache, document)
-        fits = len(document.split()) < 8
-        for truncation in (Truncation(side="left"), WINDOWS):
-            expected = plain(cache, document) if fits else as_requested(cache, document, truncation)
-            assert key_of(score(cache, document, truncation, own_length=10)) == expected
+def test_the_key_says_how_a_document_is_read(cache: EmbeddingCache) -> None:
+    """Plain is what any request reads alike: it fits, or is cut to the checkpoint's own length as usual. One
+    of exactly that length, here 10 tokens with two special ones, may be a longer one that was cut."""
+    left = Truncation(max_tokens=9, side="left")
+    usual = (Truncation(), CUT_LONG, Truncation(max_tokens=10))
+    for document, own_length, plainly, otherwise in (
+        ("w2", None, (Truncation(), CUT_LONG, WINDOWS, left), (Truncation(max_document_tokens=5),)),
+        (LONG, None, (), (CUT_LONG, left, WINDOWS)),
+        (words(7), 10, (*usual, Truncation(side="left"), WINDOWS), ()),
+        (words(8), 10, usual, (Truncation(side="left"), WINDOWS)),
+        (words(9), 10, usual, (Truncation(side="left"), WINDOWS)),
+    ):
+        for each in plainly:
+            assert key_of(score(cache, document, each, own_length=own_length)) == plain(cache, document)
+        for each in otherwise:
+            expected = as_requested(cache, document, each)
+            assert key_of(score(cache, document, each, own_length=own_length)) == expected
 
 
 def test_windows_of_a_bi_encoder_are_not_cached(cache: EmbeddingCache) -> None:
     assert key_of(score(cache, LONG, WINDOWS, task="embed")) is None
-    assert key_of(score(cache, LONG, WINDOWS, task="token_embed")) is not None
     assert key_of(score(cache, LONG, CUT_LONG, task="embed")) == as_requested(cache, LONG, CUT_LONG)
-
-
-def test_past_the_cache_nothing_is_found_cached_or_counted(cache: EmbeddingCache) -> None:
-    cache.put([(plain(cache, "w2"), embedding())])
-    for prepared in (score(None, "w2"), score(cache, "w2", mode="bypass")):
-        assert not hit(prepared)
-        assert key_of(prepared) is None
-    assert (cache.hits, cache.misses) == (0, 0)
 
 
 def test_hits_and_misses_are_counted_once_a_different_document(cache: EmbeddingCache) -> None:
     cache.put([(plain(cache, "w2"), embedding()), (plain(cache, "w3"), embedding())])
+    bypassed = score(cache, "w2", mode="bypass")
+    assert (hit(bypassed), key_of(bypassed), cache.hits, cache.misses) == (False, None, 0, 0)
     made = preprocessor(model(), cache=cache)
     made.score(score_request(["w1"], ["w2", "w3", "w4", "w2"]), request_ids())
     assert (cache.hits, cache.misses) == (2, 1)
@@ -125,16 +113,13 @@ def test_a_refresh_drops_both_entries_and_caches_anew(cache: EmbeddingCache) -> 
 
 
 def test_a_plain_entry_is_found_by_whoever_reads_it_alike(cache: EmbeddingCache) -> None:
-    cache.put([(plain(cache, "w2"), embedding(tokens=9))])
-    for found in (Truncation(), CUT_LONG, Truncation(max_tokens=9), WINDOWS):
+    cache.put([(plain(cache, "w2"), embedding(tokens=10)), (plain(cache, "w3"), embedding(tokens=9))])
+    for found in (Truncation(), CUT_LONG, Truncation(max_tokens=10), WINDOWS):
         assert hit(score(cache, "w2", found))
     # Longer than the request allows, or limited by it: read otherwise.
-    for missed in (Truncation(max_tokens=8), Truncation(max_document_tokens=100)):
+    for missed in (Truncation(max_tokens=9), Truncation(max_document_tokens=100)):
         assert not hit(score(cache, "w2", missed))
-
-
-def test_a_plain_entry_of_the_checkpoints_length_is_found(cache: EmbeddingCache) -> None:
-    cache.put([(plain(cache, "w2"), embedding(tokens=10)), (plain(cache, "w3"), embedding(tokens=9))])
+    # Of the checkpoint's own length, it may have been cut at its end.
     for usual in (Truncation(), CUT_LONG, Truncation(max_tokens=10)):
         assert hit(score(cache, "w2", usual, own_length=10))
     for otherwise in (Truncation(side="left"), WINDOWS):
@@ -143,7 +128,7 @@ def test_a_plain_entry_of_the_checkpoints_length_is_found(cache: EmbeddingCache)
 
 
 def test_an_entry_as_requested_is_found_by_the_same_alone(cache: EmbeddingCache) -> None:
-    requests = [
+    for truncation in (
         CUT_LONG,
         Truncation(max_tokens=9),
         Truncation(max_tokens=9, side="left"),
@@ -152,20 +137,15 @@ def test_an_entry_as_requested_is_found_by_the_same_alone(cache: EmbeddingCache)
         Truncation(max_tokens=9, max_document_tokens=6),
         Truncation(max_tokens=9, max_document_tokens=5),
         Truncation(max_document_tokens=6),
-    ]
-    for truncation in requests:
+    ):
         assert not hit(score(cache, LONG, truncation))
         cache.put([(as_requested(cache, LONG, truncation), embedding())])
         assert hit(score(cache, LONG, truncation))
-
-
-def test_what_concerns_queries_alone_finds_the_same_entry(cache: EmbeddingCache) -> None:
-    cache.put([(as_requested(cache, LONG, CUT_LONG), embedding())])
-    assert hit(score(cache, LONG, Truncation(max_tokens=-1, max_query_tokens=3)))
-    # An overlap without windows changes nothing, and the engine's own may as well be named.
-    assert hit(score(cache, LONG, Truncation(max_tokens=-1, window_overlap=5)))
+    # What concerns queries alone changes nothing, nor an overlap without windows, nor the engine's own.
+    for same in (replace(CUT_LONG, max_query_tokens=3), replace(CUT_LONG, window_overlap=5)):
+        assert hit(score(cache, LONG, same))
     cache.put([(as_requested(cache, LONG, WINDOWS), embedding())])
-    assert hit(score(cache, LONG, Truncation(max_tokens=-1, windows=True, window_overlap=1)))
+    assert hit(score(cache, LONG, replace(WINDOWS, window_overlap=1)))
 
 
 def test_the_words_of_keys_stay_as_caches_on_disk_have_them() -> None:

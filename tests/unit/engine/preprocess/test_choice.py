@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from maxsimd.engine.checkpoint import ListwiseRules, PairRules, RoleRules
 from maxsimd.engine.checkpoint.model import Expansion
@@ -16,12 +14,9 @@ from maxsimd.engine.checkpoint.score_template import ScoreTemplate
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.media import Picture
 from maxsimd.engine.preprocess import check_room
-from maxsimd.engine.preprocess.listwise import listwise_prompt
 from maxsimd.engine.preprocess.pages import OpenContent
 from maxsimd.engine.preprocess.shortest import shortest_sequences
-from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.requests import EmbedRequest
-from maxsimd.scheduler import Sequence
 from tests.unit.engine.preprocess.preprocessing import (
     MASK,
     model,
@@ -47,66 +42,24 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def sequences(kind: str, queries: list[str], documents: list[str], **options: str) -> list[Sequence]:
+def prepare(kind: str, queries: list[str], documents: list[str], **options: str) -> None:
     request = score_request(queries, documents, **options)  # type: ignore[arg-type]
-    return preprocessor(model(**MODELS[kind])).score(request, request_ids()).sequences
+    preprocessor(model(**MODELS[kind])).score(request, request_ids())
 
 
 @pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("param", ["queries", "documents"])
-def test_a_text_that_is_not_unicode_is_refused_by_its_field(kind: str, param: str) -> None:
-    texts = {"queries": ["w1", "w2"], "documents": ["w3", "w4"]}
-    texts[param][1] = NOT_UNICODE
-    with refused(param, f"^{param} holds a text that is not valid"):
-        sequences(kind, texts["queries"], texts["documents"])
-
-
-def test_instructions_and_inputs_not_in_unicode_are_refused() -> None:
-    for kind in MODELS.keys() - {"pairs by the tokenizer"}:
+def test_a_text_that_is_not_unicode_is_refused_by_its_field(kind: str) -> None:
+    for param, queries, documents in (
+        ("queries", ["w1", NOT_UNICODE], ["w3", "w4"]),
+        ("documents", ["w1", "w2"], ["w3", NOT_UNICODE]),
+    ):
+        with refused(param, f"^{param} holds a text that is not valid"):
+            prepare(kind, queries, documents)
+    if kind != "pairs by the tokenizer":
         with refused("instruction", r"^instruction holds a text that is not valid"):
-            sequences(kind, ["w1"], ["w2"], instruction=NOT_UNICODE)
+            prepare(kind, ["w1"], ["w2"], instruction=NOT_UNICODE)
     with refused("input", r"^input holds a text that is not valid"):
         preprocessor(model()).embed(EmbedRequest(texts=("w1", NOT_UNICODE), task="embed"), request_ids())
-
-
-def of_int32(made: list[Sequence]) -> None:
-    for sequence in made:
-        types = sequence.tokens.type_ids
-        assert types is not None
-        assert len(types) == len(sequence.tokens)
-        assert {sequence.tokens.ids.dtype, types.dtype} == {np.dtype(np.int32)}
-
-
-@pytest.mark.parametrize("kind", MODELS)
-def test_token_ids_and_their_types_are_int32(kind: str) -> None:
-    of_int32(sequences(kind, ["w1", ""], ["w2 w3", ""]))
-
-
-def test_token_ids_and_types_of_single_texts_are_int32() -> None:
-    for rules in (RoleRules(), QUERY):
-        request = EmbedRequest(texts=("w1", (20, 21), ""), task="embed")
-        of_int32(preprocessor(model(text=rules)).embed(request, request_ids()).sequences)
-
-
-def _letters() -> TextTokenizer:
-    """One token a character."""
-    vocabulary = {token: i for i, token in enumerate(("[UNK]", "[QUERY]", "[DOCUMENT]"))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    return TextTokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]"))
-
-
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        ("late interaction", {"a query": len(QUERY.prompt) + 1, "a document": 1, "a text": 1}),
-        ("pairs by the tokenizer", {"a pair": 2, "a text": 1}),
-        ("pairs by a template", {"a pair": len("a passage: a") + len("instruct: w9"), "a text": 1}),
-        ("listwise", {"a query with one document": len(listwise_prompt("a", ["a"], None, LISTWISE))}),
-    ],
-)
-def test_the_shortest_texts_have_one_character(kind: str, expected: dict[str, int]) -> None:
-    assert shortest_sequences(model(**MODELS[kind]), _letters()) == expected
 
 
 PROMPTED = model(
@@ -118,21 +71,27 @@ PROMPTED = model(
 
 
 def test_each_role_has_a_shortest_sequence_of_its_own() -> None:
-    assert shortest_sequences(PROMPTED, tokenizer()) == {"a query": 5, "a document": 3, "a text": 6}
-    assert shortest_sequences(model(), tokenizer()) == {"a query": 3, "a document": 3, "a text": 3}
+    expanded = RoleRules("query: w1 ", expansion=Expansion(4, MASK, True, fixed=False))
+    # Of a template without an instruction of its own, and of one with two words in its place.
+    templated = MODELS["pairs by a template"]
+    for described, expected in (
+        (PROMPTED, {"a query": 5, "a document": 3, "a text": 6}),
+        (model(), {"a query": 3, "a document": 3, "a text": 3}),
+        (
+            model(query=expanded),
+            {"a query": 5, "a document": 3, "a text": 3},
+        ),  # longer than it is filled up to
+        (model(score_task="classify"), {"a pair": 5, "a text": 3}),
+        (model(**templated), {"a pair": 5, "a text": 3}),
+        (model(**templated, instruction="w1 w2"), {"a pair": 6, "a text": 3}),
+    ):
+        assert shortest_sequences(described, tokenizer()) == expected
     assert shortest_sequences(model(), tokenizer(special_tokens=False))["a text"] == 1
-    expanded = model(query=RoleRules("query: w1 ", expansion=Expansion(4, MASK, True, fixed=False)))
-    assert shortest_sequences(expanded, tokenizer())["a query"] == 5, "longer than it is filled up to"
-
-
-@pytest.mark.parametrize(("kind", "more"), [("pairs by a template", 1), ("listwise", 4)])
-def test_an_instruction_lengthens_the_shortest_sequence(kind: str, more: int) -> None:
-    """Two words, in the place of the template's one, or between two tags."""
     plain, instructed = (
-        next(iter(shortest_sequences(model(**MODELS[kind], instruction=own), tokenizer()).values()))
+        shortest_sequences(model(**MODELS["listwise"], instruction=own), tokenizer())
         for own in (None, "w1 w2")
     )
-    assert instructed == plain + more
+    assert instructed["a query with one document"] == plain["a query with one document"] + 4
 
 
 def test_model_and_step_must_hold_the_shortest_sequence() -> None:
@@ -148,22 +107,12 @@ def test_model_and_step_must_hold_the_shortest_sequence() -> None:
 
 
 def test_digests_tell_contents_apart() -> None:
-    first, second = (Picture(np.full((4, 6, 3), value, dtype=np.uint8)) for value in (1, 2))
-    contents = [
-        (first,),
-        (second,),
-        (first, ""),
-        ("", first),
-        (first, "a"),
-        ("a", first),
-        (first, "a", "b"),
-        (first, "ab"),
-        (first, second),
-        (second, first),
-        (first, "a", second),
-        (first, first),
+    one, two = (Picture(np.full((4, 6, 3), value, dtype=np.uint8)) for value in (1, 2))
+    contents: list[tuple[Picture | str, ...]] = [
+        *((one,), (two,), (one, ""), ("", one), (one, "a"), ("a", one), (one, "a", "b"), (one, "ab")),
+        *((one, two), (two, one), (one, "a", two), (one, one)),
     ]
     digests = [OpenContent(parts).digest for parts in contents]
-    for one, other in combinations(range(len(contents)), 2):
-        assert digests[one] != digests[other], (contents[one], contents[other])
-    assert OpenContent((first, "a")).digest == OpenContent((first, "a")).digest
+    for first, second in combinations(range(len(contents)), 2):
+        assert digests[first] != digests[second], (contents[first], contents[second])
+    assert OpenContent((one, "a")).digest == OpenContent((one, "a")).digest

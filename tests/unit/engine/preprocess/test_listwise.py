@@ -1,8 +1,7 @@
 """Listwise prompts: which documents share one, what it says, and which of its tokens count."""
 
+import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from maxsimd.engine.checkpoint import ListwiseRules
 from maxsimd.engine.errors import InvalidRequestError
@@ -78,41 +77,15 @@ def test_documents_share_prompts_with_the_query_block_by_block() -> None:
         [ids(4, DOCUMENT), ids(5, DOCUMENT), ids(6, DOCUMENT), query],
         [ids(7, DOCUMENT), query],
     ]
-    assert [sequence.sequence_id for sequence in prepared.sequences] == [100, 101, 102]
     assert [sequence.payload.slot for sequence in prepared.sequences] == [ResultSlot(7, i) for i in range(3)]
-    assert {sequence.payload.task for sequence in prepared.sequences} == {"rank"}
-    assert prepared.results == 3
-    assert prepared.combine == BlockCosines((3,))
-
-
-def test_the_markers_are_what_is_pooled() -> None:
-    tokens = score(["w1"], ["w2", "w3"]).sequences[0].tokens
+    assert (prepared.results, prepared.combine) == (3, BlockCosines((3,)))
+    tokens = prepared.sequences[2].tokens
     assert tokens.pooled_positions is not None
-    pooled = tokens.ids[tokens.pooled_positions].tolist()
-    assert pooled == [DOCUMENT_MARKER, DOCUMENT_MARKER, QUERY_MARKER]
-    assert tokens.type_ids is not None
-    assert tokens.type_ids.tolist() == [0] * len(tokens)
+    assert tokens.ids[tokens.pooled_positions].tolist() == [DOCUMENT_MARKER, QUERY_MARKER]
     # N queries are ranked each with its own document.
     prepared = score(["w1", "w2", "w3"], ["w4", "w5", "w6"])
     assert texts_of(prepared) == [[ids(1, 4 + i), ids(1, 1 + i)] for i in range(3)]
     assert prepared.combine == BlockCosines((1, 1, 1))
-
-
-def test_the_prompt_names_the_query_twice_and_any_instruction() -> None:
-    def after_the_introduction(prompt: str) -> str:
-        return prompt.partition("relevance to query: ")[2]
-
-    assert "provide you with 2 passages" in listwise_prompt("the query", ["one", "two"], None, RULES)
-    passages = (
-        '<passage id="0">\none[DOCUMENT]\n</passage>\n<passage id="1">\ntwo[DOCUMENT]\n</passage>\n'
-        "<query>\nthe query[QUERY]\n</query><|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-    )
-    for instruction in (None, ""):
-        prompt = listwise_prompt("the query", ["one", "two"], instruction, RULES)
-        assert after_the_introduction(prompt) == f"the query\n{passages}"
-    instructed = listwise_prompt("the query", ["one", "two"], "the task", RULES)
-    task = "<instruct>\nthe task\n</instruct>\n"
-    assert after_the_introduction(instructed) == f"the query\n{task}{passages}"
 
 
 def test_the_requests_instruction_goes_before_the_checkpoints() -> None:
@@ -125,21 +98,11 @@ def test_the_requests_instruction_goes_before_the_checkpoints() -> None:
     assert instructed(default="w11") == [ids(1, 11)]
 
 
-def test_markers_in_a_text_are_taken_out() -> None:
-    prepared = score(["w1 [QUERY] w2"], ["[DOCUMENT] w3 [QUERY]"])
-    assert texts_of(prepared) == [[ids(1, 3), ids(2, 1)]]
-    # All else stays as it is: here the words around the marker become one that the tokenizer does not know.
-    assert texts_of(score(["w1[QUERY]w2"], ["w3[QUERY]w4"])) == [[[], []]]
-
-
-def test_texts_are_read_to_the_models_lengths() -> None:
+def test_texts_are_cut_to_the_models_lengths_and_the_requests() -> None:
     for truncation in (Truncation(), CUT_LONG):
         prepared = score([words(7)], [document(11), document(10)], truncation)
         assert texts_of(prepared) == [[ids(10, DOCUMENT), ids(10, DOCUMENT), ids(6)]]
         assert prepared.truncated == 0
-
-
-def test_the_request_s_own_limits_cut_and_count() -> None:
     limits = Truncation(max_query_tokens=2, max_document_tokens=3, side="left")
     prepared = score([words(3)], [document(4), document(3), document(5)], limits)
     expected = [ids(3, DOCUMENT + 1), ids(3, DOCUMENT), ids(3, DOCUMENT + 2), ids(2, 1)]
@@ -177,34 +140,34 @@ def test_the_request_s_and_the_model_s_limits_bound_the_context() -> None:
     assert len(score(["w1"], documents, Truncation(max_tokens=room)).sequences) == 1
     assert len(score(["w1"], documents, Truncation(max_tokens=room - 1)).sequences) == 2
     assert len(score(["w1"], documents, max_tokens=room - 1).sequences) == 2
-
-
-def test_a_document_that_does_not_fit_alone_is_refused() -> None:
-    room = prompt_length("w1", ["w2"])
-    assert len(score(["w1"], ["w2"], max_tokens=room).sequences) == 1
-    with refused("documents", f"^a pass over one document has {room} tokens, but at most {room - 1} can be"):
-        score(["w1"], ["w2"], max_tokens=room - 1)
+    alone = prompt_length("w1", ["w2"])
+    with refused(
+        "documents", f"^a pass over one document has {alone} tokens, but at most {alone - 1} can be"
+    ):
+        score(["w1"], ["w2"], max_tokens=alone - 1)
 
 
 def test_a_block_is_closed_when_a_longest_document_may_not_fit() -> None:
     made = rules(context=100, max_document_tokens=20, block_documents=4)
-    assert in_blocks([1] * 9, 5, made) == [4, 4, 1]
-    assert in_blocks([1] * 4, 5, made) == [4]
     # Of 100 tokens 10 are the query's, twice: 70 leave exactly a longest document, which is not enough.
-    assert in_blocks([35, 35, 1], 5, made) == [2, 1]
-    assert in_blocks([35, 34, 1], 5, made) == [3]
-    assert in_blocks([70, 69, 1, 1], 5, made) == [1, 2, 1]
-    assert in_blocks([], 5, made) == []
+    for lengths, sizes in (
+        ([1] * 9, [4, 4, 1]),
+        ([1] * 4, [4]),
+        ([35, 35, 1], [2, 1]),
+        ([35, 34, 1], [3]),
+        ([70, 69, 1, 1], [1, 2, 1]),
+    ):
+        assert in_blocks(lengths, 5, made) == sizes
 
 
-@settings(max_examples=40)
-@given(st.lists(st.integers(0, 20), max_size=40), st.integers(0, 20))
-def test_blocks_never_hold_more_than_the_context(lengths: list[int], query: int) -> None:
-    made = rules(context=100, max_document_tokens=20, block_documents=4)
-    sizes = in_blocks(lengths, query, made)
-    assert sum(sizes) == len(lengths)
-    start = 0
-    for size in sizes:
-        assert 1 <= size <= 4
-        assert sum(lengths[start : start + size]) + 2 * query <= 100
-        start += size
+def _block(*rows: list[float]) -> np.ndarray:
+    return np.array(rows, dtype=np.float32)
+
+
+def test_the_query_is_a_mean_over_the_blocks_of_its_list() -> None:
+    first = _block([1, 0], [0, 1], [3, 4])  # the best cosine is 0.8: weight 0.9
+    second = _block([-2, 0], [0, 4])  # its only cosine is 0: weight 0.5
+    query = np.array([0.9 * 3, 0.9 * 4 + 0.5 * 4]) / 1.4
+    query /= np.linalg.norm(query)
+    scores = BlockCosines((2, 1))([first, second, _block([1, 1], [1, 0])])
+    np.testing.assert_allclose(scores, [query[0], query[1], -query[0], np.sqrt(0.5)], atol=1e-6)

@@ -7,15 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxsimd.engine import InvalidRequestError
 from maxsimd.engine.preprocess.late_chunking import as_document, passages_of
-from maxsimd.engine.preprocess.origins import Origins, around, behind_prompt, extent
+from maxsimd.engine.preprocess.origins import Origins
 from maxsimd.engine.preprocess.pieces import PIECE
 from tests.checkpoints.tokenizer_kinds import CUT
 from tests.unit.engine.preprocess.cut_texts import KINDS, SCRIPTS, text_tokenizer
+from tests.unit.engine.preprocess.preprocessing import refused
 
 WORDS = [
     "Der",
@@ -42,11 +43,10 @@ def test_the_tokens_of_a_text_stand_for_all_of_it_in_order(name: str) -> None:
     origins = Origins(ids, spans)
     found = [origins.span(row, TEXT) for row in range(len(ids))]
     read = {i for span in found if span is not None for i in range(*span)}
-    left_out = {character for i, character in enumerate(TEXT) if i not in read}
+    left_out = [character for i, character in enumerate(TEXT) if i not in read]
     # What a normaliser drops: spaces, marks alone, and signs that are not seen.
-    assert all(character.isspace() or unicodedata.category(character)[0] in "MC" for character in left_out), (
-        left_out
-    )
+    seen = [each for each in left_out if not each.isspace() and unicodedata.category(each)[0] not in "MC"]
+    assert not seen
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -84,18 +84,6 @@ def test_long_texts_are_cut_as_their_tokens_are(name: str, side: str, most: int 
     assert spans.tolist() == expected.tolist()
 
 
-def test_what_is_not_the_texts_has_no_span() -> None:
-    spans = np.array([[0, 6], [6, 9], [9, 12]], dtype=np.int32)
-    behind = behind_prompt(spans, 7)
-    assert behind.tolist() == [[-1, -1], [0, 2], [2, 5]]
-    placed = around(behind, 1, 6)
-    assert placed.tolist() == [[-1, -1], [-1, -1], [0, 2], [2, 5], [-1, -1], [-1, -1]]
-    assert extent(placed) == (0, 5)
-    assert extent(placed[:2]) is None
-    origins = Origins(np.arange(6, dtype=np.int32), placed)
-    assert [origins.span(row, "ab cd") for row in range(6)] == [None, None, (0, 2), (3, 5), None, None]
-
-
 @st.composite
 def tokens_of_a_text(draw: st.DrawFn) -> tuple[str, list[tuple[int, int]]]:
     """A text and the characters of its tokens: some without any, some characters without a token."""
@@ -116,6 +104,7 @@ def plain_owner(text: str, spans: list[tuple[int, int]], row: int) -> int:
     return next((i for i in range(start, stop) if not text[i].isspace()), start)
 
 
+@settings(max_examples=40)
 @given(tokens_of_a_text(), st.data())
 def test_a_token_is_in_the_chunk_of_its_first_visible_character(
     case: tuple[str, list[tuple[int, int]]], data: st.DataObject
@@ -134,32 +123,27 @@ def test_a_token_is_in_the_chunk_of_its_first_visible_character(
     assert found == expected
 
 
+REFUSED: tuple[tuple[Any, Any, bool, str], ...] = (
+    (["a"], [(0, 1)], False, "chunks"),
+    ([(1, 2)], None, True, "input"),
+    (["a", "b"], [(0, 1)], True, "chunks"),
+    (["a"], [], True, "chunks"),
+    (["ab"], [(0, 3)], True, "chunks"),
+    (["ab"], [(1, 1)], True, "chunks"),
+    (["ab"], [(0, 1, 2)], True, "chunks"),
+    (["ab"], ["01"], True, "chunks"),
+    (["ab"], [3], True, "chunks"),
+    (["ab"], 5, True, "chunks"),
+)
+
+
 def test_texts_are_the_chunks_of_one_document() -> None:
     assert as_document(["One. ", "", "Two."], None, True) == ("One. Two.", ((0, 5), (5, 5), (5, 9)))
     assert as_document(["One. Two."], [[0, 4], (5, 9)], True) == ("One. Two.", ((0, 4), (5, 9)))
-    assert as_document(["ab"], np.array([[0, 1], [1, 2]]), True) == ("ab", ((0, 1), (1, 2)))
     assert as_document(["One.", "Two."], None, False) is None
-
-
-@pytest.mark.parametrize(
-    ("texts", "chunks", "late", "param"),
-    [
-        (["a"], [(0, 1)], False, "chunks"),
-        ([(1, 2)], None, True, "input"),
-        (["a", "b"], [(0, 1)], True, "chunks"),
-        (["a"], [], True, "chunks"),
-        (["ab"], [(0, 3)], True, "chunks"),
-        (["ab"], [(1, 1)], True, "chunks"),
-        (["ab"], [(0, 1, 2)], True, "chunks"),
-        (["ab"], ["01"], True, "chunks"),
-        (["ab"], [3], True, "chunks"),
-        (["ab"], 5, True, "chunks"),
-    ],
-)
-def test_what_is_no_document_with_chunks_is_refused(texts: Any, chunks: Any, late: bool, param: str) -> None:
-    with pytest.raises(InvalidRequestError) as refused:
-        as_document(texts, chunks, late)
-    assert refused.value.param == param
+    for texts, chunks, late, param in REFUSED:
+        with refused(param, "."):
+            as_document(texts, chunks, late)
 
 
 def test_chunks_that_repeat_a_text_too_often_are_refused() -> None:

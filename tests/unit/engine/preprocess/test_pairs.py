@@ -2,9 +2,7 @@
 windows, and what pairs of a query begin with and is run only once. A query that thousands of documents share
 is neither tokenized nor held for each of them."""
 
-import random
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,14 +13,13 @@ from hypothesis import strategies as st
 from maxsimd.engine.checkpoint import ListwiseRules, LoadedModel, PairRules
 from maxsimd.engine.checkpoint.score_template import ScoreTemplate
 from maxsimd.engine.errors import InvalidRequestError, RequestTooLargeError
-from maxsimd.engine.preprocess import Prepared, Preprocessor, RequestIds, usage_of
+from maxsimd.engine.preprocess import Prepared, Preprocessor, usage_of
 from maxsimd.engine.preprocess.pair_joiner import JoinedPair
-from maxsimd.engine.preprocess.pairs import SHORTEST_PREFIX, shared_tokens
+from maxsimd.engine.preprocess.pairs import shared_tokens
 from maxsimd.engine.preprocess.template_pairs import TemplateJoiner
-from maxsimd.engine.preprocess.tokenization import TextTokenizer, cut, longest_first
+from maxsimd.engine.preprocess.tokenization import cut, longest_first
 from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, Truncation
 from maxsimd.scheduler import JoinedTokens, ResultSlot, Role
-from maxsimd.scheduler.payload import TokenIds
 from tests.checkpoints.tokenizer_kinds import qwen
 from tests.unit.engine.preprocess.cut_texts import num_characters, text_tokenizer, tokenized
 from tests.unit.engine.preprocess.preprocessing import (
@@ -105,11 +102,16 @@ Joined = Callable[[list[int], list[int]], list[int]]
 def test_one_query_joins_every_document_and_n_each_its_own(score: Score, joined: Joined) -> None:
     one = score([words(2)], [document(3), document(1)])
     assert tokens_of(one) == [joined(ids(2), ids(3, DOCUMENT)), joined(ids(2), ids(1, DOCUMENT))]
+    assert [sequence.payload.slot for sequence in one.sequences] == [ResultSlot(7, 0), ResultSlot(7, 1)]
+    assert one.combine([1.0, 3.0]).tolist() == [1, 3]
     two = score(["w1", "w2"], [document(3), document(1)])
     assert tokens_of(two) == [joined(ids(1, 1), ids(3, DOCUMENT)), joined(ids(1, 2), ids(1, DOCUMENT))]
     types = two.sequences[0].tokens.type_ids
     assert types is not None
     assert types.tolist() == ([0] * 3 + [1] * 4 if joined is pair else [0] * 12)
+    usage = usage_of(two)
+    assert usage.prompt_tokens == sum(len(tokens) for tokens in tokens_of(two))
+    assert (usage.cached_tokens, usage.cached_documents) == (0, 0)
 
 
 @JOINED_BY
@@ -154,101 +156,46 @@ def test_windows_stand_where_the_document_does(score: Score, joined: Joined) -> 
     assert usage_of(prepared).prompt_tokens == sum(len(sequence) for sequence in prepared.sequences)
 
 
-def test_pairs_fill_the_slots_of_the_request_in_order() -> None:
-    prepared = score(["w1"], [document(2), document(3), document(2)])
-    assert [sequence.sequence_id for sequence in prepared.sequences] == [100, 101, 102]
-    assert [sequence.payload.slot for sequence in prepared.sequences] == [ResultSlot(7, i) for i in range(3)]
-    assert {sequence.payload.role for sequence in prepared.sequences} == {Role.PAIR}
-    assert prepared.results == 3
-    usage = usage_of(prepared)
-    assert (usage.prompt_tokens, usage.cached_tokens, usage.cached_documents) == (6 + 7 + 6, 0, 0)
-    assert prepared.combine([1.0, 3.0, 2.0]).tolist() == [1, 3, 2]
-
-
-def test_a_model_that_cuts_only_documents_reads_the_whole_query() -> None:
-    cut = score([words(7)], [document(20)], CUT_LONG, pairs=ONLY_SECOND, max_tokens=12)
-    assert tokens_of(cut) == [pair(ids(7), ids(2, DOCUMENT))]
+def test_a_pair_that_cannot_be_made_is_refused_by_its_field() -> None:
+    windows = Truncation(max_tokens=16, windows=True)
+    assert score([words(11)], [document(9)], windows).results == 5
+    with pytest.raises(InvalidRequestError, match=r"documents\[0\] .* windows of 1 tokens beside 15 others"):
+        score([words(12)], [document(9)], windows)
+    with refused("documents", r"^documents\[1\] and its query have no tokens; leave them out$"):
+        score(["", ""], ["w1", ""], special_tokens=False)
+    for instruction in ("w1", ""):
+        with refused("instruction", r"^this model takes no instruction; leave"):
+            score(["a"], ["b"], instruction=instruction)
+    around = len(asked(ids(2), []))
+    exact = ask([words(2)], [document(9)], CUT_LONG, max_tokens=around + 1)
+    assert tokens_of(exact) == [asked(ids(2), ids(1, DOCUMENT))]
+    with refused("queries", rf"^{around} tokens stand around documents\[0\] and leave no room for it"):
+        ask([words(2)], [document(9)], CUT_LONG, max_tokens=around)
+    # A model that cuts only documents reads the whole query.
     full = score([words(9)], [document(2)], CUT_LONG, pairs=ONLY_SECOND, max_tokens=12)
     assert tokens_of(full) == [pair(ids(9), [])], "nothing of the document is left"
     with refused("queries", r"^the query has 10 tokens and leaves no room for documents\[1\]"):
         score(["w1", words(10)], ["w2", document(2)], CUT_LONG, pairs=ONLY_SECOND, max_tokens=12)
 
 
-def test_too_many_windows_are_refused_before_any_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A document has ten windows of two tokens, beside the query and three special tokens."""
-    truncation = Truncation(max_tokens=6, windows=True)
-    counted: list[int] = []
-    monkeypatch.setattr(RequestIds, "check_tokens", lambda ids, tokens: counted.append(tokens))
-    assert len(score(["w1"], [document(20)], truncation).sequences) == 10
-    assert counted == [9 * 6, 10 * 6], "all but the last before they are made, and what was made"
-
-
-def test_windows_that_leave_no_room_beside_the_query_are_refused() -> None:
-    windows = Truncation(max_tokens=16, windows=True)
-    with pytest.raises(InvalidRequestError, match=r"documents\[0\] .* windows of 1 tokens beside 15 others"):
-        score([words(12)], [document(9)], windows)
-    assert score([words(11)], [document(9)], windows).results == 5
-
-
-def test_a_pair_without_tokens_is_refused_by_its_index() -> None:
-    with refused("documents", r"^documents\[1\] and its query have no tokens; leave them out$"):
-        score(["", ""], ["w1", ""], special_tokens=False)
-    assert tokens_of(score([""], [""])) == [[CLS, SEP, SEP]]
-
-
-def test_an_instruction_is_refused_where_it_has_no_place() -> None:
-    for instruction in ("w1", ""):
-        with refused("instruction", r"^this model takes no instruction; leave"):
-            score(["a"], ["b"], instruction=instruction)
-
-
-def test_a_template_may_mark_the_segment_with_the_document() -> None:
-    """Cut or not: with the text before and behind it, and nothing of other segments."""
-    marking = replace(THREE_SEGMENTS, marks_document=True)
-    for prepared in (
-        ask([words(2)], [document(3)], template=marking),
-        ask([words(2)], [document(90)], CUT_LONG, template=marking),
-    ):
-        (sequence,) = prepared.sequences
-        assert sequence.tokens.type_ids is not None
-        length = len(sequence) - 5 - 2  # before the segment and behind it
-        assert sequence.tokens.type_ids.tolist() == [0] * 5 + [1] * length + [0] * 2
-
-
-def test_of_many_queries_each_has_the_tokens_that_it_has_alone() -> None:
-    """What their texts begin with alike is tokenised once."""
-    draw = random.Random(0)
-    queries = [words(draw.randint(0, 3), draw.randint(0, 3)) for _ in range(60)]
-    documents = [document(draw.randint(1, 3)) for _ in queries]
-    for template in (THREE_SEGMENTS, INSTRUCTED):
-        for instruction in ("w1", "w1, w2. (w3) w4: w5"):
-            together = ask(queries, documents, template=template, instruction=instruction)
-            alone = [
-                tokens_of(ask([query], [text], template=template, instruction=instruction))[0]
-                for query, text in zip(queries, documents, strict=True)
-            ]
-            assert tokens_of(together) == alone
-
-
-def test_a_long_instruction_is_read_once_for_many_queries(monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[int] = []
-    encode = TextTokenizer.encode
-
-    def counting(self: TextTokenizer, texts: Iterable[str], *rest: Any, **more: Any) -> list[TokenIds]:
-        texts = list(texts)
-        read.append(sum(map(len, texts)))
-        return encode(self, texts, *rest, **more)
-
-    monkeypatch.setattr(TextTokenizer, "encode", counting)
+def test_what_pairs_have_in_common_is_tokenized_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded = tokenized(monkeypatch, tokenizer(True))
     queries, instruction = [f"w{i}" for i in range(100)], words(1000)
     for template in (THREE_SEGMENTS, INSTRUCTED):
-        read.clear()
-        ask(queries, ["w1"] * 100, template=template, instruction=instruction, max_tokens=2000)
-        assert sum(read) < 5 * len(instruction)
+        encoded.clear()
+        together = ask(queries, ["w1"] * 100, template=template, instruction=instruction, max_tokens=2000)
+        assert num_characters(encoded) < 5 * len(instruction)
+        alone = ask(["w99"], ["w1"], template=template, instruction=instruction, max_tokens=2000)
+        assert tokens_of(together)[99] == tokens_of(alone)[0]
+    encoded = tokenized(monkeypatch, text_tokenizer(qwen))
+    query = "what is it? " * 500
+    prepared = score_long(long_model(JUDGED), [query], [f"document {i}" for i in range(1000)])
+    assert len(prepared.sequences) == 1000
+    assert num_characters(encoded) < 10 * len(query)
 
 
 def test_a_request_too_large_is_refused_before_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    pairs, each = 200, len(asked(ids(1), ids(1)))
+    pairs, each = 20, len(asked(ids(1), ids(1)))
     described = model(score_task="classify", pairs=PairRules(template=THREE_SEGMENTS))
     request = score_request(["w1"] * pairs, ["w2"] * pairs)
     exact = request_ids(most_tokens=pairs * each)
@@ -262,9 +209,8 @@ def test_a_request_too_large_is_refused_before_it_is_made(monkeypatch: pytest.Mo
             yield pair
 
     monkeypatch.setattr(TemplateJoiner, "join", counting)
-    short = request_ids(most_tokens=3 * each)
     with pytest.raises(RequestTooLargeError, match=rf"more than the {3 * each} tokens .* raise max_"):
-        preprocessor(described).score(request, short)
+        preprocessor(described).score(request, request_ids(most_tokens=3 * each))
     assert len(made) == 4
 
 
@@ -276,14 +222,6 @@ def test_the_requests_instruction_goes_before_the_checkpoints() -> None:
     assert instructed(None, "w11") == asked(ids(1, 1), ids(1, 2), 11)
     assert instructed("", "w11") == asked(ids(1, 1), ids(1, 2), 11)
     assert instructed(None, None) == asked(ids(1, 1), ids(1, 2), 904)
-
-
-def test_a_query_that_leaves_no_room_for_the_document_is_refused() -> None:
-    around = len(asked(ids(2), []))
-    exact = ask([words(2)], [document(9)], CUT_LONG, max_tokens=around + 1)
-    assert tokens_of(exact) == [asked(ids(2), ids(1, DOCUMENT))]
-    with refused("queries", rf"^{around} tokens stand around documents\[0\] and leave no room for it"):
-        ask([words(2)], [document(9)], CUT_LONG, max_tokens=around)
 
 
 def test_an_instruction_with_a_placeholder_is_refused() -> None:
@@ -300,8 +238,7 @@ def test_a_token_shared_with_the_template_is_not_cut() -> None:
     whole = [QUERY_PROMPT, *ids(1), DOCUMENT_PROMPT, *ids(2, DOCUMENT), UNKNOWN, *ids(1, 1)]
     assert tokens_of(ask(["w0"], [document(3)], template=template)) == [whole]
     cut = ask(["w0"], [document(3)], Truncation(max_document_tokens=2), template=template)
-    assert tokens_of(cut) == [[*whole[:5], *whole[6:]]]
-    assert cut.truncated == 1
+    assert (tokens_of(cut), cut.truncated) == ([[*whole[:5], *whole[6:]]], 1)
 
 
 def split(prepared: Prepared) -> list[tuple[int, list[int]]]:
@@ -321,26 +258,20 @@ def test_tokens_before_the_document_are_run_once_for_all_pairs() -> None:
     assert prefix.tokens.type_ids is not None
     assert prefix.tokens.type_ids.tolist() == [0] * 8
     assert (prefix.sequence_id, prefix.request_id, prefix.num_consumers) == (100, 7, 2)
-    assert [pair.sequence_id for pair in pairs] == [101, 102]
     assert split(prepared) == [(100, asked(ids(4), ids(3, DOCUMENT))), (100, asked(ids(4), ids(2, DOCUMENT)))]
     assert [pair.shared_prefix_len for pair in pairs] == [8, 8]
-    assert [pair.payload.slot.index for pair in pairs if pair.payload.slot] == [0, 1]
-    assert prepared.results == 2
+    assert [pair.payload.slot for pair in pairs] == [ResultSlot(7, 0), ResultSlot(7, 1)]
     # The usage counts both pairs whole, of which the prefix was run for one.
     usage = usage_of(prepared)
     assert (usage.prompt_tokens, usage.cached_tokens) == (15 + 14, 8)
-    assert prepared.num_new_tokens == 8 + 7 + 6
-
-
-def test_a_prefix_shorter_than_the_shortest_is_not_shared() -> None:
-    assert SHORTEST_PREFIX == 8
-    assert len(ask([words(4)], [document(3)], share_prefixes=True).sequences) == 2
+    assert (prepared.num_new_tokens, prepared.results) == (8 + 7 + 6, 2)
+    # A prefix of 7 is too short to be worth it.
     assert len(ask([words(3)], [document(3)], share_prefixes=True).sequences) == 1
     assert len(ask([words(4)], [document(3)], share_prefixes=False).sequences) == 1
 
 
 def test_equal_queries_share_a_prefix_and_others_have_their_own() -> None:
-    queries = [words(5), words(5, 1), words(5), "w1"]
+    queries = [words(5), words(4) + " w9", words(5), "w1"]
     prepared = ask(queries, [document(i + 1) for i in range(4)], share_prefixes=True)
     prefixes = [sequence for sequence in prepared.sequences if sequence.is_prefix]
     assert [(prefix.sequence_id, prefix.num_consumers) for prefix in prefixes] == [(100, 2), (101, 1)]
@@ -354,33 +285,21 @@ def test_equal_queries_share_a_prefix_and_others_have_their_own() -> None:
     assert [prefix for prefix, _ in split(prepared)] == [100] * 4
 
 
-def test_prefixes_that_differ_in_one_token_are_not_shared() -> None:
-    template = ScoreTemplate((words(7, 800) + " {{ query }} passage: {{ document }}",))
-    prepared = ask(["w1", "w2"], ["w3", "w3"], template=template, share_prefixes=True)
-    prefixes = [one.tokens.ids.tolist() for one in prepared.sequences if one.is_prefix]
-    assert prefixes == [[*ids(7, 800), *ids(1, 1)], [*ids(7, 800), *ids(1, 2)]]
-    assert [prefix for prefix, _ in split(prepared)] == [100, 101]
-
-
-def test_a_document_that_merges_leaves_the_prefix_as_it_is() -> None:
-    template = ScoreTemplate((words(9, 800) + " {{ query }} passage:{{ document }} w1",))
-    prepared = ask(["w0"], [document(2), ""], template=template, share_prefixes=True)
-    prefix = prepared.sequences[0]
-    assert prefix.tokens.ids.tolist() == [*ids(9, 800), *ids(1)]
-    assert split(prepared) == [
-        (100, [*ids(9, 800), *ids(1), UNKNOWN, *ids(1, DOCUMENT + 1), *ids(1, 1)]),
-        (100, [*ids(9, 800), *ids(1), DOCUMENT_PROMPT, *ids(1, 1)]),
-    ]
-
-
 def test_a_pair_that_begins_otherwise_is_run_whole() -> None:
     prefix = np.arange(8, dtype=np.int32)
     assert shared_tokens(np.arange(9, dtype=np.int32), prefix) == 8
     assert shared_tokens(np.arange(8, dtype=np.int32), prefix) == 0, "it has no token of its own"
-    assert shared_tokens(np.arange(1, 20, dtype=np.int32), prefix) == 0
-    assert shared_tokens(np.arange(20, dtype=np.int32), prefix[:7]) == 0
     other_end = np.array([*range(7), 99, 8, 9], dtype=np.int32)
     assert shared_tokens(other_end, prefix) == 0
+    # Here the last word of the template and the document's first are one token.
+    template = ScoreTemplate((words(9, 800) + " {{ query }} passage:{{ document }} w1",))
+    prepared = ask(["w0"], [document(2), ""], template=template, share_prefixes=True)
+    shared = [*ids(9, 800), *ids(1)]
+    assert prepared.sequences[0].tokens.ids.tolist() == shared
+    assert split(prepared) == [
+        (100, [*shared, UNKNOWN, *ids(1, DOCUMENT + 1), *ids(1, 1)]),
+        (100, [*shared, DOCUMENT_PROMPT, *ids(1, 1)]),
+    ]
 
 
 def test_pairs_of_the_tokenizer_share_a_prefix_too() -> None:
@@ -418,48 +337,44 @@ def long_model(template: ScoreTemplate, max_tokens: int = 100_000) -> LoadedMode
 
 
 WRITTEN = st.sampled_from(["a", "b ", " c", ",", ".\n", "\n", "d,e", "\u6f22", "  ", "1"])
-QUERIES = st.lists(WRITTEN).map("".join)
+TEXTS = st.lists(WRITTEN).map("".join)
 
 
 @pytest.mark.parametrize("template", [JUDGED, MERGING], ids=["instructed", "merging"])
 @settings(max_examples=40)
-@given(query=QUERIES, documents=st.lists(QUERIES, min_size=1, max_size=3))
-@example(query="a b, c d.\n", documents=["e f, g", ""])
-def test_a_pair_has_its_segments_tokens(template: ScoreTemplate, query: str, documents: list[str]) -> None:
-    """Although what cannot merge with the document is tokenised apart."""
-    segments = [
-        [frame.before if frame.after is None else frame.before + document + frame.after for frame in frames]
-        for frames in [template.frames(query, None)]
-        for document in documents
-    ]
-    expected = [np.concatenate(text_tokenizer(qwen).encode(each, "x")).tolist() for each in segments]
-    assert tokens_of(score_long(long_model(template), [query], documents)) == expected
+@given(pairs=st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=3), one_query=st.booleans())
+@example(pairs=[("a b, c d.\n", "e f, g"), ("a b, c", "")], one_query=True)
+@example(pairs=[("a b, c d.\n", "e f, g"), ("a b, c", "")], one_query=False)
+def test_a_pair_has_its_segments_tokens(
+    template: ScoreTemplate, pairs: list[tuple[str, str]], one_query: bool
+) -> None:
+    """Although what cannot merge with the document is tokenised apart, and what queries begin with once."""
+    documents = [text for _, text in pairs]
+    queries = [pairs[0][0]] if one_query else [query for query, _ in pairs]
+    expected = []
+    for query, text in zip(queries * len(pairs), documents, strict=False):
+        segments = [
+            frame.before if frame.after is None else frame.before + text + frame.after
+            for frame in template.frames(query, None)
+        ]
+        expected.append(np.concatenate(text_tokenizer(qwen).encode(segments, "x")).tolist())
+    assert tokens_of(score_long(long_model(template), queries, documents)) == expected
 
 
-def test_a_long_query_is_tokenised_once_for_all_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    encoded = tokenized(monkeypatch, text_tokenizer(qwen))
-    query = "what is it? " * 500
-    prepared = score_long(long_model(JUDGED), [query], [f"document {i}" for i in range(1000)])
-    assert len(prepared.sequences) == 1000
-    assert num_characters(encoded) < 10 * len(query)
-
-
-@pytest.mark.parametrize(
-    ("described", "held"),
-    [
-        pytest.param(long_model(JUDGED), 1000, id="template"),
-        pytest.param(model(score_task="classify", max_tokens=100_000), 1000, id="tokenizer"),
-        pytest.param(model(score_task="classify", max_tokens=100), 80, id="cut for each"),
-    ],
-)
-def test_pairs_hold_their_query_once(described: LoadedModel, held: int) -> None:
-    prepared = score_long(described, ["what is it? " * 500], [f"document {i}" for i in range(5)], CUT_LONG)
-    longest = []
-    for sequence in prepared.sequences:
-        assert isinstance(sequence.tokens, JoinedTokens)
-        longest.append(max(sequence.tokens.parts, key=len))
-    assert all(np.shares_memory(part, longest[0]) for part in longest)
-    assert len(longest[0]) > held
+def test_pairs_hold_their_query_once() -> None:
+    for described, held in (
+        (long_model(JUDGED), 1000),
+        (model(score_task="classify", max_tokens=100_000), 1000),
+        (model(score_task="classify", max_tokens=100), 80),  # cut for each
+    ):
+        documents = [f"document {i}" for i in range(5)]
+        prepared = score_long(described, ["what is it? " * 500], documents, CUT_LONG)
+        longest = []
+        for sequence in prepared.sequences:
+            assert isinstance(sequence.tokens, JoinedTokens)
+            longest.append(max(sequence.tokens.parts, key=len))
+        assert all(np.shares_memory(part, longest[0]) for part in longest)
+        assert len(longest[0]) > held
 
 
 LENGTHS = st.integers(0, 400)

@@ -1,7 +1,9 @@
-"""Single texts: their role's prompt and length, what they are filled up with and what is not pooled."""
+"""Single texts: their tokens, their role's prompt and length, what fills them up, what is not pooled."""
 
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from maxsimd.engine.checkpoint import RoleRules
 from maxsimd.engine.checkpoint.model import Expansion
@@ -9,15 +11,20 @@ from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.preprocess import Prepared, Preprocessor
 from maxsimd.engine.preprocess.long_inputs import LongInputs
 from maxsimd.engine.preprocess.texts import TextBuilder
+from maxsimd.engine.preprocess.tokenization import PART_TEXTS, TextTokenizer, longest_first
 from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, EmbedRequest, Truncation
 from maxsimd.scheduler import ResultSlot, Role
 from tests.unit.engine.preprocess.preprocessing import (
     CLS,
     DOCUMENT_PROMPT,
     MASK,
+    QUERY_MARKER,
     QUERY_PROMPT,
     SEP,
     VOCABULARY,
+    A,
+    B,
+    fast_tokenizer,
     ids,
     model,
     preprocessor,
@@ -75,53 +82,39 @@ def test_a_named_prompt_takes_the_place_of_the_roles_own() -> None:
 
 
 def test_a_prompt_that_the_model_lacks_is_refused() -> None:
-    with refused("prompt_name", "'other'; this model has: named, query"):
-        embed(preprocessor(model(**ROLES)), ["a"], prompt_name="other")
-    with pytest.raises(InvalidRequestError, match="this model has: none"):
-        embed(preprocessor(model()), ["a"], prompt_name="other")
+    for described, named in ((model(**ROLES), "named, query"), (model(), "none")):
+        with refused("prompt_name", f"'other'; this model has: {named}"):
+            embed(preprocessor(described), ["a"], prompt_name="other")
 
 
 def test_texts_and_token_ids_come_out_in_their_order() -> None:
     prepared = embed(preprocessor(model()), [words(1), (5, 6, 7), words(3)], input_type="document")
     assert tokens_of(prepared) == [[CLS, *ids(1), SEP], [5, 6, 7], [CLS, *ids(3), SEP]]
-    assert [sequence.sequence_id for sequence in prepared.sequences] == [100, 101, 102]
     assert [sequence.payload.slot for sequence in prepared.sequences] == [ResultSlot(7, i) for i in range(3)]
-    assert {(s.payload.role, s.payload.task, s.request_id) for s in prepared.sequences} == {
-        (Role.DOCUMENT, "embed", 7)
-    }
     assert (prepared.results, prepared.truncated, prepared.num_new_tokens) == (3, 0, 11)
-    for input_type, role in (("query", Role.QUERY), (None, Role.TEXT)):
+    for input_type, role in (("document", Role.DOCUMENT), ("query", Role.QUERY), (None, Role.TEXT)):
         prepared = embed(preprocessor(model()), ["a"], input_type=input_type)  # type: ignore[arg-type]
         assert prepared.sequences[0].payload.role is role
 
 
 def test_a_text_that_does_not_fit_is_refused_or_cut() -> None:
-    made = preprocessor(model(max_tokens=10))
-    assert embed(made, [words(8)], CUT_LONG).truncated == 0
-    assert tokens_of(embed(made, [words(8)])) == [[CLS, *ids(8), SEP]]
-    with refused("input", r"^input\[1\] has 11 tokens, but at most 10 can"):
-        embed(made, ["a", words(9)])
-    right = embed(made, [words(9)], CUT_LONG)
-    assert (tokens_of(right), right.truncated) == ([[CLS, *ids(8), SEP]], 1)
-    left = embed(made, [words(9), "w0", words(20)], Truncation(max_tokens=-1, side="left"))
-    assert tokens_of(left) == [[CLS, *ids(8, 1), SEP], [CLS, *ids(1), SEP], [CLS, *ids(8, 12), SEP]]
-    assert left.truncated == 2
-
-
-def test_the_limit_is_the_models_or_the_engines() -> None:
     for taken, longest in ((10, 12), (12, 10)):
         made = preprocessor(model(max_tokens=taken), longest=longest)
-        assert tokens_of(embed(made, [words(50)], CUT_LONG)) == [[CLS, *ids(8), SEP]]
+        for truncation in (REFUSE_LONG, CUT_LONG):
+            fits = embed(made, [words(8)], truncation)
+            assert (tokens_of(fits), fits.truncated) == ([[CLS, *ids(8), SEP]], 0)
+        with refused("input", r"^input\[1\] has 11 tokens, but at most 10 can"):
+            embed(made, ["a", words(9)])
+        right = embed(made, [words(9)], CUT_LONG)
+        assert (tokens_of(right), right.truncated) == ([[CLS, *ids(8), SEP]], 1)
+        left = embed(made, [words(9), "w0", words(20)], Truncation(max_tokens=-1, side="left"))
+        assert tokens_of(left) == [[CLS, *ids(8, 1), SEP], [CLS, *ids(1), SEP], [CLS, *ids(8, 12), SEP]]
+        assert left.truncated == 2
         with refused("truncate_prompt_tokens", "is 11, more than the 10 tokens"):
             embed(made, ["a"], Truncation(max_tokens=11))
-        assert tokens_of(embed(made, ["a"], Truncation(max_tokens=10))) == [[CLS, 7, SEP]]
-
-
-def test_a_limit_that_holds_no_text_is_refused() -> None:
-    made = preprocessor(model())
-    assert tokens_of(embed(made, [words(5)], Truncation(max_tokens=3))) == [[CLS, *ids(1), SEP]]
-    with refused("truncate_prompt_tokens", r"^2 tokens leave no room beside 2 special tokens$"):
-        embed(made, [words(5)], Truncation(max_tokens=2))
+        assert tokens_of(embed(made, [words(5)], Truncation(max_tokens=3))) == [[CLS, *ids(1), SEP]]
+        with refused("truncate_prompt_tokens", r"^2 tokens leave no room beside 2 special tokens$"):
+            embed(made, [words(5)], Truncation(max_tokens=2))
 
 
 def test_a_role_s_own_length_cuts_without_counting_as_truncation() -> None:
@@ -138,25 +131,14 @@ def test_token_ids_are_run_as_they_are_and_obey_the_same_limits() -> None:
     given_ids = tuple(range(20, 29))
     assert one(RoleRules(prompt="query: "), given_ids) == (list(given_ids), None, 9, 0)
     assert one(RoleRules(max_tokens=6), given_ids) == (list(given_ids[:6]), None, 6, 0)
-    assert one(RoleRules(), given_ids, max_tokens=9) == (list(given_ids), None, 9, 0)
     with pytest.raises(InvalidRequestError, match="has 9 tokens, but at most 8"):
         one(RoleRules(), given_ids, max_tokens=8)
     cut = one(RoleRules(), given_ids, Truncation(max_tokens=8, side="left"))
     assert cut == (list(given_ids[1:]), None, 8, 1)
-
-
-def test_a_request_may_want_less_than_the_roles_own_length() -> None:
-    inputs = LongInputs(Truncation(), 64, 0)
-    builder = TextBuilder(tokenizer(), RoleRules(max_tokens=6), inputs, "documents", max_tokens=4)
-    built = builder.build_from_ids(tuple(range(20, 29)), 0)
-    assert (built.tokens.ids.tolist(), built.truncated) == ([20, 21, 22, 23], True)
-
-
-@pytest.mark.parametrize("wrong", [(), (-1,), (VOCABULARY,), (5, VOCABULARY), (5, -1, 6), (2**70,)])
-def test_token_ids_outside_of_the_vocabulary_are_refused(wrong: tuple[int, ...]) -> None:
     assert one(RoleRules(), (0, VOCABULARY - 1))[0] == [0, VOCABULARY - 1]
-    with refused("input", rf"^input\[0\] must .* from 0 to {VOCABULARY - 1}$"):
-        one(RoleRules(), wrong)
+    for wrong in ((), (-1,), (VOCABULARY,), (5, VOCABULARY), (5, -1, 6), (2**70,)):
+        with refused("input", rf"^input\[0\] must .* from 0 to {VOCABULARY - 1}$"):
+            one(RoleRules(), wrong)
 
 
 def test_a_text_without_any_token_is_refused() -> None:
@@ -222,35 +204,63 @@ def windows_of(
 
 def test_every_window_stands_behind_the_prompt() -> None:
     truncation = Truncation(max_tokens=9, windows=True, window_overlap=1)
-
-    def windows(length: int, own_length: int | None = None) -> list[tuple[list[int], bool]]:
-        return windows_of(RoleRules(words(2, 900) + " ", max_tokens=own_length), length, truncation)
-
-    def expected(*bodies: tuple[int, int]) -> list[tuple[list[int], bool]]:
-        return [([CLS, *ids(2, 900), *ids(stop - start, start), SEP], False) for start, stop in bodies]
-
-    assert windows(12) == expected((0, 5), (4, 9), (8, 12))
-    assert windows(13) == expected((0, 5), (4, 9), (8, 13))
-    assert windows(12, own_length=8) == expected((0, 4), (3, 7), (6, 10), (9, 12))
-    assert windows(5) == expected((0, 5))
-    assert windows(0) == expected((0, 0))
+    for length, own_length, bodies in (
+        (12, None, [(0, 5), (4, 9), (8, 12)]),
+        (13, None, [(0, 5), (4, 9), (8, 13)]),
+        (12, 8, [(0, 4), (3, 7), (6, 10), (9, 12)]),
+        (5, None, [(0, 5)]),
+        (0, None, [(0, 0)]),
+    ):
+        rules = RoleRules(words(2, 900) + " ", max_tokens=own_length)
+        expected = [[CLS, *ids(2, 900), *ids(stop - start, start), SEP] for start, stop in bodies]
+        assert windows_of(rules, length, truncation) == [(tokens, False) for tokens in expected]
 
 
 def test_windows_read_no_more_than_is_wanted() -> None:
     through_windows = Truncation(max_tokens=6, windows=True)
-    assert windows_of(RoleRules(), 20, through_windows, max_tokens=6) == [
-        ([CLS, *ids(4), SEP], True),
-        ([CLS, *ids(2, 4), SEP], True),
-    ]
-    assert windows_of(RoleRules(), 20, through_windows, max_tokens=4) == [([CLS, *ids(4), SEP], True)]
-    assert windows_of(RoleRules(), 4, through_windows, max_tokens=4) == [([CLS, *ids(4), SEP], False)]
-    assert windows_of(RoleRules(), 20, Truncation(max_tokens=6)) == [([CLS, *ids(4), SEP], True)], (
-        "no windows"
-    )
-
-
-def test_windows_without_room_behind_the_prompt_are_refused() -> None:
+    first = ([CLS, *ids(4), SEP], True)
+    for length, truncation, most, expected in (
+        (20, through_windows, 6, [first, ([CLS, *ids(2, 4), SEP], True)]),
+        (20, through_windows, 4, [first]),
+        (4, through_windows, 4, [([CLS, *ids(4), SEP], False)]),
+        (20, Truncation(max_tokens=6), None, [first]),
+    ):
+        assert windows_of(RoleRules(), length, truncation, most) == expected
     rules = RoleRules(prompt=words(4, 900) + " ")
     assert len(windows_of(rules, 3, Truncation(max_tokens=7, windows=True))) == 3
     with pytest.raises(InvalidRequestError, match=r"documents\[0\] .* windows of 0 tokens beside 6 others"):
         windows_of(rules, 3, Truncation(max_tokens=6, windows=True))
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 40), st.integers(0, 40), st.integers(0, 50))
+@example(9, 9, 5)
+def test_longest_first_cuts_as_the_tokenizers_library_does(first: int, second: int, room: int) -> None:
+    library = fast_tokenizer(special_tokens=False).backend_tokenizer
+    library.enable_truncation(room, strategy="longest_first")
+    encoding = library.encode("a " * first, "b " * second)
+    assert longest_first(first, second, room) == (encoding.ids.count(A), encoding.ids.count(B))
+
+
+def test_texts_become_tokens_and_tokens_texts() -> None:
+    made = tokenizer()
+    assert [(start, encoding.ids, encoding.tokens) for start, encoding in made.read("w0 w1", "text")] == [
+        (0, ids(2), ["w0", "w1"])
+    ]
+    assert made.token(CLS) == "[CLS]"
+    assert made.decode([QUERY_MARKER, *ids(2)]) == "[QUERY] w0 w1", "special tokens included"
+    assert made.token_id("w0") == ids(1)[0]
+    assert made.vocabulary_size == VOCABULARY
+    in_two_parts = made.encode(words(PART_TEXTS + 1).split(), "documents")
+    assert np.concatenate(in_two_parts).tolist() == ids(PART_TEXTS + 1)
+
+
+def test_the_tokenizers_own_padding_and_truncation_do_not_count() -> None:
+    original = fast_tokenizer()
+    original.backend_tokenizer.enable_padding(length=9)
+    original.backend_tokenizer.enable_truncation(4)
+    made = TextTokenizer(original)
+    assert [len(tokens) for tokens in made.encode(["w0", words(7)], "documents")] == [1, 7]
+    assert made.single.special_tokens == 2
+    with pytest.raises(InvalidRequestError, match="object has no fast tokeniser"):
+        TextTokenizer(object())

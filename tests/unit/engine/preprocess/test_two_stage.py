@@ -9,7 +9,7 @@ import torch
 from maxsimd.engine.cache import EmbeddingCache
 from maxsimd.engine.cache.slab import EmbeddingSlab
 from maxsimd.engine.checkpoint import RoleRules
-from maxsimd.engine.errors import InvalidRequestError, RequestTooLargeError
+from maxsimd.engine.errors import RequestTooLargeError
 from maxsimd.engine.preprocess import Prepared, usage_of
 from maxsimd.engine.preprocess.texts import TextBuilder
 from maxsimd.engine.preprocess.two_stage import (
@@ -69,22 +69,16 @@ def slots_of(prepared: Prepared) -> list[int]:
 @pytest.mark.parametrize("task", [LATE_INTERACTION, BI_ENCODER])
 def test_queries_come_first_and_documents_wait_for_theirs(task: str) -> None:
     prepared = score(["w1", "w2 w3"], ["w4", "w5 w6 w7"], task=task)
-    assert tokens_of(prepared) == [
-        [CLS, *ids(1, 1), SEP],
-        [CLS, *ids(2, 2), SEP],
-        [CLS, *ids(1, 4), SEP],
-        [CLS, *ids(3, 5), SEP],
-    ]
+    texts = [ids(1, 1), ids(2, 2), ids(1, 4), ids(3, 5)]
+    assert tokens_of(prepared) == [[CLS, *text, SEP] for text in texts]
     assert [sequence.sequence_id for sequence in prepared.sequences] == [100, 101, 102, 103]
     roles = [sequence.payload.role for sequence in prepared.sequences]
     assert roles == [Role.QUERY, Role.QUERY, Role.DOCUMENT, Role.DOCUMENT]
     assert {(sequence.request_id, sequence.payload.task) for sequence in prepared.sequences} == {(7, task)}
     assert [sequence.num_consumers for sequence in prepared.sequences] == [1, 1, 0, 0]
     assert [sequence.waits_for for sequence in prepared.sequences] == [None, None, 100, 101]
-    slots = [sequence.payload.slot for sequence in prepared.sequences[2:]]
-    assert slots == [ResultSlot(7, 0), ResultSlot(7, 1)]
-    assert prepared.results == 2
-    assert prepared.combine([3, 4]).tolist() == [3, 4]
+    assert slots_of(prepared) == [0, 1]
+    assert (prepared.results, prepared.combine([3, 4]).tolist()) == (2, [3, 4])
     assert usage_of(prepared).prompt_tokens == 3 + 4 + 3 + 5
 
 
@@ -105,21 +99,14 @@ def test_late_interaction_scores_all_windows_as_one() -> None:
     truncation = Truncation(max_tokens=6, windows=True, window_overlap=1)
     prepared = score(["w1"], [words(9), "w4", words(6)], truncation)
     documents = documents_of(prepared)
-    assert [one.tokens.ids.tolist() for one in documents] == [
-        [CLS, *ids(4), SEP],
-        [CLS, *ids(4, 3), SEP],
-        [CLS, *ids(3, 6), SEP],
-        [CLS, *ids(1, 4), SEP],
-        [CLS, *ids(4), SEP],
-        [CLS, *ids(3, 3), SEP],
-    ]
+    bodies = [ids(4), ids(4, 3), ids(3, 6), ids(1, 4), ids(4), ids(3, 3)]
+    assert [one.tokens.ids.tolist() for one in documents] == [[CLS, *body, SEP] for body in bodies]
     assert slots_of(prepared) == [0, 0, 0, 1, 2, 2]
     windows = [one.payload.document.window for one in documents if one.payload.document]
     assert windows == [Window(101, 3)] * 3 + [None] + [Window(105, 2)] * 2
     assert [one.sequence_id for one in documents] == [101, 102, 103, 104, 105, 106]
     assert prepared.sequences[0].num_consumers == 6
-    assert prepared.results == 3
-    assert prepared.combine([1, 2, 3]).tolist() == [1, 2, 3]
+    assert (prepared.results, prepared.combine([1, 2, 3]).tolist()) == (3, [1, 2, 3])
 
 
 @pytest.mark.parametrize("task", [LATE_INTERACTION, BI_ENCODER])
@@ -150,36 +137,23 @@ def test_a_bi_encoder_scores_every_window_and_the_best_counts() -> None:
     documents = documents_of(prepared)
     assert slots_of(prepared) == [0, 1, 2, 3, 4, 5]
     assert all(one.payload.document and one.payload.document.window is None for one in documents)
-    assert [one.sequence_id for one in documents] == [101, 102, 103, 104, 105, 106]
-    assert prepared.sequences[0].num_consumers == 6
-    assert prepared.results == 6
+    assert (prepared.sequences[0].num_consumers, prepared.results) == (6, 6)
     np.testing.assert_array_equal(prepared.combine([1, 7, 2, -3, 4, 5]), [7, -3, 5, 7])
 
 
 def test_an_instruction_takes_the_place_of_the_prompts_own() -> None:
-    rules = RoleRules("Instruct: w8 w9\nQuery: ")
-    options: dict[str, object] = {"query": rules, "document": RoleRules("passage: ")}
-
-    def query(**more: object) -> list[int]:
-        return tokens_of(score(["w1"], ["w2"], **options, **more))[0]  # type: ignore[arg-type]
-
-    def instructed(instruction: list[int]) -> list[int]:
-        return [CLS, INSTRUCT_LABEL, *instruction, QUERY_LABEL, *ids(1, 1), SEP]
-
-    assert query() == instructed(ids(2, 8)), "nothing asked for: the prompt as it is"
-    assert query(instruction="w20") == instructed(ids(1, 20))
-    described = model(**options, instruction="w30")
-    own = preprocessor(described).score(score_request(["w1"], ["w2"]), request_ids())
-    assert tokens_of(own) == [instructed(ids(1, 30)), [CLS, DOCUMENT_PROMPT, *ids(1, 2), SEP]]
-    with pytest.raises(InvalidRequestError, match="takes no instruction"):
+    rules = {"query": RoleRules("Instruct: w8 w9\nQuery: "), "document": RoleRules("passage: ")}
+    for own, of_request, written in (
+        (None, None, ids(2, 8)),  # the prompt as it is
+        (None, "w20", ids(1, 20)),
+        ("w30", None, ids(1, 30)),
+    ):
+        request = score_request(["w1"], ["w2"], instruction=of_request)
+        prepared = preprocessor(model(**rules, instruction=own)).score(request, request_ids())
+        query = [CLS, INSTRUCT_LABEL, *written, QUERY_LABEL, *ids(1, 1), SEP]
+        assert tokens_of(prepared) == [query, [CLS, DOCUMENT_PROMPT, *ids(1, 2), SEP]]
+    with refused("instruction", "takes no instruction"):
         score(["w1"], ["w2"], instruction="w20")
-
-
-def test_queries_and_documents_have_limits_of_their_own() -> None:
-    limits = Truncation(max_query_tokens=2, max_document_tokens=4, side="left")
-    prepared = score([words(3)], [words(6), words(4)], limits)
-    assert tokens_of(prepared) == [[CLS, *ids(2, 1), SEP], [CLS, *ids(4, 2), SEP], [CLS, *ids(4), SEP]]
-    assert prepared.truncated == 2
 
 
 @pytest.mark.parametrize("task", [LATE_INTERACTION, BI_ENCODER])
@@ -189,6 +163,10 @@ def test_what_is_cut_counts_for_each_document_of_the_request(task: str) -> None:
     assert prepared.truncated == 4, "the query, and three documents, two of them equal"
     cut = [one.payload.document.truncated for one in documents_of(prepared) if one.payload.document]
     assert cut == [True, False, True]
+    limits = Truncation(max_query_tokens=2, max_document_tokens=4, side="left")
+    limited = score([words(3)], [words(6), words(4)], limits, task=task)
+    assert tokens_of(limited) == [[CLS, *ids(2, 1), SEP], [CLS, *ids(4, 2), SEP], [CLS, *ids(4), SEP]]
+    assert limited.truncated == 2
 
 
 def test_an_input_that_is_too_long_is_refused_by_its_index() -> None:
@@ -199,28 +177,20 @@ def test_an_input_that_is_too_long_is_refused_by_its_index() -> None:
     assert score([words(8)], [words(8)], max_tokens=10).truncated == 0
 
 
-def cached_prepared(task: str) -> Prepared:
-    """Documents 1 and 3 are cached, with 2 and 5 tokens; 0 and 2 are not."""
+@pytest.mark.parametrize("task", [LATE_INTERACTION, BI_ENCODER])
+def test_cached_documents_are_scored_in_batches_of_their_query(task: str) -> None:
     cache = empty_cache()
     cache.put([(cache.key("w5", "as it is"), embedding(rows=1, tokens=3))])
     cache.put([(cache.key("w7", "as it is"), embedding(rows=200, tokens=5, truncated=True))])
-    return score(["w1"], ["w4", "w5", "w6 w6", "w7", "w5"], cache=cache, task=task)
-
-
-@pytest.mark.parametrize("task", [LATE_INTERACTION, BI_ENCODER])
-def test_cached_documents_are_scored_in_batches_of_their_query(task: str) -> None:
-    prepared = cached_prepared(task)
-    assert [one.tokens.ids.tolist() for one in documents_of(prepared)] == [
-        [CLS, *ids(1, 4), SEP],
-        [CLS, *ids(1, 6), *ids(1, 6), SEP],
-    ]
+    prepared = score(["w1"], ["w4", "w5", "w6 w6", "w7", "w5"], cache=cache, task=task)
+    expected = [[CLS, *ids(1, 4), SEP], [CLS, *ids(1, 6), *ids(1, 6), SEP]]
+    assert [one.tokens.ids.tolist() for one in documents_of(prepared)] == expected
     assert slots_of(prepared) == [0, 2]
     (batch,) = prepared.cached
     assert (batch.request_id, batch.waits_for, batch.price) == (7, 100, 3)
     assert batch.documents.slots == (ResultSlot(7, 1), ResultSlot(7, 3))
     assert [embedding.tokens for embedding in batch.documents.embeddings] == [3, 5]
-    assert prepared.sequences[0].num_consumers == 4
-    assert prepared.results == 4
+    assert (prepared.sequences[0].num_consumers, prepared.results) == (4, 4)
     assert prepared.combine([1, 2, 3, 4]).tolist() == [1, 2, 3, 4, 2]
     assert prepared.truncated == 1, "cut when it was cached"
     usage = usage_of(prepared)
@@ -247,31 +217,26 @@ def batches(*rows: int) -> list[tuple[int, int]]:
     documents = [CachedDocument(ResultSlot(7, i), embedding(rows=n)) for i, n in enumerate(rows)]
     made = list(in_batches(documents, 100))
     assert [slot for batch in made for slot in batch.documents.slots] == [one.slot for one in documents]
-    embeddings = [embedding for batch in made for embedding in batch.documents.embeddings]
-    assert embeddings == [one.embedding for one in documents]
-    assert {(batch.request_id, batch.waits_for) for batch in made} <= {(7, 100)}
     return [(len(batch.documents), batch.price) for batch in made]
 
 
 def test_a_batch_is_full_at_exactly_its_rows_or_documents() -> None:
-    half = ON_HOST.rows // 2
-    full = ON_HOST.rows // ROWS_PER_TOKEN
-    assert batches(half, half) == [(2, full + 1)]
-    assert batches(half, half, 1) == [(2, full + 1), (1, 1)]
-    assert batches(half, half + 1) == [(1, full // 2 + 1), (1, full // 2 + 1)]
-    assert batches(half + 1, half, half) == [(1, full // 2 + 1), (2, full + 1)]
-    assert batches(1, ON_HOST.rows + 1, 1) == [(1, 1), (1, full + 1), (1, 1)]
-    assert batches() == []
-    price = ON_HOST.documents // DOCUMENTS_PER_TOKEN
-    assert batches(*[0] * ON_HOST.documents) == [(ON_HOST.documents, price)]
-    assert batches(*[0] * (ON_HOST.documents + 1)) == [(ON_HOST.documents, price), (1, 1)]
-
-
-def test_a_batch_s_price_is_rounded_up_and_at_least_one_token() -> None:
-    assert batches(1) == batches(0) == [(1, 1)]
+    """Its price is rounded up."""
+    half, full = ON_HOST.rows // 2, ON_HOST.rows // ROWS_PER_TOKEN
+    of_half, of_full = full // 2 + 1, full + 1
     rest = ROWS_PER_TOKEN - ROWS_PER_TOKEN // DOCUMENTS_PER_TOKEN
-    assert batches(rest) == [(1, 1)]
-    assert batches(rest + 1) == [(1, 2)]
-    assert batches(2 * ROWS_PER_TOKEN) == [(1, 3)]
-    assert batches(*[0] * DOCUMENTS_PER_TOKEN) == [(DOCUMENTS_PER_TOKEN, 1)]
-    assert batches(*[0] * (DOCUMENTS_PER_TOKEN + 1)) == [(DOCUMENTS_PER_TOKEN + 1, 2)]
+    documents = ON_HOST.documents // DOCUMENTS_PER_TOKEN
+    for rows, expected in (
+        ([], []),
+        ([half, half], [(2, of_full)]),
+        ([half, half, 1], [(2, of_full), (1, 1)]),
+        ([half, half + 1], [(1, of_half), (1, of_half)]),
+        ([1, ON_HOST.rows + 1, 1], [(1, 1), (1, of_full), (1, 1)]),
+        ([0] * (ON_HOST.documents + 1), [(ON_HOST.documents, documents), (1, 1)]),
+        ([0], [(1, 1)]),
+        ([rest], [(1, 1)]),
+        ([rest + 1], [(1, 2)]),
+        ([0] * DOCUMENTS_PER_TOKEN, [(DOCUMENTS_PER_TOKEN, 1)]),
+        ([0] * (DOCUMENTS_PER_TOKEN + 1), [(DOCUMENTS_PER_TOKEN + 1, 2)]),
+    ):
+        assert batches(*rows) == expected

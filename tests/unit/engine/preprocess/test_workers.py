@@ -1,18 +1,14 @@
 """The pool's threads: small work goes first, also between the parts of large work, which rests while the
 device has enough to do. Calls that a thread shares with a helper come in order."""
 
-import gc
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
-from contextlib import closing, suppress
+from contextlib import closing
 from typing import Any, TypeVar
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from maxsimd.engine.preprocess import workers
 from maxsimd.engine.preprocess.side_by_side import called_on_each
@@ -45,20 +41,8 @@ class Blocked:
 @pytest.fixture
 def pool() -> Iterator[WorkerPool]:
     """A pool of one thread."""
-    pool = WorkerPool(1, lambda: None)
-    yield pool
-    pool.close()
-
-
-def in_order(pool: WorkerPool, sizes: list[int]) -> list[int]:
-    """The numbers of works of these sizes in the order in which one thread does them."""
-    done: list[int] = []
-    first = Blocked(pool, SMALL).wait_until_begun()
-    works = [pool.submit(lambda i=i: done.append(i), size) for i, size in enumerate(sizes)]
-    first.go_on.set()
-    for work in works:
-        work.future.result(PATIENCE)
-    return done
+    with closing(WorkerPool(1, lambda: None)) as pool:
+        yield pool
 
 
 @pytest.mark.parametrize(
@@ -72,42 +56,40 @@ def in_order(pool: WorkerPool, sizes: list[int]) -> list[int]:
     ],
 )
 def test_works_are_done_by_size_and_age(pool: WorkerPool, sizes: list[int], done: list[int]) -> None:
-    assert in_order(pool, sizes) == done
+    found: list[int] = []
+    first = Blocked(pool, SMALL).wait_until_begun()
+    works = [pool.submit(lambda i=i: found.append(i), size) for i, size in enumerate(sizes)]
+    first.go_on.set()
+    for work in works:
+        work.future.result(PATIENCE)
+    assert found == done
 
 
 @pytest.mark.parametrize(
-    ("size", "passes"), [(SMALL, True), (LARGE // 8, True), (LARGE, False), (4 * LARGE, False)]
+    ("size", "expected"),
+    [
+        (SMALL, ["other 0", "large", "other 1", "large", "large"]),  # one each time
+        (LARGE // 8, ["other 0", "large", "other 1", "large", "large"]),
+        (LARGE, ["large", "large", "large", "other 0", "other 1"]),
+        (4 * LARGE, ["large", "large", "large", "other 0", "other 1"]),
+    ],
 )
-def test_only_smaller_work_runs_within_large_work(pool: WorkerPool, size: int, passes: bool) -> None:
+def test_only_smaller_work_runs_within_large_work(pool: WorkerPool, size: int, expected: list[str]) -> None:
     events: list[str] = []
 
     def large() -> str:
-        yield_to_smaller()
-        events.append("large")
-        return "result"
-
-    blocked = Blocked(pool, LARGE, large).wait_until_begun()
-    other = pool.submit(lambda: events.append("other"), size)
-    blocked.go_on.set()
-    assert blocked.work.future.result(PATIENCE) == "result"
-    other.future.result(PATIENCE)
-    assert events == (["other", "large"] if passes else ["large", "other"])
-
-
-def test_one_smaller_work_runs_each_time(pool: WorkerPool) -> None:
-    events: list[str] = []
-
-    def large() -> None:
         for _ in range(3):
             yield_to_smaller()
             events.append("large")
+        return "result"
 
     blocked = Blocked(pool, LARGE, large).wait_until_begun()
-    for name in ("a", "b"):
-        pool.submit(lambda name=name: events.append(name), SMALL)
+    others = [pool.submit(lambda i=i: events.append(f"other {i}"), size) for i in range(2)]
     blocked.go_on.set()
-    blocked.work.future.result(PATIENCE)
-    assert events == ["a", "large", "b", "large", "large"]
+    assert blocked.work.future.result(PATIENCE) == "result"
+    for other in others:
+        other.future.result(PATIENCE)
+    assert events == expected
 
 
 @pytest.mark.parametrize(("threads", "size"), [(2, LARGE), (3, SMALLEST_HUGE)])
@@ -127,19 +109,6 @@ def test_all_threads_but_one_do_huge_work(threads: int, size: int) -> None:
     pool.close()
 
 
-def test_work_that_is_done_is_forgotten(pool: WorkerPool) -> None:
-    class Held:
-        pass
-
-    held = Held()
-    gone = weakref.ref(held)
-    pool.submit(lambda held=held: None, LARGE).future.result(PATIENCE)
-    del held
-    pool.submit(lambda: None, SMALL).future.result(PATIENCE)
-    gc.collect()
-    assert gone() is None
-
-
 def test_withdrawn_work_is_not_begun(pool: WorkerPool) -> None:
     begun = []
     first = Blocked(pool, SMALL).wait_until_begun()
@@ -148,29 +117,6 @@ def test_withdrawn_work_is_not_begun(pool: WorkerPool) -> None:
     first.go_on.set()
     assert pool.submit(lambda: "next", SMALL).future.result(PATIENCE) == "next"
     assert not begun
-    assert work.future.cancelled()
-
-
-def test_withdrawn_work_ends_where_it_yields_and_no_other_does(pool: WorkerPool) -> None:
-    went_on = []
-
-    def large() -> None:
-        yield_to_smaller()  # to the small work, which withdraws this one
-        yield_to_smaller()
-        went_on.append("large")
-
-    def small() -> None:
-        blocked.work.withdraw()
-        yield_to_smaller()
-        went_on.append("small")
-
-    blocked = Blocked(pool, LARGE, large).wait_until_begun()
-    work = pool.submit(small, SMALL)
-    blocked.go_on.set()
-    with pytest.raises(WithdrawnError):
-        blocked.work.future.result(PATIENCE)
-    work.future.result(PATIENCE)
-    assert went_on == ["small"]
 
 
 def test_what_work_raises_is_its_result_and_harms_no_other(pool: WorkerPool) -> None:
@@ -180,11 +126,6 @@ def test_what_work_raises_is_its_result_and_harms_no_other(pool: WorkerPool) -> 
     with pytest.raises(SystemExit, match="broken"):
         pool.submit(broken, SMALL).future.result(PATIENCE)
     assert pool.submit(lambda: "next", SMALL).future.result(PATIENCE) == "next"
-
-
-def test_outside_of_a_pool_nobody_yields_and_one_thread_calls() -> None:
-    yield_to_smaller()
-    assert set(called_on_each(lambda item: threading.get_ident(), range(5))) == {threading.get_ident()}
 
 
 def test_closing_ends_all_work_and_all_threads() -> None:
@@ -265,91 +206,39 @@ def test_large_work_rests_while_the_device_has_enough_to_do(
         assert clock.naps == pytest.approx(expected)
 
 
-def test_work_without_a_rest_rests_for_what_it_did_since(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    monkeypatch.setattr(workers, "time", clock)
-    answers = iter([False, True])
-    pool = clock.pool(lambda: next(answers))
-
-    def large() -> None:
-        for seconds in (0.008, 0.002):
-            clock.now += seconds
-            yield_to_smaller()
-
-    Work(pool, large, LARGE, 1).run()
-    assert clock.naps == pytest.approx([0.008])
-
-
-@pytest.mark.parametrize(("size", "has_enough"), [(LARGE, True), (LARGE, False), (SMALL, True)])
-def test_a_rest_ends_with_small_work(monkeypatch: pytest.MonkeyPatch, size: int, has_enough: bool) -> None:
-    monkeypatch.setattr(workers, "_REST", 1e9)
-    monkeypatch.setattr(workers, "_LONGEST_NAP", 1e6)
-    pool = WorkerPool(1, lambda: None, lambda: has_enough)
-    worked = threading.Event()
-
-    def work() -> str:
-        time.sleep(0.01)
-        worked.set()
-        yield_to_smaller()
-        return "went on"
-
-    submitted = pool.submit(work, size)
-    assert worked.wait(PATIENCE)
-    if has_enough and size == LARGE:
-        with pytest.raises(TimeoutError):
-            submitted.future.result(0.2)
-        while not submitted.future.done():  # until small work comes after the rest has begun
-            pool.submit(lambda: None, SMALL)
-            time.sleep(0.01)
-    assert submitted.future.result(PATIENCE) == "went on"
-    pool.close()
-
-
 T = TypeVar("T")
 
 
 def in_pool(function: Callable[[], T], threads: int = 2, has_enough: bool = False) -> T:
-    pool = WorkerPool(threads, lambda: None, lambda: has_enough)
-    try:
+    with closing(WorkerPool(threads, lambda: None, lambda: has_enough)) as pool:
         return pool.submit(function, 1).future.result(60)
-    finally:
-        pool.close()
 
 
-@settings(max_examples=50)
-@given(st.lists(st.sampled_from([0.0, 0.0, 0.001, 0.004]), max_size=20))
-def test_results_come_in_order_however_long_each_takes(seconds: list[float]) -> None:
-    def call(item: tuple[int, float]) -> int:
-        time.sleep(item[1])
-        return item[0]
+def test_results_come_in_order_however_long_each_takes() -> None:
+    def call(item: int) -> int:
+        time.sleep((0.0, 0.004, 0.001)[item % 3])
+        return item
 
-    found = in_pool(lambda: [*called_on_each(call, [*enumerate(seconds)])])
-    assert found == [*range(len(seconds))]
+    assert in_pool(lambda: [*called_on_each(call, range(50))]) == [*range(50)]
 
 
-def threads_of(threads: int, has_enough: bool) -> int:
-    """How many threads call, where each waits for another that calls at the same time, but not for ever."""
-    together = threading.Barrier(2)
+@pytest.mark.parametrize(("threads", "has_enough", "calling"), [(2, False, 2), (1, False, 1), (2, True, 1)])
+def test_a_helper_calls_while_the_device_lacks_work(threads: int, has_enough: bool, calling: int) -> None:
+    together = threading.Barrier(calling)
 
     def call(item: int) -> int:
-        with suppress(threading.BrokenBarrierError):
-            together.wait(0.5)
+        together.wait(PATIENCE)
         return threading.get_ident()
 
-    return len(set(in_pool(lambda: [*called_on_each(call, range(2))], threads, has_enough)))
+    assert len(set(in_pool(lambda: [*called_on_each(call, range(2))], threads, has_enough))) == calling
 
 
-def test_a_helper_calls_while_the_device_lacks_work() -> None:
-    assert threads_of(2, has_enough=False) == 2
-    assert threads_of(1, has_enough=False) == 1
-    assert threads_of(2, has_enough=True) == 1
+def helpers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "maxsimd-pool-helper"]
 
 
 def test_the_first_error_is_raised_in_order_and_ends_the_rest() -> None:
-    called = []
-
     def call(item: int) -> int:
-        called.append(item)
         if item >= 3:
             raise ValueError(item)
         return item
@@ -357,6 +246,8 @@ def test_the_first_error_is_raised_in_order_and_ends_the_rest() -> None:
     found = []
 
     def read() -> None:
+        with closing(called_on_each(lambda item: item, range(1000))) as results:
+            assert next(results) == 0, "a reader that stops frees the helper"
         with closing(called_on_each(call, range(1000))) as results:
             for result in results:
                 found.append(result)
@@ -364,17 +255,7 @@ def test_the_first_error_is_raised_in_order_and_ends_the_rest() -> None:
     with pytest.raises(ValueError, match=r"^3$"):
         in_pool(read)
     assert found == [0, 1, 2]
-    alive = [thread.name for thread in threading.enumerate() if thread.name == "maxsimd-pool-helper"]
-    assert alive == []
-
-
-def test_a_reader_that_stops_ends_and_frees_the_helper() -> None:
-    def read() -> tuple[int, int]:
-        with closing(called_on_each(lambda item: item, range(1000))) as results:
-            first = next(results)
-        return first, len({*called_on_each(lambda item: item, range(10))})
-
-    assert in_pool(read) == (0, 10)
+    assert helpers() == []
 
 
 def test_work_that_is_withdrawn_ends_in_both_threads() -> None:
@@ -386,11 +267,10 @@ def test_work_that_is_withdrawn_ends_in_both_threads() -> None:
             yield_to_smaller()
             time.sleep(0.001)
 
-    pool = WorkerPool(2, lambda: None)
-    work = pool.submit(lambda: [*called_on_each(call, range(2))], 1)
-    assert begun.wait(60)
-    work.withdraw()
-    with pytest.raises(WithdrawnError):
-        work.future.result(60)
-    pool.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "maxsimd-pool-helper"]
+    with closing(WorkerPool(2, lambda: None)) as pool:
+        work = pool.submit(lambda: [*called_on_each(call, range(2))], 1)
+        assert begun.wait(60)
+        work.withdraw()
+        with pytest.raises(WithdrawnError):
+            work.future.result(60)
+    assert helpers() == []

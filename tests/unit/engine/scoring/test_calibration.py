@@ -18,14 +18,10 @@ from maxsimd.engine.scoring.calibration import Calibration
 from tests.unit.calling_handlers import Caller, RecordingEngine
 
 
-def _sample(count: int) -> tuple[list[float], list[bool]]:
-    draw = np.random.default_rng(0)
-    scores = draw.random(count)
-    return scores.tolist(), (draw.random(count) < scores**2).tolist()
-
-
 def test_it_is_scikit_learns_isotonic_regression(tmp_path: Path) -> None:
-    scores, relevant = _sample(500)
+    draw = np.random.default_rng(0)
+    drawn = draw.random(500)
+    scores, relevant = drawn.tolist(), (draw.random(500) < drawn**2).tolist()
     calibration = Calibration.fitted("m", scores, relevant)
     expected = IsotonicRegression(y_min=0, y_max=1, out_of_bounds="clip").fit(scores, relevant)
     asked = np.linspace(-0.5, 1.5, 1001, dtype=np.float32)
@@ -40,49 +36,38 @@ def test_it_is_scikit_learns_isotonic_regression(tmp_path: Path) -> None:
     np.testing.assert_array_equal(again(asked), calibration(asked))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"format": "other"},
-        {"scores": [0.1]},
-        {"scores": "a"},
-        {"scores": [], "probabilities": []},
-        {"scores": [0.9, 0.1]},
-        {"probabilities": [0.9, 0.1]},
-        {"probabilities": [0.1, 1.1]},
-        {"probabilities": [0.1, float("nan")]},
-        {"judged": None},
-    ],
-)
-def test_a_file_that_is_no_calibration_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_a_file_that_is_no_calibration_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "c.json"
     Calibration("m", np.array([0.1, 0.9]), np.array([0.2, 0.8]), 2).write(path)
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(ValueError, match="it"):
-        Calibration.read(path)
+    written = json.loads(path.read_text())
+    changes: tuple[dict[str, Any], ...] = (
+        *({"format": "other"}, {"judged": None}, {"scores": [0.1]}, {"scores": "a"}, {"scores": [0.9, 0.1]}),
+        {"scores": [], "probabilities": []},
+        *({"probabilities": wrong} for wrong in ([0.9, 0.1], [0.1, 1.1], [0.1, float("nan")])),
+    )
+    for change in changes:
+        path.write_text(json.dumps(written | change))
+        with pytest.raises(ValueError, match="it"):
+            Calibration.read(path)
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory, pairs: list[Pair]) -> Path:
     """Real queries, each with its own document judged relevant."""
     folder = tmp_path_factory.mktemp("judged")
-    some = pairs[:40]
-    lines = {
-        "queries.jsonl": [json.dumps({"_id": f"q{i}", "text": pair.query}) for i, pair in enumerate(some)],
-        "corpus.jsonl": [
-            json.dumps({"_id": f"d{i}", "title": "", "text": pair.document}) for i, pair in enumerate(some)
-        ],
-        "qrels.tsv": ["query-id\tcorpus-id\tscore", *(f"q{i}\td{i}\t1" for i in range(len(some)))],
-    }
-    for name, written in lines.items():
-        (folder / name).write_text("\n".join(written) + "\n", encoding="utf-8")
+    queries = [{"_id": f"q{i}", "text": pair.query} for i, pair in enumerate(pairs[:40])]
+    corpus = [{"_id": f"d{i}", "title": "", "text": pair.document} for i, pair in enumerate(pairs[:40])]
+    for name, records in (("queries.jsonl", queries), ("corpus.jsonl", corpus)):
+        (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records), "utf-8")
+    judged = "".join(f"q{i}\td{i}\t1\n" for i in range(40))
+    (folder / "qrels.tsv").write_text(f"query-id\tcorpus-id\tscore\n{judged}", "utf-8")
     return folder
 
 
-def _calibrate(files: Path, out: Path, *more: str) -> Any:
-    given = ["--queries", "queries.jsonl", "--documents", "corpus.jsonl", "--qrels", "qrels.tsv"]
-    arguments = [str(files / each) if each.endswith(("l", "v")) else each for each in given]
-    return CliRunner().invoke(main, ["calibrate", *arguments, "--out", str(out), *more])
+def _calibrate(files: Path, out: Path, *more: str, qrels: Path | None = None) -> Any:
+    texts = ["--queries", str(files / "queries.jsonl"), "--documents", str(files / "corpus.jsonl")]
+    judged = ["--qrels", str(qrels or files / "qrels.tsv")]
+    return CliRunner().invoke(main, ["calibrate", *texts, *judged, "--out", str(out), *more])
 
 
 def test_a_calibrated_server_gives_probabilities(files: Path, tmp_path: Path, qwen3_embedding: str) -> None:
@@ -126,15 +111,15 @@ def test_a_calibrated_server_gives_probabilities(files: Path, tmp_path: Path, qw
 
 
 def test_files_that_do_not_fit_are_named(files: Path, tmp_path: Path, qwen3_embedding: str) -> None:
+    bad = tmp_path / "bad.tsv"
     for text, message in (
         ("q0\td0\n", "no judgement names"),  # it is taken for a heading
         ("heading\nq0 d0 high\n", "line 2"),
         ("other d0 1\n", "no judgement names"),
         ("q0 d0 1\n", "judged alike"),
     ):
-        bad = tmp_path / "bad.tsv"
         bad.write_text(text)
-        ran = _calibrate(files, tmp_path / "out.json", qwen3_embedding, "--qrels", str(bad), "--others", "0")
+        ran = _calibrate(files, tmp_path / "out.json", qwen3_embedding, "--others", "0", qrels=bad)
         assert ran.exit_code != 0
         assert message in ran.output, ran.output
 

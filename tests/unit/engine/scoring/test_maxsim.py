@@ -1,8 +1,7 @@
 """MaxSim backends against the definition, on what is ragged, empty, scaled or not a number."""
 
-from dataclasses import dataclass, field
+import math
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from maxsimd.engine.ops import triton as triton_ops
 from maxsimd.engine.scoring.maxsim import (
     MaxSim,
     Rows,
-    avx512,
     choose_maxsim,
     maxsim_apart_avx512,
     maxsim_avx512,
@@ -23,9 +21,8 @@ from maxsimd.engine.scoring.maxsim import (
     maxsim_tiled,
     tiled,
 )
-from maxsimd.engine.scoring.maxsim.reference import EMPTY_DOCUMENT_SCORE
-from maxsimd.pooling.ragged import Ragged, offsets_of
-from maxsimd.pooling.spans import Spans
+from maxsimd.engine.scoring.similarity import score_pairs
+from maxsimd.pooling.ragged import Ragged
 from tests.unit.pairs import Pairs, pairs_of
 
 pytestmark = pytest.mark.fast
@@ -103,24 +100,9 @@ def test_no_number_makes_the_scores_of_its_own_text_none(maxsim: MaxSim, dtype: 
         assert scores.isnan().tolist() == [False, True, False, True, True], rows
 
 
-@settings(max_examples=60)
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=9), st.integers(0, 12))
-def test_tiles_are_documents_that_fit_or_one_that_does_not(lengths: list[int], rows: int) -> None:
-    offsets = offsets_of(np.array(lengths))
-    assert offsets.tolist() == [sum(lengths[:i]) for i in range(len(lengths) + 1)]
-    tiles = list(tiled._tiles(offsets, rows))
-    assert [first for first, _ in tiles] == [0, *(last for _, last in tiles[:-1])]
-    assert tiles[-1][1] == len(lengths)
-    for first, last in tiles:
-        assert last > first
-        assert sum(lengths[first:last]) <= rows or last == first + 1
-        if last < len(lengths):
-            assert sum(lengths[first : last + 1]) > rows, "no tile is smaller than it must be"
-
-
 @pytest.mark.parametrize("tile_bytes", [1, 4 * 3 * 40, 4 * 3 * 100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_scores_do_not_depend_on_the_size_of_a_tile(
+def test_products_take_tile_bytes_or_one_document(
     monkeypatch: pytest.MonkeyPatch, tile_bytes: int, dtype: torch.dtype
 ) -> None:
     queries = ragged([3, 16], 8, 1).decoded(dtype)
@@ -129,52 +111,24 @@ def test_scores_do_not_depend_on_the_size_of_a_tile(
     monkeypatch.setattr(tiled, "TILE_BYTES", tile_bytes)
     sizes: list[int] = []
     product = tiled._product
-    monkeypatch.setattr(tiled, "_product", lambda rows, q: sizes.append(len(rows)) or product(rows, q))
+    monkeypatch.setattr(
+        tiled, "_product", lambda rows, q: sizes.append(len(rows) * len(q[0])) or product(rows, q)
+    )
     scores = maxsim_tiled(queries, documents, pairs)
     tolerance = 1e-4 if dtype is torch.float32 else 0.5
     assert scores.tolist() == pytest.approx(plain(queries, documents, pairs), abs=tolerance)
-    rows = [tile_bytes // (length * documents.values.itemsize) for length in (3, 16)]
-    lengths = documents.lengths
-    expected = []
-    for most in rows:
-        tiles = tiled._tiles(offsets_of(np.array(lengths)), most)
-        expected += [sum(lengths[first:last]) for first, last in tiles]
-    assert sizes == expected
+    alone = {length * tokens for length in documents.lengths for tokens in (3, 16)}
+    assert all(size * documents.values.itemsize <= tile_bytes or size in alone for size in sizes)
 
 
-@settings(max_examples=60)
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=6), st.data())
-def test_the_tokens_of_the_wanted_documents_stand_end_to_end(lengths: list[int], data: st.DataObject) -> None:
-    documents = ragged(lengths, 3, 1)
-    wanted = data.draw(st.lists(st.integers(0, len(lengths) - 1), min_size=1, max_size=8))
-    found = tiled._tokens_of(np.array(wanted), documents, np.array(lengths))
-    assert torch.equal(found, torch.cat([documents[i] for i in wanted]))
-    if len(found) and wanted == list(range(wanted[0], wanted[-1] + 1)):
-        start = documents.offsets[wanted[0]]
-        assert found.data_ptr() == documents.values[start:].data_ptr(), "nothing is copied"
-
-
-@settings(max_examples=60)
-@given(st.lists(st.integers(1, 4), min_size=1, max_size=6), st.integers(1, 3))
-def test_maxima_by_torch_are_those_of_consecutive_rows(counts: list[int], columns: int) -> None:
-    rows = torch.randn(sum(counts), columns, generator=torch.Generator().manual_seed(0)) - 3
+def test_maxima_on_another_device_are_those_of_consecutive_rows() -> None:
+    rows = torch.randn(8, 3, generator=torch.Generator().manual_seed(0)) - 3
+    counts = [1, 4, 1, 2]
     found = tiled.maxima_by_torch(rows, np.array(counts))
     assert torch.equal(found, torch.stack([part.amax(dim=0) for part in rows.split(counts)]))
-    assert tiled.maxima_by_torch(rows.to("meta"), np.array(counts)).device.type == "meta"
 
 
-def test_rows_by_index_are_those_rows() -> None:
-    index = torch.tensor([8, 0, 0, 3])
-    for dtype in (torch.float32, torch.bfloat16):
-        for columns in (1, 2, 3, 4, 8):
-            rows = ragged([9], 2 * columns, 1).values.to(dtype)
-            for some in (rows[:, :columns].contiguous(), rows[:, columns:]):
-                taken = tiled._take(some, index)
-                assert taken.dtype is dtype
-                assert torch.equal(taken, some[index])
-
-
-@pytest.mark.parametrize("rows", [1, 63, 64, 65, 127, 128, 129, 200, 4096, 4097, 6500])
+@pytest.mark.parametrize("rows", [1, 64, 65, 200, 4097, 6500])
 def test_products_are_made_in_pieces_of_few_shapes(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     shapes: set[tuple[int, int]] = set()
     mm = torch.mm
@@ -186,135 +140,14 @@ def test_products_are_made_in_pieces_of_few_shapes(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch, "mm", noted)
     random = torch.Generator().manual_seed(rows)
     values = torch.randn(rows, 4, generator=random).bfloat16()
-    for columns in (1, 15, 16, 17, 32):
+    for columns, padded in ((1, 16), (15, 16), (16, 16), (17, 32)):
         shapes.clear()
         transposed = torch.randn(4, columns, generator=random).bfloat16()
         found = tiled._product(values, transposed)
-        assert found.shape == (rows, columns)
-        exact = values.float() @ transposed.float()
-        torch.testing.assert_close(found.float(), exact, atol=0.05, rtol=0.02)
+        torch.testing.assert_close(found.float(), values.float() @ transposed.float(), atol=0.05, rtol=0.02)
+        assert {width for _, width in shapes} == {padded}
         assert {size for size, _ in shapes} <= set(tiled.PIECES)
-        assert {width for _, width in shapes} == {-(-columns // tiled.COLUMNS) * tiled.COLUMNS}
         assert max(size for size, _ in shapes) == max([s for s in tiled.PIECES if s <= rows] or [64])
-    monkeypatch.setattr(torch, "mm", None)
-    # In float32 it is one piece.
-    assert torch.equal(
-        tiled._product(values.float(), transposed.float()), values.float() @ transposed.float()
-    )
-
-
-def test_scores_are_made_on_the_documents_device() -> None:
-    queries, documents = ragged([3], 4, 1), ragged([2, 5], 4, 2)
-    elsewhere = [Ragged(items.values.to("meta"), items.offsets) for items in (queries, documents)]
-    for maxsim in (maxsim_reference, maxsim_tiled):
-        scores = maxsim(elsewhere[0], elsewhere[1], pairs_of([(0, 1), (0, 0)]))
-        assert (scores.device.type, scores.shape) == ("meta", (2,))
-
-
-@pytest.fixture
-def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What the compiled kernel is given; it answers by the definition."""
-    calls: list[tuple[Any, ...]] = []
-
-    def kernel(q: Any, q_offsets: Any, d: Any, d_offsets: Any, pairs: Any, empty: float) -> torch.Tensor:
-        calls.append((q.dtype, d.dtype, [*map(tuple, pairs.tolist())], empty))
-        return maxsim_reference(Ragged(q, q_offsets), Ragged(d, d_offsets), pairs)
-
-    monkeypatch.setattr(avx512, "maxsim", kernel)
-    return calls
-
-
-def test_the_kernel_is_given_pairs_of_one_query_together(kernel_calls: list[tuple[Any, ...]]) -> None:
-    queries, documents = ragged([2, 3, 1], 4, 1), ragged([4, 2, 5], 4, 2)
-    pairs = pairs_of([(2, 0), (0, 1), (1, 1), (2, 2), (0, 0)])
-    scores = maxsim_avx512(queries, documents, pairs)
-    assert scores.tolist() == pytest.approx(plain(queries, documents, pairs), abs=1e-4)
-    assert kernel_calls[0][2] == [(0, 1), (0, 0), (1, 1), (2, 0), (2, 2)]
-    assert kernel_calls[0][3] == -1e9
-
-
-def test_the_kernel_computes_in_the_documents_precision(kernel_calls: list[tuple[Any, ...]]) -> None:
-    queries, documents, pairs = ragged([2], 4, 1), ragged([4], 4, 2), pairs_of([(0, 0)])
-    maxsim_avx512(queries, documents.decoded(torch.bfloat16), pairs)
-    maxsim_avx512(queries.decoded(torch.bfloat16), documents, pairs)
-    assert [call[:2] for call in kernel_calls] == [(torch.bfloat16,) * 2, (torch.float32,) * 2]
-    kernel_calls.clear()
-    odd = ragged([2], 5, 1), ragged([4], 5, 2).decoded(torch.bfloat16)
-    assert torch.equal(maxsim_avx512(*odd, pairs), maxsim_tiled(*odd, pairs)), "which it does not take"
-    assert kernel_calls == []
-
-
-@dataclass
-class Launches:
-    """Answers the Triton kernel's launches by the definition, and notes them."""
-
-    noted: list[Any] = field(default_factory=list)
-
-    def __call__(
-        self, queries: Any, documents: Any, pairs: Any, empty_score: float, *, split_k: int | None
-    ) -> torch.Tensor:
-        self.noted.append((queries, documents, pairs, split_k))
-        items = [
-            Spans(packed.values, packed.starts.numpy(), packed.stops.numpy(), packed.scales)
-            .gathered()
-            .decoded(torch.float32)
-            for packed in (queries, documents)
-        ]
-        wanted = np.column_stack([pairs.queries, pairs.documents])
-        scores = maxsim_reference(items[0], items[1], wanted)
-        return torch.where(scores == EMPTY_DOCUMENT_SCORE, empty_score, scores)
-
-
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
-    pytest.importorskip("triton")
-    from maxsimd.engine.scoring.maxsim import triton
-
-    launches = Launches()
-    monkeypatch.setattr(triton, "maxsim", launches)
-    return launches
-
-
-def _triton(queries: Ragged, documents: Ragged, pairs: Pairs, *split: int) -> torch.Tensor:
-    from maxsimd.engine.scoring.maxsim.triton import maxsim_triton
-
-    return maxsim_triton(queries, documents, pairs, *split)
-
-
-def test_triton_is_given_int32_indices_and_longest_lengths(launches: Launches) -> None:
-    queries, documents = ragged([2, 7, 1], 4, 1), ragged([0, 3, 9, 2], 4, 2)
-    pairs = pairs_of([(2, 0), (0, 1), (1, 2), (1, 3), (0, 2)])
-    scores = _triton(queries, documents, pairs, 5)
-    assert scores.tolist() == pytest.approx(plain(queries, documents, pairs), abs=1e-4)
-    [(packed_queries, packed_documents, indices, split_k)] = launches.noted
-    assert (packed_queries.longest, packed_documents.longest, split_k) == (7, 9, 5)
-    for packed in (packed_queries, packed_documents):
-        assert packed.starts.dtype is packed.stops.dtype is torch.int32
-    for numbers in (indices.queries, indices.documents):
-        assert numbers.dtype is torch.int32
-    assert packed_queries.scales is None
-    assert packed_documents.scales is None
-
-
-def test_triton_is_given_int8_rows_with_their_scales(launches: Launches) -> None:
-    queries = ragged([2], 4, 1)
-    values = torch.randint(-127, 128, (7, 4), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
-    documents = Ragged(values, (0, 3, 7), torch.linspace(0.1, 0.7, 7))
-    pairs = pairs_of([(0, 1), (0, 0)])
-    scores = _triton(queries, documents, pairs)
-    assert scores.tolist() == pytest.approx(plain(queries, documents.decoded(torch.float32), pairs), rel=1e-4)
-    assert launches.noted[0][1].values.dtype is torch.int8
-    assert launches.noted[0][3] is None
-
-
-def test_triton_is_launched_for_pairs_alone(launches: Launches) -> None:
-    scores = _triton(ragged([2], 4, 1), ragged([2], 4, 2), pairs_of([]))
-    assert (scores.shape, scores.dtype, scores.device) == ((0,), torch.float32, CPU)
-    elsewhere = Ragged(torch.empty(2, 4, device="meta"), (0, 2))
-    assert _triton(elsewhere, elsewhere, pairs_of([])).device.type == "meta"
-    assert launches.noted == []
-    _triton(ragged([0, 0], 4, 1), ragged([2], 4, 2), pairs_of([(1, 0)]))
-    assert launches.noted[0][0].longest == 1, "with room for one token at least"
 
 
 @pytest.mark.parametrize("name", ["auto", "reference", "tiled", "avx512", "triton"])
@@ -324,28 +157,18 @@ def test_a_name_means_the_best_backend_that_runs_there(monkeypatch: pytest.Monke
         monkeypatch.setattr(kernels, "is_available", lambda built=built: built)
         # Interpreted, Triton runs on a CPU, too.
         monkeypatch.setattr(triton_ops, "runs_on", lambda device, there=has_triton: there)
-        can_run = {
-            "reference": True,
-            "tiled": True,
-            "avx512": built and device is CPU,
-            "triton": has_triton,
-        }
-        chosen: str | None = name if can_run.get(name) else None
+        runs = {"reference": True, "tiled": True, "avx512": built and device is CPU, "triton": has_triton}
+        chosen = name
         if name == "auto":
-            chosen = "avx512" if device is CPU and built and allowed else "tiled"
+            chosen = "avx512" if runs["avx512"] and allowed else "tiled"
             chosen = "triton" if device is GPU and has_triton else chosen
-        if chosen is None:
-            message = (
-                f"^the MaxSim backend '{name}' cannot run on this {device.type}; "
-                'use maxsim="auto", "tiled" or "reference"$'
-            )
-            with pytest.raises(ValueError, match=message):
-                choose_maxsim(name, device, allowed)
+        if runs[chosen]:
+            found, backend = choose_maxsim(name, device, allowed)
+            assert (found, backend.__name__) == (chosen, f"maxsim_{chosen}")
             continue
-        found, backend = choose_maxsim(name, device, allowed)
-        assert (found, backend.__name__) == (chosen, f"maxsim_{chosen}")
-    monkeypatch.setattr(kernels, "is_available", lambda: True)
-    assert choose_maxsim("auto", CPU)[0] == "avx512", "compiled kernels are allowed unless it is said"
+        message = f"^the MaxSim backend '{name}' cannot run on this {device.type}; use maxsim=\"auto\","
+        with pytest.raises(ValueError, match=message):
+            choose_maxsim(name, device, allowed)
 
 
 # Documents that lie each by itself, in any precision: the same bits as end to end.
@@ -408,3 +231,60 @@ def test_rows_and_queries_of_any_form_are_read() -> None:
         expected = maxsim_reference(queries.decoded(torch.float32), joined.decoded(torch.float32), pairs)
         scores = maxsim_apart_avx512(queries, rows_of(documents), pairs)
         assert torch.allclose(scores, expected, rtol=1e-2, atol=1e-2), dtype
+
+
+# Every similarity against its definition.
+
+
+def _dot(q: list[float], d: list[float]) -> float:
+    return sum(a * b for a, b in zip(q, d, strict=True))
+
+
+def of_similarity(similarity: str, query: torch.Tensor, document: torch.Tensor) -> float:
+    q, d = query.tolist(), document.tolist()
+    match similarity:
+        case "dot":
+            return _dot(q[0], d[0])
+        case "cosine":
+            return _dot(q[0], d[0]) / math.sqrt(_dot(q[0], q[0]) * _dot(d[0], d[0]))
+        case _:
+            total = sum(max(_dot(a, b) for b in d) for a in q)
+            return total / len(q) if similarity == "meanmaxsim" else total
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from(["maxsim", "meanmaxsim", "cosine", "dot"]),
+    st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    st.lists(st.integers(1, 6), min_size=1, max_size=5),
+    st.data(),
+)
+def test_a_similarity_follows_its_definition(
+    similarity: str, queries: list[int], documents: list[int], data: st.DataObject
+) -> None:
+    random = torch.Generator().manual_seed(len(queries) * 100 + len(documents))
+    if similarity in ("cosine", "dot"):
+        queries, documents = [1] * len(queries), [1] * len(documents)
+    q = Ragged.from_lengths(3 * torch.randn(sum(queries), 5, generator=random), queries)
+    d = Ragged.from_lengths(2 * torch.randn(sum(documents), 5, generator=random), documents)
+    index = st.tuples(st.integers(0, len(queries) - 1), st.integers(0, len(documents) - 1))
+    pairs = pairs_of(data.draw(st.lists(index, min_size=1, max_size=8)))
+    scores = score_pairs(similarity, q, d, pairs, maxsim_reference)
+    assert scores.dtype is torch.float32
+    assert scores.shape == (len(pairs),)
+    assert scores.tolist() == pytest.approx(
+        [of_similarity(similarity, q[i], d[j]) for i, j in pairs], abs=1e-4
+    )
+
+
+def test_edges_of_similarities() -> None:
+    """Vectors of half precision are multiplied in float32; a query without tokens scores 0."""
+    values = torch.randn(2, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    q, d = Ragged(values[:1], (0, 1)), Ragged(values[1:], (0, 1))
+    none, two = Ragged(torch.zeros(0, 4), (0, 0)), Ragged(torch.ones(2, 4), (0, 2))
+    for similarity in ("cosine", "dot"):
+        [score] = score_pairs(similarity, q, d, pairs_of([(0, 0)]), maxsim_reference).tolist()
+        expected = of_similarity(similarity, values[:1].float(), values[1:].float())
+        assert score == pytest.approx(expected, abs=1e-5)
+    for similarity in ("maxsim", "meanmaxsim"):
+        assert score_pairs(similarity, none, two, pairs_of([(0, 0)]), maxsim_reference).tolist() == [0.0]

@@ -1,11 +1,14 @@
-"""What scoring holds between steps: queries until their last consumer, windows until a document is whole."""
+"""What scoring holds between steps: queries until their last consumer, windows until a document is whole. A
+step's numbers come to the host in one piece and go back to the slots that they are for."""
 
 import numpy as np
 import pytest
 import torch
 
+from maxsimd.engine.scoring.outcome import Output, Releases, StepOutcome
 from maxsimd.engine.scoring.query_store import QueryStore
 from maxsimd.engine.scoring.window_store import WindowStore
+from maxsimd.pooling.ragged import Ragged
 from maxsimd.scheduler import DocumentPayload, ResultSlot, Sequence, Tokens, Window
 
 pytestmark = pytest.mark.fast
@@ -47,16 +50,6 @@ def test_a_query_is_a_copy_and_goes_with_its_last_consumer() -> None:
     assert torch.equal(store.get(1), torch.ones(2, 4))
 
 
-def test_a_document_is_whole_with_its_last_window_in_order() -> None:
-    store = WindowStore()
-    window = Window(5, 3)
-    assert store.put(_window(7, window), window, torch.full((2, 4), 7.0)) is None
-    assert store.put(_window(5, window), window, torch.full((1, 4), 5.0)) is None
-    whole = store.put(_window(6, window), window, torch.full((3, 4), 6.0))
-    assert whole is not None
-    assert whole[:, 0].tolist() == [5, 6, 6, 6, 7, 7]
-
-
 def test_a_window_put_twice_counts_once_and_is_a_copy() -> None:
     store = WindowStore()
     window = Window(5, 2)
@@ -87,28 +80,19 @@ def test_windows_that_are_forgotten_must_come_again() -> None:
     assert store.put(_window(1, first), first, torch.ones(1, 4)) is None
 
 
-def test_documents_are_released_one_by_one() -> None:
-    store = WindowStore()
-    for document_id in (1, 2):
-        window = Window(document_id, 2)
-        store.put(_window(document_id, window, length=9), window, torch.ones(1, 4))
-    assert len(store) == 2
-    store.release(1)
-    assert len(store) == 1
-    assert store.tokens(2) == 9
-    store.release(1)
-    store.release(2)
-    assert len(store) == 0
-
-
-def test_dropping_a_request_drops_all_of_it_and_no_other() -> None:
-    queries, windows = QueryStore(), WindowStore()
-    for sequence_id, request_id in [(1, 7), (2, 8), (3, 7)]:
-        queries.put(_query(sequence_id, 9, request_id), torch.full((2, 4), float(sequence_id)))
-        window = Window(sequence_id, 2)
-        windows.put(_window(sequence_id, window, request_id), window, torch.ones(1, 4))
-    queries.drop_request(7)
-    windows.drop_request(7)
-    assert (len(queries), len(windows)) == (1, 1)
-    assert torch.equal(queries.get(2), torch.full((2, 4), 2.0))
-    assert windows.tokens(2) == 2
+def test_scalars_and_matrices_of_several_outputs_are_told_apart() -> None:
+    matrices = Ragged.from_lengths(torch.arange(12.0).reshape(4, 3), [3, 1])
+    scores = Ragged(torch.tensor([[0.5], [-2.0]]), (0, 1, 2))
+    wide = Ragged.from_lengths(torch.arange(100.0, 110.0).reshape(2, 5), [0, 2])
+    all_items = [matrices, scores, wide, scores]
+    outputs = [
+        Output((ResultSlot(i, 0), ResultSlot(i, 1)), items, scalar=items is scores)
+        for i, items in enumerate(all_items)
+    ]
+    host = torch.cat([items.values.reshape(-1) for items in all_items])
+    results = StepOutcome(tuple(outputs), host, (), Releases(), (), None).results()
+    assert [result.slot for result in results] == [slot for output in outputs for slot in output.slots]
+    expected = [*matrices, 0.5, -2.0, *wide, 0.5, -2.0]
+    for result, wanted in zip(results, expected, strict=True):
+        assert isinstance(result.value, float if isinstance(wanted, float) else np.ndarray)
+        np.testing.assert_array_equal(result.value, wanted)
