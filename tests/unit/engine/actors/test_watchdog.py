@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from maxsimd.engine import EngineConfig
 from maxsimd.engine.actors.turns import Turns
 from maxsimd.engine.actors.watchdog import StuckDeviceError, Watchdog
 from maxsimd.scheduler import StepTimes

@@ -4,13 +4,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import Lfm2Config, Lfm2Model
+from transformers import Lfm2Config
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 
 from maxsimd.engine.checkpoint.short_convolution import (
     ShortConvolution,
-    replace_short_convolutions,
-    short_convolutions_of,
 )
 
 HIDDEN = 8
@@ -94,18 +92,3 @@ def test_one_that_is_centred_sees_as_many_tokens_on_either_side() -> None:
     changed[0, 4] += 1
     differs = (convolution(states) != convolution(changed)).any(-1)[0]
     assert differs.nonzero().flatten().tolist() == [3, 4, 5]
-
-
-def test_a_cache_is_refused() -> None:
-    convolution = ShortConvolution(_original(3), centred=False, leaves_out_padding=True)
-    with pytest.raises(NotImplementedError, match="without a cache"):
-        convolution(torch.randn(1, 2, HIDDEN), past_key_values=object())
-
-
-def test_only_those_of_an_lfm2_are_replaced() -> None:
-    model = Lfm2Model(_config(3))
-    replace_short_convolutions(model, centred=True, leaves_out_padding=False)
-    assert len(short_convolutions_of(model)) == 1
-    other = torch.nn.Linear(2, 2)
-    replace_short_convolutions(other, centred=True, leaves_out_padding=False)
-    assert short_convolutions_of(other) == []

@@ -19,7 +19,7 @@ from maxsimd.engine.execution.padded_runner import PaddedRunner
 from maxsimd.engine.execution.selfcheck.proof import step_of
 from maxsimd.engine.execution.selfcheck.sample_layers import sample_layers
 from maxsimd.engine.execution.selfcheck.samples import random_sequences
-from tests.checkpoints import bi_encoders, cross_encoders, language_models, late_interaction, vision_language
+from tests.checkpoints import bi_encoders, cross_encoders, language_models, late_interaction
 from tests.checkpoints.architectures import Architecture, build
 
 CPU = torch.device("cpu")
@@ -143,33 +143,12 @@ def test_a_proof_runs_one_layer_of_each_kind_and_the_last(tmp_path: Path) -> Non
     assert list(backbone.encoder.layer) == whole
 
 
-def test_a_sampled_tower_hands_on_what_its_layers_give(tmp_path: Path) -> None:
-    model = _load(vision_language.colqwen3(tmp_path))
-    assert model.vision is not None
-    tower: Any = model.vision.modules[0]
-    assert (len(tower.blocks), tower.deepstack_visual_indexes) == (4, [0, 2])
-    with sample_layers(tower):
-        assert (len(tower.blocks), tower.deepstack_visual_indexes) == (2, [0, 1])
-    assert (len(tower.blocks), tower.deepstack_visual_indexes) == (4, [0, 2])
-
-
 async def test_the_query_prompt_replaces_the_checkpoints(tmp_path: Path) -> None:
     model = bi_encoders.bge(tmp_path)
     async with Engine(EngineConfig(model=model, dtype="float32", query_prompt="query: ")) as engine:
         ours = (await engine.embed(["why"], input_type="query")).embeddings
         written = (await engine.embed(["query: why"])).embeddings
     assert ours == pytest.approx(written, abs=1e-6)
-
-
-async def test_an_instruction_fills_its_place_in_a_query_prompt(qwen3_embedding: str) -> None:
-    async with Engine(EngineConfig(model=qwen3_embedding, dtype="float32")) as engine:
-        told = await engine.score("why", ["because"], instruction="Find reasons")
-        plain = await engine.score("why", ["because"])
-    prompt = "Instruct: Find reasons\nQuery:"
-    async with Engine(EngineConfig(model=qwen3_embedding, dtype="float32", query_prompt=prompt)) as engine:
-        written = await engine.score("why", ["because"])
-    assert told.scores == pytest.approx(written.scores, abs=1e-6)
-    assert told.scores != pytest.approx(plain.scores, abs=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -152,30 +151,6 @@ def check_maxsim_of_nan(device: str) -> None:
         for split_k in (1, 3):
             found = scored(queries.decoded(torch.bfloat16), items, pairs, device, split_k)
             assert found.isnan().tolist() == [d == 1 for _, d in pairs]
-
-
-def check_types_of_maxsim(device: str) -> None:
-    """Types that do not agree are refused before the compiler meets them; queries of another precision are
-    multiplied in that of the documents."""
-    from maxsimd.engine.ops.triton.maxsim import PackedTokens, Pairs, maxsim
-    from maxsimd.engine.scoring.maxsim.triton import maxsim_triton
-
-    queries, documents = on(random_ragged([5], 32, 1), device), on(random_ragged([7], 32, 2), device)
-    half = documents.decoded(torch.bfloat16)
-    starts = torch.zeros(1, dtype=torch.int32, device=device)
-    with pytest.raises(ValueError, match="convert either"):
-        maxsim(
-            PackedTokens(queries.values, starts, starts + 5, 5),
-            PackedTokens(half.values, starts, starts + 7, 7),
-            Pairs(starts, starts),
-            0.0,
-        )
-    pair = np.zeros((1, 2), dtype=np.int64)
-    rounded = queries.decoded(torch.bfloat16)
-    assert torch.equal(maxsim_triton(queries, half, pair), maxsim_triton(rounded, half, pair))
-    scaled = Ragged(documents.values, documents.offsets, torch.ones(7, device=device))
-    with pytest.raises(ValueError, match="must be int8"):
-        maxsim_triton(queries, scaled, pair)
 
 
 @st.composite
@@ -418,7 +393,6 @@ CHECKS = [
     check_maxsim_of_all_sizes,
     check_maxsim_of_a_long_document,
     check_maxsim_of_nan,
-    check_types_of_maxsim,
     check_attention_of_whole_sequences,
     check_attention_with_any_scaling,
     check_attention_of_chunks,

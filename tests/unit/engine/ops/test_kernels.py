@@ -182,23 +182,6 @@ def test_a_fused_layer_norm_equals_the_plain_one(
     torch.testing.assert_close(ours * spread, expected * spread, atol=step, rtol=step)
 
 
-@needs_kernels
-@pytest.mark.parametrize(
-    ("pack", "tolerance"), [(pack_float32, 1e-5), (pack_bfloat16, 0.05), (pack_int8, 0.1)]
-)
-def test_the_halves_of_a_bert_layer_end_in_one_kernel(
-    pack: Callable[[torch.Tensor], Weights], tolerance: float
-) -> None:
-    torch.manual_seed(0)
-    dtype = pack(torch.zeros(1, 1)).dtype
-    output = BertOutput(BertConfig(hidden_size=64, intermediate_size=96)).to(dtype).eval()
-    x, residual = torch.randn(1, 30, 96).to(dtype), torch.randn(1, 30, 64).to(dtype)
-    assert layers._is_output(output)
-    fused = layers.CompiledOutput(output, pack)
-    with torch.inference_mode():
-        torch.testing.assert_close(fused(x, residual), output(x, residual), atol=tolerance, rtol=tolerance)
-
-
 def test_an_output_of_another_kind_is_left_alone() -> None:
     """The same parts, put together otherwise: normed before the sum, or without a sum."""
 
@@ -226,12 +209,6 @@ def test_float32_layers_stand_in_for_those_of_any_module() -> None:
     assert isinstance(plain["deep"][0], layers.CompiledLinear)
     assert plain["dense"].weight.dtype is torch.float32
     torch.testing.assert_close(plain["deep"](plain["dense"](x)), expected, atol=1e-6, rtol=1e-6)
-
-
-@needs_kernels
-def test_a_layer_refuses_numbers_of_another_kind() -> None:
-    with pytest.raises(TypeError, match="was given torch"):
-        linear(torch.zeros(2, 4, dtype=torch.bfloat16), pack_float32(torch.zeros(3, 4)), None)
 
 
 @needs_kernels
@@ -282,11 +259,3 @@ def test_attention_to_long_sequences_equals_the_plain_one(dtype: torch.dtype) ->
     # Such wide heads make much of the last bits of products, with torch as with us.
     tolerance = {torch.float32: 1e-4, torch.bfloat16: 4e-2}[dtype]
     torch.testing.assert_close(ours.double(), exact, atol=tolerance, rtol=tolerance)
-
-
-@needs_kernels
-def test_values_may_have_heads_of_another_size_than_keys() -> None:
-    torch.manual_seed(0)
-    batch = laid_out([7, 3], backend=OURS)
-    qkv = QKV(torch.randn(2, 10, 24), torch.randn(2, 10, 24), torch.randn(2, 10, 40), 0.2)
-    close(full(OURS, qkv, batch.layout), full(EXACT, qkv, batch.layout))

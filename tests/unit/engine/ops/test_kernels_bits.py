@@ -98,34 +98,6 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(
                 assert torch.equal(layer(x[:count]), everything[:count]), (number, count)
 
 
-@needs_kernels
-@pytest.mark.parametrize(("pack", "tiles"), WAYS)
-@given(
-    layer=st.sampled_from(LAYERS),
-    ending=st.sampled_from(["plain", "gelu", "norm"]),
-    chosen=st.lists(st.integers(0, 299), min_size=1, max_size=90),
-    offset=st.integers(0, 3),
-    spare=st.integers(0, 2),
-)
-@settings(deadline=None, max_examples=25)
-def test_a_row_has_the_same_bits_at_any_place(
-    pack: Callable[[torch.Tensor], Weights],
-    tiles: bool,
-    layer: tuple[int, int],
-    ending: str,
-    chosen: list[int],
-    offset: int,
-    spare: int,
-) -> None:
-    """Also when rows lie apart in memory, or begin in the middle of a cache line."""
-    inputs, columns = layer
-    compute, x = make_layer(pack, inputs, columns, ending), random_rows(pack, 300, inputs)
-    rows = x.new_full((len(chosen), offset + inputs + spare), float("nan"))[:, offset : offset + inputs]
-    rows.copy_(x[chosen])
-    with products(tiles):
-        assert torch.equal(compute(rows), compute(x)[chosen])
-
-
 # lengths of sequences, heads of keys and how often they are shared, and the size of heads
 CROWDS = st.tuples(
     st.lists(st.integers(1, 80), min_size=2, max_size=6),
@@ -170,18 +142,6 @@ def test_a_sequence_attends_to_the_same_bits_in_a_crowd(
     for group in side_by_side(lengths, causal).groups:
         layout = side_by_side([group.length], causal)
         assert torch.equal(full(ATTENTION, qkv.of_rows(group.rows), layout), everything[group.rows])
-
-
-@needs_kernels
-@given(CROWDS)
-@settings(deadline=None)
-def test_first_rows_alone_attend_to_the_same_bits(crowd: Crowd) -> None:
-    lengths = crowd[0]
-    qkv = qkv_of(crowd, sum(lengths))
-    layout = side_by_side(lengths, False)
-    first = [group.first_row for group in layout.groups]
-    everything = full(ATTENTION, qkv, layout)
-    assert torch.equal(ATTENTION.first_rows(qkv, ATTENTION.prepare(layout, CPU))[first], everything[first])
 
 
 @needs_kernels

@@ -147,13 +147,3 @@ def test_a_row_is_read_16_bytes_at_a_time() -> None:
     for name, loads in {"add and RMS norm 1024": 3, "add and layer norm 1024": 4, "SwiGLU 3072": 2}.items():
         code = compiled(found[name].source, 90)
         assert (code.wide_loads, code.spills) == (loads, 0), name
-
-
-@pytest.mark.parametrize("width", [1, 16, 384, 1024, 8192])
-def test_a_row_fits_its_tile(width: int) -> None:
-    from maxsimd.engine.ops.triton.rows import row_tile
-
-    tile = row_tile(width)
-    assert tile.numbers >= width
-    assert tile.numbers <= max(16, 2 * width - 1)
-    assert 1 <= tile.warps <= 16

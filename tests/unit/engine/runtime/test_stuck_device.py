@@ -21,7 +21,6 @@ from maxsimd.engine.device.thread import num_left_behind
 from maxsimd.engine.runtime import launching as launch_module
 from maxsimd.engine.runtime import running as running_module
 from maxsimd.scheduler import Step
-from tests.forked import Program
 from tests.waiting import until, wait_for
 
 DOCUMENTS = ["Paris is the capital of France.", "Berlin is in Germany."]
@@ -230,22 +229,6 @@ def _entries(folder: Path) -> int:
         return int(connection.execute("SELECT count(*) FROM entries").fetchone()[0])
 
 
-async def test_the_next_start_finds_what_was_cached_on_disk(
-    sticking: Sticking, tmp_path: Path, config: EngineConfig, stanford_colbert: str
-) -> None:
-    async with Engine(replace(config, model=stanford_colbert, cache_dir=str(tmp_path))) as engine:
-        first = await engine.score("capital of France", DOCUMENTS)
-        sticking.stick(engine)
-        with pytest.raises(EngineDeadError):
-            await _score(engine)
-        await engine.start()
-        second = await engine.score("capital of France", DOCUMENTS)
-        assert second.scores == first.scores
-        assert second.usage.cached_tokens > 0
-        await engine.score("capital of France", ["a third"])
-    assert _entries(tmp_path) == 3
-
-
 async def test_a_stuck_writer_harms_neither_requests_nor_the_file(
     sticking: Sticking,
     tmp_path: Path,
@@ -283,26 +266,3 @@ async def test_a_stuck_writer_harms_neither_requests_nor_the_file(
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
     assert _entries(tmp_path) >= 1
     assert not (tmp_path / "maxsimd-embeddings.damaged.sqlite3").exists()
-
-
-IN_A_SCRIPT = """
-import sys, threading
-from maxsimd.engine import EngineConfig, EngineDeadError, SyncEngine
-
-config = EngineConfig(model=sys.argv[1], dtype="float32", threads=1, step_timeout_seconds=0.5)
-with SyncEngine(config) as engine:
-    engine.score("a", ["b"])
-    engine._engine.device_model.prepared.runner.forward = lambda step: threading.Event().wait()
-    try:
-        engine.score("a", ["c"])
-    except EngineDeadError:
-        print("told")
-print("left")
-"""
-
-
-@pytest.mark.exhaustive
-def test_a_script_ends_although_a_thread_is_stuck(qwen3_embedding: str, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(IN_A_SCRIPT)
-    assert Program([qwen3_embedding], script).run().stdout.split() == ["told", "left"]
