@@ -7,17 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache, Precision
 from maxsimd.engine.cache.entry import rounded
 from maxsimd.engine.cache.memory import MemoryStore
-from maxsimd.engine.cache.segments import ABSENT, Segments
+from maxsimd.engine.cache.segments import Segments
 from maxsimd.engine.cache.slab import EmbeddingSlab, Located
 from maxsimd.pooling.ragged import Ragged
-from maxsimd.pooling.spans import Spans
 from tests.unit.engine.cache.slab_checks import cached, check_scores_from_a_slab
 from tests.unit.engine.ops.interpreted import run_interpreted
 
@@ -162,15 +161,6 @@ def test_the_segment_that_was_not_used_for_longest_goes_first() -> None:
     assert emptied == [1, 2]
 
 
-def test_what_does_not_fit_is_left_out_alone() -> None:
-    segments = Segments(ROWS)
-    segments.begin_turn()
-    starts, _ = segments.reserve(np.array([3, SEGMENT + 1, 2]))
-    assert starts.tolist() == [0, ABSENT, 3]
-    with pytest.raises(ValueError, match="7 rows is too small"):
-        Segments(7)
-
-
 def test_forgetting_in_the_cache_is_forgetting_on_the_device() -> None:
     cache = EmbeddingCache(b"", "float32", MemoryStore(1 << 20), None)
     assert (cache.device_entries, cache.device_bytes, cache.device_hits, cache.device_copies) == (0, 0, 0, 0)
@@ -186,19 +176,6 @@ def test_forgetting_in_the_cache_is_forgetting_on_the_device() -> None:
     cache.clear()
     assert cache.device_entries == 0
     cache.close()
-
-
-@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 5)), max_size=6), st.booleans())
-def test_spans_are_gathered_in_their_order(spans: list[tuple[int, int]], scaled: bool) -> None:
-    values = torch.arange(60).reshape(30, 2).to(torch.int8)
-    starts = np.array([start for start, _ in spans], dtype=np.int64)
-    stops = starts + np.array([length for _, length in spans], dtype=np.int64)
-    items = Spans(values, starts, stops, torch.arange(30.0) if scaled else None)
-    gathered = items.gathered()
-    assert gathered.lengths == items.lengths.tolist() == [length for _, length in spans]
-    for i in range(len(spans)):
-        one = items.item(i).decoded(torch.float32).values
-        assert torch.equal(gathered.decoded(torch.float32)[i], one)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])

@@ -18,7 +18,6 @@ from maxsimd.engine.execution.prefill_kv import PrefillKV
 from maxsimd.engine.ops.qkv import KV, QKV
 from maxsimd.engine.ops.triton.launch import Limits
 from maxsimd.engine.scoring.maxsim import maxsim_reference
-from maxsimd.engine.scoring.maxsim.reference import EMPTY_DOCUMENT_SCORE
 from maxsimd.pooling.ragged import Ragged
 from tests.unit.engine.execution.test_packed import RAGGED, attention_problems, make_step
 from tests.unit.pairs import Pairs, pairs_of
@@ -151,43 +150,6 @@ def check_maxsim_of_nan(device: str) -> None:
         for split_k in (1, 3):
             found = scored(queries.decoded(torch.bfloat16), items, pairs, device, split_k)
             assert found.isnan().tolist() == [d == 1 for _, d in pairs]
-
-
-@st.composite
-def scattered_texts(draw: st.DrawFn, rows: int, longest: int) -> list[tuple[int, int]]:
-    """Where texts start and stop that lie anywhere among `rows` rows."""
-    length = st.integers(0, longest)
-    texts = draw(st.lists(st.tuples(st.integers(0, rows), length), min_size=1, max_size=6))
-    return [(start, min(rows, start + tokens)) for start, tokens in texts]
-
-
-def check_maxsim_of_scattered_texts(device: str) -> None:
-    """Texts that lie apart, overlap, and come in any order, among rows that belong to none."""
-    from maxsimd.engine.ops.triton.maxsim import PackedTokens, Pairs, maxsim
-
-    @examples(15, device)
-    @given(scattered_texts(60, 40), scattered_texts(300, 150), st.sampled_from([None, 3]))
-    def compare(
-        queries: list[tuple[int, int]], documents: list[tuple[int, int]], split_k: int | None
-    ) -> None:
-        query_rows, document_rows = (random_ragged([rows], 32, rows).values for rows in (60, 300))
-        pairs = [(q, d) for q in range(len(queries)) for d in range(len(documents))]
-        exact = maxsim_reference(
-            Ragged.from_items([query_rows[start:stop] for start, stop in queries]),
-            Ragged.from_items([document_rows[start:stop] for start, stop in documents]),
-            pairs,
-        )
-
-        def packed(rows: torch.Tensor, texts: list[tuple[int, int]]) -> PackedTokens:
-            starts, stops = torch.tensor(texts, dtype=torch.int32, device=device).T.contiguous()
-            return PackedTokens(rows.to(device), starts, stops, max(stop - start for start, stop in texts))
-
-        indices = torch.tensor(pairs, dtype=torch.int32, device=device).T.contiguous()
-        of_queries, of_documents = packed(query_rows, queries), packed(document_rows, documents)
-        ours = maxsim(of_queries, of_documents, Pairs(*indices), EMPTY_DOCUMENT_SCORE, split_k=split_k)
-        torch.testing.assert_close(ours.cpu(), exact, atol=1e-5, rtol=1e-5)
-
-    compare()
 
 
 DIMS = st.sampled_from([32, 64, 80, 128, 256, 24])
@@ -388,7 +350,6 @@ def check_projection(device: str) -> None:
 
 CHECKS = [
     check_maxsim,
-    check_maxsim_of_scattered_texts,
     check_maxsim_of_few_sizes,
     check_maxsim_of_all_sizes,
     check_maxsim_of_a_long_document,

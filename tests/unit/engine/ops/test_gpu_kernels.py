@@ -140,18 +140,3 @@ def test_blocks_cover_every_query_once_the_heaviest_first(
     seen = [min(keys, position + count - 5) for _, count, position, _, keys in blocks.tolist()]
     assert seen == sorted(seen, reverse=True)
     assert len(blocks) <= most_blocks(row, len(sequences), queries)
-
-
-def test_a_captured_table_holds_the_worst_step_and_no_more() -> None:
-    for rows, sequences, queries in ((512, 32, 128), (100, 512, 64), (129, 1, 128)):
-        longest = -(-rows // queries)
-        # As many sequences as possible with one query more than whole blocks.
-        lengths = [1] * min(rows, sequences)
-        left = rows - len(lengths)
-        while left >= queries:
-            lengths[0] += queries
-            left -= queries
-        lengths[0] += left
-        table = [(0, length, 0, length) for length in lengths]
-        worst = len(blocks_of(table, False, 0, queries))
-        assert longest <= worst <= most_blocks(rows, sequences, queries) <= worst + 1

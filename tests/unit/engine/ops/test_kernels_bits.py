@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxsimd.engine.execution.attention.cpu_kernel import CompiledBackend
-from maxsimd.engine.execution.layout import Group, Layout, PrefillChunk, SharedGroup
-from maxsimd.engine.execution.prefill_kv import PrefillKV
+from maxsimd.engine.execution.layout import Group, Layout
 from maxsimd.engine.ops.cpu.linear import (
     Norm,
     Weights,
@@ -23,8 +22,8 @@ from maxsimd.engine.ops.cpu.linear import (
     pack_int8,
     use_amx,
 )
-from maxsimd.engine.ops.qkv import KV, QKV
-from tests.unit.engine.execution.test_packed import CPU, full
+from maxsimd.engine.ops.qkv import QKV
+from tests.unit.engine.execution.test_packed import full
 from tests.unit.engine.ops.test_kernels import amx, needs_kernels
 
 ATTENTION = CompiledBackend()
@@ -142,47 +141,3 @@ def test_a_sequence_attends_to_the_same_bits_in_a_crowd(
     for group in side_by_side(lengths, causal).groups:
         layout = side_by_side([group.length], causal)
         assert torch.equal(full(ATTENTION, qkv.of_rows(group.rows), layout), everything[group.rows])
-
-
-@needs_kernels
-@given(CROWDS, WINDOWS, st.data())
-@settings(deadline=None)
-def test_a_causal_sequence_attends_to_the_same_bits_in_chunks(
-    crowd: Crowd, window: int | None, data: st.DataObject
-) -> None:
-    length = sum(crowd[0])
-    qkv = qkv_of(crowd, length, window)
-    whole = full(ATTENTION, qkv, side_by_side([length], True))
-    start = 0
-    while start < length:
-        stop = start + data.draw(st.integers(1, length - start))
-        chunk = PrefillChunk(0, start, stop, PrefillKV(), is_stored=False)
-        metadata = ATTENTION.prepare(Layout(True, prefill_chunks=(chunk,)), CPU)
-        of_chunk = qkv.of_rows(slice(start, stop))
-        out = of_chunk.new_output()
-        context = KV(qkv.key[:, :stop], qkv.value[:, :stop])
-        ATTENTION.with_prefill_kv(of_chunk, [context], metadata, out)
-        assert torch.equal(out, whole[start:stop])
-        start = stop
-
-
-@needs_kernels
-@given(CROWDS, WINDOWS)
-@settings(deadline=None)
-def test_sequences_attend_to_the_same_bits_behind_a_prefix(crowd: Crowd, window: int | None) -> None:
-    """The first of the crowd is the beginning that the others share."""
-    before, *lengths = crowd[0]
-    qkv = qkv_of(crowd, sum(crowd[0]), window)
-    prefill_kv, groups, row = PrefillKV(), [], before
-    for length in lengths:
-        groups.append(SharedGroup(row, 1, length, prefill_kv))
-        row += length
-    after = torch.zeros_like(qkv.new_output())
-    prefixes = [KV(qkv.key[:, :before], qkv.value[:, :before])] * len(groups)
-    metadata = ATTENTION.prepare(Layout(True, shared_groups=tuple(groups)), CPU)
-    ATTENTION.shared_prefix(qkv, prefixes, metadata, after)
-    for group in groups:
-        rows = [*range(before), *range(group.first_row, group.rows.stop)]
-        q, k, v = (x[:, rows] for x in (qkv.query, qkv.key, qkv.value))
-        whole = full(ATTENTION, QKV(q, k, v, 0.2, window), side_by_side([len(rows)], True))
-        assert torch.equal(after[group.rows], whole[before:])
