@@ -4,16 +4,14 @@ import logging
 import os
 import resource
 import sqlite3
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from maxsimd.engine.cache import database, guarded, tables
+from maxsimd.engine.cache import database, guarded
 from maxsimd.engine.cache.database import DAMAGED_FILE, FILE, PAGE
 from maxsimd.engine.cache.disk import DiskStore
 from maxsimd.engine.cache.entry import CachedEmbedding
@@ -30,23 +28,6 @@ def sql(folder: Path) -> Iterator[sqlite3.Connection]:
     """The database as another program sees it."""
     with closing(sqlite3.connect(folder / FILE, isolation_level=None, timeout=5)) as connection:
         yield connection
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "above" / "cache"
-
-
-@pytest.fixture
-def disk(folder: Path) -> Iterator[DiskStore]:
-    store = DiskStore(folder, 4 * MIB)
-    yield store
-    store.close()
-
-
-@pytest.fixture
-def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guarded, "PAUSE_SECONDS", 0.0)
 
 
 # What is stored
@@ -214,23 +195,6 @@ def test_a_damaged_entry_is_left_out_dropped_and_reported(
     assert len(disk) == 1
 
 
-class _Disordered:
-    """Stands in for a connection to a database whose entries are out of order."""
-
-    def execute(self, *_: object) -> "_Disordered":
-        return self
-
-    def fetchall(self) -> list[tuple[int, bytes, bytes]]:
-        return [(7, b"key", b"data")]
-
-
-def test_entries_out_of_order_are_damage_and_not_read_for_ever() -> None:
-    disordered: Any = _Disordered()
-    assert tables.read_before(disordered, 8) == (7, b"key", b"data")
-    with pytest.raises(tables.DamagedError):
-        tables.read_before(disordered, 7)
-
-
 # Other processes
 
 
@@ -274,35 +238,6 @@ def test_entries_cleared_behind_a_lock_are_gone(disk: DiskStore, folder: Path, w
     assert disk.get(key(1)) is None
     disk.put([(key(2), entry(2))])
     assert numbers(disk) == [2]
-
-
-def test_readers_and_writers_at_once_find_what_is_right(folder: Path) -> None:
-    stores = [DiskStore(folder, 64 * MIB) for _ in range(2)]
-    wrong: list[int] = []
-    end = threading.Event()
-
-    def write(store: DiskStore, first: int) -> None:
-        for number in range(first, first + 100):
-            store.put([(key(number), entry(number, rows=1 + 40 * (number % 50)))])
-        end.set()
-
-    def look(store: DiskStore) -> None:
-        while not end.is_set():
-            for number in range(0, 200, 7):
-                found = store.get(key(number))
-                if found is not None and not same(found, entry(number, rows=1 + 40 * (number % 50))):
-                    wrong.append(number)
-
-    threads = [threading.Thread(target=write, args=(store, 100 * i)) for i, store in enumerate(stores)]
-    threads += [threading.Thread(target=look, args=(store,)) for store in stores]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
-    assert len(numbers(stores[0])) > 100
-    for store in stores:
-        store.close()
 
 
 # Folders that cannot be used

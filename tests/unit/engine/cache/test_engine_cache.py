@@ -129,7 +129,7 @@ async def test_known_and_new_pairs_score_as_uncached(cross_encoder: Engine, docu
     queries = [QUERY, "sort", " ".join(documents[:3])]
     num_cached = 0
     for _ in range(4):
-        chosen = draw.choices(texts, k=draw.randint(1, 15))
+        chosen = draw.choices(texts, k=draw.randint(1, 7))
         asked: Any = draw.choice(queries)
         if draw.random() < 0.5:
             asked = draw.choices(queries, k=len(chosen))

@@ -6,7 +6,6 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,17 +18,10 @@ from maxsimd.engine.cache.memory import MemoryStore
 from maxsimd.engine.cache.store import EmbeddingCache
 from maxsimd.engine.cache.writer import CacheWriter
 from maxsimd.pooling.ragged import Ragged
-from tests.unit.engine.cache.entries import MIB, entry, key, same
+from tests.unit.engine.cache.entries import entry, key, same
 
 HEADER = struct.Struct("<4sBBIII")
 CHECKSUM = struct.Struct("<I")
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[DiskStore]:
-    store = DiskStore(tmp_path / "above" / "cache", 4 * MIB)
-    yield store
-    store.close()
 
 
 # Entries as bytes
@@ -325,20 +317,6 @@ def test_a_start_fills_memory_with_the_newest_to_the_byte() -> None:
     memory.put(key(3), entry(3))
     assert memory.get(key(3)) is not None, "what was asked for twice takes the place of what was read once"
     assert len(memory) == 3
-
-
-def test_a_start_leaves_what_is_newer_in_memory() -> None:
-    go = threading.Event()
-
-    def newest() -> Iterator[tuple[bytes, CachedEmbedding]]:
-        go.wait(10)
-        yield key(1), entry(1)
-
-    cache, memory = _started(newest(), entries=10)
-    memory.put(key(1), entry(100))
-    go.set()
-    cache.wait_until_warm(10)
-    assert same(cache.get(key(1)), entry(100))
 
 
 def test_a_start_waits_for_a_slow_disk_only_for_so_long() -> None:

@@ -22,8 +22,7 @@ from maxsimd.engine.execution.attention.varlen import VarlenBackend
 from maxsimd.engine.execution.cuda_graphs import GraphedRunner
 from maxsimd.engine.execution.device_clock import Times
 from maxsimd.engine.execution.graph_recorder import Cost
-from maxsimd.engine.execution.graph_sizes import is_worth_capturing, least_tokens, sizes_for
-from maxsimd.engine.execution.host_waits import waits_in
+from maxsimd.engine.execution.graph_sizes import sizes_for
 from maxsimd.engine.execution.modes import Packed, try_packed
 from maxsimd.engine.execution.packed_runner import PackedRunner
 from maxsimd.engine.execution.selfcheck.samples import make_samples, random_sequences
@@ -162,26 +161,6 @@ def test_a_model_that_waits_for_the_device_has_no_graphs(
     assert "no CUDA graphs: the model waits for the device (aten.nonzero" in caplog.text
 
 
-def test_what_waits_for_the_device_is_found() -> None:
-    numbers, positions = torch.randn(4, 4), torch.tensor([1, 2])
-    mask = torch.tensor([True, False, True, False])
-    waiting = {
-        "aten._local_scalar_dense.default": lambda: numbers.sum().item(),
-        "aten.index.Tensor": lambda: numbers[numbers > 0],
-        "aten.nonzero.default": lambda: torch.where(numbers > 0),
-        "aten.repeat_interleave.Tensor": lambda: torch.repeat_interleave(positions),
-        "aten.index_put_.default": lambda: numbers[0].clone().index_put_((mask,), torch.ones(2)),
-    }
-    with torch.inference_mode():
-        for name, run in waiting.items():
-            assert waits_in(run, CPU) == [name]
-        assert waits_in(lambda: numbers[positions], CPU) == []
-        assert waits_in(lambda: numbers[0].clone().index_put_((mask,), torch.ones(())), CPU) == []
-        assert waits_in(lambda: numbers.to(torch.bfloat16).to("cpu"), CPU) == []
-        assert waits_in(lambda: torch.repeat_interleave(positions, output_size=3), CPU) == []
-        assert waits_in(lambda: torch.where(numbers > 0, numbers, 0.0).sum(), CPU) == []
-
-
 class BrokenRecorder(CallRecorder):
     """One graph does nothing when it is replayed, and one cannot be captured."""
 
@@ -273,10 +252,3 @@ def test_sizes_reach_up_to_the_budget() -> None:
     assert sizes[-1] == CaptureSize(32, 32, 32)
     assert {size.sequences for size in sizes if size.rows >= 512} == {32, 512}
     assert sizes_for(100_000, 2_000, 10)[0] == CaptureSize(16_384, 2_000, 10)
-
-
-def test_a_graph_must_save_more_than_its_empty_rows_cost() -> None:
-    assert is_worth_capturing(host=6.0, device=24.0)
-    assert not is_worth_capturing(host=6.0, device=100.0)
-    assert least_tokens(4096, host=6.0, replay=5.9) == 0
-    assert least_tokens(8192, host=6.0, replay=12.0) == 7168

@@ -7,19 +7,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import DynamicCache
 
 from maxsimd.engine import Engine, EngineConfig, ModelLoadError
 from maxsimd.engine.checkpoint import LoadedModel, load_model
 from maxsimd.engine.execution import prepare
-from maxsimd.engine.execution.attention.interface import NAME, register
-from maxsimd.engine.execution.attention.torch_grouped import GroupedBackend
-from maxsimd.engine.execution.packed_runner import PackedRunner
-from maxsimd.engine.execution.padded_runner import PaddedRunner
-from maxsimd.engine.execution.selfcheck.proof import step_of
 from maxsimd.engine.execution.selfcheck.sample_layers import sample_layers
-from maxsimd.engine.execution.selfcheck.samples import random_sequences
-from tests.checkpoints import bi_encoders, cross_encoders, language_models, late_interaction
+from tests.checkpoints import bi_encoders, cross_encoders, late_interaction
 from tests.checkpoints.architectures import Architecture, build
 
 CPU = torch.device("cpu")
@@ -196,19 +189,3 @@ def test_a_reformer_that_its_first_text_would_set_is_refused(tmp_path: Path) -> 
     _change(folder, num_buckets=None)
     with pytest.raises(ModelLoadError, match="num_buckets"):
         _load(folder)
-
-
-def test_no_second_cache_of_keys_and_values_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither for packed steps nor for padded ones."""
-    model = _load(language_models.qwen3_reranker(tmp_path))
-
-    def forbidden(*arguments: object, **options: object) -> None:
-        raise AssertionError("a cache was built")
-
-    monkeypatch.setattr(DynamicCache, "update", forbidden)
-    step = step_of(random_sequences(model, "classify"))
-    register()
-    packed, padded = PackedRunner(model, CPU, GroupedBackend()), PaddedRunner(model, CPU)
-    for name, runner in ((NAME, packed), ("sdpa", padded)):
-        model.backbone.set_attn_implementation(name)
-        assert len(runner.forward(step)[0]) >= step.num_tokens

@@ -31,8 +31,7 @@ from maxsimd.engine.ops.cpu.linear import (
 )
 from maxsimd.engine.ops.qkv import QKV
 from tests.unit.engine.execution.test_packed import CPU, make_step
-from tests.unit.engine.ops.test_kernels import amx, needs_kernels
-from tests.unit.engine.ops.test_kernels_bits import threads
+from tests.unit.engine.ops.test_kernels import amx, needs_kernels, threads
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("two_threads")]
 
@@ -152,20 +151,21 @@ def why_not(served: tuple[LoadedModel, PackedRunner], caplog: pytest.LogCaptureF
 
 
 @pytest.mark.parametrize(
-    ("checkpoint", "dtype"),
+    ("checkpoint", "dtype", "quantization"),
     [
-        ("bert_cross_encoder", "bfloat16"),
-        ("bert_cross_encoder", "float32"),
-        ("xlm_roberta_cross_encoder", "bfloat16"),
-        (None, "bfloat16"),
+        ("bert_cross_encoder", "bfloat16", "none"),
+        ("bert_cross_encoder", "bfloat16", "int8"),
+        ("bert_cross_encoder", "float32", "none"),
+        ("xlm_roberta_cross_encoder", "bfloat16", "none"),
+        (None, "bfloat16", "none"),
     ],
 )
 def test_steps_give_the_bits_of_the_model_layer_by_layer(
-    request: pytest.FixtureRequest, checkpoint: str | None, dtype: str
+    request: pytest.FixtureRequest, checkpoint: str | None, dtype: str, quantization: str
 ) -> None:
     """With the first rows alone from the last layer for cross-encoders, and all rows of the embedded one."""
     path = None if checkpoint is None else request.getfixturevalue(checkpoint)
-    model, plain = loaded(path, dtype)
+    model, plain = loaded(path, dtype, quantization=quantization)
     fast = one_call_of((model, plain))
     random = torch.Generator().manual_seed(0)
     for count, shortest in ((1, 1), (2, 1), (7, 1), (12, 90)):
@@ -180,12 +180,6 @@ def test_steps_give_the_bits_of_the_model_layer_by_layer(
     assert step.num_tokens > 2 * FEW_ROWS
 
 
-def test_int8_weights_run_in_one_call_too(bert_cross_encoder: str) -> None:
-    model, plain = loaded(bert_cross_encoder, "bfloat16", quantization="int8")
-    step = make_step([40, 3, 17])
-    assert torch.equal(one_call_of((model, plain)).forward(step)[0], plain.forward(step)[0])
-
-
 def test_larger_steps_run_layer_by_layer(
     served: tuple[LoadedModel, PackedRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,10 +189,6 @@ def test_larger_steps_run_layer_by_layer(
     expected = served[1].forward(large)[0]
     monkeypatch.setattr(Layers, "run", None)
     assert torch.equal(fast.forward(large)[0], expected)
-
-
-def test_one_call_that_takes_longer_is_not_used(why_not: Callable[..., str]) -> None:
-    assert why_not(2.0, 1.0).startswith("one call takes 2000.00 ms")
 
 
 def test_large_steps_run_as_is_faster_for_them(

@@ -65,7 +65,7 @@ def scored(
 
 
 def check_maxsim(device: str) -> None:
-    @examples(55, device)
+    @examples(40, device)
     @given(problems(), st.sampled_from([None, 1, 2, 7]), st.sampled_from(DTYPES), st.booleans())
     def compare(
         problem: tuple[Ragged, Ragged, Pairs], split_k: int | None, dtype: torch.dtype, int8: bool
@@ -103,9 +103,9 @@ SIZES = [
 ]
 
 
-def check_maxsim_of_few_sizes(device: str) -> None:
-    """All dimensions in a tile of tensor cores, and in chunks."""
-    check_maxsim_of_all_sizes(device, SIZES[::3])
+def check_maxsim_of_one_size(device: str) -> None:
+    """Dimensions in chunks; the other checks have them in a tile."""
+    check_maxsim_of_all_sizes(device, SIZES[3:4])
 
 
 def check_maxsim_of_all_sizes(device: str, sizes: Sequence[tuple[int, torch.dtype, Limits]] = SIZES) -> None:
@@ -350,7 +350,7 @@ def check_projection(device: str) -> None:
 
 CHECKS = [
     check_maxsim,
-    check_maxsim_of_few_sizes,
+    check_maxsim_of_one_size,
     check_maxsim_of_all_sizes,
     check_maxsim_of_a_long_document,
     check_maxsim_of_nan,

@@ -1,5 +1,6 @@
 """The compiled kernels for MaxSim, linear layers and attention against plain torch, on random input."""
 
+import itertools
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from transformers.models.bert.modeling_bert import BertOutput
 from maxsimd.engine.execution import linear as layers
 from maxsimd.engine.execution.attention.cpu_kernel import CompiledBackend
 from maxsimd.engine.execution.attention.one_by_one import OneByOneBackend
+from maxsimd.engine.execution.layout import Layout
 from maxsimd.engine.ops import cpu as kernels
 from maxsimd.engine.ops.cpu.instruction_sets import may_use
 from maxsimd.engine.ops.cpu.linear import (
@@ -259,3 +261,81 @@ def test_attention_to_long_sequences_equals_the_plain_one(dtype: torch.dtype) ->
     # Such wide heads make much of the last bits of products, with torch as with us.
     tolerance = {torch.float32: 1e-4, torch.bfloat16: 4e-2}[dtype]
     torch.testing.assert_close(ours.double(), exact, atol=tolerance, rtol=tolerance)
+
+
+# The same bits, whatever is computed beside a row or a sequence, and on however many threads
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_kernels
+@pytest.mark.parametrize("ending", ["plain", "gelu", "norm"])
+# Whole tiles and such as leave something over, and rows that lie at distances of 2 KiB.
+@pytest.mark.parametrize(
+    ("inputs", "columns"), [(64, 96), (384, 160), (130, 33), (45, 7), (1100, 64), (1024, 40)]
+)
+@pytest.mark.parametrize("tiles", [False, True])
+@pytest.mark.parametrize("pack", [pack_float32, pack_bfloat16, pack_int8])
+def test_a_row_has_the_same_bits_among_any_number_of_rows(
+    pack: Callable[[torch.Tensor], Weights], tiles: bool, inputs: int, columns: int, ending: str
+) -> None:
+    x, weight, bias = random_layer((700, inputs, columns), pack(torch.zeros(1, 1)).dtype)
+    weights, norm = pack(weight), Norm(torch.randn(columns), torch.randn(columns), 1e-12)
+
+    def layer(rows: torch.Tensor) -> torch.Tensor:
+        if ending == "norm":
+            return linear_norm(rows, rows.repeat(1, columns)[:, :columns], weights, bias, norm)
+        return linear(rows, weights, bias, gelu=ending == "gelu")
+
+    with amx(tiles):
+        everything = layer(x)
+        for count in (1, 2, 7, 12, 13, 16, 17, 31, 33, 48, 65, 200, 511):
+            assert torch.equal(layer(x[:count]), everything[:count]), count
+        for number, count in itertools.product((1, 3), (1, 5, 64, 700)):
+            with threads(number):
+                assert torch.equal(layer(x[:count]), everything[:count]), (number, count)
+
+
+@needs_kernels
+@given(
+    st.lists(st.integers(1, 80), min_size=2, max_size=6),
+    st.sampled_from([(1, 1), (2, 1), (1, 3)]),
+    st.sampled_from([16, 24, 64]),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.booleans(),
+    st.none() | st.integers(2, 30),
+)
+@settings(deadline=None)
+def test_a_sequence_attends_to_the_same_bits_in_a_crowd(
+    lengths: list[int],
+    heads: tuple[int, int],
+    head_dim: int,
+    dtype: torch.dtype,
+    causal: bool,
+    window: int | None,
+) -> None:
+    def side_by_side(lengths: list[int]) -> Layout:
+        """Sequences end to end, the last key of each longer one unseen unless it is causal."""
+        seen = [length if causal or length < 3 else length - 1 for length in lengths]
+        return laid_out(lengths, seen, backend=OURS, causal=causal).layout
+
+    kv_heads, repeats = heads
+    q, k, v = (
+        torch.randn(sum(lengths), count, head_dim).to(dtype).transpose(0, 1)
+        for count in (kv_heads * repeats, kv_heads, kv_heads)
+    )
+    qkv = QKV(q, k, v, 0.2, window)
+    everything = full(OURS, qkv, side_by_side(lengths))
+    with threads(1):
+        assert torch.equal(full(OURS, qkv, side_by_side(lengths)), everything)
+    for first, length in zip(itertools.accumulate([0, *lengths]), lengths, strict=False):
+        rows = slice(first, first + length)
+        assert torch.equal(full(OURS, qkv.of_rows(rows), side_by_side([length])), everything[rows])

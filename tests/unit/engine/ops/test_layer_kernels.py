@@ -141,6 +141,7 @@ def test_kernels_compile_without_spills(capability: int, dtype: str) -> None:
     assert tried >= 14
 
 
+@pytest.mark.exhaustive
 def test_a_row_is_read_16_bytes_at_a_time() -> None:
     """In 16 bits, where the row is as wide as the program; and no register is in memory."""
     found = {variant.name: variant for variant in variants("bf16")}

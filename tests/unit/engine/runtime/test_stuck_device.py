@@ -180,36 +180,6 @@ async def test_what_died_is_freed_before_the_next_is_loaded(
         assert await _score(engine)
 
 
-async def test_a_failed_start_leaves_the_engine_dead_until_the_next(
-    monkeypatch: pytest.MonkeyPatch, config: EngineConfig
-) -> None:
-    async def die(*_: object) -> None:
-        raise RuntimeError("beyond repair")
-
-    def fail(given: EngineConfig) -> Any:
-        raise OSError("the disk is gone")
-
-    def restarts() -> float | None:
-        return engine.metrics.registry.get_sample_value("maxsimd_engine_restarts_total")
-
-    async with Engine(config) as engine:
-        with monkeypatch.context() as broken:
-            broken.setattr(RunnerActor, "_run", die)
-            with pytest.raises(EngineDeadError):
-                await _score(engine)
-        with monkeypatch.context() as broken:
-            broken.setattr(launch_module, "load_device_model", fail)
-            with pytest.raises(OSError, match="the disk is gone"):
-                await engine.start()
-        assert not engine.is_healthy
-        with pytest.raises(EngineDeadError, match="beyond repair"):
-            await _score(engine)
-        assert restarts() == 0
-        await engine.start()
-        assert await _score(engine)
-        assert restarts() == 1
-
-
 async def test_a_start_that_is_stuck_can_be_given_up(
     sticking: Sticking, monkeypatch: pytest.MonkeyPatch, config: EngineConfig
 ) -> None:

@@ -153,40 +153,6 @@ async def test_a_stop_waits_for_a_drop_within_its_own_grace(
     assert not engines._devices._shared
 
 
-async def test_a_cancelled_drop_frees_the_model_before_its_device(
-    reranker: EngineConfig, pairs: list[Pair]
-) -> None:
-    before = set(threading.enumerate())
-    engines = Engines({"a": reranker})
-    await engines.start()
-    own = asyncio.create_task(engines["a"].score("a", [pair.document for pair in pairs[:60]]))
-    await asyncio.sleep(0)
-    drop = asyncio.create_task(engines.drop("a", None))
-    await asyncio.sleep(0)
-    drop.cancel()
-    await engines.stop(grace=0)
-    answers = await asyncio.gather(own, drop, return_exceptions=True)
-    assert [type(one) for one in answers] == [EngineDeadError, asyncio.CancelledError]
-    await until(lambda: not _of_maxsimd(set(threading.enumerate()) - before))
-
-
-def _of_maxsimd(threads: set[threading.Thread]) -> list[str]:
-    return [each.name for each in threads if each.name.startswith("maxsimd-")]
-
-
-async def test_a_second_drop_waits_for_the_first(
-    both: Engines, reranker: EngineConfig, pairs: list[Pair]
-) -> None:
-    await both.load("going", reranker)
-    own = asyncio.create_task(both["going"].score("a", [pair.document for pair in pairs[:60]]))
-    await asyncio.sleep(0)
-    first = asyncio.create_task(both.drop("going", None))
-    await asyncio.sleep(0)
-    await both.drop("going")
-    assert first.done()
-    await own
-
-
 async def test_another_loop_is_refused_until_a_stop(reranker: EngineConfig, config: EngineConfig) -> None:
     engines = Engines({"a": reranker})
     await engines.start()

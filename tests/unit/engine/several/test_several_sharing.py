@@ -21,7 +21,6 @@ from maxsimd.engine.actors import runner, scheduler
 from maxsimd.engine.actors.turns import Turns
 from maxsimd.engine.device import shared
 from maxsimd.engine.device.allocators import give_back_memory
-from maxsimd.engine.device.shared import SharedDevices
 from maxsimd.engine.device.thread import num_left_behind
 from tests.waiting import until, wait_for
 
@@ -113,14 +112,6 @@ async def test_another_number_of_threads_is_refused_and_said(config: EngineConfi
         await engines.drop("a")
         await engines.load("b", replace(config, threads=2))
         assert (await engines["b"].score("a", ["b"])).scores
-
-
-async def test_an_engine_outlives_its_devices_thread_without_harm(config: EngineConfig) -> None:
-    devices = SharedDevices()
-    seat = devices.seat(config, weight=1.0)
-    await asyncio.wrap_future(seat.run(asyncio.sleep(0)))
-    await asyncio.to_thread(devices.close)
-    assert await asyncio.wait_for(asyncio.to_thread(seat.close), 10)
 
 
 def _breaking(engines: Engines, name: str, act: Callable[[], Any]) -> None:
