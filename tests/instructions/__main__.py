@@ -15,7 +15,6 @@ _FILES = (
     "tests/unit/engine/execution/test_int8_layers.py",
     "tests/unit/engine/execution/test_linear_layers.py",
     "tests/unit/engine/ops/test_kernels.py",
-    "tests/unit/engine/ops/test_kernels_bits.py",
     "tests/unit/engine/scoring/test_maxsim.py",
     "tests/unit/engine/ops/test_finite.py",
     "tests/unit/engine/execution/test_packed.py",

@@ -7,7 +7,7 @@ import inspect
 import textwrap
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -355,34 +355,6 @@ async def test_a_failed_delivery_or_commit_ends_the_engine(
             assert not engine.is_healthy
             for one in found:
                 assert not isinstance(one, BaseException) or isinstance(one, EngineDeadError)
-
-
-async def test_windows_of_a_failed_attempt_count_once(
-    delivery: str,
-    configs: list[EngineConfig],
-    pairs: list[Pair],
-    engines: Engines,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A step with all windows of a document fails after they were stored, and is run in halves."""
-    short = [f"document {i}" for i in range(12)]
-    long = " ".join(" ".join(pair.document.split()[:20]) for pair in pairs[:4])
-    windows = Truncation(windows=True, max_tokens=40, window_overlap=4)
-    engine = await engines(replace(configs[0], max_batch_tokens=512))
-    expected = await engine.score("a query", [long, *short], truncation=windows, cache="bypass")
-    original, left = scoring_module.to_host, [1]
-
-    def fails_once(tensor: torch.Tensor) -> torch.Tensor:
-        if left:
-            left.pop()
-            raise MemoryError("planted after scoring")
-        return original(tensor)
-
-    monkeypatch.setattr(scoring_module, "to_host", fails_once)
-    found = await engine.score("a query", [long, *short], truncation=windows, cache="bypass")
-    assert not left
-    np.testing.assert_allclose(found.scores, expected.scores, atol=1e-4)
-    await until(lambda: engine.stats() == EngineStats())
 
 
 @pytest.mark.parametrize(

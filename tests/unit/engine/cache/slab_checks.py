@@ -106,7 +106,8 @@ def check_scores_from_a_slab(device: str, backend: str, precision: str) -> None:
     """Random turns of new documents, attempts that are repeated, cached ones, some forgotten, and all."""
     scored = Scored(device, backend, cast("Precision", precision))
     draw = random.Random(3)
-    for turn in range(40):
+    turns = 16 if (device, backend) == ("cpu", "triton") else 40  # interpreting takes long
+    for turn in range(turns):
         seeds = {
             key: (draw.randrange(1 << 20), draw.randint(0, MOST_ROWS))
             for key in draw.sample(KEYS, draw.randint(1, 6))
@@ -126,9 +127,9 @@ def check_scores_from_a_slab(device: str, backend: str, precision: str) -> None:
                 there = [key for key in KEYS if key in scored.host]
                 scored.ask(draw.sample(there, draw.randint(0, len(there))), given=1 + turn % 2)
     scored.cache.close()
-    assert scored.slab.hits > 20
-    assert scored.slab.copied > 20
-    assert scored.slab.evictions > 10
+    assert scored.slab.hits > turns // 2
+    assert scored.slab.copied > turns // 2
+    assert scored.slab.evictions > turns // 4
 
 
 def _tokens(count: int) -> Tokens:

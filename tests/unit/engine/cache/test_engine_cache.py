@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import pytest_asyncio
-from scipy.stats import kendalltau
 
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import (
@@ -62,36 +61,29 @@ def tokens_run(engine: Engine) -> float:
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("config", "tolerance"),
     [
-        EMBEDDING,
-        EngineConfig(score_type="bi-encoder", dtype="float32"),
-        pytest.param(EngineConfig(dtype="bfloat16"), marks=[needs_native_bfloat16, pytest.mark.exhaustive]),
+        (EMBEDDING, 1e-3),
+        (EngineConfig(score_type="bi-encoder", dtype="float32"), 1e-3),
+        (EngineConfig(dtype="float32", cache_precision="int8"), 3e-2),
+        pytest.param(
+            EngineConfig(dtype="bfloat16"), 1e-3, marks=[needs_native_bfloat16, pytest.mark.exhaustive]
+        ),
     ],
-    ids=["late interaction", "bi-encoder", "bfloat16"],
+    ids=["late interaction", "bi-encoder", "int8", "bfloat16"],
 )
 async def test_a_cached_document_scores_as_one_that_is_encoded(
-    config: EngineConfig, engines: Engines, documents: list[str]
+    config: EngineConfig, tolerance: float, engines: Engines, documents: list[str]
 ) -> None:
     engine = await empty(engines, config)
     new = (await engine.score(QUERY, documents, truncation=CUT_LONG, cache="bypass")).scores
     first = (await engine.score(QUERY, documents, truncation=CUT_LONG)).scores
     again = await engine.score(QUERY, documents, truncation=CUT_LONG)
-    np.testing.assert_allclose(first, new, atol=1e-3)
-    np.testing.assert_allclose(again.scores, new, atol=1e-3)
+    np.testing.assert_allclose(first, new, atol=tolerance)
+    np.testing.assert_allclose(again.scores, new, atol=tolerance)
     assert again.usage.cached_documents == len(documents)
     assert again.usage.prompt_tokens - again.usage.cached_tokens < 20
     assert again.truncated > 0, "what was cut once is still told of"
-
-
-@pytest.mark.exhaustive
-async def test_int8_keeps_the_ranking(documents: list[str]) -> None:
-    async with Engine(EngineConfig(dtype="float32", cache_precision="int8")) as engine:
-        new = await engine.score(QUERY, documents, truncation=CUT_LONG, cache="bypass")
-        await engine.score(QUERY, documents, truncation=CUT_LONG)
-        cached = await engine.score(QUERY, documents, truncation=CUT_LONG)
-        assert cached.usage.cached_documents == len(documents)
-    assert kendalltau(new.scores, cached.scores).statistic >= 0.99
 
 
 async def test_equal_documents_in_requests_are_encoded_once(engine: Engine, documents: list[str]) -> None:
@@ -137,7 +129,7 @@ async def test_known_and_new_pairs_score_as_uncached(cross_encoder: Engine, docu
     queries = [QUERY, "sort", " ".join(documents[:3])]
     num_cached = 0
     for _ in range(4):
-        chosen = draw.choices(texts, k=draw.randint(1, 15))
+        chosen = draw.choices(texts, k=draw.randint(1, 7))
         asked: Any = draw.choice(queries)
         if draw.random() < 0.5:
             asked = draw.choices(queries, k=len(chosen))
@@ -149,13 +141,6 @@ async def test_known_and_new_pairs_score_as_uncached(cross_encoder: Engine, docu
         assert cached.usage.prompt_tokens == plain.usage.prompt_tokens
         num_cached += cached.usage.cached_documents
     assert num_cached > 0
-
-
-async def test_without_memory_there_is_no_cache(bert_cross_encoder: str) -> None:
-    async with Engine(EngineConfig(model=bert_cross_encoder, dtype="float32", cache_mb=0)) as engine:
-        for _ in range(2):
-            assert (await engine.score(QUERY, "a")).usage.cached_documents == 0
-        await engine.clear_cache()
 
 
 async def test_errors_name_a_document_by_its_index_in_the_request(cross_encoder: Engine) -> None:

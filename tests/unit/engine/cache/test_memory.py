@@ -138,23 +138,6 @@ def test_a_count_is_never_too_low_and_seldom_too_high() -> None:
     assert sum(one > other for one, other in zip(estimates, exact, strict=True)) < 20
 
 
-def test_counts_are_halved_after_each_period_and_limited() -> None:
-    sketch = FrequencySketch(64)
-    for _ in range(9):
-        sketch.count(b"one", 10)
-    assert sketch.estimate(b"one") == 9
-    sketch.count(b"one", 10)
-    assert sketch.estimate(b"one") == 5
-    for _ in range(4):
-        sketch.count(b"one", 10)
-    assert sketch.estimate(b"one") == 9, "half of a period has been counted already"
-    sketch.count(b"one", 10)
-    assert sketch.estimate(b"one") == 5
-    for _ in range(1000):
-        sketch.count(b"two", 100_000)
-    assert sketch.estimate(b"two") == 255
-
-
 @pytest.mark.parametrize("limit", [0, SIZE - 1, 10 * SIZE, 100 * SIZE, 300 * SIZE])
 def test_a_resized_store_holds_what_then_fits(limit: int) -> None:
     store: MemoryStore[CachedEmbedding] = MemoryStore(100 * SIZE)

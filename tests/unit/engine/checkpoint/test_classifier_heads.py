@@ -48,21 +48,6 @@ def test_a_head_gives_the_bits_of_the_models_own_code(family: str) -> None:
         assert torch.equal(head(rows), expected)
 
 
-@pytest.mark.parametrize(
-    ("family", "is_short"), [("bert", True), ("xlm-roberta", True), ("modernbert", False)]
-)
-def test_the_short_way_is_for_a_pooler_and_a_classifier(family: str, is_short: bool) -> None:
-    assert (ClassifierHead(MODELS[family]().eval())._is_short) is is_short
-
-
-@torch.inference_mode()
-def test_a_classifier_that_is_replaced_later_is_asked() -> None:
-    head = ClassifierHead(MODELS["bert"]().eval())
-    head.model.classifier = torch.nn.Linear(32, 3)
-    rows = torch.randn(4, 32)
-    assert torch.equal(head(rows), head._by_model(rows))
-
-
 class Doubled(BertForSequenceClassification):
     def forward(self, *arguments: Any, **named: Any) -> Any:
         output = super().forward(*arguments, **named)

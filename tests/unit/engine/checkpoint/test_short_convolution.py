@@ -1,16 +1,13 @@
 """Short convolutions of sequences in one row give what each sequence gives alone."""
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import Lfm2Config, Lfm2Model
+from transformers import Lfm2Config
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 
 from maxsimd.engine.checkpoint.short_convolution import (
     ShortConvolution,
-    replace_short_convolutions,
-    short_convolutions_of,
 )
 
 HIDDEN = 8
@@ -75,18 +72,6 @@ def test_unattended_ends_are_left_out_of_rows_too(
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("taps", [1, 2, 3, 4])
-def test_one_that_is_causal_is_transformers_own(taps: int) -> None:
-    original = _original(taps)
-    states = torch.randn(3, 7, HIDDEN)
-    ours = ShortConvolution(original, centred=False, leaves_out_padding=True)
-    torch.testing.assert_close(ours(states), original(states))
-    attended = (torch.arange(7) < torch.tensor([7, 3, 5])[:, None]).long()
-    theirs = original(states, attention_mask=attended)
-    torch.testing.assert_close(ours(states, attention_mask=attended), theirs)
-
-
-@torch.inference_mode()
 def test_one_that_is_centred_sees_as_many_tokens_on_either_side() -> None:
     convolution = ShortConvolution(_original(3), centred=True, leaves_out_padding=False)
     states = torch.randn(1, 9, HIDDEN)
@@ -94,18 +79,3 @@ def test_one_that_is_centred_sees_as_many_tokens_on_either_side() -> None:
     changed[0, 4] += 1
     differs = (convolution(states) != convolution(changed)).any(-1)[0]
     assert differs.nonzero().flatten().tolist() == [3, 4, 5]
-
-
-def test_a_cache_is_refused() -> None:
-    convolution = ShortConvolution(_original(3), centred=False, leaves_out_padding=True)
-    with pytest.raises(NotImplementedError, match="without a cache"):
-        convolution(torch.randn(1, 2, HIDDEN), past_key_values=object())
-
-
-def test_only_those_of_an_lfm2_are_replaced() -> None:
-    model = Lfm2Model(_config(3))
-    replace_short_convolutions(model, centred=True, leaves_out_padding=False)
-    assert len(short_convolutions_of(model)) == 1
-    other = torch.nn.Linear(2, 2)
-    replace_short_convolutions(other, centred=True, leaves_out_padding=False)
-    assert short_convolutions_of(other) == []

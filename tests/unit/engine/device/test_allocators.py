@@ -6,8 +6,6 @@ import pytest
 
 from maxsimd.api.garbage import resident_bytes
 from maxsimd.engine import Engine
-from maxsimd.engine.device import allocators
-from maxsimd.engine.device.allocators import give_back_memory
 from tests.checkpoints import bi_encoders
 from tests.checkpoints.shared import SharedCheckpoints
 
@@ -24,8 +22,3 @@ async def test_an_engine_that_is_stopped_gives_back_what_is_free(checkpoints: Sh
     await engine.stop()
     assert len(between) == 100
     assert resident_bytes() < taken - (100 << 20)
-
-
-def test_where_the_c_library_cannot_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(allocators.ctypes, "CDLL", lambda name: object())
-    give_back_memory()

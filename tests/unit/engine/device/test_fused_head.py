@@ -64,16 +64,6 @@ def plain_project(
     return out.to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_fused_head_that_agrees_is_used(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    from maxsimd.engine.device import fused_head
-
-    monkeypatch.setattr(fused_head, "project", plain_project)
-    for head, possible in _heads():
-        assert isinstance(fused_head.fused(head, dtype, dtype), fused_head.FusedProjection) == possible
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("broken", "said"),

@@ -1,16 +1,13 @@
 """How many cores and how much memory a process may use, by what the kernel shows."""
 
 import logging
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from maxsimd.engine import EngineConfig
 from maxsimd.engine.device import open_cache
-from maxsimd.engine.device.cores import Cores, cpu_quota, usable_cores
+from maxsimd.engine.device.cores import Cores, cpu_quota
 from maxsimd.engine.device.memory import free_memory
 
 V1 = "31 23 0:28 {root} /sys/fs/cgroup/cpu,cpuacct rw,relatime shared:5 - cgroup cgroup rw,cpu,cpuacct\n"
@@ -85,11 +82,6 @@ def test_a_container_may_have_a_part_of_the_hosts_groups_mounted(tmp_path: Path,
     assert cpu_quota(root) == (2.0 if path.endswith("inner") else 3.0)
 
 
-def test_quotas_of_other_groups_do_not_count(tmp_path: Path) -> None:
-    files = {"sys/fs/cgroup/a/cpu.max": "max 1\n", "sys/fs/cgroup/b/cpu.max": "100000 100000\n"}
-    assert cpu_quota(machine(tmp_path, V2.format(root="/"), "0::/a\n", files)) is None
-
-
 def test_a_machine_without_control_groups_has_no_quota(tmp_path: Path) -> None:
     assert cpu_quota(tmp_path) is None
 
@@ -101,19 +93,6 @@ def test_there_are_as_many_threads_as_can_always_run(
     affinity: int, quota: float | None, threads: int
 ) -> None:
     assert Cores(affinity, quota).threads == threads
-
-
-def test_the_affinity_is_this_processes_own() -> None:
-    assert usable_cores().affinity == len(os.sched_getaffinity(0))
-
-
-def test_a_real_quota_is_found(group_of_one_core: Path) -> None:
-    program = (
-        f"import os; open({str(group_of_one_core / 'cgroup.procs')!r}, 'w').write(str(os.getpid()));"
-        "from maxsimd.engine.device.cores import usable_cores; print(usable_cores().quota)"
-    )
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert float(ran.stdout) == 1.0
 
 
 GIB = 1024**3

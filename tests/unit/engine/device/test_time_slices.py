@@ -47,11 +47,6 @@ def test_a_thread_of_another_policy_keeps_its_slices() -> None:
         assert pool.submit(batch).result() is False
 
 
-def test_a_machine_whose_calls_are_not_known_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time_slices.platform, "machine", lambda: "riscv64")
-    assert take_short_slices() is False
-
-
 @pytest.mark.parametrize(
     ("given", "spins"),
     [({}, "2000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],

@@ -12,7 +12,6 @@ from transformers.models.xlm_roberta.modeling_xlm_roberta import XLMRobertaEmbed
 
 from maxsimd.engine.execution.embeddings import CompiledEmbeddings, compile_embeddings
 from tests.unit.engine.ops.test_kernels import needs_kernels
-from tests.unit.engine.ops.test_kernels_bits import threads
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("two_threads")]
 
@@ -65,19 +64,6 @@ def test_the_compiled_sum_equals_the_module_but_for_rounding(
         torch.testing.assert_close(ours(**given), module(**given), **NEAR[dtype])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@torch.inference_mode()
-def test_a_row_has_the_same_bits_whatever_is_beside_it(dtype: torch.dtype) -> None:
-    _, ours = made("bert", dtype)
-    given = ids((1, 150), 2)
-    everything = ours(**given)[0]
-    for count in (1, 2, 13, 150):
-        for number in (1, 2, 3):
-            with threads(number):
-                first = ours(**{name: each[:, :count] for name, each in given.items()})[0]
-            assert torch.equal(first, everything[:count])
-
-
 @pytest.mark.parametrize("name", ["input_ids", "position_ids", "token_type_ids"])
 @pytest.mark.parametrize("wrong", [-1, 10_000])
 @torch.inference_mode()
@@ -87,14 +73,6 @@ def test_an_id_that_is_in_no_table_is_refused(name: str, wrong: int) -> None:
     given[name][0, 3] = wrong
     with pytest.raises(IndexError, match="not in its table"):
         ours(**given)
-
-
-@torch.inference_mode()
-def test_ids_may_be_of_another_type() -> None:
-    _, ours = made("bert", torch.float32)
-    given = ids((1, 9), 2)
-    shorter = {name: each.to(torch.int32) for name, each in given.items()}
-    assert torch.equal(ours(**shorter), ours(**given))
 
 
 @torch.inference_mode()

@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from maxsimd.engine import EngineConfig
 from maxsimd.engine.checkpoint import LoadedModel, load_model
@@ -18,27 +16,20 @@ from maxsimd.engine.execution.attention.base import (
     AttentionBackend,
     CapturableBackend,
     CaptureSize,
-    StaticMetadata,
 )
 from maxsimd.engine.execution.attention.torch_grouped import GroupedBackend
-from maxsimd.engine.execution.attention.varlen import VarlenBackend, VarlenMetadata
+from maxsimd.engine.execution.attention.varlen import VarlenBackend
 from maxsimd.engine.execution.cuda_graphs import GraphedRunner
 from maxsimd.engine.execution.device_clock import Times
 from maxsimd.engine.execution.graph_recorder import Cost
-from maxsimd.engine.execution.graph_sizes import is_worth_capturing, least_tokens, sizes_for
-from maxsimd.engine.execution.graph_steps import filling_steps
-from maxsimd.engine.execution.host_waits import waits_in
-from maxsimd.engine.execution.lay_out import lay_out
-from maxsimd.engine.execution.layout import Group, Layout
+from maxsimd.engine.execution.graph_sizes import sizes_for
 from maxsimd.engine.execution.modes import Packed, try_packed
 from maxsimd.engine.execution.packed_runner import PackedRunner
 from maxsimd.engine.execution.selfcheck.samples import make_samples, random_sequences
-from maxsimd.engine.execution.static_inputs import Field, StaticInputs
 from maxsimd.engine.ops.qkv import QKV
 from maxsimd.scheduler import Chunk, ResultSlot, Sequence, Step, Tokens
 from tests.checkpoints import cross_encoders, nomic
 from tests.checkpoints.shared import SharedCheckpoints
-from tests.unit.engine.ops.interpreted import run_interpreted
 
 CPU = torch.device("cpu")
 SIZES = (CaptureSize(256, 40, 128), CaptureSize(64, 32, 64), CaptureSize(64, 4, 64), CaptureSize(32, 4, 32))
@@ -117,17 +108,6 @@ def check_replays(
     assert [now - then for now, then in zip(recorder.replays, before, strict=True)] == replays
 
 
-def check_triton_replays(path: str) -> None:
-    """Interpreted: by our kernel, with tiles so small that sequences have several blocks."""
-    from maxsimd.engine.execution.attention.triton_kernel import TritonBackend
-    from tests.unit.engine.ops.kernel_checks import tiled
-
-    model = packed_model(Path(path))
-    with tiled((32, 32, 4, 1)):
-        steps = [[9, 12, 1], [45], [3] * 9, [5]]
-        check_replays(model, TritonBackend(), (CaptureSize(48, 8, 48),), steps, [3])
-
-
 @pytest.fixture(params=["bert", "qwen3"])
 def path(request: pytest.FixtureRequest, checkpoints: SharedCheckpoints) -> Path:
     """A small bidirectional and a small causal model."""
@@ -160,12 +140,6 @@ def test_a_replayed_step_gives_what_it_gives_without_a_graph(path: Path, backend
     check_replays(packed_model(path), backend, SIZES, lengths, [1, 1, 1, 4])
 
 
-@pytest.mark.exhaustive
-def test_steps_by_our_own_kernel_are_replayed(path: Path) -> None:
-    pytest.importorskip("triton")
-    run_interpreted(check_triton_replays, str(path))
-
-
 def test_the_next_replay_leaves_hidden_states_as_they_were(capture: Callable[..., Captured]) -> None:
     graphed, _ = capture(CallRecorder(), SIZES[-1:])
     first, second = steps_of([[9, 3], [4, 8]])
@@ -185,38 +159,6 @@ def test_a_model_that_waits_for_the_device_has_no_graphs(
         graphed, left_out = capture(recorder, model=experts)
     assert (graphed.sizes, left_out, recorder.replays) == ((), {}, [])
     assert "no CUDA graphs: the model waits for the device (aten.nonzero" in caplog.text
-
-
-def test_a_model_that_cannot_be_watched_runs_without_graphs(
-    capture: Callable[..., Captured], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(*given: object) -> list[str]:
-        raise RuntimeError("no rule for this operator")
-
-    monkeypatch.setattr(cuda_graphs, "waits_in", fail)
-    graphed, left_out = capture(CallRecorder())
-    assert (graphed.sizes, left_out) == ((), {})
-    assert "a step cannot be watched: no rule for this operator" in caplog.text
-
-
-def test_what_waits_for_the_device_is_found() -> None:
-    numbers, positions = torch.randn(4, 4), torch.tensor([1, 2])
-    mask = torch.tensor([True, False, True, False])
-    waiting = {
-        "aten._local_scalar_dense.default": lambda: numbers.sum().item(),
-        "aten.index.Tensor": lambda: numbers[numbers > 0],
-        "aten.nonzero.default": lambda: torch.where(numbers > 0),
-        "aten.repeat_interleave.Tensor": lambda: torch.repeat_interleave(positions),
-        "aten.index_put_.default": lambda: numbers[0].clone().index_put_((mask,), torch.ones(2)),
-    }
-    with torch.inference_mode():
-        for name, run in waiting.items():
-            assert waits_in(run, CPU) == [name]
-        assert waits_in(lambda: numbers[positions], CPU) == []
-        assert waits_in(lambda: numbers[0].clone().index_put_((mask,), torch.ones(())), CPU) == []
-        assert waits_in(lambda: numbers.to(torch.bfloat16).to("cpu"), CPU) == []
-        assert waits_in(lambda: torch.repeat_interleave(positions, output_size=3), CPU) == []
-        assert waits_in(lambda: torch.where(numbers > 0, numbers, 0.0).sum(), CPU) == []
 
 
 class BrokenRecorder(CallRecorder):
@@ -278,38 +220,6 @@ def test_a_slow_graph_holds_steps_that_nearly_fill_it(capture: Callable[..., Cap
     assert recorder.replays[0] - before == 2
 
 
-def test_torch_is_not_captured_for_mostly_empty_blocks(backend: VarlenBackend) -> None:
-    layout = steps_of([[8]])
-    metadata = _metadata(backend, layout[0])
-    assert backend.prepare_for_capture(metadata, CaptureSize(4096, 32, 4096)) is not None
-    assert backend.prepare_for_capture(metadata, CaptureSize(4096, 512, 4096)) is None
-    assert backend.prepare_for_capture(metadata, CaptureSize(4096, 512, 256)) is not None
-
-
-def test_an_old_torch_is_not_replayed_for_cut_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    def old(query: Any, key: Any, value: Any, *offsets: Any, scale: float, window_size: Any) -> torch.Tensor:
-        raise AssertionError
-
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", old)
-    backend = VarlenBackend(CPU)
-    static: StaticMetadata | None = backend.prepare_for_capture(
-        _metadata(backend, steps_of([[8]])[0]), CaptureSize(32, 4, 32)
-    )
-    assert static is not None
-    assert set(static.shapes) == {"offsets"}
-    whole = Layout(False, (Group(0, 1, 8, (8,)),))
-    contents = static.contents(whole)
-    assert contents is not None
-    assert contents["offsets"].tolist() == [0, 8, 8, 8, 8]
-    assert static.contents(Layout(False, (Group(0, 1, 8, (5,)),))) is None
-    assert static.contents(Layout(False, (Group(0, 1, 40, (40,)),))) is None
-
-
-def _metadata(backend: VarlenBackend, step: Step) -> VarlenMetadata:
-    batch = lay_out(step, {}, causal=False, arrangement=backend.arrangement, position_offset=0)
-    return backend.prepare(batch.layout, CPU)
-
-
 def test_only_what_is_captured_without_fault_is_used(
     model: LoadedModel,
     backend: VarlenBackend,
@@ -342,52 +252,3 @@ def test_sizes_reach_up_to_the_budget() -> None:
     assert sizes[-1] == CaptureSize(32, 32, 32)
     assert {size.sequences for size in sizes if size.rows >= 512} == {32, 512}
     assert sizes_for(100_000, 2_000, 10)[0] == CaptureSize(16_384, 2_000, 10)
-
-
-def test_a_graph_must_save_more_than_its_empty_rows_cost() -> None:
-    assert is_worth_capturing(host=6.0, device=24.0)
-    assert not is_worth_capturing(host=6.0, device=100.0)
-    assert least_tokens(4096, host=6.0, replay=5.9) == 0
-    assert least_tokens(8192, host=6.0, replay=12.0) == 7168
-
-
-@given(
-    st.integers(1, 600),
-    st.integers(1, 100),
-    st.integers(1, 600),
-    st.lists(st.integers(1, 60), min_size=1, max_size=4),
-)
-def test_steps_fill_the_graph_that_they_try(
-    rows: int, sequences: int, longest: int, samples: list[int]
-) -> None:
-    size = CaptureSize(rows, min(rows, sequences), min(rows, longest))
-    texts = [
-        Sequence.text(0, ResultSlot(0, 0), "all", Tokens(np.arange(min(n, size.longest), dtype=np.int32)))
-        for n in samples
-    ]
-    many, few = filling_steps(size, texts)
-    for step in (many, few):
-        assert len(step.chunks) <= size.sequences
-        assert step.num_tokens <= rows
-        assert max(len(chunk) for chunk in step.chunks) <= size.longest
-    assert len(many.chunks) == size.sequences
-    if size.sequences > 1:
-        assert many.chunks[0].sequence.tokens is texts[0].tokens or len(texts[0]) + size.sequences - 1 > rows
-    assert len(few.chunks[0]) == min(size.longest, max(1, rows - rows // 10))
-    if 2 * rows <= size.longest * (size.sequences - size.sequences // 2):
-        assert many.num_tokens == rows
-
-
-def test_inputs_stay_at_their_addresses_before_zeros() -> None:
-    fields = {"ids": Field((5,), torch.int64), "blocks": Field((3, 2), torch.int32)}
-    inputs = StaticInputs(fields, CPU)
-    ids, blocks = inputs.tensors["ids"], inputs.tensors["blocks"]
-    inputs.load({"ids": np.arange(5), "blocks": np.ones((3, 2), dtype=np.int32)})
-    assert ids.tolist() == [0, 1, 2, 3, 4]
-    assert blocks.tolist() == [[1, 1]] * 3
-    inputs.load({"ids": np.array([7]), "blocks": np.full((1, 2), 9, dtype=np.int32)})
-    assert ids.tolist() == [7, 0, 0, 0, 0]
-    assert blocks.tolist() == [[9, 9], [0, 0], [0, 0]]
-    assert all(tensor.data_ptr() % 16 == ids.data_ptr() % 16 for tensor in inputs.tensors.values())
-    with pytest.raises(KeyError):
-        inputs.load({"ids": np.array([7])})

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,22 +19,16 @@ from maxsimd.engine.execution.attention import select as choice
 from maxsimd.engine.execution.attention.base import AttentionMetadata
 from maxsimd.engine.execution.attention.check import find_mismatch
 from maxsimd.engine.execution.attention.one_by_one import OneByOneBackend
-from maxsimd.engine.execution.attention.timing import LENGTHS, fastest
+from maxsimd.engine.execution.attention.timing import LENGTHS
 from maxsimd.engine.execution.attention.torch_grouped import GroupedBackend
 from maxsimd.engine.execution.attention.varlen import (
     FlashBackend,
     VarlenBackend,
-    VarlenMetadata,
-    varlen_options,
 )
-from maxsimd.engine.execution.layout import Group, Layout
 from maxsimd.engine.execution.modes import Packed, try_packed
-from maxsimd.engine.execution.packed_runner import PackedRunner
 from maxsimd.engine.execution.selfcheck.samples import make_samples
 from maxsimd.engine.ops.qkv import QKV
 from maxsimd.engine.scoring.maxsim import maxsim_reference, maxsim_tiled
-from maxsimd.pooling.dispatch import DispatchPooler
-from maxsimd.pooling.methods import METHODS
 from maxsimd.pooling.ragged import Ragged
 from tests.checkpoints import cross_encoders
 from tests.unit.engine.execution.test_packed import plain_varlen
@@ -52,37 +45,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         try_packed(found, CPU, GroupedBackend(supports_first_rows=False), make_samples(found)), Packed
     )
     return found
-
-
-@pytest.mark.parametrize(
-    ("parameters", "lacks"),
-    [
-        ({"scale", "window_size", "enable_gqa", "seqused_k"}, set()),
-        ({"scale", "window_size"}, {"heads", "keys"}),
-        ({"scale", "is_causal"}, {"heads", "keys", "window"}),
-    ],
-)
-def test_torch_is_asked_only_for_what_its_version_has(parameters: set[str], lacks: set[str]) -> None:
-    query, grouped = torch.empty(4, 6, 16), torch.empty(2, 6, 16)
-    plain = QKV(query, query, query, 16**-0.5)
-    cases = {
-        "plain": (plain, True, None),
-        "both ways": (plain, False, None),
-        "scaling": (replace(plain, scaling=0.5), True, None),
-        "heads": (replace(plain, key=grouped, value=grouped), True, None),
-        "window": (replace(plain, window=3), True, None),
-        "keys": (plain, False, torch.tensor([4], dtype=torch.int32)),
-    }
-    for name, (qkv, causal, key_lengths) in cases.items():
-        layout = Layout(causal, (Group(0, 1, 6, (6,)),))
-        offsets = torch.tensor([0, 6], dtype=torch.int32)
-        metadata = VarlenMetadata(layout, CPU, offsets, key_lengths)
-        options = varlen_options(qkv, metadata, frozenset(parameters))
-        assert (options is None) == (name in lacks)
-        if options is not None:
-            assert options.keys() <= parameters
-            assert (options.get("window_size", (-1, -1))[1] == 0 or options.get("is_causal", False)) == causal
-            assert ("scale" in options) == (name == "scaling")
 
 
 def test_what_an_old_torch_lacks_runs_by_our_own_way(
@@ -157,19 +119,6 @@ def test_attention_that_is_wrong_or_fails_is_passed_over(
     del candidates["right"]
     chosen = choice.choose_attention("auto", model, gpu, torch.float32, False)
     assert isinstance(chosen, GroupedBackend)
-
-
-@pytest.mark.parametrize(
-    ("milliseconds", "chosen"),
-    [
-        ({"ours": 1.0, "theirs": 0.5}, "theirs"),
-        ({"ours": 0.5, "theirs": 1.0}, "ours"),
-        ({"ours": 1.0, "theirs": 0.97}, "ours"),
-        ({"ours": 1.0, "theirs": 0.99, "third": 0.89}, "third"),
-    ],
-)
-def test_the_fastest_or_first_of_equals_is_chosen(milliseconds: dict[str, float], chosen: str) -> None:
-    assert fastest(milliseconds) == chosen
 
 
 def test_right_attention_is_chosen_by_a_timing(
@@ -252,12 +201,6 @@ def test_maxsim_is_checked_in_every_length_and_type(caplog: pytest.LogCaptureFix
     assert warmup.checked_maxsim("other", maxsim_tiled, 16, CPU, torch.float32) == ("other", maxsim_tiled)
 
 
-def test_a_model_is_warmed_up_by_what_it_will_run(model: LoadedModel) -> None:
-    pooler = DispatchPooler({name: METHODS[task.pooling](task.head) for name, task in model.tasks.items()})
-    warmup.warm_up(model, PackedRunner(model, CPU, GroupedBackend()), pooler)
-    assert pooler.num_states == 0
-
-
 def test_the_budget_of_a_step_fits_into_what_a_gpu_has_free() -> None:
     gib = 1 << 30
     config = BertConfig(hidden_size=1024, intermediate_size=4096)
@@ -277,13 +220,6 @@ def test_a_slab_takes_a_share_of_free_memory() -> None:
     assert open_slab.rows_within(1 << 20, 128, torch.bfloat16) == 4096
     # Each row of int8 has a scale.
     assert open_slab.rows_within(1 << 20, 124, torch.int8) == 8192
-
-
-def test_there_is_no_slab_on_a_cpu(model: LoadedModel) -> None:
-    cache = EmbeddingCache(b"", "float32", MemoryStore(1 << 20), None)
-    config = EngineConfig(device_cache_mb=8)
-    assert open_slab.open_slab(config, model, cache, CPU, torch.float32, False) is None
-    cache.close()
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,6 @@ _WAYS = [
 ]
 
 
-def test_there_are_other_ways_than_torch_for_each_precision() -> None:
-    assert {param.values[1] for param in _WAYS} == {torch.float32, *_BIT16}
-
-
 @pytest.mark.parametrize(("way", "dtype"), _WAYS)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("gelu", [True, False])

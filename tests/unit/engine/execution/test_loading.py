@@ -7,19 +7,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import DynamicCache
 
 from maxsimd.engine import Engine, EngineConfig, ModelLoadError
 from maxsimd.engine.checkpoint import LoadedModel, load_model
 from maxsimd.engine.execution import prepare
-from maxsimd.engine.execution.attention.interface import NAME, register
-from maxsimd.engine.execution.attention.torch_grouped import GroupedBackend
-from maxsimd.engine.execution.packed_runner import PackedRunner
-from maxsimd.engine.execution.padded_runner import PaddedRunner
-from maxsimd.engine.execution.selfcheck.proof import step_of
 from maxsimd.engine.execution.selfcheck.sample_layers import sample_layers
-from maxsimd.engine.execution.selfcheck.samples import random_sequences
-from tests.checkpoints import bi_encoders, cross_encoders, language_models, late_interaction, vision_language
+from tests.checkpoints import bi_encoders, cross_encoders, late_interaction
 from tests.checkpoints.architectures import Architecture, build
 
 CPU = torch.device("cpu")
@@ -143,33 +136,12 @@ def test_a_proof_runs_one_layer_of_each_kind_and_the_last(tmp_path: Path) -> Non
     assert list(backbone.encoder.layer) == whole
 
 
-def test_a_sampled_tower_hands_on_what_its_layers_give(tmp_path: Path) -> None:
-    model = _load(vision_language.colqwen3(tmp_path))
-    assert model.vision is not None
-    tower: Any = model.vision.modules[0]
-    assert (len(tower.blocks), tower.deepstack_visual_indexes) == (4, [0, 2])
-    with sample_layers(tower):
-        assert (len(tower.blocks), tower.deepstack_visual_indexes) == (2, [0, 1])
-    assert (len(tower.blocks), tower.deepstack_visual_indexes) == (4, [0, 2])
-
-
 async def test_the_query_prompt_replaces_the_checkpoints(tmp_path: Path) -> None:
     model = bi_encoders.bge(tmp_path)
     async with Engine(EngineConfig(model=model, dtype="float32", query_prompt="query: ")) as engine:
         ours = (await engine.embed(["why"], input_type="query")).embeddings
         written = (await engine.embed(["query: why"])).embeddings
     assert ours == pytest.approx(written, abs=1e-6)
-
-
-async def test_an_instruction_fills_its_place_in_a_query_prompt(qwen3_embedding: str) -> None:
-    async with Engine(EngineConfig(model=qwen3_embedding, dtype="float32")) as engine:
-        told = await engine.score("why", ["because"], instruction="Find reasons")
-        plain = await engine.score("why", ["because"])
-    prompt = "Instruct: Find reasons\nQuery:"
-    async with Engine(EngineConfig(model=qwen3_embedding, dtype="float32", query_prompt=prompt)) as engine:
-        written = await engine.score("why", ["because"])
-    assert told.scores == pytest.approx(written.scores, abs=1e-6)
-    assert told.scores != pytest.approx(plain.scores, abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -217,19 +189,3 @@ def test_a_reformer_that_its_first_text_would_set_is_refused(tmp_path: Path) -> 
     _change(folder, num_buckets=None)
     with pytest.raises(ModelLoadError, match="num_buckets"):
         _load(folder)
-
-
-def test_no_second_cache_of_keys_and_values_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither for packed steps nor for padded ones."""
-    model = _load(language_models.qwen3_reranker(tmp_path))
-
-    def forbidden(*arguments: object, **options: object) -> None:
-        raise AssertionError("a cache was built")
-
-    monkeypatch.setattr(DynamicCache, "update", forbidden)
-    step = step_of(random_sequences(model, "classify"))
-    register()
-    packed, padded = PackedRunner(model, CPU, GroupedBackend()), PaddedRunner(model, CPU)
-    for name, runner in ((NAME, packed), ("sdpa", padded)):
-        model.backbone.set_attn_implementation(name)
-        assert len(runner.forward(step)[0]) >= step.num_tokens

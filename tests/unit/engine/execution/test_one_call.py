@@ -31,8 +31,7 @@ from maxsimd.engine.ops.cpu.linear import (
 )
 from maxsimd.engine.ops.qkv import QKV
 from tests.unit.engine.execution.test_packed import CPU, make_step
-from tests.unit.engine.ops.test_kernels import amx, needs_kernels
-from tests.unit.engine.ops.test_kernels_bits import threads
+from tests.unit.engine.ops.test_kernels import amx, needs_kernels, threads
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("two_threads")]
 
@@ -100,25 +99,6 @@ def test_layers_in_one_call_equal_their_products_one_by_one(
     assert torch.equal(ours, expected[firsts] if firsts_only else expected)
 
 
-def test_layers_that_do_not_fit_together_are_refused() -> None:
-    narrow, wide = random_layer(pack_bfloat16, 0), random_layer(pack_bfloat16, 0, hidden=128)
-    with pytest.raises(ValueError, match="differ in size"):
-        Layers([narrow, wide], HEADS, SCALING, 8)
-    with pytest.raises(ValueError, match="differ in precision"):
-        Layers([narrow, random_layer(pack_float32, 0)], HEADS, SCALING, 8)
-    with pytest.raises(ValueError, match="not a multiple"):
-        Layers([narrow], 4, SCALING, 8)
-    layers = Layers([narrow], HEADS, SCALING, 8)
-    sequences = torch.tensor([(0, 9, 9, -1)])
-    for hidden in (
-        torch.zeros(9, HIDDEN).bfloat16(),
-        torch.zeros(8, HIDDEN),
-        torch.zeros(0, HIDDEN).bfloat16(),
-    ):
-        with pytest.raises(ValueError, match="cannot run"):
-            layers.run(hidden, sequences, firsts_only=False)
-
-
 def turns(*seconds: float) -> one_call.Timer:
     """A clock that shows these in turn: first of one call, then of layer by layer."""
     shown = itertools.cycle(seconds)
@@ -171,20 +151,21 @@ def why_not(served: tuple[LoadedModel, PackedRunner], caplog: pytest.LogCaptureF
 
 
 @pytest.mark.parametrize(
-    ("checkpoint", "dtype"),
+    ("checkpoint", "dtype", "quantization"),
     [
-        ("bert_cross_encoder", "bfloat16"),
-        ("bert_cross_encoder", "float32"),
-        ("xlm_roberta_cross_encoder", "bfloat16"),
-        (None, "bfloat16"),
+        ("bert_cross_encoder", "bfloat16", "none"),
+        ("bert_cross_encoder", "bfloat16", "int8"),
+        ("bert_cross_encoder", "float32", "none"),
+        ("xlm_roberta_cross_encoder", "bfloat16", "none"),
+        (None, "bfloat16", "none"),
     ],
 )
 def test_steps_give_the_bits_of_the_model_layer_by_layer(
-    request: pytest.FixtureRequest, checkpoint: str | None, dtype: str
+    request: pytest.FixtureRequest, checkpoint: str | None, dtype: str, quantization: str
 ) -> None:
     """With the first rows alone from the last layer for cross-encoders, and all rows of the embedded one."""
     path = None if checkpoint is None else request.getfixturevalue(checkpoint)
-    model, plain = loaded(path, dtype)
+    model, plain = loaded(path, dtype, quantization=quantization)
     fast = one_call_of((model, plain))
     random = torch.Generator().manual_seed(0)
     for count, shortest in ((1, 1), (2, 1), (7, 1), (12, 90)):
@@ -199,12 +180,6 @@ def test_steps_give_the_bits_of_the_model_layer_by_layer(
     assert step.num_tokens > 2 * FEW_ROWS
 
 
-def test_int8_weights_run_in_one_call_too(bert_cross_encoder: str) -> None:
-    model, plain = loaded(bert_cross_encoder, "bfloat16", quantization="int8")
-    step = make_step([40, 3, 17])
-    assert torch.equal(one_call_of((model, plain)).forward(step)[0], plain.forward(step)[0])
-
-
 def test_larger_steps_run_layer_by_layer(
     served: tuple[LoadedModel, PackedRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,16 +189,6 @@ def test_larger_steps_run_layer_by_layer(
     expected = served[1].forward(large)[0]
     monkeypatch.setattr(Layers, "run", None)
     assert torch.equal(fast.forward(large)[0], expected)
-
-
-def test_one_call_that_takes_longer_is_not_used(why_not: Callable[..., str]) -> None:
-    assert why_not(2.0, 1.0).startswith("one call takes 2000.00 ms")
-
-
-def test_one_call_that_takes_longer_at_first_is_timed_again(served: tuple[LoadedModel, PackedRunner]) -> None:
-    """As where other processes load models at the same time."""
-    fast = one_call_of(served, *[2.0, 1.0] * 10, *[0.5, 1.0] * 1000)
-    assert fast.takes(make_step([FEW_ROWS, 1]))
 
 
 def test_large_steps_run_as_is_faster_for_them(
@@ -261,13 +226,3 @@ def test_other_layers_than_berts_run_layer_by_layer(
         assert why_not(1.0, 2.0).startswith("layer 0 attends in another way")
     monkeypatch.setitem(layers[-1]._modules, "added", torch.nn.Identity())
     assert f"layer {len(layers) - 1} is not built as BERT's" in why_not(1.0, 2.0)
-
-
-def test_the_choice_is_made_at_load_and_logged(
-    bert_cross_encoder: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = EngineConfig(model=bert_cross_encoder, dtype="bfloat16", device="cpu")
-    monkeypatch.setattr(one_call, "seconds_of", turns(0.001, 0.003))
-    with caplog.at_level(logging.DEBUG, logger="maxsimd"):
-        assert isinstance(prepare(load_model(config, CPU), config, CPU).runner, OneCallRunner)
-    assert "run all layers in one call: 1.00 ms" in caplog.text

@@ -252,16 +252,6 @@ class LeakyBackend(GroupedBackend):
         return attended.transpose(0, 1)
 
 
-def test_a_wrong_attention_is_found_out_at_load(bert_cross_encoder: str) -> None:
-    """The proof must see it when sequences leak into each other."""
-    model = load_model(EngineConfig(model=bert_cross_encoder), CPU)
-    samples = make_samples(model)
-    assert isinstance(try_packed(model, CPU, GROUPED, samples), Packed)
-    model = load_model(EngineConfig(model=bert_cross_encoder), CPU)
-    assert "results differ" in str(try_packed(model, CPU, LeakyBackend(), samples))
-    assert model.backbone.config._attn_implementation == "sdpa"
-
-
 @pytest.mark.parametrize("checkpoint", ["bert_cross_encoder", "xlm_roberta_cross_encoder"])
 def test_a_last_layer_runs_for_first_rows_alone(request: pytest.FixtureRequest, checkpoint: str) -> None:
     model = load_model(EngineConfig(model=request.getfixturevalue(checkpoint)), CPU)

@@ -7,12 +7,10 @@ from hypothesis import strategies as st
 
 from maxsimd.engine.execution.attention.base import AttentionBackend
 from maxsimd.engine.execution.attention.cpu_kernel import CompiledBackend
-from maxsimd.engine.execution.attention.interface import StepAttention, attend
-from maxsimd.engine.execution.attention.one_by_one import OneByOneAttention, OneByOneBackend
+from maxsimd.engine.execution.attention.one_by_one import OneByOneBackend
 from maxsimd.engine.execution.attention.torch_grouped import GroupedBackend
 from maxsimd.engine.execution.lay_out import lay_out
 from maxsimd.engine.execution.layout import Layout, PackedBatch
-from maxsimd.engine.execution.relative.encoder import reach_of
 from maxsimd.engine.ops.qkv import QKV
 from maxsimd.engine.ops.relative import PositionBias, PositionContent, RelativePositions
 from tests.unit.engine.execution.test_packed import CPU, make_step
@@ -124,40 +122,3 @@ def test_a_sequence_has_the_same_bits_with_a_longer_reach(kind: str, dtype: torc
     by_itself = QKV(q, k, v, qkv.scaling, None, near)
     theirs = backend.full(qkv, backend.prepare(together.layout, CPU))[rows]
     assert torch.equal(theirs, backend.full(by_itself, backend.prepare(alone.layout, CPU)))
-
-
-@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
-@pytest.mark.parametrize("kind", ["bias", "content"])
-def test_a_sequence_beyond_the_reach_is_refused(backend: AttentionBackend[Layout], kind: str) -> None:
-    batch = laid_out([(33, 0)], backend)
-    qkv = drawn_qkv(len(batch.input_ids), drawn(kind, 31, torch.float32, seed=0), torch.float32)
-    with pytest.raises(ValueError, match="31"):
-        backend.full(qkv, backend.prepare(batch.layout, CPU))
-
-
-def test_a_backend_without_relative_positions_refuses_them() -> None:
-    class Plain(OneByOneAttention[Layout]):
-        name, arrangement = "plain", OneByOneBackend.arrangement
-
-        def prepare(self, layout: Layout, device: torch.device) -> Layout:
-            return layout
-
-    backend = Plain()
-    layout = laid_out([(5, 0)], backend).layout
-    qkv = drawn_qkv(5, drawn("bias", 4, torch.float32, seed=0), torch.float32)
-    with pytest.raises(NotImplementedError, match="lacks relative positions"):
-        StepAttention(backend, backend.prepare(layout, CPU)).of_layer(None, qkv)
-
-
-def test_a_bias_of_all_pairs_is_refused() -> None:
-    backend = OneByOneBackend()
-    step = StepAttention(backend, backend.prepare(laid_out([(5, 0)], backend).layout, CPU))
-    rows = torch.zeros(1, HEADS, 5, HEAD_DIM)
-    with pytest.raises(NotImplementedError, match="by distance alone"):
-        attend(None, rows, rows, rows, None, position_bias=torch.zeros(1, HEADS, 5, 5), step_attention=step)
-
-
-def test_tables_reach_as_far_as_the_longest_sequence() -> None:
-    backend = OneByOneBackend()
-    for length, reach in ((1, 64), (65, 64), (66, 128), (129, 128), (130, 256)):
-        assert reach_of(laid_out([(3, 0), (length, 0)], backend).layout) == reach

@@ -23,7 +23,7 @@ from maxsimd.engine.media import (
     bytes_of_data_url,
     decoded,
 )
-from maxsimd.engine.media.webp import exif_of, header_of, rgba_of
+from maxsimd.engine.media.webp import header_of, rgba_of
 
 LIMITS = PictureLimits(file_bytes=1 << 20, pixels=1_000_000)
 MOST_BYTES = 1_000
@@ -76,14 +76,10 @@ def test_what_is_transparent_stands_on_white() -> None:
     grey = Image.fromarray(pixels[..., 0]).convert("LA")
     grey.putalpha(0)
     assert (read(file_of(grey)) == 255).all()
-
-
-def test_a_transparent_colour_of_a_palette_stands_on_white() -> None:
     image = Image.new("P", (2, 1))
     image.putpalette([10, 20, 30, 40, 50, 60])
     image.putpixel((1, 0), 1)
     assert read(file_of(image, transparency=0)).tolist() == [[[255, 255, 255], [40, 50, 60]]]
-    assert read(file_of(image)).tolist() == [[[10, 20, 30], [40, 50, 60]]]
 
 
 def test_sixteen_bits_are_scaled_and_not_cut() -> None:
@@ -103,37 +99,20 @@ def test_of_several_frames_the_first_is_read() -> None:
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA"])
 @pytest.mark.parametrize("lossless", [False, True])
-def test_webp_is_decoded_as_by_pillow_beside_other_threads(mode: str, lossless: bool) -> None:
-    pixels = np.random.default_rng(0).integers(0, 256, (61, 43, len(mode)), dtype=np.uint8)
-    data = file_of(Image.fromarray(pixels), "WEBP", lossless=lossless)
-    rgba = rgba_of(data, (43, 61))
-    if sys.platform == "linux":
-        assert rgba is not None
-    if rgba is not None:
-        with Image.open(BytesIO(data)) as image:
-            np.testing.assert_array_equal(rgba, np.asarray(image.convert("RGBA")))
-    assert rgba_of(data[:-20], (43, 61)) is None
-    assert rgba_of(data, (43, 60)) is None, "there would be too little memory"
-
-
-@pytest.mark.parametrize("mode", ["RGB", "RGBA"])
-def test_the_head_of_webp_says_what_pillow_says(mode: str) -> None:
-    pixels = np.random.default_rng(0).integers(0, 256, (61, 43, len(mode)), dtype=np.uint8)
+def test_webp_is_read_as_by_pillow_beside_other_threads(mode: str, lossless: bool) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
-    data = file_of(Image.fromarray(pixels), "WEBP", exif=exif)
+    data = file_of(Image.fromarray(drawn(61, 43, len(mode))), "WEBP", lossless=lossless, exif=exif)
     with Image.open(BytesIO(data)) as image:
-        assert exif_of(data) == image.info["exif"]
-        assert read(data).shape == (43, 61, 3), "it is turned"
         np.testing.assert_array_equal(read(data), np.asarray(on_white(ImageOps.exif_transpose(image))))
-    header = header_of(data)
     if sys.platform == "linux":
+        header = header_of(data)
         assert header is not None
-    if header is not None:
         assert (header.size, header.has_alpha, header.is_still) == ((43, 61), mode == "RGBA", True)
-    assert exif_of(file_of(Image.fromarray(pixels), "WEBP")) is None
-    assert exif_of(data[:30]) is None
+        assert rgba_of(data, (43, 61)) is not None
     assert header_of(b"RIFF") is None
+    assert rgba_of(data[: len(data) // 2], (43, 61)) is None
+    assert rgba_of(data, (43, 60)) is None, "there would be too little memory"
 
 
 # Those of GIF hold a palette, whatever they are made of.
@@ -141,8 +120,8 @@ NO_SUCH_FILES = {"PNG": ["CMYK"], "BMP": ["CMYK"], "JPEG": ["P", "RGBA"], "GIF":
 
 
 @pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "BMP", "GIF"])
-def test_a_large_picture_is_read_as_by_pillow(format: str) -> None:
-    soft = Image.fromarray(drawn(30, 40)).resize((1000, 700))
+def test_a_picture_of_any_mode_is_read_as_by_pillow(format: str) -> None:
+    soft = Image.fromarray(drawn(30, 40)).resize((500, 350))
     for mode in ("RGB", "L", "P", "RGBA", "1", "CMYK"):
         if mode in NO_SUCH_FILES.get(format, ()):
             continue
@@ -150,7 +129,7 @@ def test_a_large_picture_is_read_as_by_pillow(format: str) -> None:
         with Image.open(BytesIO(data)) as image:
             picture = decoded(data, PictureLimits())
             np.testing.assert_array_equal(picture.pixels, np.asarray(on_white(image)), err_msg=mode)
-            assert (picture.width, picture.height, picture.pixels.dtype) == (1000, 700, np.uint8)
+            assert (picture.width, picture.height, picture.pixels.dtype) == (500, 350, np.uint8)
 
 
 def test_a_large_animation_in_webp_is_refused() -> None:
@@ -168,7 +147,7 @@ def test_a_truncated_file_is_refused(format: str) -> None:
             read(data[:length])
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(st.data(), st.sampled_from(["PNG", "JPEG", "WEBP", "GIF", "BMP"]))
 def test_a_damaged_file_is_read_or_refused(data: st.DataObject, format: str) -> None:
     damaged = bytearray(file_of(Image.fromarray(drawn(20, 20)), format))
@@ -257,39 +236,24 @@ def test_files_that_cost_more_than_they_show_are_refused() -> None:
         read(canvas)
 
 
-@pytest.mark.parametrize(("file_bytes", "pixels"), [(0, 1), (1, 0), (1, 150_000_001)])
-def test_limits_that_mean_nothing_are_refused(file_bytes: int, pixels: int) -> None:
-    with pytest.raises(ValueError, match="a picture must have"):
-        PictureLimits(file_bytes, pixels)
-
-
-@pytest.mark.parametrize(("width", "height"), [(1_001, 1_000), (20_000, 20_000), (2**31 - 1, 2**31 - 1)])
-def test_a_bomb_is_refused_before_it_is_unpacked(width: int, height: int) -> None:
-    bomb = _png(width, height, b"\0" * 100)
-    assert len(bomb) < 1_000
-    tracemalloc.start()
-    try:
-        with pytest.raises(PictureError, match="pixels"):
-            read(bomb)
-        assert tracemalloc.get_traced_memory()[1] < 1 << 20
-    finally:
-        tracemalloc.stop()
-
-
-def test_a_file_with_too_many_bytes_is_refused() -> None:
-    data = file_of(Image.fromarray(drawn()))
-    with pytest.raises(PictureError, match=rf"has {len(data)} bytes, but may have {len(data) - 1}"):
-        decoded(data, PictureLimits(file_bytes=len(data) - 1))
+def test_a_bomb_is_refused_before_it_is_unpacked() -> None:
+    for width, height in ((1_001, 1_000), (2**31 - 1, 2**31 - 1)):
+        bomb = _png(width, height, b"\0" * 100)
+        tracemalloc.start()
+        try:
+            with pytest.raises(PictureError, match="pixels"):
+                read(bomb)
+            assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        finally:
+            tracemalloc.stop()
 
 
 def test_the_digest_is_of_pixels_and_shape() -> None:
     pixels = drawn(4, 6)
     digests = {decoded(file_of(Image.fromarray(pixels), format), LIMITS).digest for format in ("PNG", "BMP")}
     assert digests == {Picture(pixels).digest}
-    others = [pixels.reshape(6, 4, 3), pixels.reshape(3, 8, 3), drawn(4, 6, seed=1)]
-    assert len(digests | {Picture(each).digest for each in others}) == 4
-    mirrored = Picture(np.asarray(ImageOps.mirror(Image.fromarray(pixels))))
-    assert mirrored.digest == Picture(pixels[:, ::-1]).digest != Picture(pixels).digest
+    others = [pixels.reshape(6, 4, 3), pixels.reshape(3, 8, 3), pixels[:, ::-1], drawn(4, 6, seed=1)]
+    assert len(digests | {Picture(each).digest for each in others}) == 5
 
 
 @given(st.binary(min_size=1, max_size=100))
@@ -311,32 +275,29 @@ def test_base64_is_read_in_all_its_spellings(data: bytes) -> None:
         assert bytes_of_data_url(head + plain, MOST_BYTES) == data
 
 
-@pytest.mark.parametrize("text", ["*", "abc$", "a", "ä", "AAAA====A"])
-def test_what_is_no_base64_is_refused(text: str) -> None:
-    with pytest.raises(PictureError, match="is no base64"):
-        bytes_of_base64(text, MOST_BYTES)
-
-
-@pytest.mark.parametrize(
-    ("url", "said"),
-    [
+def test_what_is_no_base64_or_data_url_is_refused() -> None:
+    for text in ("*", "abc$", "a", "ä", "AAAA====A"):
+        with pytest.raises(PictureError, match="is no base64"):
+            bytes_of_base64(text, MOST_BYTES)
+    for url, said in (
         ("data:image/png,abc", "is no data URL"),
         ("http://example.com/a.png", "is no data URL"),
         ("data:image/png;base64", "is no data URL"),
         ("data:text/html;base64,AAAA", "is of the media type text/html"),
         ("data:image/png;base64,", "is empty"),
         (f"data:{'a' * 100_000}", "is no data URL"),
-    ],
-)
-def test_other_urls_are_refused(url: str, said: str) -> None:
-    with pytest.raises(PictureError, match=said):
-        bytes_of_data_url(url, MOST_BYTES)
+    ):
+        with pytest.raises(PictureError, match=said):
+            bytes_of_data_url(url, MOST_BYTES)
 
 
 def test_what_is_too_large_is_refused_at_once() -> None:
     assert len(bytes_of_base64(base64.b64encode(bytes(MOST_BYTES)).decode(), MOST_BYTES)) == MOST_BYTES
     with pytest.raises(PictureError, match="has 1,001 bytes, but may have 1,000"):
         bytes_of_base64(base64.b64encode(bytes(MOST_BYTES + 1)).decode(), MOST_BYTES)
+    file = file_of(Image.fromarray(drawn()))
+    with pytest.raises(PictureError, match=rf"has {len(file)} bytes, but may have {len(file) - 1}"):
+        decoded(file, PictureLimits(file_bytes=len(file) - 1))
     huge = f"data:image/png;base64,{'A' * 50_000_000}"
     tracemalloc.start()
     try:

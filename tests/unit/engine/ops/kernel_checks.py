@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,7 +18,6 @@ from maxsimd.engine.execution.prefill_kv import PrefillKV
 from maxsimd.engine.ops.qkv import KV, QKV
 from maxsimd.engine.ops.triton.launch import Limits
 from maxsimd.engine.scoring.maxsim import maxsim_reference
-from maxsimd.engine.scoring.maxsim.reference import EMPTY_DOCUMENT_SCORE
 from maxsimd.pooling.ragged import Ragged
 from tests.unit.engine.execution.test_packed import RAGGED, attention_problems, make_step
 from tests.unit.pairs import Pairs, pairs_of
@@ -67,7 +65,7 @@ def scored(
 
 
 def check_maxsim(device: str) -> None:
-    @examples(55, device)
+    @examples(40, device)
     @given(problems(), st.sampled_from([None, 1, 2, 7]), st.sampled_from(DTYPES), st.booleans())
     def compare(
         problem: tuple[Ragged, Ragged, Pairs], split_k: int | None, dtype: torch.dtype, int8: bool
@@ -105,9 +103,9 @@ SIZES = [
 ]
 
 
-def check_maxsim_of_few_sizes(device: str) -> None:
-    """All dimensions in a tile of tensor cores, and in chunks."""
-    check_maxsim_of_all_sizes(device, SIZES[::3])
+def check_maxsim_of_one_size(device: str) -> None:
+    """Dimensions in chunks; the other checks have them in a tile."""
+    check_maxsim_of_all_sizes(device, SIZES[3:4])
 
 
 def check_maxsim_of_all_sizes(device: str, sizes: Sequence[tuple[int, torch.dtype, Limits]] = SIZES) -> None:
@@ -152,67 +150,6 @@ def check_maxsim_of_nan(device: str) -> None:
         for split_k in (1, 3):
             found = scored(queries.decoded(torch.bfloat16), items, pairs, device, split_k)
             assert found.isnan().tolist() == [d == 1 for _, d in pairs]
-
-
-def check_types_of_maxsim(device: str) -> None:
-    """Types that do not agree are refused before the compiler meets them; queries of another precision are
-    multiplied in that of the documents."""
-    from maxsimd.engine.ops.triton.maxsim import PackedTokens, Pairs, maxsim
-    from maxsimd.engine.scoring.maxsim.triton import maxsim_triton
-
-    queries, documents = on(random_ragged([5], 32, 1), device), on(random_ragged([7], 32, 2), device)
-    half = documents.decoded(torch.bfloat16)
-    starts = torch.zeros(1, dtype=torch.int32, device=device)
-    with pytest.raises(ValueError, match="convert either"):
-        maxsim(
-            PackedTokens(queries.values, starts, starts + 5, 5),
-            PackedTokens(half.values, starts, starts + 7, 7),
-            Pairs(starts, starts),
-            0.0,
-        )
-    pair = np.zeros((1, 2), dtype=np.int64)
-    rounded = queries.decoded(torch.bfloat16)
-    assert torch.equal(maxsim_triton(queries, half, pair), maxsim_triton(rounded, half, pair))
-    scaled = Ragged(documents.values, documents.offsets, torch.ones(7, device=device))
-    with pytest.raises(ValueError, match="must be int8"):
-        maxsim_triton(queries, scaled, pair)
-
-
-@st.composite
-def scattered_texts(draw: st.DrawFn, rows: int, longest: int) -> list[tuple[int, int]]:
-    """Where texts start and stop that lie anywhere among `rows` rows."""
-    length = st.integers(0, longest)
-    texts = draw(st.lists(st.tuples(st.integers(0, rows), length), min_size=1, max_size=6))
-    return [(start, min(rows, start + tokens)) for start, tokens in texts]
-
-
-def check_maxsim_of_scattered_texts(device: str) -> None:
-    """Texts that lie apart, overlap, and come in any order, among rows that belong to none."""
-    from maxsimd.engine.ops.triton.maxsim import PackedTokens, Pairs, maxsim
-
-    @examples(15, device)
-    @given(scattered_texts(60, 40), scattered_texts(300, 150), st.sampled_from([None, 3]))
-    def compare(
-        queries: list[tuple[int, int]], documents: list[tuple[int, int]], split_k: int | None
-    ) -> None:
-        query_rows, document_rows = (random_ragged([rows], 32, rows).values for rows in (60, 300))
-        pairs = [(q, d) for q in range(len(queries)) for d in range(len(documents))]
-        exact = maxsim_reference(
-            Ragged.from_items([query_rows[start:stop] for start, stop in queries]),
-            Ragged.from_items([document_rows[start:stop] for start, stop in documents]),
-            pairs,
-        )
-
-        def packed(rows: torch.Tensor, texts: list[tuple[int, int]]) -> PackedTokens:
-            starts, stops = torch.tensor(texts, dtype=torch.int32, device=device).T.contiguous()
-            return PackedTokens(rows.to(device), starts, stops, max(stop - start for start, stop in texts))
-
-        indices = torch.tensor(pairs, dtype=torch.int32, device=device).T.contiguous()
-        of_queries, of_documents = packed(query_rows, queries), packed(document_rows, documents)
-        ours = maxsim(of_queries, of_documents, Pairs(*indices), EMPTY_DOCUMENT_SCORE, split_k=split_k)
-        torch.testing.assert_close(ours.cpu(), exact, atol=1e-5, rtol=1e-5)
-
-    compare()
 
 
 DIMS = st.sampled_from([32, 64, 80, 128, 256, 24])
@@ -413,12 +350,10 @@ def check_projection(device: str) -> None:
 
 CHECKS = [
     check_maxsim,
-    check_maxsim_of_scattered_texts,
-    check_maxsim_of_few_sizes,
+    check_maxsim_of_one_size,
     check_maxsim_of_all_sizes,
     check_maxsim_of_a_long_document,
     check_maxsim_of_nan,
-    check_types_of_maxsim,
     check_attention_of_whole_sequences,
     check_attention_with_any_scaling,
     check_attention_of_chunks,

@@ -6,7 +6,6 @@ from itertools import product
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +14,6 @@ from maxsimd.bench.gpu.attention_compiled import AttentionLaunch
 from maxsimd.bench.gpu.bounds import H100, most_tflops, resident_programs
 from maxsimd.bench.gpu.compiled import projection_source
 from maxsimd.bench.gpu.maxsim_compiled import LIMITS
-from maxsimd.engine.ops import triton as triton_ops
 from maxsimd.engine.ops.triton.attention_blocks import blocks_of, most_blocks
 from maxsimd.engine.ops.triton.launch import Limits, next_power_of_two
 from tests.unit.engine.ops.interpreted import run_interpreted
@@ -117,17 +115,6 @@ def test_projection_compiles(dtype: str, capability: int, dim: int) -> None:
     assert code.shared <= LIMITS[capability].shared_memory
 
 
-def test_documents_are_split_only_where_the_device_would_be_idle() -> None:
-    from maxsimd.engine.ops.triton.maxsim_tiles import MAX_SPLIT_K, choose_split_k
-
-    assert choose_split_k(132, programs=10_000, tiles_of_longest=200) == 1
-    assert choose_split_k(132, programs=1, tiles_of_longest=7) == 1
-    assert choose_split_k(132, programs=1, tiles_of_longest=50) == 12
-    assert choose_split_k(132, programs=1, tiles_of_longest=5000) == MAX_SPLIT_K
-    assert choose_split_k(132, programs=100, tiles_of_longest=64) == 3
-    assert choose_split_k(132, programs=1, tiles_of_longest=0) == 1
-
-
 @given(
     st.lists(st.tuples(st.integers(1, 50), st.integers(0, 30)), min_size=1, max_size=8),
     st.sampled_from([16, 64]),
@@ -153,24 +140,3 @@ def test_blocks_cover_every_query_once_the_heaviest_first(
     seen = [min(keys, position + count - 5) for _, count, position, _, keys in blocks.tolist()]
     assert seen == sorted(seen, reverse=True)
     assert len(blocks) <= most_blocks(row, len(sequences), queries)
-
-
-def test_a_captured_table_holds_the_worst_step_and_no_more() -> None:
-    for rows, sequences, queries in ((512, 32, 128), (100, 512, 64), (129, 1, 128)):
-        longest = -(-rows // queries)
-        # As many sequences as possible with one query more than whole blocks.
-        lengths = [1] * min(rows, sequences)
-        left = rows - len(lengths)
-        while left >= queries:
-            lengths[0] += queries
-            left -= queries
-        lengths[0] += left
-        table = [(0, length, 0, length) for length in lengths]
-        worst = len(blocks_of(table, False, 0, queries))
-        assert longest <= worst <= most_blocks(rows, sequences, queries) <= worst + 1
-
-
-def test_kernels_run_on_a_cpu_only_when_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not triton_ops.runs_on(torch.device("cpu"))
-    monkeypatch.setattr("maxsimd.engine.ops.triton.launch.INTERPRETED", True)
-    assert triton_ops.runs_on(torch.device("cpu"))

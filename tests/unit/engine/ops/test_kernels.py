@@ -1,5 +1,6 @@
 """The compiled kernels for MaxSim, linear layers and attention against plain torch, on random input."""
 
+import itertools
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from transformers.models.bert.modeling_bert import BertOutput
 from maxsimd.engine.execution import linear as layers
 from maxsimd.engine.execution.attention.cpu_kernel import CompiledBackend
 from maxsimd.engine.execution.attention.one_by_one import OneByOneBackend
+from maxsimd.engine.execution.layout import Layout
 from maxsimd.engine.ops import cpu as kernels
 from maxsimd.engine.ops.cpu.instruction_sets import may_use
 from maxsimd.engine.ops.cpu.linear import (
@@ -182,23 +184,6 @@ def test_a_fused_layer_norm_equals_the_plain_one(
     torch.testing.assert_close(ours * spread, expected * spread, atol=step, rtol=step)
 
 
-@needs_kernels
-@pytest.mark.parametrize(
-    ("pack", "tolerance"), [(pack_float32, 1e-5), (pack_bfloat16, 0.05), (pack_int8, 0.1)]
-)
-def test_the_halves_of_a_bert_layer_end_in_one_kernel(
-    pack: Callable[[torch.Tensor], Weights], tolerance: float
-) -> None:
-    torch.manual_seed(0)
-    dtype = pack(torch.zeros(1, 1)).dtype
-    output = BertOutput(BertConfig(hidden_size=64, intermediate_size=96)).to(dtype).eval()
-    x, residual = torch.randn(1, 30, 96).to(dtype), torch.randn(1, 30, 64).to(dtype)
-    assert layers._is_output(output)
-    fused = layers.CompiledOutput(output, pack)
-    with torch.inference_mode():
-        torch.testing.assert_close(fused(x, residual), output(x, residual), atol=tolerance, rtol=tolerance)
-
-
 def test_an_output_of_another_kind_is_left_alone() -> None:
     """The same parts, put together otherwise: normed before the sum, or without a sum."""
 
@@ -226,12 +211,6 @@ def test_float32_layers_stand_in_for_those_of_any_module() -> None:
     assert isinstance(plain["deep"][0], layers.CompiledLinear)
     assert plain["dense"].weight.dtype is torch.float32
     torch.testing.assert_close(plain["deep"](plain["dense"](x)), expected, atol=1e-6, rtol=1e-6)
-
-
-@needs_kernels
-def test_a_layer_refuses_numbers_of_another_kind() -> None:
-    with pytest.raises(TypeError, match="was given torch"):
-        linear(torch.zeros(2, 4, dtype=torch.bfloat16), pack_float32(torch.zeros(3, 4)), None)
 
 
 @needs_kernels
@@ -284,9 +263,79 @@ def test_attention_to_long_sequences_equals_the_plain_one(dtype: torch.dtype) ->
     torch.testing.assert_close(ours.double(), exact, atol=tolerance, rtol=tolerance)
 
 
+# The same bits, whatever is computed beside a row or a sequence, and on however many threads
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 @needs_kernels
-def test_values_may_have_heads_of_another_size_than_keys() -> None:
-    torch.manual_seed(0)
-    batch = laid_out([7, 3], backend=OURS)
-    qkv = QKV(torch.randn(2, 10, 24), torch.randn(2, 10, 24), torch.randn(2, 10, 40), 0.2)
-    close(full(OURS, qkv, batch.layout), full(EXACT, qkv, batch.layout))
+@pytest.mark.parametrize("ending", ["plain", "gelu", "norm"])
+# Whole tiles and such as leave something over, and rows that lie at distances of 2 KiB.
+@pytest.mark.parametrize(
+    ("inputs", "columns"), [(64, 96), (384, 160), (130, 33), (45, 7), (1100, 64), (1024, 40)]
+)
+@pytest.mark.parametrize("tiles", [False, True])
+@pytest.mark.parametrize("pack", [pack_float32, pack_bfloat16, pack_int8])
+def test_a_row_has_the_same_bits_among_any_number_of_rows(
+    pack: Callable[[torch.Tensor], Weights], tiles: bool, inputs: int, columns: int, ending: str
+) -> None:
+    x, weight, bias = random_layer((700, inputs, columns), pack(torch.zeros(1, 1)).dtype)
+    weights, norm = pack(weight), Norm(torch.randn(columns), torch.randn(columns), 1e-12)
+
+    def layer(rows: torch.Tensor) -> torch.Tensor:
+        if ending == "norm":
+            return linear_norm(rows, rows.repeat(1, columns)[:, :columns], weights, bias, norm)
+        return linear(rows, weights, bias, gelu=ending == "gelu")
+
+    with amx(tiles):
+        everything = layer(x)
+        for count in (1, 2, 7, 12, 13, 16, 17, 31, 33, 48, 65, 200, 511):
+            assert torch.equal(layer(x[:count]), everything[:count]), count
+        for number, count in itertools.product((1, 3), (1, 5, 64, 700)):
+            with threads(number):
+                assert torch.equal(layer(x[:count]), everything[:count]), (number, count)
+
+
+@needs_kernels
+@given(
+    st.lists(st.integers(1, 80), min_size=2, max_size=6),
+    st.sampled_from([(1, 1), (2, 1), (1, 3)]),
+    st.sampled_from([16, 24, 64]),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.booleans(),
+    st.none() | st.integers(2, 30),
+)
+@settings(deadline=None)
+def test_a_sequence_attends_to_the_same_bits_in_a_crowd(
+    lengths: list[int],
+    heads: tuple[int, int],
+    head_dim: int,
+    dtype: torch.dtype,
+    causal: bool,
+    window: int | None,
+) -> None:
+    def side_by_side(lengths: list[int]) -> Layout:
+        """Sequences end to end, the last key of each longer one unseen unless it is causal."""
+        seen = [length if causal or length < 3 else length - 1 for length in lengths]
+        return laid_out(lengths, seen, backend=OURS, causal=causal).layout
+
+    kv_heads, repeats = heads
+    q, k, v = (
+        torch.randn(sum(lengths), count, head_dim).to(dtype).transpose(0, 1)
+        for count in (kv_heads * repeats, kv_heads, kv_heads)
+    )
+    qkv = QKV(q, k, v, 0.2, window)
+    everything = full(OURS, qkv, side_by_side(lengths))
+    with threads(1):
+        assert torch.equal(full(OURS, qkv, side_by_side(lengths)), everything)
+    for first, length in zip(itertools.accumulate([0, *lengths]), lengths, strict=False):
+        rows = slice(first, first + length)
+        assert torch.equal(full(OURS, qkv.of_rows(rows), side_by_side([length])), everything[rows])

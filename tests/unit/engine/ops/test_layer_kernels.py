@@ -141,19 +141,10 @@ def test_kernels_compile_without_spills(capability: int, dtype: str) -> None:
     assert tried >= 14
 
 
+@pytest.mark.exhaustive
 def test_a_row_is_read_16_bytes_at_a_time() -> None:
     """In 16 bits, where the row is as wide as the program; and no register is in memory."""
     found = {variant.name: variant for variant in variants("bf16")}
     for name, loads in {"add and RMS norm 1024": 3, "add and layer norm 1024": 4, "SwiGLU 3072": 2}.items():
         code = compiled(found[name].source, 90)
         assert (code.wide_loads, code.spills) == (loads, 0), name
-
-
-@pytest.mark.parametrize("width", [1, 16, 384, 1024, 8192])
-def test_a_row_fits_its_tile(width: int) -> None:
-    from maxsimd.engine.ops.triton.rows import row_tile
-
-    tile = row_tile(width)
-    assert tile.numbers >= width
-    assert tile.numbers <= max(16, 2 * width - 1)
-    assert 1 <= tile.warps <= 16

@@ -21,7 +21,6 @@ from maxsimd.engine.device.thread import num_left_behind
 from maxsimd.engine.runtime import launching as launch_module
 from maxsimd.engine.runtime import running as running_module
 from maxsimd.scheduler import Step
-from tests.forked import Program
 from tests.waiting import until, wait_for
 
 DOCUMENTS = ["Paris is the capital of France.", "Berlin is in Germany."]
@@ -181,36 +180,6 @@ async def test_what_died_is_freed_before_the_next_is_loaded(
         assert await _score(engine)
 
 
-async def test_a_failed_start_leaves_the_engine_dead_until_the_next(
-    monkeypatch: pytest.MonkeyPatch, config: EngineConfig
-) -> None:
-    async def die(*_: object) -> None:
-        raise RuntimeError("beyond repair")
-
-    def fail(given: EngineConfig) -> Any:
-        raise OSError("the disk is gone")
-
-    def restarts() -> float | None:
-        return engine.metrics.registry.get_sample_value("maxsimd_engine_restarts_total")
-
-    async with Engine(config) as engine:
-        with monkeypatch.context() as broken:
-            broken.setattr(RunnerActor, "_run", die)
-            with pytest.raises(EngineDeadError):
-                await _score(engine)
-        with monkeypatch.context() as broken:
-            broken.setattr(launch_module, "load_device_model", fail)
-            with pytest.raises(OSError, match="the disk is gone"):
-                await engine.start()
-        assert not engine.is_healthy
-        with pytest.raises(EngineDeadError, match="beyond repair"):
-            await _score(engine)
-        assert restarts() == 0
-        await engine.start()
-        assert await _score(engine)
-        assert restarts() == 1
-
-
 async def test_a_start_that_is_stuck_can_be_given_up(
     sticking: Sticking, monkeypatch: pytest.MonkeyPatch, config: EngineConfig
 ) -> None:
@@ -228,22 +197,6 @@ async def test_a_start_that_is_stuck_can_be_given_up(
 def _entries(folder: Path) -> int:
     with sqlite3.connect(folder / "maxsimd-embeddings.sqlite3", timeout=20) as connection:
         return int(connection.execute("SELECT count(*) FROM entries").fetchone()[0])
-
-
-async def test_the_next_start_finds_what_was_cached_on_disk(
-    sticking: Sticking, tmp_path: Path, config: EngineConfig, stanford_colbert: str
-) -> None:
-    async with Engine(replace(config, model=stanford_colbert, cache_dir=str(tmp_path))) as engine:
-        first = await engine.score("capital of France", DOCUMENTS)
-        sticking.stick(engine)
-        with pytest.raises(EngineDeadError):
-            await _score(engine)
-        await engine.start()
-        second = await engine.score("capital of France", DOCUMENTS)
-        assert second.scores == first.scores
-        assert second.usage.cached_tokens > 0
-        await engine.score("capital of France", ["a third"])
-    assert _entries(tmp_path) == 3
 
 
 async def test_a_stuck_writer_harms_neither_requests_nor_the_file(
@@ -283,26 +236,3 @@ async def test_a_stuck_writer_harms_neither_requests_nor_the_file(
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
     assert _entries(tmp_path) >= 1
     assert not (tmp_path / "maxsimd-embeddings.damaged.sqlite3").exists()
-
-
-IN_A_SCRIPT = """
-import sys, threading
-from maxsimd.engine import EngineConfig, EngineDeadError, SyncEngine
-
-config = EngineConfig(model=sys.argv[1], dtype="float32", threads=1, step_timeout_seconds=0.5)
-with SyncEngine(config) as engine:
-    engine.score("a", ["b"])
-    engine._engine.device_model.prepared.runner.forward = lambda step: threading.Event().wait()
-    try:
-        engine.score("a", ["c"])
-    except EngineDeadError:
-        print("told")
-print("left")
-"""
-
-
-@pytest.mark.exhaustive
-def test_a_script_ends_although_a_thread_is_stuck(qwen3_embedding: str, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(IN_A_SCRIPT)
-    assert Program([qwen3_embedding], script).run().stdout.split() == ["told", "left"]

@@ -2,13 +2,11 @@
 
 import asyncio
 import threading
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-import maxsimd
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import (
     Engine,
@@ -19,15 +17,10 @@ from maxsimd.engine import (
     Engines,
     InvalidRequestError,
     ModelDroppedError,
-    ModelFailedError,
-    ModelLoadError,
     PictureFile,
-    RequestTimeoutError,
     ScoreResult,
     Stage,
-    UnknownModelError,
 )
-from maxsimd.engine.actors.runner import RunnerActor
 from maxsimd.engine.requests import Truncation
 from tests.waiting import until
 
@@ -47,21 +40,6 @@ async def test_each_scores_as_alone(
         assert (await both[name].score(query, documents)).scores == expected
 
 
-async def test_a_cascade_is_the_two_calls_by_hand(both: Engines, pairs: list[Pair]) -> None:
-    query, documents = pairs[0].query, [pair.document for pair in pairs[:30]]
-    found = await both.rerank(
-        query, documents, [Stage("embed", keep=10), Stage("rerank", keep=4)], deadline=60
-    )
-    first = (await both["embed"].rerank(query, documents, top_n=10)).results
-    second = (await both["rerank"].rerank(query, [documents[one.index] for one in first], top_n=4)).results
-    assert [(one.index, one.score, one.model) for one in found.results] == [
-        (first[one.index].index, one.score, "rerank") for one in second
-    ]
-    assert [one.document for one in found.results] == [documents[one.index] for one in found.results]
-    assert [(stage.model, stage.documents) for stage in found.stages] == [("embed", 30), ("rerank", 10)]
-    assert all(stage.milliseconds > 0 for stage in found.stages)
-
-
 async def test_the_scores_of_the_last_stage_alone_are_changed(both: Engines, pairs: list[Pair]) -> None:
     """The first would have most documents at 0, and let those with the least indexes go on."""
     documents = [pair.document for pair in pairs[:60]][::-1]
@@ -71,8 +49,6 @@ async def test_the_scores_of_the_last_stage_alone_are_changed(both: Engines, pai
         query, documents, [Stage("embed", keep=3), Stage("rerank")], normalize=True, use_activation=True
     )
     assert {one.index for one in found.results} == {one.index for one in plain.results}
-    first = found.stages[0].ranking.results
-    assert first == (await both["embed"].rerank(query, documents, top_n=3)).results
     raw = await both.rerank(query, documents, [Stage("embed", keep=3), Stage("rerank")], use_activation=False)
     assert [one.score for one in raw.results] != [one.score for one in plain.results]
 
@@ -84,95 +60,6 @@ async def test_one_stage_may_be_there_twice_and_one_document_alone(both: Engines
     assert all(one.document == documents[one.index] for one in found.results)
     alone = await both.rerank("a", "one text", [Stage("embed", keep=1), Stage("rerank")])
     assert [(one.index, one.document) for one in alone.results] == [(0, "one text")]
-
-
-async def test_a_later_stages_refusal_names_the_model_and_the_index(both: Engines) -> None:
-    documents = ["a cat", "a dog", "word " * 300, "rain"]
-    stages = [Stage("rerank", keep=4), Stage("embed")]
-    order = [one.index for one in (await both["rerank"].rerank("cat", documents)).results]
-    assert order.index(2) != 2, "its index in the stage must be another"
-    with pytest.raises(InvalidRequestError) as refused:
-        await both.rerank("cat", documents, stages, truncation="error")
-    assert str(refused.value).startswith("documents[2] has 302 tokens, but at most 256 can be run")
-    assert str(refused.value).endswith("(the model 'embed' of the cascade)")
-    assert refused.value.param == "documents"
-
-
-async def test_one_deadline_is_for_all_stages(both: Engines, pairs: list[Pair]) -> None:
-    documents = [pair.document for pair in pairs[:60]]
-    with pytest.raises(RequestTimeoutError, match=r"within 0\.0001 seconds"):
-        await both.rerank("a", documents, [Stage("embed"), Stage("rerank")], deadline=0.0001)
-
-
-@pytest.mark.parametrize(
-    ("stages", "error", "param"),
-    [
-        ([], InvalidRequestError, "stages"),
-        ([Stage("embed", keep=0), Stage("rerank")], InvalidRequestError, "stages[0].keep"),
-        ([Stage("embed", keep=1), Stage("other")], UnknownModelError, "model"),
-    ],
-)
-async def test_what_is_no_cascade_is_refused(
-    both: Engines, stages: list[Stage], error: type[InvalidRequestError], param: str
-) -> None:
-    with pytest.raises(error) as refused:
-        await both.rerank("a", ["b"], stages)
-    assert refused.value.param == param
-
-
-async def test_names_and_states(both: Engines, config: EngineConfig) -> None:
-    assert maxsimd.Engines is Engines
-    assert maxsimd.Stage is Stage
-    assert both.names == ("embed", "rerank")
-    assert [both.state(name) for name in both.names] == ["ok", "ok"]
-    assert "embed" in both
-    assert "other" not in both
-    with pytest.raises(UnknownModelError, match="there are: embed, rerank"):
-        both.state("other")
-    with pytest.raises(EngineRunningError, match="drop it first"):
-        await both.load("embed", config)
-
-
-async def test_one_that_cannot_be_loaded_takes_no_other_along(both: Engines, config: EngineConfig) -> None:
-    with pytest.raises(ModelLoadError):
-        await both.load("missing", replace(config, model="/there/is/no/such/folder"))
-    assert both.state("missing").startswith("failed: ")
-    with pytest.raises(ModelFailedError, match="/there/is/no/such/folder"):
-        _ = both["missing"]
-    assert (await both["embed"].score("a", ["b"])).scores
-    await both.drop("missing")
-    assert both.state("missing") == "dropped"
-    assert both.names == ("embed", "rerank")
-
-
-async def test_one_that_dies_under_load_takes_no_other_along(
-    both: Engines, reranker: EngineConfig, pairs: list[Pair], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    documents = [pair.document for pair in pairs[:20]]
-    await both.load("dying", reranker)
-    dying = both["dying"]
-    runner = dying.device_model.prepared.runner
-    finish = RunnerActor._finish
-
-    def fails(actor: Any, *arguments: Any) -> None:
-        if actor._runner is runner:
-            raise RuntimeError("beyond repair")
-        finish(actor, *arguments)
-
-    monkeypatch.setattr(RunnerActor, "_finish", fails)
-    others = [both["embed"].score(pair.query, documents, cache="bypass") for pair in pairs[:8]]
-    own = [dying.score(pair.query, documents) for pair in pairs[:8]]
-    answers = await asyncio.gather(*others, *own, return_exceptions=True)
-    assert [type(one) for one in answers[8:]] == [EngineDeadError] * 8
-    assert all(len(one.scores) == 20 for one in answers[:8] if not isinstance(one, BaseException))
-    assert not any(isinstance(one, BaseException) for one in answers[:8])
-    assert both.state("dying").startswith("failed: the engine has died")
-    with pytest.raises(ModelFailedError, match="beyond repair"):
-        _ = both["dying"]
-    monkeypatch.undo()
-    await both.load("dying", reranker)
-    assert (await both["dying"].score("a", ["b"])).scores
-    await both.drop("dying")
 
 
 async def test_a_dropped_model_finishes_within_its_grace(
@@ -266,40 +153,6 @@ async def test_a_stop_waits_for_a_drop_within_its_own_grace(
     assert not engines._devices._shared
 
 
-async def test_a_cancelled_drop_frees_the_model_before_its_device(
-    reranker: EngineConfig, pairs: list[Pair]
-) -> None:
-    before = set(threading.enumerate())
-    engines = Engines({"a": reranker})
-    await engines.start()
-    own = asyncio.create_task(engines["a"].score("a", [pair.document for pair in pairs[:60]]))
-    await asyncio.sleep(0)
-    drop = asyncio.create_task(engines.drop("a", None))
-    await asyncio.sleep(0)
-    drop.cancel()
-    await engines.stop(grace=0)
-    answers = await asyncio.gather(own, drop, return_exceptions=True)
-    assert [type(one) for one in answers] == [EngineDeadError, asyncio.CancelledError]
-    await until(lambda: not _of_maxsimd(set(threading.enumerate()) - before))
-
-
-def _of_maxsimd(threads: set[threading.Thread]) -> list[str]:
-    return [each.name for each in threads if each.name.startswith("maxsimd-")]
-
-
-async def test_a_second_drop_waits_for_the_first(
-    both: Engines, reranker: EngineConfig, pairs: list[Pair]
-) -> None:
-    await both.load("going", reranker)
-    own = asyncio.create_task(both["going"].score("a", [pair.document for pair in pairs[:60]]))
-    await asyncio.sleep(0)
-    first = asyncio.create_task(both.drop("going", None))
-    await asyncio.sleep(0)
-    await both.drop("going")
-    assert first.done()
-    await own
-
-
 async def test_another_loop_is_refused_until_a_stop(reranker: EngineConfig, config: EngineConfig) -> None:
     engines = Engines({"a": reranker})
     await engines.start()
@@ -341,10 +194,7 @@ def _stages(names: tuple[str, str], keep: int | None = None, instruction: str | 
     ("query", "documents", "stages", "options", "message"),
     [
         ("a", TEXTS, _stages(TO_RERANK, 1, "be kind"), {}, "this model takes no instruction"),
-        ("a", [VECTOR] * 2, _stages(TO_RERANK, 1, "be kind"), {}, "this model takes no instruction"),
         (LONG, TEXTS, _stages(TO_EMBED, 1), {"truncation": "error"}, "queries[0] has 310 tokens"),
-        (LONG * 2, TEXTS, _stages(TO_RERANK, 1), {"truncation": "error"}, "documents[0] has 605 tokens"),
-        ("a", [*TEXTS, LONG], _stages(TO_EMBED, 4), {"truncation": "error"}, "documents[3] has 302 tokens"),
         ("a", [*TEXTS, LONG], _stages(TO_EMBED), {"truncation": "error"}, "documents[3] has 302 tokens"),
         ("a", ["a", LONG, LONG], _stages(TO_EMBED, 2), {"truncation": "error"}, "documents[1] has 302"),
         (
@@ -357,7 +207,6 @@ def _stages(names: tuple[str, str], keep: int | None = None, instruction: str | 
         (VECTOR, TEXTS, _stages(TO_RERANK, 1), {}, "queries[0] is an embedding, but this model"),
         ("a", ["a", VECTOR, VECTOR], _stages(TO_RERANK, 2), {}, "documents[1] is an embedding, but this"),
         (PAGE, TEXTS, _stages(TO_RERANK, 1), {}, "queries[0] is a picture; this model reads only text"),
-        ("a", [*TEXTS, PAGE], _stages(TO_RERANK, 4), {}, "documents[3] is a picture; this model reads only"),
     ],
 )
 async def test_certain_refusals_are_told_before_any_stage_runs(
@@ -378,9 +227,6 @@ async def test_certain_refusals_are_told_before_any_stage_runs(
         await both.rerank(query, documents, stages, **options)
     assert str(refused.value).startswith(message)
     assert str(refused.value).endswith(f"(the model {stages[1].model!r} of the cascade)")
-    monkeypatch.undo()
-    with pytest.raises(InvalidRequestError):
-        await both[stages[1].model].rerank(query, documents, instruction=stages[1].instruction, **options)
 
 
 @pytest.mark.parametrize(
@@ -399,15 +245,3 @@ async def test_possible_refusals_are_not_told_before(
     first = (await both["embed"].rerank("a cat", documents, top_n=keep, **options)).results
     found = await both.rerank("a cat", documents, _stages(TO_RERANK, keep), **options)
     assert {one.index for one in found.results} == {one.index for one in first}
-
-
-async def test_a_long_text_does_no_harm_where_it_does_not_come(both: Engines) -> None:
-    for word in ("word", "cat", "rain", "dog"):
-        documents = [*TEXTS, f"{word} " * 300]
-        ranked = [one.index for one in (await both["rerank"].rerank("a", documents)).results]
-        keep = ranked.index(3)
-        if keep > 0:
-            found = await both.rerank("a", documents, _stages(TO_EMBED, keep), truncation="error")
-            assert {one.index for one in found.results} == set(ranked[:keep])
-            return
-    pytest.fail("each long text comes first, which is for the test to change")
