@@ -14,31 +14,33 @@ from maxsimd.engine.media import PillowPicture
 from tests.checkpoints import vision_language, visual
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
-from tests.parity.selection import with_default
-from tests.parity.test_visual import PAGES, reference
+from tests.parity.pictures import MODELS, PAGES, Bare, Encoder, PictureModel
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 QUERY = "how many revenues were there in 1998"
-# Those of a grid that is read row by row, which are all that sentence-transformers maps.
-PLAIN = (
-    visual.colpali,
-    visual.colqwen2,
-    vision_language.colqwen2_merged,
-    vision_language.colqwen3,
-    vision_language.colqwen3_of_pictures,
-)
-TILED = (visual.colmodernvbert, vision_language.colsmol)
+# Those of a grid that is read row by row, which are all that sentence-transformers maps, and those of tiles.
+PLAIN = [model for model in MODELS if model.is_late and model.reference in (Bare, Encoder)][:-1]
+TILED = [model for model in MODELS if model.build in (visual.colmodernvbert, vision_language.colsmol)]
+DEFAULT = (visual.colpali, vision_language.colqwen3, vision_language.colsmol)
 
 
 @pytest.fixture(
     scope="module",
-    params=with_default(
-        [*PLAIN, *TILED], [visual.colpali, vision_language.colqwen3, vision_language.colsmol]
-    ),
+    params=[
+        pytest.param(
+            each, id=each.build.__name__, marks=() if each.build in DEFAULT else pytest.mark.exhaustive
+        )
+        for each in (*PLAIN, *TILED)
+    ],
 )
-def checkpoint(request: pytest.FixtureRequest, checkpoints: SharedCheckpoints) -> str:
-    return checkpoints(request.param)
+def model(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def checkpoint(model: PictureModel, checkpoints: SharedCheckpoints) -> str:
+    return checkpoints(model.build)
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -46,37 +48,31 @@ async def engine(checkpoint: str, engines: Engines) -> Engine:
     return await engines(EngineConfig(model=checkpoint, dtype="float32"))
 
 
-def is_tiled(checkpoint: str) -> bool:
-    return any(build.__name__ in checkpoint for build in TILED)
-
-
-def theirs(model: Any, page: Any) -> NDArray[Any]:
+def theirs(encoder: Encoder, page: Any) -> NDArray[Any]:
     """The map [query tokens, rows, columns] as sentence-transformers' interpretability makes it."""
-    rows = model.encode_query([QUERY])[0], model.encode_document([page])[0]
-    query, document = (torch.as_tensor(np.asarray(each)) for each in rows)
-    patches = get_n_patches(model, page.size)
-    processor = model[0].processor
-    ids = model[0].preprocess([page], task="document")["input_ids"][0]
-    mask = ids == processor.image_token_id
+    query = torch.as_tensor(encoder.vectors(QUERY, "query"))
+    document = torch.as_tensor(encoder.vectors(page, "document"))
+    patches = get_n_patches(encoder.model, page.size)
+    first = encoder.model[0]
+    mask = first.preprocess([page], task="document")["input_ids"][0] == first.processor.image_token_id
     if len(document) == int(mask.sum()):  # the model scores pictures alone
         mask = torch.ones(len(document), dtype=torch.bool)
     made: NDArray[Any] = maxsim_similarity_map(query, document, patches, image_mask=mask).numpy()
     return made
 
 
-@pytest.mark.parametrize("cached", [False, True])
-async def test_maps_equal_sentence_transformers(engine: Engine, checkpoint: str, cached: bool) -> None:
-    if is_tiled(checkpoint):
+async def test_maps_equal_sentence_transformers(model: PictureModel, engine: Engine, checkpoint: str) -> None:
+    if model in TILED:
         pytest.skip("sentence-transformers maps no tiles")
     await engine.clear_cache()
-    if cached:
-        await engine.score(QUERY, PAGES)
-    result = await engine.score(QUERY, PAGES, explain="maps")
-    model = reference(checkpoint)
-    for index, page in enumerate(PAGES):
-        assert result.explanations[index].cached is cached
-        (found,) = result.explanations[index].maps
-        np.testing.assert_allclose(found, theirs(model, page), atol=1e-5)
+    encoder = model.reference(checkpoint)
+    expected = [theirs(encoder, page) for page in PAGES]
+    for cached in (False, True):
+        result = await engine.score(QUERY, PAGES, explain="maps")
+        for index, each in enumerate(expected):
+            assert result.explanations[index].cached is cached
+            (found,) = result.explanations[index].maps
+            np.testing.assert_allclose(found, each, atol=1e-5)
 
 
 async def test_the_best_cell_is_the_patch_that_maxsim_took(engine: Engine) -> None:

@@ -1,7 +1,7 @@
-"""GGUF files score as the weights that their blocks stand for do in transformers."""
+"""Tensors and tokenisers that are stored in other forms, GGUF and quantised safetensors, are what they stand
+for. Scores are compared in test_families.py and test_variants.py."""
 
 import itertools
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,21 +13,23 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from maxsimd.bench.datasets import Pair
-from maxsimd.engine import EngineConfig, ModelLoadError
+from maxsimd.engine import EngineConfig
 from maxsimd.engine.checkpoint import load_model
+from maxsimd.engine.checkpoint.files import read_files
 from maxsimd.engine.checkpoint.gguf.container import GgufFile
 from maxsimd.engine.checkpoint.gguf.folder import from_gguf
-from tests.checkpoints import gguf_models
+from maxsimd.engine.checkpoint.quantized.formats import Format, Scales
+from maxsimd.engine.checkpoint.quantized.tensors import _layer, quantized_weights
+from tests.checkpoints import gguf_models, quantized
 from tests.checkpoints.gguf_blocks import SUPER, pack, unpack_plainly
 from tests.checkpoints.shared import SharedCheckpoints
-from tests.engines import Engines
-from tests.parity import references
-from tests.parity.selection import with_default
+from tests.parity.changes import CPU, Tensors
+from tests.parity.stored_forms import dequantised
 
-CPU = torch.device("cpu")
 TEXTS = [
     "What is it?",
     "  two  spaces,\tand a tab\n\n\nand lines  ",
@@ -42,59 +44,11 @@ TEXTS = [
 ]
 
 
-def _plain(path: str) -> str:
-    return str(Path(path).parent / "plain")
-
-
-def _stated(path: str) -> dict[str, torch.Tensor]:
-    """The tensors that transformers is handed."""
+def _stated(path: str) -> Tensors:
+    """The tensors of a GGUF file that transformers is handed."""
     with from_gguf(path) as (_, stored):
         assert stored is not None
         return stored.read()
-
-
-_KINDS = {
-    kind: partial(gguf_models.qwen3, kind=kind)
-    for kind in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K")
-}
-# Which answer by their rows for yes and no.
-_RERANKERS = {f"tied={tied}": partial(gguf_models.qwen3_reranker, tied=tied) for tied in (True, False)}
-_SCORED = _KINDS | _RERANKERS
-
-
-@pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("named", with_default(_SCORED, ["Q4_0", "Q6_K", "tied=False"]))
-async def test_blocks_score_as_their_dequantised_weights(
-    named: str, checkpoints: SharedCheckpoints, engines: Engines, pairs: list[Pair]
-) -> None:
-    path = checkpoints(_SCORED[named])
-    few = pairs[:12]
-    ours = await engines.scores(EngineConfig(model=path, dtype="float32"), few)
-    texts = [pair.query for pair in few], [pair.document for pair in few]
-    theirs = references.qwen3_reranker(_plain(path), *texts)
-    assert theirs.std() > 0.005
-    np.testing.assert_allclose(ours, theirs, atol=1e-4)
-
-
-@pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize(
-    "build",
-    with_default(
-        [gguf_models.llama, gguf_models.qwen2, gguf_models.gemma], [gguf_models.llama, gguf_models.gemma]
-    ),
-)
-async def test_decoders_score_as_what_they_were_made_from(
-    build: Any, checkpoints: SharedCheckpoints, engines: Engines, pairs: list[Pair]
-) -> None:
-    path = checkpoints(build)
-    settings: dict[str, Any] = {"dtype": "float32"}
-    if build is gguf_models.llama:
-        settings["score_template"] = "{{ query }} is in {{ document }}?"
-    scores = [
-        await engines.scores(EngineConfig(model=model, **settings), pairs[:12])
-        for model in (path, str(Path(path).parent / "hf"))
-    ]
-    np.testing.assert_allclose(scores[0], scores[1], atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", SUPER)
@@ -124,9 +78,9 @@ def test_tensors_are_those_that_transformers_reads(build: Any, checkpoints: Shar
         assert torch.equal(tensor, theirs[name].float()), name
 
 
-@pytest.mark.parametrize("build", [gguf_models.llama, gguf_models.qwen2, gguf_models.gemma])
-def test_tensors_are_those_of_the_checkpoint(build: Any, checkpoints: SharedCheckpoints) -> None:
-    path = checkpoints(build)
+def test_the_tensors_of_a_gemma_are_those_of_the_checkpoint(checkpoints: SharedCheckpoints) -> None:
+    """transformers reads none."""
+    path = checkpoints(gguf_models.gemma)
     published = load_file(Path(path).parent / "hf" / "model.safetensors")
     ours = _stated(path)
     assert ours.keys() == published.keys()
@@ -135,8 +89,7 @@ def test_tensors_are_those_of_the_checkpoint(build: Any, checkpoints: SharedChec
 
 
 @pytest.mark.parametrize(
-    "build",
-    [gguf_models.qwen3, gguf_models.qwen3_embedding, gguf_models.bge, gguf_models.bge_reranker],
+    "build", [gguf_models.qwen3, gguf_models.qwen3_embedding, gguf_models.bge, gguf_models.bge_reranker]
 )
 def test_texts_have_the_tokens_of_the_original(
     build: Any, checkpoints: SharedCheckpoints, pairs: list[Pair]
@@ -144,8 +97,8 @@ def test_texts_have_the_tokens_of_the_original(
     path = checkpoints(build)
     with from_gguf(path) as (folder, _):
         ours = AutoTokenizer.from_pretrained(folder)
-    theirs = AutoTokenizer.from_pretrained(_plain(path))
-    texts = [*TEXTS, *(pair.document for pair in pairs[:40])]
+    theirs = AutoTokenizer.from_pretrained(dequantised(path))
+    texts = [*TEXTS, *(pair.document for pair in pairs[:10])]
     for text in texts:
         assert ours(text)["input_ids"] == theirs(text)["input_ids"], text
         bare = {"add_special_tokens": False}
@@ -154,10 +107,31 @@ def test_texts_have_the_tokens_of_the_original(
         assert dict(ours(first, second)) == dict(theirs(first, second))
 
 
-def test_without_the_package_the_error_says_what_to_install(
-    checkpoints: SharedCheckpoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = checkpoints(gguf_models.qwen3)
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ModelLoadError, match=r"pip install 'maxsimd\[gguf\]'"):
-        load_model(EngineConfig(model=path), CPU)
+@pytest.mark.parametrize("scheme", quantized.SCHEMES)
+def test_quantised_tensors_are_what_the_formula_says(scheme: str, checkpoints: SharedCheckpoints) -> None:
+    path = checkpoints(partial(quantized.qwen3_reranker, scheme=scheme))
+    plain = load_file(f"{dequantised(path)}/model.safetensors")
+    stored = quantized_weights(path, None, read_files(path, None))
+    assert stored is not None
+    ours = stored.read()
+    assert ours.keys() == plain.keys()
+    for name, tensor in ours.items():
+        assert tensor.dtype == torch.float32
+        torch.testing.assert_close(tensor, plain[name], rtol=1e-6, atol=1e-7)
+
+
+def test_blocks_of_float8_are_what_transformers_makes_of_them() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(256, 384, generator=generator).to(torch.float8_e4m3fn)
+    scales = torch.rand(2, 3, generator=generator)
+    theirs = Fp8Dequantize(None)._dequantize_one(weight, scales, torch.float32)
+    stored = Format("fp8", (Scales("block", block=(128, 128)),), ("weight_scale_inv",))
+    assert torch.equal(_layer({"weight": weight, "weight_scale_inv": scales}, stored), theirs)
+
+
+def test_what_is_left_out_is_said(checkpoints: SharedCheckpoints, caplog: pytest.LogCaptureFixture) -> None:
+    path = checkpoints(partial(quantized.qwen3_reranker, scheme="w8a8"))
+    model = load_model(EngineConfig(model=path, dtype="float32"), CPU)
+    said = "compressed-tensors, int-quantized; the rounding of activations to int8 is left out"
+    assert model.stored_as == said
+    assert said in caplog.text

@@ -1,0 +1,118 @@
+"""What is read of a checkpoint's files where they say it in several ways, and what is said of it."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from maxsimd.engine import EngineConfig
+from maxsimd.engine.checkpoint import load_model
+from maxsimd.engine.execution.selfcheck.rules import why_not_packed
+from maxsimd.engine.inspection import inspect_model
+from maxsimd.engine.models.alibi import slopes_of
+from tests.checkpoints import bi_encoders, cross_encoders, gte, jina, retrained, vision_language
+from tests.checkpoints.shared import SharedCheckpoints
+from tests.engines import Engines
+from tests.parity.changes import CPU, removed, settings, without_settings
+from tests.parity.pictures import PAGES
+from tests.parity.plain_encoders import alibi_slopes
+
+
+def _backbone(path: str, **options: Any) -> Any:
+    return load_model(EngineConfig(model=path, **options), CPU).backbone
+
+
+def test_alibaba_configs_have_the_defaults_of_their_code(changed: Callable[..., str]) -> None:
+    edit = without_settings("max_position_embeddings", "rope_theta", "rope_scaling")
+    config = _backbone(changed(gte.multilingual, edit)).config
+    assert config.max_position_embeddings == 2048
+    assert config.rope_parameters == {"rope_type": "default", "rope_theta": 10_000.0}
+
+
+def test_the_layout_of_a_jina_bert_is_told_by_its_tensors(changed: Callable[..., str]) -> None:
+    edit = settings(_name_or_path="", auto_map={"AutoModel": "modeling_bert.JinaBertModel"})
+    assert _backbone(changed(jina.embeddings_v2_code, edit)).config.norms_queries_and_keys
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_a_pickled_jina_bert_is_told_by_its_config(normed: bool, changed: Callable[..., str]) -> None:
+    def pickled(folder: Path) -> None:
+        torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+
+    build = jina.embeddings_v2_code if normed else jina.embeddings_v2
+    path = changed(build, pickled, removed("model.safetensors"))
+    assert _backbone(path, allow_pickle=True).config.norms_queries_and_keys == normed
+
+
+@pytest.mark.parametrize("heads", [1, 4, 6, 8, 12, 16, 20])
+def test_the_slopes_of_alibi_are_those_of_its_authors(heads: int) -> None:
+    torch.testing.assert_close(torch.tensor(slopes_of(heads)), alibi_slopes(heads))
+
+
+def test_directions_are_read_from_the_config(
+    changed: Callable[..., str], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    assert load_model(EngineConfig(model=changed(retrained.gte_qwen2, settings(is_causal=True))), CPU).causal
+    both_ways = cross_encoders.qwen2(tmp_path / "both ways")
+    settings(is_causal=False)(tmp_path / "both ways")
+    model = load_model(EngineConfig(model=both_ways), CPU)
+    assert not model.causal
+    assert model.tasks["classify"].pooling == "last"
+
+
+def test_code_that_might_read_otherwise_is_mentioned(
+    changed: Callable[..., str], checkpoints: SharedCheckpoints, caplog: pytest.LogCaptureFixture
+) -> None:
+    for build in (retrained.gte_qwen2, retrained.voyage_4_nano, retrained.lfm2_5_colbert):
+        assert not load_model(EngineConfig(model=checkpoints(build)), CPU).causal
+        assert not caplog.records, "it is read as its code does"
+    path = changed(bi_encoders.qwen3, settings(auto_map={"AutoModel": "modeling_qwen.Qwen3Model"}))
+    assert load_model(EngineConfig(model=path), CPU).causal
+    assert "code of its own, which is not run" in caplog.text
+
+
+def test_a_causal_lfm2_is_packed_if_attention_leaves_ends_out(checkpoints: SharedCheckpoints) -> None:
+    model = load_model(EngineConfig(model=checkpoints(retrained.lfm2_colbert)), CPU)
+    assert "cannot leave out" in (why_not_packed(model, {None}, causal_ends=False) or "")
+    assert why_not_packed(model, {None}, causal_ends=True) is None
+
+
+def test_token_compression_is_said(checkpoints: SharedCheckpoints, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    path = checkpoints(retrained.bge_gemma2)
+    config = EngineConfig(
+        model=path, dtype="float32", compress_ratio=4, compress_layers="1,3", cutoff_layer=2
+    )
+    rows = inspect_model(config)
+    assert rows["compression"] == "every 4 rows of a document become one behind layer 1"
+    assert rows["attention"] == "causal, whole sequences"
+    assert "not compressed behind layers that are not run, as in FlagEmbedding: 3" in caplog.text
+    assert load_model(EngineConfig(model=path, compress_ratio=1), CPU).compression is None
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_an_adapter_is_used_unless_there_are_weights_beside_it(
+    checkpoints: SharedCheckpoints, engines: Engines, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without modules of its own it has those of its base."""
+    folder = Path(checkpoints(vision_language.colqwen2_5_adapter))
+    with_weights = Path(shutil.copytree(folder / "merged", tmp_path / "with weights"))
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copy(folder / name, with_weights / name)
+        shutil.copy(folder / name, alone / name)
+    scores = []
+    for each in (folder / "base", folder / "merged", folder, alone, with_weights):
+        engine = await engines(EngineConfig(model=str(each), dtype="float32"))
+        scores.append((await engine.score("What is it?", [*PAGES, "a text"], cache="bypass")).scores)
+    base, merged, *others = scores
+    assert np.abs(np.subtract(merged, base)).max() > 0.1
+    for each in others:
+        np.testing.assert_allclose(each, merged, atol=1e-4)
+    assert "has weights of its own; the adapter beside them is not used" in caplog.text
