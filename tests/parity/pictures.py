@@ -1,5 +1,5 @@
-"""Pages, and what the libraries of models that read pictures make of pages and texts, one by one: padding in a
-batch would be scored as well."""
+"""Pages, and what the libraries of models that read pictures make of pages and texts, one by one: padding in
+a batch would be scored as well."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +18,8 @@ from transformers import AutoModel, Llama4TextConfig, LlamaConfig, MistralConfig
 from maxsimd.engine import Engine, EngineConfig, ModelLoadError
 from maxsimd.engine.checkpoint import load_model
 from maxsimd.engine.execution.selfcheck.rules import why_not_packed
-from tests.checkpoints import language_models
+from tests.checkpoints import cross_encoders, language_models
 from tests.checkpoints.architectures import randomise, save_tokenizer
-from tests.parity import references
 
 _SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -86,30 +87,7 @@ async def test_a_text_beside_a_long_one_is_embedded_as_alone(
     np.testing.assert_allclose(ours, expected, atol=1e-5 * np.abs(expected).max())
 
 
-async def test_a_reranker_with_an_untied_output_layer_in_bfloat16(
-    tmp_path: Path,
-) -> None:
-    from transformers import AutoModelForCausalLM
-
-    folder = language_models.qwen3_reranker(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    model.config.tie_word_embeddings = False
-    model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight) * 0.1)
-    model.to(torch.bfloat16).save_pretrained(folder)
-    async with Engine(EngineConfig(model=folder)) as engine:
-        assert engine.device_model.prepared.execution == "packed"
-        ours = (await engine.score("q", ["one", "two"])).scores
-    exact = references.qwen3_reranker(folder, ["q", "q"], ["one", "two"])
-    tied = references.qwen3_reranker(
-        language_models.qwen3_reranker(tmp_path / "tied"), ["q"] * 2, ["one", "two"]
-    )
-    assert np.abs(exact - tied).max() > 0.1, "the output layer must matter, or this test shows nothing"
-    np.testing.assert_allclose(ours, exact, atol=3e-2)
-
-
 async def test_two_checkpoints_loaded_at_a_time_are_checked(tmp_path: Path) -> None:
-    from tests.checkpoints import cross_encoders
-
     good, bad = cross_encoders.bert(tmp_path / "good"), cross_encoders.bert(tmp_path / "bad")
     settings = Path(bad) / "config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"num_hidden_layers": 4}))
@@ -131,3 +109,29 @@ def test_a_window_that_no_layer_asks_for_is_not_trusted() -> None:
     model: Any = SimpleNamespace(backbone=backbone, max_tokens=4096, query=rules, document=rules)
     assert "window of 2000" in (why_not_packed(model, {None}, causal_ends=True) or "")
     assert why_not_packed(model, {None, 2000}, causal_ends=True) is None
+
+
+_MEASURE = """
+import asyncio, resource, sys
+from maxsimd.engine import Engine, EngineConfig
+
+async def main():
+    async with Engine(EngineConfig(model=sys.argv[1], dtype="float32", max_batch_tokens=4096)) as engine:
+        await engine.score("q", ["warm " * 20] * 4)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        result = await engine.score("q", ["a document of many words " * 40] * 40)
+        assert result.usage.prompt_tokens > 8000
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.exhaustive
+def test_memory_does_not_grow_with_vocabulary_times_tokens(folder: Path) -> None:
+    """The logits of one step of 4,096 tokens alone would be 2.4 GB."""
+    checkpoint = language_models.qwen3_reranker(folder / "large-vocabulary", 150_000)
+    done = subprocess.run(
+        [sys.executable, "-c", _MEASURE, checkpoint], capture_output=True, text=True, check=True, timeout=300
+    )
+    assert int(done.stdout.split()[-1]) < 400_000, "kilobytes"

@@ -1,5 +1,5 @@
-"""Models that read pictures score texts, pictures and contents of both as their libraries do: alone and in any
-company, whole and cut between steps, new and cached. `make test` has one of each kind, `make test-all` all."""
+"""Models that read pictures score texts, pictures and contents of both as their libraries do: alone and in
+any company, whole and cut between steps, new and cached. `make test` has some, `make test-all` all."""
 
 import asyncio
 from collections.abc import Callable

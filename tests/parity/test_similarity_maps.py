@@ -14,14 +14,17 @@ from maxsimd.engine.media import PillowPicture
 from tests.checkpoints import vision_language, visual
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
-from tests.parity.pictures import MODELS, PAGES, Bare, Encoder, PictureModel
+from tests.parity.pictures import MODELS, PAGES, Encoder, PictureModel
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 QUERY = "how many revenues were there in 1998"
 # Those of a grid that is read row by row, which are all that sentence-transformers maps, and those of tiles.
-PLAIN = [model for model in MODELS if model.is_late and model.reference in (Bare, Encoder)][:-1]
-TILED = [model for model in MODELS if model.build in (visual.colmodernvbert, vision_language.colsmol)]
+_TILED = (visual.colmodernvbert, vision_language.colsmol)
+TILED = [model for model in MODELS if model.build in _TILED]
+PLAIN = [
+    model for model in MODELS if model.is_late and model.build not in (*_TILED, vision_language.colqwen2_5)
+]
 DEFAULT = (visual.colpali, vision_language.colqwen3, vision_language.colsmol)
 
 
