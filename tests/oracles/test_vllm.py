@@ -27,7 +27,7 @@ from tests.engines import Engines
 from tests.oracles.vllm_process import Input, Numbers, Vllm, VllmError
 from tests.parity.families import Family
 from tests.parity.models_page import PAGE_FAMILIES
-from tests.parity.second_readers import READERS, VERSION, Compared, Differs, InParts, NotYet, Refused
+from tests.parity.second_readers import READERS, VERSION, Compared, Differs, InParts, Refused
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -206,7 +206,7 @@ def relative_error(ours: list[Numbers], theirs: list[Numbers]) -> float:
 
 @pytest.mark.parametrize(
     "family",
-    [each for each in PAGE_FAMILIES if not isinstance(READERS[each.name], InParts | NotYet)],
+    [each for each in PAGE_FAMILIES if not isinstance(READERS[each.name], InParts)],
     ids=lambda family: f"{family.kind}: {family.name}",
 )
 async def test_vllm_makes_of_a_folder_what_the_table_says(
@@ -217,7 +217,7 @@ async def test_vllm_makes_of_a_folder_what_the_table_says(
     texts: tuple[list[str], list[str]],
 ) -> None:
     reader = READERS[family.name]
-    assert not isinstance(reader, InParts | NotYet)
+    assert not isinstance(reader, InParts)
     path = checkpoints(BUILDS.get(family.name, family.build))
     engine = await engines(EngineConfig(model=path, dtype="float32", **family.settings))
     asked = await _ASK[reader.compared](engine, *texts)

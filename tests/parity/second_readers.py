@@ -57,12 +57,7 @@ class InParts:
     families: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class NotYet:
-    """Not compared."""
-
-
-Reader = Equal | Refused | Differs | InParts | NotYet
+Reader = Equal | Refused | Differs | InParts
 
 
 def as_words(reader: Reader) -> str:
@@ -77,8 +72,6 @@ def as_words(reader: Reader) -> str:
             return f"differs: {reader.why}"
         case InParts():
             return f"in parts: {', '.join(reader.families)}"
-        case NotYet():
-            return "not compared yet"
 
 
 _NAMES: dict[Compared, str] = {

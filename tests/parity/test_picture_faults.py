@@ -1,5 +1,5 @@
-"""What goes wrong with a picture harms no other and leaves nothing on the device. Contents that a model does not
-read are refused by their names."""
+"""What goes wrong with a picture harms no other and leaves nothing on the device. Contents that a model does
+not read are refused by their names."""
 
 import asyncio
 from collections.abc import Sequence
