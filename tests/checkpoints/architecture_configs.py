@@ -9,130 +9,55 @@ from transformers import CONFIG_MAPPING
 # The special tokens of the tokeniser that all of them share (`architectures.save_tokenizer`).
 BOS, PAD, EOS, UNK, MASK = range(5)
 
-_WIDTHS = {
-    "hidden_size": 64,
-    "d_model": 64,
-    "n_embd": 64,
-    "dim": 64,
-    "emb_dim": 64,
-    "embedding_size": 64,
-    "pooler_hidden_size": 64,
-    "word_embed_proj_dim": 64,
-    "intermediate_size": 128,
-    "hidden_dim": 128,
-    "ffn_dim": 128,
-    "d_ff": 128,
-    "d_inner": 128,
-    "n_inner": 128,
-    "encoder_ffn_dim": 128,
-    "decoder_ffn_dim": 128,
-    "ffn_hidden_size": 128,
-}
-_DEPTHS = {
-    "num_hidden_layers": 2,
-    "num_layers": 2,
-    "n_layer": 2,
-    "n_layers": 2,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "num_encoder_layers": 2,
-    "num_decoder_layers": 2,
-}
-_ATTENTION = {
-    "num_attention_heads": 4,
-    "num_heads": 4,
-    "n_head": 4,
-    "n_heads": 4,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "num_encoder_attention_heads": 4,
-    "num_decoder_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_kv_heads": 2,
-    "head_dim": 16,
-    "d_kv": 16,
-    "d_head": 16,
-    "rotary_dim": 8,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "qk_head_dim": 16,
-    "v_head_dim": 16,
-}
-# So small that the texts of the tests are longer. Not BigBird's blocks: it turns from sparse to full
-# attention at its first short text (of up to 704 tokens) and never back, so that even the reference would
-# depend on what it scored before.
-_ATTENTION_TO_A_PART = {
-    "sliding_window": 16,
-    "attention_window": 8,
-    "attention_chunk_size": 16,
-    "attention_window_size": 16,
-    "sliding_window_size": 16,
-    "local_attention": 16,
-    "local_attention_window_len": 16,
-    "local_transformer_stride": 16,
-    "keep_window_size": 16,
-    "index_topk": 8,
-    "index_head_dim": 16,
-    "index_n_heads": 16,  # with few, keys tie at a score of 0, and which are kept is a matter of chance
-    "index_block_size": 4,
-    "index_topk_blocks": 2,
-}
-_RECURRENCES = {
-    "linear_num_heads": 4,
-    "linear_head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "mamba_chunk_size": 16,
-    "chunk_size": 16,
-}
-_EXPERTS = {
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "moe_num_experts": 4,
-    "num_experts_per_tok": 2,
-    "num_experts_per_token": 2,
-    "moe_topk": 2,
-    "moe_k": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_expert_group": 1,
-    "n_shared_experts": 1,
-    "num_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "shared_intermediate_size": 32,
-}
-_POSITIONS = {"max_position_embeddings": 256, "n_positions": 256, "max_seq_len": 256}
-_SPECIAL_TOKENS = {
-    "pad_token_id": PAD,
-    "bos_token_id": BOS,
-    "eos_token_id": EOS,
-    "cls_token_id": BOS,
-    "sep_token_id": EOS,
-    "mask_token_id": MASK,
-    "decoder_start_token_id": EOS,
-    "pad_index": PAD,
-    "bos_index": BOS,
-    "eos_index": EOS,
-    "unk_index": UNK,
-    "mask_index": MASK,
-}
-_SHARED: dict[str, Any] = {
-    **_WIDTHS,
-    **_DEPTHS,
-    **_ATTENTION,
-    **_ATTENTION_TO_A_PART,
-    **_RECURRENCES,
-    **_EXPERTS,
-    **_POSITIONS,
-    **_SPECIAL_TOKENS,
-}
+# Values, and the settings that have each of them, by the names that architectures give them.
+_BY_VALUE = [
+    # Widths.
+    (64, "hidden_size d_model n_embd dim emb_dim embedding_size pooler_hidden_size "
+          "word_embed_proj_dim"),
+    (128, "intermediate_size hidden_dim ffn_dim d_ff d_inner n_inner encoder_ffn_dim "
+          "decoder_ffn_dim ffn_hidden_size"),
+    # Depths.
+    (2, "num_hidden_layers num_layers n_layer n_layers encoder_layers decoder_layers "
+          "num_encoder_layers num_decoder_layers"),
+    # Heads.
+    (4, "num_attention_heads num_heads n_head n_heads encoder_attention_heads "
+          "decoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads"),
+    (2, "num_key_value_heads num_kv_heads"),
+    (16, "head_dim d_kv d_head kv_lora_rank qk_head_dim v_head_dim"),
+    (8, "rotary_dim qk_rope_head_dim qk_nope_head_dim"),
+    (24, "q_lora_rank"),
+    # Attention to a part: so small that the texts of the tests are longer. Not BigBird's blocks: it turns
+    # from sparse to full attention at its first short text (of up to 704 tokens) and never back, so that even
+    # the reference would depend on what it scored before. With few heads of an index, keys tie at a score of
+    # 0, and which are kept is a matter of chance.
+    (16, "sliding_window attention_chunk_size attention_window_size sliding_window_size "
+          "local_attention local_attention_window_len local_transformer_stride keep_window_size "
+          "index_head_dim index_n_heads"),
+    (8, "attention_window index_topk"),
+    (4, "index_block_size"),
+    (2, "index_topk_blocks"),
+    # Recurrences.
+    (4, "linear_num_heads linear_num_value_heads"),
+    (16, "linear_head_dim linear_key_head_dim linear_value_head_dim mamba_chunk_size chunk_size"),
+    (2, "linear_num_key_heads"),
+    # Experts.
+    (4, "num_experts num_local_experts n_routed_experts moe_num_experts"),
+    (2, "num_experts_per_tok num_experts_per_token moe_topk moe_k"),
+    (1, "n_group topk_group num_expert_group n_shared_experts num_shared_experts "
+          "first_k_dense_replace"),
+    (32, "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size"),
+    # Positions.
+    (256, "max_position_embeddings n_positions max_seq_len"),
+    # Special tokens.
+    (PAD, "pad_token_id pad_index"),
+    (BOS, "bos_token_id cls_token_id bos_index"),
+    (EOS, "eos_token_id sep_token_id decoder_start_token_id eos_index"),
+    (UNK, "unk_index"),
+    (MASK, "mask_token_id mask_index"),
+]  # fmt: skip
+_SHARED: dict[str, Any] = {name: value for value, names in _BY_VALUE for name in names.split()}
+# How architectures call the number of layers.
+_DEPTHS = [name for name, value in _SHARED.items() if "layers" in name or name == "n_layer"]
 _VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input", "src_vocab_size", "tgt_vocab_size")
 # Every configuration takes these, also where its own defaults leave them out.
 _ALWAYS = {"pad_token_id", "bos_token_id", "eos_token_id"}

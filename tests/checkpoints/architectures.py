@@ -1,11 +1,9 @@
 """Every architecture of transformers that scores or embeds text, built small with random weights, and what
-sentence-transformers makes of it. `python -m tests.checkpoints.architectures [NAME ...]` shows the latter."""
+sentence-transformers makes of it."""
 
 import functools
 import math
 import re
-import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +20,6 @@ from transformers import (
     MODEL_MAPPING,
     AutoModel,
     AutoModelForSequenceClassification,
-    AutoTokenizer,
 )
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
@@ -215,28 +212,3 @@ def reference(architecture: Architecture, path: str, pairs: Sequence[Pair]) -> O
 def difference_of_inputs(outputs: Outputs) -> float:
     """By how much the logits differ, or the embeddings in their most different column."""
     return float(np.ptp(outputs, axis=0).max())
-
-
-def _shown(architecture: Architecture) -> str:
-    reason = left_out(architecture)
-    if reason is not None:
-        return f"left out: {reason}"
-    with tempfile.TemporaryDirectory() as folder:
-        path = build(architecture, Path(folder))
-        try:
-            first, second = (reference(architecture, path, sample_pairs()) for _ in range(2))
-        except Exception as error:
-            return f"not scored: {type(error).__name__}: {str(error)[:150]!r}"
-        tokenizer = type(AutoTokenizer.from_pretrained(path)).__name__
-    if not np.array_equal(first, second):
-        return "not scored: two loads make two scores, so its weights are random"
-    difference, largest = difference_of_inputs(first), np.abs(first).max()
-    return f"scored: inputs differ by {difference:.2g}, the largest is {largest:.2g}, by a {tokenizer}"
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)  # the models are too small for more
-    for each in all_architectures():
-        if not sys.argv[1:] or each.model_type in sys.argv[1:]:
-            expected = f" (expected: {UNSCORED[each.model_type]})" if each.model_type in UNSCORED else ""
-            print(f"{each}: {_shown(each)}{expected}", flush=True)

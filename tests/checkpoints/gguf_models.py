@@ -28,9 +28,8 @@ from transformers import (
 
 from tests.checkpoints import gguf_files
 from tests.checkpoints.bi_encoders import _saved
-from tests.checkpoints.cross_encoders import GEMMA, XLM_R
 from tests.checkpoints.gguf_files import WIDE, Conversion, decoder_said, said_of_tokens, write_gguf
-from tests.checkpoints.tokenizers import byte_level_bpe, unigram, wordpiece
+from tests.checkpoints.tokenizers import GEMMA, byte_level_bpe, unigram, wordpiece, xlm_roberta
 from tests.checkpoints.weights import save_tensors, spread
 
 
@@ -122,7 +121,7 @@ def _fewer_words(tokenizer: Any, size: int = 5000) -> Any:
 def bge_reranker(folder: Path, kind: str = "F16", **changed: Any) -> str:
     """BAAI/bge-reranker-v2-m3: an XLM-RoBERTa with a classifier of two layers, its tokenizer.json beside."""
     source = folder / "hf"
-    size = unigram(source, XLM_R, "<s> $A </s>", "<s> $A </s> </s> $B </s>")
+    size = xlm_roberta(source)
     config = XLMRobertaConfig(
         vocab_size=size,
         max_position_embeddings=514,

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from tests.checkpoints.weights import save_tensors
+
 
 class RandomTensors:
     """Random weights under which different inputs give clearly different outputs."""
@@ -30,6 +32,14 @@ class RandomTensors:
     def norm(self, name: str, width: int) -> dict[str, torch.Tensor]:
         """The weight and the bias of a layer norm, about one and zero."""
         return {f"{name}.weight": 1 + self(width), f"{name}.bias": self(width)}
+
+
+def save(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], prefix: str = "") -> str:
+    """Writes a model whose tensors' names have a prefix in front; returns the path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_tensors({f"{prefix}{name}": tensor for name, tensor in tensors.items()}, folder)
+    return str(folder)
 
 
 def save_modules(

@@ -1,4 +1,4 @@
-"""Writes what is generated of docs/models.md: the tables of families that are proven and of what is served, and
+"""Writes what is generated of docs/models.md: tables of families that are proven and of what is served, and
 what `maxsimd inspect` says of small checkpoints. Run `python -m tests.parity.models_page` after a change."""
 
 import re

@@ -102,11 +102,39 @@ _CODE = "but Transformers does not recognize this architecture"
 _GGUF = "model.gguf' is not a valid JSON file"
 
 READERS: dict[str, Reader] = {
-    "ColBERT": Equal("tokens"),
-    "ColBERT, attended expansion": Equal("tokens"),
-    "answerai-colbert-small": Equal("tokens"),
-    "GTE-ModernColBERT": Equal("tokens", _MODERNBERT),
-    "LateOn": Equal("tokens", _MODERNBERT),
+    **dict.fromkeys(
+        (
+            "ColBERT",
+            "ColBERT, attended expansion",
+            "answerai-colbert-small",
+            "native multi-vector",
+            "any encoder",
+        ),
+        Equal("tokens"),
+    ),
+    **dict.fromkeys(("GTE-ModernColBERT", "LateOn"), Equal("tokens", _MODERNBERT)),
+    **dict.fromkeys(
+        ("BERT", "RoBERTa", "XLM-RoBERTa", "ModernBERT", "Qwen2", "Qwen3", "Llama", "Gemma"), Equal("logits")
+    ),
+    **dict.fromkeys(
+        ("bge-reranker-v2-minicpm-layerwise", "bge-reranker-v2.5-gemma2-lightweight"),
+        Refused("logits", _CODE),
+    ),
+    **dict.fromkeys(("MiniLM", "BGE", "E5", "GTE", "Qwen3-Embedding", "EmbeddingGemma"), Equal("embeddings")),
+    **dict.fromkeys(
+        ("Llama Nemotron Embed", "NV-EmbedQA"), Equal("embeddings", Told(stand_in="LlamaBidirectionalConfig"))
+    ),
+    **dict.fromkeys(("Sentence-T5", "T5 1.1"), Refused("embeddings", _T5.format("t5.modeling_t5.T5Stack"))),
+    **dict.fromkeys(("gte-multilingual", "gte-large-en-v1.5", "gte-base-en-v1.5"), Equal("embeddings", _NEW)),
+    **dict.fromkeys(
+        ("jina-embeddings-v2", "jina-embeddings-v2-base-code", "JinaBERT with ReLU"),
+        Refused("embeddings", _UNKNOWN.format("JinaBertForMaskedLM")),
+    ),
+    **dict.fromkeys(("SPLADE", "SPLADE, plain", "SPLADE, heaviest words"), Equal("words", _SPLADE)),
+    **dict.fromkeys(
+        ("Qwen3-Reranker, Q8_0", "Qwen3-Reranker, Q4_K", "bge-reranker-v2-m3, F16"), Refused("logits", _GGUF)
+    ),
+    **dict.fromkeys(("Qwen3-Embedding, Q8_0", "BERT, F16"), Refused("embeddings", _GGUF)),
     "jina-colbert-v2": Equal("tokens", _architecture("ColBERTJinaRobertaModel", "XLMRobertaFlashConfig")),
     "jina-colbert-v1": Refused("tokens", "Only 'absolute' position_embedding_type is supported"),
     "LFM2-ColBERT": Differs(
@@ -116,29 +144,19 @@ READERS: dict[str, Reader] = {
         _architecture("ColBERTLfm2Model", conv_dim=128, block_dim=128),
     ),
     "LFM2.5-ColBERT": Refused("tokens", _UNKNOWN.format("Lfm2BidirectionalModel")),
-    "native multi-vector": Equal("tokens"),
     "native multi-vector, token pooling": Differs(
         "tokens", "it does not merge documents' tokens, as sentence-transformers and we do"
     ),
-    "any encoder": Equal("tokens"),
-    "BERT": Equal("logits"),
-    "RoBERTa": Equal("logits"),
-    "XLM-RoBERTa": Equal("logits"),
     "ELECTRA": Equal(
         "logits", note="where embeddings are as wide as states; the layer between them it leaves out"
     ),
     "DistilBERT": Refused("logits", _NOT_DISPATCHED),
-    "ModernBERT": Equal("logits"),
     "gte-multilingual-reranker": Equal(
         "logits", _architecture("GteNewForSequenceClassification", "NewConfig")
     ),
     "jina-reranker-v1": Refused("logits", _UNKNOWN.format("JinaBertForSequenceClassification")),
     "jina-reranker-v2": Equal("logits", Told(stand_in="XLMRobertaFlashConfig")),
     "DeBERTa-v2": Refused("logits", _UNKNOWN.format("DebertaV2ForSequenceClassification")),
-    "Qwen2": Equal("logits"),
-    "Qwen3": Equal("logits"),
-    "Llama": Equal("logits"),
-    "Gemma": Equal("logits"),
     "Qwen3-Reranker": Equal("logits", _QWEN3_RERANKER),
     "mxbai-rerank-v2": Equal(
         "logits",
@@ -163,34 +181,16 @@ READERS: dict[str, Reader] = {
     "Llama Nemotron Rerank": Equal(
         "logits", Told(stand_in="LlamaBidirectionalConfig", pooler={"logit_sigma": 0.8})
     ),
-    "bge-reranker-v2-minicpm-layerwise": Refused("logits", _CODE),
-    "bge-reranker-v2.5-gemma2-lightweight": Refused("logits", _CODE),
-    "MiniLM": Equal("embeddings"),
-    "BGE": Equal("embeddings"),
-    "E5": Equal("embeddings"),
-    "GTE": Equal("embeddings"),
     "nomic": Equal("embeddings", Told(stand_in="NomicBertConfig")),
-    "Qwen3-Embedding": Equal("embeddings"),
-    "EmbeddingGemma": Equal("embeddings"),
     "gte-Qwen2": Equal("embeddings", Told({"is_causal": False})),
     "voyage-4-nano": Equal("embeddings", _architecture("VoyageQwen3BidirectionalEmbedModel")),
-    "Llama Nemotron Embed": Equal("embeddings", Told(stand_in="LlamaBidirectionalConfig")),
-    "NV-EmbedQA": Equal("embeddings", Told(stand_in="LlamaBidirectionalConfig")),
     "LFM2.5-Embedding": Refused("embeddings", _UNKNOWN.format("Lfm2BidirectionalModel")),
     "jina-embeddings-v5-text-small": Equal("embeddings", Told(stand_in="JinaSmallConfig")),
     "jina-embeddings-v5-text-nano": Equal("embeddings", Told(stand_in="JinaNanoConfig")),
     "Jina v3": Refused("embeddings", _NOT_DISPATCHED),
     "MPNet": Refused("embeddings", _UNKNOWN.format("MPNetModel")),
-    "Sentence-T5": Refused("embeddings", _T5.format("t5.modeling_t5.T5Stack")),
-    "T5 1.1": Refused("embeddings", _T5.format("t5.modeling_t5.T5Stack")),
     "SGPT": Refused("embeddings", _UNKNOWN.format("GPTNeoModel")),
-    "gte-multilingual": Equal("embeddings", _NEW),
-    "gte-large-en-v1.5": Equal("embeddings", _NEW),
-    "gte-base-en-v1.5": Equal("embeddings", _NEW),
     "snowflake-arctic-embed-m-v2.0": Equal("embeddings", Told(stand_in="GteConfig")),
-    "jina-embeddings-v2": Refused("embeddings", _UNKNOWN.format("JinaBertForMaskedLM")),
-    "jina-embeddings-v2-base-code": Refused("embeddings", _UNKNOWN.format("JinaBertForMaskedLM")),
-    "JinaBERT with ReLU": Refused("embeddings", _UNKNOWN.format("JinaBertForMaskedLM")),
     "nomic-embed-text-v2-moe": Refused(
         "embeddings",
         "fused_topk is not implemented as lack of triton",
@@ -199,9 +199,6 @@ READERS: dict[str, Reader] = {
     "prompt left out": Differs(
         "embeddings", "it averages the prompt's tokens, too, which sentence-transformers and we leave out"
     ),
-    "SPLADE": Equal("words", _SPLADE),
-    "SPLADE, plain": Equal("words", _SPLADE),
-    "SPLADE, heaviest words": Equal("words", _SPLADE),
     "SPLADE over ModernBERT": Refused(
         "words",
         "Cannot resolve attention scaling expression 'self.head_dim ** (-0.5)' in ModernBertAttention",
@@ -218,11 +215,6 @@ READERS: dict[str, Reader] = {
     "bge-m3, multi-vector": Equal("tokens", _architecture("BgeM3EmbeddingModel")),
     "bge-m3, all three": InParts(("bge-m3, dense", "bge-m3, sparse", "bge-m3, multi-vector")),
     "jina-reranker-v3": Equal("listwise"),
-    "Qwen3-Reranker, Q8_0": Refused("logits", _GGUF),
-    "Qwen3-Reranker, Q4_K": Refused("logits", _GGUF),
-    "bge-reranker-v2-m3, F16": Refused("logits", _GGUF),
-    "Qwen3-Embedding, Q8_0": Refused("embeddings", _GGUF),
-    "BERT, F16": Refused("embeddings", _GGUF),
     "compressed-tensors, w8a8": Differs(
         "logits",
         "it rounds activations to int8 as the file asks; ours are those of transformers on the same weights"

@@ -81,20 +81,6 @@ async def test_it_is_exact_or_refused_at_load(architecture: Architecture, checkp
     np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
-_UNSCORED = [architecture for architecture in all_architectures() if architecture.model_type in UNSCORED]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("architecture", _UNSCORED, ids=str)
-def test_what_is_said_to_be_unscored_is(architecture: Architecture, checkpoint: str) -> None:
-    """Of random weights, two loads make two scores."""
-    try:
-        first, second = (reference(architecture, checkpoint, sample_pairs()) for _ in range(2))
-    except Exception:
-        return
-    assert not np.allclose(first, second), "sentence-transformers scores it now, so it is no more unscored"
-
-
 async def _ours(architecture: Architecture, path: str) -> Outputs:
     queries, documents = zip(*((pair.query, pair.document) for pair in sample_pairs()), strict=True)
     config = EngineConfig(model=path, score_type=architecture.kind, dtype="float32", threads=1)

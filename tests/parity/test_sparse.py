@@ -1,4 +1,4 @@
-"""Sparse vectors are those of sentence-transformers' `SparseEncoder`, and all that bge-m3's layers give is what
+"""Sparse vectors are those of sentence-transformers' `SparseEncoder`, and what bge-m3's layers give is what
 its authors' code gives. Scores are in test_families.py, and beside FlagEmbedding's in tests/oracles."""
 
 import logging
