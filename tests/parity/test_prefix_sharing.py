@@ -2,14 +2,13 @@
 
 import asyncio
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from maxsimd.bench.datasets import Pair
-from maxsimd.engine import CUT_LONG, WINDOW_LONG, Engine, EngineConfig, InvalidRequestError, Truncation
+from maxsimd.engine import CUT_LONG, WINDOW_LONG, Engine, EngineConfig, Truncation
 from maxsimd.engine.preprocess import RequestIds
 from maxsimd.engine.preprocess.pairs import SHORTEST_PREFIX
 from maxsimd.engine.requests import ScoreRequest
@@ -142,20 +141,6 @@ async def test_a_pair_is_split_where_it_would_be_in_a_crowd(checkpoint: str, doc
         assert {shared for shared, _ in windows} == splits
 
 
-async def test_a_lone_pair_scores_as_in_a_crowd(checkpoint: str, documents: list[str]) -> None:
-    async with Engine(EngineConfig(model=checkpoint, dtype="float32")) as engine:
-        crowd = await engine.score(QUERY, documents[:6], truncation=CUT_LONG, use_activation=False)
-        assert crowd.usage.cached_tokens > 0
-        tokens = 0
-        for document, score in zip(documents[:6], crowd.scores, strict=True):
-            alone = await engine.score(QUERY, document, use_activation=False, cache="bypass")
-            assert alone.scores[0] == pytest.approx(score, abs=1e-5 * max(1.0, abs(score)))
-            assert alone.usage.cached_tokens == 0, "its prefix was run for it"
-            tokens += alone.usage.prompt_tokens
-        assert crowd.usage.prompt_tokens == tokens
-        await until(lambda: engine.stats().device.prefill_kv == 0)
-
-
 async def test_equal_queries_of_pairs_share_their_prefix(checkpoint: str, documents: list[str]) -> None:
     queries = [QUERY, f"why {QUERY}"] * 6
     async with Engine(EngineConfig(model=checkpoint, dtype="float32", max_batch_tokens=300)) as engine:
@@ -164,11 +149,3 @@ async def test_equal_queries_of_pairs_share_their_prefix(checkpoint: str, docume
         for i, query in enumerate(queries[:2]):
             one = await engine.score(query, documents[i:12:2], use_activation=False, cache="bypass")
             np.testing.assert_allclose(pairwise.scores[i::2], one.scores, atol=1e-5, rtol=1e-5)
-
-
-async def test_a_short_query_is_not_split(tmp_path: Path) -> None:
-    """Where no template stands before the document: a handful of tokens are run again rather than shared."""
-    async with Engine(EngineConfig(model=cross_encoders.qwen2(tmp_path))) as engine:
-        assert {shared for shared, _ in _paths(engine, "why", ["because", "so"])} == {0}
-        with pytest.raises(InvalidRequestError, match=r"documents\[1\] and its query have no tokens"):
-            await engine.score("", ["a", ""])

