@@ -75,7 +75,7 @@ def parts_of(text: str, seed: int) -> list[str]:
 
 def documents(pairs: list[Pair]) -> list[str]:
     """Of a few tokens to several hundred."""
-    texts = [pair.document[: 40 + 90 * i] for i, pair in enumerate(pairs[:9])]
+    texts = [pair.document[: 40 + 90 * i] for i, pair in enumerate(pairs[:6])]
     return [*texts, "A naïve café — 日本語の文書、and 🤖 emoji."]
 
 
@@ -111,7 +111,7 @@ async def test_a_causal_model_cut_anywhere_equals_a_plain_reading(
         alone = await engine.embed(text, late_chunking=True)
         np.testing.assert_allclose(alone.embeddings, whole.embeddings, atol=1e-6)
         checked += len(parts) > 1
-    assert checked >= 5
+    assert checked >= 3
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ async def test_an_encoder_equals_a_plain_reading(
         whole = await engine.embed(text, input_type=role)
         np.testing.assert_allclose(found.embeddings[-2], whole.embeddings[0], atol=1e-6)
         checked += 1
-    assert checked >= 5
+    assert checked >= 3
 
 
 async def test_what_has_no_plain_meaning_is_refused(

@@ -30,7 +30,7 @@ BUILDS = [
 ]
 
 
-@pytest.fixture(scope="module", params=with_default(BUILDS, [BUILDS[0], BUILDS[3]]))
+@pytest.fixture(scope="module", params=with_default(BUILDS, [BUILDS[0]]))
 def checkpoint(request: pytest.FixtureRequest, checkpoints: SharedCheckpoints) -> str:
     return checkpoints(request.param)
 
