@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, processors
 from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3ForCausalLM, Qwen3Model
 
-from tests.checkpoints.gguf_blocks import SUPER, pack
 from tests.checkpoints.tokenizers import merges_of
 from tests.checkpoints.weights import SIZES, spread
 
@@ -154,12 +153,30 @@ def _add_tensor(writer: Any, name: str, values: Any, kind: Kind) -> None:
     if values.ndim == 1 or kind is Kind.F32:
         writer.add_tensor(name, np.ascontiguousarray(values, dtype=np.float32))
         return
-    if kind in SUPER and values.shape[-1] % 256 == 0:
-        packed = pack(values, kind)
+    if kind in _BLOCKS and values.shape[-1] % 256 == 0:
+        packed = _random_blocks(values.shape, kind)
     else:
-        kind = Kind.F16 if kind in SUPER else kind
+        kind = Kind.F16 if kind in _BLOCKS else kind
         packed = gguf.quants.quantize(values, kind)
     writer.add_tensor(name, packed, raw_dtype=kind)
+
+
+# Of blocks of 256 values, which the package gguf only reads: where the two bytes of their scale and of what is
+# taken off are, and values of these with which random bytes become numbers of about 0.1.
+_BLOCKS = {
+    Kind.Q4_K: {0: 4e-4, 2: 7.5 * 4e-4},
+    Kind.Q5_K: {0: 2e-4, 2: 15.5 * 2e-4},
+    Kind.Q6_K: {208: 8e-5},
+}
+
+
+def _random_blocks(shape: tuple[int, ...], kind: Kind) -> Any:
+    """Bytes of blocks in place of a matrix: what they stand for is another one."""
+    _, size = gguf.GGML_QUANT_SIZES[kind]
+    blocks = np.random.default_rng(0).integers(0, 256, (shape[0], shape[1] // 256, size), dtype=np.uint8)
+    for start, scale in _BLOCKS[kind].items():
+        blocks[..., start : start + 2] = np.float16([scale]).view(np.uint8)
+    return blocks.reshape(shape[0], -1)
 
 
 def decoder_said(config: Mapping[str, Any], **said: Any) -> dict[str, Any]:

@@ -12,25 +12,13 @@ from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file
 from sentence_transformers.base.modules import Normalize
 from tokenizers import Tokenizer
-from transformers import (
-    BertConfig,
-    BertModel,
-    GemmaConfig,
-    GemmaForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Model,
-    XLMRobertaConfig,
-    XLMRobertaForSequenceClassification,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen3Model
 
 from tests.checkpoints import gguf_files
 from tests.checkpoints.bi_encoders import _saved
 from tests.checkpoints.gguf_files import WIDE, Conversion, decoder_said, said_of_tokens, write_gguf
 from tests.checkpoints.tokenizers import GEMMA, byte_level_bpe, unigram, wordpiece, xlm_roberta
-from tests.checkpoints.weights import save_tensors, spread
+from tests.checkpoints.weights import save_model, save_tensors
 
 
 def qwen3(folder: Path, kind: str = "Q8_0", **said: Any) -> str:
@@ -85,7 +73,7 @@ def bge(folder: Path, kind: str = "F16", **changed: Any) -> str:
     """BAAI/bge-small-en-v1.5: a BERT, whose tokeniser is a list of words."""
     source = folder / "hf" / "backbone"
     tokenizer = _fewer_words(wordpiece())
-    spread(BertModel(BertConfig(vocab_size=len(tokenizer), **WIDE))).save_pretrained(source)
+    save_model(source, "bert", vocab_size=len(tokenizer), **WIDE)
     tokenizer.save_pretrained(source)
     config = _config(str(source))
     tokens = said_of_tokens(str(source), config["vocab_size"], model="bert", pre="jina-v2-en",
@@ -122,7 +110,10 @@ def bge_reranker(folder: Path, kind: str = "F16", **changed: Any) -> str:
     """BAAI/bge-reranker-v2-m3: an XLM-RoBERTa with a classifier of two layers, its tokenizer.json beside."""
     source = folder / "hf"
     size = xlm_roberta(source)
-    config = XLMRobertaConfig(
+    save_model(
+        source,
+        "xlm-roberta",
+        AutoModelForSequenceClassification,
         vocab_size=size,
         max_position_embeddings=514,
         type_vocab_size=1,
@@ -130,7 +121,6 @@ def bge_reranker(folder: Path, kind: str = "F16", **changed: Any) -> str:
         layer_norm_eps=1e-5,
         **WIDE,
     )
-    spread(XLMRobertaForSequenceClassification(config)).save_pretrained(source)
     said = {
         "pooling_type": 4,
         "attention.causal": False,
@@ -154,9 +144,6 @@ def llama(folder: Path, more: dict[str, torch.Tensor] | None = None, **changed: 
     source = folder / "hf"
     specials = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
     size = byte_level_bpe(source, specials, "<s> $A", "<s> $A $B", words=("yes", "no"))
-    config = LlamaConfig(vocab_size=size, num_key_value_heads=2, max_position_embeddings=4096, **WIDE)
-    spread(LlamaForCausalLM(config)).save_pretrained(source)
-    config = _config(str(source))
 
     def change(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:
         if ".q_proj." not in name and ".k_proj." not in name:
@@ -165,31 +152,26 @@ def llama(folder: Path, more: dict[str, torch.Tensor] | None = None, **changed: 
         halves = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, -1)
         return halves.swapaxes(1, 2).reshape(tensor.shape)
 
-    return _decoder(folder, config, gguf.MODEL_ARCH.LLAMA, change, changed, more)
+    return _decoder(folder, "llama", size, gguf.MODEL_ARCH.LLAMA, change, changed, more)
 
 
 def qwen2(folder: Path, **changed: Any) -> str:
     source = folder / "hf"
     size = gguf_files.qwen_tokenizer(source)
-    config = Qwen2Config(vocab_size=size, num_key_value_heads=2, max_position_embeddings=4096, **WIDE)
-    model = spread(Qwen2ForCausalLM(config))
-    model.save_pretrained(source)
-    return _decoder(folder, _config(str(source)), gguf.MODEL_ARCH.QWEN2, None, changed)
+    return _decoder(folder, "qwen2", size, gguf.MODEL_ARCH.QWEN2, None, changed)
 
 
 def gemma(folder: Path, **changed: Any) -> str:
     """bge-reranker-v2-gemma: norms with one added to their weights."""
     source = folder / "hf"
     size = unigram(source, GEMMA, "<bos> $A", "<bos> $A $B", model_max_length=4096)
-    config = GemmaConfig(
-        vocab_size=size, num_key_value_heads=1, head_dim=64, max_position_embeddings=4096, **WIDE
-    )
-    spread(GemmaForCausalLM(config)).save_pretrained(source)
 
     def change(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:
         return tensor + 1 if name.endswith("norm.weight") else tensor
 
-    return _decoder(folder, _config(str(source)), gguf.MODEL_ARCH.GEMMA, change, changed)
+    return _decoder(
+        folder, "gemma", size, gguf.MODEL_ARCH.GEMMA, change, changed, num_key_value_heads=1, head_dim=64
+    )
 
 
 def _qwen_tokens(source: str, **said: Any) -> dict[str, Any]:
@@ -200,14 +182,25 @@ def _qwen_tokens(source: str, **said: Any) -> dict[str, Any]:
 
 def _decoder(
     folder: Path,
-    config: dict[str, Any],
+    kind: str,
+    size: int,
     arch: Any,
     change: Any,
     changed: dict[str, Any],
     more: dict[str, torch.Tensor] | None = None,
+    **settings: Any,
 ) -> str:
     """A decoder in float32, its tokeniser beside; `hf` has the same weights."""
     source = folder / "hf"
+    sizes = {
+        "vocab_size": size,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        **WIDE,
+        **settings,
+    }
+    save_model(source, kind, AutoModelForCausalLM, **sizes)
+    config = _config(str(source))
     said = decoder_said(config) | said_of_tokens(str(source), config["vocab_size"], model="other") | changed
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(source / name, folder / name)

@@ -6,11 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gguf
-import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
@@ -20,12 +17,10 @@ from maxsimd.bench.datasets import Pair
 from maxsimd.engine import EngineConfig
 from maxsimd.engine.checkpoint import load_model
 from maxsimd.engine.checkpoint.files import read_files
-from maxsimd.engine.checkpoint.gguf.container import GgufFile
 from maxsimd.engine.checkpoint.gguf.folder import from_gguf
 from maxsimd.engine.checkpoint.quantized.formats import Format, Scales
 from maxsimd.engine.checkpoint.quantized.tensors import _layer, quantized_weights
 from tests.checkpoints import gguf_models, quantized
-from tests.checkpoints.gguf_blocks import SUPER, pack, unpack_plainly
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.parity.changes import CPU, Tensors
 from tests.parity.stored_forms import dequantised
@@ -49,22 +44,6 @@ def _stated(path: str) -> Tensors:
     with from_gguf(path) as (_, stored):
         assert stored is not None
         return stored.read()
-
-
-@pytest.mark.parametrize("kind", SUPER)
-def test_blocks_are_read_as_their_definition_says(kind: Kind, tmp_path: Path) -> None:
-    values = np.random.default_rng(0).normal(size=(3, 768)).astype(np.float32)
-    packed = pack(values, kind)
-    writer = gguf.GGUFWriter(tmp_path / "some.gguf", "qwen3")
-    writer.add_tensor("some.weight", packed, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    ((name, read),) = GgufFile(tmp_path / "some.gguf").tensors()
-    assert (name, read.shape, read.dtype) == ("some.weight", (3, 768), torch.float32)
-    np.testing.assert_allclose(read, [unpack_plainly(row, kind) for row in packed], rtol=1e-6)
-    assert np.abs(read.numpy() - values).max() < 0.3
 
 
 @pytest.mark.parametrize("build", [gguf_models.qwen3, gguf_models.llama, gguf_models.qwen2])
