@@ -161,7 +161,7 @@ def _add_tensor(writer: Any, name: str, values: Any, kind: Kind) -> None:
     writer.add_tensor(name, packed, raw_dtype=kind)
 
 
-# Of blocks of 256 values, which the package gguf only reads: where the two bytes of their scale and of what is
+# Of blocks of 256 values, which the package gguf only reads: where two bytes of their scale and of what is
 # taken off are, and values of these with which random bytes become numbers of about 0.1.
 _BLOCKS = {
     Kind.Q4_K: {0: 4e-4, 2: 7.5 * 4e-4},

@@ -43,7 +43,13 @@ def save(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor],
 
 
 def save_modules(
-    folder: Path, pooling: str, *, normalize: bool, prompts: dict[str, str] | None = None
+    folder: Path,
+    pooling: str,
+    *,
+    normalize: bool = True,
+    prompts: dict[str, str] | None = None,
+    longest: int = 512,
+    dim: int | None = None,
 ) -> str:
     """Writes modules.json and what it names beside a transformer in `folder`, as older sentence-transformers
     did; returns the path."""
@@ -56,16 +62,14 @@ def save_modules(
         )
         (folder / path).mkdir(exist_ok=True)
     (folder / "modules.json").write_text(json.dumps(modules))
-    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 512, "do_lower_case": false}')
+    transformer = {"max_seq_length": longest, "do_lower_case": False}
+    (folder / "sentence_bert_config.json").write_text(json.dumps(transformer))
     config = json.loads((folder / "config.json").read_text())
-    settings = {
-        "word_embedding_dimension": config.get("hidden_size") or config["n_embd"],
-        "pooling_mode_cls_token": pooling == "cls",
-        "pooling_mode_mean_tokens": pooling == "mean",
-        "pooling_mode_max_tokens": False,
-        "pooling_mode_mean_sqrt_len_tokens": False,
-    }
+    modes = {"cls": "cls_token", "mean": "mean_tokens", "max": "max_tokens", "lasttoken": "lasttoken"}
+    settings = {f"pooling_mode_{mode}": pooling == name for name, mode in modes.items()}
+    settings["word_embedding_dimension"] = dim or config.get("hidden_size") or config["n_embd"]
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(settings))
     if prompts is not None:
-        (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": prompts}))
+        said = {"prompts": prompts, "default_prompt_name": None, "similarity_fn_name": "cosine"}
+        (folder / "config_sentence_transformers.json").write_text(json.dumps(said))
     return str(folder)

@@ -10,6 +10,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.checkpoints.cross_encoders import LLAMA as _BGE
 from tests.checkpoints.late_interaction import save_as_pylate
+from tests.checkpoints.published import save_modules
 from tests.checkpoints.tokenizers import GEMMA, byte_level_bpe, unigram
 from tests.checkpoints.weights import SIZES, change_config, save_model, save_tensors, spread
 
@@ -20,7 +21,6 @@ VOYAGE = {
     "query": "Represent the query for retrieving supporting documents: ",
     "document": "Represent the document for retrieval: ",
 }
-_NORMALISED = ["1_Pooling", "2_Normalize"]
 
 
 def _llama(folder: Path, **settings: Any) -> None:
@@ -78,26 +78,8 @@ def nemotron_embed(folder: Path) -> str:
 def nemotron_embed_with_modules(folder: Path) -> str:
     """nvidia/llama-nemotron-embed-1b-v2: the same with them."""
     nemotron_embed(folder)
-    _modules(folder, {"pooling_mode_mean_tokens": True}, {"query": "query: ", "document": "passage: "})
+    save_modules(folder, "mean", longest=2048, prompts={"query": "query: ", "document": "passage: "})
     return str(folder)
-
-
-def _modules(folder: Path, pooling: dict[str, bool], prompts: dict[str, str], dim: int = 128) -> None:
-    """What sentence-transformers of 2024 wrote beside a model."""
-    kinds = ["Transformer", "Pooling", "Normalize"]
-    modules = [
-        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for i, (path, kind) in enumerate(zip(["", *_NORMALISED], kinds, strict=True))
-    ]
-    (folder / "modules.json").write_text(json.dumps(modules))
-    for path in _NORMALISED:
-        (folder / path).mkdir()
-    settings = {"word_embedding_dimension": dim, "include_prompt": True, **pooling}
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps(settings))
-    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 2048, "do_lower_case": false}')
-    (folder / "config_sentence_transformers.json").write_text(
-        json.dumps({"prompts": prompts, "default_prompt_name": None, "similarity_fn_name": "cosine"})
-    )
 
 
 def _qwen(folder: Path, kind: str, specials: dict[str, str] = _QWEN, **settings: Any) -> Any:
@@ -113,7 +95,7 @@ def voyage_4_nano(folder: Path) -> str:
     model = _qwen(folder, "qwen3", head_dim=32)
     tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     save_tensors(tensors | {"linear.weight": torch.randn(192, 128) * 0.2}, folder)
-    _modules(folder, {"pooling_mode_mean_tokens": True}, VOYAGE, dim=192)
+    save_modules(folder, "mean", longest=2048, prompts=VOYAGE, dim=192)
     return change_config(
         folder,
         architectures=["Qwen3ForCausalLM"],
@@ -136,7 +118,7 @@ def gte_qwen2(folder: Path) -> str:
         auto_map={"AutoTokenizer": kinds},
         tokenizer_class="Qwen2Tokenizer",
     )
-    _modules(folder, {"pooling_mode_lasttoken": True}, {"query": INSTRUCTION})
+    save_modules(folder, "lasttoken", longest=2048, prompts={"query": INSTRUCTION})
     code = "modeling_qwen.Qwen2"
     return change_config(
         folder,
@@ -203,7 +185,7 @@ _SAID = {
 def both_ways(folder: Path, kind: str, said: str = "is_causal") -> str:
     """A language model of transformers whose config says that it reads in both directions; mean pooling."""
     _qwen(folder, kind, head_dim=32, sliding_window=None, pad_token_id=0)
-    _modules(folder, {"pooling_mode_mean_tokens": True}, {})
+    save_modules(folder, "mean", longest=2048, prompts={})
     return change_config(folder, **_SAID[said])
 
 
@@ -312,7 +294,7 @@ def lfm2_5_embedding(folder: Path) -> str:
     for path in (folder / "1_Dense").iterdir():
         path.unlink()
     (folder / "1_Dense").rmdir()
-    _modules(folder, {"pooling_mode_cls_token": True}, {"query": "query: ", "document": "document: "})
+    save_modules(folder, "cls", longest=2048, prompts={"query": "query: ", "document": "document: "})
     return str(folder)
 
 

@@ -22,9 +22,6 @@ from tests.checkpoints.architectures import (
     sample_pairs,
 )
 
-# What maxsimd does not take although sentence-transformers scores it, and why.
-REFUSED: dict[Architecture, str] = {}
-
 # One of each way through the loaders; the others are for `make test-all`.
 ONE_OF_EACH = {
     Architecture("cross-encoder", "bert"),
@@ -71,7 +68,7 @@ def checkpoint(architecture: Architecture) -> Iterator[str]:
 
 @every_architecture
 async def test_it_is_exact_or_refused_at_load(architecture: Architecture, checkpoint: str) -> None:
-    if architecture in REFUSED or architecture.model_type in UNSCORED:
+    if architecture.model_type in UNSCORED:
         with pytest.raises(ModelLoadError):
             await _ours(architecture, checkpoint)
         return

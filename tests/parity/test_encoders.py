@@ -6,7 +6,7 @@ import pytest
 from sentence_transformers import MultiVectorEncoder, SentenceTransformer
 
 from maxsimd.bench.datasets import Pair
-from maxsimd.engine import WINDOW_LONG, Engine, EngineConfig, InvalidRequestError, Truncation
+from maxsimd.engine import WINDOW_LONG, Engine, EngineConfig, Truncation
 from tests.engines import Engines
 from tests.parity.references import loaded
 
@@ -86,47 +86,18 @@ async def test_long_texts_are_read_as_the_checkpoint_says(
     assert (await engine.score(LONG_QUERY, "a", truncation=Truncation(max_tokens=12))).truncated == 1
 
 
-async def test_windows_read_all_of_a_document(
-    checkpoint: str, lengths: tuple[int, int], documents: list[str]
-) -> None:
+async def test_windows_read_all_of_a_document(stanford_colbert: str, documents: list[str]) -> None:
     """Whatever was read and cached before, and the other way round."""
     long = [text for text in documents if len(text) > 2000]
-    async with Engine(EngineConfig(model=checkpoint, dtype="float32", window_overlap=0)) as engine:
-        cut = await engine.score(LONG_QUERY, long)
-        read = [
-            await engine.score(LONG_QUERY, long, truncation=WINDOW_LONG, cache=mode)
-            for mode in ("bypass", "use")
+    async with Engine(EngineConfig(model=stanford_colbert, dtype="float32", window_overlap=0)) as engine:
+        cut, read, again, once_more = [
+            await engine.score(LONG_QUERY, long, truncation=truncation)
+            for truncation in (None, WINDOW_LONG, WINDOW_LONG, None)
         ]
-        once_more = await engine.score(LONG_QUERY, long)
-    np.testing.assert_allclose(read[0].scores, read[1].scores, atol=1e-4)
+    np.testing.assert_allclose(read.scores, again.scores, atol=1e-4)
     np.testing.assert_allclose(cut.scores, once_more.scores, atol=1e-4)
-    more = np.array(read[0].scores) - cut.scores
+    more = np.array(read.scores) - cut.scores
     assert more.min() > -1e-4
     assert more.max() > 1e-2, "the best match of a query's token may be anywhere"
-    assert read[0].usage.prompt_tokens > 1.5 * cut.usage.prompt_tokens
-    assert [result.truncated for result in (cut, *read, once_more)] == [0] * 4
-
-
-async def test_a_lower_limit_of_the_request_is_counted(
-    checkpoint: str, lengths: tuple[int, int], engines: Engines
-) -> None:
-    documents = ["word " * 150, "word " * 600, "short"]
-    engine = await engines(EngineConfig(model=checkpoint, dtype="float32"))
-    most, _ = lengths
-    for truncation, truncated in [
-        (Truncation(max_tokens=60), 2),
-        (Truncation(max_document_tokens=60), 2),
-        *((Truncation(max_tokens=limit), 0) for limit in (-1, most, most + 1, 400)),
-        (Truncation(max_document_tokens=most), 0),
-        (Truncation(max_tokens=-1, side="left"), 0),
-    ]:
-        assert (await engine.score("why", documents, truncation=truncation)).truncated == truncated, (
-            truncation
-        )
-
-
-async def test_an_error_names_the_maximum_of_a_model_that_takes_less(stanford_colbert: str) -> None:
-    async with Engine(EngineConfig(model=stanford_colbert, max_model_len=100)) as engine:
-        with pytest.raises(InvalidRequestError, match=r"documents\[1\] has 303 tokens, but at most 100 can"):
-            await engine.score("why", ["short", "word " * 300], truncation="error")
-        assert (await engine.rerank("why", ["short", "word " * 300])).truncated == 1
+    assert read.usage.prompt_tokens > 1.5 * cut.usage.prompt_tokens
+    assert [result.truncated for result in (cut, read, again, once_more)] == [0] * 4

@@ -67,20 +67,6 @@ async def test_int8_ranks_nearly_as_float32_does(
     assert not np.array_equal(rounded, usual), "nothing was rounded"
 
 
-@on_one_loop
-@pytest.mark.parametrize(
-    "settings",
-    with_default([{"kernels": "torch"}, {"dtype": "float32"}, {"dtype": "bfloat16"}], []),
-)
-async def test_int8_of_the_embedded_model_ranks_as_float32_does(
-    settings: dict[str, str], engines: Engines, pairs: list[Pair]
-) -> None:
-    pairs = pairs[:60]
-    exact = await engines.scores(EngineConfig(dtype="float32"), pairs)
-    config = EngineConfig(quantization="int8", **settings)  # type: ignore[arg-type]
-    assert spearmanr(exact, await engines.scores(config, pairs)).statistic >= 0.98
-
-
 def test_inspect_says_that_weights_are_int8() -> None:
     plain, small = (inspect_model(EngineConfig(quantization=kind)) for kind in ("none", "int8"))  # type: ignore[arg-type]
     assert "int8" in small["precision"]

@@ -59,17 +59,13 @@ def _windowed(size: int) -> Any:
     return MistralConfig(vocab_size=size, sliding_window=48, **_SIZES)
 
 
-CASES: list[tuple[str, str, Callable[[int], Any], str]] = [
-    ("longrope", "llama", _longrope, "one by one"),
-    ("chunks", "llama4_text", _chunked, "padded"),
-    ("window", "mistral", _windowed, "packed"),
-]
-
-
 @pytest.mark.parametrize(
     ("kind", "config_of", "execution"),
-    [case[1:] for case in CASES],
-    ids=[case[0] for case in CASES],
+    [
+        pytest.param("llama", _longrope, "one by one", id="longrope"),
+        pytest.param("llama4_text", _chunked, "padded", id="chunks"),
+        pytest.param("mistral", _windowed, "packed", id="window"),
+    ],
 )
 async def test_a_text_beside_a_long_one_is_embedded_as_alone(
     kind: str, config_of: Callable[[int], Any], execution: str, tmp_path: Path

@@ -14,13 +14,11 @@ from maxsimd.engine import EngineConfig
 from maxsimd.engine.checkpoint import load_model
 from maxsimd.engine.execution.selfcheck.rules import why_not_packed
 from maxsimd.engine.inspection import inspect_model
-from maxsimd.engine.models.alibi import slopes_of
 from tests.checkpoints import bi_encoders, cross_encoders, gte, jina, retrained, vision_language
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
 from tests.parity.changes import CPU, removed, settings, without_settings
 from tests.parity.pictures import PAGES
-from tests.parity.plain_encoders import alibi_slopes
 
 
 def _backbone(path: str, **options: Any) -> Any:
@@ -47,11 +45,6 @@ def test_a_pickled_jina_bert_is_told_by_its_config(normed: bool, changed: Callab
     build = jina.embeddings_v2_code if normed else jina.embeddings_v2
     path = changed(build, pickled, removed("model.safetensors"))
     assert _backbone(path, allow_pickle=True).config.norms_queries_and_keys == normed
-
-
-@pytest.mark.parametrize("heads", [1, 4, 6, 8, 12, 16, 20])
-def test_the_slopes_of_alibi_are_those_of_its_authors(heads: int) -> None:
-    torch.testing.assert_close(torch.tensor(slopes_of(heads)), alibi_slopes(heads))
 
 
 def test_directions_are_read_from_the_config(

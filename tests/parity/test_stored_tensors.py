@@ -3,26 +3,22 @@ for. Scores are compared in test_families.py and test_variants.py."""
 
 import itertools
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize
-from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+from transformers import AutoTokenizer
 
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import EngineConfig
 from maxsimd.engine.checkpoint import load_model
 from maxsimd.engine.checkpoint.files import read_files
 from maxsimd.engine.checkpoint.gguf.folder import from_gguf
-from maxsimd.engine.checkpoint.quantized.formats import Format, Scales
-from maxsimd.engine.checkpoint.quantized.tensors import _layer, quantized_weights
+from maxsimd.engine.checkpoint.quantized.tensors import quantized_weights
 from tests.checkpoints import gguf_models, quantized
 from tests.checkpoints.shared import SharedCheckpoints
-from tests.parity.changes import CPU, Tensors
+from tests.parity.changes import CPU
 from tests.parity.stored_forms import dequantised
 
 TEXTS = [
@@ -37,34 +33,6 @@ TEXTS = [
     "",
     " ",
 ]
-
-
-def _stated(path: str) -> Tensors:
-    """The tensors of a GGUF file that transformers is handed."""
-    with from_gguf(path) as (_, stored):
-        assert stored is not None
-        return stored.read()
-
-
-@pytest.mark.parametrize("build", [gguf_models.qwen3, gguf_models.llama, gguf_models.qwen2])
-def test_tensors_are_those_that_transformers_reads(build: Any, checkpoints: SharedCheckpoints) -> None:
-    path = checkpoints(build)
-    model = AutoModelForCausalLM.from_pretrained(Path(path).parent / "hf")
-    theirs = load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)["tensors"]
-    ours = _stated(path)
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        assert torch.equal(tensor, theirs[name].float()), name
-
-
-def test_the_tensors_of_a_gemma_are_those_of_the_checkpoint(checkpoints: SharedCheckpoints) -> None:
-    """transformers reads none."""
-    path = checkpoints(gguf_models.gemma)
-    published = load_file(Path(path).parent / "hf" / "model.safetensors")
-    ours = _stated(path)
-    assert ours.keys() == published.keys()
-    for name, tensor in ours.items():
-        torch.testing.assert_close(tensor, published[name], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -97,15 +65,6 @@ def test_quantised_tensors_are_what_the_formula_says(scheme: str, checkpoints: S
     for name, tensor in ours.items():
         assert tensor.dtype == torch.float32
         torch.testing.assert_close(tensor, plain[name], rtol=1e-6, atol=1e-7)
-
-
-def test_blocks_of_float8_are_what_transformers_makes_of_them() -> None:
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(256, 384, generator=generator).to(torch.float8_e4m3fn)
-    scales = torch.rand(2, 3, generator=generator)
-    theirs = Fp8Dequantize(None)._dequantize_one(weight, scales, torch.float32)
-    stored = Format("fp8", (Scales("block", block=(128, 128)),), ("weight_scale_inv",))
-    assert torch.equal(_layer({"weight": weight, "weight_scale_inv": scales}, stored), theirs)
 
 
 def test_what_is_left_out_is_said(checkpoints: SharedCheckpoints, caplog: pytest.LogCaptureFixture) -> None:
