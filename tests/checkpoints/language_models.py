@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.checkpoints.tokenizers import GEMMA, byte_level_bpe, unigram
-from tests.checkpoints.weights import change_config, save_model
+from tests.checkpoints.weights import change_config, save_model, save_module_list
 
 _CHAT = ["<|im_start|>", "<|im_end|>", "<think>", "</think>"]
 _MARKERS = ["<|embed_token|>", "<|rerank_token|>"]
@@ -76,13 +76,11 @@ def zerank_2(folder: Path) -> str:
     (folder / "1_LogitScore" / "config.json").write_text(
         json.dumps({"true_token_id": true_id, "false_token_id": None})
     )
-    kinds = {"": "base.modules.transformer.Transformer",
-             "1_LogitScore": "cross_encoder.modules.logit_score.LogitScore"}  # fmt: skip
-    modules = [
-        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.{kind}"}
-        for i, (path, kind) in enumerate(kinds.items())
-    ]
-    (folder / "modules.json").write_text(json.dumps(modules))
+    kinds = {
+        "": "sentence_transformers.base.modules.transformer.Transformer",
+        "1_LogitScore": "sentence_transformers.cross_encoder.modules.logit_score.LogitScore",
+    }
+    save_module_list(folder, kinds)
     settings = {
         "model_type": "CrossEncoder",
         "activation_fn": "torch.nn.modules.linear.Identity",

@@ -12,7 +12,14 @@ from transformers import AutoTokenizer
 
 from tests.checkpoints.cross_encoders import MODERNBERT
 from tests.checkpoints.tokenizers import wordpiece, xlm_roberta
-from tests.checkpoints.weights import SIZES, change_config, save_model, save_renamed, save_tensors
+from tests.checkpoints.weights import (
+    SIZES,
+    change_config,
+    save_model,
+    save_module_list,
+    save_renamed,
+    save_tensors,
+)
 
 _BERT = {"hidden_size": 64, "intermediate_size": 128}
 
@@ -87,12 +94,8 @@ def save_as_pylate(folder: Path, model_type: str | None, longest: int, document_
     for key in ("module_input_name", "module_output_name"):  # which an older library did not write
         config.pop(key, None)
     (projection / "config.json").write_text(json.dumps(config))
-    kinds = ["sentence_transformers.models.Transformer", "pylate.models.Dense.Dense"]
-    modules = [
-        {"idx": i, "name": str(i), "path": path, "type": kind}
-        for i, (path, kind) in enumerate(zip(["", "1_Dense"], kinds, strict=True))
-    ]
-    (folder / "modules.json").write_text(json.dumps(modules))
+    kinds = {"": "sentence_transformers.models.Transformer", "1_Dense": "pylate.models.Dense.Dense"}
+    save_module_list(folder, kinds)
     longest_text = {"max_seq_length": longest, "do_lower_case": False}
     (folder / "sentence_bert_config.json").write_text(json.dumps(longest_text))
     settings = {

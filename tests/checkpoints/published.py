@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.checkpoints.weights import save_tensors
+from tests.checkpoints.weights import save_module_list, save_tensors
 
 
 class RandomTensors:
@@ -53,15 +53,10 @@ def save_modules(
 ) -> str:
     """Writes modules.json and what it names beside a transformer in `folder`, as older sentence-transformers
     did; returns the path."""
-    kinds = ["Transformer", "Pooling"] + (["Normalize"] if normalize else [])
-    modules: list[dict[str, Any]] = []
-    for i, kind in enumerate(kinds):
-        path = f"{i}_{kind}" if i else ""
-        modules.append(
-            {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        )
+    paths = {"": "Transformer", "1_Pooling": "Pooling"} | ({"2_Normalize": "Normalize"} if normalize else {})
+    save_module_list(folder, {path: f"sentence_transformers.models.{kind}" for path, kind in paths.items()})
+    for path in paths:
         (folder / path).mkdir(exist_ok=True)
-    (folder / "modules.json").write_text(json.dumps(modules))
     transformer = {"max_seq_length": longest, "do_lower_case": False}
     (folder / "sentence_bert_config.json").write_text(json.dumps(transformer))
     config = json.loads((folder / "config.json").read_text())

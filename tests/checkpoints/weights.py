@@ -50,6 +50,14 @@ def change_config(folder: Path, file: str = "config.json", **settings: Any) -> s
     return str(folder)
 
 
+def save_module_list(folder: Path, kinds: Mapping[str, str]) -> None:
+    """Writes modules.json: the kind of each module by its folder."""
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": kind} for i, (path, kind) in enumerate(kinds.items())
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+
+
 def save_tensors(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(contiguous, folder / "model.safetensors", metadata={"format": "pt"})

@@ -58,6 +58,14 @@ def added(name: str, tensor: torch.Tensor, file: str = "model.safetensors") -> E
     return tensors(lambda found: found.update({name: tensor}), file)
 
 
+def renamed(name: str, file: str = "model.safetensors") -> Edit:
+    return tensors(lambda found: found.update({f"{name}s": found.pop(name)}), file)
+
+
+def with_another_row(name: str, file: str = "model.safetensors") -> Edit:
+    return tensors(lambda found: found.update({name: torch.cat([found[name], found[name][:1]])}), file)
+
+
 def not_finite(name: str, file: str = "model.safetensors") -> Edit:
     def spoil(found: Tensors) -> None:
         found[name].view(-1)[-1] = torch.nan

@@ -82,9 +82,21 @@ def _plain(
     return Family(name, kind, published, format, build, reference, causal=causal, embeddings=embeddings)
 
 
+def _usual(kind: str, format: str, reference: Reference) -> Callable[..., Family]:
+    """Families of one format, by one reference."""
+
+    def family(name: str, published: str, build: Callable[[Path], str], **more: Any) -> Family:
+        return Family(name, kind, published, format, build, reference, **more)
+
+    return family
+
+
+_classifier = _usual(CROSS, _FOR_CLASSIFICATION, references.cross_encoder)
 _M3 = "FlagEmbedding's two layers beside it, --allow-pickle"
 _PICKLED = {"allow_pickle": True}
 _SPARSE_SAVE = f"{_SAVE}, SparseEncoder"
+_embedder = _usual(BI, _SAVE, references.bi_encoder)
+_sparse = _usual(SPARSE, _SPARSE_SAVE, references.sparse_encoder)
 
 FAMILIES = [
     Family("ColBERT", LATE, "colbert-ir/colbertv2.0", "Stanford ColBERT", late_interaction.stanford,
@@ -113,34 +125,23 @@ FAMILIES = [
     Family("any encoder", LATE, "sentence-transformers/all-MiniLM-L6-v2", _SAVE, _embedded,
            references.plain_encoder, {"score_type": LATE}),
 
-    Family("BERT", CROSS, "cross-encoder/ms-marco-MiniLM-L6-v2", _FOR_CLASSIFICATION,
-           cross_encoders.ms_marco_minilm, references.cross_encoder),
-    Family("RoBERTa", CROSS, "cross-encoder/stsb-roberta-base", _FOR_CLASSIFICATION, cross_encoders.roberta,
-           references.cross_encoder),
-    Family("XLM-RoBERTa", CROSS, "BAAI/bge-reranker-v2-m3", _FOR_CLASSIFICATION, cross_encoders.xlm_roberta,
-           references.cross_encoder),
-    Family("ELECTRA", CROSS, "cross-encoder/ms-marco-electra-base", _FOR_CLASSIFICATION,
-           cross_encoders.electra, references.cross_encoder),
-    Family("DistilBERT", CROSS, "distilbert rerankers", _FOR_CLASSIFICATION, cross_encoders.distilbert,
-           references.cross_encoder),
-    Family("ModernBERT", CROSS, "Alibaba-NLP/gte-reranker-modernbert-base", _FOR_CLASSIFICATION,
-           cross_encoders.modernbert, references.cross_encoder),
+    _classifier("BERT", "cross-encoder/ms-marco-MiniLM-L6-v2", cross_encoders.ms_marco_minilm),
+    _classifier("RoBERTa", "cross-encoder/stsb-roberta-base", cross_encoders.roberta),
+    _classifier("XLM-RoBERTa", "BAAI/bge-reranker-v2-m3", cross_encoders.xlm_roberta),
+    _classifier("ELECTRA", "cross-encoder/ms-marco-electra-base", cross_encoders.electra),
+    _classifier("DistilBERT", "distilbert rerankers", cross_encoders.distilbert),
+    _classifier("ModernBERT", "Alibaba-NLP/gte-reranker-modernbert-base", cross_encoders.modernbert),
     Family("gte-multilingual-reranker", CROSS, "Alibaba-NLP/gte-multilingual-reranker-base", _OF_ITS_OWN,
            gte.multilingual_reranker, plain_models.gte_reranker),
     Family("jina-reranker-v1", CROSS, "jinaai/jina-reranker-v1-turbo-en", _OF_ITS_OWN, jina.reranker_v1,
            plain_models.jina_reranker_v1),
     Family("jina-reranker-v2", CROSS, "jinaai/jina-reranker-v2-base-multilingual", _OF_ITS_OWN,
            jina.reranker_v2, plain_models.jina_reranker_v2),
-    Family("DeBERTa-v2", CROSS, "mixedbread-ai/mxbai-rerank-base-v1", _FOR_CLASSIFICATION,
-           cross_encoders.deberta_v2, references.cross_encoder),
-    Family("Qwen2", CROSS, "Qwen2ForSequenceClassification", _FOR_CLASSIFICATION, cross_encoders.qwen2,
-           references.cross_encoder, causal=True),
-    Family("Qwen3", CROSS, "tomaarsen/Qwen3-Reranker-0.6B-seq-cls", _FOR_CLASSIFICATION, cross_encoders.qwen3,
-           references.cross_encoder, causal=True),
-    Family("Llama", CROSS, "LlamaForSequenceClassification", _FOR_CLASSIFICATION, cross_encoders.llama,
-           references.cross_encoder, causal=True),
-    Family("Gemma", CROSS, "GemmaForSequenceClassification", _FOR_CLASSIFICATION, cross_encoders.gemma,
-           references.cross_encoder, causal=True),
+    _classifier("DeBERTa-v2", "mixedbread-ai/mxbai-rerank-base-v1", cross_encoders.deberta_v2),
+    _classifier("Qwen2", "Qwen2ForSequenceClassification", cross_encoders.qwen2, causal=True),
+    _classifier("Qwen3", "tomaarsen/Qwen3-Reranker-0.6B-seq-cls", cross_encoders.qwen3, causal=True),
+    _classifier("Llama", "LlamaForSequenceClassification", cross_encoders.llama, causal=True),
+    _classifier("Gemma", "GemmaForSequenceClassification", cross_encoders.gemma, causal=True),
     Family("Qwen3-Reranker", CROSS, "Qwen/Qwen3-Reranker-0.6B", "Qwen3ForCausalLM",
            language_models.qwen3_reranker, references.qwen3_reranker, causal=True),
     Family("mxbai-rerank-v2", CROSS, "mixedbread-ai/mxbai-rerank-base-v2", "Qwen2ForCausalLM",
@@ -163,16 +164,14 @@ FAMILIES = [
 
     Family("MiniLM", BI, "sentence-transformers/all-MiniLM-L6-v2", _SAVE, _embedded, references.bi_encoder,
            {"score_type": BI}),
-    Family("BGE", BI, "BAAI/bge-base-en-v1.5", _SAVE, bi_encoders.bge, references.bi_encoder),
+    _embedder("BGE", "BAAI/bge-base-en-v1.5", bi_encoders.bge),
     Family("E5", BI, "intfloat/e5-base-v2", _SAVE, bi_encoders.e5,
            partial(references.bi_encoder, query="query: ", document="passage: "), _E5),
-    Family("GTE", BI, "thenlper/gte-base", _SAVE, bi_encoders.gte, references.bi_encoder),
+    _embedder("GTE", "thenlper/gte-base", bi_encoders.gte),
     Family("nomic", BI, "nomic-ai/nomic-embed-text-v1.5", _SAVE_OWN, bi_encoders.nomic,
            references.bi_encoder, weights=lambda path: str(Path(path).parent / "own" / "saved")),
-    Family("Qwen3-Embedding", BI, "Qwen/Qwen3-Embedding-0.6B", _SAVE, bi_encoders.qwen3,
-           references.bi_encoder, causal=True),
-    Family("EmbeddingGemma", BI, "google/embeddinggemma-300m", _SAVE, bi_encoders.embeddinggemma,
-           references.bi_encoder),
+    _embedder("Qwen3-Embedding", "Qwen/Qwen3-Embedding-0.6B", bi_encoders.qwen3, causal=True),
+    _embedder("EmbeddingGemma", "google/embeddinggemma-300m", bi_encoders.embeddinggemma),
     _plain("gte-Qwen2", "Alibaba-NLP/gte-Qwen2-1.5B-instruct", _SAVE_OWN,
            retrained.gte_qwen2, plain_models.gte_qwen2),
     _plain("voyage-4-nano", "voyageai/voyage-4-nano", _SAVE_OWN,
@@ -187,15 +186,12 @@ FAMILIES = [
            retrained.jina_v5_small, plain_models.jina_v5, causal=True),
     _plain("jina-embeddings-v5-text-nano", "jinaai/jina-embeddings-v5-text-nano", _WITH_ADAPTERS,
            retrained.jina_v5_nano, plain_models.jina_v5),
-    Family("Jina v3", BI, "jinaai/jina-embeddings-v3-hf", _SAVE, bi_encoders.jina_v3, references.bi_encoder),
-    Family("MPNet", BI, "sentence-transformers/all-mpnet-base-v2", _SAVE, bi_encoders.mpnet,
-           references.bi_encoder),
-    Family("Sentence-T5", BI, "sentence-transformers/sentence-t5-base, gtr-t5-base", _SAVE, t5.sentence_t5,
-           references.bi_encoder),
-    Family("T5 1.1", BI, "gated T5 encoders", _SAVE, partial(t5.sentence_t5, gated=True),
-           references.bi_encoder),
-    Family("SGPT", BI, "Muennighoff/SGPT-125M-weightedmean-nli-bitfit", _SAVE, bi_encoders.sgpt,
-           references.bi_encoder, packed=False, causal=True),
+    _embedder("Jina v3", "jinaai/jina-embeddings-v3-hf", bi_encoders.jina_v3),
+    _embedder("MPNet", "sentence-transformers/all-mpnet-base-v2", bi_encoders.mpnet),
+    _embedder("Sentence-T5", "sentence-transformers/sentence-t5-base, gtr-t5-base", t5.sentence_t5),
+    _embedder("T5 1.1", "gated T5 encoders", partial(t5.sentence_t5, gated=True)),
+    _embedder("SGPT", "Muennighoff/SGPT-125M-weightedmean-nli-bitfit", bi_encoders.sgpt, packed=False,
+              causal=True),
     _plain("gte-multilingual", "Alibaba-NLP/gte-multilingual-base", _SAVE_OWN, gte.multilingual,
            plain_models.gte_multilingual),
     Family("gte-multilingual, sparse", SPARSE, "Alibaba-NLP/gte-multilingual-base", "code of its own",
@@ -214,24 +210,19 @@ FAMILIES = [
            plain_models.jina_embeddings_v2),
     _plain("nomic-embed-text-v2-moe", "nomic-ai/nomic-embed-text-v2-moe", _SAVE_OWN, nomic.v2_moe,
            plain_models.nomic_v2_moe),
-    Family("prompt left out", BI, "include_prompt: false", _SAVE, bi_encoders.without_prompt,
-           references.bi_encoder),
+    _embedder("prompt left out", "include_prompt: false", bi_encoders.without_prompt),
 
-    Family("SPLADE", SPARSE, "naver/splade-v3", _SPARSE_SAVE, sparse_encoders.splade,
-           references.sparse_encoder),
+    _sparse("SPLADE", "naver/splade-v3", sparse_encoders.splade),
     Family("SPLADE, plain", SPARSE, "naver/splade-cocondenser-ensembledistil", "BertForMaskedLM",
            sparse_encoders.plain, references.sparse_encoder, {"score_type": SPARSE}),
-    Family("SPLADE, heaviest words", SPARSE, "max_active_dims", _SPARSE_SAVE,
-           sparse_encoders.splade_heaviest, references.sparse_encoder),
-    Family("SPLADE over ModernBERT", SPARSE, "ModernBertForMaskedLM", _SPARSE_SAVE,
-           sparse_encoders.modernbert, references.sparse_encoder),
-    Family("SPLADE over XLM-RoBERTa", SPARSE, "XLMRobertaForMaskedLM", _SPARSE_SAVE,
-           sparse_encoders.xlm_roberta, references.sparse_encoder),
+    _sparse("SPLADE, heaviest words", "max_active_dims", sparse_encoders.splade_heaviest),
+    _sparse("SPLADE over ModernBERT", "ModernBertForMaskedLM", sparse_encoders.modernbert),
+    _sparse("SPLADE over XLM-RoBERTa", "XLMRobertaForMaskedLM", sparse_encoders.xlm_roberta),
     Family("OpenSearch, queries looked up", SPARSE,
            "opensearch-project/opensearch-neural-sparse-encoding-doc-v3-distill", f"{_SPARSE_SAVE}, Router",
            sparse_encoders.opensearch_v3, references.sparse_encoder),
 
-    Family("bge-m3, dense", BI, "BAAI/bge-m3", _SAVE, bi_encoders.bge_m3, references.bi_encoder),
+    _embedder("bge-m3, dense", "BAAI/bge-m3", bi_encoders.bge_m3),
     Family("bge-m3, sparse", SPARSE, "BAAI/bge-m3", _M3, bi_encoders.bge_m3,
            partial(references.bge_m3, weights=(0, 1, 0)), _PICKLED | {"score_type": SPARSE}),
     Family("bge-m3, multi-vector", LATE, "BAAI/bge-m3", _M3, bi_encoders.bge_m3,

@@ -72,38 +72,69 @@ class PlainEncoder:
 States = Callable[[PlainEncoder, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
+def _layers(
+    model: PlainEncoder,
+    x: torch.Tensor,
+    names: tuple[str, str, str, str, str],
+    inner: Callable[[torch.Tensor, str, int], torch.Tensor],
+    frequencies: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Layers of attention, with rotary positions if there are `frequencies`, and of what is `inner`, each with
+    a norm behind it. `names` are those of the layers and of their parts."""
+    layers, qkv, out, first, second = names
+    for i in range(model.config.get("num_hidden_layers") or model.config["n_layer"]):
+        layer = f"{layers}.{i}"
+        queries, keys, values = model.linear(x, f"{layer}.{qkv}").chunk(3, dim=-1)
+        if frequencies is not None:
+            queries, keys = model.turned(queries, frequencies), model.turned(keys, frequencies)
+        attended = model.linear(model.attend(queries, keys, values), f"{layer}.{out}")
+        x = model.norm(x + attended, f"{layer}.{first}")
+        x = model.norm(x + inner(x, f"{layer}.mlp", i), f"{layer}.{second}")
+    return x
+
+
 def new_states(model: PlainEncoder, ids: torch.Tensor, types: torch.Tensor) -> torch.Tensor:
     """Alibaba's `NewModel`: [tokens, hidden]."""
     config = model.config
-    x = model.norm(model.embedded(ids, types), "embeddings.LayerNorm")
     exponents = torch.arange(0, model.dims, 2).float() / model.dims
     frequencies = float(config["rope_theta"]) ** -exponents
     if config["rope_scaling"] is not None:
         factor = config["rope_scaling"]["factor"]
         frequencies = (config["rope_theta"] * factor) ** -exponents / factor ** (2 / model.dims)
-    for i in range(config["num_hidden_layers"]):
-        layer = f"encoder.layer.{i}"
-        queries, keys, values = model.linear(x, f"{layer}.attention.qkv_proj").chunk(3, dim=-1)
-        attended = model.attend(model.turned(queries, frequencies), model.turned(keys, frequencies), values)
-        x = model.norm(x + model.linear(attended, f"{layer}.attention.o_proj"), f"{layer}.attn_ln")
-        up, gate = model.linear(x, f"{layer}.mlp.up_gate_proj").chunk(2, dim=-1)
-        inner = F.gelu(gate) * up
-        x = model.norm(x + model.linear(inner, f"{layer}.mlp.down_proj"), f"{layer}.mlp_ln")
-    return x
+
+    def inner(x: torch.Tensor, name: str, layer: int) -> torch.Tensor:
+        up, gate = model.linear(x, f"{name}.up_gate_proj").chunk(2, dim=-1)
+        return model.linear(F.gelu(gate) * up, f"{name}.down_proj")
+
+    names = ("encoder.layer", "attention.qkv_proj", "attention.o_proj", "attn_ln", "mlp_ln")
+    x = model.norm(model.embedded(ids, types), "embeddings.LayerNorm")
+    return _layers(model, x, names, inner, frequencies)
 
 
 def flash_states(model: PlainEncoder, ids: torch.Tensor, types: torch.Tensor) -> torch.Tensor:
     """XLM-RoBERTa under the names of jinaai/xlm-roberta-flash-implementation: [tokens, hidden]."""
     first = model.config["pad_token_id"] + 1
     positions = model.tensors["embeddings.position_embeddings.weight"][first : first + len(ids)]
-    x = model.norm(model.embedded(ids, types) + positions, "emb_ln")
-    for i in range(model.config["num_hidden_layers"]):
-        layer = f"encoder.layers.{i}"
-        attended = model.attend(*model.linear(x, f"{layer}.mixer.Wqkv").chunk(3, dim=-1))
-        x = model.norm(x + model.linear(attended, f"{layer}.mixer.out_proj"), f"{layer}.norm1")
-        inner = F.gelu(model.linear(x, f"{layer}.mlp.fc1"))
-        x = model.norm(x + model.linear(inner, f"{layer}.mlp.fc2"), f"{layer}.norm2")
-    return x
+
+    def inner(x: torch.Tensor, name: str, layer: int) -> torch.Tensor:
+        return model.linear(F.gelu(model.linear(x, f"{name}.fc1")), f"{name}.fc2")
+
+    names = ("encoder.layers", "mixer.Wqkv", "mixer.out_proj", "norm1", "norm2")
+    return _layers(model, model.norm(model.embedded(ids, types) + positions, "emb_ln"), names, inner)
+
+
+def nomic_moe_states(model: PlainEncoder, ids: torch.Tensor, types: torch.Tensor) -> torch.Tensor:
+    """nomic-embed-text-v2-moe, token by token where it has experts: [tokens, hidden]."""
+    frequencies = model.config["rotary_emb_base"] ** -(torch.arange(0, model.dims, 2).float() / model.dims)
+
+    def inner(x: torch.Tensor, name: str, layer: int) -> torch.Tensor:
+        if layer % model.config["moe_every_n_layers"] == 1:
+            return torch.stack([_mixed(model, name, token) for token in x])
+        return model.linear(F.gelu(model.linear(x, f"{name}.fc1")), f"{name}.fc2")
+
+    names = ("encoder.layers", "attn.Wqkv", "attn.out_proj", "norm1", "norm2")
+    x = model.norm(model.embedded(ids, types), "emb_ln")
+    return _layers(model, x, names, inner, frequencies)
 
 
 def jina_bert_states(
@@ -137,24 +168,6 @@ def jina_bert_states(
             gate, up = model.linear(attended, f"{layer}.mlp.gated_layers").chunk(2, dim=-1)
             out = model.linear(activation(gate) * up, f"{layer}.mlp.wo")
             x = model.norm(attended + out, f"{layer}.mlp.layernorm")
-    return x
-
-
-def nomic_moe_states(model: PlainEncoder, ids: torch.Tensor, types: torch.Tensor) -> torch.Tensor:
-    """nomic-embed-text-v2-moe, token by token where it has experts: [tokens, hidden]."""
-    config = model.config
-    x = model.norm(model.embedded(ids, types), "emb_ln")
-    frequencies = config["rotary_emb_base"] ** -(torch.arange(0, model.dims, 2).float() / model.dims)
-    for i in range(config["n_layer"]):
-        layer = f"encoder.layers.{i}"
-        queries, keys, values = model.linear(x, f"{layer}.attn.Wqkv").chunk(3, dim=-1)
-        attended = model.attend(model.turned(queries, frequencies), model.turned(keys, frequencies), values)
-        x = model.norm(x + model.linear(attended, f"{layer}.attn.out_proj"), f"{layer}.norm1")
-        if i % config["moe_every_n_layers"] == 1:
-            inner = torch.stack([_mixed(model, f"{layer}.mlp", token) for token in x])
-        else:
-            inner = model.linear(F.gelu(model.linear(x, f"{layer}.mlp.fc1")), f"{layer}.mlp.fc2")
-        x = model.norm(x + inner, f"{layer}.norm2")
     return x
 
 

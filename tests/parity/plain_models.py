@@ -46,24 +46,32 @@ DETERMINE = (
 _PREDICT = "Predict whether passage B contains an answer to query A."
 
 
-class PlainEmbedder:
-    """Has the methods of sentence-transformers' models: what `embed` makes of each text behind its prompt."""
+class OneByOne:
+    """Has the methods of sentence-transformers' models, which make of each text a vector or one a token."""
+
+    def vectors(self, text: str, role: str) -> torch.Tensor:
+        raise NotImplementedError
+
+    @torch.inference_mode()
+    def encode_query(self, texts: Sequence[str]) -> list[torch.Tensor]:
+        return [self.vectors(text, "query") for text in texts]
+
+    @torch.inference_mode()
+    def encode_document(self, texts: Sequence[str]) -> list[torch.Tensor]:
+        return [self.vectors(text, "document") for text in texts]
+
+
+class PlainEmbedder(OneByOne):
+    """What `embed` makes of each text behind its prompt."""
 
     def __init__(
         self, embed: Callable[[str], torch.Tensor], prompts: dict[str, str], normalized: bool = True
     ) -> None:
         self._embed, self._prompts, self._normalized = embed, prompts, normalized
 
-    def encode_query(self, texts: Sequence[str]) -> list[torch.Tensor]:
-        return self._encode(texts, "query")
-
-    def encode_document(self, texts: Sequence[str]) -> list[torch.Tensor]:
-        return self._encode(texts, "document")
-
-    @torch.inference_mode()
-    def _encode(self, texts: Sequence[str], role: str) -> list[torch.Tensor]:
-        made = [self._embed(self._prompts.get(role, "") + text) for text in texts]
-        return [normalize(each, dim=-1) for each in made] if self._normalized else made
+    def vectors(self, text: str, role: str) -> torch.Tensor:
+        made = self._embed(self._prompts.get(role, "") + text)
+        return normalize(made, dim=-1) if self._normalized else made
 
 
 def cosines(
@@ -153,7 +161,7 @@ jina_reranker_v2 = partial(
 )
 
 
-class JinaColbert:
+class JinaColbert(OneByOne):
     """jinaai/jina-colbert-v1-en as Stanford ColBERT runs it: a marker behind [CLS], queries filled up with
     [MASK], which no token attends to, and documents without punctuation."""
 
@@ -161,22 +169,16 @@ class JinaColbert:
         self._model = _loaded(path, "bert.")
         self._said = json.loads(Path(path, "artifact.metadata").read_text(encoding="utf-8"))
 
-    def encode_query(self, texts: Sequence[str]) -> list[torch.Tensor]:
-        return [self._vectors(text, "query") for text in texts]
-
-    def encode_document(self, texts: Sequence[str]) -> list[torch.Tensor]:
-        return [self._vectors(text, "doc") for text in texts]
-
-    @torch.inference_mode()
-    def _vectors(self, text: str, role: str) -> torch.Tensor:
-        word, longest = self._model.tokenizer.token_to_id, self._said[f"{role}_maxlen"]
+    def vectors(self, text: str, role: str) -> torch.Tensor:
+        name = "query" if role == "query" else "doc"
+        word, longest = self._model.tokenizer.token_to_id, self._said[f"{name}_maxlen"]
         inner = self._model.tokenizer.encode(text, add_special_tokens=False).ids[: longest - 3]
-        ids = [word("[CLS]"), word(self._said[f"{role}_token_id"]), *inner, word("[SEP]")]
+        ids = [word("[CLS]"), word(self._said[f"{name}_token_id"]), *inner, word("[SEP]")]
         attended = len(ids)
-        ids += [word("[MASK]")] * (longest - len(ids) if role == "query" else 0)
+        ids += [word("[MASK]")] * (longest - len(ids) if name == "query" else 0)
         tensor = torch.tensor(ids)
         states = jina_bert_states(self._model, tensor, torch.zeros_like(tensor), attended)
-        if role == "doc":
+        if name == "doc":
             punctuation = {word(character) for character in string.punctuation}
             states = states[[i for i, token in enumerate(ids) if token not in punctuation]]
         return normalize(self._model.linear(states, "linear"), dim=-1)
@@ -372,22 +374,21 @@ def bge_gemma2(
     return np.array(found, dtype=np.float32)
 
 
-class OneByOne:
+class Lfm2Colbert(OneByOne):
     """A `MultiVectorEncoder` that is given one text at a time: convolutions may see padding."""
 
     def __init__(self, path: str) -> None:
         self.model = MultiVectorEncoder(path, device="cpu")
 
-    def encode_query(self, texts: Sequence[str]) -> list[torch.Tensor]:
-        return [self.model.encode_query([text])[0] for text in texts]
+    def vectors(self, text: str, role: str) -> torch.Tensor:
+        encode = self.model.encode_query if role == "query" else self.model.encode_document
+        rows: torch.Tensor = encode([text])[0]
+        return rows
 
-    def encode_document(self, texts: Sequence[str]) -> list[torch.Tensor]:
-        return [self.model.encode_document([text])[0] for text in texts]
 
-
-def lfm2_5_colbert(path: str) -> OneByOne:
+def lfm2_5_colbert(path: str) -> Lfm2Colbert:
     """LiquidAI/LFM2.5-ColBERT-350M: PyLate's late interaction, over `_both_ways_lfm2`."""
-    encoder = OneByOne(path)
+    encoder = Lfm2Colbert(path)
     _both_ways_lfm2(encoder.model[0].auto_model)
     return encoder
 

@@ -27,12 +27,6 @@ async def engine(checkpoints: SharedCheckpoints, engines: Engines) -> Engine:
     return await engines(EngineConfig(model=checkpoints(visual.colqwen2), dtype="float32"))
 
 
-@pytest_asyncio.fixture(loop_scope="module")
-async def small_steps(checkpoints: SharedCheckpoints, engines: Engines) -> Engine:
-    path = checkpoints(visual.colqwen2)
-    return await engines(EngineConfig(model=path, dtype="float32", max_batch_tokens=64))
-
-
 def failing_on(tower: Any, digest: bytes) -> Any:
     """The tower, which fails whenever one picture is among those that it is to encode."""
     encode = type(tower).__call__
@@ -65,16 +59,20 @@ async def test_a_picture_that_breaks_the_tower_fails_alone(
     await until(lambda: engine.stats().device.features == 0)
 
 
-async def test_requests_that_are_cancelled_leave_no_features(small_steps: Engine) -> None:
+async def test_requests_that_are_cancelled_leave_no_features(
+    checkpoints: SharedCheckpoints, engines: Engines
+) -> None:
+    path = checkpoints(visual.colqwen2)
+    engine = await engines(EngineConfig(model=path, dtype="float32", max_batch_tokens=64))
     for delay in (0.0, 0.003, 0.03):
-        calls = [asyncio.create_task(small_steps.score("what?", PAGES * 2, cache="bypass")) for _ in range(3)]
+        calls = [asyncio.create_task(engine.score("what?", PAGES * 2, cache="bypass")) for _ in range(3)]
         await asyncio.sleep(delay)
         for call in calls[:2]:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
         assert len(calls[2].result().scores) == 2 * len(PAGES)
-    await until(lambda: small_steps.stats().device.features == 0)
-    await until(lambda: small_steps.stats().device.cut_sequences == 0)
+    await until(lambda: engine.stats().device.features == 0)
+    await until(lambda: engine.stats().device.cut_sequences == 0)
 
 
 async def test_a_new_page_in_several_requests_is_scored_in_each(engine: Engine) -> None:
@@ -84,18 +82,6 @@ async def test_a_new_page_in_several_requests_is_scored_in_each(engine: Engine) 
     for result in results:
         assert result.scores == pytest.approx(expected * 2, abs=1e-5)
     await until(lambda: engine.stats().device.features == 0)
-
-
-async def test_time_that_is_up_gives_what_there_is(small_steps: Engine) -> None:
-    result = await small_steps.score("what?", PAGES * 8, cache="bypass", timeout=0.02, on_timeout="partial")
-    assert len(result.scores) == 8 * len(PAGES)
-    assert all(np.isnan(result.scores[i]) for i in result.unscored)
-    await until(lambda: small_steps.stats().device.features == 0)
-    streamed: dict[int, float] = {}
-    async with small_steps.stream("what?", PAGES, cache="bypass") as stream:
-        async for new in stream:
-            streamed |= {one.index: one.score for one in new}
-    assert [streamed[i] for i in range(len(PAGES))] == pytest.approx(stream.result.scores, abs=1e-5)
 
 
 async def test_a_page_that_fits_no_step_is_refused_with_both_numbers(

@@ -50,8 +50,10 @@ from tests.parity.changes import (
     not_finite,
     refusal,
     removed,
+    renamed,
     settings,
     tensors,
+    with_another_row,
     written,
 )
 from tests.parity.families import FAMILIES, LISTWISE, Family
@@ -257,19 +259,20 @@ _DOWN = "model.layers.0.mlp.down_proj"
 
 
 def _quantized(**said: Any) -> Edit:
+    """Changes what the config says of quantisation."""
+
     def edit(folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
-        config["quantization_config"] |= said
-        (folder / "config.json").write_text(json.dumps(config))
+        settings(quantization_config=config["quantization_config"] | said)(folder)
 
     return edit
 
 
 def _weights(**said: Any) -> Edit:
     def edit(folder: Path) -> None:
-        config = json.loads((folder / "config.json").read_text())
-        config["quantization_config"]["config_groups"]["group_0"]["weights"] |= said
-        (folder / "config.json").write_text(json.dumps(config))
+        groups = json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"]
+        groups["group_0"]["weights"] |= said
+        _quantized(config_groups=groups)(folder)
 
     return edit
 
@@ -535,23 +538,12 @@ _RENAMED = {
 }
 
 
-def _rename(tensors: Tensors, name: str) -> None:
-    tensors[f"{name}s"] = tensors.pop(name)
-
-
-def _drop(tensors: Tensors, name: str) -> None:
-    del tensors[name]
-
-
-def _reshape(tensors: Tensors, name: str) -> None:
-    tensors[name] = torch.cat([tensors[name], tensors[name][:1]])
-
-
-def _spoil(tensors: Tensors, name: str) -> None:
-    tensors[name].view(-1)[-1] = torch.nan
-
-
-DAMAGES = {"renamed": _rename, "missing": _drop, "of another shape": _reshape, "with a NaN": _spoil}
+DAMAGES = {
+    "renamed": renamed,
+    "missing": dropped,
+    "of another shape": with_another_row,
+    "with a NaN": not_finite,
+}
 
 # One of each loader; `make test-all` takes all.
 ONE_OF_EACH = (
@@ -578,7 +570,7 @@ def test_a_tensor_of_the_backbone_that_is_wrong_is_named(
     found = load_file(path / file).items()
     names = sorted(name for name, tensor in found if ".1." in name and tensor.dim() == 1)
     name = next((name for name in names if "norm" in name.lower() or "ln_" in name), names[0])
-    tensors(lambda found: DAMAGES[damage](found, name), file)(path)
+    DAMAGES[damage](name, file)(path)
     message = refusal(path, **family.settings)
     inner = name.split(".", 1)[1]  # without the prefix that a classifier's backbone has
     renamed = [ours for theirs, all_ours in _RENAMED.items() if theirs in name for ours in all_ours]
@@ -611,5 +603,5 @@ def test_a_tensor_behind_the_backbone_that_is_wrong_is_named(
 ) -> None:
     path = Path(changed(_NAMED[name].build))
     (found,) = path.glob(file)
-    tensors(lambda found: DAMAGES[damage](found, tensor), str(found.relative_to(path)))(path)
+    DAMAGES[damage](tensor, str(found.relative_to(path)))(path)
     assert tensor.rsplit(".", 1)[0] in refusal(path)

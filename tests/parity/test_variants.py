@@ -128,7 +128,7 @@ VARIANTS = [
         ]
     ),
     Variant("LFM2 that attends to the expansion", retrained.lfm2_colbert,
-            partial(plain_models.maxsims, model=plain_models.OneByOne),
+            partial(plain_models.maxsims, model=plain_models.Lfm2Colbert),
             edits=(settings("config_sentence_transformers.json", attend_to_expansion_tokens=True),)),
     *(
         Variant(f"DeBERTa: {name}",

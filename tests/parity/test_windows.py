@@ -44,17 +44,6 @@ async def test_late_interaction_reads_the_tokens_of_all_windows(long_documents: 
             assert score == pytest.approx((rows @ np.concatenate(parts).T).max(axis=1).sum(), abs=1e-4)
 
 
-async def test_a_bi_encoder_scores_by_the_best_window(long_documents: list[str]) -> None:
-    truncation = Truncation(max_tokens=40, windows=True, window_overlap=5)
-    async with Engine(EngineConfig(score_type="bi-encoder", dtype="float32")) as engine:
-        ours = (await engine.score(QUERY, long_documents, truncation=truncation)).scores
-        query = (await engine.embed([QUERY], input_type="query")).embeddings[0]
-        for score, document in zip(ours, long_documents, strict=True):
-            windows = _windows(_without_ends(engine, document), 38, 5)
-            embedded = await engine.embed([[101, *window.tolist(), 102] for window in windows])
-            assert score == pytest.approx((embedded.embeddings @ query).max(), abs=1e-5)
-
-
 async def test_a_cross_encoder_scores_by_the_best_window(
     bert_cross_encoder: str, long_documents: list[str]
 ) -> None:
