@@ -38,7 +38,7 @@ MAIN = {
     *("SGPT", "MPNet", "jina-embeddings-v2-base-code", "nomic-embed-text-v2-moe", "voyage-4-nano"),
     *("jina-embeddings-v5-text-small", "prompt left out", "SPLADE", "gte-multilingual, sparse"),
     *("bge-m3, multi-vector", "bge-m3, all three"),
-    # Weights in forms of their own. test_stored_tensors.py has the blocks of the others.
+    # Weights in forms of their own. test_readings.py and test_variants.py have the others.
     *("bge-reranker-v2-m3, F16", "Qwen3-Embedding, Q8_0", "compressed-tensors, w4a16", "FP8 in blocks"),
 }
 

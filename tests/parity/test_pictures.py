@@ -10,10 +10,19 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
+from numpy.typing import NDArray
+from sentence_transformers.multi_vector_encoder.interpretability import get_n_patches, maxsim_similarity_map
 from sentence_transformers.multi_vector_encoder.modules import HierarchicalTokenPooling
 
 from maxsimd.bench.datasets import Pair
-from maxsimd.engine import Content, Engine, EngineConfig, InvalidRequestError, Truncation
+from maxsimd.engine import (
+    Content,
+    Engine,
+    EngineConfig,
+    InvalidRequestError,
+    RequestTooLargeError,
+    Truncation,
+)
 from maxsimd.engine.media import PillowPicture
 from tests.checkpoints import two_towers, vision_language, visual
 from tests.checkpoints.shared import SharedCheckpoints
@@ -25,6 +34,7 @@ from tests.parity.pictures import (
     QUERIES,
     Bare,
     Embedder,
+    Encoder,
     Pairs,
     PictureModel,
     TwoTowers,
@@ -275,3 +285,88 @@ async def test_vectors_of_pages_are_merged_as_the_reference_does(
     assert result.usage.cached_documents == len(PAGES)
     with pytest.raises(InvalidRequestError, match="explain is not possible"):
         await engine.score(QUERIES[0], PAGES, explain=True)
+
+
+def theirs(encoder: Encoder, page: Any) -> NDArray[Any]:
+    """The map [query tokens, rows, columns] as sentence-transformers' interpretability makes it."""
+    query = torch.as_tensor(encoder.vectors(QUERIES[2], "query"))
+    document = torch.as_tensor(encoder.vectors(page, "document"))
+    patches = get_n_patches(encoder.model, page.size)
+    first = encoder.model[0]
+    mask = first.preprocess([page], task="document")["input_ids"][0] == first.processor.image_token_id
+    if len(document) == int(mask.sum()):  # the model scores pictures alone
+        mask = torch.ones(len(document), dtype=torch.bool)
+    made: NDArray[Any] = maxsim_similarity_map(query, document, patches, image_mask=mask).numpy()
+    return made
+
+
+# Those of a grid that is read row by row, which are all that sentence-transformers maps, and those of tiles.
+TILED = (visual.colmodernvbert, vision_language.colsmol)
+
+
+@models(lambda model: model.is_late and model.build not in (*TILED, vision_language.colqwen2_5))
+async def test_maps_equal_sentence_transformers(engine: Engine, reference: Encoder) -> None:
+    await engine.clear_cache()
+    expected = [theirs(reference, page) for page in PAGES]
+    for cached in (False, True):
+        result = await engine.score(QUERIES[2], PAGES, explain="maps")
+        for index, each in enumerate(expected):
+            assert result.explanations[index].cached is cached
+            (found,) = result.explanations[index].maps
+            np.testing.assert_allclose(found, each, atol=1e-5)
+
+
+@models(lambda model: model.is_late)
+async def test_the_best_cell_is_the_patch_that_maxsim_took(engine: Engine) -> None:
+    """And boxes lie inside, and cover the picture without a gap."""
+    result = await engine.score(QUERIES[2], PAGES, explain="maps", cache="bypass")
+    patches = 0
+    for index, page in enumerate(PAGES):
+        explanation = result.explanations[index]
+        (found,) = explanation.maps
+        assert np.isfinite(found).all()
+        for match, similarities in zip(explanation.matches, found, strict=True):
+            if match.patch is None:
+                # A token beside the picture, or of a small copy of it, that is at least as good as any patch.
+                assert match.similarity >= similarities.max() - 1e-5
+                continue
+            patches += 1
+            assert similarities[match.patch.row, match.patch.column] == pytest.approx(
+                match.similarity, abs=1e-5
+            )
+            assert similarities.max() == pytest.approx(match.similarity, abs=1e-5)
+            left, top, right, bottom = match.patch.box
+            assert 0 <= left < right <= page.width
+            assert 0 <= top < bottom <= page.height
+    assert patches
+
+
+async def test_each_picture_of_a_document_has_a_map(engines: Engines, checkpoints: SharedCheckpoints) -> None:
+    checkpoint = checkpoints(vision_language.colqwen3)
+    engine = await engines(EngineConfig(model=checkpoint, dtype="float32"))
+    parts = [PillowPicture(PAGES[0]), "and", PillowPicture(PAGES[4])]
+    result = await engine.score(QUERIES[2], [Content.of(parts), "a text"], explain="maps", cache="bypass")
+    first, second = result.explanations[0].maps
+    assert (first.shape[1:], second.shape[1:]) == ((3, 2), (4, 5))
+    assert result.explanations[1].maps == ()
+    shown = {match.patch.picture for match in result.explanations[0].matches if match.patch is not None}
+    assert shown <= {0, 1}
+    for match in result.explanations[0].matches:
+        if match.patch is not None:
+            found = (first, second)[match.patch.picture]
+            query = result.explanations[0].matches.index(match)
+            cell = found[query, match.patch.row, match.patch.column]
+            assert cell == pytest.approx(match.similarity, abs=1e-5)
+
+
+async def test_maps_are_there_if_they_are_asked_for_and_not_too_many(
+    checkpoints: SharedCheckpoints, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = await _engine(engines, checkpoints(visual.colpali))
+    result = await engine.score("a", PAGES[:1], explain=True, cache="bypass")
+    assert result.explanations[0].maps == ()
+    with pytest.raises(InvalidRequestError, match="explain 'map' is not known; use true, false or maps"):
+        await engine.score("a", PAGES[:1], explain="map")  # type: ignore[arg-type]
+    monkeypatch.setattr("maxsimd.engine.preprocess.explain_limits.MOST_MAPPED", 100)
+    with pytest.raises(RequestTooLargeError, match=r"explain would map \d+ similarities .* at most 100 are"):
+        await engine.score("a", PAGES, explain="maps", cache="bypass")

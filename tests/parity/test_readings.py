@@ -1,7 +1,10 @@
-"""What is read of a checkpoint's files where they say it in several ways, and what is said of it."""
+"""What is read of a checkpoint's files: tensors and tokenisers in other forms, settings that are said in
+several ways, and what is said of them. Scores are in test_families.py and test_variants.py."""
 
+import itertools
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +12,31 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
+from maxsimd.bench.datasets import Pair
 from maxsimd.engine import EngineConfig
 from maxsimd.engine.checkpoint import load_model
+from maxsimd.engine.checkpoint.files import read_files
+from maxsimd.engine.checkpoint.gguf.folder import from_gguf
+from maxsimd.engine.checkpoint.quantized.tensors import quantized_weights
 from maxsimd.engine.execution.selfcheck.rules import why_not_packed
 from maxsimd.engine.inspection import inspect_model
-from tests.checkpoints import bi_encoders, cross_encoders, gte, jina, retrained, vision_language
+from tests.checkpoints import (
+    bi_encoders,
+    cross_encoders,
+    gguf_models,
+    gte,
+    jina,
+    quantized,
+    retrained,
+    vision_language,
+)
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
 from tests.parity.changes import CPU, removed, settings, without_settings
 from tests.parity.pictures import PAGES
+from tests.parity.stored_forms import dequantised
 
 
 def _backbone(path: str, **options: Any) -> Any:
@@ -109,3 +127,57 @@ async def test_an_adapter_is_used_unless_there_are_weights_beside_it(
     for each in others:
         np.testing.assert_allclose(each, merged, atol=1e-4)
     assert "has weights of its own; the adapter beside them is not used" in caplog.text
+
+
+TEXTS = [
+    "What is it?",
+    "  two  spaces,\tand a tab\n\n\nand lines  ",
+    "caf\u00e9 and cafe\u0301, na\u00efve \u00dcbung \u1e9e",
+    "it's John's, they'LL 12345 3.14",
+    "<|im_start|>user <think> </think><|im_end|> <|endoftext|> <|im_star",
+    "\u65e5\u672c\u8a9e \ud55c\uad6d\uc5b4",
+    "\u0440\u0443\u0441\u0441\u043a\u0438\u0439 \U0001f600 \u0645\u0631\u062d\u0628\u0627",
+    "def f(x):\n    return x[0] # [PAD4000] [MASK] [unused1] ##ing",
+    "",
+    " ",
+]
+
+
+@pytest.mark.parametrize(
+    "build", [gguf_models.qwen3, gguf_models.qwen3_embedding, gguf_models.bge, gguf_models.bge_reranker]
+)
+def test_texts_have_the_tokens_of_the_original(
+    build: Any, checkpoints: SharedCheckpoints, pairs: list[Pair]
+) -> None:
+    path = checkpoints(build)
+    with from_gguf(path) as (folder, _):
+        ours = AutoTokenizer.from_pretrained(folder)
+    theirs = AutoTokenizer.from_pretrained(dequantised(path))
+    texts = [*TEXTS, *(pair.document for pair in pairs[:10])]
+    for text in texts:
+        assert ours(text)["input_ids"] == theirs(text)["input_ids"], text
+        bare = {"add_special_tokens": False}
+        assert ours(text, **bare)["input_ids"] == theirs(text, **bare)["input_ids"], text
+    for first, second in itertools.pairwise(texts):
+        assert dict(ours(first, second)) == dict(theirs(first, second))
+
+
+@pytest.mark.parametrize("scheme", quantized.SCHEMES)
+def test_quantised_tensors_are_what_the_formula_says(scheme: str, checkpoints: SharedCheckpoints) -> None:
+    path = checkpoints(partial(quantized.qwen3_reranker, scheme=scheme))
+    plain = load_file(f"{dequantised(path)}/model.safetensors")
+    stored = quantized_weights(path, None, read_files(path, None))
+    assert stored is not None
+    ours = stored.read()
+    assert ours.keys() == plain.keys()
+    for name, tensor in ours.items():
+        assert tensor.dtype == torch.float32
+        torch.testing.assert_close(tensor, plain[name], rtol=1e-6, atol=1e-7)
+
+
+def test_what_is_left_out_is_said(checkpoints: SharedCheckpoints, caplog: pytest.LogCaptureFixture) -> None:
+    path = checkpoints(partial(quantized.qwen3_reranker, scheme="w8a8"))
+    model = load_model(EngineConfig(model=path, dtype="float32"), CPU)
+    said = "compressed-tensors, int-quantized; the rounding of activations to int8 is left out"
+    assert model.stored_as == said
+    assert said in caplog.text
