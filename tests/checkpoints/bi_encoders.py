@@ -39,14 +39,14 @@ def bge(folder: Path) -> str:
     return _saved(_bert(folder), "cls", Normalize(), prompts=prompts)
 
 
-def e5(folder: Path) -> str:
-    """intfloat/e5-base-v2: the mean, normalised; its card asks for prefixes that its files do not name."""
-    return _saved(_bert(folder), "mean", Normalize())
-
-
 def gte(folder: Path) -> str:
     """thenlper/gte-base: the mean, normalised, without prompts."""
     return _saved(_bert(folder), "mean", Normalize())
+
+
+def e5(folder: Path) -> str:
+    """intfloat/e5-base-v2: the same; its card asks for prefixes that its files do not name."""
+    return gte(folder)
 
 
 def without_prompt(folder: Path) -> str:

@@ -57,16 +57,6 @@ def multilingual_reranker(folder: Path) -> str:
     return save(folder, config, _backbone(config, "new.") | head)
 
 
-def english(folder: Path) -> str:
-    """Alibaba-NLP/gte-large-en-v1.5: BERT's tokeniser, and types of tokens that are learned."""
-    return _english(folder, 2)
-
-
-def english_without_types(folder: Path) -> str:
-    """Alibaba-NLP/gte-base-en-v1.5: no types of tokens."""
-    return _english(folder, 0)
-
-
 def snowflake(folder: Path) -> str:
     """Snowflake/snowflake-arctic-embed-m-v2.0: the name `gte`, a larger base in place of the scaling,
     tensors without a prefix, and a prompt for queries."""
@@ -84,7 +74,9 @@ def snowflake(folder: Path) -> str:
     return save_modules(folder, "cls", normalize=True, prompts={"query": "query: "})
 
 
-def _english(folder: Path, types: int) -> str:
+def english(folder: Path, types: int = 2) -> str:
+    """Alibaba-NLP/gte-large-en-v1.5: BERT's tokeniser, and types of tokens that are learned. The base one has
+    none."""
     wordpiece().save_pretrained(folder)
     config = _CONFIG | {
         "architectures": ["NewModel"],

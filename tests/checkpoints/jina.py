@@ -88,16 +88,12 @@ _JINA_BERT: dict[str, Any] = SIZES | {
 
 
 def embeddings_v2(folder: Path, feed_forward: str = "geglu") -> str:
-    """jinaai/jina-embeddings-v2-base-en: the mean, not normalised, over tensors without a prefix."""
+    """jinaai/jina-embeddings-v2-base-en: the mean, not normalised, over tensors without a prefix; with
+    ReLU in its gates by `reglu`."""
     config = _JINA_BERT | {"architectures": ["JinaBertForMaskedLM"], "feed_forward_type": feed_forward}
     save(folder, config, _layers(config))
     wordpiece().save_pretrained(folder)
     return save_modules(folder, "mean", normalize=False)
-
-
-def embeddings_v2_relu(folder: Path) -> str:
-    """The same with ReLU in its gates."""
-    return embeddings_v2(folder, "reglu")
 
 
 def embeddings_v2_code(folder: Path) -> str:

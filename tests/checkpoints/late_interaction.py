@@ -36,11 +36,6 @@ def stanford(folder: Path, attend: bool = False, dim: int = 32, heads: int = 4) 
     return str(folder)
 
 
-def answerai(folder: Path) -> str:
-    """answerdotai/answerai-colbert-small-v1: the same format, with 96 dimensions."""
-    return stanford(folder, attend=False, dim=96)
-
-
 def native(folder: Path, token_pooling: bool = False, heads: int = 4) -> str:
     """A sentence-transformers multi-vector save with every knob turned: prompts, lengths, expansion that
     never cuts and is attended, a skip list for both sides, and token pooling if asked for."""
@@ -67,11 +62,6 @@ def native(folder: Path, token_pooling: bool = False, heads: int = 4) -> str:
     )
     model.save_pretrained(str(folder / "saved"))
     return str(folder / "saved")
-
-
-def pooled(folder: Path) -> str:
-    """The same with a module that merges documents' tokens."""
-    return native(folder, token_pooling=True)
 
 
 def pylate_modernbert(folder: Path, model_type: str | None = None) -> str:

@@ -47,18 +47,10 @@ def _with_marks(architecture: Architecture) -> object:
 every_architecture = pytest.mark.parametrize("architecture", map(_with_marks, all_architectures()))
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The models are too small for more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def checkpoint(architecture: Architecture) -> Iterator[str]:
     """Gone after the test, since there are hundreds."""
+    torch.set_num_threads(1)  # the models are too small for more
     reason = left_out(architecture)
     if reason is not None:
         pytest.skip(reason)

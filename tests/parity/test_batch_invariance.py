@@ -10,11 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import CUT_LONG, WINDOW_LONG, Engine, EngineConfig, Truncation
-from maxsimd.engine.checkpoint.heads import ClassifierHead
 from maxsimd.engine.ops import cpu as kernels
 from tests.checkpoints import bi_encoders, cross_encoders, language_models, late_interaction
 from tests.checkpoints.shared import SharedCheckpoints
@@ -140,16 +138,3 @@ async def test_a_causal_reranker_keeps_bits_through_chunks(
     """Also where pairs share a prefix."""
     config = {"model": checkpoints(language_models.qwen3_reranker), **PRECISIONS[precision]}
     assert await _what_changes_bits(config, documents[:24], CUT_LONG, (None, 61, 300)) == []
-
-
-async def test_a_head_that_depends_on_the_number_of_rows_is_noticed(
-    checkpoints: SharedCheckpoints, documents: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = ClassifierHead.__call__
-
-    def dependent(head: ClassifierHead, rows: torch.Tensor) -> torch.Tensor:
-        return original(head, rows) * (1 + 1e-6 * len(rows))
-
-    monkeypatch.setattr(ClassifierHead, "__call__", dependent)
-    config = {"model": checkpoints(BUILDERS["cross-encoder"]), "dtype": "float32"}
-    assert await _what_changes_bits(config, documents[:20], CUT_LONG, (None, 600, 4096)) != []

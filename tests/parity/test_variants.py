@@ -227,22 +227,6 @@ async def test_scores_equal_the_reference(
     np.testing.assert_allclose(ours, expected, atol=1e-4, rtol=1e-5)
 
 
-async def test_what_a_variant_changes_makes_a_difference(checkpoints: SharedCheckpoints) -> None:
-    """Else the tests above would show nothing."""
-    queries, documents = ["why is it so"] * 2, ["because of the weather, that is why", "a file is opened"]
-    gemma2, bert = checkpoints(retrained.bge_gemma2), checkpoints(partial(adapters.bert, use_dora=True))
-    snakes = partial(references.qwen3_reranker, instruction=_SNAKES)
-    qwen3 = checkpoints(language_models.qwen3_reranker)
-    for one, other in [
-        (plain_models.bge_gemma2(gemma2, queries, documents),
-         plain_models.bge_gemma2(gemma2, queries, documents, ratio=2, compressed=(1,))),
-        (references.cross_encoder(_merged(bert), queries, documents),
-         references.cross_encoder(str(Path(bert).parent / "base"), queries, documents)),
-        (references.qwen3_reranker(qwen3, queries, documents), snakes(qwen3, queries, documents)),
-    ]:  # fmt: skip
-        assert np.abs(one - other).max() > 1e-4
-
-
 async def test_a_base_without_a_classifier_becomes_one(
     checkpoints: SharedCheckpoints, engines: Engines, pairs: list[Pair], tmp_path: Path
 ) -> None:
