@@ -1,5 +1,5 @@
 """Tests of bfloat16 for every family run where the processor multiplies it. Elsewhere it is emulated, slowly,
-and one checkpoint of each kind is tried in `test_cross_encoder.py` and its neighbours."""
+and one checkpoint of each kind is tried in `tests/parity/test_execution.py`."""
 
 import pytest
 

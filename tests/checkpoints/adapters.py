@@ -18,6 +18,16 @@ Tensors = dict[str, torch.Tensor]
 _QUERY, _VALUE = (f"bert.encoder.layer.1.attention.self.{part}" for part in ("query", "value"))
 
 
+# What an adapter of BERT may say.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "rsLoRA": {"use_rslora": True},
+    "patterns": {"rank_pattern": {"value": 6}, "alpha_pattern": {"query": 3}},
+    "DoRA": {"use_dora": True},
+    "a classifier and a bias": {"modules_to_save": ["classifier", "score"], "bias": "all"},
+}
+
+
 def bert(folder: Path, **settings: Any) -> str:
     """Two layers changed. `settings` are those of the adapter; with `modules_to_save` the classifier is
     replaced, with `bias` a bias, with `use_dora` rows have lengths of their own."""

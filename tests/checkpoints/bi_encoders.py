@@ -8,28 +8,10 @@ import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Dense, Normalize, Transformer
 from sentence_transformers.sentence_transformer.modules import Pooling
-from transformers import (
-    BertConfig,
-    BertModel,
-    Gemma3TextConfig,
-    Gemma3TextModel,
-    GPTNeoConfig,
-    GPTNeoModel,
-    JinaEmbeddingsV3Config,
-    JinaEmbeddingsV3Model,
-    MPNetConfig,
-    MPNetModel,
-    NomicBertConfig,
-    NomicBertModel,
-    Qwen3Config,
-    Qwen3Model,
-    XLMRobertaConfig,
-    XLMRobertaModel,
-)
+from transformers import GPTNeoConfig, GPTNeoModel, MPNetTokenizerFast
 
-from tests.checkpoints.cross_encoders import GEMMA, XLM_R
-from tests.checkpoints.tokenizers import byte_level_bpe, unigram, wordpiece
-from tests.checkpoints.weights import SIZES, save_renamed, spread
+from tests.checkpoints.tokenizers import GEMMA, byte_level_bpe, unigram, wordpiece, xlm_roberta
+from tests.checkpoints.weights import save_model, save_renamed, spread
 
 INSTRUCTION = "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery:"
 
@@ -46,7 +28,7 @@ def _saved(
 
 
 def _bert(folder: Path) -> Path:
-    spread(BertModel(BertConfig(vocab_size=30522, **SIZES))).save_pretrained(folder / "backbone")
+    save_model(folder / "backbone", "bert", vocab_size=30522)
     wordpiece().save_pretrained(folder / "backbone")
     return folder
 
@@ -57,14 +39,14 @@ def bge(folder: Path) -> str:
     return _saved(_bert(folder), "cls", Normalize(), prompts=prompts)
 
 
-def e5(folder: Path) -> str:
-    """intfloat/e5-base-v2: the mean, normalised; its card asks for prefixes that its files do not name."""
-    return _saved(_bert(folder), "mean", Normalize())
-
-
 def gte(folder: Path) -> str:
     """thenlper/gte-base: the mean, normalised, without prompts."""
     return _saved(_bert(folder), "mean", Normalize())
+
+
+def e5(folder: Path) -> str:
+    """intfloat/e5-base-v2: the same; its card asks for prefixes that its files do not name."""
+    return gte(folder)
 
 
 def without_prompt(folder: Path) -> str:
@@ -76,9 +58,14 @@ def without_prompt(folder: Path) -> str:
 def bge_m3(folder: Path) -> str:
     """BAAI/bge-m3: XLM-RoBERTa's first token, normalised, and beside it two layers in pickles, for weights of
     tokens and for a vector of each."""
-    size = unigram(folder / "backbone", XLM_R, "<s> $A </s>", "<s> $A </s> </s> $B </s>")
-    config = XLMRobertaConfig(vocab_size=size, max_position_embeddings=514, type_vocab_size=1, **SIZES)
-    spread(XLMRobertaModel(config, add_pooling_layer=False)).save_pretrained(folder / "backbone")
+    save_model(
+        folder / "backbone",
+        "xlm-roberta",
+        options={"add_pooling_layer": False},
+        vocab_size=xlm_roberta(folder / "backbone"),
+        max_position_embeddings=514,
+        type_vocab_size=1,
+    )
     saved = _saved(folder, "cls", Normalize())
     random = torch.Generator().manual_seed(3)
     for name, rows in (("sparse_linear", 1), ("colbert_linear", 128)):
@@ -90,8 +77,6 @@ def bge_m3(folder: Path) -> str:
 
 def mpnet(folder: Path) -> str:
     """sentence-transformers/all-mpnet-base-v2: relative positions, no attention interface."""
-    from transformers import MPNetTokenizerFast
-
     specials = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}
     words = [token for token, _ in sorted(wordpiece().get_vocab().items(), key=lambda item: item[1])]
     vocabulary = specials | {word: i + 4 for i, word in enumerate(words) if word not in specials}
@@ -100,8 +85,7 @@ def mpnet(folder: Path) -> str:
     (folder / "backbone" / "vocab.txt").write_text("\n".join(vocabulary), encoding="utf-8")
     tokenizer = MPNetTokenizerFast(str(folder / "backbone" / "vocab.txt"), model_max_length=512)
     tokenizer.save_pretrained(folder / "backbone")
-    config = MPNetConfig(vocab_size=len(tokenizer), max_position_embeddings=514, **SIZES)
-    spread(MPNetModel(config)).save_pretrained(folder / "backbone")
+    save_model(folder / "backbone", "mpnet", vocab_size=len(tokenizer), max_position_embeddings=514)
     return _saved(folder, "mean", Normalize())
 
 
@@ -109,16 +93,16 @@ def nomic(folder: Path) -> str:
     """nomic-ai/nomic-embed-text-v1.5: code of its own, GPT-2's names in its config, prefixes for each task.
 
     `own` beside it holds the same weights in transformers' own terms."""
-    config = NomicBertConfig(
+    own, published = folder / "own", folder / "published"
+    model = save_model(
+        own / "backbone",
+        "nomic_bert",
+        options={"add_pooling_layer": False},
         vocab_size=30522,
         max_position_embeddings=2048,
         rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
-        **SIZES,
     )
-    model = spread(NomicBertModel(config, add_pooling_layer=False))
-    own, published = folder / "own", folder / "published"
     prompts = {"query": "search_query: ", "document": "search_document: ", "clustering": "clustering: "}
-    model.save_pretrained(own / "backbone")
     wordpiece().save_pretrained(own / "backbone")
     _saved(own, "mean", Normalize(), prompts=prompts)
 
@@ -187,21 +171,17 @@ def _qwen3(folder: Path, pooling: str) -> str:
         padding_side="left",
         model_max_length=1024,
     )
-    config = Qwen3Config(
-        vocab_size=size,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=1024,
-        **SIZES,
-    )
-    spread(Qwen3Model(config)).save_pretrained(folder / "backbone")
+    sizes = {"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 1024}
+    save_model(folder / "backbone", "qwen3", vocab_size=size, **sizes)
     return _saved(folder, pooling, Normalize(), prompts={"query": INSTRUCTION, "document": ""})
 
 
 def embeddinggemma(folder: Path) -> str:
     """google/embeddinggemma-300m: a Gemma3 that looks both ways, windows in part, two dense layers."""
     size = unigram(folder / "backbone", GEMMA, "<bos> $A <eos>", "<bos> $A $B <eos>")
-    config = Gemma3TextConfig(
+    save_model(
+        folder / "backbone",
+        "gemma3_text",
         vocab_size=size,
         num_key_value_heads=2,
         head_dim=32,
@@ -210,9 +190,7 @@ def embeddinggemma(folder: Path) -> str:
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
         use_bidirectional_attention=True,
         query_pre_attn_scalar=32,
-        **SIZES,
     )
-    spread(Gemma3TextModel(config)).save_pretrained(folder / "backbone")
     dense = {"bias": False, "activation_function": torch.nn.Identity()}
     torch.manual_seed(2)
     prompts = {
@@ -227,15 +205,14 @@ def embeddinggemma(folder: Path) -> str:
 
 def jina_v3(folder: Path) -> str:
     """jinaai/jina-embeddings-v3-hf: XLM-RoBERTa with rotary positions, its adapters apart."""
-    size = unigram(folder / "backbone", XLM_R, "<s> $A </s>", "<s> $A </s> </s> $B </s>")
-    config = JinaEmbeddingsV3Config(
-        vocab_size=size,
+    save_model(
+        folder / "backbone",
+        "jina_embeddings_v3",
+        vocab_size=xlm_roberta(folder / "backbone"),
         max_position_embeddings=514,
         type_vocab_size=1,
         rope_parameters={"rope_type": "default", "rope_theta": 20_000.0},
-        **SIZES,
     )
-    spread(JinaEmbeddingsV3Model(config)).save_pretrained(folder / "backbone")
     prompts = {
         "query": "Represent the query for retrieving evidence documents: ",
         "document": "Represent the document for retrieval: ",

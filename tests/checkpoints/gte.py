@@ -1,15 +1,13 @@
 """Alibaba's encoders with code of their own, tensor by tensor as they are published."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.checkpoints.cross_encoders import XLM_R
-from tests.checkpoints.published import RandomTensors, save_modules
-from tests.checkpoints.tokenizers import unigram, wordpiece
-from tests.checkpoints.weights import SIZES, save_tensors
+from tests.checkpoints.published import RandomTensors, save, save_modules
+from tests.checkpoints.tokenizers import wordpiece, xlm_roberta
+from tests.checkpoints.weights import SIZES
 
 _CODE = "Alibaba-NLP/new-impl--"
 _CONFIG: dict[str, Any] = SIZES | {
@@ -47,7 +45,7 @@ def multilingual(folder: Path) -> str:
     """Alibaba-NLP/gte-multilingual-base: the first token, normalised; NTK scaling, tensors under `new.`, and
     beside them the layer that weighs tokens for sparse vectors."""
     config = _sentencepiece(folder) | {"architectures": ["NewForTokenClassification"]}
-    _save(folder, config, _backbone(config, "new.") | RandomTensors(5).linear("classifier", 1, 128))
+    save(folder, config, _backbone(config, "new.") | RandomTensors(5).linear("classifier", 1, 128))
     return save_modules(folder, "cls", normalize=True)
 
 
@@ -56,18 +54,7 @@ def multilingual_reranker(folder: Path) -> str:
     config = _sentencepiece(folder) | {"architectures": ["NewForSequenceClassification"]}
     random = RandomTensors(6)
     head = random.linear("new.pooler.dense", 128, 128) | random.linear("classifier", 1, 128)
-    _save(folder, config, _backbone(config, "new.") | head)
-    return str(folder)
-
-
-def english(folder: Path) -> str:
-    """Alibaba-NLP/gte-large-en-v1.5: BERT's tokeniser, and types of tokens that are learned."""
-    return _english(folder, 2)
-
-
-def english_without_types(folder: Path) -> str:
-    """Alibaba-NLP/gte-base-en-v1.5: no types of tokens."""
-    return _english(folder, 0)
+    return save(folder, config, _backbone(config, "new.") | head)
 
 
 def snowflake(folder: Path) -> str:
@@ -83,11 +70,13 @@ def snowflake(folder: Path) -> str:
         "unpad_inputs": "true",
         "use_memory_efficient_attention": "true",
     }
-    _save(folder, config, _backbone(config, ""))
+    save(folder, config, _backbone(config, ""))
     return save_modules(folder, "cls", normalize=True, prompts={"query": "query: "})
 
 
-def _english(folder: Path, types: int) -> str:
+def english(folder: Path, types: int = 2) -> str:
+    """Alibaba-NLP/gte-large-en-v1.5: BERT's tokeniser, and types of tokens that are learned. The base one has
+    none."""
     wordpiece().save_pretrained(folder)
     config = _CONFIG | {
         "architectures": ["NewModel"],
@@ -97,12 +86,12 @@ def _english(folder: Path, types: int) -> str:
         "type_vocab_size": types,
         "vocab_size": 30528,
     }
-    _save(folder, config, _backbone(config, "new."))
+    save(folder, config, _backbone(config, "new."))
     return save_modules(folder, "cls", normalize=False)
 
 
 def _sentencepiece(folder: Path) -> dict[str, Any]:
-    return _CONFIG | {"vocab_size": unigram(folder, XLM_R, "<s> $A </s>", "<s> $A </s> </s> $B </s>")}
+    return _CONFIG | {"vocab_size": xlm_roberta(folder)}
 
 
 def _backbone(config: dict[str, Any], prefix: str) -> dict[str, torch.Tensor]:
@@ -122,8 +111,3 @@ def _backbone(config: dict[str, Any], prefix: str) -> dict[str, torch.Tensor]:
             **random.norm(f"{layer}mlp_ln", hidden),
         }
     return {f"{prefix}{name}": tensor for name, tensor in named.items()}
-
-
-def _save(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    (folder / "config.json").write_text(json.dumps(config))
-    save_tensors(tensors, folder)

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from tests.checkpoints.cross_encoders import XLM_R
-from tests.checkpoints.published import RandomTensors, save_modules
-from tests.checkpoints.tokenizers import byte_level_bpe, unigram, wordpiece
-from tests.checkpoints.weights import SIZES, save_tensors
+from tests.checkpoints.published import RandomTensors, save, save_modules
+from tests.checkpoints.tokenizers import ENDS, XLM_R, byte_level_bpe, wordpiece, xlm_roberta
+from tests.checkpoints.weights import SIZES
 
 
 def reranker_v2(folder: Path) -> str:
@@ -36,7 +35,7 @@ def reranker_v2(folder: Path) -> str:
         "type_vocab_size": 1,
         "use_cache": False,
         "use_flash_attn": True,
-        "vocab_size": unigram(folder, XLM_R, "<s> $A </s>", "<s> $A </s> </s> $B </s>"),
+        "vocab_size": xlm_roberta(folder),
     }
     random, hidden, inner = RandomTensors(7), config["hidden_size"], config["intermediate_size"]
     named = {
@@ -55,11 +54,8 @@ def reranker_v2(folder: Path) -> str:
             **random.linear(f"{layer}mlp.fc2", hidden, inner),
             **random.norm(f"{layer}norm2", hidden),
         }
-    tensors = {f"roberta.{name}": tensor for name, tensor in named.items()}
-    tensors |= random.linear("classifier.dense", hidden, hidden)
-    tensors |= random.linear("classifier.out_proj", 1, hidden)
-    _save(folder, config, tensors)
-    return str(folder)
+    head = random.linear("classifier.dense", hidden, hidden) | random.linear("classifier.out_proj", 1, hidden)
+    return save(folder, config, {f"roberta.{name}": tensor for name, tensor in named.items()} | head)
 
 
 _CODE = "jinaai/jina-bert-implementation--"
@@ -92,16 +88,12 @@ _JINA_BERT: dict[str, Any] = SIZES | {
 
 
 def embeddings_v2(folder: Path, feed_forward: str = "geglu") -> str:
-    """jinaai/jina-embeddings-v2-base-en: the mean, not normalised, over tensors without a prefix."""
+    """jinaai/jina-embeddings-v2-base-en: the mean, not normalised, over tensors without a prefix; with
+    ReLU in its gates by `reglu`."""
     config = _JINA_BERT | {"architectures": ["JinaBertForMaskedLM"], "feed_forward_type": feed_forward}
-    _save(folder, config, _layers(config))
+    save(folder, config, _layers(config))
     wordpiece().save_pretrained(folder)
     return save_modules(folder, "mean", normalize=False)
-
-
-def embeddings_v2_relu(folder: Path) -> str:
-    """The same with ReLU in its gates."""
-    return embeddings_v2(folder, "reglu")
 
 
 def embeddings_v2_code(folder: Path) -> str:
@@ -113,10 +105,10 @@ def embeddings_v2_code(folder: Path) -> str:
         "attn_implementation": "torch",
         "hidden_size": 192,
         "num_attention_heads": 6,
-        "vocab_size": byte_level_bpe(folder, XLM_R, "<s> $A </s>", "<s> $A </s> </s> $B </s>"),
+        "vocab_size": byte_level_bpe(folder, XLM_R, *ENDS),
     }
     config["auto_map"] = {"AutoModel": "jinaai/jina-bert-v2-qk-post-norm--modeling_bert.JinaBertModel"}
-    _save(folder, config, _normed_layers(config))
+    save(folder, config, _layers(config))
     return save_modules(folder, "mean", normalize=False)
 
 
@@ -130,13 +122,12 @@ def reranker_v1(folder: Path) -> str:
         "id2label": {"0": "LABEL_0"},
         "label2id": {"LABEL_0": 0},
         "num_labels": 1,
-        "vocab_size": byte_level_bpe(folder, XLM_R, "<s> $A </s>", "<s> $A </s> </s> $B </s>"),
+        "vocab_size": byte_level_bpe(folder, XLM_R, *ENDS),
     }
     hidden, random = config["hidden_size"], RandomTensors(9)
     tensors = {f"bert.{name}": tensor for name, tensor in _layers(config).items()}
     tensors |= random.linear("bert.pooler.dense", hidden, hidden) | random.linear("classifier", 1, hidden)
-    _save(folder, config, tensors)
-    return str(folder)
+    return save(folder, config, tensors)
 
 
 def colbert_v1(folder: Path) -> str:
@@ -144,7 +135,7 @@ def colbert_v1(folder: Path) -> str:
     config = _JINA_BERT | {"architectures": ["HF_ColBERT"]}
     tensors = {f"bert.{name}": tensor for name, tensor in _layers(config).items()}
     tensors["linear.weight"] = 0.2 * RandomTensors(10)(32, config["hidden_size"])
-    _save(folder, config, tensors)
+    save(folder, config, tensors)
     wordpiece().save_pretrained(folder)
     metadata = {
         "query_token_id": "[unused0]",
@@ -160,54 +151,28 @@ def colbert_v1(folder: Path) -> str:
     return str(folder)
 
 
-def _embeddings(config: dict[str, Any], random: RandomTensors) -> dict[str, torch.Tensor]:
-    hidden = config["hidden_size"]
-    return {
+def _layers(config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The encoder's tensors, under the names of its code, of which there are two."""
+    random, hidden, inner = RandomTensors(8), config["hidden_size"], config["intermediate_size"]
+    named = {
         "embeddings.word_embeddings.weight": random.embedding(config["vocab_size"], hidden),
         "embeddings.token_type_embeddings.weight": random.embedding(config["type_vocab_size"], hidden),
         **random.norm("embeddings.LayerNorm", hidden),
     }
-
-
-def _attention(layer: str, hidden: int, random: RandomTensors) -> dict[str, torch.Tensor]:
-    named: dict[str, torch.Tensor] = {}
-    for part in ("self.query", "self.key", "self.value", "output.dense"):
-        named |= random.linear(f"{layer}attention.{part}", hidden, hidden)
-    return named | random.norm(f"{layer}attention.output.LayerNorm", hidden)
-
-
-def _layers(config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    random, hidden, inner = RandomTensors(8), config["hidden_size"], config["intermediate_size"]
-    named = _embeddings(config, random)
     for i in range(config["num_hidden_layers"]):
         layer = f"encoder.layer.{i}."
+        for part in ("self.query", "self.key", "self.value", "output.dense"):
+            named |= random.linear(f"{layer}attention.{part}", hidden, hidden)
+        named |= random.norm(f"{layer}attention.output.LayerNorm", hidden)
+        if "qk-post-norm" in config["_name_or_path"]:
+            for part in ("attention.self.layer_norm_q", "attention.self.layer_norm_k", "layer_norm_1"):
+                named |= random.norm(f"{layer}{part}", hidden)
+            gate, down, norm = "up_gated_layer", "mlp.down_layer", "layer_norm_2"
+        else:
+            gate, down, norm = "gated_layers", "mlp.wo", "mlp.layernorm"
         named |= {
-            **_attention(layer, hidden, random),
-            **random.linear(f"{layer}mlp.gated_layers", 2 * inner, hidden, bias=False),
-            **random.linear(f"{layer}mlp.wo", hidden, inner),
-            **random.norm(f"{layer}mlp.layernorm", hidden),
+            **random.linear(f"{layer}mlp.{gate}", 2 * inner, hidden, bias=False),
+            **random.linear(f"{layer}{down}", hidden, inner),
+            **random.norm(f"{layer}{norm}", hidden),
         }
     return named
-
-
-def _normed_layers(config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    random, hidden, inner = RandomTensors(8), config["hidden_size"], config["intermediate_size"]
-    named = _embeddings(config, random)
-    for i in range(config["num_hidden_layers"]):
-        layer = f"encoder.layer.{i}."
-        named |= {
-            **_attention(layer, hidden, random),
-            **random.norm(f"{layer}attention.self.layer_norm_q", hidden),
-            **random.norm(f"{layer}attention.self.layer_norm_k", hidden),
-            **random.norm(f"{layer}layer_norm_1", hidden),
-            **random.linear(f"{layer}mlp.up_gated_layer", 2 * inner, hidden, bias=False),
-            **random.linear(f"{layer}mlp.down_layer", hidden, inner),
-            **random.norm(f"{layer}layer_norm_2", hidden),
-        }
-    return named
-
-
-def _save(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_tensors(tensors, folder)

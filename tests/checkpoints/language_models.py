@@ -6,19 +6,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    GemmaConfig,
-    GemmaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3Model,
-)
+from transformers import AutoModelForCausalLM
 
-from tests.checkpoints.cross_encoders import GEMMA
-from tests.checkpoints.tokenizers import byte_level_bpe, unigram
-from tests.checkpoints.weights import SIZES, spread
+from tests.checkpoints.tokenizers import GEMMA, byte_level_bpe, unigram
+from tests.checkpoints.weights import change_config, save_model, save_module_list
 
 _CHAT = ["<|im_start|>", "<|im_end|>", "<think>", "</think>"]
 _MARKERS = ["<|embed_token|>", "<|rerank_token|>"]
@@ -52,43 +43,27 @@ def _qwen_tokenizer(folder: Path, **options: Any) -> int:
     )
 
 
-def qwen3_reranker(folder: Path, vocabulary: int | None = None) -> str:
-    """Qwen/Qwen3-Reranker-0.6B: a plain Qwen3ForCausalLM; `vocabulary` makes its output matrix larger."""
-    size = _qwen_tokenizer(folder)
-    config = Qwen3Config(
-        vocab_size=vocabulary or size,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        **SIZES,
-    )
-    spread(Qwen3ForCausalLM(config)).save_pretrained(folder)
+def _save(folder: Path, kind: str, size: int, **settings: Any) -> str:
+    sizes = {"vocab_size": size, "max_position_embeddings": 4096}
+    save_model(folder, kind, AutoModelForCausalLM, **sizes, **settings)
     return str(folder)
+
+
+def qwen3_reranker(folder: Path, vocabulary: int = 0) -> str:
+    """Qwen/Qwen3-Reranker-0.6B: a plain Qwen3ForCausalLM; `vocabulary` makes its output matrix larger."""
+    size = max(_qwen_tokenizer(folder), vocabulary)
+    return _save(folder, "qwen3", size, num_key_value_heads=2, head_dim=32, tie_word_embeddings=True)
 
 
 def mxbai_rerank_v2(folder: Path) -> str:
     """mixedbread-ai/mxbai-rerank-base-v2: a plain Qwen2ForCausalLM that answers 0 or 1."""
-    size = _qwen_tokenizer(folder)
-    config = Qwen2Config(
-        vocab_size=size,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        **SIZES,
-    )
-    spread(Qwen2ForCausalLM(config)).save_pretrained(folder)
-    return str(folder)
+    return _save(folder, "qwen2", _qwen_tokenizer(folder), num_key_value_heads=2, tie_word_embeddings=True)
 
 
 def bge_reranker_v2_gemma(folder: Path) -> str:
     """BAAI/bge-reranker-v2-gemma: a plain GemmaForCausalLM, scored by the logit of Yes."""
     size = unigram(folder, GEMMA, "<bos> $A", "<bos> $A $B", model_max_length=4096)
-    config = GemmaConfig(
-        vocab_size=size, num_key_value_heads=1, head_dim=32, max_position_embeddings=4096, **SIZES
-    )
-    spread(GemmaForCausalLM(config)).save_pretrained(folder)
-    return str(folder)
+    return _save(folder, "gemma", size, num_key_value_heads=1, head_dim=32)
 
 
 def zerank_2(folder: Path) -> str:
@@ -101,41 +76,25 @@ def zerank_2(folder: Path) -> str:
     (folder / "1_LogitScore" / "config.json").write_text(
         json.dumps({"true_token_id": true_id, "false_token_id": None})
     )
-    modules = [
-        {
-            "idx": 0,
-            "name": "0",
-            "path": "",
-            "type": "sentence_transformers.base.modules.transformer.Transformer",
-        },
-        {
-            "idx": 1,
-            "name": "1",
-            "path": "1_LogitScore",
-            "type": "sentence_transformers.cross_encoder.modules.logit_score.LogitScore",
-        },
-    ]
-    (folder / "modules.json").write_text(json.dumps(modules))
-    (folder / "config_sentence_transformers.json").write_text(
-        json.dumps(
-            {
-                "model_type": "CrossEncoder",
-                "activation_fn": "torch.nn.modules.linear.Identity",
-                "prompts": {},
-                "default_prompt_name": None,
-            }
-        )
-    )
+    kinds = {
+        "": "sentence_transformers.base.modules.transformer.Transformer",
+        "1_LogitScore": "sentence_transformers.cross_encoder.modules.logit_score.LogitScore",
+    }
+    save_module_list(folder, kinds)
+    settings = {
+        "model_type": "CrossEncoder",
+        "activation_fn": "torch.nn.modules.linear.Identity",
+        "prompts": {},
+        "default_prompt_name": None,
+    }
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
     logits = {"method": "forward", "method_output_name": "logits"}
-    (folder / "sentence_bert_config.json").write_text(
-        json.dumps(
-            {
-                "transformer_task": "text-generation",
-                "modality_config": {"text": logits, "message": logits | {"format": "flat"}},
-                "module_output_name": "causal_logits",
-            }
-        )
-    )
+    transformer = {
+        "transformer_task": "text-generation",
+        "modality_config": {"text": logits, "message": logits | {"format": "flat"}},
+        "module_output_name": "causal_logits",
+    }
+    (folder / "sentence_bert_config.json").write_text(json.dumps(transformer))
     return str(folder)
 
 
@@ -160,18 +119,11 @@ def jina_reranker_v3_with_published_ids(folder: Path) -> str:
 
 
 def _jina_reranker_v3(folder: Path, size: int, dimensions: int) -> str:
-    config = Qwen3Config(
-        vocab_size=size, num_key_value_heads=2, head_dim=32, max_position_embeddings=24_576, **SIZES
-    )
-    model = spread(Qwen3Model(config))
-    model.save_pretrained(folder)
+    sizes = {"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 24_576}
+    save_model(folder, "qwen3", vocab_size=size, **sizes)
     tensors = {f"model.{name}": tensor for name, tensor in load_file(folder / "model.safetensors").items()}
     tensors["projector.0.weight"] = torch.randn(64, 128) * 0.2
     tensors["projector.2.weight"] = torch.randn(dimensions, 64) * 0.2
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    published = json.loads((folder / "config.json").read_text()) | {
-        "architectures": ["JinaForRanking"],
-        "auto_map": {"AutoModel": "modeling.JinaForRanking"},
-    }
-    (folder / "config.json").write_text(json.dumps(published))
-    return str(folder)
+    code = {"AutoModel": "modeling.JinaForRanking"}
+    return change_config(folder, architectures=["JinaForRanking"], auto_map=code)

@@ -8,32 +8,27 @@ import torch
 from sentence_transformers import MultiVectorEncoder
 from sentence_transformers.base.modules import Dense, Normalize, Transformer
 from sentence_transformers.multi_vector_encoder.modules import HierarchicalTokenPooling, MultiVectorMask
-from transformers import (
-    AutoTokenizer,
-    BertConfig,
-    BertModel,
-    JinaEmbeddingsV3Config,
-    JinaEmbeddingsV3Model,
-    ModernBertConfig,
-    ModernBertModel,
+from transformers import AutoTokenizer
+
+from tests.checkpoints.cross_encoders import MODERNBERT
+from tests.checkpoints.tokenizers import wordpiece, xlm_roberta
+from tests.checkpoints.weights import (
+    SIZES,
+    change_config,
+    save_model,
+    save_module_list,
+    save_renamed,
+    save_tensors,
 )
 
-from tests.checkpoints.cross_encoders import XLM_R
-from tests.checkpoints.tokenizers import unigram, wordpiece
-from tests.checkpoints.weights import SIZES, save_renamed, save_tensors, spread
-
-_BERT = SIZES | {"hidden_size": 64, "intermediate_size": 128}
+_BERT = {"hidden_size": 64, "intermediate_size": 128}
 
 
 def stanford(folder: Path, attend: bool = False, dim: int = 32, heads: int = 4) -> str:
     """colbert-ir/colbertv2.0: HF_ColBERT, `linear.weight` beside the encoder, artifact.metadata."""
-    folder.mkdir(parents=True, exist_ok=True)
-    sizes = _BERT | {"num_attention_heads": heads}
-    config = BertConfig(vocab_size=30522, architectures=["HF_ColBERT"], **sizes)
-    config.save_pretrained(folder)
-    saved = json.loads((folder / "config.json").read_text()) | {"architectures": ["HF_ColBERT"]}
-    (folder / "config.json").write_text(json.dumps(saved))
-    weights = {f"bert.{name}": tensor for name, tensor in spread(BertModel(config)).state_dict().items()}
+    model = save_model(folder, "bert", vocab_size=30522, **_BERT | {"num_attention_heads": heads})
+    change_config(folder, architectures=["HF_ColBERT"])
+    weights = {f"bert.{name}": tensor for name, tensor in model.state_dict().items()}
     weights["linear.weight"] = torch.randn(dim, 64) * 0.2
     save_tensors(weights, folder)
     wordpiece().save_pretrained(folder)
@@ -41,17 +36,11 @@ def stanford(folder: Path, attend: bool = False, dim: int = 32, heads: int = 4) 
     return str(folder)
 
 
-def answerai(folder: Path) -> str:
-    """answerdotai/answerai-colbert-small-v1: the same format, with 96 dimensions."""
-    return stanford(folder, attend=False, dim=96)
-
-
 def native(folder: Path, token_pooling: bool = False, heads: int = 4) -> str:
     """A sentence-transformers multi-vector save with every knob turned: prompts, lengths, expansion that
     never cuts and is attended, a skip list for both sides, and token pooling if asked for."""
     backbone = folder / "backbone"
-    sizes = _BERT | {"num_attention_heads": heads}
-    spread(BertModel(BertConfig(vocab_size=30522, **sizes))).save_pretrained(backbone)
+    save_model(backbone, "bert", vocab_size=30522, **_BERT | {"num_attention_heads": heads})
     wordpiece().save_pretrained(backbone)
     transformer = Transformer(
         str(backbone),
@@ -75,11 +64,6 @@ def native(folder: Path, token_pooling: bool = False, heads: int = 4) -> str:
     return str(folder / "saved")
 
 
-def pooled(folder: Path) -> str:
-    """The same with a module that merges documents' tokens."""
-    return native(folder, token_pooling=True)
-
-
 def pylate_modernbert(folder: Path, model_type: str | None = None) -> str:
     """lightonai/GTE-ModernColBERT-v1: PyLate's first format, whose settings name no type of model; markers
     are words of the vocabulary and the skip list is punctuation."""
@@ -87,27 +71,23 @@ def pylate_modernbert(folder: Path, model_type: str | None = None) -> str:
     tokenizer = wordpiece()
     tokenizer.add_tokens(["[Q] ", "[D] "])
     tokenizer.save_pretrained(folder)
-    config = ModernBertConfig(
-        vocab_size=len(tokenizer),
-        max_position_embeddings=512,
-        local_attention=16,
-        global_attn_every_n_layers=2,
-        pad_token_id=0,
-        cls_token_id=101,
-        sep_token_id=102,
-        **SIZES,
-    )
-    spread(ModernBertModel(config)).save_pretrained(folder)
-    dense = Dense(128, 48, bias=False, activation_function=torch.nn.Identity())
-    dense.save(str(_made(folder / "1_Dense")))
-    without(folder / "1_Dense" / "config.json", "module_input_name", "module_output_name")
-    kinds = ["sentence_transformers.models.Transformer", "pylate.models.Dense.Dense"]
-    modules = [
-        {"idx": i, "name": str(i), "path": path, "type": kind}
-        for i, (path, kind) in enumerate(zip(["", "1_Dense"], kinds, strict=True))
-    ]
-    (folder / "modules.json").write_text(json.dumps(modules))
-    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 299, "do_lower_case": false}')
+    save_model(folder, "modernbert", vocab_size=len(tokenizer), **MODERNBERT)
+    return save_as_pylate(folder, model_type, 299, 150)
+
+
+def save_as_pylate(folder: Path, model_type: str | None, longest: int, document_length: int) -> str:
+    """Writes what PyLate does beside a transformer of 128 dimensions: a projection and its settings."""
+    projection = folder / "1_Dense"
+    projection.mkdir()
+    Dense(128, 48, bias=False, activation_function=torch.nn.Identity()).save(str(projection))
+    config = json.loads((projection / "config.json").read_text())
+    for key in ("module_input_name", "module_output_name"):  # which an older library did not write
+        config.pop(key, None)
+    (projection / "config.json").write_text(json.dumps(config))
+    kinds = {"": "sentence_transformers.models.Transformer", "1_Dense": "pylate.models.Dense.Dense"}
+    save_module_list(folder, kinds)
+    longest_text = {"max_seq_length": longest, "do_lower_case": False}
+    (folder / "sentence_bert_config.json").write_text(json.dumps(longest_text))
     settings = {
         "prompts": {},
         "default_prompt_name": None,
@@ -115,13 +95,12 @@ def pylate_modernbert(folder: Path, model_type: str | None = None) -> str:
         "query_prefix": "[Q] ",
         "document_prefix": "[D] ",
         "query_length": 32,
-        "document_length": 150,
+        "document_length": document_length,
         "attend_to_expansion_tokens": False,
         "skiplist_words": list(".,;:!?()"),
     }
-    if model_type is not None:
-        settings["model_type"] = model_type
-    (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    named = {} if model_type is None else {"model_type": model_type}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(settings | named))
     return str(folder)
 
 
@@ -136,18 +115,17 @@ def jina_colbert_v2(folder: Path) -> str:
     `saved` beside it holds the same weights as a native save, in transformers' own terms."""
     folder.mkdir(parents=True, exist_ok=True)
     markers = ["[QueryMarker]", "[DocumentMarker]"]
-    size = unigram(
-        folder, XLM_R, "<s> $A </s>", "<s> $A </s> </s> $B </s>", additional_special_tokens=markers
-    )
-    theta = 10_000.0
-    config = JinaEmbeddingsV3Config(
+    size, theta = xlm_roberta(folder, additional_special_tokens=markers), 10_000.0
+    backbone = folder / "backbone"
+    model = save_model(
+        backbone,
+        "jina_embeddings_v3",
+        options={"add_pooling_layer": False},
         vocab_size=size,
         max_position_embeddings=514,
         type_vocab_size=1,
         rope_parameters={"rope_type": "default", "rope_theta": theta},
-        **SIZES,
     )
-    model = spread(JinaEmbeddingsV3Model(config, add_pooling_layer=False))
     projection = torch.randn(32, 128) * 0.2
     save_renamed(model, folder, _REMOTE_TERMS, "mixer.Wqkv", "roberta.", {"linear.weight": projection})
     code = "jinaai/xlm-roberta-flash-implementation--"
@@ -173,8 +151,6 @@ def jina_colbert_v2(folder: Path) -> str:
     (folder / "config.json").write_text(json.dumps(published | SIZES))
     _artifact(folder, *markers, attend=True, dim=32, query_maxlen=32, doc_maxlen=300)
 
-    backbone = folder / "backbone"
-    model.save_pretrained(backbone)
     AutoTokenizer.from_pretrained(folder).save_pretrained(backbone)
     transformer = Transformer(
         str(backbone),
@@ -221,14 +197,3 @@ def _artifact(folder: Path, query: str, document: str, attend: bool, dim: int, *
         "similarity": "cosine",
     }
     (folder / "artifact.metadata").write_text(json.dumps(metadata | lengths))
-
-
-def without(path: Path, *keys: str) -> None:
-    """Takes out keys of a config that an older library did not write."""
-    config = json.loads(path.read_text())
-    path.write_text(json.dumps({key: value for key, value in config.items() if key not in keys}))
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder

@@ -1,13 +1,10 @@
 """Nomic's encoder with experts, tensor by tensor as it is published."""
 
-import json
 from pathlib import Path
 from typing import Any
 
-from tests.checkpoints.cross_encoders import XLM_R
-from tests.checkpoints.published import RandomTensors, save_modules
-from tests.checkpoints.tokenizers import unigram
-from tests.checkpoints.weights import save_tensors
+from tests.checkpoints.published import RandomTensors, save, save_modules
+from tests.checkpoints.tokenizers import xlm_roberta
 
 _CODE = "nomic-ai/nomic-bert-2048--"
 _CONFIG: dict[str, Any] = {
@@ -69,7 +66,7 @@ _CONFIG: dict[str, Any] = {
 def v2_moe(folder: Path) -> str:
     """nomic-ai/nomic-embed-text-v2-moe: the mean, normalised; prefixes for queries and documents, and experts
     in every second layer."""
-    vocabulary = unigram(folder, XLM_R, "<s> $A </s>", "<s> $A </s> </s> $B </s>")
+    vocabulary = xlm_roberta(folder)
     config = _CONFIG | {"vocab_size": vocabulary}
     random, hidden, inner = RandomTensors(11), config["n_embd"], config["n_inner"]
     experts = config["num_experts"]
@@ -96,7 +93,6 @@ def v2_moe(folder: Path) -> str:
         else:
             named |= random.linear(f"{layer}mlp.fc1", inner, hidden)
             named |= random.linear(f"{layer}mlp.fc2", hidden, inner)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_tensors(named, folder)
+    save(folder, config, named)
     prompts = {"query": "search_query: ", "document": "search_document: "}
     return save_modules(folder, "mean", normalize=True, prompts=prompts)

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from tests.checkpoints.weights import save_module_list, save_tensors
+
 
 class RandomTensors:
     """Random weights under which different inputs give clearly different outputs."""
@@ -32,30 +34,37 @@ class RandomTensors:
         return {f"{name}.weight": 1 + self(width), f"{name}.bias": self(width)}
 
 
+def save(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], prefix: str = "") -> str:
+    """Writes a model whose tensors' names have a prefix in front; returns the path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_tensors({f"{prefix}{name}": tensor for name, tensor in tensors.items()}, folder)
+    return str(folder)
+
+
 def save_modules(
-    folder: Path, pooling: str, *, normalize: bool, prompts: dict[str, str] | None = None
+    folder: Path,
+    pooling: str,
+    *,
+    normalize: bool = True,
+    prompts: dict[str, str] | None = None,
+    longest: int = 512,
+    dim: int | None = None,
 ) -> str:
     """Writes modules.json and what it names beside a transformer in `folder`, as older sentence-transformers
     did; returns the path."""
-    kinds = ["Transformer", "Pooling"] + (["Normalize"] if normalize else [])
-    modules: list[dict[str, Any]] = []
-    for i, kind in enumerate(kinds):
-        path = f"{i}_{kind}" if i else ""
-        modules.append(
-            {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        )
+    paths = {"": "Transformer", "1_Pooling": "Pooling"} | ({"2_Normalize": "Normalize"} if normalize else {})
+    save_module_list(folder, {path: f"sentence_transformers.models.{kind}" for path, kind in paths.items()})
+    for path in paths:
         (folder / path).mkdir(exist_ok=True)
-    (folder / "modules.json").write_text(json.dumps(modules))
-    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 512, "do_lower_case": false}')
+    transformer = {"max_seq_length": longest, "do_lower_case": False}
+    (folder / "sentence_bert_config.json").write_text(json.dumps(transformer))
     config = json.loads((folder / "config.json").read_text())
-    settings = {
-        "word_embedding_dimension": config.get("hidden_size") or config["n_embd"],
-        "pooling_mode_cls_token": pooling == "cls",
-        "pooling_mode_mean_tokens": pooling == "mean",
-        "pooling_mode_max_tokens": False,
-        "pooling_mode_mean_sqrt_len_tokens": False,
-    }
+    modes = {"cls": "cls_token", "mean": "mean_tokens", "max": "max_tokens", "lasttoken": "lasttoken"}
+    settings = {f"pooling_mode_{mode}": pooling == name for name, mode in modes.items()}
+    settings["word_embedding_dimension"] = dim or config.get("hidden_size") or config["n_embd"]
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(settings))
     if prompts is not None:
-        (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": prompts}))
+        said = {"prompts": prompts, "default_prompt_name": None, "similarity_fn_name": "cosine"}
+        (folder / "config_sentence_transformers.json").write_text(json.dumps(said))
     return str(folder)

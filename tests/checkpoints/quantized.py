@@ -1,7 +1,6 @@
 """Checkpoints whose matrices are quantised, as compressed-tensors and FP8 checkpoints have them. Beside each
 lies the folder `plain`, with the same weights dequantised."""
 
-import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.checkpoints import language_models
-from tests.checkpoints.weights import save_tensors
+from tests.checkpoints.weights import change_config, save_tensors
 
 Tensors = dict[str, torch.Tensor]
 FP8 = torch.float8_e4m3fn
@@ -109,9 +108,7 @@ def qwen3_reranker(folder: Path, scheme: str) -> str:
         tensors |= {f"{name.removesuffix('weight')}{part}": each for part, each in parts.items()}
     save_tensors(tensors, stored)
     save_tensors(dequantised, plain)
-    config = json.loads((stored / "config.json").read_text())
-    (stored / "config.json").write_text(json.dumps(config | {"quantization_config": how.config}))
-    return str(stored)
+    return change_config(stored, quantization_config=how.config)
 
 
 def _quantised(weight: torch.Tensor, how: Scheme) -> tuple[Tensors, torch.Tensor]:

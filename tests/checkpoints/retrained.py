@@ -6,30 +6,13 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from sentence_transformers.base.modules import Dense
-from transformers import (
-    CONFIG_MAPPING,
-    AutoModel,
-    AutoTokenizer,
-    EuroBertConfig,
-    EuroBertModel,
-    Gemma2Config,
-    Gemma2Model,
-    Lfm2Config,
-    Lfm2Model,
-    LlamaConfig,
-    LlamaForSequenceClassification,
-    LlamaModel,
-    Qwen2Config,
-    Qwen2Model,
-    Qwen3Config,
-    Qwen3Model,
-)
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from tests.checkpoints.cross_encoders import GEMMA
-from tests.checkpoints.late_interaction import without
-from tests.checkpoints.tokenizers import byte_level_bpe, unigram
-from tests.checkpoints.weights import SIZES, save_tensors, spread
+from tests.checkpoints.cross_encoders import LLAMA as _BGE
+from tests.checkpoints.late_interaction import save_as_pylate
+from tests.checkpoints.published import save_modules
+from tests.checkpoints.tokenizers import GEMMA, byte_level_bpe, unigram
+from tests.checkpoints.weights import SIZES, change_config, save_model, save_tensors, spread
 
 LLAMA = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>", "pad_token": "<|pad|>"}
 _QWEN = {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
@@ -38,24 +21,11 @@ VOYAGE = {
     "query": "Represent the query for retrieving supporting documents: ",
     "document": "Represent the document for retrieval: ",
 }
-_NORMALISED = ["1_Pooling", "2_Normalize"]
 
 
-def _published(folder: Path, **settings: Any) -> str:
-    """Changes a config.json to what the authors' code has written."""
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
-    return str(folder)
-
-
-def _llama_config(folder: Path, **settings: Any) -> LlamaConfig:
-    size = byte_level_bpe(
-        folder,
-        LLAMA,
-        "<|begin_of_text|> $A",
-        "<|begin_of_text|> $A <|begin_of_text|> $B",
-        model_max_length=2048,
-    )
+def _llama(folder: Path, **settings: Any) -> None:
+    start = "<|begin_of_text|>"
+    size = byte_level_bpe(folder, LLAMA, f"{start} $A", f"{start} $A {start} $B", model_max_length=2048)
     rope = {
         "rope_type": "llama3",
         "rope_theta": 500_000.0,
@@ -64,38 +34,39 @@ def _llama_config(folder: Path, **settings: Any) -> LlamaConfig:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 256,
     }
-    return LlamaConfig(
+    save_model(
+        folder,
+        "llama",
         vocab_size=size,
         num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=2048,
         rope_parameters=rope,
         pad_token_id=2,
-        **SIZES,
         **settings,
     )
 
 
-def nemotron_rerank(folder: Path, pooling: str = "avg", temperature: float = 0.8) -> str:
+def nemotron_rerank(folder: Path) -> str:
     """nvidia/llama-nemotron-rerank-1b-v2: a Llama without a causal mask, average pooling, a score divided by
     a temperature."""
-    spread(LlamaForSequenceClassification(_llama_config(folder, num_labels=1))).save_pretrained(folder)
+    _llama(folder, auto=AutoModelForSequenceClassification, num_labels=1)
     code = "llama_bidirectional_model.LlamaBidirectional"
-    return _published(
+    return change_config(
         folder,
         architectures=["LlamaBidirectionalForSequenceClassification"],
         auto_map={"AutoConfig": f"{code}Config", "AutoModelForSequenceClassification": f"{code}ForSeq"},
         model_type="llama_bidirec",
-        pooling=pooling,
-        temperature=temperature,
+        pooling="avg",
+        temperature=0.8,
     )
 
 
 def nemotron_embed(folder: Path) -> str:
     """nvidia/llama-3.2-nv-embedqa-1b-v2: the same for embeddings, without sentence-transformers' files."""
-    spread(LlamaModel(_llama_config(folder))).save_pretrained(folder)
+    _llama(folder)
     code = "llama_bidirectional_model.LlamaBidirectional"
-    return _published(
+    return change_config(
         folder,
         architectures=["LlamaBidirectionalModel"],
         auto_map={"AutoConfig": f"{code}Config", "AutoModel": f"{code}Model"},
@@ -107,41 +78,25 @@ def nemotron_embed(folder: Path) -> str:
 def nemotron_embed_with_modules(folder: Path) -> str:
     """nvidia/llama-nemotron-embed-1b-v2: the same with them."""
     nemotron_embed(folder)
-    _modules(folder, {"pooling_mode_mean_tokens": True}, {"query": "query: ", "document": "passage: "})
+    save_modules(folder, "mean", longest=2048, prompts={"query": "query: ", "document": "passage: "})
     return str(folder)
 
 
-def _modules(folder: Path, pooling: dict[str, bool], prompts: dict[str, str], dim: int = 128) -> None:
-    """What sentence-transformers of 2024 wrote beside a model."""
-    kinds = ["Transformer", "Pooling", "Normalize"]
-    modules = [
-        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for i, (path, kind) in enumerate(zip(["", *_NORMALISED], kinds, strict=True))
-    ]
-    (folder / "modules.json").write_text(json.dumps(modules))
-    for path in _NORMALISED:
-        (folder / path).mkdir()
-    settings = {"word_embedding_dimension": dim, "include_prompt": True, **pooling}
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps(settings))
-    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 2048, "do_lower_case": false}')
-    (folder / "config_sentence_transformers.json").write_text(
-        json.dumps({"prompts": prompts, "default_prompt_name": None, "similarity_fn_name": "cosine"})
-    )
+def _qwen(folder: Path, kind: str, specials: dict[str, str] = _QWEN, **settings: Any) -> Any:
+    """A decoder, or an encoder like one, of 2,048 tokens, with a byte-level tokeniser."""
+    size = byte_level_bpe(folder, specials, "$A", "$A $B", model_max_length=2048)
+    sizes = {"vocab_size": size, "num_key_value_heads": 2, "max_position_embeddings": 2048}
+    return save_model(folder, kind, **sizes, **settings)
 
 
 def voyage_4_nano(folder: Path) -> str:
     """voyageai/voyage-4-nano: a Qwen3 without a causal mask whose config calls it a language model, and a
     projection of each state to more dimensions."""
-    size = byte_level_bpe(folder, _QWEN, "$A", "$A $B", model_max_length=2048)
-    config = Qwen3Config(
-        vocab_size=size, num_key_value_heads=2, head_dim=32, max_position_embeddings=2048, **SIZES
-    )
-    model = spread(Qwen3Model(config))
+    model = _qwen(folder, "qwen3", head_dim=32)
     tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-    config.save_pretrained(folder)
     save_tensors(tensors | {"linear.weight": torch.randn(192, 128) * 0.2}, folder)
-    _modules(folder, {"pooling_mode_mean_tokens": True}, VOYAGE, dim=192)
-    return _published(
+    save_modules(folder, "mean", longest=2048, prompts=VOYAGE, dim=192)
+    return change_config(
         folder,
         architectures=["Qwen3ForCausalLM"],
         auto_map={"AutoModel": "modeling_qwen3_bidirectional.Qwen3BidirectionalModel"},
@@ -154,21 +109,18 @@ def voyage_4_nano(folder: Path) -> str:
 def gte_qwen2(folder: Path) -> str:
     """Alibaba-NLP/gte-Qwen2-1.5B-instruct: a Qwen2 without a causal mask whose config calls it a language
     model; an end-of-text token that its tokeniser's settings ask for."""
-    size = byte_level_bpe(folder, _QWEN, "$A", "$A $B", model_max_length=2048)
-    path = folder / "tokenizer_config.json"
-    settings = {
-        "add_eos_token": True,
-        "auto_map": {
-            "AutoTokenizer": ["tokenization_qwen.Qwen2Tokenizer", "tokenization_qwen.Qwen2TokenizerFast"]
-        },
-        "tokenizer_class": "Qwen2Tokenizer",
-    }
-    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
-    config = Qwen2Config(vocab_size=size, num_key_value_heads=2, max_position_embeddings=2048, **SIZES)
-    spread(Qwen2Model(config)).save_pretrained(folder)
-    _modules(folder, {"pooling_mode_lasttoken": True}, {"query": INSTRUCTION})
+    _qwen(folder, "qwen2")
+    kinds = [f"tokenization_qwen.{kind}" for kind in ("Qwen2Tokenizer", "Qwen2TokenizerFast")]
+    change_config(
+        folder,
+        "tokenizer_config.json",
+        add_eos_token=True,
+        auto_map={"AutoTokenizer": kinds},
+        tokenizer_class="Qwen2Tokenizer",
+    )
+    save_modules(folder, "lasttoken", longest=2048, prompts={"query": INSTRUCTION})
     code = "modeling_qwen.Qwen2"
-    return _published(
+    return change_config(
         folder,
         architectures=["Qwen2ForCausalLM"],
         auto_map={"AutoModel": f"{code}Model", "AutoModelForCausalLM": f"{code}ForCausalLM"},
@@ -178,24 +130,15 @@ def gte_qwen2(folder: Path) -> str:
 
 def jina_v5_small(folder: Path) -> str:
     """jinaai/jina-embeddings-v5-text-small: a Qwen3 without adapters, and one for each task beside it."""
-    size = byte_level_bpe(folder, _QWEN, "$A", "$A $B", model_max_length=2048)
-    config = Qwen3Config(
-        vocab_size=size, num_key_value_heads=2, head_dim=32, max_position_embeddings=2048, **SIZES
-    )
-    return _jina_v5(folder, spread(Qwen3Model(config)))
+    return _jina_v5(folder, _qwen(folder, "qwen3", head_dim=32))
 
 
 def jina_v5_nano(folder: Path) -> str:
     """jinaai/jina-embeddings-v5-text-nano: the same of a EuroBERT, which reads in both directions."""
-    size = byte_level_bpe(folder, LLAMA, "$A", "$A $B", model_max_length=2048)
-    config = EuroBertConfig(
-        vocab_size=size, num_key_value_heads=2, max_position_embeddings=2048, pad_token_id=2, **SIZES
-    )
-    return _jina_v5(folder, spread(EuroBertModel(config)), is_decoder=False)
+    return _jina_v5(folder, _qwen(folder, "eurobert", LLAMA, pad_token_id=2), is_decoder=False)
 
 
 def _jina_v5(folder: Path, model: Any, **settings: Any) -> str:
-    model.save_pretrained(folder)
     tasks = ["retrieval", "text-matching"]
     layers = [name for name, module in model.named_modules() if name.endswith(("q_proj", "down_proj"))]
     for seed, task in enumerate(tasks):
@@ -220,7 +163,7 @@ def _jina_v5(folder: Path, model: Any, **settings: Any) -> str:
     modules = [{"idx": 0, "name": "transformer", "path": "", "type": "custom_st.Transformer"}]
     (folder / "modules.json").write_text(json.dumps(modules))
     code = "jina_embeddings_v5.JinaEmbeddingsV5"
-    return _published(
+    return change_config(
         folder,
         architectures=["JinaEmbeddingsV5Model"],
         auto_map={"AutoConfig": f"configuration_{code}Config", "AutoModel": f"modeling_{code}Model"},
@@ -241,19 +184,9 @@ _SAID = {
 
 def both_ways(folder: Path, kind: str, said: str = "is_causal") -> str:
     """A language model of transformers whose config says that it reads in both directions; mean pooling."""
-    size = byte_level_bpe(folder, _QWEN, "$A", "$A $B", model_max_length=2048)
-    config = CONFIG_MAPPING[kind](
-        vocab_size=size,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=2048,
-        sliding_window=None,
-        pad_token_id=0,
-        **SIZES,
-    )
-    spread(AutoModel.from_config(config)).save_pretrained(folder)
-    _modules(folder, {"pooling_mode_mean_tokens": True}, {})
-    return _published(folder, **_SAID[said])
+    _qwen(folder, kind, head_dim=32, sliding_window=None, pad_token_id=0)
+    save_modules(folder, "mean", longest=2048, prompts={})
+    return change_config(folder, **_SAID[said])
 
 
 def _heads(count: int) -> dict[str, torch.Tensor]:
@@ -261,15 +194,12 @@ def _heads(count: int) -> dict[str, torch.Tensor]:
     return {f"lm_head.{i}.linear_head.weight": torch.randn(1, 128) * 0.2 for i in range(count)}
 
 
-_BGE = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
-
-
 def bge_minicpm(folder: Path) -> str:
     """BAAI/bge-reranker-v2-minicpm-layerwise: MiniCPM, whose tensors have Llama's names, with a score behind
     each layer from the second on."""
     size = unigram(folder, _BGE, "<s> $A", "<s> $A <s> $B", model_max_length=2048)
     sizes = SIZES | {"num_hidden_layers": 4}
-    backbone = spread(LlamaModel(LlamaConfig(vocab_size=size, num_key_value_heads=4, **sizes)))
+    backbone = save_model(folder, "llama", vocab_size=size, num_key_value_heads=4, num_hidden_layers=4)
     tensors = {f"model.{name}": tensor for name, tensor in backbone.state_dict().items()}
     save_tensors(tensors | _heads(3), folder)
     code = "BAAI/bge-reranker-v2-minicpm-layerwise--modeling_minicpm_reranker.LayerWiseMiniCPM"
@@ -301,23 +231,21 @@ def bge_minicpm(folder: Path) -> str:
 def bge_gemma2(folder: Path) -> str:
     """BAAI/bge-reranker-v2.5-gemma2-lightweight: Gemma2 with a score behind each layer from the second."""
     size = unigram(folder, GEMMA, "<bos> $A", "<bos> $A <bos> $B", model_max_length=2048)
-    sizes = SIZES | {"num_hidden_layers": 4}
-    config = Gemma2Config(
+    model = save_model(
+        folder,
+        "gemma2",
         vocab_size=size,
+        num_hidden_layers=4,
         num_key_value_heads=2,
         head_dim=32,
         query_pre_attn_scalar=32,
         max_position_embeddings=2048,
         sliding_window=64,
-        **sizes,
     )
-    tensors = {
-        f"model.{name}": each for name, each in spread(Gemma2Model(config), weight=0.1).state_dict().items()
-    }
-    config.save_pretrained(folder)
+    tensors = {f"model.{name}": each for name, each in spread(model, weight=0.1).state_dict().items()}
     save_tensors(tensors | _heads(3), folder)
     code = "BAAI/bge-reranker-v2.5-gemma2-lightweight--gemma_model.CostWiseGemma"
-    return _published(
+    return change_config(
         folder,
         architectures=["CostWiseGemmaForCausalLM"],
         auto_map={"AutoModel": f"{code}Model", "AutoModelForCausalLM": f"{code}ForCausalLM"},
@@ -338,44 +266,21 @@ def lfm2_colbert(folder: Path, both_ways: bool = False) -> str:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens(["[Q] ", "[D] "])
     tokenizer.save_pretrained(folder)
-    config = Lfm2Config(
+    save_model(
+        folder,
+        "lfm2",
         vocab_size=size + 2,
         num_key_value_heads=2,
         max_position_embeddings=2048,
         layer_types=["conv", "full_attention", "conv"],
         block_multiple_of=32,
-        **SIZES,
     )
-    spread(Lfm2Model(config)).save_pretrained(folder)
     if both_ways:
         name = "Lfm2BidirectionalModel"
         code = {"AutoModel": f"modeling_lfm2_bidirectional.{name}"}
-        _published(folder, architectures=[name], auto_map=code)
-    (folder / "1_Dense").mkdir()
+        change_config(folder, architectures=[name], auto_map=code)
     torch.manual_seed(4)
-    Dense(128, 48, bias=False, activation_function=torch.nn.Identity()).save(str(folder / "1_Dense"))
-    without(folder / "1_Dense" / "config.json", "module_input_name", "module_output_name")
-    kinds = ["sentence_transformers.models.Transformer", "pylate.models.Dense.Dense"]
-    modules = [
-        {"idx": i, "name": str(i), "path": path, "type": kind}
-        for i, (path, kind) in enumerate(zip(["", "1_Dense"], kinds, strict=True))
-    ]
-    (folder / "modules.json").write_text(json.dumps(modules))
-    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 511, "do_lower_case": false}')
-    settings = {
-        "model_type": "ColBERT",
-        "prompts": {},
-        "default_prompt_name": None,
-        "similarity_fn_name": "MaxSim",
-        "query_prefix": "[Q] ",
-        "document_prefix": "[D] ",
-        "query_length": 32,
-        "document_length": 300,
-        "attend_to_expansion_tokens": False,
-        "skiplist_words": list(".,;:!?()"),
-    }
-    (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
-    return str(folder)
+    return save_as_pylate(folder, "ColBERT", 511, 300)
 
 
 def lfm2_5_colbert(folder: Path) -> str:
@@ -389,7 +294,7 @@ def lfm2_5_embedding(folder: Path) -> str:
     for path in (folder / "1_Dense").iterdir():
         path.unlink()
     (folder / "1_Dense").rmdir()
-    _modules(folder, {"pooling_mode_cls_token": True}, {"query": "query: ", "document": "document: "})
+    save_modules(folder, "cls", longest=2048, prompts={"query": "query: ", "document": "document: "})
     return str(folder)
 
 

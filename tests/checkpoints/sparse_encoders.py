@@ -8,28 +8,24 @@ from safetensors.torch import load_file, save_file
 from sentence_transformers import SparseEncoder
 from sentence_transformers.base.modules import Router, Transformer
 from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding, SpladePooling
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    DistilBertConfig,
-    DistilBertForMaskedLM,
-    ModernBertConfig,
-    ModernBertForMaskedLM,
-    XLMRobertaConfig,
-    XLMRobertaForMaskedLM,
-)
+from transformers import CONFIG_MAPPING, AutoModelForMaskedLM
 
-from tests.checkpoints.cross_encoders import XLM_R
-from tests.checkpoints.tokenizers import unigram, wordpiece
+from tests.checkpoints.cross_encoders import MODERNBERT
+from tests.checkpoints.tokenizers import wordpiece
+from tests.checkpoints.tokenizers import xlm_roberta as xlm_roberta_tokenizer
 from tests.checkpoints.weights import SIZES, spread
 
 
-def _sparse(model: Any, bias: float = -3.5) -> Any:
+def _backbone(folder: Path, kind: str, size: int = 30522, bias: float = -3.5, **settings: Any) -> Path:
     """Random weights under which most words weigh nothing, and the others about as much as trained ones."""
-    spread(model, embedding=0.12)
+    config = CONFIG_MAPPING[kind](**SIZES | {"vocab_size": size} | settings)
+    model = spread(AutoModelForMaskedLM.from_config(config), embedding=0.12)
     with torch.no_grad():
         model.get_output_embeddings().bias.fill_(bias)
-    return model
+    model.save_pretrained(folder / "backbone")
+    if size == 30522:
+        wordpiece().save_pretrained(folder / "backbone")
+    return folder
 
 
 def _saved(folder: Path, pooling: SpladePooling, **options: Any) -> str:
@@ -39,16 +35,9 @@ def _saved(folder: Path, pooling: SpladePooling, **options: Any) -> str:
     return str(folder / "saved")
 
 
-def _bert(folder: Path) -> Path:
-    model = _sparse(BertForMaskedLM(BertConfig(vocab_size=30522, **SIZES)))
-    model.save_pretrained(folder / "backbone")
-    wordpiece().save_pretrained(folder / "backbone")
-    return folder
-
-
 def splade(folder: Path, decoder: bool = False) -> str:
     """naver/splade-v3: BERT's masked words, the greatest weights."""
-    return _written(_saved(_bert(folder), SpladePooling("max")), decoder)
+    return _written(_saved(_backbone(folder, "bert"), SpladePooling("max")), decoder)
 
 
 def _written(path: str, decoder: bool) -> str:
@@ -64,32 +53,25 @@ def _written(path: str, decoder: bool) -> str:
 
 def splade_sum(folder: Path) -> str:
     """naver/splade, the first: the sum of weights."""
-    return _saved(_bert(folder), SpladePooling("sum"))
+    return _saved(_backbone(folder, "bert"), SpladePooling("sum"))
 
 
 def splade_heaviest(folder: Path, decoder: bool = False) -> str:
     """A save with max_active_dims, behind prompts."""
     prompts = {"query": "query: ", "document": "passage: "}
-    saved = _saved(_bert(folder), SpladePooling("max"), max_active_dims=100, prompts=prompts)
+    saved = _saved(_backbone(folder, "bert"), SpladePooling("max"), max_active_dims=100, prompts=prompts)
     return _written(saved, decoder)
 
 
 def plain(folder: Path, decoder: bool = False) -> str:
     """naver/splade-cocondenser-ensembledistil as transformers saves it: BertForMaskedLM and nothing else."""
-    return _written(str(_bert(folder) / "backbone"), decoder)
-
-
-def _distilbert(folder: Path) -> Path:
-    config = DistilBertConfig(vocab_size=30522, dim=128, n_layers=3, n_heads=4, hidden_dim=256)
-    _sparse(DistilBertForMaskedLM(config), bias=-1.5).save_pretrained(folder / "backbone")
-    wordpiece().save_pretrained(folder / "backbone")
-    return folder
+    return _written(str(_backbone(folder, "bert") / "backbone"), decoder)
 
 
 def opensearch_v3(folder: Path) -> str:
     """opensearch-project/opensearch-neural-sparse-encoding-doc-v3-distill: documents by DistilBERT and two
     logarithms, the words of queries looked up in a table of inverse document frequencies."""
-    _distilbert(folder)
+    _backbone(folder, "distilbert", bias=-1.5, dim=128, n_layers=3, n_heads=4, hidden_dim=256)
     transformer = Transformer(str(folder / "backbone"), transformer_task="fill-mask")
     weights = torch.rand(len(transformer.tokenizer), generator=torch.Generator().manual_seed(2)) * 8
     static = SparseStaticEmbedding(transformer.tokenizer, weights, frozen=True)
@@ -104,18 +86,13 @@ def opensearch_v3(folder: Path) -> str:
 
 def modernbert(folder: Path) -> str:
     """Sparse encoders over ModernBERT, such as ibm-granite's newer ones: a decoder with a bias of its own."""
-    config = ModernBertConfig(
-        vocab_size=30522, max_position_embeddings=512, pad_token_id=0, cls_token_id=101, sep_token_id=102,
-        bos_token_id=101, eos_token_id=102, local_attention=16, **SIZES,
-    )  # fmt: skip
-    _sparse(ModernBertForMaskedLM(config), bias=-4.5).save_pretrained(folder / "backbone")
-    wordpiece().save_pretrained(folder / "backbone")
-    return _saved(folder, SpladePooling("max"))
+    ends = {"bos_token_id": 101, "eos_token_id": 102}
+    settings = {name: each for name, each in MODERNBERT.items() if name != "global_attn_every_n_layers"}
+    return _saved(_backbone(folder, "modernbert", bias=-4.5, **settings, **ends), SpladePooling("max"))
 
 
 def xlm_roberta(folder: Path) -> str:
     """Sparse encoders over XLM-RoBERTa, such as OpenSearch's multilingual one."""
-    size = unigram(folder / "backbone", XLM_R, "<s> $A </s>", "<s> $A </s> </s> $B </s>")
-    config = XLMRobertaConfig(vocab_size=size, max_position_embeddings=514, type_vocab_size=1, **SIZES)
-    _sparse(XLMRobertaForMaskedLM(config)).save_pretrained(folder / "backbone")
-    return _saved(folder, SpladePooling("max"))
+    size = xlm_roberta_tokenizer(folder / "backbone")
+    sizes = {"max_position_embeddings": 514, "type_vocab_size": 1}
+    return _saved(_backbone(folder, "xlm-roberta", size, **sizes), SpladePooling("max"))

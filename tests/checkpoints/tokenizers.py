@@ -12,10 +12,29 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from maxsimd.bench.datasets import docstring_pairs
 from maxsimd.engine.checkpoint.embedded import embedded_model_path
 
+# Special tokens by their roles.
+XLM_R = {
+    "bos_token": "<s>",
+    "pad_token": "<pad>",
+    "eos_token": "</s>",
+    "cls_token": "<s>",
+    "sep_token": "</s>",
+    "unk_token": "<unk>",
+    "mask_token": "<mask>",
+}
+GEMMA = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>", "unk_token": "<unk>"}
+# Templates of XLM-RoBERTa and RoBERTa for a text and a pair.
+ENDS = "<s> $A </s>", "<s> $A </s> </s> $B </s>"
+
 
 def wordpiece() -> Any:
     """BERT's, as the embedded model has it."""
     return AutoTokenizer.from_pretrained(embedded_model_path())
+
+
+def xlm_roberta(folder: Path, **options: Any) -> int:
+    """XLM-RoBERTa's; returns its size."""
+    return unigram(folder, XLM_R, *ENDS, **options)
 
 
 def unigram(

@@ -32,13 +32,15 @@ from maxsimd.engine.checkpoint.visual.processor import for_pictures_alone, witho
 from tests.checkpoints.tokenizers import byte_level_bpe
 from tests.checkpoints.visual import (
     TILE,
+    TILE_MARKERS,
+    TOWER,
     colqwen2,
     qwen2_vl,
     qwen_image_processor,
     qwen_tokenizer,
     with_biases,
 )
-from tests.checkpoints.weights import SIZES, save_tensors, spread
+from tests.checkpoints.weights import SIZES, change_config, save_tensors, spread
 
 _PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
 # What is in a message, a picture or a text at a time.
@@ -128,13 +130,12 @@ def colqwen3_of_pictures(folder: Path) -> str:
 
 def colsmol(folder: Path) -> str:
     """vidore/colSmol-256M, merged: an Idefics3, whose pages are tiles with markers between them."""
-    markers = ["<global-img>", *(f"<row_{i}_col_{j}>" for i in range(1, 7) for j in range(1, 7))]
     byte_level_bpe(
         folder,
         {"bos_token": "<|im_start|>", "eos_token": "<end_of_utterance>", "pad_token": "<|im_end|>"},
         "$A",
         "$A $B",
-        additional_special_tokens=[*markers, "<fake_token_around_image>", "<image>"],
+        additional_special_tokens=[*TILE_MARKERS, "<fake_token_around_image>", "<image>"],
         model_max_length=4096,
     )
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
@@ -142,14 +143,7 @@ def colsmol(folder: Path) -> str:
         size={"longest_edge": 3 * TILE}, max_image_size={"longest_edge": TILE}
     )
     processor = Idefics3Processor(image_processor, tokenizer, image_seq_len=4)
-    vision = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "image_size": TILE,
-        "patch_size": 8,
-    }
+    vision = {**TOWER, "num_hidden_layers": 3, "image_size": TILE, "patch_size": 8}
     text = {
         **SIZES,
         "model_type": "llama",
@@ -226,10 +220,8 @@ def jina_reranker_m0(folder: Path) -> str:
     score = with_biases(spread(torch.nn.Sequential(*layers)))
     tensors = {_old_name(name): tensor for name, tensor in model.state_dict().items()}
     save_tensors(tensors | {f"score.{name}": each for name, each in score.state_dict().items()}, folder)
-    config = json.loads((folder / "config.json").read_text())
     own_code = dict.fromkeys(("AutoModel", "AutoModelForSequenceClassification"), "modeling.JinaVLForRanking")
-    config |= {"architectures": ["JinaVLForRanking"], "auto_map": own_code}
-    (folder / "config.json").write_text(json.dumps(config))
+    change_config(folder, architectures=["JinaVLForRanking"], auto_map=own_code)
     qwen_image_processor().save_pretrained(folder)
     (folder / "chat_template.jinja").write_text(COLQWEN_TEMPLATE, encoding="utf-8")
     return str(folder)

@@ -31,6 +31,9 @@ from tests.checkpoints.weights import SIZES, spread
 TILE = 64
 # Side of a page and of a patch in pixels: 4 x 4 patches.
 SIDE, PATCH = 56, 14
+# Sizes of towers that are Idefics' or SigLIP's, and the tokens before tiles.
+TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+TILE_MARKERS = ["<global-img>", *(f"<row_{i}_col_{j}>" for i in range(1, 7) for j in range(1, 7))]
 
 
 def colpali(folder: Path) -> str:
@@ -51,11 +54,8 @@ def colpali(folder: Path) -> str:
             "head_dim": 32,
         },
         vision_config={
+            **TOWER,
             "model_type": "siglip_vision_model",
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
             "image_size": SIDE,
             "patch_size": PATCH,
             "projection_dim": SIZES["hidden_size"],
@@ -82,13 +82,17 @@ def colqwen2(folder: Path) -> str:
 
 def colmodernvbert(folder: Path) -> str:
     """ModernVBERT/colmodernvbert: tiles of a page for SigLIP, and a ModernBERT."""
-    markers = ["<global-img>", *(f"<row_{i}_col_{j}>" for i in range(1, 7) for j in range(1, 7))]
     byte_level_bpe(
         folder,
         {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]", "unk_token": "[UNK]"},
         "[CLS] $A [SEP]",
         "[CLS] $A [SEP] $B [SEP]",
-        additional_special_tokens=[*markers, "<fake_token_around_image>", "<image>", "<end_of_utterance>"],
+        additional_special_tokens=[
+            *TILE_MARKERS,
+            "<fake_token_around_image>",
+            "<image>",
+            "<end_of_utterance>",
+        ],
         model_max_length=1024,
     )
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
@@ -106,11 +110,8 @@ def colmodernvbert(folder: Path) -> str:
         "global_attn_every_n_layers": 2,
     }
     vision = {
+        **TOWER,
         "model_type": "siglip_vision_model",
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
         "image_size": TILE,
         "patch_size": 8,
         "vision_use_head": False,

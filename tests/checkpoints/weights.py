@@ -1,11 +1,13 @@
 """Random weights under which different inputs give clearly different outputs."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from transformers import CONFIG_MAPPING, AutoModel
 
 # Sizes that most families' configs share.
 SIZES: dict[str, Any] = {
@@ -28,6 +30,32 @@ def spread(model: Any, weight: float = 0.2, attention: float = 0.12, embedding: 
                 attends = any(part in name for part in _ATTENDING)
                 parameter.normal_(0, embedding if "embed" in name else attention if attends else weight)
     return model.eval()
+
+
+def save_model(
+    folder: Path, kind: str, auto: Any = AutoModel, options: Mapping[str, Any] | None = None, **settings: Any
+) -> Any:
+    """Saves a small model of a kind that transformers has, of the usual sizes unless `settings` of its config
+    are others, and returns it. `options` are for its class."""
+    config = CONFIG_MAPPING[kind](**SIZES | settings)
+    model = spread(auto.from_config(config, **options or {}))
+    model.save_pretrained(folder)
+    return model
+
+
+def change_config(folder: Path, file: str = "config.json", **settings: Any) -> str:
+    """Sets keys of a config that transformers does not write; returns the folder."""
+    path = folder / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    return str(folder)
+
+
+def save_module_list(folder: Path, kinds: Mapping[str, str]) -> None:
+    """Writes modules.json: the kind of each module by its folder."""
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": kind} for i, (path, kind) in enumerate(kinds.items())
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:

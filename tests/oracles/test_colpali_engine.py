@@ -21,7 +21,7 @@ from tests.checkpoints import vision_language, visual
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.clients.environments import made
 from tests.engines import Engines
-from tests.parity.test_visual import PAGES, QUERIES, noise
+from tests.parity.pictures import PAGES, QUERIES, noise
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),

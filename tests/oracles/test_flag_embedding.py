@@ -19,6 +19,7 @@ from maxsimd.bench.datasets import Pair
 from maxsimd.engine import EngineConfig
 from tests.checkpoints import bi_encoders, retrained
 from tests.checkpoints.shared import SharedCheckpoints
+from tests.checkpoints.weights import change_config
 from tests.clients.environments import made
 from tests.engines import Engines
 
@@ -28,7 +29,6 @@ pytestmark = [
 ]
 
 _SIDE = Path(__file__).with_name("flag_embedding_side.py")
-_GEMMA2_SIDE = Path(__file__).with_name("flag_embedding_gemma2_side.py")
 WEIGHTS = (0.4, 0.2, 0.4)
 # Our kinds of scores, and what FlagEmbedding calls them.
 KINDS = {
@@ -43,29 +43,8 @@ KINDS = {
 RUNS = [(4, 1, (8,)), *((4, ratio, layers) for ratio in (2, 4) for layers in ((2,), (1, 3))), (3, 2, (2, 3))]
 
 
-def flag_embedding(checkpoint: str, pairs: list[Pair], folder: Path) -> dict[str, NDArray[np.float64]]:
-    python = os.environ.get("MAXSIMD_FLAG_EMBEDDING") or made("flagembedding")
-    return _asked(python, _SIDE, checkpoint, pairs, folder, weights=WEIGHTS)
-
-
-def flag_embedding_gemma2(
-    checkpoint: Path, pairs: list[Pair], folder: Path
-) -> dict[str, NDArray[np.float64]]:
-    """The scores of each run. The checkpoint is changed: earlier transformers do not know the class of its
-    tokeniser."""
-    config = checkpoint / "tokenizer_config.json"
-    settings = json.loads(config.read_text(encoding="utf-8")) | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    config.write_text(json.dumps(settings), encoding="utf-8")
-    runs = {
-        str(i): {"cutoff_layers": [cutoff], "compress_ratio": ratio, "compress_layers": layers}
-        for i, (cutoff, ratio, layers) in enumerate(RUNS)
-    }
-    python = os.environ.get("MAXSIMD_FLAG_EMBEDDING_GEMMA2") or made("flagembedding-gemma2")
-    return _asked(python, _GEMMA2_SIDE, str(checkpoint), pairs, folder, runs=runs)
-
-
 def _asked(
-    python: str, side: Path, checkpoint: str, pairs: list[Pair], folder: Path, **more: Any
+    python: str, checkpoint: str, pairs: list[Pair], folder: Path, **more: Any
 ) -> dict[str, NDArray[np.float64]]:
     order = {
         "checkpoint": checkpoint,
@@ -73,7 +52,7 @@ def _asked(
         "output": str(folder / "scores.npz"),
         **more,
     }
-    subprocess.run([python, str(side)], input=json.dumps(order), text=True, check=True, timeout=600)
+    subprocess.run([python, str(_SIDE)], input=json.dumps(order), text=True, check=True, timeout=600)
     with np.load(folder / "scores.npz") as found:
         return dict(found)
 
@@ -82,7 +61,13 @@ async def test_scores_equal_flag_embedding(
     checkpoints: SharedCheckpoints, engines: Engines, pairs: list[Pair], tmp_path: Path
 ) -> None:
     checkpoint = checkpoints(bi_encoders.bge_m3)
-    expected = flag_embedding(checkpoint, pairs[:100], tmp_path)
+    expected = _asked(
+        os.environ.get("MAXSIMD_FLAG_EMBEDDING") or made("flagembedding"),
+        checkpoint,
+        pairs[:100],
+        tmp_path,
+        weights=WEIGHTS,
+    )
     for kind, name in KINDS.items():
         config = EngineConfig(model=checkpoint, dtype="float32", score_type=kind, allow_pickle=True)  # type: ignore[arg-type]
         found = await engines.scores(config, pairs[:100])
@@ -97,7 +82,19 @@ async def test_token_compression_equals_flag_embedding(
     """With one layer and with two; a ratio of 1 is none."""
     path = checkpoints(retrained.bge_gemma2)
     copy = checkpoints.copy(retrained.bge_gemma2, tmp_path / "copy")
-    expected = flag_embedding_gemma2(copy, pairs[:40], tmp_path)
+    # Earlier transformers do not know the class of its tokeniser.
+    change_config(copy, "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+    runs = {
+        str(i): {"cutoff_layers": [cutoff], "compress_ratio": ratio, "compress_layers": layers}
+        for i, (cutoff, ratio, layers) in enumerate(RUNS)
+    }
+    expected = _asked(
+        os.environ.get("MAXSIMD_FLAG_EMBEDDING_GEMMA2") or made("flagembedding-gemma2"),
+        str(copy),
+        pairs[:40],
+        tmp_path,
+        runs=runs,
+    )
     for i, (cutoff, ratio, layers) in enumerate(RUNS):
         named = None if ratio == 1 else ",".join(map(str, layers))
         config = EngineConfig(

@@ -32,64 +32,24 @@ from vllm.config import PoolerConfig
 from vllm.model_executor.models import registry
 from vllm.transformers_utils import config
 
-
-class NewConfig(PreTrainedConfig):
-    """Alibaba's, whose code keeps what config.json says."""
-
-    model_type = "new"
-
-
-class GteConfig(PreTrainedConfig):
-    """Snowflake's copy of it."""
-
-    model_type = "gte"
-
-
-class NomicBertConfig(GPT2Config):
-    """Nomic's, which is GPT-2's with more in it."""
-
-    model_type = "nomic_bert"
-    rotary_emb_scale_base = None
-    rotary_emb_interleaved = False
-
-
-class XLMRobertaFlashConfig(PreTrainedConfig):
-    """Jina's, of an XLM-RoBERTa with positions of another kind; without adapters."""
-
-    model_type = "xlm-roberta"
-    lora_rank = 4
-    lora_alpha = 1
-
-
-class LlamaBidirectionalConfig(LlamaConfig):
-    """Nvidia's, of a Llama without a causal mask."""
-
-    model_type = "llama_bidirec"
-
-
-class JinaSmallConfig(Qwen3Config):
-    """Jina's, of the small one of its fifth embedders."""
-
-    model_type = "jina_embeddings_v5"
-
-
-class JinaNanoConfig(EuroBertConfig):
-    """Jina's, of the nano one."""
-
-    model_type = "jina_embeddings_v5"
-
-
+# Classes for configurations that only code of a checkpoint's own has: what each is made from, its type, and
+# what its authors' code sets.
+_MADE_FROM: dict[str, tuple[type[PreTrainedConfig], str, dict[str, Any]]] = {
+    "NewConfig": (PreTrainedConfig, "new", {}),
+    "GteConfig": (PreTrainedConfig, "gte", {}),
+    "NomicBertConfig": (
+        GPT2Config,
+        "nomic_bert",
+        {"rotary_emb_scale_base": None, "rotary_emb_interleaved": False},
+    ),
+    "XLMRobertaFlashConfig": (PreTrainedConfig, "xlm-roberta", {"lora_rank": 4, "lora_alpha": 1}),
+    "LlamaBidirectionalConfig": (LlamaConfig, "llama_bidirec", {}),
+    "JinaSmallConfig": (Qwen3Config, "jina_embeddings_v5", {}),
+    "JinaNanoConfig": (EuroBertConfig, "jina_embeddings_v5", {}),
+}
 _STAND_INS = {
-    kind.__name__: kind
-    for kind in (
-        NewConfig,
-        GteConfig,
-        NomicBertConfig,
-        XLMRobertaFlashConfig,
-        LlamaBidirectionalConfig,
-        JinaSmallConfig,
-        JinaNanoConfig,
-    )
+    name: type(name, (base,), {"model_type": kind, **values})
+    for name, (base, kind, values) in _MADE_FROM.items()
 }
 
 

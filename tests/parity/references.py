@@ -1,13 +1,12 @@
 """What the scores must be, from the library that each model card uses, or from the card itself, plainly."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors.torch import load_file
 from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTransformer, SparseEncoder
 from sentence_transformers.base.modules import Normalize
@@ -23,8 +22,9 @@ from transformers import (
 )
 
 from maxsimd.engine.checkpoint.visual.processor import for_pictures_alone, without_videos
+from tests.parity.plain_models import DETERMINE, Scores
 
-Scores = NDArray[np.float32]
+Reference = Callable[..., Scores]
 
 
 @lru_cache(maxsize=2)
@@ -156,17 +156,23 @@ class LanguageModel:
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         self._model = AutoModelForCausalLM.from_pretrained(path).eval()
 
-    def ids(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+    def ids(self, *parts: str) -> list[int]:
+        """The tokens of each part by itself, one behind the other."""
+        encoded = [self.tokenizer(part, add_special_tokens=False)["input_ids"] for part in parts]
+        return [token for ids in encoded for token in ids]
 
     @torch.inference_mode()
-    def logits(self, ids: list[int]) -> torch.Tensor:
-        """The logits of the whole vocabulary after the prompt."""
-        logits: torch.Tensor = self._model(input_ids=torch.tensor([ids])).logits[0, -1]
-        return logits
+    def odds(self, ids: list[int], yes: str, no: str | None = None) -> float:
+        """The logit of one word after the prompt, less that of another."""
+        logits = self._model(input_ids=torch.tensor([ids])).logits[0, -1]
+        first, *second = [
+            float(logits[self.tokenizer.convert_tokens_to_ids(word)]) for word in (yes, no) if word
+        ]
+        return first - sum(second)
 
-    def word(self, word: str) -> int:
-        return int(self.tokenizer.convert_tokens_to_ids(word))
+
+def sigmoid(odds: Any) -> Any:
+    return 1 / (1 + np.exp(-odds))
 
 
 QWEN3_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
@@ -176,59 +182,57 @@ def qwen3_reranker(
     path: str, queries: Sequence[str], documents: Sequence[str], instruction: str = QWEN3_INSTRUCTION
 ) -> Scores:
     """As the card of Qwen/Qwen3-Reranker-0.6B has it: softmax over the logits of no and yes."""
-    model = LanguageModel(path)
-    before = model.ids(
+    before = (
         "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the "
         'Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
     )
-    after = model.ids("<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    scores = []
-    for query, document in zip(queries, documents, strict=True):
-        asked = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
-        logits = model.logits(before + model.ids(asked) + after)
-        pair = torch.stack([logits[model.word("no")], logits[model.word("yes")]])
-        scores.append(float(torch.softmax(pair, dim=0)[1]))
-    return np.array(scores, dtype=np.float32)
+    after = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    asked = f"<Instruct>: {instruction}\n<Query>: {{query}}\n<Document>: {{document}}"
+    return sigmoid(_answers(path, queries, documents, (before, asked, after), "yes", "no"))
+
+
+def qwen3_template(path: str, queries: Sequence[str], documents: Sequence[str], template: str) -> Scores:
+    """The same asked in other words."""
+    return sigmoid(_answers(path, queries, documents, (template,), "yes", "no"))
 
 
 def mxbai_rerank_v2(path: str, queries: Sequence[str], documents: Sequence[str]) -> Scores:
     """As the package mxbai-rerank has it: logit of 1 less logit of 0, every part tokenised by itself."""
-    model = LanguageModel(path)
-    task = (
+    parts = (
+        "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+        "<|im_start|>user\n",
+        "query: {query}",
+        "\n",
+        "document: {document}",
+        "\n",
         "You are a search relevance expert who evaluates how well documents match search queries. For each "
         "query-document pair, carefully analyze the semantic relationship between them, then provide your "
-        "binary relevance judgment (0 for not relevant, 1 for relevant).\nRelevance:"
+        "binary relevance judgment (0 for not relevant, 1 for relevant).\nRelevance:",
+        "<|im_end|>\n<|im_start|>assistant\n",
     )
-    system = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
-    scores = []
-    for query, document in zip(queries, documents, strict=True):
-        parts = [
-            f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n",
-            f"query: {query}",
-            "\n",
-            f"document: {document}",
-            "\n",
-            task,
-            "<|im_end|>\n<|im_start|>assistant\n",
-        ]
-        logits = model.logits([token for part in parts for token in model.ids(part)])
-        scores.append(float(logits[model.word("1")] - logits[model.word("0")]))
-    return np.array(scores, dtype=np.float32)
+    return _answers(path, queries, documents, parts, "1", "0")
 
 
 def bge_reranker_v2_gemma(path: str, queries: Sequence[str], documents: Sequence[str]) -> Scores:
     """As its model card has it: the logit of Yes."""
-    model = LanguageModel(path)
-    task = (
-        "Given a query A and a passage B, determine whether the passage contains an answer to the query by "
-        "providing a prediction of either 'Yes' or 'No'."
-    )
-    scores = []
+    parts = ("<bos>", "A: {query}", "\n", "B: {document}", "\n", DETERMINE)
+    return _answers(path, queries, documents, parts, "Yes")
+
+
+def _answers(
+    path: str,
+    queries: Sequence[str],
+    documents: Sequence[str],
+    parts: Sequence[str],
+    yes: str,
+    no: str | None = None,
+) -> Scores:
+    """What a language model answers to each pair, put into its places in the parts of a prompt."""
+    model, odds = LanguageModel(path), []
     for query, document in zip(queries, documents, strict=True):
-        parts = [f"A: {query}", "\n", f"B: {document}", "\n", task]
-        ids = [model.tokenizer.bos_token_id, *(token for part in parts for token in model.ids(part))]
-        scores.append(float(model.logits(ids)[model.word("Yes")]))
-    return np.array(scores, dtype=np.float32)
+        written = [part.replace("{query}", query).replace("{document}", document) for part in parts]
+        odds.append(model.odds(model.ids(*written), yes, no))
+    return np.array(odds, dtype=np.float32)
 
 
 def monot5(

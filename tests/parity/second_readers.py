@@ -1,5 +1,5 @@
-"""vLLM as a second reader: what it makes of each family's checkpoint. tests/oracles/test_vllm.py holds every
-line of this to vLLM itself, and docs/models.md prints it."""
+"""vLLM as a second reader: what it makes of each family's checkpoint. tests/oracles/test_vllm.py compares
+what is equal, and docs/models.md prints it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -32,53 +32,16 @@ class Equal:
     note: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """vLLM does not read the folder, or does not run it: `error` is in what it says."""
-
-    compared: Compared
-    error: str
-    told: Told = Told()
-
-
-@dataclass(frozen=True, slots=True)
-class Differs:
-    """vLLM reads the folder and gives something else; `why` says who is right, and by whom."""
-
-    compared: Compared
-    why: str
-    told: Told = Told()
-
-
-@dataclass(frozen=True, slots=True)
-class InParts:
-    """A score of several kinds, each of which has a line of its own."""
-
-    families: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class NotYet:
-    """Not compared."""
-
-
-Reader = Equal | Refused | Differs | InParts | NotYet
+# Else what it does instead, in words.
+Reader = Equal | str
 
 
 def as_words(reader: Reader) -> str:
     """What the page of models says of it."""
-    match reader:
-        case Equal():
-            note = f"; {reader.note}" if reader.note else ""
-            return f"equal {_NAMES[reader.compared]}{note}"
-        case Refused():
-            return f"refuses it: `{reader.error}`"
-        case Differs():
-            return f"differs: {reader.why}"
-        case InParts():
-            return f"in parts: {', '.join(reader.families)}"
-        case NotYet():
-            return "not compared yet"
+    if isinstance(reader, str):
+        return reader
+    note = f"; {reader.note}" if reader.note else ""
+    return f"equal {_NAMES[reader.compared]}{note}"
 
 
 _NAMES: dict[Compared, str] = {
@@ -102,6 +65,15 @@ _QWEN3_RERANKER = _architecture(
     "Qwen3ForSequenceClassification", classifier_from_token=["no", "yes"], is_original_qwen3_reranker=True
 )
 
+
+def _refuses(error: str) -> str:
+    return f"refuses it: `{error}`"
+
+
+def _differs(why: str) -> str:
+    return f"differs: {why}"
+
+
 _UNKNOWN = "Model architectures ['{}'] are not supported for now"
 _NOT_DISPATCHED = "Layer 0 does not dispatch through the Transformers attention interface"
 _T5 = "Argument position_ids not found in the forward method of <class 'transformers.models.{}'>"
@@ -109,43 +81,59 @@ _CODE = "but Transformers does not recognize this architecture"
 _GGUF = "model.gguf' is not a valid JSON file"
 
 READERS: dict[str, Reader] = {
-    "ColBERT": Equal("tokens"),
-    "ColBERT, attended expansion": Equal("tokens"),
-    "answerai-colbert-small": Equal("tokens"),
-    "GTE-ModernColBERT": Equal("tokens", _MODERNBERT),
-    "LateOn": Equal("tokens", _MODERNBERT),
+    **dict.fromkeys(
+        (
+            "ColBERT",
+            "ColBERT, attended expansion",
+            "answerai-colbert-small",
+            "native multi-vector",
+            "any encoder",
+        ),
+        Equal("tokens"),
+    ),
+    **dict.fromkeys(("GTE-ModernColBERT", "LateOn"), Equal("tokens", _MODERNBERT)),
+    **dict.fromkeys(
+        ("BERT", "RoBERTa", "XLM-RoBERTa", "ModernBERT", "Qwen2", "Qwen3", "Llama", "Gemma"), Equal("logits")
+    ),
+    **dict.fromkeys(
+        ("bge-reranker-v2-minicpm-layerwise", "bge-reranker-v2.5-gemma2-lightweight"),
+        _refuses(_CODE),
+    ),
+    **dict.fromkeys(("MiniLM", "BGE", "E5", "GTE", "Qwen3-Embedding", "EmbeddingGemma"), Equal("embeddings")),
+    **dict.fromkeys(
+        ("Llama Nemotron Embed", "NV-EmbedQA"), Equal("embeddings", Told(stand_in="LlamaBidirectionalConfig"))
+    ),
+    **dict.fromkeys(("Sentence-T5", "T5 1.1"), _refuses(_T5.format("t5.modeling_t5.T5Stack"))),
+    **dict.fromkeys(("gte-multilingual", "gte-large-en-v1.5", "gte-base-en-v1.5"), Equal("embeddings", _NEW)),
+    **dict.fromkeys(
+        ("jina-embeddings-v2", "jina-embeddings-v2-base-code", "JinaBERT with ReLU"),
+        _refuses(_UNKNOWN.format("JinaBertForMaskedLM")),
+    ),
+    **dict.fromkeys(("SPLADE", "SPLADE, plain", "SPLADE, heaviest words"), Equal("words", _SPLADE)),
+    **dict.fromkeys(
+        ("Qwen3-Reranker, Q8_0", "Qwen3-Reranker, Q4_K", "bge-reranker-v2-m3, F16"), _refuses(_GGUF)
+    ),
+    **dict.fromkeys(("Qwen3-Embedding, Q8_0", "BERT, F16"), _refuses(_GGUF)),
     "jina-colbert-v2": Equal("tokens", _architecture("ColBERTJinaRobertaModel", "XLMRobertaFlashConfig")),
-    "jina-colbert-v1": Refused("tokens", "Only 'absolute' position_embedding_type is supported"),
-    "LFM2-ColBERT": Differs(
-        "tokens",
+    "jina-colbert-v1": _refuses("Only 'absolute' position_embedding_type is supported"),
+    "LFM2-ColBERT": _differs(
         "its rotary kernel for CPUs takes heads for tokens, and turns the first of them alone; ours are those"
-        " of transformers, which with this mistake gives vLLM's",
-        _architecture("ColBERTLfm2Model", conv_dim=128, block_dim=128),
+        " of transformers, which with this mistake gives vLLM's"
     ),
-    "LFM2.5-ColBERT": Refused("tokens", _UNKNOWN.format("Lfm2BidirectionalModel")),
-    "native multi-vector": Equal("tokens"),
-    "native multi-vector, token pooling": Differs(
-        "tokens", "it does not merge documents' tokens, as sentence-transformers and we do"
+    "LFM2.5-ColBERT": _refuses(_UNKNOWN.format("Lfm2BidirectionalModel")),
+    "native multi-vector, token pooling": _differs(
+        "it does not merge documents' tokens, as sentence-transformers and we do"
     ),
-    "any encoder": Equal("tokens"),
-    "BERT": Equal("logits"),
-    "RoBERTa": Equal("logits"),
-    "XLM-RoBERTa": Equal("logits"),
     "ELECTRA": Equal(
         "logits", note="where embeddings are as wide as states; the layer between them it leaves out"
     ),
-    "DistilBERT": Refused("logits", _NOT_DISPATCHED),
-    "ModernBERT": Equal("logits"),
+    "DistilBERT": _refuses(_NOT_DISPATCHED),
     "gte-multilingual-reranker": Equal(
         "logits", _architecture("GteNewForSequenceClassification", "NewConfig")
     ),
-    "jina-reranker-v1": Refused("logits", _UNKNOWN.format("JinaBertForSequenceClassification")),
+    "jina-reranker-v1": _refuses(_UNKNOWN.format("JinaBertForSequenceClassification")),
     "jina-reranker-v2": Equal("logits", Told(stand_in="XLMRobertaFlashConfig")),
-    "DeBERTa-v2": Refused("logits", _UNKNOWN.format("DebertaV2ForSequenceClassification")),
-    "Qwen2": Equal("logits"),
-    "Qwen3": Equal("logits"),
-    "Llama": Equal("logits"),
-    "Gemma": Equal("logits"),
+    "DeBERTa-v2": _refuses(_UNKNOWN.format("DebertaV2ForSequenceClassification")),
     "Qwen3-Reranker": Equal("logits", _QWEN3_RERANKER),
     "mxbai-rerank-v2": Equal(
         "logits",
@@ -165,84 +153,46 @@ READERS: dict[str, Reader] = {
             "Qwen3ForSequenceClassification", classifier_from_token=["Yes"], method="no_post_processing"
         ),
     ),
-    "monoT5": Refused("logits", _T5.format("t5.modeling_t5.T5Stack")),
-    "mT5": Refused("logits", _T5.format("mt5.modeling_mt5.MT5Stack")),
+    "monoT5": _refuses(_T5.format("t5.modeling_t5.T5Stack")),
+    "mT5": _refuses(_T5.format("mt5.modeling_mt5.MT5Stack")),
     "Llama Nemotron Rerank": Equal(
         "logits", Told(stand_in="LlamaBidirectionalConfig", pooler={"logit_sigma": 0.8})
     ),
-    "bge-reranker-v2-minicpm-layerwise": Refused("logits", _CODE),
-    "bge-reranker-v2.5-gemma2-lightweight": Refused("logits", _CODE),
-    "MiniLM": Equal("embeddings"),
-    "BGE": Equal("embeddings"),
-    "E5": Equal("embeddings"),
-    "GTE": Equal("embeddings"),
     "nomic": Equal("embeddings", Told(stand_in="NomicBertConfig")),
-    "Qwen3-Embedding": Equal("embeddings"),
-    "EmbeddingGemma": Equal("embeddings"),
     "gte-Qwen2": Equal("embeddings", Told({"is_causal": False})),
     "voyage-4-nano": Equal("embeddings", _architecture("VoyageQwen3BidirectionalEmbedModel")),
-    "Llama Nemotron Embed": Equal("embeddings", Told(stand_in="LlamaBidirectionalConfig")),
-    "NV-EmbedQA": Equal("embeddings", Told(stand_in="LlamaBidirectionalConfig")),
-    "LFM2.5-Embedding": Refused("embeddings", _UNKNOWN.format("Lfm2BidirectionalModel")),
+    "LFM2.5-Embedding": _refuses(_UNKNOWN.format("Lfm2BidirectionalModel")),
     "jina-embeddings-v5-text-small": Equal("embeddings", Told(stand_in="JinaSmallConfig")),
     "jina-embeddings-v5-text-nano": Equal("embeddings", Told(stand_in="JinaNanoConfig")),
-    "Jina v3": Refused("embeddings", _NOT_DISPATCHED),
-    "MPNet": Refused("embeddings", _UNKNOWN.format("MPNetModel")),
-    "Sentence-T5": Refused("embeddings", _T5.format("t5.modeling_t5.T5Stack")),
-    "T5 1.1": Refused("embeddings", _T5.format("t5.modeling_t5.T5Stack")),
-    "SGPT": Refused("embeddings", _UNKNOWN.format("GPTNeoModel")),
-    "gte-multilingual": Equal("embeddings", _NEW),
-    "gte-large-en-v1.5": Equal("embeddings", _NEW),
-    "gte-base-en-v1.5": Equal("embeddings", _NEW),
+    "Jina v3": _refuses(_NOT_DISPATCHED),
+    "MPNet": _refuses(_UNKNOWN.format("MPNetModel")),
+    "SGPT": _refuses(_UNKNOWN.format("GPTNeoModel")),
     "snowflake-arctic-embed-m-v2.0": Equal("embeddings", Told(stand_in="GteConfig")),
-    "jina-embeddings-v2": Refused("embeddings", _UNKNOWN.format("JinaBertForMaskedLM")),
-    "jina-embeddings-v2-base-code": Refused("embeddings", _UNKNOWN.format("JinaBertForMaskedLM")),
-    "JinaBERT with ReLU": Refused("embeddings", _UNKNOWN.format("JinaBertForMaskedLM")),
-    "nomic-embed-text-v2-moe": Refused(
-        "embeddings",
-        "fused_topk is not implemented as lack of triton",
-        Told(stand_in="NomicBertConfig"),
+    "nomic-embed-text-v2-moe": _refuses("fused_topk is not implemented as lack of triton"),
+    "prompt left out": _differs(
+        "it averages the prompt's tokens, too, which sentence-transformers and we leave out"
     ),
-    "prompt left out": Differs(
-        "embeddings", "it averages the prompt's tokens, too, which sentence-transformers and we leave out"
+    "SPLADE over ModernBERT": _refuses(
+        "Cannot resolve attention scaling expression 'self.head_dim ** (-0.5)' in ModernBertAttention"
     ),
-    "SPLADE": Equal("words", _SPLADE),
-    "SPLADE, plain": Equal("words", _SPLADE),
-    "SPLADE, heaviest words": Equal("words", _SPLADE),
-    "SPLADE over ModernBERT": Refused(
-        "words",
-        "Cannot resolve attention scaling expression 'self.head_dim ** (-0.5)' in ModernBertAttention",
-    ),
-    "SPLADE over XLM-RoBERTa": Differs(
-        "words",
+    "SPLADE over XLM-RoBERTa": _differs(
         "it gives the last token's state, with positions counted from 0, where sentence-transformers and we"
-        " give the weights of words",
+        " give the weights of words"
     ),
-    "OpenSearch, queries looked up": Refused("words", "Invalid repository ID or local directory specified"),
-    "gte-multilingual, sparse": Refused("own words", "Unsupported task: 'token_classify'", _NEW),
+    "OpenSearch, queries looked up": _refuses("Invalid repository ID or local directory specified"),
+    "gte-multilingual, sparse": _refuses("Unsupported task: 'token_classify'"),
     "bge-m3, dense": Equal("embeddings", Told({"position_embedding_type": "absolute"})),
     "bge-m3, sparse": Equal("own words", _architecture("BgeM3EmbeddingModel")),
     "bge-m3, multi-vector": Equal("tokens", _architecture("BgeM3EmbeddingModel")),
-    "bge-m3, all three": InParts(("bge-m3, dense", "bge-m3, sparse", "bge-m3, multi-vector")),
+    "bge-m3, all three": "in parts: bge-m3, dense, bge-m3, sparse, bge-m3, multi-vector",
     "jina-reranker-v3": Equal("listwise"),
-    "Qwen3-Reranker, Q8_0": Refused("logits", _GGUF),
-    "Qwen3-Reranker, Q4_K": Refused("logits", _GGUF),
-    "bge-reranker-v2-m3, F16": Refused("logits", _GGUF),
-    "Qwen3-Embedding, Q8_0": Refused("embeddings", _GGUF),
-    "BERT, F16": Refused("embeddings", _GGUF),
-    "compressed-tensors, w8a8": Differs(
-        "logits",
+    "compressed-tensors, w8a8": _differs(
         "it rounds activations to int8 as the file asks; ours are those of transformers on the same weights"
-        " with activations as they are, and rounding them there gives vLLM's within 0.04",
-        _QWEN3_RERANKER,
+        " with activations as they are, and rounding them there gives vLLM's within 0.04"
     ),
-    "compressed-tensors, w4a16": Refused(
-        "logits", "\"cpu_gemm_wna16\" not implemented for 'Float'", _QWEN3_RERANKER
+    "compressed-tensors, w4a16": _refuses("\"cpu_gemm_wna16\" not implemented for 'Float'"),
+    "compressed-tensors, FP8": _refuses(
+        "Failed to find a kernel that can implement the ScaledMM linear layer"
     ),
-    "compressed-tensors, FP8": Refused(
-        "logits", "Failed to find a kernel that can implement the ScaledMM linear layer", _QWEN3_RERANKER
-    ),
-    "FP8 in blocks": Refused(
-        "logits", "torch.float32 is not supported for quantization method fp8", _QWEN3_RERANKER
-    ),
+    "FP8 in blocks": _refuses("torch.float32 is not supported for quantization method fp8"),
 }

@@ -22,9 +22,6 @@ from tests.checkpoints.architectures import (
     sample_pairs,
 )
 
-# What maxsimd does not take although sentence-transformers scores it, and why.
-REFUSED: dict[Architecture, str] = {}
-
 # One of each way through the loaders; the others are for `make test-all`.
 ONE_OF_EACH = {
     Architecture("cross-encoder", "bert"),
@@ -50,18 +47,10 @@ def _with_marks(architecture: Architecture) -> object:
 every_architecture = pytest.mark.parametrize("architecture", map(_with_marks, all_architectures()))
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The models are too small for more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def checkpoint(architecture: Architecture) -> Iterator[str]:
     """Gone after the test, since there are hundreds."""
+    torch.set_num_threads(1)  # the models are too small for more
     reason = left_out(architecture)
     if reason is not None:
         pytest.skip(reason)
@@ -71,7 +60,7 @@ def checkpoint(architecture: Architecture) -> Iterator[str]:
 
 @every_architecture
 async def test_it_is_exact_or_refused_at_load(architecture: Architecture, checkpoint: str) -> None:
-    if architecture in REFUSED or architecture.model_type in UNSCORED:
+    if architecture.model_type in UNSCORED:
         with pytest.raises(ModelLoadError):
             await _ours(architecture, checkpoint)
         return
@@ -79,20 +68,6 @@ async def test_it_is_exact_or_refused_at_load(architecture: Architecture, checkp
     assert difference_of_inputs(expected) >= 0.1, "it must tell texts apart, or this test shows nothing"
     ours = await _ours(architecture, checkpoint)
     np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
-
-
-_UNSCORED = [architecture for architecture in all_architectures() if architecture.model_type in UNSCORED]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("architecture", _UNSCORED, ids=str)
-def test_what_is_said_to_be_unscored_is(architecture: Architecture, checkpoint: str) -> None:
-    """Of random weights, two loads make two scores."""
-    try:
-        first, second = (reference(architecture, checkpoint, sample_pairs()) for _ in range(2))
-    except Exception:
-        return
-    assert not np.allclose(first, second), "sentence-transformers scores it now, so it is no more unscored"
 
 
 async def _ours(architecture: Architecture, path: str) -> Outputs:

@@ -10,14 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import CUT_LONG, WINDOW_LONG, Engine, EngineConfig, Truncation
-from maxsimd.engine.checkpoint.heads import ClassifierHead
 from maxsimd.engine.ops import cpu as kernels
 from tests.checkpoints import bi_encoders, cross_encoders, language_models, late_interaction
 from tests.checkpoints.shared import SharedCheckpoints
+from tests.parity.selection import with_default
 
 pytestmark = pytest.mark.skipif(
     not kernels.is_available(), reason="this processor cannot run the kernels that keep bits"
@@ -105,20 +104,19 @@ async def _among_others(engine: Engine, documents: list[str], reading: Truncatio
     return scores
 
 
-# By default every kind and every precision once, and windows in one. `make test-all` has all combinations.
-_DEFAULT = {
-    ("late-interaction", "float32", "whole"),
-    ("late-interaction", "bfloat16", "windows"),
-    ("cross-encoder", "bfloat16", "whole"),
-    ("bi-encoder", "int8", "whole"),
-}
-_SURROUNDINGS = [
-    pytest.param(*case, marks=() if case in _DEFAULT else pytest.mark.exhaustive)
-    for case in itertools.product(BUILDERS, PRECISIONS, READINGS)
-]
-
-
-@pytest.mark.parametrize(("kind", "precision", "reading"), _SURROUNDINGS)
+@pytest.mark.parametrize(
+    ("kind", "precision", "reading"),
+    # By default every kind and every precision once, and windows in one.
+    with_default(
+        itertools.product(BUILDERS, PRECISIONS, READINGS),
+        {
+            ("late-interaction", "float32", "whole"),
+            ("late-interaction", "bfloat16", "windows"),
+            ("cross-encoder", "bfloat16", "whole"),
+            ("bi-encoder", "int8", "whole"),
+        },
+    ),
+)
 async def test_a_pairs_score_depends_on_the_pair_alone(
     kind: str, precision: str, reading: str, checkpoints: SharedCheckpoints, documents: list[str]
 ) -> None:
@@ -127,32 +125,16 @@ async def test_a_pairs_score_depends_on_the_pair_alone(
 
 
 # The embedded model is large for a test.
-@pytest.mark.parametrize(
-    "precision",
-    [pytest.param(name, marks=() if name == "int8" else pytest.mark.exhaustive) for name in PRECISIONS],
-)
+@pytest.mark.parametrize("precision", with_default(PRECISIONS, {"int8"}))
 async def test_the_default_model_keeps_bits(precision: str, documents: list[str]) -> None:
     config = PRECISIONS[precision]
     assert await _what_changes_bits(config, documents[::4], CUT_LONG, (None, 300, 4096)) == []
 
 
-@pytest.mark.parametrize("precision", ["float32", pytest.param("bfloat16", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("precision", with_default(["float32", "bfloat16"], {"float32"}))
 async def test_a_causal_reranker_keeps_bits_through_chunks(
     precision: str, documents: list[str], checkpoints: SharedCheckpoints
 ) -> None:
     """Also where pairs share a prefix."""
     config = {"model": checkpoints(language_models.qwen3_reranker), **PRECISIONS[precision]}
     assert await _what_changes_bits(config, documents[:24], CUT_LONG, (None, 61, 300)) == []
-
-
-async def test_a_head_that_depends_on_the_number_of_rows_is_noticed(
-    checkpoints: SharedCheckpoints, documents: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = ClassifierHead.__call__
-
-    def dependent(head: ClassifierHead, rows: torch.Tensor) -> torch.Tensor:
-        return original(head, rows) * (1 + 1e-6 * len(rows))
-
-    monkeypatch.setattr(ClassifierHead, "__call__", dependent)
-    config = {"model": checkpoints(BUILDERS["cross-encoder"]), "dtype": "float32"}
-    assert await _what_changes_bits(config, documents[:20], CUT_LONG, (None, 600, 4096)) != []

@@ -7,16 +7,30 @@ from scipy.stats import spearmanr
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import EngineConfig
 from maxsimd.engine.inspection import inspect_model
+from tests.checkpoints import t5
+from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
 from tests.parity.selection import with_default
 
 on_one_loop = pytest.mark.asyncio(loop_scope="module")
 
 CHECKPOINTS = ["bert_cross_encoder", "xlm_roberta_cross_encoder", "stanford_colbert", "qwen3_embedding"]
+# One of each kind of score, and a model of two halves.
+DEFAULT = ["bert_cross_encoder", "stanford_colbert", "qwen3_embedding", "monot5"]
+
+
+@pytest.fixture
+def monot5(checkpoints: SharedCheckpoints) -> str:
+    return checkpoints(t5.monot5)
+
+
+@pytest.fixture
+def mt5(checkpoints: SharedCheckpoints) -> str:
+    return checkpoints(t5.mt5)
 
 
 @pytest.fixture(
-    params=with_default([None, *CHECKPOINTS], ["stanford_colbert"]),
+    params=with_default([None, *CHECKPOINTS, "monot5", "mt5"], DEFAULT),
     ids=lambda name: name or "embedded",
 )
 def model(request: pytest.FixtureRequest) -> str | None:
@@ -35,7 +49,7 @@ def _rank_alike(exact: np.ndarray, rounded: np.ndarray, unit: float) -> None:
 async def test_bfloat16_by_torch_ranks_as_float32_does(
     model: str | None, engines: Engines, pairs: list[Pair]
 ) -> None:
-    pairs = pairs[:100]
+    pairs = pairs[:60]
     exact = await engines.scores(EngineConfig(model=model, dtype="float32"), pairs)
     rounded = await engines.scores(EngineConfig(model=model, dtype="bfloat16", kernels="torch"), pairs)
     _rank_alike(np.array(exact), np.array(rounded), 2**-6)
@@ -45,26 +59,12 @@ async def test_bfloat16_by_torch_ranks_as_float32_does(
 async def test_int8_ranks_nearly_as_float32_does(
     model: str | None, engines: Engines, pairs: list[Pair]
 ) -> None:
-    pairs = pairs[:100]
+    pairs = pairs[:60]
     exact = await engines.scores(EngineConfig(model=model, dtype="float32"), pairs)
     rounded = await engines.scores(EngineConfig(model=model, quantization="int8"), pairs)
     assert spearmanr(exact, rounded).statistic >= 0.98
     usual = await engines.scores(EngineConfig(model=model), pairs)
     assert not np.array_equal(rounded, usual), "nothing was rounded"
-
-
-@on_one_loop
-@pytest.mark.parametrize(
-    "settings",
-    with_default([{"kernels": "torch"}, {"dtype": "float32"}, {"dtype": "bfloat16"}], []),
-)
-async def test_int8_of_the_embedded_model_ranks_as_float32_does(
-    settings: dict[str, str], engines: Engines, pairs: list[Pair]
-) -> None:
-    pairs = pairs[:100]
-    exact = await engines.scores(EngineConfig(dtype="float32"), pairs)
-    config = EngineConfig(quantization="int8", **settings)  # type: ignore[arg-type]
-    assert spearmanr(exact, await engines.scores(config, pairs)).statistic >= 0.98
 
 
 def test_inspect_says_that_weights_are_int8() -> None:

@@ -8,9 +8,10 @@ from click.testing import CliRunner
 
 from maxsimd.api.cli import main
 from maxsimd.engine.checkpoint.embedded import embedded_model_path
+from maxsimd.engine.checkpoint.served import SERVED
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.parity.models_page import PAGE, PAGE_FAMILIES, page
-from tests.parity.second_readers import READERS, Equal, InParts, as_words
+from tests.parity.second_readers import READERS, as_words
 
 
 @pytest.mark.exhaustive
@@ -23,17 +24,7 @@ def test_each_family_has_one_line_about_a_second_reader() -> None:
     names = [family.name for family in PAGE_FAMILIES]
     assert len(names) == len({*names}), "lines go by the names of families"
     assert {*names} == {*READERS}
-    parts = [part for reader in READERS.values() if isinstance(reader, InParts) for part in reader.families]
-    assert parts
-    assert all(isinstance(READERS[part], Equal) for part in parts)
-
-
-def test_what_is_said_of_a_second_reader_fits_in_a_table() -> None:
-    for reader in READERS.values():
-        words = as_words(reader)
-        assert words == words.strip()
-        assert words
-        assert not {"|", "\n"} & {*words}
+    assert not any({"|", "\n"} & {*as_words(reader)} for reader in READERS.values()), "it stands in a table"
 
 
 def test_the_command_prints_what_the_page_shows() -> None:
@@ -55,6 +46,14 @@ def test_the_command_says_what_was_compared_if_it_is_asked() -> None:
         assert re.search(rf"{line}: .*\b8 sequences", shown.stdout), shown.stdout
     as_json = json.loads(CliRunner().invoke(main, ["inspect", "--check", "--json"]).stdout)
     assert len(as_json["checked"]) == 4
+
+
+def test_the_command_lists_what_is_served() -> None:
+    listed = CliRunner().invoke(main, ["inspect", "--supported"]).stdout
+    assert len(listed.splitlines()) == len(SERVED)
+    assert "JinaForRanking" in listed
+    as_json = json.loads(CliRunner().invoke(main, ["inspect", "--supported", "--json"]).stdout)
+    assert [row["form"] for row in as_json] == [row.form for row in SERVED]
 
 
 def test_a_model_that_is_not_there_is_an_error_in_one_line() -> None:

@@ -1,19 +1,12 @@
 """What stands before the documents of a query is run once, and the scores are the same."""
 
 import asyncio
-from itertools import count
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from maxsimd.bench.datasets import Pair
-from maxsimd.engine import CUT_LONG, WINDOW_LONG, Engine, EngineConfig, InvalidRequestError, Truncation
-from maxsimd.engine.preprocess import RequestIds
-from maxsimd.engine.preprocess.pairs import SHORTEST_PREFIX
-from maxsimd.engine.requests import ScoreRequest
-from maxsimd.scheduler import Role
+from maxsimd.engine import CUT_LONG, WINDOW_LONG, Engine, EngineConfig
 from tests.checkpoints import cross_encoders, language_models
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.parity.selection import with_default
@@ -31,7 +24,7 @@ BUILDS = [
 ]
 
 
-@pytest.fixture(scope="module", params=with_default(BUILDS, [BUILDS[0], BUILDS[3]]))
+@pytest.fixture(scope="module", params=with_default(BUILDS, [BUILDS[0]]))
 def checkpoint(request: pytest.FixtureRequest, checkpoints: SharedCheckpoints) -> str:
     return checkpoints(request.param)
 
@@ -104,71 +97,3 @@ async def test_windows_share_their_prefix_too(checkpoint: str, documents: list[s
     np.testing.assert_allclose(shared.scores, apart.scores, atol=1e-5, rtol=1e-5)
     assert shared.usage.cached_tokens > 8 * len(long)
     assert apart.usage.cached_tokens == 0
-
-
-def _paths(
-    engine: Engine, query: str, documents: list[str], truncation: Truncation = CUT_LONG
-) -> list[tuple[int, list[int]]]:
-    """Where each pair of a request, or each window, is split, and its tokens."""
-    running: Any = engine._running
-    request = ScoreRequest(queries=(query,), documents=tuple(documents), truncation=truncation)
-    prepared = running.preprocessor.score(request, RequestIds(0, count(), 1_000_000))
-    return [
-        (one.shared_prefix_len, one.tokens.ids.tolist())
-        for one in prepared.sequences
-        if one.payload.role is Role.PAIR
-    ]
-
-
-async def test_a_pair_is_split_where_it_would_be_in_a_crowd(checkpoint: str, documents: list[str]) -> None:
-    """Also a document whose first characters merge with what stands before it, or of which all is alike."""
-    strange = ["", " ", "\n", "\n\n x", ".", "...", "://", "1", "a", "of the", ">", "é", "\ud7ff", "<Query>"]
-    crowd = [*documents, *strange, *(f"the same beginning {i}" for i in range(5))]
-    async with Engine(EngineConfig(model=checkpoint)) as engine:
-        together = _paths(engine, QUERY, crowd)
-        assert [_paths(engine, QUERY, [document])[0] for document in crowd] == together
-        assert _paths(engine, QUERY, crowd[::-1]) == together[::-1]
-        splits = {shared for shared, _ in together[:12]}
-        assert len(splits) == 1, "one prefix a query"
-        assert min(splits) >= SHORTEST_PREFIX
-        assert {shared for shared, _ in together} <= {0, *splits}
-        windows = _paths(
-            engine,
-            QUERY,
-            [" ".join(documents * 2)],
-            truncation=Truncation(max_tokens=300, windows=True, window_overlap=4),
-        )
-        assert len(windows) > 5
-        assert {shared for shared, _ in windows} == splits
-
-
-async def test_a_lone_pair_scores_as_in_a_crowd(checkpoint: str, documents: list[str]) -> None:
-    async with Engine(EngineConfig(model=checkpoint, dtype="float32")) as engine:
-        crowd = await engine.score(QUERY, documents[:6], truncation=CUT_LONG, use_activation=False)
-        assert crowd.usage.cached_tokens > 0
-        tokens = 0
-        for document, score in zip(documents[:6], crowd.scores, strict=True):
-            alone = await engine.score(QUERY, document, use_activation=False, cache="bypass")
-            assert alone.scores[0] == pytest.approx(score, abs=1e-5 * max(1.0, abs(score)))
-            assert alone.usage.cached_tokens == 0, "its prefix was run for it"
-            tokens += alone.usage.prompt_tokens
-        assert crowd.usage.prompt_tokens == tokens
-        await until(lambda: engine.stats().device.prefill_kv == 0)
-
-
-async def test_equal_queries_of_pairs_share_their_prefix(checkpoint: str, documents: list[str]) -> None:
-    queries = [QUERY, f"why {QUERY}"] * 6
-    async with Engine(EngineConfig(model=checkpoint, dtype="float32", max_batch_tokens=300)) as engine:
-        pairwise = await engine.score(queries, documents[:12], truncation=CUT_LONG, use_activation=False)
-        assert pairwise.usage.cached_tokens > 8 * 10
-        for i, query in enumerate(queries[:2]):
-            one = await engine.score(query, documents[i:12:2], use_activation=False, cache="bypass")
-            np.testing.assert_allclose(pairwise.scores[i::2], one.scores, atol=1e-5, rtol=1e-5)
-
-
-async def test_a_short_query_is_not_split(tmp_path: Path) -> None:
-    """Where no template stands before the document: a handful of tokens are run again rather than shared."""
-    async with Engine(EngineConfig(model=cross_encoders.qwen2(tmp_path))) as engine:
-        assert {shared for shared, _ in _paths(engine, "why", ["because", "so"])} == {0}
-        with pytest.raises(InvalidRequestError, match=r"documents\[1\] and its query have no tokens"):
-            await engine.score("", ["a", ""])

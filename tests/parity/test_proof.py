@@ -51,17 +51,8 @@ class _WithoutActivation(torch.nn.Module):
         return out
 
 
-class _FirstRow(torch.nn.Module):
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows[:, 0]
-
-
 def leave_out_an_activation(patch: Patch) -> None:
     patch.setattr(heads, "_pooler_of", lambda backbone: _WithoutActivation(backbone.pooler))
-
-
-def leave_out_the_pooler(patch: Patch) -> None:
-    patch.setattr(heads, "_pooler_of", lambda backbone: _FirstRow())
 
 
 def pool_another_position(patch: Patch) -> None:
@@ -117,7 +108,6 @@ def let_padding_leak(patch: Patch) -> None:
 
 BROKEN: list[tuple[Callable[[Patch], None], str, dict[str, str], str]] = [
     (leave_out_an_activation, "cross-encoder", {}, "one by one"),
-    (leave_out_the_pooler, "cross-encoder", {}, "one by one"),
     (pool_another_position, "cross-encoder", {}, "one by one"),
     (drop_the_bias_of_the_head, "cross-encoder", {}, "one by one"),
     (leave_out_a_normalisation, "bi-encoder", {}, "one by one"),
@@ -146,19 +136,9 @@ async def _scores(engine: Engine, pairs: list[Pair]) -> np.ndarray:
     return np.array((await engine.score(queries, documents, truncation=CUT_LONG)).scores)
 
 
-@pytest.mark.parametrize("kind", BUILDERS)
-async def test_nothing_is_found_where_nothing_is_broken(
-    kind: str, checkpoints: dict[str, str], pairs: list[Pair]
-) -> None:
-    for packing in ("auto", "off"):
-        config = EngineConfig(model=checkpoints[kind], dtype="float32", packing=packing)  # type: ignore[arg-type]
-        async with Engine(config) as engine:
-            assert engine.device_model.prepared.execution == ("packed" if packing == "auto" else "padded")
-
-
 @pytest.mark.parametrize(
     ("break_it", "kind", "settings", "expected"),
-    with_default(BROKEN, [each for i, each in enumerate(BROKEN) if i not in (1, 5, 7, 9)]),
+    with_default(BROKEN, [each for i, each in enumerate(BROKEN) if i not in (4, 6, 8)]),
     ids=lambda value: value.__name__ if callable(value) else None,
 )
 async def test_what_is_broken_is_noticed_and_scores_are_right(
@@ -221,25 +201,9 @@ async def test_chunks_and_prefixes_that_are_wrong_are_not_used(
     assert not found.chunked
 
 
-def test_a_maximum_keeps_a_nan() -> None:
+def test_a_nan_and_another_shape_do_not_agree() -> None:
     """Python's own maximum of (1, NaN) is 1."""
     assert np.isnan(largest([torch.ones(2), torch.tensor([torch.nan]), torch.zeros(1)]))
     assert largest([torch.empty(0), torch.tensor([-3.0, 2.0])]) == 3
-    wrong = comparison([torch.tensor([torch.nan])], [torch.ones(1)], rounding=0.0)
-    assert not wrong.agrees
-
-
-def test_items_of_another_shape_do_not_agree() -> None:
-    assert not comparison([torch.ones(2, 3)], [torch.ones(3, 3)], rounding=0.0).agrees
-
-
-async def test_a_model_whose_numbers_overflow_is_refused(tmp_path: Path) -> None:
-    folder = cross_encoders.bert(tmp_path / "model")
-    file = Path(folder) / "model.safetensors"
-    tensors = load_file(file)
-    tensors["classifier.weight"] *= 1e30
-    tensors["classifier.weight"] *= 1e10
-    save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(Exception, match="not finite"):
-        async with Engine(EngineConfig(model=folder, dtype="float32")):
-            pass
+    for found, expected in ((torch.tensor([torch.nan]), torch.ones(1)), (torch.ones(2, 3), torch.ones(3, 3))):
+        assert not comparison([found], [expected], rounding=0.0).agrees

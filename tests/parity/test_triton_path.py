@@ -13,7 +13,7 @@ from maxsimd.engine import CUT_LONG, Engine, EngineConfig
 from maxsimd.engine.cache.slab import EmbeddingSlab
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.device import load
-from tests.checkpoints import cross_encoders
+from tests.checkpoints import cross_encoders, late_interaction
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.unit.engine.ops.interpreted import run_interpreted
 
@@ -76,22 +76,19 @@ async def _score_twice(config: EngineConfig, documents: list[str]) -> list[float
         return first.scores
 
 
-@pytest.mark.parametrize("precision", ["auto", pytest.param("int8", marks=pytest.mark.exhaustive)])
 @pytest.mark.exhaustive
-def test_embeddings_that_stay_on_the_device(stanford_colbert: str, precision: str) -> None:
-    run_interpreted(compare_with_a_slab, stanford_colbert, precision)
-
-
 @pytest.mark.parametrize(
-    ("cache_mb", "precision"),
-    [("0", "auto"), ("8", "float32"), ("8", "int8")],
-)
-@pytest.mark.exhaustive
-def test_late_interaction(stanford_colbert: str, cache_mb: str, precision: str) -> None:
-    """Without a cache, with one, and with one in int8, whose rows are scored as they are."""
-    run_interpreted(compare_late_interaction, stanford_colbert, cache_mb, precision)
-
-
-@pytest.mark.exhaustive
-def test_a_causal_cross_encoder(checkpoints: SharedCheckpoints) -> None:
-    run_interpreted(compare_cross_encoder, checkpoints(cross_encoders.qwen3))
+    ("compare", "build", "options"),
+    [
+        # Without a cache, with one, and with one in int8, whose rows are scored as they are.
+        *[(compare_late_interaction, late_interaction.stanford, each)
+          for each in (("0", "auto"), ("8", "float32"), ("8", "int8"))],
+        # Embeddings that stay on the device.
+        *[(compare_with_a_slab, late_interaction.stanford, (each,)) for each in ("auto", "int8")],
+        (compare_cross_encoder, cross_encoders.qwen3, ()),
+    ],
+)  # fmt: skip
+def test_engines_on_triton_score_as_on_torch(
+    compare: Any, build: Any, options: tuple[str, ...], checkpoints: SharedCheckpoints
+) -> None:
+    run_interpreted(compare, checkpoints(build), *options)

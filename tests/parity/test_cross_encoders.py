@@ -1,0 +1,170 @@
+"""Cross-encoders: logits, labels, prompts and limits, as sentence-transformers or the model's card has."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sentence_transformers import CrossEncoder
+from sentence_transformers.base.modules import Transformer
+from transformers import AutoModelForCausalLM
+
+from maxsimd.bench.datasets import Pair
+from maxsimd.engine import CUT_LONG, Engine, EngineConfig, InvalidRequestError, Truncation
+from maxsimd.engine.execution.attention import select as choice
+from tests.checkpoints import language_models, t5
+from tests.checkpoints.shared import SharedCheckpoints
+from tests.engines import Engines
+from tests.parity import references
+from tests.unit.engine.execution.test_packed import LeakyBackend
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture(scope="module")
+def qwen3_reranker(checkpoints: SharedCheckpoints) -> str:
+    return checkpoints(language_models.qwen3_reranker)
+
+
+def _texts(pairs: list[Pair]) -> tuple[list[str], list[str]]:
+    return [pair.query for pair in pairs], [pair.document for pair in pairs]
+
+
+async def test_without_activation_scores_are_logits(
+    bert_cross_encoder: str, checkpoints: SharedCheckpoints, engines: Engines, pairs: list[Pair]
+) -> None:
+    """Of language models the log odds of their answer, whose score is a probability or its logarithm."""
+    queries, documents = _texts(pairs[:8])
+    for path, score in (
+        (bert_cross_encoder, references.sigmoid),
+        (checkpoints(language_models.qwen3_reranker), references.sigmoid),
+        (checkpoints(t5.monot5), lambda odds: -np.log1p(np.exp(-odds))),
+    ):
+        engine = await engines(EngineConfig(model=path, dtype="float32"))
+        asked: dict[str, Any] = {"queries": queries, "documents": documents, "truncation": CUT_LONG}
+        odds = np.array((await engine.score(**asked, use_activation=False)).scores)
+        np.testing.assert_allclose((await engine.score(**asked)).scores, score(odds), atol=1e-5)
+        normalised = await engine.score(**asked, normalize=True)
+        np.testing.assert_allclose(normalised.scores, references.sigmoid(odds), atol=1e-5)
+    assert np.ptp(odds) > 0.01
+
+
+async def test_a_model_of_three_labels_classifies_and_scores_not(three_label_classifier: str) -> None:
+    async with Engine(EngineConfig(model=three_label_classifier, dtype="float32")) as engine:
+        with pytest.raises(InvalidRequestError, match="3 labels"):
+            await engine.score("a", ["b"])
+        result = await engine.classify(["some text", "another one"], use_activation=False)
+    model = CrossEncoder(three_label_classifier, device="cpu")
+    features = model.tokenizer(["some text", "another one"], padding=True, return_tensors="pt")
+    with torch.inference_mode():
+        reference = model.model(**features).logits
+    np.testing.assert_allclose(result.scores, reference.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("truncation", ["longest_first", "only_second"])
+async def test_pairs_are_cut_as_the_checkpoint_says(
+    bert_cross_encoder: str, tmp_path: Path, pairs: list[Pair], truncation: str
+) -> None:
+    transformer = Transformer(
+        bert_cross_encoder,
+        transformer_task="sequence-classification",
+        processing_kwargs={"text": {"truncation": truncation, "max_length": 60}},
+    )
+    CrossEncoder(modules=[transformer], device="cpu").save_pretrained(str(tmp_path))
+    queries, documents = _texts(pairs[:20])
+    queries = [" ".join((f"{query} " * (1 + i % 4)).split()[:12]) for i, query in enumerate(queries)]
+    reference = references.cross_encoder(str(tmp_path), queries, documents)
+    async with Engine(EngineConfig(model=str(tmp_path), dtype="float32")) as engine:
+        result = await engine.score(queries, documents, truncation=Truncation(max_tokens=60))
+    np.testing.assert_allclose(result.scores, reference, atol=1e-5)
+
+
+async def test_with_broken_attention_an_engine_runs_padded(
+    bert_cross_encoder: str, pairs: list[Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences that leak into each other must be noticed at load."""
+    monkeypatch.setattr(choice, "GroupedBackend", LeakyBackend)
+    monkeypatch.setattr(choice, "CompiledBackend", LeakyBackend)
+    queries, documents = _texts(pairs[:12])
+    async with Engine(EngineConfig(model=bert_cross_encoder, dtype="float32")) as engine:
+        assert "differ" in (engine.device_model.prepared.not_packed or "")
+        result = await engine.score(queries, documents, truncation=CUT_LONG)
+    reference = references.cross_encoder(bert_cross_encoder, queries, documents)
+    np.testing.assert_allclose(result.scores, reference, atol=1e-5)
+
+
+async def test_the_requests_instruction_takes_the_place_of_the_cards(
+    qwen3_reranker: str, bert_cross_encoder: str, engines: Engines
+) -> None:
+    asked = ["python"] * 2, ["a snake", "a language"]
+    engine = await engines(EngineConfig(model=qwen3_reranker, dtype="float32"))
+    ours = await engine.score(*asked, instruction="Find documents about snakes")
+    expected = references.qwen3_reranker(qwen3_reranker, *asked, instruction="Find documents about snakes")
+    np.testing.assert_allclose(ours.scores, expected, atol=1e-5)
+    engine = await engines(EngineConfig(model=bert_cross_encoder, dtype="float32"))
+    with pytest.raises(InvalidRequestError, match="takes no instruction"):
+        await engine.score("a", ["b"], instruction="c")
+
+
+async def test_a_template_may_be_a_file(qwen3_reranker: str, tmp_path: Path) -> None:
+    (tmp_path / "template.jinja").write_text("Query: {{ query }}\nText: {{ document }}\nAnswer:")
+    config = EngineConfig(
+        model=qwen3_reranker, dtype="float32", score_template=str(tmp_path / "template.jinja")
+    )
+    async with Engine(config) as engine:
+        ours = (await engine.score("why", ["because", "for no reason"])).scores
+    template = "Query: {query}\nText: {document}\nAnswer:"
+    expected = references.qwen3_template(qwen3_reranker, ["why"] * 2, ["because", "for no reason"], template)
+    np.testing.assert_allclose(ours, expected, atol=1e-5)
+
+
+async def test_truncation_keeps_the_end_of_the_template(
+    checkpoints: SharedCheckpoints, engines: Engines, pairs: list[Pair]
+) -> None:
+    """As sentence-transformers, which writes the template's end over the last tokens of a cut prompt."""
+    path = checkpoints(language_models.zerank_2)
+    documents = [" ".join(pair.document for pair in pairs[i : i + 6]) for i in range(8)]
+    model = CrossEncoder(path, device="cpu", max_length=200)
+    reference = model.predict([("what is it", document) for document in documents], show_progress_bar=False)
+    engine = await engines(EngineConfig(model=path, dtype="float32"))
+    ours = (await engine.score("what is it", documents, truncation=Truncation(max_tokens=200))).scores
+    np.testing.assert_allclose(ours, reference, atol=1e-4)
+
+
+async def test_limits_count_the_tokens_of_texts_alone(qwen3_reranker: str, engines: Engines) -> None:
+    engine = await engines(EngineConfig(model=qwen3_reranker, dtype="float32"))
+    truncation = Truncation(max_tokens=-1, max_query_tokens=2, max_document_tokens=3)
+    cut = await engine.score("yes no yes no", ["yes" * 9], truncation=truncation)
+    model = references.LanguageModel(qwen3_reranker)
+    query = model.tokenizer.decode(model.ids("yes no yes no")[:2])
+    assert model.ids("yes" * 9)[:3] == model.ids("yes" * 3)
+    short = await engine.score(query, ["yes" * 3])
+    np.testing.assert_allclose(cut.scores, short.scores, atol=1e-5)
+
+
+async def test_a_reranker_with_an_untied_output_layer_in_bfloat16(
+    qwen3_reranker: str, tmp_path: Path
+) -> None:
+    folder = language_models.qwen3_reranker(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight) * 0.1)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    async with Engine(EngineConfig(model=folder)) as engine:
+        assert engine.device_model.prepared.execution == "packed"
+        ours = (await engine.score("q", ["one", "two"])).scores
+    exact, tied = (
+        references.qwen3_reranker(path, ["q"] * 2, ["one", "two"]) for path in (folder, qwen3_reranker)
+    )
+    assert np.abs(exact - tied).max() > 0.1, "the output layer must matter, or this test shows nothing"
+    np.testing.assert_allclose(ours, exact, atol=3e-2)
+
+
+async def test_the_encoder_of_monot5_alone_is_a_choice(
+    checkpoints: SharedCheckpoints, engines: Engines
+) -> None:
+    config = EngineConfig(model=checkpoints(t5.monot5), dtype="float32", score_type="bi-encoder")
+    ours = (await (await engines(config)).embed(["some text"])).embeddings
+    theirs = references.loaded(references.SentenceTransformer, config.model or "").encode(["some text"])
+    np.testing.assert_allclose(ours, theirs, atol=1e-4, rtol=1e-4)

@@ -1,0 +1,291 @@
+"""Texts of any length: read as far as a checkpoint says, cut between steps, through windows, and beside short
+ones, with what sentence-transformers gives."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTransformer
+from transformers import AutoModel, Llama4TextConfig, LlamaConfig, MistralConfig
+
+from maxsimd.bench.datasets import Pair
+from maxsimd.engine import WINDOW_LONG, Engine, EngineConfig, ModelLoadError, Truncation
+from maxsimd.engine.checkpoint import load_model
+from maxsimd.engine.execution.selfcheck.rules import why_not_packed
+from tests.checkpoints import cross_encoders, language_models
+from tests.checkpoints.architectures import randomise, save_tokenizer
+from tests.engines import Engines
+from tests.parity.references import loaded
+
+on_one_loop = pytest.mark.asyncio(loop_scope="module")
+
+LONG_QUERY = "how is a file read " * 40
+# How many tokens of a document each reads, and the longest query.
+LENGTHS = {"stanford_colbert": (180, 32), "native_multi_vector": (128, 48)}
+
+
+@on_one_loop
+async def test_embeddings_cut_between_steps_equal_encode(
+    qwen3_embedding: str, engines: Engines, pairs: list[Pair]
+) -> None:
+    """Those of the last token, their first dimensions, and those of all tokens."""
+    texts = [*(pair.document[: 20 + 130 * i] for i, pair in enumerate(pairs[:7])), "one", "a few words"]
+    engine = await engines(EngineConfig(model=qwen3_embedding, dtype="float32", max_batch_tokens=7))
+    model = loaded(SentenceTransformer, qwen3_embedding)
+    whole = await engine.embed(texts, input_type="document")
+    np.testing.assert_allclose(whole.embeddings, model.encode_document(texts), atol=1e-5)
+    short = await engine.embed(texts, input_type="query", dimensions=32)
+    first = model.encode_query(texts, truncate_dim=32, normalize_embeddings=True)
+    np.testing.assert_allclose(short.embeddings, first, atol=1e-5)
+    matrices = (await engine.embed_tokens(texts, input_type="document")).embeddings
+    for text, ours in zip(texts, matrices, strict=True):
+        alone = model.encode(text, output_value="token_embeddings").float().numpy()
+        np.testing.assert_allclose(ours, alone / np.linalg.norm(alone, axis=-1, keepdims=True), atol=1e-5)
+
+
+@on_one_loop
+async def test_a_late_interaction_score_does_not_depend_on_the_budget(
+    qwen3_embedding: str, engines: Engines, pairs: list[Pair]
+) -> None:
+    """Queries are cut too, and must still be complete before any document is scored."""
+    texts, scores = [pair.document for pair in pairs[:6]], []
+    for budget in (7, 4096):
+        config = EngineConfig(
+            model=qwen3_embedding, dtype="float32", score_type="late-interaction", max_batch_tokens=budget
+        )
+        engine = await engines(config)
+        scores.append((await engine.score("what does this do, and why " * 5, texts)).scores)
+    np.testing.assert_allclose(scores[0], scores[1], rtol=1e-5, atol=1e-4)
+
+
+@pytest.fixture(params=LENGTHS)
+def checkpoint(request: pytest.FixtureRequest) -> str:
+    return str(request.getfixturevalue(request.param))
+
+
+@pytest.fixture
+def lengths(request: pytest.FixtureRequest) -> tuple[int, int]:
+    return LENGTHS[request.node.callspec.params["checkpoint"]]
+
+
+@pytest.fixture(scope="module")
+def documents(pairs: list[Pair]) -> list[str]:
+    """From a few words to more than the checkpoints read, and more than their models take."""
+    return [" ".join(pair.document for pair in pairs[i : i + 1 + 4 * (i % 3)]) for i in range(9)]
+
+
+@on_one_loop
+async def test_long_texts_are_read_as_the_checkpoint_says(
+    checkpoint: str, lengths: tuple[int, int], engines: Engines, documents: list[str]
+) -> None:
+    """Silently, because that is how it was trained."""
+    engine = await engines(EngineConfig(model=checkpoint, dtype="float32"))
+    await engine.clear_cache()
+    model = loaded(MultiVectorEncoder, checkpoint)
+    assert max(map(len, engine.tokenizer.encode(documents, "documents"))) > engine.max_tokens
+    encoded = model.encode_document(documents)
+    expected = model.similarity(model.encode_query([LONG_QUERY]), encoded)[0].numpy()
+    for cached in (0, len(documents)):
+        result = await engine.score(LONG_QUERY, documents)
+        np.testing.assert_allclose(result.scores, expected, atol=1e-4)
+        assert (result.usage.cached_documents, result.truncated) == (cached, 0)
+    found = (await engine.embed_tokens(documents, input_type="document")).embeddings
+    for ours, theirs in zip(found, encoded, strict=True):
+        np.testing.assert_allclose(ours, theirs.numpy(), atol=1e-5)
+    assert (await engine.embed_tokens([LONG_QUERY], input_type="query")).usage.prompt_tokens == lengths[1]
+    assert (await engine.score(LONG_QUERY, "a", truncation=Truncation(max_tokens=12))).truncated == 1
+
+
+async def test_windows_read_all_of_a_document(stanford_colbert: str, documents: list[str]) -> None:
+    """Whatever was read and cached before, and the other way round."""
+    long = [text for text in documents if len(text) > 2000]
+    async with Engine(EngineConfig(model=stanford_colbert, dtype="float32", window_overlap=0)) as engine:
+        cut, read, again, once_more = [
+            await engine.score(LONG_QUERY, long, truncation=truncation)
+            for truncation in (None, WINDOW_LONG, WINDOW_LONG, None)
+        ]
+    np.testing.assert_allclose(read.scores, again.scores, atol=1e-4)
+    np.testing.assert_allclose(cut.scores, once_more.scores, atol=1e-4)
+    more = np.array(read.scores) - cut.scores
+    assert more.min() > -1e-4
+    assert more.max() > 1e-2, "the best match of a query's token may be anywhere"
+    assert read.usage.prompt_tokens > 1.5 * cut.usage.prompt_tokens
+    assert [result.truncated for result in (cut, read, again, once_more)] == [0] * 4
+
+
+QUERY = "How is a file opened for reading?"
+
+
+@pytest.fixture(scope="module")
+def long_documents(pairs: list[Pair]) -> list[str]:
+    """From a few to several hundred words."""
+    return [" ".join(pair.document for pair in pairs[i : i + 1 + i % 3]) for i in range(4)]
+
+
+def _windows(ids: np.ndarray, room: int, overlap: int) -> list[np.ndarray]:
+    windows, start = [], 0
+    while True:
+        windows.append(ids[start : start + room])
+        if start + room >= len(ids):
+            return windows
+        start += room - overlap
+
+
+def _without_ends(engine: Engine, text: str) -> np.ndarray:
+    return engine.tokenizer.encode([text], "text")[0]
+
+
+async def test_late_interaction_reads_the_tokens_of_all_windows(long_documents: list[str]) -> None:
+    """Of each document for its own query."""
+    truncation = Truncation(max_tokens=40, windows=True)
+    queries = [f"{QUERY} {i}" for i in range(len(long_documents))]
+    async with Engine(EngineConfig(dtype="float32", max_batch_tokens=512, window_overlap=7)) as engine:
+        ours = (await engine.score(queries, long_documents, truncation=truncation)).scores
+        for score, query, document in zip(ours, queries, long_documents, strict=True):
+            rows = (await engine.embed_tokens([query], input_type="query")).embeddings[0]
+            windows = _windows(_without_ends(engine, document), 38, 7)
+            inputs = [[101, *window.tolist(), 102] for window in windows]
+            parts = (await engine.embed_tokens(inputs, input_type="document")).embeddings
+            assert score == pytest.approx((rows @ np.concatenate(parts).T).max(axis=1).sum(), abs=1e-4)
+
+
+async def test_a_cross_encoder_scores_by_the_best_window(
+    bert_cross_encoder: str, long_documents: list[str]
+) -> None:
+    truncation = Truncation(max_tokens=60, windows=True, window_overlap=10)
+    model = CrossEncoder(bert_cross_encoder, device="cpu").model
+    async with Engine(EngineConfig(model=bert_cross_encoder, dtype="float32")) as engine:
+        ours = await engine.score(QUERY, long_documents, truncation=truncation, use_activation=False)
+        query = _without_ends(engine, QUERY)
+        tokens = 0
+        for score, document in zip(ours.scores, long_documents, strict=True):
+            best = -np.inf
+            for window in _windows(_without_ends(engine, document), 60 - 3 - len(query), 10):
+                ids = [101, *query.tolist(), 102, *window.tolist(), 102]
+                types = [0] * (len(query) + 2) + [1] * (len(window) + 1)
+                with torch.inference_mode():
+                    logits = model(torch.tensor([ids]), token_type_ids=torch.tensor([types])).logits
+                best, tokens = max(best, float(logits)), tokens + len(ids)
+            assert score == pytest.approx(best, abs=1e-5)
+    assert ours.usage.prompt_tokens == tokens, "usage counts every window"
+    assert ours.truncated == 0
+
+
+_SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def _longrope(size: int) -> Any:
+    """As Phi-3 and MiniCPM have it: other frequencies for all once one sequence is longer than 64 tokens."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "factor": 8.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
+        "original_max_position_embeddings": 64,
+    }
+    return LlamaConfig(vocab_size=size, rope_parameters=rope, **_SIZES)
+
+
+def _chunked(size: int) -> Any:
+    """As Llama 4 has it: attention within chunks, which its mask alone says."""
+    more = {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 128}
+    return Llama4TextConfig(vocab_size=size, attention_chunk_size=64, **more, **_SIZES)
+
+
+def _windowed(size: int) -> Any:
+    """As Mistral has it, with a window that is told to attention."""
+    return MistralConfig(vocab_size=size, sliding_window=48, **_SIZES)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config_of", "execution"),
+    [
+        pytest.param("llama", _longrope, "one by one", id="longrope"),
+        pytest.param("llama4_text", _chunked, "padded", id="chunks"),
+        pytest.param("mistral", _windowed, "packed", id="window"),
+    ],
+)
+async def test_a_text_beside_a_long_one_is_embedded_as_alone(
+    kind: str, config_of: Callable[[int], Any], execution: str, tmp_path: Path
+) -> None:
+    model = AutoModel.from_config(config_of(save_tokenizer(kind, tmp_path)))
+    randomise(model)
+    model.save_pretrained(tmp_path)
+    texts = ["a short text", "word after word " * 60, "another one, of some more words " * 3]
+    alone = SentenceTransformer(str(tmp_path), device="cpu")
+    expected = np.stack([alone.encode(text) for text in texts])
+    async with Engine(EngineConfig(model=str(tmp_path), dtype="float32", score_type="bi-encoder")) as engine:
+        assert engine.device_model.prepared.execution == execution, engine.device_model.prepared.not_packed
+        ours = (await engine.embed(texts)).embeddings
+    assert alone.tokenizer([texts[1]])["input_ids"][0][100:], "one must be long, or this test shows nothing"
+    np.testing.assert_allclose(ours, expected, atol=1e-5 * np.abs(expected).max())
+
+
+async def test_two_checkpoints_loaded_at_a_time_are_checked(tmp_path: Path) -> None:
+    good, bad = cross_encoders.bert(tmp_path / "good"), cross_encoders.bert(tmp_path / "bad")
+    settings = Path(bad) / "config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"num_hidden_layers": 4}))
+
+    def load(path: str) -> str:
+        try:
+            return type(load_model(EngineConfig(model=path), torch.device("cpu")).backbone).__name__
+        except ModelLoadError as error:
+            return str(error)
+
+    loaded = await asyncio.gather(*(asyncio.to_thread(load, path) for path in [good, bad] * 4))
+    assert loaded[::2] == ["BertModel"] * 4
+    assert all("missing: bert.encoder.layer.3" in message for message in loaded[1::2])
+
+
+def test_a_window_that_no_layer_asks_for_is_not_trusted() -> None:
+    config = MistralConfig(vocab_size=100, sliding_window=2000, **_SIZES)
+    backbone, rules = SimpleNamespace(config=config, modules=list), SimpleNamespace(expansion=None)
+    model: Any = SimpleNamespace(backbone=backbone, max_tokens=4096, query=rules, document=rules)
+    assert "window of 2000" in (why_not_packed(model, {None}, causal_ends=True) or "")
+    assert why_not_packed(model, {None, 2000}, causal_ends=True) is None
+
+
+_MEASURE = """
+import asyncio, resource, sys
+from maxsimd.engine import Engine, EngineConfig
+
+async def main():
+    async with Engine(EngineConfig(model=sys.argv[1], dtype="float32", max_batch_tokens=4096)) as engine:
+        await engine.score("q", ["warm " * 20] * 4)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        result = await engine.score("q", ["a document of many words " * 40] * 40)
+        assert result.usage.prompt_tokens > 8000
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.exhaustive
+def test_memory_does_not_grow_with_vocabulary_times_tokens(folder: Path) -> None:
+    """The logits of one step of 4,096 tokens alone would be 2.4 GB."""
+    checkpoint = language_models.qwen3_reranker(folder / "large-vocabulary", 150_000)
+    done = subprocess.run(
+        [sys.executable, "-c", _MEASURE, checkpoint], capture_output=True, text=True, check=True, timeout=300
+    )
+    assert int(done.stdout.split()[-1]) < 400_000, "kilobytes"

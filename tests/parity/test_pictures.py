@@ -1,0 +1,372 @@
+"""Models that read pictures score texts, pictures and contents of both as their libraries do: alone and in
+any company, whole and cut between steps, new and cached. `make test` has some, `make test-all` all."""
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+from numpy.typing import NDArray
+from sentence_transformers.multi_vector_encoder.interpretability import get_n_patches, maxsim_similarity_map
+from sentence_transformers.multi_vector_encoder.modules import HierarchicalTokenPooling
+
+from maxsimd.bench.datasets import Pair
+from maxsimd.engine import (
+    Content,
+    Engine,
+    EngineConfig,
+    InvalidRequestError,
+    RequestTooLargeError,
+    Truncation,
+)
+from maxsimd.engine.media import PillowPicture
+from tests.checkpoints import two_towers, vision_language, visual
+from tests.checkpoints.shared import SharedCheckpoints
+from tests.engines import Engines
+from tests.parity.changes import settings
+from tests.parity.pictures import (
+    MODELS,
+    PAGES,
+    QUERIES,
+    Bare,
+    Embedder,
+    Encoder,
+    Pairs,
+    PictureModel,
+    TwoTowers,
+    maxsim,
+    noise,
+)
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+TEXTS = ["some text", "a longer text, with numbers: 1998.", "spaces behind  ", "two\nlines"]
+
+
+def models(are: Callable[[PictureModel], bool] = lambda model: True) -> pytest.MarkDecorator:
+    """The argument `model`: those that are so."""
+    params = [
+        pytest.param(model, id=model.build.__name__, marks=pytest.mark.exhaustive if model.exhaustive else ())
+        for model in MODELS
+        if are(model)
+    ]
+    return pytest.mark.parametrize("model", params, scope="module")
+
+
+@pytest.fixture(scope="module")
+def path(model: PictureModel, checkpoints: SharedCheckpoints) -> str:
+    return checkpoints(model.build)
+
+
+@pytest.fixture(scope="module")
+def reference(model: PictureModel, path: str) -> Any:
+    return model.reference(path)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def engine(path: str, engines: Engines) -> Engine:
+    return await engines(EngineConfig(model=path, dtype="float32"))
+
+
+async def scored(engine: Engine, query: Any, documents: Any, **options: Any) -> Any:
+    """Logits, of models that make them, and nothing from the cache."""
+    activation = {"use_activation": False} if engine.model.score_type.value == "cross-encoder" else {}
+    return await engine.score(query, documents, cache="bypass", **activation, **options)
+
+
+@models()
+async def test_scores_equal_the_reference(model: PictureModel, engine: Engine, reference: Any) -> None:
+    prepared = engine.device_model.prepared
+    assert prepared.execution == "packed"
+    assert prepared.runner.chunked or not model.chunked
+    documents = [*PAGES, *TEXTS]
+    for query in (QUERIES[2], "a", PAGES[1]):
+        expected = [reference.score(query, document) for document in documents]
+        result = await scored(engine, query, documents)
+        np.testing.assert_allclose(result.scores, expected, atol=1e-4)
+        assert np.ptp(expected) > 0.05
+    if model.mixed or model.is_pair:
+        query = QUERIES[2]
+        lengths = [reference.tokens(query, document) for document in PAGES]
+        result = await scored(engine, query, PAGES)
+        assert result.usage.prompt_tokens == lengths[0][0] + sum(length for _, length in lengths)
+
+
+@models(lambda model: not model.is_pair)
+async def test_vectors_equal_the_reference(model: PictureModel, engine: Engine, reference: Any) -> None:
+    embed: Any = engine.embed_tokens if model.is_late else engine.embed
+    for role, items in (("query", QUERIES), ("document", PAGES)):
+        found = (await embed(items, input_type=role)).embeddings
+        for ours, item in zip(found, items, strict=True):
+            np.testing.assert_allclose(
+                np.atleast_2d(ours), reference.vectors(item, role), atol=1e-4, rtol=1e-4
+            )
+
+
+@models(lambda model: model.mixed)
+async def test_contents_of_texts_and_pictures_equal_the_reference(
+    model: PictureModel, engine: Engine, reference: Any
+) -> None:
+    contents, expected = [], []
+    for text, page in [("a page about trains", PAGES[0]), ("", PAGES[2]), ("two\nlines ", PAGES[4])]:
+        picture = PillowPicture(page)
+        if text or not model.is_pair:
+            contents += [Content.of([picture, text]), Content.of([text, picture])]
+            expected += [{"image": page, "text": text}, {"text": text, "image": page}]
+    if not model.is_pair:
+        pictures = [noise(50, 40, 7), noise(90, 90, 8)]
+        contents.append(Content.of([PillowPicture(pictures[0]), "and", PillowPicture(pictures[1])]))
+        parts = [{"type": "image", "image": picture} for picture in pictures]
+        parts.insert(1, {"type": "text", "text": "and"})
+        expected.append([{"role": "user", "content": parts}])  # type: ignore[arg-type]
+    queries: list[tuple[Any, Any]] = [(QUERIES[0], QUERIES[0])]
+    if model.is_pair:
+        queries.append((contents[0], expected[0]))
+    for query, given in queries:
+        found = (await scored(engine, query, contents)).scores
+        theirs = [reference.score(given, each) for each in expected]
+        np.testing.assert_allclose(found, theirs, atol=1e-4)
+
+
+@models()
+async def test_in_any_company_they_score_as_alone(
+    model: PictureModel, engine: Engine, pairs: list[Pair]
+) -> None:
+    mixed = [Content.of([PillowPicture(page), "b"]) for page in PAGES[:2]] if model.mixed else []
+    documents: list[Any] = [*PAGES, *mixed, *(pair.document[:300] for pair in pairs[:6])]
+    queries: list[Any] = [PAGES[3], "What is it?"]
+    alone = [[(await scored(engine, query, each)).scores[0] for each in documents] for query in queries]
+    calls = [scored(engine, queries[i % 2], documents[i // 2 :]) for i in range(6)]
+    for i, result in enumerate(await asyncio.gather(*calls)):
+        np.testing.assert_allclose(result.scores, alone[i % 2][i // 2 :], atol=1e-4)
+    each_its_own = await scored(engine, queries * 2, documents[:4])
+    expected = [alone[i % 2][i] for i in range(4)]
+    np.testing.assert_allclose(each_its_own.scores, expected, atol=1e-4)
+
+
+@models(lambda model: model.chunked)
+@pytest.mark.parametrize("budget", [7, pytest.param(1, marks=pytest.mark.exhaustive)])
+async def test_cut_between_steps_they_score_as_whole(
+    budget: int, model: PictureModel, path: str, engine: Engine, engines: Engines
+) -> None:
+    documents: list[Any] = [PAGES[0], "a text"]
+    if model.mixed:
+        documents.append(Content.of([PillowPicture(PAGES[1]), "and", PillowPicture(PAGES[2])]))
+    cut = await engines(EngineConfig(model=path, dtype="float32", max_batch_tokens=budget))
+    for query in ("What?", PAGES[1]):
+        whole = (await scored(engine, query, documents)).scores
+        np.testing.assert_allclose((await scored(cut, query, documents)).scores, whole, atol=1e-4)
+
+
+@models()
+async def test_cached_contents_score_as_new_ones(model: PictureModel, engine: Engine) -> None:
+    """Of pairs the scores are cached, and those of texts alone."""
+    await engine.clear_cache()
+    first, second = (PillowPicture(page) for page in PAGES[:2])
+    contents: list[Any] = [*PAGES, "a text"]
+    if model.mixed:
+        parts = ([first, "a"], ["a", first], [first, "b"], [first, second], [second, first])
+        contents += [Content.of(each) for each in parts]
+    new, again = [await engine.score("What?", contents) for _ in range(2)]
+    cached = 1 if model.is_pair else len(contents)
+    assert (new.usage.cached_documents, again.usage.cached_documents) == (0, cached)
+    assert new.usage.prompt_tokens == again.usage.prompt_tokens
+    bypassed = await engine.score("What?", contents, cache="bypass")
+    for each in (again, bypassed):
+        np.testing.assert_allclose(each.scores, new.scores, atol=1e-6)
+
+
+async def _engine(engines: Engines, path: str, **options: Any) -> Engine:
+    return await engines(EngineConfig(model=path, dtype="float32", **options))
+
+
+async def test_a_prompt_stands_where_the_template_has_it(
+    checkpoints: SharedCheckpoints, engines: Engines
+) -> None:
+    instruction = "Find the page that was drawn last."
+    path = checkpoints(vision_language.qwen3_vl_embedding)
+    embedder, engine = Embedder(path), await _engine(engines, path)
+    query = embedder.vectors("a", "query", prompt=instruction)
+    expected = [maxsim(query, embedder.vectors(page, "document")) for page in PAGES]
+    result = await scored(engine, "a", PAGES, instruction=instruction)
+    np.testing.assert_allclose(result.scores, expected, atol=1e-5)
+    path = checkpoints(vision_language.qwen3_vl_reranker)
+    reranker, engine = Pairs(path), await _engine(engines, path)
+    expected = [reranker.score("a", page, prompt=instruction) for page in PAGES]
+    result = await scored(engine, "a", PAGES, instruction=instruction)
+    np.testing.assert_allclose(result.scores, expected, atol=1e-4)
+    without = await scored(engine, "a", PAGES)
+    assert np.abs(np.subtract(result.scores, without.scores)).max() > 1e-4
+
+
+async def test_a_picture_as_the_query_is_run_once(checkpoints: SharedCheckpoints, engines: Engines) -> None:
+    """All pairs begin with it: what is run again is a small part."""
+    engine = await _engine(engines, checkpoints(vision_language.qwen3_vl_reranker))
+    usage = (await scored(engine, PAGES[4], [*PAGES[:3], *TEXTS])).usage
+    assert usage.cached_tokens > 0.6 * usage.prompt_tokens
+
+
+async def test_jina_reranker_m0_has_its_cards_activation_and_template(
+    checkpoints: SharedCheckpoints, engines: Engines
+) -> None:
+    """Which the operator may write, too."""
+    path, documents = checkpoints(vision_language.jina_reranker_m0), [*PAGES, *TEXTS]
+    engine = await _engine(engines, path)
+    logits = np.array((await scored(engine, "a", documents)).scores)
+    result = await engine.score("a", documents, cache="bypass")
+    np.testing.assert_allclose(result.scores, 1 / (1 + np.exp(2.65 - logits)), atol=1e-5)
+    same = "**Document**:\n{{ document }}\n**Query**:\n{{ query }}"
+    other = await scored(await _engine(engines, path, score_template=same), "a", documents)
+    np.testing.assert_allclose(other.scores, logits, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"image": {"max_pixels": 8 * 32 * 32}},
+        {"image": {"size": {"shortest_edge": 4 * 32 * 32, "longest_edge": 9 * 32 * 32}}},
+        {"image": {"do_normalize": False}},
+        {"text": {"max_length": 90}},
+    ],
+    ids=str,
+)
+async def test_settings_of_pictures_and_texts_are_taken(
+    changed: Callable[..., str], engines: Engines, pairs: list[Pair], said: Any
+) -> None:
+    edit = settings("sentence_bert_config.json", processing_kwargs=said)
+    path = changed(vision_language.qwen3_vl_embedding, edit)
+    items = PAGES if "image" in said else [*(pair.document for pair in pairs[:5]), "short"]
+    found = (await (await _engine(engines, path)).embed(items, input_type="document")).embeddings
+    embedder = Embedder(path)
+    expected = np.concatenate([embedder.vectors(item, "document") for item in items])
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+async def test_what_is_cut_is_the_text_and_not_the_template(
+    checkpoints: SharedCheckpoints, engines: Engines
+) -> None:
+    engine = await _engine(engines, checkpoints(vision_language.qwen3_vl_embedding))
+    texts = ["abc " * 90, "a completely different text " * 30]
+    shortest = (await engine.embed(["a"])).usage.prompt_tokens
+    for side in ("left", "right"):
+        cut = Truncation(max_tokens=shortest + 8, side=side)  # type: ignore[arg-type]
+        result = await engine.embed(texts, truncation=cut)
+        assert result.usage.prompt_tokens == 2 * (shortest + 8)
+        assert result.truncated == 2
+        first, second = result.embeddings
+        assert float(first @ second) < 0.999
+    with pytest.raises(InvalidRequestError):
+        await engine.embed(texts, truncation=Truncation(max_tokens=12))
+
+
+async def test_clip_reads_to_the_first_end_of_a_text(
+    checkpoints: SharedCheckpoints, engines: Engines
+) -> None:
+    path, texts = checkpoints(two_towers.clip), ["a photo<|endoftext|>of two cats", "<|endoftext|>"]
+    found = (await (await _engine(engines, path)).embed(texts)).embeddings
+    expected = np.concatenate([TwoTowers(path).vectors(text, "") for text in texts])
+    np.testing.assert_allclose(found, expected, atol=1e-4, rtol=1e-4)
+
+
+async def test_vectors_of_pages_are_merged_as_the_reference_does(
+    checkpoints: SharedCheckpoints, engines: Engines
+) -> None:
+    path, pooling = checkpoints(visual.colpali), HierarchicalTokenPooling(3, num_protected_tokens=0)
+    engine, encoder = await _engine(engines, path, doc_token_pooling=3), Bare(path)
+    merged = [pooling.pool_one(torch.from_numpy(encoder.vectors(page, "document"))).numpy() for page in PAGES]
+    expected = list(map(partial(maxsim, encoder.vectors(QUERIES[0], "query")), merged))
+    for _ in range(2):  # the second time they are cached
+        result = await engine.score(QUERIES[0], PAGES)
+        np.testing.assert_allclose(result.scores, expected, atol=1e-4)
+    assert result.usage.cached_documents == len(PAGES)
+    with pytest.raises(InvalidRequestError, match="explain is not possible"):
+        await engine.score(QUERIES[0], PAGES, explain=True)
+
+
+def theirs(encoder: Encoder, page: Any) -> NDArray[Any]:
+    """The map [query tokens, rows, columns] as sentence-transformers' interpretability makes it."""
+    query = torch.as_tensor(encoder.vectors(QUERIES[2], "query"))
+    document = torch.as_tensor(encoder.vectors(page, "document"))
+    patches = get_n_patches(encoder.model, page.size)
+    first = encoder.model[0]
+    mask = first.preprocess([page], task="document")["input_ids"][0] == first.processor.image_token_id
+    if len(document) == int(mask.sum()):  # the model scores pictures alone
+        mask = torch.ones(len(document), dtype=torch.bool)
+    made: NDArray[Any] = maxsim_similarity_map(query, document, patches, image_mask=mask).numpy()
+    return made
+
+
+# Those of a grid that is read row by row, which are all that sentence-transformers maps, and those of tiles.
+TILED = (visual.colmodernvbert, vision_language.colsmol)
+
+
+@models(lambda model: model.is_late and model.build not in (*TILED, vision_language.colqwen2_5))
+async def test_maps_equal_sentence_transformers(engine: Engine, reference: Encoder) -> None:
+    await engine.clear_cache()
+    expected = [theirs(reference, page) for page in PAGES]
+    for cached in (False, True):
+        result = await engine.score(QUERIES[2], PAGES, explain="maps")
+        for index, each in enumerate(expected):
+            assert result.explanations[index].cached is cached
+            (found,) = result.explanations[index].maps
+            np.testing.assert_allclose(found, each, atol=1e-5)
+
+
+@models(lambda model: model.is_late)
+async def test_the_best_cell_is_the_patch_that_maxsim_took(engine: Engine) -> None:
+    """And boxes lie inside, and cover the picture without a gap."""
+    result = await engine.score(QUERIES[2], PAGES, explain="maps", cache="bypass")
+    patches = 0
+    for index, page in enumerate(PAGES):
+        explanation = result.explanations[index]
+        (found,) = explanation.maps
+        assert np.isfinite(found).all()
+        for match, similarities in zip(explanation.matches, found, strict=True):
+            if match.patch is None:
+                # A token beside the picture, or of a small copy of it, that is at least as good as any patch.
+                assert match.similarity >= similarities.max() - 1e-5
+                continue
+            patches += 1
+            assert similarities[match.patch.row, match.patch.column] == pytest.approx(
+                match.similarity, abs=1e-5
+            )
+            assert similarities.max() == pytest.approx(match.similarity, abs=1e-5)
+            left, top, right, bottom = match.patch.box
+            assert 0 <= left < right <= page.width
+            assert 0 <= top < bottom <= page.height
+    assert patches
+
+
+async def test_each_picture_of_a_document_has_a_map(engines: Engines, checkpoints: SharedCheckpoints) -> None:
+    checkpoint = checkpoints(vision_language.colqwen3)
+    engine = await engines(EngineConfig(model=checkpoint, dtype="float32"))
+    parts = [PillowPicture(PAGES[0]), "and", PillowPicture(PAGES[4])]
+    result = await engine.score(QUERIES[2], [Content.of(parts), "a text"], explain="maps", cache="bypass")
+    first, second = result.explanations[0].maps
+    assert (first.shape[1:], second.shape[1:]) == ((3, 2), (4, 5))
+    assert result.explanations[1].maps == ()
+    shown = {match.patch.picture for match in result.explanations[0].matches if match.patch is not None}
+    assert shown <= {0, 1}
+    for match in result.explanations[0].matches:
+        if match.patch is not None:
+            found = (first, second)[match.patch.picture]
+            query = result.explanations[0].matches.index(match)
+            cell = found[query, match.patch.row, match.patch.column]
+            assert cell == pytest.approx(match.similarity, abs=1e-5)
+
+
+async def test_maps_are_there_if_they_are_asked_for_and_not_too_many(
+    checkpoints: SharedCheckpoints, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = await _engine(engines, checkpoints(visual.colpali))
+    result = await engine.score("a", PAGES[:1], explain=True, cache="bypass")
+    assert result.explanations[0].maps == ()
+    with pytest.raises(InvalidRequestError, match="explain 'map' is not known; use true, false or maps"):
+        await engine.score("a", PAGES[:1], explain="map")  # type: ignore[arg-type]
+    monkeypatch.setattr("maxsimd.engine.preprocess.explain_limits.MOST_MAPPED", 100)
+    with pytest.raises(RequestTooLargeError, match=r"explain would map \d+ similarities .* at most 100 are"):
+        await engine.score("a", PAGES, explain="maps", cache="bypass")

@@ -1,0 +1,183 @@
+"""What is read of a checkpoint's files: tensors and tokenisers in other forms, settings that are said in
+several ways, and what is said of them. Scores are in test_families.py and test_variants.py."""
+
+import itertools
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from maxsimd.bench.datasets import Pair
+from maxsimd.engine import EngineConfig
+from maxsimd.engine.checkpoint import load_model
+from maxsimd.engine.checkpoint.files import read_files
+from maxsimd.engine.checkpoint.gguf.folder import from_gguf
+from maxsimd.engine.checkpoint.quantized.tensors import quantized_weights
+from maxsimd.engine.execution.selfcheck.rules import why_not_packed
+from maxsimd.engine.inspection import inspect_model
+from tests.checkpoints import (
+    bi_encoders,
+    cross_encoders,
+    gguf_models,
+    gte,
+    jina,
+    quantized,
+    retrained,
+    vision_language,
+)
+from tests.checkpoints.shared import SharedCheckpoints
+from tests.engines import Engines
+from tests.parity.changes import CPU, removed, settings, without_settings
+from tests.parity.pictures import PAGES
+from tests.parity.stored_forms import dequantised
+
+
+def _backbone(path: str, **options: Any) -> Any:
+    return load_model(EngineConfig(model=path, **options), CPU).backbone
+
+
+def test_alibaba_configs_have_the_defaults_of_their_code(changed: Callable[..., str]) -> None:
+    edit = without_settings("max_position_embeddings", "rope_theta", "rope_scaling")
+    config = _backbone(changed(gte.multilingual, edit)).config
+    assert config.max_position_embeddings == 2048
+    assert config.rope_parameters == {"rope_type": "default", "rope_theta": 10_000.0}
+
+
+def test_the_layout_of_a_jina_bert_is_told_by_its_tensors(changed: Callable[..., str]) -> None:
+    edit = settings(_name_or_path="", auto_map={"AutoModel": "modeling_bert.JinaBertModel"})
+    assert _backbone(changed(jina.embeddings_v2_code, edit)).config.norms_queries_and_keys
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_a_pickled_jina_bert_is_told_by_its_config(normed: bool, changed: Callable[..., str]) -> None:
+    def pickled(folder: Path) -> None:
+        torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+
+    build = jina.embeddings_v2_code if normed else jina.embeddings_v2
+    path = changed(build, pickled, removed("model.safetensors"))
+    assert _backbone(path, allow_pickle=True).config.norms_queries_and_keys == normed
+
+
+def test_directions_are_read_from_the_config(
+    changed: Callable[..., str], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    assert load_model(EngineConfig(model=changed(retrained.gte_qwen2, settings(is_causal=True))), CPU).causal
+    both_ways = cross_encoders.qwen2(tmp_path / "both ways")
+    settings(is_causal=False)(tmp_path / "both ways")
+    model = load_model(EngineConfig(model=both_ways), CPU)
+    assert not model.causal
+    assert model.tasks["classify"].pooling == "last"
+
+
+def test_code_that_might_read_otherwise_is_mentioned(
+    changed: Callable[..., str], checkpoints: SharedCheckpoints, caplog: pytest.LogCaptureFixture
+) -> None:
+    for build in (retrained.gte_qwen2, retrained.voyage_4_nano, retrained.lfm2_5_colbert):
+        assert not load_model(EngineConfig(model=checkpoints(build)), CPU).causal
+        assert not caplog.records, "it is read as its code does"
+    path = changed(bi_encoders.qwen3, settings(auto_map={"AutoModel": "modeling_qwen.Qwen3Model"}))
+    assert load_model(EngineConfig(model=path), CPU).causal
+    assert "code of its own, which is not run" in caplog.text
+
+
+def test_a_causal_lfm2_is_packed_if_attention_leaves_ends_out(checkpoints: SharedCheckpoints) -> None:
+    model = load_model(EngineConfig(model=checkpoints(retrained.lfm2_colbert)), CPU)
+    assert "cannot leave out" in (why_not_packed(model, {None}, causal_ends=False) or "")
+    assert why_not_packed(model, {None}, causal_ends=True) is None
+
+
+def test_token_compression_is_said(checkpoints: SharedCheckpoints, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    path = checkpoints(retrained.bge_gemma2)
+    config = EngineConfig(
+        model=path, dtype="float32", compress_ratio=4, compress_layers="1,3", cutoff_layer=2
+    )
+    rows = inspect_model(config)
+    assert rows["compression"] == "every 4 rows of a document become one behind layer 1"
+    assert rows["attention"] == "causal, whole sequences"
+    assert "not compressed behind layers that are not run, as in FlagEmbedding: 3" in caplog.text
+    assert load_model(EngineConfig(model=path, compress_ratio=1), CPU).compression is None
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_an_adapter_is_used_unless_there_are_weights_beside_it(
+    checkpoints: SharedCheckpoints, engines: Engines, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without modules of its own it has those of its base."""
+    folder = Path(checkpoints(vision_language.colqwen2_5_adapter))
+    with_weights = Path(shutil.copytree(folder / "merged", tmp_path / "with weights"))
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copy(folder / name, with_weights / name)
+        shutil.copy(folder / name, alone / name)
+    scores = []
+    for each in (folder / "base", folder / "merged", folder, alone, with_weights):
+        engine = await engines(EngineConfig(model=str(each), dtype="float32"))
+        scores.append((await engine.score("What is it?", [*PAGES, "a text"], cache="bypass")).scores)
+    base, merged, *others = scores
+    assert np.abs(np.subtract(merged, base)).max() > 0.1
+    for each in others:
+        np.testing.assert_allclose(each, merged, atol=1e-4)
+    assert "has weights of its own; the adapter beside them is not used" in caplog.text
+
+
+TEXTS = [
+    "What is it?",
+    "  two  spaces,\tand a tab\n\n\nand lines  ",
+    "caf\u00e9 and cafe\u0301, na\u00efve \u00dcbung \u1e9e",
+    "it's John's, they'LL 12345 3.14",
+    "<|im_start|>user <think> </think><|im_end|> <|endoftext|> <|im_star",
+    "\u65e5\u672c\u8a9e \ud55c\uad6d\uc5b4",
+    "\u0440\u0443\u0441\u0441\u043a\u0438\u0439 \U0001f600 \u0645\u0631\u062d\u0628\u0627",
+    "def f(x):\n    return x[0] # [PAD4000] [MASK] [unused1] ##ing",
+    "",
+    " ",
+]
+
+
+@pytest.mark.parametrize(
+    "build", [gguf_models.qwen3, gguf_models.qwen3_embedding, gguf_models.bge, gguf_models.bge_reranker]
+)
+def test_texts_have_the_tokens_of_the_original(
+    build: Any, checkpoints: SharedCheckpoints, pairs: list[Pair]
+) -> None:
+    path = checkpoints(build)
+    with from_gguf(path) as (folder, _):
+        ours = AutoTokenizer.from_pretrained(folder)
+    theirs = AutoTokenizer.from_pretrained(dequantised(path))
+    texts = [*TEXTS, *(pair.document for pair in pairs[:10])]
+    for text in texts:
+        assert ours(text)["input_ids"] == theirs(text)["input_ids"], text
+        bare = {"add_special_tokens": False}
+        assert ours(text, **bare)["input_ids"] == theirs(text, **bare)["input_ids"], text
+    for first, second in itertools.pairwise(texts):
+        assert dict(ours(first, second)) == dict(theirs(first, second))
+
+
+@pytest.mark.parametrize("scheme", quantized.SCHEMES)
+def test_quantised_tensors_are_what_the_formula_says(scheme: str, checkpoints: SharedCheckpoints) -> None:
+    path = checkpoints(partial(quantized.qwen3_reranker, scheme=scheme))
+    plain = load_file(f"{dequantised(path)}/model.safetensors")
+    stored = quantized_weights(path, None, read_files(path, None))
+    assert stored is not None
+    ours = stored.read()
+    assert ours.keys() == plain.keys()
+    for name, tensor in ours.items():
+        assert tensor.dtype == torch.float32
+        torch.testing.assert_close(tensor, plain[name], rtol=1e-6, atol=1e-7)
+
+
+def test_what_is_left_out_is_said(checkpoints: SharedCheckpoints, caplog: pytest.LogCaptureFixture) -> None:
+    path = checkpoints(partial(quantized.qwen3_reranker, scheme="w8a8"))
+    model = load_model(EngineConfig(model=path, dtype="float32"), CPU)
+    said = "compressed-tensors, int-quantized; the rounding of activations to int8 is left out"
+    assert model.stored_as == said
+    assert said in caplog.text
