@@ -64,3 +64,25 @@ def right_scores(url: str, documents: Sequence[str]) -> dict[str, float]:
     body = {"queries": QUERY, "documents": [*documents], "cache": "bypass"}
     data = httpx.post(url + "/score", json=body, timeout=120).json()["data"]
     return {documents[each["index"]]: each["score"] for each in data}
+
+
+# Differ from one answer to the next.
+_OWN = {"id", "created"}
+
+
+def shape_of(answer: object) -> object:
+    """An answer without its floating-point numbers."""
+    if isinstance(answer, dict):
+        return {name: shape_of(value) for name, value in answer.items() if name not in _OWN}
+    if isinstance(answer, list):
+        return [shape_of(each) for each in answer if not isinstance(each, float)]
+    return "a number" if isinstance(answer, float) else answer
+
+
+def numbers_of(answer: object) -> list[float]:
+    """An answer's floating-point numbers."""
+    if isinstance(answer, dict):
+        return [each for name, value in answer.items() if name not in _OWN for each in numbers_of(value)]
+    if isinstance(answer, list):
+        return [each for value in answer for each in numbers_of(value)]
+    return [answer] if isinstance(answer, float) else []

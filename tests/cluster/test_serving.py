@@ -10,12 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 
 from tests.checkpoints import bi_encoders, language_models, sparse_encoders
 from tests.checkpoints.shared import SharedCheckpoints
-from tests.clients_under_load import QUERY, Clients, right_scores
+from tests.clients_under_load import QUERY, Clients, numbers_of, right_scores, shape_of
 from tests.cluster import on_ray
 from tests.cluster.kills import DOCUMENTS, kill_scorers
 from tests.server.conftest import StartServer, start_server
@@ -110,31 +109,11 @@ def test_answers_are_those_of_one_process(
         assert answers[0].status_code == answers[1].status_code, (path, [each.text[:300] for each in answers])
         assert path not in {"/score", "/tokenize"} or answers[0].status_code == 200, "every kind scores"
         spread, whole = (each.json() for each in answers)
-        assert _without_numbers(spread) == _without_numbers(whole), path
-        assert _numbers(spread) == pytest.approx(_numbers(whole), rel=1e-6, abs=1e-6), path
+        assert shape_of(spread) == shape_of(whole), path
+        assert numbers_of(spread) == pytest.approx(numbers_of(whole), rel=1e-6, abs=1e-6), path
     if many != late:
         on_ray.delete(kind)
     one.terminate()
-
-
-# Differ from one answer to the next.
-_OWN = {"id", "created"}
-
-
-def _without_numbers(answer: object) -> object:
-    if isinstance(answer, dict):
-        return {name: _without_numbers(value) for name, value in answer.items() if name not in _OWN}
-    if isinstance(answer, list):
-        return [_without_numbers(each) for each in answer if not isinstance(each, float)]
-    return "a number" if isinstance(answer, float) else answer
-
-
-def _numbers(answer: object) -> list[float]:
-    if isinstance(answer, dict):
-        return [each for name, value in answer.items() if name not in _OWN for each in _numbers(value)]
-    if isinstance(answer, list):
-        return [each for value in answer for each in _numbers(value)]
-    return [answer] if isinstance(answer, float) else []
 
 
 @pytest.mark.exhaustive
@@ -291,9 +270,3 @@ def test_a_document_that_kills_scorers_fails_alone(cluster: str) -> None:
     right = httpx.post(url + "/rerank", json={**body, "documents": DOCUMENTS[:20]}, timeout=60)
     assert right.status_code == 200
     on_ray.delete("mortal")
-
-
-def test_numbers_are_told_from_what_is_around_them() -> None:
-    answer = {"id": "a", "data": [{"index": 1, "score": 0.5}, {"embedding": [1.5, 2.5]}]}
-    assert _without_numbers(answer) == {"data": [{"index": 1, "score": "a number"}, {"embedding": []}]}
-    assert np.allclose(_numbers(answer), [0.5, 1.5, 2.5])

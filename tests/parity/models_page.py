@@ -84,7 +84,7 @@ documents take no part. Scores without these are other scores.
 | markers, [Q] and [D] | yes | yes | left out |
 | query expansion, attended or not | yes | yes | left out |
 | skip list for documents | yes | yes | left out |
-| `/score` equals `MultiVectorEncoder.similarity` | within 1e-4, `tests/server/test_faithful.py` | | no |
+| `/score` equals `MultiVectorEncoder.similarity` | within 1e-4, `tests/server/test_routes.py` | | no |
 
 ## bge-m3
 

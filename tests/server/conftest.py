@@ -7,9 +7,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
@@ -93,6 +96,18 @@ def free_port() -> int:
 def installed_command() -> str:
     beside = Path(sys.executable).parent / "maxsimd"
     return str(beside) if beside.exists() else shutil.which("maxsimd") or "maxsimd"
+
+
+@contextmanager
+def web_server(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """A server of another kind, in a thread; gives its URL."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
 
 
 def _starter(folder: Path) -> Iterator[StartServer]:
