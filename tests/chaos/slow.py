@@ -1,10 +1,11 @@
 """A process of clients that take their time: `python -m tests.chaos.slow PORT COUNT SECONDS`. Opens that
-many connections, prints a line when all are open and the server is done with what they have asked for, and
-one of JSON when the server has closed them, or has not within that many seconds."""
+many connections, prints a line when all are open and what they have asked for is answered, and one of JSON
+when the server has closed them, or has not within that many seconds."""
 
+import asyncio
 import json
+import random
 import resource
-import select
 import socket
 import sys
 import time
@@ -13,11 +14,9 @@ from dataclasses import asdict, dataclass, field
 from maxsimd.api.sockets import raise_descriptor_limit
 
 _OTHER_DESCRIPTORS = 50
-# How long an answer may take to begin.
-_ANSWER_SECONDS = 60
-# How often a client does something; tools that hold connections open do every 10 to 15 seconds. That all do
-# so at once is what clients of their own never do.
-_EVERY_SECONDS, _GROUPS = 5.0, 500
+_AT_A_TIME = 50
+# How often a client does something; tools that hold connections open do every 10 to 15 seconds.
+_EVERY_SECONDS = 5.0
 _HEAD = b"POST /rerank HTTP/1.1\r\nHost: x\r\n"
 # Answered with more than fits into the system's buffers.
 _LONG = json.dumps({"query": "q", "documents": ["word " * 1_000_000]}).encode()
@@ -25,27 +24,21 @@ _LONG = json.dumps({"query": "q", "documents": ["word " * 1_000_000]}).encode()
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a client sends at first and every few seconds; how much it reads as often, None for all."""
+    """What a client sends at first and every few seconds; the bytes it reads in a second, None for all."""
 
-    name: str
     share: float
     first: bytes
     drip: bytes = b""
     reads: int | None = None
 
-    @property
-    def is_answered(self) -> bool:
-        """Whether what it sends at first is a whole request."""
-        return not self.drip
-
 
 # Those whose answers take the server some work come first.
-KINDS = (
-    Kind("slow readers", 0.01, _HEAD + b"Content-Length: %d\r\n\r\n" % len(_LONG) + _LONG, reads=500),
-    Kind("half headers", 0.4, _HEAD + b"X-Slow: ", b"x"),
-    Kind("half bodies", 0.3, _HEAD + b"Content-Length: 1000000\r\n\r\n", b" "),
-    Kind("idle", 0.29, b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"),
-)
+KINDS = {
+    "slow readers": Kind(0.01, _HEAD + b"Content-Length: %d\r\n\r\n" % len(_LONG) + _LONG, reads=100),
+    "half headers": Kind(0.4, _HEAD + b"X-Slow: ", b"x"),
+    "half bodies": Kind(0.3, _HEAD + b"Content-Length: 1000000\r\n\r\n", b" "),
+    "idle": Kind(0.29, b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"),
+}
 
 
 @dataclass(slots=True)
@@ -59,101 +52,77 @@ class Seen:
     seconds: list[float] = field(default_factory=list)
 
 
-@dataclass(slots=True)
 class Client:
-    kind: Kind
-    socket: socket.socket
-    opened: float
+    def __init__(self, kind: Kind, seen: Seen) -> None:
+        self._kind, self._seen = kind, seen
+        self._socket = socket.socket()
+        self._socket.setblocking(False)
+        if kind.reads is not None:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        self._opened = 0.0
+
+    async def open(self, port: int, gate: asyncio.Semaphore) -> bool:
+        """Until what it asks for is answered; whether it is connected."""
+        loop = asyncio.get_running_loop()
+        async with gate:
+            try:
+                await loop.sock_connect(self._socket, ("127.0.0.1", port))
+                self._opened = time.monotonic()
+                await loop.sock_sendall(self._socket, self._kind.first)
+                if not self._kind.drip:
+                    await loop.sock_recv(self._socket, 1)
+            except OSError:
+                self._seen.refused += 1
+                return False
+        self._seen.opened += 1
+        self._seen.left_open += 1
+        return True
+
+    async def stay(self) -> None:
+        """Until the server closes the connection."""
+        await asyncio.sleep(random.uniform(0, _EVERY_SECONDS) if self._kind.drip else 0)
+        try:
+            while await self._read():
+                pass
+        except OSError:
+            pass
+        self._seen.left_open -= 1
+        self._seen.seconds.append(time.monotonic() - self._opened)
+        self._socket.close()
+
+    async def _read(self) -> bytes:
+        """What came, or is about to; nothing once the connection is closed."""
+        loop = asyncio.get_running_loop()
+        if self._kind.reads is not None:
+            await asyncio.sleep(1)
+            return await loop.sock_recv(self._socket, self._kind.reads)
+        if not self._kind.drip:
+            return await loop.sock_recv(self._socket, 1 << 16)
+        try:
+            async with asyncio.timeout(_EVERY_SECONDS):
+                return await loop.sock_recv(self._socket, 1 << 16)
+        except TimeoutError:
+            await loop.sock_sendall(self._socket, self._kind.drip)
+            return self._kind.drip
 
 
-def main(port: int, count: int, seconds: float) -> None:
+async def main(port: int, count: int, seconds: float) -> None:
     descriptors = raise_descriptor_limit()
     if descriptors != resource.RLIM_INFINITY:
         count = min(count, descriptors - _OTHER_DESCRIPTORS)
-    seen = {kind.name: Seen() for kind in KINDS}
-    waiting = select.epoll()
-    clients: dict[int, Client] = {}
-    for kind in KINDS:
-        for _ in range(round(kind.share * count)):
-            client = _open(kind, port)
-            if client is None:
-                seen[kind.name].refused += 1
-                continue
-            seen[kind.name].opened += 1
-            clients[client.socket.fileno()] = client
-            # One that reads slowly learns only of the connection's end; its data are to stay where they are.
-            waiting.register(client.socket, select.EPOLLIN if kind.reads is None else select.EPOLLHUP)
-    for client in clients.values():
-        if client.kind.is_answered:
-            _wait_for_answer(client.socket)
+    seen = {name: Seen() for name in KINDS}
+    clients = [
+        Client(kind, seen[name]) for name, kind in KINDS.items() for _ in range(round(kind.share * count))
+    ]
+    gate = asyncio.Semaphore(_AT_A_TIME)
+    opened = await asyncio.gather(*(client.open(port, gate) for client in clients))
     print("open", flush=True)
-    _watch(clients, waiting, seen, time.monotonic() + seconds)
-    for client in clients.values():
-        seen[client.kind.name].left_open += 1
+    staying = [
+        asyncio.create_task(one.stay()) for one, is_open in zip(clients, opened, strict=True) if is_open
+    ]
+    await asyncio.wait(staying, timeout=seconds)
     print(json.dumps({name: asdict(one) for name, one in seen.items()}), flush=True)
 
 
-def _watch(clients: dict[int, Client], waiting: select.epoll, seen: dict[str, Seen], deadline: float) -> None:
-    """Until all connections are closed, or the deadline."""
-    tick, turn = time.monotonic(), 0
-    groups: list[dict[int, Client]] = [{} for _ in range(_GROUPS)]
-    for number, client in clients.items():
-        groups[number % _GROUPS][number] = client
-    while clients and (now := time.monotonic()) < deadline:
-        closed = [number for number, _ in waiting.poll(max(0.0, tick - now)) if _is_closed(clients[number])]
-        for number in closed:
-            client = clients.pop(number)
-            del groups[number % _GROUPS][number]
-            seen[client.kind.name].seconds.append(time.monotonic() - client.opened)
-            waiting.unregister(number)
-            client.socket.close()
-        if time.monotonic() >= tick:
-            tick, turn = tick + _EVERY_SECONDS / _GROUPS, turn + 1
-            for client in groups[turn % _GROUPS].values():
-                _go_on(client)
-
-
-def _open(kind: Kind, port: int) -> Client | None:
-    client = socket.socket()
-    client.settimeout(20)
-    if kind.reads is not None:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    try:
-        client.connect(("127.0.0.1", port))
-        opened = time.monotonic()
-        client.sendall(kind.first)
-    except OSError:
-        client.close()
-        return None
-    client.setblocking(False)
-    return Client(kind, client, opened)
-
-
-def _wait_for_answer(reader: socket.socket) -> None:
-    begun = select.poll()
-    begun.register(reader, select.POLLIN)
-    begun.poll(1e3 * _ANSWER_SECONDS)
-
-
-def _is_closed(client: Client) -> bool:
-    try:
-        return client.socket.recv(1 << 16) == b"" or client.kind.reads is not None
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-
-
-def _go_on(client: Client) -> None:
-    """What the client does now and then. That the connection is over is noticed elsewhere."""
-    try:
-        if client.kind.drip:
-            client.socket.send(client.kind.drip)
-        elif client.kind.reads is not None:
-            client.socket.recv(client.kind.reads)
-    except OSError:
-        pass
-
-
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
+    asyncio.run(main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])))

@@ -1,9 +1,25 @@
-"""How the programs print what they found."""
+"""What a program found, and how it is printed."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Row = Sequence[object]
+_SHOWN = 10
 
 
-def table(rows: Iterable[Sequence[object]]) -> str:
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Tables to print, and what has broken a promise, of which nothing should be there."""
+
+    tables: Sequence[Sequence[Row]]
+    broken: Sequence[str]
+
+    def __str__(self) -> str:
+        shown = self.broken[:_SHOWN]
+        return "\n\n".join([*map(table, self.tables), f"broken promises: {len(self.broken)}", *shown])
+
+
+def table(rows: Sequence[Row]) -> str:
     """Rows of cells in columns: the first to the left, the others to the right."""
     cells = [[_shown(cell) for cell in row] for row in rows]
     columns = max(map(len, cells))
@@ -22,7 +38,7 @@ def _shown(cell: object) -> str:
         return "-"
     if isinstance(cell, float):
         return f"{cell:,.3g}" if abs(cell) < 100 else f"{cell:,.0f}"
-    return f"{cell:,}" if isinstance(cell, int) and not isinstance(cell, bool) else str(cell)
+    return f"{cell:,}" if isinstance(cell, int) else str(cell)
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
