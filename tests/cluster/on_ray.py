@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,6 +12,7 @@ from typing import Any
 import httpx
 
 from maxsimd.bench.cluster_deploy import deploy as deploy_as_file
+from tests.server.conftest import free_port
 from tests.waiting import wait_for
 
 # Loading on two cores beside others takes long.
@@ -31,7 +31,7 @@ def ray_session(cores: int = 16) -> Iterator[str]:
 
     # Paths of sockets in it may not be long.
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
-    port = _free_port()
+    port = free_port()
     try:
         ray.init(
             address="local",
@@ -123,9 +123,3 @@ def _processes(folder: str) -> list[int]:
             if folder in words or folder in Path("/proc", entry, "environ").read_text(errors="replace"):
                 found.append(int(entry))
     return [pid for pid in found if pid != os.getpid()]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
