@@ -20,16 +20,8 @@ class Found:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Rows of cells in columns: the first to the left, the others to the right."""
-    cells = [[_shown(cell) for cell in row] for row in rows]
-    columns = max(map(len, cells))
-    widths = [max(len(row[i]) for row in cells if i < len(row)) for i in range(columns)]
     return "\n".join(
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=False))
-        ).rstrip()
-        for row in cells
+        f"{_shown(row[0]):40}" + "".join(f"{_shown(cell):>16}" for cell in row[1:]) for row in rows
     )
 
 

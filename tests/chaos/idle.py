@@ -3,50 +3,132 @@ they come in one burst and once they are there, in turns; and whether each is cl
 
 import asyncio
 import json
-import sys
+import random
+import resource
+import socket
 import tempfile
 import time
 from argparse import Namespace
 from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from maxsimd.api.sockets import raise_descriptor_limit
 from tests.chaos.crowd import crowd
 from tests.chaos.findings import Found, Row, percentile
-from tests.chaos.running import ROOT, Running, running
+from tests.chaos.running import Running, running
 from tests.chaos.traffic import Pool, Texts
 
 _ROUNDS = 3
 # How much later than its limit says a connection may be closed.
 _LATE_SECONDS, _LATE_SHARE = 3.0, 0.1
 _TURNS = ("alone", "while slow clients come", "beside slow clients")
+_OTHER_DESCRIPTORS = 100
+_AT_A_TIME = 50
+# How often a client does something; tools that hold connections open do every 10 to 15 seconds.
+_EVERY_SECONDS = 5.0
+_HEAD = b"POST /rerank HTTP/1.1\r\nHost: x\r\n"
+# Answered with more than fits into the system's buffers.
+_LONG = json.dumps({"query": "q", "documents": ["word " * 1_000_000]}).encode()
 
 
-async def _round(server: Running, count: int, window: float, limit: float) -> tuple[list[float], dict]:
+@dataclass(slots=True)
+class Kind:
+    """Slow clients: their share, what one sends at first and every few seconds, and the bytes it reads in a
+    second (None for all). Of these: how many were opened and refused, how many are open, and the seconds from
+    opening to the server's closing."""
+
+    name: str
+    share: float
+    first: bytes
+    drip: bytes = b""
+    reads: int | None = None
+    opened: int = 0
+    refused: int = 0
+    left_open: int = 0
+    seconds: list[float] = field(default_factory=list)
+
+    async def client(self, port: int, gate: asyncio.Semaphore) -> None:
+        """One of them, until the server closes its connection."""
+        loop = asyncio.get_running_loop()
+        with socket.socket() as client:
+            client.setblocking(False)
+            if self.reads is not None:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            async with gate:
+                try:
+                    await loop.sock_connect(client, ("127.0.0.1", port))
+                    opened = time.monotonic()
+                    await loop.sock_sendall(client, self.first)
+                    if not self.drip:
+                        await loop.sock_recv(client, 1)
+                except OSError:
+                    self.refused += 1
+                    return
+            self.opened += 1
+            self.left_open += 1
+            try:
+                await asyncio.sleep(random.uniform(0, _EVERY_SECONDS) if self.drip else 0)
+                while await self._read(client):
+                    pass
+            except OSError:
+                pass
+            self.left_open -= 1
+            self.seconds.append(time.monotonic() - opened)
+
+    async def _read(self, client: socket.socket) -> bytes:
+        """What came, or is about to; nothing once the connection is closed."""
+        loop = asyncio.get_running_loop()
+        if self.reads is not None:
+            await asyncio.sleep(1)
+            return await loop.sock_recv(client, self.reads)
+        if not self.drip:
+            return await loop.sock_recv(client, 1 << 16)
+        try:
+            async with asyncio.timeout(_EVERY_SECONDS):
+                return await loop.sock_recv(client, 1 << 16)
+        except TimeoutError:
+            await loop.sock_sendall(client, self.drip)
+            return self.drip
+
+
+def _kinds() -> list[Kind]:
+    """Those whose answers take the server some work come first."""
+    return [
+        Kind("slow readers", 0.01, _HEAD + b"Content-Length: %d\r\n\r\n" % len(_LONG) + _LONG, reads=100),
+        Kind("half headers", 0.4, _HEAD + b"X-Slow: ", b"x"),
+        Kind("half bodies", 0.3, _HEAD + b"Content-Length: 1000000\r\n\r\n", b" "),
+        Kind("idle", 0.29, b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"),
+    ]
+
+
+async def _round(server: Running, count: int, window: float, limit: float) -> tuple[list[float], list[Kind]]:
     """When the load was alone, slow clients came, were there, and the turn was over; and what they saw."""
     moments = [time.monotonic()]
     await asyncio.sleep(window)
     moments.append(time.monotonic())
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.chaos.slow", str(server.port), str(count), str(2 * limit)),
-        stdout=asyncio.subprocess.PIPE,
-        cwd=ROOT,
-        limit=1 << 24,
-    )
-    try:
-        assert process.stdout is not None
-        await process.stdout.readline()
-        moments.append(time.monotonic())
-        await asyncio.sleep(window)
-        moments.append(time.monotonic())
-        return moments, json.loads(await process.stdout.readline())
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
+    kinds, gate = _kinds(), asyncio.Semaphore(_AT_A_TIME)
+    clients = [
+        asyncio.create_task(kind.client(server.port, gate))
+        for kind in kinds
+        for _ in range(round(kind.share * count))
+    ]
+    while sum(kind.opened + kind.refused for kind in kinds) < len(clients):
+        await asyncio.sleep(0.05)
+    moments.append(time.monotonic())
+    await asyncio.sleep(window)
+    moments.append(time.monotonic())
+    _, late = await asyncio.wait(clients, timeout=2 * limit)
+    for client in late:
+        client.cancel()
+    return moments, kinds
 
 
 async def sit_idle(server: Running, pool: Pool, count: int, window: float, limit: float) -> Found:
     """Normal load for `window` seconds, alone and beside slow clients, in turns."""
+    descriptors = raise_descriptor_limit()
+    if descriptors != resource.RLIM_INFINITY:
+        count = min(count, descriptors - _OTHER_DESCRIPTORS)
     with tempfile.TemporaryDirectory() as folder:
         async with crowd(server.url, pool.save(Path(folder, "pool")), 1, "small") as clients:
             await asyncio.sleep(2.0)  # for its start
@@ -65,12 +147,11 @@ async def sit_idle(server: Running, pool: Pool, count: int, window: float, limit
     closed: list[Row] = [
         ("slow clients", "opened", "refused", "left open", "first closed s", "last closed s")
     ]
-    for _, kinds in rounds:
-        for kind, seen in kinds.items():
-            first, last = min(seen["seconds"], default=None), max(seen["seconds"], default=None)
-            closed.append((kind, seen["opened"], seen["refused"], seen["left_open"], first, last))
-            if seen["left_open"] or (last or 0.0) > latest:
-                broken.append(f"{kind} were not closed after {latest:.0f} s: {seen['left_open']}, {last}")
+    for kind in (kind for _, kinds in rounds for kind in kinds):
+        first, last = min(kind.seconds, default=None), max(kind.seconds, default=None)
+        closed.append((kind.name, kind.opened, kind.refused, kind.left_open, first, last))
+        if kind.left_open or (last or 0.0) > latest:
+            broken.append(f"{kind.name} were not closed after {latest:.0f} s: {kind.left_open}, {last}")
     return Found([rows, outcomes, closed], broken)
 
 

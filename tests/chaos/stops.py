@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from tests.chaos.findings import Found, percentile
 from tests.chaos.running import Running, running
-from tests.chaos.traffic import Ask, Outcome, Pool, Texts, Verdict, error_mismatch, rerank
+from tests.chaos.traffic import Ask, Outcome, Pool, Texts, Verdict, error_mismatch, read_answer, rerank
 
 _GRACE_SECONDS = 20.0
 # Beyond the grace period: a step that is on the device is finished, and threads are ended.
@@ -94,12 +94,9 @@ async def _one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, ask: 
     # Bodies are smaller than the system's buffers, so that all of it is out of our hands.
     sent = time.monotonic()
     try:
-        lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-        headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines[1:])}
-        body = await reader.readexactly(int(headers["content-length"]))
+        status, headers, body = await read_answer(reader)
     except (OSError, asyncio.IncompleteReadError):
         return Request(sent, None), False
-    status = int(lines[0].split()[1])
     if status == 503:
         wrong = error_mismatch(status, headers, body)
         verdict = Verdict(Outcome.REFUSED) if wrong is None else Verdict(Outcome.WRONG, wrong)

@@ -1,5 +1,6 @@
 """Texts, requests drawn at random of them, and whether an answer is what an undisturbed server says."""
 
+import asyncio
 import json
 import pickle
 import random
@@ -124,6 +125,19 @@ async def send(session: aiohttp.ClientSession, ask: Ask) -> tuple[int, Verdict]:
         body = await response.read()
         named = {name.lower(): value for name, value in response.headers.items()}
         return response.status, ask.judge(response.status, named, body)
+
+
+async def read_answer(
+    reader: asyncio.StreamReader, method: str = "POST"
+) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers in lower case and body of what comes on a connection."""
+    status = 0
+    while status < 200:  # others say that the body may come
+        lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        status = int(lines[0].split()[1])
+    headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines[1:])}
+    length = 0 if method == "HEAD" or status in (204, 304) else int(headers.get("content-length", 0))
+    return status, headers, await reader.readexactly(length)
 
 
 @dataclass(frozen=True, slots=True)

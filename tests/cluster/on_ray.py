@@ -54,9 +54,14 @@ def ray_session(cores: int = 16) -> Iterator[str]:
 
 def deploy(name: str, url: str, *, replicas: int = 2, **args: Any) -> str:
     """Runs an application until all its scorers are there; gives its URL."""
+    from ray import serve
+
     from maxsimd.api.cluster.serve import app_builder
 
-    return run(name, url, app_builder({**_ARGS, "replicas": replicas, **args}), replicas)
+    application = app_builder({**_ARGS, "replicas": replicas, **args})
+    serve.run(application, name=_own(name), route_prefix=f"/{_own(name)}")
+    wait_for(lambda: num_ready(f"{url}/{_own(name)}") == replicas, READY_SECONDS)
+    return f"{url}/{_own(name)}"
 
 
 def deploy_file(name: str, url: str, *, scorers: int = 2, **args: Any) -> str:
@@ -65,16 +70,6 @@ def deploy_file(name: str, url: str, *, scorers: int = 2, **args: Any) -> str:
     deploy_as_file(_own(name), {**_ARGS, "replicas": 2, **args}, scorers)
     wait_for(lambda: num_ready(f"{url}/{_own(name)}") == scorers, READY_SECONDS)
     return f"{url}/{_own(name)}"
-
-
-def run(name: str, url: str, application: Any, replicas: int) -> str:
-    """The same of an application that has been built here."""
-    from ray import serve
-
-    name = _own(name)
-    serve.run(application, name=name, route_prefix=f"/{name}")
-    wait_for(lambda: num_ready(f"{url}/{name}") == replicas, READY_SECONDS)
-    return f"{url}/{name}"
 
 
 def delete(name: str) -> None:

@@ -1,18 +1,18 @@
-"""Scorers on Ray killed under eight clients, and rows through `maxsimd cluster score` while its actors and the
-command are killed, of which each must be in the output once: `python -m tests.cluster.soak --out FILE` writes
-both tables."""
+"""Scorers on Ray killed under eight clients, and rows through `maxsimd cluster score` while its actors and
+the command are killed, of which each must be in the output once: `python -m tests.cluster.soak --out FILE`
+writes both tables."""
 
 import argparse
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,82 +94,59 @@ def direct_scores(rows: pa.Table) -> list[float]:
     return scores
 
 
-@dataclass(frozen=True, slots=True)
-class Killed:
-    """What was killed, and how many rows were in the output by then."""
-
-    what: str
-    rows: int
-
-
 def score_with_kills(
     source: Path, out: Path, batch_size: int, kills: Sequence[tuple[str, float]], seed: int = 0
-) -> list[Killed]:
-    """Runs the command to its end, again each time it is killed. Nothing that it has started is left then."""
-    rows = parquet.read_metadata(source).num_rows
-    killer = Killer(out, batch_size, -(-rows // batch_size), list(kills), random.Random(seed), [])
+) -> list[tuple[str, int]]:
+    """Runs the command to its end, again each time it is killed; says what was killed, and how many rows were
+    in the output by then. Nothing that it has started is left in the end."""
+    shards = -(-parquet.read_metadata(source).num_rows // batch_size)
     options = (*_OPTIONS, "--batch-size", str(batch_size))
+    left, killed, choose = list(kills), [], random.Random(seed)
     # The names of Ray's sockets must be short.
-    temporary = tempfile.mkdtemp(prefix="soak-")
+    with tempfile.TemporaryDirectory(prefix="soak-", ignore_cleanup_errors=True) as temporary:
+        status: int | None = -signal.SIGKILL
+        while status == -signal.SIGKILL:
+            with _run(source, out, options, temporary) as (process, family):
+                while left and process.poll() is None:
+                    what, part = left[0]
+                    wait_for(lambda: process.poll() is not None or _written(out) >= part * shards, 900)  # noqa: B023
+                    family |= set(descendants(process.pid))
+                    actors = sorted(each.pid for each in family if _is_actor(each) and each.is_there)
+                    victims = actors if what == "actor" else [process.pid]
+                    if victims:  # else they are just being started again
+                        os.kill(choose.choice(victims), signal.SIGKILL)
+                        killed.append((what, _written(out) * batch_size))
+                        del left[0]
+                        if what == "command":
+                            process.wait()
+                status = process.wait()
+        if status != 0:
+            raise RuntimeError(f"the command has ended with {status}")
+    return killed
+
+
+@contextmanager
+def _run(
+    source: Path, out: Path, options: Sequence[str], temporary: str
+) -> Iterator[tuple["subprocess.Popen[bytes]", set[Process]]]:
+    """The command, and a set for what it has started, which is killed in the end."""
+    family: set[Process] = set()
+    process = subprocess.Popen(
+        [installed_command(), "cluster", "score", str(source), str(out), *options],
+        env={**os.environ, "TMPDIR": temporary},
+        stdout=subprocess.DEVNULL,
+    )
     try:
-        while True:
-            process = subprocess.Popen(
-                [installed_command(), "cluster", "score", str(source), str(out), *options],
-                env={**os.environ, "TMPDIR": temporary},
-                stdout=subprocess.DEVNULL,
-            )
-            status = killer.watch(process)
-            if status == 0:
-                return killer.killed
-            if status != -signal.SIGKILL:
-                raise RuntimeError(f"the command has ended with {status}")
+        yield process, family
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Killer:
-    """Kills what is `left` to be killed in runs of the command, each at its part of all `shards`."""
-
-    out: Path
-    batch_size: int
-    shards: int
-    left: list[tuple[str, float]]
-    choose: random.Random
-    killed: list[Killed]
-
-    def watch(self, process: "subprocess.Popen[bytes]") -> int:
-        """The status of the command, once it has ended and all that it had started."""
-        family: set[Process] = set()
-        try:
-            while self.left and process.poll() is None:
-                self._wait_for_part(process, self.left[0][1])
-                family |= set(descendants(process.pid))
-                self._kill_next(process, family)
-            return process.wait()
-        finally:
-            process.kill()
-            family |= set(descendants(process.pid))
-            process.wait()
-            wait_for(lambda: not any(each.is_there for each in family if _is_actor(each)), 60)
-            for each in family:
-                # Ray's agents look only now and then whether what they belong to is there.
-                if each.is_there:
-                    os.kill(each.pid, signal.SIGKILL)
-
-    def _wait_for_part(self, process: "subprocess.Popen[bytes]", part: float) -> None:
-        wait_for(lambda: process.poll() is not None or _written(self.out) >= part * self.shards, 900)
-
-    def _kill_next(self, process: "subprocess.Popen[bytes]", family: set[Process]) -> None:
-        what = self.left[0][0]
-        actors = sorted(each.pid for each in family if _is_actor(each) and each.is_there)
-        victims = actors if what == "actor" else [process.pid]
-        if victims:  # else they are just being started again
-            os.kill(self.choose.choice(victims), signal.SIGKILL)
-            self.killed.append(Killed(what, _written(self.out) * self.batch_size))
-            del self.left[0]
-            if what == "command":
-                process.wait()
+        process.kill()
+        family |= set(descendants(process.pid))
+        process.wait()
+        wait_for(lambda: not any(each.is_there for each in family if _is_actor(each)), 60)
+        for each in family:
+            # Ray's agents look only now and then whether what they belong to is there.
+            if each.is_there:
+                os.kill(each.pid, signal.SIGKILL)
 
 
 def _written(out: Path) -> int:
@@ -221,7 +198,7 @@ def soak_rows(count: int, batch_size: int, seed: int) -> tuple[str, bool]:
         seconds = time.monotonic() - start
         verdict = compare(rows, out, direct_scores(rows))
         tokens = sum(parquet.read_table(out)["prompt_tokens"].to_pylist())
-    deaths = ", ".join(f"{each.what} at {each.rows:,}" for each in killed)
+    deaths = ", ".join(f"{what} at {rows:,}" for what, rows in killed)
     numbers = f"{verdict.missing} | {verdict.doubled} | {verdict.wrong}"
     table = (
         "| rows | tokens | seconds | killed | missing | doubled | wrong |\n"

@@ -110,7 +110,8 @@ def web_server(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
     server.server_close()
 
 
-def _starter(folder: Path) -> Iterator[StartServer]:
+def starter(folder: Path) -> Iterator[StartServer]:
+    """Gives what starts servers that have their logs in a folder, and stops them."""
     servers: list[Server] = []
 
     def start(
@@ -152,28 +153,30 @@ def _starter(folder: Path) -> Iterator[StartServer]:
             server.wait_until_ready()
         return server
 
-    yield start
-    for server in servers:
-        if server.process.poll() is None:
-            if ON_RAY:
-                server.terminate()  # which ends the processes of Ray, too
-            server.process.kill()
-            server.process.wait()
+    try:
+        yield start
+    finally:
+        for server in servers:
+            if server.process.poll() is None:
+                if ON_RAY:
+                    server.terminate()  # which ends the processes of Ray, too
+                server.process.kill()
+                server.process.wait()
 
 
 @pytest.fixture
 def start_server(tmp_path: Path) -> Iterator[StartServer]:
-    yield from _starter(tmp_path)
+    yield from starter(tmp_path)
 
 
 @pytest.fixture(scope="session")
 def session_starter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServer]:
-    yield from _starter(tmp_path_factory.mktemp("servers"))
+    yield from starter(tmp_path_factory.mktemp("servers"))
 
 
 @pytest.fixture(scope="module")
 def module_starter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServer]:
-    yield from _starter(tmp_path_factory.mktemp("servers"))
+    yield from starter(tmp_path_factory.mktemp("servers"))
 
 
 @pytest.fixture(scope="session")

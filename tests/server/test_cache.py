@@ -3,9 +3,6 @@ a cache, and its log says what happened.
 
 What becomes of the files, and more kinds of damage, are in tests/unit/engine/cache/test_damaged_caches.py."""
 
-import resource
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,7 @@ import pytest
 
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine.cache import guarded
-from maxsimd.engine.cache.database import FILE, PAGE
+from maxsimd.engine.cache.database import FILE
 from tests.damage import DAMAGES, heed_permissions, undo
 from tests.server.conftest import Server, StartServer
 from tests.waiting import wait_for
@@ -150,46 +147,3 @@ def test_a_server_survives_damage_to_its_cache(
     wait_for(lambda: count_warnings(damaged.log[before:]) > 0)
     assert count_warnings(damaged.log[before:]) <= 5, damaged.log[before:]
     undo(folder)
-
-
-@pytest.mark.one_process
-def test_a_server_goes_on_while_its_cache_is_locked(
-    damaged: Server, folder: Path, documents: list[str], expected: list[float]
-) -> None:
-    wait_until_cached(damaged, folder, documents)
-    with closing(sqlite3.connect(folder / FILE, isolation_level=None)) as other:
-        other.execute("BEGIN EXCLUSIVE")
-        np.testing.assert_allclose(scores(rerank(damaged, documents[:3])), expected[:3], atol=1e-4)
-        assert "was locked for too long" in damaged.log
-        assert httpx.delete(damaged.url + "/cache").status_code == 204
-    assert cached(rerank(damaged, documents)) <= 3, "what was encoded after the DELETE"
-    wait_until_cached(damaged, folder, documents)
-
-
-def _limit_files() -> None:
-    """As if the disk were full: no file can grow beyond a MiB."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-
-
-@pytest.mark.one_process
-def test_a_damaged_cache_and_a_full_disk_stop_no_server(
-    start_server: StartServer,
-    damaged: Server,
-    folder: Path,
-    pairs: list[Pair],
-    documents: list[str],
-    expected: list[float],
-    tmp_path: Path,
-) -> None:
-    wait_until_cached(damaged, folder, documents)
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / FILE).write_bytes((folder / FILE).read_bytes()[: 5 * PAGE])
-    started = start_server(*OPTIONS, str(tmp_path / "cache"), before=_limit_files)
-    assert started.log.count("was damaged") == 1
-    for _ in range(2):
-        found = scores(rerank(started, documents + [pair.document for pair in pairs[12:30]]))
-        np.testing.assert_allclose(found[:12], expected, atol=1e-4)
-    wait_for(lambda: "cannot be written to" in started.log)
-    assert count_warnings(started.log) <= 4
-    assert httpx.delete(started.url + "/cache").status_code == 204
-    assert started.terminate() == 0

@@ -1,7 +1,5 @@
 """What becomes of a server whose device fails: what callers and probes are told, and if it comes back."""
 
-import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -75,29 +73,4 @@ def test_an_actor_and_a_device_that_fail_are_started_again(start_server: StartSe
         assert _score(server) == right
         assert server.metric("maxsimd_engine_restarts_total") == restarts
     assert _ask(server, "break").status_code == 500, "a text that fails alone ends nothing"
-    assert _probe(server) == (200, 200, "ok")
-
-
-@pytest.mark.exhaustive
-def test_a_signal_ends_a_server_that_is_restarting(start_server: StartServer) -> None:
-    server = start_server(*RESTARTING, file=FAILING, environment={"MAXSIMD_TEST_SLOW_LOADS": "1"})
-    assert _ask(server, "die").status_code == 503
-    _until_restarting(server)
-    time.sleep(1.5)  # the load, which never ends, has begun
-    asked = time.monotonic()
-    assert server.terminate() == 0
-    assert time.monotonic() - asked < 10
-
-
-@pytest.mark.exhaustive
-def test_a_process_that_was_stopped_is_not_taken_for_stuck(start_server: StartServer) -> None:
-    server = start_server(*OPTIONS, file=FAILING)
-    _warm_up(server)
-    with ThreadPoolExecutor() as threads:
-        asked = threads.submit(_ask, server, *(f"{i} " + "word " * 240 for i in range(60)))
-        wait_for(lambda: server.metric("maxsimd_queue_tokens") > 0)
-        server.process.send_signal(signal.SIGSTOP)
-        time.sleep(5)
-        server.process.send_signal(signal.SIGCONT)
-        assert asked.result().status_code == 200
     assert _probe(server) == (200, 200, "ok")

@@ -13,7 +13,6 @@ from openai import OpenAI
 from sentence_transformers import MultiVectorEncoder
 
 from maxsimd.bench.datasets import Pair
-from tests.checkpoints.architectures import Architecture, build
 from tests.clients.page import CURL, examples, printed
 from tests.server.conftest import Server, StartServer
 from tests.unit.calling_handlers import GOOD, POSTED, expected
@@ -116,15 +115,6 @@ def test_windows_find_what_truncation_misses(server: Server) -> None:
     assert "warnings" not in read
     assert "cut" in cut["warnings"][0]
     assert read["usage"]["prompt_tokens"] > cut["usage"]["prompt_tokens"]
-
-
-def test_a_model_that_is_run_one_by_one_says_so(start_server: StartServer, tmp_path: Path) -> None:
-    """FNet mixes all tokens of a batch, padding too, so that its texts must stand alone."""
-    server = start_server(build(Architecture("cross-encoder", "fnet"), tmp_path))
-    card = httpx.get(server.url + "/v1/models").json()["data"][0]
-    assert card["execution"] == "one by one"
-    assert "much slower" in server.log
-    assert len(post(server, "/rerank", {"query": "a", "documents": ["b", "c d e"]})["results"]) == 2
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")

