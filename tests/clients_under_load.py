@@ -5,10 +5,31 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import httpx
 
+from maxsimd.bench.datasets import docstring_pairs
+
 QUERY = "how is a file opened"
+# More than one step, so that requests are spread.
+DOCUMENTS = [pair.document[:400] for pair in docstring_pairs() if len(pair.document) > 200][:60]
+SHORT = [document[:300] for document in DOCUMENTS]
+# What several processes are to answer as one does: good requests and bad ones, to whatever kind of model.
+ASKED: list[tuple[str, dict[str, Any]]] = [
+    ("/score", {"queries": QUERY, "documents": DOCUMENTS, "cache": "bypass"}),
+    ("/score", {"queries": QUERY, "documents": ["a file", "a list", "opened"]}),
+    ("/rerank", {"query": "a list", "documents": DOCUMENTS, "top_n": 7, "cache": "bypass"}),
+    ("/rerank", {"query": "a list", "documents": [*SHORT, *SHORT[:9]], "cache": "bypass"}),
+    ("/rerank", {"query": "a list " * 300, "documents": DOCUMENTS, "cache": "bypass"}),
+    ("/rerank", {"query": "a list", "documents": DOCUMENTS[:20], "long_documents": "window"}),
+    ("/v1/embeddings", {"input": DOCUMENTS}),
+    ("/classify", {"input": DOCUMENTS[:5]}),
+    ("/tokenize", {"prompt": "two words"}),
+    ("/rerank", {"query": "a list", "documents": [*SHORT, "long " * 3_000], "long_documents": "error"}),
+    ("/rerank", {"query": "a list", "documents": ["x"], "model": "another"}),
+    ("/nowhere", {}),
+]
 
 
 class Clients:

@@ -43,8 +43,8 @@ class Disturber:
 
     def __init__(self, server: Running, crowd: Crowd, pool: Pool, cache: Path, draw: random.Random) -> None:
         self.faults: list[Fault] = []
-        # What the requests came to that are part of a fault.
-        self.verdicts: list[Verdict] = []
+        # Of the requests that are part of a fault.
+        self.records: list[Record] = []
         self._server, self._crowd, self._pool, self._cache, self._draw = server, crowd, pool, cache, draw
         self._kinds: dict[str, Callable[[], Awaitable[None]]] = {
             "client stands still": self._stop_client,
@@ -97,18 +97,26 @@ class Disturber:
         await self._send([malformed(self._pool, self._draw) for _ in range(30)])
 
     async def _send(self, asks: list[Ask]) -> None:
+        sent = time.monotonic()
         async with aiohttp.ClientSession(self._server.url) as session:
             try:
                 answers = await asyncio.gather(*(send(session, ask) for ask in asks))
             except aiohttp.ClientError as error:
-                self.verdicts.append(Verdict(Outcome.LOST, repr(error)))
-            else:
-                self.verdicts += [verdict for _, verdict in answers]
+                answers = [(0, Verdict(Outcome.LOST, repr(error)))]
+        self._note(sent, answers)
 
     async def _clear_cache(self) -> None:
+        sent = time.monotonic()
         async with aiohttp.ClientSession(self._server.url) as session, session.delete("/cache") as response:
-            if response.status != 204:
-                self.verdicts.append(Verdict(Outcome.WRONG, f"DELETE /cache: {response.status}"))
+            outcome = Outcome.RIGHT if response.status == 204 else Outcome.WRONG
+        self._note(sent, [(response.status, Verdict(outcome, f"DELETE /cache: {response.status}"))])
+
+    def _note(self, sent: float, answers: list[tuple[int, Verdict]]) -> None:
+        done = time.monotonic()
+        self.records += [
+            Record("of a fault", sent, done, verdict.outcome.value, verdict.reason, status)
+            for status, verdict in answers
+        ]
 
     async def _fill_disk(self) -> None:
         """As if it were full: no file of the server grows beyond a few pages."""
@@ -151,11 +159,9 @@ class Disturber:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All that was seen; `verdicts` are of requests that were part of a fault, `ended` is the server's exit
-    status, and `held` what its engine held in the end."""
+    """All that was seen; `ended` is the server's exit status, and `held` what its engine held in the end."""
 
     records: Sequence[Record]
-    verdicts: Sequence[Verdict]
     faults: Sequence[Fault]
     samples: Sequence[Sample]
     log: str
@@ -164,13 +170,10 @@ class Report:
     ended: int
 
     def count(self, outcome: Outcome) -> int:
-        own = sum(verdict.outcome is outcome for verdict in self.verdicts)
-        return own + sum(record.outcome == outcome.value for record in self.records)
+        return sum(record.outcome == outcome.value for record in self.records)
 
     def broken(self) -> list[str]:
         broken = [f"{record.kind}: {record.reason}" for record in self.records if record.is_bad]
-        bad = (Outcome.LOST, Outcome.WRONG)
-        broken += [f"of a fault: {one.reason}" for one in self.verdicts if one.outcome in bad]
         if self.held:
             broken.append(f"the engine holds {self.held}")
         if self.ended != 0:
@@ -189,7 +192,7 @@ class Report:
         return found
 
     def found(self) -> Found:
-        counts: list[Row] = [("requests sent", len(self.records) + len(self.verdicts))]
+        counts: list[Row] = [("requests sent", len(self.records))]
         counts += [(outcome.value, self.count(outcome)) for outcome in Outcome]
         kinds = Counter(record.kind for record in self.records).most_common()
         statuses = Counter(record.status for record in self.records if record.outcome == "refused")
@@ -231,7 +234,7 @@ async def disturb(
             held = server.settled().held
             ended = server.terminate()
             return Report(
-                *(clients.judged(), disturber.verdicts, disturber.faults, samples),
+                *([*clients.judged(), *disturber.records], disturber.faults, samples),
                 *(server.log, started, held, ended),
             )
 

@@ -1,5 +1,5 @@
 """Strange requests to a real server, as hypothesis draws them: HTTP, or nearly, with JSON in it, or nearly.
-None costs a crash, a 5xx, a long wait, a standstill of the event loop, or more memory than its bytes justify."""
+None costs a crash, a 5xx, a long wait, a standstill of the event loop, or memory beyond what it justifies."""
 
 import asyncio
 import base64

@@ -200,20 +200,6 @@ def _mixed(path: str, pool: Pool, draw: random.Random) -> Ask:
     return rerank(pool, draw, documents, poisoned, options, path)
 
 
-def _paired(pool: Pool, draw: random.Random) -> Ask:
-    """N queries with a document each."""
-    count = draw.randint(2, 30)
-    queries = draw.choices(range(len(pool.texts.queries)), k=count)
-    documents = draw.choices(range(len(pool.texts.documents)), k=count)
-    body = {
-        "queries": [pool.texts.queries[i] for i in queries],
-        "documents": [pool.texts.documents[i] for i in documents],
-        "truncate_prompt_tokens": -1,
-    }
-    expected = Expected(pool.scores[queries, documents].tolist())
-    return Ask("/score N:N", "/score", json.dumps(body).encode(), partial(_judge_scores, expected))
-
-
 def _embed(pool: Pool, draw: random.Random) -> Ask:
     index = draw.randrange(len(pool.vectors))
     body = {"input": [pool.texts.documents[index]], "truncate_prompt_tokens": -1}
@@ -246,7 +232,7 @@ def malformed(pool: Pool, draw: random.Random) -> Ask:
 _KINDS: tuple[tuple[float, Callable[[Pool, random.Random], Ask]], ...] = (
     (50, partial(_mixed, "/rerank")),
     (20, partial(_mixed, "/score")),
-    *((8, _paired), (8, _embed), (8, _tokenize), (6, malformed)),
+    *((12, _embed), (8, _tokenize), (6, malformed)),
 )
 
 

@@ -6,12 +6,12 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import httpx
 
 from maxsimd.bench.cluster_deploy import deploy as deploy_as_file
+from tests.processes import descendants, processes
 from tests.server.conftest import free_port
 from tests.waiting import wait_for
 
@@ -29,6 +29,7 @@ def ray_session(cores: int = 16) -> Iterator[str]:
     import ray
     from ray import serve
 
+    before = {*descendants(os.getpid())}
     # Paths of sockets in it may not be long.
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
     port = free_port()
@@ -44,11 +45,11 @@ def ray_session(cores: int = 16) -> Iterator[str]:
         serve.start(http_options={"host": "127.0.0.1", "port": port, "location": "HeadOnly"})
         yield f"http://127.0.0.1:{port}"
     finally:
-        processes = _processes(folder)
+        started = {*descendants(os.getpid())} - before
         with suppress(Exception):
             serve.shutdown()
         ray.shutdown()
-        wait_for(lambda: not [pid for pid in processes if os.path.exists(f"/proc/{pid}")], 60)
+        wait_for(lambda: not any(each.is_there for each in started), 60)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -90,13 +91,8 @@ def num_ready(url: str) -> int:
 
 def replicas(name: str, deployment: str) -> list[int]:
     """The processes of a deployment of an application, by their titles."""
-    found = []
-    for entry in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(FileNotFoundError, ProcessLookupError):
-            title = Path("/proc", entry, "cmdline").read_text()
-            if title.startswith(f"ray::ServeReplica:{_own(name)}:{deployment}"):
-                found.append(int(entry))
-    return found
+    title = f"ray::ServeReplica:{_own(name)}:{deployment}"
+    return [each.pid for each in processes() if each.title.startswith(title)]
 
 
 def kill(pid: int) -> None:
@@ -107,14 +103,3 @@ def kill(pid: int) -> None:
 def _own(name: str) -> str:
     """The name of an application that no cluster of another test's process has."""
     return f"{name}-{os.getpid()}"
-
-
-def _processes(folder: str) -> list[int]:
-    """Those of the cluster that was started in a folder, and its workers."""
-    found = []
-    for entry in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError):
-            words = Path("/proc", entry, "cmdline").read_text()
-            if folder in words or folder in Path("/proc", entry, "environ").read_text(errors="replace"):
-                found.append(int(entry))
-    return [pid for pid in found if pid != os.getpid()]

@@ -19,16 +19,12 @@ from pathlib import Path
 import pyarrow as pa
 from pyarrow import parquet
 
-from maxsimd.bench.datasets import docstring_pairs
 from maxsimd.engine import EngineConfig, SyncEngine
-from tests.clients_under_load import Clients, right_scores
+from tests.clients_under_load import DOCUMENTS, Clients, right_scores
 from tests.cluster import on_ray
-from tests.cluster.processes import Process, descendants
+from tests.processes import Process, descendants
 from tests.server.conftest import installed_command
 from tests.waiting import wait_for
-
-# More than one step, so that requests are spread.
-DOCUMENTS = [pair.document for pair in docstring_pairs() if len(pair.document) > 200][:60]
 
 
 def kill_scorers(name: str, url: str, right: Mapping[str, float], kills: int, seed: int = 0) -> Clients:

@@ -21,15 +21,22 @@ from pyarrow import parquet
 from maxsimd.api.cli import main
 from maxsimd.api.cluster.actor_pool import ActorPool
 from maxsimd.api.cluster.data import EmbedRows, ScoreRows, build_scorer
+from maxsimd.api.cluster.ray_session import ray_session
 from maxsimd.api.cluster.score_files import Files, ScoringError, Work, score_shards
 from maxsimd.engine import EngineConfig, EngineDeadError, InvalidRequestError, SyncEngine
 from tests.cluster import soak
-from tests.cluster.dying_rows import DyingRows
 from tests.server.conftest import installed_command
 
 QUERIES = ["how is a file opened", "how is a list sorted", "what is π"]
 DOCUMENTS = ["Open a file and return a stream.", "Sort a list in place.", "Käse, 東京 and 🎉.", "Read lines."]
 ROWS = [{"id": f"r{i}", "query": query, "documents": DOCUMENTS[i:]} for i, query in enumerate(QUERIES)]
+
+
+@pytest.fixture(scope="module")
+def local_ray() -> Iterator[None]:
+    """Ray with two cores, in a folder of its own, until the module's tests are done."""
+    with ray_session(None, num_cpus=2):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +86,20 @@ def test_rows_are_made_of_others_and_made_into_others(local_ray: None, config: E
     assert found == pytest.approx(expected, rel=1e-6)
     names = ["number", "title", "body", "document", "score", "error", "prompt_tokens"]
     assert scored[0]["names"] == sorted(names)
+
+
+class DyingRows(ScoreRows):
+    """The engine of the first one dies at its first table; a file says that this has been."""
+
+    def __init__(self, marker: str, **options: Any) -> None:
+        super().__init__(**options)
+        self._marker = Path(marker)
+
+    def __call__(self, table: Any) -> Any:
+        if not self._marker.exists():
+            self._marker.touch()
+            self._engine._engine._died("of old age", None)
+        return super().__call__(table)
 
 
 @pytest.mark.ray

@@ -10,9 +10,9 @@ import pytest
 
 from tests.checkpoints import bi_encoders, language_models, sparse_encoders
 from tests.checkpoints.shared import SharedCheckpoints
-from tests.clients_under_load import QUERY, Clients, numbers_of, right_scores, shape_of
+from tests.clients_under_load import ASKED, DOCUMENTS, SHORT, Clients, numbers_of, right_scores, shape_of
 from tests.cluster import on_ray
-from tests.cluster.soak import DOCUMENTS, kill_scorers
+from tests.cluster.soak import kill_scorers
 from tests.server.conftest import StartServer, start_server
 from tests.waiting import wait_for
 
@@ -21,7 +21,6 @@ pytest.importorskip("ray")
 __all__ = ["start_server"]
 
 pytestmark = pytest.mark.ray
-SHORT = [document[:300] for document in DOCUMENTS]
 LATE = "late"
 # What the next version of it is configured by.
 NEXT: dict[str, int] = {"fronts": 2, "max_batch_tokens": 1_024, "max_documents": 9_999}
@@ -37,23 +36,6 @@ def cluster() -> Iterator[str]:
 def late(cluster: str) -> str:
     """The default model on two scorers behind a front."""
     return on_ray.deploy_file(LATE, cluster)
-
-
-# What is asked of every kind of model: the route, and what is sent there.
-ASKED = [
-    ("/score", {"queries": QUERY, "documents": DOCUMENTS, "cache": "bypass"}),
-    ("/score", {"queries": QUERY, "documents": ["a file", "a list", "opened"]}),
-    ("/rerank", {"query": "a list", "documents": DOCUMENTS, "top_n": 7, "cache": "bypass"}),
-    ("/rerank", {"query": "a list", "documents": [*SHORT, *SHORT[:9]], "cache": "bypass"}),
-    ("/rerank", {"query": "a list " * 300, "documents": DOCUMENTS, "cache": "bypass"}),
-    ("/rerank", {"query": "a list", "documents": DOCUMENTS[:20], "long_documents": "window"}),
-    ("/v1/embeddings", {"input": DOCUMENTS}),
-    ("/classify", {"input": DOCUMENTS[:5]}),
-    ("/tokenize", {"prompt": "two words"}),
-    ("/rerank", {"query": "a list", "documents": [*SHORT, "long " * 3_000], "long_documents": "error"}),
-    ("/rerank", {"query": "a list", "documents": ["x"], "model": "another"}),
-    ("/nowhere", {}),
-]
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def installed_command() -> str:
 
 
 @contextmanager
-def web_server(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+def web_server(handler: Callable[..., BaseHTTPRequestHandler]) -> Iterator[str]:
     """A server of another kind, in a thread; gives its URL."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever)
@@ -185,16 +185,14 @@ def server(session_starter: StartServer) -> Server:
     return session_starter("--dtype", "float32", "--max-documents", "500", "--max-body-mb", "1")
 
 
-# Of a server that waits for nobody for longer than half a second, and for no fewer than 500 bytes in it.
-STRICT = (
-    *("--header-seconds", "0.5", "--idle-seconds", "0.5"),
-    *("--transfer-seconds", "0.5", "--min-bytes-per-second", "1000"),
-)
-
-
 @pytest.fixture(scope="session")
 def strict_server(session_starter: StartServer, bert_cross_encoder: str) -> Server:
-    return session_starter(bert_cross_encoder, *STRICT, "--max-body-mb", "8", "--log-level", "debug")
+    """It waits for nobody for longer than half a second, and for no fewer than 500 bytes in it."""
+    return session_starter(
+        *(bert_cross_encoder, "--max-body-mb", "8", "--log-level", "debug"),
+        *("--header-seconds", "0.5", "--idle-seconds", "0.5"),
+        *("--transfer-seconds", "0.5", "--min-bytes-per-second", "1000"),
+    )
 
 
 @pytest.fixture(scope="session")

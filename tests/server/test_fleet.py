@@ -5,33 +5,26 @@ import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from maxsimd.bench.datasets import docstring_pairs
-from tests.clients_under_load import QUERY, Clients, numbers_of, right_scores, shape_of
+from tests.clients_under_load import ASKED, DOCUMENTS, Clients, numbers_of, right_scores, shape_of
+from tests.processes import descendants
 from tests.server.conftest import Server, StartServer
 from tests.waiting import wait_for
 
 FLEET = ("--dtype", "float32", "--fronts", "2", "--replicas", "2")
-# More than one step, so that requests are spread.
-DOCUMENTS = [pair.document[:400] for pair in docstring_pairs() if len(pair.document) > 200][:60]
 
 
 def _children(server: Server) -> dict[str, list[int]]:
     """The processes of a fleet: engines and fronts."""
     found: dict[str, list[int]] = {"engine": [], "front": []}
-    for entry in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(FileNotFoundError, ProcessLookupError):
-            folder = Path("/proc", entry)
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            words = (folder / "cmdline").read_text().split("\0")
-            if parent == server.process.pid and "maxsimd.api.fleet.process" in words:
-                found[words[words.index("maxsimd.api.fleet.process") + 1]].append(int(entry))
+    for each in descendants(server.process.pid):
+        words = each.title.split()
+        if "maxsimd.api.fleet.process" in words:
+            found[words[words.index("maxsimd.api.fleet.process") + 1]].append(each.pid)
     return found
 
 
@@ -65,15 +58,8 @@ def _steps(server: Server) -> list[float]:
     ]
 
 
-# What is asked of the fleet and of one process. MUVERA is without hyperplanes: rounding may put a token on
-# either side of one.
-ASKED: list[tuple[str, dict[str, Any]]] = [
-    ("/score", {"queries": QUERY, "documents": DOCUMENTS, "cache": "bypass"}),
-    ("/rerank", {"query": "a list", "documents": DOCUMENTS, "top_n": 7}),
-    ("/rerank", {"query": "a list", "documents": [*DOCUMENTS, *DOCUMENTS[:9]], "cache": "bypass"}),
-    ("/rerank", {"query": "a list " * 300, "documents": DOCUMENTS, "cache": "bypass"}),
-    ("/rerank", {"query": "a list", "documents": [*DOCUMENTS, "long " * 3_000], "long_documents": "error"}),
-    ("/v1/embeddings", {"input": DOCUMENTS}),
+# MUVERA is without hyperplanes: rounding may put a token on either side of one.
+EMBEDDED: list[tuple[str, dict[str, Any]]] = [
     ("/v1/embeddings", {"input": [f"{DOCUMENTS[0][:200]} ", DOCUMENTS[1][:200]], "late_chunking": True}),
     (
         "/v1/embeddings",
@@ -90,7 +76,7 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
 def test_a_spread_request_is_answered_as_one_process_answers_it(fleet: Server, server: Server) -> None:
     for each in (fleet, server):
         assert httpx.delete(each.url + "/cache").status_code == 204, "another test may have filled it"
-    for path, body in ASKED:
+    for path, body in (*ASKED, *EMBEDDED):
         spread, whole = (
             httpx.post(each.url + path, json=body, timeout=60).json() for each in (fleet, server)
         )

@@ -5,7 +5,8 @@ import base64
 import io
 import json
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler
+from functools import partial
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -43,28 +44,16 @@ def part(url: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def media_host() -> Iterator[str]:
-    """A web server with a picture."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200 if self.path == "/first.png" else 404)
-            self.send_header("Content-Type", "image/png")
-            self.end_headers()
-            self.wfile.write(FILE)
-
-        def log_message(self, *arguments: Any) -> None:
-            pass
-
-    with web_server(Handler) as url:
-        yield url
-
-
-@pytest.fixture(scope="module")
 def media_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("media")
     (folder / "first.png").write_bytes(FILE)
     return folder
+
+
+@pytest.fixture(scope="module")
+def media_host(media_dir: Path) -> Iterator[str]:
+    with web_server(partial(SimpleHTTPRequestHandler, directory=str(media_dir))) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")

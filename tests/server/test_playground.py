@@ -45,16 +45,15 @@ def page(browser: Browser, server: Server) -> Iterator[Page]:
 
 def _fill(page: Page, query: str, documents: list[str]) -> None:
     page.fill("#query", query)
-    with page.expect_response(lambda answer: _is_about(answer, query, documents)):
+    with page.expect_response(
+        lambda answer: (
+            answer.url.endswith("/rerank")
+            and (asked := answer.request.post_data_json)["query"] == query
+            and asked["documents"] == documents
+        )
+    ):
         page.fill("#documents", "\n".join(documents))
     expect(page.locator("#results li")).to_have_count(len(documents))
-
-
-def _is_about(answer: Any, query: str, documents: list[str]) -> bool:
-    if not answer.url.endswith("/rerank"):
-        return False
-    asked = answer.request.post_data_json
-    return bool(asked["query"] == query and asked["documents"] == documents)
 
 
 def _explained(server: Server, query: str, documents: list[str], **options: Any) -> list[Any]:

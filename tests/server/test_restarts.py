@@ -40,11 +40,6 @@ def _probe(server: Server) -> tuple[int, int, str]:
     return health.status_code, ready.status_code, health.json()["status"]
 
 
-def _until_restarting(server: Server) -> None:
-    wait_for(lambda: httpx.get(server.url + "/ready").status_code == 503)
-    assert _probe(server) == (200, 503, "restarting")
-
-
 @pytest.mark.exhaustive
 def test_a_stuck_device_is_restarted_and_right_again(start_server: StartServer) -> None:
     server = start_server(*RESTARTING, file=FAILING)
@@ -54,7 +49,8 @@ def test_a_stuck_device_is_restarted_and_right_again(start_server: StartServer) 
         stuck = threads.submit(_ask, server, "loop")
         wait_for(lambda: server.metric("maxsimd_step_tokens_count") > steps)
         behind = threads.submit(_ask, server, "fine")
-        _until_restarting(server)
+        wait_for(lambda: httpx.get(server.url + "/ready").status_code == 503)
+        assert _probe(server) == (200, 503, "restarting")
         for answer in (stuck.result(), behind.result(), _ask(server)):
             assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
             assert "is being restarted" in answer.json()["error"]["message"]

@@ -75,8 +75,6 @@ def test_a_request_is_a_span_with_its_parts(start_server: StartServer, collector
     assert [part.name for part in sorted(parts, key=lambda part: part.start_time_unix_nano)] == [
         *("queue", "tokenise", "model", "score")
     ]
-    begun, ended = request.start_time_unix_nano, request.end_time_unix_nano
-    assert all(begun <= part.start_time_unix_nano <= part.end_time_unix_nano <= ended for part in parts)
     statuses = {_attributes(span).get("http.response.status_code") for span in spans.values()}
     assert {200, 400, 404} <= statuses
     assert SECRET.encode() not in collector.raw
