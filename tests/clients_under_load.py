@@ -54,6 +54,12 @@ class Clients:
             for task in tasks:
                 task.result()
 
+    def check(self, most_failed: int = 0) -> None:
+        """That they were answered, and right. Each has one request at a time, which may be with what dies."""
+        assert self.answered > 0
+        assert self.wrong == []
+        assert len(self.failed) <= most_failed, self.failed
+
     def _ask(self, seed: int) -> None:
         rng = random.Random(seed)
         texts = [*self._right]

@@ -110,9 +110,7 @@ def test_an_engine_that_is_killed_loses_nothing(fleet: Server, clients: Clients)
         os.kill(engines[0], signal.SIGKILL)
         wait_for(lambda: len({*_children(fleet)["engine"]} - {*engines}) == 1, 60)
         wait_for(lambda: _num_engines(fleet) == 2, 60)
-    assert clients.answered > 0
-    assert clients.wrong == []
-    assert clients.failed == []
+    clients.check()
 
 
 def test_a_front_that_is_killed_loses_only_its_own_requests(fleet: Server, clients: Clients) -> None:
@@ -123,9 +121,7 @@ def test_a_front_that_is_killed_loses_only_its_own_requests(fleet: Server, clien
         os.kill(fronts[0], signal.SIGKILL)
         wait_for(lambda: len(set(_children(fleet)["front"]) - set(fronts)) == 1, 60)
         time.sleep(1)
-    assert clients.answered > 0
-    assert clients.wrong == []
-    assert len(clients.failed) <= 8, "each client had at most one request there"
+    clients.check(most_failed=8)
     assert fleet.process.poll() is None
 
 
@@ -154,10 +150,8 @@ def test_the_only_front_comes_back_and_all_end_with_their_parent(
         (front,) = _children(alone)["front"]
         os.kill(front, signal.SIGKILL)
         wait_for(lambda: alone.log.count("all-MiniLM-L6-v2 is ready after") == 2, 60)
-    assert clients.wrong == []
-    assert len(clients.failed) <= 8, "each client had at most one request there"
+    clients.check(most_failed=8)
     assert not any("503" in reason for reason in clients.failed)
-    assert clients.answered >= 8, "each client was answered once the front was there again"
     processes = [pid for pids in _children(alone).values() for pid in pids]
     assert len(processes) == 3
     alone.process.kill()

@@ -13,6 +13,7 @@ def _join(group: Path) -> None:
     (group / "cgroup.procs").write_text("0")
 
 
+@pytest.mark.exhaustive  # tests/unit/engine/device/test_machine.py has a real quota, too
 @pytest.mark.one_process  # several engines share them, and do not say so
 def test_a_server_has_as_many_threads_as_its_quota(
     group_of_one_core: Path, start_server: StartServer, bert_cross_encoder: str
