@@ -23,7 +23,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", help="folder of a checkpoint; by default a small one with random weights")
     parser.add_argument("--plot", type=Path, help="file to draw memory over time in, .svg or .png (faults)")
-    parser.add_argument("--log", type=Path, help="file to write the server's log to (faults)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="maxsimd-chaos-") as folder:
         options.model = options.model or stanford(Path(folder))

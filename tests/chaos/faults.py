@@ -243,8 +243,6 @@ def run(options: Namespace) -> Found:
     with running(options.model, "--cache-mb", "64", hooked=False) as undisturbed:
         pool = Pool.ask(Texts.draw(options.seed), undisturbed.url)
     report = asyncio.run(disturb(options.model, pool, options.seconds or 60, seed=options.seed))
-    if options.log is not None:
-        options.log.write_text(report.log, encoding="utf-8")
     if options.plot is not None:
         print(draw(report.samples, [fault.begun - report.started for fault in report.faults], options.plot))
     return report.found()

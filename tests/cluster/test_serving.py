@@ -86,21 +86,6 @@ def test_answers_are_those_of_one_process(
     one.terminate()
 
 
-@pytest.mark.exhaustive
-def test_metrics_and_the_cache_are_those_of_all_scorers(late: str) -> None:
-    body = {"query": "a list", "documents": DOCUMENTS}
-    for _ in range(2):
-        usage = httpx.post(late + "/rerank", json=body, timeout=60).json()["usage"]
-    assert usage["prompt_tokens_details"]["cached_tokens"] > 0
-    page = httpx.get(late + "/metrics", timeout=30).text
-    steps = [line for line in page.splitlines() if line.startswith("maxsimd_step_tokens_count{replica=")]
-    assert len(steps) == 2
-    assert all(float(line.rpartition(" ")[2]) > 0 for line in steps), "both scorers had a part"
-    assert httpx.delete(late + "/cache").status_code == 204
-    usage = httpx.post(late + "/rerank", json=body, timeout=60).json()["usage"]
-    assert not (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-
-
 def test_a_scorer_that_is_killed_loses_nothing(late: str) -> None:
     clients = kill_scorers(LATE, late, right_scores(late, DOCUMENTS), 1)
     clients.check()

@@ -3,7 +3,6 @@
 from typing import Any
 
 import httpx
-import pytest
 
 from tests.server.conftest import Server
 
@@ -51,13 +50,6 @@ def test_a_timeout_is_a_504(server: Server) -> None:
     response = httpx.post(server.url + "/rerank", json=body, timeout=60)
     assert response.status_code == 504
     assert "not done within 0.05 seconds" in response.json()["error"]["message"]
-
-
-@pytest.mark.not_on_ray
-def test_the_clients_request_id_comes_back(server: Server) -> None:
-    response = httpx.post(server.url + "/rerank", json=RERANK, headers={"x-request-id": "mine-1"})
-    assert response.headers["x-request-id"] == "mine-1"
-    assert "total;dur=" in response.headers["server-timing"]
 
 
 def test_no_text_of_a_user_is_logged(server: Server) -> None:

@@ -157,10 +157,3 @@ def test_the_only_front_comes_back_and_all_end_with_their_parent(
     alone.process.kill()
     alone.process.wait()
     wait_for(lambda: not [pid for pid in processes if os.path.exists(f"/proc/{pid}")], 30)
-
-
-@pytest.mark.exhaustive
-def test_a_model_that_cannot_be_loaded_ends_the_server(start_server: StartServer) -> None:
-    server = start_server("/nowhere/at/all", "--replicas", "2", ready=False)
-    assert server.process.wait(60) == 1
-    assert server.log.count("there is no folder '/nowhere/at/all'") == 1

@@ -1,7 +1,8 @@
-"""What a server refuses at the door, and that it goes on serving; tests/unit/engine/test_admission.py has
-every reason."""
+"""What a server refuses at the door, and that it goes on serving, beside a text of many megabytes, too;
+tests/unit/engine/test_admission.py has every reason to refuse."""
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -45,3 +46,19 @@ def test_a_full_queue_answers_429_and_loses_nobody(server: Server) -> None:
         else:
             assert len(response.json()["results"]) == 60
     assert httpx.post(server.url + "/rerank", json=_documents(1)).status_code == 200
+
+
+def test_small_requests_are_answered_beside_a_long_text(server: Server) -> None:
+    words = "it was the best of times, it was the worst of times; we had everything before us. "
+    times = 4_000_000 // len(words)  # some seconds of tokenising
+
+    def count(text: str) -> int:
+        return int(httpx.post(server.url + "/tokenize", json={"text": text}, timeout=300).json()["count"])
+
+    with ThreadPoolExecutor(1) as threads:
+        long, small = threads.submit(count, words * times), 0
+        while not long.done():
+            assert httpx.post(server.url + "/rerank", json=_documents(1), timeout=60).status_code == 200
+            small += 1
+        assert small > 5, "had they waited for the long text, it would be one or two"
+        assert long.result() == 2 + times * (count(words) - 2)

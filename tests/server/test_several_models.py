@@ -55,13 +55,6 @@ def _ranked(server: Server, model: str | None, **more: Any) -> dict[int, float]:
     return {one["index"]: one["relevance_score"] for one in answer.json()["results"]}
 
 
-def test_a_cascade_has_the_scores_of_its_last_model(several: Server) -> None:
-    stages = [{"model": "embed", "keep": 3}, {"model": "rerank"}]
-    alone = _ranked(several, "rerank")
-    best = {i: pytest.approx(alone[i], rel=1e-5) for i in _ranked(several, "embed", top_n=3)}
-    assert _ranked(several, None, cascade=stages) == best
-
-
 def test_one_that_cannot_be_loaded_is_told_and_the_others_serve(several: Server) -> None:
     refused = _ask(several, "broken")
     assert refused.status_code == 503
