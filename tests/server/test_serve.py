@@ -161,7 +161,7 @@ async def test_a_port_in_use_is_one_line(caplog: pytest.LogCaptureFixture) -> No
         ({"api_key_file": "/"}, "cannot read keys from '/': Is a directory; give a readable file"),
         ({"tls_cert": "/nowhere"}, "cannot read --tls-cert '/nowhere': No such file or directory"),
         ({"tls_cert": __file__}, f"cannot use --tls-cert {__file__!r}: no pem; give a certificate chain"),
-        ({"allowed_media_host": ("http://",)}, "--allowed-media-host http:// names no host"),
+        ({"allowed_media_host": ("http://",)}, "--allowed-media-host: 'http://' names no host"),
         ({"allowed_media_dir": "/no/such/folder"}, "--allowed-media-dir /no/such/folder is no folder"),
         ({"max_connections": 10**9}, "--max-connections 1000000000 is more than the "),
     ],
@@ -217,7 +217,7 @@ def test_a_client_that_does_not_read_is_noticed_behind_tls_too(certificate: tupl
         listener = Listener(web.Server(answer), table, tls_context(config))
         listener.start(open_sockets("127.0.0.1", 0))
         trusting = ssl.create_default_context(cafile=cert)
-        _, writer = await asyncio.open_connection("127.0.0.1", listener.port, ssl=trusting, limit=1024)
+        _, writer = await asyncio.open_connection("localhost", listener.port, ssl=trusting, limit=1024)
         writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         await until(lambda: metrics.cut_connections.labels("slow_reader")._value.get() == 1)
         writer.transport.abort()
