@@ -24,7 +24,7 @@ def _documents(number: int, **options: Any) -> dict[str, Any]:
 
 def test_what_is_too_much_by_itself_is_413(server: Server) -> None:
     windows = {"query": "q", "documents": ["word " * 80_000], "long_documents": "window"}
-    for body in (_documents(200), windows | {"truncate_prompt_tokens": 4}):
+    for body in (_documents(200), windows | {"truncate_prompt_tokens": 50}):
         response = httpx.post(server.url + "/rerank", json=body, timeout=60)
         assert response.status_code == 413
         assert "more than the 30000" in response.json()["error"]["message"]

@@ -141,6 +141,6 @@ def test_a_file_that_changes_counts_at_once(server: Server, key_file: Path) -> N
     wait_for(
         lambda: _post(server, "new-key").status_code != 200 or "keys read before stay in use" in server.log
     )
-    assert "line 7: weight must be a number" in server.log
+    assert "line 8: weight must be a number" in server.log
     assert _post(server, "new-key").status_code == 200, "the keys that were read before stay"
     assert "s3cret" not in server.log
