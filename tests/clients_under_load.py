@@ -5,10 +5,31 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import httpx
 
+from maxsimd.bench.datasets import docstring_pairs
+
 QUERY = "how is a file opened"
+# More than one step, so that requests are spread.
+DOCUMENTS = [pair.document[:400] for pair in docstring_pairs() if len(pair.document) > 200][:60]
+SHORT = [document[:300] for document in DOCUMENTS]
+# What several processes are to answer as one does: good requests and bad ones, to whatever kind of model.
+ASKED: list[tuple[str, dict[str, Any]]] = [
+    ("/score", {"queries": QUERY, "documents": DOCUMENTS, "cache": "bypass"}),
+    ("/score", {"queries": QUERY, "documents": ["a file", "a list", "opened"]}),
+    ("/rerank", {"query": "a list", "documents": DOCUMENTS, "top_n": 7, "cache": "bypass"}),
+    ("/rerank", {"query": "a list", "documents": [*SHORT, *SHORT[:9]], "cache": "bypass"}),
+    ("/rerank", {"query": "a list " * 300, "documents": DOCUMENTS, "cache": "bypass"}),
+    ("/rerank", {"query": "a list", "documents": DOCUMENTS[:20], "long_documents": "window"}),
+    ("/v1/embeddings", {"input": DOCUMENTS}),
+    ("/classify", {"input": DOCUMENTS[:5]}),
+    ("/tokenize", {"prompt": "two words"}),
+    ("/rerank", {"query": "a list", "documents": [*SHORT, "long " * 3_000], "long_documents": "error"}),
+    ("/rerank", {"query": "a list", "documents": ["x"], "model": "another"}),
+    ("/nowhere", {}),
+]
 
 
 class Clients:
@@ -32,6 +53,12 @@ class Clients:
                 self._stop.set()
             for task in tasks:
                 task.result()
+
+    def check(self, most_failed: int = 0) -> None:
+        """That they were answered, and right. Each has one request at a time, which may be with what dies."""
+        assert self.answered > 0
+        assert self.wrong == []
+        assert len(self.failed) <= most_failed, self.failed
 
     def _ask(self, seed: int) -> None:
         rng = random.Random(seed)
@@ -64,3 +91,25 @@ def right_scores(url: str, documents: Sequence[str]) -> dict[str, float]:
     body = {"queries": QUERY, "documents": [*documents], "cache": "bypass"}
     data = httpx.post(url + "/score", json=body, timeout=120).json()["data"]
     return {documents[each["index"]]: each["score"] for each in data}
+
+
+# Differ from one answer to the next.
+_OWN = {"id", "created"}
+
+
+def shape_of(answer: object) -> object:
+    """An answer without its floating-point numbers."""
+    if isinstance(answer, dict):
+        return {name: shape_of(value) for name, value in answer.items() if name not in _OWN}
+    if isinstance(answer, list):
+        return [shape_of(each) for each in answer if not isinstance(each, float)]
+    return "a number" if isinstance(answer, float) else answer
+
+
+def numbers_of(answer: object) -> list[float]:
+    """An answer's floating-point numbers."""
+    if isinstance(answer, dict):
+        return [each for name, value in answer.items() if name not in _OWN for each in numbers_of(value)]
+    if isinstance(answer, list):
+        return [each for value in answer for each in numbers_of(value)]
+    return [answer] if isinstance(answer, float) else []

@@ -4,10 +4,11 @@ import argparse
 import importlib
 import signal
 import sys
-from dataclasses import fields
+import tempfile
 from pathlib import Path
 
-from tests.chaos.options import Options
+from tests.chaos.findings import Found
+from tests.checkpoints.late_interaction import stanford
 
 NAMES = ("faults", "poisoned", "disconnects", "stops", "idle", "fuzz")
 
@@ -21,13 +22,13 @@ def main() -> int:
     parser.add_argument("--requests", type=int, help="how many, where it goes by number")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", help="folder of a checkpoint; by default a small one with random weights")
-    parser.add_argument("--samples", type=Path, help="file to write samples to, as lines of JSON (faults)")
-    parser.add_argument("--plot", type=Path, help="file to draw the samples in, .svg or .png (faults)")
-    parser.add_argument("--log", type=Path, help="file to write the server's log to (faults)")
-    given = vars(parser.parse_args())
-    program = importlib.import_module(f"tests.chaos.{given['name']}")
-    status: int = program.run(Options(**{field.name: given[field.name] for field in fields(Options)}))
-    return status
+    parser.add_argument("--plot", type=Path, help="file to draw memory over time in, .svg or .png (faults)")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="maxsimd-chaos-") as folder:
+        options.model = options.model or stanford(Path(folder))
+        found: Found = importlib.import_module(f"tests.chaos.{options.name}").run(options)
+    print(found)
+    return 1 if found.broken else 0
 
 
 if __name__ == "__main__":

@@ -1,112 +1,212 @@
 """Mixed traffic while one thing after another goes wrong: nothing may be lost, and no answer wrong."""
 
 import asyncio
-import bisect
-import itertools
 import random
+import resource
+import sqlite3
 import tempfile
+import time
+from argparse import Namespace
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from tests.chaos.client import Record
-from tests.chaos.crowds import crowd
-from tests.chaos.disks import disk_that_can_be_full
-from tests.chaos.disturbances import Disturber, Fault
-from tests.chaos.options import Options
-from tests.chaos.pool import Pool, Texts
-from tests.chaos.running import Running, running
-from tests.chaos.samples import Sample, Sampler, draw, trend, write
-from tests.chaos.tables import percentile, table
-from tests.chaos.traffic import Outcome, Verdict
-from tests.damage import heed_permissions
+import aiohttp
+import numpy as np
 
-_SHOWN = 10
+from maxsimd.engine.cache.database import FILE
+from tests.chaos.crowd import Crowd, Record, crowd
+from tests.chaos.disconnects import leave_often
+from tests.chaos.findings import Found, Row, percentile
+from tests.chaos.running import Running, running
+from tests.chaos.samples import Sample, draw, trend, watch
+from tests.chaos.traffic import Ask, Outcome, Pool, Texts, Verdict, malformed, rerank, send
+from tests.damage import DAMAGES, heed_permissions
+
 # Connections that stand still are cut within seconds, so that this happens too.
-LIMITS = ("--header-seconds", "3", "--transfer-seconds", "3", "--min-bytes-per-second", "1000")
-_OPTIONS = ("--cache-mb", "1", "--log-level", "warning", *LIMITS)
+_LIMITS = ("--header-seconds", "3", "--transfer-seconds", "3", "--min-bytes-per-second", "1000")
+_OPTIONS = ("--cache-mb", "1", "--cache-disk-mb", "12", "--log-level", "warning", *_LIMITS)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    kind: str
+    begun: float
+    over: float
+
+
+class Disturber:
+    """Does one thing after another to a server, and notes when each was over."""
+
+    def __init__(self, server: Running, crowd: Crowd, pool: Pool, cache: Path, draw: random.Random) -> None:
+        self.faults: list[Fault] = []
+        # Of the requests that are part of a fault.
+        self.records: list[Record] = []
+        self._server, self._crowd, self._pool, self._cache, self._draw = server, crowd, pool, cache, draw
+        self._kinds: dict[str, Callable[[], Awaitable[None]]] = {
+            "client stands still": self._stop_client,
+            "clients leave": self._leave,
+            "steps fail": partial(self._break_steps, "failing"),
+            "steps lack memory": partial(self._break_steps, "out_of_memory"),
+            "poisoned texts": self._poison,
+            "malformed bodies": self._malformed,
+            "cache cleared": self._clear_cache,
+            "disk full": self._fill_disk,
+            "cache truncated": partial(self._damage, "truncated to half"),
+            "cache overwritten": partial(self._damage, "random bytes in the middle"),
+            "cache deleted": partial(self._damage, "file deleted"),
+            "cache read-only": self._forbid,
+            "cache replaced": self._replace,
+        }
+
+    async def run(self, seconds: float, pause: float) -> None:
+        """All kinds in random order, again and again, with a pause of about that long after each."""
+        end = time.monotonic() + seconds
+        while True:
+            for kind in self._draw.sample(list(self._kinds), len(self._kinds)):
+                await asyncio.sleep(self._draw.uniform(0.5, 1.5) * pause)
+                if time.monotonic() > end:
+                    return
+                begun = time.monotonic()
+                await self._kinds[kind]()
+                self.faults.append(Fault(kind, begun, time.monotonic()))
+
+    async def _for_a_while(self) -> None:
+        await asyncio.sleep(self._draw.uniform(0.5, 2))
+
+    async def _stop_client(self) -> None:
+        number = self._draw.randrange(len(self._crowd.processes))
+        await self._crowd.stand_still(number, self._draw.choice([0.2, 1.0, 5.0]))
+
+    async def _leave(self) -> None:
+        await leave_often(self._server, self._pool, 50, self._draw.randrange(1 << 30))
+
+    async def _break_steps(self, how: str) -> None:
+        await asyncio.to_thread(self._server.ask, "set", **{how: self._draw.choice([0.1, 0.5, 0.9])})
+        await self._for_a_while()
+        await asyncio.to_thread(self._server.ask, "set", **{how: 0.0})
+
+    async def _poison(self) -> None:
+        options = {"on_error": "report", "cache": "bypass"}
+        await self._send([rerank(self._pool, self._draw, 100, 20, options) for _ in range(2)])
+
+    async def _malformed(self) -> None:
+        await self._send([malformed(self._pool, self._draw) for _ in range(30)])
+
+    async def _send(self, asks: list[Ask]) -> None:
+        sent = time.monotonic()
+        async with aiohttp.ClientSession(self._server.url) as session:
+            try:
+                answers = await asyncio.gather(*(send(session, ask) for ask in asks))
+            except aiohttp.ClientError as error:
+                answers = [(0, Verdict(Outcome.LOST, repr(error)))]
+        self._note(sent, answers)
+
+    async def _clear_cache(self) -> None:
+        sent = time.monotonic()
+        async with aiohttp.ClientSession(self._server.url) as session, session.delete("/cache") as response:
+            outcome = Outcome.RIGHT if response.status == 204 else Outcome.WRONG
+        self._note(sent, [(response.status, Verdict(outcome, f"DELETE /cache: {response.status}"))])
+
+    def _note(self, sent: float, answers: list[tuple[int, Verdict]]) -> None:
+        done = time.monotonic()
+        self.records += [
+            Record("of a fault", sent, done, verdict.outcome.value, verdict.reason, status)
+            for status, verdict in answers
+        ]
+
+    async def _fill_disk(self) -> None:
+        """As if it were full: no file of the server grows beyond a few pages."""
+        pid = self._server.process.pid
+        _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (1 << 14, hard))
+        try:
+            await self._for_a_while()
+        finally:
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
+
+    async def _damage(self, name: str) -> None:
+        await self._until_there()
+        with suppress(OSError, sqlite3.Error):  # there was none, or a journal is gone again
+            DAMAGES[name](self._cache)
+
+    async def _forbid(self) -> None:
+        await self._damage("read-only")
+        try:
+            await self._for_a_while()
+        finally:
+            self._cache.chmod(0o755)
+            for path in self._cache.iterdir():
+                with suppress(FileNotFoundError):
+                    path.chmod(0o644)
+
+    async def _replace(self) -> None:
+        """What is not the server's own it leaves alone, until its owner takes it away."""
+        await self._damage("file replaced by another program's")
+        await self._for_a_while()
+        (self._cache / FILE).unlink(missing_ok=True)
+
+    async def _until_there(self) -> None:
+        """A cache that was removed is made anew within a second or two."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(5):
+                while not (self._cache / FILE).exists():
+                    await asyncio.sleep(0.05)
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
+    """All that was seen; `ended` is the server's exit status, and `held` what its engine held in the end."""
+
     records: Sequence[Record]
-    verdicts: Sequence[Verdict]
     faults: Sequence[Fault]
     samples: Sequence[Sample]
-    disk: str
     log: str
     started: float
     held: Mapping[str, int]
+    ended: int
 
     def count(self, outcome: Outcome) -> int:
-        own = sum(verdict.outcome is outcome for verdict in self.verdicts)
-        return own + sum(record.outcome == outcome.value for record in self.records)
+        return sum(record.outcome == outcome.value for record in self.records)
 
-    @property
-    def is_good(self) -> bool:
-        return not self.count(Outcome.LOST) and not self.count(Outcome.WRONG) and not self.held
+    def broken(self) -> list[str]:
+        broken = [f"{record.kind}: {record.reason}" for record in self.records if record.is_bad]
+        if self.held:
+            broken.append(f"the engine holds {self.held}")
+        if self.ended != 0:
+            broken.append(f"the server ended with {self.ended}:\n{self.log[-2000:]}")
+        return broken
 
-    def recoveries(self) -> dict[str, list[float | None]]:
+    def recoveries(self) -> dict[str, list[float]]:
         """For each kind of fault, the seconds from the end of each to the first right answer to a request
-        that was sent after it; None where there was none."""
-        right = sorted((record.sent, record.done) for record in self.records if record.outcome == "right")
-        sent = [moment for moment, _ in right]
-        # The first answer to any request from this one on.
-        first = list(itertools.accumulate((done for _, done in reversed(right)), min))[::-1]
-        found: dict[str, list[float | None]] = {}
+        that was sent after it; infinity where there was none."""
+        right = [(record.sent, record.done) for record in self.records if record.outcome == "right"]
+        sent, done = np.array(right or [(0.0, np.inf)]).T
+        found: dict[str, list[float]] = {}
         for fault in self.faults:
-            index = bisect.bisect_left(sent, fault.over)
-            seconds = first[index] - fault.over if index < len(first) else None
-            found.setdefault(fault.kind, []).append(seconds)
+            first = float(done[sent >= fault.over].min(initial=np.inf))
+            found.setdefault(fault.kind, []).append(first - fault.over)
         return found
 
-    def lines(self) -> str:
-        sent = len(self.records) + len(self.verdicts)
-        counts = [("sent", sent), *((outcome.value, self.count(outcome)) for outcome in Outcome)]
-        kinds = Counter(record.kind for record in self.records)
-        rows: list[Sequence[object]] = [("fault", "times", "it lasted s", "median s", "longest s")]
-        for kind, seconds in sorted(self.recoveries().items()):
-            known = [one for one in seconds if one is not None]
-            longest = max(known) if len(known) == len(seconds) else None
-            lasted = [fault.over - fault.begun for fault in self.faults if fault.kind == kind]
-            rows.append((kind, len(seconds), percentile(lasted, 0.5), percentile(known, 0.5), longest))
+    def found(self) -> Found:
+        counts: list[Row] = [("requests sent", len(self.records))]
+        counts += [(outcome.value, self.count(outcome)) for outcome in Outcome]
+        kinds = Counter(record.kind for record in self.records).most_common()
         statuses = Counter(record.status for record in self.records if record.outcome == "refused")
-        parts = [
-            table(counts),
-            "refused with: " + ", ".join(f"{status} {count:,}" for status, count in statuses.most_common()),
-            "requests by kind: " + ", ".join(f"{kind} {count:,}" for kind, count in kinds.most_common()),
-            f"from the end of a fault to the next right answer (the disk is {self.disk}):\n{table(rows)}",
-            self._memory(),
-            f"the engine holds afterwards: {dict(self.held) or 'nothing'}",
-            *self._offenders(),
+        refused = [(f"refused with {status}", count) for status, count in statuses.most_common()]
+        faults: list[Row] = [("until the next right answer after a fault", "times", "median s", "longest s")]
+        faults += [
+            (kind, len(seconds), percentile(seconds, 0.5), max(seconds))
+            for kind, seconds in sorted(self.recoveries().items())
         ]
-        return "\n\n".join(parts)
-
-    def _memory(self) -> str:
-        if not self.samples:
-            return "no samples"
-        first, last = self.samples[0], self.samples[-1]
-        rows: list[Sequence[object]] = [
-            ("of the server", "at first", "at last", "an hour, in the second half")
-        ]
-        for label, name in (
-            ("resident memory, MiB", "resident_mb"),
-            ("allocated in C, MiB", "malloc_mb"),
-            ("Python's small objects", "python_blocks"),
-        ):
-            found = trend(self.samples, name)
-            shown = "not known" if found is None else f"{found[0]:+,.1f} ± {found[1]:,.1f}"
-            rows.append((label, getattr(first, name), getattr(last, name), shown))
-        rows += [(name, getattr(first, name), getattr(last, name), "") for name in ("descriptors", "tasks")]
-        return table(rows)
-
-    def _offenders(self) -> list[str]:
-        bad = {Outcome.LOST.value, Outcome.WRONG.value}
-        reasons = [(record.kind, record.reason) for record in self.records if record.outcome in bad]
-        reasons += [("of a fault", one.reason) for one in self.verdicts if one.outcome.value in bad]
-        return [f"{kind}: {reason}" for kind, reason in reasons[:_SHOWN]]
+        memory: list[Row] = [("of the server", "at first", "at last", "an hour, in the second half")]
+        for name in ("resident_mb", "malloc_mb", "blocks", "descriptors", "tasks"):
+            first, last = (getattr(self.samples[i], name) for i in (0, -1))
+            memory.append((name, first, last, trend(self.samples, name)))
+        return Found([counts, kinds, *([refused] if refused else []), faults, memory], self.broken())
 
 
 async def disturb(
@@ -114,56 +214,35 @@ async def disturb(
 ) -> Report:
     """Runs a server and disturbs it for that long."""
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        saved = pool.save(folder / "pool")
-        with disk_that_can_be_full(folder) as disk:
-            options = (*_OPTIONS, "--cache-dir", str(disk.folder), "--cache-disk-mb", "12")
-            with running(model, *options, before=heed_permissions) as server:
-                async with crowd(server.url, saved, processes, "--abandoned", "0.03") as clients:
-                    sampler = Sampler(server, clients.records, 1.0)
-                    sampling = asyncio.create_task(sampler.run())
-                    started = asyncio.get_running_loop().time()
-                    disturber = Disturber(server, clients, pool, disk, random.Random(seed))
-                    while not clients.records:  # their processes are starting
-                        await asyncio.sleep(0.05)
-                    await disturber.run(seconds, pause)
-                    await asyncio.sleep(pause)  # for what comes after the last fault
-                    sampling.cancel()
-                    with suppress(asyncio.CancelledError):
-                        await sampling
-                held = server.settled(lambda state: not state.held).held
-                ended = server.terminate()
-                verdicts = [*disturber.verdicts, *_end(server, ended)]
-                return Report(
-                    records=clients.judged(),
-                    verdicts=verdicts,
-                    faults=disturber.faults,
-                    samples=sampler.samples,
-                    disk=disk.how,
-                    log=server.log,
-                    started=started,
-                    held=held,
-                )
+        cache = Path(temporary) / "cache"
+        cache.mkdir()
+        saved = pool.save(Path(temporary) / "pool")
+        options = (*_OPTIONS, "--cache-dir", str(cache))
+        with running(model, *options, before=heed_permissions) as server:
+            async with crowd(server.url, saved, processes, "mixed") as clients:
+                samples: list[Sample] = []
+                watching = asyncio.create_task(watch(server, clients.records, samples))
+                started = time.monotonic()
+                disturber = Disturber(server, clients, pool, cache, random.Random(seed))
+                while not clients.records:  # their processes are starting
+                    await asyncio.sleep(0.05)
+                await disturber.run(seconds, pause)
+                await asyncio.sleep(pause)  # for what comes after the last fault
+                watching.cancel()
+                with suppress(asyncio.CancelledError):
+                    await watching
+            held = server.settled().held
+            ended = server.terminate()
+            return Report(
+                *([*clients.judged(), *disturber.records], disturber.faults, samples),
+                *(server.log, started, held, ended),
+            )
 
 
-def _end(server: Running, status: int) -> list[Verdict]:
-    if status == 0:
-        return []
-    return [Verdict(Outcome.WRONG, f"the server ended with {status}:\n{server.log[-2000:]}")]
-
-
-def run(options: Options) -> int:
-    model = options.checkpoint()
-    with running(model, "--cache-mb", "64", hooked=False) as undisturbed:
+def run(options: Namespace) -> Found:
+    with running(options.model, "--cache-mb", "64", hooked=False) as undisturbed:
         pool = Pool.ask(Texts.draw(options.seed), undisturbed.url)
-    seconds = options.seconds or 60
-    report = asyncio.run(disturb(model, pool, seconds, seed=options.seed))
-    print(report.lines())
-    if options.samples is not None:
-        write(report.samples, options.samples)
-    if options.log is not None:
-        options.log.write_text(report.log, encoding="utf-8")
+    report = asyncio.run(disturb(options.model, pool, options.seconds or 60, seed=options.seed))
     if options.plot is not None:
-        moments = [fault.begun - report.started for fault in report.faults]
-        print(draw(report.samples, moments, options.plot))
-    return 0 if report.is_good else 1
+        print(draw(report.samples, [fault.begun - report.started for fault in report.faults], options.plot))
+    return report.found()

@@ -3,130 +3,164 @@ they come in one burst and once they are there, in turns; and whether each is cl
 
 import asyncio
 import json
-import sys
+import random
+import resource
+import socket
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from argparse import Namespace
+from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.chaos.client import Record
-from tests.chaos.crowds import crowd
-from tests.chaos.options import Options
-from tests.chaos.pool import Pool, Texts
-from tests.chaos.running import ROOT, Running, running
-from tests.chaos.slow import Seen
-from tests.chaos.tables import percentile, table
-from tests.chaos.traffic import Outcome
+from maxsimd.api.sockets import raise_descriptor_limit
+from tests.chaos.crowd import crowd
+from tests.chaos.findings import Found, Row, percentile
+from tests.chaos.running import Running, running
+from tests.chaos.traffic import Pool, Texts
 
 _ROUNDS = 3
 # How much later than its limit says a connection may be closed.
-_LATE_SECONDS, _LATE_SHARE = 2.0, 0.1
+_LATE_SECONDS, _LATE_SHARE = 3.0, 0.1
+_TURNS = ("alone", "while slow clients come", "beside slow clients")
+_OTHER_DESCRIPTORS = 100
+_AT_A_TIME = 50
+# How often a client does something; tools that hold connections open do every 10 to 15 seconds.
+_EVERY_SECONDS = 5.0
+_HEAD = b"POST /rerank HTTP/1.1\r\nHost: x\r\n"
+# Answered with more than fits into the system's buffers.
+_LONG = json.dumps({"query": "q", "documents": ["word " * 1_000_000]}).encode()
 
 
-@dataclass(frozen=True, slots=True)
-class Round:
-    """When the load was alone, slow clients came, and they were there; and what became of these."""
+@dataclass(slots=True)
+class Kind:
+    """Slow clients: their share, what one sends at first and every few seconds, and the bytes it reads in a
+    second (None for all). Of these: how many were opened and refused, how many are open, and the seconds from
+    opening to the server's closing."""
 
-    alone: tuple[float, float]
-    coming: tuple[float, float]
-    beside: tuple[float, float]
-    slow: Mapping[str, Seen]
+    name: str
+    share: float
+    first: bytes
+    drip: bytes = b""
+    reads: int | None = None
+    opened: int = 0
+    refused: int = 0
+    left_open: int = 0
+    seconds: list[float] = field(default_factory=list)
+
+    async def client(self, port: int, gate: asyncio.Semaphore) -> None:
+        """One of them, until the server closes its connection."""
+        loop = asyncio.get_running_loop()
+        with socket.socket() as client:
+            client.setblocking(False)
+            if self.reads is not None:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            async with gate:
+                try:
+                    await loop.sock_connect(client, ("127.0.0.1", port))
+                    opened = time.monotonic()
+                    await loop.sock_sendall(client, self.first)
+                    if not self.drip:
+                        await loop.sock_recv(client, 1)
+                except OSError:
+                    self.refused += 1
+                    return
+            self.opened += 1
+            self.left_open += 1
+            try:
+                await asyncio.sleep(random.uniform(0, _EVERY_SECONDS) if self.drip else 0)
+                while await self._read(client):
+                    pass
+            except OSError:
+                pass
+            self.left_open -= 1
+            self.seconds.append(time.monotonic() - opened)
+
+    async def _read(self, client: socket.socket) -> bytes:
+        """What came, or is about to; nothing once the connection is closed."""
+        loop = asyncio.get_running_loop()
+        if self.reads is not None:
+            await asyncio.sleep(1)
+            return await loop.sock_recv(client, self.reads)
+        if not self.drip:
+            return await loop.sock_recv(client, 1 << 16)
+        try:
+            async with asyncio.timeout(_EVERY_SECONDS):
+                return await loop.sock_recv(client, 1 << 16)
+        except TimeoutError:
+            await loop.sock_sendall(client, self.drip)
+            return self.drip
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
-    limit: float
-    rounds: Sequence[Round]
-    records: Sequence[Record]
+def _kinds() -> list[Kind]:
+    """Those whose answers take the server some work come first."""
+    return [
+        Kind("slow readers", 0.01, _HEAD + b"Content-Length: %d\r\n\r\n" % len(_LONG) + _LONG, reads=100),
+        Kind("half headers", 0.4, _HEAD + b"X-Slow: ", b"x"),
+        Kind("half bodies", 0.3, _HEAD + b"Content-Length: 1000000\r\n\r\n", b" "),
+        Kind("idle", 0.29, b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"),
+    ]
 
-    @property
-    def is_good(self) -> bool:
-        bad = {Outcome.LOST.value, Outcome.WRONG.value}
-        seen = [one for each in self.rounds for one in each.slow.values()]
-        closed = all(not one.left_open and max(one.seconds, default=0.0) <= self.latest for one in seen)
-        return closed and not any(record.outcome in bad for record in self.records)
 
-    @property
-    def latest(self) -> float:
-        return self.limit * (1 + _LATE_SHARE) + _LATE_SECONDS
+async def _round(server: Running, count: int, window: float, limit: float) -> tuple[list[float], list[Kind]]:
+    """When the load was alone, slow clients came, were there, and the turn was over; and what they saw."""
+    moments = [time.monotonic()]
+    await asyncio.sleep(window)
+    moments.append(time.monotonic())
+    kinds, gate = _kinds(), asyncio.Semaphore(_AT_A_TIME)
+    clients = [
+        asyncio.create_task(kind.client(server.port, gate))
+        for kind in kinds
+        for _ in range(round(kind.share * count))
+    ]
+    while sum(kind.opened + kind.refused for kind in kinds) < len(clients):
+        await asyncio.sleep(0.05)
+    moments.append(time.monotonic())
+    await asyncio.sleep(window)
+    moments.append(time.monotonic())
+    _, late = await asyncio.wait(clients, timeout=2 * limit)
+    for client in late:
+        client.cancel()
+    return moments, kinds
 
-    def lines(self) -> str:
-        rows: list[Sequence[object]] = [
-            ("normal requests", "number", "p50 ms", "p99 ms"),
-            self._row("alone", [each.alone for each in self.rounds]),
-            self._row("while slow clients come", [each.coming for each in self.rounds]),
-            self._row("beside slow clients", [each.beside for each in self.rounds]),
-        ]
-        closed: list[Sequence[object]] = [
-            ("slow clients", "opened", "refused", "left open", "first closed s", "last closed s")
-        ]
-        for each in self.rounds:
-            for kind, one in each.slow.items():
-                times = (min(one.seconds, default=None), max(one.seconds, default=None))
-                closed.append((kind, one.opened, one.refused, one.left_open, *times))
-        outcomes = {outcome.value: 0 for outcome in Outcome}
-        for record in self.records:
-            outcomes[record.outcome] += 1
-        limits = f"each is to be closed after {self.limit:g} s, {self.latest:g} at the latest"
-        return f"{table(rows)}\n{outcomes}\n\n{table(closed)}\n{limits}"
 
-    def _row(self, name: str, spans: Sequence[tuple[float, float]]) -> Sequence[object]:
+async def sit_idle(server: Running, pool: Pool, count: int, window: float, limit: float) -> Found:
+    """Normal load for `window` seconds, alone and beside slow clients, in turns."""
+    descriptors = raise_descriptor_limit()
+    if descriptors != resource.RLIM_INFINITY:
+        count = min(count, descriptors - _OTHER_DESCRIPTORS)
+    with tempfile.TemporaryDirectory() as folder:
+        async with crowd(server.url, pool.save(Path(folder, "pool")), 1, "small") as clients:
+            await asyncio.sleep(2.0)  # for its start
+            rounds = [await _round(server, count, window, limit) for _ in range(_ROUNDS)]
+    rows: list[Row] = [("normal requests", "number", "p50 ms", "p99 ms")]
+    for turn, name in enumerate(_TURNS):
         waited = [
             1e3 * (record.done - record.sent)
-            for record in self.records
-            if any(begun <= record.sent and record.done <= ended for begun, ended in spans)
+            for record in clients.records
+            if any(times[turn] <= record.sent and record.done <= times[turn + 1] for times, _ in rounds)
         ]
-        return name, len(waited), percentile(waited, 0.5), percentile(waited, 0.99)
+        rows.append((name, len(waited), percentile(waited, 0.5), percentile(waited, 0.99)))
+    outcomes = Counter(record.outcome for record in clients.records).most_common()
+    broken = [f"{record.kind}: {record.reason}" for record in clients.records if record.is_bad]
+    latest = limit * (1 + _LATE_SHARE) + _LATE_SECONDS
+    closed: list[Row] = [
+        ("slow clients", "opened", "refused", "left open", "first closed s", "last closed s")
+    ]
+    for kind in (kind for _, kinds in rounds for kind in kinds):
+        first, last = min(kind.seconds, default=None), max(kind.seconds, default=None)
+        closed.append((kind.name, kind.opened, kind.refused, kind.left_open, first, last))
+        if kind.left_open or (last or 0.0) > latest:
+            broken.append(f"{kind.name} were not closed after {latest:.0f} s: {kind.left_open}, {last}")
+    return Found([rows, outcomes, closed], broken)
 
 
-async def sit_idle(server: Running, pool: Pool, count: int, window: float, limit: float) -> Report:
-    """Normal load for `window` seconds, alone and beside slow clients, in turns."""
-    rounds: list[Round] = []
-    with tempfile.TemporaryDirectory() as folder:
-        saved = pool.save(Path(folder, "pool"))
-        load = ("--mix", "small", "--clients", "2", "--pause", "0.05")
-        async with crowd(server.url, saved, 1, *load) as clients:
-            await asyncio.sleep(2.0)  # for its start
-            for _ in range(_ROUNDS):
-                rounds.append(await _round(server, count, window, limit))
-    return Report(limit, rounds, clients.records)
-
-
-async def _round(server: Running, count: int, window: float, limit: float) -> Round:
-    begun = time.monotonic()
-    await asyncio.sleep(window)
-    come = time.monotonic()
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.chaos.slow", str(server.port), str(count), str(2 * limit)),
-        stdout=asyncio.subprocess.PIPE,
-        cwd=ROOT,
-        limit=1 << 24,
-    )
-    try:
-        assert process.stdout is not None
-        await process.stdout.readline()
-        there = time.monotonic()
-        await asyncio.sleep(window)
-        ended = time.monotonic()
-        found = json.loads(await process.stdout.readline())
-        await process.wait()
-        slow = {kind: Seen(**seen) for kind, seen in found.items()}
-        return Round((begun, come), (come, there), (there, ended), slow)
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
-
-
-def run(options: Options) -> int:
+def run(options: Namespace) -> Found:
     """`--requests` is the number of slow connections, `--seconds` how long each turn is."""
     window = options.seconds or 15.0
     limit = 2 * window  # they are all open while the load is measured
     limits = [("--header-seconds", limit), ("--transfer-seconds", limit), ("--idle-seconds", limit)]
     arguments = [str(part) for pair in limits for part in pair]
-    with running(options.checkpoint(), "--log-level", "warning", *arguments) as server:
+    with running(options.model, "--log-level", "warning", *arguments) as server:
         pool = Pool.ask(Texts.draw(options.seed), server.url)
-        report = asyncio.run(sit_idle(server, pool, options.requests or 5000, window, limit))
-    print(report.lines())
-    return 0 if report.is_good else 1
+        return asyncio.run(sit_idle(server, pool, options.requests or 5000, window, limit))

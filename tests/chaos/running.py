@@ -12,30 +12,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.memory import Allocated
 from tests.forked import Program
 from tests.server.conftest import Server, free_port
 
 ROOT = Path(__file__).parents[2]
-PAGE = os.sysconf("SC_PAGE_SIZE")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 _SETTLING_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What a server holds; `engine` is its EngineStats, `tasks` are asyncio's on its event loop. Two are the
-    same whatever is allocated, which is never twice the same."""
+    """What a server holds: what its engine does by name, which is nothing once it is idle, asyncio's tasks,
+    and descriptors. Two are the same whatever is allocated, which is never twice the same: bytes in the C
+    library's heaps (None where it does not say), and Python's small objects."""
 
-    engine: dict[str, Any]
+    held: dict[str, int]
     tasks: int
-    allocated: Allocated = field(compare=False)
     descriptors: int
-
-    @property
-    def held(self) -> dict[str, int]:
-        """What the engine holds, by name; nothing once it is idle."""
-        parts = {name: value for name, value in self.engine.items() if name != "device"}
-        return {name: value for name, value in (parts | self.engine["device"]).items() if value}
+    malloc_bytes: int | None = field(compare=False)
+    blocks: int = field(compare=False)
 
 
 @dataclass
@@ -43,7 +38,6 @@ class Running(Server):
     """A running server. One that is not `hooked` is the plain command, of which nothing can be asked."""
 
     control: socket.socket | None = None
-    _answers: Any = field(default=None, repr=False)
     _asking: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @property
@@ -53,13 +47,13 @@ class Running(Server):
     def ask(self, do: str, **values: Any) -> Any:
         """Has the hooks do something; see server.py. Threads may ask at a time."""
         assert self.control is not None
-        with self._asking:
+        with self._asking, self.control.makefile("rb") as answers:
             self.control.sendall(json.dumps({"do": do, **values}).encode() + b"\n")
-            return json.loads(self._answers.readline())
+            return json.loads(answers.readline())
 
     @property
     def resident_bytes(self) -> int:
-        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * PAGE
+        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * _PAGE
 
     @property
     def peak_bytes(self) -> int:
@@ -70,15 +64,10 @@ class Running(Server):
     def forget_peak(self) -> None:
         Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
 
-    @property
-    def descriptors(self) -> int:
-        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
-
     def state(self) -> State:
-        stats = self.ask("stats")
-        return State(stats["engine"], stats["tasks"], Allocated(**stats["allocated"]), self.descriptors)
+        return State(**self.ask("stats"), descriptors=len(os.listdir(f"/proc/{self.process.pid}/fd")))
 
-    def settled(self, is_settled: Callable[[State], bool]) -> State:
+    def settled(self, is_settled: Callable[[State], bool] = lambda state: not state.held) -> State:
         """The state once it is as asked for; or when that takes too long, as it is then."""
         end = time.monotonic() + _SETTLING_SECONDS
         while not is_settled(state := self.state()) and time.monotonic() < end:
@@ -106,14 +95,12 @@ def running(
             if hooked:
                 server.control = socket.socket(socket.AF_UNIX)
                 server.control.connect(str(folder / "control"))
-                server._answers = server.control.makefile("rb")
             yield server
         except Exception as error:
             error.add_note(f"the end of the server's log:\n{server.log[-4000:]}")
             raise
         finally:
             if server.control is not None:
-                server._answers.close()
                 server.control.close()
             if process.poll() is None:
                 process.kill()

@@ -3,6 +3,7 @@
 line there is a command, and gets a line as its answer."""
 
 import asyncio
+import ctypes
 import json
 import os
 import random
@@ -23,11 +24,32 @@ from maxsimd.api.cli import main
 from maxsimd.engine.actors.runner import RunnerActor
 from maxsimd.engine.engine import Engine
 from maxsimd.scheduler import Step
-from tests.chaos.memory import allocated
-from tests.chaos.pool import POISON
+from tests.chaos.traffic import POISON
 
 _BEAT_SECONDS = 0.005
 _STALL_SECONDS = 0.05
+
+
+class _Mallinfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`, see mallinfo(3)."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def malloc_bytes() -> int | None:
+    """What is in use in the C library's heaps and mappings; None without glibc 2.33."""
+    mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo2 is None:
+        return None
+    mallinfo2.restype = _Mallinfo
+    info = mallinfo2()
+    return int(info.uordblks + info.hblkhd)
 
 
 class Stalls:
@@ -66,13 +88,12 @@ class Hooks:
         # How likely it is that a step of several sequences fails, and that it lacks memory.
         self.failing = 0.0
         self.out_of_memory = 0.0
-        self.steps = 0
         self.failed = 0
         self._draw = random.Random(0)
-        self._engine: Engine | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._engine: Any = None
+        self._loop: Any = None
         self._poison = -1
-        self._stalls: Stalls | None = None
+        self._stalls: Any = None
 
     def watch(self, engine: Engine) -> None:
         """Called on the engine's loop once it has started."""
@@ -83,45 +104,41 @@ class Hooks:
 
     def check(self, step: Step) -> None:
         """Called before a step's forward pass; raises where it is to fail."""
-        self.steps += 1
-        if any(self._poison in chunk.sequence.tokens.ids for chunk in step.chunks):
+        error = self._error(step)
+        if error is not None:
             self.failed += 1
-            raise RuntimeError("a poisoned sequence")
-        if len(step.chunks) > 1:
-            if self._draw.random() < self.failing:
-                self.failed += 1
-                raise RuntimeError("a step that fails at random")
-            if self._draw.random() < self.out_of_memory:
-                self.failed += 1
-                raise MemoryError("a step that lacks memory at random")
+            raise error
 
-    def obey(self, command: dict[str, Any]) -> Any:
+    def _error(self, step: Step) -> Exception | None:
+        if any(self._poison in chunk.sequence.tokens.ids for chunk in step.chunks):
+            return RuntimeError("a poisoned sequence")
+        if len(step.chunks) > 1 and self._draw.random() < self.failing:
+            return RuntimeError("a step that fails at random")
+        if len(step.chunks) > 1 and self._draw.random() < self.out_of_memory:
+            return MemoryError("a step that lacks memory at random")
+        return None
+
+    def obey(self, do: str, **values: float) -> Any:
         """In the loop's thread."""
-        match command.pop("do"):
+        match do:
             case "set":
-                for name, value in command.items():
-                    assert hasattr(self, name)
-                    setattr(self, name, value)
-                return None
+                vars(self).update(values)
+            case "failed":
+                return self.failed
             case "stats":
-                assert self._engine is not None
-                assert self._loop is not None
-                healthy = self._engine.is_healthy
+                stats = asdict(self._engine.stats())
                 return {
-                    "engine": asdict(self._engine.stats()) if healthy else None,
+                    "held": {name: value for name, value in (stats | stats.pop("device")).items() if value},
                     "tasks": len(asyncio.all_tasks(self._loop)),
-                    "allocated": asdict(allocated()),
-                    "steps": self.steps,
-                    "failed": self.failed,
+                    "malloc_bytes": malloc_bytes(),
+                    "blocks": sys.getallocatedblocks(),
                 }
             case "watch stalls":
-                assert self._loop is not None
                 self._stalls = Stalls(self._loop)
-                return None
             case "stalls":
-                assert self._stalls is not None
                 seen, self._stalls.seen = self._stalls.seen, []
                 return seen
+        return None
 
     def serve(self, listening: socket.socket) -> None:
         """Obeys one client, in a thread of its own."""
@@ -134,7 +151,7 @@ class Hooks:
 
     def _obey_into(self, future: "Future[Any]", command: dict[str, Any]) -> None:
         try:
-            future.set_result(self.obey(command))
+            future.set_result(self.obey(**command))
         except Exception as error:
             future.set_exception(error)
 

@@ -1,16 +1,28 @@
-"""Requests drawn at random, and whether an answer to one is right."""
+"""Texts, requests drawn at random of them, and whether an answer is what an undisturbed server says."""
 
+import asyncio
 import json
+import pickle
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
+import aiohttp
+import httpx
 import numpy as np
+from numpy.typing import NDArray
 
-from tests.chaos.pool import EMBEDDING, Pool, agree, embedding_body, numbers_of
+from maxsimd.bench.datasets import docstring_pairs
+
+# The model's step fails where this word, one token, is in it.
+POISON = "poison"
+# How far the same text may be off between steps: other sequences beside it, other sums.
+_TOLERANCE = 1e-3
+_VECTORS = 40
 
 
 class Outcome(Enum):
@@ -42,27 +54,102 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
+class Texts:
+    """Real English. `poisoned[i]` is `documents[i]` with the poison in it."""
+
+    queries: tuple[str, ...]
+    documents: tuple[str, ...]
+    poisoned: tuple[str, ...]
+
+    @classmethod
+    def draw(cls, seed: int, queries: int = 20, documents: int = 600) -> Self:
+        draw = random.Random(seed)
+        pairs = [pair for pair in docstring_pairs() if POISON not in (pair.query + pair.document).lower()]
+        draw.shuffle(pairs)
+        chosen = [pair.document.split()[: draw.randint(5, 80)] for pair in pairs[:documents]]
+        return cls(
+            tuple(pair.query for pair in pairs[:queries]),
+            tuple(" ".join(words) for words in chosen),
+            tuple(" ".join(_poisoned(words, draw)) for words in chosen),
+        )
+
+
+def _poisoned(words: list[str], draw: random.Random) -> list[str]:
+    position = draw.randint(0, min(len(words), 30))  # where no model cuts it off
+    return [*words[:position], POISON, *words[position:]]
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Texts with the scores [queries, documents] of all pairs, and the tokens and token vectors of the first
+    documents."""
+
+    texts: Texts
+    scores: NDArray[np.float32]
+    tokens: tuple[tuple[int, ...], ...]
+    vectors: tuple[NDArray[np.float32], ...]
+
+    @classmethod
+    def ask(cls, texts: Texts, url: str) -> Self:
+        """Asks a server that nothing disturbs."""
+        with httpx.Client(base_url=url, timeout=300) as client:
+
+            def data(path: str, **body: Any) -> Any:
+                asked = body | {"truncate_prompt_tokens": -1}
+                return client.post(path, json=asked).raise_for_status().json()["data"]
+
+            rows = [
+                [item["score"] for item in data("/score", queries=query, documents=texts.documents)]
+                for query in texts.queries
+            ]
+            first = texts.documents[:_VECTORS]
+            tokens = [client.post("/tokenize", json={"text": text}).json()["tokens"] for text in first]
+            vectors = [np.array(data("/pooling", input=[text])[0]["data"], np.float32) for text in first]
+        return cls(texts, np.array(rows, np.float32), tuple(map(tuple, tokens)), tuple(vectors))
+
+    def save(self, path: Path) -> Path:
+        path.write_bytes(pickle.dumps(self))
+        return path
+
+    @staticmethod
+    def load(path: Path) -> "Pool":
+        pool = pickle.loads(path.read_bytes())
+        assert isinstance(pool, Pool)
+        return pool
+
+
+async def send(session: aiohttp.ClientSession, ask: Ask) -> tuple[int, Verdict]:
+    """Sends a request and judges the answer."""
+    headers = {"Content-Type": "application/json"}
+    async with session.post(ask.path, data=ask.body, headers=headers) as response:
+        body = await response.read()
+        named = {name.lower(): value for name, value in response.headers.items()}
+        return response.status, ask.judge(response.status, named, body)
+
+
+async def read_answer(
+    reader: asyncio.StreamReader, method: str = "POST"
+) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers in lower case and body of what comes on a connection."""
+    status = 0
+    while status < 200:  # others say that the body may come
+        lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        status = int(lines[0].split()[1])
+    headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines[1:])}
+    length = 0 if method == "HEAD" or status in (204, 304) else int(headers.get("content-length", 0))
+    return status, headers, await reader.readexactly(length)
+
+
+@dataclass(frozen=True, slots=True)
 class Expected:
     """What the answer to a request that scores should be: the scores of all documents, those that break the
     model, the ones that cannot be read, and what it asked for."""
 
     scores: Sequence[float]
-    broken: frozenset[int]
-    reports: bool
-    partial: bool
-    timed: bool
-    field: str  # of an answer's items, with the score
-
-
-def draw_ask(pool: Pool, draw: random.Random) -> Ask:
-    """One of the mixed traffic."""
-    [kind] = draw.choices(list(_KINDS), [weight for _, weight in _KINDS.values()])
-    return _KINDS[kind][0](pool, draw)
-
-
-def draw_small(pool: Pool, draw: random.Random) -> Ask:
-    """A request of 20 documents, of which none is poisoned."""
-    return rerank(pool, draw, 20)
+    broken: frozenset[int] = frozenset()
+    reports: bool = False
+    partial: bool = False
+    timed: bool = False
 
 
 def rerank(
@@ -78,22 +165,19 @@ def rerank(
     indices = draw.choices(range(len(pool.texts.documents)), k=documents)
     broken = frozenset(draw.sample(range(documents), poisoned))
     sources = pool.texts.documents, pool.texts.poisoned
-    documents_sent = [sources[position in broken][index] for position, index in enumerate(indices)]
+    sent = [sources[position in broken][index] for position, index in enumerate(indices)]
     options = options or {}
-    body = {"query": pool.texts.queries[query], "documents": documents_sent, "return_documents": False}
+    body: dict[str, Any] = {"documents": sent}
     if path == "/score":
-        body = {
-            "queries": pool.texts.queries[query],
-            "documents": documents_sent,
-            "truncate_prompt_tokens": -1,
-        }
+        body |= {"queries": pool.texts.queries[query], "truncate_prompt_tokens": -1}
+    else:
+        body |= {"query": pool.texts.queries[query], "return_documents": False}
     expected = Expected(
         pool.scores[query, indices].tolist(),
         broken,
         options.get("on_error") == "report",
         options.get("on_timeout") == "partial",
         "timeout" in options,
-        "score" if path == "/score" else "relevance_score",
     )
     kind = path + " poisoned" if poisoned else path
     return Ask(kind, path, json.dumps(body | options).encode(), partial(_judge_scores, expected))
@@ -116,59 +200,25 @@ def _mixed(path: str, pool: Pool, draw: random.Random) -> Ask:
     return rerank(pool, draw, documents, poisoned, options, path)
 
 
-def _paired(pool: Pool, draw: random.Random) -> Ask:
-    """N queries with a document each."""
-    count = draw.randint(2, 30)
-    queries = draw.choices(range(len(pool.texts.queries)), k=count)
-    documents = draw.choices(range(len(pool.texts.documents)), k=count)
-    body = {
-        "queries": [pool.texts.queries[i] for i in queries],
-        "documents": [pool.texts.documents[i] for i in documents],
-        "truncate_prompt_tokens": -1,
-    }
-    scores = [float(pool.scores[i, j]) for i, j in zip(queries, documents, strict=True)]
-    expected = Expected(scores, frozenset(), False, False, False, "score")
-    return Ask("/score N:N", "/score", json.dumps(body).encode(), partial(_judge_scores, expected))
-
-
 def _embed(pool: Pool, draw: random.Random) -> Ask:
-    path = draw.choice(list(EMBEDDING))
-    index = draw.randrange(len(pool.vectors[path]))
-    reply = pool.vectors[path][index]
-
-    def judge(status: int, headers: Mapping[str, str], answer: bytes) -> Verdict:
-        if status != 200 or reply.status != 200:
-            return judge_refusal(status, headers, answer, {reply.status})
-        same = agree(numbers_of(path, json.loads(answer)), reply.numbers)
-        return RIGHT if same else Verdict(Outcome.WRONG, f"{path}: other numbers")
-
-    return Ask(path, path, json.dumps(embedding_body(pool.texts.documents[index])).encode(), judge)
+    index = draw.randrange(len(pool.vectors))
+    body = {"input": [pool.texts.documents[index]], "truncate_prompt_tokens": -1}
+    judge = partial(_judge_data, lambda answer: agree(answer["data"][0]["data"], pool.vectors[index]))
+    return Ask("/pooling", "/pooling", json.dumps(body).encode(), judge)
 
 
 def _tokenize(pool: Pool, draw: random.Random) -> Ask:
     index = draw.randrange(len(pool.tokens))
-
-    def judge(status: int, headers: Mapping[str, str], answer: bytes) -> Verdict:
-        if status != 200:
-            return judge_refusal(status, headers, answer, set())
-        same = tuple(json.loads(answer)["tokens"]) == pool.tokens[index]
-        return RIGHT if same else Verdict(Outcome.WRONG, "/tokenize: other tokens")
-
+    judge = partial(_judge_data, lambda answer: tuple(answer["tokens"]) == pool.tokens[index])
     return Ask("/tokenize", "/tokenize", json.dumps({"text": pool.texts.documents[index]}).encode(), judge)
 
 
 MALFORMED: dict[bytes, int] = {
     b"": 400,
-    b"{": 400,
-    b"[]": 400,
     b"\xff\xfe": 400,
-    b'{"query": 1, "documents": ["a"]}': 400,
     b'{"query": "a"}': 400,
-    b'{"query": "a", "documents": []}': 400,
     b'{"query": "a", "documents": [1]}': 400,
     b'{"query": "\\ud800", "documents": ["a"]}': 400,
-    b'{"query": "a", "documents": ["a"], "timeout": -1}': 400,
-    b'{"query": "a", "documents": ["a"], "top_n": "all"}': 400,
     b'{"query": "a", "documents": ["a"], "model": "another"}': 404,
     b'{"query": "a", "documents": ' + b"[" * 5000: 400,
 }
@@ -176,23 +226,30 @@ MALFORMED: dict[bytes, int] = {
 
 def malformed(pool: Pool, draw: random.Random) -> Ask:
     body = draw.choice(list(MALFORMED))
-    judge = partial(judge_refusal, allowed={MALFORMED[body]})
-    return Ask("malformed", "/rerank", body, lambda status, headers, answer: judge(status, headers, answer))
+    return Ask("malformed", "/rerank", body, partial(judge_refusal, {MALFORMED[body]}))
 
 
-_KINDS: dict[str, tuple[Callable[[Pool, random.Random], Ask], float]] = {
-    "rerank": (partial(_mixed, "/rerank"), 50),
-    "score": (partial(_mixed, "/score"), 20),
-    "paired": (_paired, 8),
-    "embed": (_embed, 8),
-    "tokenize": (_tokenize, 8),
-    "malformed": (malformed, 6),
-}
+_KINDS: tuple[tuple[float, Callable[[Pool, random.Random], Ask]], ...] = (
+    (50, partial(_mixed, "/rerank")),
+    (20, partial(_mixed, "/score")),
+    *((12, _embed), (8, _tokenize), (6, malformed)),
+)
 
 
-def judge_refusal(
-    status: int, headers: Mapping[str, str], answer: bytes, allowed: set[int] | frozenset[int]
-) -> Verdict:
+def draw_ask(pool: Pool, draw: random.Random) -> Ask:
+    """One of the mixed traffic."""
+    [kind] = draw.choices([kind for _, kind in _KINDS], [weight for weight, _ in _KINDS])
+    return kind(pool, draw)
+
+
+def agree(found: Any, expected: NDArray[np.float32]) -> bool:
+    numbers = np.asarray(found, np.float32)
+    return numbers.shape == expected.shape and bool(
+        np.allclose(numbers, expected, rtol=_TOLERANCE, atol=_TOLERANCE)
+    )
+
+
+def judge_refusal(allowed: set[int], status: int, headers: Mapping[str, str], answer: bytes) -> Verdict:
     """A server may always have too much to do; else only what is allowed."""
     wrong = error_mismatch(status, headers, answer)
     if wrong is None and status not in allowed | {429}:
@@ -214,22 +271,32 @@ def error_mismatch(status: int, headers: Mapping[str, str], answer: bytes) -> st
     return None
 
 
+def _judge_data(
+    is_right: Callable[[Any], bool], status: int, headers: Mapping[str, str], answer: bytes
+) -> Verdict:
+    if status != 200:
+        return judge_refusal(set(), status, headers, answer)
+    return RIGHT if is_right(json.loads(answer)) else Verdict(Outcome.WRONG, "other numbers")
+
+
 def _judge_scores(expected: Expected, status: int, headers: Mapping[str, str], body: bytes) -> Verdict:
     if status != 200:
-        return _judge_failure(expected, status, headers, body)
+        if status == 500 and expected.broken and not expected.reports:
+            wrong = error_mismatch(status, headers, body)
+            return FAILED if wrong is None else Verdict(Outcome.WRONG, wrong)
+        return judge_refusal({504, 413} if expected.timed else set(), status, headers, body)
     answer = json.loads(body)
     items = answer.get("results", answer.get("data"))
-    found = {item["index"]: item[expected.field] for item in items}
+    found = {item["index"]: item.get("relevance_score", item.get("score")) for item in items}
     errors = {item["index"] for item in answer.get("errors", ())}
     unscored = set(answer.get("unscored", ()))
+    failing = expected.broken - unscored if expected.reports else set()
     wrong = None
     if len(found) != len(items) or set(found) | errors | unscored != set(range(len(expected.scores))):
         wrong = f"{len(expected.scores)} documents, {len(items)} scores, {len(errors)} errors"
     elif set(found) & (errors | unscored) or (unscored and not expected.partial):
         wrong = "a document has a score and none"
-    elif (
-        errors != (expected.broken - unscored if expected.reports else set()) or set(found) & expected.broken
-    ):
+    elif errors != failing or set(found) & expected.broken:
         wrong = f"errors {sorted(errors)}, broken {sorted(expected.broken)}, unscored {len(unscored)}"
     elif expected.partial and answer["complete"] != (not unscored):
         wrong = "an answer that is not as complete as it says"
@@ -241,10 +308,3 @@ def _judge_scores(expected: Expected, status: int, headers: Mapping[str, str], b
     if wrong is not None:
         return Verdict(Outcome.WRONG, wrong)
     return FAILED if errors else RIGHT
-
-
-def _judge_failure(expected: Expected, status: int, headers: Mapping[str, str], body: bytes) -> Verdict:
-    if status == 500 and expected.broken and not expected.reports:
-        wrong = error_mismatch(status, headers, body)
-        return FAILED if wrong is None else Verdict(Outcome.WRONG, wrong)
-    return judge_refusal(status, headers, body, {504, 413} if expected.timed else set())

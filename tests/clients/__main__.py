@@ -5,7 +5,6 @@ import argparse
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -58,23 +57,15 @@ def _checks(client: Client, command: list[str], urls: dict[str, str]) -> list[Ou
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.jsonl"
         environment = _environment(folder) | urls | {"CHECK_RESULTS": str(results)}
+        failure = None
         try:
-            ran = subprocess.run(
-                command,
-                env=environment,
-                cwd=folder,
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=_SECONDS,
-            )
-            status, said = ran.returncode, ran.stdout + ran.stderr
-        except subprocess.TimeoutExpired as error:
-            status, said = -1, str(error)
+            page.run(command, environment, Path(folder), _SECONDS)
+        except page.Failed as error:
+            failure = str(error)
         lines = results.read_text().splitlines() if results.exists() else []
     outcomes = [Outcome(client.name, **json.loads(line)) for line in lines]
-    if status != 0 or not outcomes:
-        outcomes.append(Outcome(client.name, "all of it", f"exit status {status}\n{said[-3000:]}"))
+    if failure is not None or not outcomes:
+        outcomes.append(Outcome(client.name, "all of it", failure or "there are no checks"))
     return outcomes
 
 
@@ -87,7 +78,7 @@ def _examples(client: Client, urls: dict[str, str]) -> Iterator[Outcome]:
             with tempfile.TemporaryDirectory() as folder:
                 try:
                     page.printed(example, interpreter, urls[server], _environment(folder), Path(folder))
-                except page.ExampleFailed as failure:
+                except page.Failed as failure:
                     error = str(failure)
             yield Outcome(client.name, f"its example in docs/{shown.name}, line {example.line}", error)
 

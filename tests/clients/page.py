@@ -3,7 +3,7 @@ interpreter."""
 
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,8 +43,27 @@ def examples(client: str | None = None, page: Path = PAGE) -> list[Example]:
     return [example for example in found if client in (None, example.client)]
 
 
-class ExampleFailed(Exception):
-    """An example did not end well, or printed nothing."""
+class Failed(Exception):
+    """A process did not end well."""
+
+
+def run(command: Sequence[str], environment: Mapping[str, str], folder: Path, seconds: float) -> str:
+    """What a command prints that is run in a folder."""
+    try:
+        ran = subprocess.run(
+            command,
+            env=environment,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=seconds,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise Failed(str(error)) from error
+    if ran.returncode != 0:
+        raise Failed(f"exit status {ran.returncode}\n{(ran.stdout + ran.stderr)[-3000:]}")
+    return ran.stdout
 
 
 def printed(
@@ -56,20 +75,7 @@ def printed(
     if example.language == "js":
         # Modules are looked for beside the script.
         (folder / "node_modules").symlink_to(environments.NODE_MODULES)
-    try:
-        ran = subprocess.run(
-            [interpreter, str(script)],
-            env=environment,
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=_SECONDS,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise ExampleFailed(str(error)) from error
-    if ran.returncode != 0:
-        raise ExampleFailed(f"exit status {ran.returncode}\n{(ran.stdout + ran.stderr)[-3000:]}")
-    if not ran.stdout.strip():
-        raise ExampleFailed(f"it printed nothing\n{ran.stderr[-3000:]}")
-    return ran.stdout
+    said = run([interpreter, str(script)], environment, folder, _SECONDS)
+    if not said.strip():
+        raise Failed("it printed nothing")
+    return said

@@ -3,16 +3,16 @@
 import os
 import shutil
 import signal
-import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import httpx
 
 from maxsimd.bench.cluster_deploy import deploy as deploy_as_file
+from tests.processes import descendants, processes
+from tests.server.conftest import free_port
 from tests.waiting import wait_for
 
 # Loading on two cores beside others takes long.
@@ -29,9 +29,10 @@ def ray_session(cores: int = 16) -> Iterator[str]:
     import ray
     from ray import serve
 
+    before = {*descendants(os.getpid())}
     # Paths of sockets in it may not be long.
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
-    port = _free_port()
+    port = free_port()
     try:
         ray.init(
             address="local",
@@ -44,19 +45,24 @@ def ray_session(cores: int = 16) -> Iterator[str]:
         serve.start(http_options={"host": "127.0.0.1", "port": port, "location": "HeadOnly"})
         yield f"http://127.0.0.1:{port}"
     finally:
-        processes = _processes(folder)
+        started = {*descendants(os.getpid())} - before
         with suppress(Exception):
             serve.shutdown()
         ray.shutdown()
-        wait_for(lambda: not [pid for pid in processes if os.path.exists(f"/proc/{pid}")], 60)
+        wait_for(lambda: not any(each.is_there for each in started), 60)
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def deploy(name: str, url: str, *, replicas: int = 2, **args: Any) -> str:
     """Runs an application until all its scorers are there; gives its URL."""
+    from ray import serve
+
     from maxsimd.api.cluster.serve import app_builder
 
-    return run(name, url, app_builder({**_ARGS, "replicas": replicas, **args}), replicas)
+    application = app_builder({**_ARGS, "replicas": replicas, **args})
+    serve.run(application, name=_own(name), route_prefix=f"/{_own(name)}")
+    wait_for(lambda: num_ready(f"{url}/{_own(name)}") == replicas, READY_SECONDS)
+    return f"{url}/{_own(name)}"
 
 
 def deploy_file(name: str, url: str, *, scorers: int = 2, **args: Any) -> str:
@@ -65,16 +71,6 @@ def deploy_file(name: str, url: str, *, scorers: int = 2, **args: Any) -> str:
     deploy_as_file(_own(name), {**_ARGS, "replicas": 2, **args}, scorers)
     wait_for(lambda: num_ready(f"{url}/{_own(name)}") == scorers, READY_SECONDS)
     return f"{url}/{_own(name)}"
-
-
-def run(name: str, url: str, application: Any, replicas: int) -> str:
-    """The same of an application that has been built here."""
-    from ray import serve
-
-    name = _own(name)
-    serve.run(application, name=name, route_prefix=f"/{name}")
-    wait_for(lambda: num_ready(f"{url}/{name}") == replicas, READY_SECONDS)
-    return f"{url}/{name}"
 
 
 def delete(name: str) -> None:
@@ -95,13 +91,8 @@ def num_ready(url: str) -> int:
 
 def replicas(name: str, deployment: str) -> list[int]:
     """The processes of a deployment of an application, by their titles."""
-    found = []
-    for entry in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(FileNotFoundError, ProcessLookupError):
-            title = Path("/proc", entry, "cmdline").read_text()
-            if title.startswith(f"ray::ServeReplica:{_own(name)}:{deployment}"):
-                found.append(int(entry))
-    return found
+    title = f"ray::ServeReplica:{_own(name)}:{deployment}"
+    return [each.pid for each in processes() if each.title.startswith(title)]
 
 
 def kill(pid: int) -> None:
@@ -112,20 +103,3 @@ def kill(pid: int) -> None:
 def _own(name: str) -> str:
     """The name of an application that no cluster of another test's process has."""
     return f"{name}-{os.getpid()}"
-
-
-def _processes(folder: str) -> list[int]:
-    """Those of the cluster that was started in a folder, and its workers."""
-    found = []
-    for entry in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError):
-            words = Path("/proc", entry, "cmdline").read_text()
-            if folder in words or folder in Path("/proc", entry, "environ").read_text(errors="replace"):
-                found.append(int(entry))
-    return [pid for pid in found if pid != os.getpid()]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

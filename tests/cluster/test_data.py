@@ -21,21 +21,32 @@ from pyarrow import parquet
 from maxsimd.api.cli import main
 from maxsimd.api.cluster.actor_pool import ActorPool
 from maxsimd.api.cluster.data import EmbedRows, ScoreRows, build_scorer
+from maxsimd.api.cluster.ray_session import ray_session
 from maxsimd.api.cluster.score_files import Files, ScoringError, Work, score_shards
 from maxsimd.engine import EngineConfig, EngineDeadError, InvalidRequestError, SyncEngine
-from tests.cluster import soak_rows
-from tests.cluster.dying_rows import DyingRows
+from tests.cluster import soak
 from tests.server.conftest import installed_command
 
-LATE = EngineConfig(dtype="float32", score_type="late-interaction", threads=1)
 QUERIES = ["how is a file opened", "how is a list sorted", "what is π"]
 DOCUMENTS = ["Open a file and return a stream.", "Sort a list in place.", "Käse, 東京 and 🎉.", "Read lines."]
 ROWS = [{"id": f"r{i}", "query": query, "documents": DOCUMENTS[i:]} for i, query in enumerate(QUERIES)]
 
 
 @pytest.fixture(scope="module")
-def late() -> Iterator[ScoreRows]:
-    rows = ScoreRows(LATE)
+def local_ray() -> Iterator[None]:
+    """Ray with two cores, in a folder of its own, until the module's tests are done."""
+    with ray_session(None, num_cpus=2):
+        yield
+
+
+@pytest.fixture(scope="module")
+def config(stanford_colbert: str) -> EngineConfig:
+    return EngineConfig(model=stanford_colbert, dtype="float32", threads=1)
+
+
+@pytest.fixture(scope="module")
+def late(config: EngineConfig) -> Iterator[ScoreRows]:
+    rows = ScoreRows(config)
     yield rows
     rows.close()
 
@@ -45,11 +56,7 @@ def _table(*rows: dict[str, Any]) -> pa.Table:
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize(
-    "kind", ["late interaction", pytest.param("cross-encoder", marks=pytest.mark.exhaustive)]
-)
-def test_a_data_set_has_the_engines_scores(local_ray: None, bert_cross_encoder: str, kind: str) -> None:
-    config = LATE if kind == "late interaction" else EngineConfig(model=bert_cross_encoder, dtype="float32")
+def test_a_data_set_has_the_engines_scores(local_ray: None, config: EngineConfig) -> None:
     scored = build_scorer(config, normalize=True)(ray.data.from_items(ROWS)).take_all()
     with SyncEngine(config, progress=False) as engine:
         expected = {row["id"]: engine.score(row["query"], row["documents"], normalize=True) for row in ROWS}
@@ -63,9 +70,9 @@ def test_a_data_set_has_the_engines_scores(local_ray: None, bert_cross_encoder: 
 
 @pytest.mark.ray
 @pytest.mark.exhaustive
-def test_rows_are_made_of_others_and_made_into_others(local_ray: None) -> None:
+def test_rows_are_made_of_others_and_made_into_others(local_ray: None, config: EngineConfig) -> None:
     scorer = build_scorer(
-        LATE,
+        config,
         preprocess=lambda row: {"document": row["title"] + " " + row["body"]},
         postprocess=lambda row: {"number": row["number"], "score": row["score"], "names": sorted(row)},
         query="file",
@@ -73,25 +80,39 @@ def test_rows_are_made_of_others_and_made_into_others(local_ray: None) -> None:
     )
     given = [{"number": i, "title": f"title {i}", "body": "of a file"} for i in range(25)]
     scored = scorer(ray.data.from_items(given)).take_all()
-    with SyncEngine(LATE, progress=False) as engine:
+    with SyncEngine(config, progress=False) as engine:
         expected = engine.score("file", [f"title {i} of a file" for i in range(25)]).scores
     found = [row["score"] for row in sorted(scored, key=lambda row: row["number"])]
     assert found == pytest.approx(expected, rel=1e-6)
-    assert scored[0]["names"] == sorted(
-        ["number", "title", "body", "document", "score", "error", "prompt_tokens"]
-    )
+    names = ["number", "title", "body", "document", "score", "error", "prompt_tokens"]
+    assert scored[0]["names"] == sorted(names)
+
+
+class DyingRows(ScoreRows):
+    """The engine of the first one dies at its first table; a file says that this has been."""
+
+    def __init__(self, marker: str, **options: Any) -> None:
+        super().__init__(**options)
+        self._marker = Path(marker)
+
+    def __call__(self, table: Any) -> Any:
+        if not self._marker.exists():
+            self._marker.touch()
+            self._engine._engine._died("of old age", None)
+        return super().__call__(table)
 
 
 @pytest.mark.ray
 @pytest.mark.exhaustive
-def test_an_actor_whose_engine_has_died_is_started_anew(local_ray: None, tmp_path: Path) -> None:
-    arguments = {"marker": str(tmp_path / "died"), "config": LATE}
-    given = ray.data.from_items(
-        [{"query": "a", "document": f"b {i}"} for i in range(20)], override_num_blocks=4
-    )
+def test_an_actor_whose_engine_has_died_is_started_anew(
+    local_ray: None, config: EngineConfig, tmp_path: Path
+) -> None:
+    arguments = {"marker": str(tmp_path / "died"), "config": config}
+    rows = [{"query": "a", "document": f"b {i}"} for i in range(20)]
+    given = ray.data.from_items(rows, override_num_blocks=4)
     scored = ActorPool(1, 1, 0).map_batches(given, DyingRows, arguments, None).take_all()
     assert (tmp_path / "died").exists()
-    assert sorted(row["document"] for row in scored) == sorted(f"b {i}" for i in range(20))
+    assert sorted(row["document"] for row in scored) == sorted(row["document"] for row in rows)
     assert all(row["error"] is None for row in scored)
 
 
@@ -114,18 +135,14 @@ def test_a_document_that_cannot_be_scored_spares_the_others(late: ScoreRows) -> 
     assert (rows[3]["scores"], rows[3]["error"]) == (None, "there are no documents")
 
 
-def test_a_document_that_is_too_long_is_named(late: ScoreRows) -> None:
-    short = ScoreRows(EngineConfig(dtype="float32", max_model_len=16), truncation="error")
-    try:
-        table = _table({"query": "file", "documents": ["a file", "word " * 50]})
-        row = short(table).to_pylist()[0]
-        pairs = short(
-            _table(*({"query": "file", "document": text} for text in table["documents"][0].as_py()))
-        )
-    finally:
-        short.close()
-    assert isinstance(row["scores"][0], float)
-    assert row["scores"][1] is None
+def test_a_document_that_is_too_long_is_named(bert_cross_encoder: str) -> None:
+    texts = ["a file", "word " * 50]
+    config = EngineConfig(model=bert_cross_encoder, dtype="float32", max_model_len=16)
+    short = ScoreRows(config, truncation="error")
+    row = short(_table({"query": "file", "documents": texts})).to_pylist()[0]
+    pairs = short(_table(*({"query": "file", "document": text} for text in texts)))
+    short.close()
+    assert [score is None for score in row["scores"]] == [False, True]
     assert row["error"].startswith("documents[1]: ")
     assert [score is None for score in pairs["score"].to_pylist()] == [False, True]
     assert [error is None for error in pairs["error"].to_pylist()] == [True, False]
@@ -139,18 +156,15 @@ def test_other_columns_stay_and_added_ones_are_replaced(late: ScoreRows) -> None
     assert scored["error"].to_pylist() == [None]
 
 
-def test_what_is_no_table_of_rows_is_refused(late: ScoreRows) -> None:
+def test_what_does_not_fit_is_refused_before_any_row(late: ScoreRows, bert_cross_encoder: str) -> None:
     with pytest.raises(TypeError, match='batch_format="pyarrow"'):
         late({"query": np.array(["a"])})
     with pytest.raises(ValueError, match="no column query, but document"):
         late(_table({"document": "a"}))
     with pytest.raises(ValueError, match="neither documents nor document, but query"):
         late(_table({"query": "a"}))
-
-
-def test_options_that_do_not_fit_are_refused_before_any_row(bert_cross_encoder: str) -> None:
     with pytest.raises(TypeError, match="no option timeout"):
-        build_scorer(LATE, timeout=1)
+        build_scorer(EngineConfig(), timeout=1)
     with pytest.raises(InvalidRequestError, match="instruction"):
         ScoreRows(EngineConfig(model=bert_cross_encoder), instruction="be kind")
     with pytest.raises(ValueError, match="threads=2, but num_cpus=1"):
@@ -158,8 +172,9 @@ def test_options_that_do_not_fit_are_refused_before_any_row(bert_cross_encoder: 
 
 
 @pytest.mark.parametrize("task", ["embed", "token_embed"])
-def test_texts_have_the_engines_embeddings(task: Any) -> None:
-    config = EngineConfig(dtype="float32") if task == "embed" else LATE
+def test_texts_have_the_engines_embeddings(task: Any, config: EngineConfig, qwen3_embedding: str) -> None:
+    if task == "embed":
+        config = EngineConfig(model=qwen3_embedding, dtype="float32")
     rows = EmbedRows(config, task, input_type="document")
     embedded = rows(_table(*({"id": i, "text": text} for i, text in enumerate([*DOCUMENTS, None]))))
     rows.close()
@@ -173,8 +188,8 @@ def test_texts_have_the_engines_embeddings(task: Any) -> None:
     assert (last["embedding"], last["error"]) == (None, "text is no text but NoneType")
 
 
-def test_a_dead_engine_is_an_error_outside_of_an_actor() -> None:
-    rows = ScoreRows(LATE)
+def test_a_dead_engine_is_an_error_outside_of_an_actor(config: EngineConfig) -> None:
+    rows = ScoreRows(config)
     rows._engine._engine._died("of old age", None)
     with pytest.raises(EngineDeadError, match="of old age"):
         rows(_table({"query": "a", "document": "b"}))
@@ -184,13 +199,13 @@ def test_a_dead_engine_is_an_error_outside_of_an_actor() -> None:
 @pytest.mark.ray
 @pytest.mark.exhaustive
 def test_every_row_is_there_once_after_kills(tmp_path: Path) -> None:
-    rows = soak_rows.pairs(2000)
+    rows = soak.pairs(2000)
     parquet.write_table(rows, tmp_path / "in.parquet", row_group_size=333)
-    killed = soak_rows.score_with_kills(tmp_path / "in.parquet", tmp_path / "out", 50, soak_rows.KILLS[:2])
-    assert [each.what for each in killed] == ["actor", "command"]
-    assert 400 <= killed[0].rows <= killed[1].rows < 2000
-    verdict = soak_rows.compare(rows, tmp_path / "out", soak_rows.direct_scores(rows))
-    assert verdict == soak_rows.Verdict(missing=0, doubled=0, wrong=0, is_in_order=True)
+    killed = soak.score_with_kills(tmp_path / "in.parquet", tmp_path / "out", 50, soak.KILLS[:2])
+    assert [what for what, _ in killed] == ["actor", "command"]
+    assert 400 <= killed[0][1] <= killed[1][1] < 2000
+    verdict = soak.compare(rows, tmp_path / "out", soak.direct_scores(rows))
+    assert verdict == soak.Verdict(missing=0, doubled=0, wrong=0, is_in_order=True)
 
 
 @pytest.mark.ray
@@ -215,11 +230,8 @@ def test_lines_of_json_have_their_scores_and_errors(tmp_path: Path) -> None:
     for i, row in enumerate(rows[:5]):
         assert (row["id"], row["nested"], row["error"]) == (i, {"a": [i]}, None)
         assert row["scores"] == pytest.approx(expected, rel=1e-6, abs=1e-6)
-    assert [row["error"].split(":")[0] for row in rows[5:]] == [
-        "is no JSON",
-        "is no JSON object but list",
-        "document is no text but int",
-    ]
+    errors = ["is no JSON", "is no JSON object but list", "document is no text but int"]
+    assert [row["error"].split(":")[0] for row in rows[5:]] == errors
     # All of it is there: this needs no model.
     for more, status, answer in (
         ([], 1, "go on with --resume"),
@@ -234,7 +246,7 @@ def test_lines_of_json_have_their_scores_and_errors(tmp_path: Path) -> None:
 @pytest.mark.ray
 @pytest.mark.exhaustive
 def test_a_model_that_is_not_there_is_one_line(local_ray: None, tmp_path: Path) -> None:
-    parquet.write_table(soak_rows.pairs(3), tmp_path / "in.parquet")
+    parquet.write_table(soak.pairs(3), tmp_path / "in.parquet")
     missing = EngineConfig(model=str(tmp_path / "none"))
     work = Work(missing, Files.of(tmp_path / "in.parquet"), None, {}, 10)
     with pytest.raises(ScoringError, match=r"^there is no folder '\S+none'$"):

@@ -7,9 +7,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
@@ -95,7 +98,20 @@ def installed_command() -> str:
     return str(beside) if beside.exists() else shutil.which("maxsimd") or "maxsimd"
 
 
-def _starter(folder: Path) -> Iterator[StartServer]:
+@contextmanager
+def web_server(handler: Callable[..., BaseHTTPRequestHandler]) -> Iterator[str]:
+    """A server of another kind, in a thread; gives its URL."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def starter(folder: Path) -> Iterator[StartServer]:
+    """Gives what starts servers that have their logs in a folder, and stops them."""
     servers: list[Server] = []
 
     def start(
@@ -137,28 +153,30 @@ def _starter(folder: Path) -> Iterator[StartServer]:
             server.wait_until_ready()
         return server
 
-    yield start
-    for server in servers:
-        if server.process.poll() is None:
-            if ON_RAY:
-                server.terminate()  # which ends the processes of Ray, too
-            server.process.kill()
-            server.process.wait()
+    try:
+        yield start
+    finally:
+        for server in servers:
+            if server.process.poll() is None:
+                if ON_RAY:
+                    server.terminate()  # which ends the processes of Ray, too
+                server.process.kill()
+                server.process.wait()
 
 
 @pytest.fixture
 def start_server(tmp_path: Path) -> Iterator[StartServer]:
-    yield from _starter(tmp_path)
+    yield from starter(tmp_path)
 
 
 @pytest.fixture(scope="session")
 def session_starter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServer]:
-    yield from _starter(tmp_path_factory.mktemp("servers"))
+    yield from starter(tmp_path_factory.mktemp("servers"))
 
 
 @pytest.fixture(scope="module")
 def module_starter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServer]:
-    yield from _starter(tmp_path_factory.mktemp("servers"))
+    yield from starter(tmp_path_factory.mktemp("servers"))
 
 
 @pytest.fixture(scope="session")
@@ -167,16 +185,14 @@ def server(session_starter: StartServer) -> Server:
     return session_starter("--dtype", "float32", "--max-documents", "500", "--max-body-mb", "1")
 
 
-# Of a server that waits for nobody for longer than half a second, and for no fewer than 500 bytes in it.
-STRICT = (
-    *("--header-seconds", "0.5", "--idle-seconds", "0.5"),
-    *("--transfer-seconds", "0.5", "--min-bytes-per-second", "1000"),
-)
-
-
 @pytest.fixture(scope="session")
 def strict_server(session_starter: StartServer, bert_cross_encoder: str) -> Server:
-    return session_starter(bert_cross_encoder, *STRICT, "--max-body-mb", "8", "--log-level", "debug")
+    """It waits for nobody for longer than half a second, and for no fewer than 500 bytes in it."""
+    return session_starter(
+        *(bert_cross_encoder, "--max-body-mb", "8", "--log-level", "debug"),
+        *("--header-seconds", "0.5", "--idle-seconds", "0.5"),
+        *("--transfer-seconds", "0.5", "--min-bytes-per-second", "1000"),
+    )
 
 
 @pytest.fixture(scope="session")

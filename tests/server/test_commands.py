@@ -12,10 +12,14 @@ import ir_measures
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from PIL import Image
 
 from maxsimd.api.cli import main
 from maxsimd.bench.datasets import docstring_pairs
 from maxsimd.engine import EngineConfig, SyncEngine
+from maxsimd.engine.media import PictureError, PictureLimits, pages_of
+from tests.checkpoints import visual
+from tests.checkpoints.shared import SharedCheckpoints
 from tests.forked import Program, run_command
 from tests.waiting import wait_for
 
@@ -34,23 +38,21 @@ def _lines(text: str) -> list[Any]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-@pytest.fixture(scope="module")
-def scores() -> list[float]:
-    with SyncEngine(EngineConfig(dtype="float32"), progress=False) as engine:
-        return engine.score(QUERY, TEXTS).scores
+def _engine() -> SyncEngine:
+    return SyncEngine(EngineConfig(dtype="float32"), progress=False)
 
 
-def test_the_best_documents_of_a_file(tmp_path: Path, scores: list[float]) -> None:
+def test_the_best_documents_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "documents.jsonl"
-    records = [{"_id": f"d{i}", "text": text} for i, text in enumerate(TEXTS)]
-    file.write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
+    file.write_text(
+        "\n".join(json.dumps({"_id": f"d{i}", "text": text}) for i, text in enumerate(TEXTS)), "utf-8"
+    )
     ran = run_command("rerank", "--query", QUERY, "--documents", str(file), *FLOAT32, "--top-n", "3")
-    found = _lines(ran.stdout)
-    best = sorted(range(len(TEXTS)), key=lambda i: -scores[i])[:3]
-    assert [each["index"] for each in found] == best
-    assert [each["score"] for each in found] == pytest.approx([scores[i] for i in best], rel=1e-6, abs=1e-5)
-    assert [each["text"] for each in found] == [TEXTS[i] for i in best]
-    assert [each["id"] for each in found] == [f"d{i}" for i in best]
+    with _engine() as engine:
+        best = engine.rerank(QUERY, TEXTS, top_n=3).results
+    for line, result in zip(_lines(ran.stdout), best, strict=True):
+        assert line.pop("score") == pytest.approx(result.score, rel=1e-6, abs=1e-5)
+        assert line == {"index": result.index, "text": TEXTS[result.index], "id": f"d{result.index}"}
     assert "4 of 4 documents" in ran.stderr
 
 
@@ -80,8 +82,8 @@ def test_a_terminal_shows_a_table_and_one_line_of_progress(tmp_path: Path) -> No
     os.close(shown)
     assert "\r" in text
     lines = [line.rstrip() for line in text.replace("\r\n", "\n").split("\n") if line]
-    table = lines[next(i for i, line in enumerate(lines) if line.startswith("rank")) :]
-    assert len(table) == 6
+    table = lines[-6:]
+    assert table[0].startswith("rank")
     assert re.fullmatch(r" +1 +\d+\.\d{4}  0 +Open a file and return a stream\.", table[1])
     assert all(len(line) <= 80 for line in table)
     assert "..." in text
@@ -92,9 +94,20 @@ def test_an_interrupted_run_goes_on_as_if_it_were_one(tmp_path: Path) -> None:
     file, out = tmp_path / "documents.txt", tmp_path / "out.jsonl"
     texts = [f"{i} {TEXTS[i % 4]}" for i in range(1300)]  # a part has 256, and four are asked for at a time
     file.write_text("\n".join(texts), encoding="utf-8")
-    options = ["rerank", "--query", QUERY, "--documents", str(file), *FLOAT32, "--threads", "1"]
+    options = [
+        "rerank",
+        "--query",
+        QUERY,
+        "--documents",
+        str(file),
+        *FLOAT32,
+        "--threads",
+        "1",
+        "--out",
+        str(out),
+    ]
     journal, said = Path(f"{out}.part"), tmp_path / "said"
-    process = Program([*options, "--out", str(out)]).start(said)
+    process = Program(options).start(said)
     wait_for(lambda: journal.exists() and journal.read_bytes().count(b"\n") > 256, 120)
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
@@ -103,12 +116,7 @@ def test_an_interrupted_run_goes_on_as_if_it_were_one(tmp_path: Path) -> None:
     done = journal.read_bytes().count(b"\n") - 1
     assert 0 < done < len(texts)
 
-    again = CliRunner().invoke(main, [*options, "--out", str(out)])
-    assert (again.exit_code, "go on with --resume, or remove it" in again.stderr) == (1, True)
-
-    with journal.open("ab") as half:
-        half.write(b"[7, 0.")  # as if the process had ended while it wrote
-    resumed = run_command(*options, "--out", str(out), "--resume")
+    resumed = run_command(*options, "--resume")
     assert f"{done:,} of {len(texts):,} documents" in resumed.stderr
     assert not journal.exists()
     found = _lines(out.read_text("utf-8"))
@@ -116,7 +124,7 @@ def test_an_interrupted_run_goes_on_as_if_it_were_one(tmp_path: Path) -> None:
     scores = [each["score"] for each in found]
     assert scores == sorted(scores, reverse=True)
     some = {each["index"]: each["score"] for each in found if each["index"] % 64 == 0}
-    with SyncEngine(EngineConfig(dtype="float32"), progress=False) as engine:
+    with _engine() as engine:
         expected = engine.score(QUERY, [texts[i] for i in some]).scores
     assert [*some.values()] == pytest.approx(expected, rel=1e-6, abs=1e-5)
 
@@ -132,27 +140,38 @@ def test_ctrl_c_without_a_file_prints_what_there_is(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
     assert "documents left" in said.read_text()
-    found = _lines(out.read_text())
-    assert 0 < len(found) < 2500
-    assert [each["index"] for each in found] == sorted(each["index"] for each in found)
+    indices = [each["index"] for each in _lines(out.read_text())]
+    assert 0 < len(indices) < 2500
+    assert indices == sorted(indices)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["rerank", "--query", "q", "--documents", "/nowhere"], "does not exist"),
-        (["rerank", "--query", "q", "--documents", "{file}", "--field", "x"], "line 1"),
-        (["rerank", "--query", "q", "--documents", "{file}", "--resume"], "--resume needs --out"),
-        (["rerank", "/no/model", "--query", "q", "--documents", "{file}"], "there is no folder"),
-        (["rerank", "--query", "q", "--documents", "{file}", "--device", "cuda"], "CUDA"),
-        (["score", "--query", "q", "--documents", "{empty}"], "there is no text in"),
+        (["--documents", "/nowhere"], "does not exist"),
+        (["--documents", "{folder}/a.jsonl", "--field", "x"], "line 1"),
+        (["--documents", "{folder}/a.jsonl", "--resume"], "--resume needs --out"),
+        (["/no/model", "--documents", "{folder}/a.jsonl"], "there is no folder"),
+        (["--documents", "{folder}/a.jsonl", "--device", "cuda"], "CUDA"),
+        (["--documents", "{folder}/empty.txt"], "there is no text in"),
+        (["--documents", "{folder}/pdf"], "broken.pdf cannot be read as a PDF"),
+        (["--documents", "{folder}/pdf", "--field", "a"], "--field are for files, not for a folder"),
+        (["--documents", "{folder}/data"], "there is no picture, PDF or text in"),
+        (["--documents", "{folder}/text"], "latin.txt cannot be read"),
     ],
 )
 def test_mistakes_are_told_in_one_line(arguments: list[str], message: str, tmp_path: Path) -> None:
-    file, empty = tmp_path / "a.jsonl", tmp_path / "empty.txt"
-    file.write_text('{"text": "a"}\n', encoding="utf-8")
-    empty.write_text("\n", encoding="utf-8")
-    ran = CliRunner().invoke(main, [each.format(file=file, empty=empty) for each in arguments])
+    for name, content in {
+        "a.jsonl": b'{"text": "a"}\n',
+        "empty.txt": b"\n",
+        "pdf/broken.pdf": b"%PDF-1.4 broken",
+        "data/data.bin": b"\x00",
+        "text/latin.txt": b"\xe4",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    words = [each.format(folder=tmp_path) for each in arguments]
+    ran = CliRunner().invoke(main, ["rerank", "--query", "q", *words])
     assert ran.exit_code in (1, 2)
     assert message in ran.stderr
     assert isinstance(ran.exception, SystemExit), "there is no traceback"
@@ -162,7 +181,7 @@ def test_mistakes_are_told_in_one_line(arguments: list[str], message: str, tmp_p
 def test_texts_are_embedded(tmp_path: Path) -> None:
     file, out, tokens = (tmp_path / name for name in ("texts.jsonl", "vectors.npy", "tokens.npz"))
     file.write_text("\n".join(json.dumps({"id": i, "text": text}) for i, text in enumerate(TEXTS)), "utf-8")
-    with SyncEngine(EngineConfig(dtype="float32"), progress=False) as engine:
+    with _engine() as engine:
         one = engine.embed(TEXTS, input_type="document").embeddings
         each = engine.embed_tokens(TEXTS).embeddings
 
@@ -183,50 +202,90 @@ def test_texts_are_embedded(tmp_path: Path) -> None:
     assert "--out must end in .npy" in embed("--out", str(tokens), status=2).stderr
 
 
-@pytest.fixture(scope="module")
-def judged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def test_eval_measures_what_ir_measures_does(tmp_path: Path) -> None:
     """12 queries over 20 documents in BEIR's files; grades 0 to 2."""
-    folder = tmp_path_factory.mktemp("judged")
     documents = [{"_id": f"d{i}", "title": "", "text": pair.document[:200]} for i, pair in enumerate(PAIRS)]
     queries = [{"_id": f"q{i}", "text": pair.query} for i, pair in enumerate(PAIRS[:12])]
-    rows = [f"q{i}\td{(i + step) % 20}\t{2 - step}" for i in range(12) for step in range(3)]
+    qrels = {f"q{i}": {f"d{(i + step) % 20}": 2 - step for step in range(3)} for i in range(12)}
+    rows = [f"{query}\t{document}\t{grade}" for query, of in qrels.items() for document, grade in of.items()]
     for name, records in (("documents", documents), ("queries", queries)):
-        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
-    (folder / "qrels.tsv").write_text("\n".join(["query-id\tcorpus-id\tscore", *rows]), encoding="utf-8")
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
+    (tmp_path / "qrels.tsv").write_text("\n".join(["query-id\tcorpus-id\tscore", *rows]), encoding="utf-8")
+    (tmp_path / "other.txt").write_text("x 0 y 1\n", encoding="utf-8")
+
+    def evaluated(*more: str, judged: str = "qrels.tsv") -> Result:
+        files = {"queries": "queries.jsonl", "documents": "documents.jsonl", "qrels": judged}
+        options = [part for name, file in files.items() for part in (f"--{name}", str(tmp_path / file))]
+        return CliRunner().invoke(main, ["eval", *FLOAT32, *options, *more])
+
+    with _engine() as engine:
+        texts = [each["text"] for each in documents]
+        by_hand = {
+            each["_id"]: {f"d{j}": score for j, score in enumerate(engine.score(each["text"], texts).scores)}
+            for each in queries
+        }
+    measures = [ir_measures.nDCG @ 10, ir_measures.RR, ir_measures.R @ 100]
+    expected = ir_measures.calc_aggregate(measures, qrels, by_hand)
+    best = expected[measures[0]]
+    run_file = tmp_path / "run.txt"
+    assert 0 < best < 1
+    assert f"nDCG@10    {best:.4f}" in evaluated("--run", str(run_file)).stdout
+    again = ir_measures.calc_aggregate(measures, qrels, ir_measures.read_trec_run(str(run_file)))
+    assert again == pytest.approx(expected, abs=1e-9)
+
+    # Of the best ten alone, in TREC's files.
+    few = evaluated("--candidates", str(run_file), "--depth", "10", "--json", "--measure", "nDCG@10")
+    assert json.loads(few.stdout) == pytest.approx({"nDCG@10": best}, abs=1e-9)
+    assert "compare their ids" in evaluated(judged="other.txt").stderr
+    assert "ir_measures knows no such measure" in evaluated("--measure", "nope", judged="other.txt").stderr
+
+
+# Folders of pictures, PDFs and texts.
+
+
+def drawn(seed: int) -> Image.Image:
+    """A picture of large areas, which JPEG, as PDFs have it, hardly changes."""
+    blocks = np.random.default_rng(seed).integers(0, 256, (4, 6, 3), dtype=np.uint8)
+    return Image.fromarray(blocks).resize((300, 200), Image.Resampling.NEAREST)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pages")
+    drawn(1).save(folder / "a.png")
+    (folder / "inner").mkdir()
+    drawn(2).save(folder / "inner" / "b.JPG", quality=95)
+    options = {"resolution": 150, "quality": 95}
+    drawn(3).save(folder / "report.pdf", save_all=True, append_images=[drawn(4)], **options)
+    (folder / "notes.txt").write_text("a text among the pages", encoding="utf-8")
+    (folder / "data.bin").write_bytes(b"\x00")
+    (folder / ".hidden.png").write_bytes(b"no picture")
     return folder
 
 
-def _eval(folder: Path, *more: str, qrels: str = "qrels.tsv") -> Result:
-    files = {"queries": "queries.jsonl", "documents": "documents.jsonl", "qrels": qrels}
-    options = [part for name, file in files.items() for part in (f"--{name}", str(folder / file))]
-    return CliRunner().invoke(main, ["eval", *FLOAT32, *options, *more])
+def test_each_picture_page_and_text_of_a_folder_is_a_document(
+    folder: Path, checkpoints: SharedCheckpoints
+) -> None:
+    checkpoint = checkpoints(visual.colpali)
+    with SyncEngine(EngineConfig(model=checkpoint, dtype="float32"), progress=False) as engine:
+        pages = [page.read(PictureLimits()) for page in pages_of(folder / "report.pdf")]
+        pictures = [Image.open(folder / name) for name in ("a.png", "inner/b.JPG")]
+        scores = engine.score(QUERY, [*pictures, "a text among the pages", *pages]).scores
+    names = ["a.png", "inner/b.JPG", "notes.txt", "report.pdf page 1", "report.pdf page 2"]
+    ran = run_command("rerank", checkpoint, "--query", QUERY, "--documents", str(folder), *FLOAT32)
+    found = {each["id"]: each["score"] for each in _lines(ran.stdout)}
+    assert found == pytest.approx(dict(zip(names, scores, strict=True)), abs=1e-5)
+    assert "5 of 5 documents" in ran.stderr
 
 
-def test_eval_measures_what_ir_measures_does(judged: Path, tmp_path: Path) -> None:
-    documents = [pair.document[:200] for pair in PAIRS]
-    with SyncEngine(EngineConfig(dtype="float32"), progress=False) as engine:
-        by_hand = {
-            f"q{i}": {f"d{j}": score for j, score in enumerate(engine.score(pair.query, documents).scores)}
-            for i, pair in enumerate(PAIRS[:12])
-        }
-    qrels = {f"q{i}": {f"d{(i + step) % 20}": 2 - step for step in range(3)} for i in range(12)}
-    measures = [ir_measures.nDCG @ 10, ir_measures.RR, ir_measures.R @ 100]
-    calculated = ir_measures.calc_aggregate(measures, qrels, by_hand)
-    expected = {str(name): value for name, value in calculated.items()}
-    run_file = tmp_path / "run.txt"
-    assert f"nDCG@10    {expected['nDCG@10']:.4f}" in _eval(judged, "--run", str(run_file)).stdout
-    assert 0 < expected["nDCG@10"] < 1
-    again = ir_measures.calc_aggregate(measures, qrels, ir_measures.read_trec_run(str(run_file)))
-    assert {str(name): value for name, value in again.items()} == pytest.approx(expected, abs=1e-9)
-
-    # Of the best ten alone, in TREC's files.
-    few = _eval(judged, "--candidates", str(run_file), "--depth", "10", "--json", "--measure", "nDCG@10")
-    assert json.loads(few.stdout) == pytest.approx({"nDCG@10": expected["nDCG@10"]}, abs=1e-9)
-
-
-def test_eval_says_what_is_wrong_with_its_files(judged: Path) -> None:
-    (judged / "other.txt").write_text("x 0 y 1\n", encoding="utf-8")
-    ran = _eval(judged, qrels="other.txt")
-    assert (ran.exit_code, "compare their ids" in ran.stderr) == (1, True)
-    ran = _eval(judged, "--measure", "nope", qrels="other.txt")
-    assert (ran.exit_code, "ir_measures knows no such measure" in ran.stderr) == (2, True)
+def test_a_page_of_a_pdf_is_drawn_as_it_looks(folder: Path) -> None:
+    for page, seed in zip(pages_of(folder / "report.pdf"), (3, 4), strict=True):
+        picture = page.read(PictureLimits())
+        assert (picture.width, picture.height) == (300, 200)
+        assert np.abs(picture.pixels.astype(int) - np.asarray(drawn(seed)).astype(int)).mean() < 4
+    with pytest.raises(PictureError, match="is a page of 60,000 pixels; at most 50,000 are read"):
+        pages_of(folder / "report.pdf")[0].read(PictureLimits(pixels=50_000))
+    drawn(6).convert("L").save(folder.parent / "grey.pdf", resolution=150)
+    (page,) = pages_of(folder.parent / "grey.pdf")
+    picture = page.read(PictureLimits())
+    assert picture.pixels.shape == (200, 300, 3)

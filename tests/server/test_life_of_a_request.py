@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 # Run in a process of its own, because it profiles every thread from its start.
@@ -73,6 +75,7 @@ print("\\n".join(passed))
 """
 
 
+@pytest.mark.exhaustive  # eight seconds of the processor, and only the page can be wrong
 def test_a_rerank_request_passes_the_files_that_the_map_names() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     _, section, _ = re.split("<!-- (?:end of )?a request's files -->", text)

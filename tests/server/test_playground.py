@@ -25,23 +25,35 @@ DOCUMENTS = [
 ]
 
 
+ONE_OF_THE_VIEWS = pytest.mark.parametrize(
+    "view", [pytest.param(view, marks=() if view == "light" else pytest.mark.exhaustive) for view in VIEWS]
+)
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     yield from chromium()
 
 
+@pytest.fixture
+def page(browser: Browser, server: Server) -> Iterator[Page]:
+    """The page of a late-interaction model; it must not complain of anything."""
+    with opened(browser, server.url + "/") as watched:
+        yield watched.page
+        watched.check(server.url)
+
+
 def _fill(page: Page, query: str, documents: list[str]) -> None:
     page.fill("#query", query)
-    with page.expect_response(lambda answer: _is_about(answer, query, documents)):
+    with page.expect_response(
+        lambda answer: (
+            answer.url.endswith("/rerank")
+            and (asked := answer.request.post_data_json)["query"] == query
+            and asked["documents"] == documents
+        )
+    ):
         page.fill("#documents", "\n".join(documents))
     expect(page.locator("#results li")).to_have_count(len(documents))
-
-
-def _is_about(answer: Any, query: str, documents: list[str]) -> bool:
-    if not answer.url.endswith("/rerank"):
-        return False
-    asked = answer.request.post_data_json
-    return bool(asked["query"] == query and asked["documents"] == documents)
 
 
 def _explained(server: Server, query: str, documents: list[str], **options: Any) -> list[Any]:
@@ -74,60 +86,54 @@ def _expected(result: Any, text: str, query: str, word: str) -> list[tuple[str, 
     return [*zip(text, heat, strict=True)]
 
 
-def test_pointing_at_a_word_shows_what_explain_says(browser: Browser, server: Server) -> None:
-    with opened(browser, server.url + "/") as watched:
-        page = watched.page
-        _fill(page, QUERY, DOCUMENTS)
-        results = _explained(server, QUERY, DOCUMENTS)
-        for pieces in _shown(page):
-            assert any(heat > 0 for _, heat in pieces), "without pointing all matches are coloured"
-        for word in ("Käse", "🎉", "東"):
-            button = page.get_by_role("button", name=word, exact=True)
-            button.hover()
-            for pieces, result in zip(_shown(page), results, strict=True):
-                text = DOCUMENTS[result["index"]]
-                found = _by_character(pieces)
-                assert [character for character, _ in found] == [*text]
-                expected = _expected(result, text, QUERY, word)
-                assert [heat for _, heat in found] == pytest.approx([heat for _, heat in expected], abs=1e-3)
-            start = QUERY.index(word)
-            share = sum(
-                match["share"]
-                for match in results[0]["explanation"]["matches"]
-                if match["query_span"] and start <= match["query_span"][0] < start + len(word)
-            )
-            title = button.get_attribute("title")
-            assert title is not None
-            assert float(title.split(" %")[0]) == pytest.approx(share * 100, abs=0.06)
-        scores = [float(score) for score in page.locator("#results strong").all_text_contents()]
-        assert scores == pytest.approx([result["relevance_score"] for result in results], abs=1e-3)
-        page.get_by_text("Why: each word's share").first.click()
-        shares = page.locator("#results li:first-child td.number:nth-of-type(2)").all_text_contents()
-        assert sum(float(share.removesuffix(" %")) for share in shares) == pytest.approx(100, abs=1)
-        watched.check(server.url)
+def test_pointing_at_a_word_shows_what_explain_says(page: Page, server: Server) -> None:
+    _fill(page, QUERY, DOCUMENTS)
+    results = _explained(server, QUERY, DOCUMENTS)
+    for pieces in _shown(page):
+        assert any(heat > 0 for _, heat in pieces), "without pointing all matches are coloured"
+    for word in ("Käse", "🎉", "東"):
+        button = page.get_by_role("button", name=word, exact=True)
+        button.hover()
+        for pieces, result in zip(_shown(page), results, strict=True):
+            text = DOCUMENTS[result["index"]]
+            found = _by_character(pieces)
+            assert [character for character, _ in found] == [*text]
+            expected = _expected(result, text, QUERY, word)
+            assert [heat for _, heat in found] == pytest.approx([heat for _, heat in expected], abs=1e-3)
+        start = QUERY.index(word)
+        share = sum(
+            match["share"]
+            for match in results[0]["explanation"]["matches"]
+            if match["query_span"] and start <= match["query_span"][0] < start + len(word)
+        )
+        title = button.get_attribute("title")
+        assert title is not None
+        assert float(title.split(" %")[0]) == pytest.approx(share * 100, abs=0.06)
+    scores = [float(score) for score in page.locator("#results strong").all_text_contents()]
+    assert scores == pytest.approx([result["relevance_score"] for result in results], abs=1e-3)
+    page.get_by_text("Why: each word's share").first.click()
+    shares = page.locator("#results li:first-child td.number:nth-of-type(2)").all_text_contents()
+    assert sum(float(share.removesuffix(" %")) for share in shares) == pytest.approx(100, abs=1)
 
 
-def test_by_keyboard_alone(browser: Browser, server: Server) -> None:
-    with opened(browser, server.url + "/") as watched:
-        page = watched.page
-        _fill(page, QUERY, DOCUMENTS)
-        plain = _shown(page)
-        page.get_by_role("button", name="Käse", exact=True).focus()
-        focused = _shown(page)
-        assert focused != plain
-        page.keyboard.press("Enter")
-        assert page.get_by_role("button", name="Käse", exact=True).get_attribute("aria-pressed") == "true"
-        page.locator("#query").focus()
-        assert _shown(page) == focused, "a word that was chosen stays so"
-        page.get_by_role("tab", name="Rank").focus()
-        page.keyboard.press("ArrowRight")
-        assert page.get_by_role("tabpanel", name="Live figures").is_visible()
-        page.keyboard.press("ArrowLeft")
-        assert page.get_by_role("tabpanel", name="Rank").is_visible()
-        watched.check(server.url)
+def test_by_keyboard_alone(page: Page, server: Server) -> None:
+    _fill(page, QUERY, DOCUMENTS)
+    plain = _shown(page)
+    page.get_by_role("button", name="Käse", exact=True).focus()
+    focused = _shown(page)
+    assert focused != plain
+    page.keyboard.press("Enter")
+    assert page.get_by_role("button", name="Käse", exact=True).get_attribute("aria-pressed") == "true"
+    page.locator("#query").focus()
+    assert _shown(page) == focused, "a word that was chosen stays so"
+    page.get_by_role("tab", name="Rank").focus()
+    page.keyboard.press("ArrowRight")
+    assert page.get_by_role("tabpanel", name="Live figures").is_visible()
+    page.keyboard.press("ArrowLeft")
+    assert page.get_by_role("tabpanel", name="Rank").is_visible()
 
 
-@pytest.mark.parametrize("view", VIEWS)
+@ONE_OF_THE_VIEWS
 def test_people_who_cannot_see_or_point_can_use_it(browser: Browser, server: Server, view: str) -> None:
     with opened(browser, server.url + "/", **VIEWS[view]) as watched:
         page = watched.page
@@ -149,65 +155,56 @@ def test_people_who_cannot_see_or_point_can_use_it(browser: Browser, server: Ser
         watched.check(server.url)
 
 
-def test_live_figures_are_those_of_the_metrics(browser: Browser, server: Server) -> None:
-    with opened(browser, server.url + "/") as watched:
-        page = watched.page
-        page.get_by_role("tab", name="Live figures").click()
-        page.wait_for_selector(".figure")
-        memory = page.locator(".figure", has_text="Memory, MiB").locator("p").text_content()
-        assert memory is not None
-        there = server.metric("process_resident_memory_bytes") / 2**20
-        assert float(memory.replace(",", "")) == pytest.approx(there, rel=0.2)
-        for _ in range(3):
-            httpx.post(server.url + "/score", json={"queries": "q", "documents": ["a new document"]})
-        figure = page.locator(".figure", has_text="Requests a second").locator("p")
-        expect(figure).to_have_text(re.compile(r"^[1-9]"), timeout=30_000)
-        watched.check(server.url)
+def test_live_figures_are_those_of_the_metrics(page: Page, server: Server) -> None:
+    page.get_by_role("tab", name="Live figures").click()
+    page.wait_for_selector(".figure")
+    memory = page.locator(".figure", has_text="Memory, MiB").locator("p").text_content()
+    assert memory is not None
+    there = server.metric("process_resident_memory_bytes") / 2**20
+    assert float(memory.replace(",", "")) == pytest.approx(there, rel=0.2)
+    for _ in range(3):
+        httpx.post(server.url + "/score", json={"queries": "q", "documents": ["a new document"]})
+    figure = page.locator(".figure", has_text="Requests a second").locator("p")
+    expect(figure).to_have_text(re.compile(r"^[1-9]"), timeout=30_000)
 
 
 FILES = {
     "a.txt": ("one\n\n two \n", ["one", "two"]),
     "a.jsonl": ('"one"\n{"id": 7, "text": "two"}\n{"a": 1}\n', ["one", "two", '{"a":1}']),
     "a.json": ('[{"content": "one"}, "two"]', ["one", "two"]),
-    "a.csv": ('id,text\r\n1,"one, ""two"""\r\n2,three\r\n', ['one, "two"', "three"]),
-    "b.csv": ("1,a longer text\n2,another text\n", ["a longer text", "another text"]),
+    "a.csv": ('id,text\r\n1,"one, ""two"""\r\n2,"two\nlines"\r\n', ['one, "two"', "two\nlines"]),
     "a.tsv": ("title\tx\none\t1\n", ["one"]),
-    "lines.csv": ('text\n"one\ntwo"\nthree\n', ["one\ntwo", "three"]),
 }
 
 
-def test_files_and_what_is_dropped_are_read(browser: Browser, server: Server, tmp_path: Path) -> None:
-    with opened(browser, server.url + "/") as watched:
-        page = watched.page
+def test_files_and_what_is_dropped_are_read(page: Page, server: Server, tmp_path: Path) -> None:
+    def asked_for(texts: list[str]) -> Any:
+        return page.expect_request(
+            lambda asked: asked.url.endswith("/rerank") and asked.post_data_json["documents"] == texts
+        )
 
-        def asked_for(texts: list[str]) -> Any:
-            return page.expect_request(
-                lambda asked: asked.url.endswith("/rerank") and asked.post_data_json["documents"] == texts
-            )
-
-        for name, (content, texts) in FILES.items():
-            (tmp_path / name).write_text(content, encoding="utf-8", newline="")
-            with asked_for(texts):
-                page.set_input_files("#file", tmp_path / name)
-            expect(page.locator("#results li")).to_have_count(len(texts))
-        for brought, texts in (
-            ('new File([\'{"text": "one"}\\n{"text": "two"}\\n\'], \'a.jsonl\')', ["one", "two"]),
-            ("'three\\n four \\n five\\n'", ["three", "four", "five"]),
-        ):
-            carried = page.evaluate_handle(
-                f"""() => {{
-                    const carried = new DataTransfer(), brought = {brought};
-                    if (typeof brought === "string") carried.setData("text/plain", brought);
-                    else carried.items.add(brought);
-                    return carried;
-                }}"""
-            )
-            page.dispatch_event("#documents", "dragover", {"dataTransfer": carried})
-            expect(page.locator("#documents")).to_have_class(re.compile("over"))
-            with asked_for(texts):
-                page.dispatch_event("#documents", "drop", {"dataTransfer": carried})
-            expect(page.locator("#results li")).to_have_count(len(texts))
-        watched.check(server.url)
+    for name, (content, texts) in FILES.items():
+        (tmp_path / name).write_text(content, encoding="utf-8", newline="")
+        with asked_for(texts):
+            page.set_input_files("#file", tmp_path / name)
+        expect(page.locator("#results li")).to_have_count(len(texts))
+    for brought, texts in (
+        ('new File([\'{"text": "one"}\\n{"text": "two"}\\n\'], \'a.jsonl\')', ["one", "two"]),
+        ("'three\\n four \\n five\\n'", ["three", "four", "five"]),
+    ):
+        carried = page.evaluate_handle(
+            f"""() => {{
+                const carried = new DataTransfer(), brought = {brought};
+                if (typeof brought === "string") carried.setData("text/plain", brought);
+                else carried.items.add(brought);
+                return carried;
+            }}"""
+        )
+        page.dispatch_event("#documents", "dragover", {"dataTransfer": carried})
+        expect(page.locator("#documents")).to_have_class(re.compile("over"))
+        with asked_for(texts):
+            page.dispatch_event("#documents", "drop", {"dataTransfer": carried})
+        expect(page.locator("#results li")).to_have_count(len(texts))
 
 
 def test_what_is_wrong_is_said(browser: Browser, server: Server, tmp_path: Path) -> None:
@@ -224,31 +221,28 @@ def test_what_is_wrong_is_said(browser: Browser, server: Server, tmp_path: Path)
         page.get_by_text(re.compile("at most 500")).wait_for()
 
 
-def test_it_can_be_taken_to_a_shell_and_to_python(browser: Browser, server: Server, tmp_path: Path) -> None:
+def test_it_can_be_taken_to_a_shell_and_to_python(page: Page, server: Server, tmp_path: Path) -> None:
     documents = ['it\'s a "test" of quotes', "Käse 🎉", "nothing $HOME `date` \\n"]
     origin = server.url
-    with opened(browser, server.url + "/") as watched:
-        page = watched.page
-        page.context.grant_permissions(["clipboard-read", "clipboard-write"], origin=origin)
-        _fill(page, "it's", documents)
-        expected = [result["index"] for result in _explained(server, "it's", documents)]
-        page.click("#curl")
-        page.get_by_text("Copied as curl").wait_for()
-        shell = page.evaluate("navigator.clipboard.readText()")
-        ran = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=True, timeout=60)
-        assert [result["index"] for result in json.loads(ran.stdout)["results"]] == expected
-        page.click("#python")
-        page.get_by_text("Copied as Python").wait_for()
-        code = page.evaluate("navigator.clipboard.readText()")
-        ran = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-        )
-        assert [line.split(" ", 1)[1] for line in ran.stdout.splitlines()] == [documents[i] for i in expected]
-        watched.check(server.url)
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"], origin=origin)
+    _fill(page, "it's", documents)
+    expected = [result["index"] for result in _explained(server, "it's", documents)]
+    page.click("#curl")
+    page.get_by_text("Copied as curl").wait_for()
+    shell = page.evaluate("navigator.clipboard.readText()")
+    ran = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=True, timeout=60)
+    assert [result["index"] for result in json.loads(ran.stdout)["results"]] == expected
+    page.click("#python")
+    page.get_by_text("Copied as Python").wait_for()
+    code = page.evaluate("navigator.clipboard.readText()")
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert [line.split(" ", 1)[1] for line in ran.stdout.splitlines()] == [documents[i] for i in expected]
 
 
-def test_a_server_with_keys_asks_for_one(browser: Browser, start_server: StartServer) -> None:
-    server = start_server("--dtype", "float32", "--api-key", "secret")
+def test_a_server_with_keys_asks_for_one(
+    browser: Browser, start_server: StartServer, bert_cross_encoder: str
+) -> None:
+    server = start_server(bert_cross_encoder, "--api-key", "secret")
     assert httpx.get(server.url + "/").status_code == 200
     assert httpx.post(server.url + "/", json={"inputs": "a"}).status_code == 401
     with opened(browser, server.url + "/") as watched:
@@ -264,15 +258,11 @@ def test_a_server_with_keys_asks_for_one(browser: Browser, start_server: StartSe
 
 
 def test_a_cross_encoder_shows_its_best_passage(browser: Browser, cross_encoder_server: Server) -> None:
-    server = cross_encoder_server
-    with opened(browser, server.url + "/") as watched:
-        page = watched.page
-        page.wait_for_selector("#results li")
-        assert page.locator("#words button").count() == 0
-        facts = page.locator("#results .quiet").first.text_content()
-        assert facts is not None
-        assert "tokens" in facts
-        watched.check(server.url)
+    with opened(browser, cross_encoder_server.url + "/") as watched:
+        watched.page.wait_for_selector("#results li")
+        assert watched.page.locator("#words button").count() == 0
+        expect(watched.page.locator("#results .quiet").first).to_contain_text("tokens")
+        watched.check(cross_encoder_server.url)
 
 
 def test_the_page_may_load_and_send_nothing_elsewhere(server: Server) -> None:
@@ -285,9 +275,7 @@ def test_the_page_may_load_and_send_nothing_elsewhere(server: Server) -> None:
     assert httpx.post(server.url + "/", json={"inputs": "a"}).status_code == 200, "still a route of TEI's"
 
 
-@pytest.mark.parametrize(
-    "view", ["light", *(pytest.param(view, marks=pytest.mark.exhaustive) for view in ("dark", "phone"))]
-)
+@ONE_OF_THE_VIEWS
 def test_the_reference_has_every_route(browser: Browser, server: Server, view: str) -> None:
     paths = httpx.get(server.url + "/openapi.json").json()["paths"]
     with opened(browser, server.url + "/docs", **VIEWS[view]) as watched:

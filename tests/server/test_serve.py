@@ -31,16 +31,10 @@ from maxsimd.api.responses import as_response
 from maxsimd.api.sockets import open_sockets
 from maxsimd.api.tls import tls_context
 from maxsimd.engine import Engine, EngineConfig
+from tests.server.conftest import free_port
 from tests.waiting import until
 
-HEAVY = {"query": "q", "documents": [f"{i} " + "word " * 240 for i in range(400)]}
 LIGHT = {"query": "q", "documents": ["d"]}
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Serving:
@@ -48,27 +42,18 @@ class Serving:
         self.url, self.status, self.engine = url, status, engine
         self.client = httpx.AsyncClient(base_url=url, timeout=60, verify=verify)
 
-    async def until_ready(self) -> None:
-        async with asyncio.timeout(60):
-            while True:
-                assert not self.status.done()
-                try:
-                    if (await self.client.get("/ready")).status_code == 200:
-                        return
-                except httpx.TransportError:
-                    pass
-                await asyncio.sleep(0.05)
-
-    async def until_in_flight(self) -> None:
-        async with asyncio.timeout(20):
-            while self.engine.metrics.registry.get_sample_value("maxsimd_queue_tokens") == 0:
-                await asyncio.sleep(0.01)
+    async def is_ready(self) -> bool:
+        assert not self.status.done()
+        try:
+            return (await self.client.get("/ready")).status_code == 200
+        except httpx.TransportError:
+            return False
 
 
 @asynccontextmanager
 async def serving(**options: Any) -> AsyncIterator[Serving]:
     engine = Engine(EngineConfig(dtype="float32", threads=1))
-    options = {"host": "127.0.0.1", "port": _free_port()} | options
+    options = {"host": "127.0.0.1", "port": free_port()} | options
     config = ServerConfig(**options)
     status = asyncio.create_task(life.run_server(engine, config, time.perf_counter()))
     await asyncio.sleep(0)
@@ -77,7 +62,9 @@ async def serving(**options: Any) -> AsyncIterator[Serving]:
         scheme, verify = "https", ssl.create_default_context(cafile=config.tls_cert)
     running = Serving(f"{scheme}://{config.host}:{config.port}", status, engine, verify)
     try:
-        await running.until_ready()
+        async with asyncio.timeout(60):
+            while not await running.is_ready():
+                await asyncio.sleep(0.05)
         yield running
     finally:
         await running.client.aclose()
@@ -86,12 +73,7 @@ async def serving(**options: Any) -> AsyncIterator[Serving]:
         await asyncio.wait_for(status, 60)
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)]
-)
-async def test_the_server_listens_where_it_should_until_a_signal(
-    caplog: pytest.LogCaptureFixture, number: signal.Signals
-) -> None:
+async def test_the_server_listens_where_it_should_until_a_signal(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="maxsimd.serve")
     async with serving(host="127.0.0.2") as server:
         assert server.url.startswith("http://127.0.0.2:")
@@ -99,27 +81,24 @@ async def test_the_server_listens_where_it_should_until_a_signal(
         async with httpx.AsyncClient() as other:
             with pytest.raises(httpx.ConnectError):
                 await other.get(server.url.replace("127.0.0.2", "127.0.0.1") + "/health")
-        kernels = server.engine.facts.kernels
-        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGTERM)
         assert await asyncio.wait_for(server.status, 10) == 0
         assert not server.engine.is_healthy
-    # A slow machine is told every few seconds that the model is being loaded.
     messages = [record.getMessage() for record in caplog.records]
-    ready, url, *_, last = [message for message in messages if not message.startswith("loading the model, ")]
-    assert ready.startswith("all-MiniLM-L6-v2 is ready after ")
-    assert ready.endswith(f" s: late-interaction, float32, packed on cpu, {kernels}")
-    assert url == f"{server.url}/"
-    assert last == "drained"
+    assert any(message.startswith("all-MiniLM-L6-v2 is ready after ") for message in messages)
+    assert f"{server.url}/" in messages
+    assert messages[-1] == "drained"
 
 
 async def test_a_drain_refuses_new_work_and_finishes_what_is_in_flight() -> None:
     async with serving() as server:
-        body = HEAVY | {"documents": HEAVY["documents"][:30]}
+        body = {"query": "q", "documents": [f"{i} " + "word " * 240 for i in range(30)]}
         # A connection that stays open, and so gets through to a server that no longer listens.
         async with httpx.AsyncClient(base_url=server.url, timeout=60) as other:
             assert (await other.get("/health")).status_code == 200
             heavy = asyncio.create_task(server.client.post("/rerank", json=body))
-            await server.until_in_flight()
+            queued = server.engine.metrics.registry.get_sample_value
+            await until(lambda: queued("maxsimd_queue_tokens") != 0)
             os.kill(os.getpid(), signal.SIGTERM)
             await asyncio.sleep(0.05)
             refused = await other.post("/rerank", json=LIGHT)
@@ -135,15 +114,16 @@ async def test_a_drain_refuses_new_work_and_finishes_what_is_in_flight() -> None
         assert await asyncio.wait_for(server.status, 10) == 0
 
 
-async def test_a_dead_engine_ends_the_server_with_status_1() -> None:
-    async with serving() as server:
+async def test_a_dead_engine_ends_the_server_with_status_1(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(host="0.0.0.0") as server:
+        assert "may use it: there is no --api-key, no --api-key-file" in caplog.text
         server.engine._died("of old age", None)
         assert await asyncio.wait_for(server.status, 10) == 1
 
 
 async def _refusal(caplog: pytest.LogCaptureFixture, model: str | None = None, **options: Any) -> str:
-    """The one line of a server that does not start."""
-    config = ServerConfig(**{"port": _free_port()} | options)
+    """The one line of a server that does not start, with status 1."""
+    config = ServerConfig(**{"port": free_port()} | options)
     assert await life.run_server(Engine(EngineConfig(model=model)), config, time.perf_counter()) == 1
     (record,) = [record for record in caplog.records if record.name == "maxsimd.serve"]
     assert record.levelno == logging.ERROR
@@ -151,43 +131,38 @@ async def _refusal(caplog: pytest.LogCaptureFixture, model: str | None = None, *
     return record.getMessage()
 
 
-async def test_a_model_that_does_not_load_ends_the_server(
-    caplog: pytest.LogCaptureFixture,
+async def test_a_model_that_does_not_load_is_one_line(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "there is no folder '/nowhere/at/all'" in await _refusal(caplog, "/nowhere/at/all")
 
-
-async def test_what_nobody_expected_of_a_model_is_one_line_too(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
     async def fail(engine: Engine) -> None:
         raise AttributeError("no such thing")
 
+    caplog.clear()
     monkeypatch.setattr(Engine, "start", fail)
     line = await _refusal(caplog)
     assert line == "the model cannot be loaded: AttributeError: no such thing (--log-level debug says where)"
 
 
-async def test_a_port_in_use_is_one_line_that_says_what_to_change(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_port_in_use_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         line = await _refusal(caplog, port=port)
-    assert line == (
-        f"cannot listen on 127.0.0.1, port {port}: address already in use; choose another --host or --port, "
-        "or stop what listens there"
-    )
+    assert line.startswith(f"cannot listen on 127.0.0.1, port {port}: address already in use; choose another")
 
 
 @pytest.mark.parametrize(
     ("options", "line"),
     [
         ({"host": "no.such.host.invalid"}, "cannot listen on no.such.host.invalid, port"),
-        ({"host": "203.0.113.7"}, "cannot listen on 203.0.113.7, port"),
         ({"api_key_file": "/"}, "cannot read keys from '/': Is a directory; give a readable file"),
         ({"tls_cert": "/nowhere"}, "cannot read --tls-cert '/nowhere': No such file or directory"),
         ({"tls_cert": __file__}, f"cannot use --tls-cert {__file__!r}: no pem; give a certificate chain"),
+        ({"allowed_media_host": ("http://",)}, "--allowed-media-host: 'http://' names no host"),
+        ({"allowed_media_dir": "/no/such/folder"}, "--allowed-media-dir /no/such/folder is no folder"),
         ({"max_connections": 10**9}, "--max-connections 1000000000 is more than the "),
     ],
 )
@@ -197,37 +172,25 @@ async def test_what_a_server_cannot_be_set_up_with_is_one_line(
     assert (await _refusal(caplog, **options)).startswith(line)
 
 
-async def test_a_server_that_all_can_reach_and_use_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    async with serving(host="0.0.0.0"):
-        assert "may use it: there is no --api-key, no --api-key-file" in caplog.text
-
-
-async def test_a_name_with_several_addresses_has_one_port(caplog: pytest.LogCaptureFixture) -> None:
-    """And with a key nothing is said of who may use it."""
-    async with serving(host="localhost", api_key=("one",)) as server:
-        assert (await server.client.get("/health")).status_code == 200
-    assert "may use it" not in caplog.text
-
-
 def _openssl(*arguments: str) -> None:
     subprocess.run(["openssl", *arguments], check=True, capture_output=True)
 
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """The files of a certificate for 127.0.0.1, and of its key."""
+    """The files of a certificate for localhost, and of its key."""
     if shutil.which("openssl") is None:
         pytest.skip("there is no openssl to make a certificate with")
     folder = tmp_path_factory.mktemp("tls")
     files = str(folder / "cert.pem"), str(folder / "key.pem")
-    command = "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=x -addext subjectAltName=IP:127.0.0.1"
+    command = "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=x -addext subjectAltName=DNS:localhost"
     _openssl(*command.split(), "-out", files[0], "-keyout", files[1])
     return files
 
 
 async def test_a_server_with_a_certificate_speaks_https_alone(certificate: tuple[str, str]) -> None:
     cert, key = certificate
-    async with serving(tls_cert=cert, tls_key=key, header_seconds=0.5) as server:
+    async with serving(tls_cert=cert, tls_key=key, header_seconds=0.5, host="localhost") as server:
         assert (await server.client.post("/rerank", json=LIGHT)).status_code == 200
         async with httpx.AsyncClient() as other:
             with pytest.raises(httpx.TransportError):
@@ -254,7 +217,7 @@ def test_a_client_that_does_not_read_is_noticed_behind_tls_too(certificate: tupl
         listener = Listener(web.Server(answer), table, tls_context(config))
         listener.start(open_sockets("127.0.0.1", 0))
         trusting = ssl.create_default_context(cafile=cert)
-        _, writer = await asyncio.open_connection("127.0.0.1", listener.port, ssl=trusting, limit=1024)
+        _, writer = await asyncio.open_connection("localhost", listener.port, ssl=trusting, limit=1024)
         writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         await until(lambda: metrics.cut_connections.labels("slow_reader")._value.get() == 1)
         writer.transport.abort()

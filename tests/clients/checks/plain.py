@@ -5,13 +5,15 @@ import json
 import math
 import os
 import urllib.request
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 LATE_INTERACTION = os.environ["LATE_INTERACTION_URL"]
 BI_ENCODER = os.environ["BI_ENCODER_URL"]
 CROSS_ENCODER = os.environ["CROSS_ENCODER_URL"]
 RANKING = (LATE_INTERACTION, BI_ENCODER)
+ALL = (*RANKING, CROSS_ENCODER)
 
 QUERY = "How is a file opened for reading?"
 # What functions of Python's standard library say of themselves.
@@ -59,6 +61,16 @@ def check_ranking(url: str, ranking: Sequence[tuple[int, float]], top: int = len
         assert math.isclose(score, right, rel_tol=1e-3, abs_tol=1e-4), f"{ranking} is not {expected}"
     if url != CROSS_ENCODER:
         assert ranking[0][0] == BEST, f"{ranking} does not begin with {BEST}"
+
+
+def for_each(cases: Mapping[str, T], check: Callable[[T], None]) -> None:
+    """Checks each case; an error names the one that it is of."""
+    for name, case in cases.items():
+        try:
+            check(case)
+        except Exception as error:
+            error.add_note(f"as {name} does")
+            raise
 
 
 def error_of(kind: type[Exception], call: Callable[[], Any]) -> Any:

@@ -1,5 +1,6 @@
 """Haystack's components for Cohere, Jina and Hugging Face."""
 
+from collections.abc import Callable
 from typing import Any
 
 from haystack import Document
@@ -13,55 +14,46 @@ from haystack_integrations.components.embedders.jina import JinaDocumentEmbedder
 from haystack_integrations.components.rankers.cohere import CohereRanker
 from haystack_integrations.components.rankers.huggingface_api import HuggingFaceTEIRanker
 from haystack_integrations.components.rankers.jina import JinaRanker
-from plain import BI_ENCODER, CROSS_ENCODER, DOCUMENTS, QUERY, RANKING, check_ranking, check_vectors
+from plain import ALL, BI_ENCODER, DOCUMENTS, QUERY, check_ranking, check_vectors, for_each
 
 _KEY = Secret.from_token("none")
-_URLS = (*RANKING, CROSS_ENCODER)
 
 
 def _documents() -> list[Document]:
     return [Document(content=text, meta={"place": i}) for i, text in enumerate(DOCUMENTS)]
 
 
-def _check_ranks(url: str, ranker: Any) -> None:
-    best = ranker.run(query=QUERY, documents=_documents(), top_k=3)["documents"]
-    check_ranking(url, [(each.meta["place"], each.score) for each in best], top=3)
+def _check_ranks(ranker_at: Callable[[str], Any]) -> None:
+    for url in ALL:
+        best = ranker_at(url).run(query=QUERY, documents=_documents(), top_k=3)["documents"]
+        check_ranking(url, [(each.meta["place"], each.score) for each in best], top=3)
 
 
-def _check_embeds(text_embedder: Any, document_embedder: Any, meant: tuple[str | None, str | None]) -> None:
-    check_vectors([text_embedder.run(text=QUERY)["embedding"]], [QUERY], meant[0])
-    embedded = document_embedder.run(documents=_documents())["documents"]
-    check_vectors([each.embedding for each in embedded], DOCUMENTS, meant[1])
+def ranks_as_each_vendor_does() -> None:
+    jina = {"model": "jina-reranker-v2-base-multilingual", "api_key": _KEY}
+    rankers: dict[str, Callable[[str], Any]] = {
+        "Cohere": lambda url: CohereRanker(model="rerank-v3.5", api_key=_KEY, api_base_url=url),
+        "Jina": lambda url: JinaRanker(base_url=url + "/v1/rerank", **jina),
+        "text-embeddings-inference": lambda url: HuggingFaceTEIRanker(url=url),
+    }
+    for_each(rankers, _check_ranks)
 
 
-def ranks_as_cohere_does() -> None:
-    for url in _URLS:
-        _check_ranks(url, CohereRanker(model="rerank-v3.5", api_key=_KEY, api_base_url=url))
+def _check_embeds(embedders: tuple[Any, Any, dict[str, Any], bool]) -> None:
+    text_embedder, document_embedder, options, has_types = embedders
+    vector = text_embedder(**options).run(text=QUERY)["embedding"]
+    check_vectors([vector], [QUERY], "query" if has_types else None)
+    embedded = document_embedder(**options).run(documents=_documents())["documents"]
+    check_vectors([each.embedding for each in embedded], DOCUMENTS, "document" if has_types else None)
 
 
-def ranks_as_jina_does() -> None:
-    model = "jina-reranker-v2-base-multilingual"
-    for url in _URLS:
-        _check_ranks(url, JinaRanker(model=model, api_key=_KEY, base_url=url + "/v1/rerank"))
-
-
-def ranks_as_text_embeddings_inference_does() -> None:
-    for url in _URLS:
-        _check_ranks(url, HuggingFaceTEIRanker(url=url))
-
-
-def embeds_as_cohere_does() -> None:
-    options = {"model": "embed-english-v3.0", "api_key": _KEY, "api_base_url": BI_ENCODER}
-    _check_embeds(CohereTextEmbedder(**options), CohereDocumentEmbedder(**options), ("query", "document"))
-
-
-def embeds_as_jina_does() -> None:
-    options = {"model": "jina-embeddings-v3", "api_key": _KEY, "base_url": BI_ENCODER + "/v1/embeddings"}
-    _check_embeds(JinaTextEmbedder(**options), JinaDocumentEmbedder(**options), (None, None))
-
-
-def embeds_as_text_embeddings_inference_does() -> None:
-    options = {"api_type": "text_embeddings_inference", "api_params": {"url": BI_ENCODER}}
-    _check_embeds(
-        HuggingFaceAPITextEmbedder(**options), HuggingFaceAPIDocumentEmbedder(**options), (None, None)
-    )
+def embeds_as_each_vendor_does() -> None:
+    cohere = {"model": "embed-english-v3.0", "api_key": _KEY, "api_base_url": BI_ENCODER}
+    jina = {"model": "jina-embeddings-v3", "api_key": _KEY, "base_url": BI_ENCODER + "/v1/embeddings"}
+    tei = {"api_type": "text_embeddings_inference", "api_params": {"url": BI_ENCODER}}
+    embedders = {
+        "Cohere": (CohereTextEmbedder, CohereDocumentEmbedder, cohere, True),
+        "Jina": (JinaTextEmbedder, JinaDocumentEmbedder, jina, False),
+        "TEI": (HuggingFaceAPITextEmbedder, HuggingFaceAPIDocumentEmbedder, tei, False),
+    }
+    for_each(embedders, _check_embeds)

@@ -8,7 +8,7 @@ from infinity_client.models import (
     OpenAIEmbeddingResult,
     RerankInput,
 )
-from plain import BI_ENCODER, CROSS_ENCODER, DOCUMENTS, QUERY, RANKING, check_ranking, check_vectors, post
+from plain import ALL, BI_ENCODER, CROSS_ENCODER, DOCUMENTS, QUERY, check_ranking, check_vectors, post
 
 _MODEL = "all-MiniLM-L6-v2"
 
@@ -18,7 +18,7 @@ def _client(url: str) -> Client:
 
 
 def ranks() -> None:
-    for url in (*RANKING, CROSS_ENCODER):
+    for url in ALL:
         body = RerankInput(
             query=QUERY, documents=list(DOCUMENTS), model=_MODEL, top_n=3, return_documents=True
         )
@@ -32,12 +32,8 @@ def embeds() -> None:
     answer = embeddings.sync(client=_client(BI_ENCODER), body=body)
     assert isinstance(answer, OpenAIEmbeddingResult), answer
     check_vectors([each.embedding for each in answer.data], DOCUMENTS)
-
-
-def embeds_without_naming_a_model() -> None:
-    body = OpenAIEmbeddingInputText(input_=QUERY)
-    answer = embeddings.sync(client=_client(BI_ENCODER), body=body)
-    check_vectors([each.embedding for each in answer.data], [QUERY])
+    unnamed = embeddings.sync(client=_client(BI_ENCODER), body=OpenAIEmbeddingInputText(input_=QUERY))
+    check_vectors([each.embedding for each in unnamed.data], [QUERY])
 
 
 def classifies() -> None:
@@ -49,11 +45,8 @@ def classifies() -> None:
     assert abs(given.score - plain["score"]) < 1e-6
 
 
-def asks_for_health() -> None:
+def asks_for_health_and_models() -> None:
     assert health.sync_detailed(client=_client(BI_ENCODER)).status_code == 200
-
-
-def lists_models() -> None:
     listed = models.sync(client=_client(BI_ENCODER)).data
     assert _MODEL in [model.id for model in listed], listed
     for model in listed:

@@ -2,11 +2,11 @@
 
 from langchain_cohere import CohereEmbeddings, CohereRerank
 from langchain_core.documents import Document
-from plain import BI_ENCODER, CROSS_ENCODER, DOCUMENTS, QUERY, RANKING, check_ranking, check_vectors
+from plain import ALL, BI_ENCODER, DOCUMENTS, QUERY, RANKING, check_ranking, check_vectors
 
 
 def ranks() -> None:
-    for url in (*RANKING, CROSS_ENCODER):
+    for url in ALL:
         reranker = CohereRerank(model="rerank-v3.5", cohere_api_key="none", base_url=url, top_n=3)
         answer = reranker.rerank(list(DOCUMENTS), QUERY)
         check_ranking(url, [(each["index"], each["relevance_score"]) for each in answer], top=3)

@@ -1,13 +1,13 @@
 """mixedbread's client."""
 
 from mixedbread import Mixedbread
-from plain import BI_ENCODER, CROSS_ENCODER, DOCUMENTS, QUERY, RANKING, check_ranking, check_vectors
+from plain import ALL, BI_ENCODER, DOCUMENTS, QUERY, check_ranking, check_vectors
 
 _MODEL = "all-MiniLM-L6-v2"
 
 
 def ranks() -> None:
-    for url in (*RANKING, CROSS_ENCODER):
+    for url in ALL:
         client = Mixedbread(api_key="none", base_url=url)
         answer = client.rerank(model=_MODEL, query=QUERY, input=list(DOCUMENTS), top_k=3, return_input=True)
         check_ranking(url, [(each.index, each.score) for each in answer.data], top=3)

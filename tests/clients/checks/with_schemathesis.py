@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from plain import BI_ENCODER, CROSS_ENCODER, LATE_INTERACTION
+from plain import ALL, for_each
 
 _CHECKS = (
     "not_a_server_error",
@@ -38,13 +38,5 @@ def _check(url: str) -> None:
     assert cases >= _CASES, f"only {cases} cases"
 
 
-def finds_no_fault_with_late_interaction() -> None:
-    _check(LATE_INTERACTION)
-
-
-def finds_no_fault_with_a_bi_encoder() -> None:
-    _check(BI_ENCODER)
-
-
-def finds_no_fault_with_a_cross_encoder() -> None:
-    _check(CROSS_ENCODER)
+def finds_no_fault() -> None:
+    for_each({url: url for url in ALL}, _check)

@@ -1,11 +1,11 @@
 """Voyage's client."""
 
 import voyageai
-from plain import BI_ENCODER, CROSS_ENCODER, DOCUMENTS, QUERY, RANKING, check_ranking, check_vectors
+from plain import ALL, BI_ENCODER, DOCUMENTS, QUERY, check_ranking, check_vectors
 
 
 def ranks() -> None:
-    for url in (*RANKING, CROSS_ENCODER):
+    for url in ALL:
         client = voyageai.Client(api_key="none", base_url=url + "/v1")
         answer = client.rerank(QUERY, list(DOCUMENTS), model="rerank-2.5", top_k=3)
         check_ranking(url, [(each.index, each.relevance_score) for each in answer.results], top=3)

@@ -19,11 +19,15 @@ class Process:
         return found is not None and found.start == self.start
 
 
+def processes() -> list[Process]:
+    """All that are there."""
+    numbers = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    return [found for number in numbers if (found := _read(number)) is not None]
+
+
 def descendants(pid: int) -> list[Process]:
     """All that a process has started, and that these have started."""
-    numbers = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
-    running = [found for number in numbers if (found := _read(number)) is not None]
-    family = {pid}
+    running, family = processes(), {pid}
     while new := {each.pid for each in running if each.parent in family} - family:
         family |= new
     return [each for each in running if each.pid in family - {pid}]
