@@ -24,7 +24,30 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.dry_run.faults import FreedMemory, HostWaits, MixedDevices, NotCapturable, Race
+
+class Fault(AssertionError):
+    """What would be an error or a wait on a real GPU."""
+
+
+class MixedDevices(Fault):
+    """An operation on tensors of both the host and the device."""
+
+
+class HostWaits(Fault):
+    """The host would wait for the device: for a number, or for a copy of memory that is not pinned."""
+
+
+class Race(Fault):
+    """Memory of the host is read or overwritten while the device may still write or read it."""
+
+
+class NotCapturable(Fault):
+    """Something that a replay of a graph would not do again: a copy, or memory of the host."""
+
+
+class FreedMemory(Fault):
+    """A replay would read memory that was freed since the capture."""
+
 
 aten = torch.ops.aten
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -56,17 +79,12 @@ class Counts:
     to_device: int = 0
     bytes_to_device: int = 0
     to_host: int = 0
-    bytes_to_host: int = 0
     allocations: int = 0
     waits: int = 0
 
     @property
     def num_launches(self) -> int:
         return self.launches.total()
-
-    @property
-    def transfers(self) -> int:
-        return self.to_device + self.to_host
 
 
 class Graph:
@@ -203,7 +221,6 @@ class FakeGPU(TorchDispatchMode):
             self.counts.bytes_to_device += on_host.nbytes
         else:
             self.counts.to_host += 1
-            self.counts.bytes_to_host += on_host.nbytes
         if not self._is_pinned(on_host):
             self._wait(f"{way}, and the memory of the host is not pinned")
         elif not how.get("non_blocking"):

@@ -10,7 +10,7 @@ from typing import Any
 from tests.checkpoints import two_towers, vision_language, visual
 from tests.dry_run.entering import fake_gpu
 from tests.dry_run.gpu import Counts
-from tests.dry_run.models import OnCPU, OnGPU, first_layers, load
+from tests.dry_run.models import OnGPU, first_layers, load
 from tests.dry_run.steps import LENGTHS, plain_step
 from tests.parity.families import FAMILIES, LISTWISE
 
@@ -90,7 +90,7 @@ def cost_of(on: OnGPU) -> Cost:
     return Cost(
         layer,
         whole.num_launches - layer * layers,
-        whole.transfers,
+        whole.to_device + whole.to_host,
         round(whole.bytes_to_device / sum(LENGTHS)),
         whole.waits,
     )
@@ -102,23 +102,16 @@ def _counted(on: OnGPU, run: Callable[[], object]) -> Counts:
     return counts
 
 
-def measure(checkpoint: Checkpoint, loaded: OnCPU) -> Cost:
-    """The cost of a model that is not on the device yet."""
-    with fake_gpu() as gpu:
-        gpu.may_wait = checkpoint.may_wait
-        on = OnGPU(gpu, loaded, "varlen")
-        try:
-            return cost_of(on)
-        finally:
-            on.close()
-
-
 def measure_all(folder: Path) -> dict[str, Cost]:
     """Builds all checkpoints; takes about a minute."""
     costs = {}
     for number, checkpoint in enumerate(CHECKPOINTS):
         loaded = load(checkpoint.build(folder / str(number)), **checkpoint.settings)
-        costs[checkpoint.name] = measure(checkpoint, loaded)
+        with fake_gpu() as gpu:
+            gpu.may_wait = checkpoint.may_wait
+            on = OnGPU(gpu, loaded, "varlen")
+            costs[checkpoint.name] = cost_of(on)
+            on.close()
     return costs
 
 

@@ -40,8 +40,7 @@ from maxsimd.engine.scoring.maxsim import choose_maxsim
 from maxsimd.engine.scoring.outcome import StepOutcome
 from maxsimd.pooling.dispatch import Pooled
 from maxsimd.scheduler import Step
-from tests.dry_run.faults import NotCapturable
-from tests.dry_run.gpu import GPU, FakeGPU, is_on_gpu
+from tests.dry_run.gpu import GPU, FakeGPU, NotCapturable, is_on_gpu
 from tests.unit.engine.execution.test_fused_layers import plain_kernels
 
 CPU = torch.device("cpu")
@@ -79,23 +78,6 @@ class FakeRecorder:
         return self._gpu.capture(run)
 
 
-@contextmanager
-def waiting_allowed(gpu: FakeGPU) -> Iterator[None]:
-    """As at load, when the host may wait for the device."""
-    before, gpu.may_wait = gpu.may_wait, True
-    try:
-        yield
-    finally:
-        gpu.may_wait = before
-
-
-def fuse_layers(backbone: nn.Module) -> None:
-    """Fuses the layers of a backbone that is still on the CPU, in the precision that it runs in: trials
-    compare real numbers there, with plain torch for the kernels."""
-    with plain_kernels():
-        fuse(backbone)
-
-
 def load(path: str, **settings: Any) -> OnCPU:
     """Loads a checkpoint and proves its execution, with attention laid out as GPUs have it."""
     model = load_model(EngineConfig(model=path, **settings), CPU)
@@ -121,7 +103,9 @@ class OnGPU:
             for module in self.model.encoders:
                 cast(module, DTYPE)
             if self.is_packed:
-                fuse_layers(self.model.backbone)
+                # On the CPU trials compare real numbers, with plain torch for the kernels.
+                with plain_kernels():
+                    fuse(self.model.backbone)
         move(
             [*self.model.encoders, *(m for task in self.model.tasks.values() for m in modules_of(task.head))]
         )
@@ -162,8 +146,9 @@ class OnGPU:
             each for each in random_sequences(self.model, self.model.score_task) if not each.tokens.images
         ]
         assert isinstance(self.backend, CapturableBackend)
-        with waiting_allowed(self.gpu):
-            mismatches = runner.capture_all(self.backend, SIZES, texts, FakeRecorder(self.gpu))
+        self.gpu.may_wait = True  # as at load
+        mismatches = runner.capture_all(self.backend, SIZES, texts, FakeRecorder(self.gpu))
+        self.gpu.may_wait = False
         if mismatches or not runner.sizes:
             raise NotCapturable("; ".join(mismatches.values()) or "a step waits for the device")
         assert len(runner.sizes) == len(SIZES)
@@ -200,26 +185,20 @@ class OnGPU:
 def first_layers(backbone: nn.Module, count: int) -> Iterator[int]:
     """The backbone with its first layers alone, or without some of its last ones where `count` is negative;
     gives the number of layers that it had. Raises where they are not found."""
-    parent, name, layers = layer_list(backbone)
+    config: Any = backbone.config
+    # The list that has as many modules as there are layers; of an encoder and a decoder, the encoder's.
+    (parent, name, layers), *others = [
+        (parent, name, child)
+        for parent in backbone.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, nn.ModuleList) and len(child) == config.get_text_config().num_hidden_layers
+    ]
+    assert not others or hasattr(backbone, "decoder")
     setattr(parent, name, layers[:count])
     try:
         yield len(layers)
     finally:
         setattr(parent, name, layers)
-
-
-def layer_list(backbone: Any) -> tuple[nn.Module, str, nn.ModuleList]:
-    """The list that has as many modules as the model has layers, with its parent and name; of an encoder and
-    a decoder, the encoder's."""
-    count = backbone.config.get_text_config().num_hidden_layers
-    found, *others = [
-        (parent, name, child)
-        for parent in backbone.modules()
-        for name, child in parent.named_children()
-        if isinstance(child, nn.ModuleList) and len(child) == count
-    ]
-    assert not others or hasattr(backbone, "decoder")
-    return found
 
 
 def move(modules: Sequence[nn.Module]) -> None:

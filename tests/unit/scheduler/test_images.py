@@ -104,11 +104,6 @@ def test_pictures_wait_while_as_many_features_are_held() -> None:
     assert [len(step.images) for step in more] == [3, 0], "a document with more is run all the same"
 
 
-def test_a_picture_dearer_than_the_budget_has_a_step_of_its_own() -> None:
-    steps = steps_of([[(1_000, 9)]], chunked=True)
-    assert [(len(step.chunks), len(step.images)) for step in steps] == [(1, 0), (0, 1), (1, 0)]
-
-
 def test_newer_requests_do_not_use_up_what_the_oldest_waits_for() -> None:
     """A large request, and in each step a new one of one page: without a reservation the new ones, which are
     smaller, would hold as many features as there may be for ever."""

@@ -26,35 +26,6 @@ def sent(outcome: list[Send] | Fail) -> list[Send]:
     return outcome
 
 
-def test_parts_are_sent_to_their_first_members_and_answered() -> None:
-    attempts = Attempts([part(0, 1), part(2, members=MEMBERS[::-1])], RetryBudget())
-    sends = attempts.begin()
-    assert {send.member.name for send in sends} == {"m0", "m3"}
-    assert not any(send.is_suspect for send in sends)
-    assert attempts.answered(sends[0].attempt)
-    assert not attempts.answered(sends[0].attempt), "no attempt is answered twice"
-    assert not attempts.is_over
-    assert attempts.answered(sends[1].attempt)
-    assert attempts.is_over
-
-
-def test_a_part_whose_member_died_goes_to_the_next() -> None:
-    attempts = Attempts([part(0, 1)], RetryBudget())
-    [first] = attempts.begin()
-    [second] = attempts.lost(first.attempt, MEMBERS[1:])
-    assert second.member.name == "m1"
-    assert not second.is_suspect
-    assert not attempts.answered(first.attempt), "its late answer does not count"
-    assert attempts.lost(first.attempt, MEMBERS[1:]) == []
-    assert attempts.answered(second.attempt)
-    assert attempts.is_over
-    # One that replaces the dead member may take its part.
-    attempts, newer = Attempts([part(0, members=MEMBERS[:1])], RetryBudget()), Member(0, "newer", "f")
-    [first] = attempts.begin()
-    [second] = attempts.lost(first.attempt, [newer])
-    assert second.member is newer
-
-
 def test_a_part_that_killed_two_is_halved_and_then_fails() -> None:
     attempts = Attempts([part(4, 5, 6), part(7)], RetryBudget())
     sends = {tuple(send.part.indices.tolist()): send for send in attempts.begin()}

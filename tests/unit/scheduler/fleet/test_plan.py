@@ -63,10 +63,8 @@ def test_documents_of_a_member_that_goes_are_spread_over_all() -> None:
     assert np.bincount(owners[~stayed])[[0, 1, 3, 4]].min() > 800
 
 
-def test_cells_are_of_neighbouring_slots() -> None:
-    members = fleet(20)
-    assert slots_of(cells_of(members, 8)) == [[*range(8)], [*range(8, 16)], [*range(16, 20)]]
-    replaced = Member(3, "newer", "f")
+def test_a_cell_has_the_latest_member_of_each_slot() -> None:
+    members, replaced = fleet(20), Member(3, "newer", "f")
     assert cells_of([*members, replaced], 8)[0].members[3] is replaced
     with pytest.raises(ValueError, match="share no request"):
         cells_of([*members, Member(19, "other", "g")])
@@ -108,14 +106,6 @@ def test_documents_of_free_slots_go_to_another_cell() -> None:
     assert (order[~has_member, 0] == ranked(numbers, range(8))[~has_member, 0]).all()
     assert (reach.numbers(numbers) == np.where(has_member, 1, 0)).all()
     assert 0.3 < has_member.mean() < 0.45, "three of eight slots have a member"
-
-
-def test_where_there_is_one_cell_its_members_own_everything() -> None:
-    [cell] = cells_of([member for member in fleet(8) if member.slot != 3], 8)
-    reach = reach_of([cell], lambda _: 0.0, 123)
-    assert reach == Reach(cell)
-    assert (reach.ranked(digests(100)) == ranked(digests(100), [0, 1, 2, 4, 5, 6, 7])).all()
-    assert (reach.numbers(digests(100)) == 0).all()
 
 
 def test_the_lighter_of_two_cells_is_taken() -> None:
