@@ -31,7 +31,9 @@ FEW = ["colpali", "BERT", "SGPT"]
 BROKEN = [("BERT", "aten::gelu"), ("ColBERT", "aten::scatter_reduce_")]
 
 
-def run(names: list[str], checkpoints: SharedCheckpoints, *wrong: str, **settings: Any) -> list[dict[str, Any]]:
+def run(
+    names: list[str], checkpoints: SharedCheckpoints, *wrong: str, **settings: Any
+) -> list[dict[str, Any]]:
     """What became of each model, of which the last ones have an operation that is `wrong`; in a process of its
     own, whose torch has the device."""
     lines = []

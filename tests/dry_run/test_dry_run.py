@@ -17,7 +17,6 @@ from tests.dry_run.measured import (
     DEEP_WAITS,
     ONE_OF_EACH,
     TOWERS_WAIT,
-    Checkpoint,
     cost_of,
     held,
 )

@@ -12,6 +12,7 @@ from maxsimd.bench.fleet_command import bench_fleet
 from maxsimd.bench.fleet_simulation import FleetShape, Routing, simulate
 from tests.unit.scheduler.scheduled_requests import exhaustive
 
+
 @pytest.fixture(scope="module")
 def healthy() -> dict[str, float]:
     return simulate(FleetShape(8, collection=3_000), 300)
