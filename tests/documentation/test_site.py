@@ -25,7 +25,12 @@ DOCS = ROOT / "docs"
 NAMES = sorted(path.relative_to(DOCS).with_suffix("").as_posix() for path in DOCS.glob("**/*.md"))
 # A page of text, code and tables, and one of pictures. The others are checked before a release.
 TYPICAL = [("index", "dark"), ("tenants", "phone")]
-OTHERS = [*((name, "light") for name in NAMES), ("tenants", "dark"), ("clients", "phone"), ("reference/http", "phone")]
+OTHERS = [
+    *((name, "light") for name in NAMES),
+    ("tenants", "dark"),
+    ("clients", "phone"),
+    ("reference/http", "phone"),
+]
 
 
 class _Quiet(SimpleHTTPRequestHandler):
