@@ -34,8 +34,8 @@ BROKEN = [("BERT", "aten::gelu"), ("ColBERT", "aten::scatter_reduce_")]
 def run(
     names: list[str], checkpoints: SharedCheckpoints, *wrong: str, **settings: Any
 ) -> list[dict[str, Any]]:
-    """What became of each model, of which the last ones have an operation that is `wrong`; in a process of its
-    own, whose torch has the device."""
+    """What became of each model, of which the last ones have an operation that is `wrong`; in a process of
+    its own, whose torch has the device."""
     lines = []
     for name, broken in zip(names, [None] * (len(names) - len(wrong)) + [*wrong], strict=True):
         build, own = BY_NAME[name]
