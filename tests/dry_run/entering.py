@@ -1,7 +1,7 @@
 """Enters the GPU that is not there, with stand-ins for what only a CUDA build of torch answers.
 
-Our Triton kernels are replaced where Triton starts them: each launch is checked and counted, and nothing runs.
-What surrounds them is real, and a new kernel needs no line here.
+Our Triton kernels are replaced where Triton starts them: each launch is checked and counted, and nothing
+runs. What surrounds them is real, and a new kernel needs no line here.
 """
 
 import ctypes

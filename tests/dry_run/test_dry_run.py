@@ -105,8 +105,8 @@ def test_every_model_is_held() -> None:
 def test_small_steps_are_replayed_and_long_ones_are_not(
     build: Callable[[Path], str], backend: str, gpu: FakeGPU, checkpoints: SharedCheckpoints
 ) -> None:
-    """Nothing within a graph is left to the host. A replay copies all that it reads at once, and makes no more
-    on the device than its result."""
+    """Nothing within a graph is left to the host. A replay copies all that it reads at once, and makes no
+    more on the device than its result."""
     on = OnGPU(gpu, load(checkpoints(build)), backend)
     with first_layers(on.model.backbone, 2):
         runner = on.graphed()

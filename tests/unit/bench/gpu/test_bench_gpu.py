@@ -1,7 +1,6 @@
 """The benchmarks of a GPU, run small and on a CPU."""
 
 import json
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -9,14 +8,12 @@ import torch
 from click.testing import CliRunner
 
 from maxsimd.api.cli import main
-from maxsimd.bench.gpu import maxsim_contenders
 from maxsimd.bench.gpu.kernels import measure_kernels, prepared
-from maxsimd.bench.gpu.maxsim_contenders import contenders, draw, rounded_contenders
 from maxsimd.bench.gpu.report import write_report
 from maxsimd.bench.gpu.serving import Shape, Workload, measure_serving, save_colbert
 from maxsimd.bench.gpu.shapes import AttentionShape, MaxSimShape
 from maxsimd.bench.gpu.trace import busy_share
-from maxsimd.bench.timing import Run, one_after_another
+from maxsimd.bench.timing import Run
 from tests.unit.engine.ops.interpreted import run_interpreted
 
 
@@ -71,95 +68,6 @@ def test_a_contender_that_fails_or_is_wrong_is_not_timed() -> None:
         "empty": "its results differ by nan of the largest",
         "broken": "RuntimeError: no such kernel",
     }
-
-
-def test_each_call_has_the_next_copy_of_the_data() -> None:
-    called: list[int] = []
-    run = one_after_another([lambda i=i: called.append(i) for i in range(3)])  # type: ignore[misc]
-    for _ in range(5):
-        run()
-    assert called == [0, 1, 2, 0, 1]
-
-
-class PlainPackages:
-    """Both packages' entries in plain torch, which take what is fastest for the real ones and nothing
-    else."""
-
-    @staticmethod
-    def flash_maxsim(query: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
-        assert query.dtype == documents.dtype == torch.float16
-        assert (query.dim(), documents.dim()) == (2, 3)
-        return (documents.float() @ query.float().T).amax(dim=1).sum(dim=1)
-
-    @staticmethod
-    def flash_maxsim_packed(
-        query: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor, longest: int
-    ) -> torch.Tensor:
-        assert query.dtype == rows.dtype == torch.float16
-        return PlainPackages._packed(query, rows, offsets, longest)
-
-    @staticmethod
-    def flash_maxsim_int8_symmetric(
-        query: torch.Tensor, documents: torch.Tensor, scales: torch.Tensor
-    ) -> torch.Tensor:
-        assert (query.dtype, documents.dtype, scales.dtype) == (torch.float16, torch.int8, torch.float16)
-        return PlainPackages.flash_maxsim(query, (documents * scales[:, :, None]).half())
-
-    @staticmethod
-    def quantize_query_int8(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        scales = query.float().abs().amax(dim=1) / 127
-        return (query.float() / scales[:, None]).round().to(torch.int8), scales.half()
-
-    @staticmethod
-    def flash_maxsim_int8x8(
-        _: torch.Tensor,
-        documents: torch.Tensor,
-        scales: torch.Tensor,
-        query: torch.Tensor,
-        of_query: torch.Tensor,
-    ) -> torch.Tensor:
-        assert query.dtype == documents.dtype == torch.int8
-        return PlainPackages.flash_maxsim_int8_symmetric(
-            (query * of_query[:, None]).half(), documents, scales
-        )
-
-    @staticmethod
-    def maxsim(queries: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
-        assert queries.dtype == documents.dtype == torch.bfloat16
-        assert (queries.dim(), documents.dim()) == (3, 3)
-        return (documents.float() @ queries[0].float().T).amax(dim=1).sum(dim=1)[None]
-
-    @staticmethod
-    def maxsim_varlen(
-        query: torch.Tensor, rows: torch.Tensor, of_query: torch.Tensor, offsets: torch.Tensor, *longest: int
-    ) -> torch.Tensor:
-        assert query.dtype == rows.dtype == torch.bfloat16
-        assert of_query.tolist() == [0, len(query)] == [0, longest[0]]
-        return PlainPackages._packed(query, rows, offsets, longest[1])[None]
-
-    @staticmethod
-    def _packed(query: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor, longest: int) -> torch.Tensor:
-        bounds = offsets.tolist()
-        parts = [rows[a:b].float() for a, b in pairwise(bounds)]
-        assert max(map(len, parts)) == longest
-        return torch.stack([(part @ query.float().T).amax(dim=0).sum() for part in parts])
-
-
-def test_packages_are_given_what_is_fastest_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(maxsim_contenders, "package", lambda name: PlainPackages)
-    gpu = torch.device("cuda")
-    for tokens in ((3, 9), (9, 9)):
-        shape = MaxSimShape("few", 4, 5, tokens, 16)
-        scored = draw(shape, torch.device("cpu"), 0)
-        packages = contenders(shape, gpu)
-        packages = {name: packages[name] for name in packages if name not in ("maxsimd", "padded torch")}
-        assert len(packages) == 2
-        assert list(prepared(packages, [scored], scored.exact(5)).runs) == list(packages)
-    in_int8 = rounded_contenders(shape, gpu)
-    in_int8 = {name: in_int8[name] for name in in_int8 if name.startswith("flash")}
-    assert len(in_int8) == 2
-    ready = prepared(in_int8, [scored.rounded()], scored.rounded().exact(5))
-    assert list(ready.runs) == list(in_int8), ready.failures
 
 
 @pytest.mark.exhaustive

@@ -10,12 +10,9 @@ import pytest
 
 from maxsimd.bench.gpu.first_day.__main__ import run_stage
 from maxsimd.bench.gpu.first_day.offline import pack_model, unpack_model
-from maxsimd.bench.gpu.first_day.predictions import PREDICTIONS, Prediction, rows_of
 from maxsimd.bench.gpu.first_day.stages import STAGES
 from maxsimd.bench.gpu.first_day.steps import Step
 from maxsimd.bench.gpu.first_day.supervised import run_cases
-from maxsimd.bench.gpu.serving import WORKLOADS
-from maxsimd.bench.gpu.shapes import ATTENTION_SHAPES, MAXSIM_SHAPES, PUBLISHED_SHAPES
 from tests.waiting import wait_for
 
 ROOT = Path(__file__).parents[4]
@@ -30,7 +27,7 @@ def test_a_step_that_fails_hides_none_of_those_after_it(tmp_path: Path) -> None:
         Step("before", script("print('found: [\"limits: product_tflops\", 399.0]')"), 30),
         Step("fails", script("import sys; print('attention by varlen is not used: why'); sys.exit(3)"), 30),
         Step("dies", script("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"), 30),
-        Step("hangs", script("import time; print('waits'); time.sleep(60)"), 1.0),
+        Step("hangs", script("import time; print('waits', flush=True); time.sleep(60)"), 1.0),
         Step("lacks", script("1"), 30, needs="a-program-that-nobody-has"),
         Step("after", script("print('found: [\"trace: busy_share\", 0.98]')"), 30),
     ]
@@ -53,8 +50,10 @@ def test_a_step_that_fails_hides_none_of_those_after_it(tmp_path: Path) -> None:
 
 
 def test_what_a_step_started_ends_with_it(tmp_path: Path) -> None:
-    child = "import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid); time.sleep(600)"
-    run_stage("1", [Step("parent", script(child), 5.0)], tmp_path, 60, "GPU")
+    child = (
+        "import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
+    )
+    run_stage("1", [Step("parent", script(child), 2.0)], tmp_path, 60, "GPU")
     pid = next(int(line) for line in (tmp_path / "stage-1.log").read_text().splitlines() if line.isdigit())
     wait_for(lambda: has_ended(pid))
 
@@ -92,50 +91,12 @@ def test_cases_after_one_that_breaks_its_process_run_in_another() -> None:
     }
 
 
-@pytest.mark.parametrize(("wanted", "measured", "is_met"), [
-    ("at least", 2.0, True), ("at least", 1.99, False), ("at most", 2.0, True), ("at most", 2.01, False),
-])  # fmt: skip
-def test_a_prediction_is_met_by_the_number_alone(wanted: str, measured: float, is_met: bool) -> None:
-    prediction = Prediction("x", "ms", wanted, 2.0, 1.0, "aim")  # type: ignore[arg-type]
-    [row] = rows_of([prediction], {"x": measured}, "NVIDIA H100 80GB HBM3")
-    assert (row.predicted, row.ratio, row.is_met) == (2.0, measured / 2.0, is_met)
-    assert rows_of([prediction], {"y": 1.0, "x": "a text"}, "H100") == []
-
-
-RATES = (
-    "tflops",
-    "tokens_per_s",
-    "share_of_what_the_device_can",
-    "times_as_fast_as_the_best_other",
-    "times_as_fast_as_the_best_in_16_bits",
-)
-
-
-def test_predictions_name_figures_that_are_measured() -> None:
-    shapes = [f"MaxSim: {shape.name}" for shape in (*MAXSIM_SHAPES, *PUBLISHED_SHAPES)]
-    shapes += [f"MaxSim: {shape.name}, in int8" for shape in MAXSIM_SHAPES if shape.rounded]
-    shapes += [f"attention: {shape.name}" for shape in ATTENTION_SHAPES]
-    shapes += ["projection: 16,384 rows, 1,024 to 128", WORKLOADS[0].name]
-    for prediction in PREDICTIONS:
-        of, _, figure = prediction.figure.rpartition(": ")
-        if of.startswith(("MaxSim", "attention: ", "projection: ", "2,000")):
-            assert of in shapes, prediction.figure
-            assert figure.endswith("_ms") or figure in RATES, prediction.figure
-
-
-@pytest.mark.parametrize(
-    ("stage", "only"),
-    [
-        # All steps of a stage take a minute or two.
-        ("1", ["smallest maxsim"]),
-        *(pytest.param(stage, [], marks=pytest.mark.exhaustive) for stage in STAGES),
-    ],
-)
-def test_a_stage_runs_small_on_a_cpu(stage: str, only: list[str], tmp_path: Path) -> None:
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_runs_small_on_a_cpu(stage: str, tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    chosen = [word for name in only for word in ("--only", name)]
     ran = subprocess.run(
-        ["bench/gpu/first_day.sh", stage, "--dry", *chosen],
+        ["bench/gpu/first_day.sh", stage, "--dry"],
         cwd=ROOT,
         env=os.environ
         | {"OUT": str(tmp_path), "GPU_PYTHON": sys.executable, "OFFLINE": str(tmp_path / "none")},
@@ -145,19 +106,9 @@ def test_a_stage_runs_small_on_a_cpu(stage: str, only: list[str], tmp_path: Path
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     written = json.loads((tmp_path / f"stage-{stage}.json").read_text())
-    steps = {step["name"]: step for step in written["steps"]}
-    assert set(only) <= set(steps)
-    assert {step["status"] for step in steps.values()} <= {0, 77}
-    assert any(step["found"] for step in steps.values())
-    table = (tmp_path / f"stage-{stage}.txt").read_text()
-    assert all(name in table for name in steps)
-    assert table in ran.stdout
-
-
-def test_without_a_stage_the_script_says_what_there_is() -> None:
-    ran = subprocess.run(["bench/gpu/first_day.sh"], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert ran.returncode == 2
-    assert "bench/gpu/first_day.sh STAGE" in ran.stdout
+    assert {step["status"] for step in written["steps"]} <= {0, 77}
+    assert any(step["found"] for step in written["steps"])
+    assert (tmp_path / f"stage-{stage}.txt").read_text() in ran.stdout
 
 
 @pytest.mark.exhaustive
