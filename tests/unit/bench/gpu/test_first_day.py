@@ -27,7 +27,7 @@ def test_a_step_that_fails_hides_none_of_those_after_it(tmp_path: Path) -> None:
         Step("before", script("print('found: [\"limits: product_tflops\", 399.0]')"), 30),
         Step("fails", script("import sys; print('attention by varlen is not used: why'); sys.exit(3)"), 30),
         Step("dies", script("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"), 30),
-        Step("hangs", script("import time; print('waits', flush=True); time.sleep(60)"), 1.0),
+        Step("hangs", script("import time; print('waits'); time.sleep(60)"), 1.0),
         Step("lacks", script("1"), 30, needs="a-program-that-nobody-has"),
         Step("after", script("print('found: [\"trace: busy_share\", 0.98]')"), 30),
     ]
@@ -51,7 +51,7 @@ def test_a_step_that_fails_hides_none_of_those_after_it(tmp_path: Path) -> None:
 
 def test_what_a_step_started_ends_with_it(tmp_path: Path) -> None:
     child = (
-        "import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
+        "import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid); time.sleep(600)"
     )
     run_stage("1", [Step("parent", script(child), 2.0)], tmp_path, 60, "GPU")
     pid = next(int(line) for line in (tmp_path / "stage-1.log").read_text().splitlines() if line.isdigit())
