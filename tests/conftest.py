@@ -4,7 +4,7 @@ import pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Gives the fixtures to processes that run tests. The one that hands out tests need not import as much."""
+    """Gives the fixtures to processes that run tests. What hands out tests need not import as much."""
     if hasattr(config, "workerinput") or config.getoption("dist", "no") == "no":
         config.pluginmanager.import_plugin("tests.fixtures")
 

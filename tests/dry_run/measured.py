@@ -22,12 +22,10 @@ MAY_WAIT = {"SGPT", "native multi-vector, token pooling", "LFM2-ColBERT"}
 TOWERS_WAIT = {
     "colqwen2", "colqwen2_5", "colqwen3", "qwen3_vl_embedding", "colmodernvbert", "colsmol",
 }  # fmt: skip
-# And of steps with pictures, whose features are added to several layers (DeepStack) by a mask.
-DEEP_WAITS = {"colqwen3", "qwen3_vl_embedding"}
 # One of each way to run: by attention that is absolute, relative, biased, windowed or causal, by
 # convolutions, by an encoder beside a decoder, padded, listwise, with pictures. `make test-all` drives all.
 ONE_OF_EACH = {
-    "ColBERT", "ModernBERT", "DeBERTa-v2", "Qwen3-Reranker", "jina-reranker-v3", "colqwen3",
+    "ColBERT", "ModernBERT", "DeBERTa-v2", "Qwen3-Reranker", "jina-reranker-v3", "colpali",
 }  # fmt: skip
 
 

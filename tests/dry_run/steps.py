@@ -3,8 +3,7 @@ cached, read through windows or explained, and pictures.
 """
 
 from collections.abc import Callable, Iterator
-from collections.abc import Sequence as ListOf
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -14,9 +13,6 @@ import torch
 from maxsimd.engine.cache import CachedEmbedding, Precision
 from maxsimd.engine.cache.entry import rounded
 from maxsimd.engine.checkpoint import LoadedModel
-from maxsimd.engine.checkpoint.visual.vision import ImageInputs
-from maxsimd.engine.execution.features import FeatureStore
-from maxsimd.engine.execution.packed_runner import PackedRunner
 from maxsimd.engine.execution.selfcheck.pictures import random_pages
 from maxsimd.engine.scoring.documents import CachedDocument, CachedDocuments, CacheHit, Duplicate
 from maxsimd.scheduler import (
@@ -31,8 +27,7 @@ from maxsimd.scheduler import (
     Tokens,
     Window,
 )
-from tests.dry_run.gpu import GPU
-from tests.dry_run.models import DTYPE, OnGPU, first_layers
+from tests.dry_run.models import OnGPU, first_layers
 
 Drive = Callable[[OnGPU], None]
 
@@ -177,11 +172,6 @@ def pictures(on: OnGPU) -> None:
 BEHIND_BACKBONE = (documents, cached, windows)
 
 
-def drive_all(on: OnGPU) -> None:
-    for drive in drives(on):
-        run(drive, on)
-
-
 def run(drive: Drive, on: OnGPU) -> None:
     """With as few layers as will do."""
     with first_layers(on.model.backbone, 1 if drive in BEHIND_BACKBONE else 2):
@@ -202,27 +192,6 @@ def drives(on: OnGPU) -> Iterator[Drive]:
             yield windows
     if on.model.vision is not None:
         yield pictures
-
-
-def with_features_ready(on: OnGPU) -> None:
-    """Replaces the tower by one that has the features of any picture at once."""
-    assert on.model.vision is not None
-    assert isinstance(on.runner, PackedRunner)
-    deep = getattr(on.model.vision.modules[0], "deepstack_visual_indexes", ())
-    config = on.model.backbone.config.get_text_config()  # type: ignore[operator, union-attr]
-    tower = _ReadyTower(config.hidden_size * (1 + len(deep)))
-    on.runner._features = FeatureStore(replace(on.model.vision, tower=tower), GPU)
-
-
-@dataclass(frozen=True, slots=True)
-class _ReadyTower:
-    width: int
-
-    def inputs(self, images: ListOf[ImageInputs], device: torch.device) -> dict[str, torch.Tensor]:
-        return {}
-
-    def __call__(self, images: ListOf[ImageInputs], device: torch.device) -> list[torch.Tensor]:
-        return [torch.empty(image.features, self.width, dtype=DTYPE, device=device) for image in images]
 
 
 def _unattended(on: OnGPU, length: int) -> dict[str, Any]:

@@ -77,12 +77,8 @@ def write(folder: Path) -> Path:
     (folder / "kernels" / "__init__.py").write_text(_MODULE, encoding="utf-8")
     information = folder / f"kernels-{VERSION}.dist-info"
     information.mkdir(exist_ok=True)
-    files = {"METADATA": _METADATA, "top_level.txt": "kernels\n", "INSTALLER": "stand-in\n"}
-    for name, content in files.items():
-        (information / name).write_text(content, encoding="utf-8")
-    listed = [f"{information.name}/{name}" for name in [*files, "RECORD"]]
-    record = "".join(f"{path},,\n" for path in ["kernels/__init__.py", *listed])
-    (information / "RECORD").write_text(record, encoding="utf-8")
+    (information / "METADATA").write_text(_METADATA, encoding="utf-8")
+    (information / "top_level.txt").write_text("kernels\n", encoding="utf-8")
     return folder
 
 

@@ -67,15 +67,6 @@ def test_work_that_is_added_raises_the_class() -> None:
     assert finishing_order(run_dry(scheduler)) == [1, 0, -1]
 
 
-def test_the_credit_of_the_oldest_is_at_most_a_step() -> None:
-    """One that could not take its part, because a step holds few sequences, does not get all of it later."""
-    scheduler = Scheduler(StepLimits(100, 1, chunked=False), oldest_share=0.5)
-    scheduler.admit(0, texts(0, [1] * 200 + [100] * 8))
-    scheduler.admit(1, texts(1, [1] * 90))
-    given = [tokens_by_request(scheduler.schedule()) for _ in range(12)]
-    assert [0 in step for step in given].count(False) > 0
-
-
 def given_to(scheduler: Scheduler, steps: int) -> dict[int, int]:
     given: dict[int, int] = {}
     for _ in range(steps):

@@ -16,15 +16,6 @@ from maxsimd.engine.requests import priority_number
 from tests.unit.scheduler.scheduled_requests import exhaustive
 
 
-def test_a_request_ends_with_the_step_of_its_last_document() -> None:
-    arrivals = poisson_arrivals(0.5, 1, MIXES["50 documents"], seed=1)
-    tokens = sum(arrivals[0].lengths)
-    for order in (SchedulerOrder(BUDGET), RoundRobin(BUDGET), FirstComeFirstServed(BUDGET)):
-        steps = -(-tokens // BUDGET)
-        latency = simulate(arrivals, order)[0]
-        assert latency == pytest.approx(tokens / 30_000 + 0.002 * steps, abs=0.0021)
-
-
 @pytest.mark.parametrize("mix", [next(iter(MIXES)), *exhaustive(*list(MIXES)[1:])])
 def test_latency_near_saturation_is_below_that_of_round_robin(mix: str) -> None:
     arrivals = poisson_arrivals(0.95, 400, MIXES[mix], seed=1)

@@ -1,6 +1,5 @@
 """The benchmarks of a GPU, run small and on a CPU."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,6 @@ from click.testing import CliRunner
 
 from maxsimd.api.cli import main
 from maxsimd.bench.gpu.kernels import measure_kernels, prepared
-from maxsimd.bench.gpu.report import write_report
 from maxsimd.bench.gpu.serving import Shape, Workload, measure_serving, save_colbert
 from maxsimd.bench.gpu.shapes import AttentionShape, MaxSimShape
 from maxsimd.bench.gpu.trace import busy_share
@@ -82,22 +80,6 @@ async def test_a_server_is_measured_under_published_workloads(tmp_path: Path) ->
         )
         # Queries are counted with their documents.
         assert of_it["tokens_per_s"] > workload.input_len / 4 * of_it["documents_per_s"]
-
-
-def test_results_are_written_and_drawn(tmp_path: Path) -> None:
-    figures = {
-        "limits": {"product_tflops": 700.0},
-        "MaxSim: few": {"maxsimd_ms": 0.5, "padded torch_ms": 1.5, "times_as_fast_as_the_best_other": 3.0},
-        "one workload": {"requests_per_s": 2.5, "latency_median_ms": 20.0},
-        "another": {"requests_per_s": 4.0, "latency_median_ms": 10.0},
-    }
-    written = write_report("kernels-gpu", "Kernels", figures, tmp_path)
-    assert [path.name for path in written] == [
-        "kernels-gpu.json", "kernels-gpu.md", "kernels-gpu-0.svg", "kernels-gpu-1.svg",
-    ]  # fmt: skip
-    assert json.loads(written[0].read_text())["MaxSim: few"]["maxsimd_ms"] == 0.5
-    assert "| padded torch ms | 1.5 |" in written[1].read_text()
-    assert "requests a second" in written[3].read_text()
 
 
 def test_the_busy_share_counts_kernels_at_the_same_time_once() -> None:

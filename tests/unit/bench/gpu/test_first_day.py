@@ -50,9 +50,7 @@ def test_a_step_that_fails_hides_none_of_those_after_it(tmp_path: Path) -> None:
 
 
 def test_what_a_step_started_ends_with_it(tmp_path: Path) -> None:
-    child = (
-        "import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid); time.sleep(600)"
-    )
+    child = "import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid); time.sleep(600)"
     run_stage("1", [Step("parent", script(child), 2.0)], tmp_path, 60, "GPU")
     pid = next(int(line) for line in (tmp_path / "stage-1.log").read_text().splitlines() if line.isdigit())
     wait_for(lambda: has_ended(pid))

@@ -1,14 +1,10 @@
 """What compiled kernels take of a GPU, and the bounds that follow: by arithmetic, since no GPU is needed."""
 
 import json
-from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 from click.testing import CliRunner
-from hypothesis import given
-from hypothesis import strategies as st
 
 from maxsimd.api.cli import main
 from maxsimd.bench.gpu import compiled as table
@@ -22,7 +18,6 @@ from maxsimd.bench.gpu.maxsim_compiled import (
     forecast,
     maxsim_launches,
 )
-from maxsimd.engine.ops.triton.maxsim_tiles import PairGroup, group_by_query_length
 
 pytest.importorskip("triton")
 
@@ -107,25 +102,6 @@ def test_passages_are_bound_by_memory_and_pages_by_products() -> None:
         assert found.over_floor <= 0.10
     times = [forecast(*on_hopper(32, documents), COLBERT, H100).us for documents in ("bf16", "i8")]
     assert times[0] / times[1] >= 1.6, "int8 documents take less time"
-
-
-@given(st.lists(st.integers(0, 2000), min_size=1, max_size=50))
-def test_pairs_are_grouped_by_the_class_of_their_query(tokens: list[int]) -> None:
-    lengths = np.array(tokens)
-    order, groups = group_by_query_length(lengths)
-    ordered = lengths if order is None else lengths[order]
-    assert sorted(ordered) == sorted(tokens)
-    assert sum(group.count for group in groups) == len(tokens)
-    first = 0
-    bounds = [0, 32, 64, 128, 2000]
-    for group in groups:
-        of_group = ordered[first : first + group.count]
-        assert group.longest_query == max(1, of_group.max())
-        assert any(((of_group <= high) & (of_group >= low)).all() for low, high in pairwise(bounds))
-        first += group.count
-    assert len(groups) == len({np.searchsorted([32, 64, 128], n) for n in tokens})
-    if len(groups) == 1:
-        assert (order, groups) == (None, (PairGroup(len(tokens), max(1, *tokens)),))
 
 
 def test_the_table_is_printed_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -138,14 +138,6 @@ def test_each_score_is_written_once() -> None:
     assert merge.result().tolist() == [0.0, 0.1, 0.2]
 
 
-def test_no_attempt_is_cancelled_that_was_never_sent() -> None:
-    budget = RetryBudget(share=0.0, spare=2.0)  # for one retry, and for one of two halves
-    attempts = Attempts([part(0, 1)], budget)
-    [first] = attempts.begin()
-    [second] = attempts.lost(first.attempt, MEMBERS[1:])
-    assert fails(attempts.lost(second.attempt, MEMBERS[2:])).cancelled == ()
-
-
 def test_what_was_never_sent_counts_for_nothing() -> None:
     attempts = Attempts([part(0, 1)], RetryBudget(spare=0.0))
     [send] = attempts.begin()

@@ -52,17 +52,6 @@ def test_a_new_member_takes_its_share_and_moves_no_more() -> None:
         assert moved.mean() <= 1.2 / (count + 1)
 
 
-def test_documents_of_a_member_that_goes_are_spread_over_all() -> None:
-    slots = [0, 1, 2, 3, 4]
-    order = ranked(digests(20_000), slots)
-    rest = ranked(digests(20_000), [slot for slot in slots if slot != 2])
-    owners = np.array([0, 1, 3, 4])[rest[:, 0]]
-    stayed = order[:, 0] != 2
-    assert (owners[stayed] == order[stayed, 0]).all()
-    assert (owners[~stayed] == order[~stayed, 1]).all(), "the second in turn takes over"
-    assert np.bincount(owners[~stayed])[[0, 1, 3, 4]].min() > 800
-
-
 def test_a_cell_has_the_latest_member_of_each_slot() -> None:
     members, replaced = fleet(20), Member(3, "newer", "f")
     assert cells_of([*members, replaced], 8)[0].members[3] is replaced
