@@ -4,6 +4,7 @@ mutmut names mutants by the paths of files, so these must be the modules' names.
 """
 
 import ast
+import json
 import shutil
 import tomllib
 from dataclasses import dataclass
@@ -177,14 +178,6 @@ def _configuration(part: Part, tables: dict[str, Any]) -> str:
         },
     }
     return "\n".join(
-        f"[{table}]\n" + "".join(f"{name} = {_toml(value)}\n" for name, value in values.items())
+        f"[{table}]\n" + "".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items())
         for table, values in settings.items()
     )
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    return f"'{value}'" if isinstance(value, str) else repr(value)
