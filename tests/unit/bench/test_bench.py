@@ -10,16 +10,13 @@ import pytest
 from click.testing import CliRunner, Result
 
 from maxsimd.api.cli import main
-from maxsimd.bench.candidates import Bm25
 from maxsimd.bench.datasets import docstring_pairs, docstring_requests, mixed_counts, random_requests
 from maxsimd.bench.load import p99
-from maxsimd.bench.partial import _wrong
 from maxsimd.bench.peers.experiments import Arena, Load
 from maxsimd.bench.peers.systems import SentenceTransformers, System, maxsimd
 from maxsimd.bench.report import Outcome, Report
 from maxsimd.bench.running import run_and_clean_up
 from maxsimd.bench.scaling import _quantile
-from maxsimd.engine import RankedDocument, RerankResult, Usage
 
 
 def test_docstring_requests_hold_the_querys_own_document_once() -> None:
@@ -31,12 +28,6 @@ def test_docstring_requests_hold_the_querys_own_document_once() -> None:
         assert request.answer is not None
         assert request.documents[request.answer] == own[request.query]
         assert len(request.documents) == len(set(request.documents)) == 50
-
-
-def test_bm25_finds_the_document_with_the_rare_word() -> None:
-    index = Bm25(["the cat and the dog", "the axolotl", "the dog and the dog", "a cat"])
-    assert index.best("the axolotl", 1) == [1]
-    assert index.best("Dog", 2) == [2, 0]
 
 
 def test_random_requests_have_the_lengths_asked_for() -> None:
@@ -126,14 +117,3 @@ def test_a_benchmark_that_is_ended_stops_what_it_started() -> None:
         run_and_clean_up(measure())
     assert stopped == [True]
     assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_a_partial_result_is_checked_for_score_order_and_gaps() -> None:
-    def result(*scores: tuple[int, float], unscored: tuple[int, ...] = ()) -> RerankResult:
-        return RerankResult([RankedDocument(i, score, "") for i, score in scores], Usage(0, 0), 0, unscored)
-
-    whole = result((1, 3.0), (0, 2.0), (2, 1.0))
-    assert _wrong(whole, result((1, 3.0), (2, 1.0), unscored=(0,)), 3) == 0
-    assert _wrong(whole, result((1, 3.0), (2, 1.5), unscored=(0,)), 3) == 1
-    assert _wrong(whole, result((2, 1.0), (1, 3.0), unscored=(0,)), 3) == 1
-    assert _wrong(whole, result((1, 3.0), (2, 1.0)), 3) == 1

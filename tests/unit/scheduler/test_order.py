@@ -1,7 +1,6 @@
 """Which request is served first: classes of size, arrival, the part of the oldest, tenants and priorities."""
 
 import math
-import weakref
 
 import pytest
 from hypothesis import given, settings
@@ -114,22 +113,6 @@ def test_what_waits_of_a_tenant_is_counted() -> None:
     assert [scheduler.waiting_of(tenant) for tenant in ("a", "b", "")] == [257, 90, 0]
     scheduler.schedule()
     assert scheduler.waiting_of("a") + scheduler.waiting_of("b") == scheduler.waiting_tokens
-
-
-class Tenant(str):
-    """A name that a weak reference can watch."""
-
-
-def test_nothing_is_held_of_a_tenant_even_with_the_others() -> None:
-    scheduler = scheduler_of(100)
-    scheduler.admit(0, texts(0, [10] * 1000), tenant="a")
-    tenant = Tenant("b")
-    held = weakref.ref(tenant)
-    scheduler.admit(1, texts(1, [50]), tenant=tenant)
-    del tenant
-    while scheduler.waiting_requests == 2:
-        scheduler.schedule()
-    assert held() is None
 
 
 def test_a_weight_or_a_share_that_means_nothing_is_refused() -> None:

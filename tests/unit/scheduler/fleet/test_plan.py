@@ -194,13 +194,6 @@ def test_parts_by_tokens_are_about_equal_and_avoid_the_busy() -> None:
     assert [part.members[0].slot for part in few] == [0], "there is too little for two"
 
 
-def test_nobody_can_take_a_part_of_an_empty_fleet() -> None:
-    none, one = np.zeros(0, np.int64), np.ones(1, np.int64)
-    with pytest.raises(ValueError, match="no member"):
-        plan(Documents(digests(1), one, one), Reach(Cell(0, ())), none, Split.BY_OWNER, 1)
-    assert parts_of(digests(0), none, one, Split.NEVER, 1) == []
-
-
 def test_loads_are_what_was_sent_and_what_others_sent() -> None:
     one, two = fleet(2)
     loads = Loads()
@@ -264,27 +257,3 @@ def test_free_slots_are_left_free_where_no_cell_closes(slots: set[int]) -> None:
 
 def test_whoever_is_in_a_cell_too_many_takes_a_free_slot() -> None:
     assert agreed_slots({"a": 0, "b": 2, "c": 8}, 8) == {"a": 0, "b": 2, "c": 1}
-
-
-def test_members_that_come_and_go_end_with_a_slot_each() -> None:
-    """Each hears of the others later, in another order, and in between says what it has by then."""
-    for seed in range(5):
-        rng = random.Random(seed)
-        has: dict[str, int] = {}
-        heard: dict[str, dict[str, int]] = {}
-        for number in range(60):
-            if has and rng.random() < 0.4:
-                gone = rng.choice(sorted(has))
-                del has[gone], heard[gone]
-            else:
-                # Several may come while they know of the same others only.
-                others = rng.choice([*heard.values(), dict(has)])
-                has[f"m{number}"] = free_slot(rng.randrange(len(has) + 1), others.values())
-                heard[f"m{number}"] = others
-            for name in rng.sample(sorted(has), k=len(has) // 2):
-                heard[name] = dict(has)
-                has[name] = agreed_slots({**heard[name], name: has[name]})[name]
-        for _ in range(len(has)):
-            for name in sorted(has):
-                has[name] = agreed_slots(has)[name]
-        assert len(set(has.values())) == len(has)
