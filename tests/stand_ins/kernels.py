@@ -15,7 +15,7 @@ VERSION = "0.18.2"
 _MODULE = '''"""A stand-in for Hugging Face's `kernels`: its names, and decorators that change nothing."""
 
 import enum
-from contextlib import contextmanager
+from contextlib import nullcontext
 
 __version__ = "0.18.2"
 
@@ -40,25 +40,16 @@ class LayerRepository(_Described): ...
 class LocalLayerRepository(_Described): ...
 
 
-def use_kernel_forward_from_hub(layer_name):
+def _change_nothing(*given):
     return lambda decorated: decorated
 
 
-def use_kernelized_func(*functions):
-    return lambda decorated: decorated
+def _do_nothing(*given, **options):
+    return nullcontext()
 
 
-def replace_kernel_forward_from_hub(decorated, layer_name):
-    return None
-
-
-def register_kernel_mapping(mapping, inherit_mapping=True):
-    return None
-
-
-@contextmanager
-def use_kernel_mapping(mapping, inherit_mapping=True):
-    yield
+use_kernel_forward_from_hub = use_kernelized_func = _change_nothing
+replace_kernel_forward_from_hub = register_kernel_mapping = use_kernel_mapping = _do_nothing
 
 
 def kernelize(model, **options):

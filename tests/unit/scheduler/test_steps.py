@@ -306,15 +306,13 @@ def test_a_chunk_says_which_part_it_is() -> None:
         assert (chunk.is_first, chunk.is_last, chunk.is_whole) == expected
         assert not chunk.is_prefix
         assert not chunk.is_all_after_prefix
-    for shared in (1, 20):
-        prefix, pair = pairs(0, shared, [30])
-        stop = len(pair)
-        assert Chunk(prefix, 0, shared).is_prefix
-        assert not Chunk(prefix, 0, shared).is_all_after_prefix
-        assert Chunk(pair, shared, stop).is_all_after_prefix
-        assert not Chunk(pair, shared, stop - 1).is_all_after_prefix
-        assert not Chunk(pair, shared + 1, stop).is_all_after_prefix
-        assert not Chunk(pair, shared, stop).is_prefix
+    prefix, pair = pairs(0, 1, [30])
+    assert Chunk(prefix, 0, 1).is_prefix
+    assert not Chunk(prefix, 0, 1).is_all_after_prefix
+    assert not Chunk(pair, 1, 31).is_prefix
+    assert Chunk(pair, 1, 31).is_all_after_prefix
+    assert not Chunk(pair, 1, 30).is_all_after_prefix
+    assert not Chunk(pair, 2, 31).is_all_after_prefix
 
 
 def step_of(num_chunks: int, num_cached: int) -> Step:
