@@ -25,8 +25,8 @@ from tests.parity.families import FAMILIES, LISTWISE
 
 BY_NAME = {family.name: (family.build, family.settings) for family in (*FAMILIES, LISTWISE)}
 BY_NAME["colpali"] = (visual.colpali, {})
-# Pages in a decoder and pairs in an encoder, and one that runs padded; the others are run by `make test-all`.
-FEW = ["colpali", "BERT", "SGPT"]
+# Pages in a decoder and pairs in an encoder; the others are run by `make test-all`.
+FEW = ["colpali", "BERT"]
 # Operations that the device does wrong: in a layer of the model, and the maxima of MaxSim.
 BROKEN = [("BERT", "aten::gelu"), ("ColBERT", "aten::scatter_reduce_")]
 
@@ -67,7 +67,7 @@ def test_scores_are_those_of_the_cpu_and_wrong_ones_refused(checkpoints: SharedC
     for name, outcome in zip(FEW, outcomes, strict=False):
         check(name, outcome)
         assert outcome["device"] == "imaginary"
-        assert outcome["execution"] == ("padded" if name == "SGPT" else "packed")
+        assert outcome["execution"] == "packed"
         assert outcome["kernels"] == "plain torch: there are no kernels for imaginary"
     for outcome in outcomes[len(FEW) :]:
         assert outcome["error"].startswith("ModelLoadError: ")

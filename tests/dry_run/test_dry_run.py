@@ -119,6 +119,7 @@ def test_small_steps_are_replayed_and_long_ones_are_not(
     on.close()
 
 
+@torch.inference_mode()
 def test_what_a_gpu_would_not_do_fails_here(gpu: FakeGPU) -> None:
     there = torch.zeros(2, device=GPU)
     faults: dict[type[Exception], list[Callable[[], object]]] = {
