@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.checkpoints import two_towers, vision_language, visual
-from tests.dry_run.entering import fake_gpu
-from tests.dry_run.gpu import Counts
-from tests.dry_run.models import OnGPU, first_layers, load
-from tests.dry_run.steps import LENGTHS, plain_step
+from tests.dry_run.driving import LENGTHS, OnGPU, first_layers, load, plain_step
+from tests.dry_run.gpu import Counts, fake_gpu
 from tests.parity.families import FAMILIES, LISTWISE
 
 HELD = Path(__file__).with_name("held.txt")

@@ -11,8 +11,17 @@ import torch
 from maxsimd.engine.ops.triton.launch import limits
 from tests.checkpoints import bi_encoders, cross_encoders, late_interaction
 from tests.checkpoints.shared import SharedCheckpoints
-from tests.dry_run.entering import fake_gpu
-from tests.dry_run.gpu import GPU, FakeGPU, FreedMemory, HostWaits, MixedDevices, NotCapturable, Race
+from tests.dry_run.driving import Ids, OnGPU, drives, first_layers, load, pictures, run, step_of
+from tests.dry_run.gpu import (
+    GPU,
+    FakeGPU,
+    FreedMemory,
+    HostWaits,
+    MixedDevices,
+    NotCapturable,
+    Race,
+    fake_gpu,
+)
 from tests.dry_run.measured import (
     CHECKPOINTS,
     ONE_OF_EACH,
@@ -20,8 +29,6 @@ from tests.dry_run.measured import (
     cost_of,
     held,
 )
-from tests.dry_run.models import OnGPU, first_layers, load
-from tests.dry_run.steps import Ids, drives, pictures, run, step_of
 
 BY_NAME = {each.name: each for each in CHECKPOINTS}
 

