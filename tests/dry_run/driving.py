@@ -6,7 +6,7 @@ documents that are cached, read through windows or explained, and pictures.
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -78,12 +78,8 @@ BACKENDS: dict[str, Callable[[], AttentionBackend[Any]]] = {
 SIZES = (CaptureSize(512, 40, 512), CaptureSize(64, 32, 64), CaptureSize(32, 4, 32))
 
 
-@dataclass(frozen=True, eq=False)
-class OnCPU:
-    """A model as it is loaded, and how it was proven to run."""
-
-    model: LoadedModel
-    execution: Execution
+# A model on the CPU, and how it was proven to run.
+Loaded = tuple[LoadedModel, Execution]
 
 
 class FakeRecorder:
@@ -100,7 +96,7 @@ class FakeRecorder:
         return self._gpu.capture(run)
 
 
-def load(path: str, **settings: Any) -> OnCPU:
+def load(path: str, **settings: Any) -> Loaded:
     """Loads a checkpoint and proves its execution, with attention laid out as GPUs have it."""
     model = load_model(EngineConfig(model=path, **settings), CPU)
     attention = GroupedBackend(
@@ -108,19 +104,18 @@ def load(path: str, **settings: Any) -> OnCPU:
     )
     with _samples(model) as (samples, _):
         execution = choose_execution(model, CPU, attention, samples, True)
-    return OnCPU(model, execution)
+    return model, execution
 
 
 class OnGPU:
     """A model on the device, with the actors that pool and score its steps."""
 
     def __init__(
-        self, gpu: FakeGPU, loaded: OnCPU, backend: str = "triton", precision: Precision = "bfloat16"
+        self, gpu: FakeGPU, loaded: Loaded, backend: str = "triton", precision: Precision = "bfloat16"
     ) -> None:
         """Moves the model, unless it is there already, and makes a runner with the attention of that name."""
         self.gpu = gpu
-        self.model = loaded.model
-        self.execution = loaded.execution
+        self.model, self.execution = loaded
         if not is_on_gpu(next(self.model.backbone.parameters())):
             for module in self.model.encoders:
                 cast(module, DTYPE)

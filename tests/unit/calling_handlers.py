@@ -63,12 +63,11 @@ def _recorded(name: str) -> Any:
 
 
 class RecordingEngine(Engine):
-    """The real engine; it also remembers how its methods were called, and what ran in its thread pool."""
+    """The real engine; it also remembers how its methods were called."""
 
     def __init__(self, config: EngineConfig | None = None) -> None:
         super().__init__(config)
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
-        self.in_threads = 0
         self._own_metrics = self.metrics
 
     @property
@@ -83,10 +82,6 @@ class RecordingEngine(Engine):
     score, rerank, classify = _recorded("score"), _recorded("rerank"), _recorded("classify")
     embed, embed_tokens = _recorded("embed"), _recorded("embed_tokens")
 
-    async def in_thread(self, function: Any, size: int) -> Any:
-        self.in_threads += 1
-        return await super().in_thread(function, size)
-
 
 class Caller:
     """Asks the handlers as an adapter would. Each has a server state, metrics and call record of its own."""
@@ -94,7 +89,6 @@ class Caller:
     def __init__(self, engine: RecordingEngine, **options: Any) -> None:
         engine.metrics = EngineMetrics()
         engine.calls.clear()
-        engine.in_threads = 0
         self.engine = engine
         self.state = ServerState(engine, ServerConfig(**options))
 

@@ -12,8 +12,12 @@ from click.testing import CliRunner, Result
 from maxsimd.api.cli import main
 from maxsimd.bench.datasets import docstring_pairs, docstring_requests, mixed_counts, random_requests
 from maxsimd.bench.load import p99
-from maxsimd.bench.peers.experiments import Arena, Load
+from maxsimd.bench.peers.experiments import Arena, Load, Turn
+from maxsimd.bench.peers.experiments import Outcome as PeerOutcome
+from maxsimd.bench.peers.report import markdown, write
+from maxsimd.bench.peers.run import OURS, QUANTIZED, Results
 from maxsimd.bench.peers.systems import SentenceTransformers, System, maxsimd
+from maxsimd.bench.plots import draw
 from maxsimd.bench.report import Outcome, Report
 from maxsimd.bench.running import run_and_clean_up
 from maxsimd.bench.scaling import _quantile
@@ -75,6 +79,20 @@ def test_commands_measure_and_write_their_figures(tmp_path: Path) -> None:
     refused = run("several", "one")
     assert refused.exit_code == 2
     assert "name two models or none, not 1" in refused.output
+
+
+def test_the_report_on_peers_shows_ratios_and_shares_of_the_peak(tmp_path: Path) -> None:
+    turns = {
+        system: [Turn(rate, 100 * rate, 1000 / rate, 2000 / rate) for rate in rates]
+        for system, rates in ((OURS, (10, 40, 20)), (QUANTIZED, (30, 60, 50)), ("vLLM bfloat16", (5, 10, 8)))
+    }
+    limits = {"float32": 200.0, "bfloat16": 400.0, "int8": 800.0, "copy": 30.0}
+    results = Results(limits, {"cross-encoder": 0.02}, {"cross-encoder": [PeerOutcome(100, 8, turns)]})
+    # 800 tokens/s x 0.02 GFLOP of 400 GFLOP/s. Ratios are those of each round: 10/5, 40/10, 20/8.
+    assert "| vLLM bfloat16 | 8.0 | 800 | 4% | 2.50 x | 6.00 x |" in markdown(results).splitlines()
+    write(results, tmp_path)
+    [drawn] = draw(tmp_path)
+    assert "<svg" in drawn.read_text()
 
 
 def test_quantiles_are_of_values_and_linear_within_buckets() -> None:
