@@ -63,11 +63,12 @@ def _recorded(name: str) -> Any:
 
 
 class RecordingEngine(Engine):
-    """The real engine; it also remembers how its methods were called."""
+    """The real engine; it also remembers how its methods were called, and what ran in its thread pool."""
 
     def __init__(self, config: EngineConfig | None = None) -> None:
         super().__init__(config)
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self.in_threads = 0
         self._own_metrics = self.metrics
 
     @property
@@ -82,6 +83,10 @@ class RecordingEngine(Engine):
     score, rerank, classify = _recorded("score"), _recorded("rerank"), _recorded("classify")
     embed, embed_tokens = _recorded("embed"), _recorded("embed_tokens")
 
+    async def in_thread(self, function: Any, size: int) -> Any:
+        self.in_threads += 1
+        return await super().in_thread(function, size)
+
 
 class Caller:
     """Asks the handlers as an adapter would. Each has a server state, metrics and call record of its own."""
@@ -89,6 +94,7 @@ class Caller:
     def __init__(self, engine: RecordingEngine, **options: Any) -> None:
         engine.metrics = EngineMetrics()
         engine.calls.clear()
+        engine.in_threads = 0
         self.engine = engine
         self.state = ServerState(engine, ServerConfig(**options))
 
