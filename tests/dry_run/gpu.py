@@ -93,10 +93,6 @@ class Counts:
     allocations: int = 0
     waits: int = 0
 
-    @property
-    def num_launches(self) -> int:
-        return self.launches.total()
-
 
 class Graph:
     """A captured graph, as far as it can be wrong: the memory that it reads and does not own."""

@@ -36,10 +36,6 @@ class Checkpoint:
     settings: dict[str, Any] = field(default_factory=dict)
     packed: bool = True
 
-    @property
-    def may_wait(self) -> bool:
-        return self.name in MAY_WAIT
-
 
 _VISUAL = (
     visual.colpali, visual.colqwen2, visual.colmodernvbert, vision_language.colqwen2_5,
@@ -82,10 +78,10 @@ def cost_of(on: OnGPU) -> Cost:
     on.run(step)  # what is made once is not counted
     whole = _counted(on, lambda: on.run(step))
     with first_layers(on.model.backbone, -1) as layers:
-        layer = whole.num_launches - _counted(on, lambda: on.run(step)).num_launches
+        layer = whole.launches.total() - _counted(on, lambda: on.run(step)).launches.total()
     return Cost(
         layer,
-        whole.num_launches - layer * layers,
+        whole.launches.total() - layer * layers,
         whole.to_device + whole.to_host,
         round(whole.bytes_to_device / sum(LENGTHS)),
         whole.waits,
@@ -104,7 +100,7 @@ def measure_all(folder: Path) -> dict[str, Cost]:
     for number, checkpoint in enumerate(CHECKPOINTS):
         loaded = load(checkpoint.build(folder / str(number)), **checkpoint.settings)
         with fake_gpu() as gpu:
-            gpu.may_wait = checkpoint.may_wait
+            gpu.may_wait = checkpoint.name in MAY_WAIT
             on = OnGPU(gpu, loaded, "varlen")
             costs[checkpoint.name] = cost_of(on)
             on.close()

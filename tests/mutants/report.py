@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections import Counter
 from contextlib import chdir
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,12 +52,8 @@ class Report:
     def text(self) -> str:
         lines = [self.summary(), ""]
         for title, mutants in (("survived", self.survived), ("without a test", self.untested)):
-            functions = Counter(mutant.function for mutant in mutants)
-            for function in functions:
-                lines.append(f"### `{function}` ({title})")
-                for mutant in mutants:
-                    if mutant.function == function:
-                        lines += ["```diff", *mutant.difference, "```"]
+            for mutant in mutants:
+                lines += [f"### `{mutant.function}` ({title})", "```diff", *mutant.difference, "```"]
         lines += [f"broken: {name}" for name in self.broken]
         return "\n".join(lines) + "\n"
 
