@@ -21,14 +21,7 @@ from tests.dry_run.gpu import (
     Race,
     fake_gpu,
 )
-from tests.dry_run.measured import (
-    CHECKPOINTS,
-    MAY_WAIT,
-    ONE_OF_EACH,
-    TOWERS_WAIT,
-    cost_of,
-    held,
-)
+from tests.dry_run.measured import CHECKPOINTS, MAY_WAIT, ONE_OF_EACH, TOWERS_WAIT, cost_of, held
 
 BY_NAME = {each.name: each for each in CHECKPOINTS}
 
