@@ -10,12 +10,9 @@ from maxsimd.scheduler import Scheduler, Step, StepLimits
 from tests.unit.scheduler.scheduled_requests import cached, run_dry, texts, tokens_by_request
 
 
-def scheduler_of(
-    tokens: int, oldest_share: float = 1e-9, weights: dict[str, float] | None = None
-) -> Scheduler:
-    """One whose oldest request gets next to nothing beyond its turn, unless a share is given."""
-    limits = StepLimits(tokens, 10_000, chunked=False)
-    return Scheduler(limits, oldest_share=oldest_share, weights=weights)
+def scheduler_of(tokens: int) -> Scheduler:
+    """One whose oldest request gets next to nothing beyond its turn."""
+    return Scheduler(StepLimits(tokens, 10_000, chunked=False), oldest_share=1e-9)
 
 
 def finishing_order(steps: list[Step]) -> list[int]:
@@ -57,7 +54,7 @@ def test_requests_finish_by_class_of_size(
 
 
 def test_work_that_is_added_raises_the_class() -> None:
-    scheduler = Scheduler(StepLimits(10, 100, chunked=False), oldest_share=1e-9)
+    scheduler = scheduler_of(10)
     scheduler.admit(-1, texts(-1, [10] * 100))
     scheduler.schedule()
     scheduler.admit(0, texts(0, [10]))

@@ -63,13 +63,7 @@ def test_an_error_names_the_document_by_its_place_in_the_request() -> None:
     assert attempts.failed(send.attempt, "invalid", "is too long", 1) is None
 
 
-def test_without_anybody_left_the_request_fails() -> None:
-    attempts = Attempts([part(0)], RetryBudget())
-    [send] = attempts.begin()
-    assert "no engine is left" in fails(attempts.lost(send.attempt, MEMBERS[:1])).error.message
-
-
-def test_retries_are_a_share_of_what_is_sent() -> None:
+def test_retries_are_limited_by_a_budget_and_by_who_is_left() -> None:
     budget = RetryBudget(share=0.1, spare=2.0)
     assert [budget.take() for _ in range(3)] == [True, True, False]
     for _ in range(11):
@@ -78,6 +72,9 @@ def test_retries_are_a_share_of_what_is_sent() -> None:
     attempts = Attempts([part(0)], budget)
     [send] = attempts.begin()
     assert "too many" in fails(attempts.lost(send.attempt, MEMBERS[1:])).error.message
+    attempts = Attempts([part(0)], RetryBudget())
+    [send] = attempts.begin()
+    assert "no engine is left" in fails(attempts.lost(send.attempt, MEMBERS[:1])).error.message
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 40), st.integers(2, 6), st.booleans())
