@@ -7,6 +7,7 @@ import shutil
 import sqlite3
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 from maxsimd.engine.cache.database import FILE, PAGE
@@ -75,12 +76,18 @@ def _add_older_version(folder: Path) -> None:
     (folder / "lock.mdb").write_bytes(b"of an earlier version")
 
 
+def _execute(*statements: str) -> Callable[[Path], None]:
+    def execute(folder: Path) -> None:
+        with closing(sqlite3.connect(folder / FILE)) as connection, connection:
+            for statement in statements:
+                connection.execute(statement)
+
+    return execute
+
+
 def _make_foreign(folder: Path) -> None:
     (folder / FILE).unlink()
-    with sqlite3.connect(folder / FILE) as connection:
-        connection.execute("CREATE TABLE entries (name TEXT)")
-        connection.execute("INSERT INTO entries VALUES ('of a user')")
-    connection.close()
+    _execute("CREATE TABLE entries (name TEXT)", "INSERT INTO entries VALUES ('of a user')")(folder)
 
 
 def _overwrite_by_foreign(folder: Path) -> None:
@@ -109,18 +116,6 @@ def _make_pipe(folder: Path) -> None:
     os.mkfifo(folder / FILE)
 
 
-def _change_tables(folder: Path) -> None:
-    with sqlite3.connect(folder / FILE) as connection:
-        connection.execute("ALTER TABLE entries RENAME COLUMN data TO datum")
-    connection.close()
-
-
-def _lose_count(folder: Path) -> None:
-    with sqlite3.connect(folder / FILE) as connection:
-        connection.execute("DELETE FROM counts")
-    connection.close()
-
-
 DAMAGES: dict[str, Callable[[Path], None]] = {
     "truncated to nothing": _truncate(lambda size: 0),
     "truncated to half": _truncate(lambda size: size // 2),
@@ -142,8 +137,8 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "earlier version beside it": _add_older_version,
     "file replaced by another program's": _make_foreign,
     "file overwritten by another program's": _overwrite_by_foreign,
-    "other tables": _change_tables,
-    "number of entries lost": _lose_count,
+    "other tables": _execute("ALTER TABLE entries RENAME COLUMN data TO datum"),
+    "number of entries lost": _execute("DELETE FROM counts"),
 }
 
 

@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.checkpoints import two_towers, vision_language, visual
-from tests.dry_run.entering import fake_gpu
-from tests.dry_run.gpu import Counts
-from tests.dry_run.models import OnCPU, OnGPU, first_layers, load
-from tests.dry_run.steps import LENGTHS, plain_step
+from tests.dry_run.driving import LENGTHS, OnGPU, first_layers, load, plain_step
+from tests.dry_run.gpu import Counts, fake_gpu
 from tests.parity.families import FAMILIES, LISTWISE
 
 HELD = Path(__file__).with_name("held.txt")
@@ -22,12 +20,10 @@ MAY_WAIT = {"SGPT", "native multi-vector, token pooling", "LFM2-ColBERT"}
 TOWERS_WAIT = {
     "colqwen2", "colqwen2_5", "colqwen3", "qwen3_vl_embedding", "colmodernvbert", "colsmol",
 }  # fmt: skip
-# And of steps with pictures, whose features are added to several layers (DeepStack) by a mask.
-DEEP_WAITS = {"colqwen3", "qwen3_vl_embedding"}
 # One of each way to run: by attention that is absolute, relative, biased, windowed or causal, by
 # convolutions, by an encoder beside a decoder, padded, listwise, with pictures. `make test-all` drives all.
 ONE_OF_EACH = {
-    "ColBERT", "ModernBERT", "DeBERTa-v2", "Qwen3-Reranker", "jina-reranker-v3", "colqwen3",
+    "ColBERT", "ModernBERT", "DeBERTa-v2", "Qwen3-Reranker", "jina-reranker-v3", "colpali",
 }  # fmt: skip
 
 
@@ -39,10 +35,6 @@ class Checkpoint:
     build: Callable[[Path], str]
     settings: dict[str, Any] = field(default_factory=dict)
     packed: bool = True
-
-    @property
-    def may_wait(self) -> bool:
-        return self.name in MAY_WAIT
 
 
 _VISUAL = (
@@ -86,11 +78,11 @@ def cost_of(on: OnGPU) -> Cost:
     on.run(step)  # what is made once is not counted
     whole = _counted(on, lambda: on.run(step))
     with first_layers(on.model.backbone, -1) as layers:
-        layer = whole.num_launches - _counted(on, lambda: on.run(step)).num_launches
+        layer = whole.launches.total() - _counted(on, lambda: on.run(step)).launches.total()
     return Cost(
         layer,
-        whole.num_launches - layer * layers,
-        whole.transfers,
+        whole.launches.total() - layer * layers,
+        whole.to_device + whole.to_host,
         round(whole.bytes_to_device / sum(LENGTHS)),
         whole.waits,
     )
@@ -102,23 +94,16 @@ def _counted(on: OnGPU, run: Callable[[], object]) -> Counts:
     return counts
 
 
-def measure(checkpoint: Checkpoint, loaded: OnCPU) -> Cost:
-    """The cost of a model that is not on the device yet."""
-    with fake_gpu() as gpu:
-        gpu.may_wait = checkpoint.may_wait
-        on = OnGPU(gpu, loaded, "varlen")
-        try:
-            return cost_of(on)
-        finally:
-            on.close()
-
-
 def measure_all(folder: Path) -> dict[str, Cost]:
     """Builds all checkpoints; takes about a minute."""
     costs = {}
     for number, checkpoint in enumerate(CHECKPOINTS):
         loaded = load(checkpoint.build(folder / str(number)), **checkpoint.settings)
-        costs[checkpoint.name] = measure(checkpoint, loaded)
+        with fake_gpu() as gpu:
+            gpu.may_wait = checkpoint.name in MAY_WAIT
+            on = OnGPU(gpu, loaded, "varlen")
+            costs[checkpoint.name] = cost_of(on)
+            on.close()
     return costs
 
 

@@ -1,7 +1,5 @@
 """Whole engines on a GPU: the scores of the CPU, and no waiting within a step."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,18 +15,13 @@ from tests.checkpoints import bi_encoders, cross_encoders, late_interaction
 from tests.parity.families import FAMILIES, Family
 
 
-@pytest.fixture(params=FAMILIES, ids=lambda family: f"{family.kind}: {family.name}")
-def family(request: pytest.FixtureRequest) -> Family:
-    found: Family = request.param
-    return found
-
-
 async def _score(config: EngineConfig, pairs: list[Pair]) -> np.ndarray:
     queries, documents = [pair.query for pair in pairs], [pair.document for pair in pairs]
     async with Engine(config) as engine:
         return np.array((await engine.score(queries, documents, truncation=CUT_LONG)).scores)
 
 
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: f"{family.kind}: {family.name}")
 async def test_scores_equal_those_of_the_cpu(family: Family, tmp_path: Path, pairs: list[Pair]) -> None:
     config = EngineConfig(model=family.build(tmp_path / "model"), **family.settings)  # type: ignore[arg-type]
     exact = await _score(replace(config, device="cpu", dtype="float32"), pairs[:60])
@@ -36,16 +29,6 @@ async def test_scores_equal_those_of_the_cpu(family: Family, tmp_path: Path, pai
     np.testing.assert_allclose(ours, exact, atol=1e-3 * max(1.0, np.abs(exact).max()), rtol=0)
     rounded = await _score(replace(config, device="cuda", dtype="bfloat16"), pairs[:60])
     assert spearmanr(exact, rounded).statistic >= 0.99
-
-
-@contextmanager
-def nobody_waits() -> Iterator[None]:
-    """What makes the host wait for the device raises."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize(
@@ -74,9 +57,12 @@ async def test_no_step_waits_for_the_device(
     documents = [pair.document for pair in pairs[:50]]
     async with Engine(config) as engine:
         await engine.score("warm up", documents[:3], truncation=CUT_LONG)
-        with nobody_waits():
+        torch.cuda.set_sync_debug_mode("error")
+        try:
             first = await engine.score(pairs[0].query, documents, truncation=CUT_LONG)
             again = await engine.score(pairs[0].query, documents, truncation=CUT_LONG)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
     assert again.scores == pytest.approx(first.scores, abs=2e-2)
 
 

@@ -9,12 +9,10 @@ from maxsimd.engine import EngineConfig
 from maxsimd.engine.checkpoint import load_model
 from maxsimd.engine.execution.attention import select as choice
 from maxsimd.engine.execution.attention.check import find_mismatch
-from maxsimd.engine.scoring.maxsim import maxsim_reference, maxsim_tiled
 from tests.checkpoints import cross_encoders
 from tests.unit.engine.cache.slab_checks import check_scores_from_a_slab
-from tests.unit.engine.ops.kernel_checks import CHECKS, on, random_ragged
+from tests.unit.engine.ops.kernel_checks import CHECKS
 from tests.unit.engine.ops.test_layer_kernels import CHECKS as LAYER_CHECKS
-from tests.unit.pairs import pairs_of
 
 
 @pytest.mark.parametrize("check", [*CHECKS, *LAYER_CHECKS])
@@ -40,11 +38,3 @@ def test_attention_equals_plain_attention(
         pytest.skip(f"{name} is not here")
     model = load_model(EngineConfig(model=path), device)
     assert find_mismatch(candidates[name](), model, device, torch.bfloat16) is None
-
-
-def test_maxsim_in_plain_torch_equals_the_reference() -> None:
-    """The way of a GPU without Triton."""
-    queries, documents = random_ragged([5, 33], 64, 1), random_ragged([70, 0, 1, 300], 64, 2)
-    pairs = pairs_of([(q, d) for q in range(2) for d in range(4)])
-    ours = maxsim_tiled(on(queries, "cuda"), on(documents, "cuda"), pairs)
-    torch.testing.assert_close(ours.cpu(), maxsim_reference(queries, documents, pairs), atol=1e-4, rtol=1e-4)

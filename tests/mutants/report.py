@@ -4,9 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import chdir
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,12 +52,8 @@ class Report:
     def text(self) -> str:
         lines = [self.summary(), ""]
         for title, mutants in (("survived", self.survived), ("without a test", self.untested)):
-            functions = Counter(mutant.function for mutant in mutants)
-            for function in functions:
-                lines.append(f"### `{function}` ({title})")
-                for mutant in mutants:
-                    if mutant.function == function:
-                        lines += ["```diff", *mutant.difference, "```"]
+            for mutant in mutants:
+                lines += [f"### `{mutant.function}` ({title})", "```diff", *mutant.difference, "```"]
         lines += [f"broken: {name}" for name in self.broken]
         return "\n".join(lines) + "\n"
 
@@ -85,16 +79,6 @@ def explanations(part: str) -> dict[Mutant, str]:
     return found
 
 
-@contextmanager
-def _inside(folder: Path) -> Iterator[None]:
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        yield
-    finally:
-        os.chdir(before)
-
-
 def _described(name: str, path: Path) -> Mutant:
     """mutmut looks for mutants below the current folder."""
     from mutmut.mutation.diff_apply import get_diff_for_mutant
@@ -115,7 +99,7 @@ def read(part: str, workspace: Path) -> Report:
     by_reason: dict[str, list[Mutant]] = {"Equivalent": [], "Left": [], "": []}
     untested: list[Mutant] = []
     broken: list[str] = []
-    with _inside(workspace):
+    with chdir(workspace):
         reset_config()
         for meta in sorted(Path("mutants").rglob("*.meta")):
             path = meta.relative_to("mutants").with_suffix("")

@@ -4,9 +4,10 @@ mutmut names mutants by the paths of files, so these must be the modules' names.
 """
 
 import ast
+import json
 import shutil
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +78,12 @@ class Part:
     """A part of the source with the tests that are meant for it."""
 
     name: str
-    source: tuple[str, ...]
-    only: tuple[str, ...]
-    excepted: tuple[str, ...]
-    tests: tuple[str, ...]
-    leave_out: tuple[str, ...]
-    do_not_mutate: tuple[str, ...]
+    do_not_mutate: list[str]
+    source: list[str]
+    tests: list[str]
+    only: list[str] = field(default_factory=list)
+    excepted: list[str] = field(default_factory=list)
+    leave_out: list[str] = field(default_factory=list)
 
     @property
     def workspace(self) -> Path:
@@ -100,18 +101,7 @@ class Part:
 def parts() -> dict[str, Part]:
     text = (Path(__file__).parent / "parts.toml").read_text(encoding="utf-8")
     settings: dict[str, Any] = tomllib.loads(text)
-    return {
-        name: Part(
-            name,
-            tuple(part["source"]),
-            tuple(part.get("only", ())),
-            tuple(part.get("except", ())),
-            tuple(part["tests"]),
-            tuple(part.get("leave_out", ())),
-            tuple(settings["do_not_mutate"]),
-        )
-        for name, part in settings["parts"].items()
-    }
+    return {name: Part(name, settings["do_not_mutate"], **part) for name, part in settings["parts"].items()}
 
 
 def undecorated(source: str) -> str:
@@ -160,12 +150,12 @@ def _configuration(part: Part, tables: dict[str, Any]) -> str:
     settings = {
         "tool.mutmut": {
             "source_paths": part.modules(),
-            "only_mutate": list(part.only),
-            "do_not_mutate": list(part.excepted),
+            "only_mutate": part.only,
+            "do_not_mutate": part.excepted,
             "also_copy": ["maxsimd"],
             "pytest_add_cli_args": select,
             "pytest_add_cli_args_test_selection": part.test_files(),
-            "do_not_mutate_patterns": list(part.do_not_mutate),
+            "do_not_mutate_patterns": part.do_not_mutate,
             "process_isolation": "forkserver",
             "track_dependencies": False,
             "use_git_change_detection": False,
@@ -177,14 +167,6 @@ def _configuration(part: Part, tables: dict[str, Any]) -> str:
         },
     }
     return "\n".join(
-        f"[{table}]\n" + "".join(f"{name} = {_toml(value)}\n" for name, value in values.items())
+        f"[{table}]\n" + "".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items())
         for table, values in settings.items()
     )
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    return f"'{value}'" if isinstance(value, str) else repr(value)

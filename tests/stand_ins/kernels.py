@@ -15,7 +15,7 @@ VERSION = "0.18.2"
 _MODULE = '''"""A stand-in for Hugging Face's `kernels`: its names, and decorators that change nothing."""
 
 import enum
-from contextlib import contextmanager
+from contextlib import nullcontext
 
 __version__ = "0.18.2"
 
@@ -40,25 +40,16 @@ class LayerRepository(_Described): ...
 class LocalLayerRepository(_Described): ...
 
 
-def use_kernel_forward_from_hub(layer_name):
+def _change_nothing(*given):
     return lambda decorated: decorated
 
 
-def use_kernelized_func(*functions):
-    return lambda decorated: decorated
+def _do_nothing(*given, **options):
+    return nullcontext()
 
 
-def replace_kernel_forward_from_hub(decorated, layer_name):
-    return None
-
-
-def register_kernel_mapping(mapping, inherit_mapping=True):
-    return None
-
-
-@contextmanager
-def use_kernel_mapping(mapping, inherit_mapping=True):
-    yield
+use_kernel_forward_from_hub = use_kernelized_func = _change_nothing
+replace_kernel_forward_from_hub = register_kernel_mapping = use_kernel_mapping = _do_nothing
 
 
 def kernelize(model, **options):
@@ -77,12 +68,8 @@ def write(folder: Path) -> Path:
     (folder / "kernels" / "__init__.py").write_text(_MODULE, encoding="utf-8")
     information = folder / f"kernels-{VERSION}.dist-info"
     information.mkdir(exist_ok=True)
-    files = {"METADATA": _METADATA, "top_level.txt": "kernels\n", "INSTALLER": "stand-in\n"}
-    for name, content in files.items():
-        (information / name).write_text(content, encoding="utf-8")
-    listed = [f"{information.name}/{name}" for name in [*files, "RECORD"]]
-    record = "".join(f"{path},,\n" for path in ["kernels/__init__.py", *listed])
-    (information / "RECORD").write_text(record, encoding="utf-8")
+    (information / "METADATA").write_text(_METADATA, encoding="utf-8")
+    (information / "top_level.txt").write_text("kernels\n", encoding="utf-8")
     return folder
 
 

@@ -31,6 +31,7 @@ OTHER, THIRD = ("other", 0), ("third", 0)
         # Of four tokens, the others get two; of the rest, the larger one gets half a token.
         pytest.param(150, [(ME, 10_000), (OTHER, 10_000)], 200 + 50, id="taken from its own group"),
         pytest.param(100, [(OTHER, 5000)], 100, id="another tenant runs beside"),
+        pytest.param(100, [(THIRD, 5000)], 300, id="another tenant of three times the weight"),
         pytest.param(100, [(OTHER, 5000), (THIRD, 20), (ME, 70)], 70 + 170 + 20, id="two tenants"),
         # Of a tenant whose only other priority weighs half, a third runs beside two thirds.
         pytest.param(100, [(("", 1), 5000)], 50, id="a lower priority"),
@@ -42,11 +43,7 @@ OTHER, THIRD = ("other", 0), ("third", 0)
 def test_what_is_run_before_a_new_request(
     tokens: int, waiting: list[tuple[tuple[str, int], int]], expected: int
 ) -> None:
-    assert work_ahead(tokens, ME, waiting, {}, 1 / 8) == expected
-
-
-def test_other_tenants_run_beside_as_their_weights_allow() -> None:
-    assert work_ahead(100, ME, [(OTHER, 5000)], {"other": 3}, 1 / 8) == 300
+    assert work_ahead(tokens, ME, waiting, {"third": 3}, 1 / 8) == expected
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -2,13 +2,12 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxsimd.scheduler import ImageJob, PlacedImage, ResultSlot, Scheduler, Sequence, Step, StepLimits, Tokens
-from tests.unit.scheduler.scheduled_requests import WORDS, Picture, pages, run_dry, texts
+from maxsimd.scheduler import ImageJob, Scheduler, Sequence, Step, StepLimits
+from tests.unit.scheduler.scheduled_requests import Picture, pages, run_dry, texts
 
 PICTURES = st.tuples(st.integers(1, 60), st.integers(1, 60))
 DOCUMENTS = st.lists(st.lists(PICTURES, max_size=3), max_size=6)
@@ -104,11 +103,6 @@ def test_pictures_wait_while_as_many_features_are_held() -> None:
     assert [len(step.images) for step in more] == [3, 0], "a document with more is run all the same"
 
 
-def test_a_picture_dearer_than_the_budget_has_a_step_of_its_own() -> None:
-    steps = steps_of([[(1_000, 9)]], chunked=True)
-    assert [(len(step.chunks), len(step.images)) for step in steps] == [(1, 0), (0, 1), (1, 0)]
-
-
 def test_newer_requests_do_not_use_up_what_the_oldest_waits_for() -> None:
     """A large request, and in each step a new one of one page: without a reservation the new ones, which are
     smaller, would hold as many features as there may be for ever."""
@@ -158,23 +152,6 @@ def test_the_last_pictures_make_no_step_of_their_own() -> None:
         steps = steps_of([[(10, 1)]] * number, words=0)
         assert [len(step.images) for step in steps if step.images] == expected
         assert sum(len(step.chunks) for step in steps) == number + 1
-
-
-def test_last_pictures_come_along_with_their_own_request_alone() -> None:
-    scheduler = Scheduler(StepLimits(100, 100, chunked=False))
-    for request_id, price, words in ((0, 150, 60), (1, 10, 5)):
-        sequence, image = picture_and_text(request_id, price, words)
-        scheduler.admit(request_id, [sequence], images=[image])
-    first = scheduler.schedule()
-    assert first is not None
-    assert [image.request_id for image in first.images] == [0], "what fits no step is encoded alone"
-    assert {image.request_id for step in run_dry(scheduler) for image in step.images} == {1}
-
-
-def picture_and_text(request_id: int, price: int, words: int) -> tuple[Sequence, ImageJob]:
-    image = ImageJob(100 * request_id, request_id, price, 1, None)
-    tokens = Tokens(WORDS[:words], images=(PlacedImage(image.image_id, np.arange(1), None, b""),))
-    return Sequence.text(image.image_id + 1, ResultSlot(request_id, 0), "embed", tokens), image
 
 
 def test_a_picture_without_a_price_is_refused() -> None:

@@ -16,37 +16,6 @@ from maxsimd.engine.requests import priority_number
 from tests.unit.scheduler.scheduled_requests import exhaustive
 
 
-def test_orders_to_compare_with_do_as_their_names_say() -> None:
-    first_come = FirstComeFirstServed(10)
-    first_come.admit(0, [4, 3, 5])
-    first_come.admit(1, [2, 1])
-    assert [first_come.step() for _ in range(3)] == [{0: 9, 1: 1}, {0: 3, 1: 2}, {}]
-    round_robin = RoundRobin(10)
-    round_robin.admit(0, [3] * 5)
-    round_robin.admit(1, [2] * 5)
-    assert [round_robin.step() for _ in range(4)] == [{0: 6, 1: 4}, {1: 6, 0: 3}, {0: 6}, {}]
-
-
-def test_a_request_ends_with_the_step_of_its_last_document() -> None:
-    arrivals = poisson_arrivals(0.5, 1, MIXES["50 documents"], seed=1)
-    tokens = sum(arrivals[0].lengths)
-    for order in (SchedulerOrder(BUDGET), RoundRobin(BUDGET), FirstComeFirstServed(BUDGET)):
-        steps = -(-tokens // BUDGET)
-        latency = simulate(arrivals, order)[0]
-        assert latency == pytest.approx(tokens / 30_000 + 0.002 * steps, abs=0.0021)
-
-
-def test_what_exceeds_the_queue_limit_is_refused() -> None:
-    arrivals = poisson_arrivals(0.5, 20, MIXES["50 documents"], seed=1)
-    tokens = min(sum(arrival.lengths) for arrival in arrivals)
-    assert (
-        simulate(arrivals, SchedulerOrder(BUDGET), lambda waiting, own: waiting + own < tokens) == [None] * 20
-    )
-    most = 20 * 50 * 150
-    latencies = simulate(arrivals, SchedulerOrder(BUDGET), lambda waiting, own: waiting + own <= most)
-    assert None not in latencies
-
-
 @pytest.mark.parametrize("mix", [next(iter(MIXES)), *exhaustive(*list(MIXES)[1:])])
 def test_latency_near_saturation_is_below_that_of_round_robin(mix: str) -> None:
     arrivals = poisson_arrivals(0.95, 400, MIXES[mix], seed=1)

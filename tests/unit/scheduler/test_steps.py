@@ -1,10 +1,21 @@
-"""How a step is filled: queries and prefixes first, cuts, cached batches, reduced budgets, cancellation."""
+"""What a step is, and how it is filled: queries and prefixes first, cuts, cached batches, reduced budgets."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxsimd.scheduler import Scheduler, Step, StepLimits, WaitingRequest, share_of
+from maxsimd.scheduler import (
+    CachedBatch,
+    Chunk,
+    JoinedTokens,
+    Scheduler,
+    Step,
+    StepLimits,
+    Tokens,
+    WaitingRequest,
+    share_of,
+)
 from tests.unit.scheduler.scheduled_requests import (
     cached,
     cost,
@@ -13,6 +24,7 @@ from tests.unit.scheduler.scheduled_requests import (
     query,
     run_dry,
     texts,
+    tokens,
     tokens_by_request,
     two_stage,
 )
@@ -35,15 +47,14 @@ def bidirectional(tokens: int, sequences: int = 1000) -> Scheduler:
     return Scheduler(StepLimits(tokens, sequences, chunked=False))
 
 
-def causal(tokens: int, sequences: int = 100) -> Scheduler:
-    return Scheduler(StepLimits(tokens, sequences, chunked=True))
+def causal(tokens: int) -> Scheduler:
+    return Scheduler(StepLimits(tokens, 100, chunked=True))
 
 
 @pytest.mark.parametrize(("tokens", "sequences"), [(0, 1), (1, 0)])
 def test_limits_that_allow_nothing_are_refused(tokens: int, sequences: int) -> None:
     with pytest.raises(ValueError, match=r"^a step must hold at least one token and one sequence$"):
         StepLimits(tokens, sequences, chunked=True)
-    StepLimits(1, 1, chunked=True)
 
 
 def test_a_sequence_that_can_never_fit_refuses_its_request() -> None:
@@ -63,30 +74,12 @@ def test_a_sequence_that_can_never_fit_refuses_its_request() -> None:
     scheduler.admit(0, texts(0, [100]))
 
 
-def test_a_query_may_have_no_consumers() -> None:
-    scheduler = bidirectional(100)
-    scheduler.admit(0, [query(0, 1, 50, num_consumers=0)])
-    assert [step.num_tokens for step in run_dry(scheduler)] == [50]
-
-
-def test_steps_are_numbered_from_one() -> None:
-    scheduler = bidirectional(10)
-    scheduler.admit(0, [])
-    assert scheduler.waiting_requests == 0, "a request without work does not wait"
-    assert scheduler.schedule() is None
-    scheduler.admit(0, texts(0, [10, 10]))
-    assert [step.step_id for step in run_dry(scheduler)] == [1, 2]
-
-
 def test_a_step_holds_at_most_the_allowed_number_of_sequences() -> None:
     scheduler = bidirectional(100, sequences=3)
     scheduler.admit(0, texts(0, [1] * 7), [cached(0, 1)] * 4)
     steps = run_dry(scheduler)
     assert [len(step.chunks) for step in steps] == [3, 3, 1]
     assert [len(step.cached) for step in steps] == [4, 0, 0], "cached batches are none"
-    scheduler = bidirectional(100, sequences=1)
-    scheduler.admit(0, texts(0, [10]), [cached(0, 95), cached(0, 50)])
-    assert [prices(step) for step in run_dry(scheduler)] == [[50], [95]]
 
 
 def test_documents_follow_their_query_in_the_same_step() -> None:
@@ -98,6 +91,8 @@ def test_documents_follow_their_query_in_the_same_step() -> None:
     assert prices(step) == [5]
     scheduler.admit(1, [document(1, 11, 50, 10), query(1, 10, 50)])
     assert [sequence_id for sequence_id, _, _ in spans(scheduler.schedule())] == [10, 11], "in any order"
+    scheduler.admit(2, [query(2, 12, 50, num_consumers=0)])
+    assert spans(scheduler.schedule()) == [(12, 0, 50)], "it may have none"
 
 
 def test_a_query_is_started_only_when_nothing_that_is_ready_fits() -> None:
@@ -142,43 +137,12 @@ def test_a_sequence_is_cut_to_fill_the_step_and_continued() -> None:
     assert (scheduler.waiting_tokens, scheduler.waiting_sequences, scheduler.is_mid_prefill) == (0, 0, False)
     scheduler.admit(1, texts(1, [11, 30, 12]))
     assert spans(scheduler.schedule()) == [(1, 0, 10)], "the longest is the one that is cut"
-    # Given its part as the oldest, its turn and the gap, as one chunk.
-    scheduler = causal(100)
-    scheduler.admit(0, texts(0, [500]))
-    assert [spans(step) for step in run_dry(scheduler)] == [[(0, i, i + 100)] for i in range(0, 500, 100)]
-
-
-def test_a_very_long_prefill_leaves_room_for_others() -> None:
+    # Given its part as the oldest, its turn and the gap, as one chunk; but others have room beside it.
     scheduler = causal(100)
     scheduler.admit(0, texts(0, [10_000]))
-    scheduler.schedule()
+    assert spans(scheduler.schedule()) == [(0, 0, 100)]
     scheduler.admit(1, texts(1, [30], 1))
     assert spans(scheduler.schedule()) == [(1, 0, 30), (0, 100, 170)]
-
-
-def test_a_cut_sequence_gets_what_nothing_else_fits_into() -> None:
-    """It belongs to a request that is not served first, and nothing else may be cut beside it."""
-    scheduler = Scheduler(StepLimits(100, 100, chunked=True), oldest_share=0.01)
-    scheduler.admit(0, texts(0, [10_000]))
-    scheduler.schedule()
-    scheduler.admit(1, texts(1, [70, 70], 1))
-    step = spans(scheduler.schedule())
-    assert step[0][0] == 1
-    assert step[1][:2] == (0, 100)
-    assert sum(stop - start for _, start, stop in step) == 100
-
-
-def test_a_cut_sequence_is_finished_before_another_is_cut() -> None:
-    scheduler = Scheduler(StepLimits(100, 100, chunked=True), oldest_share=0.01)
-    scheduler.admit(0, texts(0, [1000]))
-    scheduler.schedule()
-    scheduler.admit(1, texts(1, [250], 1))
-    for step in range(2, 12):
-        scheduler.admit(step, texts(step, [1] * 100, 100 * step))
-    steps = run_dry(scheduler)
-    last = {chunk.sequence.sequence_id: i for i, step in enumerate(steps) for chunk in step.chunks}
-    assert last[0] <= last[1]
-    assert all(step.num_tokens == 100 for step in steps[:-1])
 
 
 @pytest.mark.parametrize(
@@ -192,19 +156,6 @@ def test_a_cut_sequence_goes_on_past_many_that_must_be_cut(length: int, expected
     for number in range(100, 200):
         scheduler.admit(number, texts(number, [150], number))
     assert spans(scheduler.schedule()) == expected
-
-
-def test_a_cut_sequence_joins_no_step_with_all_its_sequences() -> None:
-    scheduler = Scheduler(StepLimits(10, 2, chunked=True), oldest_share=0.01)
-    scheduler.admit(0, texts(0, [25]))
-    scheduler.schedule()
-    scheduler.admit(1, texts(1, [1] * 4, 1))
-    assert [spans(step) for step in run_dry(scheduler)] == [
-        [(1, 0, 1), (2, 0, 1)],
-        [(3, 0, 1), (4, 0, 1)],
-        [(0, 10, 20)],
-        [(0, 20, 25)],
-    ]
 
 
 def one_that_waits_to_be_cut(sequences: int = 1000, weights: dict[str, float] | None = None) -> Scheduler:
@@ -256,64 +207,11 @@ def test_a_cut_sequence_is_hurried_where_no_oldest_fits(lengths: list[int], expe
     assert tokens_by_request(scheduler.schedule()) == expected
 
 
-def test_the_part_of_the_oldest_ends_with_the_step() -> None:
-    """Its part is larger than the step, because short sequences could not use up earlier ones."""
-    scheduler = Scheduler(StepLimits(100, 1, chunked=True), oldest_share=0.5)
-    scheduler.admit(0, texts(0, [1, 1, 1, 250]))
-    assert [cost(step) for step in run_dry(scheduler)] == [1, 1, 1, 100, 100, 50]
-
-
-@pytest.mark.parametrize("length", [110, 190])
-def test_the_oldest_takes_the_next_cut_from_smaller_ones(length: int) -> None:
-    """Others whose sequences must be cut keep coming; each is of a smaller class than the oldest."""
-    scheduler = Scheduler(StepLimits(100, 100, chunked=True), oldest_share=0.125)
-    scheduler.admit(0, texts(0, [150]))
-    scheduler.schedule()
-    scheduler.admit(1, texts(1, [4000], 1))
-    started = None
-    for number in range(2, 60):
-        scheduler.admit(number, texts(number, [length], number))
-        step = scheduler.schedule()
-        assert step is not None
-        assert step.num_tokens == 100
-        if started is None and 1 in {sequence_id for sequence_id, _, _ in spans(step)}:
-            started = number
-    assert started is not None
-    assert 2 < started < 20
-
-
-@pytest.mark.parametrize("chunked", [False, True])
-def test_a_cached_batch_dearer_than_the_budget_has_its_own_step(chunked: bool) -> None:
-    scheduler = Scheduler(StepLimits(100, 10, chunked))
-    scheduler.admit(0, texts(0, [50]), [cached(0, 101), cached(0, 100)])
-    steps = [(step.num_tokens, prices(step)) for step in run_dry(scheduler)]
-    assert steps == [(50, []), (0, [100]), (0, [101])]
-    # And is not starved.
-    scheduler = Scheduler(StepLimits(100, 200, chunked))
-    scheduler.admit(0, [], [cached(0, 150)])
-    scheduler.admit(1, texts(1, [10] * 50))
-    assert prices(scheduler.schedule()) == [150]
-    scheduler.admit(2, [], [cached(2, 150)])
-    for waited in range(1, 5):
-        scheduler.admit(10 + waited, texts(10 + waited, [1] * 10))
-        if prices(scheduler.schedule()) == [150]:
-            return
-    pytest.fail("the cached batch does not get a step")
-
-
-def test_a_reduced_budget_holds_for_the_given_number_of_steps() -> None:
-    scheduler = bidirectional(100)
-    scheduler.reduce_budget(steps=2)
-    for _ in range(5):
-        assert scheduler.schedule() is None  # only steps count
-    scheduler.admit(0, texts(0, [10] * 30))
-    assert [cost(step) for step in run_dry(scheduler)] == [50, 50, 100, 100]
-
-
 def test_a_budget_is_halved_again_and_recovers_at_once() -> None:
     scheduler = bidirectional(256)
     for _ in range(10):
         scheduler.reduce_budget(steps=1)
+    assert scheduler.schedule() is None  # only steps count
     scheduler.admit(0, texts(0, [1] * 300))
     assert [cost(step) for step in run_dry(scheduler)] == [4, 256, 40]
     scheduler.reduce_budget(steps=1)
@@ -322,29 +220,6 @@ def test_a_budget_is_halved_again_and_recovers_at_once() -> None:
     scheduler.reduce_budget()
     scheduler.admit(2, texts(2, [128] * 102))
     assert [cost(step) for step in run_dry(scheduler)] == [128] * 100 + [256]
-
-
-def test_whole_sequences_beyond_a_reduced_budget_run_alone() -> None:
-    scheduler = bidirectional(100)
-    scheduler.reduce_budget(steps=4)
-    scheduler.admit(0, [query(0, 0, 60), document(0, 1, 90, 0)], [cached(0, 70, query_id=0)])
-    scheduler.admit(1, texts(1, [51, 50]))
-    steps = run_dry(scheduler)
-    assert [cost(step) for step in steps] == [60, 50, 51, 90, 70]
-    assert all(step.num_parts == 1 for step in steps)
-
-
-@pytest.mark.parametrize("chunked", [False, True])
-def test_one_document_behind_ten_thousand_runs_in_two_steps(chunked: bool) -> None:
-    many = two_stage(0, [30], [20 + i % 380 for i in range(10_000)], [])[0]
-    for length in (1, 60, 512):
-        scheduler = Scheduler(StepLimits(2048, 512, chunked))
-        scheduler.admit(0, many)
-        for _ in range(3):
-            scheduler.schedule()
-        scheduler.admit(1, two_stage(1, [12], [length], [], first_id=20_000)[0])
-        given = [tokens_by_request(scheduler.schedule()).get(1, 0) for _ in range(2)]
-        assert sum(given) == 12 + length
 
 
 def in_order(lengths: list[int], chunked: bool = False) -> list[Spans]:
@@ -361,15 +236,11 @@ def test_a_request_may_be_run_in_the_order_in_which_it_was_given() -> None:
         [(4, 0, 5)],
     ], "what does not fit the step is passed"
     assert in_order([3, 12, 4], chunked=True)[0] == [(0, 0, 3), (2, 0, 4), (1, 0, 3)]
+    assert in_order([5] + [6] * 64 + [5])[0] == [(0, 0, 5)], "one beyond the next ones is not looked for"
+    assert in_order([5] + [6] * 63 + [5])[0] == [(0, 0, 5), (64, 0, 5)]
     scheduler = bidirectional(10)
     scheduler.admit(0, texts(0, [6, 6]), [cached(0, 4), cached(0, 4)], in_order=True)
     assert [prices(step) for step in run_dry(scheduler)] == [[4, 4], [], []], "what is cached comes first"
-
-
-def test_a_sequence_beyond_the_next_ones_is_not_looked_for() -> None:
-    first, second, *_ = in_order([5] + [6] * 64 + [5])
-    assert (first, second) == ([(0, 0, 5)], [(1, 0, 6)])
-    assert in_order([5] + [6] * 63 + [5])[0] == [(0, 0, 5), (64, 0, 5)]
 
 
 @given(st.data())
@@ -397,3 +268,84 @@ def test_a_whole_request_is_run_as_one_admitted_in_parts(data: st.DataObject) ->
         assert [id(batch) for batch in step.cached] == [id(batch) for batch in other.cached]
     assert parts.schedule() is None
     assert whole.waiting_tokens == whole.waiting_sequences == whole.waiting_cached == 0
+
+
+def test_tokens_are_one_or_more_and_attended_unless_said() -> None:
+    with pytest.raises(ValueError, match=r"^a sequence needs at least one token$"):
+        Tokens(np.zeros(0, dtype=np.int32))
+    assert tokens(5).num_attended == 5
+    assert Tokens(np.zeros(5, dtype=np.int32), attended_len=3).num_attended == 3
+
+
+def test_joined_tokens_are_their_parts_which_are_not_copied() -> None:
+    query, document = np.arange(3, dtype=np.int32), np.arange(7, 9, dtype=np.int32)
+    own_types = np.array([4, 5, 6], dtype=np.int32)
+    joined = JoinedTokens.of((query, document), (own_types, 1))
+    assert joined.parts[0] is query
+    assert (joined.ids.tolist(), joined.type_ids.tolist()) == ([0, 1, 2, 7, 8], [4, 5, 6, 1, 1])
+    assert (len(joined), joined.num_attended, joined.pooled_positions) == (5, 5, None)
+    with pytest.raises(ValueError, match=r"^a sequence needs at least one token$"):
+        JoinedTokens.of((query[:0],), (0,))
+
+
+@pytest.mark.parametrize(("price", "documents"), [(0, ("document",)), (1, ())])
+def test_a_cached_batch_needs_a_price_and_a_document(price: int, documents: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match=r"^a cached batch needs a price of at least one token and a doc"):
+        CachedBatch(0, 0, price, documents)
+
+
+def test_a_chunk_says_which_part_it_is() -> None:
+    for start, stop, expected in (
+        (0, 10, (True, True, True)),
+        (0, 9, (True, False, False)),
+        (1, 10, (False, True, False)),
+        (1, 9, (False, False, False)),
+    ):
+        chunk = Chunk(texts(0, [10])[0], start, stop)
+        assert (chunk.is_first, chunk.is_last, chunk.is_whole) == expected
+        assert not chunk.is_prefix
+        assert not chunk.is_all_after_prefix
+    prefix, pair = pairs(0, 1, [30])
+    assert Chunk(prefix, 0, 1).is_prefix
+    assert not Chunk(prefix, 0, 1).is_all_after_prefix
+    assert not Chunk(pair, 1, 31).is_prefix
+    assert Chunk(pair, 1, 31).is_all_after_prefix
+    assert not Chunk(pair, 1, 30).is_all_after_prefix
+    assert not Chunk(pair, 2, 31).is_all_after_prefix
+
+
+def step_of(num_chunks: int, num_cached: int) -> Step:
+    chunks = tuple(Chunk(text, 0, len(text)) for text in texts(0, [5] * num_chunks))
+    return Step(4, chunks, tuple(cached(0, price) for price in range(1, num_cached + 1)))
+
+
+@pytest.mark.parametrize(("num_chunks", "num_cached"), [(3, 0), (0, 3), (1, 1), (1, 4), (4, 1)])
+def test_a_step_splits_into_halves_that_hold_all_of_it(num_chunks: int, num_cached: int) -> None:
+    step = step_of(num_chunks, num_cached)
+    first, second = step.halves()
+    assert (*first.chunks, *second.chunks) == step.chunks
+    assert (*first.cached, *second.cached) == step.cached
+    assert first.num_parts == step.num_parts // 2 > 0
+    assert first.num_parts + second.num_parts == step.num_parts == num_chunks + num_cached
+    assert first.step_id == second.step_id == 4
+    assert not (first.cached and second.chunks), "a query comes before what is scored against it"
+
+
+def test_a_step_is_run_in_stages_chunks_first() -> None:
+    assert [len(stage.cached) for stage in step_of(0, 4).stages()] == [4]
+    step = step_of(2, 5)
+    stages = step.stages()
+    assert [stage.chunks for stage in stages] == [step.chunks, (), ()]
+    assert [stage.cached for stage in stages] == [(), step.cached[:4], step.cached[4:]]
+    assert {stage.step_id for stage in stages} == {4}
+
+
+def test_what_is_run_first_is_delivered_before_the_rest_is_run() -> None:
+    chunks = [Chunk(text, 0, 5) for request_id in (1, 2, 1) for text in texts(request_id, [5])]
+    step = Step(4, tuple(chunks), (cached(1, 7), cached(2, 8)), first=frozenset({2}))
+    stages = step.stages()
+    assert [stage.chunks for stage in stages] == [(chunks[1],), (), (chunks[0], chunks[2]), ()]
+    assert [stage.cached for stage in stages] == [(), (step.cached[1],), (), (step.cached[0],)]
+    assert all(not stage.first for stage in stages)
+    made = query(0, 0, 10)
+    assert Step(1, (Chunk(made, 0, 4), Chunk(made, 6, 10)), (cached(0, 100),)).num_tokens == 8

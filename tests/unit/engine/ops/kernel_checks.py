@@ -37,7 +37,7 @@ def problems(draw: st.DrawFn) -> tuple[Ragged, Ragged, Pairs]:
     queries = draw(st.lists(st.integers(1, 40), min_size=1, max_size=5))
     documents = draw(st.lists(st.integers(0, 70), min_size=1, max_size=8))
     index = st.tuples(st.integers(0, len(queries) - 1), st.integers(0, len(documents) - 1))
-    pairs = draw(st.lists(index, max_size=20))
+    pairs = draw(st.lists(index, max_size=10))
     return random_ragged(queries, dim, 1), random_ragged(documents, dim, 2), pairs_of(pairs)
 
 
@@ -113,7 +113,7 @@ def check_maxsim_of_all_sizes(device: str, sizes: Sequence[tuple[int, torch.dtyp
     dimensions in a tile, and in chunks; every device's table of tiles, where the kernel is interpreted."""
     from maxsimd.engine.ops.triton import maxsim
 
-    query_lengths, document_lengths = [129, 5, 64, 33, 300, 32], [64, 0, 1, 65, 130, 200]
+    query_lengths, document_lengths = [129, 5, 64, 33, 150, 32], [64, 0, 1, 65, 130, 80]
     pairs = [(0, 1), (5, 0), (4, 4), (1, 2), (2, 5), (3, 3), (5, 5), (1, 1), (0, 3), (2, 0)]
     for dim, dtype, limits in sizes:
         queries, documents = (
@@ -141,12 +141,12 @@ def check_maxsim_of_a_long_document(device: str) -> None:
 
 def check_maxsim_of_nan(device: str) -> None:
     """A NaN among a document's rows makes its scores NaN, and no other's."""
-    queries, documents = random_ragged([5, 40], 128, 1), random_ragged([70, 200, 9], 128, 2)
-    for row in (70, 269):
+    queries, documents = random_ragged([5, 40], 128, 1), random_ragged([70, 130, 9], 128, 2)
+    for row in (70, 199):
         broken = documents.values.clone()
         broken[row, 3] = torch.nan
         items = Ragged(broken.bfloat16(), documents.offsets)
-        pairs = [(q, d) for q in range(2) for d in range(3)]
+        pairs = [(1, d) for d in range(3)]
         for split_k in (1, 3):
             found = scored(queries.decoded(torch.bfloat16), items, pairs, device, split_k)
             assert found.isnan().tolist() == [d == 1 for _, d in pairs]
@@ -284,7 +284,7 @@ def _check_attention(device: str, problems: Any, count: int) -> None:
 
 
 def check_attention_of_whole_sequences(device: str) -> None:
-    _check_attention(device, whole_sequences, 40)
+    _check_attention(device, whole_sequences, 24)
 
 
 def check_attention_of_chunks(device: str) -> None:

@@ -26,35 +26,6 @@ def sent(outcome: list[Send] | Fail) -> list[Send]:
     return outcome
 
 
-def test_parts_are_sent_to_their_first_members_and_answered() -> None:
-    attempts = Attempts([part(0, 1), part(2, members=MEMBERS[::-1])], RetryBudget())
-    sends = attempts.begin()
-    assert {send.member.name for send in sends} == {"m0", "m3"}
-    assert not any(send.is_suspect for send in sends)
-    assert attempts.answered(sends[0].attempt)
-    assert not attempts.answered(sends[0].attempt), "no attempt is answered twice"
-    assert not attempts.is_over
-    assert attempts.answered(sends[1].attempt)
-    assert attempts.is_over
-
-
-def test_a_part_whose_member_died_goes_to_the_next() -> None:
-    attempts = Attempts([part(0, 1)], RetryBudget())
-    [first] = attempts.begin()
-    [second] = attempts.lost(first.attempt, MEMBERS[1:])
-    assert second.member.name == "m1"
-    assert not second.is_suspect
-    assert not attempts.answered(first.attempt), "its late answer does not count"
-    assert attempts.lost(first.attempt, MEMBERS[1:]) == []
-    assert attempts.answered(second.attempt)
-    assert attempts.is_over
-    # One that replaces the dead member may take its part.
-    attempts, newer = Attempts([part(0, members=MEMBERS[:1])], RetryBudget()), Member(0, "newer", "f")
-    [first] = attempts.begin()
-    [second] = attempts.lost(first.attempt, [newer])
-    assert second.member is newer
-
-
 def test_a_part_that_killed_two_is_halved_and_then_fails() -> None:
     attempts = Attempts([part(4, 5, 6), part(7)], RetryBudget())
     sends = {tuple(send.part.indices.tolist()): send for send in attempts.begin()}
@@ -92,13 +63,7 @@ def test_an_error_names_the_document_by_its_place_in_the_request() -> None:
     assert attempts.failed(send.attempt, "invalid", "is too long", 1) is None
 
 
-def test_without_anybody_left_the_request_fails() -> None:
-    attempts = Attempts([part(0)], RetryBudget())
-    [send] = attempts.begin()
-    assert "no engine is left" in fails(attempts.lost(send.attempt, MEMBERS[:1])).error.message
-
-
-def test_retries_are_a_share_of_what_is_sent() -> None:
+def test_retries_are_limited_by_a_budget_and_by_who_is_left() -> None:
     budget = RetryBudget(share=0.1, spare=2.0)
     assert [budget.take() for _ in range(3)] == [True, True, False]
     for _ in range(11):
@@ -107,6 +72,9 @@ def test_retries_are_a_share_of_what_is_sent() -> None:
     attempts = Attempts([part(0)], budget)
     [send] = attempts.begin()
     assert "too many" in fails(attempts.lost(send.attempt, MEMBERS[1:])).error.message
+    attempts = Attempts([part(0)], RetryBudget())
+    [send] = attempts.begin()
+    assert "no engine is left" in fails(attempts.lost(send.attempt, MEMBERS[:1])).error.message
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 40), st.integers(2, 6), st.booleans())
@@ -165,14 +133,6 @@ def test_each_score_is_written_once() -> None:
         merge.commit(np.array([1]), np.zeros(2))
     merge.commit(np.array([1]), np.array([0.1]))
     assert merge.result().tolist() == [0.0, 0.1, 0.2]
-
-
-def test_no_attempt_is_cancelled_that_was_never_sent() -> None:
-    budget = RetryBudget(share=0.0, spare=2.0)  # for one retry, and for one of two halves
-    attempts = Attempts([part(0, 1)], budget)
-    [first] = attempts.begin()
-    [second] = attempts.lost(first.attempt, MEMBERS[1:])
-    assert fails(attempts.lost(second.attempt, MEMBERS[2:])).cancelled == ()
 
 
 def test_what_was_never_sent_counts_for_nothing() -> None:

@@ -52,21 +52,8 @@ def test_a_new_member_takes_its_share_and_moves_no_more() -> None:
         assert moved.mean() <= 1.2 / (count + 1)
 
 
-def test_documents_of_a_member_that_goes_are_spread_over_all() -> None:
-    slots = [0, 1, 2, 3, 4]
-    order = ranked(digests(20_000), slots)
-    rest = ranked(digests(20_000), [slot for slot in slots if slot != 2])
-    owners = np.array([0, 1, 3, 4])[rest[:, 0]]
-    stayed = order[:, 0] != 2
-    assert (owners[stayed] == order[stayed, 0]).all()
-    assert (owners[~stayed] == order[~stayed, 1]).all(), "the second in turn takes over"
-    assert np.bincount(owners[~stayed])[[0, 1, 3, 4]].min() > 800
-
-
-def test_cells_are_of_neighbouring_slots() -> None:
-    members = fleet(20)
-    assert slots_of(cells_of(members, 8)) == [[*range(8)], [*range(8, 16)], [*range(16, 20)]]
-    replaced = Member(3, "newer", "f")
+def test_a_cell_has_the_latest_member_of_each_slot() -> None:
+    members, replaced = fleet(20), Member(3, "newer", "f")
     assert cells_of([*members, replaced], 8)[0].members[3] is replaced
     with pytest.raises(ValueError, match="share no request"):
         cells_of([*members, Member(19, "other", "g")])
@@ -108,14 +95,6 @@ def test_documents_of_free_slots_go_to_another_cell() -> None:
     assert (order[~has_member, 0] == ranked(numbers, range(8))[~has_member, 0]).all()
     assert (reach.numbers(numbers) == np.where(has_member, 1, 0)).all()
     assert 0.3 < has_member.mean() < 0.45, "three of eight slots have a member"
-
-
-def test_where_there_is_one_cell_its_members_own_everything() -> None:
-    [cell] = cells_of([member for member in fleet(8) if member.slot != 3], 8)
-    reach = reach_of([cell], lambda _: 0.0, 123)
-    assert reach == Reach(cell)
-    assert (reach.ranked(digests(100)) == ranked(digests(100), [0, 1, 2, 4, 5, 6, 7])).all()
-    assert (reach.numbers(digests(100)) == 0).all()
 
 
 def test_the_lighter_of_two_cells_is_taken() -> None:
@@ -215,13 +194,6 @@ def test_parts_by_tokens_are_about_equal_and_avoid_the_busy() -> None:
     assert [part.members[0].slot for part in few] == [0], "there is too little for two"
 
 
-def test_nobody_can_take_a_part_of_an_empty_fleet() -> None:
-    none, one = np.zeros(0, np.int64), np.ones(1, np.int64)
-    with pytest.raises(ValueError, match="no member"):
-        plan(Documents(digests(1), one, one), Reach(Cell(0, ())), none, Split.BY_OWNER, 1)
-    assert parts_of(digests(0), none, one, Split.NEVER, 1) == []
-
-
 def test_loads_are_what_was_sent_and_what_others_sent() -> None:
     one, two = fleet(2)
     loads = Loads()
@@ -285,27 +257,3 @@ def test_free_slots_are_left_free_where_no_cell_closes(slots: set[int]) -> None:
 
 def test_whoever_is_in_a_cell_too_many_takes_a_free_slot() -> None:
     assert agreed_slots({"a": 0, "b": 2, "c": 8}, 8) == {"a": 0, "b": 2, "c": 1}
-
-
-def test_members_that_come_and_go_end_with_a_slot_each() -> None:
-    """Each hears of the others later, in another order, and in between says what it has by then."""
-    for seed in range(5):
-        rng = random.Random(seed)
-        has: dict[str, int] = {}
-        heard: dict[str, dict[str, int]] = {}
-        for number in range(60):
-            if has and rng.random() < 0.4:
-                gone = rng.choice(sorted(has))
-                del has[gone], heard[gone]
-            else:
-                # Several may come while they know of the same others only.
-                others = rng.choice([*heard.values(), dict(has)])
-                has[f"m{number}"] = free_slot(rng.randrange(len(has) + 1), others.values())
-                heard[f"m{number}"] = others
-            for name in rng.sample(sorted(has), k=len(has) // 2):
-                heard[name] = dict(has)
-                has[name] = agreed_slots({**heard[name], name: has[name]})[name]
-        for _ in range(len(has)):
-            for name in sorted(has):
-                has[name] = agreed_slots(has)[name]
-        assert len(set(has.values())) == len(has)

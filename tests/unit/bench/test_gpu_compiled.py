@@ -1,19 +1,15 @@
 """What compiled kernels take of a GPU, and the bounds that follow: by arithmetic, since no GPU is needed."""
 
 import json
-from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 from click.testing import CliRunner
-from hypothesis import given
-from hypothesis import strategies as st
 
 from maxsimd.api.cli import main
 from maxsimd.bench.gpu import compiled as table
 from maxsimd.bench.gpu.ahead_of_time import MachineCode, compiled
-from maxsimd.bench.gpu.bounds import H100, H200, TurnCycles, resident_programs
+from maxsimd.bench.gpu.bounds import H100, H200, resident_programs
 from maxsimd.bench.gpu.maxsim_compiled import (
     COLBERT,
     COLPALI,
@@ -22,7 +18,6 @@ from maxsimd.bench.gpu.maxsim_compiled import (
     forecast,
     maxsim_launches,
 )
-from maxsimd.engine.ops.triton.maxsim_tiles import PairGroup, group_by_query_length
 
 pytest.importorskip("triton")
 
@@ -85,9 +80,7 @@ def on_hopper(longest_query: int, documents: str = "bf16") -> tuple[MaxSimLaunch
         (32, "i8", 5, 260),
         (1024, "i8", 3, 355),
         pytest.param(64, "bf16", 3, 140, marks=pytest.mark.exhaustive),
-        pytest.param(128, "bf16", 2, 175, marks=pytest.mark.exhaustive),
         pytest.param(64, "i8", 4, 290, marks=pytest.mark.exhaustive),
-        pytest.param(128, "i8", 3, 355, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_turn_takes_few_instructions_and_others_run_beside_it(
@@ -99,52 +92,16 @@ def test_a_turn_takes_few_instructions_and_others_run_beside_it(
     assert len(code.main_loop) <= instructions
 
 
-@pytest.mark.parametrize("documents", ["bf16", "i8"])
-def test_pages_and_long_queries_are_bound_by_products(documents: str) -> None:
-    launch, code = on_hopper(1024, documents)
-    assert forecast(launch, code, COLPALI, H100).tflops >= 570
-
-
-@pytest.mark.parametrize("gpu", [H100, H200], ids=lambda gpu: gpu.name)
-def test_passages_and_short_queries_are_bound_by_memory(gpu: table.Gpu) -> None:
-    launch, code = on_hopper(32)
-    found = forecast(launch, code, COLBERT, gpu)
-    assert found.held_up_by == "memory"
-    assert found.floor_us == pytest.approx(460.8e6 / gpu.bandwidth * 1e6)
-    assert found.over_floor <= 0.10
-
-
-def test_int8_documents_take_less_time_than_those_of_16_bits() -> None:
+def test_passages_are_bound_by_memory_and_pages_by_products() -> None:
+    for documents in ("bf16", "i8"):
+        assert forecast(*on_hopper(1024, documents), COLPALI, H100).tflops >= 570
+    for gpu in (H100, H200):
+        found = forecast(*on_hopper(32), COLBERT, gpu)
+        assert found.held_up_by == "memory"
+        assert found.floor_us == pytest.approx(460.8e6 / gpu.bandwidth * 1e6)
+        assert found.over_floor <= 0.10
     times = [forecast(*on_hopper(32, documents), COLBERT, H100).us for documents in ("bf16", "i8")]
-    assert times[0] / times[1] >= 1.6
-
-
-def test_programs_beside_each_other_hide_part_of_other_work() -> None:
-    cycles = TurnCycles(tensor=1000.0, issue=400.0, special=0.0, compare=600.0, operations=1.0)
-    assert cycles.alone() == cycles.shared_by(1) == 1600
-    assert cycles.shared_by(2) == 1300
-    assert cycles.shared_by(10) == 1060
-    assert cycles.together() == 1000
-    assert TurnCycles(100.0, 700.0, 0.0, 600.0, 1.0).shared_by(4) == 700
-
-
-@given(st.lists(st.integers(0, 2000), min_size=1, max_size=50))
-def test_pairs_are_grouped_by_the_class_of_their_query(tokens: list[int]) -> None:
-    lengths = np.array(tokens)
-    order, groups = group_by_query_length(lengths)
-    ordered = lengths if order is None else lengths[order]
-    assert sorted(ordered) == sorted(tokens)
-    assert sum(group.count for group in groups) == len(tokens)
-    first = 0
-    bounds = [0, 32, 64, 128, 2000]
-    for group in groups:
-        of_group = ordered[first : first + group.count]
-        assert group.longest_query == max(1, of_group.max())
-        assert any(((of_group <= high) & (of_group >= low)).all() for low, high in pairwise(bounds))
-        first += group.count
-    assert len(groups) == len({np.searchsorted([32, 64, 128], n) for n in tokens})
-    if len(groups) == 1:
-        assert (order, groups) == (None, (PairGroup(len(tokens), max(1, *tokens)),))
+    assert times[0] / times[1] >= 1.6, "int8 documents take less time"
 
 
 def test_the_table_is_printed_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -155,13 +112,10 @@ def test_the_table_is_printed_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp
     path = tmp_path / "compiled.json"
     result = CliRunner().invoke(main, ["bench", "kernels", "--compiled", "--json", str(path)])
     assert result.exit_code == 0, result.output
-    for expected in ("sm_80", "sm_90", "sm_100", "10,000 documents of 180 tokens", "held up by memory"):
-        assert expected in result.output
+    assert "held up by memory" in result.output
     rows = json.loads(path.read_text())["rows"]
     assert [row["capability"] for row in rows] == [80, 90, 100]
     assert rows[1]["programs"] == {"H100": 4, "H200": 4}
-    assert rows[0]["programs"] == {}
-    assert all(row["spills"] == 0 for row in rows)
     refused = CliRunner().invoke(main, ["bench", "kernels", "--json", "x"])
     assert refused.exit_code == 2
     assert "--json goes with --compiled" in refused.output

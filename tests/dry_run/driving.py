@@ -1,0 +1,421 @@
+"""Models on the GPU that is not there: loaded and proven on the CPU as always, then moved, and run by what a
+GPU runs them by. The steps that they are driven through have whole sequences, cut ones, shared prefixes,
+documents that are cached, read through windows or explained, and pictures.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from maxsimd.engine import EngineConfig
+from maxsimd.engine.actors.actor import Mailbox
+from maxsimd.engine.actors.messages import Commit, Pool, Score
+from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache, Precision
+from maxsimd.engine.cache.entry import rounded
+from maxsimd.engine.cache.memory import MemoryStore
+from maxsimd.engine.cache.slab import EmbeddingSlab
+from maxsimd.engine.checkpoint import LoadedModel, load_model
+from maxsimd.engine.checkpoint.heads import modules_of
+from maxsimd.engine.device.load import DeviceModel, _pooler
+from maxsimd.engine.device.thread import DeviceActors
+from maxsimd.engine.execution.attention.base import AttentionBackend, CapturableBackend, CaptureSize
+from maxsimd.engine.execution.attention.torch_grouped import GroupedBackend
+from maxsimd.engine.execution.attention.triton_kernel import TritonBackend
+from maxsimd.engine.execution.attention.varlen import VarlenBackend
+from maxsimd.engine.execution.cuda_graphs import GraphedRunner
+from maxsimd.engine.execution.device_clock import Times
+from maxsimd.engine.execution.fused_layers import fuse
+from maxsimd.engine.execution.graph_recorder import Cost, Run
+from maxsimd.engine.execution.modes import Execution, Packed, choose_execution, make_runner, tasks_for
+from maxsimd.engine.execution.packed_runner import ModelRunner, PackedRunner
+from maxsimd.engine.execution.precision import cast
+from maxsimd.engine.execution.prepare import PreparedModel, _samples
+from maxsimd.engine.execution.relative import has_relative_positions
+from maxsimd.engine.execution.selfcheck.pictures import random_pages
+from maxsimd.engine.execution.selfcheck.samples import random_sequences
+from maxsimd.engine.scoring.documents import (
+    CachedDocument,
+    CachedDocuments,
+    CacheHit,
+    Duplicate,
+    SkippedSequence,
+)
+from maxsimd.engine.scoring.maxsim import choose_maxsim
+from maxsimd.engine.scoring.outcome import StepOutcome
+from maxsimd.pooling.dispatch import Pooled
+from maxsimd.scheduler import (
+    CachedBatch,
+    Chunk,
+    DocumentPayload,
+    Explained,
+    ImageJob,
+    ResultSlot,
+    Sequence,
+    Step,
+    Tokens,
+    Window,
+)
+from tests.dry_run.gpu import GPU, FakeGPU, NotCapturable, is_on_gpu
+from tests.unit.engine.execution.test_fused_layers import plain_kernels
+
+CPU = torch.device("cpu")
+DTYPE = torch.bfloat16
+
+BACKENDS: dict[str, Callable[[], AttentionBackend[Any]]] = {
+    "varlen": lambda: VarlenBackend(GPU),
+    "triton": TritonBackend,
+    "torch": GroupedBackend,
+}
+
+# The steps that are captured, and the largest is larger than those that tests run.
+SIZES = (CaptureSize(512, 40, 512), CaptureSize(64, 32, 64), CaptureSize(32, 4, 32))
+
+
+# A model on the CPU, and how it was proven to run.
+Loaded = tuple[LoadedModel, Execution]
+
+
+class FakeRecorder:
+    """Captures on the device that is not there, where a run costs nothing."""
+
+    def __init__(self, gpu: FakeGPU) -> None:
+        self._gpu = gpu
+
+    def cost(self, run: Run) -> Cost:
+        return Cost(Times(1.0, 1.0), 0.0)
+
+    def capture(self, run: Run) -> Callable[[], None]:
+        run()
+        return self._gpu.capture(run)
+
+
+def load(path: str, **settings: Any) -> Loaded:
+    """Loads a checkpoint and proves its execution, with attention laid out as GPUs have it."""
+    model = load_model(EngineConfig(model=path, **settings), CPU)
+    attention = GroupedBackend(
+        TritonBackend.arrangement, supports_first_rows=False, supports_causal_ends=False
+    )
+    with _samples(model) as (samples, _):
+        execution = choose_execution(model, CPU, attention, samples, True)
+    return model, execution
+
+
+class OnGPU:
+    """A model on the device, with the actors that pool and score its steps."""
+
+    def __init__(
+        self, gpu: FakeGPU, loaded: Loaded, backend: str = "triton", precision: Precision = "bfloat16"
+    ) -> None:
+        """Moves the model, unless it is there already, and makes a runner with the attention of that name."""
+        self.gpu = gpu
+        self.model, self.execution = loaded
+        if not is_on_gpu(next(self.model.backbone.parameters())):
+            for module in self.model.encoders:
+                cast(module, DTYPE)
+            if self.is_packed:
+                # On the CPU trials compare real numbers, with plain torch for the kernels.
+                with plain_kernels():
+                    fuse(self.model.backbone)
+        move(
+            [*self.model.encoders, *(m for task in self.model.tasks.values() for m in modules_of(task.head))]
+        )
+        # As `choose_attention` has it.
+        self.backend = BACKENDS["torch" if has_relative_positions(self.model.backbone) else backend]()
+        self.runner = make_runner(self.execution, self.model, GPU, self.backend)
+        self.cache = EmbeddingCache(b"", precision, MemoryStore(1 << 20), None)
+        if self.is_late:
+            dim = self.model.tasks[self.model.score_task].dim
+            self.cache.slab = EmbeddingSlab(1024, dim, torch.int8 if precision == "int8" else DTYPE, GPU)
+        tasks = tasks_for(self.execution, self.model)
+        prepared = PreparedModel(self.runner, tasks, DTYPE, "packed", self.backend.name, None, (), 0.0, 0)
+        self.pooler = _pooler(self.model, prepared, torch.float32 if precision == "int8" else DTYPE)
+        name, maxsim = choose_maxsim("auto", GPU)
+        self._loop = asyncio.new_event_loop()
+        model = DeviceModel(self.model, prepared, self.pooler, GPU, name, maxsim, self.cache)
+        # The actors of the device thread, which are asked here one after the other.
+        _, self._pooling, self._scoring = DeviceActors(self._loop, model, Mailbox(self._loop))._actors
+
+    @property
+    def is_packed(self) -> bool:
+        return isinstance(self.execution, Packed)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the model has a vector a token, by which it scores."""
+        return self.model.score_task == "token_embed" and self.model.listwise is None
+
+    def close(self) -> None:
+        self._loop.close()
+        self.cache.close()
+
+    def graphed(self) -> GraphedRunner:
+        """The runner whose steps are replayed. Raises NotCapturable where one cannot be captured."""
+        assert isinstance(self.runner, PackedRunner)
+        runner = GraphedRunner(self.runner, GPU)
+        texts = [
+            each for each in random_sequences(self.model, self.model.score_task) if not each.tokens.images
+        ]
+        assert isinstance(self.backend, CapturableBackend)
+        self.gpu.may_wait = True  # as at load
+        mismatches = runner.capture_all(self.backend, SIZES, texts, FakeRecorder(self.gpu))
+        self.gpu.may_wait = False
+        if mismatches or not runner.sizes:
+            raise NotCapturable("; ".join(mismatches.values()) or "a step waits for the device")
+        assert len(runner.sizes) == len(SIZES)
+        return runner
+
+    def run(
+        self, step: Step, skipped: Iterable[SkippedSequence] = (), runner: ModelRunner | None = None
+    ) -> StepOutcome:
+        """All that the device thread does with a step, up to the copy of its results, and what it releases
+        when they have arrived."""
+        runner = self.runner if runner is None else runner
+        pooled: list[Pooled] = []
+        if step.chunks:
+            hidden, cursor = runner.forward(step)
+            pooled = self._ask(self._pooling, Pool(hidden, cursor))
+        if step.images:
+            runner.encode(step.images)
+        outcome: StepOutcome = self._ask(self._scoring, Score(pooled, list(skipped), step.cached))
+        assert not outcome.failures
+        assert outcome.arrival is not None
+        self._ask(self._scoring, Commit(outcome.releases))
+        return outcome
+
+    def _ask(self, actor: Any, message: Any) -> Any:
+        return self._loop.run_until_complete(actor.receive(message))
+
+    def free(self, *sequence_ids: int) -> None:
+        for sequence_id in sequence_ids:
+            self.runner.free(sequence_id)
+            self.pooler.free(sequence_id)
+
+
+@contextmanager
+def first_layers(backbone: nn.Module, count: int) -> Iterator[int]:
+    """The backbone with its first layers alone, or without some of its last ones where `count` is negative;
+    gives the number of layers that it had. Raises where they are not found."""
+    config: Any = backbone.config
+    # The list that has as many modules as there are layers; of an encoder and a decoder, the encoder's.
+    (parent, name, layers), *others = [
+        (parent, name, child)
+        for parent in backbone.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, nn.ModuleList) and len(child) == config.get_text_config().num_hidden_layers
+    ]
+    assert not others or hasattr(backbone, "decoder")
+    setattr(parent, name, layers[:count])
+    try:
+        yield len(layers)
+    finally:
+        setattr(parent, name, layers)
+
+
+def move(modules: Iterable[nn.Module]) -> None:
+    """Moves what `Module.to` would move: parameters and buffers. Those that modules share stay shared."""
+    moved: dict[int, torch.Tensor] = {}
+    originals: list[torch.Tensor] = []  # an id means nothing once its tensor is gone
+
+    def on_gpu(tensor: torch.Tensor) -> torch.Tensor:
+        if is_on_gpu(tensor):
+            return tensor
+        if id(tensor) not in moved:
+            there = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=GPU)
+            if isinstance(tensor, nn.Parameter):
+                there = nn.Parameter(there, requires_grad=False)
+            moved[id(tensor)] = there
+            originals.append(tensor)
+        return moved[id(tensor)]
+
+    for root in modules:
+        for module in root.modules():
+            for tensors in (module._parameters, module._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is not None:
+                        tensors[name] = on_gpu(tensor)
+
+
+Drive = Callable[[OnGPU], None]
+
+LENGTHS = (7, 33, 100, 1, 64)
+
+
+class Ids:
+    """New numbers for what one drive makes, and tokens that are as random as they need be."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self.next = count()
+        self.vocabulary = min(50, len(model.tokenizer))
+        self.task = model.score_task
+
+    def tokens(self, length: int, **others: Any) -> Tokens:
+        ids = (np.arange(length) * 7 % self.vocabulary).astype(np.int32)
+        return Tokens(ids, np.zeros_like(ids), **others)
+
+    def text(self, length: int, task: str | None = None, **others: Any) -> Sequence:
+        key = next(self.next)
+        tokens = self.tokens(length, **others)
+        return Sequence.text(key, ResultSlot(0, key), self.task if task is None else task, tokens)
+
+    def query(self, length: int, num_consumers: int, **others: Any) -> Sequence:
+        return Sequence.query(next(self.next), 0, self.task, self.tokens(length, **others), num_consumers)
+
+    def document(self, length: int, payload: DocumentPayload, **others: Any) -> Sequence:
+        key = next(self.next)
+        return Sequence.document(key, ResultSlot(0, key), self.task, self.tokens(length, **others), payload)
+
+
+def step_of(*parts: Sequence | Chunk, **others: Any) -> Step:
+    """Sequences whole, or as the chunks say."""
+    chunks = (x if isinstance(x, Chunk) else Chunk(x, x.shared_prefix_len, len(x)) for x in parts)
+    return Step(0, tuple(chunks), **others)
+
+
+def plain_step(model: LoadedModel) -> Step:
+    """Whole sequences of the task that scores are computed from."""
+    ids = Ids(model)
+    return step_of(*(ids.text(length) for length in LENGTHS))
+
+
+def whole(on: OnGPU) -> None:
+    """All tasks in one step, and a step of one sequence; also with tokens that are not pooled or attended."""
+    ids = Ids(on.model)
+    texts = [ids.text(length, task) for task in on.model.tasks for length in LENGTHS]
+    pooled = np.array([0, 1, 5, 20])
+    on.run(step_of(*texts, ids.text(40, pooled_positions=pooled)))
+    on.run(step_of(ids.text(12)))
+    if not on.model.causal:
+        on.run(step_of(ids.text(32, attended_len=9), ids.text(20)))
+
+
+def cut(on: OnGPU) -> None:
+    """A sequence of each task in three steps, beside others that are whole."""
+    ids = Ids(on.model)
+    texts = [ids.text(90, task) for task in on.model.tasks]
+    for start in (0, 30, 60):
+        chunks = (Chunk(text, start, start + 30) for text in texts)
+        on.run(step_of(*chunks, ids.text(17), ids.text(3)))
+    on.free(*(text.sequence_id for text in texts))
+    assert on.runner.num_prefill_kv == on.pooler.num_states == 0
+
+
+def prefixes(on: OnGPU) -> None:
+    """Pairs behind a prefix of the same step and of an earlier one, whole and cut."""
+    ids = Ids(on.model)
+    prefix = Sequence.prefix(next(ids.next), 0, ids.tokens(20), 4)
+    pairs = []
+    for length in (31, 25, 30, 70):
+        key = next(ids.next)
+        pairs.append(Sequence.pair(key, ResultSlot(0, key), ids.tokens(length), prefix))
+    on.run(step_of(prefix, *pairs[:2], ids.text(11)))
+    on.run(step_of(pairs[2], Chunk(pairs[3], 20, 50)))
+    on.run(step_of(Chunk(pairs[3], 50, 70)))
+    on.free(prefix.sequence_id, pairs[3].sequence_id)
+    assert on.runner.num_prefill_kv == on.pooler.num_states == 0
+
+
+def documents(on: OnGPU) -> None:
+    """Documents against queries of their own and of earlier steps: new, cached meanwhile, and twice in one
+    step."""
+    ids = Ids(on.model)
+    query, other = ids.query(12, 5), ids.query(32, 1, **_unattended(on, 32))
+    new = [ids.document(length, DocumentPayload(query.sequence_id, b"%d" % length)) for length in (40, 9)]
+    again = replace(new[0], sequence_id=next(ids.next))
+    hit = ids.document(30, DocumentPayload(other.sequence_id, b"hit"))
+    plain = ids.document(25, DocumentPayload(query.sequence_id), pooled_positions=np.array([0, 3, 4]))
+    skipped = [Duplicate(again), CacheHit(hit, _entry(on, 30))]
+    on.run(step_of(query, other, *new, plain), skipped)
+    on.run(step_of(ids.document(50, DocumentPayload(query.sequence_id, b"later"))))
+
+
+def cached(on: OnGPU) -> None:
+    """Documents that were cached when their request came, of a query that is run and of one that was given;
+    some are explained."""
+    ids = Ids(on.model)
+    query = ids.query(12, 3)
+    found = [CachedDocument(ResultSlot(0, i), _entry(on, 10 + i)) for i in range(3)]
+    if on.is_late:
+        explained = Explained((4, 7), with_map=True)
+        found[1] = CachedDocument(ResultSlot(0, 1), _entry(on, 11), explained)
+    on.run(step_of(query, cached=(CachedBatch(0, query.sequence_id, 1, CachedDocuments.of(found)),)))
+    given = _entry(on, 5).rows.float()
+    on.run(Step(0, (), (CachedBatch(0, next(ids.next), 1, CachedDocuments.of(found), given),)))
+    payload = DocumentPayload(next(ids.next), b"given", given_query=given)
+    on.run(step_of(ids.document(8, payload)))
+
+
+def windows(on: OnGPU) -> None:
+    """Documents of several windows in one step and in two, whose scores are explained or not: not where
+    tokens are merged, to a number that is not told before."""
+    ids = Ids(on.model)
+    query = ids.query(6, 4)
+    parts = []
+    merged = on.model.token_pooling is not None
+    for rows in (None, None if merged else Explained((20, 11), with_map=True)):
+        of_document = Window(len(parts) + 100, 2)
+        payload = DocumentPayload(query.sequence_id, b"%d" % len(parts), window=of_document, explained=rows)
+        parts += [ids.document(length, payload) for length in (20, 11)]
+    on.run(step_of(query, *parts[:3]))
+    on.run(step_of(parts[3]))
+
+
+def pictures(on: OnGPU) -> None:
+    """Pictures and what is made of them, beside a text and, where the model can, cut."""
+    ids = Ids(on.model)
+    pages = [replace(page, sequence_id=next(ids.next)) for page in random_pages(on.model, ids.task)]
+    jobs = [ImageJob(image.image_id, 0, 1, 0, image.inputs) for page in pages for image in page.tokens.images]
+    on.run(Step(0, (), (), tuple(jobs)))
+    on.run(step_of(*pages, ids.text(9)))
+    if on.runner.chunked:
+        half = len(pages[0]) // 2
+        on.run(step_of(Chunk(pages[0], 0, half)))
+        on.run(step_of(Chunk(pages[0], half, len(pages[0]))))
+    on.free(*(job.image_id for job in jobs), pages[0].sequence_id)
+    assert on.runner.num_features == on.runner.num_prefill_kv == 0
+
+
+# Those that are about what follows the backbone, for which one of its layers is enough.
+BEHIND_BACKBONE = (documents, cached, windows)
+
+
+def run(drive: Drive, on: OnGPU) -> None:
+    """With as few layers as will do."""
+    with first_layers(on.model.backbone, 1 if drive in BEHIND_BACKBONE else 2):
+        drive(on)
+
+
+def drives(on: OnGPU) -> Iterator[Drive]:
+    """What this model can be driven through."""
+    yield whole
+    if on.runner.chunked:
+        yield cut
+        if on.model.score_task == "classify":
+            yield prefixes
+    if on.model.score_task in ("embed", "token_embed"):
+        yield documents
+        yield cached
+        if on.is_late:
+            yield windows
+    if on.model.vision is not None:
+        yield pictures
+
+
+def _unattended(on: OnGPU, length: int) -> dict[str, Any]:
+    """Of a query that is filled up with tokens that nobody attends to, if the model has such."""
+    expansion = on.model.query.expansion
+    return {} if expansion is None or expansion.attended else {"attended_len": length - 20}
+
+
+def _entry(on: OnGPU, tokens: int) -> CachedEmbedding:
+    dim = on.model.tasks[on.model.score_task].dim
+    rows = torch.zeros(tokens if on.is_late else 1, dim)
+    precision: Precision = on.cache.precision
+    values, scales = rounded(rows, precision)
+    return CachedEmbedding(values, scales, tokens, False, b"entry of %d" % tokens)

@@ -1,0 +1,147 @@
+"""Every family runs on a GPU without mixing devices and without waiting for it, at a cost that is held."""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoints import bi_encoders, cross_encoders, late_interaction
+from tests.checkpoints.shared import SharedCheckpoints
+from tests.dry_run.driving import Ids, OnGPU, drives, first_layers, load, pictures, run, step_of
+from tests.dry_run.gpu import (
+    GPU,
+    FakeGPU,
+    FreedMemory,
+    HostWaits,
+    MixedDevices,
+    NotCapturable,
+    Race,
+    fake_gpu,
+)
+from tests.dry_run.measured import CHECKPOINTS, MAY_WAIT, ONE_OF_EACH, TOWERS_WAIT, cost_of, held
+
+BY_NAME = {each.name: each for each in CHECKPOINTS}
+
+
+def exhaustive(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.exhaustive)
+
+
+@pytest.fixture
+def gpu() -> Iterator[FakeGPU]:
+    with fake_gpu() as gpu:
+        yield gpu
+
+
+@pytest.mark.parametrize("name", [name if name in ONE_OF_EACH else exhaustive(name) for name in BY_NAME])
+def test_a_step_neither_waits_nor_costs_more(name: str, checkpoints: SharedCheckpoints) -> None:
+    """No step mixes devices or waits: of whole, cut, shared, cached and explained sequences, and of pictures.
+    The towers of some models wait in code that is not ours. Costs are what
+    `python -m tests.dry_run --write` has held."""
+    checkpoint = BY_NAME[name]
+    loaded = load(checkpoints(checkpoint.build), **checkpoint.settings)
+    with fake_gpu() as gpu:
+        gpu.may_wait = name in MAY_WAIT
+        on = OnGPU(gpu, loaded, "varlen")
+        assert on.is_packed == checkpoint.packed
+        assert cost_of(on) == held()[name]
+        on.close()
+        on = OnGPU(gpu, loaded, "varlen")
+        for drive in drives(on):
+            waits = drive is pictures and name in TOWERS_WAIT
+            with pytest.raises(HostWaits) if waits else nullcontext():
+                run(drive, on)
+        on.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "backend", "precision"),
+    [
+        ("ColBERT", "triton", "int8"),
+        ("ColBERT", "torch", "float32"),
+        exhaustive("GTE-ModernColBERT", "triton", "bfloat16"),
+        exhaustive("EmbeddingGemma", "triton", "bfloat16"),
+        exhaustive("Qwen3", "triton", "bfloat16"),
+    ],
+)
+def test_nor_with_another_attention_or_cache(
+    name: str, backend: str, precision: Any, gpu: FakeGPU, checkpoints: SharedCheckpoints
+) -> None:
+    checkpoint = BY_NAME[name]
+    on = OnGPU(gpu, load(checkpoints(checkpoint.build), **checkpoint.settings), backend, precision)
+    for drive in drives(on):
+        run(drive, on)
+    on.close()
+
+
+def test_every_model_is_held() -> None:
+    assert [*held()] == [*BY_NAME]
+    waiting = {name for name, cost in held().items() if cost.waits}
+    assert waiting <= MAY_WAIT
+
+
+@pytest.mark.parametrize(
+    ("build", "backend"),
+    [
+        # An encoder, and a decoder.
+        (cross_encoders.bert, "triton"),
+        (cross_encoders.qwen3, "varlen"),
+        exhaustive(cross_encoders.bert, "varlen"),
+        exhaustive(cross_encoders.qwen3, "triton"),
+        exhaustive(late_interaction.stanford, "varlen"),
+        exhaustive(late_interaction.pylate_modernbert, "triton"),
+        exhaustive(bi_encoders.embeddinggemma, "triton"),
+    ],
+)
+def test_small_steps_are_replayed_and_long_ones_are_not(
+    build: Callable[[Path], str], backend: str, gpu: FakeGPU, checkpoints: SharedCheckpoints
+) -> None:
+    """Nothing within a graph is left to the host. A replay copies all that it reads at once, and makes no
+    more on the device than its result."""
+    on = OnGPU(gpu, load(checkpoints(build)), backend)
+    with first_layers(on.model.backbone, 2):
+        runner = on.graphed()
+    ids = Ids(on.model)
+    for lengths in ([9, 30, 1], [20], [60, 4], [200, 100]):
+        step = step_of(*(ids.text(length) for length in lengths))
+        with gpu.counted() as counts:
+            runner.forward(step)
+        assert counts.launches["graph"] == 1
+        assert set(counts.launches) <= {"graph", "copy_", "clone"}
+        assert (counts.allocations, counts.to_device) == (1, 1)
+        on.run(step, runner=runner)
+    with gpu.counted() as counts:
+        runner.forward(step_of(ids.text(300), ids.text(300)))
+    assert "graph" not in counts.launches
+    on.close()
+
+
+@torch.inference_mode()
+def test_what_a_gpu_would_not_do_fails_here(gpu: FakeGPU) -> None:
+    there = torch.zeros(2, device=GPU)
+    faults: dict[type[Exception], list[Callable[[], object]]] = {
+        HostWaits: [
+            lambda: torch.tensor([1, 2]).to(GPU, non_blocking=True),
+            lambda: torch.tensor([1, 2]).pin_memory().to(GPU),
+            lambda: there.tolist(),
+            lambda: there.nonzero(),
+        ],
+        MixedDevices: [lambda: there + torch.zeros(2), lambda: there[torch.tensor([0, 1])]],
+        NotCapturable: [lambda: gpu.capture(lambda: there + torch.zeros(2).pin_memory().to(GPU))],  # type: ignore[arg-type, return-value]
+    }
+    for fault, mistakes in faults.items():
+        for mistake in mistakes:
+            with pytest.raises(fault):
+                mistake()
+    numbers = torch.zeros(3).pin_memory()
+    numbers.to(GPU, non_blocking=True)
+    with pytest.raises(Race):
+        numbers.fill_(1)
+    scale = [torch.ones(3, device=GPU)]
+    replay = gpu.capture(lambda: scale[0].mul(2).sum())  # type: ignore[arg-type, return-value]
+    scale.clear()
+    with pytest.raises(FreedMemory):
+        replay()
