@@ -122,8 +122,8 @@ def _shown_each(normalize: Callable[[str], str], characters: str) -> Iterator[tu
 
 
 def _normalized_each(normalize: Callable[[str], str], texts: Sequence[str]) -> list[str]:
-    """Texts without spaces as each is normalised by itself, but many in one call, as they are words of a text.
-    Where a normaliser changes what stands between them, it is called for fewer."""
+    """Each text, which has no spaces, as it is normalised by itself. Many are normalised in one call, as the
+    words of a text; fewer where the normaliser changes what stands between them."""
     if len(texts) > _AT_ONCE:
         parts = [texts[start : start + _AT_ONCE] for start in range(0, len(texts), _AT_ONCE)]
     elif len(shown := normalize(_BETWEEN.join(texts)).split(_BETWEEN)) == len(texts):
