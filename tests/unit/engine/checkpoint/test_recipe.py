@@ -35,9 +35,9 @@ WITH_RECIPES = {
     "Stanford's ColBERT": late_interaction.stanford,
     "sentence-transformers' multi-vector encoder": late_interaction.native,
 }
-WITHOUT_RECIPES = {
+WITHOUT_RECIPES: dict[str, Callable[[Path], str]] = {
     "another family": cross_encoders.distilbert,
-    "token pooling of the checkpoint's own": late_interaction.pooled,
+    "token pooling of the checkpoint's own": partial(late_interaction.native, token_pooling=True),
 }
 
 
