@@ -17,10 +17,12 @@ from maxsimd.engine.execution.attention.base import AttentionBackend
 from maxsimd.engine.execution.attention.one_by_one import OneByOneBackend
 from maxsimd.engine.execution.attention.torch_grouped import GroupedBackend, GroupedMetadata
 from maxsimd.engine.execution.attention.varlen import VarlenBackend
+from maxsimd.engine.execution.grouping import GROUP_COST_ROWS, group_by_length, in_powers_of_two, round_length
 from maxsimd.engine.execution.lay_out import lay_out
 from maxsimd.engine.execution.layout import Layout, PackedBatch, PrefillChunk, SharedGroup
 from maxsimd.engine.execution.modes import Packed, try_packed
 from maxsimd.engine.execution.packed_runner import PackedRunner
+from maxsimd.engine.execution.padded_runner import PADDING, SMALL_BATCH, by_length
 from maxsimd.engine.execution.prefill_kv import PrefillKV
 from maxsimd.engine.execution.selfcheck.samples import make_samples
 from maxsimd.engine.ops.qkv import KV, QKV
@@ -230,6 +232,33 @@ def test_steps_of_many_sizes_have_few_shapes() -> None:
         assert len(batch.input_ids) <= 1.1 * sum(lengths) + 64
     assert len(rows) < 100
     assert len(groups) < 150
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=30))
+def test_groups_hold_every_sequence_once_and_little_padding(lengths: list[int]) -> None:
+    groups = group_by_length(lengths)
+    assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
+    for group in groups:
+        longest = max(lengths[index] for index in group)
+        assert sum(longest - lengths[index] for index in group) <= GROUP_COST_ROWS
+        parts = in_powers_of_two(group)
+        assert [index for part in parts for index in part] == group
+        assert all(len(part).bit_count() == 1 for part in parts)
+
+
+@given(st.integers(1, 10_000))
+def test_a_length_is_rounded_up_a_little(length: int) -> None:
+    assert length <= round_length(length) < length + max(4, length / 4)
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=40))
+def test_padded_batches_hold_each_once_and_little_padding(lengths: list[int]) -> None:
+    batches = by_length(lengths)
+    assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
+    for batch in batches:
+        rows = len(batch) * max(lengths[index] for index in batch)
+        padding = rows - sum(lengths[index] for index in batch)
+        assert rows <= SMALL_BATCH or padding <= PADDING * rows
 
 
 @pytest.mark.parametrize("window", [None, 4])

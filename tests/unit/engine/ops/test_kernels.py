@@ -200,20 +200,6 @@ def test_an_output_of_another_kind_is_left_alone() -> None:
 
 
 @needs_kernels
-def test_float32_layers_stand_in_for_those_of_any_module() -> None:
-    """As in the head of a classifier, among them one that nothing is known about."""
-    torch.manual_seed(0)
-    plain = torch.nn.ModuleDict({"dense": torch.nn.Linear(15, 8), "deep": torch.nn.Sequential()})
-    plain["deep"].append(torch.nn.Linear(8, 3, bias=False))
-    x = torch.randn(4, 1, 15)
-    expected = plain["deep"](plain["dense"](x))
-    assert layers.compile_float32(plain) == 15 * 8 + 8 * 3
-    assert isinstance(plain["deep"][0], layers.CompiledLinear)
-    assert plain["dense"].weight.dtype is torch.float32
-    torch.testing.assert_close(plain["deep"](plain["dense"](x)), expected, atol=1e-6, rtol=1e-6)
-
-
-@needs_kernels
 def test_a_compiled_layer_takes_any_shape_and_stride() -> None:
     torch.manual_seed(0)
     plain = torch.nn.Linear(48, 20).bfloat16()
