@@ -220,20 +220,6 @@ def test_bfloat16_behind_earlier_tokens_equals_float32(
     torch.testing.assert_close(rounded, exact, atol=2**-8, rtol=2**-8)
 
 
-def test_steps_of_many_sizes_have_few_shapes() -> None:
-    """Each new shape costs a kernel, so there must not be one for every step."""
-    random = np.random.default_rng(0)
-    rows, groups = set(), set()
-    for _ in range(300):
-        lengths = [int(length) for length in random.integers(5, 256, 15)]
-        batch = laid_out(lengths)
-        rows.add(len(batch.input_ids))
-        groups |= {(group.count, group.length) for group in batch.layout.groups}
-        assert len(batch.input_ids) <= 1.1 * sum(lengths) + 64
-    assert len(rows) < 100
-    assert len(groups) < 150
-
-
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=30))
 def test_groups_hold_every_sequence_once_and_little_padding(lengths: list[int]) -> None:
     groups = group_by_length(lengths)
