@@ -209,19 +209,6 @@ def test_a_lock_is_waited_for_once_and_reported_once(
     assert caplog.text.count("was locked for too long") == 1
 
 
-def test_preparing_a_write_keeps_nobody_from_reading(
-    disk: DiskStore, folder: Path, without_pauses: None
-) -> None:
-    disk.put([(key(1), entry(1))])
-    with sql(folder) as connection:
-        connection.execute("BEGIN IMMEDIATE")
-        disk.put([(key(2), entry(2))])
-        assert same(disk.get(key(1)), entry(1))
-        assert disk.get(key(2)) is None
-    disk.put([(key(2), entry(2))])
-    assert same(disk.get(key(2)), entry(2))
-
-
 def test_entries_cleared_behind_a_lock_are_gone(disk: DiskStore, folder: Path, without_pauses: None) -> None:
     disk.put([(key(1), entry(1))])
     with sql(folder) as connection:
@@ -326,19 +313,6 @@ def test_a_damaged_database_is_set_aside_and_the_last_such_stays(
     assert {path.name for path in folder.iterdir()} == {FILE, f"{FILE}-journal", DAMAGED_FILE}
     disk.clear()
     assert not (folder / DAMAGED_FILE).exists(), "it has embeddings too"
-
-
-def test_what_cannot_be_set_aside_stays_unused(
-    disk: DiskStore, folder: Path, caplog: pytest.LogCaptureFixture, without_pauses: None
-) -> None:
-    (folder / DAMAGED_FILE).mkdir()
-    disk.put([(key(1), entry(1))])
-    damage(folder)
-    assert disk.get(key(1)) is None
-    disk.put([(key(2), entry(2))])
-    assert disk.get(key(2)) is None
-    assert "stays unused" in caplog.text
-    assert (folder / DAMAGED_FILE).is_dir()
 
 
 def test_only_errors_that_say_so_count_as_damage() -> None:

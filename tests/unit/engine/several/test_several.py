@@ -100,16 +100,6 @@ async def test_a_model_that_loads_during_a_stop_is_dropped(
     await until(lambda: "maxsimd-device" not in {each.name for each in set(threading.enumerate()) - before})
 
 
-async def test_what_waits_to_be_loaded_is_not_loaded_after_a_stop(reranker: EngineConfig) -> None:
-    engines = Engines({"first": reranker, "second": reranker})
-    start = asyncio.create_task(engines.start())
-    await asyncio.sleep(0.05)
-    await engines.stop(grace=0)
-    await start
-    assert [engines.state(name) for name in ("first", "second")] == ["dropped", "dropped"]
-    assert not engines._devices._shared
-
-
 async def test_it_is_started_once_at_a_time(reranker: EngineConfig) -> None:
     engines = Engines({"a": reranker})
     try:
