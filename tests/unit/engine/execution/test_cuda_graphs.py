@@ -210,15 +210,6 @@ def test_graphs_that_are_no_help_are_not_captured(
         assert reason in caplog.text
 
 
-def test_a_slow_graph_holds_steps_that_nearly_fill_it(capture: Callable[..., Captured]) -> None:
-    recorder = CallRecorder(host=1.0, device=2.0)
-    graphed, _ = capture(recorder, SIZES[-1:])
-    before = recorder.replays[0]
-    for step in steps_of([[20], [27], [28], [32]]):
-        graphed.forward(step)
-    assert recorder.replays[0] - before == 2
-
-
 def test_only_what_is_captured_without_fault_is_used(
     model: LoadedModel,
     backend: VarlenBackend,

@@ -53,15 +53,6 @@ async def test_the_scores_of_the_last_stage_alone_are_changed(both: Engines, pai
     assert [one.score for one in raw.results] != [one.score for one in plain.results]
 
 
-async def test_one_stage_may_be_there_twice_and_one_document_alone(both: Engines, pairs: list[Pair]) -> None:
-    documents, stage = [pair.document for pair in pairs[:10]], Stage("embed", keep=3)
-    found = await both.rerank(pairs[4].query, documents, [stage, stage])
-    assert [one.documents for one in found.stages] == [10, 3]
-    assert all(one.document == documents[one.index] for one in found.results)
-    alone = await both.rerank("a", "one text", [Stage("embed", keep=1), Stage("rerank")])
-    assert [(one.index, one.document) for one in alone.results] == [(0, "one text")]
-
-
 async def test_a_dropped_model_finishes_within_its_grace(
     both: Engines, reranker: EngineConfig, pairs: list[Pair]
 ) -> None:
