@@ -10,7 +10,7 @@ from maxsimd.engine.checkpoint import load_model
 from maxsimd.engine.execution.attention import select as choice
 from maxsimd.engine.execution.attention.check import find_mismatch
 from tests.checkpoints import cross_encoders
-from tests.unit.engine.cache.slab_checks import check_scores_from_a_slab
+from tests.unit.engine.cache.test_slab import check_scores_from_a_slab
 from tests.unit.engine.ops.kernel_checks import CHECKS
 from tests.unit.engine.ops.test_layer_kernels import CHECKS as LAYER_CHECKS
 

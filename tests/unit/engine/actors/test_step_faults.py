@@ -292,25 +292,19 @@ WHICH = pytest.mark.parametrize(
 
 
 @WHICH
-@pytest.mark.parametrize(
-    "delivery", ["cpu", pytest.param("gpu", marks=pytest.mark.exhaustive)], indirect=True
-)
 @pytest.mark.parametrize("function", [*ATTEMPT, *CACHE_WRITE], ids=_name)
 async def test_a_step_that_fails_before_delivery_is_tried_again(
     function: Any,
-    delivery: str,
     which: str,
     configs: list[EngineConfig],
     workload: Workload,
     faults: Faults,
     engines: Engines,
 ) -> None:
-    if delivery == "gpu" and function is StepOutcome.results:
-        pytest.skip("there it is part of the delivery")
     raised = 0
     for config in configs:
         engine = await engines(config)
-        clean = await workload.clean(engine, delivery)
+        clean = await workload.clean(engine, "cpu")
         for statement in clean.statements(function, which):
             where = f"{_name(function)}, line {statement}, {config.model}"
             found = await workload.run_with(function, statement, engine)

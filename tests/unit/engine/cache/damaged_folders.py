@@ -21,7 +21,7 @@ from tests.unit.engine.cache.entries import MIB, key
 
 MOMENTS = ("at start", "while serving", "in a clear")
 SIZES = (3, 300, 1300, 4000)
-NUMBER = 24  # of entries
+NUMBER = 60  # of entries
 
 
 class Log(logging.Handler):

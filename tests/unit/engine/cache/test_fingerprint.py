@@ -96,7 +96,8 @@ def test_options_change_their_ingredient_or_none(stanford_colbert: str) -> None:
     options = {field.name for field in dataclasses.fields(EngineConfig)}
     in_tables = BY_OPTIONS.keys() | OF_NO_CONCERN.keys() | INGREDIENTS | SEEN_IN_THE_MODEL
     assert options == in_tables | {"cache_dir"}
-    assert set(usual) == {name for name, *_ in CHANGES} | {"device", "versions"}
+    of_pictures = {"pictures", "tower settings", "tower weights"}
+    assert set(usual) == {name for name, *_ in CHANGES} | of_pictures | {"device", "versions"}
 
 
 def test_how_pictures_are_read_counts(checkpoints: SharedCheckpoints, tmp_path: Path) -> None:

@@ -164,18 +164,6 @@ def _of_another_class(thing: Any) -> None:
     thing.__class__ = type("Another", (type(thing),), {})
 
 
-def _vision(signature: str | None, *modules: torch.nn.Module) -> Change:
-    vision: Any = SimpleNamespace(signature=signature, modules=modules)
-    return lambda given: given.but(vision=vision)
-
-
-def _with_a_config() -> torch.nn.Module:
-    """A module without weights that has one."""
-    module: Any = torch.nn.Identity()
-    module.config = SimpleNamespace(to_dict=lambda: {"num_heads": 2})
-    return module
-
-
 # Alterations, by the one ingredient that each changes.
 CHANGES: list[tuple[str, str, Change]] = [
     ("weights", "a number", _weight(lambda weight: weight + torch.eye(len(weight))[-1])),
@@ -199,9 +187,6 @@ CHANGES: list[tuple[str, str, Change]] = [
     ("fixed tokens", "behind", _rules(trailing_ids=np.array([7], dtype=np.int32))),
     ("expansion", "some", _rules(expansion=Expansion(9, 1, True, True))),
     ("chat template", "some", _rules(chat=SimpleNamespace(signature="a template"))),
-    ("pictures", "some", _vision("a processor")),
-    ("tower settings", "some", _vision(None, _with_a_config())),
-    ("tower weights", "some", _vision(None, torch.nn.Linear(2, 2))),
     ("document length", "another", _rules(max_tokens=17)),
     ("skip list", "none", _rules(skipped_ids=None)),
     ("model length", "another", lambda given: given.but(max_tokens=17)),

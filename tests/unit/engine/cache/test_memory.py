@@ -3,13 +3,11 @@
 import logging
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import pytest
 import torch
 
 from maxsimd.engine.cache.entry import CachedEmbedding
-from maxsimd.engine.cache.fit import FitWatch
 from maxsimd.engine.cache.frequency import FrequencySketch
 from maxsimd.engine.cache.memory import MemoryStore
 from maxsimd.engine.cache.scores import CachedScore, ScoreCache
@@ -158,38 +156,8 @@ def test_a_resized_store_holds_what_then_fits(limit: int) -> None:
     assert store.nbytes >= min(before, limit) - 2 * SIZE
 
 
-@dataclass(frozen=True)
-class Small:
-    nbytes: int = 1024
-
-
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-
-
-def test_a_cache_that_is_too_small_says_so_once_an_hour(caplog: pytest.LogCaptureFixture) -> None:
-    store: MemoryStore[Small] = MemoryStore(500 * 1024)
-    now = 0.0
-    watch = FitWatch(store, "entries", "buy more", clock=lambda: now)
-
-    def ask(first: int, last: int) -> int:
-        for number in range(first, last):
-            if store.get(key(number)) is None:
-                store.put(key(number), Small())
-            watch.look()
-        return len(warnings(caplog))
-
-    assert ask(0, 2000) == 0, "nothing has come again"
-    assert ask(0, 2000) == 1
-    assert "too small" in warnings(caplog)[0]
-    assert warnings(caplog)[0].endswith("buy more")
-    assert ask(0, 2000) == 1
-    now = 3601.0
-    assert ask(0, 2000) == 2
-    caplog.clear()
-    store.clear()
-    assert [ask(0, 400) for _ in range(10)] == [0] * 10, "these fit"
-    assert ask(5000, 9000) == 0, "these come once"
 
 
 def test_caches_of_embeddings_and_of_scores_say_what_to_change(caplog: pytest.LogCaptureFixture) -> None:
@@ -205,6 +173,7 @@ def test_caches_of_embeddings_and_of_scores_say_what_to_change(caplog: pytest.Lo
                 elif cache.get(key(number)) is None:
                     cache.put([(key(number), entry(4))])
         (warning,) = warnings(caplog)
+        assert "too small" in warning
         assert advice in warning
         caplog.clear()
     embeddings.close()

@@ -1,27 +1,149 @@
 """The slab of cached embeddings: what is found in it is what was put there, and scores as on the host."""
 
+import random
+from typing import cast
+
 import numpy as np
 import pytest
 import torch
 
-from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache
+from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache, Precision
+from maxsimd.engine.cache.entry import rounded
 from maxsimd.engine.cache.memory import MemoryStore
 from maxsimd.engine.cache.segments import Segments
 from maxsimd.engine.cache.slab import EmbeddingSlab
+from maxsimd.engine.scoring.document_scorer import DocumentScorer, ScoredDocuments
+from maxsimd.engine.scoring.documents import CachedDocument, CachedDocuments
+from maxsimd.engine.scoring.maxsim import choose_maxsim, choose_maxsim_spans, maxsim_reference
+from maxsimd.pooling.dispatch import Pooled
 from maxsimd.pooling.ragged import Ragged
-from tests.unit.engine.cache.slab_checks import check_scores_from_a_slab
+from maxsimd.scheduler import CachedBatch, DocumentPayload, ResultSlot, Sequence, Tokens
 from tests.unit.engine.ops.interpreted import run_interpreted
+from tests.unit.pairs import pairs_of
 
-CPU = torch.device("cpu")
-# Eight segments of eight rows.
-ROWS, SEGMENT, DIM = 64, 8, 4
+DIM, ROWS, MOST_ROWS = 16, 160, 18
+TASK = "token_embed"
+KEYS = [bytes([i]) for i in range(24)]
+
+
+def unit_rows(seed: int, count: int) -> torch.Tensor:
+    rows = torch.randn(count, DIM, generator=torch.Generator().manual_seed(seed))
+    return torch.nn.functional.normalize(rows, dim=-1)
+
+
+def cached(seed: int, count: int, precision: Precision, key: bytes | None) -> CachedEmbedding:
+    return CachedEmbedding(*rounded(unit_rows(seed, count), precision), count, False, key)
+
+
+def exact_score(query: torch.Tensor, document: CachedEmbedding, dtype: torch.dtype) -> float:
+    rows = Ragged(document.rows, (0, len(document.rows)), document.scales).decoded(dtype)
+    query = query.to(dtype)
+    return maxsim_reference(Ragged(query, (0, len(query))), rows, pairs_of([(0, 0)])).item()
+
+
+class Scored:
+    """A document scorer with a slab that holds only some of the documents, beside the host's own copies."""
+
+    def __init__(self, device: str, backend: str, precision: Precision) -> None:
+        self.precision = precision
+        self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        self.device = torch.device(device)
+        takes_int8 = backend == "triton" and precision == "int8"
+        self.cache = EmbeddingCache(b"", precision, MemoryStore(1 << 20), None)
+        self.slab = EmbeddingSlab(ROWS, DIM, torch.int8 if takes_int8 else self.dtype, self.device)
+        self.cache.slab = self.slab
+        self.scorer = DocumentScorer(
+            "maxsim",
+            choose_maxsim(backend, self.device)[1],
+            self.device,
+            self.dtype,
+            takes_int8=takes_int8,
+            maxsim_spans=choose_maxsim_spans(backend),
+            cache=self.cache,
+        )
+        self.query = unit_rows(0, 5).to(self.dtype)
+        self.scorer.queries.put(Sequence.query(1, 7, TASK, _tokens(5), 1 << 30), self.query.to(self.device))
+        self.host: dict[bytes, CachedEmbedding] = {}
+
+    def run(self, seeds: dict[bytes, tuple[int, int]]) -> None:
+        """New documents under these keys, of these seeds and lengths: scored, and put into the slab."""
+        embeddings = {key: unit_rows(*how).to(self.dtype) for key, how in seeds.items()}
+        documents = [
+            Sequence.document(100 + i, ResultSlot(7, i), TASK, _tokens(3), DocumentPayload(1, key))
+            for i, key in enumerate(seeds)
+        ]
+        items = Ragged.from_items([rows.to(self.device) for rows in embeddings.values()])
+        with torch.inference_mode():
+            made = self.scorer.score([Pooled(TASK, tuple(documents), items)], [], [])
+        [arriving] = made.new_embeddings
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.host |= {key: arriving.entry(i) for i, key in enumerate(seeds)}
+        self._compare(made, [*seeds])
+
+    def ask(self, keys: list[bytes], given: int = 0) -> None:
+        """Cached documents under these keys, and some that a caller brought."""
+        entries = [self.host[key] for key in keys]
+        entries += [cached(1000 + i, 3 + i, self.precision, None) for i in range(given)]
+        documents = [CachedDocument(ResultSlot(7, i), entry) for i, entry in enumerate(entries)]
+        with torch.inference_mode():
+            made = self.scorer.score([], [], [CachedBatch(7, 1, 1, CachedDocuments.of(documents))])
+        self._compare(made, keys, entries)
+
+    def _compare(
+        self, made: ScoredDocuments, keys: list[bytes], entries: list[CachedEmbedding] | None = None
+    ) -> None:
+        expected = [
+            exact_score(self.query, entry, self.dtype) for entry in entries or [self.host[k] for k in keys]
+        ]
+        found = np.full(len(expected), np.nan)
+        for output in made.outputs:
+            for slot, score in zip(output.slots, output.items.values[:, 0].tolist(), strict=True):
+                assert np.isnan(found[slot.index]), "no document is scored twice"
+                found[slot.index] = score
+        np.testing.assert_allclose(found, expected, atol=1e-3 if self.dtype is torch.float32 else 5e-2)
+        assert sum(made.consumers.values()) == len(expected)
+
+
+def check_scores_from_a_slab(device: str, backend: str, precision: str) -> None:
+    """Random turns of new documents, attempts that are repeated, cached ones, some forgotten, and all."""
+    scored = Scored(device, backend, cast("Precision", precision))
+    draw = random.Random(3)
+    turns = 16 if (device, backend) == ("cpu", "triton") else 40  # interpreting takes long
+    for turn in range(turns):
+        seeds = {
+            key: (draw.randrange(1 << 20), draw.randint(0, MOST_ROWS))
+            for key in draw.sample(KEYS, draw.randint(1, 6))
+        }
+        match draw.randrange(8):
+            case 0 | 1:
+                scored.run(seeds)
+            case 2:
+                scored.run(seeds)
+                scored.run({key: (seed + 1, count) for key, (seed, count) in seeds.items()})
+            case 3 if turn % 2:
+                scored.cache.clear()
+            case 4:
+                for key in seeds:
+                    scored.slab.drop(key)
+            case _:
+                there = [key for key in KEYS if key in scored.host]
+                scored.ask(draw.sample(there, draw.randint(0, len(there))), given=1 + turn % 2)
+    scored.cache.close()
+    assert scored.slab.hits > turns // 2
+    assert scored.slab.copied > turns // 2
+    assert scored.slab.evictions > turns // 4
+
+
+def _tokens(count: int) -> Tokens:
+    return Tokens(np.zeros(count, dtype=np.int32))
 
 
 def test_the_segment_that_was_not_used_for_longest_goes_first() -> None:
-    segments = Segments(ROWS)
+    segments = Segments(64)  # eight segments of eight rows
     for _ in range(8):
         segments.begin_turn()
-        segments.reserve(np.array([SEGMENT]))
+        segments.reserve(np.array([8]))
     segments.begin_turn()
     segments.touch(np.array([0, 3]))
     starts, emptied = segments.reserve(np.array([5, 5]))
@@ -32,13 +154,13 @@ def test_the_segment_that_was_not_used_for_longest_goes_first() -> None:
 def test_forgetting_in_the_cache_is_forgetting_on_the_device() -> None:
     cache = EmbeddingCache(b"", "float32", MemoryStore(1 << 20), None)
     assert (cache.device_entries, cache.device_bytes, cache.device_hits, cache.device_copies) == (0, 0, 0, 0)
-    cache.slab = EmbeddingSlab(ROWS, DIM, torch.float32, CPU)
-    assert cache.device_bytes == ROWS * DIM * 4
-    cache.slab.put([b"a", b"b"], Ragged(torch.ones(3, DIM), (0, 1, 3)))
+    cache.slab = EmbeddingSlab(64, 4, torch.float32, torch.device("cpu"))
+    assert cache.device_bytes == 64 * 4 * 4
+    cache.slab.put([b"a", b"b"], Ragged(torch.ones(3, 4), (0, 1, 3)))
     assert cache.device_entries == 2
     cache.drop(b"a")
     assert cache.device_entries == 1
-    entries = [CachedEmbedding(torch.ones(2, DIM), None, 2, False, key) for key in (b"b", b"c")]
+    entries = [CachedEmbedding(torch.ones(2, 4), None, 2, False, key) for key in (b"b", b"c")]
     cache.slab.locate([b"b", b"c"], entries)
     assert (cache.device_entries, cache.device_hits, cache.device_copies) == (2, 1, 1)
     cache.clear()

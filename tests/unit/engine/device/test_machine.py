@@ -70,20 +70,11 @@ def test_version_1_has_quota_and_period_in_files(
     assert cpu_quota(machine(tmp_path, V1.format(root="/"), groups, files)) == quota
 
 
-def test_a_container_sees_its_own_group_as_the_root(tmp_path: Path) -> None:
-    files = {"sys/fs/cgroup/cpu.max": "100000 100000\n"}
-    assert cpu_quota(machine(tmp_path, V2.format(root="/"), "0::/\n", files)) == 1.0
-
-
 @pytest.mark.parametrize("path", ["/docker/abc", "/docker/abc/inner", "/elsewhere", "/../x"])
 def test_a_container_may_have_a_part_of_the_hosts_groups_mounted(tmp_path: Path, path: str) -> None:
     files = {"sys/fs/cgroup/cpu.max": "300000 100000\n", "sys/fs/cgroup/inner/cpu.max": "200000 100000\n"}
     root = machine(tmp_path, V2.format(root="/docker/abc"), f"0::{path}\n", files)
     assert cpu_quota(root) == (2.0 if path.endswith("inner") else 3.0)
-
-
-def test_a_machine_without_control_groups_has_no_quota(tmp_path: Path) -> None:
-    assert cpu_quota(tmp_path) is None
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Threads that wake up soon, and threads that sleep while they wait."""
+"""Threads that wake up soon, threads that sleep while they wait, and memory that goes back to the system."""
 
 import os
 import platform
@@ -8,8 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from maxsimd.api.garbage import resident_bytes
+from maxsimd.engine import Engine
 from maxsimd.engine.device import time_slices
 from maxsimd.engine.device.time_slices import take_short_slices
+from tests.checkpoints import bi_encoders
+from tests.checkpoints.shared import SharedCheckpoints
 
 LINUX = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
 
@@ -75,3 +79,16 @@ def slice_of() -> int:
     buffer = ctypes.create_string_buffer(time_slices._ATTRIBUTES.size)
     assert not ctypes.CDLL(None).syscall(get_attributes, 0, buffer, time_slices._ATTRIBUTES.size, 0)
     return int(time_slices._ATTRIBUTES.unpack(buffer.raw)[time_slices._RUNTIME])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the allocator is glibc's")
+async def test_an_engine_that_is_stopped_gives_back_what_is_free(checkpoints: SharedCheckpoints) -> None:
+    engine = Engine(model=checkpoints(bi_encoders.bge))
+    await engine.start()
+    pieces = [bytes(2000) for _ in range(100_000)]
+    between = pieces[::1000]
+    taken = resident_bytes()
+    del pieces
+    await engine.stop()
+    assert len(between) == 100
+    assert resident_bytes() < taken - (100 << 20)

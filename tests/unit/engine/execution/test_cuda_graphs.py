@@ -22,7 +22,6 @@ from maxsimd.engine.execution.attention.varlen import VarlenBackend
 from maxsimd.engine.execution.cuda_graphs import GraphedRunner
 from maxsimd.engine.execution.device_clock import Times
 from maxsimd.engine.execution.graph_recorder import Cost
-from maxsimd.engine.execution.graph_sizes import sizes_for
 from maxsimd.engine.execution.modes import Packed, try_packed
 from maxsimd.engine.execution.packed_runner import PackedRunner
 from maxsimd.engine.execution.selfcheck.samples import make_samples, random_sequences
@@ -211,15 +210,6 @@ def test_graphs_that_are_no_help_are_not_captured(
         assert reason in caplog.text
 
 
-def test_a_slow_graph_holds_steps_that_nearly_fill_it(capture: Callable[..., Captured]) -> None:
-    recorder = CallRecorder(host=1.0, device=2.0)
-    graphed, _ = capture(recorder, SIZES[-1:])
-    before = recorder.replays[0]
-    for step in steps_of([[20], [27], [28], [32]]):
-        graphed.forward(step)
-    assert recorder.replays[0] - before == 2
-
-
 def test_only_what_is_captured_without_fault_is_used(
     model: LoadedModel,
     backend: VarlenBackend,
@@ -240,15 +230,3 @@ def test_only_what_is_captured_without_fault_is_used(
     )
     assert cuda_graphs.with_graphs(plain, backend, CPU, texts_of(model), most) is plain
     assert cuda_graphs.with_graphs(plain, backend, gpu, [], most) is plain
-
-
-def test_sizes_reach_up_to_the_budget() -> None:
-    assert sizes_for(100, 8, 512) == (
-        CaptureSize(100, 8, 100), CaptureSize(64, 8, 64), CaptureSize(32, 8, 32),
-    )  # fmt: skip
-    sizes = sizes_for(16_384, 512, 512)
-    assert len(sizes) == 19
-    assert sizes[0] == CaptureSize(16_384, 512, 512)
-    assert sizes[-1] == CaptureSize(32, 32, 32)
-    assert {size.sequences for size in sizes if size.rows >= 512} == {32, 512}
-    assert sizes_for(100_000, 2_000, 10)[0] == CaptureSize(16_384, 2_000, 10)

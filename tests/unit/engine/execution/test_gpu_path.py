@@ -66,23 +66,19 @@ def test_what_an_old_torch_lacks_runs_by_our_own_way(
     assert len(calls) == (0 if grouped else 1)
 
 
-class DoubledBackend(OneByOneBackend):
-    def full(self, qkv: QKV, metadata: AttentionMetadata) -> torch.Tensor:
-        return 2 * super().full(qkv, metadata)
+class DoublingBackend(OneByOneBackend):
+    """Doubles what one part of attention gives."""
 
+    def __init__(self, part: str) -> None:
+        right = getattr(self, part)
 
-class DoubledChunkBackend(OneByOneBackend):
-    def with_prefill_kv(
-        self, qkv: QKV, contexts: Any, metadata: AttentionMetadata, out: torch.Tensor
-    ) -> None:
-        super().with_prefill_kv(qkv, contexts, metadata, out)
-        out *= 2
+        def doubled(*arguments: Any) -> torch.Tensor | None:
+            made: torch.Tensor | None = right(*arguments)
+            if made is None:
+                arguments[-1].mul_(2)
+            return None if made is None else 2 * made
 
-
-class DoubledPrefixBackend(OneByOneBackend):
-    def shared_prefix(self, qkv: QKV, prefixes: Any, metadata: AttentionMetadata, out: torch.Tensor) -> None:
-        super().shared_prefix(qkv, prefixes, metadata, out)
-        out *= 2
+        setattr(self, part, doubled)
 
 
 class FailingBackend(OneByOneBackend):
@@ -95,38 +91,22 @@ class NanBackend(OneByOneBackend):
         return super().full(qkv, metadata).index_fill_(0, torch.tensor([5]), torch.nan)
 
 
-@pytest.mark.parametrize("broken", [DoubledBackend, DoubledChunkBackend, DoubledPrefixBackend, NanBackend])
-def test_every_part_of_attention_is_checked(model: LoadedModel, broken: type[OneByOneBackend]) -> None:
+def test_every_part_of_attention_is_checked(model: LoadedModel) -> None:
     """Chunks and prefixes only where a model has them."""
     assert find_mismatch(OneByOneBackend(), model, CPU, torch.float32) is None
-    is_used = model.causal or broken in (DoubledBackend, NanBackend)
-    mismatch = find_mismatch(broken(), model, CPU, torch.float32)
-    assert (mismatch is not None and "differs" in mismatch) == is_used
+    for broken in (NanBackend(), *map(DoublingBackend, ("full", "with_prefill_kv", "shared_prefix"))):
+        is_used = model.causal or isinstance(broken, NanBackend) or "full" in vars(broken)
+        mismatch = find_mismatch(broken, model, CPU, torch.float32)
+        assert (mismatch is not None and "differs" in mismatch) == is_used
 
 
-def test_attention_that_is_wrong_or_fails_is_passed_over(
+def test_the_fastest_right_attention_is_chosen(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    right = OneByOneBackend()
-    candidates = {"wrong": DoubledBackend, "broken": FailingBackend, "right": lambda: right}
-    monkeypatch.setattr(choice, "candidates", lambda device, dtype: candidates)
-    gpu = torch.device("cuda")
-    monkeypatch.setattr(torch.Tensor, "to", _to_cpu_instead(torch.Tensor.to))
-    with caplog.at_level(logging.WARNING, logger="maxsimd"):
-        assert choice.choose_attention("auto", model, gpu, torch.float32, False) is right
-    assert "by wrong is not used: it differs" in caplog.text
-    assert "by broken is not used: it failed: no kernel image" in caplog.text
-    del candidates["right"]
-    chosen = choice.choose_attention("auto", model, gpu, torch.float32, False)
-    assert isinstance(chosen, GroupedBackend)
-
-
-def test_right_attention_is_chosen_by_a_timing(
-    model: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Backends that are wrong are not timed."""
+    """What is wrong or fails is passed over, and not timed."""
     slow, fast = OneByOneBackend(), OneByOneBackend()
-    candidates = {"slow": lambda: slow, "wrong": DoubledBackend, "fast": lambda: fast}
+    wrong = {"wrong": lambda: DoublingBackend("full"), "broken": FailingBackend}
+    candidates = {"slow": lambda: slow, **wrong, "fast": lambda: fast}
     monkeypatch.setattr(choice, "candidates", lambda device, dtype: candidates)
     timed = []
 
@@ -134,19 +114,27 @@ def test_right_attention_is_chosen_by_a_timing(
         timed.append(run())
         return {1: 2.0, 2: 0.5}[len(timed)]
 
+    time_backends = choice.time_backends
     monkeypatch.setattr(choice, "time_on_cuda", time)
     monkeypatch.setattr(torch.Tensor, "to", _to_cpu_instead(torch.Tensor.to))
-    monkeypatch.setattr(choice, "time_backends", _on_cpu(choice.time_backends))
+    monkeypatch.setattr(
+        choice,
+        "time_backends",
+        lambda backends, model, device, dtype, timer: time_backends(backends, model, CPU, dtype, timer),
+    )
+
+    def chosen() -> Any:
+        return choice.choose_attention("auto", model, torch.device("cuda"), torch.float32, False)
+
     with caplog.at_level(logging.DEBUG, logger="maxsimd"):
-        chosen = choice.choose_attention("auto", model, torch.device("cuda"), torch.float32, False)
-    assert chosen is fast
+        assert chosen() is fast
+    assert "by wrong is not used: it differs" in caplog.text
+    assert "by broken is not used: it failed: no kernel image" in caplog.text
     assert "attention: fast, by a short timing on this device: slow 2.000 ms, fast 0.500 ms" in caplog.text
     assert torch.equal(timed[0], timed[1])
     assert len(timed[0]) == sum(min(length, model.max_tokens) for length in LENGTHS)
-
-
-def _on_cpu(time_backends: Callable[..., dict[str, float]]) -> Callable[..., dict[str, float]]:
-    return lambda backends, model, device, dtype, timer: time_backends(backends, model, CPU, dtype, timer)
+    del candidates["slow"], candidates["fast"]
+    assert isinstance(chosen(), GroupedBackend)
 
 
 def _to_cpu_instead(to: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -155,10 +143,10 @@ def _to_cpu_instead(to: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
     )
 
 
-@pytest.mark.parametrize("name", ["varlen", "flash", "triton"])
-def test_an_attention_that_cannot_run_is_refused_by_name(model: LoadedModel, name: str) -> None:
-    with pytest.raises(ModelLoadError, match=f"by {name} cannot run on this cpu in float32"):
-        choice.choose_attention(name, model, CPU, torch.float32, False)
+def test_an_attention_that_cannot_run_is_refused_by_name(model: LoadedModel) -> None:
+    for name in ("varlen", "flash", "triton"):
+        with pytest.raises(ModelLoadError, match=f"by {name} cannot run on this cpu in float32"):
+            choice.choose_attention(name, model, CPU, torch.float32, False)
 
 
 def test_flash_attention_is_called_as_it_is_documented(

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from transformers.activations import ACT2FN
 
-from maxsimd.engine.execution import linear, torch_linear
+from maxsimd.engine.execution import torch_linear
 from maxsimd.engine.execution.selfcheck.float32 import in_float32
 
 _BIT16 = (torch.bfloat16, torch.float16)
@@ -80,11 +79,6 @@ def test_ways_that_are_wrong_or_slow_or_missing_are_not_taken(
     assert torch_linear.lay_out(module, torch_linear.TORCH) == 0
     assert torch_linear.lay_out(module, ways[1]) == 16
     assert isinstance(module[0], _Slow)
-
-
-@pytest.mark.parametrize(("name", "exact"), [("gelu", True), ("gelu_new", False), ("relu", False)])
-def test_only_the_exact_gelu_is_fused(name: str, exact: bool) -> None:
-    assert linear._is_exact_gelu(ACT2FN[name]) is exact
 
 
 def test_only_small_tables_are_converted_for_a_proof() -> None:

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from maxsimd.engine import Engine, EngineConfig, ModelLoadError
 from maxsimd.engine.checkpoint import LoadedModel, load_model
 from maxsimd.engine.execution import prepare
-from maxsimd.engine.execution.selfcheck.sample_layers import sample_layers
 from tests.checkpoints import bi_encoders, cross_encoders, late_interaction
 from tests.checkpoints.architectures import Architecture, build
 
@@ -122,18 +121,6 @@ def test_code_of_a_checkpoints_own_is_not_run(tmp_path: Path) -> None:
 def test_settings_that_a_model_cannot_take_are_refused(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ModelLoadError, match=message):
         load_model(EngineConfig(**settings), CPU)  # type: ignore[arg-type]
-
-
-def test_a_proof_runs_one_layer_of_each_kind_and_the_last(tmp_path: Path) -> None:
-    backbone = _load(bi_encoders.embeddinggemma(tmp_path)).backbone
-    layers = list(backbone.layers)
-    with sample_layers(backbone):
-        assert list(backbone.layers) == layers
-    backbone = _load(cross_encoders.bert(tmp_path / "bert")).backbone
-    whole = list(backbone.encoder.layer)
-    with sample_layers(backbone):
-        assert list(backbone.encoder.layer) == [whole[0], whole[-1]]
-    assert list(backbone.encoder.layer) == whole
 
 
 async def test_the_query_prompt_replaces_the_checkpoints(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxsimd.engine import Engine, EngineConfig
@@ -17,10 +17,12 @@ from maxsimd.engine.execution.attention.base import AttentionBackend
 from maxsimd.engine.execution.attention.one_by_one import OneByOneBackend
 from maxsimd.engine.execution.attention.torch_grouped import GroupedBackend, GroupedMetadata
 from maxsimd.engine.execution.attention.varlen import VarlenBackend
+from maxsimd.engine.execution.grouping import GROUP_COST_ROWS, group_by_length, in_powers_of_two, round_length
 from maxsimd.engine.execution.lay_out import lay_out
 from maxsimd.engine.execution.layout import Layout, PackedBatch, PrefillChunk, SharedGroup
 from maxsimd.engine.execution.modes import Packed, try_packed
 from maxsimd.engine.execution.packed_runner import PackedRunner
+from maxsimd.engine.execution.padded_runner import PADDING, SMALL_BATCH, by_length
 from maxsimd.engine.execution.prefill_kv import PrefillKV
 from maxsimd.engine.execution.selfcheck.samples import make_samples
 from maxsimd.engine.ops.qkv import KV, QKV
@@ -132,9 +134,8 @@ def plain_varlen(
 
 
 @given(attention_problems())
-def test_variable_length_attention_is_called_as_it_is_documented(
-    problem: Problem,
-) -> None:
+@settings(deadline=None)
+def test_variable_length_attention_is_called_as_it_is_documented(problem: Problem) -> None:
     """The kernel itself needs a GPU; its arguments are checked with a plain stand-in."""
     lengths, attended, kv_heads, repeats, causal, window = problem
     batch = laid_out(lengths, attended, OneByOneBackend(), causal=causal)
@@ -148,9 +149,8 @@ def test_variable_length_attention_is_called_as_it_is_documented(
 
 
 @given(attention_problems(causal_ends=True))
-def test_grouped_attention_equals_attention_one_by_one(
-    problem: Problem,
-) -> None:
+@settings(deadline=None)
+def test_grouped_attention_equals_attention_one_by_one(problem: Problem) -> None:
     lengths, attended, kv_heads, repeats, causal, window = problem
     step = make_step(lengths, attended)
     random = torch.Generator().manual_seed(0)
@@ -218,30 +218,31 @@ def test_bfloat16_behind_earlier_tokens_equals_float32(
     torch.testing.assert_close(rounded, exact, atol=2**-8, rtol=2**-8)
 
 
-def test_steps_of_many_sizes_have_few_shapes() -> None:
-    """Each new shape costs a kernel, so there must not be one for every step."""
-    random = np.random.default_rng(0)
-    rows, groups = set(), set()
-    for _ in range(300):
-        lengths = [int(length) for length in random.integers(5, 256, 15)]
-        batch = laid_out(lengths)
-        rows.add(len(batch.input_ids))
-        groups |= {(group.count, group.length) for group in batch.layout.groups}
-        assert len(batch.input_ids) <= 1.1 * sum(lengths) + 64
-    assert len(rows) < 100
-    assert len(groups) < 150
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=30))
+def test_groups_hold_every_sequence_once_and_little_padding(lengths: list[int]) -> None:
+    groups = group_by_length(lengths)
+    assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
+    for group in groups:
+        longest = max(lengths[index] for index in group)
+        assert sum(longest - lengths[index] for index in group) <= GROUP_COST_ROWS
+        parts = in_powers_of_two(group)
+        assert [index for part in parts for index in part] == group
+        assert all(len(part).bit_count() == 1 for part in parts)
 
 
-@pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("attended", [None, [9, 3, 17]])
-def test_attention_for_first_rows_equals_that_for_all(attended: list[int] | None, window: int | None) -> None:
-    torch.manual_seed(0)
-    batch = laid_out([9, 5, 17], attended)
-    q, k, v = (torch.randn(2, len(batch.input_ids), 8) for _ in range(3))
-    first = list(batch.cursor.starts)
-    qkv, metadata = QKV(q, k, v, 0.3, window), GROUPED.prepare(batch.layout, CPU)
-    only = GROUPED.first_rows(qkv, metadata)
-    torch.testing.assert_close(only[first], GROUPED.full(qkv, metadata)[first])
+@given(st.integers(1, 10_000))
+def test_a_length_is_rounded_up_a_little(length: int) -> None:
+    assert length <= round_length(length) < length + max(4, length / 4)
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=40))
+def test_padded_batches_hold_each_once_and_little_padding(lengths: list[int]) -> None:
+    batches = by_length(lengths)
+    assert sorted(index for batch in batches for index in batch) == list(range(len(lengths)))
+    for batch in batches:
+        rows = len(batch) * max(lengths[index] for index in batch)
+        padding = rows - sum(lengths[index] for index in batch)
+        assert rows <= SMALL_BATCH or padding <= PADDING * rows
 
 
 class LeakyBackend(GroupedBackend):

@@ -100,25 +100,3 @@ def test_distances_add_to_products_as_written_out(
     first = list(batch.cursor.starts)
     ours = backend.first_rows(qkv, metadata).float()
     torch.testing.assert_close(ours[first], exact[first], atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-
-
-@needs_kernels
-@pytest.mark.parametrize("kind", ["bias", "content"])
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-def test_a_sequence_has_the_same_bits_with_a_longer_reach(kind: str, dtype: torch.dtype) -> None:
-    backend = CompiledBackend()
-    together = laid_out([(130, 0), (47, 0)], backend)
-    alone = laid_out([(47, 0)], backend)
-    far = drawn(kind, 200, dtype, seed=0)
-    qkv = drawn_qkv(177, far, dtype)
-    middle = slice(200 - 46, 200 + 47)  # of the distances
-    near: RelativePositions
-    if isinstance(far, PositionBias):
-        near = PositionBias(far.by_distance[:, middle].contiguous())
-    else:
-        near = PositionContent(far.keys[:, middle].contiguous(), far.queries[:, middle].contiguous())
-    rows = slice(together.cursor.starts[1], together.cursor.starts[1] + 47)
-    q, k, v = (x[:, rows].contiguous() for x in (qkv.query, qkv.key, qkv.value))
-    by_itself = QKV(q, k, v, qkv.scaling, None, near)
-    theirs = backend.full(qkv, backend.prepare(together.layout, CPU))[rows]
-    assert torch.equal(theirs, backend.full(by_itself, backend.prepare(alone.layout, CPU)))

@@ -6,15 +6,12 @@ from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from maxsimd.bench.gpu.ahead_of_time import compiled
 from maxsimd.bench.gpu.attention_compiled import AttentionLaunch
 from maxsimd.bench.gpu.bounds import H100, most_tflops, resident_programs
 from maxsimd.bench.gpu.compiled import projection_source
 from maxsimd.bench.gpu.maxsim_compiled import LIMITS
-from maxsimd.engine.ops.triton.attention_blocks import blocks_of, most_blocks
 from maxsimd.engine.ops.triton.launch import Limits, next_power_of_two
 from tests.unit.engine.ops.interpreted import run_interpreted
 from tests.unit.engine.ops.kernel_checks import CHECKS, check_maxsim_of_all_sizes
@@ -113,30 +110,3 @@ def test_projection_compiles(dtype: str, capability: int, dim: int) -> None:
     code = compiled(projection_source(capability, dim, dtype), capability)
     assert code.spills == 0
     assert code.shared <= LIMITS[capability].shared_memory
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 50), st.integers(0, 30)), min_size=1, max_size=8),
-    st.sampled_from([16, 64]),
-)
-def test_blocks_cover_every_query_once_the_heaviest_first(
-    sequences: list[tuple[int, int]], queries: int
-) -> None:
-    table, row = [], 0
-    for length, earlier in sequences:
-        table.append((row, length, 7 * row, length + earlier))
-        row += length
-    blocks = blocks_of(table, True, 5, queries)
-    covered = sorted(row for first, count, *_ in blocks.tolist() for row in range(first, first + count))
-    assert covered == list(range(row))
-    of_row = {
-        start + i: (start, keys - length + i) for start, length, _, keys in table for i in range(length)
-    }
-    for first, count, position, key, keys in blocks.tolist():
-        start, among = of_row[first]
-        assert (position, key) == (5 + among, 7 * start)
-        assert count <= queries
-        assert keys in {all_keys for begin, _, _, all_keys in table if begin == start}
-    seen = [min(keys, position + count - 5) for _, count, position, _, keys in blocks.tolist()]
-    assert seen == sorted(seen, reverse=True)
-    assert len(blocks) <= most_blocks(row, len(sequences), queries)

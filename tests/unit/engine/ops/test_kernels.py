@@ -10,8 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import BertConfig
-from transformers.models.bert.modeling_bert import BertOutput
 
 from maxsimd.engine.execution import linear as layers
 from maxsimd.engine.execution.attention.cpu_kernel import CompiledBackend
@@ -182,35 +180,6 @@ def test_a_fused_layer_norm_equals_the_plain_one(
     spread = total.std(dim=1, correction=0, keepdim=True).clamp(max=1)
     step = {torch.float32: 1e-5, torch.bfloat16: 6e-2}[dtype]
     torch.testing.assert_close(ours * spread, expected * spread, atol=step, rtol=step)
-
-
-def test_an_output_of_another_kind_is_left_alone() -> None:
-    """The same parts, put together otherwise: normed before the sum, or without a sum."""
-
-    class NormedOutput(BertOutput):
-        def forward(self, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
-            return self.LayerNorm(self.dense(hidden_states)) + input_tensor
-
-    class LonelyOutput(BertOutput):
-        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            return self.LayerNorm(self.dense(hidden_states))
-
-    for kind in (NormedOutput, LonelyOutput):
-        assert not layers._is_output(kind(BertConfig(hidden_size=16, intermediate_size=32)).eval())
-
-
-@needs_kernels
-def test_float32_layers_stand_in_for_those_of_any_module() -> None:
-    """As in the head of a classifier, among them one that nothing is known about."""
-    torch.manual_seed(0)
-    plain = torch.nn.ModuleDict({"dense": torch.nn.Linear(15, 8), "deep": torch.nn.Sequential()})
-    plain["deep"].append(torch.nn.Linear(8, 3, bias=False))
-    x = torch.randn(4, 1, 15)
-    expected = plain["deep"](plain["dense"](x))
-    assert layers.compile_float32(plain) == 15 * 8 + 8 * 3
-    assert isinstance(plain["deep"][0], layers.CompiledLinear)
-    assert plain["dense"].weight.dtype is torch.float32
-    torch.testing.assert_close(plain["deep"](plain["dense"](x)), expected, atol=1e-6, rtol=1e-6)
 
 
 @needs_kernels

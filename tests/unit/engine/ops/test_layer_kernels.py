@@ -139,12 +139,3 @@ def test_kernels_compile_without_spills(capability: int, dtype: str) -> None:
         assert code.shared <= 227 * 1024, variant.name
         tried += 1
     assert tried >= 14
-
-
-@pytest.mark.exhaustive
-def test_a_row_is_read_16_bytes_at_a_time() -> None:
-    """In 16 bits, where the row is as wide as the program; and no register is in memory."""
-    found = {variant.name: variant for variant in variants("bf16")}
-    for name, loads in {"add and RMS norm 1024": 3, "add and layer norm 1024": 4, "SwiGLU 3072": 2}.items():
-        code = compiled(found[name].source, 90)
-        assert (code.wide_loads, code.spills) == (loads, 0), name

@@ -53,15 +53,6 @@ async def test_the_scores_of_the_last_stage_alone_are_changed(both: Engines, pai
     assert [one.score for one in raw.results] != [one.score for one in plain.results]
 
 
-async def test_one_stage_may_be_there_twice_and_one_document_alone(both: Engines, pairs: list[Pair]) -> None:
-    documents, stage = [pair.document for pair in pairs[:10]], Stage("embed", keep=3)
-    found = await both.rerank(pairs[4].query, documents, [stage, stage])
-    assert [one.documents for one in found.stages] == [10, 3]
-    assert all(one.document == documents[one.index] for one in found.results)
-    alone = await both.rerank("a", "one text", [Stage("embed", keep=1), Stage("rerank")])
-    assert [(one.index, one.document) for one in alone.results] == [(0, "one text")]
-
-
 async def test_a_dropped_model_finishes_within_its_grace(
     both: Engines, reranker: EngineConfig, pairs: list[Pair]
 ) -> None:
@@ -98,16 +89,6 @@ async def test_a_model_that_loads_during_a_stop_is_dropped(
     await start
     assert engines.state("slow") == "dropped"
     await until(lambda: "maxsimd-device" not in {each.name for each in set(threading.enumerate()) - before})
-
-
-async def test_what_waits_to_be_loaded_is_not_loaded_after_a_stop(reranker: EngineConfig) -> None:
-    engines = Engines({"first": reranker, "second": reranker})
-    start = asyncio.create_task(engines.start())
-    await asyncio.sleep(0.05)
-    await engines.stop(grace=0)
-    await start
-    assert [engines.state(name) for name in ("first", "second")] == ["dropped", "dropped"]
-    assert not engines._devices._shared
 
 
 async def test_it_is_started_once_at_a_time(reranker: EngineConfig) -> None:

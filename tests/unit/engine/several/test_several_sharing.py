@@ -2,14 +2,9 @@
 
 import asyncio
 import gc
-import math
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from itertools import count
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,59 +12,20 @@ import pytest
 from maxsimd.api.garbage import resident_bytes
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import EngineConfig, EngineDeadError, Engines, ModelFailedError, ModelLoadError
-from maxsimd.engine.actors import runner, scheduler
-from maxsimd.engine.actors.turns import Turns
-from maxsimd.engine.device import shared
 from maxsimd.engine.device.allocators import give_back_memory
 from maxsimd.engine.device.thread import num_left_behind
 from tests.waiting import until, wait_for
 
 
-async def test_time_on_the_device_is_shared_by_weight(
-    pairs: list[Pair], monkeypatch: pytest.MonkeyPatch, config: EngineConfig
-) -> None:
-    """Although the steps of one are twice as long. So that a busy machine changes nothing, time is what the
-    device's thread has computed, and a model's next step waits from the beginning of the one before."""
-    monkeypatch.setattr(shared, "Turns", partial(Turns, time.thread_time))
-    monkeypatch.setattr(runner, "time", SimpleNamespace(perf_counter=time.thread_time))
-    for name, value in (("_SHARE_LEFT", 1.0), ("_MOST_LEFT", math.inf)):
-        monkeypatch.setattr(scheduler, name, value)
-    documents = [pair.document for pair in pairs[:40]]
-    configs = {"a": replace(config, max_batch_tokens=512), "b": replace(config, max_batch_tokens=1024)}
-    async with Engines(configs, weights={"a": 3.0, "b": 1.0}) as engines:
-
-        async def ask(name: str) -> None:
-            for i in count():
-                await engines[name].score(pairs[i % 40].query, documents, cache="bypass")
-
-        def used() -> list[float]:
-            return [engines.device_seconds(name) for name in "ab"]
-
-        async def next_share() -> float:
-            """That of the first model in the next second of the device."""
-            before = used()
-            while sum(used()) < sum(before) + 1:
-                await asyncio.wait(clients, timeout=0.05, return_when=asyncio.FIRST_COMPLETED)
-                assert not any(client.done() for client in clients)
-            of_a, of_b = (now - then for now, then in zip(used(), before, strict=True))
-            return of_a / (of_a + of_b)
-
-        clients = [asyncio.create_task(ask(name)) for name in "aaabbb"]
-        due = pytest.approx(0.75, rel=0.1)
-        shares = [await next_share()]
-        while shares[-1] != due and len(shares) < 10:
-            shares.append(await next_share())
-        assert shares[-1] == due, shares
-        for client in clients:
-            client.cancel()
-        await asyncio.gather(*clients, return_exceptions=True)
-
-        def counts_them(name: str) -> bool:
+async def test_time_on_the_device_goes_by_weight_and_is_counted(config: EngineConfig) -> None:
+    """How turns divide time by their weights is in actors/test_turns.py."""
+    async with Engines({"a": config, "b": config}, weights={"a": 3.0}) as engines:
+        for name, weight in (("a", 3.0), ("b", 1.0)):
+            assert engines[name]._running._device.turn.weight == weight  # type: ignore[union-attr]
+            await engines[name].score("a", ["b"])
+            assert engines.device_seconds(name) > 0
             counted = engines.registry.get_sample_value("maxsimd_device_seconds_total", {"model": name})
-            return bool(counted == pytest.approx(engines.device_seconds(name)))
-
-        for name in "ab":
-            await until(partial(counts_them, name))
+            assert counted == pytest.approx(engines.device_seconds(name))
 
 
 async def test_no_step_runs_while_a_load_reads_cancelled_or_not(
