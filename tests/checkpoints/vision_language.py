@@ -243,13 +243,7 @@ def colqwen2_5_adapter(folder: Path) -> str:
     lora["base_model.model.custom_text_proj.lora_A.weight"] = torch.zeros(4, SIZES["hidden_size"])
     lora["base_model.model.custom_text_proj.lora_B.weight"] = torch.zeros(48, 4)
     save_file(lora, folder / "adapter_model.safetensors")
-    settings = {
-        "peft_type": "LORA",
-        "base_model_name_or_path": str(base),
-        "r": 4,
-        "lora_alpha": 8,
-        "bias": "none",
-    }
+    settings = {"peft_type": "LORA", "base_model_name_or_path": str(base), "r": 4, "lora_alpha": 8}
     (folder / "adapter_config.json").write_text(json.dumps(settings))
     for entry in base.iterdir():
         if entry.name not in ("model.safetensors", "config.json"):
