@@ -64,6 +64,11 @@ def native(folder: Path, token_pooling: bool = False, heads: int = 4) -> str:
     return str(folder / "saved")
 
 
+def pooled(folder: Path) -> str:
+    """The same with a module that merges documents' tokens."""
+    return native(folder, token_pooling=True)
+
+
 def pylate_modernbert(folder: Path, model_type: str | None = None) -> str:
     """lightonai/GTE-ModernColBERT-v1: PyLate's first format, whose settings name no type of model; markers
     are words of the vocabulary and the skip list is punctuation."""

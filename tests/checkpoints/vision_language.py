@@ -31,6 +31,7 @@ from transformers import (
 from maxsimd.engine.checkpoint.visual.processor import for_pictures_alone, without_videos
 from tests.checkpoints.tokenizers import byte_level_bpe
 from tests.checkpoints.visual import (
+    QWEN_TOWER,
     TILE,
     TILE_MARKERS,
     TOWER,
@@ -42,6 +43,12 @@ from tests.checkpoints.visual import (
 )
 from tests.checkpoints.weights import SIZES, change_config, save_tensors, spread
 
+_TOWER = {
+    **QWEN_TOWER,
+    "hidden_size": 64,
+    "out_hidden_size": SIZES["hidden_size"],
+    "intermediate_size": 96,
+}
 _PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
 # What is in a message, a picture or a text at a time.
 _PARTS = (
@@ -96,18 +103,7 @@ def colqwen2_merged(folder: Path) -> str:
 
 def colqwen2_5(folder: Path) -> str:
     """A ColQwen2.5, merged: its tower attends within windows in all layers but one."""
-    vision = {
-        "depth": 3,
-        "hidden_size": 64,
-        "out_hidden_size": SIZES["hidden_size"],
-        "intermediate_size": 96,
-        "num_heads": 4,
-        "patch_size": 14,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "window_size": 56,
-        "fullatt_block_indexes": [1],
-    }
+    vision = {**_TOWER, "window_size": 56, "fullatt_block_indexes": [1]}
     config = _qwen2_vl(folder)
     text = config.text_config.to_dict() | {"model_type": "qwen2_5_vl_text"}
     model = Qwen2_5_VLModel(
@@ -247,13 +243,7 @@ def colqwen2_5_adapter(folder: Path) -> str:
     lora["base_model.model.custom_text_proj.lora_A.weight"] = torch.zeros(4, SIZES["hidden_size"])
     lora["base_model.model.custom_text_proj.lora_B.weight"] = torch.zeros(48, 4)
     save_file(lora, folder / "adapter_model.safetensors")
-    settings = {
-        "peft_type": "LORA",
-        "base_model_name_or_path": str(base),
-        "r": 4,
-        "lora_alpha": 8,
-        "bias": "none",
-    }
+    settings = {"peft_type": "LORA", "base_model_name_or_path": str(base), "r": 4, "lora_alpha": 8}
     (folder / "adapter_config.json").write_text(json.dumps(settings))
     for entry in base.iterdir():
         if entry.name not in ("model.safetensors", "config.json"):
@@ -323,14 +313,9 @@ def _qwen3_vl(folder: Path) -> Qwen3VLConfig:
             },
         },
         vision_config={
+            **_TOWER,
             "depth": 4,
-            "hidden_size": 64,
-            "out_hidden_size": SIZES["hidden_size"],
-            "intermediate_size": 96,
-            "num_heads": 4,
             "patch_size": 16,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
             "num_position_embeddings": 36,
             "deepstack_visual_indexes": [0, 2],
         },

@@ -31,8 +31,9 @@ from tests.checkpoints.weights import SIZES, spread
 TILE = 64
 # Side of a page and of a patch in pixels: 4 x 4 patches.
 SIDE, PATCH = 56, 14
-# Sizes of towers that are Idefics' or SigLIP's, and the tokens before tiles.
+# Sizes of towers that are Idefics' or SigLIP's, and Qwen's, and the tokens before tiles.
 TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+QWEN_TOWER = {"depth": 3, "num_heads": 4, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}
 TILE_MARKERS = ["<global-img>", *(f"<row_{i}_col_{j}>" for i in range(1, 7) for j in range(1, 7))]
 
 
@@ -145,16 +146,7 @@ def qwen2_vl(vocabulary: int, image_token_id: int) -> Qwen2VLConfig:
             "max_position_embeddings": 4096,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 6, 6]},
         },
-        vision_config={
-            "depth": 3,
-            "embed_dim": 64,
-            "hidden_size": SIZES["hidden_size"],
-            "num_heads": 4,
-            "mlp_ratio": 2,
-            "patch_size": 14,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-        },
+        vision_config={**QWEN_TOWER, "embed_dim": 64, "hidden_size": SIZES["hidden_size"], "mlp_ratio": 2},
     )
 
 

@@ -115,7 +115,7 @@ async def test_embeddings_equal_colpali_engine(
     np.testing.assert_allclose(result.scores, scores, atol=1e-4)
 
 
-async def test_transformers_format_of_colqwen2_reads_texts_alike_and_pages_at_other_positions(
+async def test_transformers_colqwen2_has_pages_at_other_positions(
     checkpoints: SharedCheckpoints, engines: Engines, tmp_path: Path
 ) -> None:
     checkpoint = checkpoints(HF.build)

@@ -4,15 +4,19 @@ It has an environment of its own: name its interpreter by MAXSIMD_VLLM (`maxsimd
 to make it), and run this by `make test-oracles`. Token ids are ours, so that prompts and markers, which vLLM
 leaves out, are there; what is compared is what the two make of the files."""
 
+import json
 import os
+import subprocess
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig
@@ -20,13 +24,13 @@ from maxsimd.engine.preprocess import Preprocessor, RequestIds
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.requests import EmbedRequest, InputType, ScoreRequest
 from maxsimd.pooling.sparse import WordsHead
+from maxsimd.scheduler import Sequence
 from tests.checkpoints import cross_encoders, language_models, late_interaction, sparse_encoders
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
-from tests.oracles.vllm_process import Input, Numbers, Vllm
 from tests.parity.families import Family
 from tests.parity.models_page import PAGE_FAMILIES
-from tests.parity.second_readers import READERS, VERSION, Compared, Equal
+from tests.parity.second_readers import READERS, VERSION, Compared, Equal, Told
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -47,6 +51,100 @@ BUILDS: dict[str, Callable[[Path], str]] = {
     "SPLADE, plain": partial(sparse_encoders.plain, decoder=True),
     "SPLADE, heaviest words": partial(sparse_encoders.splade_heaviest, decoder=True),
 }
+
+
+Numbers = NDArray[np.float32]
+
+_SIDE = Path(__file__).with_name("vllm_side.py")
+_ENVIRONMENT = {
+    "VLLM_TARGET_DEVICE": "cpu",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+_TASKS: dict[Compared, str] = {
+    "embeddings": "embed",
+    "tokens": "token_embed",
+    "logits": "classify",
+    "words": "embed",
+    "own words": "token_classify",
+    "listwise": "token_embed",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A text or pair by its token ids; the `second` text of a pair begins at this token, where types are
+    told apart. Of the rows that vLLM gives `rows` are ours, in our order. Of `texts`, documents and then
+    their query, vLLM makes the one prompt by itself."""
+
+    ids: list[int]
+    second: int | None
+    rows: list[int]
+    texts: list[str] | None = None
+
+    @classmethod
+    def of(cls, sequence: Sequence, takes_types: bool) -> "Input":
+        tokens = sequence.payload.tokens
+        types = tokens.type_ids if takes_types else None
+        second = None if types is None or not np.any(types) else int(np.argmax(types))
+        rows = tokens.pooled_positions
+        rows = np.arange(len(tokens)) if rows is None else rows
+        # Of tokens that are not attended to vLLM knows nothing: all that attend are before them.
+        within = [int(row) for row in rows if row < tokens.num_attended]
+        return cls(tokens.ids[: tokens.num_attended].tolist(), second, within)
+
+
+class Vllm:
+    """A process that has imported vLLM, and forks one for each order."""
+
+    def __init__(self, python: str, folder: Path) -> None:
+        self._folder, self._numbers = folder, count()
+        with (folder / "log.txt").open("wb") as log:
+            self._process = subprocess.Popen(
+                [python, str(_SIDE)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=os.environ | _ENVIRONMENT,
+            )
+        self.version = self._line().strip()
+
+    def run(
+        self, checkpoint: str, compared: Compared, told: Told, inputs: list[Input], activation: bool
+    ) -> list[Numbers]:
+        """What vLLM gives for each input."""
+        output = self._folder / f"{next(self._numbers)}.npz"
+        order = {
+            "checkpoint": checkpoint,
+            "task": _TASKS[compared],
+            "overrides": dict(told.overrides),
+            "stand_in": told.stand_in,
+            "pooler": dict(told.pooler),
+            "inputs": [{"ids": each.ids, "second": each.second, "texts": each.texts} for each in inputs],
+            "activation": activation,
+            "output": str(output),
+        }
+        assert self._process.stdin is not None
+        print(json.dumps(order), file=self._process.stdin, flush=True)
+        answer = json.loads(self._line())
+        assert answer is None, answer
+        with np.load(output) as found:
+            return [found[str(i)] for i in range(len(inputs))]
+
+    def stop(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "vLLM's process has ended"
+        return line
 
 
 @pytest.fixture(scope="module")
@@ -89,34 +187,34 @@ def _inputs(engine: Engine, request: EmbedRequest | ScoreRequest) -> list[Input]
     return [Input.of(sequences[i], model.takes_type_ids) for i in range(len(sequences))]
 
 
-def _by_role(queries: list[str], documents: list[str]) -> list[tuple[InputType, list[str]]]:
-    return [("query", queries), ("document", documents)]
+async def _by_role(
+    engine: Engine, queries: list[str], documents: list[str], task: Any, embed: Any
+) -> tuple[list[Input], list[Any]]:
+    """What the engine runs for queries and documents, and what it makes of them."""
+    inputs, made = [], []
+    roles: list[tuple[InputType, list[str]]] = [("query", queries), ("document", documents)]
+    for role, texts in roles:
+        request = EmbedRequest(texts=tuple(texts), task=task, input_type=role, truncation=CUT_LONG)
+        inputs += _inputs(engine, request)
+        made += list((await embed(texts, input_type=role, truncation=CUT_LONG)).embeddings)
+    return inputs, made
 
 
 async def _embeddings(engine: Engine, queries: list[str], documents: list[str]) -> Asked:
-    inputs, ours = [], []
-    for role, texts in _by_role(queries, documents):
-        request = EmbedRequest(texts=tuple(texts), task="embed", input_type=role, truncation=CUT_LONG)
-        inputs += _inputs(engine, request)
-        ours += list((await engine.embed(texts, input_type=role, truncation=CUT_LONG)).embeddings)
+    inputs, ours = await _by_role(engine, queries, documents, "embed", engine.embed)
     return Asked(inputs, ours, lambda _, theirs: theirs, engine.model.tasks["embed"].normalised)
 
 
 async def _tokens(engine: Engine, queries: list[str], documents: list[str]) -> Asked:
-    inputs, ours = [], []
-    for role, texts in _by_role(queries, documents):
-        request = EmbedRequest(texts=tuple(texts), task="token_embed", input_type=role, truncation=CUT_LONG)
-        asked = _inputs(engine, request)
-        rows = (await engine.embed_tokens(texts, input_type=role, truncation=CUT_LONG)).embeddings
-        inputs += asked
-        # Behind those that vLLM is asked for are tokens that are not attended to.
-        ours += [found[: len(each.rows)] for each, found in zip(asked, rows, strict=True)]
-    return Asked(inputs, ours, _rows, engine.model.tasks["token_embed"].normalised)
+    inputs, made = await _by_role(engine, queries, documents, "token_embed", engine.embed_tokens)
+    # Behind those that vLLM is asked for are tokens that are not attended to.
+    ours = [rows[: len(asked.rows)] for asked, rows in zip(inputs, made, strict=True)]
 
+    def of_rows(asked: Input, theirs: Numbers) -> Numbers:
+        """Of bge-m3 vLLM gives no vector of the first token."""
+        return theirs[np.array(asked.rows) - (len(asked.ids) - len(theirs))]
 
-def _rows(asked: Input, theirs: Numbers) -> Numbers:
-    """Of bge-m3 vLLM gives no vector of the first token."""
-    return theirs[np.array(asked.rows) - (len(asked.ids) - len(theirs))]
+    return Asked(inputs, ours, of_rows, engine.model.tasks["token_embed"].normalised)
 
 
 async def _logits(engine: Engine, queries: list[str], documents: list[str]) -> Asked:
@@ -153,15 +251,12 @@ async def _own_words(engine: Engine, queries: list[str], documents: list[str]) -
 async def _sparse(
     engine: Engine, queries: list[str], documents: list[str], weights: Callable[[Input, Numbers], Numbers]
 ) -> Asked:
-    inputs, ours = [], []
-    size = len(engine.model.tokenizer)
-    for role, texts in _by_role(queries, documents):
-        request = EmbedRequest(texts=tuple(texts), task="sparse_embed", input_type=role, truncation=CUT_LONG)
-        inputs += _inputs(engine, request)
-        for vector in (await engine.embed_sparse(texts, input_type=role, truncation=CUT_LONG)).embeddings:
-            words = np.zeros(size, np.float32)
-            words[vector.indices] = vector.values
-            ours.append(words)
+    inputs, vectors = await _by_role(engine, queries, documents, "sparse_embed", engine.embed_sparse)
+    ours = []
+    for vector in vectors:
+        words = np.zeros(len(engine.model.tokenizer), np.float32)
+        words[vector.indices] = vector.values
+        ours.append(words)
     return Asked(inputs, ours, weights, activation=True)
 
 

@@ -121,7 +121,7 @@ FAMILIES = [
     Family("native multi-vector", LATE, "MultiVectorEncoder saves", _SAVE, late_interaction.native,
            references.multi_vector),
     Family("native multi-vector, token pooling", LATE, "MultiVectorEncoder saves", _SAVE,
-           partial(late_interaction.native, token_pooling=True), references.multi_vector),
+           late_interaction.pooled, references.multi_vector),
     Family("any encoder", LATE, "sentence-transformers/all-MiniLM-L6-v2", _SAVE, _embedded,
            references.plain_encoder, {"score_type": LATE}),
 

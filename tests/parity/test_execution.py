@@ -1,5 +1,7 @@
 """Whatever multiplies, in whatever precision, ranks as float32 does."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from scipy.stats import spearmanr
@@ -11,26 +13,17 @@ from tests.checkpoints import t5
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
 from tests.parity.selection import with_default
+from tests.unit.engine.ops.test_kernels import needs_kernels
 
 on_one_loop = pytest.mark.asyncio(loop_scope="module")
 
 CHECKPOINTS = ["bert_cross_encoder", "xlm_roberta_cross_encoder", "stanford_colbert", "qwen3_embedding"]
-# One of each kind of score, and a model of two halves.
-DEFAULT = ["bert_cross_encoder", "stanford_colbert", "qwen3_embedding", "monot5"]
-
-
-@pytest.fixture
-def monot5(checkpoints: SharedCheckpoints) -> str:
-    return checkpoints(t5.monot5)
-
-
-@pytest.fixture
-def mt5(checkpoints: SharedCheckpoints) -> str:
-    return checkpoints(t5.mt5)
+# One of each kind of score.
+DEFAULT = ["bert_cross_encoder", "stanford_colbert", "qwen3_embedding"]
 
 
 @pytest.fixture(
-    params=with_default([None, *CHECKPOINTS, "monot5", "mt5"], DEFAULT),
+    params=with_default([None, *CHECKPOINTS], DEFAULT),
     ids=lambda name: name or "embedded",
 )
 def model(request: pytest.FixtureRequest) -> str | None:
@@ -49,7 +42,7 @@ def _rank_alike(exact: np.ndarray, rounded: np.ndarray, unit: float) -> None:
 async def test_bfloat16_by_torch_ranks_as_float32_does(
     model: str | None, engines: Engines, pairs: list[Pair]
 ) -> None:
-    pairs = pairs[:60]
+    pairs = pairs[:100]
     exact = await engines.scores(EngineConfig(model=model, dtype="float32"), pairs)
     rounded = await engines.scores(EngineConfig(model=model, dtype="bfloat16", kernels="torch"), pairs)
     _rank_alike(np.array(exact), np.array(rounded), 2**-6)
@@ -59,12 +52,24 @@ async def test_bfloat16_by_torch_ranks_as_float32_does(
 async def test_int8_ranks_nearly_as_float32_does(
     model: str | None, engines: Engines, pairs: list[Pair]
 ) -> None:
-    pairs = pairs[:60]
+    pairs = pairs[:100]
     exact = await engines.scores(EngineConfig(model=model, dtype="float32"), pairs)
     rounded = await engines.scores(EngineConfig(model=model, quantization="int8"), pairs)
     assert spearmanr(exact, rounded).statistic >= 0.98
     usual = await engines.scores(EngineConfig(model=model), pairs)
     assert not np.array_equal(rounded, usual), "nothing was rounded"
+
+
+@needs_kernels
+@on_one_loop
+@pytest.mark.parametrize("build", [t5.monot5, t5.mt5])
+async def test_int8_of_t5_ranks_nearly_as_float32_does(
+    build: Any, checkpoints: SharedCheckpoints, engines: Engines, pairs: list[Pair]
+) -> None:
+    path, pairs = checkpoints(build), pairs[:60]
+    exact = await engines.scores(EngineConfig(model=path, dtype="float32"), pairs)
+    config = EngineConfig(model=path, dtype="bfloat16", quantization="int8")
+    assert spearmanr(exact, await engines.scores(config, pairs)).statistic >= 0.97
 
 
 def test_inspect_says_that_weights_are_int8() -> None:

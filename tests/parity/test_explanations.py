@@ -312,7 +312,7 @@ async def test_many_windows_are_refused_before_they_are_run(
     fixture: str, engines: Engines, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = await engines(EngineConfig(model=request.getfixturevalue(fixture), dtype="float32"))
-    monkeypatch.setattr(explain_limits, "MOST_EXPLAINED", 40)
+    monkeypatch.setattr(explain_limits, "MOST_EXPLAINED", 52)
     truncation = Truncation(max_tokens=20, windows=True, window_overlap=0)
     document = "word " * 300
     for documents in ([document, document, document], ["a", document * 3]):

@@ -17,7 +17,7 @@ from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTran
 from transformers import AutoModel, Llama4TextConfig, LlamaConfig, MistralConfig
 
 from maxsimd.bench.datasets import Pair
-from maxsimd.engine import WINDOW_LONG, Engine, EngineConfig, ModelLoadError, Truncation
+from maxsimd.engine import CUT_LONG, WINDOW_LONG, Engine, EngineConfig, ModelLoadError, Truncation
 from maxsimd.engine.checkpoint import load_model
 from maxsimd.engine.execution.selfcheck.rules import why_not_packed
 from tests.checkpoints import cross_encoders, language_models
@@ -110,7 +110,7 @@ async def test_windows_read_all_of_a_document(stanford_colbert: str, documents: 
     async with Engine(EngineConfig(model=stanford_colbert, dtype="float32", window_overlap=0)) as engine:
         cut, read, again, once_more = [
             await engine.score(LONG_QUERY, long, truncation=truncation)
-            for truncation in (None, WINDOW_LONG, WINDOW_LONG, None)
+            for truncation in (CUT_LONG, WINDOW_LONG, WINDOW_LONG, CUT_LONG)
         ]
     np.testing.assert_allclose(read.scores, again.scores, atol=1e-4)
     np.testing.assert_allclose(cut.scores, once_more.scores, atol=1e-4)

@@ -75,15 +75,6 @@ async def test_requests_that_are_cancelled_leave_no_features(
     await until(lambda: engine.stats().device.cut_sequences == 0)
 
 
-async def test_a_new_page_in_several_requests_is_scored_in_each(engine: Engine) -> None:
-    expected = (await engine.score("what?", PAGES, cache="bypass")).scores
-    await engine.clear_cache()
-    results = await asyncio.gather(*(engine.score("what?", PAGES * 2) for _ in range(4)))
-    for result in results:
-        assert result.scores == pytest.approx(expected * 2, abs=1e-5)
-    await until(lambda: engine.stats().device.features == 0)
-
-
 async def test_a_page_that_fits_no_step_is_refused_with_both_numbers(
     checkpoints: SharedCheckpoints, engines: Engines
 ) -> None:

@@ -56,19 +56,6 @@ async def test_scores_with_and_without_sharing_are_equal(checkpoint: str, docume
         assert saved > 8 * (len(documents) - 1)
 
 
-async def test_many_requests_at_a_time_do_not_mix_their_prefixes(
-    checkpoint: str, documents: list[str]
-) -> None:
-    queries = [f"{word} {QUERY}" for word in ("why", "when", "where", "who")]
-    async with Engine(EngineConfig(model=checkpoint, dtype="float32", max_batch_tokens=300)) as engine:
-        together = await asyncio.gather(
-            *(engine.score(query, documents[:10], truncation=CUT_LONG) for query in queries)
-        )
-        for query, result in zip(queries, together, strict=True):
-            alone = await engine.score(query, documents[:10], truncation=CUT_LONG)
-            np.testing.assert_allclose(result.scores, alone.scores, atol=1e-5, rtol=1e-5)
-
-
 async def test_a_request_that_is_cancelled_leaves_no_prefix_behind(
     checkpoint: str, documents: list[str]
 ) -> None:
