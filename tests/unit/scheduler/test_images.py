@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxsimd.scheduler import ImageJob, Scheduler, Sequence, Step, StepLimits
+from maxsimd.scheduler import Scheduler, Sequence, Step, StepLimits
 from tests.unit.scheduler.scheduled_requests import Picture, pages, run_dry, texts
 
 PICTURES = st.tuples(st.integers(1, 60), st.integers(1, 60))
@@ -152,8 +152,3 @@ def test_the_last_pictures_make_no_step_of_their_own() -> None:
         steps = steps_of([[(10, 1)]] * number, words=0)
         assert [len(step.images) for step in steps if step.images] == expected
         assert sum(len(step.chunks) for step in steps) == number + 1
-
-
-def test_a_picture_without_a_price_is_refused() -> None:
-    with pytest.raises(ValueError, match="needs a price"):
-        ImageJob(0, 0, 0, 1, None)

@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maxsimd.scheduler import (
-    CachedBatch,
     Chunk,
     JoinedTokens,
     Scheduler,
@@ -286,12 +285,6 @@ def test_joined_tokens_are_their_parts_which_are_not_copied() -> None:
     assert (len(joined), joined.num_attended, joined.pooled_positions) == (5, 5, None)
     with pytest.raises(ValueError, match=r"^a sequence needs at least one token$"):
         JoinedTokens.of((query[:0],), (0,))
-
-
-@pytest.mark.parametrize(("price", "documents"), [(0, ("document",)), (1, ())])
-def test_a_cached_batch_needs_a_price_and_a_document(price: int, documents: tuple[str, ...]) -> None:
-    with pytest.raises(ValueError, match=r"^a cached batch needs a price of at least one token and a doc"):
-        CachedBatch(0, 0, price, documents)
 
 
 def test_a_chunk_says_which_part_it_is() -> None:
