@@ -22,7 +22,7 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
     ("/rerank", {"query": "a list", "documents": DOCUMENTS, "top_n": 7, "cache": "bypass"}),
     ("/rerank", {"query": "a list", "documents": [*SHORT, *SHORT[:9]], "cache": "bypass"}),
     ("/rerank", {"query": "a list " * 300, "documents": DOCUMENTS, "cache": "bypass"}),
-    ("/rerank", {"query": "a list", "documents": DOCUMENTS[:20], "long_documents": "window"}),
+    ("/rerank", {"query": "q", "documents": SHORT[:20], "long_documents": "window", "cache": "bypass"}),
     ("/v1/embeddings", {"input": DOCUMENTS}),
     ("/classify", {"input": DOCUMENTS[:5]}),
     ("/tokenize", {"prompt": "two words"}),
