@@ -15,6 +15,7 @@ QUERY = "how is a file opened"
 # More than one step, so that requests are spread.
 DOCUMENTS = [pair.document[:400] for pair in docstring_pairs() if len(pair.document) > 200][:60]
 SHORT = [document[:300] for document in DOCUMENTS]
+_LONG = [" ".join(DOCUMENTS[i : i + 5]) for i in range(12)]
 # What several processes are to answer as one does: good requests and bad ones, to whatever kind of model.
 ASKED: list[tuple[str, dict[str, Any]]] = [
     ("/score", {"queries": QUERY, "documents": DOCUMENTS, "cache": "bypass"}),
@@ -22,11 +23,20 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
     ("/rerank", {"query": "a list", "documents": DOCUMENTS, "top_n": 7, "cache": "bypass"}),
     ("/rerank", {"query": "a list", "documents": [*SHORT, *SHORT[:9]], "cache": "bypass"}),
     ("/rerank", {"query": "a list " * 300, "documents": DOCUMENTS, "cache": "bypass"}),
-    ("/rerank", {"query": "a list", "documents": DOCUMENTS[:20], "long_documents": "window"}),
+    ("/rerank", {"query": "a list", "documents": _LONG, "long_documents": "window", "cache": "bypass"}),
     ("/v1/embeddings", {"input": DOCUMENTS}),
     ("/classify", {"input": DOCUMENTS[:5]}),
     ("/tokenize", {"prompt": "two words"}),
-    ("/rerank", {"query": "a list", "documents": [*SHORT, "long " * 3_000], "long_documents": "error"}),
+    (
+        "/rerank",
+        {
+            "query": "a list",
+            "documents": [*SHORT, "long " * 3_000],
+            "long_documents": "error",
+            # Parts that are run before one is refused may be cached or not.
+            "cache": "bypass",
+        },
+    ),
     ("/rerank", {"query": "a list", "documents": ["x"], "model": "another"}),
     ("/nowhere", {}),
 ]

@@ -5,6 +5,7 @@ import asyncio
 import json
 import random
 import resource
+import select
 import socket
 import tempfile
 import time
@@ -81,7 +82,10 @@ class Kind:
         loop = asyncio.get_running_loop()
         if self.reads is not None:
             await asyncio.sleep(1)
-            return await loop.sock_recv(client, self.reads)
+            # What came before the end stays where it is, and hides the end.
+            closed = select.poll()
+            closed.register(client, select.POLLHUP)
+            return b"" if closed.poll(0) else await loop.sock_recv(client, self.reads)
         if not self.drip:
             return await loop.sock_recv(client, 1 << 16)
         try:
