@@ -1,14 +1,25 @@
 """The order in which tests run, and which of them are fast."""
 
-from pathlib import PurePath
+import os
+import shlex
+import sys
+from pathlib import Path, PurePath
 
 import pytest
 
+from tests import forked, share_cores
+
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Gives the fixtures to processes that run tests. The one that hands out tests need not import much."""
+    """Gives the fixtures to processes that run tests. The one that hands out tests need not import much; its
+    workers are copies of a process that has imported everything."""
     if hasattr(config, "workerinput") or config.getoption("dist", "no") == "no":
         config.pluginmanager.import_plugin("tests.fixtures")
+    elif set(config.option.tx) == {"popen"} and Path.cwd() == config.rootpath:
+        share_cores(len(config.option.tx))
+        os.environ[forked.SOCKET] = forked.parent()
+        worker = f"popen//python={shlex.quote(sys.executable)} -m tests.forked"
+        config.option.tx = [worker] * len(config.option.tx)
 
 
 # Files of pure logic, whose tests are all part of `make test-fast`. Others join them one by one, by the mark.

@@ -16,7 +16,6 @@ from maxsimd.api.heaps import share_heaps
 from maxsimd.bench.datasets import Pair, docstring_pairs
 from maxsimd.engine.device.allocators import give_back_memory
 from maxsimd.engine.device.cores import usable_cores
-from tests import forked
 from tests.checkpoints import bi_encoders, cross_encoders, late_interaction
 from tests.checkpoints.shared import SharedCheckpoints, shared_checkpoints
 from tests.engines import Engines
@@ -43,13 +42,6 @@ def one_certificate_authority(tmp_path_factory: pytest.TempPathFactory) -> None:
     file = tmp_path_factory.mktemp("certificates") / "one.pem"
     file.write_text(bundle[: bundle.index("-----END") + len("-----END CERTIFICATE-----\n")], "utf-8")
     os.environ["SSL_CERT_FILE"] = str(file)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def imported_meanwhile(cache_of_the_run: None, one_certificate_authority: None) -> None:
-    """A worker will start servers: what they import is imported while its first tests run."""
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        forked.import_now()
 
 
 @pytest.fixture(autouse=True)

@@ -1,61 +1,112 @@
-"""Processes that start with everything imported: children of one that has done nothing else.
+"""Processes that start with everything imported: copies of one that has done nothing else (`tests.imported`).
 
 Python imports 4,000 modules before a server starts, which takes ten times as long as the start itself."""
 
-import multiprocessing
+import atexit
 import os
+import pickle
 import resource
 import runpy
+import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing import forkserver
-from multiprocessing.context import ForkServerContext
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-_PARENT: ForkServerContext = multiprocessing.get_context("forkserver")
-_PARENT.set_forkserver_preload(["tests.imported"])
+# The socket of the process that is copied, for a worker that shares that of its run.
+SOCKET = "MAXSIMD_TESTS_SOCKET"
 
 
-def import_now() -> None:
-    """Starts the parent of these processes, which otherwise starts with the first of them. It keeps the
-    environment that it starts with."""
-    forkserver.ensure_running()
+@cache
+def parent() -> str:
+    """The socket of the process that is copied, which is started if there is none."""
+    if SOCKET in os.environ:
+        return os.environ[SOCKET]
+    folder = TemporaryDirectory()
+    path = str(Path(folder.name, "socket"))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.imported", path],
+        stdin=subprocess.PIPE,
+        cwd=Path(__file__).parents[1],
+        start_new_session=True,
+    )
+
+    def end() -> None:
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait()
+        folder.cleanup()
+
+    atexit.register(end)
+    return path
 
 
 class Forked:
-    """A process of this kind, with the methods of `subprocess.Popen` that tests use."""
+    """A copy that calls a function of a module, with the methods of `subprocess.Popen` that tests use. Its `files`
+    are standard input, output and error."""
 
-    def __init__(self, target: Callable[..., None], *arguments: object) -> None:
-        self._process = _PARENT.Process(target=target, args=arguments)
-        self._process.start()
-        assert self._process.pid is not None
-        self.pid = self._process.pid
-
-    @property
-    def returncode(self) -> int | None:
-        return self._process.exitcode
+    def __init__(self, target: Callable[..., object], *arguments: object, files: Sequence[int]) -> None:
+        self.returncode: int | None = None
+        call = pickle.dumps((os.getcwd(), dict(os.environ), target, arguments))
+        self._connection = _connected(parent())
+        socket.send_fds(self._connection, [len(call).to_bytes(8, "little")], list(files))
+        self._connection.sendall(call)
+        self.pid = self._received(None)
+        assert self.pid is not None
 
     def poll(self) -> int | None:
-        return self._process.exitcode
+        if self.returncode is None:
+            self.returncode = self._received(0)
+        return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        if self._process.exitcode is None:
+        if self.returncode is None:
+            self.returncode = self._received(timeout)
+        if self.returncode is None:
             raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
-        return self._process.exitcode
+        return self.returncode
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def terminate(self) -> None:
-        self._process.terminate()
+        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        self._process.kill()
+        self.send_signal(signal.SIGKILL)
+
+    def _received(self, timeout: float | None) -> int | None:
+        """The next number, or None if it does not come in time."""
+        self._connection.settimeout(timeout)
+        try:
+            data = self._connection.recv(8)
+        except (BlockingIOError, TimeoutError):
+            return None
+        if not data:
+            raise RuntimeError("the process that is copied has ended")
+        return int.from_bytes(data, "little", signed=True)
+
+
+def _connected(path: str) -> socket.socket:
+    """A connection, as soon as everything is imported."""
+    deadline = time.monotonic() + 300
+    while True:
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(path)
+        except (FileNotFoundError, ConnectionRefusedError):
+            connection.close()
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+        else:
+            return connection
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +123,14 @@ class Program:
 
     def start(self, out: Path, error: Path | None = None, given: Path | None = None) -> Forked:
         """Starts it with what it prints in files, which may be one."""
-        return Forked(_run_in_child, self, out, error or out, given)
+        write = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOCTTY
+        files = [os.open(given or os.devnull, os.O_RDONLY | os.O_NOCTTY)]
+        files += [os.open(path, write, 0o644) for path in (out, error or out)]
+        try:
+            return Forked(_run_in_copy, self, files=files)
+        finally:
+            for file in files:
+                os.close(file)
 
     def run(self, stdin: bytes = b"", status: int = 0) -> "subprocess.CompletedProcess[str]":
         """Runs it to its end, which must have this status."""
@@ -90,26 +148,10 @@ def run_command(*arguments: str, stdin: bytes = b"", status: int = 0) -> "subpro
     return Program(arguments).run(stdin, status)
 
 
-# What follows runs in the child.
+# What follows runs in the copy.
 
 
-def _redirect(out: Path, error: Path, given: Path | None) -> None:
-    for number, path, flags in (
-        (0, given or os.devnull, os.O_RDONLY),
-        (1, out, os.O_WRONLY | os.O_CREAT | os.O_APPEND),
-        (2, error, os.O_WRONLY | os.O_CREAT | os.O_APPEND),
-    ):
-        opened = os.open(path, flags, 0o644)
-        os.dup2(opened, number)
-        os.close(opened)
-    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
-    # Made anew, because those of a regular file ask where in it they are, which a terminal does not know.
-    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
-
-
-def _run_in_child(program: Program, out: Path, error: Path, given: Path | None) -> None:
-    _redirect(out, error, given)
+def _run_in_copy(program: Program) -> None:
     os.environ |= program.environment
     if program.descriptors is not None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (program.descriptors, program.descriptors))
@@ -128,3 +170,15 @@ def _run_in_child(program: Program, out: Path, error: Path, given: Path | None) 
     from maxsimd.api.cli import main
 
     main()
+
+
+def _run_code(code: str) -> None:
+    sys.argv = ["-c"]
+    exec(code, vars(sys.modules["__main__"]))
+
+
+if __name__ == "__main__":
+    # In place of `python -u -c CODE`, by which pytest-xdist starts a worker.
+    from tests import forked
+
+    sys.exit(forked.Forked(forked._run_code, sys.argv[-1], files=(0, 1, 2)).wait())

@@ -89,6 +89,15 @@ def test_a_client_that_does_not_read_its_answer_is_cut_off(strict_server: Server
     client.close()
 
 
+def test_a_client_that_asks_on_and_reads_nothing_is_cut_off(strict_server: Server) -> None:
+    before = cut(strict_server, "slow_reader")
+    # Their answers have some 10 MB, of which no single one is long.
+    ask = head("GET /metrics HTTP/1.1") * 1000
+    client = RawClient(strict_server.url, receive_buffer=4096).send(ask, post("/nope", RERANK)[:-1])
+    wait_for(lambda: cut(strict_server, "slow_reader") == before + 1)
+    client.close()
+
+
 def test_a_connection_is_reused_after_an_unread_body(strict_server: Server) -> None:
     before = cut(strict_server, "idle")
     request = post("/nope", RERANK)

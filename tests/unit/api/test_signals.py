@@ -1,6 +1,7 @@
 """How a process is asked to end, and what ends it where it cannot itself."""
 
 import asyncio
+import logging
 import os
 import signal
 import time
@@ -10,6 +11,7 @@ import pytest
 
 from maxsimd.api import signals
 from maxsimd.api.signals import SIGNALS, Stop
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -38,6 +40,20 @@ async def test_a_signal_asks_and_starts_the_grace_period(left: list[int], number
     assert stop.is_asked
     assert 99 < stop.deadline - asyncio.get_running_loop().time() <= 100
     assert left == []
+    stop.done()
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+async def test_a_second_signal_ends_the_process_at_once(
+    left: list[int], number: signal.Signals, caplog: pytest.LogCaptureFixture
+) -> None:
+    stop = Stop(grace=100)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(stop.asked(), 5)
+    assert left == []
+    os.kill(os.getpid(), number)
+    await until(lambda: left == [128 + number])
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
     stop.done()
 
 

@@ -1,6 +1,8 @@
 """How many cores and how much memory a process may use, by what the kernel shows."""
 
 import logging
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -84,6 +86,15 @@ def test_there_are_as_many_threads_as_can_always_run(
     affinity: int, quota: float | None, threads: int
 ) -> None:
     assert Cores(affinity, quota).threads == threads
+
+
+def test_a_real_quota_is_found(group_of_one_core: Path) -> None:
+    program = (
+        f"import os; open({str(group_of_one_core / 'cgroup.procs')!r}, 'w').write(str(os.getpid()));"
+        "from maxsimd.engine.device.cores import usable_cores; print(usable_cores().quota)"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert float(ran.stdout) == 1.0
 
 
 GIB = 1024**3
