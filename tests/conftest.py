@@ -31,11 +31,13 @@ FAST = (
     "unit/test_rooms.py",
     "unit/scheduler/test_*.py",
 )
+# Files whose tests wait longest. They are begun first, so that no worker is left with them in the end.
+LONG = ("server/test_fleet.py", "accelerator/test_*.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what is fast, and puts the tests of a file that are about one family side by side: they share its
-    engines."""
+    """Marks what is fast, begins with what is long, and puts the tests of a file that are about one family
+    side by side: they share its engines."""
     files: dict[str, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.nodeid.partition("::")[0], []).append(item)
@@ -45,7 +47,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.fast)
         families = {family: i for i, family in enumerate(dict.fromkeys(map(_family, tests)))}
         tests.sort(key=lambda item: families[_family(item)])
-    items[:] = [item for tests in files.values() for item in tests]
+    by_length = sorted(files, key=lambda file: not any(PurePath(file).match(pattern) for pattern in LONG))
+    items[:] = [item for file in by_length for item in files[file]]
 
 
 def _family(item: pytest.Item) -> object:

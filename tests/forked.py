@@ -47,8 +47,8 @@ def parent() -> str:
 
 
 class Forked:
-    """A copy that calls a function of a module, with the methods of `subprocess.Popen` that tests use. Its `files`
-    are standard input, output and error."""
+    """A copy that calls a function of a module, with the methods of `subprocess.Popen` that tests use. It has
+    `files` for standard input, output and error."""
 
     def __init__(self, target: Callable[..., object], *arguments: object, files: Sequence[int]) -> None:
         self.returncode: int | None = None
@@ -137,7 +137,7 @@ class Program:
         with TemporaryDirectory() as temporary:
             out, error, given = (Path(temporary, name) for name in ("out", "error", "given"))
             given.write_bytes(stdin)
-            ended = self.start(out, error, given).wait(300)
+            ended = self.start(out, error, given).wait(1800)
             found = [file.read_text("utf-8") if file.exists() else "" for file in (out, error)]
         assert ended == status, found[1]
         return subprocess.CompletedProcess([*self.arguments], ended, *found)

@@ -2,9 +2,6 @@
 gives on the CPU, no step mixes devices, and a device that computes something else is refused at load."""
 
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -21,6 +18,7 @@ from maxsimd.engine.execution.devices import choose_device, device_names
 from maxsimd.engine.execution.precision import choose_dtype
 from tests.checkpoints import visual
 from tests.checkpoints.shared import SharedCheckpoints
+from tests.forked import Program
 from tests.parity.families import FAMILIES, LISTWISE
 
 BY_NAME = {family.name: (family.build, family.settings) for family in (*FAMILIES, LISTWISE)}
@@ -41,14 +39,7 @@ def run(
         build, own = BY_NAME[name]
         case = {"path": checkpoints(build), "settings": own | settings, "pictures": name == "colpali"}
         lines.append(json.dumps(case | {"broken": broken}))
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.accelerator"],
-        input="\n".join(lines),
-        env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    done = Program([], module="tests.accelerator").run("\n".join(lines).encode())
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 

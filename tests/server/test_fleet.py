@@ -98,9 +98,14 @@ def test_clearing_the_cache_reaches_all_engines(fleet: Server) -> None:
     assert cached() == 0
 
 
+@pytest.fixture(scope="module")
+def right(server: Server) -> dict[str, float]:
+    return right_scores(server.url, DOCUMENTS)
+
+
 @pytest.fixture
-def clients(fleet: Server, server: Server) -> Clients:
-    return Clients(fleet.url, right_scores(server.url, DOCUMENTS))
+def clients(fleet: Server, right: dict[str, float]) -> Clients:
+    return Clients(fleet.url, right)
 
 
 def test_an_engine_that_is_killed_loses_nothing(fleet: Server, clients: Clients) -> None:

@@ -342,13 +342,18 @@ async def test_a_failed_delivery_or_commit_ends_the_engine(
     statements = clean.statements(function, which)
     assert statements, "no request came this way"
     for statement in statements:
-        async with Engine(configs[-1]) as engine, asyncio.timeout(30):
-            found = await workload.run_with(function, statement, engine)
-            assert faults.raised
-            await engine.until_dead()
-            assert not engine.is_healthy
-            for one in found:
-                assert not isinstance(one, BaseException) or isinstance(one, EngineDeadError)
+        # Whether a request comes this way hangs on what arrives together.
+        for _ in range(10):
+            async with Engine(configs[-1]) as engine, asyncio.timeout(30):
+                found = await workload.run_with(function, statement, engine)
+                if not faults.raised:
+                    continue
+                await engine.until_dead()
+                assert not engine.is_healthy
+                for one in found:
+                    assert not isinstance(one, BaseException) or isinstance(one, EngineDeadError)
+                break
+        assert faults.raised
 
 
 @pytest.mark.parametrize(
