@@ -45,7 +45,8 @@ def ray_session(cores: int = 16) -> Iterator[str]:
         serve.start(http_options={"host": "127.0.0.1", "port": port, "location": "HeadOnly"})
         yield f"http://127.0.0.1:{port}"
     finally:
-        started = {*descendants(os.getpid())} - before
+        # Not those of other servers, which a test may have started meanwhile.
+        started = [each for each in descendants(os.getpid()) if each not in before and folder in each.title]
         with suppress(Exception):
             serve.shutdown()
         ray.shutdown()
