@@ -148,7 +148,7 @@ def run_command(*arguments: str, stdin: bytes = b"", status: int = 0) -> "subpro
     return Program(arguments).run(stdin, status)
 
 
-# What follows runs in the copy.
+# The rest of this file runs in the copy.
 
 
 def _run_in_copy(program: Program) -> None:

@@ -32,8 +32,8 @@ BROKEN = [("BERT", "aten::gelu"), ("ColBERT", "aten::scatter_reduce_")]
 def run(
     names: list[str], checkpoints: SharedCheckpoints, *wrong: str, **settings: Any
 ) -> list[dict[str, Any]]:
-    """What became of each model, of which the last ones have an operation that is `wrong`; in a process of
-    its own, whose torch has the device."""
+    """Scores the models in a process of their own, whose torch has the device, and returns the outcomes. For
+    the last models an operation of the device is `wrong`."""
     lines = []
     for name, broken in zip(names, [None] * (len(names) - len(wrong)) + [*wrong], strict=True):
         build, own = BY_NAME[name]

@@ -26,8 +26,8 @@ _RECOVERY_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """What a process's clients ask, with how many seconds between two requests of one, and the share of their
-    requests that they abandon."""
+    """The requests that the clients of one process send, the seconds between two requests of a client, and
+    the share of requests that they abandon."""
 
     draw: Callable[[Pool, random.Random], Ask]
     clients: int
@@ -43,7 +43,7 @@ _MIXES = {
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What became of a request; times by the monotonic clock, which all processes share."""
+    """A request and its answer. Times are those of the monotonic clock, which all processes share."""
 
     kind: str
     sent: float
@@ -130,7 +130,7 @@ async def crowd(url: str, pool: Path, processes: int, mix: str) -> AsyncIterator
             await process.wait()
 
 
-# What follows runs in the clients' processes.
+# The rest of this file runs in the clients' processes.
 
 
 async def _client(

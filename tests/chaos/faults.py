@@ -43,7 +43,7 @@ class Disturber:
 
     def __init__(self, server: Running, crowd: Crowd, pool: Pool, cache: Path, draw: random.Random) -> None:
         self.faults: list[Fault] = []
-        # Of the requests that are part of a fault.
+        # The requests that are part of a fault.
         self.records: list[Record] = []
         self._server, self._crowd, self._pool, self._cache, self._draw = server, crowd, pool, cache, draw
         self._kinds: dict[str, Callable[[], Awaitable[None]]] = {
@@ -144,7 +144,7 @@ class Disturber:
                     path.chmod(0o644)
 
     async def _replace(self) -> None:
-        """What is not the server's own it leaves alone, until its owner takes it away."""
+        """Puts another program's file in the cache's place. The server leaves it alone until it is gone."""
         await self._damage("file replaced by another program's")
         await self._for_a_while()
         (self._cache / FILE).unlink(missing_ok=True)

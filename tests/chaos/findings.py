@@ -1,4 +1,4 @@
-"""What a program found, and how it is printed."""
+"""The findings of a program, and how they are printed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ _SHOWN = 10
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Tables to print, and what has broken a promise, of which nothing should be there."""
+    """Tables to print, and the broken promises, of which there should be none."""
 
     tables: Sequence[Sequence[Row]]
     broken: Sequence[str]

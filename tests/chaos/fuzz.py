@@ -48,7 +48,7 @@ class Strange:
     method: str = "POST"
 
 
-# Of all bodies, requests and answers.
+# The names of fields in all bodies, requests and answers.
 _FIELDS = sorted(
     {
         name
@@ -76,7 +76,7 @@ _VALUES = st.recursive(
     ),
     max_leaves=20,
 )
-# Of the vectors of the model that is served here, and two of these in float16.
+# The length of the served model's vectors, and two such vectors in float16.
 _DIM = 32
 _HALVES = base64.b64encode(b"\x00\x2e" * 2 * _DIM).decode()
 # A PNG of 2 x 2 pixels, and it beside a text.
@@ -84,7 +84,7 @@ _PICTURE = "iVBORw0KGgoAAAANSUhEUgAAAAIAAAACCAIAAAD91JpzAAAADUlEQVR4nGP4z4AA/wEO
 _URL = f"data:image/png;base64,{_PICTURE}"
 _PARTS = [{"type": "text", "text": "a text"}, {"type": "image_url", "image_url": {"url": _URL}}]
 _VECTORS = {"embedding": _HALVES, "dtype": "float16", "shape": [2, _DIM]}
-# What a body is meant for, and one that is accepted there, or would be by another model.
+# Each route with a body that it accepts, from this model or from another.
 _USUAL: list[tuple[str, dict[str, Any]]] = [
     *((path, body) for (method, path), body in GOOD.items() if method == "POST"),
     ("/rerank", {"query": "how is a file read", "documents": ["one text", "another", "a third one"]}),

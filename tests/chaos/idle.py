@@ -36,8 +36,8 @@ _LONG = json.dumps({"query": "q", "documents": ["word " * 1_000_000]}).encode()
 @dataclass(slots=True)
 class Kind:
     """Slow clients: their share, what one sends at first and every few seconds, and the bytes it reads in a
-    second (None for all). Of these: how many were opened and refused, how many are open, and the seconds from
-    opening to the server's closing."""
+    second (None for all). It also counts the clients that were opened, that were refused and that are open,
+    and has the seconds until the server closed each."""
 
     name: str
     share: float
