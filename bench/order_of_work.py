@@ -24,6 +24,7 @@ SECONDS_PER_STEP = 0.002
 NOMINAL = 0.93
 QUEUE_LIMIT = 100_000
 LOADS = (0.5, 0.8, 0.95)
+CLOSED_LOOP_BUDGET = 16_384
 LOADS_BEYOND = (2.0, 5.0, 10.0)
 WAIT_SECONDS = 2.0
 _TOKENS_A_WORD = 1.4
@@ -201,6 +202,36 @@ def tokens_of_tenants(weights: dict[str, float], steps: int, seed: int) -> dict[
     return given
 
 
+def closed_loop(order: Order, clients: int, requests: int, budget: int, seed: int) -> dict[str, float]:
+    """Latencies where each of some clients sends a pair of 2,048 tokens (give or take a half, query and
+    document alike) as soon as it has the answer to its last one, and tokens a second. A step is chosen when
+    the one before it begins, as on a GPU, and takes as long as a full one of `budget` tokens."""
+    draw = random.Random(seed)
+    pairs = [[draw.randint(512, 1536), draw.randint(512, 1536)] for _ in range(requests)]
+    sent, left, latencies = dict[int, float](), dict[int, int](), list[float | None]()
+    seconds, a_step = 0.0, budget / TOKENS_PER_SECOND
+
+    def send() -> None:
+        number = len(sent)
+        if number < requests:
+            order.admit(number, pairs[number])
+            sent[number], left[number] = seconds, sum(pairs[number])
+
+    for _ in range(clients):
+        send()
+    running = order.step()
+    while running:
+        following = order.step()
+        seconds += a_step
+        for number, tokens in running.items():
+            left[number] -= tokens
+            if not left[number]:
+                latencies.append(seconds - sent[number])
+                send()
+        running = following or order.step()
+    return summary(latencies) | {"tokens_per_s": round(sum(map(sum, pairs)) / seconds)}
+
+
 def measure_order_of_work(
     requests: int, seeds: int, oldest_share: float, overdue_share: float, json_file: str | None
 ) -> None:
@@ -238,9 +269,26 @@ def measure_order_of_work(
             f"load 1.5, queue limit {QUEUE_LIMIT:,} tokens, {name}: {bound['refused']} refused, "
             f"longest latency {bound['longest_of_bound']:.3f} of the bound"
         )
+    closed = {
+        name: closed_loop(order, 64, requests, CLOSED_LOOP_BUDGET, 1)
+        for name, order in (
+            ("maxsimd", SchedulerOrder(CLOSED_LOOP_BUDGET)),
+            ("first come", FirstComeFirstServed(CLOSED_LOOP_BUDGET)),
+        )
+    }
+    for name, latency in closed.items():
+        of_mean = latency["p99_s"] / latency["mean_s"]
+        rate = f"{latency['tokens_per_s']:,} tokens/s"
+        click.echo(f"64 clients with one pair each, {name}: p99 {of_mean:.2f} of the mean, {rate}")
     shares = tokens_of_tenants({"a": 1.0, "b": 3.0}, 1000, 1)
     ratio = shares["b"] / shares["a"]
     click.echo(f"two tenants that weigh 1 and 3: the second gets {ratio:.3f} times the tokens of the first")
     if json_file:
-        figures = {"orders": rows, "beyond": beyond, "bound": bounds, "tenants": np.round(ratio, 4).item()}
+        figures = {
+            "orders": rows,
+            "beyond": beyond,
+            "bound": bounds,
+            "closed_loop": closed,
+            "tenants": np.round(ratio, 4).item(),
+        }
         write_json(json_file, {"settings": settings, "figures": figures})

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from maxsimd.scheduler.shares import size_class
 from maxsimd.scheduler.weights import Share, part_of, weight_of
 
 # The longer all takes, the more the oldest get meanwhile: how often that is worked out anew at most.
@@ -27,20 +28,22 @@ def work_ahead(
     waiting: Iterable[tuple[Share, int]],
     weights: Mapping[str, float],
     oldest_share: float,
+    budget: int,
 ) -> int:
     """How many tokens are run, by about, before the last of a request of `tokens` that came now.
 
     `waiting` has each waiting request's share and what it has left, in tokens, the oldest first. Of the same
-    tenant and priority all of the same class of size or a lower one goes before. Others run beside it, as
-    their weights allow. An `oldest_share` of all goes to one request after the other, the oldest first; what
-    the larger ones of the same tenant and priority get of it is taken from that tenant and priority.
+    tenant and priority all of the same class of size (`size_class`) or a lower one goes before. Others run
+    beside it, as their weights allow. An `oldest_share` of all goes to one request after the other, the
+    oldest first; what the larger ones of the same tenant and priority get of it is taken from that tenant and
+    priority.
     """
-    own_class = tokens.bit_length()
+    own_class = size_class(tokens, budget)
     own, beside = tokens, dict[Share, int]()
     # How much has gone to larger ones of the same group once the oldest requests have had all they need.
     given, to_larger = [0], [0]
     for each, work in waiting:
-        is_larger = each == share and work.bit_length() > own_class
+        is_larger = each == share and size_class(work, budget) > own_class
         if each != share:
             beside[each] = beside.get(each, 0) + work
         elif not is_larger:

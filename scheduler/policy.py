@@ -136,11 +136,10 @@ class Scheduler:
     ) -> int:
         """About how many tokens are run before the last of a request of `tokens` that were admitted now.
         Those `coming` before it are not admitted yet: whose they are, and their tokens."""
-        waiting = ((request.share, request.work) for request in self._requests.values())
+        waiting = chain(((request.share, request.work) for request in self._requests.values()), coming)
         share = share_of(tenant, priority)
-        return work_ahead(
-            tokens, share, chain(waiting, coming), self._shares.weights, self._share_of_oldest()
-        )
+        weights, oldest_share = self._shares.weights, self._share_of_oldest()
+        return work_ahead(tokens, share, waiting, weights, oldest_share, self.limits.tokens)
 
     def waiting_of(self, tenant: str) -> int:
         """Tokens of a tenant that are not scheduled yet, and the prices of its cached batches."""

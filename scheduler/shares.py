@@ -13,6 +13,13 @@ from maxsimd.scheduler.weights import checked_weights, part_of, weight_of
 _MAX_STEPS_AHEAD = 4
 
 
+def size_class(tokens: int, budget: int) -> int:
+    """The class of a request that has `tokens` left: class n is from 2**(n - 1) to 2**n tokens. All that are
+    less than half the `budget` of a step are of one class, because a step runs several of them: if the
+    smaller ones passed, the larger ones would be late and nobody much earlier."""
+    return max(tokens, budget // 2).bit_length()
+
+
 class _Group:
     """The waiting requests of one tenant and priority, in the order in which they are served.
 
@@ -35,7 +42,7 @@ class Shares:
     another by its choice of `priority`. One that has only priorities above 0 lets others pass: it weighs no
     more than these parts together. Within a group, requests are ranked by the class of what they have left,
     then by arrival: shortest remaining processing time (Schrage 1968), the order with the least mean
-    latency, but with classes, so that like requests are served one after the other.
+    latency, but with classes (`size_class`), so that like requests are served one after the other.
 
     Every change costs a binary search and an insertion into a list.
     """
@@ -43,6 +50,7 @@ class Shares:
     def __init__(self, weights: Mapping[str, float], tokens: int) -> None:
         self.weights = checked_weights(weights)
         self._most_ahead = _MAX_STEPS_AHEAD * tokens
+        self._budget = tokens
         self._now = 0.0
         self._numbered = 0
         self._groups: dict[tuple[str, int], _Group] = {}
@@ -112,7 +120,7 @@ class Shares:
         """Notes that a request was given tokens, or with 0 that what it has left has changed."""
         group = self._groups[request.share]
         is_ranked = request.request_id not in self._aside
-        if is_ranked and self._classes[request.request_id] != request.size_class:
+        if is_ranked and self._classes[request.request_id] != self._class_of(request):
             self._unrank(group, request)
             self._rank(group, request)
         weight = self._weight(group)
@@ -144,10 +152,13 @@ class Shares:
         tenant, priority = group.share
         return weight_of(self.weights.get(tenant, 1.0), priority, self._priorities[tenant])
 
+    def _class_of(self, request: WaitingRequest) -> int:
+        return size_class(request.work, self._budget)
+
     def _rank(self, group: _Group, request: WaitingRequest) -> None:
         if not group.ranked:
             insort(self._order, (group.virtual_time, group.number, group))
-        size_class = self._classes[request.request_id] = request.size_class
+        size_class = self._classes[request.request_id] = self._class_of(request)
         insort(group.ranked, (size_class, request.arrival, request))
 
     def _unrank(self, group: _Group, request: WaitingRequest) -> None:

@@ -146,11 +146,6 @@ class WaitingRequest:
         self._features: dict[int, int] = {}
 
     @property
-    def size_class(self) -> int:
-        """The class of what is left: 2**(size_class - 1) <= work < 2**size_class."""
-        return self.work.bit_length()
-
-    @property
     def has_sequence(self) -> bool:
         """Whether there is a sequence that waits for nothing."""
         return bool(self._ready.sequences) or self._next_query() is not None

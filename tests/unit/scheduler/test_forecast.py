@@ -43,7 +43,7 @@ OTHER, THIRD = ("other", 0), ("third", 0)
 def test_what_is_run_before_a_new_request(
     tokens: int, waiting: list[tuple[tuple[str, int], int]], expected: int
 ) -> None:
-    assert work_ahead(tokens, ME, waiting, {"third": 3}, 1 / 8) == expected
+    assert work_ahead(tokens, ME, waiting, {"third": 3}, 1 / 8, budget=16) == expected
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -6,6 +6,7 @@ from maxsimd.bench.beside_batches import beside_batches
 from maxsimd.bench.order_of_work import (
     BUDGET,
     MIXES,
+    closed_loop,
     longest_wait_of_bound,
     poisson_arrivals,
     simulate,
@@ -32,6 +33,14 @@ def test_under_overload_admitted_requests_finish_in_bounds(mix: str) -> None:
     bound = longest_wait_of_bound(MIXES[mix], 400, seed=1)
     assert bound["longest_of_bound"] <= 1
     assert bound["refused"] > 0
+
+
+def test_equal_clients_wait_about_equally() -> None:
+    """Requests that are smaller than a step do not pass one another, whatever class their size is in."""
+    ours = closed_loop(SchedulerOrder(16_384), 64, 600, 16_384, seed=1)
+    in_turn = closed_loop(FirstComeFirstServed(16_384), 64, 600, 16_384, seed=1)
+    assert ours["p99_s"] <= 1.25 * ours["mean_s"]
+    assert ours["tokens_per_s"] >= 0.99 * in_turn["tokens_per_s"]
 
 
 def test_batches_take_what_requests_leave_and_no_more() -> None:
