@@ -1,4 +1,4 @@
-"""Runs a stage of the first day: `python -m maxsimd.bench.gpu.first_day STAGE`."""
+"""Runs the steps of a day on a GPU: `python -m maxsimd.bench.gpu.first_day`."""
 
 import json
 import shutil
@@ -12,46 +12,44 @@ from typing import IO
 import click
 
 from maxsimd.bench.gpu.first_day.predictions import PREDICTIONS, rows_of
-from maxsimd.bench.gpu.first_day.stages import STAGES, in_dry
+from maxsimd.bench.gpu.first_day.stages import in_dry, steps
 from maxsimd.bench.gpu.first_day.steps import Outcome, Step, run
 from maxsimd.bench.gpu.first_day.table import figures_table, steps_table
 
 
 @click.command()
-@click.argument("stage", type=click.Choice(list(STAGES)))
 @click.option("--out", type=click.Path(file_okay=False), default="build/first-day", show_default=True)
-@click.option("--seconds", default=540.0, show_default=True, help="For all steps together.")
+@click.option("--seconds", default=565.0, show_default=True, help="For all steps together.")
 @click.option("--only", multiple=True, help="Only the step of this name; repeatable.")
 @click.option("--dry", is_flag=True, help="Small and on a CPU, with interpreted kernels.")
-def main(stage: str, out: str, seconds: float, only: tuple[str, ...], dry: bool) -> None:
-    """Runs the steps of STAGE one after the other, then prints what came of them. Exits with 1 where a step
-    failed."""
-    steps = in_dry(STAGES[stage]()) if dry else STAGES[stage]()
-    names = [step.name for step in steps]
+def main(out: str, seconds: float, only: tuple[str, ...], dry: bool) -> None:
+    """Runs all steps one after the other, then prints what came of them. Exits with 1 where one failed."""
+    all_steps = in_dry(steps()) if dry else steps()
+    names = [step.name for step in all_steps]
     if unknown := set(only) - set(names):
-        raise click.UsageError(f"stage {stage} has no step {', '.join(sorted(unknown))}; it has: {names}")
-    chosen = [step for step in steps if not only or step.name in only]
-    outcomes = run_stage(stage, chosen, Path(out), seconds, "CPU" if dry else gpu_name())
+        raise click.UsageError(f"there is no step {', '.join(sorted(unknown))}; there are: {names}")
+    chosen = [step for step in all_steps if not only or step.name in only]
+    outcomes = run_steps(chosen, Path(out), seconds, "CPU" if dry else gpu_name())
     if not all(outcome.passed for outcome in outcomes):
         raise SystemExit(1)
 
 
-def run_stage(stage: str, steps: Sequence[Step], folder: Path, seconds: float, gpu: str) -> list[Outcome]:
-    """Runs all steps, whatever comes of each; writes STAGE.json after every step, STAGE.log as they print,
-    and STAGE.txt with the tables in the end, which are printed too."""
+def run_steps(chosen: Sequence[Step], folder: Path, seconds: float, gpu: str) -> list[Outcome]:
+    """Runs all steps, whatever comes of each; writes first-day.json after every step, first-day.log as they
+    print, and first-day.txt with the tables in the end, which are printed too."""
     folder.mkdir(parents=True, exist_ok=True)
     ends = time.monotonic() + seconds
     outcomes: list[Outcome] = []
-    with (folder / f"stage-{stage}.log").open("w", encoding="utf-8") as log:
-        for step in steps:
+    with (folder / "first-day.log").open("w", encoding="utf-8") as log:
+        for step in chosen:
             _say(f"--- {step.name}: {' '.join(step.command)}", log)
             outcomes.append(run(step, ends - time.monotonic(), log))
             _say(f"--- {step.name}: {outcomes[-1].verdict}, {outcomes[-1].seconds:.1f} s", log)
-            _write(folder / f"stage-{stage}.json", stage, gpu, outcomes)
-    lines = [f"stage {stage} on {gpu}", *steps_table(outcomes)]
+            _write(folder / "first-day.json", gpu, outcomes)
+    lines = [f"first day on {gpu}", *steps_table(outcomes)]
     lines += ["", *figures_table(outcomes, PREDICTIONS, gpu)]
     text = "\n".join(lines).rstrip() + "\n"
-    (folder / f"stage-{stage}.txt").write_text(text, encoding="utf-8")
+    (folder / "first-day.txt").write_text(text, encoding="utf-8")
     print(f"\n{text}", end="", flush=True)
     return outcomes
 
@@ -70,7 +68,7 @@ def _say(line: str, log: IO[str]) -> None:
     print(line, file=log, flush=True)
 
 
-def _write(path: Path, stage: str, gpu: str, outcomes: Sequence[Outcome]) -> None:
+def _write(path: Path, gpu: str, outcomes: Sequence[Outcome]) -> None:
     found = {name: value for outcome in outcomes for name, value in outcome.found.items()}
     rows = [
         asdict(row.prediction)
@@ -78,7 +76,7 @@ def _write(path: Path, stage: str, gpu: str, outcomes: Sequence[Outcome]) -> Non
         for row in rows_of(PREDICTIONS, found, gpu)
     ]
     steps = [asdict(outcome) | {"verdict": outcome.verdict} for outcome in outcomes]
-    content = {"stage": stage, "gpu": gpu, "steps": steps, "predictions": rows}
+    content = {"gpu": gpu, "steps": steps, "predictions": rows}
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 

@@ -44,9 +44,13 @@ def poison() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
 
 
-def maxsim_cases(dims: tuple[int, ...] = (48, 96, 128, 200, 256, 1024)) -> Iterator[Case]:
+def maxsim_cases(
+    dims: tuple[int, ...] = (48, 96, 128, 200, 256, 1024),
+    dtypes: tuple[str, ...] = (*DTYPES, "int8"),
+    splits: tuple[int, ...] = (1, 2, 64),
+) -> Iterator[Case]:
     """All tiles, precisions, kinds of dimensions, and numbers of splits."""
-    for dtype, dim, query, split_k in product((*DTYPES, "int8"), dims, (32, 33, 128, 1024), (1, 2, 64)):
+    for dtype, dim, query, split_k in product(dtypes, dims, (32, 33, 128, 1024), splits):
         name = f"maxsim {dtype}, dim {dim}, {query} query tokens, split_k {split_k}"
         yield Case(name, _Maxsim(dtype, dim, query, split_k, (0, 1, 128, 129, 64, 8192)))
 
@@ -91,9 +95,11 @@ _BEFORE = 70
 _KINDS = ("whole", "causal", "window", "causal window", "prefix", "chunk")
 
 
-def attention_cases(heads: tuple[int, ...] = (32, 64, 80, 128, 256)) -> Iterator[Case]:
+def attention_cases(
+    heads: tuple[int, ...] = (32, 64, 80, 128, 256), dtypes: tuple[str, ...] = (*DTYPES,)
+) -> Iterator[Case]:
     """All sizes of heads and kinds of sequences, with two heads of queries to one of keys."""
-    for dtype, head_dim, kind in product(DTYPES, heads, _KINDS):
+    for dtype, head_dim, kind in product(dtypes, heads, _KINDS):
         check = _Attention(dtype, head_dim, kind, (1, 64, 128, 129, 300))
         yield Case(f"attention {dtype}, heads of {head_dim}, {kind}", check)
 

@@ -1,4 +1,4 @@
-"""The model that is run: a ColBERT of XLM-RoBERTa large's shape with random weights, saved once."""
+"""The models that are run: ColBERTs with random weights, each saved once."""
 
 import os
 import shutil
@@ -7,13 +7,18 @@ from pathlib import Path
 
 from maxsimd.bench.gpu.serving import Shape, save_colbert
 
-LARGE = Shape()
-SMALL = Shape(layers=2, hidden=32, heads=2, vocabulary=30_600, dim=16)
+# jina-colbert-v2; a ColBERT on XLM-RoBERTa large, as bge-m3 is; GTE-ModernColBERT.
+JINA = Shape()
+XLM_ROBERTA = Shape(family="xlm-roberta")
+MODERNBERT = Shape("modernbert", layers=22, hidden=768, heads=12, intermediate=1152, vocabulary=50_368)
+# For a CPU, where only that all runs is to be seen.
+SMALL = Shape(layers=2, hidden=32, heads=2, intermediate=64, vocabulary=30_600, dim=16)
 
 
 def checkpoint(shape: Shape) -> str:
     """The path of the model, which is saved where it is not there yet. Processes may ask at the same time."""
-    folder = Path(tempfile.gettempdir()) / f"maxsimd-first-day-{os.getuid()}-{shape.layers}x{shape.hidden}"
+    name = f"maxsimd-first-day-{os.getuid()}-{shape.family}-{shape.layers}x{shape.hidden}"
+    folder = Path(tempfile.gettempdir()) / name
     if not folder.exists():
         made = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
         save_colbert(made, shape)
@@ -22,3 +27,8 @@ def checkpoint(shape: Shape) -> str:
         except OSError:  # another process was faster
             shutil.rmtree(made)
     return str(folder / "saved")
+
+
+if __name__ == "__main__":
+    for each in (JINA, XLM_ROBERTA, MODERNBERT):
+        checkpoint(each)

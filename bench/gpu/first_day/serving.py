@@ -6,7 +6,7 @@ from dataclasses import replace
 import click
 
 from maxsimd.bench.gpu.first_day.found import show_all
-from maxsimd.bench.gpu.first_day.model import LARGE, SMALL, checkpoint
+from maxsimd.bench.gpu.first_day.model import JINA, SMALL, checkpoint
 from maxsimd.bench.gpu.serving import WORKLOADS, Workload, measure_serving
 from maxsimd.bench.gpu.trace import measure_busy_share
 from maxsimd.bench.running import run_and_clean_up
@@ -26,7 +26,7 @@ def main() -> None:
 def serve(requests: int | None, dry: bool) -> None:
     """Prints the figures of the published workloads."""
     workloads = WORKLOADS if requests is None else (replace(WORKLOADS[0], requests=requests),)
-    model, device = checkpoint(SMALL if dry else LARGE), "cpu" if dry else "cuda"
+    model, device = checkpoint(SMALL if dry else JINA), "cpu" if dry else "cuda"
     show_all(run_and_clean_up(measure_serving(model, device, _DRY if dry else workloads)))
 
 
@@ -36,7 +36,7 @@ def serve(requests: int | None, dry: bool) -> None:
 def trace(requests: int, dry: bool) -> None:
     """Prints the share of time in which a kernel runs, and the gaps between kernels."""
     workload = _DRY[0] if dry else replace(WORKLOADS[0], requests=requests)
-    config = EngineConfig(model=checkpoint(SMALL if dry else LARGE), device="cpu" if dry else "cuda")
+    config = EngineConfig(model=checkpoint(SMALL if dry else JINA), device="cpu" if dry else "cuda")
     show_all({"trace": asyncio.run(measure_busy_share(config, workload))})
 
 

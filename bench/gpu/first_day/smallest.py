@@ -1,12 +1,11 @@
-"""Runs the smallest launches of a kernel's variants: `python -m maxsimd.bench.gpu.first_day.smallest KERNEL`,
-some at a time, in processes of their own.
-"""
+"""Runs the smallest launches of kernels' variants, some at a time, in processes of their own."""
 
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -21,22 +20,24 @@ KERNELS = ("maxsim", "attention", "projection", "layers")
 
 
 @click.command()
-@click.argument("kernel", type=click.Choice(KERNELS))
+@click.argument("kernels", type=click.Choice(KERNELS), nargs=-1, required=True)
+@click.option("--fewer", is_flag=True, help="The cases that the benchmarks' models and shapes need.")
 @click.option("--dry", is_flag=True, help="A few cases on the CPU.")
-@click.option("--processes", default=12, show_default=True, help="Cases that run at a time.")
+@click.option("--processes", default=14, show_default=True, help="Cases that run at a time.")
 @click.option("--cases", help="Run these in this process: indices, separated by commas.")
-def main(kernel: str, dry: bool, processes: int, cases: str | None) -> None:
-    """Compares each variant of KERNEL with plain torch. Exits with 1 where one is wrong."""
+def main(kernels: tuple[str, ...], fewer: bool, dry: bool, processes: int, cases: str | None) -> None:
+    """Compares each variant of KERNELS with plain torch. Exits with 1 where one is wrong."""
+    all_cases = [case for kernel in kernels for case in _cases(kernel, fewer, dry)]
     if cases is None:
-        _supervise(kernel, dry, 1 if dry else processes)
+        options = [option for option, is_on in (("--fewer", fewer), ("--dry", dry)) if is_on]
+        _supervise([*kernels, *options], [case.name for case in all_cases], 1 if dry else processes)
     else:
-        _run_here(_cases(kernel, dry), [int(index) for index in cases.split(",")], dry)
+        _run_here(all_cases, [int(index) for index in cases.split(",")], dry)
 
 
-def _supervise(kernel: str, dry: bool, processes: int) -> None:
-    command = [sys.executable, "-m", "maxsimd.bench.gpu.first_day.smallest", kernel]
-    command += ["--dry"] if dry else []
-    indices = range(len(_cases(kernel, dry)))
+def _supervise(arguments: list[str], names: list[str], processes: int) -> None:
+    command = [sys.executable, "-m", "maxsimd.bench.gpu.first_day.smallest", *arguments]
+    indices = range(len(names))
     shares = [indices[i::processes] for i in range(processes)]
 
     def run(share: Sequence[int]) -> list[Result]:
@@ -46,27 +47,39 @@ def _supervise(kernel: str, dry: bool, processes: int) -> None:
         results = [result for of_share in pool.map(run, shares) for result in of_share]
     wrong = [result for result in results if result.failure is not None]
     for result in wrong:
-        print(f"case {result.index} of {kernel}: {result.failure}", flush=True)
-    show(f"{kernel}: cases", len(results))
-    show(f"{kernel}: cases that failed", len(wrong))
+        print(f"{names[result.index]}: {result.failure}", flush=True)
+    show("kernels: cases", len(results))
+    show("kernels: cases that failed", len(wrong))
     if wrong:
         raise SystemExit(1)
 
 
-def _cases(kernel: str, dry: bool) -> "list[Case]":
-    if kernel == "layers":
-        from maxsimd.bench.gpu.first_day import layer_cases
+def _cases(kernel: str, fewer: bool, dry: bool) -> "Iterator[Case]":
+    from maxsimd.bench.gpu.first_day import cases, layer_cases
 
-        return list(layer_cases.small_layer_cases() if dry else layer_cases.layer_cases())
-    from maxsimd.bench.gpu.first_day import cases
-
-    of_kernel = {
-        "maxsim": (cases.maxsim_cases, cases.small_maxsim_cases),
-        "attention": (cases.attention_cases, cases.small_attention_cases),
-        "projection": (cases.projection_cases, cases.small_projection_cases),
+    makers: dict[str, tuple[Callable[[], Iterator[Case]], ...]] = {
+        "maxsim": (
+            cases.maxsim_cases,
+            partial(cases.maxsim_cases, (96, 128, 1024), ("bf16", "int8"), (1, 2)),
+            cases.small_maxsim_cases,
+        ),
+        "attention": (
+            cases.attention_cases,
+            partial(cases.attention_cases, (64, 128), ("bf16", "fp32")),
+            cases.small_attention_cases,
+        ),
+        "projection": (
+            cases.projection_cases,
+            partial(cases.projection_cases, (128,)),
+            cases.small_projection_cases,
+        ),
+        "layers": (
+            layer_cases.layer_cases,
+            partial(layer_cases.layer_cases, (768, 1024), (64, 128)),
+            layer_cases.small_layer_cases,
+        ),
     }
-    all_cases, small_cases = of_kernel[kernel]
-    return list(small_cases() if dry else all_cases())
+    return makers[kernel][2 if dry else int(fewer)]()
 
 
 def _run_here(all_cases: "list[Case]", indices: Sequence[int], dry: bool) -> None:
