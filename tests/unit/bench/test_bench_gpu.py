@@ -33,7 +33,7 @@ def test_a_step_that_fails_hides_none_of_those_after_it(tmp_path: Path) -> None:
         Step("dies", script("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"), 30),
         Step("hangs", script(child), 2.0),
         Step("lacks", script("1"), 30, needs="a-program-that-nobody-has"),
-        Step("after", script("print('found: [\"trace: busy_share\", 0.98]')"), 30),
+        Step("after", script("print('found: [\"kernels: cases that failed\", 0]')"), 30),
     ]
     outcomes = run_steps(steps, tmp_path, 60, "NVIDIA H200")
     assert [outcome.status for outcome in outcomes] == [0, 3, -11, None, 77, 0]
