@@ -1,0 +1,95 @@
+"""What products in fp8 would do to a ranking: `python -m maxsimd.bench.gpu.fp8`. Needs no GPU.
+
+Each linear layer of the default model rounds its input by rows and its weight by outputs to float8_e4m3fn,
+as `torch._scaled_mm` has them on a Hopper, and multiplies the rounded numbers in float32. Beside it, the same
+with bfloat16.
+"""
+
+from collections.abc import Callable
+
+import click
+import numpy as np
+import torch
+
+from maxsimd.bench.datasets import Request, docstring_requests
+from maxsimd.bench.report import machine
+from maxsimd.engine.checkpoint.embedded import embedded_model_path
+
+_LARGEST = torch.finfo(torch.float8_e4m3fn).max
+_BATCH = 64
+
+Rounding = Callable[[torch.Tensor], torch.Tensor]
+
+
+def to_bfloat16(rows: torch.Tensor) -> torch.Tensor:
+    """Numbers of any shape, rounded."""
+    return rows.bfloat16().float()
+
+
+def to_fp8(rows: torch.Tensor) -> torch.Tensor:
+    """[..., width], each row rounded with a scale of its own."""
+    scales = rows.abs().amax(dim=-1, keepdim=True).clamp_min(1e-12) / _LARGEST
+    return (rows / scales).to(torch.float8_e4m3fn).float() * scales
+
+
+@click.command()
+@click.option("--requests", default=300, show_default=True, help="Queries, each with 100 documents.")
+@click.option("--max-tokens", default=128, show_default=True)
+@torch.inference_mode()
+def main(requests: int, max_tokens: int) -> None:
+    """Prints MRR@10 over docstrings, and how many of the ten best are those of float32, for late interaction
+    and for pooled embeddings."""
+    for name, value in machine().items():
+        click.echo(f"{name}: {value}")
+    asked = docstring_requests(requests, 100, 0)
+    ways: dict[str, Rounding | None] = {"float32": None, "bfloat16": to_bfloat16, "fp8": to_fp8}
+    exact: dict[str, list[np.ndarray]] = {}
+    for way, rounding in ways.items():
+        for kind, scores in _scores(asked, rounding, max_tokens).items():
+            best = [np.argsort(-each, kind="stable")[:10] for each in scores]
+            first = exact.setdefault(kind, best)
+            overlap = np.mean([len(set(a) & set(b)) / 10 for a, b in zip(best, first, strict=True)])
+            answers = [request.answer for request in asked]
+            ranks = [np.flatnonzero(each == answer) for each, answer in zip(best, answers, strict=True)]
+            mrr = np.mean([1 / (found[0] + 1) if len(found) else 0.0 for found in ranks])
+            click.echo(f"{kind}, {way}: MRR@10 {mrr:.4f}, {overlap:.4f} of the ten best are those of float32")
+
+
+def _scores(asked: list[Request], rounding: Rounding | None, max_tokens: int) -> dict[str, list[np.ndarray]]:
+    """For late interaction and for mean pooling, each request's scores [documents]."""
+    from transformers import AutoModel, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(embedded_model_path())
+    model = AutoModel.from_pretrained(embedded_model_path()).eval()
+    if rounding is not None:
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                _round(module, rounding)
+    texts = sorted({text for request in asked for text in (str(request.query), *request.documents)}, key=len)
+    states: dict[str, torch.Tensor] = {}
+    for first in range(0, len(texts), _BATCH):
+        batch = texts[first : first + _BATCH]
+        inputs = tokenizer(batch, padding=True, truncation=True, max_length=max_tokens, return_tensors="pt")
+        hidden = model(**inputs).last_hidden_state
+        for text, rows, mask in zip(batch, hidden, inputs["attention_mask"], strict=True):
+            states[text] = rows[mask.bool()]
+
+    def unit(rows: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.normalize(rows, dim=-1)
+
+    late, pooled = [], []
+    for request in asked:
+        query = states[str(request.query)]
+        documents = [states[text] for text in request.documents]
+        late.append(np.array([float((unit(query) @ unit(rows).T).amax(1).sum()) for rows in documents]))
+        pooled.append(np.array([float(unit(query.mean(0)) @ unit(rows.mean(0))) for rows in documents]))
+    return {"late interaction": late, "pooled": pooled}
+
+
+def _round(layer: torch.nn.Linear, rounding: Rounding) -> None:
+    weight, bias = rounding(layer.weight), layer.bias
+    layer.forward = lambda x: to_bfloat16(torch.nn.functional.linear(rounding(x), weight, bias))  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    main()
