@@ -16,7 +16,7 @@ import torch
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig
 from maxsimd.engine.checkpoint import load_model
 from maxsimd.engine.execution.attention import interface
-from maxsimd.engine.execution.fused_layers import bert, decoder, replace, trial
+from maxsimd.engine.execution.fused_layers import bert, replace, rotary_layers, trial
 from maxsimd.engine.execution.prepare import PreparedModel, prepare
 from maxsimd.engine.ops.triton import layer_norm, rms_norm, rotary, swiglu
 from tests.checkpoints import cross_encoders
@@ -25,7 +25,7 @@ from tests.unit.engine.ops.interpreted import run_interpreted
 CPU = torch.device("cpu")
 QUERY = "what is a fox"
 DOCUMENTS = ["the quick brown fox jumps over the dog", "the moon"]
-FUSED = (bert.FusedSelfAttention, bert.FusedOutput, decoder.FusedDecoderLayer)
+FUSED = (bert.FusedSelfAttention, bert.FusedOutput, rotary_layers.FusedRotaryLayer)
 
 
 def check_scores(name: str) -> None:
@@ -100,10 +100,12 @@ def plain_kernels() -> Iterator[None]:
     with ExitStack() as patches:
         patches.enter_context(patch.object(rotary, "norm_rotary_", turn_))
         for module, name in (
+            (layer_norm, "layer_norm"),
             (layer_norm, "add_layer_norm"),
+            (layer_norm, "sum_and_layer_norm"),
             (rms_norm, "rms_norm"),
             (rms_norm, "add_rms_norm"),
-            (swiglu, "swiglu"),
+            (swiglu, "gated"),
         ):
             patches.enter_context(patch.object(module, name, getattr(module, f"{name}_reference")))
         yield
