@@ -98,6 +98,7 @@ def _gated(width: int, activation: str, dtype: str) -> Variant:
     from maxsimd.engine.ops.triton import swiglu
 
     types = dict.fromkeys(("gate_up", "out"), POINTERS[dtype])
-    constants = {"ACTIVATION": activation, "BLOCK": swiglu.BLOCK}
-    source = Source(swiglu.gated_kernel, types, constants, {"num_warps": swiglu.WARPS})
+    block = swiglu.block_for(width)
+    options = {"num_warps": block // swiglu.NUMBERS_OF_A_WARP}
+    source = Source(swiglu.gated_kernel, types, {"ACTIVATION": activation, "BLOCK": block}, options)
     return Variant(f"gated {activation} {width}", source, 3 * width * ITEMSIZE[dtype])

@@ -19,9 +19,9 @@ import triton.language as tl
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu"]
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 
-# Numbers of a row that a program of four warps computes: 8 a thread, which are one load of 16 bytes.
-BLOCK = 1024
-WARPS = 4
+# Numbers of a row that a program may compute, and those of each of its warps: 8 a thread, a load of 16 bytes.
+_BLOCKS = (1024, 512, 256)
+NUMBERS_OF_A_WARP = 256
 
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
 _TWO_SQRT_TWO_OVER_PI = tl.constexpr(1.5957691216057308)
@@ -57,21 +57,27 @@ def gated_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + row * width + columns, (activated * up).to(out.dtype.element_ty), mask=inside)
 
 
+def block_for(width: int) -> int:
+    """The largest block that leaves few columns of its programs idle."""
+    fitting = (block for block in _BLOCKS if triton.cdiv(width, block) * block * 8 <= width * 9)
+    return next(fitting, _BLOCKS[-1])
+
+
 def gated(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     """`activation(gate) * up` [rows, width], for [rows, 2 width] with the gate first."""
     rows, both = gate_up.shape
     width = both // 2
     out = gate_up.new_empty(rows, width)
     if rows:
-        grid = (rows, triton.cdiv(width, BLOCK))
-        gated_kernel[grid](
+        block = block_for(width)
+        gated_kernel[(rows, triton.cdiv(width, block))](
             gate_up,
             out,
             width,
             gate_up.stride(0),
             ACTIVATION=activation,
-            BLOCK=BLOCK,
-            num_warps=WARPS,
+            BLOCK=block,
+            num_warps=block // NUMBERS_OF_A_WARP,
         )
     return out
 
