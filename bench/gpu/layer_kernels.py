@@ -22,21 +22,40 @@ class Variant:
 
 def variants(dtype: str = "bf16") -> Iterator[Variant]:
     """All variants in a precision."""
-    for width in (384, 1024, 4096, 8192):
-        yield _add_layer_norm(width, dtype)
+    for width in (384, 768, 1024, 4096, 8192):
+        yield from (_layer_norm(width, dtype, kind, biased=True) for kind in _LAYER_NORMS)
         yield from (_rms_norm(width, dtype, added=added) for added in (False, True))
-    # Qwen3-0.6B and 8B, Llama-3.2-1B, a head of 256.
-    for heads, head_dim, normed in ((24, 128, True), (40, 128, True), (40, 64, False), (24, 256, True)):
+    # ModernBERT has no biases.
+    yield from (_layer_norm(768, dtype, kind, biased=False) for kind in _LAYER_NORMS)
+    # Qwen3-0.6B and 8B, Llama-3.2-1B, a head of 256, jina-colbert-v2, ModernBERT and gte-multilingual-base.
+    for heads, head_dim, normed in (
+        (24, 128, True),
+        (40, 128, True),
+        (40, 64, False),
+        (24, 256, True),
+        (32, 64, False),
+        (24, 64, False),
+    ):
         yield _norm_rotary(heads, head_dim, dtype, normed=normed)
-    yield _swiglu(3072, dtype)
+    yield _gated(3072, "silu", dtype)  # Qwen3, nomic-bert
+    yield _gated(3072, "gelu", dtype)  # gte-multilingual-base
+    yield _gated(1152, "gelu", dtype)  # ModernBERT
+    yield _gated(16384, "gelu_tanh", dtype)  # Gemma
+    yield _gated(512, "relu", dtype)
 
 
-def _add_layer_norm(width: int, dtype: str) -> Variant:
-    from maxsimd.engine.ops.triton.layer_norm import add_layer_norm_kernel
+# Names of the norm alone, of a sum, and with the sum; how often each reads or writes a row.
+_LAYER_NORMS = {"layer norm": 2, "add and layer norm": 3, "sum and layer norm": 4}
 
-    arguments = ("x", "residual", "weight", "bias", "out")
-    source = _of_rows(add_layer_norm_kernel, arguments, width, dtype, {})
-    return Variant(f"add and layer norm {width}", source, 3 * width * ITEMSIZE[dtype])
+
+def _layer_norm(width: int, dtype: str, kind: str, *, biased: bool) -> Variant:
+    from maxsimd.engine.ops.triton.layer_norm import layer_norm_kernel
+
+    arguments = ("x", "residual", "weight", "bias", "total", "out")
+    constants = {"ADDED": kind != "layer norm", "SUMMED": kind == "sum and layer norm", "BIASED": biased}
+    source = _of_rows(layer_norm_kernel, arguments, width, dtype, constants)
+    name = f"{kind} {width}{'' if biased else ', no bias'}"
+    return Variant(name, source, _LAYER_NORMS[kind] * width * ITEMSIZE[dtype])
 
 
 def _rms_norm(width: int, dtype: str, *, added: bool) -> Variant:
@@ -75,9 +94,11 @@ def _norm_rotary(heads: int, head_dim: int, dtype: str, *, normed: bool) -> Vari
     return Variant(name, source, 2 * heads * head_dim * ITEMSIZE[dtype] + 2 * head_dim * ITEMSIZE[dtype])
 
 
-def _swiglu(width: int, dtype: str) -> Variant:
+def _gated(width: int, activation: str, dtype: str) -> Variant:
     from maxsimd.engine.ops.triton import swiglu
 
     types = dict.fromkeys(("gate_up", "out"), POINTERS[dtype])
-    source = Source(swiglu.swiglu_kernel, types, {"BLOCK": swiglu.BLOCK}, {"num_warps": swiglu.WARPS})
-    return Variant(f"SwiGLU {width}", source, 3 * width * ITEMSIZE[dtype])
+    block = swiglu.block_for(width)
+    options = {"num_warps": block // swiglu.NUMBERS_OF_A_WARP}
+    source = Source(swiglu.gated_kernel, types, {"ACTIVATION": activation, "BLOCK": block}, options)
+    return Variant(f"gated {activation} {width}", source, 3 * width * ITEMSIZE[dtype])

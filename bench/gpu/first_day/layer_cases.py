@@ -8,7 +8,14 @@ from itertools import product
 import torch
 
 from maxsimd.bench.gpu.first_day.cases import DTYPES, Case, compare
-from maxsimd.engine.ops.triton.layer_norm import add_layer_norm, add_layer_norm_reference
+from maxsimd.engine.ops.triton.layer_norm import (
+    add_layer_norm,
+    add_layer_norm_reference,
+    layer_norm,
+    layer_norm_reference,
+    sum_and_layer_norm,
+    sum_and_layer_norm_reference,
+)
 from maxsimd.engine.ops.triton.rms_norm import (
     add_rms_norm,
     add_rms_norm_reference,
@@ -16,7 +23,7 @@ from maxsimd.engine.ops.triton.rms_norm import (
     rms_norm_reference,
 )
 from maxsimd.engine.ops.triton.rotary import HeadNorms, norm_rotary_, norm_rotary_reference
-from maxsimd.engine.ops.triton.swiglu import swiglu, swiglu_reference
+from maxsimd.engine.ops.triton.swiglu import ACTIVATIONS, gated, gated_reference
 
 # Both sides round once, perhaps to neighbours: as a share of the largest number.
 _TOLERANCE = {"bf16": 1e-2, "fp16": 2e-3, "fp32": 2e-5}
@@ -28,10 +35,11 @@ def layer_cases(
 ) -> Iterator[Case]:
     """All kernels in all precisions, with rows of these widths and heads of these sizes."""
     of_width = {
+        "layer norm": _layer_norm,
         "add and layer norm": _add_layer_norm,
         "RMS norm": _rms_norm,
         "add and RMS norm": _add_rms_norm,
-        "SwiGLU": _swiglu,
+        "gated": _gated,
     }
     for dtype, width, (name, check) in product(DTYPES, widths, of_width.items()):
         yield Case(f"{name} {dtype}, {width} wide", partial(check, _Numbers(dtype), width))
@@ -43,10 +51,11 @@ def layer_cases(
 def small_layer_cases() -> Iterator[Case]:
     """A few, for an interpreter."""
     names = (
+        "layer norm bf16",
         "add and layer norm bf16",
         "RMS norm bf16",
         "add and RMS norm bf16",
-        "SwiGLU bf16",
+        "gated bf16",
         "rotary bf16",
     )
     return (case for case in layer_cases((48,), (32,)) if case.name.startswith(names))
@@ -64,6 +73,18 @@ class _Numbers:
     def compare(self, found: torch.Tensor, exact: torch.Tensor) -> None:
         assert found.dtype is exact.dtype, f"{found.dtype} is not {exact.dtype}"
         compare(found, exact, _TOLERANCE[self.dtype] * float(exact.abs().max()))
+
+
+def _layer_norm(numbers: _Numbers, width: int, device: torch.device) -> None:
+    """With and without a bias, and without the sum and with it."""
+    x, residual = (numbers.draw(device, _ROWS, width) for _ in range(2))
+    weight, some_bias = (numbers.draw(device, width) for _ in range(2))
+    for bias in (some_bias, None):
+        exact = layer_norm_reference(x, weight, bias, 1e-5)
+        numbers.compare(layer_norm(x, weight, bias, 1e-5), exact)
+        both = sum_and_layer_norm_reference(x, residual, weight, bias, 1e-5)
+        for found, wanted in zip(sum_and_layer_norm(x, residual, weight, bias, 1e-5), both, strict=True):
+            numbers.compare(found, wanted)
 
 
 def _add_layer_norm(numbers: _Numbers, width: int, device: torch.device) -> None:
@@ -86,9 +107,10 @@ def _add_rms_norm(numbers: _Numbers, width: int, device: torch.device) -> None:
         numbers.compare(found, wanted)
 
 
-def _swiglu(numbers: _Numbers, width: int, device: torch.device) -> None:
+def _gated(numbers: _Numbers, width: int, device: torch.device) -> None:
     gate_up = numbers.draw(device, _ROWS, 2 * width)
-    numbers.compare(swiglu(gate_up), swiglu_reference(gate_up))
+    for activation in ACTIVATIONS:
+        numbers.compare(gated(gate_up, activation), gated_reference(gate_up, activation))
 
 
 def _rotary(numbers: _Numbers, head_dim: int, normed: bool, device: torch.device) -> None:

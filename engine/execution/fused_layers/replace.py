@@ -11,12 +11,12 @@ from maxsimd.engine.execution.fused_layers.bert import (
     fused_output,
     fused_self_attention,
 )
-from maxsimd.engine.execution.fused_layers.decoder import FusedDecoderLayer, fused_decoder_layer
+from maxsimd.engine.execution.fused_layers.rotary_layers import FusedRotaryLayer, fused_rotary_layer
 
 log = logging.getLogger(__name__)
 
 _MAKERS: tuple[Callable[[Any], nn.Module | None], ...] = (
-    fused_decoder_layer,
+    fused_rotary_layer,
     fused_self_attention,
     fused_output,
 )
@@ -66,5 +66,5 @@ def _release(fused: nn.Module) -> None:
     """Frees the layers whose weights a fused module has copies of; attention modules live on without them."""
     if isinstance(fused, FusedSelfAttention):
         fused._replaced[0]._modules.clear()
-    elif isinstance(fused, FusedDecoderLayer):
+    elif isinstance(fused, FusedRotaryLayer):
         fused._attention[0]._modules.clear()

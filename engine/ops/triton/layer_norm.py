@@ -1,11 +1,12 @@
-"""Residual sum and layer norm as one Triton kernel, as they end both halves of a BERT layer.
+"""Layer norm as a Triton kernel, and with the residual sum before it as one.
 
-Bytes a row of `width` numbers in 16 bits: 4 `width` read and 2 `width` written; weight and bias stay in the
-caches. Apart, the sum and the norm read 6 and write 4. Source of the formula: Ba, Kiros & Hinton 2016 (arXiv
-1607.06450), equations 3 and 4.
+Bytes a row of `width` numbers in 16 bits: the norm alone reads 2 `width` and writes 2 `width`. With the sum
+it reads 4 and writes 2, as it ends both halves of a BERT layer. Where the next sum reads this one, it writes
+2 more. Weight and bias stay in the caches. Source of the formula: Ba, Kiros & Hinton 2016 (arXiv 1607.06450),
+equations 3 and 4.
 
-Order of roundings: the sum, its mean, its variance and the result are float32, and the result is rounded
-once. Apart, the sum is rounded too.
+Order of roundings: the mean, the variance and the result are float32, and the result is rounded once. A sum
+that is written is rounded first, as transformers does; one that is not stays float32.
 """
 
 import torch
@@ -16,31 +17,40 @@ from maxsimd.engine.ops.triton.rows import LARGEST_WIDTH, row_tile
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def add_layer_norm_kernel(  # type: ignore[no-untyped-def]
+def layer_norm_kernel(  # type: ignore[no-untyped-def]
     x,  # [rows, width]
-    residual,  # [rows, width]
+    residual,  # [rows, width], read if ADDED
     weight,  # [width]
-    bias,  # [width]
+    bias,  # [width], read if BIASED
+    total,  # [rows, width], contiguous, written if SUMMED
     out,  # [rows, width], contiguous
     width,
     x_row,
     residual_row,
     epsilon,
+    ADDED: tl.constexpr,
+    SUMMED: tl.constexpr,
+    BIASED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Program i computes row i."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
-    total = tl.load(x + row * x_row + columns, mask=inside, other=0.0).to(tl.float32)
-    total += tl.load(residual + row * residual_row + columns, mask=inside, other=0.0).to(tl.float32)
-    mean = tl.sum(total, axis=0) / width
-    centred = tl.where(inside, total - mean, 0.0)
+    values = tl.load(x + row * x_row + columns, mask=inside, other=0.0).to(tl.float32)
+    if ADDED:
+        values += tl.load(residual + row * residual_row + columns, mask=inside, other=0.0).to(tl.float32)
+    if SUMMED:
+        rounded = values.to(total.dtype.element_ty)
+        tl.store(total + row * width + columns, rounded, mask=inside)
+        values = rounded.to(tl.float32)
+    mean = tl.sum(values, axis=0) / width
+    centred = tl.where(inside, values - mean, 0.0)
     variance = tl.sum(centred * centred, axis=0) / width
-    scaled = centred * (1.0 / tl.sqrt(variance + epsilon))
-    w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
-    normed = scaled * w + b
+    normed = centred * (1.0 / tl.sqrt(variance + epsilon))
+    normed *= tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    if BIASED:
+        normed += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * width + columns, normed.to(out.dtype.element_ty), mask=inside)
 
 
@@ -49,35 +59,102 @@ def is_supported(width: int) -> bool:
     return width <= LARGEST_WIDTH
 
 
-def add_layer_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, epsilon: float
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float
 ) -> torch.Tensor:
-    """The layer norm of `x + residual`, for [rows, width] each in one precision, whose rows may be apart;
-    contiguous, in that precision."""
-    rows, width = x.shape
-    out = x.new_empty(rows, width)
-    if rows:
-        tile = row_tile(width)
-        add_layer_norm_kernel[(rows,)](
-            x,
-            residual,
-            weight,
-            bias,
-            out,
-            width,
-            x.stride(0),
-            residual.stride(0),
-            epsilon,
-            BLOCK=tile.numbers,
-            num_warps=tile.warps,
-        )
+    """The norm of the rows of `x` [rows, width], which may be apart; contiguous, in the precision of `x`."""
+    out = x.new_empty(x.shape)
+    _launch(x, None, weight, bias, None, out, epsilon)
     return out
 
 
-def add_layer_norm_reference(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, epsilon: float
+def add_layer_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    epsilon: float,
 ) -> torch.Tensor:
-    """The same by plain torch, with the same roundings."""
-    total = x.float() + residual.float()
-    normed = torch.nn.functional.layer_norm(total, total.shape[-1:], weight.float(), bias.float(), epsilon)
+    """The layer norm of `x + residual`, for [rows, width] each in one precision, whose rows may be apart;
+    contiguous, in that precision."""
+    out = x.new_empty(x.shape)
+    _launch(x, residual, weight, bias, None, out, epsilon)
+    return out
+
+
+def sum_and_layer_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    epsilon: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x + residual` and its layer norm, for [rows, width] each in one precision, whose rows may be apart;
+    both contiguous, in that precision."""
+    total, out = x.new_empty(x.shape), x.new_empty(x.shape)
+    _launch(x, residual, weight, bias, total, out, epsilon)
+    return total, out
+
+
+def layer_norm_reference(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float
+) -> torch.Tensor:
+    """The same as `layer_norm` by plain torch, with the same roundings."""
+    wide_bias = None if bias is None else bias.float()
+    normed = torch.nn.functional.layer_norm(x.float(), x.shape[-1:], weight.float(), wide_bias, epsilon)
     return normed.to(x.dtype)
+
+
+def add_layer_norm_reference(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    epsilon: float,
+) -> torch.Tensor:
+    """The same as `add_layer_norm` by plain torch, with the same roundings."""
+    return layer_norm_reference(x.float() + residual.float(), weight, bias, epsilon).to(x.dtype)
+
+
+def sum_and_layer_norm_reference(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    epsilon: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same as `sum_and_layer_norm` by plain torch, with the same roundings."""
+    total = x + residual
+    return total, layer_norm_reference(total, weight, bias, epsilon)
+
+
+def _launch(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    total: torch.Tensor | None,
+    out: torch.Tensor,
+    epsilon: float,
+) -> None:
+    rows, width = x.shape
+    if rows == 0:
+        return
+    tile = row_tile(width)
+    layer_norm_kernel[(rows,)](
+        x,
+        x if residual is None else residual,
+        weight,
+        weight if bias is None else bias,
+        out if total is None else total,
+        out,
+        width,
+        x.stride(0),
+        x.stride(0) if residual is None else residual.stride(0),
+        epsilon,
+        ADDED=residual is not None,
+        SUMMED=total is not None,
+        BIASED=bias is not None,
+        BLOCK=tile.numbers,
+        num_warps=tile.warps,
+    )

@@ -1,27 +1,39 @@
-"""SwiGLU's elementwise part as a Triton kernel: `silu(gate) * up` of one product that made both.
+"""The elementwise part of gated feed-forward layers as a Triton kernel: `activation(gate) * up` of one
+product that made both. With SiLU it is SwiGLU, with GELU GeGLU.
 
-Bytes a row of `width` numbers of either half in 16 bits: 4 `width` read and 2 `width` written; apart, SiLU
-and the product read 6 and write 4. Source of the formula: Shazeer 2020 (arXiv 2002.05202), equation 6.
+Bytes a row of `width` numbers of either half in 16 bits: 4 `width` read and 2 `width` written; apart, the
+activation and the product read 6 and write 4. Source of the formulas: Shazeer 2020 (arXiv 2002.05202),
+equations 5 and 6.
 
-Order of roundings: SiLU and the product are float32, and the result is rounded once. transformers rounds
-after SiLU too.
+Order of roundings: activation and product are float32, and the result is rounded once. transformers rounds
+after the activation too.
 """
 
+from typing import Literal, TypeAlias, get_args
+
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-# Numbers of a row that a program of four warps computes: 8 a thread, which are one load of 16 bytes.
-BLOCK = 1024
-WARPS = 4
+Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu"]
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+
+# Numbers of a row that a program may compute, and those of each of its warps: 8 a thread, a load of 16 bytes.
+_BLOCKS = (1024, 512, 256)
+NUMBERS_OF_A_WARP = 256
+
+_SQRT_HALF = tl.constexpr(0.7071067811865476)
+_TWO_SQRT_TWO_OVER_PI = tl.constexpr(1.5957691216057308)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def swiglu_kernel(  # type: ignore[no-untyped-def]
+def gated_kernel(  # type: ignore[no-untyped-def]
     gate_up,  # [rows, 2 * width]
     out,  # [rows, width], contiguous
     width,
     gate_up_row,
+    ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Program (row, block of columns)."""
@@ -31,22 +43,55 @@ def swiglu_kernel(  # type: ignore[no-untyped-def]
     at = gate_up + row * gate_up_row + columns
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
-    activated = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(out + row * width + columns, activated.to(out.dtype.element_ty), mask=inside)
+    if ACTIVATION == "silu":
+        activated = gate / (1.0 + tl.exp(-gate))
+    elif ACTIVATION == "gelu":
+        activated = 0.5 * gate * (1.0 + tl.erf(gate * _SQRT_HALF))
+    elif ACTIVATION == "gelu_tanh":
+        # (1 + tanh(u)) / 2 is the logistic function of 2 u.
+        twice = _TWO_SQRT_TWO_OVER_PI * (gate + 0.044715 * gate * gate * gate)
+        activated = gate / (1.0 + tl.exp(-twice))
+    else:
+        tl.static_assert(ACTIVATION == "relu")
+        activated = tl.where(gate < 0.0, 0.0, gate)  # NaN stays
+    tl.store(out + row * width + columns, (activated * up).to(out.dtype.element_ty), mask=inside)
 
 
-def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """`silu(gate) * up` [rows, width], for [rows, 2 width] with the gate first."""
+def block_for(width: int) -> int:
+    """The largest block that leaves few columns of its programs idle."""
+    fitting = (block for block in _BLOCKS if triton.cdiv(width, block) * block * 8 <= width * 9)
+    return next(fitting, _BLOCKS[-1])
+
+
+def gated(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """`activation(gate) * up` [rows, width], for [rows, 2 width] with the gate first."""
     rows, both = gate_up.shape
     width = both // 2
     out = gate_up.new_empty(rows, width)
     if rows:
-        grid = (rows, triton.cdiv(width, BLOCK))
-        swiglu_kernel[grid](gate_up, out, width, gate_up.stride(0), BLOCK=BLOCK, num_warps=WARPS)
+        block = block_for(width)
+        gated_kernel[(rows, triton.cdiv(width, block))](
+            gate_up,
+            out,
+            width,
+            gate_up.stride(0),
+            ACTIVATION=activation,
+            BLOCK=block,
+            num_warps=block // NUMBERS_OF_A_WARP,
+        )
     return out
 
 
-def swiglu_reference(gate_up: torch.Tensor) -> torch.Tensor:
+def gated_reference(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     """The same by plain torch, with the same roundings."""
     gate, up = gate_up.float().chunk(2, dim=-1)
-    return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+    return (activated_reference(gate, activation) * up).to(gate_up.dtype)
+
+
+def activated_reference(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """An activation by plain torch."""
+    if activation == "silu":
+        return F.silu(x)
+    if activation == "relu":
+        return F.relu(x)
+    return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")

@@ -12,20 +12,28 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModel
+from transformers.models.jina_embeddings_v3.modeling_jina_embeddings_v3 import JinaEmbeddingsV3Layer
+from transformers.models.modernbert.modeling_modernbert import ModernBertMLP
 
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig
 from maxsimd.engine.checkpoint import load_model
 from maxsimd.engine.execution.attention import interface
-from maxsimd.engine.execution.fused_layers import bert, decoder, replace, trial
+from maxsimd.engine.execution.attention.interface import StepAttention
+from maxsimd.engine.execution.attention.one_by_one import OneByOneBackend
+from maxsimd.engine.execution.fused_layers import bert, replace, rotary_layers, trial
 from maxsimd.engine.execution.prepare import PreparedModel, prepare
 from maxsimd.engine.ops.triton import layer_norm, rms_norm, rotary, swiglu
 from tests.checkpoints import cross_encoders
+from tests.unit.engine.execution.test_packed import laid_out
 from tests.unit.engine.ops.interpreted import run_interpreted
 
 CPU = torch.device("cpu")
 QUERY = "what is a fox"
 DOCUMENTS = ["the quick brown fox jumps over the dog", "the moon"]
-FUSED = (bert.FusedSelfAttention, bert.FusedOutput, decoder.FusedDecoderLayer)
+FUSED = (bert.FusedSelfAttention, bert.FusedOutput, rotary_layers.FusedRotaryLayer)
 
 
 def check_scores(name: str) -> None:
@@ -89,6 +97,136 @@ def check_others_stay() -> None:
     assert _count(backbone) == {"FusedSelfAttention": 3, "FusedOutput": 4}
 
 
+def check_family(name: str) -> None:
+    """Packed ragged steps of a small model with random weights, fused and interpreted, against the library's
+    own layers, a text at a time: with token types, and with padding that is not attended to."""
+    ours, library = rotary_model(name, interface.NAME), rotary_model(name, "eager")
+    replace.fuse(ours)
+    assert _count(ours) == {"FusedRotaryLayer": library.config.num_hidden_layers}
+    backend = OneByOneBackend()
+    causal, takes_types = library.config.model_type in CAUSAL, "type_vocab_size" in ROTARY[name]
+
+    @settings(max_examples=2, deadline=None)
+    @given(st.lists(st.integers(1, 40), min_size=1, max_size=4), st.integers(0, 99))
+    def compare(lengths: list[int], seed: int) -> None:
+        random = torch.Generator().manual_seed(seed)
+        attended = [length if causal else 1 + seed % length for length in lengths]
+        ids, types = (torch.randint(n, (sum(lengths),), generator=random) for n in (50, 2))
+        batch = laid_out(lengths, attended, backend, causal)
+        step = StepAttention(backend, backend.prepare(batch.layout, CPU))
+        given_types = {"token_type_ids": types[None]} if takes_types else {}
+        found = ours(
+            ids[None],
+            position_ids=batch.position_ids[None],
+            attention_mask=None,
+            step_attention=step,
+            **given_types,
+        ).last_hidden_state[0]
+        start = 0
+        for length, seen in zip(lengths, attended, strict=True):
+            rows = slice(start, start + length)
+            mask = (torch.arange(length) < seen).long()[None]
+            given_types = {"token_type_ids": types[None, rows]} if takes_types else {}
+            exact = library(ids[None, rows], attention_mask=mask, **given_types).last_hidden_state[0]
+            of_text = found[start : start + seen]
+            torch.testing.assert_close(of_text, exact[:seen], atol=1e-5, rtol=1e-5)
+            start += length
+
+    with torch.inference_mode():
+        compare()
+
+
+def check_others_of_this_structure_stay() -> None:
+    """Layers that look as others do and compute something else, and layers with an adapter, stay."""
+
+    def second_half(self: Any, x: torch.Tensor) -> torch.Tensor:
+        up, gate = self.Wi(x).chunk(2, dim=-1)
+        made: torch.Tensor = self.Wo(up * self.act(gate))
+        return made
+
+    def doubled(self: Any, hidden: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        made: torch.Tensor = hidden + forward(self, hidden, **kwargs)
+        return made
+
+    with plain_kernels():
+        with patch.object(ModernBertMLP, "forward", second_half):
+            assert _fused_layers("modernbert") == 0
+        forward = JinaEmbeddingsV3Layer.forward
+        with patch.object(JinaEmbeddingsV3Layer, "forward", doubled):
+            assert _fused_layers("jina_embeddings_v3") == 0
+        backbone = rotary_model("modernbert", interface.NAME)
+        backbone.layers[1].mlp.act = torch.nn.Softplus()  # the kernel has none
+        replace.fuse(backbone)
+        assert _count(backbone) == {"FusedRotaryLayer": 3}
+        backbone = rotary_model("jina_embeddings_v3", interface.NAME)
+        backbone.layers[1].mlp.activation_fn = torch.nn.Softplus()  # it is called as it is
+        replace.fuse(backbone)
+        assert _count(backbone) == {"FusedRotaryLayer": 2}
+        backbone = rotary_model("jina_embeddings_v3", interface.NAME)
+        backbone.layers[0].self_attn.q_proj = Adapted(backbone.layers[0].self_attn.q_proj)
+        backbone.layers[1].mlp.fc2 = torch.nn.utils.parametrizations.weight_norm(backbone.layers[1].mlp.fc2)
+        replace.fuse(backbone)
+        assert _count(backbone) == {}
+
+
+class Adapted(torch.nn.Linear):
+    """A linear layer with an adapter of rank one, as jina-embeddings-v3 has them for its tasks."""
+
+    def __init__(self, layer: torch.nn.Linear) -> None:
+        super().__init__(layer.in_features, layer.out_features)
+        self.weight, self.bias = layer.weight, layer.bias
+        self.down, self.up = torch.ones(1, layer.in_features), torch.ones(layer.out_features, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + x @ self.down.T @ self.up.T
+
+
+SMALL = {
+    "vocab_size": 50,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
+# ModernBERT's layers see all, then 9 tokens to either side twice, and so on.
+WINDOWED = {"num_hidden_layers": 4, "local_attention": 16}
+BIASED = {"attention_bias": True, "mlp_bias": True, "norm_bias": True}
+TYPED = {"type_vocab_size": 2}
+CAUSAL = {"gemma", "qwen3"}
+ROTARY: dict[str, dict[str, Any]] = {
+    "jina_embeddings_v3": TYPED,
+    "modernbert": WINDOWED,
+    "modernbert, biased": WINDOWED | BIASED,
+    "gte": TYPED,
+    "nomic_bert": TYPED,
+    "gemma": {"head_dim": 16, "num_key_value_heads": 2},
+    "gemma3_text": {"head_dim": 16, "num_key_value_heads": 2, "use_bidirectional_attention": True,
+                    "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
+    "qwen3": {"head_dim": 16, "num_key_value_heads": 2},
+}  # fmt: skip
+
+
+def rotary_model(name: str, attention: str) -> Any:
+    """A small backbone with random weights: the same for the same name."""
+    interface.register()
+    config = AutoConfig.for_model(name.split(",")[0], **SMALL | ROTARY[name])
+    backbone: Any = AutoModel.from_config(config, attn_implementation=attention).eval()
+    random = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in backbone.parameters():
+            around = parameter.mean() if parameter.dim() == 1 else 0.0
+            parameter.copy_(around + 0.2 * torch.randn(parameter.shape, generator=random))
+    return backbone
+
+
+def _fused_layers(name: str) -> int:
+    backbone = rotary_model(name, interface.NAME)
+    replace.fuse(backbone)
+    return _count(backbone).get("FusedRotaryLayer", 0)
+
+
 @contextmanager
 def plain_kernels() -> Iterator[None]:
     """Plain torch, which the kernels are compared with elsewhere, does their work in a hundredth of the time
@@ -100,10 +238,12 @@ def plain_kernels() -> Iterator[None]:
     with ExitStack() as patches:
         patches.enter_context(patch.object(rotary, "norm_rotary_", turn_))
         for module, name in (
+            (layer_norm, "layer_norm"),
             (layer_norm, "add_layer_norm"),
+            (layer_norm, "sum_and_layer_norm"),
             (rms_norm, "rms_norm"),
             (rms_norm, "add_rms_norm"),
-            (swiglu, "swiglu"),
+            (swiglu, "gated"),
         ):
             patches.enter_context(patch.object(module, name, getattr(module, f"{name}_reference")))
         yield
@@ -168,6 +308,14 @@ def test_a_model_with_fused_layers_scores_as_without(name: str) -> None:
     run_interpreted(check_scores, name)
 
 
-@pytest.mark.parametrize("check", [check_broken_kernels, check_mismatch, check_others_stay])
+@pytest.mark.parametrize("name", ROTARY)
+def test_a_family_with_fused_layers_gives_what_its_library_gives(name: str) -> None:
+    run_interpreted(check_family, name)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [check_broken_kernels, check_mismatch, check_others_stay, check_others_of_this_structure_stay],
+)
 def test_only_layers_that_give_the_same_are_fused(check: Callable[[], None]) -> None:
     run_interpreted(check)

@@ -1,0 +1,433 @@
+"""Whole layers with rotary positions in about nine launches: norm; one product for queries, keys and values;
+rotation, and the norm of heads; attention; the output product; sum and norm; the first product of the
+feed-forward; its activation; and the last product, with the sum. transformers takes 23 to 80.
+
+The norms stand before the parts (Qwen3, Llama, Gemma, ModernBERT), after the sums (jina-embeddings-v3, gte,
+nomic-bert), or on both sides of the parts (Gemma3). They are LayerNorm or RMSNorm, and the feed-forward is
+gated or plain.
+
+The residual is changed where it is only where this layer has made it: what a layer is given stays as it was.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch import nn
+
+from maxsimd.engine.execution.attention.interface import attend
+from maxsimd.engine.execution.fused_layers.linears import JoinedLinear, add_product_, is_plain
+from maxsimd.engine.execution.fused_layers.trial import (
+    ROWS,
+    agrees,
+    asks_the_same,
+    random_like,
+    recorded,
+)
+from maxsimd.engine.ops.qkv import QKV
+
+_Angles: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerNames:
+    """The children of a layer: attention, feed-forward, and the norms before and after each of them."""
+
+    attention: str
+    feed_forward: str
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+
+    def children(self) -> set[str]:
+        return {self.attention, self.feed_forward, *self.before, *self.after}
+
+
+@dataclass(frozen=True, slots=True)
+class _AttentionNames:
+    """The children of an attention: the products of its input, the one of its output, and the norms of heads
+    of queries and keys."""
+
+    qkv: tuple[str, ...]
+    out: str
+    norms: tuple[str, ...] = ()
+
+    def children(self) -> set[str]:
+        return {*self.qkv, self.out, *self.norms}
+
+
+@dataclass(frozen=True, slots=True)
+class _FeedForwardNames:
+    """The children of a feed-forward: the products of its input, the gate first; the activation; and the last
+    product. An activation that is no child is tried as SiLU."""
+
+    up: tuple[str, ...]
+    activation: str | None
+    down: str
+
+    def children(self) -> set[str]:
+        return {*self.up, self.down} | ({self.activation} if self.activation else set())
+
+
+_LAYERS = (
+    # Qwen3, Qwen2, Llama, Mistral, Gemma
+    _LayerNames("self_attn", "mlp", before=("input_layernorm", "post_attention_layernorm")),
+    # Gemma3
+    _LayerNames(
+        "self_attn",
+        "mlp",
+        before=("input_layernorm", "pre_feedforward_layernorm"),
+        after=("post_attention_layernorm", "post_feedforward_layernorm"),
+    ),
+    # jina-embeddings-v3, gte, nomic-bert
+    _LayerNames("self_attn", "mlp", after=("post_attention_layernorm", "post_mlp_layernorm")),
+    # ModernBERT
+    _LayerNames("attn", "mlp", before=("attn_norm", "mlp_norm")),
+    # LFM2
+    _LayerNames("self_attn", "feed_forward", before=("operator_norm", "ffn_norm")),
+)
+_ATTENTIONS = (
+    _AttentionNames(("q_proj", "k_proj", "v_proj"), "o_proj"),
+    _AttentionNames(("q_proj", "k_proj", "v_proj"), "o_proj", ("q_norm", "k_norm")),
+    _AttentionNames(("q_proj", "k_proj", "v_proj"), "out_proj", ("q_layernorm", "k_layernorm")),
+    _AttentionNames(("Wqkv",), "Wo"),
+)
+_FEED_FORWARDS = (
+    _FeedForwardNames(("gate_proj", "up_proj"), "act_fn", "down_proj"),
+    _FeedForwardNames(("fc1",), "activation_fn", "fc2"),
+    _FeedForwardNames(("Wi",), "act", "Wo"),
+    _FeedForwardNames(("w1", "w3"), None, "w2"),
+)
+# Children that do nothing in a step, and those that the backbone calls, not the layer.
+_IDLE = (nn.Dropout, nn.Identity)
+_IDLE_NAMES = {"rotary_emb"}
+# How norms call their epsilon.
+_EPSILONS = ("variance_epsilon", "eps")
+
+
+class _LayerNorm(nn.Module):
+    """LayerNorm of rows [rows, width]."""
+
+    def __init__(self, replaced: nn.LayerNorm) -> None:
+        super().__init__()
+        self.weight, self.bias, self.epsilon = replaced.weight, replaced.bias, replaced.eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from maxsimd.engine.ops.triton.layer_norm import layer_norm
+
+        return layer_norm(x, self.weight, self.bias, self.epsilon)
+
+    def of_sum(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """The norm of `x + residual`."""
+        from maxsimd.engine.ops.triton.layer_norm import add_layer_norm
+
+        return add_layer_norm(x, residual, self.weight, self.bias, self.epsilon)
+
+    def with_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`x + residual`, and its norm."""
+        from maxsimd.engine.ops.triton.layer_norm import sum_and_layer_norm
+
+        return sum_and_layer_norm(x, residual, self.weight, self.bias, self.epsilon)
+
+
+class _RMSNorm(nn.Module):
+    """RMSNorm of rows [rows, width]."""
+
+    def __init__(self, weight: nn.Parameter, epsilon: float) -> None:
+        super().__init__()
+        self.weight, self.epsilon = weight, epsilon
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from maxsimd.engine.ops.triton.rms_norm import rms_norm
+
+        return rms_norm(x, self.weight, self.epsilon)
+
+    def of_sum(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """The norm of `x + residual`."""
+        return self.with_sum(x, residual)[1]
+
+    def with_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`x + residual`, and its norm."""
+        from maxsimd.engine.ops.triton.rms_norm import add_rms_norm
+
+        return add_rms_norm(x, residual, self.weight, self.epsilon)
+
+
+class _Plain(nn.Module):
+    """The first product of a feed-forward, and its activation."""
+
+    def __init__(self, up: nn.Module, activation: nn.Module) -> None:
+        super().__init__()
+        self.up, self.activation = up, activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] to [rows, inner]."""
+        activated: torch.Tensor = self.activation(self.up(x))
+        return activated
+
+
+class _Gated(nn.Module):
+    """The first products of a feed-forward as one, whose first half is activated and gates the second."""
+
+    def __init__(self, up: nn.Module, activation: Any) -> None:
+        super().__init__()
+        self.up, self.activation = up, activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] to [rows, inner]."""
+        from maxsimd.engine.ops.triton.swiglu import gated
+
+        return gated(self.up(x), self.activation)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Parts:
+    """The modules of a layer. The norms before and after its parts, if there are any, are that of attention
+    and that of the feed-forward; one that does nothing is None."""
+
+    attention: nn.Module
+    qkv: tuple[nn.Linear, ...]
+    head_norms: tuple[Any, ...]
+    out: nn.Linear
+    wide: _Plain | _Gated
+    down: nn.Linear
+    before: tuple[Any, ...]
+    after: tuple[Any, ...]
+
+
+class FusedRotaryLayer(nn.Module):
+    """The whole layer. The attention module that it replaces is handed on to packed attention, which tells
+    layers apart by it."""
+
+    def __init__(self, replaced: nn.Module, parts: _Parts, asked: QKV) -> None:
+        super().__init__()
+        # What models read of their layers: ModernBERT the type of attention, by which it chooses positions.
+        for name, setting in vars(replaced).items():
+            if isinstance(setting, (bool, int, str)) and not name.startswith("_"):
+                setattr(self, name, setting)
+        self.heads = (asked.query.shape[0], asked.key.shape[0])
+        self.head_dim = asked.query.shape[-1]
+        self.scaling, self.window = asked.scaling, asked.window
+        self.qkv = _joined(parts.qkv)
+        self.q_norm, self.k_norm = parts.head_norms or (None, None)
+        self.out, self.wide, self.down = parts.out, parts.wide, parts.down
+        self.is_normed_before, self.is_normed_after = bool(parts.before), bool(parts.after)
+        self.before_attention, self.before_feed_forward = parts.before or (None, None)
+        self.after_attention, self.after_feed_forward = parts.after or (None, None)
+        self._attention = (parts.attention,)  # out of the module tree
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: None = None,
+        use_cache: bool | None = False,
+        position_embeddings: _Angles | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """[1, rows, hidden] to [1, rows, hidden]; the cosines and sines of `position_embeddings` are [1,
+        rows, head_dim]."""
+        assert position_embeddings is not None
+        hidden = hidden_states[0]
+        x = hidden if self.before_attention is None else self.before_attention(hidden)
+        qkv = self._turned(self.qkv(x), position_embeddings)
+        query, key, value = qkv.transpose(0, 1)[None].split((*self.heads, self.heads[1]), dim=1)
+        attended, _ = attend(
+            self._attention[0],
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=self.scaling,
+            sliding_window=self.window,
+            **kwargs,
+        )
+        made = self.out(attended.reshape(len(hidden), -1))
+        if not self.is_normed_before:
+            x = self.after_attention.of_sum(made, hidden)
+            total = self.after_feed_forward.of_sum(self.down(self.wide(x)), x)
+        elif not self.is_normed_after:
+            total, x = self.before_feed_forward.with_sum(made, hidden)
+            add_product_(total, self.wide(x), self.down)
+        else:
+            total, x = self.before_feed_forward.with_sum(self.after_attention(made), hidden)
+            total += self.after_feed_forward(self.down(self.wide(x)))
+        given: torch.Tensor = total[None]
+        return given
+
+    def _turned(self, product: torch.Tensor, position_embeddings: _Angles) -> torch.Tensor:
+        """Queries, keys and values [rows, all heads, head_dim], where the product wrote them. ValueError for
+        positions that are not one for each row."""
+        from maxsimd.engine.ops.triton.rotary import HeadNorms, norm_rotary_
+
+        rows = len(product)
+        cos, sin = position_embeddings
+        if cos.shape != (1, rows, self.head_dim) or sin.shape != cos.shape:
+            raise ValueError(f"rotary embeddings of shape {tuple(cos.shape)} are not taken")
+        norms = None
+        if self.q_norm is not None:
+            norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.epsilon)
+        qkv = product.view(rows, self.heads[0] + 2 * self.heads[1], self.head_dim)
+        norm_rotary_(qkv, cos[0], sin[0], self.heads, norms)
+        return qkv
+
+
+def fused_rotary_layer(layer: Any) -> FusedRotaryLayer | None:
+    """What replaces a layer of this structure; None for any other module."""
+    parts = _parts_of(layer)
+    if parts is None:
+        return None
+    like = parts.out.weight
+    x = random_like((1, ROWS, parts.out.out_features), like)
+    if parts.before:
+        # Small: it is normed, so that what the layer adds is as large as ever, and shows in the sum.
+        x /= 64
+
+    def run(module: Any, head_dim: int) -> tuple[QKV, torch.Tensor] | None:
+        angles = random_like((1, ROWS, head_dim // 2), like, seed=2).float().repeat(1, 1, 2)
+        options: dict[str, Any] = {
+            "attention_mask": None,
+            "position_ids": torch.arange(ROWS, device=like.device)[None],
+            "past_key_values": None,
+            "use_cache": False,
+            "position_embeddings": (angles.cos().to(like.dtype), angles.sin().to(like.dtype)),
+        }
+        return recorded(lambda attention: module(x, step_attention=attention, **options))
+
+    head_dim = getattr(parts.attention, "head_dim", None)
+    theirs = run(layer, head_dim) if isinstance(head_dim, int) else None
+    if theirs is None or not _has_heads(parts, theirs[0]):
+        return None
+    fused = FusedRotaryLayer(layer, parts, theirs[0])
+    ours = run(fused, theirs[0].query.shape[-1])
+    right = ours is not None and asks_the_same(ours[0], theirs[0]) and agrees(ours[1], theirs[1])
+    return fused if right else None
+
+
+def _parts_of(layer: Any) -> _Parts | None:
+    """The parts of a layer that has the children of such a layer, and rows that the kernels hold."""
+    from maxsimd.engine.ops.triton.rows import LARGEST_WIDTH
+
+    names = _names_of(layer, _LAYERS)
+    if names is None or _has_hooks(layer):
+        return None
+    attention, feed_forward = getattr(layer, names.attention), getattr(layer, names.feed_forward)
+    of_attention = _names_of(attention, _ATTENTIONS)
+    of_feed_forward = _names_of(feed_forward, _FEED_FORWARDS)
+    if of_attention is None or of_feed_forward is None:
+        return None
+    qkv, up = _children(attention, of_attention.qkv), _children(feed_forward, of_feed_forward.up)
+    out, down = getattr(attention, of_attention.out), getattr(feed_forward, of_feed_forward.down)
+    if not all(is_plain(linear) for linear in (*qkv, out, *up, down)):
+        return None
+    if len({parameter.dtype for parameter in layer.parameters()}) != 1 or out.out_features > LARGEST_WIDTH:
+        return None
+    activation = of_feed_forward.activation
+    wide = _wide_of(up, getattr(feed_forward, activation) if activation else None, down.in_features)
+    before = [_norm_of(norm) for norm in _children(layer, names.before)]
+    after = [_norm_of(norm) for norm in _children(layer, names.after)]
+    head_norms = [_norm_of(norm) for norm in _children(attention, of_attention.norms)]
+    # The first layer's input may have been normed before.
+    if wide is None or None in (*before[1:], *after, *head_norms):
+        return None
+    if before and before[0] is None and not isinstance(getattr(layer, names.before[0]), nn.Identity):
+        return None
+    if not all(isinstance(norm, _RMSNorm) for norm in head_norms):
+        return None
+    return _Parts(attention, qkv, tuple(head_norms), out, wide, down, tuple(before), tuple(after))
+
+
+_Names = TypeVar("_Names", _LayerNames, _AttentionNames, _FeedForwardNames)
+
+
+def _names_of(module: nn.Module, known: Sequence[_Names]) -> _Names | None:
+    """Those of the known names that a module's children have; what others it has does nothing in a step."""
+    children = dict(module.named_children())
+    working = {
+        name for name, child in children.items() if type(child) not in _IDLE and name not in _IDLE_NAMES
+    }
+    for names in known:
+        if working <= names.children() <= children.keys():
+            return names
+    return None
+
+
+def _children(module: nn.Module, names: Sequence[str]) -> tuple[Any, ...]:
+    return tuple(getattr(module, name) for name in names)
+
+
+def _has_hooks(layer: nn.Module) -> bool:
+    return any(module._forward_hooks or module._forward_pre_hooks for module in layer.modules())
+
+
+def _wide_of(up: tuple[nn.Linear, ...], activation: nn.Module | None, inner: int) -> _Plain | _Gated | None:
+    """The first products and the activation of a feed-forward whose last product takes `inner` columns; None
+    for an activation that no kernel knows, or other widths."""
+    made = sum(linear.out_features for linear in up)
+    if made == inner and len(up) == 1 and activation is not None:
+        return _Plain(up[0], activation)
+    name = _activation_name(activation)
+    return _Gated(_joined(up), name) if made == 2 * inner and name is not None else None
+
+
+def _activation_name(module: nn.Module | None) -> Any:
+    """What the kernel calls an activation, found by trying it; None for any other."""
+    from maxsimd.engine.ops.triton.swiglu import ACTIVATIONS, activated_reference
+
+    if module is None:
+        return "silu"
+    x = torch.linspace(-8, 8, 1001)
+    with torch.inference_mode():
+        found = module(x)
+    # GELU and its approximation differ by 5e-4.
+    return next(
+        (name for name in ACTIVATIONS if torch.allclose(found, activated_reference(x, name), atol=1e-5)), None
+    )
+
+
+def _joined(layers: tuple[nn.Linear, ...]) -> nn.Module:
+    return layers[0] if len(layers) == 1 else JoinedLinear(layers)
+
+
+def _norm_of(module: Any) -> _LayerNorm | _RMSNorm | None:
+    """What replaces a LayerNorm, or an RMSNorm that has one weight for each column, to which it may add one;
+    None for any other module."""
+    from maxsimd.engine.ops.triton.rms_norm import rms_norm_reference
+
+    if type(module) is nn.LayerNorm:
+        return _LayerNorm(module) if module.weight is not None and module.weight.dim() == 1 else None
+    parameters, epsilon = dict(module.named_parameters()), _epsilon_of(module)
+    if parameters.keys() != {"weight"} or parameters["weight"].dim() != 1 or epsilon is None:
+        return None
+    weight = parameters["weight"]
+    # Its mean is not zero, so that a norm that subtracts it is told apart.
+    x = random_like((ROWS, len(weight)), weight) + 1
+    plus_one = nn.Parameter(weight.detach().float() + 1, requires_grad=False)
+    with torch.inference_mode():
+        found = module(x)
+        for candidate in (weight, plus_one):
+            if agrees(rms_norm_reference(x, candidate, epsilon), found):
+                return _RMSNorm(candidate, epsilon)
+    return None
+
+
+def _epsilon_of(norm: Any) -> float | None:
+    return next((float(getattr(norm, name)) for name in _EPSILONS if hasattr(norm, name)), None)
+
+
+def _has_heads(parts: _Parts, asked: QKV) -> bool:
+    """Whether queries, keys and values are heads of one size that stand side by side in the products."""
+    from maxsimd.engine.ops.triton.rotary import is_supported
+
+    heads, _, head_dim = asked.query.shape
+    kv_heads = asked.key.shape[0]
+    widths = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
+    found = [linear.out_features for linear in parts.qkv]
+    return (
+        is_supported(head_dim)
+        and asked.value.shape == asked.key.shape
+        and found == (widths if len(found) == 3 else [sum(widths)])
+        and all(norm.weight.shape == (head_dim,) for norm in parts.head_norms)
+        and len({norm.epsilon for norm in parts.head_norms}) <= 1
+    )
