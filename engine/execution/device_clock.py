@@ -1,8 +1,9 @@
 """How long work takes: of the host, which launches it, and of the device, which does it."""
 
+import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -45,3 +46,23 @@ def milliseconds_on_cuda(run: Run, budget: float) -> float:
             run()
 
     return statistics.median(times_on_cuda(several).device for _ in range(_ROUNDS)) / runs
+
+
+def milliseconds_in_turns_on_cuda(runs: Mapping[str, Run], budget: float) -> dict[str, float]:
+    """As `milliseconds_on_cuda` for each of `runs`, which take turns in every round; all of them together
+    take about `budget` milliseconds."""
+    repeats = {}
+    for name, run in runs.items():
+        run()  # compiles kernels and loads libraries
+        once = times_on_cuda(run).device
+        repeats[name] = max(1, int(budget / len(runs) / _ROUNDS / max(once, 1e-3)))
+
+    def several(name: str) -> None:
+        for _ in range(repeats[name]):
+            runs[name]()
+
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(_ROUNDS):
+        for name, found in taken.items():
+            found.append(times_on_cuda(functools.partial(several, name)).device / repeats[name])
+    return {name: statistics.median(found) for name, found in taken.items()}

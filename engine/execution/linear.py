@@ -153,7 +153,7 @@ def replace_linears(
             if type(child) is not nn.Linear or not fits(child):
                 continue
             activation: Any = getattr(parent, _FUSABLE.get(name, ""), None)
-            gelu = _is_exact_gelu(activation)
+            gelu = is_exact_gelu(activation)
             setattr(parent, name, stand_in(child, gelu))
             if gelu:
                 setattr(parent, _FUSABLE[name], nn.Identity())
@@ -183,7 +183,8 @@ def _is_output(module: Any) -> bool:
         return False  # its forward takes other arguments
 
 
-def _is_exact_gelu(activation: Any) -> bool:
+def is_exact_gelu(activation: Any) -> bool:
+    """Whether a module is GELU in its exact form, by the error function."""
     if isinstance(activation, nn.GELU):
         return activation.approximate == "none"
     # transformers' class, by its name: importing it takes a second.

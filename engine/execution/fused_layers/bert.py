@@ -1,6 +1,7 @@
 """The parts of layers built as BERT's (BERT, RoBERTa, XLM-RoBERTa, ELECTRA, MiniLM) in eight launches: one
 product for queries, keys and values; attention; the output product; sum and norm; the first product; its
-activation; the second product; sum and norm. transformers takes twelve.
+activation; the second product; sum and norm. transformers takes twelve. Where the first product computes its
+GELU itself, seven are left.
 """
 
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from maxsimd.engine.execution.attention.interface import attend
-from maxsimd.engine.execution.fused_layers.linears import JoinedLinear, is_plain
+from maxsimd.engine.execution.fused_layers.linears import GeluLinear, JoinedLinear, is_plain
 from maxsimd.engine.execution.fused_layers.trial import (
     ROWS,
     agrees,
@@ -17,6 +18,7 @@ from maxsimd.engine.execution.fused_layers.trial import (
     random_like,
     recorded,
 )
+from maxsimd.engine.execution.linear import is_exact_gelu
 from maxsimd.engine.ops.qkv import QKV
 
 
@@ -56,6 +58,19 @@ class FusedSelfAttention(nn.Module):
         return out.reshape(1, rows, -1), None
 
 
+class FusedIntermediate(nn.Module):
+    """The first product of a feed-forward, which computes its GELU itself."""
+
+    def __init__(self, product: GeluLinear) -> None:
+        super().__init__()
+        self.product = product
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[1, rows, hidden] to [1, rows, intermediate]."""
+        made: torch.Tensor = self.product(hidden_states[0])
+        return made[None]
+
+
 class FusedOutput(nn.Module):
     """A linear layer, and the residual sum and layer norm after it as one kernel."""
 
@@ -87,6 +102,19 @@ def fused_self_attention(module: Any) -> FusedSelfAttention | None:
     ours = recorded(lambda attention: fused(x, step_attention=attention)[0])
     right = ours is not None and asks_the_same(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
     return fused if right else None
+
+
+def fused_intermediate(module: Any) -> FusedIntermediate | None:
+    """What replaces the module that begins the feed-forward of BERT's structure, where its product may
+    compute the exact GELU; None for any other module."""
+    if _children(module) != {"dense", "intermediate_act_fn"} or not is_plain(module.dense):
+        return None
+    if not is_exact_gelu(module.intermediate_act_fn):
+        return None
+    product = GeluLinear(module.dense)
+    fused = FusedIntermediate(product)
+    same = product.joined and _give_the_same(fused, module, (module.dense.in_features,))
+    return fused if same else None
 
 
 def fused_output(module: Any) -> FusedOutput | None:

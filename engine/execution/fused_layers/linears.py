@@ -1,9 +1,26 @@
-"""Several linear layers of one input as one product."""
+"""Linear layers as one product with what is beside them: other layers of the same input, or a GELU behind."""
 
+import functools
+import logging
 from collections.abc import Sequence
 
 import torch
 from torch import nn
+
+from maxsimd.engine.execution.device_clock import milliseconds_in_turns_on_cuda
+from maxsimd.engine.ops.nvidia import is_nvidia
+
+log = logging.getLogger(__name__)
+
+# Rows of a full step, and of a small one.
+_TIMED_ROWS = (16_384, 512)
+# Milliseconds of the device for each number of rows.
+_BUDGET = 20.0
+# Rows that are compared. Neither number is a multiple of a tile's.
+_COMPARED_ROWS = (3, 253)
+# How large the joined error may be, relative to the error of linear layer and GELU apart. Apart, bfloat16
+# rounds twice, and joined once. GELU by tanh adds an error that is a tenth of one rounding.
+_ERROR_SHARE = 1.1
 
 
 class JoinedLinear(nn.Module):
@@ -21,6 +38,107 @@ class JoinedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, inputs] to [rows, outputs of all]."""
         return nn.functional.linear(x, self.weight, self.bias)
+
+
+class GeluLinear(nn.Module):
+    """A linear layer and the exact GELU of its output: one product where `joins_gelu` allows it, else two
+    launches."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.dense = layer
+        self.joined = joins_gelu(layer)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, inputs] to [rows, outputs]."""
+        return joined_gelu(x, self.dense) if self.joined else gelu_apart(x, self.dense)
+
+
+def joined_gelu(x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
+    """The GELU of a linear layer's output for `x` [rows, inputs], as part of the product. On a GPU, cuBLASLt
+    computes it from float32 sums, by tanh, and rounds once. The layer must have a bias."""
+    return torch._addmm_activation(layer.bias, x, layer.weight.t(), use_gelu=True)
+
+
+def gelu_apart(x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
+    """The same in two launches, by the error function."""
+    return nn.functional.gelu(layer(x))
+
+
+def joins_gelu(layer: nn.Linear) -> bool:
+    """Whether `joined_gelu` is as exact as `gelu_apart` for layers like this one, and faster. Each shape is
+    tried once a process and device, which takes the device about 50 ms, so call this at load.
+
+    False for all precisions but bfloat16: float16 rounds less than the two forms of GELU differ."""
+    weight = layer.weight
+    if layer.bias is None or weight.dtype is not torch.bfloat16 or not _may_join(weight.device):
+        return False
+    return _is_right_and_faster(weight.device, layer.in_features, layer.out_features)
+
+
+def _may_join(device: torch.device) -> bool:
+    """Whether a device has compute capability 8.0 to 10.x. Others report that the joined product is slower on
+    12.0."""
+    return is_nvidia(device) and (8, 0) <= torch.cuda.get_device_capability(device) < (11, 0)
+
+
+@functools.cache
+@torch.inference_mode()
+def _is_right_and_faster(device: torch.device, inputs: int, outputs: int) -> bool:
+    shape = f"GELU behind a product of {inputs} to {outputs}"
+    try:
+        if not _is_right(device, inputs, outputs):
+            log.debug("%s: apart, because the joined result is less exact", shape)
+            return False
+        times = [_milliseconds(device, rows, inputs, outputs) for rows in _TIMED_ROWS]
+    except Exception as error:  # too little memory, or no such product
+        log.debug("%s: apart, because the joined product failed: %s", shape, error)
+        return False
+    faster = all(each["joined"] < each["apart"] for each in times)
+    measured = "; ".join(
+        f"{rows:,} rows {each['joined']:.4f} ms joined and {each['apart']:.4f} ms apart"
+        for rows, each in zip(_TIMED_ROWS, times, strict=True)
+    )
+    log.debug("%s: %s, by a short timing: %s", shape, "joined" if faster else "apart", measured)
+    return faster
+
+
+def _is_right(device: torch.device, inputs: int, outputs: int) -> bool:
+    """Whether the joined result for random rows is as near to the exact one as the result apart, on average
+    and at worst."""
+    layer = _random_layer(device, inputs, outputs)
+    errors: dict[str, list[torch.Tensor]] = {"joined": [], "apart": []}
+    for rows in _COMPARED_ROWS:
+        x = _normal(device, rows, inputs, seed=rows)
+        product = nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double())
+        exact = nn.functional.gelu(product)
+        errors["joined"].append(joined_gelu(x, layer).double() - exact)
+        errors["apart"].append(gelu_apart(x, layer).double() - exact)
+    joined, apart = (torch.cat(each) for each in errors.values())
+    return all(
+        float(size(joined)) <= _ERROR_SHARE * float(size(apart))  # NaN is not
+        for size in (torch.linalg.vector_norm, lambda error: error.abs().max())
+    )
+
+
+def _milliseconds(device: torch.device, rows: int, inputs: int, outputs: int) -> dict[str, float]:
+    layer, x = _random_layer(device, inputs, outputs), _normal(device, rows, inputs)
+    runs = {"joined": lambda: joined_gelu(x, layer), "apart": lambda: gelu_apart(x, layer)}
+    return milliseconds_in_turns_on_cuda(runs, _BUDGET)
+
+
+def _random_layer(device: torch.device, inputs: int, outputs: int) -> nn.Linear:
+    """A layer in bfloat16 whose outputs are as large as its inputs, plus a bias of the same size."""
+    layer = nn.Linear(inputs, outputs, device="meta")
+    layer.weight = _constant(_normal(device, outputs, inputs, seed=1) * inputs**-0.5)
+    layer.bias = _constant(_normal(device, 1, outputs, seed=2)[0])
+    return layer
+
+
+def _normal(device: torch.device, rows: int, width: int, seed: int = 0) -> torch.Tensor:
+    # Not the device's own generator, which an attempt at a CUDA graph may have left unusable.
+    random = torch.Generator(device).manual_seed(seed)
+    return torch.randn(rows, width, generator=random, device=device, dtype=torch.bfloat16)
 
 
 def is_plain(module: nn.Module) -> bool:

@@ -8,6 +8,7 @@ from torch import nn
 
 from maxsimd.engine.execution.fused_layers.bert import (
     FusedSelfAttention,
+    fused_intermediate,
     fused_output,
     fused_self_attention,
 )
@@ -18,6 +19,7 @@ log = logging.getLogger(__name__)
 _MAKERS: tuple[Callable[[Any], nn.Module | None], ...] = (
     fused_rotary_layer,
     fused_self_attention,
+    fused_intermediate,
     fused_output,
 )
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from maxsimd.engine.execution.attention.interface import attend
-from maxsimd.engine.execution.fused_layers.linears import JoinedLinear, add_product_, is_plain
+from maxsimd.engine.execution.fused_layers.linears import GeluLinear, JoinedLinear, add_product_, is_plain
 from maxsimd.engine.execution.fused_layers.trial import (
     ROWS,
     agrees,
@@ -25,6 +25,7 @@ from maxsimd.engine.execution.fused_layers.trial import (
     random_like,
     recorded,
 )
+from maxsimd.engine.execution.linear import is_exact_gelu
 from maxsimd.engine.ops.qkv import QKV
 
 _Angles: TypeAlias = tuple[torch.Tensor, torch.Tensor]
@@ -154,7 +155,7 @@ class _RMSNorm(nn.Module):
 
 
 class _Plain(nn.Module):
-    """The first product of a feed-forward, and its activation."""
+    """The first product of a feed-forward, and its activation as a launch of its own."""
 
     def __init__(self, up: nn.Module, activation: nn.Module) -> None:
         super().__init__()
@@ -180,6 +181,9 @@ class _Gated(nn.Module):
         return gated(self.up(x), self.activation)
 
 
+_Wide: TypeAlias = GeluLinear | _Plain | _Gated
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Parts:
     """The modules of a layer. The norms before and after its parts, if there are any, are that of attention
@@ -189,7 +193,7 @@ class _Parts:
     qkv: tuple[nn.Linear, ...]
     head_norms: tuple[Any, ...]
     out: nn.Linear
-    wide: _Plain | _Gated
+    wide: _Wide
     down: nn.Linear
     before: tuple[Any, ...]
     after: tuple[Any, ...]
@@ -361,12 +365,13 @@ def _has_hooks(layer: nn.Module) -> bool:
     return any(module._forward_hooks or module._forward_pre_hooks for module in layer.modules())
 
 
-def _wide_of(up: tuple[nn.Linear, ...], activation: nn.Module | None, inner: int) -> _Plain | _Gated | None:
+def _wide_of(up: tuple[nn.Linear, ...], activation: nn.Module | None, inner: int) -> _Wide | None:
     """The first products and the activation of a feed-forward whose last product takes `inner` columns; None
     for an activation that no kernel knows, or other widths."""
     made = sum(linear.out_features for linear in up)
     if made == inner and len(up) == 1 and activation is not None:
-        return _Plain(up[0], activation)
+        product = GeluLinear(up[0]) if is_exact_gelu(activation) else None
+        return product if product is not None and product.joined else _Plain(up[0], activation)
     name = _activation_name(activation)
     return _Gated(_joined(up), name) if made == 2 * inner and name is not None else None
 

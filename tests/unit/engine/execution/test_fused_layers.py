@@ -23,7 +23,7 @@ from maxsimd.engine.checkpoint import load_model
 from maxsimd.engine.execution.attention import interface
 from maxsimd.engine.execution.attention.interface import StepAttention
 from maxsimd.engine.execution.attention.one_by_one import OneByOneBackend
-from maxsimd.engine.execution.fused_layers import bert, replace, rotary_layers, trial
+from maxsimd.engine.execution.fused_layers import bert, linears, replace, rotary_layers, trial
 from maxsimd.engine.execution.prepare import PreparedModel, prepare
 from maxsimd.engine.ops.triton import layer_norm, rms_norm, rotary, swiglu
 from tests.checkpoints import cross_encoders
@@ -319,3 +319,101 @@ def test_a_family_with_fused_layers_gives_what_its_library_gives(name: str) -> N
 )
 def test_only_layers_that_give_the_same_are_fused(check: Callable[[], None]) -> None:
     run_interpreted(check)
+
+
+Timed = tuple[float, float]
+
+
+@contextmanager
+def joining(product: Callable[..., torch.Tensor], joined: float, apart: float) -> Iterator[None]:
+    """A device that may join GELU with products, by `product`, and on which these are the milliseconds."""
+    times = {"joined": joined, "apart": apart}
+    linears._is_right_and_faster.cache_clear()
+    with (
+        patch.object(linears, "_may_join", lambda device: True),
+        patch.object(linears, "joined_gelu", product),
+        patch.object(linears, "milliseconds_in_turns_on_cuda", lambda runs, budget: times),
+    ):
+        yield
+    linears._is_right_and_faster.cache_clear()
+
+
+def intermediate(activation: str = "gelu", dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
+    from transformers import BertConfig
+    from transformers.models.bert.modeling_bert import BertIntermediate
+
+    config = BertConfig(hidden_size=64, intermediate_size=256, hidden_act=activation)
+    return BertIntermediate(config).to(dtype)
+
+
+def by_tanh(x: torch.Tensor, layer: torch.nn.Linear) -> torch.Tensor:
+    """As cuBLASLt has it: one rounding, of GELU by tanh."""
+    assert layer.bias is not None
+    product = torch.nn.functional.linear(x.float(), layer.weight.float(), layer.bias.float())
+    return torch.nn.functional.gelu(product, approximate="tanh").to(x.dtype)
+
+
+def without_bias(x: torch.Tensor, layer: torch.nn.Linear) -> torch.Tensor:
+    return torch.nn.functional.gelu(torch.nn.functional.linear(x, layer.weight))
+
+
+def wrong_in_one_column(x: torch.Tensor, layer: torch.nn.Linear) -> torch.Tensor:
+    made = by_tanh(x, layer)
+    made[:, -1] += 0.05
+    return made
+
+
+def of_nan(x: torch.Tensor, layer: torch.nn.Linear) -> torch.Tensor:
+    return by_tanh(x, layer) * float("nan")
+
+
+def failing(x: torch.Tensor, layer: torch.nn.Linear) -> torch.Tensor:
+    raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("product", [by_tanh, linears.joined_gelu])
+def test_gelu_is_part_of_the_product_where_that_is_right_and_faster(
+    product: Callable[..., torch.Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, x = intermediate(), torch.randn(1, 9, 64).bfloat16()
+    expected = plain(x)
+    with joining(product, 0.2, 0.3), caplog.at_level(logging.DEBUG, logger="maxsimd"):
+        fused = bert.fused_intermediate(plain)
+        assert isinstance(fused, bert.FusedIntermediate)
+        torch.testing.assert_close(fused(x), expected, atol=2e-2, rtol=2e-2)
+        bert.fused_intermediate(intermediate())  # tried once for layers of one shape
+    assert caplog.text.count("GELU behind a product of 64 to 256: joined, by a short timing") == 1
+
+
+@pytest.mark.parametrize(
+    ("product", "times", "reason"),
+    [
+        (without_bias, (0.2, 0.3), "the joined result is less exact"),
+        (wrong_in_one_column, (0.2, 0.3), "the joined result is less exact"),
+        (of_nan, (0.2, 0.3), "the joined result is less exact"),
+        (failing, (0.2, 0.3), "the joined product failed: CUBLAS_STATUS_NOT_SUPPORTED"),
+        (by_tanh, (0.3, 0.3), "apart, by a short timing"),
+    ],
+)
+def test_gelu_stays_apart_where_joined_it_is_wrong_or_not_faster(
+    product: Callable[..., torch.Tensor], times: Timed, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with joining(product, *times), caplog.at_level(logging.DEBUG, logger="maxsimd"):
+        assert bert.fused_intermediate(intermediate()) is None
+        layer: Any = intermediate().dense
+        x = torch.randn(3, 64).bfloat16()
+        assert torch.equal(linears.GeluLinear(layer)(x), torch.nn.functional.gelu(layer(x)))
+    assert reason in caplog.text
+
+
+def test_only_the_exact_gelu_in_bfloat16_on_a_gpu_is_joined() -> None:
+    assert bert.fused_intermediate(intermediate()) is None  # on a CPU
+    with joining(linears.joined_gelu, 0.2, 0.3):
+        for other in (
+            intermediate("gelu_new"),
+            intermediate("relu"),
+            intermediate(dtype=torch.float32),
+            intermediate(dtype=torch.float16),
+        ):
+            assert bert.fused_intermediate(other) is None
