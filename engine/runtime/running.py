@@ -72,7 +72,7 @@ class Running:
         budget = config.max_batch_tokens
         if budget is None:
             budget = default_budget(model, device_model.device, prepared.dtype, prepared.runner.chunked)
-        self.tokenizer = TextTokenizer(model.tokenizer)
+        self.tokenizer = TextTokenizer(model.tokenizer, model.token_rows)
         check_room(model, self.tokenizer, budget, prepared.runner.chunked)
         self.device_model = device_model
         self._metrics = metrics
