@@ -63,9 +63,10 @@ def _seconds(run: Run, device: torch.device, launches: int) -> float:
         return time.perf_counter() - started
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize(device)
-    start.record()
+    stream = torch.cuda.current_stream(device)
+    start.record(stream)
     for _ in range(launches):
         run()
-    stop.record()
+    stop.record(stream)
     stop.synchronize()
     return float(start.elapsed_time(stop)) / 1e3 / launches

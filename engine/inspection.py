@@ -41,7 +41,7 @@ def inspect_model(config: EngineConfig, check: bool = False) -> dict[str, str | 
     budget = config.max_batch_tokens
     if budget is None:
         budget = default_budget(model, device, prepared.dtype, prepared.runner.chunked)
-    check_room(model, TextTokenizer(model.tokenizer), budget, prepared.runner.chunked)
+    check_room(model, TextTokenizer(model.tokenizer, model.token_rows), budget, prepared.runner.chunked)
     # A pooler goes where the heads do its work, and layers are laid out anew: what is left shows in names.
     left = {name for name, _ in model.backbone.named_children()}
     weights = sum(count for name, count in named.items() if name.split(".")[0] in left or "." not in name)

@@ -5,6 +5,9 @@ import queue
 import threading
 from concurrent.futures import Future
 
+import torch
+
+from maxsimd.engine.execution.devices import use_device
 from maxsimd.engine.scoring.outcome import Arrival
 
 
@@ -12,7 +15,8 @@ class Arrivals:
     """Waits for one arrival after the other, in the order in which the device comes to them, in a thread that
     begins with the first. No process waits for that thread as it ends: the device may be stuck."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._asked: queue.SimpleQueue[tuple[Arrival, Future[None]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -30,6 +34,7 @@ class Arrivals:
         self._asked.put(None)
 
     def _run(self) -> None:
+        use_device(self._device)
         while (asked := self._asked.get()) is not None:
             arrival, arrived = asked
             if not arrived.set_running_or_notify_cancel():

@@ -62,6 +62,7 @@ class RunnerActor(Actor[RunnerMessage]):
         scoring: Mailbox[ScoringMessage],
         scheduler: Mailbox[SchedulerMessage],
         cache: EmbeddingCache | None,
+        device: torch.device,
         *,
         turn: Turn | None = None,
     ) -> None:
@@ -73,7 +74,7 @@ class RunnerActor(Actor[RunnerMessage]):
         self._scheduler = scheduler
         self._cache = cache
         self._deliveries: asyncio.TaskGroup | None = None
-        self._arrivals = Arrivals()
+        self._arrivals = Arrivals(device)
         self._suspects = Suspects()
         self._started = self._waited = 0.0
         self._turn = turn

@@ -35,6 +35,14 @@ def max_tokens(config: Any, tokenizer: Any, offset: int) -> int:
     return min((int(limit) for limit in limits if 0 < limit < _NO_LIMIT), default=512)
 
 
+def token_rows(backbone: Any) -> int | None:
+    """How many token ids have embeddings; None for a backbone that does not say."""
+    try:
+        return int(backbone.get_input_embeddings().weight.shape[0])
+    except (AttributeError, NotImplementedError):
+        return None
+
+
 @torch.inference_mode()
 def is_causal(backbone: Any) -> bool:
     """Whether a token's hidden state depends only on the tokens before it.

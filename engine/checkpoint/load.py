@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from maxsimd.engine.checkpoint.adjust import adjusted
+from maxsimd.engine.checkpoint.backbone import token_rows
 from maxsimd.engine.checkpoint.digests import check_digests, stay_offline
 from maxsimd.engine.checkpoint.embedded import embedded_model_path
 from maxsimd.engine.checkpoint.identity import identity_of
@@ -40,8 +41,38 @@ def load_model(config: EngineConfig, device: torch.device, *, recheck: bool = Fa
             path = Path(config.model if config.model is not None else embedded_model_path())
             stay_offline()
             check_digests(path.parent if path.is_file() else path)
-        model = adjusted(_read(config, device, recheck), config)
+        model = _with_token_rows(adjusted(_read(config, device, recheck), config))
         return replace(model, fingerprint=identity_of(model)) if model.encodes_apart else model
+
+
+def _with_token_rows(model: LoadedModel) -> LoadedModel:
+    """The model with the number of its embeddings; texts with tokens beyond them are refused later. Raises
+    ModelLoadError where every text has one, because the special tokens around texts are among them."""
+    rows = token_rows(model.backbone)
+    tokenizer = model.tokenizer.backend_tokenizer
+    if rows is None:
+        return model
+    around = {*tokenizer.encode("a").ids}
+    if not model.encodes_apart:
+        around |= {*tokenizer.encode("a", "b").ids}
+    for role in (model.query, model.document, model.text):
+        around |= {
+            int(each)
+            for ids in (role.leading_ids, role.trailing_ids)
+            for each in (() if ids is None else ids)
+        }
+        if role.expansion is not None:
+            around.add(role.expansion.token_id)
+    lacking = [tokenizer.id_to_token(token_id) for token_id in sorted(around) if token_id >= rows]
+    if lacking:
+        raise ModelLoadError(
+            f"{model.name!r} puts {', '.join(map(repr, lacking))} into texts, for which it has no embedding: "
+            f"it has {rows}; use the tokenizer that it was saved with"
+        )
+    extra = sum(token_id >= rows for token_id in tokenizer.get_added_tokens_decoder())
+    if extra:
+        log.warning("texts with one of %d tokens that have no embedding in %s are refused", extra, model.name)
+    return replace(model, token_rows=rows)
 
 
 def _read(config: EngineConfig, device: torch.device, recheck: bool) -> LoadedModel:

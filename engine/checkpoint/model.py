@@ -139,7 +139,7 @@ class LoadedModel:
     other models. Hybrid scores are dense, sparse and multi-vector ones by their `hybrid_weights`. The
     checkpoint's files `unread` would give more, if they may be read. With `compression` documents have fewer
     rows behind some layers. `compared` says how the model was compared with transformers' where it is one of
-    ours.
+    ours. Token ids below `token_rows` have embeddings; None where the backbone does not say.
     """
 
     name: str
@@ -173,6 +173,7 @@ class LoadedModel:
     unread: tuple[str, ...] = ()
     compression: Compression | None = None
     compared: str = ""
+    token_rows: int | None = None
 
     @property
     def encoders(self) -> tuple[torch.nn.Module, ...]:

@@ -21,6 +21,7 @@ from maxsimd.engine.device.time_slices import take_short_slices
 from maxsimd.engine.device.warmup import checked_maxsim, warm_up
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution import PreparedModel, choose_device, choose_dtype, prepare
+from maxsimd.engine.execution.devices import use_device
 from maxsimd.engine.ops.nvidia import runs_plain_torch
 from maxsimd.engine.scoring.calibration import Calibration
 from maxsimd.engine.scoring.maxsim import MaxSim, choose_maxsim
@@ -102,6 +103,7 @@ def prepare_thread(device: torch.device, threads: int | None) -> None:
     """Has the calling thread compute for a device, with as many `threads` as are asked for. To be called
     before anything else on it."""
     _choose_threads(threads)
+    use_device(device)
     if device.type == "cpu":
         settle_allocators()
         take_short_slices()

@@ -141,6 +141,7 @@ class DeviceActors:
             scoring.mailbox,
             scheduler,
             device_model.cache,
+            device_model.device,
             turn=turn,
         )
         self.mailbox = runner.mailbox

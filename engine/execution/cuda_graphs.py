@@ -52,6 +52,8 @@ class GraphedRunner:
         self._inner = inner
         self._device = device
         self._graphs: dict[CaptureSize, _Graph] = {}  # the smallest first
+        # As many tokens as a replay computes while the host launches a step that is not replayed.
+        self.launch_tokens = 0
         self._hidden: torch.Tensor | None = None  # [rows of the largest, hidden], to which all of them write
 
     @torch.inference_mode()
@@ -146,7 +148,9 @@ class GraphedRunner:
         if self._hidden is None:
             self._hidden = exact[0].new_empty(size.rows, exact[0].shape[-1])
         graph = StaticGraph(runner, static, batch, self._hidden[: size.rows], recorder)
-        least = least_tokens(size.rows, eager.times.host, recorder.cost(graph.again).times.device)
+        replay = recorder.cost(graph.again).times.device
+        least = least_tokens(size.rows, eager.times.host, replay)
+        self.launch_tokens = max(self.launch_tokens, int(size.rows * eager.times.host / max(replay, 1e-3)))
         self._graphs[size] = _Graph(graph, least)
         mismatch = self._mismatch(graph, steps, exact)
         if mismatch is not None:

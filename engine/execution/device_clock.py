@@ -1,4 +1,4 @@
-"""How long work takes: of the host, which launches it, and of the device, which does it."""
+"""How long work takes: of the host, which launches it, and of the thread's current device, which does it."""
 
 import functools
 import statistics

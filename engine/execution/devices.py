@@ -27,6 +27,15 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
+def use_device(device: torch.device) -> None:
+    """Makes a device the calling thread's current one, which is where streams, events and kernels go that
+    name none. Each thread that touches the device calls this first: a new thread begins with device 0."""
+    if device.index is not None:
+        set_device = getattr(getattr(torch, device.type, None), "set_device", None)
+        if set_device is not None:
+            set_device(device.index)
+
+
 def device_names() -> list[str]:
     """The devices that torch can use on this machine."""
     names = ["cpu"]

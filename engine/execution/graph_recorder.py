@@ -33,7 +33,8 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """CUDA graphs that share their memory, because only one runs at a time."""
+    """CUDA graphs of the thread's current device. They share their memory, because only one runs at a
+    time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()

@@ -17,7 +17,7 @@ from maxsimd.engine.execution.attention.base import AttentionBackend, CaptureSiz
 from maxsimd.engine.execution.attention.cpu_kernel import is_compiled_supported
 from maxsimd.engine.execution.attention.select import choose_attention
 from maxsimd.engine.execution.attention.torch_grouped import GroupedBackend
-from maxsimd.engine.execution.cuda_graphs import with_graphs
+from maxsimd.engine.execution.cuda_graphs import GraphedRunner, with_graphs
 from maxsimd.engine.execution.fused_layers import fuse
 from maxsimd.engine.execution.graph_sizes import ROWS
 from maxsimd.engine.execution.modes import (
@@ -53,7 +53,8 @@ class PreparedModel:
 
     `tasks` pool the runner's rows. `execution` is packed, padded or one by one, `attention` the name of the
     backend if it is packed, and `not_packed` the reason if it is not. `proof_seconds` is how long the proof
-    took, `findings` what was compared, and `quantized` how many of the weights are int8."""
+    took, `findings` what was compared, and `quantized` how many of the weights are int8. `launch_tokens` are
+    those of a `GraphedRunner`, None where steps are not replayed."""
 
     runner: ModelRunner
     tasks: Mapping[str, Task]
@@ -64,6 +65,7 @@ class PreparedModel:
     findings: tuple[Finding, ...]
     proof_seconds: float
     quantized: int
+    launch_tokens: int | None = None
 
 
 def prepare(model: LoadedModel, config: EngineConfig, device: torch.device) -> PreparedModel:
@@ -136,6 +138,7 @@ def _prepare(model: LoadedModel, config: EngineConfig, device: torch.device) -> 
         findings,
         proof_seconds,
         quantized,
+        runner.launch_tokens if isinstance(runner, GraphedRunner) else None,
     )
 
 

@@ -7,7 +7,7 @@ from maxsimd.engine.preprocess.cached_scores import CachedScoresStrategy
 from maxsimd.engine.preprocess.listwise import ListwiseStrategy
 from maxsimd.engine.preprocess.long_inputs import LengthLimits
 from maxsimd.engine.preprocess.pages import page_builder
-from maxsimd.engine.preprocess.pairs import PairStrategy
+from maxsimd.engine.preprocess.pairs import PairStrategy, PrefixSharing
 from maxsimd.engine.preprocess.picture_pairs import PicturePairJoiner
 from maxsimd.engine.preprocess.strategy import ScoreStrategy
 from maxsimd.engine.preprocess.template_pairs import TemplateJoiner
@@ -21,33 +21,33 @@ def score_strategy(
     tokenizer: TextTokenizer,
     limits: LengthLimits,
     cache: EmbeddingCache | ScoreCache | None,
-    share_prefixes: bool,
+    sharing: PrefixSharing | None,
 ) -> ScoreStrategy:
     """The way to prepare score requests to a model. The cache has embeddings where documents are run without
     their query, else scores."""
     if model.score_task != "classify" and model.listwise is None:
         assert not isinstance(cache, ScoreCache)
         return TwoStageStrategy(model, tokenizer, limits, cache)
-    strategy = _together(model, tokenizer, limits, share_prefixes)
+    strategy = _together(model, tokenizer, limits, sharing)
     if isinstance(cache, ScoreCache):
         return CachedScoresStrategy(strategy, cache, together=model.listwise is not None)
     return strategy
 
 
 def _together(
-    model: LoadedModel, tokenizer: TextTokenizer, limits: LengthLimits, share_prefixes: bool
+    model: LoadedModel, tokenizer: TextTokenizer, limits: LengthLimits, sharing: PrefixSharing | None
 ) -> ScoreStrategy:
     if model.listwise is not None:
         return ListwiseStrategy(model.listwise, model.instruction, tokenizer, limits)
     template = model.pairs.template
     if template is None:
         joiner = TokenizerJoiner(tokenizer, model.pairs.truncation)
-        return PairStrategy(joiner, tokenizer, limits, share_prefixes)
+        return PairStrategy(joiner, tokenizer, limits, sharing)
     by_template = TemplateJoiner(tokenizer, template, model.instruction)
     pages = page_builder(model, tokenizer, limits.longest_sequence)
     if pages is None:
-        return PairStrategy(by_template, tokenizer, limits, share_prefixes)
+        return PairStrategy(by_template, tokenizer, limits, sharing)
     with_pictures = PicturePairJoiner(
         by_template, template, model.instruction, tokenizer, pages, limits.longest_sequence
     )
-    return PairStrategy(with_pictures, tokenizer, limits, share_prefixes, model.vision)
+    return PairStrategy(with_pictures, tokenizer, limits, sharing, model.vision)

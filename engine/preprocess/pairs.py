@@ -1,6 +1,7 @@
 """Score requests whose queries and documents are run together: cross-encoders of all kinds."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,26 +25,51 @@ from maxsimd.scheduler.payload import TokenIds
 SHORTEST_PREFIX = 8
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixSharing:
+    """Decides which prefixes are run once for all pairs that begin with them.
+
+    A step with a shared prefix cannot be replayed as a CUDA graph, so the host launches it kernel by kernel.
+    `launch_tokens` is how many tokens the device computes in the time that this takes; None where steps are
+    not replayed, and every prefix is shared."""
+
+    launch_tokens: int | None = None
+
+    def is_worth(self, prefix: int, consumers: int, own: int) -> bool:
+        """Whether to share a prefix of `prefix` tokens among `consumers` sequences, which have `own` more
+        tokens in all.
+
+        Sharing saves the prefix for all consumers but one. A step of fewer tokens than `launch_tokens` takes
+        as long as launching it does, so sharing loses what its tokens are fewer. On a device that replays
+        steps, a prefix with one consumer is not shared."""
+        if self.launch_tokens is None:
+            return True
+        saved = prefix * (consumers - 1)
+        lost = max(0, self.launch_tokens - (prefix + own))
+        return saved > lost
+
+
 class PairStrategy:
     """One sequence a pair, or one a window of its document; the best of a document's windows counts.
 
-    With `share_prefixes` what stands before the document is a sequence by itself, which is run once for all
-    pairs of a query. A pair is split there whether or not others come along: alone it takes the same path.
-    `vision` is how the model reads pictures, None if it reads only text."""
+    With `sharing` what stands before the document is a sequence by itself, which is run once for all pairs
+    of a query, where that is worth it. Without CUDA graphs a pair is split there whether or not others come
+    along: alone it takes the same path. `vision` is how the model reads pictures, None if it reads only
+    text."""
 
     def __init__(
         self,
         joiner: PairJoiner,
         tokenizer: TextTokenizer,
         limits: LengthLimits,
-        share_prefixes: bool,
+        sharing: PrefixSharing | None,
         vision: Vision | None = None,
     ) -> None:
         self._vision = vision
         self._joiner = joiner
         self._tokenizer = tokenizer
         self._limits = limits
-        self._share_prefixes = share_prefixes
+        self._sharing = sharing
 
     def prepare(self, request: ScoreRequest, ids: RequestIds) -> Prepared:
         long_inputs = self._limits.applied_to(request.truncation, ids)
@@ -58,7 +84,7 @@ class PairStrategy:
             num_tokens += sum(map(len, pair.windows))
             ids.check_tokens(num_tokens)
             pairs.append(pair)
-        shared = _shared_prefixes(pairs, ids) if self._share_prefixes else []
+        shared = [] if self._sharing is None else _shared_prefixes(pairs, ids, self._sharing)
         prefix_of = {i: prefix for prefix, positions in shared for i in positions}
         sequences = _sequences([window for pair in pairs for window in pair.windows], prefix_of, ids)
         truncated_queries = sum(query.truncated for query in queries)
@@ -112,7 +138,9 @@ def _sequences(
     return sequences
 
 
-def _shared_prefixes(pairs: list[JoinedPair], ids: RequestIds) -> list[tuple[Sequence, list[int]]]:
+def _shared_prefixes(
+    pairs: list[JoinedPair], ids: RequestIds, sharing: PrefixSharing
+) -> list[tuple[Sequence, list[int]]]:
     """The prefixes that are run by themselves, and the positions of the windows that begin with each."""
     windows = [(window, pair.prefix) for pair in pairs for window in pair.windows]
     positions_of: dict[tuple[bytes, ...], list[int]] = {}
@@ -126,6 +154,11 @@ def _shared_prefixes(pairs: list[JoinedPair], ids: RequestIds) -> list[tuple[Seq
     shared = []
     for positions in positions_of.values():
         tokens, prefix = windows[positions[0]]
+        own = sum(len(windows[i][0]) for i in positions) - len(positions) * len(prefix)
+        # What has pictures is never replayed.
+        has_pictures = any(windows[i][0].images for i in positions)
+        if not has_pictures and not sharing.is_worth(len(prefix), len(positions), own):
+            continue
         if isinstance(tokens, Tokens):
             shared_part = tokens.first(len(prefix)).behind(0, ids.sequence_ids)
         else:

@@ -7,6 +7,7 @@ from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.preprocess.choice import score_strategy
 from maxsimd.engine.preprocess.long_inputs import LengthLimits
+from maxsimd.engine.preprocess.pairs import PrefixSharing
 from maxsimd.engine.preprocess.prepared import Prepared
 from maxsimd.engine.preprocess.readable import prepare_readable
 from maxsimd.engine.preprocess.request_ids import RequestIds
@@ -22,7 +23,7 @@ class Preprocessor:
 
     `longest_sequence` is the most tokens that the engine can run in one sequence, and `window_overlap` how
     many the windows of a long document share. What is in the `cache` is not run again, and with
-    `share_prefixes` neither is what all pairs of a query begin with.
+    `sharing`, which says where that is worth it, neither is what all pairs of a query begin with.
     """
 
     def __init__(
@@ -32,13 +33,13 @@ class Preprocessor:
         longest_sequence: int,
         window_overlap: int,
         cache: EmbeddingCache | ScoreCache | None,
-        share_prefixes: bool,
+        sharing: PrefixSharing | None,
     ) -> None:
         self._longest = min(model.max_tokens, longest_sequence)
         limits = LengthLimits(self._longest, window_overlap)
         self._model = model
         self._tokenizer = tokenizer
-        self._scores = score_strategy(model, tokenizer, limits, cache, share_prefixes)
+        self._scores = score_strategy(model, tokenizer, limits, cache, sharing)
         embeddings = cache if isinstance(cache, EmbeddingCache) else None
         self._texts = TextStrategy(model, tokenizer, limits, embeddings)
 

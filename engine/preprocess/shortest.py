@@ -31,7 +31,7 @@ def check_room(model: LoadedModel, tokenizer: TextTokenizer, budget: int, chunke
 def shortest_sequences(model: LoadedModel, tokenizer: TextTokenizer) -> dict[str, int]:
     """How many tokens the shortest sequence of each kind has, by what errors call it."""
     limits = LengthLimits(model.max_tokens, window_overlap=0)
-    shortest = score_strategy(model, tokenizer, limits, cache=None, share_prefixes=False).shortest_sequences()
+    shortest = score_strategy(model, tokenizer, limits, cache=None, sharing=None).shortest_sequences()
     # A listwise model takes no single texts.
     if model.listwise is None:
         shortest |= TextStrategy(model, tokenizer, limits).shortest_sequences()

@@ -90,9 +90,10 @@ class TextTokenizer:
 
     Long texts are tokenised in pieces, between which other work goes on. Texts that are not Unicode, or that
     nothing cuts for more than `LONGEST_PIECE` characters, are refused: `param` is the field in errors, and a
-    `name` what they call a text where the field has several."""
+    `name` what they call a text where the field has several. So are texts with a token whose id is `rows` or
+    more, for which the model has no embedding; `read` alone takes them."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, rows: int | None = None) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise InvalidRequestError(f"{type(tokenizer).__name__} has no fast tokeniser, which is required")
@@ -108,6 +109,7 @@ class TextTokenizer:
         self._breaks = _BREAKS[digest]
         self.single = _learn_template(self._tokenizer.encode("a"), texts=1)
         self.pair = _learn_template(self._tokenizer.encode("a", "b"), texts=2)
+        self._rows = rows
 
     @property
     def vocabulary_size(self) -> int:
@@ -124,22 +126,25 @@ class TextTokenizer:
         """The token ids of each text, without special tokens. A text of more than `most` is cut to as many at
         the given side, and what is cut off is not read. There are as many `names` as texts, or more."""
         size = PIECE if most is None else min(PIECE, max(_FEWEST_CHARACTERS, _CHARACTERS_A_TOKEN * most))
-        rests: deque[Iterator[str]] = deque()
+        rests: deque[tuple[Iterator[str], object]] = deque()
 
         def firsts() -> Iterator[str]:
             for text, name in zip(texts, repeat(param) if names is None else names, strict=False):
-                rests.append(self._pieces(text, size, side, param, name))
-                yield next(rests[-1])
+                pieces = self._pieces(text, size, side, param, name)
+                rests.append((pieces, name))
+                yield next(pieces)
 
         token_ids: list[TokenIds] = []
         for part in in_parts(firsts()):
             yield_to_smaller()
             for first in self._encode_batch(part, param):
-                read, rest = [_ids(first)], rests.popleft()
+                rest, name = rests.popleft()
+                read = [self._ids(first, param, name)]
                 num_tokens = len(read[0])
                 while (most is None or num_tokens < most) and (piece := next(rest, None)):
                     yield_to_smaller()
-                    read += map(_ids, self._encode_batch([piece], param))
+                    (encoding,) = self._encode_batch([piece], param)
+                    read.append(self._ids(encoding, param, name))
                     num_tokens += len(read[-1])
                 token_ids.append(_joined(read, most, side))
         return token_ids
@@ -162,7 +167,7 @@ class TextTokenizer:
                 continue
             yield_to_smaller()
             (encoding,) = self._encode_batch([text[start:stop]], param, complete=True)
-            ids = _ids(encoding)
+            ids = self._ids(encoding, param, name or param)
             first, last = _holding(encoding.offsets, span.start - start, span.stop - start)
             parts.append((ids[:first], ids[first:last], ids[last:], _spans(encoding, start)[first:last]))
             num_inside += last - first
@@ -184,7 +189,7 @@ class TextTokenizer:
         for start, stop in self._cut_up(text, PIECE, side, param, name or param):
             yield_to_smaller()
             (encoding,) = self._encode_batch([text[start:stop]], param, complete=True)
-            ids.append(_ids(encoding))
+            ids.append(self._ids(encoding, param, name or param))
             spans.append(_spans(encoding, start))
             num_tokens += len(ids[-1])
             if most is not None and num_tokens >= most:
@@ -246,6 +251,18 @@ class TextTokenizer:
                 f"{param} holds a text that is not valid Unicode; replace lone surrogates", param
             ) from error
 
+    def _ids(self, encoding: Encoding, param: str, name: object) -> TokenIds:
+        """Raises InvalidRequestError for a token without an embedding: a GPU would end the process for it."""
+        ids = np.array(encoding.ids, dtype=np.int32)
+        if self._rows is not None and len(ids) and ids.max() >= self._rows:
+            token = self.token(int(ids.max()))
+            raise InvalidRequestError(
+                f"{name} holds {token!r}, a token of the tokenizer for which the model has no embedding; "
+                "leave it out",
+                param,
+            )
+        return ids
+
 
 def in_parts(texts: Iterable[str]) -> Iterator[list[str]]:
     """Texts in parts of at most `PART_TEXTS` texts and `PART_CHARACTERS` characters, or of one text."""
@@ -259,10 +276,6 @@ def in_parts(texts: Iterable[str]) -> Iterator[list[str]]:
         characters += len(text)
     if part:
         yield part
-
-
-def _ids(encoding: Encoding) -> TokenIds:
-    return np.array(encoding.ids, dtype=np.int32)
 
 
 def _spans(encoding: Encoding, start: int) -> Spans:

@@ -27,6 +27,7 @@ from maxsimd.engine.device.time_slices import take_short_slices
 from maxsimd.engine.errors import EngineDeadError, EngineNotReadyError, RequestTimeoutError
 from maxsimd.engine.metrics import EngineMetrics
 from maxsimd.engine.preprocess import Prepared, Preprocessor, RequestIds, check_room, nothing_of
+from maxsimd.engine.preprocess.pairs import PrefixSharing
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.preprocess.workers import WithdrawnError, WorkerPool
 from maxsimd.engine.requests import EmbedRequest, RunOptions, ScoreRequest, Timings, Value, Values
@@ -72,7 +73,7 @@ class Running:
         budget = config.max_batch_tokens
         if budget is None:
             budget = default_budget(model, device_model.device, prepared.dtype, prepared.runner.chunked)
-        self.tokenizer = TextTokenizer(model.tokenizer)
+        self.tokenizer = TextTokenizer(model.tokenizer, model.token_rows)
         check_room(model, self.tokenizer, budget, prepared.runner.chunked)
         self.device_model = device_model
         self._metrics = metrics
@@ -92,13 +93,14 @@ class Running:
         )
         self.max_tokens = model.max_tokens if prepared.runner.chunked else min(model.max_tokens, budget)
         self.facts = facts_of(device_model, self.max_tokens, budget)
+        shares = prepared.runner.chunked and config.prefix_sharing == "auto"
         self.preprocessor = Preprocessor(
             model,
             self.tokenizer,
             self.max_tokens,
             config.window_overlap,
             self.cache,
-            prepared.runner.chunked and config.prefix_sharing == "auto",
+            PrefixSharing(prepared.launch_tokens) if shares else None,
         )
         small = beside_small_requests(budget, device_model.device)
         limits = StepLimits(budget, config.max_batch_sequences, prepared.runner.chunked, small)

@@ -178,7 +178,7 @@ class Asked:
 def _inputs(engine: Engine, request: EmbedRequest | ScoreRequest) -> list[Input]:
     """What the engine runs for a request, in the order of its results."""
     model = engine.model
-    made = Preprocessor(model, TextTokenizer(model.tokenizer), model.max_tokens, 0, None, False)
+    made = Preprocessor(model, TextTokenizer(model.tokenizer), model.max_tokens, 0, None, None)
     ids = RequestIds(0, count(), 1_000_000)
     prepared = made.embed(request, ids) if isinstance(request, EmbedRequest) else made.score(request, ids)
     sequences = {

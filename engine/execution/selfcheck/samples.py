@@ -108,10 +108,10 @@ def _beyond_window(backbone: Any) -> int:
 
 
 def _random_ids(model: LoadedModel, count: int, random: np.random.Generator) -> NDArray[np.int32]:
-    """Token ids from the vocabulary, without special tokens."""
+    """Token ids from the vocabulary, without special tokens, and without those that no text may have because
+    they have no embedding."""
     size = int(model.tokenizer.backend_tokenizer.get_vocab_size())
-    rows = getattr(model.backbone.config, "vocab_size", None)
-    size = min(size, rows) if isinstance(rows, int) else size
+    size = size if model.token_rows is None else min(size, model.token_rows)
     usable = np.setdiff1d(
         np.arange(size, dtype=np.int32), np.array(model.tokenizer.all_special_ids, dtype=np.int32)
     )

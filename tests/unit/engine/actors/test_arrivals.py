@@ -3,6 +3,8 @@
 import asyncio
 import threading
 
+import torch
+
 from maxsimd.engine.actors.arrivals import Arrivals
 from tests.waiting import until
 
@@ -25,7 +27,7 @@ def _threads() -> list[threading.Thread]:
 
 async def test_each_waits_for_its_own_and_is_given_its_own_error() -> None:
     before = len(_threads())
-    arrivals = Arrivals()
+    arrivals = Arrivals(torch.device("cpu"))
     assert len(_threads()) == before, "a CPU needs no such thread"
     events = [Event(), Event(RuntimeError("lost")), Event()]
     waiting = [asyncio.create_task(arrivals.until(event)) for event in events]
@@ -43,7 +45,7 @@ async def test_each_waits_for_its_own_and_is_given_its_own_error() -> None:
 
 
 async def test_one_that_is_not_waited_for_any_more_keeps_up_no_other() -> None:
-    arrivals = Arrivals()
+    arrivals = Arrivals(torch.device("cpu"))
     slow, never, last = Event(), Event(), Event()
     waiting = [asyncio.create_task(arrivals.until(event)) for event in (slow, never, last)]
     await until(slow.reached.is_set)

@@ -160,6 +160,12 @@ def test_a_model_that_waits_for_the_device_has_no_graphs(
     assert "no CUDA graphs: the model waits for the device (aten.nonzero" in caplog.text
 
 
+def test_launching_takes_as_long_as_computing_some_tokens(capture: Callable[..., Captured]) -> None:
+    """The host takes three times as long as the device takes for the largest size."""
+    graphed, _ = capture(CallRecorder(host=3.0, device=1.0))
+    assert graphed.launch_tokens == 3 * SIZES[0].rows
+
+
 class BrokenRecorder(CallRecorder):
     """One graph does nothing when it is replayed, and one cannot be captured."""
 

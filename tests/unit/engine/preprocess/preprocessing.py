@@ -18,6 +18,7 @@ from maxsimd.engine.checkpoint import LoadedModel, RoleRules
 from maxsimd.engine.config import ScoreType
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.preprocess import Prepared, Preprocessor, RequestIds
+from maxsimd.engine.preprocess.pairs import PrefixSharing
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.requests import REFUSE_LONG, ScoreRequest, Truncation
 
@@ -95,9 +96,9 @@ def preprocessor(
     longest: int = 10_000,
     overlap: int = 0,
     cache: EmbeddingCache | None = None,
-    share_prefixes: bool = False,
+    sharing: PrefixSharing | None = None,
 ) -> Preprocessor:
-    return Preprocessor(described, tokenizer(special_tokens), longest, overlap, cache, share_prefixes)
+    return Preprocessor(described, tokenizer(special_tokens), longest, overlap, cache, sharing)
 
 
 def request_ids(request_id: int = 7, first: int = 100, most_tokens: int = 10_000_000) -> RequestIds:

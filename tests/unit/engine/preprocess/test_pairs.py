@@ -15,7 +15,7 @@ from maxsimd.engine.checkpoint.score_template import ScoreTemplate
 from maxsimd.engine.errors import InvalidRequestError, RequestTooLargeError
 from maxsimd.engine.preprocess import Prepared, Preprocessor, usage_of
 from maxsimd.engine.preprocess.pair_joiner import JoinedPair
-from maxsimd.engine.preprocess.pairs import shared_tokens
+from maxsimd.engine.preprocess.pairs import PrefixSharing, shared_tokens
 from maxsimd.engine.preprocess.template_pairs import TemplateJoiner
 from maxsimd.engine.preprocess.tokenization import cut, longest_first
 from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, Truncation
@@ -252,7 +252,7 @@ def split(prepared: Prepared) -> list[tuple[int, list[int]]]:
 
 def test_tokens_before_the_document_are_run_once_for_all_pairs() -> None:
     # instruct: w904 query: + 4 of the query + passage: = 8, and w900 may merge with the document.
-    prepared = ask([words(4)], [document(3), document(2)], share_prefixes=True)
+    prepared = ask([words(4)], [document(3), document(2)], sharing=PrefixSharing())
     prefix, *pairs = prepared.sequences
     assert prefix.tokens.ids.tolist() == asked(ids(4), [])[:8]
     assert prefix.tokens.type_ids is not None
@@ -266,13 +266,13 @@ def test_tokens_before_the_document_are_run_once_for_all_pairs() -> None:
     assert (usage.prompt_tokens, usage.cached_tokens) == (15 + 14, 8)
     assert (prepared.num_new_tokens, prepared.results) == (8 + 7 + 6, 2)
     # A prefix of 7 is too short to be worth it.
-    assert len(ask([words(3)], [document(3)], share_prefixes=True).sequences) == 1
-    assert len(ask([words(4)], [document(3)], share_prefixes=False).sequences) == 1
+    assert len(ask([words(3)], [document(3)], sharing=PrefixSharing()).sequences) == 1
+    assert len(ask([words(4)], [document(3)], sharing=None).sequences) == 1
 
 
 def test_equal_queries_share_a_prefix_and_others_have_their_own() -> None:
     queries = [words(5), words(4) + " w9", words(5), "w1"]
-    prepared = ask(queries, [document(i + 1) for i in range(4)], share_prefixes=True)
+    prepared = ask(queries, [document(i + 1) for i in range(4)], sharing=PrefixSharing())
     prefixes = [sequence for sequence in prepared.sequences if sequence.is_prefix]
     assert [(prefix.sequence_id, prefix.num_consumers) for prefix in prefixes] == [(100, 2), (101, 1)]
     assert [prefix for prefix, _ in split(prepared)] == [100, 101, 100, 0]
@@ -280,9 +280,40 @@ def test_equal_queries_share_a_prefix_and_others_have_their_own() -> None:
     assert firsts == [0, 2], "each before the first pair that begins with it"
     # All windows of a document share one.
     truncation = Truncation(max_tokens=len(asked(ids(4), [])) + 4, windows=True)
-    prepared = ask([words(4)], [document(9), document(2)], truncation, share_prefixes=True)
+    prepared = ask([words(4)], [document(9), document(2)], truncation, sharing=PrefixSharing())
     assert prepared.sequences[0].num_consumers == 4
     assert [prefix for prefix, _ in split(prepared)] == [100] * 4
+
+
+@pytest.mark.parametrize(
+    ("launch_tokens", "prefix", "consumers", "own", "is_shared"),
+    [
+        (None, 8, 1, 9, True),  # nothing is replayed, so that nothing is lost
+        (1000, 100, 1, 5000, False),  # nothing is saved
+        (1000, 100, 2, 899, True),  # 100 saved, and 1 lost: 999 of the 1,000 tokens for which launching takes
+        (1000, 100, 2, 800, False),  # 100 saved and 100 lost
+        (1000, 100, 10, 1, True),  # 900 saved, 899 lost
+        (1000, 100, 10, 0, False),
+        (1000, 100, 2, 5000, True),  # the host launches while the device still computes
+    ],
+)
+def test_where_steps_are_replayed_a_prefix_must_save_more_than_its_launches_take(
+    launch_tokens: int | None, prefix: int, consumers: int, own: int, is_shared: bool
+) -> None:
+    assert PrefixSharing(launch_tokens).is_worth(prefix, consumers, own) is is_shared
+
+
+def test_a_prefix_that_is_not_worth_it_is_run_with_each_pair() -> None:
+    """8 tokens are saved, in a step of 21."""
+    asked_for = [words(4)], [document(3), document(2)]
+    assert len(ask(*asked_for, sharing=PrefixSharing(28)).sequences) == 3
+    prepared = ask(*asked_for, sharing=PrefixSharing(29))
+    assert [prefix for prefix, _ in split(prepared)] == [0, 0]
+    assert usage_of(prepared).cached_tokens == 0
+    # Of two queries one may share and the other not.
+    queries = [words(5), words(5), words(4) + " w9"]
+    prepared = ask(queries, [document(3)] * 3, sharing=PrefixSharing(20))
+    assert [prefix for prefix, _ in split(prepared)] == [100, 100, 0]
 
 
 def test_a_pair_that_begins_otherwise_is_run_whole() -> None:
@@ -293,7 +324,7 @@ def test_a_pair_that_begins_otherwise_is_run_whole() -> None:
     assert shared_tokens(other_end, prefix) == 0
     # Here the last word of the template and the document's first are one token.
     template = ScoreTemplate((words(9, 800) + " {{ query }} passage:{{ document }} w1",))
-    prepared = ask(["w0"], [document(2), ""], template=template, share_prefixes=True)
+    prepared = ask(["w0"], [document(2), ""], template=template, sharing=PrefixSharing())
     shared = [*ids(9, 800), *ids(1)]
     assert prepared.sequences[0].tokens.ids.tolist() == shared
     assert split(prepared) == [
@@ -303,14 +334,14 @@ def test_a_pair_that_begins_otherwise_is_run_whole() -> None:
 
 
 def test_pairs_of_the_tokenizer_share_a_prefix_too() -> None:
-    prepared = score([words(6)], [document(3), document(2)], share_prefixes=True)
+    prepared = score([words(6)], [document(3), document(2)], sharing=PrefixSharing())
     prefix = prepared.sequences[0]
     assert prefix.is_prefix
     assert prefix.tokens.ids.tolist() == [CLS, *ids(6), SEP]
     # One token of the query fewer, and the prefix is too short to be worth it.
-    assert len(score([words(5)], [document(3)], share_prefixes=True).sequences) == 1
+    assert len(score([words(5)], [document(3)], sharing=PrefixSharing()).sequences) == 1
     # A pair of which the query was cut begins otherwise.
-    cut = score([words(30)], [document(30)], CUT_LONG, share_prefixes=True, max_tokens=40)
+    cut = score([words(30)], [document(30)], CUT_LONG, sharing=PrefixSharing(), max_tokens=40)
     assert [prefix for prefix, _ in split(cut)] == [0]
 
 
@@ -328,7 +359,7 @@ MERGING = ScoreTemplate(("a{{ query }}b", "{{ query }}{{ document }}{{ query }}"
 def score_long(
     described: LoadedModel, queries: list[str], documents: list[str], truncation: Truncation = REFUSE_LONG
 ) -> Prepared:
-    made = Preprocessor(described, text_tokenizer(qwen), 100_000, 0, None, False)
+    made = Preprocessor(described, text_tokenizer(qwen), 100_000, 0, None, None)
     return made.score(score_request(queries, documents, truncation), request_ids())
 
 
@@ -405,7 +436,7 @@ def test_a_cut_pair_is_what_the_whole_texts_would_be_cut_to(
 
 def test_an_instruction_that_fills_a_sequence_is_refused() -> None:
     described = long_model(JUDGED, max_tokens=50)
-    made = Preprocessor(described, text_tokenizer(qwen), 100_000, 0, None, False)
+    made = Preprocessor(described, text_tokenizer(qwen), 100_000, 0, None, None)
     for length, is_refused in ((49, False), (50, True), (100_000, True)):
         request = score_request(["a"], ["b"], instruction="a" + " a" * (length - 1))
         with pytest.raises(InvalidRequestError) as error:
@@ -421,7 +452,7 @@ def test_what_a_listwise_model_does_not_read_is_not_tokenised(monkeypatch: pytes
     small = tokenizer()
     encoded = tokenized(monkeypatch, small)
     text = f"{words(100)} " * 500
-    made = Preprocessor(described, small, 10_000, 0, None, False)
+    made = Preprocessor(described, small, 10_000, 0, None, None)
     # Its own length is no reason to refuse a text.
     for request in (score_request([text], [text, text], CUT_LONG), score_request(["a"], [text])):
         encoded.clear()

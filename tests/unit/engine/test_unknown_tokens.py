@@ -1,0 +1,95 @@
+"""Tokenizers with more tokens than the model has embeddings: a text with such a token is refused before it
+reaches the device, where a GPU would end the process, and other requests go on."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, processors
+
+from maxsimd.engine import Engine, EngineConfig, InvalidRequestError, ModelLoadError
+from maxsimd.engine.checkpoint.backbone import token_rows
+from tests.checkpoints import bi_encoders, cross_encoders, late_interaction
+from tests.checkpoints.shared import Build, SharedCheckpoints
+from tests.unit.calling_handlers import Caller, RecordingEngine
+
+EXTRA = "<extra>"
+BUILDS: list[Build] = [
+    bi_encoders.bge,
+    cross_encoders.bert,
+    cross_encoders.qwen3,
+    late_interaction.stanford,
+]
+
+
+def with_extra_token(checkpoints: SharedCheckpoints, build: Build, folder: Path) -> str:
+    """The checkpoint with one token too many in its tokenizer."""
+    copy = checkpoints.copy(build, folder / build.__name__)
+    for path in copy.rglob("tokenizer.json"):
+        rows = json.loads((path.parent / "config.json").read_text())["vocab_size"]
+        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer.add_tokens([f"<filler {number}>" for number in range(rows - tokenizer.get_vocab_size())])
+        tokenizer.add_tokens([EXTRA])
+        assert tokenizer.token_to_id(EXTRA) == rows
+        tokenizer.save(str(path))
+    return str(copy)
+
+
+@pytest.mark.parametrize("build", BUILDS, ids=lambda build: build.__name__)
+async def test_a_text_with_such_a_token_is_refused(
+    checkpoints: SharedCheckpoints, build: Build, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine(EngineConfig(model=with_extra_token(checkpoints, build, tmp_path)))
+    async with engine:
+        assert engine.model.token_rows is not None
+        assert "texts with one of 1 tokens that have no embedding" in caplog.text
+        good = await engine.score("a query", ["a document", "another"])
+        refused = [
+            engine.score(f"a {EXTRA} query", ["a document"]),
+            engine.score("a query", ["fine", f"a document {EXTRA}"]),
+            engine.score("a query", ["fine", "long " * 20_000 + EXTRA], truncation="window"),
+        ]
+        if engine.model.encodes_apart:
+            refused.append(engine.embed(["fine", EXTRA]))
+        beside, *errors = await asyncio.gather(
+            engine.score("a query", ["a document", "another"], cache="bypass"),
+            *refused,
+            return_exceptions=True,
+        )
+        assert all(isinstance(error, InvalidRequestError) for error in errors), errors
+        assert "documents[1] holds '<extra>', a token of the tokenizer" in str(errors[1])
+        assert {error.param for error in errors[:3]} == {"queries", "documents"}
+        assert beside.scores == pytest.approx(good.scores, abs=1e-4)
+        some = await engine.score("a query", [EXTRA, "a document", "another"], on_error="report")
+        assert some.scores[1:] == pytest.approx(good.scores, abs=1e-4)
+        assert "documents[0] holds '<extra>'" in some.errors[0]
+        assert EXTRA in engine.tokenizer.decode([engine.model.token_rows]), "it is still a token"
+
+
+async def test_over_http_the_answer_says_which_text(checkpoints: SharedCheckpoints, tmp_path: Path) -> None:
+    model = with_extra_token(checkpoints, cross_encoders.bert, tmp_path)
+    async with RecordingEngine(EngineConfig(model=model)) as engine:
+        caller = Caller(engine)
+        status, error = await caller.error("/rerank", {"query": "q", "documents": ["fine", f"not {EXTRA}"]})
+        assert status == 400
+        assert "documents[1] holds '<extra>'" in error["message"]
+        assert len((await caller.json("/rerank", {"query": "q", "documents": ["fine"]}))["results"]) == 1
+        assert "tokens" in await caller.json("/tokenize", {"text": EXTRA})
+
+
+async def test_a_tokenizer_that_puts_such_a_token_into_all_texts_is_refused(
+    checkpoints: SharedCheckpoints, tmp_path: Path
+) -> None:
+    folder = Path(with_extra_token(checkpoints, bi_encoders.qwen3, tmp_path))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"$A {EXTRA}", special_tokens=[(EXTRA, tokenizer.token_to_id(EXTRA))]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    with pytest.raises(ModelLoadError, match="puts '<extra>' into texts, for which it has no embedding"):
+        await Engine(EngineConfig(model=str(folder))).start()
+
+
+def test_a_backbone_that_does_not_say_has_no_known_number_of_rows() -> None:
+    assert token_rows(object()) is None
