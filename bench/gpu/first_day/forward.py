@@ -18,6 +18,7 @@ from maxsimd.bench.gpu.trace import busy_share
 from maxsimd.bench.timing import timings
 from maxsimd.engine import EngineConfig
 from maxsimd.engine.device.load import DeviceModel, load_device_model
+from maxsimd.engine.execution.fused_layers import linears
 from maxsimd.engine.execution.selfcheck.proof import step_of
 from maxsimd.scheduler import ResultSlot, Sequence, Step, Tokens
 
@@ -71,10 +72,15 @@ def _unfused() -> AbstractContextManager[object]:
     return mock.patch.object(importlib.import_module(_PREPARE), "_may_fuse", return_value=False)
 
 
+def _gelu_apart() -> AbstractContextManager[object]:
+    return mock.patch.object(linears, "joins_gelu", return_value=False)
+
+
 # How a model is loaded otherwise than as it is, by name.
 VARIANTS: Mapping[str, Callable[[], AbstractContextManager[object]]] = {
     "as it is": nullcontext,
     "unfused": _unfused,
+    "without GELU in products": _gelu_apart,
 }
 
 

@@ -386,6 +386,20 @@ def test_gelu_is_part_of_the_product_where_that_is_right_and_faster(
     assert caplog.text.count("GELU behind a product of 64 to 256: joined, by a short timing") == 1
 
 
+def check_gelu_of_rotary_layers() -> None:
+    """A plain feed-forward takes GELU as part of its product where that may be."""
+    for milliseconds, expected in ((0.2, 2), (0.4, 0)):
+        backbone = rotary_model("jina_embeddings_v3", interface.NAME).bfloat16()
+        with plain_kernels(), joining(by_tanh, milliseconds, 0.3):
+            replace.fuse(backbone)
+        assert _count(backbone) == {"FusedRotaryLayer": 2}
+        assert sum(isinstance(module, linears.GeluLinear) for module in backbone.modules()) == expected
+
+
+def test_rotary_layers_take_gelu_as_part_of_the_product() -> None:
+    run_interpreted(check_gelu_of_rotary_layers)
+
+
 @pytest.mark.parametrize(
     ("product", "times", "reason"),
     [
