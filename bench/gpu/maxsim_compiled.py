@@ -57,10 +57,8 @@ class MaxSimLaunch:
     @property
     def name(self) -> str:
         tiles = self.tiles
-        carried = ", carried" if tiles.carried else ""
-        return (
-            f"{self.documents} {self.dim} dims, {tiles.query} query x {tiles.document} document tokens{carried}"
-        )
+        sides = f"{tiles.query} query x {tiles.document} document tokens{', carried' * tiles.carried}"
+        return f"{self.documents} {self.dim} dims, {sides}"
 
     @property
     def source(self) -> Source:
@@ -136,7 +134,7 @@ def forecast(launch: MaxSimLaunch, code: MachineCode, shape: MaxSimShape, gpu: G
 
     def program_us(together: int) -> float:
         """Of a multiprocessor's time, the part of one of `together` programs on it."""
-        taken = turns * cycles.shared_by(together) + outside
+        taken = turns * cycles.alone() + outside
         return taken / gpu.clock / 1e3 + _CHAIN_US / together
 
     waves, left = divmod(programs, gpu.multiprocessors * residents)

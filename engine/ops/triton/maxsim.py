@@ -24,8 +24,8 @@ class Pairs:
     """What is scored with what. Row i of `bounds`, int32 [pairs, 4] on the device, has the query's first row
     and the one behind its last, and those of the document. Texts may lie in any order, and share rows.
 
-    `groups` says how long the queries of consecutive pairs are: see `group_by_query_length`. `longest_document`
-    is at least the number of tokens in the longest document."""
+    `groups` says how long the queries of consecutive pairs are: see `group_by_query_length`.
+    `longest_document` is at least the number of tokens in the longest document."""
 
     bounds: torch.Tensor
     groups: tuple[PairGroup, ...]
@@ -127,8 +127,10 @@ def summed_splits(tiles: Tiles) -> int:
 
 
 def _aligned(rows: torch.Tensor) -> torch.Tensor:
-    """The rows end to end, where the kernel loads from. torch allocates so, and a slice of rows stays so: what
-    is copied is a view that begins within another row."""
+    """Rows [n, dim], end to end, at an address from which the kernel may load several numbers at a time.
+
+    torch allocates at such addresses, and slices of rows begin at others. A copy is made only of a view that
+    begins within a row of something else."""
     rows = rows.contiguous()
     alignment = row_alignment(rows.shape[1] * rows.itemsize)
     return rows if rows.data_ptr() % alignment == 0 else rows.clone()

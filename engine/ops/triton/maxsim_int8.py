@@ -1,6 +1,6 @@
 """Four int8 numbers of a 32-bit word to numbers of 16 bits, exactly, without going through float32.
 
-Numbers of the same byte stay together: a row of words becomes all first bytes, then all second bytes, and so on.
+A row of words becomes all their first bytes, then all second ones, and so on: no number leaves its thread.
 """
 
 import triton
@@ -43,8 +43,8 @@ _CONSTRAINTS = tl.constexpr("=r,=r,=r,=r,r,r")
 
 @triton.jit  # type: ignore[untyped-decorator]
 def unpack_words(words, dtype: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The int8 numbers of words [ROWS, COLUMNS / 4], as `dtype` [ROWS, COLUMNS]: of each row the lowest byte of
-    every word, then the others. No number leaves its thread."""
+    """The int8 numbers of 32-bit words [ROWS, COLUMNS / 4], as `dtype` [ROWS, COLUMNS]: the lowest byte of
+    every word of a row, then the second bytes, and so on."""
     if _PLAIN or dtype == tl.float32:
         b0 = ((words << 24) >> 24).to(tl.float32).to(dtype)
         b1 = ((words << 16) >> 24).to(tl.float32).to(dtype)

@@ -17,8 +17,8 @@ class Tiles:
     """What one program works on at a time: `query` query tokens and `document` document tokens, of `dim`
     dimensions; its number of warps; and how many tiles of the document are on their way at a time.
 
-    `fold` 2 remembers one maximum for two rows of a tile that are in the same thread. With `carried`, a tile's
-    products are compared while the next tile's are made, for which they take registers of their own."""
+    `fold` 2 remembers one maximum for two rows of a tile that are in the same thread. `carried` compares a
+    tile's products while those of the next are made, and needs registers for both."""
 
     query: int
     document: int

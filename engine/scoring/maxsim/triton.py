@@ -53,8 +53,13 @@ def maxsim_spans_triton(
 def _bounds(queries: Ragged, documents: Spans, pairs: NDArray[np.int64]) -> NDArray[np.int32]:
     """The table of `Pairs.bounds`: [pairs, 4]."""
     query, document = pairs.T
-    columns = queries.offsets[query], queries.offsets[query + 1], documents.starts[document], documents.stops[document]
+    columns = (
+        queries.offsets[query],
+        queries.offsets[query + 1],
+        documents.starts[document],
+        documents.stops[document],
+    )
     bounds = np.stack(columns, axis=1)
-    if bounds.max() > MOST_ROWS:
-        raise ValueError(f"MaxSim on a GPU counts {MOST_ROWS} rows, not {bounds.max()}: score fewer at a time")
+    if (last := int(bounds.max())) > MOST_ROWS:
+        raise ValueError(f"MaxSim on a GPU reads at most {MOST_ROWS} rows, not {last}: score fewer at a time")
     return bounds.astype(np.int32)
