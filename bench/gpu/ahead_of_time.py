@@ -18,6 +18,7 @@ _INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", re.MULTILINE)
 _BRANCH = re.compile(r"\bBRA(?:\.\S+)?\s+(?:\S+,\s*)?0x([0-9a-f]+)")
 _REGISTERS = re.compile(r"REG:(\d+) STACK:(\d+)")
 _TENSOR = re.compile(r"\b(?:HGMMA|IGMMA|QGMMA|HMMA|IMMA|QMMA|UTC\w*MMA)\b")
+_ASYNCHRONOUS = ("HGMMA", "IGMMA", "QGMMA")
 _EXIT = re.compile(r"^EXIT\b")
 _PREDICATE = re.compile(r"^@!?U?P\w+\s+")
 # A loop of fewer instructions waits for something; it is no loop of work.
@@ -58,6 +59,19 @@ class Loop:
     def powers(self) -> int:
         """Instructions for the unit of special functions: 16 results a cycle and multiprocessor."""
         return self.count(lambda instruction: _opcode(instruction).startswith("MUFU"))
+
+    @property
+    def beside_products(self) -> int:
+        """Instructions behind the first one for Hopper's tensor cores and before the wait for its result."""
+        count, multiplies = 0, False
+        for instruction in self.instructions:
+            if "WARPGROUP.DEPBAR" in instruction:
+                multiplies = False
+            elif _opcode(instruction).startswith(_ASYNCHRONOUS):
+                multiplies = True
+            elif multiplies:
+                count += 1
+        return count
 
     def by_opcode(self) -> dict[str, int]:
         """How often each operation occurs, the most frequent first."""

@@ -63,12 +63,13 @@ def resident_programs(code: MachineCode, gpu: Gpu) -> int:
 @dataclass(frozen=True, slots=True)
 class TurnCycles:
     """The cycles that one turn of a program's loop takes of each unit of a multiprocessor, and the operations
-    of its tensor cores."""
+    of its tensor cores. `hidden` cycles are of instructions between a product and the wait for it."""
 
     tensor: float
     issue: float
     special: float
     compare: float
+    hidden: float
     operations: float
 
     @property
@@ -77,17 +78,14 @@ class TurnCycles:
         return max(self.issue, self.special, self.compare)
 
     def alone(self) -> float:
-        """For one program a multiprocessor: what it multiplies it needs at once, so that nothing overlaps."""
-        return self.tensor + self.rest
+        """For one program a multiprocessor, and for several that do not take turns by themselves: they
+        multiply at the same time, and only what is hidden overlaps."""
+        hidden = min(self.hidden, self.rest)
+        return max(self.tensor, hidden) + self.rest - hidden
 
     def together(self) -> float:
         """For several programs: while one multiplies, another computes."""
         return max(self.tensor, self.rest)
-
-    def shared_by(self, programs: int) -> float:
-        """For as many programs a multiprocessor, which do not take turns by themselves: of the time in which
-        one does not multiply, the others are taken to multiply in all but one part in `programs`."""
-        return max(self.tensor + self.rest / programs, self.rest)
 
 
 def turn_cycles(code: MachineCode, loop: Loop, gpu: Gpu) -> TurnCycles:
@@ -105,6 +103,7 @@ def turn_cycles(code: MachineCode, loop: Loop, gpu: Gpu) -> TurnCycles:
         loop.powers * code.warps * 32 / _SPECIAL,
         loop.count(lambda instruction: _COMPARING.match(unpredicated(instruction)) is not None)
         * (code.warps * 32 / _COMPARE),
+        loop.beside_products * code.warps / _SCHEDULERS,
         operations,
     )
 
@@ -117,10 +116,9 @@ def most_tflops(code: MachineCode, gpu: Gpu) -> float:
 
 
 def expected_tflops(code: MachineCode, gpu: Gpu) -> float:
-    """As `most_tflops`, where the programs of a multiprocessor overlap by chance."""
+    """As `most_tflops`, where the programs of a multiprocessor do not take turns."""
     cycles = turn_cycles(code, code.main_loop, gpu)
-    taken = cycles.shared_by(resident_programs(code, gpu))
-    return cycles.operations / taken * gpu.multiprocessors * gpu.clock / 1e3
+    return cycles.operations / cycles.alone() * gpu.multiprocessors * gpu.clock / 1e3
 
 
 def _shape_of(instruction: str) -> tuple[int, int, int, int]:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from maxsimd.bench.gpu.ahead_of_time import POINTERS, MachineCode, Source
 from maxsimd.bench.gpu.bounds import Gpu, resident_programs, turn_cycles
 from maxsimd.engine.ops.triton.launch import Limits
-from maxsimd.engine.ops.triton.maxsim_tiles import QUERY_CLASSES, Tiles, tiles_for
+from maxsimd.engine.ops.triton.maxsim_tiles import QUERY_CLASSES, Tiles, row_alignment, tiles_for
 
 ITEMSIZE = {"fp32": 4, "fp16": 2, "bf16": 2, "i8": 1}
 LIMITS = {80: Limits(8, 163 * 1024, 108), 86: Limits(8, 99 * 1024, 84)}
 LIMITS |= {90: Limits(9, 227 * 1024, 132), 100: Limits(10, 227 * 1024, 148)}
 
-_FLOATS = ("scales", "best_of_split", "scores")
+_TYPES = {"bounds": "*i32"} | dict.fromkeys(("scales", "best_of_split", "scores"), "*fp32")
 
 # Microseconds from a launch to its first instruction, with the launch before it still ending; and those of a
 # chain of loads that a program waits for before it multiplies: the pair, where its texts lie, the first tile.
@@ -37,45 +37,50 @@ COLPALI = MaxSimShape(1024, 500, 1024)
 
 @dataclass(frozen=True, slots=True)
 class MaxSimLaunch:
-    """The kernel for queries of at most `longest_query` tokens, in the precision of queries and of
-    documents."""
+    """The kernel for queries of at most `longest_query` tokens, in the precision of queries and of documents;
+    with `other` tiles than those of its table, if there are any."""
 
     capability: int
     longest_query: int
     dim: int = 128
     documents: str = "bf16"
     queries: str = "bf16"
+    other: Tiles | None = None
 
     @property
     def tiles(self) -> Tiles:
+        if self.other is not None:
+            return self.other
         of_query, of_document = ITEMSIZE[self.queries], ITEMSIZE[self.documents]
         return tiles_for(LIMITS[self.capability], self.dim, of_query, of_document, self.longest_query)
 
     @property
     def name(self) -> str:
         tiles = self.tiles
-        return f"{self.documents} {self.dim} dims, {tiles.query} query x {tiles.document} document tokens"
+        sides = f"{tiles.query} query x {tiles.document} document tokens{', carried' * tiles.carried}"
+        return f"{self.documents} {self.dim} dims, {sides}"
 
     @property
     def source(self) -> Source:
-        from maxsimd.engine.ops.triton.maxsim_kernels import VIEWS, maxsim_kernel
+        from maxsimd.engine.ops.triton.maxsim_kernels import maxsim_kernel
 
         tiles = self.tiles
-        types = {"queries": POINTERS[self.queries], "documents": POINTERS[self.documents]}
-        types |= dict.fromkeys(VIEWS, "*i32") | dict.fromkeys(_FLOATS, "*fp32")
+        types = {"queries": POINTERS[self.queries], "documents": POINTERS[self.documents], **_TYPES}
         constants = {"EMPTY": -1e9, "SCALED": self.documents == "i8", "DIM": self.dim, "FOLD": tiles.fold}
+        constants |= {"QUERY_ALIGNMENT": row_alignment(self.dim * ITEMSIZE[self.queries])}
+        constants |= {"DOCUMENT_ALIGNMENT": row_alignment(self.dim * ITEMSIZE[self.documents])}
         constants |= {"BLOCK_Q": tiles.query, "BLOCK_D": tiles.document, "BLOCK_DIM": tiles.dim}
+        constants |= {"CARRIED": tiles.carried}
         return Source(maxsim_kernel, types, constants, {"num_warps": tiles.warps, "num_stages": tiles.stages})
 
     @property
     def sum_source(self) -> Source:
         from maxsimd.engine.ops.triton.maxsim import summed_splits
-        from maxsimd.engine.ops.triton.maxsim_kernels import VIEWS, sum_kernel
+        from maxsimd.engine.ops.triton.maxsim_kernels import sum_kernel
 
         tiles = self.tiles
-        types = dict.fromkeys(VIEWS, "*i32") | dict.fromkeys(_FLOATS, "*fp32")
         constants = {"EMPTY": -1e9, "BLOCK_Q": tiles.query, "BLOCK_SPLITS": summed_splits(tiles)}
-        return Source(sum_kernel, types, constants, {"num_warps": 4})
+        return Source(sum_kernel, _TYPES, constants, {"num_warps": 4})
 
 
 def maxsim_launches(capability: int) -> Iterator[MaxSimLaunch]:
@@ -129,7 +134,7 @@ def forecast(launch: MaxSimLaunch, code: MachineCode, shape: MaxSimShape, gpu: G
 
     def program_us(together: int) -> float:
         """Of a multiprocessor's time, the part of one of `together` programs on it."""
-        taken = turns * cycles.shared_by(together) + outside
+        taken = turns * cycles.alone() + outside
         return taken / gpu.clock / 1e3 + _CHAIN_US / together
 
     waves, left = divmod(programs, gpu.multiprocessors * residents)

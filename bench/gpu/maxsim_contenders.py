@@ -118,16 +118,14 @@ def package(name: str) -> Any:
 
 
 def _ours(scored: Scored) -> Run:
-    from maxsimd.engine.ops.triton.maxsim import PackedTokens, Pairs, maxsim
+    from maxsimd.engine.ops.triton.maxsim import Pairs, maxsim
+    from maxsimd.engine.ops.triton.maxsim_tiles import PairGroup
 
-    device = scored.rows.device
-    of_query = torch.tensor([0, len(scored.query)], dtype=torch.int32, device=device)
-    first = torch.zeros(len(scored.lengths), dtype=torch.int32, device=device)
-    pairs = Pairs(first, torch.arange(len(scored.lengths), dtype=torch.int32, device=device))
-    queries = PackedTokens(scored.query, of_query[:1], of_query[1:], len(scored.query))
-    starts, stops = scored.offsets[:-1], scored.offsets[1:]
-    documents = PackedTokens(scored.rows, starts, stops, scored.longest, scored.scales)
-    return lambda: maxsim(queries, documents, pairs, _EMPTY_SCORE)
+    of_query = torch.tensor([0, len(scored.query)], dtype=torch.int32, device=scored.rows.device)
+    of_documents = torch.stack([scored.offsets[:-1], scored.offsets[1:]], dim=1)
+    bounds = torch.cat([of_query.expand_as(of_documents), of_documents], dim=1)
+    pairs = Pairs(bounds, (PairGroup(len(bounds), len(scored.query)),), scored.longest)
+    return lambda: maxsim(scored.query, scored.rows, pairs, _EMPTY_SCORE, scales=scored.scales)
 
 
 def _padded(scored: Scored) -> Run:

@@ -5,6 +5,7 @@ Memory that a kernel is to write is filled with NaN beforehand, so that what it 
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, product
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from maxsimd.bench.gpu.first_day.tiles import INT8_VARIANTS, VARIANTS, Variant, name_of, tiled
 from maxsimd.engine.execution.attention.base import AttentionBackend
 from maxsimd.engine.execution.attention.one_by_one import OneByOneBackend
 from maxsimd.engine.execution.attention.triton_kernel import TritonBackend
@@ -44,15 +46,23 @@ def poison() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
 
 
+_LENGTHS = (0, 1, 128, 129, 64, 8192)
+
+
 def maxsim_cases(
     dims: tuple[int, ...] = (48, 96, 128, 200, 256, 1024),
     dtypes: tuple[str, ...] = (*DTYPES, "int8"),
     splits: tuple[int, ...] = (1, 2, 64),
 ) -> Iterator[Case]:
-    """All tiles, precisions, kinds of dimensions, and numbers of splits."""
+    """All tiles, precisions, kinds of dimensions, and numbers of splits; and the tiles that others are timed
+    against."""
     for dtype, dim, query, split_k in product(dtypes, dims, (32, 33, 128, 1024), splits):
         name = f"maxsim {dtype}, dim {dim}, {query} query tokens, split_k {split_k}"
-        yield Case(name, _Maxsim(dtype, dim, query, split_k, (0, 1, 128, 129, 64, 8192)))
+        yield Case(name, _Maxsim(dtype, dim, query, split_k, _LENGTHS))
+    for dtype, variants in (("bf16", VARIANTS), ("int8", INT8_VARIANTS)):
+        for variant in variants:
+            check = _Maxsim(dtype, 128, variant[0] + 1, 2, _LENGTHS, variant)
+            yield Case(f"maxsim {dtype}, {name_of(variant)}", check)
 
 
 def small_maxsim_cases() -> Iterator[Case]:
@@ -60,6 +70,8 @@ def small_maxsim_cases() -> Iterator[Case]:
     for dtype, dim, query, split_k in (("bf16", 48, 33, 2), ("int8", 16, 3, 1)):
         name = f"maxsim {dtype}, dim {dim}, {query} query tokens, split_k {split_k}"
         yield Case(name, _Maxsim(dtype, dim, query, split_k, (0, 1, 32, 33)))
+    variant = (16, 32, 4, 2, 2, True)
+    yield Case(f"maxsim int8, {name_of(variant)}", _Maxsim("int8", 64, 17, 2, (0, 1, 32, 33), variant))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +81,7 @@ class _Maxsim:
     query: int
     split_k: int
     lengths: tuple[int, ...]
+    tiles: Variant | None = None
 
     def __call__(self, device: torch.device) -> None:
         torch.manual_seed(self.dim)
@@ -85,7 +98,8 @@ class _Maxsim:
         else:
             documents = Ragged.from_lengths(rows.to(precision), self.lengths)
         pairs = np.array([(q, d) for q in range(2) for d in range(len(self.lengths))])
-        found = maxsim_triton(queries, documents, pairs, self.split_k)
+        with nullcontext() if self.tiles is None else tiled(self.tiles):
+            found = maxsim_triton(queries, documents, pairs, self.split_k)
         exact = maxsim_reference(queries.decoded(torch.float32), documents.decoded(torch.float32), pairs)
         compare(found, exact, _A_TOKEN * self.query)
 

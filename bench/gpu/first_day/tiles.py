@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from itertools import product
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
@@ -23,15 +23,56 @@ _SHAPES = (
     MaxSimShape("128 query tokens", 128, 2000, (512, 512)),
     MaxSimShape("1,024 query tokens", 1024, 500, (1024, 1024)),
     MaxSimShape("32 query tokens, documents in int8", 32, 10_000, (180, 180), rounded=True),
+    MaxSimShape("1,024 query tokens, documents in int8", 1024, 500, (1024, 1024), rounded=True),
 )
-# (query tokens, document tokens, warps, stages) of a tile.
-_SHORT = tuple(product((32,), (32, 64, 128), (4,), (2, 3, 4)))
-_MIDDLE = tuple(product((64,), (64, 128), (4, 8), (2, 3, 4)))
-_LONG = tuple(product((128, 256), (64, 128), (4, 8), (2, 3)))
-_TILES = (_SHORT, _MIDDLE, _LONG, (*_LONG, (128, 256, 8, 2), (128, 256, 8, 3)), _SHORT)
+
+# (query tokens, document tokens, warps, stages, fold, carried) of a tile.
+Variant = tuple[int, int, int, int, int, bool]
+
+# The first of each is what earlier figures were measured with.
+_SHORT: tuple[Variant, ...] = (
+    (32, 64, 4, 3, 2, False),
+    (32, 64, 4, 2, 2, False),
+    (32, 64, 4, 2, 2, True),
+    (32, 128, 4, 2, 2, False),
+)
+_MIDDLE: tuple[Variant, ...] = (
+    (64, 64, 4, 3, 2, False),
+    (64, 64, 4, 2, 2, False),
+    (64, 64, 4, 2, 2, True),
+    (64, 128, 4, 2, 2, False),
+)
+_LONG: tuple[Variant, ...] = (
+    (128, 64, 4, 3, 2, False),
+    (128, 64, 4, 2, 2, False),
+    (128, 64, 4, 2, 2, True),
+    (128, 64, 4, 3, 2, True),
+)
+_PAGES: tuple[Variant, ...] = (
+    (256, 64, 4, 3, 2, False),
+    (256, 64, 8, 3, 2, True),
+    (128, 64, 4, 2, 2, True),
+    (128, 64, 4, 3, 2, True),
+    (128, 64, 4, 2, 2, False),
+)
+_SHORT_INT8: tuple[Variant, ...] = (
+    (32, 64, 4, 2, 2, False),
+    (32, 64, 4, 3, 2, False),
+    (32, 64, 4, 2, 2, True),
+)
+_PAGES_INT8: tuple[Variant, ...] = (
+    (128, 64, 4, 3, 2, False),
+    (128, 64, 4, 2, 2, False),
+    (128, 64, 4, 2, 2, True),
+    (256, 64, 8, 2, 2, True),
+)
+# Those of documents in 16 bits, and in int8: any of them may become the table's.
+VARIANTS = dict.fromkeys((*_SHORT, *_MIDDLE, *_LONG, *_PAGES))
+INT8_VARIANTS = dict.fromkeys((*_SHORT_INT8, *_MIDDLE[1:3], *_PAGES_INT8))
+_TILES = (_SHORT, _MIDDLE, _LONG, _PAGES, _SHORT_INT8, _PAGES_INT8)
 
 _DRY = (MaxSimShape("few", 4, 3, (9, 9), 16), MaxSimShape("few, in int8", 4, 3, (9, 9), 16, rounded=True))
-_DRY_TILES = (((16, 16, 4, 2), (16, 32, 4, 2)),) * 2
+_DRY_TILES: tuple[tuple[Variant, ...], ...] = (((16, 16, 4, 2, 1, False), (16, 32, 4, 2, 2, True)),) * 2
 
 
 @click.command()
@@ -57,7 +98,7 @@ def show_best(name: str, milliseconds: Mapping[str, float]) -> None:
 
 
 def _times(
-    shape: MaxSimShape, tiles: tuple[tuple[int, int, int, int], ...], device: torch.device, rounds: int
+    shape: MaxSimShape, tiles: tuple[Variant, ...], device: torch.device, rounds: int
 ) -> Iterator[tuple[str, float]]:
     """The name of each tile that runs and is right, with its milliseconds."""
     first = draw(shape, device, 0)
@@ -68,11 +109,9 @@ def _times(
         scored, offered = [each.rounded() for each in scored], rounded_contenders
     exact = scored[0].exact(20)
     ours = {OURS: offered(shape, device)[OURS]}
-    table = vars(maxsim)["tiles_for"]
-    for query, document, warps, stages in tiles:
-        wanted = {"query": query, "document": document, "warps": warps, "stages": stages}
-        name = f"{query} x {document}, {warps} warps, {stages} stages"
-        with mock.patch.object(maxsim, "tiles_for", lambda *asked, of=wanted: _changed(table(*asked), of)):
+    for variant in tiles:
+        name = name_of(variant)
+        with tiled(variant):
             ready = prepared(ours, scored, exact)
             if OURS in ready.failures:
                 show(f"tiles for {shape.name}: {name}", ready.failures[OURS][:200])
@@ -82,10 +121,17 @@ def _times(
         yield name, taken
 
 
-def _changed(tiles: Any, wanted: dict[str, int]) -> Any:
-    """The tiles with other numbers; those that the kernel has no choice of are left out."""
-    names = {field.name for field in dataclasses.fields(tiles)}
-    return dataclasses.replace(tiles, **{name: value for name, value in wanted.items() if name in names})
+def name_of(variant: Variant) -> str:
+    query, document, warps, stages, fold, carried = variant
+    return f"{query} x {document}, {warps} warps, {stages} stages, fold {fold}{', carried' * carried}"
+
+
+def tiled(variant: Variant) -> AbstractContextManager[Any]:
+    """MaxSim by these tiles instead of the table's, with the table's dimensions."""
+    names = ("query", "document", "warps", "stages", "fold", "carried")
+    wanted = dict(zip(names, variant, strict=True))
+    table = vars(maxsim)["tiles_for"]
+    return mock.patch.object(maxsim, "tiles_for", lambda *asked: dataclasses.replace(table(*asked), **wanted))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Four int8 numbers of a 32-bit word to numbers of 16 bits, exactly, without going through float32."""
+"""Four int8 numbers of a 32-bit word to numbers of 16 bits, exactly, without going through float32.
+
+A row of words becomes all their first bytes, then all second ones, and so on: no number leaves its thread.
+"""
 
 import triton
 import triton.language as tl
@@ -39,8 +42,9 @@ _CONSTRAINTS = tl.constexpr("=r,=r,=r,=r,r,r")
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def unpack_words(words, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The four int8 numbers of each 32-bit word, the lowest byte first, as four tensors of `dtype`."""
+def unpack_words(words, dtype: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The int8 numbers of 32-bit words [ROWS, COLUMNS / 4], as `dtype` [ROWS, COLUMNS]: the lowest byte of
+    every word of a row, then the second bytes, and so on."""
     if _PLAIN or dtype == tl.float32:
         b0 = ((words << 24) >> 24).to(tl.float32).to(dtype)
         b1 = ((words << 16) >> 24).to(tl.float32).to(dtype)
@@ -64,14 +68,17 @@ def unpack_words(words, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
             is_pure=True,
             pack=2,
         )
-    return b0, b1, b2, b3
+    low, high = _side_by_side(b0, b1, ROWS, COLUMNS // 2), _side_by_side(b2, b3, ROWS, COLUMNS // 2)
+    return _side_by_side(low, high, ROWS, COLUMNS)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def every_fourth(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of x [ROWS, COLUMNS], the columns i, i + 4, i + 8, ... for i of 0 to 3: four tensors [ROWS,
-    COLUMNS / 4], to go with the four of `unpack_words`."""
-    even, odd = tl.split(tl.reshape(x, (ROWS, COLUMNS // 4, 2, 2)))
-    x0, x2 = tl.split(even)
-    x1, x3 = tl.split(odd)
-    return x0, x1, x2, x3
+def _side_by_side(a, b, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Two tensors of half the columns as one [ROWS, COLUMNS]."""
+    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (ROWS, COLUMNS))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def grouped_by_byte(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The columns of x [ROWS, COLUMNS] in the order of `unpack_words`: 0, 4, 8, ..., then 1, 5, 9, ..."""
+    return tl.reshape(tl.permute(tl.reshape(x, (ROWS, COLUMNS // 4, 4)), (0, 2, 1)), (ROWS, COLUMNS))

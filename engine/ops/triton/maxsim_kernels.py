@@ -15,25 +15,22 @@ import triton
 import triton.language as tl
 
 from maxsimd.engine.ops.triton.launch import INTERPRETED
-from maxsimd.engine.ops.triton.maxsim_int8 import every_fourth, unpack_words
+from maxsimd.engine.ops.triton.maxsim_int8 import grouped_by_byte, unpack_words
 from maxsimd.engine.ops.triton.product import add_product
 
 # Arguments that differ from launch to launch: a specialisation for each would mean a compilation for each.
 VARYING = ("longest_query", "split_k")
-# Views of longer arrays, whose addresses are multiples of 4 only.
-VIEWS = (
-    "scales",
-    "query_starts",
-    "query_stops",
-    "document_starts",
-    "document_stops",
-    "pair_queries",
-    "pair_documents",
-    "best_of_split",
-    "scores",
-)
+# Slices of longer arrays, which begin anywhere. A kernel that is specialised on addresses would be compiled
+# again while requests wait. What rows are multiples of, constants say.
+VIEWS = ("queries", "documents", "scales", "bounds", "best_of_split", "scores")
 _ANY_NAN = tl.constexpr(tl.PropagateNan.ALL)
 _PLAIN = tl.constexpr(INTERPRETED)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rows(values, row, DIM: tl.constexpr, ALIGNMENT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The addresses of rows, [rows, 1]. All are multiples of `ALIGNMENT` bytes."""
+    return tl.multiple_of(values + row[:, None].to(tl.int64) * DIM, (ALIGNMENT, ALIGNMENT))
 
 
 @triton.jit
@@ -74,6 +71,7 @@ def _best_by_chunks(  # type: ignore[no-untyped-def]
     stop,
     SCALED: tl.constexpr,
     DIM: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
@@ -86,7 +84,7 @@ def _best_by_chunks(  # type: ignore[no-untyped-def]
     for turn in range(tl.cdiv(stop - start, BLOCK_D) * CHUNKS):
         columns = (turn % CHUNKS) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)[None, :]
         row = tl.minimum(start + (turn // CHUNKS) * BLOCK_D + tl.arange(0, BLOCK_D), stop - 1)
-        of_document = documents + row[:, None].to(tl.int64) * DIM + columns
+        of_document = _rows(documents, row, DIM, ALIGNMENT) + columns
         if DIM % BLOCK_DIM == 0:
             q = tl.load(query_rows + columns, mask=in_query[:, None], other=0.0)
             d = tl.load(of_document)
@@ -112,20 +110,32 @@ def _best_by_tiles(  # type: ignore[no-untyped-def]
     start,
     stop,
     DIM: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     FOLD: tl.constexpr,
+    CARRIED: tl.constexpr,
 ):
-    """With the query's tile q [BLOCK_Q, BLOCK_DIM] in shared memory for the whole document."""
+    """With the query's tile q [BLOCK_Q, BLOCK_DIM] in shared memory for the whole document.
+
+    `CARRIED` compares a tile's similarities in the next turn: they are at hand when that turn's product
+    begins, so that a program compares while it multiplies."""
     transposed = tl.trans(q)  # out of the loop, or it would be written to shared memory in each turn
     columns = tl.arange(0, BLOCK_DIM)[None, :]
+    before = tl.full((BLOCK_D, BLOCK_Q), float("-inf"), tl.float32)
     for tile in range(start, stop, BLOCK_D):
         row = tl.minimum(tile + tl.arange(0, BLOCK_D), stop - 1)
-        of_document = documents + row[:, None].to(tl.int64) * DIM + columns
+        of_document = _rows(documents, row, DIM, ALIGNMENT) + columns
         d = tl.load(of_document) if DIM == BLOCK_DIM else tl.load(of_document, mask=columns < DIM, other=0.0)
         similarity = add_product(tl.zeros((BLOCK_D, BLOCK_Q), tl.float32), d, transposed)
-        best = _with_tile(best, similarity, FOLD, BLOCK_D, BLOCK_Q)
+        if CARRIED:
+            best = _with_tile(best, before, FOLD, BLOCK_D, BLOCK_Q)
+            before = similarity
+        else:
+            best = _with_tile(best, similarity, FOLD, BLOCK_D, BLOCK_Q)
+    if CARRIED:
+        best = _with_tile(best, before, FOLD, BLOCK_D, BLOCK_Q)
     return best
 
 
@@ -138,31 +148,49 @@ def _best_by_words(  # type: ignore[no-untyped-def]
     start,
     stop,
     DIM: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     FOLD: tl.constexpr,
+    CARRIED: tl.constexpr,
 ):
     """As `_best_by_tiles`, for int8 documents whose dimensions are a multiple of 4: they are read as words of
-    four, and the product is the sum of four, one for each byte of the words."""
-    q0, q1, q2, q3 = every_fourth(q, BLOCK_Q, BLOCK_DIM)
-    q0, q1, q2, q3 = tl.trans(q0), tl.trans(q1), tl.trans(q2), tl.trans(q3)
+    four. A row's numbers are then ordered by their byte in a word, those of the query too."""
+    transposed = tl.trans(grouped_by_byte(q, BLOCK_Q, BLOCK_DIM))
     columns = tl.arange(0, BLOCK_DIM // 4)[None, :]
     first_row = tl.minimum(start + tl.arange(0, BLOCK_D), stop - 1)
     scale = tl.load(scales + first_row, mask=first_row >= start, other=0.0)
+    before = tl.full((BLOCK_D, BLOCK_Q), float("-inf"), tl.float32)
+    scale_before = tl.full((BLOCK_D,), 1.0, tl.float32)  # -inf times a scale of 0 would be NaN
     for tile in range(start, stop, BLOCK_D):
         row = tl.minimum(tile + tl.arange(0, BLOCK_D), stop - 1)
-        words = (documents + row[:, None].to(tl.int64) * DIM).to(tl.pointer_type(tl.int32)) + columns
+        words = _rows(documents, row, DIM, ALIGNMENT).to(tl.pointer_type(tl.int32)) + columns
         packed = tl.load(words) if DIM == BLOCK_DIM else tl.load(words, mask=columns < DIM // 4, other=0)
-        d0, d1, d2, d3 = unpack_words(packed, q.dtype)
-        similarity = add_product(tl.zeros((BLOCK_D, BLOCK_Q), tl.float32), d0, q0)
-        similarity = add_product(similarity, d1, q1)
-        similarity = add_product(similarity, d2, q2)
-        similarity = add_product(similarity, d3, q3) * scale[:, None]
+        d = unpack_words(packed, q.dtype, BLOCK_D, BLOCK_DIM)
+        similarity = add_product(tl.zeros((BLOCK_D, BLOCK_Q), tl.float32), d, transposed)
+        if CARRIED:
+            best = _with_tile(best, before * scale_before[:, None], FOLD, BLOCK_D, BLOCK_Q)
+            # Triton prefetches nothing in a loop that hands on a value as it was handed: hence the condition,
+            # which holds for every row.
+            before, scale_before = similarity, tl.where(row >= 0, scale, 1.0)
+        else:
+            best = _with_tile(best, similarity * scale[:, None], FOLD, BLOCK_D, BLOCK_Q)
         # Nothing prefetches scales but this: they are those of the next turn.
         scale = tl.load(scales + tl.minimum(tile + BLOCK_D + tl.arange(0, BLOCK_D), stop - 1))
-        best = _with_tile(best, similarity, FOLD, BLOCK_D, BLOCK_Q)
+    if CARRIED:
+        best = _with_tile(best, before * scale_before[:, None], FOLD, BLOCK_D, BLOCK_Q)
     return best
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _bounds_of(bounds, pair):  # type: ignore[no-untyped-def]
+    """Where the query's rows start and stop, and the document's, by one load of 16 bytes."""
+    of_pair = tl.load(tl.multiple_of(bounds + pair.to(tl.int64) * 4 + tl.arange(0, 4), 16))
+    starts, stops = tl.split(tl.reshape(of_pair, (2, 2)))
+    query_start, document_start = tl.split(starts)
+    query_stop, document_stop = tl.split(stops)
+    return query_start, query_stop, document_start, document_stop
 
 
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=VIEWS)  # type: ignore[untyped-decorator]
@@ -170,12 +198,7 @@ def maxsim_kernel(  # type: ignore[no-untyped-def]
     queries,  # [rows, DIM]
     documents,  # [rows, DIM]
     scales,  # float32 [rows], of int8 documents
-    query_starts,  # int32 [queries]
-    query_stops,  # int32 [queries]
-    document_starts,  # int32 [documents]
-    document_stops,  # int32 [documents]
-    pair_queries,  # int32 [pairs]
-    pair_documents,  # int32 [pairs]
+    bounds,  # int32 [pairs, 4]: the first row of the query and the one behind its last, those of the document
     best_of_split,  # float32 [pairs, split_k, longest query]
     scores,  # float32 [pairs]
     longest_query,
@@ -183,10 +206,13 @@ def maxsim_kernel(  # type: ignore[no-untyped-def]
     EMPTY: tl.constexpr,
     SCALED: tl.constexpr,
     DIM: tl.constexpr,
+    QUERY_ALIGNMENT: tl.constexpr,
+    DOCUMENT_ALIGNMENT: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     FOLD: tl.constexpr,
+    CARRIED: tl.constexpr,
 ):
     """Program (pair and query tile, split): the best similarity of each token in a tile of the query within
     one split of the document; or the pair's score, where that is the whole query and the whole document.
@@ -196,12 +222,8 @@ def maxsim_kernel(  # type: ignore[no-untyped-def]
     pair = tl.program_id(0) // query_tiles
     query_tile = tl.program_id(0) % query_tiles
     split = tl.program_id(1)
-    query = tl.load(pair_queries + pair)
-    document = tl.load(pair_documents + pair)
-    query_start = tl.load(query_starts + query) + query_tile * BLOCK_Q
-    query_stop = tl.load(query_stops + query)
-    document_start = tl.load(document_starts + document)
-    document_stop = tl.load(document_stops + document)
+    query_start, query_stop, document_start, document_stop = _bounds_of(bounds, pair)
+    query_start += query_tile * BLOCK_Q
     # Splits consist of whole tiles, so that only the last split has a partial one.
     tiles = tl.cdiv(tl.cdiv(document_stop - document_start, BLOCK_D), split_k)
     start = document_start + split * tiles * BLOCK_D
@@ -211,23 +233,29 @@ def maxsim_kernel(  # type: ignore[no-untyped-def]
 
     token = tl.arange(0, BLOCK_Q)
     in_query = query_start + token < query_stop
-    query_rows = queries + (query_start + token)[:, None].to(tl.int64) * DIM
+    query_rows = _rows(queries, query_start + token, DIM, QUERY_ALIGNMENT)
     best = tl.full((BLOCK_D // FOLD, BLOCK_Q), float("-inf"), tl.float32)
     if BLOCK_DIM < DIM or (SCALED and (DIM % 4 != 0 or BLOCK_DIM < 64)):
         best = _best_by_chunks(
             best, query_rows, in_query, documents, scales, start, stop,
-            SCALED, DIM, BLOCK_D, BLOCK_Q, BLOCK_DIM, FOLD,
+            SCALED, DIM, DOCUMENT_ALIGNMENT, BLOCK_D, BLOCK_Q, BLOCK_DIM, FOLD,
         )  # fmt: skip
     else:
         columns = tl.arange(0, BLOCK_DIM)[None, :]
         q = tl.load(query_rows + columns, mask=in_query[:, None] & (columns < DIM), other=0.0)
         if SCALED:
             best = _best_by_words(
-                best, q, documents, scales, start, stop, DIM, BLOCK_D, BLOCK_Q, BLOCK_DIM, FOLD
-            )
+                best, q, documents, scales, start, stop,
+                DIM, DOCUMENT_ALIGNMENT, BLOCK_D, BLOCK_Q, BLOCK_DIM, FOLD, CARRIED,
+            )  # fmt: skip
         else:
-            best = _best_by_tiles(best, q, documents, start, stop, DIM, BLOCK_D, BLOCK_Q, BLOCK_DIM, FOLD)
+            best = _best_by_tiles(
+                best, q, documents, start, stop,
+                DIM, DOCUMENT_ALIGNMENT, BLOCK_D, BLOCK_Q, BLOCK_DIM, FOLD, CARRIED,
+            )  # fmt: skip
 
+    # Compared anew: through the loop, the first comparison would keep registers.
+    in_query = token < query_stop - query_start
     of_token = tl.where(in_query, _largest(best, 0), 0.0)
     if (query_tiles == 1) & (split_k == 1):
         score = tl.sum(of_token, axis=0)
@@ -240,12 +268,7 @@ def maxsim_kernel(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=VIEWS)  # type: ignore[untyped-decorator]
 def sum_kernel(  # type: ignore[no-untyped-def]
     best_of_split,  # float32 [pairs, split_k, longest query]
-    query_starts,  # int32 [queries]
-    query_stops,  # int32 [queries]
-    document_starts,  # int32 [documents]
-    document_stops,  # int32 [documents]
-    pair_queries,  # int32 [pairs]
-    pair_documents,  # int32 [pairs]
+    bounds,  # int32 [pairs, 4], as above
     scores,  # float32 [pairs]
     longest_query,
     split_k,
@@ -258,10 +281,8 @@ def sum_kernel(  # type: ignore[no-untyped-def]
     Each load brings a tile of splits and query tokens, since a load after another would wait for memory as
     often as there are splits."""
     pair = tl.program_id(0)
-    query = tl.load(pair_queries + pair)
-    document = tl.load(pair_documents + pair)
-    tokens = tl.load(query_stops + query) - tl.load(query_starts + query)
-    is_empty = tl.load(document_starts + document) == tl.load(document_stops + document)
+    query_start, query_stop, document_start, document_stop = _bounds_of(bounds, pair)
+    tokens = query_stop - query_start
     of_pair = best_of_split + pair.to(tl.int64) * split_k * longest_query
     total = tl.zeros((BLOCK_Q,), tl.float32)
     for first in range(0, tokens, BLOCK_Q):
@@ -274,4 +295,4 @@ def sum_kernel(  # type: ignore[no-untyped-def]
             best = _larger(best, tl.load(at, mask=there, other=float("-inf")))
         total += tl.where(token < tokens, _largest(best, 0), 0.0)
     score = tl.sum(total, axis=0)
-    tl.store(scores + pair, tl.where(is_empty, EMPTY, score))
+    tl.store(scores + pair, tl.where(document_start == document_stop, EMPTY, score))

@@ -17,7 +17,8 @@ class Tiles:
     """What one program works on at a time: `query` query tokens and `document` document tokens, of `dim`
     dimensions; its number of warps; and how many tiles of the document are on their way at a time.
 
-    `fold` 2 remembers one maximum for two rows of a tile that are in the same thread."""
+    `fold` 2 remembers one maximum for two rows of a tile that are in the same thread. `carried` compares a
+    tile's products while those of the next are made, and needs registers for both."""
 
     query: int
     document: int
@@ -25,30 +26,32 @@ class Tiles:
     warps: int
     stages: int
     fold: int
+    carried: bool = False
 
 
 # Queries up to these lengths, and longer ones, have tiles of their own, where the device has room for them.
 QUERY_CLASSES = (32, 64, 128)
 
 # By tensor cores and shared memory: the tiles for queries up to their `query` tokens, the last for longer
-# ones. All have at least two programs on a multiprocessor, so that one multiplies while another compares.
+# ones. Programs of a multiprocessor do not take turns by themselves: they multiply at the same time, and then
+# compare. Short queries need more programs, whose loads then fill the memory's bandwidth, and long ones
+# `carried` tiles, or the tensor cores would wait.
 #
 # Hopper multiplies 64 rows at least, with operands from shared memory: document tokens are its rows. Products
 # with 256 columns read the fewest bytes of shared memory for what they multiply; those of 64 columns would be
 # held up by it.
 _HOPPER = (
-    Tiles(32, 64, 128, 4, 3, 2),
-    Tiles(64, 64, 128, 4, 3, 2),
-    Tiles(128, 64, 128, 4, 3, 2),
-    Tiles(256, 64, 128, 4, 3, 2),
+    Tiles(32, 64, 128, 4, 2, 2),
+    Tiles(64, 64, 128, 4, 2, 2),
+    Tiles(128, 64, 128, 4, 2, 2, carried=True),
+    Tiles(256, 64, 128, 8, 3, 2, carried=True),
 )
-# Of int8 documents, which are read in half the time: with short queries more programs at a time help more
-# than more tiles on their way.
-_HOPPER_UNPACKED = (replace(_HOPPER[0], stages=2), *_HOPPER[1:3])
+# Of int8 documents, which are read in half the time.
+_HOPPER_UNPACKED = _HOPPER[:3]
 # A thread gets a row of products, whose two halves are of the same document token.
 _BLACKWELL = (Tiles(32, 64, 128, 4, 3, 1), Tiles(64, 64, 128, 4, 3, 1), Tiles(128, 64, 128, 8, 3, 1))
-_AMPERE = _HOPPER[:3]
-_SMALL = _HOPPER[:2]
+_AMPERE = (Tiles(32, 64, 128, 4, 3, 2), Tiles(64, 64, 128, 4, 3, 2), Tiles(128, 64, 128, 4, 3, 2))
+_SMALL = _AMPERE[:2]
 # Of float32, which tensor cores do not multiply exactly: threads do, and need registers for both operands.
 _FLOAT32 = Tiles(32, 64, 32, 4, 2, 1)
 
@@ -57,6 +60,9 @@ _KIB = 1024
 _BESIDE_TILES = 4 * _KIB
 # Registers hold all bytes that a thread unpacks of a tile of int8 numbers.
 _MOST_UNPACKED = 64 * 512
+
+# Row numbers are 32-bit integers in the kernel, and so are those of the tiles behind a document's end.
+MOST_ROWS = (1 << 31) - (1 << 20)
 
 MAX_SPLIT_K = 64
 # A split of fewer tiles takes less time than the second launch that splits need.
@@ -84,7 +90,7 @@ def tiles_for(
     in_chunks = longest_tile if longest_tile.query <= 128 else table[2]
     # Numbers that are unpacked need registers for both forms, and fewer of them may be on their way.
     stages = 2 if is_unpacked else in_chunks.stages
-    return replace(in_chunks, dim=128 if in_chunks.query <= 64 else 64, stages=stages)
+    return replace(in_chunks, dim=128 if in_chunks.query <= 64 else 64, stages=stages, carried=False)
 
 
 def _table(limits: Limits, is_unpacked: bool) -> tuple[Tiles, ...]:
@@ -94,6 +100,11 @@ def _table(limits: Limits, is_unpacked: bool) -> tuple[Tiles, ...]:
         return _BLACKWELL
     # Beside numbers in both forms, registers do not hold the products of more than 128 query tokens.
     return _HOPPER_UNPACKED if is_unpacked else _HOPPER
+
+
+def row_alignment(row_bytes: int) -> int:
+    """The power of two, up to 16 bytes, that every row's address is a multiple of, if the first row's is."""
+    return min(16, row_bytes & -row_bytes)
 
 
 def choose_split_k(multiprocessors: int, programs: int, tiles_of_longest: int) -> int:

@@ -4,8 +4,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from maxsimd.engine.ops.triton.maxsim import PackedTokens, Pairs, maxsim
-from maxsimd.engine.ops.triton.maxsim_tiles import group_by_query_length
+from maxsimd.engine.ops.triton.maxsim import Pairs, maxsim
+from maxsimd.engine.ops.triton.maxsim_tiles import MOST_ROWS, group_by_query_length
 from maxsimd.engine.scoring.maxsim.reference import EMPTY_DOCUMENT_SCORE
 from maxsimd.pooling.ragged import Ragged
 from maxsimd.pooling.spans import Spans
@@ -23,26 +23,43 @@ def maxsim_triton(
 def maxsim_spans_triton(
     queries: Ragged, documents: Spans, pairs: NDArray[np.int64], split_k: int | None = None
 ) -> torch.Tensor:
-    """The same of documents that lie anywhere in one tensor."""
+    """The same of documents that lie anywhere in one tensor. Raises ValueError for more rows than the kernel
+    counts, `MOST_ROWS`; documents among more rows than that are copied first."""
     device = documents.values.device
     if len(pairs) == 0:
         return torch.empty(0, dtype=torch.float32, device=device)
+    if documents.stops.max() > MOST_ROWS:
+        documents = Spans.of(documents.gathered())
     indices = np.asarray(pairs, dtype=np.int64)
     order, groups = group_by_query_length(np.diff(queries.offsets)[indices[:, 0]])
     if order is not None:
         indices = indices[order]
-    numbers = [queries.offsets[:-1], queries.offsets[1:], documents.starts, documents.stops, *indices.T]
-    numbers.append(np.empty(0) if order is None else np.argsort(order))
-    together = to_device(np.concatenate(numbers).astype(np.int32), device)
-    parts = iter(together.split([len(part) for part in numbers]))
-    longest_query, longest = int(np.diff(queries.offsets).max()), int(documents.lengths.max())
+    bounds = _bounds(queries, documents, indices)
+    back = np.empty(0, dtype=np.int32) if order is None else np.argsort(order).astype(np.int32)
+    together = to_device(np.concatenate([bounds.reshape(-1), back]), device)
     # The kernel multiplies numbers of one precision, int8 aside.
     values = queries.values if documents.scales is not None else queries.values.to(documents.values.dtype)
     scores = maxsim(
-        PackedTokens(values, next(parts), next(parts), max(1, longest_query)),
-        PackedTokens(documents.values, next(parts), next(parts), longest, documents.scales),
-        Pairs(next(parts), next(parts), groups),
+        values,
+        documents.values,
+        Pairs(together[: bounds.size].view(-1, 4), groups, int(documents.lengths.max())),
         EMPTY_DOCUMENT_SCORE,
+        scales=documents.scales,
         split_k=split_k,
     )
-    return scores if order is None else scores[next(parts)]
+    return scores if order is None else scores[together[bounds.size :]]
+
+
+def _bounds(queries: Ragged, documents: Spans, pairs: NDArray[np.int64]) -> NDArray[np.int32]:
+    """The table of `Pairs.bounds`: [pairs, 4]."""
+    query, document = pairs.T
+    columns = (
+        queries.offsets[query],
+        queries.offsets[query + 1],
+        documents.starts[document],
+        documents.stops[document],
+    )
+    bounds = np.stack(columns, axis=1)
+    if (last := int(bounds.max())) > MOST_ROWS:
+        raise ValueError(f"MaxSim on a GPU reads at most {MOST_ROWS} rows, not {last}: score fewer at a time")
+    return bounds.astype(np.int32)

@@ -1,6 +1,7 @@
 """What compiled kernels take of a GPU, and the bounds that follow: by arithmetic, since no GPU is needed."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from maxsimd.api.cli import main
 from maxsimd.bench.gpu import compiled as table
 from maxsimd.bench.gpu.ahead_of_time import MachineCode, compiled
 from maxsimd.bench.gpu.bounds import H100, H200, resident_programs
+from maxsimd.bench.gpu.first_day.tiles import INT8_VARIANTS, VARIANTS
 from maxsimd.bench.gpu.maxsim_compiled import (
     COLBERT,
     COLPALI,
@@ -18,6 +20,7 @@ from maxsimd.bench.gpu.maxsim_compiled import (
     forecast,
     maxsim_launches,
 )
+from maxsimd.engine.ops.triton.maxsim_tiles import Tiles
 
 pytest.importorskip("triton")
 
@@ -29,7 +32,18 @@ FEW = (
     MaxSimLaunch(80, 32),
     MaxSimLaunch(100, 32, documents="i8"),
     MaxSimLaunch(90, 32, 128, "fp32", "fp32"),
+    MaxSimLaunch(90, 1024),
+    MaxSimLaunch(90, 1024, documents="i8"),
 )
+
+
+def timed() -> list[MaxSimLaunch]:
+    """Tiles that are timed against those of the table."""
+    return [
+        MaxSimLaunch(90, query, documents=documents, other=Tiles(query, document, 128, *others))
+        for documents, variants in (("bf16", VARIANTS), ("i8", INT8_VARIANTS))
+        for query, document, *others in variants
+    ]
 
 
 def launches() -> list[MaxSimLaunch]:
@@ -37,6 +51,7 @@ def launches() -> list[MaxSimLaunch]:
     found = [launch for capability in (80, 90, 100) for launch in maxsim_launches(capability)]
     found += [MaxSimLaunch(90, 32, 128, documents, "fp16") for documents in ("fp16", "i8")]
     found += [MaxSimLaunch(90, 32, dim, "i8", "fp32") for dim in (42, 128)]
+    found += timed()
     # Cards with less shared memory than those of data centres.
     return [*found, MaxSimLaunch(86, 1024), MaxSimLaunch(86, 32, 1024), MaxSimLaunch(86, 1024, 512)]
 
@@ -46,7 +61,7 @@ def launches() -> list[MaxSimLaunch]:
     [
         pytest.param(
             launch,
-            id=f"sm_{launch.capability}: {launch.name}",
+            id=f"sm_{launch.capability}: {launch.name}, {launch.tiles.stages} stages",
             marks=() if launch in FEW else pytest.mark.exhaustive,
         )
         for launch in launches()
@@ -75,11 +90,12 @@ def on_hopper(longest_query: int, documents: str = "bf16") -> tuple[MaxSimLaunch
 @pytest.mark.parametrize(
     ("longest_query", "documents", "programs", "instructions"),
     [
-        (32, "bf16", 4, 125),
-        (1024, "bf16", 2, 240),
+        (32, "bf16", 5, 125),
+        (1024, "bf16", 1, 225),
         (32, "i8", 5, 260),
-        (1024, "i8", 3, 355),
-        pytest.param(64, "bf16", 3, 140, marks=pytest.mark.exhaustive),
+        (1024, "i8", 2, 400),
+        pytest.param(64, "bf16", 4, 140, marks=pytest.mark.exhaustive),
+        pytest.param(128, "bf16", 2, 240, marks=pytest.mark.exhaustive),
         pytest.param(64, "i8", 4, 290, marks=pytest.mark.exhaustive),
     ],
 )
@@ -92,16 +108,48 @@ def test_a_turn_takes_few_instructions_and_others_run_beside_it(
     assert len(code.main_loop) <= instructions
 
 
+@pytest.mark.parametrize("documents", ["bf16", "i8"])
+def test_long_queries_are_compared_while_the_next_tile_is_multiplied(documents: str) -> None:
+    _, code = on_hopper(1024, documents)
+    loop = code.main_loop.instructions
+    first = next(i for i, each in enumerate(loop) if "HGMMA" in each)
+    wait = next(i for i, each in enumerate(loop) if i > first and "WARPGROUP.DEPBAR" in each)
+    maxima = sum("FMNMX" in each for each in loop[first:wait])
+    assert maxima >= (40 if documents == "bf16" else 28)
+    assert code.main_loop.beside_products >= maxima
+
+
+@pytest.mark.parametrize("longest_query", [32, 1024])
+def test_int8_documents_are_multiplied_at_once(longest_query: int) -> None:
+    """Unpacked in registers, without a detour through shared memory, and with one wait a turn."""
+    _, code = on_hopper(longest_query, "i8")
+    loop = code.main_loop
+    assert len(loop.tensor) == 8
+    assert loop.count(lambda each: "WARPGROUP.ARRIVE" in each) == 1
+    assert loop.count(lambda each: re.search(r"\bSTS", each) is not None) == 0
+    assert loop.count(lambda each: "LDGSTS" in each) > 0, "tiles are on their way before they are needed"
+
+
+@pytest.mark.parametrize("documents", ["bf16", "i8"])
+def test_loads_are_wide_though_addresses_are_not_specialised(documents: str) -> None:
+    launch, code = on_hopper(32, documents)
+    assert {"queries", "documents", "bounds"} <= set(launch.source.kernel.do_not_specialize_on_alignment)
+    assert code.wide_loads > 0
+    loads = [each for each in code.main_loop.instructions if "LDGSTS" in each]
+    assert loads
+    assert all(".128" in each for each in loads)
+
+
 def test_passages_are_bound_by_memory_and_pages_by_products() -> None:
-    for documents in ("bf16", "i8"):
-        assert forecast(*on_hopper(1024, documents), COLPALI, H100).tflops >= 570
+    assert forecast(*on_hopper(1024), COLPALI, H100).tflops >= 540
+    assert forecast(*on_hopper(1024, "i8"), COLPALI, H100).tflops >= 440
     for gpu in (H100, H200):
         found = forecast(*on_hopper(32), COLBERT, gpu)
         assert found.held_up_by == "memory"
         assert found.floor_us == pytest.approx(460.8e6 / gpu.bandwidth * 1e6)
         assert found.over_floor <= 0.10
     times = [forecast(*on_hopper(32, documents), COLBERT, H100).us for documents in ("bf16", "i8")]
-    assert times[0] / times[1] >= 1.6, "int8 documents take less time"
+    assert times[0] / times[1] >= 1.4, "int8 documents take less time"
 
 
 def test_the_table_is_printed_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -115,7 +163,7 @@ def test_the_table_is_printed_without_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp
     assert "held up by memory" in result.output
     rows = json.loads(path.read_text())["rows"]
     assert [row["capability"] for row in rows] == [80, 90, 100]
-    assert rows[1]["programs"] == {"H100": 4, "H200": 4}
+    assert rows[1]["programs"] == {"H100": 5, "H200": 5}
     refused = CliRunner().invoke(main, ["bench", "kernels", "--json", "x"])
     assert refused.exit_code == 2
     assert "--json goes with --compiled" in refused.output

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,6 +20,7 @@ from maxsimd.engine.ops.qkv import KV, QKV
 from maxsimd.engine.ops.triton.launch import Limits
 from maxsimd.engine.scoring.maxsim import maxsim_reference
 from maxsimd.pooling.ragged import Ragged
+from maxsimd.pooling.spans import Spans
 from tests.unit.engine.execution.test_packed import RAGGED, attention_problems, make_step
 from tests.unit.pairs import Pairs, pairs_of
 
@@ -150,6 +152,96 @@ def check_maxsim_of_nan(device: str) -> None:
         for split_k in (1, 3):
             found = scored(queries.decoded(torch.bfloat16), items, pairs, device, split_k)
             assert found.isnan().tolist() == [d == 1 for _, d in pairs]
+
+
+@st.composite
+def tiled_problems(draw: st.DrawFn, dims: st.SearchStrategy[int]) -> tuple[Ragged, Spans, Pairs, bool]:
+    """Queries, documents anywhere in a tensor with rows of other texts, pairs, and whether tiles are carried.
+
+    Documents may be empty, of one row, or have a NaN; those in int8 have rows whose scale is 0."""
+    dim = draw(dims)
+    random = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
+    queries = random_ragged(draw(st.lists(st.integers(1, 40), min_size=1, max_size=3)), dim, 1)
+    lengths = np.array(draw(st.lists(st.sampled_from([0, 1, 2, 16, 17, 32, 50]), min_size=1, max_size=5)))
+    gaps = np.array(draw(st.lists(st.integers(0, 3), min_size=len(lengths), max_size=len(lengths))))
+    starts = np.cumsum(lengths + gaps) - lengths
+    rows = int(starts[-1] + lengths[-1]) + 2
+    if draw(st.booleans()):
+        values = torch.randint(-128, 128, (rows, dim), generator=random, dtype=torch.int8)
+        scales = torch.rand(rows, generator=random) * (torch.rand(rows, generator=random) > 0.3) / 128
+        documents = Spans(values, starts, starts + lengths, scales)
+    else:
+        values = torch.randn(rows, dim, generator=random).bfloat16()
+        values[draw(st.integers(0, rows - 1)), dim - 1] = draw(st.sampled_from([0.0, torch.nan]))
+        documents = Spans(values, starts, starts + lengths)
+    index = st.tuples(st.integers(0, len(queries) - 1), st.integers(0, len(lengths) - 1))
+    pairs = pairs_of(draw(st.lists(index, min_size=1, max_size=5)))
+    return queries.decoded(torch.bfloat16), documents, pairs, draw(st.booleans())
+
+
+def check_maxsim_by_small_tiles(device: str) -> None:
+    """Each document of several tiles, which are compared at once or carried into the next turn."""
+    from maxsimd.engine.ops.triton import maxsim
+    from maxsimd.engine.scoring.maxsim.triton import maxsim_spans_triton
+
+    table = maxsim.tiles_for
+    # On a GPU, each is a compilation.
+    dims, folds = ([3, 33, 42, 48, 64, 96, 130], [1, 2]) if device == "cpu" else ([42, 96], [2])
+
+    @examples(200, device)
+    @given(tiled_problems(st.sampled_from(dims)), st.sampled_from([None, 1, 3]), st.sampled_from(folds))
+    def compare(problem: tuple[Ragged, Spans, Pairs, bool], split_k: int | None, fold: int) -> None:
+        queries, documents, pairs, carried = problem
+        exact = maxsim_reference(
+            queries.decoded(torch.float32), documents.gathered().decoded(torch.float32), pairs
+        )
+        small = {"query": 32, "document": 64 if device != "cpu" else 16, "fold": fold, "carried": carried}
+        there = Spans(
+            documents.values.to(device),
+            documents.starts,
+            documents.stops,
+            None if documents.scales is None else documents.scales.to(device),
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(maxsim, "tiles_for", lambda *asked: replace(table(*asked), **small))
+            found = maxsim_spans_triton(on(queries, device), there, pairs, split_k)
+        torch.testing.assert_close(found.cpu(), exact, atol=1e-3, rtol=1e-4, equal_nan=True)
+
+    compare()
+
+
+def check_maxsim_of_slices(device: str) -> None:
+    """Rows that begin at any address: after others of an odd size, or within another tensor's row."""
+    queries, documents = random_ragged([5, 33], 44, 1), random_ragged([70, 0, 1], 44, 2)
+    for items in (documents.decoded(torch.bfloat16), quantised(documents)):
+        exact = maxsim_reference(
+            queries.decoded(torch.bfloat16).decoded(torch.float32), items.decoded(torch.float32), [(1, 0)]
+        )
+        for before in (1, 2, 44):
+            numbers = torch.zeros(before + items.values.numel(), dtype=items.values.dtype, device=device)
+            values = numbers[before:].view(items.values.shape)
+            values.copy_(items.values)
+            apart = Ragged(values, items.offsets, items.scales)
+            found = scored(queries.decoded(torch.bfloat16), apart, pairs_of([(1, 0)]), device)
+            torch.testing.assert_close(found, exact, atol=1e-3, rtol=1e-3)
+
+
+def check_maxsim_beyond_32_bits(device: str) -> None:
+    """Documents among more rows than 32 bits count are copied; a query there is refused."""
+    from maxsimd.engine.scoring.maxsim.triton import maxsim_spans_triton
+
+    far = 1 << 31
+    # All rows of the tensor are one, which takes no memory.
+    row = random_ragged([1], 16, 1).values.to(device)
+    documents = Spans(row.expand(far + 8, 16), np.array([0, far]), np.array([3, far + 8]))
+    query = on(random_ragged([4], 16, 2), device)
+    exact = maxsim_reference(on(query, "cpu"), Ragged(row.cpu(), (0, 1)), pairs_of([(0, 0)]))
+    found = maxsim_spans_triton(query, documents, pairs_of([(0, 1), (0, 0)]))
+    torch.testing.assert_close(found.cpu(), exact.expand(2), atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match="reads at most"):
+        maxsim_spans_triton(
+            Ragged(row.expand(far + 8, 16), (0, far + 8)), Spans.of(query), pairs_of([(0, 0)])
+        )
 
 
 DIMS = st.sampled_from([32, 64, 80, 128, 256, 24])
@@ -339,6 +431,9 @@ CHECKS = [
     check_maxsim_of_all_sizes,
     check_maxsim_of_a_long_document,
     check_maxsim_of_nan,
+    check_maxsim_by_small_tiles,
+    check_maxsim_of_slices,
+    check_maxsim_beyond_32_bits,
     check_attention_of_whole_sequences,
     check_attention_of_chunks,
     check_attention_after_prefixes,
