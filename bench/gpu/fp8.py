@@ -87,8 +87,9 @@ def _scores(asked: list[Request], rounding: Rounding | None, max_tokens: int) ->
 
 
 def _round(layer: torch.nn.Linear, rounding: Rounding) -> None:
-    weight, bias = rounding(layer.weight), layer.bias
-    layer.forward = lambda x: to_bfloat16(torch.nn.functional.linear(rounding(x), weight, bias))  # type: ignore[method-assign]
+    layer.weight = torch.nn.Parameter(rounding(layer.weight), requires_grad=False)
+    layer.register_forward_pre_hook(lambda _, given: (rounding(given[0]),))
+    layer.register_forward_hook(lambda _, given, made: to_bfloat16(made))
 
 
 if __name__ == "__main__":
