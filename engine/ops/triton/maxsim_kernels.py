@@ -183,7 +183,7 @@ def _best_by_words(  # type: ignore[no-untyped-def]
     return best
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _bounds_of(bounds, pair):  # type: ignore[no-untyped-def]
     """Where the query's rows start and stop, and the document's, by one load of 16 bytes."""
     of_pair = tl.load(tl.multiple_of(bounds + pair.to(tl.int64) * 4 + tl.arange(0, 4), 16))
