@@ -38,7 +38,7 @@ COLPALI = MaxSimShape(1024, 500, 1024)
 @dataclass(frozen=True, slots=True)
 class MaxSimLaunch:
     """The kernel for queries of at most `longest_query` tokens, in the precision of queries and of documents;
-    with `other` tiles than those of its table, if there are any."""
+    with `other` tiles than those of its table, if there are any, and for documents that are `split`."""
 
     capability: int
     longest_query: int
@@ -46,6 +46,12 @@ class MaxSimLaunch:
     documents: str = "bf16"
     queries: str = "bf16"
     other: Tiles | None = None
+    split: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether all programs score whole pairs."""
+        return not self.split and self.longest_query <= min(self.tiles.query, QUERY_CLASSES[-1])
 
     @property
     def tiles(self) -> Tiles:
@@ -70,7 +76,7 @@ class MaxSimLaunch:
         constants |= {"QUERY_ALIGNMENT": row_alignment(self.dim * ITEMSIZE[self.queries])}
         constants |= {"DOCUMENT_ALIGNMENT": row_alignment(self.dim * ITEMSIZE[self.documents])}
         constants |= {"BLOCK_Q": tiles.query, "BLOCK_D": tiles.document, "BLOCK_DIM": tiles.dim}
-        constants |= {"CARRIED": tiles.carried}
+        constants |= {"CARRIED": tiles.carried, "WHOLE": self.whole}
         return Source(maxsim_kernel, types, constants, {"num_warps": tiles.warps, "num_stages": tiles.stages})
 
     @property

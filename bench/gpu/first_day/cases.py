@@ -61,8 +61,9 @@ def maxsim_cases(
         yield Case(name, _Maxsim(dtype, dim, query, split_k, _LENGTHS))
     for dtype, variants in (("bf16", VARIANTS), ("int8", INT8_VARIANTS)):
         for variant in variants:
-            check = _Maxsim(dtype, 128, variant[0] + 1, 2, _LENGTHS, variant)
-            yield Case(f"maxsim {dtype}, {name_of(variant)}", check)
+            for query, split_k in ((variant[0], 1), (variant[0] + 1, 2)):
+                name = f"maxsim {dtype}, {query} query tokens, split_k {split_k}, {name_of(variant)}"
+                yield Case(name, _Maxsim(dtype, 128, query, split_k, _LENGTHS, variant))
 
 
 def small_maxsim_cases() -> Iterator[Case]:

@@ -8,6 +8,7 @@ import triton
 from maxsimd.engine.ops.triton.launch import limits
 from maxsimd.engine.ops.triton.maxsim_kernels import maxsim_kernel, sum_kernel
 from maxsimd.engine.ops.triton.maxsim_tiles import (
+    QUERY_CLASSES,
     PairGroup,
     Tiles,
     choose_split_k,
@@ -105,6 +106,8 @@ def _score(
         BLOCK_DIM=tiles.dim,
         FOLD=tiles.fold,
         CARRIED=tiles.carried,
+        # Longer queries have one kernel for both: warm-up compiles it.
+        WHOLE=is_complete and longest_query <= QUERY_CLASSES[-1],
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )

@@ -183,7 +183,7 @@ def _best_by_words(  # type: ignore[no-untyped-def]
     return best
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _bounds_of(bounds, pair):  # type: ignore[no-untyped-def]
     """Where the query's rows start and stop, and the document's, by one load of 16 bytes."""
     of_pair = tl.load(tl.multiple_of(bounds + pair.to(tl.int64) * 4 + tl.arange(0, 4), 16))
@@ -213,23 +213,27 @@ def maxsim_kernel(  # type: ignore[no-untyped-def]
     BLOCK_DIM: tl.constexpr,
     FOLD: tl.constexpr,
     CARRIED: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     """Program (pair and query tile, split): the best similarity of each token in a tile of the query within
     one split of the document; or the pair's score, where that is the whole query and the whole document.
 
-    Neighbouring programs read the same document."""
-    query_tiles = tl.cdiv(longest_query, BLOCK_Q)
+    Neighbouring programs read the same document. `WHOLE` leaves out what only parts need, and so takes fewer
+    registers and instructions: programs of short queries do little else."""
+    query_tiles = 1 if WHOLE else tl.cdiv(longest_query, BLOCK_Q)
     pair = tl.program_id(0) // query_tiles
-    query_tile = tl.program_id(0) % query_tiles
-    split = tl.program_id(1)
     query_start, query_stop, document_start, document_stop = _bounds_of(bounds, pair)
-    query_start += query_tile * BLOCK_Q
-    # Splits consist of whole tiles, so that only the last split has a partial one.
-    tiles = tl.cdiv(tl.cdiv(document_stop - document_start, BLOCK_D), split_k)
-    start = document_start + split * tiles * BLOCK_D
-    stop = tl.minimum(start + tiles * BLOCK_D, document_stop)
-    if query_start >= query_stop:
-        stop = start
+    start, stop = document_start, document_stop
+    if not WHOLE:
+        query_tile = tl.program_id(0) % query_tiles
+        split = tl.program_id(1)
+        query_start += query_tile * BLOCK_Q
+        # Splits consist of whole tiles, so that only the last split has a partial one.
+        tiles = tl.cdiv(tl.cdiv(document_stop - document_start, BLOCK_D), split_k)
+        start = document_start + split * tiles * BLOCK_D
+        stop = tl.minimum(start + tiles * BLOCK_D, document_stop)
+        if query_start >= query_stop:
+            stop = start
 
     token = tl.arange(0, BLOCK_Q)
     in_query = query_start + token < query_stop
@@ -257,9 +261,11 @@ def maxsim_kernel(  # type: ignore[no-untyped-def]
     # Compared anew: through the loop, the first comparison would keep registers.
     in_query = token < query_stop - query_start
     of_token = tl.where(in_query, _largest(best, 0), 0.0)
-    if (query_tiles == 1) & (split_k == 1):
-        score = tl.sum(of_token, axis=0)
-        tl.store(scores + pair, tl.where(document_start == document_stop, EMPTY, score))
+    score = tl.where(document_start == document_stop, EMPTY, tl.sum(of_token, axis=0))
+    if WHOLE:  # noqa: SIM114 (a constant: with it, the other condition is not compiled)
+        tl.store(scores + pair, score)
+    elif (query_tiles == 1) & (split_k == 1):
+        tl.store(scores + pair, score)
     else:
         out = best_of_split + (pair.to(tl.int64) * split_k + split) * longest_query
         tl.store(out + query_tile * BLOCK_Q + token, of_token, mask=in_query)

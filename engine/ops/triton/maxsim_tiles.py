@@ -48,7 +48,8 @@ _HOPPER = (
 )
 # Of int8 documents, which are read in half the time.
 _HOPPER_UNPACKED = _HOPPER[:3]
-# A thread gets a row of products, whose two halves are of the same document token.
+# A thread gets a row of products, whose two halves are of the same document token. Triton 3.6 fails to
+# compile `carried` tiles for it.
 _BLACKWELL = (Tiles(32, 64, 128, 4, 3, 1), Tiles(64, 64, 128, 4, 3, 1), Tiles(128, 64, 128, 8, 3, 1))
 _AMPERE = (Tiles(32, 64, 128, 4, 3, 2), Tiles(64, 64, 128, 4, 3, 2), Tiles(128, 64, 128, 4, 3, 2))
 _SMALL = _AMPERE[:2]
