@@ -73,7 +73,8 @@ class Cost:
 
 
 def cost_of(on: OnGPU) -> Cost:
-    """A layer is what there is less when the last one is taken away."""
+    """A layer is what there is less when the last one is taken away. Where layers differ, `outside` has the
+    difference, and may be negative."""
     step = plain_step(on.model)
     on.run(step)  # what is made once is not counted
     whole = _counted(on, lambda: on.run(step))

@@ -143,12 +143,14 @@ def _normal(device: torch.device, rows: int, width: int, seed: int = 0) -> torch
 
 def is_plain(module: nn.Module) -> bool:
     """Whether a module is a linear layer and nothing else: no adapter, no quantised weight, no hook."""
-    return (
-        type(module) is nn.Linear
-        and not module._forward_hooks
-        and not module._forward_pre_hooks
-        and module.weight.is_floating_point()
-    )
+    return type(module) is nn.Linear and not has_hooks(module) and module.weight.is_floating_point()
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module has a hook that may do something. transformers leaves hooks behind when a model was
+    asked for the states of all layers; without that question, as in a step, they do nothing."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return any(hook.__module__ != "transformers.utils.output_capturing" for hook in hooks)
 
 
 def add_product_(total: torch.Tensor, x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:

@@ -12,6 +12,7 @@ from maxsimd.engine.execution.fused_layers.bert import (
     fused_output,
     fused_self_attention,
 )
+from maxsimd.engine.execution.fused_layers.linears import has_hooks
 from maxsimd.engine.execution.fused_layers.rotary_layers import FusedRotaryLayer, fused_rotary_layer
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ def fuse(backbone: nn.Module) -> int:
 def _fused(module: Any, failures: set[str]) -> nn.Module | None:
     """What may take a module's position; None if there is nothing that does the same. Adds to `failures`
     what failed with modules that are built as expected."""
-    if module._forward_hooks or module._forward_pre_hooks:
+    if has_hooks(module):
         return None
     for make in _MAKERS:
         try:

@@ -17,7 +17,13 @@ import torch
 from torch import nn
 
 from maxsimd.engine.execution.attention.interface import attend
-from maxsimd.engine.execution.fused_layers.linears import GeluLinear, JoinedLinear, add_product_, is_plain
+from maxsimd.engine.execution.fused_layers.linears import (
+    GeluLinear,
+    JoinedLinear,
+    add_product_,
+    has_hooks,
+    is_plain,
+)
 from maxsimd.engine.execution.fused_layers.trial import (
     ROWS,
     agrees,
@@ -314,7 +320,7 @@ def _parts_of(layer: Any) -> _Parts | None:
     from maxsimd.engine.ops.triton.rows import LARGEST_WIDTH
 
     names = _names_of(layer, _LAYERS)
-    if names is None or _has_hooks(layer):
+    if names is None or any(has_hooks(module) for module in layer.modules()):
         return None
     attention, feed_forward = getattr(layer, names.attention), getattr(layer, names.feed_forward)
     of_attention = _names_of(attention, _ATTENTIONS)
@@ -359,10 +365,6 @@ def _names_of(module: nn.Module, known: Sequence[_Names]) -> _Names | None:
 
 def _children(module: nn.Module, names: Sequence[str]) -> tuple[Any, ...]:
     return tuple(getattr(module, name) for name in names)
-
-
-def _has_hooks(layer: nn.Module) -> bool:
-    return any(module._forward_hooks or module._forward_pre_hooks for module in layer.modules())
 
 
 def _wide_of(up: tuple[nn.Linear, ...], activation: nn.Module | None, inner: int) -> _Wide | None:

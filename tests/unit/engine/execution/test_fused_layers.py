@@ -169,6 +169,17 @@ def check_others_of_this_structure_stay() -> None:
         assert _count(backbone) == {}
 
 
+def check_layers_whose_states_were_asked_for() -> None:
+    """transformers leaves hooks in them, which do nothing."""
+    backbone = rotary_model("modernbert", "eager")
+    backbone(torch.arange(5)[None], output_hidden_states=True)
+    assert any(module._forward_hooks for module in backbone.layers.modules())
+    backbone.set_attn_implementation(interface.NAME)
+    with plain_kernels():
+        replace.fuse(backbone)
+    assert _count(backbone) == {"FusedRotaryLayer": 4}
+
+
 class Adapted(torch.nn.Linear):
     """A linear layer with an adapter of rank one, as jina-embeddings-v3 has them for its tasks."""
 
@@ -303,9 +314,19 @@ def _count(backbone: torch.nn.Module) -> dict[str, int]:
 pytest.importorskip("triton")
 
 
-@pytest.mark.parametrize("name", ["bert", pytest.param("qwen3", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "bert",
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("qwen3", "modernbert", "gemma")),
+    ],
+)
 def test_a_model_with_fused_layers_scores_as_without(name: str) -> None:
     run_interpreted(check_scores, name)
+
+
+def test_hooks_that_do_nothing_are_no_hindrance() -> None:
+    run_interpreted(check_layers_whose_states_were_asked_for)
 
 
 @pytest.mark.parametrize("name", ROTARY)
