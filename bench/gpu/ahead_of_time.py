@@ -59,6 +59,19 @@ class Loop:
         """Instructions for the unit of special functions: 16 results a cycle and multiprocessor."""
         return self.count(lambda instruction: _opcode(instruction).startswith("MUFU"))
 
+    @property
+    def powers_during_products(self) -> int:
+        """Of `powers`, those between products and the wait for them, during which the tensor cores work."""
+        found, pending, multiplying = 0, 0, False
+        for instruction in self.instructions:
+            if "HGMMA" in instruction:
+                multiplying = True
+            elif "WARPGROUP.DEPBAR" in instruction:
+                found, pending, multiplying = found + pending, 0, False
+            elif multiplying and _opcode(instruction).startswith("MUFU"):
+                pending += 1
+        return found
+
     def by_opcode(self) -> dict[str, int]:
         """How often each operation occurs, the most frequent first."""
         counts: dict[str, int] = {}
