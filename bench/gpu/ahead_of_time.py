@@ -61,17 +61,24 @@ class Loop:
         return self.count(lambda instruction: _opcode(instruction).startswith("MUFU"))
 
     @property
-    def beside_products(self) -> int:
-        """Instructions behind the first one for Hopper's tensor cores and before the wait for its result."""
-        count, multiplies = 0, False
+    def beside_products(self) -> tuple[str, ...]:
+        """Instructions behind the first one for Hopper's tensor cores and before the wait for its result,
+        during which they work."""
+        found: list[str] = []
+        multiplies = False
         for instruction in self.instructions:
             if "WARPGROUP.DEPBAR" in instruction:
                 multiplies = False
             elif _opcode(instruction).startswith(_ASYNCHRONOUS):
                 multiplies = True
             elif multiplies:
-                count += 1
-        return count
+                found.append(instruction)
+        return tuple(found)
+
+    @property
+    def powers_beside_products(self) -> int:
+        """How many of `powers` are computed beside products."""
+        return sum(_opcode(instruction).startswith("MUFU") for instruction in self.beside_products)
 
     def by_opcode(self) -> dict[str, int]:
         """How often each operation occurs, the most frequent first."""

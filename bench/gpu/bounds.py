@@ -103,7 +103,7 @@ def turn_cycles(code: MachineCode, loop: Loop, gpu: Gpu) -> TurnCycles:
         loop.powers * code.warps * 32 / _SPECIAL,
         loop.count(lambda instruction: _COMPARING.match(unpredicated(instruction)) is not None)
         * (code.warps * 32 / _COMPARE),
-        loop.beside_products * code.warps / _SCHEDULERS,
+        len(loop.beside_products) * code.warps / _SCHEDULERS,
         operations,
     )
 

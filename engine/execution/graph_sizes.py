@@ -9,8 +9,8 @@ layers of 1,024 hidden units 6 to 25 ms to launch, by the attention that is laun
 from maxsimd.engine.execution.attention.base import CaptureSize
 
 ROWS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-# Few sequences for most steps, because empty ones cost the attention of a graph a little; and the most.
-SEQUENCES = (32, 512)
+# For most steps. Empty sequences cost the attention of a graph a little.
+_FEW_SEQUENCES = 32
 # Beyond the host's time, a step may leave this share of a graph's rows empty: much less costs it nothing, and
 # spares the host's threads the work of launching.
 _EMPTY = 0.125
@@ -20,11 +20,12 @@ _DEVICE_BOUND = 8.0
 
 def sizes_for(rows: int, sequences: int, longest: int) -> tuple[CaptureSize, ...]:
     """The sizes for steps of at most `rows` tokens and `sequences` sequences, of which the longest has
-    `longest`. The largest comes first, so that the others need no more memory."""
+    `longest`: each with few sequences, and with the most. The largest comes first, so that the others need no
+    more memory."""
     found = {
-        CaptureSize(size, min(size, few, sequences), min(size, longest))
+        CaptureSize(size, min(size, most, sequences), min(size, longest))
         for size in {*(size for size in ROWS if size < rows), min(rows, ROWS[-1])}
-        for few in (*SEQUENCES, sequences)
+        for most in (_FEW_SEQUENCES, sequences)
     }
     return tuple(sorted(found, reverse=True))
 
