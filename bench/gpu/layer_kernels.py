@@ -25,6 +25,7 @@ def variants(dtype: str = "bf16") -> Iterator[Variant]:
     for width in (384, 768, 1024, 4096, 8192):
         yield from (_layer_norm(width, dtype, kind, biased=True) for kind in _LAYER_NORMS)
         yield from (_rms_norm(width, dtype, added=added) for added in (False, True))
+    yield _rms_norm(2048, dtype, added=True, weight="fp32")  # Gemma
     # ModernBERT has no biases.
     yield from (_layer_norm(768, dtype, kind, biased=False) for kind in _LAYER_NORMS)
     # Qwen3-0.6B and 8B, Llama-3.2-1B, a head of 256, jina-colbert-v2, ModernBERT and gte-multilingual-base.
@@ -58,22 +59,29 @@ def _layer_norm(width: int, dtype: str, kind: str, *, biased: bool) -> Variant:
     return Variant(name, source, _LAYER_NORMS[kind] * width * ITEMSIZE[dtype])
 
 
-def _rms_norm(width: int, dtype: str, *, added: bool) -> Variant:
+def _rms_norm(width: int, dtype: str, *, added: bool, weight: str | None = None) -> Variant:
     from maxsimd.engine.ops.triton.rms_norm import rms_norm_kernel
 
     arguments = ("x", "residual", "weight", "total", "out")
-    source = _of_rows(rms_norm_kernel, arguments, width, dtype, {"ADDED": added})
+    types = {"weight": POINTERS[weight or dtype]}
+    source = _of_rows(rms_norm_kernel, arguments, width, dtype, {"ADDED": added}, types)
     passes = 4 if added else 2
     return Variant(f"{'add and ' * added}RMS norm {width}", source, passes * width * ITEMSIZE[dtype])
 
 
 def _of_rows(
-    kernel: Any, arguments: tuple[str, ...], width: int, dtype: str, constants: dict[str, Any]
+    kernel: Any,
+    arguments: tuple[str, ...],
+    width: int,
+    dtype: str,
+    constants: dict[str, Any],
+    others: dict[str, str] | None = None,
 ) -> Source:
+    """`others` are the types of the arguments that are not of `dtype`."""
     from maxsimd.engine.ops.triton.rows import row_tile
 
     tile = row_tile(width)
-    types = dict.fromkeys(arguments, POINTERS[dtype]) | {"epsilon": "fp32"}
+    types = dict.fromkeys(arguments, POINTERS[dtype]) | {"epsilon": "fp32"} | (others or {})
     return Source(kernel, types, constants | {"BLOCK": tile.numbers}, {"num_warps": tile.warps})
 
 

@@ -78,6 +78,8 @@ def check_rms_norm(device: str) -> None:
         weight = numbers(width, dtype=dtype, seed=3)
         there = [each.to(device) for each in (x, residual, weight)]
         same(rms_norm(there[0], there[2], epsilon), rms_norm_reference(x, weight, epsilon))
+        wide = weight.float() + 1  # as Gemma has it
+        same(rms_norm(there[0], wide.to(device), epsilon), rms_norm_reference(x, wide, epsilon))
         total, normed = add_rms_norm(*there, epsilon)
         exact_total, exact = add_rms_norm_reference(x, residual, weight, epsilon)
         same(total, exact_total)  # the interpreter rounds to bfloat16 in its own way
