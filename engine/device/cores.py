@@ -5,6 +5,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from maxsimd.engine.device.control_groups import ROOT, groups_around
 
 
@@ -21,6 +23,12 @@ class Cores:
         """As many threads as can always run. What is left of a quota is for the event loop and the tokeniser:
         a process that uses up its quota stands still for a while, with all its threads."""
         return self.affinity if self.quota is None else max(1, min(self.affinity, int(self.quota)))
+
+
+def tokenizer_threads(device: torch.device, cores: Cores) -> int:
+    """How many threads tokenize where nobody said. On a CPU the model needs the cores; beside a GPU, which
+    is faster than two threads with a large vocabulary (`maxsimd bench tokenizer`), a quarter of them."""
+    return 2 if device.type == "cpu" else max(2, cores.threads // 4)
 
 
 def usable_cores() -> Cores:

@@ -18,6 +18,7 @@ from maxsimd.engine.actors.scheduler import SchedulerActor
 from maxsimd.engine.actors.watchdog import StuckDeviceError, Watchdog
 from maxsimd.engine.admission import Admission, AdmissionLimits
 from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.device.cores import tokenizer_threads, usable_cores
 from maxsimd.engine.device.facts import facts_of
 from maxsimd.engine.device.load import DeviceModel
 from maxsimd.engine.device.open_cache import open_score_cache
@@ -85,7 +86,7 @@ class Running:
         self._empty = asyncio.Event()
         self._empty.set()
         self._pool = WorkerPool(
-            config.tokenizer_threads,
+            config.tokenizer_threads or tokenizer_threads(device_model.device, usable_cores()),
             take_short_slices,
             lambda: self.scheduler.waiting_tokens > _ENOUGH_STEPS * budget,
         )
