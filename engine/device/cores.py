@@ -5,8 +5,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from maxsimd.engine.device.control_groups import ROOT, groups_around
 
 
@@ -25,10 +23,10 @@ class Cores:
         return self.affinity if self.quota is None else max(1, min(self.affinity, int(self.quota)))
 
 
-def tokenizer_threads(device: torch.device, cores: Cores) -> int:
+def tokenizer_threads(device_type: str, cores: Cores) -> int:
     """How many threads tokenize where nobody said. On a CPU the model needs the cores; beside a GPU, which
     is faster than two threads with a large vocabulary (`maxsimd bench tokenizer`), a quarter of them."""
-    return 2 if device.type == "cpu" else max(2, cores.threads // 4)
+    return 2 if device_type == "cpu" else max(2, cores.threads // 4)
 
 
 def usable_cores() -> Cores:

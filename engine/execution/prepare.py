@@ -29,7 +29,7 @@ from maxsimd.engine.execution.modes import (
 )
 from maxsimd.engine.execution.one_call import with_one_call
 from maxsimd.engine.execution.packed_runner import ModelRunner, PackedRunner
-from maxsimd.engine.execution.precision import cast, choose_dtype, dtype_name
+from maxsimd.engine.execution.precision import cast, choose_dtype, dtype_name, lacks_bfloat16
 from maxsimd.engine.execution.selfcheck.beside_cpu import refuse_unlike_cpu
 from maxsimd.engine.execution.selfcheck.findings import Finding, findings_of
 from maxsimd.engine.execution.selfcheck.float32 import in_float32
@@ -94,6 +94,12 @@ def _prepare(model: LoadedModel, config: EngineConfig, device: torch.device) -> 
     if overflow is not None:
         raise ModelLoadError(f"{model.name!r} cannot be run in float16: {overflow}")
     _refuse_quantization(config, device)
+    if config.dtype == "auto" and lacks_bfloat16(device):
+        log.warning(
+            "%s does not multiply bfloat16, so the model runs in float32; dtype=float16 is faster, but not "
+            "every model stays within its range",
+            device,
+        )
     backend = choose_attention(config.attention, model, device, dtype, compiled)
     started = time.perf_counter()
     with one_thread(), _samples(model) as (samples, layers):

@@ -86,7 +86,7 @@ class Running:
         self._empty = asyncio.Event()
         self._empty.set()
         self._pool = WorkerPool(
-            config.tokenizer_threads or tokenizer_threads(device_model.device, usable_cores()),
+            config.tokenizer_threads or tokenizer_threads(device_model.device.type, usable_cores()),
             take_short_slices,
             lambda: self.scheduler.waiting_tokens > _ENOUGH_STEPS * budget,
         )

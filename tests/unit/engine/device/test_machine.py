@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from maxsimd.engine import EngineConfig
 from maxsimd.engine.device import open_cache
@@ -93,7 +92,7 @@ def test_there_are_as_many_threads_as_can_always_run(
     ("device", "affinity", "quota", "threads"),
     [
         ("cpu", 64, None, 2),
-        ("cuda:1", 64, None, 16),
+        ("cuda", 64, None, 16),
         ("cuda", 64, 16.0, 4),
         ("cuda", 4, None, 2),
         ("xpu", 13, None, 3),
@@ -102,7 +101,7 @@ def test_there_are_as_many_threads_as_can_always_run(
 def test_beside_a_gpu_a_quarter_of_the_cores_tokenizes(
     device: str, affinity: int, quota: float | None, threads: int
 ) -> None:
-    assert tokenizer_threads(torch.device(device), Cores(affinity, quota)) == threads
+    assert tokenizer_threads(device, Cores(affinity, quota)) == threads
 
 
 def test_a_real_quota_is_found(group_of_one_core: Path) -> None:

@@ -29,6 +29,7 @@ from maxsimd.engine.execution.attention.varlen import (
 from maxsimd.engine.execution.budget import bytes_a_token, tokens_that_fit
 from maxsimd.engine.execution.graph_sizes import sizes_for
 from maxsimd.engine.execution.modes import Packed, try_packed
+from maxsimd.engine.execution.precision import choose_dtype
 from maxsimd.engine.execution.selfcheck.samples import make_samples
 from maxsimd.engine.ops.qkv import QKV
 from maxsimd.engine.scoring.maxsim import maxsim_reference, maxsim_tiled
@@ -192,6 +193,29 @@ def test_maxsim_is_checked_in_every_length_and_type(caplog: pytest.LogCaptureFix
     assert name(lambda queries, documents: max(queries.lengths) > 256) == "tiled"
     assert "MaxSim by x is not used: its scores differ" in caplog.text
     assert warmup.checked_maxsim("other", maxsim_tiled, 16, CPU, torch.float32) == ("other", maxsim_tiled)
+
+
+def test_a_gpu_without_bfloat16_runs_float32_and_the_log_says_what_is_faster(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each GPU is asked, not the one that the thread uses at the moment."""
+    capabilities = {0: (8, 0), 1: (7, 5)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[device.index])
+    ampere, t4 = torch.device("cuda", 0), torch.device("cuda", 1)
+    assert choose_dtype("auto", ampere) is torch.bfloat16
+    assert choose_dtype("auto", t4) is torch.float32
+    assert choose_dtype("float16", t4) is torch.float16
+    monkeypatch.setattr(preparing, "choose_attention", stop)
+    for device, dtype, is_said in ((t4, "auto", True), (t4, "float32", False), (ampere, "auto", False)):
+        caplog.clear()
+        with pytest.raises(ModelLoadError, match="the rest is of no interest"):
+            preparing.prepare(model, EngineConfig(dtype=dtype), device)
+        assert ("cuda:1 does not multiply bfloat16" in caplog.text) is is_said
+        assert ("dtype=float16 is faster" in caplog.text) is is_said
+
+
+def stop(*_: Any) -> Any:
+    raise ModelLoadError("the rest is of no interest")
 
 
 def test_the_budget_of_a_step_fits_into_what_a_gpu_has_free() -> None:
