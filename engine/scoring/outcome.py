@@ -88,8 +88,7 @@ class StepOutcome:
                 values: list[Value] = part.tolist()
             else:
                 rows = part.reshape(-1, dim)
-                values = [rows[start:stop] for start, stop in pairwise(output.items.offsets.tolist())]
-                if is_pinned:
-                    values = [value.copy() for value in values]
+                parts = (rows[start:stop] for start, stop in pairwise(output.items.offsets.tolist()))
+                values = [part.copy() if is_pinned else part for part in parts]
             results += map(Result._make, zip(output.slots, values, strict=True))
         return results
