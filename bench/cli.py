@@ -211,6 +211,28 @@ def bench_prefix(documents: int, share: float, rounds: int, json_file: str | Non
     publish({"documents": documents, "share": share}, figures, json_file)
 
 
+@bench.command("tokenizer")
+@click.argument("path", required=False)
+@click.option(
+    "--entries",
+    type=int,
+    default=250_000,
+    show_default=True,
+    help="Entries of the synthetic vocabulary, without a path.",
+)
+@click.option("--threads", default="1,2,4", show_default=True, help="Numbers of threads.")
+@click.option("--rounds", type=int, default=5, show_default=True, help="Rounds; medians are reported.")
+@click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
+def bench_tokenizer(
+    path: str | None, entries: int, threads: str, rounds: int, json_file: str | None
+) -> None:  # fmt: skip
+    """Tokens a second of the tokenizer.json at PATH, or of a large Unigram vocabulary, by threads."""
+    from maxsimd.bench.tokenizer import measure_tokenizer
+
+    numbers = [int(number) for number in threads.split(",")]
+    publish({"path": path, "threads": threads}, measure_tokenizer(path, entries, numbers, rounds), json_file)
+
+
 @bench.command("order-of-work")
 @click.option("--requests", type=int, default=1500, show_default=True, help="Requests in each simulation.")
 @click.option("--seeds", type=int, default=3, show_default=True, help="Simulations of each mix and load.")

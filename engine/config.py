@@ -183,7 +183,11 @@ class EngineConfig:
         "Threads for computing on the CPU; by default OMP_NUM_THREADS, else as many as there are cores, by "
         "affinity and quota (control groups).",
     )
-    tokenizer_threads: int = option(2, "Threads for tokenisation and other work that blocks.")
+    tokenizer_threads: int | None = option(
+        None,
+        "Threads for tokenisation and other work that blocks; by default 2 on a CPU, and beside a GPU a "
+        "quarter of the cores, at least 2.",
+    )
     trust_remote_code: bool = option(False, "Run Python code that comes with the checkpoint.")
     allow_pickle: bool = option(
         False, "Load weights that are there only as pickles, which can run code as they are read."

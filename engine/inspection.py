@@ -8,7 +8,6 @@ import torch
 from maxsimd.engine.checkpoint import LoadedModel, RoleRules, load_model
 from maxsimd.engine.checkpoint.model import HYBRID_EMBED, SPARSE_EMBED
 from maxsimd.engine.config import EngineConfig, ScoreType
-from maxsimd.engine.device.budget import default_budget
 from maxsimd.engine.device.facts import kernels_in_words
 from maxsimd.engine.execution import PreparedModel, choose_device, prepare
 from maxsimd.engine.media import Picture
@@ -38,9 +37,7 @@ def inspect_model(config: EngineConfig, check: bool = False) -> dict[str, str | 
     named = {name: parameter.numel() for name, parameter in model.backbone.named_parameters()}
     of_tower = sum(each.numel() for module in model.encoders[1:] for each in module.parameters())
     prepared = prepare(model, config, device)
-    budget = config.max_batch_tokens
-    if budget is None:
-        budget = default_budget(model, device, prepared.dtype, prepared.runner.chunked)
+    budget = prepared.step_tokens
     check_room(model, TextTokenizer(model.tokenizer, model.token_rows), budget, prepared.runner.chunked)
     # A pooler goes where the heads do its work, and layers are laid out anew: what is left shows in names.
     left = {name for name, _ in model.backbone.named_children()}

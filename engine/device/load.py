@@ -91,7 +91,13 @@ def load_device_model(
         warm_up(model, prepared.runner, pooler)
     if cache is not None:
         cache.slab = open_slab(
-            config, model, cache, device, scored_in(model, prepared), maxsim_name == "triton"
+            config,
+            model,
+            cache,
+            device,
+            scored_in(model, prepared),
+            maxsim_name == "triton",
+            prepared.step_tokens,
         )
         cache.wait_until_warm(_WARMING_SECONDS)
     return DeviceModel(

@@ -8,9 +8,9 @@ from maxsimd.engine.cache import EmbeddingCache
 from maxsimd.engine.cache.slab import EmbeddingSlab
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.config import EngineConfig
-from maxsimd.engine.device.budget import ON_A_GPU, bytes_a_token
 from maxsimd.engine.device.open_cache import MIB
 from maxsimd.engine.errors import ModelLoadError
+from maxsimd.engine.execution.budget import bytes_a_token, free_bytes
 
 log = logging.getLogger(__name__)
 
@@ -27,23 +27,24 @@ def open_slab(
     device: torch.device,
     dtype: torch.dtype,
     takes_int8: bool,
+    step_tokens: int,
 ) -> EmbeddingSlab | None:
     """The slab that a configuration asks for; None where it is off, where there is no room for it, and on
     devices other than CUDA's. It holds embeddings as they are scored: in `dtype`, or as int8 if they are
-    cached so and MaxSim `takes_int8`. Raises ModelLoadError where the device has less memory than it was told
-    to set aside, and where an accelerator that is not CUDA's is told to set some aside."""
+    cached so and MaxSim `takes_int8`. It leaves room for a step of `step_tokens`. Raises
+    ModelLoadError where the device has less memory than it was told to set aside, and where an accelerator
+    that is not CUDA's is told to set some aside."""
     if device.type not in ("cpu", "cuda") and config.device_cache_mb:
         raise ModelLoadError(
             f"device_cache_mb is for memory of CUDA devices, not of {device.type} devices: leave it out"
         )
     if device.type != "cuda" or config.device_cache_mb == 0:
         return None
+    step_bytes = step_tokens * bytes_a_token(model.backbone.config, dtype)
     dtype = torch.int8 if takes_int8 and cache.precision == "int8" else dtype
     dim = model.tasks[model.score_task].dim
     if config.device_cache_mb is None:
-        free, _ = torch.cuda.mem_get_info(device)
-        step = (config.max_batch_tokens or ON_A_GPU) * bytes_a_token(model.backbone.config, dtype)
-        limit = default_limit(free, step, cache.limit)
+        limit = default_limit(free_bytes(device) or 0, step_bytes, cache.limit)
     else:
         limit = config.device_cache_mb * MIB
     rows = rows_within(limit, dim, dtype)

@@ -6,14 +6,22 @@ from maxsimd.engine.ops.cpu.instruction_sets import multiplies_bfloat16
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 where the hardware multiplies it natively, else float32."""
+    """`auto` is bfloat16 where the hardware multiplies it natively, else float32: models that are trained in
+    bfloat16 may leave the range of float16."""
     if name != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
     if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
+        return torch.float32 if lacks_bfloat16(device) else torch.bfloat16
     if device.type != "cpu":
         return torch.bfloat16 if _says_bfloat16_is_native(device) else torch.float32
     return torch.bfloat16 if multiplies_bfloat16() else torch.float32
+
+
+def lacks_bfloat16(device: torch.device) -> bool:
+    """Whether a device is a CUDA GPU that does not multiply bfloat16, such as a T4."""
+    # torch's own question is about the thread's current device.
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return is_nvidia and torch.cuda.get_device_capability(device) < (8, 0)
 
 
 def _says_bfloat16_is_native(device: torch.device) -> bool:

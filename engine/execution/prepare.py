@@ -17,9 +17,9 @@ from maxsimd.engine.execution.attention.base import AttentionBackend, CaptureSiz
 from maxsimd.engine.execution.attention.cpu_kernel import is_compiled_supported
 from maxsimd.engine.execution.attention.select import choose_attention
 from maxsimd.engine.execution.attention.torch_grouped import GroupedBackend
+from maxsimd.engine.execution.budget import step_tokens
 from maxsimd.engine.execution.cuda_graphs import GraphedRunner, with_graphs
 from maxsimd.engine.execution.fused_layers import fuse
-from maxsimd.engine.execution.graph_sizes import ROWS
 from maxsimd.engine.execution.modes import (
     OneByOne,
     Packed,
@@ -29,7 +29,7 @@ from maxsimd.engine.execution.modes import (
 )
 from maxsimd.engine.execution.one_call import with_one_call
 from maxsimd.engine.execution.packed_runner import ModelRunner, PackedRunner
-from maxsimd.engine.execution.precision import cast, choose_dtype, dtype_name
+from maxsimd.engine.execution.precision import cast, choose_dtype, dtype_name, lacks_bfloat16
 from maxsimd.engine.execution.selfcheck.beside_cpu import refuse_unlike_cpu
 from maxsimd.engine.execution.selfcheck.findings import Finding, findings_of
 from maxsimd.engine.execution.selfcheck.float32 import in_float32
@@ -53,8 +53,8 @@ class PreparedModel:
 
     `tasks` pool the runner's rows. `execution` is packed, padded or one by one, `attention` the name of the
     backend if it is packed, and `not_packed` the reason if it is not. `proof_seconds` is how long the proof
-    took, `findings` what was compared, and `quantized` how many of the weights are int8. `launch_tokens` are
-    those of a `GraphedRunner`, None where steps are not replayed."""
+    took, `findings` what was compared, and `quantized` how many of the weights are int8. `step_tokens` is the
+    most tokens of a step. `launch_tokens` are a `GraphedRunner`'s, None where steps are not replayed."""
 
     runner: ModelRunner
     tasks: Mapping[str, Task]
@@ -65,6 +65,7 @@ class PreparedModel:
     findings: tuple[Finding, ...]
     proof_seconds: float
     quantized: int
+    step_tokens: int
     launch_tokens: int | None = None
 
 
@@ -93,6 +94,12 @@ def _prepare(model: LoadedModel, config: EngineConfig, device: torch.device) -> 
     if overflow is not None:
         raise ModelLoadError(f"{model.name!r} cannot be run in float16: {overflow}")
     _refuse_quantization(config, device)
+    if config.dtype == "auto" and lacks_bfloat16(device):
+        log.warning(
+            "%s does not multiply bfloat16, so the model runs in float32; dtype=float16 is faster, but not "
+            "every model stays within its range",
+            device,
+        )
     backend = choose_attention(config.attention, model, device, dtype, compiled)
     started = time.perf_counter()
     with one_thread(), _samples(model) as (samples, layers):
@@ -125,8 +132,10 @@ def _prepare(model: LoadedModel, config: EngineConfig, device: torch.device) -> 
     runner = make_runner(execution, model, device, backend)
     with layers(model):
         findings = findings_of(model, execution, dtype, runner, samples, quantized > 0)
+    budget = step_tokens(config, model, device, dtype, runner.chunked)
     if isinstance(runner, PackedRunner):
-        runner = _sped_up(runner, model, config, device, [sample.sequence for sample in samples])
+        most = CaptureSize(budget, config.max_batch_sequences, model.max_tokens)
+        runner = _sped_up(runner, model, config, device, [sample.sequence for sample in samples], most)
     is_packed = isinstance(execution, Packed)
     return PreparedModel(
         runner,
@@ -138,6 +147,7 @@ def _prepare(model: LoadedModel, config: EngineConfig, device: torch.device) -> 
         findings,
         proof_seconds,
         quantized,
+        budget,
         runner.launch_tokens if isinstance(runner, GraphedRunner) else None,
     )
 
@@ -148,13 +158,13 @@ def _sped_up(
     config: EngineConfig,
     device: torch.device,
     sequences: Sequence[TokenSequence],
+    most: CaptureSize,
 ) -> ModelRunner:
-    """The runner with what makes steps faster on its device."""
+    """The runner with what makes steps of up to the size `most` faster on its device."""
     if device.type == "cpu":
         return with_one_call(runner, model.backbone, sequences)
     if config.cuda_graphs != "auto":
         return runner
-    most = CaptureSize(config.max_batch_tokens or ROWS[-1], config.max_batch_sequences, model.max_tokens)
     return with_graphs(runner, runner.backend, device, sequences, most)
 
 
@@ -241,6 +251,7 @@ def _one_by_one(
         (finding,),
         seconds,
         0,
+        step_tokens(config, model, device, torch.float32, runner.chunked),
     )
 
 

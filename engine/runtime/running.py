@@ -18,13 +18,14 @@ from maxsimd.engine.actors.scheduler import SchedulerActor
 from maxsimd.engine.actors.watchdog import StuckDeviceError, Watchdog
 from maxsimd.engine.admission import Admission, AdmissionLimits
 from maxsimd.engine.config import EngineConfig
-from maxsimd.engine.device.budget import beside_small_requests, default_budget
+from maxsimd.engine.device.cores import tokenizer_threads, usable_cores
 from maxsimd.engine.device.facts import facts_of
 from maxsimd.engine.device.load import DeviceModel
 from maxsimd.engine.device.open_cache import open_score_cache
 from maxsimd.engine.device.thread import Device, DeviceActors, num_left_behind, stacks
 from maxsimd.engine.device.time_slices import take_short_slices
 from maxsimd.engine.errors import EngineDeadError, EngineNotReadyError, RequestTimeoutError
+from maxsimd.engine.execution.budget import beside_small_requests
 from maxsimd.engine.metrics import EngineMetrics
 from maxsimd.engine.preprocess import Prepared, Preprocessor, RequestIds, check_room, nothing_of
 from maxsimd.engine.preprocess.pairs import PrefixSharing
@@ -70,9 +71,7 @@ class Running:
         tenants: TenantLimits,
     ) -> None:
         model, prepared = device_model.model, device_model.prepared
-        budget = config.max_batch_tokens
-        if budget is None:
-            budget = default_budget(model, device_model.device, prepared.dtype, prepared.runner.chunked)
+        budget = prepared.step_tokens
         self.tokenizer = TextTokenizer(model.tokenizer, model.token_rows)
         check_room(model, self.tokenizer, budget, prepared.runner.chunked)
         self.device_model = device_model
@@ -87,7 +86,7 @@ class Running:
         self._empty = asyncio.Event()
         self._empty.set()
         self._pool = WorkerPool(
-            config.tokenizer_threads,
+            config.tokenizer_threads or tokenizer_threads(device_model.device.type, usable_cores()),
             take_short_slices,
             lambda: self.scheduler.waiting_tokens > _ENOUGH_STEPS * budget,
         )

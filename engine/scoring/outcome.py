@@ -71,8 +71,13 @@ class StepOutcome:
     arrival: Arrival | None
 
     def results(self) -> list[Result]:
-        """The values for all slots. To be called once the numbers have arrived."""
+        """The values for all slots. To be called once the numbers have arrived.
+
+        Values from pinned memory are copies. So pinned blocks live as long as their steps: there are no more
+        of them than steps in flight, however long callers keep their results. torch never gives pinned
+        memory back, and one kept view would keep its whole step's."""
         flat = self.host.numpy()
+        is_pinned = self.host.is_pinned()
         results: list[Result] = []
         position = 0
         for output in self.outputs:
@@ -83,6 +88,7 @@ class StepOutcome:
                 values: list[Value] = part.tolist()
             else:
                 rows = part.reshape(-1, dim)
-                values = [rows[start:stop] for start, stop in pairwise(output.items.offsets.tolist())]
+                parts = (rows[start:stop] for start, stop in pairwise(output.items.offsets.tolist()))
+                values = [part.copy() if is_pinned else part for part in parts]
             results += map(Result._make, zip(output.slots, values, strict=True))
         return results

@@ -10,10 +10,10 @@ import torch
 
 from maxsimd.engine import EngineConfig
 from maxsimd.engine.cache.fingerprint import _device
-from maxsimd.engine.device.budget import ON_A_CPU, ON_A_GPU, default_budget, free_bytes
 from maxsimd.engine.device.open_slab import open_slab
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution.attention.select import candidates
+from maxsimd.engine.execution.budget import ON_A_CPU, ON_A_GPU, default_budget, free_bytes
 from maxsimd.engine.execution.devices import choose_device, device_names
 from maxsimd.engine.execution.precision import choose_dtype
 from tests.checkpoints import visual
@@ -111,7 +111,15 @@ def test_nothing_is_assumed_of_a_device_that_says_nothing(monkeypatch: pytest.Mo
     model: Any = None
     assert default_budget(model, device, torch.float32, chunked=True) == ON_A_CPU
     with pytest.raises(ModelLoadError, match="leave it out"):
-        open_slab(EngineConfig(device_cache_mb=8), model, model, device, torch.float32, takes_int8=False)
+        open_slab(
+            EngineConfig(device_cache_mb=8),
+            model,
+            model,
+            device,
+            torch.float32,
+            takes_int8=False,
+            step_tokens=1,
+        )
 
 
 def test_what_a_device_says_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,7 +134,9 @@ class OnGPU:
             dim = self.model.tasks[self.model.score_task].dim
             self.cache.slab = EmbeddingSlab(1024, dim, torch.int8 if precision == "int8" else DTYPE, GPU)
         tasks = tasks_for(self.execution, self.model)
-        prepared = PreparedModel(self.runner, tasks, DTYPE, "packed", self.backend.name, None, (), 0.0, 0)
+        prepared = PreparedModel(
+            self.runner, tasks, DTYPE, "packed", self.backend.name, None, (), 0.0, 0, 16_384
+        )
         self.pooler = _pooler(self.model, prepared, torch.float32 if precision == "int8" else DTYPE)
         name, maxsim = choose_maxsim("auto", GPU)
         self._loop = asyncio.new_event_loop()

@@ -405,6 +405,7 @@ def fake_gpu() -> Iterator[FakeGPU]:
             (torch.cuda, "get_device_capability", lambda device=None: CAPABILITY),
             (torch.cuda, "get_device_properties", lambda device=None: PROPERTIES),
             (torch.cuda, "Event", _Event),
+            (torch.cuda, "current_stream", lambda device=None: None),
             (fused_head, "find_mismatch", lambda *given: None),
             (JITFunction, "run", run),
         ):

@@ -9,7 +9,7 @@ import pytest
 
 from maxsimd.engine import EngineConfig
 from maxsimd.engine.device import open_cache
-from maxsimd.engine.device.cores import Cores, cpu_quota
+from maxsimd.engine.device.cores import Cores, cpu_quota, tokenizer_threads
 from maxsimd.engine.device.memory import free_memory
 
 V1 = "31 23 0:28 {root} /sys/fs/cgroup/cpu,cpuacct rw,relatime shared:5 - cgroup cgroup rw,cpu,cpuacct\n"
@@ -86,6 +86,22 @@ def test_there_are_as_many_threads_as_can_always_run(
     affinity: int, quota: float | None, threads: int
 ) -> None:
     assert Cores(affinity, quota).threads == threads
+
+
+@pytest.mark.parametrize(
+    ("device", "affinity", "quota", "threads"),
+    [
+        ("cpu", 64, None, 2),
+        ("cuda", 64, None, 16),
+        ("cuda", 64, 16.0, 4),
+        ("cuda", 4, None, 2),
+        ("xpu", 13, None, 3),
+    ],
+)
+def test_beside_a_gpu_a_quarter_of_the_cores_tokenizes(
+    device: str, affinity: int, quota: float | None, threads: int
+) -> None:
+    assert tokenizer_threads(device, Cores(affinity, quota)) == threads
 
 
 def test_a_real_quota_is_found(group_of_one_core: Path) -> None:

@@ -1,6 +1,7 @@
 """What surrounds the kernels on a GPU, with stand-ins for what only a GPU has."""
 
 import logging
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +15,9 @@ from maxsimd.engine.cache import EmbeddingCache, Precision
 from maxsimd.engine.cache.memory import MemoryStore
 from maxsimd.engine.checkpoint import LoadedModel, load_model
 from maxsimd.engine.device import open_slab, warmup
-from maxsimd.engine.device.budget import bytes_a_token, tokens_that_fit
+from maxsimd.engine.execution import budget
 from maxsimd.engine.execution.attention import select as choice
-from maxsimd.engine.execution.attention.base import AttentionMetadata
+from maxsimd.engine.execution.attention.base import AttentionMetadata, CaptureSize
 from maxsimd.engine.execution.attention.check import find_mismatch
 from maxsimd.engine.execution.attention.one_by_one import OneByOneBackend
 from maxsimd.engine.execution.attention.timing import LENGTHS
@@ -25,7 +26,10 @@ from maxsimd.engine.execution.attention.varlen import (
     FlashBackend,
     VarlenBackend,
 )
+from maxsimd.engine.execution.budget import bytes_a_token, tokens_that_fit
+from maxsimd.engine.execution.graph_sizes import sizes_for
 from maxsimd.engine.execution.modes import Packed, try_packed
+from maxsimd.engine.execution.precision import choose_dtype
 from maxsimd.engine.execution.selfcheck.samples import make_samples
 from maxsimd.engine.ops.qkv import QKV
 from maxsimd.engine.scoring.maxsim import maxsim_reference, maxsim_tiled
@@ -34,6 +38,8 @@ from tests.checkpoints import cross_encoders
 from tests.unit.engine.execution.test_packed import plain_varlen
 
 CPU = torch.device("cpu")
+# The package has a function of this name.
+preparing = sys.modules["maxsimd.engine.execution.prepare"]
 
 
 @pytest.fixture(scope="module", params=["bert", "qwen3"])
@@ -189,6 +195,29 @@ def test_maxsim_is_checked_in_every_length_and_type(caplog: pytest.LogCaptureFix
     assert warmup.checked_maxsim("other", maxsim_tiled, 16, CPU, torch.float32) == ("other", maxsim_tiled)
 
 
+def test_a_gpu_without_bfloat16_runs_float32_and_the_log_says_what_is_faster(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each GPU is asked, not the one that the thread uses at the moment."""
+    capabilities = {0: (8, 0), 1: (7, 5)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[device.index])
+    ampere, t4 = torch.device("cuda", 0), torch.device("cuda", 1)
+    assert choose_dtype("auto", ampere) is torch.bfloat16
+    assert choose_dtype("auto", t4) is torch.float32
+    assert choose_dtype("float16", t4) is torch.float16
+    monkeypatch.setattr(preparing, "choose_attention", stop)
+    for device, dtype, is_said in ((t4, "auto", True), (t4, "float32", False), (ampere, "auto", False)):
+        caplog.clear()
+        with pytest.raises(ModelLoadError, match="the rest is of no interest"):
+            preparing.prepare(model, EngineConfig(dtype=dtype), device)
+        assert ("cuda:1 does not multiply bfloat16" in caplog.text) is is_said
+        assert ("dtype=float16 is faster" in caplog.text) is is_said
+
+
+def stop(*_: Any) -> Any:
+    raise ModelLoadError("the rest is of no interest")
+
+
 def test_the_budget_of_a_step_fits_into_what_a_gpu_has_free() -> None:
     gib = 1 << 30
     config = BertConfig(hidden_size=1024, intermediate_size=4096)
@@ -198,6 +227,79 @@ def test_the_budget_of_a_step_fits_into_what_a_gpu_has_free() -> None:
     # 32 KiB a token, of half of 256 MiB.
     assert tokens_that_fit(gib // 4, of_a_token) == 4_096
     assert tokens_that_fit(0, of_a_token) == 1_024
+
+
+def with_free(monkeypatch: pytest.MonkeyPatch, free: int, unused: int = 0) -> None:
+    """A GPU with this much memory free, and this much that torch holds without using it."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: unused + (1 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1 << 30)
+
+
+@pytest.mark.parametrize(
+    ("free", "unused", "configured", "tokens"),
+    [
+        (80 << 30, 0, None, 16_384),
+        (256 << 20, 0, None, 4_096),
+        (128 << 20, 128 << 20, None, 4_096),
+        (256 << 20, 0, 512, 512),
+        (256 << 20, 0, 65_536, 65_536),
+    ],
+)
+def test_graphs_are_for_steps_that_will_be_formed(
+    monkeypatch: pytest.MonkeyPatch, free: int, unused: int, configured: int | None, tokens: int
+) -> None:
+    """The token budget is decided first, by the memory that is free before graphs and a slab take theirs."""
+    gpu, asked = torch.device("cuda", 1), []
+    config = EngineConfig(max_batch_tokens=configured)
+    sized = BertConfig(hidden_size=1024, intermediate_size=4096)
+    model: Any = SimpleNamespace(backbone=SimpleNamespace(config=sized), max_tokens=512)
+    with_free(monkeypatch, free, unused)
+    found = budget.step_tokens(config, model, gpu, torch.bfloat16, chunked=False)
+    assert found == tokens
+
+    def with_graphs(runner: Any, backend: Any, device: torch.device, samples: Any, most: CaptureSize) -> Any:
+        asked.append(most)
+
+    monkeypatch.setattr(preparing, "with_graphs", with_graphs)
+    runner: Any = SimpleNamespace(backend=None)
+    preparing._sped_up(runner, model, config, gpu, [], CaptureSize(found, 512, 512))
+    assert asked[0].rows == tokens
+    assert max(size.rows for size in sizes_for(asked[0].rows, asked[0].sequences, asked[0].longest)) == min(
+        tokens, 16_384
+    )
+
+
+def test_a_model_is_prepared_with_its_token_budget(model: LoadedModel) -> None:
+    for configured, tokens in ((None, 2_048), (100, 100)):
+        config = EngineConfig(max_batch_tokens=configured, dtype="float32")
+        assert (
+            preparing.prepare(load_model(EngineConfig(model=model.name), CPU), config, CPU).step_tokens
+            == tokens
+        )
+
+
+def test_a_slab_leaves_room_for_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a step's own precision, also where embeddings are int8."""
+    with_free(monkeypatch, 600 << 20)
+    made = []
+    monkeypatch.setattr(
+        open_slab,
+        "EmbeddingSlab",
+        lambda rows, dim, dtype, device: made.append(rows) or SimpleNamespace(nbytes=0),
+    )
+    sized = BertConfig(hidden_size=1024, intermediate_size=4096)
+    model: Any = SimpleNamespace(
+        tasks={"embed": SimpleNamespace(dim=60)},
+        score_task="embed",
+        backbone=SimpleNamespace(config=sized),
+    )
+    cache = EmbeddingCache(b"", "int8", MemoryStore(1 << 30), None)
+    arguments: Any = (EngineConfig(), model, cache, torch.device("cuda", 1), torch.bfloat16, True, 2_048)
+    open_slab.open_slab(*arguments)
+    # 64 bytes a row, of a quarter of what 2,048 tokens of 32 KiB leave.
+    assert made == [(600 - 64) * (1 << 20) // 4 // 64]
+    cache.close()
 
 
 def test_a_slab_takes_a_share_of_free_memory() -> None:
@@ -228,7 +330,7 @@ def test_a_slab_holds_embeddings_as_they_are_scored(
                 raise torch.OutOfMemoryError
 
     monkeypatch.setattr(open_slab, "EmbeddingSlab", Slab)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 << 30, 80 << 30))
+    with_free(monkeypatch, 80 << 30)
     cache = EmbeddingCache(b"", precision, MemoryStore(1 << 20), None)
 
     def opened(config: EngineConfig, dim: int = 64) -> Any:
@@ -236,7 +338,7 @@ def test_a_slab_holds_embeddings_as_they_are_scored(
         model = SimpleNamespace(
             tasks={"embed": task}, score_task="embed", backbone=SimpleNamespace(config=BertConfig())
         )
-        arguments: Any = (config, model, cache, torch.device("cuda"), torch.bfloat16, takes_int8)
+        arguments: Any = (config, model, cache, torch.device("cuda"), torch.bfloat16, takes_int8, 16_384)
         return open_slab.open_slab(*arguments)
 
     assert opened(EngineConfig(device_cache_mb=0)) is None

@@ -1,10 +1,11 @@
-"""How many tokens a step may have, where nobody said."""
+"""How many tokens a step may have."""
 
 from typing import Any
 
 import torch
 
 from maxsimd.engine.checkpoint import LoadedModel
+from maxsimd.engine.config import EngineConfig
 
 ON_A_CPU, ON_A_GPU = 2_048, 16_384
 _LEAST = 1_024
@@ -14,6 +15,17 @@ _SIXTEENTHS = 8
 
 # A step's tensors may take this share of what is free; keys, values and queries that are held need room too.
 _SHARE = 0.5
+
+
+def step_tokens(
+    config: EngineConfig, model: LoadedModel, device: torch.device, dtype: torch.dtype, chunked: bool
+) -> int:
+    """Tokens of a step: as configured, else by the memory that is free once the weights are loaded. To be
+    called before anything else takes a share of that: graphs are captured and a slab is opened for steps of
+    this size."""
+    if config.max_batch_tokens is not None:
+        return config.max_batch_tokens
+    return default_budget(model, device, dtype, chunked)
 
 
 def default_budget(model: LoadedModel, device: torch.device, dtype: torch.dtype, chunked: bool) -> int:
@@ -27,10 +39,11 @@ def default_budget(model: LoadedModel, device: torch.device, dtype: torch.dtype,
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """The memory that a device other than the CPU has left; None where torch does not say."""
+    """The memory that a device other than the CPU has left, with what torch holds of it unused; None where
+    torch does not say."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return free
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     try:
         if device.type == "mps":
             return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
