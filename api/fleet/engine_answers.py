@@ -5,11 +5,11 @@ import logging
 import pickle
 from collections.abc import Awaitable, Callable
 from dataclasses import fields, replace
-from importlib.metadata import version
 from typing import Any
 
 from prometheus_client import generate_latest
 
+from maxsimd import __version__
 from maxsimd.api.fleet import messages
 from maxsimd.api.fleet.items import received_inputs, received_item, received_items, sent_query
 from maxsimd.api.fleet.messages import (
@@ -187,5 +187,5 @@ def fingerprint_of(engine: Engine) -> str:
     config = engine.config
     names = (field.name for field in fields(config) if field.name not in _DECIDE_NOTHING)
     settings = [(name, getattr(config, name)) for name in names]
-    decides = (version("maxsimd"), facts, settings)
+    decides = (__version__, facts, settings)
     return hashlib.blake2b(repr(decides).encode(), digest_size=8).hexdigest()

@@ -5,11 +5,11 @@ Source of its form: the OpenAPI Specification 3.1.0.
 
 import re
 from collections.abc import Collection, Iterable
-from importlib.metadata import version
 from typing import Any
 
 import msgspec
 
+from maxsimd import __version__
 from maxsimd.api.handlers.route import Route
 from maxsimd.api.wire import ErrorResponse
 
@@ -39,7 +39,7 @@ def described(routes: Iterable[Route], open_routes: Collection[str]) -> bytes:
     return msgspec.json.encode(
         {
             "openapi": "3.1.0",
-            "info": {"title": "maxsimd", "version": version("maxsimd"), "description": _ABOUT},
+            "info": {"title": "maxsimd", "version": __version__, "description": _ABOUT},
             "paths": paths,
             "components": {
                 "schemas": components,

@@ -1,10 +1,10 @@
 """The routes for those who run a server: health, models, metrics."""
 
-from importlib.metadata import version
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from maxsimd import __version__
 from maxsimd.api.answer import Answer, json_page, now
 from maxsimd.api.flags import in_flags
 from maxsimd.api.handlers.route import Work, delete, get
@@ -42,7 +42,7 @@ def _status(state: ServerState) -> dict[str, Any]:
 
 
 async def show_version(state: ServerState) -> Answer:
-    return json_page({"version": version("maxsimd")})
+    return json_page({"version": __version__})
 
 
 async def models(state: ServerState) -> Answer:
@@ -116,7 +116,7 @@ async def info(state: ServerState) -> Answer:
             "max_client_batch_size": state.config.max_documents,
             "max_batch_tokens": config.max_batch_tokens,
             "auto_truncate": state.config.long_documents != "error",
-            "version": version("maxsimd"),
+            "version": __version__,
             **names,
         }
     )

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from maxsimd import __version__
 from maxsimd.engine.cache.entry import Precision
 from maxsimd.engine.checkpoint import LoadedModel, RoleRules
 from maxsimd.engine.checkpoint.heads import FirstColumns, ModuleHead, head_tensors, modules_of
@@ -38,8 +39,8 @@ _NAMES_IN_CONFIG = frozenset(
         "transformers_version",
     }
 )
-# Libraries that take part in making an embedding. Another version may make other bits.
-_LIBRARIES = ("maxsimd", "torch", "transformers", "sentence-transformers", "tokenizers")
+# Libraries that take part, with ours, in making an embedding. Another version may make other bits.
+_LIBRARIES = ("torch", "transformers", "sentence-transformers", "tokenizers")
 
 # Weights are hashed in blocks of this many bytes, on as many threads as torch computes with.
 _BLOCK = 32 * 1024 * 1024
@@ -86,7 +87,7 @@ def ingredients(
         "packing": config.packing,
         "fused head": _fused_head(config, device),
         "device": _device(device),
-        "versions": [version(library) for library in _LIBRARIES],
+        "versions": [__version__, *map(version, _LIBRARIES)],
     }
     return {
         "weights": digest_tensors(sorted(backbone.named_parameters(), key=itemgetter(0))),

@@ -25,8 +25,8 @@ class Cores:
 
 def tokenizer_threads(device_type: str, cores: Cores) -> int:
     """How many threads tokenize where nobody said. On a CPU the model needs the cores; beside a GPU, which
-    is faster than two threads with a large vocabulary (`maxsimd bench tokenizer`), a quarter of them."""
-    return 2 if device_type == "cpu" else max(2, cores.threads // 4)
+    is faster than two threads with a large vocabulary (`maxsimd bench tokenizer`), half of them."""
+    return 2 if device_type == "cpu" else max(2, cores.threads // 2)
 
 
 def usable_cores() -> Cores:

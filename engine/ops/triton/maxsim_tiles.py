@@ -43,11 +43,11 @@ QUERY_CLASSES = (32, 64, 128)
 _HOPPER = (
     Tiles(32, 64, 128, 4, 2, 2),
     Tiles(64, 64, 128, 4, 2, 2),
-    Tiles(128, 64, 128, 4, 2, 2, carried=True),
-    Tiles(256, 64, 128, 8, 3, 2, carried=True),
+    Tiles(128, 64, 128, 4, 3, 2),
+    Tiles(256, 64, 128, 4, 3, 2),
 )
 # Of int8 documents, which are read in half the time.
-_HOPPER_UNPACKED = _HOPPER[:3]
+_HOPPER_UNPACKED = (replace(_HOPPER[0], stages=3), *_HOPPER[1:3])
 # A thread gets a row of products, whose two halves are of the same document token. Triton 3.6 fails to
 # compile `carried` tiles for it.
 _BLACKWELL = (Tiles(32, 64, 128, 4, 3, 1), Tiles(64, 64, 128, 4, 3, 1), Tiles(128, 64, 128, 8, 3, 1))
