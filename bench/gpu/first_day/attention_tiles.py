@@ -30,7 +30,7 @@ _TILES = {
     ),
     128: (
         Tiles(64, 64, 4, 3),
-        Tiles(64, 32, 4, 3, 224, carried=True),
+        Tiles(64, 32, 4, 3, 200, carried=True),
         Tiles(64, 32, 4, 3),
         Tiles(128, 64, 8, 3),
         Tiles(128, 64, 8, 2),
