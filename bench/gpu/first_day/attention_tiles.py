@@ -16,7 +16,8 @@ from maxsimd.engine.execution.attention.triton_kernel import TritonBackend
 from maxsimd.engine.ops.triton import attention
 from maxsimd.engine.ops.triton.attention import Tiles
 
-# By the size of heads. Of 128 numbers, carried products with 64 keys take more registers than there are.
+# Heads of 64 numbers without carried products and with them, then of 128 numbers: carried, 64 keys at a time
+# would take more registers than there are.
 _TILES = {
     64: (
         Tiles(64, 64, 4, 3),
@@ -30,6 +31,7 @@ _TILES = {
     ),
     128: (
         Tiles(64, 64, 4, 3),
+        Tiles(64, 64, 4, 2, 255, carried=True),
         Tiles(64, 32, 4, 3, 200, carried=True),
         Tiles(64, 32, 4, 3),
         Tiles(128, 64, 8, 3),

@@ -103,6 +103,7 @@ CARRIED = [
             (64, False, False, (128, 64, 8, 3, 200, True)),
             (64, False, True, (128, 64, 8, 3, 200, True)),
             (128, True, False, (64, 32, 4, 3, 200, True)),
+            (128, True, True, (64, 32, 4, 3, 200, True)),
         ]
     )
 ]
