@@ -75,11 +75,6 @@ class Loop:
                 found.append(instruction)
         return tuple(found)
 
-    @property
-    def powers_beside_products(self) -> int:
-        """How many of `powers` are computed beside products."""
-        return sum(_opcode(instruction).startswith("MUFU") for instruction in self.beside_products)
-
     def by_opcode(self) -> dict[str, int]:
         """How often each operation occurs, the most frequent first."""
         counts: dict[str, int] = {}

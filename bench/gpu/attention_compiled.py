@@ -1,20 +1,17 @@
 """Attention as it is compiled for a GPU."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from maxsimd.bench.gpu.ahead_of_time import POINTERS, Source
 from maxsimd.bench.gpu.maxsim_compiled import ITEMSIZE, LIMITS
 from maxsimd.engine.ops.triton.launch import next_power_of_two
 
-if TYPE_CHECKING:
-    from maxsimd.engine.ops.triton.attention import Tiles
-
 
 @dataclass(frozen=True, slots=True)
 class AttentionLaunch:
     """The kernel for heads of `head_dim` numbers, and for what sequences can be: causal, with a window, after
-    a prefix that they share; with `tiles` other than those of the table."""
+    a prefix that they share."""
 
     capability: int
     head_dim: int
@@ -22,7 +19,6 @@ class AttentionLaunch:
     causal: bool = False
     windowed: bool = False
     prefixed: bool = False
-    tiles: "Tiles | None" = None
 
     @property
     def name(self) -> str:
@@ -35,16 +31,13 @@ class AttentionLaunch:
         from maxsimd.engine.ops.triton.attention_kernel import attention_kernel
 
         limits = LIMITS[self.capability]
-        tiles = self.tiles
-        if tiles is None:
-            tiles = attention.tiles_for(limits, self.head_dim, ITEMSIZE[self.dtype], self.windowed, 0)
+        tiles = attention.tiles_for(limits, self.head_dim, ITEMSIZE[self.dtype], self.windowed)
         types = dict.fromkeys(("q", "k", "v", "prefix_k", "prefix_v", "out"), POINTERS[self.dtype])
         types |= {"blocks": "*i32", "scale": "fp32"}
         constants: dict[str, Any] = {
             "CAUSAL": self.causal,
             "WINDOWED": self.windowed,
             "PREFIXED": self.prefixed,
-            "CARRIED": tiles.carried and not self.windowed,
         }
         constants |= {"HEAD_DIM": self.head_dim, "BLOCK_DIM": next_power_of_two(self.head_dim)}
         constants |= {"BLOCK_Q": tiles.queries, "BLOCK_K": tiles.keys}

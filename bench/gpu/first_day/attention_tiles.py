@@ -1,6 +1,7 @@
 """Times attention with other tiles than those of its table."""
 
 from collections.abc import Iterator
+from itertools import product
 from unittest import mock
 
 import click
@@ -16,34 +17,15 @@ from maxsimd.engine.execution.attention.triton_kernel import TritonBackend
 from maxsimd.engine.ops.triton import attention
 from maxsimd.engine.ops.triton.attention import Tiles
 
-# Heads of 64 numbers without carried products and with them, then of 128 numbers: carried, 64 keys at a time
-# would take more registers than there are.
-_TILES = {
-    64: (
-        Tiles(64, 64, 4, 3),
-        Tiles(64, 64, 4, 3, 200, carried=True),
-        Tiles(64, 64, 4, 2, 200, carried=True),
-        Tiles(128, 64, 8, 3),
-        Tiles(128, 64, 8, 3, 200, carried=True),
-        Tiles(64, 128, 4, 2),
-        Tiles(128, 128, 8, 2),
-        Tiles(64, 32, 4, 3, 200, carried=True),
+_TILES = (
+    *(
+        Tiles(queries, keys, warps, stages)
+        for (queries, warps), keys, stages in product(((64, 4), (128, 4), (128, 8)), (32, 64, 128), (2, 3))
     ),
-    128: (
-        Tiles(64, 64, 4, 3),
-        Tiles(64, 64, 4, 2, 255, carried=True),
-        Tiles(64, 32, 4, 3, 200, carried=True),
-        Tiles(64, 32, 4, 3),
-        Tiles(128, 64, 8, 3),
-        Tiles(128, 64, 8, 2),
-    ),
-}
-_SHAPES = (
-    *ATTENTION_SHAPES,
-    AttentionShape("XLM-RoBERTa large, 32 x 512 tokens", 32, 512, 16, 16, 64, False),
+    Tiles(128, 32, 8, 2, registers=128),
 )
 _DRY = (AttentionShape("few", 2, 10, 4, 2, 32, True),)
-_DRY_TILES = (Tiles(16, 16, 4, 2), Tiles(32, 16, 4, 2, carried=True))
+_DRY_TILES = (Tiles(16, 16, 4, 2), Tiles(32, 16, 4, 2))
 
 
 @click.command()
@@ -54,10 +36,10 @@ def main(dry: bool, rounds: int) -> None:
     """Prints milliseconds for each tile; a tile that does not fit into the device is named as such. Exits
     with 1 where none could be run."""
     device = torch.device("cpu" if dry else "cuda")
-    for shape in _DRY if dry else _SHAPES:
+    for shape in _DRY if dry else ATTENTION_SHAPES:
         name = f"tiles for attention, {shape.name}"
         drawn = drawn_attention(shape, device, 2)
-        tried = _DRY_TILES if dry else _TILES[shape.head_dim]
+        tried = _DRY_TILES if dry else _TILES
         show_best(name, dict(_times(name, drawn, tried, device, 1 if dry else rounds)))
 
 
@@ -68,7 +50,6 @@ def _times(
     for tiles in tried:
         size = f"{tiles.queries} x {tiles.keys}, {tiles.warps} warps, {tiles.stages} stages"
         size += "" if tiles.registers is None else f", {tiles.registers} registers"
-        size += ", carried" if tiles.carried else ""
         with mock.patch.object(attention, "tiles_for", lambda *asked, of=tiles: of):
             ready = prepared({OURS: drawn.by(TritonBackend())}, drawn.qkvs, drawn.exact)
             if OURS in ready.failures:

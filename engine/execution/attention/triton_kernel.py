@@ -5,7 +5,7 @@ kernel cannot take, and every device without Triton, is left to plain torch.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -18,56 +18,47 @@ from maxsimd.engine.execution.prefill_kv import PrefillKV
 from maxsimd.engine.ops import triton as triton_ops
 from maxsimd.engine.ops.qkv import KV, QKV
 from maxsimd.engine.ops.triton.attention_blocks import blocks_of, most_blocks
-from maxsimd.engine.ops.triton.launch import limits
 from maxsimd.pooling.transfer import to_device
-
-if TYPE_CHECKING:
-    from maxsimd.engine.ops.triton.attention import Kind, Tiles
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Launch:
     """The sequences of one launch, in `table`: first row, queries, first key and keys, int64 [n, 4].
 
-    The blocks that the kernel takes depend on the tiles, and so on the length of the sequences, the size of
-    heads and whether there is a window. They are cut and copied to the device once a step for each number of
-    queries a tile, of which there is one unless layers differ."""
+    The blocks that the kernel takes depend on the tile size, and so on the size of heads and whether there is
+    a window. They are cut and copied to the device once a step for each tile size, of which there is one
+    unless layers differ."""
 
     table: NDArray[np.int64]
     causal: bool
     device: torch.device
-    _tiles: "dict[Kind, Tiles]" = field(default_factory=dict)
     _blocks: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    def tiled(self, qkv: QKV, prefix_keys: int = 0) -> "tuple[Tiles, torch.Tensor]":
-        """The tiles and blocks, int32 [blocks, 5], for queries that see a prefix of `prefix_keys` keys before
-        their own."""
-        kind = _kind_of(qkv)
-        tiles = self._tiles.get(kind)
-        if tiles is None:
-            tiles = self._tiles[kind] = _tiles_for(self.device, kind, prefix_keys + _mean_keys(self.table))
-        blocks = self._blocks.get(tiles.queries)
+    def blocks_for(self, qkv: QKV, prefix_keys: int = 0) -> torch.Tensor:
+        """The blocks, int32 [blocks, 5], for queries that see a prefix of
+        `prefix_keys` keys before their own."""
+        tile = _queries_of_a_tile(qkv)
+        blocks = self._blocks.get(tile)
         if blocks is None:
-            cut = blocks_of(self.table, self.causal, prefix_keys, tiles.queries)
-            blocks = self._blocks[tiles.queries] = to_device(cut, self.device)
-        return tiles, blocks
+            blocks = to_device(blocks_of(self.table, self.causal, prefix_keys, tile), self.device)
+            self._blocks[tile] = blocks
+        return blocks
 
     @property
-    def kinds(self) -> "tuple[Kind, ...]":
-        """The kinds of queries that were asked for."""
-        return tuple(self._tiles)
+    def tiles(self) -> tuple[int, ...]:
+        """The numbers of queries a block that were asked for."""
+        return tuple(self._blocks)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StaticLaunch:
-    """The launch of a CUDA graph: tiles and blocks by the kind of queries, at addresses that stay the
-    same."""
+    """The launch of a CUDA graph: `blocks` by the queries of a tile, at addresses that stay the same."""
 
-    cut: "Mapping[Kind, tuple[Tiles, torch.Tensor]]"
+    blocks: Mapping[int, torch.Tensor]
 
-    def tiled(self, qkv: QKV) -> "tuple[Tiles, torch.Tensor]":
-        """As `Launch.tiled`. Raises KeyError for a kind that no layer asked for when it was tried."""
-        return self.cut[_kind_of(qkv)]
+    def blocks_for(self, qkv: QKV) -> torch.Tensor:
+        """As those of a `Launch`. Raises KeyError for a tile that no layer asked for when it was tried."""
+        return self.blocks[_queries_of_a_tile(qkv)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,10 +81,10 @@ class TritonMetadata(GroupedMetadata):
         """All whole sequences."""
         return Launch(_own_keys(self.layout), self.layout.causal, self.device)
 
-    def whole_tiled(self, qkv: QKV) -> "tuple[Tiles, torch.Tensor]":
-        """The tiles and blocks of all whole sequences."""
+    def whole_blocks(self, qkv: QKV) -> torch.Tensor:
+        """The blocks of all whole sequences, int32 [blocks, 5]."""
         launch = self.whole if self.captured is None else self.captured
-        return launch.tiled(qkv)
+        return launch.blocks_for(qkv)
 
     @cached_property
     def prefill_chunks(self) -> tuple[Launch, ...]:
@@ -133,7 +124,7 @@ class TritonAttention(GroupedAttention[T]):
         from maxsimd.engine.ops.triton.attention import attention
 
         out = qkv.new_output()
-        attention(qkv, *metadata.whole_tiled(qkv), metadata.layout.causal, out)
+        attention(qkv, metadata.whole_blocks(qkv), metadata.layout.causal, out)
         return out
 
     def with_prefill_kv(self, qkv: QKV, contexts: Sequence[KV], metadata: T, out: torch.Tensor) -> None:
@@ -145,7 +136,7 @@ class TritonAttention(GroupedAttention[T]):
         chunks = zip(metadata.layout.prefill_chunks, metadata.prefill_chunks, contexts, strict=True)
         for chunk, launch, context in chunks:
             of_chunk = QKV(qkv.query[:, chunk.rows], *context, qkv.scaling, qkv.window)
-            attention(of_chunk, *launch.tiled(of_chunk), True, out[chunk.rows])
+            attention(of_chunk, launch.blocks_for(of_chunk), True, out[chunk.rows])
 
     def shared_prefix(self, qkv: QKV, prefixes: Sequence[KV], metadata: T, out: torch.Tensor) -> None:
         if not _takes(qkv):
@@ -155,8 +146,8 @@ class TritonAttention(GroupedAttention[T]):
 
         for shared in metadata.shared:
             prefix = prefixes[shared.group]
-            tiles, blocks = shared.launch.tiled(qkv, prefix.key.shape[1])
-            attention(qkv, tiles, blocks, True, out, prefix)
+            blocks = shared.launch.blocks_for(qkv, prefix.key.shape[1])
+            attention(qkv, blocks, True, out, prefix)
 
 
 class TritonBackend(TritonAttention[TritonMetadata]):
@@ -176,8 +167,7 @@ class TritonBackend(TritonAttention[TritonMetadata]):
 
 
 class StaticBlocks:
-    """The blocks of a CUDA graph, for each kind of queries that was `tried`. Tiles are those for sequences
-    that fill the graph together.
+    """The blocks of a CUDA graph, for each tile size that was `tried`.
 
     The kernel is launched for as many blocks as sequences of a graph's size can be cut into. Those that a
     step does not have are empty, and end at once."""
@@ -185,18 +175,14 @@ class StaticBlocks:
     def __init__(self, tried: TritonMetadata, size: CaptureSize) -> None:
         self._causal = tried.layout.causal
         self._device = tried.device
-        keys = size.rows // size.sequences
-        self._tiles = {kind: _tiles_for(tried.device, kind, keys) for kind in tried.whole.kinds}
-        self._names = {tiles.queries: f"blocks of {tiles.queries}" for tiles in self._tiles.values()}
+        self._names = {tile: f"blocks of {tile}" for tile in tried.whole.tiles}
         self.shapes = {
             name: (most_blocks(size.rows, size.sequences, tile), 5) for tile, name in self._names.items()
         }
 
     def launch(self, tensors: Mapping[str, torch.Tensor]) -> StaticLaunch:
         """The launch that reads its blocks from these tensors."""
-        return StaticLaunch(
-            {kind: (tiles, tensors[self._names[tiles.queries]]) for kind, tiles in self._tiles.items()}
-        )
+        return StaticLaunch({tile: tensors[name] for tile, name in self._names.items()})
 
     def over(self, tensors: Mapping[str, torch.Tensor]) -> TritonMetadata:
         return TritonMetadata(Layout(self._causal), self._device, captured=self.launch(tensors))
@@ -215,21 +201,10 @@ def _takes(qkv: QKV) -> bool:
     return is_supported(qkv)
 
 
-def _kind_of(qkv: QKV) -> "Kind":
-    from maxsimd.engine.ops.triton.attention import kind_of
+def _queries_of_a_tile(qkv: QKV) -> int:
+    from maxsimd.engine.ops.triton.attention import tiles_of
 
-    return kind_of(qkv)
-
-
-def _tiles_for(device: torch.device, kind: "Kind", keys: int) -> "Tiles":
-    from maxsimd.engine.ops.triton.attention import tiles_for
-
-    return tiles_for(limits(device), *kind, keys)
-
-
-def _mean_keys(table: NDArray[np.int64]) -> int:
-    """How many keys of its sequence a query sees on average."""
-    return int(np.average(table[:, 3], weights=table[:, 1])) if table[:, 1].any() else 0
+    return tiles_of(qkv).queries
 
 
 def _own_keys(layout: Layout) -> NDArray[np.int64]:

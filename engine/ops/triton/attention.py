@@ -9,7 +9,7 @@ import torch
 
 from maxsimd.engine.ops.qkv import KV, QKV
 from maxsimd.engine.ops.triton.attention_kernel import attention_kernel
-from maxsimd.engine.ops.triton.launch import Limits, next_power_of_two
+from maxsimd.engine.ops.triton.launch import Limits, limits, next_power_of_two
 
 # exp(x) = 2^(x LOG2_E), and powers of two are what the hardware has.
 LOG2_E = 1.4426950408889634
@@ -22,17 +22,14 @@ _LARGEST_ROW_STRIDE = 1 << 22
 @dataclass(frozen=True, slots=True)
 class Tiles:
     """What one program works on: a block of `queries` against `keys` at a time, with this many warps and
-    stages of prefetched loads, and at most `registers` registers a thread, or as many as the compiler takes.
-
-    If `carried`, tensor cores multiply the next keys during the softmax over the present ones, which takes
-    more registers. Layers with a window leave it out."""
+    stages of prefetched loads, and at most `registers` registers a thread, or as many as the compiler
+    takes."""
 
     queries: int
     keys: int
     warps: int
     stages: int
     registers: int | None = None
-    carried: bool = False
 
 
 # By the KiB of shared memory that a program may have, and the size of a head, in 16 bits; first those without
@@ -57,37 +54,26 @@ _TILES = {
         {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 32, 4, 2), 256: Tiles(32, 32, 4, 1)},
     ),
 }
-# For queries without a window that see at least `_LONG` keys on average. Heads of other sizes keep their
-# tiles.
-_LONG = 512
-_LONG_TILES: dict[int, dict[int, Tiles]] = {227: {}, 163: {}, 99: {}}
 # Float32 is multiplied without tensor cores, which is slow everywhere. Without a number of registers the
 # compiler takes fewer for the largest heads, and spills.
 _FLOAT32_TILES = {64: Tiles(32, 32, 8, 2), 128: Tiles(16, 16, 4, 1), 256: Tiles(16, 16, 8, 1, 128)}
 
 
-def tiles_for(device: Limits, head_dim: int, itemsize: int, windowed: bool, keys: int) -> Tiles:
-    """The tiles for a device of these limits, heads of `head_dim` numbers of `itemsize` bytes each, and
-    queries that see `keys` keys on average."""
+def tiles_for(device: Limits, head_dim: int, itemsize: int, windowed: bool) -> Tiles:
+    """The tiles for a device of these limits and heads of `head_dim` numbers of `itemsize` bytes each."""
     size = max(64, next_power_of_two(head_dim))
     if itemsize > 2:
         return _FLOAT32_TILES[size]
     # Where columns are masked, large blocks leave too few registers.
     small = windowed or (head_dim > 64 and head_dim != size)
     fitting = [needed for needed in _TILES if needed * 1024 <= device.shared_memory]
-    memory = max(fitting, default=min(_TILES))
-    tiles = _TILES[memory][small][size]
-    return _LONG_TILES[memory].get(size, tiles) if keys >= _LONG and not small else tiles
+    return _TILES[max(fitting, default=min(_TILES))][small][size]
 
 
-# What tiles are chosen by, beside the device and the number of keys: the numbers of a head, the bytes of a
-# number, and whether there is a window.
-Kind = tuple[int, int, bool]
-
-
-def kind_of(qkv: QKV) -> Kind:
-    """The kind of the queries, for `tiles_for`."""
-    return qkv.query.shape[-1], qkv.query.itemsize, qkv.window is not None
+def tiles_of(qkv: QKV) -> Tiles:
+    """The tiles with which `attention` takes these queries."""
+    query = qkv.query
+    return tiles_for(limits(query.device), query.shape[-1], query.itemsize, qkv.window is not None)
 
 
 def is_supported(qkv: QKV) -> bool:
@@ -96,14 +82,16 @@ def is_supported(qkv: QKV) -> bool:
 
 
 def attention(
-    qkv: QKV, tiles: Tiles, blocks: torch.Tensor, causal: bool, out: torch.Tensor, prefix: KV | None = None
+    qkv: QKV, blocks: torch.Tensor, causal: bool, out: torch.Tensor, prefix: KV | None = None
 ) -> None:
     """Attends block by block: `blocks` is int32 [blocks, 5] on the device, cut by `blocks_of` with
-    `tiles.queries` and the same `causal`; blocks of no queries are passed over. `is_supported` must hold.
+    `tiles_of(qkv).queries` and the same `causal`; blocks of no queries are passed over. `is_supported` must
+    hold.
 
     All blocks see the keys and values of the `prefix`, if there is one, before their own. Writes the blocks'
     rows of `out` [rows, heads, head_dim]."""
     heads, _, head_dim = qkv.query.shape
+    tiles = tiles_of(qkv)
     if len(blocks) == 0:
         return
     q, k, v = (_close_rows(x) for x in (qkv.query, qkv.key, qkv.value))
@@ -117,7 +105,6 @@ def attention(
         CAUSAL=causal,
         WINDOWED=qkv.window is not None,
         PREFIXED=prefix is not None,
-        CARRIED=tiles.carried and qkv.window is None,
         HEAD_DIM=head_dim,
         BLOCK_Q=tiles.queries,
         BLOCK_K=tiles.keys,

@@ -13,41 +13,15 @@ from maxsimd.engine.ops.triton.product import add_product
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _product(  # type: ignore[no-untyped-def]
-    query,  # [BLOCK_Q, BLOCK_DIM]
-    k,
-    k_row,
-    first,
-    stop,
-    EDGE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-):
-    """The products of queries with the keys `first` to `first + BLOCK_K`, of which at an `EDGE` those from
-    `stop` on are not there."""
-    within = tl.arange(0, BLOCK_K)[:, None]
-    columns = tl.arange(0, BLOCK_DIM)[None, :]
-    key_at = k + tl.cast(first, tl.int64) * k_row + within * k_row + columns
-    # A load without a mask is fewer instructions.
-    if EDGE or HEAD_DIM != BLOCK_DIM:
-        inside = first + within < stop
-        if HEAD_DIM != BLOCK_DIM:
-            inside = inside & (columns < HEAD_DIM)
-        key = tl.load(key_at, mask=inside, other=0.0)
-    else:
-        key = tl.load(key_at)
-    return add_product(tl.zeros((query.shape[0], BLOCK_K), tl.float32), query, tl.trans(key))
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _attend(  # type: ignore[no-untyped-def]
+def _over_block(  # type: ignore[no-untyped-def]
     attended,  # float32 [BLOCK_Q, BLOCK_DIM]
     total,  # float32 [BLOCK_Q]
     highest,  # float32 [BLOCK_Q]
-    product,  # float32 [BLOCK_Q, BLOCK_K], see `_product`
+    query,  # [BLOCK_Q, BLOCK_DIM]
     first_position,  # of the queries
+    k,
     v,
+    k_row,
     v_row,
     first,
     stop,
@@ -57,7 +31,6 @@ def _attend(  # type: ignore[no-untyped-def]
     EDGE: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
-    CARRIED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
@@ -71,10 +44,23 @@ def _attend(  # type: ignore[no-untyped-def]
     some query may not see some key, and keys from `stop` on are not there."""
     keys = first + tl.arange(0, BLOCK_K)
     there = keys < stop
+    within = tl.arange(0, BLOCK_K)[:, None]
+    columns = tl.arange(0, BLOCK_DIM)[None, :]
+    inside = there[:, None]
+    if HEAD_DIM != BLOCK_DIM:
+        inside = inside & (columns < HEAD_DIM)
+    at = tl.cast(first, tl.int64)
+    key_at = k + at * k_row + within * k_row + columns
+    # A load without a mask is fewer instructions.
+    if EDGE or HEAD_DIM != BLOCK_DIM:  # noqa: SIM108
+        key = tl.load(key_at, mask=inside, other=0.0)
+    else:
+        key = tl.load(key_at)
+    product = add_product(tl.zeros((query.shape[0], BLOCK_K), tl.float32), query, tl.trans(key))
     if EDGE:
         seen = there[None, :]
         # Worked out here, so that the loop without edges has the registers for itself.
-        position = first_position + tl.arange(0, product.shape[0])
+        position = first_position + tl.arange(0, query.shape[0])
         ahead = (key_position + keys)[None, :] - position[:, None]
         if CAUSAL:
             seen = seen & (ahead <= 0)
@@ -85,19 +71,15 @@ def _attend(  # type: ignore[no-untyped-def]
         product = tl.where(seen, product, float("-inf"))
     higher = tl.maximum(highest, tl.max(product, axis=1) * scale)
     base = higher
-    if EDGE and (WINDOWED or CARRIED):
-        # A query that has seen no key yet has -inf here, and -inf minus -inf would be NaN. Elsewhere every
-        # query sees key 0.
+    if EDGE and WINDOWED:
+        # A query that has seen no key yet has -inf here, and -inf minus -inf would be NaN. Without a window
+        # every query sees key 0.
         base = tl.where(higher == float("-inf"), 0.0, higher)
     share = tl.exp2(product * scale - base[:, None])
     shrunk = tl.exp2(highest - base)
     total = total * shrunk + tl.sum(share, axis=1)
-    columns = tl.arange(0, BLOCK_DIM)[None, :]
-    value_at = v + tl.cast(first, tl.int64) * v_row + tl.arange(0, BLOCK_K)[:, None] * v_row + columns
-    if EDGE or HEAD_DIM != BLOCK_DIM:
-        inside = there[:, None]
-        if HEAD_DIM != BLOCK_DIM:
-            inside = inside & (columns < HEAD_DIM)
+    value_at = v + at * v_row + within * v_row + columns
+    if EDGE or HEAD_DIM != BLOCK_DIM:  # noqa: SIM108
         value = tl.load(value_at, mask=inside, other=0.0)
     else:
         value = tl.load(value_at)
@@ -124,17 +106,13 @@ def _over_keys(  # type: ignore[no-untyped-def]
     window,
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
-    CARRIED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
     """The keys `start` to `stop`, where key 0 is at position `key_position` and the queries are at
     `first_position` to `last_position`: first the blocks whose keys all queries see, without a mask, then
-    those at the edges.
-
-    If `CARRIED`, the product with the next block of keys is begun before the softmax over the present one, so
-    that tensor cores work meanwhile."""
+    those at the edges."""
     first_full, full_stop = start, stop
     if WINDOWED:
         before = tl.maximum(0, last_position - window + 1 - key_position - start)
@@ -143,49 +121,18 @@ def _over_keys(  # type: ignore[no-untyped-def]
         full_stop = tl.minimum(stop, first_position + 1 - key_position)
     elif WINDOWED:
         full_stop = tl.minimum(stop, first_position + window - key_position)
-    if CARRIED:
-        # The last block counts as an edge: no product follows it.
-        full_stop = tl.minimum(full_stop, stop - 1)
     full = tl.maximum(0, full_stop - first_full) // BLOCK_K * BLOCK_K
-    if CARRIED:
-        product = _product(query, k, k_row, start, stop, True, HEAD_DIM, BLOCK_K, BLOCK_DIM)
-        for first in range(start, start + full, BLOCK_K):
-            following = _product(query, k, k_row, first + BLOCK_K, stop, True, HEAD_DIM, BLOCK_K, BLOCK_DIM)
-            attended, total, highest = _attend(
-                attended, total, highest, product, first_position, v, v_row, first, stop, key_position,
-                scale, window, False, CAUSAL, WINDOWED, CARRIED, HEAD_DIM, BLOCK_K, BLOCK_DIM,
-            )  # fmt: skip
-            product = following
-        last = start + full
-        if CAUSAL:
-            last = start + tl.maximum(0, tl.cdiv(stop - start, BLOCK_K) - 1) * BLOCK_K
-            for first in tl.range(start + full, last, BLOCK_K, num_stages=1):
-                following = _product(
-                    query, k, k_row, first + BLOCK_K, stop, True, HEAD_DIM, BLOCK_K, BLOCK_DIM
-                )
-                attended, total, highest = _attend(
-                    attended, total, highest, product, first_position, v, v_row, first, stop, key_position,
-                    scale, window, True, CAUSAL, WINDOWED, CARRIED, HEAD_DIM, BLOCK_K, BLOCK_DIM,
-                )  # fmt: skip
-                product = following
-        attended, total, highest = _attend(
-            attended, total, highest, product, first_position, v, v_row, last, stop, key_position,
-            scale, window, True, CAUSAL, WINDOWED, CARRIED, HEAD_DIM, BLOCK_K, BLOCK_DIM,
+    for first in range(first_full, first_full + full, BLOCK_K):
+        attended, total, highest = _over_block(
+            attended, total, highest, query, first_position, k, v, k_row, v_row, first, stop, key_position,
+            scale, window, False, CAUSAL, WINDOWED, HEAD_DIM, BLOCK_K, BLOCK_DIM,
         )  # fmt: skip
-    else:
-        for first in range(first_full, first_full + full, BLOCK_K):
-            product = _product(query, k, k_row, first, stop, False, HEAD_DIM, BLOCK_K, BLOCK_DIM)
-            attended, total, highest = _attend(
-                attended, total, highest, product, first_position, v, v_row, first, stop, key_position,
-                scale, window, False, CAUSAL, WINDOWED, CARRIED, HEAD_DIM, BLOCK_K, BLOCK_DIM,
-            )  # fmt: skip
-        for edge in tl.range(start, stop - full, BLOCK_K, num_stages=None if WINDOWED else 1):
-            first = edge + tl.where(edge >= first_full, full, 0)
-            product = _product(query, k, k_row, first, stop, True, HEAD_DIM, BLOCK_K, BLOCK_DIM)
-            attended, total, highest = _attend(
-                attended, total, highest, product, first_position, v, v_row, first, stop, key_position,
-                scale, window, True, CAUSAL, WINDOWED, CARRIED, HEAD_DIM, BLOCK_K, BLOCK_DIM,
-            )  # fmt: skip
+    for edge in tl.range(start, stop - full, BLOCK_K, num_stages=None if WINDOWED else 1):
+        first = edge + tl.where(edge >= first_full, full, 0)
+        attended, total, highest = _over_block(
+            attended, total, highest, query, first_position, k, v, k_row, v_row, first, stop, key_position,
+            scale, window, True, CAUSAL, WINDOWED, HEAD_DIM, BLOCK_K, BLOCK_DIM,
+        )  # fmt: skip
     return attended, total, highest
 
 
@@ -217,7 +164,6 @@ def attention_kernel(  # type: ignore[no-untyped-def]
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
     PREFIXED: tl.constexpr,
-    CARRIED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -256,7 +202,7 @@ def attention_kernel(  # type: ignore[no-untyped-def]
             attended, total, highest, query, first_position, last_position,
             prefix_k + kv_head * prefix_k_head, prefix_v + kv_head * prefix_v_head,
             prefix_k_row, prefix_v_row, start, prefix_keys, 0, scale, window,
-            False, WINDOWED, CARRIED, HEAD_DIM, BLOCK_K, BLOCK_DIM,
+            False, WINDOWED, HEAD_DIM, BLOCK_K, BLOCK_DIM,
         )  # fmt: skip
     start, stop = 0, keys
     if CAUSAL:
@@ -268,8 +214,7 @@ def attention_kernel(  # type: ignore[no-untyped-def]
     attended, total, highest = _over_keys(
         attended, total, highest, query, first_position, last_position,
         k + kv_head * k_head + first_key * k_row, v + kv_head * v_head + first_key * v_row, k_row, v_row,
-        start, stop, prefix_keys, scale, window, CAUSAL, WINDOWED, CARRIED,
-        HEAD_DIM, BLOCK_K, BLOCK_DIM,
+        start, stop, prefix_keys, scale, window, CAUSAL, WINDOWED, HEAD_DIM, BLOCK_K, BLOCK_DIM,
     )  # fmt: skip
     # Attention over nothing is 0.
     result = attended / tl.where(total == 0.0, 1.0, total)[:, None]
