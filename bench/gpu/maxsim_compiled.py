@@ -63,8 +63,7 @@ class MaxSimLaunch:
     @property
     def name(self) -> str:
         tiles = self.tiles
-        sides = f"{tiles.query} query x {tiles.document} document tokens{', carried' * tiles.carried}"
-        return f"{self.documents} {self.dim} dims, {sides}"
+        return f"{self.documents} {self.dim} dims, {tiles.query} query x {tiles.document} document tokens"
 
     @property
     def source(self) -> Source:
@@ -76,7 +75,7 @@ class MaxSimLaunch:
         constants |= {"QUERY_ALIGNMENT": row_alignment(self.dim * ITEMSIZE[self.queries])}
         constants |= {"DOCUMENT_ALIGNMENT": row_alignment(self.dim * ITEMSIZE[self.documents])}
         constants |= {"BLOCK_Q": tiles.query, "BLOCK_D": tiles.document, "BLOCK_DIM": tiles.dim}
-        constants |= {"CARRIED": tiles.carried, "WHOLE": self.whole}
+        constants |= {"WHOLE": self.whole}
         return Source(maxsim_kernel, types, constants, {"num_warps": tiles.warps, "num_stages": tiles.stages})
 
     @property

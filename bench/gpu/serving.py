@@ -137,12 +137,12 @@ def unigram_tokenizer(size: int) -> Any:
 
 
 async def measure_serving(
-    checkpoint: str, device: str, workloads: tuple[Workload, ...] = WORKLOADS
+    checkpoint: str, device: str, workloads: tuple[Workload, ...] = WORKLOADS, options: tuple[str, ...] = ()
 ) -> dict[str, Figures]:
-    """The figures of each workload on a server of its own that encodes every document."""
+    """The figures of each workload on a server, with further `options`, that encodes every document."""
     # A checkout that is not installed has no command by that name.
     command = (sys.executable, "-m", "maxsimd", "serve", "--cache-mb", "0")
-    server = Server("maxsimd", (*command, "--device", device, "--max-body-mb", "512"))
+    server = Server("maxsimd", (*command, "--device", device, "--max-body-mb", "512", *options))
     figures = {}
     with tempfile.TemporaryDirectory() as folder:
         async with server.run(checkpoint, Path(folder, "log")) as running:

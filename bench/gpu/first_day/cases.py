@@ -71,7 +71,7 @@ def small_maxsim_cases() -> Iterator[Case]:
     for dtype, dim, query, split_k in (("bf16", 48, 33, 2), ("int8", 16, 3, 1)):
         name = f"maxsim {dtype}, dim {dim}, {query} query tokens, split_k {split_k}"
         yield Case(name, _Maxsim(dtype, dim, query, split_k, (0, 1, 32, 33)))
-    variant = (16, 32, 4, 2, 2, True)
+    variant = (16, 32, 4, 2, 2)
     yield Case(f"maxsim int8, {name_of(variant)}", _Maxsim("int8", 64, 17, 2, (0, 1, 32, 33), variant))
 
 

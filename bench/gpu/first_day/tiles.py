@@ -23,56 +23,27 @@ _SHAPES = (
     MaxSimShape("128 query tokens", 128, 2000, (512, 512)),
     MaxSimShape("1,024 query tokens", 1024, 500, (1024, 1024)),
     MaxSimShape("32 query tokens, documents in int8", 32, 10_000, (180, 180), rounded=True),
+    MaxSimShape("64 query tokens, documents in int8", 64, 10_000, (180, 180), rounded=True),
     MaxSimShape("1,024 query tokens, documents in int8", 1024, 500, (1024, 1024), rounded=True),
 )
 
-# (query tokens, document tokens, warps, stages, fold, carried) of a tile.
-Variant = tuple[int, int, int, int, int, bool]
+# (query tokens, document tokens, warps, stages, fold) of a tile.
+Variant = tuple[int, int, int, int, int]
 
-# The first of each is what earlier figures were measured with.
-_SHORT: tuple[Variant, ...] = (
-    (32, 64, 4, 3, 2, False),
-    (32, 64, 4, 2, 2, False),
-    (32, 64, 4, 2, 2, True),
-    (32, 128, 4, 2, 2, False),
-)
-_MIDDLE: tuple[Variant, ...] = (
-    (64, 64, 4, 3, 2, False),
-    (64, 64, 4, 2, 2, False),
-    (64, 64, 4, 2, 2, True),
-    (64, 128, 4, 2, 2, False),
-)
-_LONG: tuple[Variant, ...] = (
-    (128, 64, 4, 3, 2, False),
-    (128, 64, 4, 2, 2, False),
-    (128, 64, 4, 2, 2, True),
-    (128, 64, 4, 3, 2, True),
-)
-_PAGES: tuple[Variant, ...] = (
-    (256, 64, 4, 3, 2, False),
-    (256, 64, 8, 3, 2, True),
-    (128, 64, 4, 2, 2, True),
-    (128, 64, 4, 3, 2, True),
-    (128, 64, 4, 2, 2, False),
-)
-_SHORT_INT8: tuple[Variant, ...] = (
-    (32, 64, 4, 2, 2, False),
-    (32, 64, 4, 3, 2, False),
-    (32, 64, 4, 2, 2, True),
-)
-_PAGES_INT8: tuple[Variant, ...] = (
-    (128, 64, 4, 3, 2, False),
-    (128, 64, 4, 2, 2, False),
-    (128, 64, 4, 2, 2, True),
-    (256, 64, 8, 2, 2, True),
-)
+_SHORT: tuple[Variant, ...] = ((32, 64, 4, 2, 2), (32, 64, 4, 3, 2), (32, 128, 4, 2, 2))
+_MIDDLE: tuple[Variant, ...] = ((64, 64, 4, 2, 2), (64, 64, 4, 3, 2), (64, 128, 4, 2, 2))
+_LONG: tuple[Variant, ...] = ((128, 64, 4, 2, 2), (128, 64, 4, 3, 2))
+_PAGES: tuple[Variant, ...] = ((256, 64, 4, 2, 2), (256, 64, 4, 3, 2), (128, 64, 4, 3, 2))
+_SHORT_INT8 = _SHORT[:2]
+_MIDDLE_INT8 = _MIDDLE[:2]
+_PAGES_INT8 = _LONG
 # Those of documents in 16 bits, and in int8: any of them may become the table's.
 VARIANTS = dict.fromkeys((*_SHORT, *_MIDDLE, *_LONG, *_PAGES))
-INT8_VARIANTS = dict.fromkeys((*_SHORT_INT8, *_MIDDLE[1:3], *_PAGES_INT8))
-_TILES = (_SHORT, _MIDDLE, _LONG, _PAGES, _SHORT_INT8, _PAGES_INT8)
+INT8_VARIANTS = dict.fromkeys((*_SHORT_INT8, *_MIDDLE_INT8, *_PAGES_INT8))
+_TILES = (_SHORT, _MIDDLE, _LONG, _PAGES, _SHORT_INT8, _MIDDLE_INT8, _PAGES_INT8)
 
 _DRY = (MaxSimShape("few", 4, 3, (9, 9), 16), MaxSimShape("few, in int8", 4, 3, (9, 9), 16, rounded=True))
-_DRY_TILES: tuple[tuple[Variant, ...], ...] = (((16, 16, 4, 2, 1, False), (16, 32, 4, 2, 2, True)),) * 2
+_DRY_TILES: tuple[tuple[Variant, ...], ...] = (((16, 16, 4, 2, 1), (16, 32, 4, 2, 2)),) * 2
 
 
 @click.command()
@@ -122,13 +93,13 @@ def _times(
 
 
 def name_of(variant: Variant) -> str:
-    query, document, warps, stages, fold, carried = variant
-    return f"{query} x {document}, {warps} warps, {stages} stages, fold {fold}{', carried' * carried}"
+    query, document, warps, stages, fold = variant
+    return f"{query} x {document}, {warps} warps, {stages} stages, fold {fold}"
 
 
 def tiled(variant: Variant) -> AbstractContextManager[Any]:
     """MaxSim by these tiles instead of the table's, with the table's dimensions."""
-    names = ("query", "document", "warps", "stages", "fold", "carried")
+    names = ("query", "document", "warps", "stages", "fold")
     wanted = dict(zip(names, variant, strict=True))
     table = vars(maxsim)["tiles_for"]
     return mock.patch.object(maxsim, "tiles_for", lambda *asked: dataclasses.replace(table(*asked), **wanted))

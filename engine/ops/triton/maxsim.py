@@ -105,7 +105,6 @@ def _score(
         BLOCK_D=tiles.document,
         BLOCK_DIM=tiles.dim,
         FOLD=tiles.fold,
-        CARRIED=tiles.carried,
         # Longer queries have one kernel for both: warm-up compiles it.
         WHOLE=is_complete and longest_query <= QUERY_CLASSES[-1],
         num_warps=tiles.warps,

@@ -115,27 +115,16 @@ def _best_by_tiles(  # type: ignore[no-untyped-def]
     BLOCK_Q: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     FOLD: tl.constexpr,
-    CARRIED: tl.constexpr,
 ):
-    """With the query's tile q [BLOCK_Q, BLOCK_DIM] in shared memory for the whole document.
-
-    `CARRIED` compares a tile's similarities in the next turn: they are at hand when that turn's product
-    begins, so that a program compares while it multiplies."""
+    """With the query's tile q [BLOCK_Q, BLOCK_DIM] in shared memory for the whole document."""
     transposed = tl.trans(q)  # out of the loop, or it would be written to shared memory in each turn
     columns = tl.arange(0, BLOCK_DIM)[None, :]
-    before = tl.full((BLOCK_D, BLOCK_Q), float("-inf"), tl.float32)
     for tile in range(start, stop, BLOCK_D):
         row = tl.minimum(tile + tl.arange(0, BLOCK_D), stop - 1)
         of_document = _rows(documents, row, DIM, ALIGNMENT) + columns
         d = tl.load(of_document) if DIM == BLOCK_DIM else tl.load(of_document, mask=columns < DIM, other=0.0)
         similarity = add_product(tl.zeros((BLOCK_D, BLOCK_Q), tl.float32), d, transposed)
-        if CARRIED:
-            best = _with_tile(best, before, FOLD, BLOCK_D, BLOCK_Q)
-            before = similarity
-        else:
-            best = _with_tile(best, similarity, FOLD, BLOCK_D, BLOCK_Q)
-    if CARRIED:
-        best = _with_tile(best, before, FOLD, BLOCK_D, BLOCK_Q)
+        best = _with_tile(best, similarity, FOLD, BLOCK_D, BLOCK_Q)
     return best
 
 
@@ -153,7 +142,6 @@ def _best_by_words(  # type: ignore[no-untyped-def]
     BLOCK_Q: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     FOLD: tl.constexpr,
-    CARRIED: tl.constexpr,
 ):
     """As `_best_by_tiles`, for int8 documents whose dimensions are a multiple of 4: they are read as words of
     four. A row's numbers are then ordered by their byte in a word, those of the query too."""
@@ -161,25 +149,15 @@ def _best_by_words(  # type: ignore[no-untyped-def]
     columns = tl.arange(0, BLOCK_DIM // 4)[None, :]
     first_row = tl.minimum(start + tl.arange(0, BLOCK_D), stop - 1)
     scale = tl.load(scales + first_row, mask=first_row >= start, other=0.0)
-    before = tl.full((BLOCK_D, BLOCK_Q), float("-inf"), tl.float32)
-    scale_before = tl.full((BLOCK_D,), 1.0, tl.float32)  # -inf times a scale of 0 would be NaN
     for tile in range(start, stop, BLOCK_D):
         row = tl.minimum(tile + tl.arange(0, BLOCK_D), stop - 1)
         words = _rows(documents, row, DIM, ALIGNMENT).to(tl.pointer_type(tl.int32)) + columns
         packed = tl.load(words) if DIM == BLOCK_DIM else tl.load(words, mask=columns < DIM // 4, other=0)
         d = unpack_words(packed, q.dtype, BLOCK_D, BLOCK_DIM)
         similarity = add_product(tl.zeros((BLOCK_D, BLOCK_Q), tl.float32), d, transposed)
-        if CARRIED:
-            best = _with_tile(best, before * scale_before[:, None], FOLD, BLOCK_D, BLOCK_Q)
-            # Triton prefetches nothing in a loop that hands on a value as it was handed: hence the condition,
-            # which holds for every row.
-            before, scale_before = similarity, tl.where(row >= 0, scale, 1.0)
-        else:
-            best = _with_tile(best, similarity * scale[:, None], FOLD, BLOCK_D, BLOCK_Q)
+        best = _with_tile(best, similarity * scale[:, None], FOLD, BLOCK_D, BLOCK_Q)
         # Nothing prefetches scales but this: they are those of the next turn.
         scale = tl.load(scales + tl.minimum(tile + BLOCK_D + tl.arange(0, BLOCK_D), stop - 1))
-    if CARRIED:
-        best = _with_tile(best, before * scale_before[:, None], FOLD, BLOCK_D, BLOCK_Q)
     return best
 
 
@@ -212,7 +190,6 @@ def maxsim_kernel(  # type: ignore[no-untyped-def]
     BLOCK_D: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     FOLD: tl.constexpr,
-    CARRIED: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
     """Program (pair and query tile, split): the best similarity of each token in a tile of the query within
@@ -250,12 +227,12 @@ def maxsim_kernel(  # type: ignore[no-untyped-def]
         if SCALED:
             best = _best_by_words(
                 best, q, documents, scales, start, stop,
-                DIM, DOCUMENT_ALIGNMENT, BLOCK_D, BLOCK_Q, BLOCK_DIM, FOLD, CARRIED,
+                DIM, DOCUMENT_ALIGNMENT, BLOCK_D, BLOCK_Q, BLOCK_DIM, FOLD,
             )  # fmt: skip
         else:
             best = _best_by_tiles(
                 best, q, documents, start, stop,
-                DIM, DOCUMENT_ALIGNMENT, BLOCK_D, BLOCK_Q, BLOCK_DIM, FOLD, CARRIED,
+                DIM, DOCUMENT_ALIGNMENT, BLOCK_D, BLOCK_Q, BLOCK_DIM, FOLD,
             )  # fmt: skip
 
     # Compared anew: through the loop, the first comparison would keep registers.

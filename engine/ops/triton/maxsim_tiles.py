@@ -17,8 +17,7 @@ class Tiles:
     """What one program works on at a time: `query` query tokens and `document` document tokens, of `dim`
     dimensions; its number of warps; and how many tiles of the document are on their way at a time.
 
-    `fold` 2 remembers one maximum for two rows of a tile that are in the same thread. `carried` compares a
-    tile's products while those of the next are made, and needs registers for both."""
+    `fold` 2 remembers one maximum for two rows of a tile that are in the same thread."""
 
     query: int
     document: int
@@ -26,16 +25,15 @@ class Tiles:
     warps: int
     stages: int
     fold: int
-    carried: bool = False
 
 
 # Queries up to these lengths, and longer ones, have tiles of their own, where the device has room for them.
 QUERY_CLASSES = (32, 64, 128)
 
 # By tensor cores and shared memory: the tiles for queries up to their `query` tokens, the last for longer
-# ones. Programs of a multiprocessor do not take turns by themselves: they multiply at the same time, and then
-# compare. Short queries need more programs, whose loads then fill the memory's bandwidth, and long ones
-# `carried` tiles, or the tensor cores would wait.
+# ones. For short queries, more programs on a multiprocessor help more than more tiles on their way: their
+# loads then fill the memory's bandwidth. An H200 was slower where a tile's products were compared while the
+# next one was multiplied, which takes registers for both: by 40% with 256 query tokens.
 #
 # Hopper multiplies 64 rows at least, with operands from shared memory: document tokens are its rows. Products
 # with 256 columns read the fewest bytes of shared memory for what they multiply; those of 64 columns would be
@@ -46,10 +44,9 @@ _HOPPER = (
     Tiles(128, 64, 128, 4, 3, 2),
     Tiles(256, 64, 128, 4, 3, 2),
 )
-# Of int8 documents, which are read in half the time.
+# Of int8 documents, which are read in half the time, three tiles on their way were faster.
 _HOPPER_UNPACKED = (replace(_HOPPER[0], stages=3), *_HOPPER[1:3])
-# A thread gets a row of products, whose two halves are of the same document token. Triton 3.6 fails to
-# compile `carried` tiles for it.
+# A thread gets a row of products, whose two halves are of the same document token.
 _BLACKWELL = (Tiles(32, 64, 128, 4, 3, 1), Tiles(64, 64, 128, 4, 3, 1), Tiles(128, 64, 128, 8, 3, 1))
 _AMPERE = (Tiles(32, 64, 128, 4, 3, 2), Tiles(64, 64, 128, 4, 3, 2), Tiles(128, 64, 128, 4, 3, 2))
 _SMALL = _AMPERE[:2]
@@ -91,7 +88,7 @@ def tiles_for(
     in_chunks = longest_tile if longest_tile.query <= 128 else table[2]
     # Numbers that are unpacked need registers for both forms, and fewer of them may be on their way.
     stages = 2 if is_unpacked else in_chunks.stages
-    return replace(in_chunks, dim=128 if in_chunks.query <= 64 else 64, stages=stages, carried=False)
+    return replace(in_chunks, dim=128 if in_chunks.query <= 64 else 64, stages=stages)
 
 
 def _table(limits: Limits, is_unpacked: bool) -> tuple[Tiles, ...]:

@@ -101,9 +101,9 @@ def on_hopper(longest_query: int, documents: str = "bf16") -> tuple[MaxSimLaunch
     ("longest_query", "documents", "programs", "instructions"),
     [
         (32, "bf16", 5, 125),
-        (1024, "bf16", 1, 225),
+        (1024, "bf16", 2, 240),
         (32, "i8", 6, 260),
-        (1024, "i8", 2, 400),
+        (1024, "i8", 2, 340),
         pytest.param(64, "bf16", 4, 140, marks=pytest.mark.exhaustive),
         pytest.param(128, "bf16", 2, 240, marks=pytest.mark.exhaustive),
         pytest.param(64, "i8", 4, 290, marks=pytest.mark.exhaustive),
@@ -116,17 +116,6 @@ def test_a_turn_takes_few_instructions_and_others_run_beside_it(
     _, code = on_hopper(longest_query, documents)
     assert resident_programs(code, H100) >= programs
     assert len(code.main_loop) <= instructions
-
-
-@pytest.mark.parametrize("documents", ["bf16", "i8"])
-def test_long_queries_are_compared_while_the_next_tile_is_multiplied(documents: str) -> None:
-    _, code = on_hopper(1024, documents)
-    loop = code.main_loop.instructions
-    first = next(i for i, each in enumerate(loop) if "HGMMA" in each)
-    wait = next(i for i, each in enumerate(loop) if i > first and "WARPGROUP.DEPBAR" in each)
-    maxima = sum("FMNMX" in each for each in loop[first:wait])
-    assert maxima >= (40 if documents == "bf16" else 28)
-    assert len(code.main_loop.beside_products) >= maxima
 
 
 @pytest.mark.parametrize("longest_query", [32, 1024])

@@ -155,8 +155,8 @@ def check_maxsim_of_nan(device: str) -> None:
 
 
 @st.composite
-def tiled_problems(draw: st.DrawFn, dims: st.SearchStrategy[int]) -> tuple[Ragged, Spans, Pairs, bool]:
-    """Queries, documents anywhere in a tensor with rows of other texts, pairs, and whether tiles are carried.
+def tiled_problems(draw: st.DrawFn, dims: st.SearchStrategy[int]) -> tuple[Ragged, Spans, Pairs]:
+    """Queries, documents anywhere in a tensor with rows of other texts, and pairs.
 
     Documents may be empty, of one row, or have a NaN; those in int8 have rows whose scale is 0."""
     dim = draw(dims)
@@ -176,11 +176,11 @@ def tiled_problems(draw: st.DrawFn, dims: st.SearchStrategy[int]) -> tuple[Ragge
         documents = Spans(values, starts, starts + lengths)
     index = st.tuples(st.integers(0, len(queries) - 1), st.integers(0, len(lengths) - 1))
     pairs = pairs_of(draw(st.lists(index, min_size=1, max_size=5)))
-    return queries.decoded(torch.bfloat16), documents, pairs, draw(st.booleans())
+    return queries.decoded(torch.bfloat16), documents, pairs
 
 
 def check_maxsim_by_small_tiles(device: str) -> None:
-    """Each document of several tiles, which are compared at once or carried into the next turn."""
+    """Each document of several tiles."""
     from maxsimd.engine.ops.triton import maxsim
     from maxsimd.engine.scoring.maxsim.triton import maxsim_spans_triton
 
@@ -190,12 +190,12 @@ def check_maxsim_by_small_tiles(device: str) -> None:
 
     @examples(200, device)
     @given(tiled_problems(st.sampled_from(dims)), st.sampled_from([None, 1, 3]), st.sampled_from(folds))
-    def compare(problem: tuple[Ragged, Spans, Pairs, bool], split_k: int | None, fold: int) -> None:
-        queries, documents, pairs, carried = problem
+    def compare(problem: tuple[Ragged, Spans, Pairs], split_k: int | None, fold: int) -> None:
+        queries, documents, pairs = problem
         exact = maxsim_reference(
             queries.decoded(torch.float32), documents.gathered().decoded(torch.float32), pairs
         )
-        small = {"query": 32, "document": 64 if device != "cpu" else 16, "fold": fold, "carried": carried}
+        small = {"query": 32, "document": 64 if device != "cpu" else 16, "fold": fold}
         there = Spans(
             documents.values.to(device),
             documents.starts,
