@@ -21,7 +21,7 @@ def steps() -> list[Step]:
         _ours("smallest", 110, "smallest", "maxsim", "attention", "projection", "layers", "--fewer"),
         _ours("products", 60, "products"),
         _ours("forward, jina", 110, "forward", "jina", "unfused", "without GELU in products", "as it is"),
-        _ours("serving", 70, "serving", "serve", "--requests", "2000"),
+        _ours("serving", 110, "serving", "serve", "--requests", "2000"),
         _ours("tiles of MaxSim", 90, "tiles", "--rounds", "8"),
         _ours("tiles of attention", 80, "attention_tiles", "--rounds", "8"),
         _ours("forward, modernbert", 60, "forward", "modernbert", "unfused", "as it is"),
