@@ -13,6 +13,7 @@ from maxsimd.engine.cache.slab import EmbeddingSlab
 from maxsimd.engine.preprocess.two_stage import IN_SLAB, ON_HOST, BatchLimits, in_batches
 from maxsimd.engine.scoring.document_scorer import DocumentScorer
 from maxsimd.engine.scoring.documents import CachedDocument
+from maxsimd.engine.scoring.maxsim.triton import bounds_of
 from maxsimd.engine.scoring.outcome import StepOutcome
 from maxsimd.pooling.ragged import Ragged
 from maxsimd.pooling.spans import Spans
@@ -85,8 +86,7 @@ def _zeros(queries: Ragged, documents: Ragged, pairs: NDArray[np.int64]) -> torc
 
 def _zeros_of_spans(queries: Ragged, documents: Spans, pairs: NDArray[np.int64]) -> torch.Tensor:
     """Takes to the device what MaxSim by Triton takes there."""
-    numbers = [queries.offsets, documents.starts, documents.stops, *pairs.T]
-    to_device(np.concatenate(numbers).astype(np.int32), documents.values.device)
+    to_device(bounds_of(queries, documents, pairs).reshape(-1), documents.values.device)
     return torch.zeros(len(pairs), device=documents.values.device)
 
 

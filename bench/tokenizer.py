@@ -4,50 +4,46 @@ import math
 import os
 import random
 import statistics
-import string
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import chain, count, islice
+from pathlib import Path
+from string import ascii_lowercase, digits, punctuation
 from types import SimpleNamespace
 from typing import Any
 
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from maxsimd.bench.datasets import docstring_pairs
+from maxsimd.engine.checkpoint.embedded import embedded_model_path
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
 
 # As an H100 has run XLM-RoBERTa-large.
 GPU_TOKENS_A_SECOND = 700_000
-_LONGEST_PIECE = 8
 _TEXTS = 400
 _PARALLELISM = "TOKENIZERS_PARALLELISM"
 
 
-def synthetic_unigram(entries: int, texts: Sequence[str]) -> Tokenizer:
-    """A tokenizer as XLM-RoBERTa's, with the most frequent parts of the texts' words as pieces, and random
-    pieces for the rest of its `entries`."""
-    counts: Counter[str] = Counter()
-    for text in texts:
-        for word in text.split():
-            marked = f"▁{word}"
-            counts.update(
-                marked[start:stop]
-                for start in range(len(marked))
-                for stop in range(start + 1, min(len(marked), start + _LONGEST_PIECE) + 1)
-            )
-    pieces = {"<s>": 0.0, "<pad>": 0.0, "</s>": 0.0, "<unk>": 0.0}
-    total = counts.total()
-    frequent = counts.most_common(entries // 2)
-    pieces |= {piece: math.log(count / total) for piece, count in frequent}
+def unigram_tokenizer(size: int) -> Tokenizer:
+    """A tokenizer of `size` pieces that works as XLM-RoBERTa's: the default model's words, with and without a
+    space before them, then random pieces, from likely to unlikely."""
+    specials = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    known = Tokenizer.from_file(str(Path(embedded_model_path(), "tokenizer.json"))).get_vocab()
+    words = [word for word in sorted(known, key=known.__getitem__) if word.isalpha()]
     draw = random.Random(0)
-    least = math.log(1 / total)
-    while len(pieces) < entries:
-        length = draw.randint(3, _LONGEST_PIECE)
-        pieces.setdefault("▁" + "".join(draw.choices(string.ascii_lowercase, k=length)), least)
-    made = Tokenizer(models.Unigram(list(pieces.items()), unk_id=3))
-    made.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(" {2,}", " ")])
+    drawn = ("".join(draw.choices(ascii_lowercase, k=draw.randint(2, 9))) for _ in count())
+    pieces = chain(
+        (*specials, *ascii_lowercase, *digits, *punctuation, "▁"),
+        (f"▁{word}" for word in words),
+        words,
+        drawn,
+    )
+    ranked = list(islice(dict.fromkeys(islice(pieces, 2 * size + 100)), size))
+    scores = [(piece, 0.0 if piece in specials else -math.log(rank + 2)) for rank, piece in enumerate(ranked)]
+    made = Tokenizer(models.Unigram(scores, unk_id=specials.index("<unk>")))
+    made.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
     made.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]
     )
@@ -65,7 +61,7 @@ def measure_tokenizer(
     once: the tokenizers library then takes as many cores as there are."""
     texts = [pair.document for pair in docstring_pairs()]
     texts = [texts[number % len(texts)] for number in range(_TEXTS)]
-    backend: Any = synthetic_unigram(entries, texts) if path is None else Tokenizer.from_file(path)
+    backend: Any = unigram_tokenizer(entries) if path is None else Tokenizer.from_file(path)
     tokenizer = TextTokenizer(SimpleNamespace(backend_tokenizer=backend))
     num_tokens = sum(map(len, tokenizer.encode(texts, "text")))
     figures: dict[str, float] = {
@@ -73,10 +69,10 @@ def measure_tokenizer(
         "characters_a_token": round(sum(map(len, texts)) / num_tokens, 2),
     }
     alone = 0.0
-    for count in threads:
-        taken = statistics.median(_seconds(tokenizer, texts, count) for _ in range(rounds))
-        figures[f"tokens_per_s_{count}_threads"] = round(count * num_tokens / taken)
-        if count == threads[0]:
+    for number in threads:
+        taken = statistics.median(_seconds(tokenizer, texts, number) for _ in range(rounds))
+        figures[f"tokens_per_s_{number}_threads"] = round(number * num_tokens / taken)
+        if number == threads[0]:
             alone = num_tokens / taken
     started = time.perf_counter()
     for _ in range(rounds):

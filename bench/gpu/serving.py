@@ -1,13 +1,9 @@
 """Whole servers under load, with random weights of jina-colbert-v2's shape."""
 
-import itertools
-import math
-import random
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from string import ascii_lowercase, digits, punctuation
 from typing import Any
 
 import numpy as np
@@ -15,7 +11,7 @@ import numpy as np
 from maxsimd.bench.datasets import random_requests
 from maxsimd.bench.load import drive
 from maxsimd.bench.peers.systems import Server
-from maxsimd.engine.checkpoint.embedded import embedded_model_path
+from maxsimd.bench.tokenizer import unigram_tokenizer
 
 Figures = dict[str, Any]
 
@@ -61,10 +57,20 @@ def save_colbert(folder: Path, shape: Shape) -> str:
     import torch
     from sentence_transformers import MultiVectorEncoder
     from sentence_transformers.base.modules import Dense, Normalize, Transformer
-    from transformers import AutoConfig, AutoModel
+    from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
 
     torch.manual_seed(0)
-    tokenizer = unigram_tokenizer(shape.vocabulary)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=unigram_tokenizer(shape.vocabulary),
+        bos_token="<s>",
+        cls_token="<s>",
+        eos_token="</s>",
+        sep_token="</s>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        mask_token="<mask>",
+        model_max_length=8192,
+    )
     options = {} if shape.family == "modernbert" else {"type_vocab_size": 1}
     config = AutoConfig.for_model(
         shape.family,
@@ -90,50 +96,6 @@ def save_colbert(folder: Path, shape: Shape) -> str:
     modules = [Transformer(str(backbone)), projection, Normalize(module_input_name="token_embeddings")]
     MultiVectorEncoder(modules=modules, device="cpu").save_pretrained(str(folder / "saved"))
     return str(folder / "saved")
-
-
-def unigram_tokenizer(size: int) -> Any:
-    """A tokeniser of `size` pieces that works as XLM-RoBERTa's: the default model's words, with and without
-    a space before them, then random pieces, from likely to unlikely."""
-    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    specials = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
-    known = AutoTokenizer.from_pretrained(embedded_model_path()).get_vocab()
-    words = [word for word in sorted(known, key=known.__getitem__) if word.isalpha()]
-    draw = random.Random(0)
-    drawn = ("".join(draw.choices(ascii_lowercase, k=draw.randint(2, 9))) for _ in itertools.count())
-    pieces = itertools.chain(
-        specials,
-        ascii_lowercase,
-        digits,
-        punctuation,
-        "\u2581",
-        (f"\u2581{word}" for word in words),
-        words,
-        drawn,
-    )
-    ranked = list(itertools.islice(dict.fromkeys(itertools.islice(pieces, 2 * size + 100)), size))
-    scores = [(piece, 0.0 if piece in specials else -math.log(rank + 2)) for rank, piece in enumerate(ranked)]
-    tokenizer = Tokenizer(models.Unigram(scores, unk_id=specials.index("<unk>")))
-    tokenizer.normalizer = normalizers.NFKC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A </s>",
-        pair="<s> $A </s> </s> $B </s>",
-        special_tokens=[("<s>", 0), ("</s>", 2)],
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<s>",
-        cls_token="<s>",
-        eos_token="</s>",
-        sep_token="</s>",
-        pad_token="<pad>",
-        unk_token="<unk>",
-        mask_token="<mask>",
-        model_max_length=8192,
-    )
 
 
 async def measure_serving(

@@ -34,7 +34,7 @@ def maxsim_spans_triton(
     order, groups = group_by_query_length(np.diff(queries.offsets)[indices[:, 0]])
     if order is not None:
         indices = indices[order]
-    bounds = _bounds(queries, documents, indices)
+    bounds = bounds_of(queries, documents, indices)
     back = np.empty(0, dtype=np.int32) if order is None else np.argsort(order).astype(np.int32)
     together = to_device(np.concatenate([bounds.reshape(-1), back]), device)
     # The kernel multiplies numbers of one precision, int8 aside.
@@ -50,7 +50,7 @@ def maxsim_spans_triton(
     return scores if order is None else scores[together[bounds.size :]]
 
 
-def _bounds(queries: Ragged, documents: Spans, pairs: NDArray[np.int64]) -> NDArray[np.int32]:
+def bounds_of(queries: Ragged, documents: Spans, pairs: NDArray[np.int64]) -> NDArray[np.int32]:
     """The table of `Pairs.bounds`: [pairs, 4]."""
     query, document = pairs.T
     columns = (
