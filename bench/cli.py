@@ -218,15 +218,17 @@ def bench_prefix(documents: int, share: float, rounds: int, json_file: str | Non
     type=int,
     default=250_000,
     show_default=True,
-    help="Entries of the synthetic vocabulary, without a path.",
+    help="Size of the synthetic vocabulary, used without PATH.",
 )
-@click.option("--threads", default="1,2,4", show_default=True, help="Numbers of threads.")
+@click.option(
+    "--threads", default="1,2,4", show_default=True, help="Numbers of threads, separated by commas."
+)
 @click.option("--rounds", type=int, default=5, show_default=True, help="Rounds; medians are reported.")
 @click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
 def bench_tokenizer(
     path: str | None, entries: int, threads: str, rounds: int, json_file: str | None
 ) -> None:  # fmt: skip
-    """Tokens a second of the tokenizer.json at PATH, or of a large Unigram vocabulary, by threads."""
+    """Tokens a second of the tokenizer.json at PATH, or of a large synthetic Unigram vocabulary."""
     from maxsimd.bench.tokenizer import measure_tokenizer
 
     numbers = [int(number) for number in threads.split(",")]

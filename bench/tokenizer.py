@@ -20,7 +20,7 @@ from maxsimd.bench.datasets import docstring_pairs
 from maxsimd.engine.checkpoint.embedded import embedded_model_path
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
 
-# As an H100 has run XLM-RoBERTa-large.
+# About the speed of XLM-RoBERTa large on an H100.
 GPU_TOKENS_A_SECOND = 700_000
 _TEXTS = 400
 _PARALLELISM = "TOKENIZERS_PARALLELISM"
@@ -57,8 +57,8 @@ def measure_tokenizer(
     path: str | None, entries: int, threads: Sequence[int], rounds: int
 ) -> dict[str, float]:
     """Tokens a second of the tokenizer.json at `path`, or of a synthetic one, with these numbers of threads;
-    in each, requests of one text follow each other. `batches_per_s` is one thread that is given all texts at
-    once: the tokenizers library then takes as many cores as there are."""
+    in each, requests of one text follow each other. `batched_tokens_per_s` is of one thread that is given all
+    texts at once: the tokenizers library then takes as many cores as there are."""
     texts = [pair.document for pair in docstring_pairs()]
     texts = [texts[number % len(texts)] for number in range(_TEXTS)]
     backend: Any = unigram_tokenizer(entries) if path is None else Tokenizer.from_file(path)
@@ -77,7 +77,7 @@ def measure_tokenizer(
     started = time.perf_counter()
     for _ in range(rounds):
         tokenizer.encode(texts, "text")
-    figures["batches_per_s"] = round(rounds * num_tokens / (time.perf_counter() - started))
+    figures["batched_tokens_per_s"] = round(rounds * num_tokens / (time.perf_counter() - started))
     figures["threads_for_a_gpu"] = math.ceil(GPU_TOKENS_A_SECOND / alone)
     return figures
 

@@ -14,9 +14,9 @@ _MAX_STEPS_AHEAD = 4
 
 
 def size_class(tokens: int, budget: int) -> int:
-    """The class of a request that has `tokens` left: class n is from 2**(n - 1) to 2**n tokens. All that are
-    less than half the `budget` of a step are of one class, because a step runs several of them: if the
-    smaller ones passed, the larger ones would be late and nobody much earlier."""
+    """The size class of a request with `tokens` left: class n has 2**(n - 1) to 2**n - 1 tokens. That of half
+    the `budget` of a step and all below it are one class: about all that fit into a step. If the smaller of
+    them passed the others, these would be late and nobody much earlier."""
     return max(tokens, budget // 2).bit_length()
 
 

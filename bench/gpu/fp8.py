@@ -1,4 +1,5 @@
-"""What products in fp8 would do to a ranking: `python -m maxsimd.bench.gpu.fp8`. Needs no GPU.
+"""Emulates products in fp8 and measures how much they change rankings: `python -m maxsimd.bench.gpu.fp8`.
+Needs no GPU.
 
 Each linear layer of the default model rounds its input by rows and its weight by outputs to float8_e4m3fn,
 as `torch._scaled_mm` has them on a Hopper, and multiplies the rounded numbers in float32. Beside it, the same

@@ -18,7 +18,7 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of an encoder with a projection: `family` is its type in transformers."""
+    """The shape of an encoder with a projection; `family` is its type in transformers."""
 
     family: str = "jina_embeddings_v3"
     layers: int = 24
@@ -53,7 +53,7 @@ WORKLOADS = (
 
 def save_colbert(folder: Path, shape: Shape) -> str:
     """Saves a multi-vector model of a shape as sentence-transformers does, with random weights in bfloat16
-    and a Unigram tokeniser."""
+    and a Unigram tokenizer."""
     import torch
     from sentence_transformers import MultiVectorEncoder
     from sentence_transformers.base.modules import Dense, Normalize, Transformer

@@ -68,12 +68,12 @@ class ScoringActor(Actor[ScoringMessage]):
 
 
 def record_arrival(device: torch.device) -> Arrival | None:
-    """The moment at which all work launched on a CUDA device so far is done; None for a CPU, where it is, and
-    for other devices, for which `to_host` has waited. Whoever waits for it sleeps."""
+    """An event that completes when all work launched on a CUDA device so far is done. None for a CPU, where
+    it is, and for other devices, for which `to_host` has waited. Waiting for it sleeps and does not spin."""
     if device.type != "cuda":
         return None
     # Waiting for another kind of event keeps a core busy.
     event = torch.cuda.Event(blocking=True)
-    # The stream of the thread's current device may be another's, which is idle.
+    # By its device: the current stream may belong to another GPU.
     event.record(torch.cuda.current_stream(device))
     return event

@@ -9,13 +9,11 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import version
 from operator import itemgetter
 from typing import Any
 
 import torch
 
-from maxsimd import __version__
 from maxsimd.engine.cache.entry import Precision
 from maxsimd.engine.checkpoint import LoadedModel, RoleRules
 from maxsimd.engine.checkpoint.heads import FirstColumns, ModuleHead, head_tensors, modules_of
@@ -23,6 +21,7 @@ from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.ops import cpu as kernels
 from maxsimd.engine.ops.cpu import int8_linear
 from maxsimd.engine.ops.cpu.instruction_sets import in_words
+from maxsimd.engine.versions import versions_of
 from maxsimd.pooling.methods import Head
 from maxsimd.pooling.sparse import WordsHead
 
@@ -39,8 +38,8 @@ _NAMES_IN_CONFIG = frozenset(
         "transformers_version",
     }
 )
-# Libraries that take part, with ours, in making an embedding. Another version may make other bits.
-_LIBRARIES = ("torch", "transformers", "sentence-transformers", "tokenizers")
+# Libraries that take part in making an embedding. Another version may make other bits.
+_LIBRARIES = ("maxsimd", "torch", "transformers", "sentence-transformers", "tokenizers")
 
 # Weights are hashed in blocks of this many bytes, on as many threads as torch computes with.
 _BLOCK = 32 * 1024 * 1024
@@ -87,7 +86,7 @@ def ingredients(
         "packing": config.packing,
         "fused head": _fused_head(config, device),
         "device": _device(device),
-        "versions": [__version__, *map(version, _LIBRARIES)],
+        "versions": versions_of(_LIBRARIES),
     }
     return {
         "weights": digest_tensors(sorted(backbone.named_parameters(), key=itemgetter(0))),

@@ -66,12 +66,16 @@ def _with_token_rows(model: LoadedModel) -> LoadedModel:
     lacking = [tokenizer.id_to_token(token_id) for token_id in sorted(around) if token_id >= rows]
     if lacking:
         raise ModelLoadError(
-            f"{model.name!r} puts {', '.join(map(repr, lacking))} into texts, for which it has no embedding: "
-            f"it has {rows}; use the tokenizer that it was saved with"
+            f"the tokenizer of {model.name!r} puts {', '.join(map(repr, lacking))} into every text, but the "
+            f"model has only {rows} embeddings; use the tokenizer that the model was saved with"
         )
     extra = sum(token_id >= rows for token_id in tokenizer.get_added_tokens_decoder())
     if extra:
-        log.warning("texts with one of %d tokens that have no embedding in %s are refused", extra, model.name)
+        log.warning(
+            "%s has no embedding for %d of the tokens that its tokenizer has added; texts with one are refused",
+            model.name,
+            extra,
+        )
     return replace(model, token_rows=rows)
 
 

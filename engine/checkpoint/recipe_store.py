@@ -13,18 +13,17 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
 
-from maxsimd import __version__
 from maxsimd.engine.checkpoint.embedded import NAME, embedded_model_path
 from maxsimd.engine.checkpoint.files import CheckpointFiles, find_file, read_files
 from maxsimd.engine.checkpoint.recipe import Recipe
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.models.bert import ENCODERS
+from maxsimd.engine.versions import versions_of
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ _IRRELEVANT = frozenset(
         *("cache_disk_mb", "cache_precision", "threads", "tokenizer_threads", "hybrid_weights"),
     }
 )
-_LIBRARIES = ("torch", "transformers", "sentence-transformers", "tokenizers", "safetensors")
+_LIBRARIES = ("maxsimd", "torch", "transformers", "sentence-transformers", "tokenizers", "safetensors")
 # Files of a checkpoint that nobody reads who loads it with safetensors.
 _UNREAD = re.compile(r"\.(md|onnx|onnx_data|bin|pt|h5|msgpack|ot|tflite|xml|png|jpe?g|gguf)$|^LICENSE")
 _UNREAD_FOLDERS = frozenset({"onnx", "openvino", "coreml"})
@@ -164,7 +163,7 @@ def _content(folder: Path, config: EngineConfig) -> str | None:
     options = [(each.name, getattr(config, each.name)) for each in fields(config)]
     digest.update(repr([each for each in options if each[0] not in _IRRELEVANT]).encode())
     # The build of torch ("+cpu") makes no difference to what is read.
-    versions = [__version__, *(version(name).partition("+")[0] for name in _LIBRARIES)]
+    versions = [version.partition("+")[0] for version in versions_of(_LIBRARIES)]
     digest.update(repr(versions).encode())
     left = _MOST_BYTES
     try:

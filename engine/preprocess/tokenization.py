@@ -257,8 +257,7 @@ class TextTokenizer:
         if self._rows is not None and len(ids) and ids.max() >= self._rows:
             token = self.token(int(ids.max()))
             raise InvalidRequestError(
-                f"{name} holds {token!r}, a token of the tokenizer for which the model has no embedding; "
-                "leave it out",
+                f"{name} holds the token {token!r}, for which the model has no embedding; leave it out",
                 param,
             )
         return ids

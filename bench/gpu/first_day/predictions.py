@@ -103,7 +103,7 @@ PREDICTIONS = (
     _least(f"{_COLBERT}: {_FASTER}", "times", 1.0, 1.0, _AIM),
     _most(f"{_COLBERT}, in int8: maxsimd_ms", "ms", 0.105, 0.09),
     _least(f"{_COLBERT}, in int8: {_FASTER}", "times", 1.0, 1.0, _AIM),
-    # 134 GFLOP; the maxima of a tile are taken while the next one is multiplied.
+    # 134 GFLOP. Predicted for a kernel that compared one tile while it multiplied the next; it was deleted.
     _most(f"{_COLPALI}: maxsimd_ms", "ms", 0.195, 0.195),
     _least(f"{_COLPALI}: {_FASTER}", "times", 1.3, 1.3, _AIM),
     _most(f"{_COLPALI}, in int8: maxsimd_ms", "ms", 0.21, 0.21),

@@ -1,4 +1,5 @@
-"""The steps of a day on a GPU, which together take nine and a half minutes at most."""
+"""The steps of a day on a GPU, the most important first: all together may take nine and a half minutes, after
+which the last ones are cut short."""
 
 import sys
 

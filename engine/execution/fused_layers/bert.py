@@ -105,8 +105,8 @@ def fused_self_attention(module: Any) -> FusedSelfAttention | None:
 
 
 def fused_intermediate(module: Any) -> FusedIntermediate | None:
-    """What replaces the module that begins the feed-forward of BERT's structure, where its product may
-    compute the exact GELU; None for any other module."""
+    """A fused first product with exact GELU for the module that begins the feed-forward of BERT's structure;
+    None for any other module, and where that is not faster or less exact."""
     if _children(module) != {"dense", "intermediate_act_fn"} or not is_plain(module.dense):
         return None
     if not is_exact_gelu(module.intermediate_act_fn):

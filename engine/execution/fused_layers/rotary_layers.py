@@ -1,12 +1,13 @@
-"""Whole layers with rotary positions in about nine launches: norm; one product for queries, keys and values;
-rotation, and the norm of heads; attention; the output product; sum and norm; the first product of the
-feed-forward; its activation; and the last product, with the sum. transformers takes 23 to 80.
+"""Runs a whole layer with rotary positions in about 9 launches, or 12 with norms on both sides: norm; one
+product for queries, keys and values; rotation, and the norm of heads; attention; the output product; sum and
+norm; the first product of the feed-forward; its activation; and the last product, with the sum. transformers
+takes 22 to 82.
 
 The norms stand before the parts (Qwen3, Llama, Gemma, ModernBERT), after the sums (jina-embeddings-v3, gte,
 nomic-bert), or on both sides of the parts (Gemma3). They are LayerNorm or RMSNorm, and the feed-forward is
 gated or plain.
 
-The residual is changed where it is only where this layer has made it: what a layer is given stays as it was.
+A layer updates its residual in place only if it made that tensor; its input is never changed.
 """
 
 from collections.abc import Sequence
@@ -211,7 +212,7 @@ class FusedRotaryLayer(nn.Module):
 
     def __init__(self, replaced: nn.Module, parts: _Parts, asked: QKV) -> None:
         super().__init__()
-        # What models read of their layers: ModernBERT the type of attention, by which it chooses positions.
+        # Models read these from their layers: ModernBERT chooses positions by the type of attention.
         for name, setting in vars(replaced).items():
             if isinstance(setting, (bool, int, str)) and not name.startswith("_"):
                 setattr(self, name, setting)
@@ -274,7 +275,9 @@ class FusedRotaryLayer(nn.Module):
         rows = len(product)
         cos, sin = position_embeddings
         if cos.shape != (1, rows, self.head_dim) or sin.shape != cos.shape:
-            raise ValueError(f"rotary embeddings of shape {tuple(cos.shape)} are not taken")
+            raise ValueError(
+                f"rotary embeddings must be of shape {(1, rows, self.head_dim)}, not {tuple(cos.shape)}"
+            )
         norms = None
         if self.q_norm is not None:
             norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.epsilon)
@@ -284,7 +287,8 @@ class FusedRotaryLayer(nn.Module):
 
 
 def fused_rotary_layer(layer: Any) -> FusedRotaryLayer | None:
-    """What replaces a layer of this structure; None for any other module."""
+    """A fused layer that gives the same results, or None if the structure is unknown or the results
+    differ."""
     parts = _parts_of(layer)
     if parts is None:
         return None
@@ -379,7 +383,7 @@ def _wide_of(up: tuple[nn.Linear, ...], activation: nn.Module | None, inner: int
 
 
 def _activation_name(module: nn.Module | None) -> Any:
-    """What the kernel calls an activation, found by trying it; None for any other."""
+    """The kernel's name for an activation, found by comparing outputs; None if it has none."""
     from maxsimd.engine.ops.triton.swiglu import ACTIVATIONS, activated_reference
 
     if module is None:
@@ -398,7 +402,7 @@ def _joined(layers: tuple[nn.Linear, ...]) -> nn.Module:
 
 
 def _norm_of(module: Any) -> _LayerNorm | _RMSNorm | None:
-    """What replaces a LayerNorm, or an RMSNorm that has one weight for each column, to which it may add one;
+    """Our version of a LayerNorm, or of an RMSNorm with one weight for each column, to which it may add one;
     None for any other module."""
     from maxsimd.engine.ops.triton.rms_norm import rms_norm_reference
 

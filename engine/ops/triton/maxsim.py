@@ -140,8 +140,10 @@ def _aligned(rows: torch.Tensor) -> torch.Tensor:
 
 def _check_types(queries: torch.Tensor, documents: torch.Tensor, scales: torch.Tensor | None) -> None:
     if scales is not None:
-        if documents.dtype != torch.int8 or not queries.dtype.is_floating_point:
+        if documents.dtype != torch.int8:
             raise ValueError(f"documents with scales must be int8, not {documents.dtype}")
+        if not queries.dtype.is_floating_point:
+            raise ValueError(f"queries must be floating point numbers, not {queries.dtype}")
     elif documents.dtype != queries.dtype:
         raise ValueError(
             f"queries are {queries.dtype} and documents {documents.dtype}: convert either to the other"

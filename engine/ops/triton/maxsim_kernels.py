@@ -235,7 +235,7 @@ def maxsim_kernel(  # type: ignore[no-untyped-def]
                 DIM, DOCUMENT_ALIGNMENT, BLOCK_D, BLOCK_Q, BLOCK_DIM, FOLD,
             )  # fmt: skip
 
-    # Compared anew: through the loop, the first comparison would keep registers.
+    # Computed again, to free registers during the loop.
     in_query = token < query_stop - query_start
     of_token = tl.where(in_query, _largest(best, 0), 0.0)
     score = tl.where(document_start == document_stop, EMPTY, tl.sum(of_token, axis=0))

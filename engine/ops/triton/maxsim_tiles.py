@@ -32,8 +32,8 @@ QUERY_CLASSES = (32, 64, 128)
 
 # By tensor cores and shared memory: the tiles for queries up to their `query` tokens, the last for longer
 # ones. For short queries, more programs on a multiprocessor help more than more tiles on their way: their
-# loads then fill the memory's bandwidth. An H200 was slower where a tile's products were compared while the
-# next one was multiplied, which takes registers for both: by 40% with 256 query tokens.
+# loads then fill the memory's bandwidth. On an H200, comparing one tile while multiplying the next was
+# slower: it needs registers for both (docs/performance.md).
 #
 # Hopper multiplies 64 rows at least, with operands from shared memory: document tokens are its rows. Products
 # with 256 columns read the fewest bytes of shared memory for what they multiply; those of 64 columns would be
@@ -44,7 +44,7 @@ _HOPPER = (
     Tiles(128, 64, 128, 4, 3, 2),
     Tiles(256, 64, 128, 4, 3, 2),
 )
-# Of int8 documents, which are read in half the time, three tiles on their way were faster.
+# int8 documents are read in half the time: three tiles on their way were faster.
 _HOPPER_UNPACKED = tuple(replace(tiles, stages=3) for tiles in _HOPPER[:3])
 # A thread gets a row of products, whose two halves are of the same document token.
 _BLACKWELL = (Tiles(32, 64, 128, 4, 3, 1), Tiles(64, 64, 128, 4, 3, 1), Tiles(128, 64, 128, 8, 3, 1))

@@ -43,7 +43,7 @@ async def test_a_text_with_such_a_token_is_refused(
     engine = Engine(EngineConfig(model=with_extra_token(checkpoints, build, tmp_path)))
     async with engine:
         assert engine.model.token_rows is not None
-        assert "texts with one of 1 tokens that have no embedding" in caplog.text
+        assert "has no embedding for 1 of the tokens that its tokenizer has added" in caplog.text
         good = await engine.score("a query", ["a document", "another"])
         refused = [
             engine.score(f"a {EXTRA} query", ["a document"]),
@@ -58,12 +58,12 @@ async def test_a_text_with_such_a_token_is_refused(
             return_exceptions=True,
         )
         assert all(isinstance(error, InvalidRequestError) for error in errors), errors
-        assert "documents[1] holds '<extra>', a token of the tokenizer" in str(errors[1])
+        assert "documents[1] holds the token '<extra>', for which" in str(errors[1])
         assert {error.param for error in errors[:3]} == {"queries", "documents"}
         assert beside.scores == pytest.approx(good.scores, abs=1e-4)
         some = await engine.score("a query", [EXTRA, "a document", "another"], on_error="report")
         assert some.scores[1:] == pytest.approx(good.scores, abs=1e-4)
-        assert "documents[0] holds '<extra>'" in some.errors[0]
+        assert "documents[0] holds the token '<extra>'" in some.errors[0]
         assert EXTRA in engine.tokenizer.decode([engine.model.token_rows]), "it is still a token"
 
 
@@ -73,7 +73,7 @@ async def test_over_http_the_answer_says_which_text(checkpoints: SharedCheckpoin
         caller = Caller(engine)
         status, error = await caller.error("/rerank", {"query": "q", "documents": ["fine", f"not {EXTRA}"]})
         assert status == 400
-        assert "documents[1] holds '<extra>'" in error["message"]
+        assert "documents[1] holds the token '<extra>'" in error["message"]
         assert len((await caller.json("/rerank", {"query": "q", "documents": ["fine"]}))["results"]) == 1
         assert "tokens" in await caller.json("/tokenize", {"text": EXTRA})
 
@@ -87,7 +87,7 @@ async def test_a_tokenizer_that_puts_such_a_token_into_all_texts_is_refused(
         single=f"$A {EXTRA}", special_tokens=[(EXTRA, tokenizer.token_to_id(EXTRA))]
     )
     tokenizer.save(str(folder / "tokenizer.json"))
-    with pytest.raises(ModelLoadError, match="puts '<extra>' into texts, for which it has no embedding"):
+    with pytest.raises(ModelLoadError, match="puts '<extra>' into every text, but the model has only"):
         await Engine(EngineConfig(model=str(folder))).start()
 
 
