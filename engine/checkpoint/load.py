@@ -72,7 +72,7 @@ def _with_token_rows(model: LoadedModel) -> LoadedModel:
     extra = sum(token_id >= rows for token_id in tokenizer.get_added_tokens_decoder())
     if extra:
         log.warning(
-            "%s has no embedding for %d of the tokens that its tokenizer has added; texts with one are refused",
+            "%s has no embedding for %d of the tokens that its tokenizer adds; texts with one are refused",
             model.name,
             extra,
         )

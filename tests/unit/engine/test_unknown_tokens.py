@@ -43,7 +43,7 @@ async def test_a_text_with_such_a_token_is_refused(
     engine = Engine(EngineConfig(model=with_extra_token(checkpoints, build, tmp_path)))
     async with engine:
         assert engine.model.token_rows is not None
-        assert "has no embedding for 1 of the tokens that its tokenizer has added" in caplog.text
+        assert "has no embedding for 1 of the tokens that its tokenizer adds" in caplog.text
         good = await engine.score("a query", ["a document", "another"])
         refused = [
             engine.score(f"a {EXTRA} query", ["a document"]),

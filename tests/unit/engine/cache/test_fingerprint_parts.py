@@ -270,7 +270,7 @@ def test_kernels_and_processor_tell_machines_apart(plain: Given, monkeypatch: py
 def test_every_library_is_told_apart_by_its_version(plain: Given, monkeypatch: pytest.MonkeyPatch) -> None:
     def versions(newer: str) -> bytes:
         new = {newer: "2"}
-        monkeypatch.setattr("maxsimd.engine.cache.fingerprint.version", lambda library: new.get(library, "1"))
+        monkeypatch.setattr("maxsimd.engine.versions.version", lambda library: new.get(library, "1"))
         return plain.ingredients()["versions"]
 
     libraries = ("maxsimd", "torch", "transformers", "sentence-transformers", "tokenizers", "none")

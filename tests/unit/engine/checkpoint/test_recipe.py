@@ -141,7 +141,7 @@ def test_files_options_and_versions_change_the_key(folder: Path, monkeypatch: py
     keys.append(_key(folder))
     _save(tensors | {"more": torch.zeros(1)}, folder)
     keys.append(_key(folder))
-    monkeypatch.setattr("maxsimd.engine.checkpoint.recipe_store.version", lambda name: "0.0.1")
+    monkeypatch.setattr("maxsimd.engine.versions.version", lambda name: "0.0.1")
     keys.append(_key(folder))
     assert len(set(keys)) == len(keys)
 
