@@ -185,8 +185,8 @@ class EngineConfig:
     )
     tokenizer_threads: int | None = option(
         None,
-        "Threads for tokenisation and other work that blocks; by default 2 on a CPU, and beside a GPU a "
-        "half of the cores, at least 2.",
+        "Threads for tokenization and other work that blocks; by default 2 on a CPU, and beside a GPU half "
+        "of the cores, or of `threads`, at least 2.",
     )
     trust_remote_code: bool = option(False, "Run Python code that comes with the checkpoint.")
     allow_pickle: bool = option(

@@ -14,10 +14,10 @@ _MAX_STEPS_AHEAD = 4
 
 
 def size_class(tokens: int, budget: int) -> int:
-    """The size class of a request with `tokens` left: class n has 2**(n - 1) to 2**n - 1 tokens. That of half
-    the `budget` of a step and all below it are one class: about all that fit into a step. If the smaller of
-    them passed the others, these would be late and nobody much earlier."""
-    return max(tokens, budget // 2).bit_length()
+    """The size class of a request with `tokens` left: 0 for those of less than half the `budget` of a step, 1
+    for less than a whole step, 2 for less than two, 3 for less than four, and so on. A step runs several of
+    the smallest: if some of them passed the others, these would be late and nobody much earlier."""
+    return (2 * tokens // max(1, budget)).bit_length()
 
 
 class _Group:

@@ -52,9 +52,16 @@ def _with_token_rows(model: LoadedModel) -> LoadedModel:
     tokenizer = model.tokenizer.backend_tokenizer
     if rows is None:
         return model
-    around = {*tokenizer.encode("a").ids}
+    encodings = [tokenizer.encode("a")]
     if not model.encodes_apart:
-        around |= {*tokenizer.encode("a", "b").ids}
+        encodings.append(tokenizer.encode("a", "b"))
+    # Without padding, which a step does not have.
+    around = {
+        token_id
+        for encoding in encodings
+        for token_id, is_seen in zip(encoding.ids, encoding.attention_mask, strict=True)
+        if is_seen
+    }
     for role in (model.query, model.document, model.text):
         around |= {
             int(each)

@@ -23,10 +23,11 @@ class Cores:
         return self.affinity if self.quota is None else max(1, min(self.affinity, int(self.quota)))
 
 
-def tokenizer_threads(device_type: str, cores: Cores) -> int:
-    """How many threads tokenize where nobody said. On a CPU the model needs the cores; beside a GPU, which
-    is faster than two threads with a large vocabulary (`maxsimd bench tokenizer`), half of them."""
-    return 2 if device_type == "cpu" else max(2, cores.threads // 2)
+def tokenizer_threads(device_type: str, threads: int) -> int:
+    """How many threads tokenize where nobody said, of an engine that may take this many. On a CPU the model
+    needs the cores; beside a GPU, which is faster than two threads with a large vocabulary (`maxsimd bench
+    tokenizer`), it is half of them."""
+    return 2 if device_type == "cpu" else max(2, threads // 2)
 
 
 def usable_cores() -> Cores:

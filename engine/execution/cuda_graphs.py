@@ -150,12 +150,13 @@ class GraphedRunner:
         graph = StaticGraph(runner, static, batch, self._hidden[: size.rows], recorder)
         replay = recorder.cost(graph.again).times.device
         least = least_tokens(size.rows, eager.times.host, replay)
-        self.launch_tokens = max(self.launch_tokens, int(size.rows * eager.times.host / max(replay, 1e-3)))
         self._graphs[size] = _Graph(graph, least)
         mismatch = self._mismatch(graph, steps, exact)
         if mismatch is not None:
             del self._graphs[size]
-        return mismatch
+            return mismatch
+        self.launch_tokens = max(self.launch_tokens, int(size.rows * eager.times.host / max(replay, 1e-3)))
+        return None
 
     def _mismatch(
         self, graph: StaticGraph, steps: Sequence[Step], exact: Sequence[torch.Tensor]

@@ -19,7 +19,8 @@ from maxsimd.engine.execution.attention.select import choose_attention
 from maxsimd.engine.execution.attention.torch_grouped import GroupedBackend
 from maxsimd.engine.execution.budget import step_tokens
 from maxsimd.engine.execution.cuda_graphs import GraphedRunner, with_graphs
-from maxsimd.engine.execution.fused_layers import fuse
+from maxsimd.engine.execution.devices import use_device
+from maxsimd.engine.execution.fused_layers import Fused, fuse
 from maxsimd.engine.execution.modes import (
     OneByOne,
     Packed,
@@ -37,7 +38,7 @@ from maxsimd.engine.execution.selfcheck.rules import why_not_float16
 from maxsimd.engine.execution.selfcheck.sample_layers import sample_layers
 from maxsimd.engine.execution.selfcheck.samples import Sample, make_samples
 from maxsimd.engine.execution.selfcheck.threads import one_thread
-from maxsimd.engine.execution.weights import lay_out_weights, why_not_fused, why_not_replaced
+from maxsimd.engine.execution.weights import lay_out_weights, proven_fused, why_not_replaced
 from maxsimd.engine.ops import triton as triton_ops
 from maxsimd.engine.ops.nvidia import runs_plain_torch
 from maxsimd.scheduler import Sequence as TokenSequence
@@ -101,6 +102,7 @@ def _prepare(model: LoadedModel, config: EngineConfig, device: torch.device) -> 
             device,
         )
     backend = choose_attention(config.attention, model, device, dtype, compiled)
+    use_device(device)
     started = time.perf_counter()
     with one_thread(), _samples(model) as (samples, layers):
         if runs_plain_torch(device):
@@ -109,9 +111,10 @@ def _prepare(model: LoadedModel, config: EngineConfig, device: torch.device) -> 
         in_proof = _in_float32(backend)
         execution = choose_execution(model, device, in_proof, samples, config.packing == "auto")
         fused = isinstance(execution, Packed) and _may_fuse(config, device)
-        mismatch = None
+        mismatch: str | None = None
+        fusible: frozenset[Fused] | str = ""
         if fused:
-            mismatch = why_not_fused(model, make_runner(execution, model, device, in_proof), samples)
+            fusible = proven_fused(model, make_runner(execution, model, device, in_proof), samples)
         elif not isinstance(execution, OneByOne) and device.type == "cpu":
             runner = make_runner(execution, model, device, in_proof)
             mismatch = why_not_replaced(model, runner, samples, compiled)
@@ -122,7 +125,7 @@ def _prepare(model: LoadedModel, config: EngineConfig, device: torch.device) -> 
         cast(module, dtype)
     quantized = 0
     if fused:
-        _fuse(model, mismatch)
+        _fuse(model, fusible)
     elif mismatch is None:
         quantized = lay_out_weights(model, device, dtype, config, compiled)
     elif config.quantization == "int8":
@@ -173,12 +176,12 @@ def _may_fuse(config: EngineConfig, device: torch.device) -> bool:
     return config.kernels == "auto" and config.quantization == "none" and triton_ops.runs_on(device)
 
 
-def _fuse(model: LoadedModel, mismatch: str | None) -> None:
-    """Fuses the layers of a backbone that is as it will run, unless it does not give the same with them."""
-    if mismatch is None:
-        log.debug("%d modules are fused", fuse(model.backbone))
+def _fuse(model: LoadedModel, fusible: frozenset[Fused] | str) -> None:
+    """Fuses the layers of a backbone that is as it will run, of the kinds that may be, or says why not."""
+    if isinstance(fusible, str):
+        log.warning("layers are not fused, which is slower: %s", fusible)
     else:
-        log.warning("layers are not fused, which is slower: %s", mismatch)
+        log.debug("%d modules are fused", len(fuse(model.backbone, fusible)))
 
 
 def _refuse_quantization(config: EngineConfig, device: torch.device) -> None:

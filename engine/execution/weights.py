@@ -13,7 +13,7 @@ from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.checkpoint.heads import modules_of
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.execution import int8, linear, torch_linear, towers
-from maxsimd.engine.execution.fused_layers import fuse
+from maxsimd.engine.execution.fused_layers import Fused, fuse
 from maxsimd.engine.execution.packed_runner import ModelRunner
 from maxsimd.engine.execution.selfcheck.proof import compare, compare_in_parts, pooler_for
 from maxsimd.engine.execution.selfcheck.samples import Sample
@@ -39,14 +39,16 @@ def why_not_replaced(
     return None if comparison.agrees else f"results differ: {comparison}"
 
 
-def why_not_fused(model: LoadedModel, runner: ModelRunner, samples: Sequence[Sample]) -> str | None:
-    """None if the model, in float32, gives the expected items for the samples with its layers fused, cut
-    sequences and shared prefixes included where it is run so; else a description of the mismatch. Leaves all
-    as it was."""
+def proven_fused(
+    model: LoadedModel, runner: ModelRunner, samples: Sequence[Sample]
+) -> frozenset[Fused] | str:
+    """The kinds of modules that can be fused if the model, in float32, gives the expected items for the
+    samples with them, cut sequences and shared prefixes included where it is run so; else a description of
+    the mismatch. Leaves all as it was."""
     pooler = pooler_for(model.tasks)
     try:
         with _restored([model.backbone]):
-            fuse(model.backbone)
+            kinds = frozenset(fuse(model.backbone))
             comparisons = [compare(runner, pooler, samples)]
             if runner.chunked:
                 longest = max(samples, key=lambda sample: len(sample.sequence))
@@ -54,7 +56,7 @@ def why_not_fused(model: LoadedModel, runner: ModelRunner, samples: Sequence[Sam
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     mismatches = [str(comparison) for comparison in comparisons if not comparison.agrees]
-    return f"results differ: {mismatches[0]}" if mismatches else None
+    return f"results differ: {mismatches[0]}" if mismatches else kinds
 
 
 def lay_out_weights(

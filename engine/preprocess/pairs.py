@@ -172,7 +172,7 @@ def _shared_prefixes(
 
 def shared_tokens(ids: TokenIds, prefix: TokenIds) -> int:
     """How many tokens a pair shares with all others that begin with `prefix`; 0 where it begins otherwise,
-    has none of its own, or sharing is not worth it. Depends on nothing but the pair."""
+    has none of its own, or its prefix is too short to be shared. Depends on nothing but the pair."""
     length = len(prefix)
     if length < SHORTEST_PREFIX or len(ids) <= length or not np.array_equal(ids[:length], prefix):
         return 0

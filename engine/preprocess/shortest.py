@@ -4,7 +4,7 @@ Asked at start, so that a budget or a length that is too small is refused there 
 """
 
 from maxsimd.engine.checkpoint import LoadedModel
-from maxsimd.engine.errors import ModelLoadError
+from maxsimd.engine.errors import InvalidRequestError, ModelLoadError
 from maxsimd.engine.preprocess.choice import score_strategy
 from maxsimd.engine.preprocess.long_inputs import LengthLimits
 from maxsimd.engine.preprocess.single_texts import TextStrategy
@@ -13,8 +13,13 @@ from maxsimd.engine.preprocess.tokenization import TextTokenizer
 
 def check_room(model: LoadedModel, tokenizer: TextTokenizer, budget: int, chunked: bool) -> None:
     """Raises ModelLoadError where the shortest sequence of some kind is longer than the model takes, or,
-    unless it can be run in chunks, than a step's `budget` of tokens."""
-    for kind, tokens in shortest_sequences(model, tokenizer).items():
+    unless it can be run in chunks, than a step's `budget` of tokens; and where its template has tokens
+    without an embedding."""
+    try:
+        shortest_of = shortest_sequences(model, tokenizer)
+    except InvalidRequestError as error:
+        raise ModelLoadError(f"what {model.name!r} puts around texts cannot be run: {error}") from error
+    for kind, tokens in shortest_of.items():
         shortest = f"{kind} of {model.name!r} has at least {tokens} tokens with all that stands around it"
         if tokens > model.max_tokens:
             raise ModelLoadError(

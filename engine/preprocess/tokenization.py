@@ -139,14 +139,14 @@ class TextTokenizer:
             yield_to_smaller()
             for first in self._encode_batch(part, param):
                 rest, name = rests.popleft()
-                read = [self._ids(first, param, name)]
+                read = [_ids(first)]
                 num_tokens = len(read[0])
                 while (most is None or num_tokens < most) and (piece := next(rest, None)):
                     yield_to_smaller()
                     (encoding,) = self._encode_batch([piece], param)
-                    read.append(self._ids(encoding, param, name))
+                    read.append(_ids(encoding))
                     num_tokens += len(read[-1])
-                token_ids.append(_joined(read, most, side))
+                token_ids.append(self._known(_joined(read, most, side), param, name))
         return token_ids
 
     def encode_around(
@@ -167,15 +167,15 @@ class TextTokenizer:
                 continue
             yield_to_smaller()
             (encoding,) = self._encode_batch([text[start:stop]], param, complete=True)
-            ids = self._ids(encoding, param, name or param)
+            ids = _ids(encoding)
             first, last = _holding(encoding.offsets, span.start - start, span.stop - start)
             parts.append((ids[:first], ids[first:last], ids[last:], _spans(encoding, start)[first:last]))
             num_inside += last - first
         before, inside, after, spans = (list(each) for each in zip(*parts, strict=True))
         return Around(
-            _joined(before, None, side),
-            _joined(inside, most, side),
-            _joined(after, None, side),
+            self._known(_joined(before, None, side), param, name or param),
+            self._known(_joined(inside, most, side), param, name or param),
+            self._known(_joined(after, None, side), param, name or param),
             _joined(spans, most, side),
         )
 
@@ -189,12 +189,12 @@ class TextTokenizer:
         for start, stop in self._cut_up(text, PIECE, side, param, name or param):
             yield_to_smaller()
             (encoding,) = self._encode_batch([text[start:stop]], param, complete=True)
-            ids.append(self._ids(encoding, param, name or param))
+            ids.append(_ids(encoding))
             spans.append(_spans(encoding, start))
             num_tokens += len(ids[-1])
             if most is not None and num_tokens >= most:
                 break
-        return _joined(ids, most, side), _joined(spans, most, side)
+        return self._known(_joined(ids, most, side), param, name or param), _joined(spans, most, side)
 
     def read(self, text: str, param: str) -> Iterator[tuple[int, Encoding]]:
         """A text as encoded pieces, without special tokens, each behind the characters before it."""
@@ -251,9 +251,9 @@ class TextTokenizer:
                 f"{param} holds a text that is not valid Unicode; replace lone surrogates", param
             ) from error
 
-    def _ids(self, encoding: Encoding, param: str, name: object) -> TokenIds:
-        """Raises InvalidRequestError for a token without an embedding: a GPU would end the process for it."""
-        ids = np.array(encoding.ids, dtype=np.int32)
+    def _known(self, ids: TokenIds, param: str, name: object) -> TokenIds:
+        """The same token ids. Raises InvalidRequestError for one without an embedding: a GPU would end the
+        process for it."""
         if self._rows is not None and len(ids) and ids.max() >= self._rows:
             token = self.token(int(ids.max()))
             raise InvalidRequestError(
@@ -275,6 +275,10 @@ def in_parts(texts: Iterable[str]) -> Iterator[list[str]]:
         characters += len(text)
     if part:
         yield part
+
+
+def _ids(encoding: Encoding) -> TokenIds:
+    return np.array(encoding.ids, dtype=np.int32)
 
 
 def _spans(encoding: Encoding, start: int) -> Spans:

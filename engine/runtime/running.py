@@ -86,7 +86,8 @@ class Running:
         self._empty = asyncio.Event()
         self._empty.set()
         self._pool = WorkerPool(
-            config.tokenizer_threads or tokenizer_threads(device_model.device.type, usable_cores()),
+            config.tokenizer_threads
+            or tokenizer_threads(device_model.device.type, config.threads or usable_cores().threads),
             take_short_slices,
             lambda: self.scheduler.waiting_tokens > _ENOUGH_STEPS * budget,
         )

@@ -2,6 +2,6 @@
 modules that take the positions of those that transformers builds, on a CPU a table of all layers for small
 steps."""
 
-from maxsimd.engine.execution.fused_layers.replace import fuse
+from maxsimd.engine.execution.fused_layers.replace import Fused, fuse
 
-__all__ = ["fuse"]
+__all__ = ["Fused", "fuse"]

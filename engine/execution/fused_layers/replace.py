@@ -1,12 +1,13 @@
 """Finds the modules of a backbone that fused ones may take the position of, tries each, and replaces it."""
 
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, TypeAlias
 
 from torch import nn
 
 from maxsimd.engine.execution.fused_layers.bert import (
+    FusedIntermediate,
     FusedSelfAttention,
     fused_intermediate,
     fused_output,
@@ -25,25 +26,34 @@ _MAKERS: tuple[Callable[[Any], nn.Module | None], ...] = (
 )
 
 
-def fuse(backbone: nn.Module) -> int:
-    """Replaces what can be replaced in a backbone that runs packed, on its device and in its precision;
-    returns the number of modules. What is not built as expected, or gives something else, stays.
+# A module's type and that of the module which has taken its position.
+Fused: TypeAlias = tuple[type[nn.Module], type[nn.Module]]
+
+
+def fuse(backbone: nn.Module, known: Collection[Fused] | None = None) -> list[Fused]:
+    """Replaces what can be replaced in a backbone that runs packed, on its device and in its precision, and
+    returns what was. What is not built as expected, or gives something else, stays; so does what is not of
+    the `known` pairs, if these are given: in float32 a trial notices more than in 16 bits.
 
     One module after the other, so that only one has its weights twice in memory."""
-    replaced = 0
+    replaced: list[Fused] = []
     failures: set[str] = set()
     for name in [name for name, _ in backbone.named_modules() if name]:
         owner, _, attribute = name.rpartition(".")
         try:
             parent = backbone.get_submodule(owner)
-            module = parent._modules[attribute]
+            module: Any = parent._modules[attribute]
         except (AttributeError, KeyError):
             continue  # it was part of a module that is replaced by now
         fused = _fused(module, failures)
-        if fused is not None:
+        if fused is None:
+            continue
+        kind = (type(module), type(fused))
+        # GELU is part of a product in bfloat16 alone, and is compared with the exact one.
+        if known is None or kind in known or isinstance(fused, FusedIntermediate):
             setattr(parent, attribute, fused)
             _release(fused)
-            replaced += 1
+            replaced.append(kind)
     for failure in sorted(failures):
         log.warning("layers are left as they are, which is slower: %s", failure)
     return replaced

@@ -109,6 +109,8 @@ _FEED_FORWARDS = (
 # Children that do nothing in a step, and those that the backbone calls, not the layer.
 _IDLE = (nn.Dropout, nn.Identity)
 _IDLE_NAMES = {"rotary_emb"}
+# Between the positions of rows in a trial.
+_FAR = 1_000_003
 # How norms call their epsilon.
 _EPSILONS = ("variance_epsilon", "eps")
 
@@ -293,16 +295,16 @@ def fused_rotary_layer(layer: Any) -> FusedRotaryLayer | None:
     if parts is None:
         return None
     like = parts.out.weight
-    x = random_like((1, ROWS, parts.out.out_features), like)
-    if parts.before:
-        # Small: it is normed, so that what the layer adds is as large as ever, and shows in the sum.
-        x /= 64
+    large = random_like((1, ROWS, parts.out.out_features), like)
+    # With small ones before a norm, what the layer adds is as large as ever, and shows in the sum.
+    rows = [large, large / 64] if parts.before else [large]
 
-    def run(module: Any, head_dim: int) -> tuple[QKV, torch.Tensor] | None:
+    def run(module: Any, x: torch.Tensor, head_dim: int) -> tuple[QKV, torch.Tensor] | None:
         angles = random_like((1, ROWS, head_dim // 2), like, seed=2).float().repeat(1, 1, 2)
         options: dict[str, Any] = {
             "attention_mask": None,
-            "position_ids": torch.arange(ROWS, device=like.device)[None],
+            # Far apart, so that a layer shows that does with positions more than rotate.
+            "position_ids": torch.arange(ROWS, device=like.device)[None] * _FAR,
             "past_key_values": None,
             "use_cache": False,
             "position_embeddings": (angles.cos().to(like.dtype), angles.sin().to(like.dtype)),
@@ -310,13 +312,18 @@ def fused_rotary_layer(layer: Any) -> FusedRotaryLayer | None:
         return recorded(lambda attention: module(x, step_attention=attention, **options))
 
     head_dim = getattr(parts.attention, "head_dim", None)
-    theirs = run(layer, head_dim) if isinstance(head_dim, int) else None
-    if theirs is None or not _has_heads(parts, theirs[0]):
+    if not isinstance(head_dim, int):
         return None
-    fused = FusedRotaryLayer(layer, parts, theirs[0])
-    ours = run(fused, theirs[0].query.shape[-1])
-    right = ours is not None and asks_the_same(ours[0], theirs[0]) and agrees(ours[1], theirs[1])
-    return fused if right else None
+    fused: FusedRotaryLayer | None = None
+    for x in rows:
+        theirs = run(layer, x, head_dim)
+        if theirs is None or not _has_heads(parts, theirs[0]):
+            return None
+        fused = fused or FusedRotaryLayer(layer, parts, theirs[0])
+        ours = run(fused, x, theirs[0].query.shape[-1])
+        if ours is None or not asks_the_same(ours[0], theirs[0]) or not agrees(ours[1], theirs[1]):
+            return None
+    return fused
 
 
 def _parts_of(layer: Any) -> _Parts | None:
@@ -331,6 +338,8 @@ def _parts_of(layer: Any) -> _Parts | None:
     of_feed_forward = _names_of(feed_forward, _FEED_FORWARDS)
     if of_attention is None or of_feed_forward is None:
         return None
+    if any({**module._parameters, **module._buffers} for module in (layer, attention, feed_forward)):
+        return None  # such as a scale of the layer's output
     qkv, up = _children(attention, of_attention.qkv), _children(feed_forward, of_feed_forward.up)
     out, down = getattr(attention, of_attention.out), getattr(feed_forward, of_feed_forward.down)
     if not all(is_plain(linear) for linear in (*qkv, out, *up, down)):
@@ -417,10 +426,10 @@ def _norm_of(module: Any) -> _LayerNorm | _RMSNorm | None:
     plus_one = nn.Parameter(weight.detach().float() + 1, requires_grad=False)
     with torch.inference_mode():
         found = module(x)
-        for candidate in (weight, plus_one):
-            if agrees(rms_norm_reference(x, candidate, epsilon), found):
-                return _RMSNorm(candidate, epsilon)
-    return None
+        made = {candidate: rms_norm_reference(x, candidate, epsilon) for candidate in (weight, plus_one)}
+    # Beside a few large weights, both may agree in 16 bits.
+    nearest = min(made, key=lambda candidate: float((made[candidate].float() - found.float()).norm()))
+    return _RMSNorm(nearest, epsilon) if agrees(made[nearest], found) else None
 
 
 def _epsilon_of(norm: Any) -> float | None:

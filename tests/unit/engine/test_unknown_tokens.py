@@ -5,10 +5,11 @@ import asyncio
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, processors
 
-from maxsimd.engine import Engine, EngineConfig, InvalidRequestError, ModelLoadError
+from maxsimd.engine import CUT_LONG, Engine, EngineConfig, InvalidRequestError, ModelLoadError
 from maxsimd.engine.checkpoint.backbone import token_rows
 from tests.checkpoints import bi_encoders, cross_encoders, late_interaction
 from tests.checkpoints.shared import Build, SharedCheckpoints
@@ -61,6 +62,8 @@ async def test_a_text_with_such_a_token_is_refused(
         assert "documents[1] holds the token '<extra>', for which" in str(errors[1])
         assert {error.param for error in errors[:3]} == {"queries", "documents"}
         assert beside.scores == pytest.approx(good.scores, abs=1e-4)
+        cut_off = await engine.score("a query", ["word " * 9000 + EXTRA], truncation=CUT_LONG)
+        assert np.isfinite(cut_off.scores).all(), "it is cut off before that token"
         some = await engine.score("a query", [EXTRA, "a document", "another"], on_error="report")
         assert some.scores[1:] == pytest.approx(good.scores, abs=1e-4)
         assert "documents[0] holds the token '<extra>'" in some.errors[0]
@@ -89,6 +92,27 @@ async def test_a_tokenizer_that_puts_such_a_token_into_all_texts_is_refused(
     tokenizer.save(str(folder / "tokenizer.json"))
     with pytest.raises(ModelLoadError, match="puts '<extra>' into every text, but the model has only"):
         await Engine(EngineConfig(model=str(folder))).start()
+
+
+async def test_padding_without_an_embedding_is_no_reason(
+    checkpoints: SharedCheckpoints, tmp_path: Path
+) -> None:
+    folder = with_extra_token(checkpoints, bi_encoders.bge, tmp_path)
+    path = str(Path(folder, "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(path)
+    tokenizer.enable_padding(pad_id=tokenizer.token_to_id(EXTRA), pad_token=EXTRA, length=16)
+    tokenizer.save(path)
+    async with Engine(EngineConfig(model=folder)) as engine:
+        assert len((await engine.score("a query", ["a document"])).scores) == 1
+
+
+async def test_a_template_with_such_a_token_is_refused_at_load(
+    checkpoints: SharedCheckpoints, tmp_path: Path
+) -> None:
+    folder = with_extra_token(checkpoints, cross_encoders.qwen3, tmp_path)
+    template = "{{ query }} " + EXTRA + " {{ document }}"
+    with pytest.raises(ModelLoadError, match=f"puts around texts cannot be run: .*'{EXTRA}'"):
+        await Engine(EngineConfig(model=folder, score_template=template)).start()
 
 
 def test_a_backbone_that_does_not_say_has_no_known_number_of_rows() -> None:

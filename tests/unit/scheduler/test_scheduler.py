@@ -193,7 +193,8 @@ class PlainOrder:
 
     def _rank(self, request_id: int) -> tuple[float, int, int, int]:
         group, lengths = self.waiting[request_id]
-        size = int(math.log2(max(sum(lengths), self.budget // 2)))
+        halves = 2 * sum(lengths) / self.budget
+        size = int(math.log2(halves)) + 1 if halves >= 1 else 0
         return self.times[group], self.numbers[group], size, self.arrivals[request_id]
 
     def _give(self, request_id: int, given: dict[int, int]) -> int:

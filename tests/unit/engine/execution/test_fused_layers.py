@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModel
 from transformers.models.jina_embeddings_v3.modeling_jina_embeddings_v3 import JinaEmbeddingsV3Layer
 from transformers.models.modernbert.modeling_modernbert import ModernBertMLP
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig
 from maxsimd.engine.checkpoint import load_model
@@ -148,7 +149,19 @@ def check_others_of_this_structure_stay() -> None:
         made: torch.Tensor = hidden + forward(self, hidden, **kwargs)
         return made
 
+    def scaled_far_away(self: Any, hidden: torch.Tensor, position_ids: torch.Tensor, **kwargs: Any) -> Any:
+        """As Ministral 3 scales queries, by their positions."""
+        return project(self, hidden * (1 + 0.1 * torch.log1p(position_ids // 16_384))[..., None], **kwargs)
+
     with plain_kernels():
+        assert _fused_layers("qwen3") == 2
+        project = Qwen3Attention.forward
+        with patch.object(Qwen3Attention, "forward", scaled_far_away):
+            assert _fused_layers("qwen3") == 0
+        backbone = rotary_model("qwen3", interface.NAME)
+        backbone.layers[0].register_buffer("layer_scalar", torch.ones(1))
+        replace.fuse(backbone)
+        assert _count(backbone) == {"FusedRotaryLayer": 1}
         with patch.object(ModernBertMLP, "forward", second_half):
             assert _fused_layers("modernbert") == 0
         forward = JinaEmbeddingsV3Layer.forward
@@ -407,6 +420,25 @@ def test_gelu_is_part_of_the_product_where_that_is_right_and_faster(
     assert caplog.text.count("GELU behind a product of 64 to 256: joined, by a short timing") == 1
 
 
+def check_rounding() -> None:
+    """What is told apart in float32 alone is right in bfloat16 too."""
+    norm = rotary_model("gemma", interface.NAME).layers[0].input_layernorm
+    with torch.no_grad():
+        norm.weight[:] = torch.linspace(0, 2, 64)
+        norm.weight[:3] = 100  # beside these, a 1 more or less is rounding
+        x = torch.randn(4, 64).bfloat16()
+        rounded = norm.bfloat16()
+        with plain_kernels():
+            ours = rotary_layers._norm_of(rounded)
+            assert ours is not None
+            torch.testing.assert_close(ours(x)[:, 3:], rounded(x)[:, 3:], atol=1e-2, rtol=2e-2)
+    backbone = rotary_model("qwen3", interface.NAME)
+    with plain_kernels():
+        assert replace.fuse(backbone, frozenset()) == []
+        kinds = replace.fuse(rotary_model("qwen3", interface.NAME))
+        assert replace.fuse(backbone.bfloat16(), frozenset(kinds)) == kinds
+
+
 def check_gelu_of_rotary_layers() -> None:
     """A plain feed-forward takes GELU as part of its product where that may be."""
     for milliseconds, expected in ((0.2, 2), (0.4, 0)):
@@ -415,6 +447,10 @@ def check_gelu_of_rotary_layers() -> None:
             replace.fuse(backbone)
         assert _count(backbone) == {"FusedRotaryLayer": 2}
         assert sum(isinstance(module, linears.GeluLinear) for module in backbone.modules()) == expected
+
+
+def test_layers_that_only_rounding_hides_are_told_apart() -> None:
+    run_interpreted(check_rounding)
 
 
 def test_rotary_layers_take_gelu_as_part_of_the_product() -> None:
