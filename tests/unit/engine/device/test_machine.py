@@ -89,19 +89,10 @@ def test_there_are_as_many_threads_as_can_always_run(
 
 
 @pytest.mark.parametrize(
-    ("device", "affinity", "quota", "threads"),
-    [
-        ("cpu", 64, None, 2),
-        ("cuda", 64, None, 16),
-        ("cuda", 64, 16.0, 4),
-        ("cuda", 4, None, 2),
-        ("xpu", 13, None, 3),
-    ],
+    ("device", "threads", "expected"), [("cpu", 64, 2), ("cuda", 64, 32), ("cuda", 2, 2), ("xpu", 13, 6)]
 )
-def test_beside_a_gpu_a_quarter_of_the_cores_tokenizes(
-    device: str, affinity: int, quota: float | None, threads: int
-) -> None:
-    assert tokenizer_threads(device, Cores(affinity, quota)) == threads
+def test_beside_a_gpu_half_of_the_threads_tokenize(device: str, threads: int, expected: int) -> None:
+    assert tokenizer_threads(device, threads) == expected
 
 
 def test_a_real_quota_is_found(group_of_one_core: Path) -> None:
