@@ -126,8 +126,16 @@ def check_gated(device: str) -> None:
     @given(ROWS, st.sampled_from([1, 48, 1024, 1500]), st.sampled_from(DTYPES), st.sampled_from([1.0, 60.0]))
     def compare(rows: int, width: int, dtype: torch.dtype, scale: float) -> None:
         gate_up = numbers(rows, 2 * width, dtype=dtype, seed=rows, apart=16) * scale
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        # 1 + erf(x) and the like are rounded to float32 where they are small, beside 1.
+        lost = 4 * torch.finfo(torch.float32).eps * (gate * up).abs()
         for activation in ACTIVATIONS:
-            same(gated(gate_up.to(device), activation), gated_reference(gate_up, activation))
+            exact = gated_reference(gate_up, activation)
+            found = gated(gate_up.to(device), activation)
+            assert found.dtype is exact.dtype
+            apart = (found.float().cpu() - exact.float()).abs()
+            allowed = lost + _TOLERANCE[dtype] * exact.float().abs() + torch.finfo(dtype).smallest_normal
+            assert (apart <= allowed).all(), f"{activation}: {float((apart - allowed).max())} too far apart"
 
     compare()
     broken = torch.tensor([[torch.nan, 1.0, 1.0, torch.nan]], device=device)
