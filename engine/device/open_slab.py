@@ -32,8 +32,8 @@ def open_slab(
     """The slab that a configuration asks for; None where it is off, where there is no room for it, and on
     devices other than CUDA's. It holds embeddings as they are scored: in `dtype`, or as int8 if they are
     cached so and MaxSim `takes_int8`. It leaves room for a step of `step_tokens`. Raises
-    ModelLoadError where the device has less memory than it was told to set aside, and where an accelerator
-    that is not CUDA's is told to set some aside."""
+    ModelLoadError if the device has less memory left than `device_cache_mb`, or if that is set for an
+    accelerator other than CUDA's."""
     if device.type not in ("cpu", "cuda") and config.device_cache_mb:
         raise ModelLoadError(
             f"device_cache_mb is for memory of CUDA devices, not of {device.type} devices: leave it out"

@@ -52,7 +52,7 @@ class GraphedRunner:
         self._inner = inner
         self._device = device
         self._graphs: dict[CaptureSize, _Graph] = {}  # the smallest first
-        # As many tokens as a replay computes while the host launches a step that is not replayed.
+        # Tokens that a replay computes in the time that the host needs to launch a step kernel by kernel.
         self.launch_tokens = 0
         self._hidden: torch.Tensor | None = None  # [rows of the largest, hidden], to which all of them write
 

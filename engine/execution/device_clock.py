@@ -49,8 +49,8 @@ def milliseconds_on_cuda(run: Run, budget: float) -> float:
 
 
 def milliseconds_in_turns_on_cuda(runs: Mapping[str, Run], budget: float) -> dict[str, float]:
-    """As `milliseconds_on_cuda` for each of `runs`, which take turns in every round; all of them together
-    take about `budget` milliseconds."""
+    """Median milliseconds of each of `runs` on the device. They take turns in every round, and all rounds
+    together take about `budget` milliseconds."""
     repeats = {}
     for name, run in runs.items():
         run()  # compiles kernels and loads libraries

@@ -9,7 +9,7 @@ layers of 1,024 hidden units 6 to 25 ms to launch, by the attention that is laun
 from maxsimd.engine.execution.attention.base import CaptureSize
 
 ROWS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-# For most steps. Empty sequences cost the attention of a graph a little.
+# Enough for most steps; empty sequences make the attention of a graph a little slower.
 _FEW_SEQUENCES = 32
 # Beyond the host's time, a step may leave this share of a graph's rows empty: much less costs it nothing, and
 # spares the host's threads the work of launching.

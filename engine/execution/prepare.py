@@ -97,8 +97,8 @@ def _prepare(model: LoadedModel, config: EngineConfig, device: torch.device) -> 
     _refuse_quantization(config, device)
     if config.dtype == "auto" and lacks_bfloat16(device):
         log.warning(
-            "%s does not multiply bfloat16, so the model runs in float32; dtype=float16 is faster, but not "
-            "every model stays within its range",
+            "%s has no bfloat16, so the model runs in float32; dtype=float16 is faster, but some models "
+            "overflow in it",
             device,
         )
     backend = choose_attention(config.attention, model, device, dtype, compiled)

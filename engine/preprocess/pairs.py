@@ -39,9 +39,9 @@ class PrefixSharing:
         """Whether to share a prefix of `prefix` tokens among `consumers` sequences, which have `own` more
         tokens in all.
 
-        Sharing saves the prefix for all consumers but one. A step of fewer tokens than `launch_tokens` takes
-        as long as launching it does, so sharing loses what its tokens are fewer. On a device that replays
-        steps, a prefix with one consumer is not shared."""
+        Sharing saves the prefix for all consumers but one. But the step is then launched kernel by kernel,
+        which takes as long as `launch_tokens` tokens do: a smaller step loses the difference. On a device
+        that replays steps, a prefix with one consumer is not shared."""
         if self.launch_tokens is None:
             return True
         saved = prefix * (consumers - 1)
@@ -155,7 +155,7 @@ def _shared_prefixes(
     for positions in positions_of.values():
         tokens, prefix = windows[positions[0]]
         own = sum(len(windows[i][0]) for i in positions) - len(positions) * len(prefix)
-        # What has pictures is never replayed.
+        # Steps with pictures are never replayed, so sharing costs them nothing.
         has_pictures = any(windows[i][0].images for i in positions)
         if not has_pictures and not sharing.is_worth(len(prefix), len(positions), own):
             continue

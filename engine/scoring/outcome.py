@@ -73,9 +73,9 @@ class StepOutcome:
     def results(self) -> list[Result]:
         """The values for all slots. To be called once the numbers have arrived.
 
-        Values from pinned memory are copies. So pinned blocks live as long as their steps: there are no more
-        of them than steps in flight, however long callers keep their results. torch never gives pinned
-        memory back, and one kept view would keep its whole step's."""
+        Values are copied out of pinned memory, so that a block of it can be used again once its step is done:
+        a view that a caller keeps would hold the block of the whole step, and torch never gives pinned memory
+        back."""
         flat = self.host.numpy()
         is_pinned = self.host.is_pinned()
         results: list[Result] = []

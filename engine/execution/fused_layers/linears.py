@@ -57,8 +57,8 @@ class GeluLinear(nn.Module):
 
 
 def joined_gelu(x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
-    """The GELU of a linear layer's output for `x` [rows, inputs], as part of the product. On a GPU, cuBLASLt
-    computes it from float32 sums, by tanh, and rounds once. The layer must have a bias."""
+    """GELU of `layer(x)`, [rows, outputs], for `x` [rows, inputs], in one launch. On a GPU, cuBLASLt computes
+    it by tanh from float32 sums and rounds once. The layer must have a bias."""
     return torch._addmm_activation(layer.bias, x, layer.weight.t(), use_gelu=True)
 
 
@@ -90,19 +90,19 @@ def _is_right_and_faster(device: torch.device, inputs: int, outputs: int) -> boo
     shape = f"GELU behind a product of {inputs} to {outputs}"
     try:
         if not _is_right(device, inputs, outputs):
-            log.debug("%s: apart, because the joined result is less exact", shape)
+            log.debug("%s: in two launches, because the fused result is less exact", shape)
             return False
         times = [_milliseconds(device, rows, inputs, outputs) for rows in _TIMED_ROWS]
     except Exception as error:  # too little memory, or no such product
-        log.debug("%s: apart, because the joined product failed: %s", shape, error)
+        log.debug("%s: in two launches, because the fused product failed: %s", shape, error)
         return False
     # By a margin, so that equal GPUs choose alike.
     faster = all(each["joined"] < _FASTER * each["apart"] for each in times)
     measured = "; ".join(
-        f"{rows:,} rows {each['joined']:.4f} ms joined and {each['apart']:.4f} ms apart"
+        f"{rows:,} rows {each['joined']:.4f} ms in one launch, {each['apart']:.4f} ms in two"
         for rows, each in zip(_TIMED_ROWS, times, strict=True)
     )
-    log.debug("%s: %s, by a short timing: %s", shape, "joined" if faster else "apart", measured)
+    log.debug("%s: in %s, by a short timing: %s", shape, "one launch" if faster else "two", measured)
     return faster
 
 

@@ -62,7 +62,8 @@ def is_supported(width: int) -> bool:
 def layer_norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float
 ) -> torch.Tensor:
-    """The norm of the rows of `x` [rows, width], which may be apart; contiguous, in the precision of `x`."""
+    """The layer norm of `x` [rows, width], contiguous and of the same dtype. Rows of `x` may be apart in
+    memory; `weight` and `bias` are [width]."""
     out = x.new_empty(x.shape)
     _launch(x, None, weight, bias, None, out, epsilon)
     return out
@@ -75,8 +76,8 @@ def add_layer_norm(
     bias: torch.Tensor | None,
     epsilon: float,
 ) -> torch.Tensor:
-    """The layer norm of `x + residual`, for [rows, width] each in one precision, whose rows may be apart;
-    contiguous, in that precision."""
+    """The layer norm of `x + residual`, contiguous and of their dtype. Both are [rows, width], and their rows
+    may be apart in memory; `weight` and `bias` are [width]."""
     out = x.new_empty(x.shape)
     _launch(x, residual, weight, bias, None, out, epsilon)
     return out
@@ -89,8 +90,8 @@ def sum_and_layer_norm(
     bias: torch.Tensor | None,
     epsilon: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x + residual` and its layer norm, for [rows, width] each in one precision, whose rows may be apart;
-    both contiguous, in that precision."""
+    """`x + residual` and its layer norm, both contiguous and of their dtype. `x` and `residual` are [rows,
+    width], and their rows may be apart in memory; `weight` and `bias` are [width]."""
     total, out = x.new_empty(x.shape), x.new_empty(x.shape)
     _launch(x, residual, weight, bias, total, out, epsilon)
     return total, out

@@ -15,16 +15,17 @@ from maxsimd.pooling.transfer import to_device
 def maxsim_triton(
     queries: Ragged, documents: Ragged, pairs: NDArray[np.int64], split_k: int | None = None
 ) -> torch.Tensor:
-    """As `maxsim_reference`; documents may be int8 rows with a scale each. The kernel divides each document
-    among `split_k` programs, by default as many as keep the device busy."""
+    """Scores float32 [pairs], as `maxsim_reference` has them, of `pairs` [pairs, 2]: the indices of a query
+    and a document. Documents may be int8 rows with a scale each. Each document is divided among `split_k`
+    programs, by default as many as keep the device busy."""
     return maxsim_spans_triton(queries, Spans.of(documents), pairs, split_k)
 
 
 def maxsim_spans_triton(
     queries: Ragged, documents: Spans, pairs: NDArray[np.int64], split_k: int | None = None
 ) -> torch.Tensor:
-    """The same of documents that lie anywhere in one tensor. Raises ValueError for more rows than the kernel
-    counts, `MOST_ROWS`; documents among more rows than that are copied first."""
+    """As `maxsim_triton`, for documents that lie anywhere in one tensor; they are copied first if one lies
+    beyond row `MOST_ROWS`. Raises ValueError if queries or documents still reach beyond that row."""
     device = documents.values.device
     if len(pairs) == 0:
         return torch.empty(0, dtype=torch.float32, device=device)

@@ -417,7 +417,7 @@ def test_gelu_is_part_of_the_product_where_that_is_right_and_faster(
         assert isinstance(fused, bert.FusedIntermediate)
         torch.testing.assert_close(fused(x), expected, atol=2e-2, rtol=2e-2)
         bert.fused_intermediate(intermediate())  # tried once for layers of one shape
-    assert caplog.text.count("GELU behind a product of 64 to 256: joined, by a short timing") == 1
+    assert caplog.text.count("GELU behind a product of 64 to 256: in one launch, by a short timing") == 1
 
 
 def check_rounding() -> None:
@@ -460,11 +460,11 @@ def test_rotary_layers_take_gelu_as_part_of_the_product() -> None:
 @pytest.mark.parametrize(
     ("product", "times", "reason"),
     [
-        (without_bias, (0.2, 0.3), "the joined result is less exact"),
-        (wrong_in_one_column, (0.2, 0.3), "the joined result is less exact"),
-        (of_nan, (0.2, 0.3), "the joined result is less exact"),
-        (failing, (0.2, 0.3), "the joined product failed: CUBLAS_STATUS_NOT_SUPPORTED"),
-        (by_tanh, (0.3, 0.3), "apart, by a short timing"),
+        (without_bias, (0.2, 0.3), "the fused result is less exact"),
+        (wrong_in_one_column, (0.2, 0.3), "the fused result is less exact"),
+        (of_nan, (0.2, 0.3), "the fused result is less exact"),
+        (failing, (0.2, 0.3), "the fused product failed: CUBLAS_STATUS_NOT_SUPPORTED"),
+        (by_tanh, (0.3, 0.3), "in two, by a short timing"),
     ],
 )
 def test_gelu_stays_apart_where_joined_it_is_wrong_or_not_faster(
