@@ -137,10 +137,10 @@ async def test_a_request_may_wait_as_long_as_it_takes(
 
 async def test_a_request_is_not_refused_for_those_it_passes() -> None:
     door = Door(wait_seconds=100)
-    door.queue(3, 2000)
+    door.queue(3, 1700)
     door.ask(20)
-    door.refusal(1100, timeout=70.9)
-    door.ask(1100, timeout=71.1)
+    door.refusal(1600, timeout=66.9)
+    door.ask(1600, timeout=67.1)
     # Another tenant's requests run beside it.
     door = Door()
     door.queue(100, 31, tenant="other")

@@ -40,9 +40,10 @@ def order_of(*requests: tuple[list[int], list[int]]) -> list[int]:
 @pytest.mark.parametrize(
     ("requests", "expected"),
     [
-        pytest.param([([1] * 31, []), ([1] * 16, []), ([1] * 15, [])], [2, 0, 1], id="class, then arrival"),
+        pytest.param([([1] * 41, []), ([1] * 40, []), ([1] * 39, [])], [2, 0, 1], id="class, then arrival"),
+        pytest.param([([1] * 5, []), ([4], []), ([1], [])], [1, 2, 0], id="less than half a step"),
         # Cached batches count at their price.
-        pytest.param([([], [9, 9]), ([10], [])], [1, 0], id="cached and dearer"),
+        pytest.param([([], [9, 9, 9]), ([10], [])], [1, 0], id="cached and dearer"),
         pytest.param([([], [9]), ([10], [])], [0, 1], id="cached and cheaper"),
         pytest.param([([1], [9, 9]), ([10, 6], [])], [0, 1], id="both"),
     ],
