@@ -44,7 +44,7 @@ def bench_kernels(rounds: int, out: str | None, compiled: bool, json_file: str |
 )
 @click.option("--out", type=click.Path(file_okay=False), help="Folder for the report, its figures and plots.")
 def bench_gpu(only: tuple[str, ...], out: str | None) -> None:
-    """A ColBERT of XLM-RoBERTa large's shape on this GPU: published workloads, and how busy the device is."""
+    """A ColBERT of jina-colbert-v2's shape on this GPU: published workloads, and how busy the device is."""
     from maxsimd.bench.gpu.serving import WORKLOADS, Shape, measure_serving, save_colbert
     from maxsimd.bench.gpu.trace import measure_busy_share
     from maxsimd.engine import EngineConfig

@@ -9,7 +9,7 @@ _SHOWN = 10
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Tables to print, and the broken promises, of which there should be none."""
+    """Tables to print, and the promises that were broken: there should be none."""
 
     tables: Sequence[Sequence[Row]]
     broken: Sequence[str]

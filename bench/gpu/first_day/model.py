@@ -11,7 +11,7 @@ from maxsimd.bench.gpu.serving import Shape, save_colbert
 JINA = Shape()
 XLM_ROBERTA = Shape(family="xlm-roberta")
 MODERNBERT = Shape("modernbert", layers=22, hidden=768, heads=12, intermediate=1152, vocabulary=50_368)
-# For a CPU, where only that all runs is to be seen.
+# Small enough for a CPU, to see that every step runs.
 SMALL = Shape(layers=2, hidden=32, heads=2, intermediate=64, vocabulary=30_600, dim=16)
 
 

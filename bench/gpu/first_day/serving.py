@@ -1,6 +1,5 @@
-"""Measures a whole server under load, and how busy the device is in an engine."""
+"""Measures a whole server under load."""
 
-import asyncio
 from dataclasses import replace
 
 import click
@@ -8,9 +7,7 @@ import click
 from maxsimd.bench.gpu.first_day.found import show_all
 from maxsimd.bench.gpu.first_day.model import JINA, SMALL, checkpoint
 from maxsimd.bench.gpu.serving import WORKLOADS, Workload, measure_serving
-from maxsimd.bench.gpu.trace import measure_busy_share
 from maxsimd.bench.running import run_and_clean_up
-from maxsimd.engine import EngineConfig
 
 _DRY = (Workload("few", 6, 1, 64, 0.5, 3),)
 
@@ -31,16 +28,6 @@ def serve(requests: int | None, tokenizer_threads: int | None, dry: bool) -> Non
     options = () if tokenizer_threads is None else ("--tokenizer-threads", str(tokenizer_threads))
     prefix = "" if tokenizer_threads is None else f"with {tokenizer_threads} tokenizer threads: "
     show_all(run_and_clean_up(measure_serving(model, device, _DRY if dry else workloads, options)), prefix)
-
-
-@main.command("trace")
-@click.option("--requests", default=400, show_default=True)
-@click.option("--dry", is_flag=True, help="A tiny model on the CPU.")
-def trace(requests: int, dry: bool) -> None:
-    """Prints the share of time in which a kernel runs, and the gaps between kernels."""
-    workload = _DRY[0] if dry else replace(WORKLOADS[0], requests=requests)
-    config = EngineConfig(model=checkpoint(SMALL if dry else JINA), device="cpu" if dry else "cuda")
-    show_all({"trace": asyncio.run(measure_busy_share(config, workload))})
 
 
 if __name__ == "__main__":

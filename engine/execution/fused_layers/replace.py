@@ -31,9 +31,10 @@ Fused: TypeAlias = tuple[type[nn.Module], type[nn.Module]]
 
 
 def fuse(backbone: nn.Module, known: Collection[Fused] | None = None) -> list[Fused]:
-    """Replaces what can be replaced in a backbone that runs packed, on its device and in its precision, and
-    returns what was. What is not built as expected, or gives something else, stays; so does what is not of
-    the `known` pairs, if these are given: in float32 a trial notices more than in 16 bits.
+    """Replaces the modules of a backbone that fused ones can stand for, and returns a pair of types for each.
+    The backbone must run packed, and be on its device and in its precision. A module stays if it is not built
+    as expected, if its results differ, or if its pair is not among the `known` ones, where these are given: a
+    trial in float32 notices more than one in 16 bits.
 
     One module after the other, so that only one has its weights twice in memory."""
     replaced: list[Fused] = []

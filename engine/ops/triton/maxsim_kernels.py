@@ -20,8 +20,8 @@ from maxsimd.engine.ops.triton.product import add_product
 
 # Arguments that differ from launch to launch: a specialisation for each would mean a compilation for each.
 VARYING = ("longest_query", "split_k")
-# Slices of longer arrays, which begin anywhere. A kernel that is specialised on addresses would be compiled
-# again while requests wait. What rows are multiples of, constants say.
+# These arguments are slices, which begin at any address. A kernel that is specialised on addresses would be
+# compiled again while requests wait. Constants give the alignment of rows instead.
 VIEWS = ("queries", "documents", "scales", "bounds", "best_of_split", "scores")
 _ANY_NAN = tl.constexpr(tl.PropagateNan.ALL)
 _PLAIN = tl.constexpr(INTERPRETED)

@@ -42,7 +42,7 @@ class Arrival:
 
 
 def outcome(host: torch.Tensor) -> StepOutcome:
-    """Of two embeddings and two scores."""
+    """An outcome with two embeddings and two scores."""
     items = Ragged.from_lengths(torch.zeros(5, 2), (3, 2))
     scores = Ragged.from_lengths(torch.zeros(2, 1), (1, 1))
     slots = (ResultSlot(0, 0), ResultSlot(0, 1))

@@ -421,7 +421,7 @@ def test_gelu_is_part_of_the_product_where_that_is_right_and_faster(
 
 
 def check_rounding() -> None:
-    """What is told apart in float32 alone is right in bfloat16 too."""
+    """Layers that only float32 tells apart are chosen rightly in bfloat16 too."""
     norm = rotary_model("gemma", interface.NAME).layers[0].input_layernorm
     with torch.no_grad():
         norm.weight[:] = torch.linspace(0, 2, 64)

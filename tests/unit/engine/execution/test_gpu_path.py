@@ -280,7 +280,7 @@ def test_a_model_is_prepared_with_its_token_budget(model: LoadedModel) -> None:
 
 
 def test_a_slab_leaves_room_for_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a step's own precision, also where embeddings are int8."""
+    """The slab leaves room for a step in its own precision, also where embeddings are int8."""
     with_free(monkeypatch, 600 << 20)
     made = []
     monkeypatch.setattr(

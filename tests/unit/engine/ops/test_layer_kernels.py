@@ -56,7 +56,7 @@ def check_layer_norm(device: str) -> None:
         same(norms.add_layer_norm(*there, *norm), exact)
         total, normed = norms.sum_and_layer_norm(*there, *norm)
         same(total, norms.sum_and_layer_norm_reference(x, residual, weight, bias, 1e-5)[0])
-        # Of the rounded sum, and the interpreter rounds to bfloat16 in its own way.
+        # Computed from the rounded sum; the interpreter rounds bfloat16 differently.
         same(normed, norms.layer_norm_reference(total.cpu(), weight, bias, 1e-5))
 
     compare()

@@ -310,7 +310,7 @@ def test_a_prefix_that_is_not_worth_it_is_run_with_each_pair() -> None:
     prepared = ask(*asked_for, sharing=PrefixSharing(29))
     assert [prefix for prefix, _ in split(prepared)] == [0, 0]
     assert usage_of(prepared).cached_tokens == 0
-    # Of two queries one may share and the other not.
+    # One of two queries may share its prefix, and the other not.
     queries = [words(5), words(5), words(4) + " w9"]
     prepared = ask(queries, [document(3)] * 3, sharing=PrefixSharing(20))
     assert [prefix for prefix, _ in split(prepared)] == [100, 100, 0]
