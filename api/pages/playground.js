@@ -46,6 +46,7 @@ function documentsNow() {
 function setDocuments(texts) {
   const fitsLines = texts.every((text) => !text.includes("\n")) && texts.length <= 2000;
   dropped = fitsLines ? null : texts;
+  $("unread").textContent = "";
   $("documents").value = fitsLines ? texts.join("\n") : `${texts.length} documents from a file; type here to drop them`;
   changed();
 }
@@ -108,7 +109,8 @@ async function take(file) {
     if (!texts.length) throw new Error("there is no text in it");
     setDocuments(texts);
   } catch (error) {
-    say(`${file.name} cannot be read: ${error.message}`, true);
+    // Not in #status: the answer to an earlier request would replace it there.
+    $("unread").textContent = `${file.name} cannot be read: ${error.message}`;
   }
 }
 
@@ -516,7 +518,7 @@ $("query").value = EXAMPLE.query;
 $("documents").value = EXAMPLE.documents.join("\n");
 $("query").addEventListener("input", changed);
 $("top").addEventListener("input", changed);
-$("documents").addEventListener("input", () => { dropped = null; changed(); });
+$("documents").addEventListener("input", () => { dropped = null; $("unread").textContent = ""; changed(); });
 $("key").addEventListener("change", () => findModel());
 $("input").addEventListener("submit", (event) => { event.preventDefault(); ask(); });
 $("file").addEventListener("change", (event) => { if (event.target.files[0]) take(event.target.files[0]); event.target.value = ""; });
