@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
+from maxsimd.engine.checkpoint.tokenizer import PlainTokenizer
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.preprocess.breaks import Breaks
 from maxsimd.engine.preprocess.origins import Spans
@@ -86,7 +87,7 @@ class Around:
 
 
 class TextTokenizer:
-    """A private copy of a checkpoint's tokeniser. Thread-safe: nothing in it changes after construction.
+    """A checkpoint's tokenizer, without padding and truncation. Thread-safe: nothing in it changes.
 
     Long texts are tokenised in pieces, between which other work goes on. Texts that are not Unicode, or that
     nothing cuts for more than `LONGEST_PIECE` characters, are refused: `param` is the field in errors, and a
@@ -98,7 +99,9 @@ class TextTokenizer:
         if backend is None:
             raise InvalidRequestError(f"{type(tokenizer).__name__} has no fast tokeniser, which is required")
         description = backend.to_str()
-        self._tokenizer: Tokenizer = Tokenizer.from_str(description)
+        # transformers sets padding and truncation of its tokenizers at each call.
+        is_ours = isinstance(tokenizer, PlainTokenizer)
+        self._tokenizer: Tokenizer = backend if is_ours else Tokenizer.from_str(description)
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         digest = sha256(description.encode()).digest()

@@ -38,7 +38,7 @@ def _qwen_tokenizer(folder: Path, end: bool = False) -> int:
     """Qwen's, with a small vocabulary; with `end` it puts the end-of-text token behind each text, as
     Qwen3-Embedding's does. Returns how many tokens it has."""
     words = ("yes", "no", "Yes", "0", "1")
-    vocabulary, merges = merges_of(words, ())
+    vocabulary, merges = merges_of(words, (), 1500)
     tokenizer = Qwen2Tokenizer(vocab=vocabulary, merges=merges, model_max_length=4096)
     tokenizer.add_special_tokens({"additional_special_tokens": _CHAT})
     tokenizer.add_tokens(_TYPED)
@@ -274,7 +274,7 @@ def bge(folder: Path, kind: str = "F16", **changed: Any) -> str:
     return _written(folder, str(source), conversion, Kind[kind], saved=("cls", folder / "hf"))
 
 
-def _fewer_words(tokenizer: Any, size: int = 5000) -> Any:
+def _fewer_words(tokenizer: Any, size: int = 2500) -> Any:
     """A WordPiece tokenizer with the first of its words: of a GGUF file each is read by itself."""
     described = json.loads(tokenizer.backend_tokenizer.to_str())
     words = described["model"]["vocab"]

@@ -23,7 +23,7 @@ TOWERS_WAIT = {
 # One of each way to run: by attention that is absolute, relative, biased, windowed or causal, by
 # convolutions, by an encoder beside a decoder, padded, listwise, with pictures. `make test-all` drives all.
 ONE_OF_EACH = {
-    "ColBERT", "ModernBERT", "DeBERTa-v2", "Qwen3-Reranker", "jina-reranker-v3", "colpali",
+    "ColBERT", "ModernBERT", "Qwen3-Reranker", "jina-reranker-v3", "colpali",
 }  # fmt: skip
 
 

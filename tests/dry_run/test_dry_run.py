@@ -61,7 +61,7 @@ def test_a_step_neither_waits_nor_costs_more(name: str, checkpoints: SharedCheck
     ("name", "backend", "precision"),
     [
         ("ColBERT", "triton", "int8"),
-        ("ColBERT", "torch", "float32"),
+        exhaustive("ColBERT", "torch", "float32"),
         exhaustive("GTE-ModernColBERT", "triton", "bfloat16"),
         exhaustive("EmbeddingGemma", "triton", "bfloat16"),
         exhaustive("Qwen3", "triton", "bfloat16"),

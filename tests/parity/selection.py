@@ -25,21 +25,13 @@ def family_id(family: Family) -> str:
 
 # One family of each structure, loader and way to score.
 MAIN = {
-    *(
-        "ColBERT",
-        "GTE-ModernColBERT",
-        "jina-colbert-v2",
-        "LFM2-ColBERT",
-        "native multi-vector, token pooling",
-    ),
-    *("native multi-vector", "BERT", "XLM-RoBERTa", "ModernBERT", "gte-multilingual-reranker"),
-    *("jina-reranker-v2", "Qwen3", "Qwen3-Reranker", "mxbai-rerank-v2", "bge-reranker-v2-gemma"),
-    *("LogitScore", "monoT5", "Llama Nemotron Rerank", "E5", "nomic", "Qwen3-Embedding", "EmbeddingGemma"),
-    *("SGPT", "MPNet", "jina-embeddings-v2-base-code", "nomic-embed-text-v2-moe", "voyage-4-nano"),
-    *("jina-embeddings-v5-text-small", "prompt left out", "SPLADE", "gte-multilingual, sparse"),
-    *("bge-m3, multi-vector", "bge-m3, all three"),
+    *("ColBERT", "GTE-ModernColBERT", "jina-colbert-v2", "LFM2-ColBERT"),
+    *("native multi-vector, token pooling", "BERT", "XLM-RoBERTa", "gte-multilingual-reranker"),
+    *("jina-reranker-v2", "Qwen3", "Qwen3-Reranker", "bge-reranker-v2-gemma", "LogitScore", "monoT5"),
+    *("Llama Nemotron Rerank", "Qwen3-Embedding", "EmbeddingGemma", "MPNet", "nomic-embed-text-v2-moe"),
+    *("prompt left out", "SPLADE", "gte-multilingual, sparse", "bge-m3, all three"),
     # Weights in forms of their own. test_readings.py and test_variants.py have the others.
-    *("bge-reranker-v2-m3, F16", "Qwen3-Embedding, Q8_0", "compressed-tensors, w4a16", "FP8 in blocks"),
+    *("Qwen3-Embedding, Q8_0", "compressed-tensors, w4a16", "FP8 in blocks"),
 }
 
 

@@ -70,7 +70,7 @@ async def test_scores_equal_the_reference(
     np.testing.assert_allclose(ours, reference, atol=tolerance, rtol=0)
 
 
-@families(EMBEDDING, {"ColBERT", "GTE-ModernColBERT", "E5", "EmbeddingGemma", "Qwen3-Embedding"})
+@families(EMBEDDING, {"GTE-ModernColBERT", "EmbeddingGemma", "Qwen3-Embedding"})
 async def test_embeddings_equal_the_reference(
     family: Family, path: str, engines: Engines, pairs: list[Pair]
 ) -> None:

@@ -2,7 +2,7 @@
 any company, whole and cut between steps, new and cached. `make test` has some, `make test-all` all."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -47,10 +47,18 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 TEXTS = ["some text", "a longer text, with numbers: 1998.", "spaces behind  ", "two\nlines"]
 
 
-def models(are: Callable[[PictureModel], bool] = lambda model: True) -> pytest.MarkDecorator:
-    """The argument `model`: those that are so."""
+def models(
+    are: Callable[[PictureModel], bool] = lambda model: True, main: Collection[str] = ()
+) -> pytest.MarkDecorator:
+    """The argument `model`: those that are so. Only the `main` ones run by default, where any are named."""
+
+    def is_exhaustive(model: PictureModel) -> bool:
+        return model.exhaustive or bool(main and model.build.__name__ not in main)
+
     params = [
-        pytest.param(model, id=model.build.__name__, marks=pytest.mark.exhaustive if model.exhaustive else ())
+        pytest.param(
+            model, id=model.build.__name__, marks=pytest.mark.exhaustive if is_exhaustive(model) else ()
+        )
         for model in MODELS
         if are(model)
     ]
@@ -132,7 +140,7 @@ async def test_contents_of_texts_and_pictures_equal_the_reference(
         np.testing.assert_allclose(found, theirs, atol=1e-4)
 
 
-@models()
+@models(main=("colqwen2_merged", "qwen3_vl_reranker", "siglip"))
 async def test_in_any_company_they_score_as_alone(
     model: PictureModel, engine: Engine, pairs: list[Pair]
 ) -> None:
@@ -148,7 +156,7 @@ async def test_in_any_company_they_score_as_alone(
     np.testing.assert_allclose(each_its_own.scores, expected, atol=1e-4)
 
 
-@models(lambda model: model.chunked)
+@models(lambda model: model.chunked, main=("colqwen2_merged", "qwen3_vl_reranker"))
 @pytest.mark.parametrize("budget", [7, pytest.param(1, marks=pytest.mark.exhaustive)])
 async def test_cut_between_steps_they_score_as_whole(
     budget: int, model: PictureModel, path: str, engine: Engine, engines: Engines

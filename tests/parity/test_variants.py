@@ -92,10 +92,10 @@ VARIANTS = [
     # Of rerankers that score behind each layer, one is asked for. Passages may be compressed behind layers.
     *(
         Variant(f"{build.__name__} behind layer {layer}", build, partial(reference, layer=layer),
-                {"cutoff_layer": layer}, execution=execution, exhaustive=layer == 4)
-        for build, reference, execution in (
-            (retrained.bge_minicpm, plain_models.bge_minicpm, "packed"),
-            (retrained.bge_gemma2, plain_models.bge_gemma2, "packed"),
+                {"cutoff_layer": layer}, execution=execution, exhaustive=layer != default)
+        for build, reference, execution, default in (
+            (retrained.bge_minicpm, plain_models.bge_minicpm, "packed", 2),
+            (retrained.bge_gemma2, plain_models.bge_gemma2, "packed", 3),
         )
         for layer in (2, 3, 4)
     ),
@@ -104,7 +104,7 @@ VARIANTS = [
                 partial(plain_models.bge_gemma2, layer=cutoff, ratio=ratio, compressed=layers),
                 {"cutoff_layer": cutoff, "compress_ratio": ratio,
                  "compress_layers": ",".join(map(str, layers))},
-                execution="padded", exhaustive=i > 2)
+                execution="padded", exhaustive=i not in (1, 2))
         for i, (ratio, layers, cutoff) in enumerate([
             (4, (2,), 4), (8, (1, 2, 3), 4), (2, (1, 3), 2),  # the last of which is not run
             (2, (2,), 4), (8, (1,), 4), (2, (1, 3), 4), (4, (2, 3), 4), (2, (1,), 3),
@@ -121,7 +121,7 @@ VARIANTS = [
     *(
         Variant(f"a {kind} that reads both ways by its {said}",
                 partial(retrained.both_ways, kind=kind, said=said), _both_ways,
-                exhaustive=kind not in ("qwen3", "gemma"))
+                exhaustive=kind != "qwen3")
         for kind, said in [
             *((kind, "is_causal") for kind in ("llama", "mistral", "ministral3", "qwen2", "gemma")),
             *(("qwen3", said) for said in ("is_causal", "field", "class", "code")),
@@ -187,7 +187,7 @@ VARIANTS = [
     # GGUF: blocks, answers in a tensor of their own, and decoders as what they were made from.
     *(
         Variant(f"GGUF in {kind}", partial(gguf_models.qwen3, kind=kind), references.qwen3_reranker,
-                weights=dequantised, exhaustive=kind not in ("Q4_0", "Q6_K"))
+                weights=dequantised, exhaustive=kind != "Q6_K")
         for kind in ("F32", "F16", "BF16", "Q4_0", "Q5_K", "Q6_K")
     ),
     Variant("GGUF, answers not tied", partial(gguf_models.qwen3_reranker, tied=False),

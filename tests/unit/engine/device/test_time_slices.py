@@ -14,27 +14,15 @@ from maxsimd.engine.device import time_slices
 from maxsimd.engine.device.time_slices import take_short_slices
 from tests.checkpoints import bi_encoders
 from tests.checkpoints.shared import SharedCheckpoints
+from tests.forked import Program
 
 LINUX = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
 
 
 @pytest.mark.skipif(not LINUX, reason="Linux alone has slices of time for each thread")
 def test_a_thread_and_those_it_starts_take_short_slices() -> None:
-    script = """
-import os, threading
-from tests.unit.engine.device.test_time_slices import slice_of
-from maxsimd.engine.device.time_slices import take_short_slices
-before = slice_of()
-assert take_short_slices()
-found = []
-thread = threading.Thread(target=lambda: found.append((slice_of(), os.getpriority(os.PRIO_PROCESS, 0))))
-thread.start(); thread.join()
-print(before, slice_of(), *found[0])
-"""
-    command = ["nice", "-n", "3", sys.executable, "-c", script]
-    before, own, child, niceness = subprocess.run(
-        command, capture_output=True, text=True, check=True
-    ).stdout.split()
+    printed = Program([], module=__name__).run().stdout
+    before, own, child, niceness = printed.split()
     assert int(niceness) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 3), "as it was given"
     assert own == child
     # Before 6.12 the kernel takes no slices, and reports none.
@@ -92,3 +80,18 @@ async def test_an_engine_that_is_stopped_gives_back_what_is_free(checkpoints: Sh
     await engine.stop()
     assert len(between) == 100
     assert resident_bytes() < taken - (100 << 20)
+
+
+def _print_slices() -> None:
+    """Of the thread before and after it takes short ones, and of one that it starts, with its niceness."""
+    os.nice(3)
+    before = slice_of()
+    assert take_short_slices()
+    with ThreadPoolExecutor(1) as pool:
+        child = pool.submit(slice_of).result()
+        niceness = pool.submit(os.getpriority, os.PRIO_PROCESS, 0).result()
+    print(before, slice_of(), child, niceness)
+
+
+if __name__ == "__main__":
+    _print_slices()

@@ -188,7 +188,7 @@ def check_maxsim_by_small_tiles(device: str) -> None:
     # On a GPU, each is a compilation.
     dims, folds = ([3, 33, 42, 48, 64, 96, 130], [1, 2]) if device == "cpu" else ([42, 96], [2])
 
-    @examples(200, device)
+    @examples(80, device)
     @given(tiled_problems(st.sampled_from(dims)), st.sampled_from([None, 1, 3]), st.sampled_from(folds))
     def compare(problem: tuple[Ragged, Spans, Pairs], split_k: int | None, fold: int) -> None:
         queries, documents, pairs = problem
