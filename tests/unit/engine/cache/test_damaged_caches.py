@@ -5,8 +5,6 @@ import itertools
 import json
 import multiprocessing
 import random
-import subprocess
-import sys
 import time
 from contextlib import closing
 from dataclasses import dataclass
@@ -19,11 +17,10 @@ import torch
 from maxsimd.engine.cache.database import DAMAGED_FILE, FILE
 from maxsimd.engine.cache.disk import DiskStore
 from tests.damage import DAMAGES, heed_permissions
+from tests.forked import Program
 from tests.unit.engine.cache.damaged_folders import MOMENTS, NUMBER, entry
 from tests.unit.engine.cache.entries import MIB, key
 from tests.waiting import wait_for
-
-ROOT = Path(__file__).parents[4]
 
 NOT_OURS = "move it away, or name another folder"
 WRITING = "cannot be written to: "
@@ -92,21 +89,19 @@ class Run:
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    module, folder = "tests.unit.engine.cache.damaged_folders", str(tmp_path_factory.mktemp("caches"))
-    command = [sys.executable, "-m", module, folder]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=300, preexec_fn=heed_permissions
-    )
+    module, folder = "tests.unit.engine.cache.damaged_folders", tmp_path_factory.mktemp("caches")
+    out, error = folder.with_suffix(".out"), folder.with_suffix(".err")
+    status = Program([str(folder)], module=module, before=heed_permissions).start(out, error).wait(300)
     outcomes = {}
     last = ("", "")
-    for line in done.stdout.splitlines():
+    for line in out.read_text("utf-8").splitlines():
         report = json.loads(line)
         if "cell" in report:
             damage, moment = report["cell"]
             last = (damage, moment)
         else:
             outcomes[last] = report
-    return Run(outcomes, last, done.returncode, done.stderr)
+    return Run(outcomes, last, status, error.read_text("utf-8"))
 
 
 def test_no_damage_ends_the_process_or_raises_anything(table: Run) -> None:
