@@ -23,6 +23,7 @@ from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution import PreparedModel, choose_device, choose_dtype, prepare
 from maxsimd.engine.execution.devices import use_device
 from maxsimd.engine.ops.nvidia import runs_plain_torch
+from maxsimd.engine.preprocess.text_check import check_texts, probe_sequences
 from maxsimd.engine.scoring.calibration import Calibration
 from maxsimd.engine.scoring.maxsim import MaxSim, choose_maxsim
 from maxsimd.pooling.dispatch import DispatchPooler, pooling_method
@@ -72,9 +73,10 @@ def load_device_model(
         raise ModelLoadError(str(error)) from error
     with while_reading or nullcontext():
         model = load_model(config, device)
+    check_texts(model, config)
     calibration = open_calibration(config, model)
     cache = open_cache(config, model, choose_dtype(config.dtype, device))
-    prepared = prepare(model, config, device)
+    prepared = prepare(model, config, device, probe_sequences(model))
     as_int8 = cache is not None and cache.precision == "int8"
     compares_vectors = model.similarity != "sparse"
     if device.type == "cuda" and maxsim_name == "triton" and config.maxsim == "auto" and compares_vectors:
@@ -136,7 +138,8 @@ def _choose_threads(asked: int | None) -> None:
 
 def _without_references(model: LoadedModel) -> LoadedModel:
     """The model without what it was proven against, so that weights which only that needs are freed."""
-    return replace(model, tasks={name: replace(task, reference=None) for name, task in model.tasks.items()})
+    tasks = {name: replace(task, reference=None) for name, task in model.tasks.items()}
+    return replace(model, tasks=tasks, reader=None)
 
 
 def _pooler(model: LoadedModel, prepared: PreparedModel, results: torch.dtype | None) -> DispatchPooler:

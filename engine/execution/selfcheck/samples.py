@@ -1,7 +1,8 @@
-"""Samples: random sequences like those that a model will be given, with the item that its own library makes
-of each."""
+"""Samples: sequences like those that a model will be given, with the item that its own library makes of
+each."""
 
 from collections.abc import Iterator
+from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,8 +28,9 @@ class Sample:
 
 
 @torch.inference_mode()
-def make_samples(model: LoadedModel) -> tuple[Sample, ...]:
-    """Samples for every task of a model in float32.
+def make_samples(model: LoadedModel, probes: ListOf[Sequence] = ()) -> tuple[Sample, ...]:
+    """Samples for every task of a model in float32: of the `probes`, which preprocessing has made of texts,
+    and of random sequences.
 
     Leaves out sequences on which the model's own library fails. Raises ModelLoadError if it fails on all of a
     task, or gives numbers that are not finite."""
@@ -38,9 +40,12 @@ def make_samples(model: LoadedModel) -> tuple[Sample, ...]:
         finish = after_reference(task.head)
         failure = "it makes numbers that are not finite"
         before = len(samples)
-        for sequence in random_sequences(model, name):
+        for sequence in [*_given(model, name, probes), *random_sequences(model, name, len(probes))]:
             try:
                 expected = finish(task.reference(sequence)).clone()
+                pooled = sequence.tokens.pooled_positions
+                if pooled is not None and task.pooling == "all":
+                    expected = expected[torch.from_numpy(pooled)]
             except Exception as error:
                 failure = f"{type(error).__name__}: {error}"
                 continue
@@ -57,12 +62,26 @@ def make_samples(model: LoadedModel) -> tuple[Sample, ...]:
     return tuple(samples)
 
 
-def random_sequences(model: LoadedModel, task: str) -> list[Sequence]:
+def _given(model: LoadedModel, task: str, probes: ListOf[Sequence]) -> Iterator[Sequence]:
+    """The probes for a task. The tokens that are pooled are named where its reference is told of them."""
+    all_pooled = model.document.pool_first and model.document.pool_specials and model.query.pool_specials
+    for probe in probes:
+        tokens = probe.tokens
+        assert isinstance(tokens, Tokens)
+        by_prompt = task == "embed" and not model.document.pool_prompt
+        if not (all_pooled and (by_prompt or model.tasks[task].pooling == "all")):
+            tokens = replace(tokens, pooled_positions=None)
+        yield _of_task(task, tokens)
+
+
+def random_sequences(model: LoadedModel, task: str, num_probes: int = 0) -> list[Sequence]:
     """Random sequences for a task: texts or pairs as the tokeniser joins them, or plain token ids where a
-    template joins them. Some are longer than the model's window, if it has one."""
+    template joins them. Some are longer than the model's window, if it has one. Beside probes fewer are
+    needed."""
     random = np.random.default_rng(0)
     beyond = _beyond_window(model.backbone)
-    lengths = [(5, 8), (1, 1), (3, 14), (9, beyond)]
+    lengths = [(5, 8), (1, 1), (3, 14)][num_probes:]
+    lengths.append((9, beyond))
     plain = model.listwise is not None or model.pairs.template is not None
     sequences = []
     for first, second in lengths:
@@ -73,7 +92,7 @@ def random_sequences(model: LoadedModel, task: str) -> list[Sequence]:
             sequences.append(_encoded(model, task, _text(model, first, random), _text(model, second, random)))
         else:
             sequences.append(_encoded(model, task, _text(model, second, random)))
-    if task == "classify" and not plain:
+    if task == "classify" and not plain and not num_probes:
         sequences.append(_encoded(model, task, _text(model, 6, random)))
     return [*sequences, *_special_readings(model, task, sequences), *random_pages(model, task)]
 
