@@ -54,13 +54,14 @@ def inspect_model(config: EngineConfig, check: bool = False) -> dict[str, str | 
     Raises ModelLoadError as serving it would."""
     device = choose_device(config.device)
     model = load_model(config, device, recheck=check)
-    compared = check_texts(model, config, recheck=check)
+    tokenizer = TextTokenizer(model.tokenizer, model.token_rows)
+    compared = check_texts(model, config, tokenizer, recheck=check)
     expected = _expected_scores(model, config) if check else None
     named = {name: parameter.numel() for name, parameter in model.backbone.named_parameters()}
     of_tower = sum(each.numel() for module in model.encoders[1:] for each in module.parameters())
-    prepared = prepare(model, config, device, probe_sequences(model))
+    prepared = prepare(model, config, device, probe_sequences(model, tokenizer))
     budget = prepared.step_tokens
-    check_room(model, TextTokenizer(model.tokenizer, model.token_rows), budget, prepared.runner.chunked)
+    check_room(model, tokenizer, budget, prepared.runner.chunked)
     # A pooler goes where the heads do its work, and layers are laid out anew: what is left shows in names.
     left = {name for name, _ in model.backbone.named_children()}
     weights = sum(count for name, count in named.items() if name.split(".")[0] in left or "." not in name)

@@ -203,7 +203,7 @@ _Layers = Callable[[LoadedModel], ExitStack]
 
 @contextmanager
 def _samples(
-    model: LoadedModel, probes: Sequence[TokenSequence]
+    model: LoadedModel, probes: Sequence[TokenSequence] = ()
 ) -> Iterator[tuple[tuple[Sample, ...], _Layers]]:
     """The model's samples, with its encoders in float32 while they are compared, and the context manager that
     leaves them with the layers that the samples come from: a few, or all if the model's own library fails

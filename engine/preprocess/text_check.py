@@ -50,7 +50,9 @@ class _Probe:
     text: str
 
 
-def check_texts(model: LoadedModel, config: EngineConfig, *, recheck: bool = False) -> str | None:
+def check_texts(
+    model: LoadedModel, config: EngineConfig, tokenizer: TextTokenizer, *, recheck: bool = False
+) -> str | None:
     """Compares what preprocessing makes of texts with what the checkpoint's own library makes of them, unless
     that has been done before: says how many were compared, or None. With `recheck` it is done anyway.
 
@@ -59,7 +61,7 @@ def check_texts(model: LoadedModel, config: EngineConfig, *, recheck: bool = Fal
         return None
     started = time.perf_counter()
     reader = library_reader(config) if model.reader is None else model.reader
-    compared = _Check(model, config, reader).run()
+    compared = _Check(model, config, tokenizer, reader).run()
     log.debug("%d texts are read as by %s: %.2f s", compared, reader.library, time.perf_counter() - started)
     remember_texts(config)
     return f"{compared} texts and pairs, the same token ids, types and masks"
@@ -68,12 +70,14 @@ def check_texts(model: LoadedModel, config: EngineConfig, *, recheck: bool = Fal
 class _Check:
     """The comparison of one model's preprocessing with a reader."""
 
-    def __init__(self, model: LoadedModel, config: EngineConfig, reader: Reader) -> None:
+    def __init__(
+        self, model: LoadedModel, config: EngineConfig, tokenizer: TextTokenizer, reader: Reader
+    ) -> None:
         self._model = model
         self._config = config
         self._reader = reader
-        self._tokenizer = TextTokenizer(model.tokenizer, model.token_rows)
-        self._ours = _Preprocessed(model, self._tokenizer, model.max_tokens)
+        self._tokenizer = tokenizer
+        self._ours = _Preprocessed(model, tokenizer, model.max_tokens)
         self._limit = _limit_of(model, config)
         self._compared = 0
         self._failure = ""
@@ -123,9 +127,15 @@ class _Check:
             probe.name,
             kind,
             lambda: self._ours.text(probe.text, role, instruction),
-            lambda: self._reader.text(probe.text, role, prompt, self._limit),
+            lambda: self._reader.text(probe.text, role, prompt, self._limit_in(role)),
             self._model.rules(role),
         )
+
+    def _limit_in(self, role: TextRole | None) -> int:
+        """The most tokens of a text in a role. Where the library looks up tokens without special ones, these
+        take their room here."""
+        around = 0 if self._model.rules(role).pool_specials else self._tokenizer.single.special_tokens
+        return self._limit - around
 
     def _named(self, name: str, prompt: str) -> None:
         self._compare(
@@ -337,10 +347,9 @@ class _Preprocessed:
         return RequestIds(0, self._sequence_ids, most_tokens=1 << 40)
 
 
-def probe_sequences(model: LoadedModel) -> tuple[Sequence, ...]:
+def probe_sequences(model: LoadedModel, tokenizer: TextTokenizer) -> tuple[Sequence, ...]:
     """Sequences for the proof of execution, of at most 512 tokens, as requests with special tokens in their
     texts have them. None where such a text is refused."""
-    tokenizer = TextTokenizer(model.tokenizer, model.token_rows)
     ours = _Preprocessed(model, tokenizer, min(model.max_tokens, _LONGEST_SAMPLE))
     specials = _special_tokens(model)
     mixed = " ".join(f"{token} {word}" for token, word in zip(specials, _QUERY.split() * 3, strict=False))

@@ -10,13 +10,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from maxsimd.engine.checkpoint import LoadedModel
+from maxsimd.engine.checkpoint import LoadedModel, Task
 from maxsimd.engine.checkpoint.heads import after_reference
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution.selfcheck.comparison import comparison
 from maxsimd.engine.execution.selfcheck.pictures import random_pages
 from maxsimd.engine.execution.selfcheck.rules import LONGEST_WINDOW, window_of
 from maxsimd.scheduler import ResultSlot, Sequence, Tokens
+
+# Tokens of the longest random document where there is no window to reach beyond.
+_SHORT = 23
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,16 +39,11 @@ def make_samples(model: LoadedModel, probes: ListOf[Sequence] = ()) -> tuple[Sam
     task, or gives numbers that are not finite."""
     samples: list[Sample] = []
     for name, task in model.tasks.items():
-        assert task.reference is not None
-        finish = after_reference(task.head)
         failure = "it makes numbers that are not finite"
         before = len(samples)
         for sequence in [*_given(model, name, probes), *random_sequences(model, name, len(probes))]:
             try:
-                expected = finish(task.reference(sequence)).clone()
-                pooled = sequence.tokens.pooled_positions
-                if pooled is not None and task.pooling == "all":
-                    expected = expected[torch.from_numpy(pooled)]
+                expected = _expected(task, sequence).clone()
             except Exception as error:
                 failure = f"{type(error).__name__}: {error}"
                 continue
@@ -56,10 +54,22 @@ def make_samples(model: LoadedModel, probes: ListOf[Sequence] = ()) -> tuple[Sam
         if len(samples) == before:
             raise ModelLoadError(f"{model.name!r} cannot be run on any of some random texts: {failure}")
         first = samples[before]
-        again = finish(task.reference(first.sequence))
+        again = _expected(task, first.sequence)
         if not comparison([again], [first.expected], rounding=0.0).agrees:
             raise ModelLoadError(f"{model.name!r} gives another result for a text that it was given before")
     return tuple(samples)
+
+
+def _expected(task: Task, sequence: Sequence) -> torch.Tensor:
+    """The item [n, dim] of a sequence by the task's reference, which makes a row of every token where those
+    of some are pooled."""
+    assert task.reference is not None
+    item = task.reference(sequence)
+    pooled = sequence.tokens.pooled_positions
+    if pooled is not None and task.pooling == "all":
+        item = item[torch.from_numpy(pooled).to(item.device)]
+    finished: torch.Tensor = after_reference(task.head)(item)
+    return finished
 
 
 def _given(model: LoadedModel, task: str, probes: ListOf[Sequence]) -> Iterator[Sequence]:
@@ -77,12 +87,14 @@ def _given(model: LoadedModel, task: str, probes: ListOf[Sequence]) -> Iterator[
 def random_sequences(model: LoadedModel, task: str, num_probes: int = 0) -> list[Sequence]:
     """Random sequences for a task: texts or pairs as the tokeniser joins them, or plain token ids where a
     template joins them. Some are longer than the model's window, if it has one. Beside probes fewer are
-    needed."""
+    needed: behind a template these are long."""
     random = np.random.default_rng(0)
-    beyond = _beyond_window(model.backbone)
-    lengths = [(5, 8), (1, 1), (3, 14)][num_probes:]
-    lengths.append((9, beyond))
     plain = model.listwise is not None or model.pairs.template is not None
+    lengths = [(5, 8), (1, 1), (3, 14), (9, _SHORT)]
+    if num_probes:
+        lengths = [(1, 1), (2, 3)] if plain else lengths[num_probes:]
+    if (beyond := _beyond_window(model.backbone)) is not None:
+        lengths[-1] = (9, beyond)
     sequences = []
     for first, second in lengths:
         if plain:
@@ -121,9 +133,10 @@ def _special_readings(model: LoadedModel, task: str, sequences: list[Sequence]) 
         yield _of_task(task, replace(longest, pooled_positions=np.arange(4, len(longest))))
 
 
-def _beyond_window(backbone: Any) -> int:
+def _beyond_window(backbone: Any) -> int | None:
+    """How many tokens reach beyond a model's window; None for a model without one."""
     window = window_of(backbone.config.get_text_config())
-    return 2 * window + 3 if window is not None and window <= LONGEST_WINDOW else 23
+    return 2 * window + 3 if window is not None and window <= LONGEST_WINDOW else None
 
 
 def _random_ids(model: LoadedModel, count: int, random: np.random.Generator) -> NDArray[np.int32]:
