@@ -7,16 +7,36 @@ import torch
 
 from maxsimd.engine.checkpoint import LoadedModel, RoleRules, load_model
 from maxsimd.engine.checkpoint.model import HYBRID_EMBED, SPARSE_EMBED
+from maxsimd.engine.checkpoint.reading import LibraryReader, Reading
+from maxsimd.engine.checkpoint.recipe import in_float32
 from maxsimd.engine.config import EngineConfig, ScoreType
 from maxsimd.engine.device.facts import kernels_in_words
 from maxsimd.engine.execution import PreparedModel, choose_device, prepare
 from maxsimd.engine.media import Picture
 from maxsimd.engine.preprocess import check_room
+from maxsimd.engine.preprocess.text_check import check_texts, probe_sequences
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.scoring.maxsim import choose_maxsim
+from maxsimd.engine.scoring.maxsim.reference import maxsim_reference
+from maxsimd.engine.scoring.similarity import score_pairs
+from maxsimd.engine.sync import SyncEngine
+from maxsimd.pooling.ragged import Ragged
+from maxsimd.scheduler import ResultSlot, Sequence, Tokens
 
 # A small picture, and an A4 page at 150 dots an inch.
 _PAGES = ((448, 448), (1240, 1754))
+# What is scored from end to end.
+_QUERY = "How is a file opened?"
+_DOCUMENTS = (
+    "Open a file with open(), which returns a file object, and close it when it is no longer needed.",
+    "a file is closed",
+    "PARIS is the capital of France; some 2,100,000 people live there.",
+    "Zürich liegt am Zürichsee, und man grüßt dort: Grüezi!",
+    "  blanks around \n",
+    "👩‍💻 opens שלום עולם",
+    "How is a file opened?",
+    "A long text that goes on about files, how they are opened, read and closed. " * 60,
+)
 _SCORED_BY = {
     "maxsim": "MaxSim, the sum over query tokens of their best match",
     "meanmaxsim": "MaxSim, the mean over query tokens of their best match",
@@ -34,11 +54,14 @@ def inspect_model(config: EngineConfig, check: bool = False) -> dict[str, str | 
     Raises ModelLoadError as serving it would."""
     device = choose_device(config.device)
     model = load_model(config, device, recheck=check)
+    tokenizer = TextTokenizer(model.tokenizer, model.token_rows)
+    compared = check_texts(model, config, tokenizer, recheck=check)
+    expected = _expected_scores(model, config) if check else None
     named = {name: parameter.numel() for name, parameter in model.backbone.named_parameters()}
     of_tower = sum(each.numel() for module in model.encoders[1:] for each in module.parameters())
-    prepared = prepare(model, config, device)
+    prepared = prepare(model, config, device, probe_sequences(model, tokenizer))
     budget = prepared.step_tokens
-    check_room(model, TextTokenizer(model.tokenizer, model.token_rows), budget, prepared.runner.chunked)
+    check_room(model, tokenizer, budget, prepared.runner.chunked)
     # A pooler goes where the heads do its work, and layers are laid out anew: what is left shows in names.
     left = {name for name, _ in model.backbone.named_children()}
     weights = sum(count for name, count in named.items() if name.split(".")[0] in left or "." not in name)
@@ -62,8 +85,62 @@ def inspect_model(config: EngineConfig, check: bool = False) -> dict[str, str | 
     }
     if check:
         own = [f"as transformers reads and runs it: {model.compared}"] if model.compared else []
-        rows["checked"] = own + [str(finding) for finding in prepared.findings]
+        own.append(f"from text to tokens, as the model's own library: {compared}")
+        own += [str(finding) for finding in prepared.findings]
+        del model, prepared  # the engine loads them again
+        scored = _scored(config, expected)
+        rows["checked"] = [*own, f"from text to scores, as the model's own library: {scored}"]
     return {name: value for name, value in rows.items() if value}
+
+
+def _expected_scores(model: LoadedModel, config: EngineConfig) -> list[float] | None:
+    """What the model's own library makes of a query and some documents, in float32, from texts to scores;
+    None for kinds of scores that it does not have."""
+    reader, reference = model.reader, model.tasks[model.score_task].reference
+    assert reader is not None
+    if model.listwise is not None or model.items_have_ids or len(model.labels) > 1:
+        return None
+    limit = model.max_tokens
+    prompt = config.query_prompt
+    if config.instruction is not None and model.encodes_apart:
+        prompt = model.query.instructed(config.instruction).prompt
+
+    def item(reading: Reading) -> torch.Tensor:
+        tokens = Tokens(reading.ids, reading.type_ids, reading.attended, None)
+        assert reference is not None
+        rows = reference(Sequence.text(0, ResultSlot(0, 0), model.score_task, tokens)).float()
+        if model.score_task != "token_embed":
+            return rows
+        if not model.query.pool_first:
+            return rows[1:]
+        return rows if reading.scored is None else rows[torch.from_numpy(reading.scored)]
+
+    with in_float32(model.encoders), torch.inference_mode():
+        if isinstance(reader, LibraryReader) and reader.can_score:
+            prompts = prompt, config.document_prompt
+            return reader.scores(_QUERY, _DOCUMENTS, prompts, config.instruction, limit)
+        if not model.encodes_apart:
+            readings = [reader.pair(_QUERY, each, config.instruction, limit) for each in _DOCUMENTS]
+            return [float(model.activation(item(each))[0, 0]) for each in readings]
+        query = item(reader.text(_QUERY, "query", prompt, limit))
+        readings = [reader.text(each, "document", config.document_prompt, limit) for each in _DOCUMENTS]
+        pairs = np.array([(0, i) for i in range(len(readings))])
+        queries, items = Ragged.from_items([query]), Ragged.from_items([item(each) for each in readings])
+        return score_pairs(model.similarity, queries, items, pairs, maxsim_reference).tolist()
+
+
+def _scored(config: EngineConfig, expected: list[float] | None) -> str:
+    """How the scores of an engine compare with those expected, in words."""
+    if expected is None:
+        return "not compared: it has no such scores"
+    with SyncEngine(config, progress=False) as engine:
+        found = engine.score(_QUERY, list(_DOCUMENTS), truncation="cut", instruction=None).scores
+    orders = [sorted(range(len(scores)), key=lambda i: -scores[i]) for scores in (found, expected)]
+    off = max(abs(one - other) for one, other in zip(found, expected, strict=True))
+    spread = max(expected) - min(expected)
+    named = [" ".join(str(i + 1) for i in order) for order in orders]
+    order = f"the order {named[0]}" + ("" if named[0] == named[1] else f", THE LIBRARY'S {named[1]}")
+    return f"{len(found)} pairs, largest difference {off:.1e} of a spread of {spread:.2g}, {order}"
 
 
 def show(rows: dict[str, str | list[str]]) -> str:

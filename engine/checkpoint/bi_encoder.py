@@ -10,6 +10,7 @@ from sentence_transformers.sentence_transformer.modules import Dropout, LayerNor
 from maxsimd.engine.checkpoint.fit import refuse_modules_not_finite
 from maxsimd.engine.checkpoint.heads import ModuleHead
 from maxsimd.engine.checkpoint.model import RoleRules, Task
+from maxsimd.engine.checkpoint.reading import LibraryReader
 from maxsimd.engine.checkpoint.reference import ModulesReference
 from maxsimd.engine.checkpoint.visual.vision_language import with_pictures
 from maxsimd.engine.errors import ModelLoadError
@@ -60,6 +61,7 @@ def load_bi_encoder(path: str, late: bool, options: dict[str, Any]) -> dict[str,
         "activation": torch.nn.Identity(),
         "similarity": "maxsim" if late else model.similarity_fn_name,
         "prompts": prompts,
+        "reader": LibraryReader(model, leaves_prompt_out=not pooling.include_prompt, can_score=not late),
     }
     return with_pictures(path, transformer, parts)
 

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, LlamaForSequenceClassification
 
 from maxsimd.engine.checkpoint.files import CheckpointFiles
 from maxsimd.engine.checkpoint.model import PairRules, RoleRules, Task
+from maxsimd.engine.checkpoint.reading import TemplateReader, TokenizerReader
 from maxsimd.engine.checkpoint.reference import inputs_of
 from maxsimd.engine.checkpoint.score_template import ScoreTemplate
 from maxsimd.engine.errors import ModelLoadError
@@ -33,6 +34,7 @@ def load_bidirectional_reranker(
     model = LlamaForSequenceClassification.from_pretrained(path, revision=revision, **options["model_kwargs"])
     model = model.to(options["device"]).eval()
     labels = tuple(str(model.config.id2label[i]) for i in range(model.config.num_labels))
+    as_one = TokenizerReader(tokenizer, "question:{query} \n \n passage:{document}")
     head = _Score(model.score, float(files.config.get("temperature") or 1.0))
     pooling = _METHODS[files.config.get("pooling", "avg")]
     reference = _PooledReference(model.model, tokenizer, pooling, head)
@@ -47,6 +49,7 @@ def load_bidirectional_reranker(
         "labels": labels,
         "probabilities": torch.sigmoid if len(labels) == 1 else torch.nn.Softmax(dim=-1),
         "pairs": PairRules("only_second", template or _question(tokenizer)),
+        "reader": TemplateReader(tokenizer, template) if template else as_one,
     }
 
 

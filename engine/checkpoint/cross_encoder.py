@@ -9,6 +9,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from maxsimd.engine.checkpoint.backbone import is_causal
 from maxsimd.engine.checkpoint.heads import ClassifierHead
 from maxsimd.engine.checkpoint.model import PairRules, RoleRules, Task
+from maxsimd.engine.checkpoint.reading import LibraryReader, TemplateReader
 from maxsimd.engine.checkpoint.reference import ClassifierReference
 from maxsimd.engine.checkpoint.score_template import ScoreTemplate
 from maxsimd.engine.errors import ModelLoadError
@@ -46,6 +47,7 @@ def load_cross_encoder(path: str, template: ScoreTemplate | None, options: dict[
         "probabilities": _probabilities(model.config, len(labels)),
         "labels": labels,
         "pairs": PairRules(truncation_of(encoder[0]), template or template_of(encoder[0])),
+        "reader": TemplateReader(encoder.tokenizer, template) if template else LibraryReader(encoder),
     }
 
 

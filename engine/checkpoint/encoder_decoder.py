@@ -13,6 +13,7 @@ from maxsimd.engine.checkpoint.files import CheckpointFiles
 from maxsimd.engine.checkpoint.heads import TokenLogitsHead
 from maxsimd.engine.checkpoint.language_model import token_id
 from maxsimd.engine.checkpoint.model import PairRules, RoleRules, Task
+from maxsimd.engine.checkpoint.reading import TemplateReader
 from maxsimd.engine.checkpoint.reference import FirstWordReference
 from maxsimd.engine.checkpoint.score_template import ScoreTemplate
 from maxsimd.engine.errors import ModelLoadError
@@ -69,6 +70,7 @@ def load_encoder_decoder(
         "activation": torch.nn.LogSigmoid(),
         "labels": (family.true,),
         "pairs": PairRules("only_second", template),
+        "reader": TemplateReader(tokenizer, template),
     }
 
 

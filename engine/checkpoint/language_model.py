@@ -12,6 +12,7 @@ from maxsimd.engine.checkpoint.cross_encoder import special_tokens, template_of,
 from maxsimd.engine.checkpoint.files import CheckpointFiles
 from maxsimd.engine.checkpoint.heads import TokenLogitsHead
 from maxsimd.engine.checkpoint.model import PairRules, RoleRules, Task
+from maxsimd.engine.checkpoint.reading import LibraryReader, Reader, TemplateReader
 from maxsimd.engine.checkpoint.reference import WordLogitsReference
 from maxsimd.engine.checkpoint.score_template import ScoreTemplate
 from maxsimd.engine.checkpoint.visual.vision_language import with_pictures
@@ -98,6 +99,7 @@ class _Read:
     words: list[int]
     activation: Any
     pairs: PairRules
+    reader: Reader
     transformer: Any = None
 
 
@@ -126,6 +128,7 @@ def load_language_model(
         "activation": read.activation,
         "labels": (names[0],),
         "pairs": read.pairs,
+        "reader": read.reader,
     }
     return parts if read.transformer is None else with_pictures(path, read.transformer, parts)
 
@@ -139,6 +142,9 @@ def _read_saved(path: str, template: ScoreTemplate | None, options: dict[str, An
     words = [after[0].true_token_id]
     if after[0].false_token_id is not None:
         words.append(after[0].false_token_id)
+    reader: Reader = LibraryReader(encoder, can_score=False)
+    if template is not None:
+        reader = TemplateReader(transformer.tokenizer, template)
     template = template or template_of(transformer)
     if template is None:
         raise ModelLoadError(f"{path!r} has no chat template for query and document; give score_template")
@@ -148,6 +154,7 @@ def _read_saved(path: str, template: ScoreTemplate | None, options: dict[str, An
         words,
         encoder.activation_fn,
         PairRules(truncation_of(transformer), template),
+        reader,
         transformer,
     )
 
@@ -172,7 +179,8 @@ def _read_bare(
     true, false = (family.true, family.false) if family else ("yes", "no")
     words = [token_id(tokenizer, word, path) for word in (true, false) if word is not None]
     activation = family.activation if family else torch.nn.Sigmoid()
-    return _Read(model, tokenizer, words, activation, PairRules("only_second", template))
+    pairs = PairRules("only_second", template)
+    return _Read(model, tokenizer, words, activation, pairs, TemplateReader(tokenizer, template))
 
 
 def token_id(tokenizer: Any, word: str, path: str) -> int:

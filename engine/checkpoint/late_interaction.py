@@ -12,6 +12,7 @@ from sentence_transformers.multi_vector_encoder.modules import HierarchicalToken
 from maxsimd.engine.checkpoint.fit import refuse_modules_not_finite
 from maxsimd.engine.checkpoint.heads import ModuleHead
 from maxsimd.engine.checkpoint.model import Expansion, RoleRules, Task
+from maxsimd.engine.checkpoint.reading import LibraryReader
 from maxsimd.engine.checkpoint.reference import ModulesReference
 from maxsimd.engine.checkpoint.visual.vision_language import with_pictures
 from maxsimd.engine.errors import ModelLoadError
@@ -61,10 +62,16 @@ def load_late_interaction(path: str, options: dict[str, Any]) -> dict[str, Any]:
             max_tokens=transformer.document_length,
             skipped_ids=_skipped(mask, "document", len(tokenizer)),
         ),
+        # sentence-transformers takes the skip list of documents for texts without a role.
+        "text": RoleRules(
+            prompt=model.prompts.get(model.default_prompt_name or "") or "",
+            skipped_ids=_skipped(mask, "document", len(tokenizer)),
+        ),
         "activation": torch.nn.Identity(),
         "similarity": model.similarity_fn_name,
         "prompts": {name: text for name, text in model.prompts.items() if text},
         "token_pooling": TokenPooling(poolings[0], _roles(poolings[0])) if poolings else None,
+        "reader": LibraryReader(model, mask),
     }
     return with_pictures(path, transformer, parts)
 

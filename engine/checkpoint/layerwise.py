@@ -15,6 +15,7 @@ from maxsimd.engine.checkpoint.files import CheckpointFiles
 from maxsimd.engine.checkpoint.fit import refuse_not_finite
 from maxsimd.engine.checkpoint.language_model import FAMILIES, NEWLINE
 from maxsimd.engine.checkpoint.model import PairRules, RoleRules, Task
+from maxsimd.engine.checkpoint.reading import TemplateReader
 from maxsimd.engine.checkpoint.reference import LastStateReference
 from maxsimd.engine.checkpoint.retrained import COST_WISE
 from maxsimd.engine.checkpoint.score_template import ScoreTemplate
@@ -106,6 +107,7 @@ def load_layerwise(
         "labels": ("LABEL_0",),
         "pairs": PairRules("only_second", template),
         "compression": compression,
+        "reader": TemplateReader(tokenizer, template),
     }
 
 

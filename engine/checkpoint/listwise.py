@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoTokenizer, Qwen3Model
 from maxsimd.engine.checkpoint.fit import refuse_not_finite
 from maxsimd.engine.checkpoint.heads import ModuleHead
 from maxsimd.engine.checkpoint.model import ListwiseRules, RoleRules, Task
+from maxsimd.engine.checkpoint.reading import TokenizerReader
 from maxsimd.engine.checkpoint.reference import HiddenStatesReference
 from maxsimd.engine.checkpoint.weights import read_tensors
 from maxsimd.engine.errors import ModelLoadError
@@ -47,6 +48,7 @@ def load_listwise(path: str, options: dict[str, Any]) -> dict[str, Any]:
         "document": RoleRules(),
         "activation": torch.nn.Identity(),
         "listwise": ListwiseRules(_QUERY_MARKER, _DOCUMENT_MARKER, context),
+        "reader": TokenizerReader(tokenizer),
     }
 
 

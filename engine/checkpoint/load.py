@@ -17,6 +17,7 @@ from maxsimd.engine.checkpoint.digests import check_digests, stay_offline
 from maxsimd.engine.checkpoint.embedded import embedded_model_path
 from maxsimd.engine.checkpoint.identity import identity_of
 from maxsimd.engine.checkpoint.model import LoadedModel
+from maxsimd.engine.checkpoint.reading import Reader
 from maxsimd.engine.checkpoint.recipe import Recipe, UnfitError, build, make_recipe
 from maxsimd.engine.checkpoint.recipe_store import Source, find_recipe, source_of, store_recipe
 from maxsimd.engine.config import EngineConfig
@@ -43,6 +44,17 @@ def load_model(config: EngineConfig, device: torch.device, *, recheck: bool = Fa
             check_digests(path.parent if path.is_file() else path)
         model = _with_token_rows(adjusted(_read(config, device, recheck), config))
         return replace(model, fingerprint=identity_of(model)) if model.encodes_apart else model
+
+
+def library_reader(config: EngineConfig) -> Reader:
+    """What the checkpoint's own library makes of texts, for a model that was loaded without it. Raises
+    ModelLoadError."""
+    from maxsimd.engine.checkpoint.library import read_with_libraries
+
+    with LOADING:
+        reader = read_with_libraries(config, torch.device("cpu")).reader
+    assert reader is not None
+    return reader
 
 
 def _with_token_rows(model: LoadedModel) -> LoadedModel:
@@ -140,4 +152,4 @@ def _remembering(source: Source, model: LoadedModel) -> LoadedModel:
         return model
     log.debug("compared with the libraries: %s", made.recipe.proof)
     store_recipe(source, made.recipe)
-    return replace(made.model, compared=made.recipe.proof)
+    return replace(made.model, compared=made.recipe.proof, reader=model.reader)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from maxsimd.engine.checkpoint.reading import Reader
 from maxsimd.engine.checkpoint.reference import Reference
 from maxsimd.engine.checkpoint.score_template import ScoreTemplate
 from maxsimd.engine.checkpoint.visual.chat import ChatRole
@@ -140,6 +141,7 @@ class LoadedModel:
     checkpoint's files `unread` would give more, if they may be read. With `compression` documents have fewer
     rows behind some layers. `compared` says how the model was compared with transformers' where it is one of
     ours. Token ids below `token_rows` have embeddings; None where the backbone does not say.
+    The `reader` is what the checkpoint's own library makes of texts, None where no library was loaded.
     """
 
     name: str
@@ -174,6 +176,7 @@ class LoadedModel:
     compression: Compression | None = None
     compared: str = ""
     token_rows: int | None = None
+    reader: Reader | None = None
 
     @property
     def encoders(self) -> tuple[torch.nn.Module, ...]:

@@ -501,7 +501,7 @@ def _rules(recipe: RoleRecipe) -> RoleRules:
 def _difference(made: LoadedModel, model: LoadedModel) -> str | None:
     """The first field in which two models differ; their modules, tokenizers and tasks are compared by what
     they compute."""
-    apart = {"backbone", "tokenizer", "tasks"}
+    apart = {"backbone", "tokenizer", "tasks", "reader"}
     for field in dataclasses.fields(LoadedModel):
         if field.name not in apart and not _same(getattr(made, field.name), getattr(model, field.name)):
             return f"{field.name} would differ"
@@ -532,7 +532,7 @@ def _proof(made: LoadedModel, model: LoadedModel) -> str:
     sequences = list(_probe_sequences(made, model))
     worst = 0.0
     # Conversions come first: tensors that are made in inference mode cannot be changed outside of it.
-    with _in_float32([made.backbone, model.backbone]), torch.inference_mode():
+    with in_float32([made.backbone, model.backbone]), torch.inference_mode():
         for name, task in made.tasks.items():
             theirs = model.tasks[name].reference
             assert task.reference is not None
@@ -551,7 +551,7 @@ def _proof(made: LoadedModel, model: LoadedModel) -> str:
 
 
 @contextmanager
-def _in_float32(modules: Sequence[nn.Module]) -> Iterator[None]:
+def in_float32(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Has the parameters of modules in float32 inside this context, and as they were after it."""
     before = {parameter: parameter.dtype for module in modules for parameter in module.parameters()}
     for parameter in before:

@@ -1,6 +1,7 @@
-"""Where recipes are kept: in the user's cache folder, by a digest of all that they were made from.
+"""Where recipes are kept, and which checkpoints' texts have been compared: in the user's cache folder, by a
+digest of all that they were made from.
 
-The recipes of the embedded model come with the package, and a test holds that they are right.
+What there is of the embedded model comes with the package, and a test holds that it is right.
 """
 
 import hashlib
@@ -39,12 +40,16 @@ _IRRELEVANT = frozenset(
         *("cache_disk_mb", "cache_precision", "threads", "tokenizer_threads", "hybrid_weights"),
     }
 )
+# Those of them that change how texts are read.
+_OF_TEXTS = frozenset({"query_prompt", "document_prompt", "instruction"})
 _LIBRARIES = ("maxsimd", "torch", "transformers", "sentence-transformers", "tokenizers", "safetensors")
 # Files of a checkpoint that nobody reads who loads it with safetensors.
 _UNREAD = re.compile(r"\.(md|onnx|onnx_data|bin|pt|h5|msgpack|ot|tflite|xml|png|jpe?g|gguf)$|^LICENSE")
 _UNREAD_FOLDERS = frozenset({"onnx", "openvino", "coreml"})
 # All configuration files together; folders with more hold something else, such as datasets.
 _MOST_BYTES = 256 * 2**20
+# Of GGUF files, more than their metadata takes.
+_BEGINNING = 64 * 2**20
 # How many recipes are kept.
 _MOST = 100
 
@@ -85,7 +90,7 @@ def source_of(config: EngineConfig) -> Source | None:
     folder = _folder(path, config.revision)
     if folder is None:
         return None
-    content = _content(folder, config)
+    content = _content([folder], config, _IRRELEVANT)
     if content is None:
         return None
     return Source(config.model or NAME, folder, content, _module_folders(files))
@@ -93,52 +98,128 @@ def source_of(config: EngineConfig) -> Source | None:
 
 def find_recipe(source: Source) -> Recipe | None:
     """The recipe that an earlier start has made, or that comes with the package."""
-    shipped = _shipped().get(source.content)
+    shipped = _shipped().recipes.get(source.content)
     if shipped is not None:
         return shipped
-    folder = _cache_folder(create=False)
-    if folder is None:
-        return None
+    kept = _kept(f"{source.key}.json")
     try:
-        path = folder / f"{source.key}.json"
-        with path.open("rb") as file:
-            if not _is_own(os.fstat(file.fileno())):
-                log.warning("%s belongs to somebody else and is not read", path)
-                return None
-            recipe = msgspec.json.decode(file.read(), type=Recipe)
-        os.utime(path)
-    except FileNotFoundError:
-        return None
-    except (OSError, msgspec.MsgspecError) as error:
+        return None if kept is None else msgspec.json.decode(kept, type=Recipe)
+    except msgspec.MsgspecError as error:
         log.debug("a recipe cannot be read: %s", error)
         return None
-    return recipe
 
 
 def store_recipe(source: Source, recipe: Recipe) -> None:
     """Keeps a recipe for the next start. That it cannot be kept is no failure."""
+    _keep(f"{source.key}.json", msgspec.json.encode(recipe))
+
+
+def texts_content(config: EngineConfig) -> str | None:
+    """The digest of all that decides how the texts of requests are read, but for our own code: the files of
+    the checkpoint but for its weights, the libraries' versions and the options that change texts or token
+    ids. None where it cannot be told."""
+    path = config.model if config.model is not None else embedded_model_path()
+    # A GGUF file begins with its tokenizer, and the files beside it say how it is used.
+    beginnings = [Path(path)] if Path(path).is_file() else sorted(Path(path).glob("*.gguf"))
+    folders = [Path(path).parent if Path(path).is_file() else _folder(path, config.revision)]
+    adapter = None if Path(path).is_file() else find_file(path, "adapter_config.json", config.revision)
+    if adapter is not None:
+        settings = json.loads(adapter.read_text(encoding="utf-8"))
+        folders.append(_folder(str(settings["base_model_name_or_path"]), settings.get("revision")))
+    found = [folder for folder in folders if folder is not None]
+    content = _content(found, config, _IRRELEVANT - _OF_TEXTS) if len(found) == len(folders) else None
+    if content is None:
+        return None
+    if config.score_template is not None and Path(config.score_template).is_file():
+        beginnings.append(Path(config.score_template))
+    digest = hashlib.sha256(content.encode())
+    for file in beginnings:
+        with file.open("rb") as opened:
+            digest.update(opened.read(_BEGINNING))
+    return digest.hexdigest()
+
+
+def knows_texts(config: EngineConfig) -> bool:
+    """Whether texts have been found to be read as the checkpoint's own library reads them."""
+    content = _content_or_none(config)
+    if content is None:
+        return False
+    return content in _shipped().texts or _kept(_name_of_texts(content)) == b"equal"
+
+
+def remember_texts(config: EngineConfig) -> None:
+    """Keeps for the next start that texts were found to be read as the library reads them."""
+    content = _content_or_none(config)
+    if content is not None and content not in _shipped().texts:
+        _keep(_name_of_texts(content), b"equal")
+
+
+def _name_of_texts(content: str) -> str:
+    return hashlib.sha256(f"texts {content} {_own_sources()}".encode()).hexdigest() + ".texts"
+
+
+def _content_or_none(config: EngineConfig) -> str | None:
+    try:
+        return texts_content(config)
+    except (OSError, ValueError, KeyError, ModelLoadError) as error:
+        log.debug("how texts are read is not remembered: %s", error)
+        return None
+
+
+def _kept(name: str) -> bytes | None:
+    """What the file of that name in the user's cache folder has; None where there is none of the user's
+    own."""
+    folder = _cache_folder(create=False)
+    if folder is None:
+        return None
+    path = folder / name
+    try:
+        with path.open("rb") as file:
+            if not _is_own(os.fstat(file.fileno())):
+                log.warning("%s belongs to somebody else and is not read", path)
+                return None
+            kept = file.read()
+        os.utime(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        log.debug("%s cannot be read: %s", path, error)
+        return None
+    return kept
+
+
+def _keep(name: str, data: bytes) -> None:
+    """Writes a file into the user's cache folder, in which the latest of each kind are kept. That it cannot
+    be written is no failure."""
     folder = _cache_folder(create=True)
     if folder is None:
         return
     try:
-        descriptor, name = tempfile.mkstemp(dir=folder)  # only the user may read it
+        descriptor, written = tempfile.mkstemp(dir=folder)  # only the user may read it
         with os.fdopen(descriptor, "wb") as file:
-            file.write(msgspec.json.encode(recipe))
-        Path(name).replace(folder / f"{source.key}.json")
-        kept = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
+            file.write(data)
+        Path(written).replace(folder / name)
+        kept = sorted(folder.glob(f"*{Path(name).suffix}"), key=lambda path: path.stat().st_mtime)
         for path in kept[:-_MOST]:
             path.unlink(missing_ok=True)
     except OSError as error:
-        log.debug("a recipe cannot be kept: %s", error)
+        log.debug("%s cannot be kept: %s", name, error)
+
+
+class Shipped(msgspec.Struct, frozen=True):
+    """What comes with the package about the embedded model: its recipes by the content of their sources, and
+    the contents whose `texts` have been compared."""
+
+    recipes: dict[str, Recipe] = {}
+    texts: tuple[str, ...] = ()
 
 
 SHIPPED = Path(__file__).with_name("embedded_recipes.json")
 
 
 @cache
-def _shipped() -> dict[str, Recipe]:
-    """The recipes of the embedded model by the content of their sources."""
-    return msgspec.json.decode(SHIPPED.read_bytes(), type=dict[str, Recipe]) if SHIPPED.exists() else {}
+def _shipped() -> Shipped:
+    return msgspec.json.decode(SHIPPED.read_bytes(), type=Shipped) if SHIPPED.exists() else Shipped()
 
 
 def _folder(path: str, revision: str | None) -> Path | None:
@@ -156,23 +237,24 @@ def _module_folders(files: CheckpointFiles) -> tuple[tuple[str, str], ...]:
     )
 
 
-def _content(folder: Path, config: EngineConfig) -> str | None:
-    """The digest of a folder's configuration files, the libraries' versions and the options; None if a file
-    cannot be read, or the files are too large to be configurations."""
+def _content(folders: list[Path], config: EngineConfig, irrelevant: frozenset[str]) -> str | None:
+    """The digest of the folders' configuration files, the libraries' versions and all options but the
+    irrelevant ones; None if a file cannot be read, or the files are too large to be configurations."""
     digest = hashlib.sha256()
     options = [(each.name, getattr(config, each.name)) for each in fields(config)]
-    digest.update(repr([each for each in options if each[0] not in _IRRELEVANT]).encode())
+    digest.update(repr([each for each in options if each[0] not in irrelevant]).encode())
     # The build of torch ("+cpu") makes no difference to what is read.
     versions = [version.partition("+")[0] for version in versions_of(_LIBRARIES)]
     digest.update(repr(versions).encode())
     left = _MOST_BYTES
     try:
-        for path in _read_files(folder):
-            data = _header(path, left) if path.suffix == ".safetensors" else _whole(path, left)
-            left -= len(data)
-            digest.update(f"\n{path.relative_to(folder).as_posix()} {len(data)}\n".encode() + data)
+        for folder in folders:
+            for path in _read_files(folder):
+                data = _header(path, left) if path.suffix == ".safetensors" else _whole(path, left)
+                left -= len(data)
+                digest.update(f"\n{path.relative_to(folder).as_posix()} {len(data)}\n".encode() + data)
     except (OSError, ValueError) as error:
-        log.debug("%s has no recipe: %s", folder, error)
+        log.debug("nothing is remembered of %s: %s", folders[0], error)
         return None
     return digest.hexdigest()
 

@@ -86,6 +86,11 @@ class ScoreTemplate:
             frames.append(Frame(before, after[0] if after else None))
         return frames
 
+    def written(self, query: str, document: str, instruction: str | None) -> list[str]:
+        """The segments as they are written for a pair, each to be tokenized by itself."""
+        used = instruction or self.instruction
+        return [self._render(segment, used, (query,), (document,)) for segment in self.segments]
+
     def check(self) -> None:
         """Raises ModelLoadError unless the template has the query, and the document exactly once."""
         rendered = [self._render(segment, self.instruction or "") for segment in self.segments]

@@ -9,6 +9,7 @@ from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding, 
 
 from maxsimd.engine.checkpoint.fit import refuse_modules_not_finite
 from maxsimd.engine.checkpoint.model import SPARSE_EMBED, RoleRules, Task
+from maxsimd.engine.checkpoint.reading import LibraryReader
 from maxsimd.engine.checkpoint.reference import ModulesReference
 from maxsimd.engine.checkpoint.words_head import MaskedWordsHead
 from maxsimd.engine.errors import ModelLoadError
@@ -56,6 +57,7 @@ def load_sparse_encoder(path: str, options: dict[str, Any]) -> dict[str, Any]:
         "activation": torch.nn.Identity(),
         "similarity": "sparse",
         "prompts": prompts,
+        "reader": LibraryReader(model),
     }
 
 

@@ -23,6 +23,8 @@ from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution import PreparedModel, choose_device, choose_dtype, prepare
 from maxsimd.engine.execution.devices import use_device
 from maxsimd.engine.ops.nvidia import runs_plain_torch
+from maxsimd.engine.preprocess.text_check import check_texts, probe_sequences
+from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.scoring.calibration import Calibration
 from maxsimd.engine.scoring.maxsim import MaxSim, choose_maxsim
 from maxsimd.pooling.dispatch import DispatchPooler, pooling_method
@@ -46,6 +48,7 @@ class DeviceModel:
     maxsim_name: str
     maxsim: MaxSim
     cache: EmbeddingCache | None
+    tokenizer: TextTokenizer
     calibration: Calibration | None = None
 
     @property
@@ -72,9 +75,11 @@ def load_device_model(
         raise ModelLoadError(str(error)) from error
     with while_reading or nullcontext():
         model = load_model(config, device)
+    tokenizer = TextTokenizer(model.tokenizer, model.token_rows)
+    check_texts(model, config, tokenizer)
     calibration = open_calibration(config, model)
     cache = open_cache(config, model, choose_dtype(config.dtype, device))
-    prepared = prepare(model, config, device)
+    prepared = prepare(model, config, device, probe_sequences(model, tokenizer))
     as_int8 = cache is not None and cache.precision == "int8"
     compares_vectors = model.similarity != "sparse"
     if device.type == "cuda" and maxsim_name == "triton" and config.maxsim == "auto" and compares_vectors:
@@ -101,7 +106,15 @@ def load_device_model(
         )
         cache.wait_until_warm(_WARMING_SECONDS)
     return DeviceModel(
-        _without_references(model), prepared, pooler, device, maxsim_name, maxsim, cache, calibration
+        _without_references(model),
+        prepared,
+        pooler,
+        device,
+        maxsim_name,
+        maxsim,
+        cache,
+        tokenizer,
+        calibration,
     )
 
 
@@ -136,7 +149,8 @@ def _choose_threads(asked: int | None) -> None:
 
 def _without_references(model: LoadedModel) -> LoadedModel:
     """The model without what it was proven against, so that weights which only that needs are freed."""
-    return replace(model, tasks={name: replace(task, reference=None) for name, task in model.tasks.items()})
+    tasks = {name: replace(task, reference=None) for name, task in model.tasks.items()}
+    return replace(model, tasks=tasks, reader=None)
 
 
 def _pooler(model: LoadedModel, prepared: PreparedModel, results: torch.dtype | None) -> DispatchPooler:

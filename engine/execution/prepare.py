@@ -70,14 +70,17 @@ class PreparedModel:
     launch_tokens: int | None = None
 
 
-def prepare(model: LoadedModel, config: EngineConfig, device: torch.device) -> PreparedModel:
-    """Decides precision and execution. The execution is proven in float32, whatever the model then runs in.
+def prepare(
+    model: LoadedModel, config: EngineConfig, device: torch.device, probes: Sequence[TokenSequence] = ()
+) -> PreparedModel:
+    """Decides precision and execution. The execution is proven in float32, whatever the model then runs in,
+    on the `probes`, sequences as requests make them, and on random ones.
 
     Raises ModelLoadError where int8 weights are asked for and cannot be multiplied here, and for a model that
     cannot be run or whose results are not finite."""
     with LOADING:
         try:
-            return _prepare(model, config, device)
+            return _prepare(model, config, device, probes)
         except ModelLoadError:
             raise
         except Exception as error:
@@ -88,7 +91,9 @@ def prepare(model: LoadedModel, config: EngineConfig, device: torch.device) -> P
             ) from error
 
 
-def _prepare(model: LoadedModel, config: EngineConfig, device: torch.device) -> PreparedModel:
+def _prepare(
+    model: LoadedModel, config: EngineConfig, device: torch.device, probes: Sequence[TokenSequence]
+) -> PreparedModel:
     dtype = choose_dtype(config.dtype, device)
     compiled = config.kernels == "auto" and is_compiled_supported(device, dtype)
     overflow = why_not_float16(model) if dtype is torch.float16 else None
@@ -104,9 +109,9 @@ def _prepare(model: LoadedModel, config: EngineConfig, device: torch.device) -> 
     backend = choose_attention(config.attention, model, device, dtype, compiled)
     use_device(device)
     started = time.perf_counter()
-    with one_thread(), _samples(model) as (samples, layers):
+    with one_thread(), _samples(model, probes) as (samples, layers):
         if runs_plain_torch(device):
-            with _samples(load_model(config, torch.device("cpu"))) as (on_cpu, _):
+            with _samples(load_model(config, torch.device("cpu")), probes) as (on_cpu, _):
                 refuse_unlike_cpu(model.name, device, samples, on_cpu)
         in_proof = _in_float32(backend)
         execution = choose_execution(model, device, in_proof, samples, config.packing == "auto")
@@ -197,7 +202,9 @@ _Layers = Callable[[LoadedModel], ExitStack]
 
 
 @contextmanager
-def _samples(model: LoadedModel) -> Iterator[tuple[tuple[Sample, ...], _Layers]]:
+def _samples(
+    model: LoadedModel, probes: Sequence[TokenSequence] = ()
+) -> Iterator[tuple[tuple[Sample, ...], _Layers]]:
     """The model's samples, with its encoders in float32 while they are compared, and the context manager that
     leaves them with the layers that the samples come from: a few, or all if the model's own library fails
     with fewer."""
@@ -205,14 +212,14 @@ def _samples(model: LoadedModel) -> Iterator[tuple[tuple[Sample, ...], _Layers]]
         for module in model.encoders:
             context.enter_context(in_float32(module))
         try:
-            samples = make_samples(model)
+            samples = make_samples(model, probes)
         except ModelLoadError:
             samples = ()
         if samples:
             yield samples, _some_layers
             return
     _widen(model)
-    yield make_samples(model), lambda _: ExitStack()
+    yield make_samples(model, probes), lambda _: ExitStack()
 
 
 def _some_layers(model: LoadedModel) -> ExitStack:

@@ -29,7 +29,6 @@ from maxsimd.engine.execution.budget import beside_small_requests
 from maxsimd.engine.metrics import EngineMetrics
 from maxsimd.engine.preprocess import Prepared, Preprocessor, RequestIds, check_room, nothing_of
 from maxsimd.engine.preprocess.pairs import PrefixSharing
-from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.preprocess.workers import WithdrawnError, WorkerPool
 from maxsimd.engine.requests import EmbedRequest, RunOptions, ScoreRequest, Timings, Value, Values
 from maxsimd.engine.runtime.end import STUCK_SECONDS, end_threads
@@ -72,7 +71,7 @@ class Running:
     ) -> None:
         model, prepared = device_model.model, device_model.prepared
         budget = prepared.step_tokens
-        self.tokenizer = TextTokenizer(model.tokenizer, model.token_rows)
+        self.tokenizer = device_model.tokenizer
         check_room(model, self.tokenizer, budget, prepared.runner.chunked)
         self.device_model = device_model
         self._metrics = metrics

@@ -11,6 +11,7 @@ from transformers import AutoProcessor, Qwen2VLModel
 
 from maxsimd.engine.checkpoint.fit import refuse_not_finite
 from maxsimd.engine.checkpoint.model import PairRules, RoleRules, Task
+from maxsimd.engine.checkpoint.reading import TemplateReader
 from maxsimd.engine.checkpoint.reference import LastStateReference
 from maxsimd.engine.checkpoint.score_template import ScoreTemplate
 from maxsimd.engine.checkpoint.visual.processor import for_pictures_alone
@@ -57,6 +58,7 @@ def load_jina_m0(path: str, template: ScoreTemplate | None, options: dict[str, A
         "labels": ("relevance",),
         "pairs": PairRules("only_second", template),
         "vision": vision,
+        "reader": TemplateReader(tokenizer, template),
     }
 
 

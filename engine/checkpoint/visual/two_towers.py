@@ -15,6 +15,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from maxsimd.engine.checkpoint.files import CheckpointFiles
 from maxsimd.engine.checkpoint.heads import ModuleHead
 from maxsimd.engine.checkpoint.model import Expansion, RoleRules, Task
+from maxsimd.engine.checkpoint.reading import LibraryReader
 from maxsimd.engine.checkpoint.reference import ModulesReference
 from maxsimd.engine.checkpoint.visual.pixels import PixelScale, check_as_called, check_numbers
 from maxsimd.engine.checkpoint.visual.processor import (
@@ -77,6 +78,7 @@ def load_two_towers(path: str, options: dict[str, Any]) -> dict[str, Any]:
         "similarity": encoder.similarity_fn_name,
         "prompts": prompts,
         "vision": vision,
+        "reader": LibraryReader(encoder),
     }
 
 

@@ -1,7 +1,8 @@
-"""Samples: random sequences like those that a model will be given, with the item that its own library makes
-of each."""
+"""Samples: sequences like those that a model will be given, with the item that its own library makes of
+each."""
 
 from collections.abc import Iterator
+from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,13 +10,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from maxsimd.engine.checkpoint import LoadedModel
+from maxsimd.engine.checkpoint import LoadedModel, Task
 from maxsimd.engine.checkpoint.heads import after_reference
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution.selfcheck.comparison import comparison
 from maxsimd.engine.execution.selfcheck.pictures import random_pages
 from maxsimd.engine.execution.selfcheck.rules import LONGEST_WINDOW, window_of
 from maxsimd.scheduler import ResultSlot, Sequence, Tokens
+
+# Tokens of the longest random document where there is no window to reach beyond.
+_SHORT = 23
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,20 +31,19 @@ class Sample:
 
 
 @torch.inference_mode()
-def make_samples(model: LoadedModel) -> tuple[Sample, ...]:
-    """Samples for every task of a model in float32.
+def make_samples(model: LoadedModel, probes: ListOf[Sequence] = ()) -> tuple[Sample, ...]:
+    """Samples for every task of a model in float32: of the `probes`, which preprocessing has made of texts,
+    and of random sequences.
 
     Leaves out sequences on which the model's own library fails. Raises ModelLoadError if it fails on all of a
     task, or gives numbers that are not finite."""
     samples: list[Sample] = []
     for name, task in model.tasks.items():
-        assert task.reference is not None
-        finish = after_reference(task.head)
         failure = "it makes numbers that are not finite"
         before = len(samples)
-        for sequence in random_sequences(model, name):
+        for sequence in [*_given(model, name, probes), *random_sequences(model, name, len(probes))]:
             try:
-                expected = finish(task.reference(sequence)).clone()
+                expected = _expected(task, sequence).clone()
             except Exception as error:
                 failure = f"{type(error).__name__}: {error}"
                 continue
@@ -51,19 +54,47 @@ def make_samples(model: LoadedModel) -> tuple[Sample, ...]:
         if len(samples) == before:
             raise ModelLoadError(f"{model.name!r} cannot be run on any of some random texts: {failure}")
         first = samples[before]
-        again = finish(task.reference(first.sequence))
+        again = _expected(task, first.sequence)
         if not comparison([again], [first.expected], rounding=0.0).agrees:
             raise ModelLoadError(f"{model.name!r} gives another result for a text that it was given before")
     return tuple(samples)
 
 
-def random_sequences(model: LoadedModel, task: str) -> list[Sequence]:
+def _expected(task: Task, sequence: Sequence) -> torch.Tensor:
+    """The item [n, dim] of a sequence by the task's reference, which makes a row of every token where those
+    of some are pooled."""
+    assert task.reference is not None
+    item = task.reference(sequence)
+    pooled = sequence.tokens.pooled_positions
+    if pooled is not None and task.pooling == "all":
+        item = item[torch.from_numpy(pooled).to(item.device)]
+    finished: torch.Tensor = after_reference(task.head)(item)
+    return finished
+
+
+def _given(model: LoadedModel, task: str, probes: ListOf[Sequence]) -> Iterator[Sequence]:
+    """The probes for a task. The tokens that are pooled are named where its reference is told of them."""
+    all_pooled = model.document.pool_first and model.document.pool_specials and model.query.pool_specials
+    for probe in probes:
+        tokens = probe.tokens
+        assert isinstance(tokens, Tokens)
+        by_prompt = task == "embed" and not model.document.pool_prompt
+        if not (all_pooled and (by_prompt or model.tasks[task].pooling == "all")):
+            tokens = replace(tokens, pooled_positions=None)
+        yield _of_task(task, tokens)
+
+
+def random_sequences(model: LoadedModel, task: str, num_probes: int = 0) -> list[Sequence]:
     """Random sequences for a task: texts or pairs as the tokeniser joins them, or plain token ids where a
-    template joins them. Some are longer than the model's window, if it has one."""
+    template joins them. Some are longer than the model's window, if it has one. Beside probes fewer are
+    needed: behind a template these are long."""
     random = np.random.default_rng(0)
-    beyond = _beyond_window(model.backbone)
-    lengths = [(5, 8), (1, 1), (3, 14), (9, beyond)]
     plain = model.listwise is not None or model.pairs.template is not None
+    lengths = [(5, 8), (1, 1), (3, 14), (9, _SHORT)]
+    if num_probes:
+        lengths = [(1, 1), (2, 3)] if plain else lengths[num_probes:]
+    if (beyond := _beyond_window(model.backbone)) is not None:
+        lengths[-1] = (9, beyond)
     sequences = []
     for first, second in lengths:
         if plain:
@@ -73,7 +104,7 @@ def random_sequences(model: LoadedModel, task: str) -> list[Sequence]:
             sequences.append(_encoded(model, task, _text(model, first, random), _text(model, second, random)))
         else:
             sequences.append(_encoded(model, task, _text(model, second, random)))
-    if task == "classify" and not plain:
+    if task == "classify" and not plain and not num_probes:
         sequences.append(_encoded(model, task, _text(model, 6, random)))
     return [*sequences, *_special_readings(model, task, sequences), *random_pages(model, task)]
 
@@ -102,9 +133,10 @@ def _special_readings(model: LoadedModel, task: str, sequences: list[Sequence]) 
         yield _of_task(task, replace(longest, pooled_positions=np.arange(4, len(longest))))
 
 
-def _beyond_window(backbone: Any) -> int:
+def _beyond_window(backbone: Any) -> int | None:
+    """How many tokens reach beyond a model's window; None for a model without one."""
     window = window_of(backbone.config.get_text_config())
-    return 2 * window + 3 if window is not None and window <= LONGEST_WINDOW else 23
+    return 2 * window + 3 if window is not None and window <= LONGEST_WINDOW else None
 
 
 def _random_ids(model: LoadedModel, count: int, random: np.random.Generator) -> NDArray[np.int32]:

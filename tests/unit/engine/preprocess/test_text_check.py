@@ -1,0 +1,278 @@
+"""The check of preprocessing at load: what is switched off in a copy of the code is noticed, and the result
+is remembered for as long as nothing changes that it depends on."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from maxsimd.engine.checkpoint import LoadedModel, load_model, recipe_store
+from maxsimd.engine.checkpoint.model import PairRules
+from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.errors import ModelLoadError
+from maxsimd.engine.execution import prepare
+from maxsimd.engine.execution.packed_runner import PackedRunner
+from maxsimd.engine.preprocess import text_check, tokenization
+from maxsimd.engine.preprocess.long_inputs import LongInputs
+from maxsimd.engine.preprocess.preprocessor import Preprocessor
+from maxsimd.engine.preprocess.text_check import check_texts, probe_sequences
+from maxsimd.engine.preprocess.tokenization import Template, TextTokenizer, Tokenizer
+from maxsimd.engine.requests import ScoreRequest
+from tests.checkpoints import bi_encoders, cross_encoders, language_models, late_interaction
+from tests.checkpoints.shared import SharedCheckpoints
+
+Patch = pytest.MonkeyPatch
+# Puts a fault into the code by the patch, or into the rules of the model that it returns.
+Fault = Callable[[Patch, LoadedModel], LoadedModel | None]
+
+CPU = torch.device("cpu")
+BI, LATE = bi_encoders.without_prompt, late_interaction.stanford
+PAIRS, ASKED = cross_encoders.bert, language_models.qwen3_reranker
+
+
+def _rules(role: str, **changes: Any) -> Fault:
+    """Other rules for a role."""
+
+    def fault(patch: Patch, model: LoadedModel) -> LoadedModel:
+        changed: Any = {role: replace(getattr(model, role), **changes)}
+        return replace(model, **changed)
+
+    return fault
+
+
+def _expansion(**changes: Any) -> Fault:
+    def fault(patch: Patch, model: LoadedModel) -> LoadedModel:
+        assert model.query.expansion is not None
+        query = replace(model.query, expansion=replace(model.query.expansion, **changes))
+        return replace(model, query=query)
+
+    return fault
+
+
+def _shorter(patch: Patch, model: LoadedModel) -> LoadedModel:
+    return replace(model, max_tokens=model.max_tokens - 1)
+
+
+def _other_template(patch: Patch, model: LoadedModel) -> LoadedModel:
+    template = model.pairs.template
+    assert template is not None
+    segments = tuple(segment.replace("<Document>: ", "<Document>:") for segment in template.segments)
+    return replace(model, pairs=replace(model.pairs, template=replace(template, segments=segments)))
+
+
+def _only_second(patch: Patch, model: LoadedModel) -> LoadedModel:
+    return replace(model, pairs=PairRules("only_second"))
+
+
+def _left(patch: Patch, model: LoadedModel) -> None:
+    patch.setattr(LongInputs, "side", property(lambda inputs: "left"))
+
+
+def _without_instruction(patch: Patch, model: LoadedModel) -> None:
+    patch.setattr(Preprocessor, "_instructed", lambda self, request: replace(request, instruction=None))
+
+
+def _stripped(patch: Patch, model: LoadedModel) -> None:
+    as_asked = Preprocessor._instructed
+
+    def stripped(self: Preprocessor, request: ScoreRequest) -> ScoreRequest:
+        request = as_asked(self, request)
+        return replace(request, documents=tuple(text.strip() for text in request.document_texts))
+
+    patch.setattr(Preprocessor, "_instructed", stripped)
+
+
+def _template(change: Callable[[Template], Template]) -> Fault:
+    """Another template of special tokens than the tokenizer's."""
+
+    def fault(patch: Patch, model: LoadedModel) -> None:
+        learn = tokenization._learn_template
+        patch.setattr(tokenization, "_learn_template", lambda *given, **more: change(learn(*given, **more)))
+
+    return fault
+
+
+def _without_end(template: Template) -> Template:
+    return replace(template, ids=(*template.ids[:-1], template.ids[-1][:0]))
+
+
+def _tokenizer(change: Callable[[Tokenizer], object]) -> Fault:
+    """A tokenizer that differs from the checkpoint's."""
+
+    def fault(patch: Patch, model: LoadedModel) -> None:
+        class Changed:
+            @staticmethod
+            def from_str(description: str) -> Tokenizer:
+                made = Tokenizer.from_str(description)
+                change(made)
+                return made
+
+        patch.setattr(tokenization, "Tokenizer", Changed)
+
+    return fault
+
+
+def _keep_case(tokenizer: Tokenizer) -> None:
+    tokenizer.normalizer.lowercase = False
+
+
+def _read_specials_as_words(tokenizer: Tokenizer) -> None:
+    tokenizer.encode_special_tokens = True
+
+
+FAULTS: dict[str, tuple[Callable[[Path], str], Fault, str]] = {
+    "a prompt left out": (BI, _rules("query", prompt=""), r"a query \(a short text\)"),
+    "the prompt pooled": (BI, _rules("document", pool_prompt=True), "a document .*tokens are pooled"),
+    "the prompt of texts": (BI, _rules("text", prompt="passage: "), "a text "),
+    "a limit off by one": (BI, _shorter, r"a (query|document|text) \(\d+ words\)"),
+    "cut at the wrong end": (BI, _left, r"words\)"),
+    "case kept": (BI, _tokenizer(_keep_case), "token .*UNK"),
+    "special tokens as words": (BI, _tokenizer(_read_specials_as_words), "the token .* in it"),
+    "no special token behind": (BI, _template(_without_end), "a query .*it has"),
+    "a marker left out": (LATE, _rules("document", prompt=""), r"a document \(a short text\).*token 1 is"),
+    "expansion too short": (LATE, _expansion(length=31), r"a query .*it has 32 tokens, not 31"),
+    "expansion by another token": (LATE, _expansion(token_id=0), "a query .*token"),
+    "expansion attended": (LATE, _expansion(attended=True), "a query .*attended to"),
+    "the skip list left out": (LATE, _rules("document", skipped_ids=None), "a document .*tokens are pooled"),
+    "a length of its own": (LATE, _rules("document", max_tokens=40), r"a document \(.*token \d+ is"),
+    "no types": (PAIRS, _template(partial(replace, text_types=(0, 0))), "a pair .*has type 0, not 1"),
+    "the document cut alone": (PAIRS, _only_second, "a pair .* words"),
+    "blanks left out": (ASKED, _stripped, "and blanks around"),
+    "another template": (ASKED, _other_template, r"a pair \(a short text, and a sentence\)"),
+    "an instruction left out": (ASKED, _without_instruction, r"a pair \(an instruction\)"),
+}
+
+
+def _config(path: str | Path, **options: Any) -> EngineConfig:
+    return EngineConfig(model=str(path), dtype="float32", **options)
+
+
+def _checked(model: LoadedModel, config: EngineConfig, *, recheck: bool = False) -> str | None:
+    return check_texts(model, config, TextTokenizer(model.tokenizer, model.token_rows), recheck=recheck)
+
+
+@pytest.fixture(scope="module")
+def models(checkpoints: SharedCheckpoints) -> Callable[[Callable[[Path], str]], LoadedModel]:
+    """Models as their libraries have loaded them, by what builds their checkpoints."""
+    loaded: dict[str, LoadedModel] = {}
+
+    def load(build: Callable[[Path], str]) -> LoadedModel:
+        path = checkpoints(build)
+        if path not in loaded:
+            loaded[path] = load_model(_config(path), CPU, recheck=True)
+        return loaded[path]
+
+    return load
+
+
+@pytest.mark.parametrize(("build", "fault", "message"), FAULTS.values(), ids=FAULTS.keys())
+def test_what_is_switched_off_is_noticed(
+    build: Callable[[Path], str],
+    fault: Fault,
+    message: str,
+    models: Callable[[Callable[[Path], str]], LoadedModel],
+    monkeypatch: Patch,
+) -> None:
+    model = models(build)
+    model = fault(monkeypatch, model) or model
+    with pytest.raises(ModelLoadError, match=message):
+        _checked(model, _config(model.name), recheck=True)
+
+
+@pytest.mark.parametrize("build", [BI, LATE, PAIRS, ASKED])
+def test_what_is_right_is_served(
+    build: Callable[[Path], str], models: Callable[[Callable[[Path], str]], LoadedModel]
+) -> None:
+    model = models(build)
+    said = _checked(model, _config(model.name), recheck=True)
+    assert said is not None
+    assert int(said.split()[0]) > 20
+
+
+def test_positions_that_depend_on_pads_are_noticed(
+    checkpoints: SharedCheckpoints, monkeypatch: Patch
+) -> None:
+    """Only a text with a pad in it tells such a model from another."""
+    right = PackedRunner.inputs_of
+
+    def without_pads(runner: PackedRunner, batch: Any) -> dict[str, torch.Tensor]:
+        inputs = right(runner, batch)
+        return inputs | {"position_ids": inputs["position_ids"] * (inputs["input_ids"] != 0)}
+
+    model = load_model(_config(checkpoints(PAIRS)), CPU)
+    probes = probe_sequences(model, TextTokenizer(model.tokenizer, model.token_rows))
+    assert max(map(len, probes)) <= 512
+    assert all((probe.tokens.ids[1:] == 0).any() for probe in probes)
+    monkeypatch.setattr(PackedRunner, "inputs_of", without_pads)
+    assert prepare(model, _config(model.name), CPU).execution == "packed"
+    model = load_model(_config(model.name), CPU)
+    assert prepare(model, _config(model.name), CPU, probes).execution == "padded"
+
+
+@pytest.fixture
+def read(monkeypatch: Patch, tmp_path: Path) -> list[str]:
+    """The models whose texts are compared from now on, and not remembered."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    compared: list[str] = []
+    run = text_check._Check.run
+
+    def noted(check: Any) -> int:
+        compared.append(check._model.name)
+        return run(check)
+
+    monkeypatch.setattr(text_check._Check, "run", noted)
+    return compared
+
+
+def test_texts_are_compared_once(
+    checkpoints: SharedCheckpoints, read: list[str], tmp_path: Path, monkeypatch: Patch
+) -> None:
+    folder = checkpoints.copy(PAIRS, tmp_path / "copy")
+    whole = load_model(_config(folder), CPU, recheck=True)
+
+    def times(**options: Any) -> int:
+        before = len(read)
+        model = replace(whole, max_tokens=options.get("max_model_len", whole.max_tokens))
+        _checked(model, _config(folder, **options))
+        return len(read) - before
+
+    assert [times(), times(), times(max_batch_tokens=64, threads=1)] == [1, 0, 0]
+    assert [times(max_model_len=100), times(max_model_len=100), times()] == [1, 0, 0]
+    # `inspect --check` looks at nothing that is remembered.
+    assert _checked(whole, _config(folder), recheck=True) is not None
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"unread": 1}))
+    assert [times(), times()] == [1, 0]
+    kept = [*(tmp_path / "cache" / "maxsimd" / "recipes").glob("*.texts")]
+    assert {file.stat().st_mode & 0o777 for file in kept} == {0o600}
+    for file in kept:
+        file.chmod(0o666)
+    assert times() == 1
+    monkeypatch.setattr(recipe_store, "_own_sources", lambda: "other code")
+    assert [times(), times()] == [1, 0]
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    assert [times(), times()] == [1, 1]
+
+
+def test_a_failure_is_never_remembered(
+    checkpoints: SharedCheckpoints, read: list[str], monkeypatch: Patch
+) -> None:
+    model = load_model(_config(checkpoints(BI)), CPU, recheck=True)
+    wrong = replace(model, query=replace(model.query, prompt=""))
+    for _ in range(2):
+        with pytest.raises(ModelLoadError, match="a query"):
+            _checked(wrong, _config(model.name))
+    assert len(read) == 2
+    assert _checked(model, _config(model.name)) is not None
+
+
+def test_a_prompt_of_the_user_is_compared_anew(checkpoints: SharedCheckpoints, read: list[str]) -> None:
+    path = checkpoints(BI)
+    for options in ({}, {"query_prompt": "ask: "}, {"document_prompt": ""}):
+        _checked(load_model(_config(path, **options), CPU), _config(path, **options))
+    assert len(read) == 3
