@@ -68,7 +68,7 @@ class Source:
 
     @property
     def key(self) -> str:
-        return hashlib.sha256(f"{self.content} {_own_sources()}".encode()).hexdigest()
+        return hashlib.sha256(f"{self.content} {own_sources()}".encode()).hexdigest()
 
 
 def source_of(config: EngineConfig) -> Source | None:
@@ -101,7 +101,7 @@ def find_recipe(source: Source) -> Recipe | None:
     shipped = _shipped().recipes.get(source.content)
     if shipped is not None:
         return shipped
-    kept = _kept(f"{source.key}.json")
+    kept = read_kept(f"{source.key}.json")
     try:
         return None if kept is None else msgspec.json.decode(kept, type=Recipe)
     except msgspec.MsgspecError as error:
@@ -111,7 +111,7 @@ def find_recipe(source: Source) -> Recipe | None:
 
 def store_recipe(source: Source, recipe: Recipe) -> None:
     """Keeps a recipe for the next start. That it cannot be kept is no failure."""
-    _keep(f"{source.key}.json", msgspec.json.encode(recipe))
+    keep(f"{source.key}.json", msgspec.json.encode(recipe))
 
 
 def texts_content(config: EngineConfig) -> str | None:
@@ -144,18 +144,18 @@ def knows_texts(config: EngineConfig) -> bool:
     content = _content_or_none(config)
     if content is None:
         return False
-    return content in _shipped().texts or _kept(_name_of_texts(content)) == b"equal"
+    return content in _shipped().texts or read_kept(_name_of_texts(content)) == b"equal"
 
 
 def remember_texts(config: EngineConfig) -> None:
     """Keeps for the next start that texts were found to be read as the library reads them."""
     content = _content_or_none(config)
     if content is not None and content not in _shipped().texts:
-        _keep(_name_of_texts(content), b"equal")
+        keep(_name_of_texts(content), b"equal")
 
 
 def _name_of_texts(content: str) -> str:
-    return hashlib.sha256(f"texts {content} {_own_sources()}".encode()).hexdigest() + ".texts"
+    return hashlib.sha256(f"texts {content} {own_sources()}".encode()).hexdigest() + ".texts"
 
 
 def _content_or_none(config: EngineConfig) -> str | None:
@@ -166,7 +166,7 @@ def _content_or_none(config: EngineConfig) -> str | None:
         return None
 
 
-def _kept(name: str) -> bytes | None:
+def read_kept(name: str) -> bytes | None:
     """What the file of that name in the user's cache folder has; None where there is none of the user's
     own."""
     folder = _cache_folder(create=False)
@@ -188,7 +188,7 @@ def _kept(name: str) -> bytes | None:
     return kept
 
 
-def _keep(name: str, data: bytes) -> None:
+def keep(name: str, data: bytes) -> None:
     """Writes a file into the user's cache folder, in which the latest of each kind are kept. That it cannot
     be written is no failure."""
     folder = _cache_folder(create=True)
@@ -286,7 +286,7 @@ def _header(path: Path, most: int) -> bytes:
 
 
 @cache
-def _own_sources() -> str:
+def own_sources() -> str:
     """The digest of our own code that reads and builds models."""
     root = Path(__file__).parents[1]
     digest = hashlib.sha256()

@@ -2,13 +2,19 @@
 proven on a sample when a model is loaded; where it does not, texts are read whole.
 """
 
+import hashlib
 import logging
+import re
+import sys
+import unicodedata
 from collections.abc import Iterator
 from itertools import pairwise
 
 from tokenizers import Tokenizer
 
+from maxsimd.engine.checkpoint.recipe_store import keep, own_sources, read_kept
 from maxsimd.engine.preprocess.breaks import Breaks, find_breaks
+from maxsimd.engine.versions import versions_of
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +48,26 @@ class LongPieceError(Exception):
     """Raised for text that cannot be cut for more than `LONGEST_PIECE` characters."""
 
 
+def remembered_breaks(tokenizer: Tokenizer, description: str) -> Breaks | None:
+    """A tokenizer's breaks, as `proven_breaks` returns them. Finding them takes half a second, so the user's
+    cache folder keeps them for the next start, which only proves them again."""
+    depends_on = [*versions_of(("tokenizers",)), sys.version, unicodedata.unidata_version, own_sources()]
+    name = hashlib.sha256(f"{depends_on} {description}".encode()).hexdigest() + ".breaks"
+    kept = read_kept(name)
+    if kept is not None:
+        try:
+            breaks = Breaks(re.compile(kept.decode("utf-8", "surrogatepass")))
+        except (ValueError, re.error) as error:
+            log.debug("breaks of an earlier start cannot be read: %s", error)
+        else:
+            if _are_proven(breaks, tokenizer):
+                return breaks
+    found = proven_breaks(tokenizer)
+    if found is not None:
+        keep(name, found.pattern.pattern.encode("utf-8", "surrogatepass"))
+    return found
+
+
 def proven_breaks(tokenizer: Tokenizer) -> Breaks | None:
     """A tokeniser's breaks; None where texts are read whole."""
     breaks = find_breaks(tokenizer)
@@ -52,20 +78,25 @@ def proven_breaks(tokenizer: Tokenizer) -> Breaks | None:
             LONGEST_PIECE,
         )
         return None
+    if _are_proven(breaks, tokenizer):
+        return breaks
+    log.warning(
+        "pieces of a text do not have the tokens of the whole: texts are read whole, and those of more "
+        "than %d characters are refused",
+        LONGEST_PIECE,
+    )
+    return None
+
+
+def _are_proven(breaks: Breaks, tokenizer: Tokenizer) -> bool:
+    """Whether the pieces of a sample, cut at every break, have the tokens of the whole."""
     added = [token.content for token in tokenizer.get_added_tokens_decoder().values()][:_ADDED_TOKENS]
     sample = _SAMPLE + " ".join(f"a{token}b {token} c, {token}.d" for token in added)
     ends = [*breaks.all(sample), len(sample)]
     texts = [sample, *(sample[start:stop] for start, stop in pairwise([0, *ends]))]
     # Not as a batch, which would start the library's threads with the priority of this one.
     whole, *pieces = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
-    if whole != [token for piece in pieces for token in piece]:
-        log.warning(
-            "pieces of a text do not have the tokens of the whole: texts are read whole, and those of more "
-            "than %d characters are refused",
-            LONGEST_PIECE,
-        )
-        return None
-    return breaks
+    return bool(whole == [token for piece in pieces for token in piece])
 
 
 def cut_up(text: str, size: int, breaks: Breaks | None) -> Iterator[tuple[int, int]]:

@@ -26,7 +26,7 @@ from maxsimd.engine.preprocess.pieces import (
     LongPieceError,
     cut_up,
     cut_up_backwards,
-    proven_breaks,
+    remembered_breaks,
 )
 from maxsimd.engine.preprocess.workers import yield_to_smaller
 from maxsimd.scheduler import JoinedTokens
@@ -108,7 +108,7 @@ class TextTokenizer:
         if digest not in _BREAKS:
             while len(_BREAKS) >= _MOST_BREAKS:
                 _BREAKS.pop(next(iter(_BREAKS)), None)
-            _BREAKS[digest] = proven_breaks(self._tokenizer)
+            _BREAKS[digest] = remembered_breaks(self._tokenizer, description)
         self._breaks = _BREAKS[digest]
         self.single = _learn_template(self._tokenizer.encode("a"), texts=1)
         self.pair = _learn_template(self._tokenizer.encode("a", "b"), texts=2)

@@ -7,6 +7,7 @@ import re
 import threading
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from maxsimd.engine.preprocess.pieces import (
     cut_up,
     cut_up_backwards,
     proven_breaks,
+    remembered_breaks,
 )
 from maxsimd.engine.preprocess.tokenization import Side, TextTokenizer, cut
 from maxsimd.engine.preprocess.workers import WithdrawnError, WorkerPool
@@ -224,6 +226,19 @@ def test_a_tokenizer_whose_pieces_differ_is_read_whole(
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
     assert str(LONGEST_PIECE) in caplog.messages[0]
     assert "do not have the tokens of the whole" in caplog.messages[1]
+
+
+def test_breaks_of_an_earlier_start_are_proven_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tokenizer = bert()
+    found = remembered_breaks(tokenizer, "this one")
+    monkeypatch.setattr(pieces, "find_breaks", lambda _: None)
+    assert remembered_breaks(tokenizer, "another") is None, "which is found again"
+    assert remembered_breaks(tokenizer, "this one") == found
+    (kept,) = (tmp_path / "maxsimd" / "recipes").iterdir()
+    for wrong in (b"w(?=n)", b"(", b"\xff"):
+        kept.write_bytes(wrong)
+        assert remembered_breaks(tokenizer, "this one") is None, wrong
 
 
 def test_added_tokens_are_part_of_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:

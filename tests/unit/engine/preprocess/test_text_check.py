@@ -253,7 +253,7 @@ def test_texts_are_compared_once(
     for file in kept:
         file.chmod(0o666)
     assert times() == 1
-    monkeypatch.setattr(recipe_store, "_own_sources", lambda: "other code")
+    monkeypatch.setattr(recipe_store, "own_sources", lambda: "other code")
     assert [times(), times()] == [1, 0]
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     assert [times(), times()] == [1, 1]
