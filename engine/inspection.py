@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from maxsimd.engine.checkpoint import LoadedModel, RoleRules, load_model
+from maxsimd.engine.checkpoint.heads import after_reference
 from maxsimd.engine.checkpoint.model import HYBRID_EMBED, SPARSE_EMBED
 from maxsimd.engine.checkpoint.reading import LibraryReader, Reading
 from maxsimd.engine.checkpoint.recipe import in_float32
@@ -96,7 +97,7 @@ def inspect_model(config: EngineConfig, check: bool = False) -> dict[str, str | 
 def _expected_scores(model: LoadedModel, config: EngineConfig) -> list[float] | None:
     """What the model's own library makes of a query and some documents, in float32, from texts to scores;
     None for kinds of scores that it does not have."""
-    reader, reference = model.reader, model.tasks[model.score_task].reference
+    reader, task = model.reader, model.tasks[model.score_task]
     assert reader is not None
     if model.listwise is not None or model.items_have_ids or len(model.labels) > 1:
         return None
@@ -107,8 +108,9 @@ def _expected_scores(model: LoadedModel, config: EngineConfig) -> list[float] | 
 
     def item(reading: Reading) -> torch.Tensor:
         tokens = Tokens(reading.ids, reading.type_ids, reading.attended, None)
-        assert reference is not None
-        rows = reference(Sequence.text(0, ResultSlot(0, 0), model.score_task, tokens)).float()
+        assert task.reference is not None
+        rows = task.reference(Sequence.text(0, ResultSlot(0, 0), model.score_task, tokens)).float()
+        rows = after_reference(task.head)(rows)
         if model.score_task != "token_embed":
             return rows
         if not model.query.pool_first:
@@ -116,7 +118,7 @@ def _expected_scores(model: LoadedModel, config: EngineConfig) -> list[float] | 
         return rows if reading.scored is None else rows[torch.from_numpy(reading.scored)]
 
     with in_float32(model.encoders), torch.inference_mode():
-        if isinstance(reader, LibraryReader) and reader.can_score:
+        if isinstance(reader, LibraryReader) and reader.can_score and config.dimensions is None:
             prompts = prompt, config.document_prompt
             return reader.scores(_QUERY, _DOCUMENTS, prompts, config.instruction, limit)
         if not model.encodes_apart:

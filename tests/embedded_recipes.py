@@ -1,9 +1,35 @@
-"""Writes the recipes of the embedded model that come with the package: `python -m tests.embedded_recipes`."""
+"""Writes what comes with the package about the embedded model, its recipes and whose texts were compared:
+`python -m tests.embedded_recipes`."""
+
+from dataclasses import replace
 
 import msgspec
+import torch
 
-from maxsimd.engine.checkpoint.load import embedded_recipes
-from maxsimd.engine.checkpoint.recipe_store import SHIPPED
+from maxsimd.engine.checkpoint.library import read_with_libraries
+from maxsimd.engine.checkpoint.recipe import make_recipe
+from maxsimd.engine.checkpoint.recipe_store import SHIPPED, Shipped, source_of, texts_content
+from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.preprocess.text_check import check_texts
+from maxsimd.engine.preprocess.tokenization import TextTokenizer
+
+
+def made_anew() -> Shipped:
+    """What is to come with the package. Raises ModelLoadError where texts are read in another way than by
+    sentence-transformers."""
+    recipes, texts = {}, []
+    for score_type in ("auto", "late-interaction", "bi-encoder"):
+        config = EngineConfig(score_type=score_type)  # type: ignore[arg-type]
+        source = source_of(config)
+        assert source is not None
+        loaded = read_with_libraries(config, torch.device("cpu"))
+        made = make_recipe(loaded, source.folder, source.module_folders)
+        recipes[source.content] = made.recipe
+        model = replace(made.model, reader=loaded.reader)
+        check_texts(model, config, TextTokenizer(model.tokenizer), recheck=True)
+        texts.append(texts_content(config) or "")
+    return Shipped(recipes, tuple(texts))
+
 
 if __name__ == "__main__":
-    SHIPPED.write_bytes(msgspec.json.format(msgspec.json.encode(embedded_recipes()), indent=1) + b"\n")
+    SHIPPED.write_bytes(msgspec.json.format(msgspec.json.encode(made_anew()), indent=1) + b"\n")

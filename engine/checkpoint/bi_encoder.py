@@ -10,7 +10,7 @@ from sentence_transformers.sentence_transformer.modules import Dropout, LayerNor
 from maxsimd.engine.checkpoint.fit import refuse_modules_not_finite
 from maxsimd.engine.checkpoint.heads import ModuleHead
 from maxsimd.engine.checkpoint.model import RoleRules, Task
-from maxsimd.engine.checkpoint.reading import LibraryReader
+from maxsimd.engine.checkpoint.reading import LibraryReader, prompt_of_documents
 from maxsimd.engine.checkpoint.reference import ModulesReference
 from maxsimd.engine.checkpoint.visual.vision_language import with_pictures
 from maxsimd.engine.errors import ModelLoadError
@@ -47,7 +47,7 @@ def load_bi_encoder(path: str, late: bool, options: dict[str, Any]) -> dict[str,
     token_head = ModuleHead(token_modules, "token_embeddings")
     token_embed = Task("all", token_head, dim, True, token_reference)
     prompts = {name: prompt for name, prompt in model.prompts.items() if prompt}
-    document = next((prompts[name] for name in ("document", "passage", "corpus") if name in prompts), "")
+    document = prompt_of_documents(path, model.prompts)
     parts = {
         "backbone": transformer.auto_model,
         "tokenizer": transformer.tokenizer,

@@ -18,7 +18,7 @@ from maxsimd.engine.checkpoint.embedded import embedded_model_path
 from maxsimd.engine.checkpoint.identity import identity_of
 from maxsimd.engine.checkpoint.model import LoadedModel
 from maxsimd.engine.checkpoint.reading import Reader
-from maxsimd.engine.checkpoint.recipe import Recipe, UnfitError, build, make_recipe
+from maxsimd.engine.checkpoint.recipe import UnfitError, build, make_recipe
 from maxsimd.engine.checkpoint.recipe_store import Source, find_recipe, source_of, store_recipe
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.errors import ModelLoadError
@@ -109,22 +109,6 @@ def _read(config: EngineConfig, device: torch.device, recheck: bool) -> LoadedMo
     model = read_with_libraries(config, device)
     source = source_of(config)  # again: more files of a hub's checkpoint may be here now
     return model if source is None else _remembering(source, model)
-
-
-def embedded_recipes() -> dict[str, Recipe]:
-    """The recipes of the embedded model that come with the package, made anew, by the content of their
-    sources."""
-    from maxsimd.engine.checkpoint.library import read_with_libraries
-
-    made = {}
-    with LOADING:
-        for score_type in ("auto", "late-interaction", "bi-encoder"):
-            config = EngineConfig(score_type=score_type)
-            source = source_of(config)
-            assert source is not None
-            model = read_with_libraries(config, torch.device("cpu"))
-            made[source.content] = make_recipe(model, source.folder, source.module_folders).recipe
-    return made
 
 
 def _remembered(source: Source, device: torch.device) -> LoadedModel | None:

@@ -3,7 +3,8 @@
 The preprocessing of requests is compared with them when a checkpoint is served for the first time.
 """
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -13,6 +14,8 @@ from numpy.typing import NDArray
 
 from maxsimd.engine.checkpoint.score_template import ScoreTemplate
 from maxsimd.scheduler.payload import TokenIds
+
+log = logging.getLogger(__name__)
 
 TextRole = Literal["query", "document"]
 
@@ -33,6 +36,23 @@ class Reading:
     type_ids: TokenIds | None
     attended: int
     scored: NDArray[np.int64] | None = None
+
+
+def prompt_of_documents(path: str, prompts: Mapping[str, str]) -> str:
+    """The prompt that sentence-transformers puts before documents. Logs a warning where there is one under
+    another name, which it leaves out because its models have an empty one named document."""
+    named = [name for name in _DOCUMENT_PROMPTS if name in prompts]
+    if not named:
+        return ""
+    unused = [name for name in named[1:] if prompts[name]]
+    if unused and not prompts[named[0]]:
+        log.warning(
+            "the prompt %r of %s is not put before documents, as in sentence-transformers; give "
+            "document_prompt to use it",
+            unused[0],
+            path,
+        )
+    return prompts[named[0]] or ""
 
 
 class Reader(Protocol):

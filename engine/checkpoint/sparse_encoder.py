@@ -9,7 +9,7 @@ from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding, 
 
 from maxsimd.engine.checkpoint.fit import refuse_modules_not_finite
 from maxsimd.engine.checkpoint.model import SPARSE_EMBED, RoleRules, Task
-from maxsimd.engine.checkpoint.reading import LibraryReader
+from maxsimd.engine.checkpoint.reading import LibraryReader, prompt_of_documents
 from maxsimd.engine.checkpoint.reference import ModulesReference
 from maxsimd.engine.checkpoint.words_head import MaskedWordsHead
 from maxsimd.engine.errors import ModelLoadError
@@ -44,7 +44,7 @@ def load_sparse_encoder(path: str, options: dict[str, Any]) -> dict[str, Any]:
         pooling.pooling_strategy, head, COLUMNS, normalised=False, reference=reference, words=head.num_words
     )
     prompts = {name: prompt for name, prompt in model.prompts.items() if prompt}
-    document = next((prompts[name] for name in ("document", "passage", "corpus") if name in prompts), "")
+    document = prompt_of_documents(path, model.prompts)
     of_text = prompts.get(model.default_prompt_name or "", "")
     return {
         "backbone": transformer.auto_model.base_model,

@@ -1,6 +1,7 @@
 """The proof at load: what is broken on purpose is noticed, and scores come out right all the same."""
 
 import logging
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from maxsimd.bench.datasets import Pair
-from maxsimd.engine import CUT_LONG, Engine, EngineConfig
+from maxsimd.engine import CUT_LONG, Engine, EngineConfig, inspection
 from maxsimd.engine.checkpoint import cross_encoder, heads, load_model
 from maxsimd.engine.checkpoint.heads import ClassifierHead, ModuleHead
 from maxsimd.engine.execution import modes as execution
@@ -199,6 +200,17 @@ async def test_chunks_and_prefixes_that_are_wrong_are_not_used(
     found = execution.try_packed(model, CPU, wrong(), samples)
     assert isinstance(found, execution.Packed)
     assert not found.chunked
+
+
+def test_inspect_compares_from_text_to_score(
+    checkpoints: dict[str, str],
+) -> None:
+    config = EngineConfig(model=checkpoints["late-interaction"], dtype="float32")
+    *_, said = inspection.inspect_model(config, check=True)["checked"]
+    found = re.fullmatch(r"from text .*: 8 pairs, largest difference (\S+) of .*, the order [\d ]+", said)
+    assert found is not None
+    assert float(found[1]) < 1e-4
+    assert "THE LIBRARY'S 8 7 6 5 4 3 2 1" in inspection._scored(config, [float(i) for i in range(8)])
 
 
 def test_a_nan_and_another_shape_do_not_agree() -> None:

@@ -16,13 +16,15 @@ from safetensors.torch import load_file, save_file
 from maxsimd.engine.checkpoint import LoadedModel, library
 from maxsimd.engine.checkpoint import load as loading
 from maxsimd.engine.checkpoint.recipe import Recipe
-from maxsimd.engine.checkpoint.recipe_store import SHIPPED, Source, source_of
+from maxsimd.engine.checkpoint.recipe_store import SHIPPED, Shipped, Source, source_of
 from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.device.load import load_device_model
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.models import bert
 from maxsimd.scheduler import ResultSlot, Sequence, Tokens
 from tests.checkpoints import bi_encoders, cross_encoders, late_interaction
 from tests.checkpoints.shared import SharedCheckpoints
+from tests.embedded_recipes import made_anew
 
 CPU = torch.device("cpu")
 
@@ -216,13 +218,14 @@ def test_a_folder_that_cannot_be_made_is_no_failure(
 
 def test_the_embedded_model_comes_with_its_recipes(no_libraries: Callable[[], None]) -> None:
     """If this fails after a change of our code or of a library: `make recipes`."""
-    shipped = msgspec.json.decode(SHIPPED.read_bytes(), type=dict[str, Recipe])
-    made = loading.embedded_recipes()
-    assert {key: _without_proof(recipe) for key, recipe in shipped.items()} == {
-        key: _without_proof(recipe) for key, recipe in made.items()
+    shipped = msgspec.json.decode(SHIPPED.read_bytes(), type=Shipped)
+    made = made_anew()
+    assert {key: _without_proof(recipe) for key, recipe in shipped.recipes.items()} == {
+        key: _without_proof(recipe) for key, recipe in made.recipes.items()
     }
+    assert shipped.texts == made.texts
     no_libraries()
-    assert isinstance(loading.load_model(EngineConfig(), CPU).backbone, bert.Encoder)
+    assert isinstance(load_device_model(EngineConfig()).model.backbone, bert.Encoder)
 
 
 def _without_proof(recipe: Recipe) -> Recipe:
@@ -252,7 +255,7 @@ print([name for name in sys.argv[1].split(",") if name in sys.modules])
 def test_serving_imports_no_model_libraries(checkpoints: SharedCheckpoints) -> None:
     paths = [checkpoints(build) for build in (cross_encoders.bert, late_interaction.stanford)]
     for path in paths:
-        _load(path)
+        load_device_model(EngineConfig(model=path))
     command = [sys.executable, "-c", _SERVING, ",".join(UNWANTED), *paths]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     assert done.stdout.strip() == "[]"

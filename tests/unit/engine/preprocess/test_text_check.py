@@ -194,6 +194,23 @@ def test_what_is_right_is_served(
     assert int(said.split()[0]) > 20
 
 
+def test_documents_have_the_prompt_of_the_library(
+    checkpoints: SharedCheckpoints, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """sentence-transformers leaves out a prompt that is named passage."""
+    folder = checkpoints.copy(BI, tmp_path / "copy")
+    prompts = {"query": "query: ", "passage": "passage: "}
+    _change(folder / "config_sentence_transformers.json", prompts=prompts)
+    model = load_model(_config(folder), CPU, recheck=True)
+    assert _checked(model, _config(folder), recheck=True) is not None
+    assert model.document.prompt == ""
+    assert "'passage'" in caplog.text
+
+
+def _change(file: Path, **settings: object) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+
+
 def test_positions_that_depend_on_pads_are_noticed(
     checkpoints: SharedCheckpoints, monkeypatch: Patch
 ) -> None:
@@ -245,8 +262,7 @@ def test_texts_are_compared_once(
     assert [times(max_model_len=100), times(max_model_len=100), times()] == [1, 0, 0]
     # `inspect --check` looks at nothing that is remembered.
     assert _checked(whole, _config(folder), recheck=True) is not None
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"unread": 1}))
+    _change(folder / "tokenizer_config.json", unread=1)
     assert [times(), times()] == [1, 0]
     kept = [*(tmp_path / "cache" / "maxsimd" / "recipes").glob("*.texts")]
     assert {file.stat().st_mode & 0o777 for file in kept} == {0o600}
