@@ -1,6 +1,7 @@
 """Loads language models that answer yes or no about a pair, and are scored by the logits of those words."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from sentence_transformers import CrossEncoder
 from sentence_transformers.cross_encoder.modules import LogitScore
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from maxsimd.engine.checkpoint.cross_encoder import special_tokens, template_of, truncation_of
+from maxsimd.engine.checkpoint.cross_encoder import prompted, special_tokens, template_of, truncation_of
 from maxsimd.engine.checkpoint.files import CheckpointFiles
 from maxsimd.engine.checkpoint.heads import TokenLogitsHead
 from maxsimd.engine.checkpoint.model import PairRules, RoleRules, Task
@@ -91,13 +92,16 @@ FAMILIES = {
 @dataclass(frozen=True, slots=True, eq=False)
 class _Read:
     """A language model as it was read, and the `words` that its answer is scored by, as token ids. The
-    `transformer` is sentence-transformers' module, None for a bare checkpoint."""
+    `transformer` is sentence-transformers' module, None for a bare checkpoint. The `prompt` stands before
+    queries; `prompts` are all by name."""
 
     model: Any
     tokenizer: Any
     words: list[int]
     activation: Any
     pairs: PairRules
+    prompt: str = ""
+    prompts: Mapping[str, str] = field(default_factory=dict)
     transformer: Any = None
 
 
@@ -121,8 +125,9 @@ def load_language_model(
         "tokenizer": tokenizer,
         "tasks": {"classify": Task("last", head, 1, False, reference)},
         "score_task": "classify",
-        "query": RoleRules(),
+        "query": RoleRules(read.prompt),
         "document": RoleRules(),
+        "prompts": read.prompts,
         "activation": read.activation,
         "labels": (names[0],),
         "pairs": read.pairs,
@@ -142,12 +147,15 @@ def _read_saved(path: str, template: ScoreTemplate | None, options: dict[str, An
     template = template or template_of(transformer)
     if template is None:
         raise ModelLoadError(f"{path!r} has no chat template for query and document; give score_template")
+    template, prompt = prompted(encoder, template)
     return _Read(
         transformer.auto_model,
         transformer.tokenizer,
         words,
         encoder.activation_fn,
         PairRules(truncation_of(transformer), template),
+        prompt,
+        {name: each for name, each in encoder.prompts.items() if each},
         transformer,
     )
 

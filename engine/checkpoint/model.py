@@ -17,7 +17,7 @@ from maxsimd.engine.config import ScoreType
 from maxsimd.engine.models.compression import Compression
 from maxsimd.pooling.methods import Head
 from maxsimd.pooling.token_pooling import TokenPooling
-from maxsimd.scheduler.payload import TokenIds
+from maxsimd.scheduler.payload import AnyTokens, TokenIds, Tokens
 
 # "Instruct: {task}\nQuery:", as E5-instruct and Qwen3-Embedding have it (Wang et al. 2023, arXiv 2401.00368).
 INSTRUCT = re.compile(r"(Instruct: ).*?(\n\s*Query: ?)$", re.DOTALL)
@@ -139,7 +139,9 @@ class LoadedModel:
     other models. Hybrid scores are dense, sparse and multi-vector ones by their `hybrid_weights`. The
     checkpoint's files `unread` would give more, if they may be read. With `compression` documents have fewer
     rows behind some layers. `compared` says how the model was compared with transformers' where it is one of
-    ours. Token ids below `token_rows` have embeddings; None where the backbone does not say.
+    ours. Token ids below `token_rows` have embeddings; None where the backbone does not say. Positions count
+    from `position_offset`; a token `uncounted_id` has the position before that, and those behind it count on.
+    A classifier with an `ending_pad_id` reads the last token that is another.
     """
 
     name: str
@@ -174,6 +176,8 @@ class LoadedModel:
     compression: Compression | None = None
     compared: str = ""
     token_rows: int | None = None
+    uncounted_id: int | None = None
+    ending_pad_id: int | None = None
 
     @property
     def encoders(self) -> tuple[torch.nn.Module, ...]:
@@ -189,6 +193,17 @@ class LoadedModel:
     def items_have_ids(self) -> bool:
         """Whether what scores are made of holds ids of tokens, which only float32 holds exactly."""
         return self.similarity in ("sparse", "hybrid")
+
+    def for_classifier(self, tokens: AnyTokens) -> AnyTokens:
+        """The tokens of a sequence, of which the last that is pooled is the one that the classifier reads:
+        the first, where all are padding. Of a causal model those behind it are left out."""
+        if self.ending_pad_id is None or tokens.last_id != self.ending_pad_id:
+            return tokens
+        others = np.flatnonzero(tokens.ids != self.ending_pad_id)
+        count = int(others[-1]) + 1 if len(others) else 1
+        if self.causal:
+            return tokens.first(count)
+        return Tokens(tokens.ids, tokens.type_ids, pooled_positions=np.arange(count))
 
     def rules(self, input_type: str | None) -> RoleRules:
         if input_type == "query":
