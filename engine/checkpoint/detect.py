@@ -32,15 +32,15 @@ def with_architecture(model: str, revision: str | None, files: CheckpointFiles) 
     """The files of a checkpoint. Where its config names no class, or only a base model though the tensors of
     a classifier are there, the config has the class that the tensors fit, and their number of labels."""
     named = files.config.get("architectures")
-    is_list = isinstance(named, list) and bool(named) and isinstance(named[0], str)
-    if is_list and (files.modules or not named[0].endswith("Model")):
+    first = named[0] if isinstance(named, list) and named else None
+    if isinstance(first, str) and (files.modules or not first.endswith("Model")):
         return files
     folder = "" if files.config_at_root else f"{files.modules[0].get('path', '')}/"
     try:
         names = tensor_names(model, revision, folder)
     except Exception:  # what is wrong with the weights is said where they are read
         names = frozenset()
-    if is_list and not any(name.split(".")[0] in _HEADS for name in names):
+    if isinstance(first, str) and not any(name.split(".")[0] in _HEADS for name in names):
         return files
     found = _class_of(files.config, names)
     if found is None:
@@ -49,7 +49,7 @@ def with_architecture(model: str, revision: str | None, files: CheckpointFiles) 
         said = {"architectures": [type(found).__name__]}
         if type(found).__name__.endswith(_CLASSIFIER) and files.config_at_root:
             said |= _labels(model, revision, found, names, files.config)
-    if not said or (is_list and not said["architectures"][0].endswith(_CLASSIFIER)):
+    if not said or (isinstance(first, str) and not said["architectures"][0].endswith(_CLASSIFIER)):
         return files
     return replace(files, config=files.config | said, is_restated=files.config_at_root)
 
@@ -62,10 +62,15 @@ def _class_of(config: dict[str, Any], names: Set[str]) -> Any:
     if config.get("model_type") not in transformers.CONFIG_MAPPING:
         return None
     # Encoders are found in the third too.
-    heads = ("AutoModelForSequenceClassification", "AutoModelForMaskedLM", "AutoModelForCausalLM")
+    kinds = [
+        "AutoModelForSequenceClassification",
+        "AutoModelForMaskedLM",
+        "AutoModelForCausalLM",
+        "AutoModel",
+    ]
     if not names:
-        heads = heads[:1] if any(key in config for key in _OF_CLASSIFIERS) else ()
-    for name in (*heads, "AutoModel"):
+        kinds = [kinds[0], kinds[-1]] if any(key in config for key in _OF_CLASSIFIERS) else kinds[-1:]
+    for name in kinds:
         try:
             settings = {key: value for key, value in config.items() if key != "architectures"}
             settings = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(settings)

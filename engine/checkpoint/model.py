@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import numpy as np
 import torch
@@ -193,6 +193,12 @@ class LoadedModel:
     def items_have_ids(self) -> bool:
         """Whether what scores are made of holds ids of tokens, which only float32 holds exactly."""
         return self.similarity in ("sparse", "hybrid")
+
+    @overload
+    def for_classifier(self, tokens: Tokens) -> Tokens: ...
+
+    @overload
+    def for_classifier(self, tokens: AnyTokens) -> AnyTokens: ...
 
     def for_classifier(self, tokens: AnyTokens) -> AnyTokens:
         """The tokens of a sequence, of which the last that is pooled is the one that the classifier reads:
