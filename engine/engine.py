@@ -148,14 +148,17 @@ class Engine(EngineLife):
         **options: Unpack[ScoreOptions],
     ) -> RerankResult:
         """Ranks documents for a query, best first, ties in input order; at most `top_n` of them, and none
-        with a score below the `score_threshold`. Other options are those of `score`."""
+        with a score below the `score_threshold`. Documents with equal scores are ranked by what the scores
+        were before the activation. Other options are those of `score`."""
         if top_n is not None and top_n < 0:
             raise InvalidRequestError(f"top_n must not be negative, not {top_n}", "top_n")
         check_options("rerank", options)
         given = as_scored(documents, "documents", takes_vectors=True, takes_pictures=True)
         scored = await self._scored(query, given, {**SCORE_DEFAULTS, **options}, top_n)
         result = await aside(scored.result, len(given))
-        ranked = await aside(lambda: rank(result.scores, given, top_n, score_threshold), len(given))
+        ranked = await aside(
+            lambda: rank(result.scores, given, top_n, score_threshold, result.ranking_scores), len(given)
+        )
         explanations = await self._why(scored, [one.index for one in ranked])
         if explanations:
             ranked = [replace(one, explanation=explanations.get(one.index)) for one in ranked]

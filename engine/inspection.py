@@ -208,11 +208,16 @@ def _inputs(model: LoadedModel) -> dict[str, str]:
     if model.score_type is ScoreType.CROSS_ENCODER:
         rows["pair"] = "joined by the tokeniser" if model.pairs.template is None else "joined by a template"
         rows["pair"] += f", cut by {model.pairs.truncation}"
+        if model.query.prompt:
+            rows["query"] = _role(model.query, model.tokenizer)
         if model.compression is not None:
             rows["compression"] = str(model.compression)
         if model.pairs.template is not None:
             rows["instruction"] = repr(model.instruction or model.pairs.template.instruction or "")
             rows["instruction"] = rows["instruction"] if model.takes_instruction else "not taken"
+        used = {model.query.prompt, getattr(model.pairs.template, "instruction", None)}
+        others = sorted(name for name, prompt in model.prompts.items() if prompt not in used)
+        rows["other prompts"] = ", ".join(others)
         return rows
     if model.listwise is not None:
         return {"instruction": "taken" if model.instruction is None else repr(model.instruction)}

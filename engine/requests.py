@@ -261,7 +261,8 @@ class ScoreResult:
     """One score a document, in input order; higher is more relevant. `truncated` counts the inputs that were
     cut, `truncated_queries` the queries among them. `unscored` are the documents that there was no time for,
     and `errors` says of others why they have no score; instead of one these have NaN. `explanations`,
-    of those that have one, are there where they were asked for."""
+    of those that have one, are there where they were asked for. The `raw_scores` are those before an
+    activation or bounds that may make different ones alike; None where the scores are these."""
 
     scores: list[float]
     usage: Usage
@@ -271,6 +272,12 @@ class ScoreResult:
     timings: Timings = Timings()
     explanations: Mapping[int, Explanation] = field(default_factory=dict)
     truncated_queries: int = 0
+    raw_scores: list[float] | None = None
+
+    @property
+    def ranking_scores(self) -> list[float]:
+        """What documents are ranked by."""
+        return self.scores if self.raw_scores is None else self.raw_scores
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,22 +154,38 @@ class ClsPool(_OneRowPool):
 
 
 class LastPool(_OneRowPool):
-    """The last token's row: [1, dim] a sequence. Keeps nothing between chunks."""
+    """The row of the last token that is pooled: [1, dim] a sequence."""
+
+    def __init__(self, head: Head) -> None:
+        super().__init__(head)
+        self._last_rows: dict[int, torch.Tensor] = {}
 
     def pool(self, hidden: torch.Tensor, cursor: PoolingCursor) -> Ragged:
-        rows = [
-            start + len(chunk) - 1
-            for chunk, start in zip(cursor.chunks, cursor.starts, strict=True)
-            if chunk.is_last
-        ]
-        return self._finish(take_rows(hidden, np.array(rows, dtype=np.int64)))
+        having, rows = [], []
+        for chunk, start in zip(cursor.chunks, cursor.starts, strict=True):
+            pooled = chunk.sequence.tokens.pooled_positions
+            last = len(chunk.sequence) - 1 if pooled is None else int(pooled[-1])
+            if chunk.start <= last < chunk.stop:
+                having.append(chunk)
+                rows.append(start + last - chunk.start)
+        taken = take_rows(hidden, np.array(rows, dtype=np.int64))
+        finished = [chunk for chunk in cursor.chunks if chunk.is_last]
+        if having == finished:
+            return self._finish(taken)
+        here = {chunk.sequence.sequence_id: row for chunk, row in zip(having, taken, strict=True)}
+        for chunk in having:
+            if not chunk.is_last:
+                self._last_rows[chunk.sequence.sequence_id] = here[chunk.sequence.sequence_id].clone()
+        keys = [chunk.sequence.sequence_id for chunk in finished]
+        lasts = [here[key] if key in here else self._last_rows[key] for key in keys]
+        return self._finish(torch.stack(lasts) if lasts else taken[:0])
 
     def free(self, sequence_id: int) -> None:
-        pass
+        self._last_rows.pop(sequence_id, None)
 
     @property
     def num_states(self) -> int:
-        return 0
+        return len(self._last_rows)
 
 
 class MeanPool(_OneRowPool):

@@ -72,6 +72,10 @@ class Tokens:
     def num_attended(self) -> int:
         return len(self.ids) if self.attended_len is None else self.attended_len
 
+    @property
+    def last_id(self) -> int:
+        return int(self.ids[-1])
+
     def behind(self, count: int, image_ids: Iterator[int]) -> "Tokens":
         """The same, with those images alone that stand behind the first `count` tokens, under new ids."""
         images = [image for image in self.images if image.positions[0] >= count]
@@ -118,6 +122,20 @@ class JoinedTokens:
             made[start : start + len(part)] = types
             start += len(part)
         return made
+
+    @property
+    def last_id(self) -> int:
+        return next(int(part[-1]) for part in reversed(self.parts) if len(part))
+
+    def first(self, count: int) -> "JoinedTokens":
+        """The first tokens, which are not copied."""
+        parts: list[TokenIds] = []
+        types: list[TokenIds | int] = []
+        for part, of_part in zip(self.parts, self.types, strict=True):
+            parts.append(part[:count])
+            types.append(of_part if isinstance(of_part, int) else of_part[:count])
+            count -= len(parts[-1])
+        return JoinedTokens.of(parts, types)
 
     @property
     def num_attended(self) -> int:

@@ -15,8 +15,9 @@ async def rank_all(
     documents: Mapping[str, str],
     progress: Progress,
 ) -> dict[str, dict[str, float]]:
-    """The score of each document for each query, by their ids. Raises MaxsimdError, and Interrupted when
-    someone asks the command to end."""
+    """The number by which each document is ranked for each query, by their ids: its score, before an
+    activation that may make different scores alike. Raises MaxsimdError, and Interrupted when someone asks
+    the command to end."""
     pairs = [(query, id_) for query, ids in work for id_ in ids]
     ranked: dict[str, dict[str, float]] = {query: {} for query, _ in work}
     done_pairs = tokens = 0
@@ -30,7 +31,7 @@ async def rank_all(
             nonlocal done_pairs, tokens
             done_pairs += len(part)
             tokens += result.usage.prompt_tokens
-            for i, score in zip(part, result.scores, strict=True):
+            for i, score in zip(part, result.ranking_scores, strict=True):
                 query, id_ = pairs[i]
                 ranked[query][id_] = score
             progress.update(done_pairs, tokens, is_last=done_pairs == len(pairs))

@@ -9,7 +9,7 @@ from typing import Self
 
 import click
 
-_VERSION = 1
+_VERSION = 2
 
 
 def digest_of(parts: Iterable[str]) -> str:
@@ -22,8 +22,9 @@ def digest_of(parts: Iterable[str]) -> str:
 
 
 class Journal:
-    """A line for each document that is scored: its index and score, or null and why it has none. The first
-    line has the run's digest. Used as a context manager; without a path nothing is written."""
+    """A line for each document that is scored: its index, its score and the number that it is ranked by, or
+    null and why it has none. The first line has the run's digest. Used as a context manager; without a path
+    nothing is written."""
 
     def __init__(self, path: Path | None, digest: str, resume: bool) -> None:
         """Raises click.ClickException for a file that another run has left, and where there is one though
@@ -31,6 +32,7 @@ class Journal:
         self._path = path
         self._digest = digest
         self.scores: dict[int, float] = {}
+        self.ranking_scores: dict[int, float] = {}
         self.errors: dict[int, str] = {}
         self._is_new = True
         if path is not None and path.exists():
@@ -54,12 +56,13 @@ class Journal:
         if self._file is not None:
             self._file.close()
 
-    def add(self, scores: Mapping[int, float], errors: Mapping[int, str]) -> None:
-        """Notes scores and errors by the documents' indexes, so that they outlive this process."""
-        self.scores |= scores
+    def add(self, scores: Mapping[int, tuple[float, float]], errors: Mapping[int, str]) -> None:
+        """Notes by the documents' indexes their scores, each with what it is ranked by, and errors, so that
+        they outlive this process."""
         self.errors |= errors
-        for index, score in scores.items():
-            self._write([index, score])
+        for index, (score, by) in scores.items():
+            self.scores[index], self.ranking_scores[index] = score, by
+            self._write([index, score, by])
         for index, reason in errors.items():
             self._write([index, None, reason])
         if self._file is not None:
@@ -88,11 +91,11 @@ class Journal:
                 f"{path} is of another run: of another model, query, documents or options; remove it, or "
                 "write to another file"
             )
-        for index, score, *reason in lines[1:]:
+        for index, score, last in lines[1:]:
             if score is None:
-                self.errors[index] = reason[0]
+                self.errors[index] = last
             else:
-                self.scores[index] = score
+                self.scores[index], self.ranking_scores[index] = score, last
         if broken:  # the process ended while it wrote
             path.write_text(whole + "\n", encoding="utf-8")
         return True

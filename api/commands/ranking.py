@@ -113,7 +113,7 @@ def _run(values: dict[str, Any], order: Callable[[dict[int, float]], list[int]] 
     work = Work(values["query"], records, options)
     found = run(score_records(config, work, journal, resume, progress))
     progress.end()
-    ranked = sorted({*found.scores, *found.errors}) if order is None else order(found.scores)
+    ranked = sorted({*found.scores, *found.errors}) if order is None else order(found.ranking_scores)
     if found.is_complete or out is None:
         write(ranked, found.scores, found.errors, records, form, out)
     for index, reason in list(found.errors.items())[:5]:

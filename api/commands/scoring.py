@@ -15,11 +15,13 @@ from maxsimd.engine.config import ScoreType
 
 @dataclass(frozen=True, slots=True)
 class FileScores:
-    """Scores by the documents' indexes, why others have none, and whether that is all of them."""
+    """Scores by the documents' indexes, why others have none, whether that is all of them, and the numbers by
+    which documents are ranked."""
 
     scores: dict[int, float]
     errors: dict[int, str]
     is_complete: bool
+    ranking_scores: dict[int, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ async def score_records(
     query, records, options = work.query, work.records, work.options
     journal = Journal(journal_path, work.digest(config), resume)
     if journal.done == len(records):
-        return FileScores(journal.scores, journal.errors, True)
+        return _read(journal, is_complete=True)
     async with started(config, progress) as engine:
         is_listwise = engine.model.score_type is ScoreType.LISTWISE
         left = [i for i in range(len(records)) if i not in journal.scores and i not in journal.errors]
@@ -59,7 +61,8 @@ async def score_records(
             nonlocal tokens
             tokens += result.usage.prompt_tokens
             errors = {part[i]: reason for i, reason in result.errors.items()}
-            scores = {part[i]: score for i, score in enumerate(result.scores) if i not in result.errors}
+            both = zip(result.scores, result.ranking_scores, strict=True)
+            scores = {part[i]: each for i, each in enumerate(both) if i not in result.errors}
             journal.add(scores, errors)
             progress.update(journal.done, tokens, is_last=journal.done == len(records))
 
@@ -68,5 +71,9 @@ async def score_records(
             try:
                 await each_part(parts, ask, done)
             except Interrupted:
-                return FileScores(journal.scores, journal.errors, False)
-    return FileScores(journal.scores, journal.errors, True)
+                return _read(journal, is_complete=False)
+    return _read(journal, is_complete=True)
+
+
+def _read(journal: Journal, *, is_complete: bool) -> FileScores:
+    return FileScores(journal.scores, journal.errors, is_complete, journal.ranking_scores)

@@ -205,7 +205,9 @@ class FleetEngine:
             return await self._explained(query, documents, top_n, score_threshold, complete)
         given = as_scored(documents, "documents", takes_vectors=True, takes_pictures=True)
         result = await self.score(query, given, **complete)
-        ranked = await aside(lambda: rank(result.scores, given, top_n, score_threshold), len(given))
+        ranked = await aside(
+            lambda: rank(result.scores, given, top_n, score_threshold, result.ranking_scores), len(given)
+        )
         return RerankResult(
             ranked, result.usage, result.truncated, result.unscored, result.errors, result.timings
         )

@@ -43,6 +43,7 @@ class ScoreJob:
         if self.split is Split.BY_OWNER and not isinstance(self.queries[0], Vectors):
             self._query = SharedQuery(self.queries[0], size_of(self.queries[0]), options)
         self._merge = Merge(len(self.documents))
+        self._ranking = Merge(len(self.documents))
         self._results: list[ScoreResult] = []
         self._errors: dict[int, str] = {}
         self._unscored: list[int] = []
@@ -114,6 +115,7 @@ class ScoreJob:
         """Takes the scores of a part."""
         result = cast("Scored", answer).result
         self._merge.commit(indices, np.array(result.scores, dtype=np.float64))
+        self._ranking.commit(indices, np.array(result.ranking_scores, dtype=np.float64))
         self._results.append(result)
         self._errors |= {
             int(indices[i]): in_whole(reason, indices.tolist()) for i, reason in result.errors.items()
@@ -142,6 +144,7 @@ class ScoreJob:
             slowest([each.timings for each in results]),
             self._explanations,
             truncated_queries,
+            self._ranking.result().tolist(),
         )
 
 

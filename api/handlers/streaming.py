@@ -47,7 +47,7 @@ async def rerank(state: ServerState, body: wire.RerankRequest, texts: ToRank, te
     with_text = body.return_documents is not False
 
     def last(result: ScoreResult) -> wire.RerankResponse:
-        best = rank(result.scores, documents, body.top_n, body.score_threshold)
+        best = rank(result.scores, documents, body.top_n, body.score_threshold, by=result.ranking_scores)
         reranked = RerankResult(best, result.usage, result.truncated, result.unscored, result.errors)
         return rerank_response(body, model, scale, reranked, with_text=False)
 

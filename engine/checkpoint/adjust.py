@@ -38,6 +38,12 @@ def adjusted(model: LoadedModel, config: EngineConfig) -> LoadedModel:
             "compress_ratio and compress_layers are for models that were trained with token compression "
             "(bge-reranker-v2.5-gemma2-lightweight)"
         )
+    if config.query_prompt is not None and model.listwise is not None:
+        raise ModelLoadError("query_prompt is not for listwise models; give the text as instruction")
+    if config.document_prompt is not None and not model.encodes_apart:
+        raise ModelLoadError(
+            "document_prompt is for models that read queries and documents apart, not together; leave it out"
+        )
     if config.query_prompt is not None:
         model = replace(model, query=replace(model.query, prompt=config.query_prompt))
     if config.document_prompt is not None:

@@ -12,13 +12,40 @@ _NO_LIMIT = 1_000_000
 
 def position_offset(backbone: torch.nn.Module) -> int:
     """The position of the first token: RoBERTa's descendants count from `padding_idx + 1`, others from 0."""
+    embeddings = _embeddings_beside_padding(backbone)
+    return 0 if embeddings is None else int(embeddings.padding_idx) + 1
+
+
+@torch.inference_mode()
+def uncounted_id(backbone: torch.nn.Module) -> int | None:
+    """The token that has the position before the first wherever it stands, and is not counted: the padding
+    token of RoBERTa and its descendants, also where a text has it. None for models that count every token."""
+    embeddings = _embeddings_beside_padding(backbone)
+    if embeddings is None:
+        return None
+    padding, seen = int(embeddings.padding_idx), []
+    others = [token for token in range(3) if token != padding]
+    ids = torch.tensor([[others[0], padding, others[1]]], device=next(backbone.parameters()).device)
+    hook = embeddings.position_embeddings.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    try:
+        embeddings(input_ids=ids)
+    except Exception:  # it takes more than ids; all such models of transformers number positions by id
+        return padding
+    finally:
+        hook.remove()
+    by_id = torch.tensor([[padding + 1, padding, padding + 2]])
+    return padding if seen and torch.equal(seen[0].cpu(), by_id) else None
+
+
+def _embeddings_beside_padding(backbone: torch.nn.Module) -> Any:
+    """The module that makes embeddings of token ids and positions and knows the padding token, if any."""
     for module in backbone.modules():
-        padding = getattr(module, "padding_idx", None)
-        if isinstance(padding, int) and isinstance(
-            getattr(module, "position_embeddings", None), torch.nn.Embedding
+        positions = getattr(module, "position_embeddings", None)
+        if isinstance(getattr(module, "padding_idx", None), int) and isinstance(
+            positions, torch.nn.Embedding
         ):
-            return padding + 1
-    return 0
+            return module
+    return None
 
 
 def max_tokens(config: Any, tokenizer: Any, offset: int) -> int:

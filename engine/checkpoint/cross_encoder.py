@@ -1,5 +1,6 @@
 """Loads cross-encoders: `*ForSequenceClassification` checkpoints, as CrossEncoder saves them or plain."""
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -16,7 +17,7 @@ from maxsimd.engine.errors import ModelLoadError
 from maxsimd.pooling.methods import METHODS
 
 
-def load_cross_encoder(path: str, template: ScoreTemplate | None, options: dict[str, Any]) -> dict[str, Any]:
+def load_cross_encoder(path: str, given: ScoreTemplate | None, options: dict[str, Any]) -> dict[str, Any]:
     """Reads the checkpoint with sentence-transformers, which finds the activation that its authors meant.
 
     Returns the parts of a `LoadedModel` that depend on the kind of checkpoint."""
@@ -34,6 +35,7 @@ def load_cross_encoder(path: str, template: ScoreTemplate | None, options: dict[
         pooling = "cls"
     labels = tuple(str(model.config.id2label[i]) for i in range(model.config.num_labels))
     head = ClassifierHead(model)
+    template, prompt = prompted(encoder, given or template_of(encoder[0]))
     reference = ClassifierReference(model, encoder.tokenizer)
     return {
         "backbone": backbone,
@@ -41,14 +43,26 @@ def load_cross_encoder(path: str, template: ScoreTemplate | None, options: dict[
         "tokenizer": encoder.tokenizer,
         "tasks": {"classify": Task(pooling, head, len(labels), False, reference)},
         "score_task": "classify",
-        "query": RoleRules(),
+        "query": RoleRules(prompt),
         "document": RoleRules(),
+        "text": RoleRules(prompt),
+        "prompts": {name: each for name, each in encoder.prompts.items() if each},
+        "ending_pad_id": head.pad_id if head.passes_over_padding() else None,
         "activation": encoder.activation_fn,
         "probabilities": _probabilities(model.config, len(labels)),
         "labels": labels,
-        "pairs": PairRules(truncation_of(encoder[0]), template or template_of(encoder[0])),
-        "reader": TemplateReader(encoder.tokenizer, template) if template else LibraryReader(encoder),
+        "pairs": PairRules(truncation_of(encoder[0]), template),
+        "reader": TemplateReader(encoder.tokenizer, template) if given and template else LibraryReader(encoder),
     }
+
+
+def prompted(encoder: Any, template: ScoreTemplate | None) -> tuple[ScoreTemplate | None, str]:
+    """The template with the prompt that a CrossEncoder uses by default as its instruction, where
+    sentence-transformers makes messages of a pair; else the prompt, which stands before the query."""
+    prompt = encoder.prompts.get(encoder.default_prompt_name) or ""
+    if template is None or "message" not in encoder[0].modality_config:
+        return template, prompt
+    return replace(template, instruction=prompt or template.instruction), ""
 
 
 def truncation_of(transformer: Any) -> Literal["longest_first", "only_second"]:

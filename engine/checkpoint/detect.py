@@ -1,6 +1,14 @@
-"""Finds out what kind a checkpoint is from its small files alone, before anything heavy is loaded."""
+"""Finds out what kind a checkpoint is from its small files, and from the names of its tensors where
+config.json does not name its class, before anything heavy is loaded."""
+
+from collections.abc import Set
+from dataclasses import replace
+from typing import Any
+
+import torch
 
 from maxsimd.engine.checkpoint.files import CheckpointFiles
+from maxsimd.engine.checkpoint.weights import read_tensors, tensor_names
 from maxsimd.engine.config import ScoreType
 
 LISTWISE = "JinaForRanking"
@@ -12,6 +20,101 @@ ENCODER_DECODERS = ("T5ForConditionalGeneration", "MT5ForConditionalGeneration")
 RETRIEVAL = (COLPALI, COLQWEN2, COLMODERNVBERT)
 
 
+# Keys of a config that only classifiers have, and the first parts of the names of their tensors.
+_OF_CLASSIFIERS = ("id2label", "num_labels", "problem_type", "sbert_ce_default_activation_function")
+_HEADS = frozenset({"classifier", "score", "classification_head", "logits_proj"})
+_CLASSIFIER = "ForSequenceClassification"
+# A number of labels by which the tensor with a row for each is found.
+_LABELS = 13
+
+
+def with_architecture(model: str, revision: str | None, files: CheckpointFiles) -> CheckpointFiles:
+    """The files of a checkpoint. Where its config names no class, or only a base model though the tensors of
+    a classifier are there, the config has the class that the tensors fit, and their number of labels."""
+    named = files.config.get("architectures")
+    first = named[0] if isinstance(named, list) and named else None
+    if isinstance(first, str) and (files.modules or not first.endswith("Model")):
+        return files
+    folder = "" if files.config_at_root else f"{files.modules[0].get('path', '')}/"
+    try:
+        names = tensor_names(model, revision, folder)
+    except Exception:  # what is wrong with the weights is said where they are read
+        names = frozenset()
+    if isinstance(first, str) and not any(name.split(".")[0] in _HEADS for name in names):
+        return files
+    found = _class_of(files.config, names)
+    if found is None:
+        said: dict[str, Any] = {"architectures": [named]} if isinstance(named, str) and named else {}
+    else:
+        said = {"architectures": [type(found).__name__]}
+        if type(found).__name__.endswith(_CLASSIFIER) and files.config_at_root:
+            said |= _labels(model, revision, found, names, files.config)
+    if not said or (isinstance(first, str) and not said["architectures"][0].endswith(_CLASSIFIER)):
+        return files
+    return replace(files, config=files.config | said, is_restated=files.config_at_root)
+
+
+def _class_of(config: dict[str, Any], names: Set[str]) -> Any:
+    """A model without weights, of `_LABELS` labels, of the class that tensors of these names fit; None for a
+    type of model that transformers lacks. Without names, the config's keys tell a classifier."""
+    import transformers
+
+    if config.get("model_type") not in transformers.CONFIG_MAPPING:
+        return None
+    # Encoders are found in the third too.
+    kinds = [
+        "AutoModelForSequenceClassification",
+        "AutoModelForMaskedLM",
+        "AutoModelForCausalLM",
+        "AutoModel",
+    ]
+    if not names:
+        kinds = [kinds[0], kinds[-1]] if any(key in config for key in _OF_CLASSIFIERS) else kinds[-1:]
+    for name in kinds:
+        try:
+            settings = {key: value for key, value in config.items() if key != "architectures"}
+            settings = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(settings)
+            settings.num_labels = _LABELS
+            with torch.device("meta"):
+                built = getattr(transformers, name).from_config(settings)
+        except Exception:  # transformers has none
+            continue
+        if name == "AutoModel" or not names or _has_head(built, names):
+            return built
+    return None
+
+
+def _has_head(model: Any, names: Set[str]) -> bool:
+    """Whether a model's tensors that its base model lacks, and those of a pooler, are among the `names`.
+    Where an output layer shares the embeddings, the prefix of the base model tells that there is one."""
+    if model.base_model is model:
+        return False
+    prefix = f"{model.base_model_prefix}."
+    needed = {
+        name
+        for name in model.state_dict()
+        if not name.startswith(prefix) or name.startswith(f"{prefix}pooler.")
+    }
+    if getattr(model.config.get_text_config(), "tie_word_embeddings", False):
+        needed -= set(model._tied_weights_keys or ())
+    # As TensorFlow named norms in old files.
+    there = {name.replace("LayerNorm.gamma", "LayerNorm.weight") for name in names}
+    there |= {name.replace("LayerNorm.beta", "LayerNorm.bias") for name in names}
+    return needed <= there and any(name.startswith(prefix) for name in names)
+
+
+def _labels(
+    model: str, revision: str | None, found: Any, names: Set[str], config: dict[str, Any]
+) -> dict[str, Any]:
+    """The labels of a classifier, if the config has not as many as the classifier's last layer has rows."""
+    last = [name for name, tensor in found.state_dict().items() if tensor.shape[:1] == (_LABELS,)]
+    rows = [each for name in last if name in names for each in read_tensors(model, revision, name).values()]
+    if not rows or len(rows[0]) == type(found.config).from_dict(config | {"architectures": None}).num_labels:
+        return {}
+    id2label = {i: f"LABEL_{i}" for i in range(len(rows[0]))}
+    return {"id2label": id2label, "label2id": {name: i for i, name in id2label.items()}}
+
+
 def detect_score_type(files: CheckpointFiles) -> ScoreType:
     """The score type that the checkpoint declares; a plain encoder is a bi-encoder, and a plain language
     model a cross-encoder that is asked about pairs."""
@@ -21,12 +124,17 @@ def detect_score_type(files: CheckpointFiles) -> ScoreType:
         return ScoreType.LATE_INTERACTION
     if is_sparse(files):
         return ScoreType.SPARSE
-    classifies = files.architecture.endswith("ForSequenceClassification")
+    classifies = files.architecture.endswith(_CLASSIFIER) and not _pools(files)
     answers = is_language_model(files) or files.architecture in ENCODER_DECODERS
     answers = (answers and not files.modules) or files.architecture == JINA_M0
     if files.sentence_transformers.get("model_type") == "CrossEncoder" or classifies or answers:
         return ScoreType.CROSS_ENCODER
     return ScoreType.BI_ENCODER
+
+
+def _pools(files: CheckpointFiles) -> bool:
+    """Whether the checkpoint's modules make embeddings, whatever its config names."""
+    return any(str(module.get("type", "")).endswith(".Pooling") for module in files.modules)
 
 
 def is_late_interaction(files: CheckpointFiles) -> bool:

@@ -15,12 +15,14 @@ from maxsimd.engine.model_names import refuse_missing_folder
 @dataclass(frozen=True, slots=True)
 class CheckpointFiles:
     """The small files that describe a checkpoint. `config_at_root` is False if only the folder of a module
-    has a config.json. `modules` are sentence-transformers', those of all routes where a Router chooses."""
+    has a config.json. `modules` are sentence-transformers', those of all routes where a Router chooses. With
+    `is_restated` the config says more than its file, which the libraries must be told too."""
 
     config: dict[str, Any]
     sentence_transformers: dict[str, Any]
     modules: list[dict[str, Any]]
     config_at_root: bool
+    is_restated: bool = False
 
     @property
     def architecture(self) -> str:

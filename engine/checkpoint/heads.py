@@ -138,8 +138,13 @@ class ClassifierHead:
         for name, module in self.model._modules.items():
             if name != prefix and module is not None:
                 module.float()
-        pad = getattr(model.config, "pad_token_id", None) or 0
-        self._token_id = pad + 1
+        self.pad_id: int | None = getattr(model.config.get_text_config(), "pad_token_id", None)
+        if self.pad_id is None:
+            # Families that look for the last token refuse several rows where there is no padding token.
+            self.model.config = copy.deepcopy(model.config)
+            for config in (self.model.config, self.model.config.get_text_config()):
+                config.pad_token_id = 0
+        self._token_id = (self.pad_id or 0) + 1
         self._is_short = self._gives_the_same_in_short()
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
@@ -147,14 +152,34 @@ class ClassifierHead:
             return rows.new_empty(0, self.model.config.num_labels)
         return self._in_short(rows) if self._is_short else self._by_model(rows)
 
+    @torch.inference_mode()
+    def passes_over_padding(self) -> bool:
+        """Whether the family's code reads the last token that is not the padding token, whatever the mask
+        says. Tried with a sequence of three rows."""
+        if self.pad_id is None:
+            return False
+        config = self.model.config.get_text_config()
+        hidden = getattr(config, "word_embed_proj_dim", config.hidden_size)  # OPT's states may be narrower
+        device = next(self.model.parameters()).device
+        rows = torch.randn(3, hidden, generator=torch.Generator().manual_seed(0)).to(device)
+        ids = torch.tensor([[self._token_id, self._token_id, self.pad_id]], device=device)
+        try:
+            return torch.allclose(self._logits(ids, rows[None]), self._by_model(rows)[1:2], atol=1e-5)
+        except Exception:  # the family's classifier takes something else
+            return False
+
     def _by_model(self, rows: torch.Tensor) -> torch.Tensor:
-        self._rows.rows = rows[:, None, :]  # [n, 1, hidden]
-        input_ids = torch.full((len(rows), 1), self._token_id, device=rows.device)
+        ids = torch.full((len(rows), 1), self._token_id, device=rows.device)
+        return self._logits(ids, rows[:, None, :])  # [n, labels]
+
+    def _logits(self, input_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """What the model makes of hidden states [n, tokens, hidden]: [n, labels]."""
+        self._rows.rows = rows
         try:
             logits: torch.Tensor = self.model(input_ids=input_ids).logits
         finally:
             self._rows.rows = None
-        return logits.float()  # [n, labels]
+        return logits.float()
 
     def _in_short(self, rows: torch.Tensor) -> torch.Tensor:
         """The family's pooler and classifier one after the other, without the rest of the model's code, which

@@ -1,6 +1,7 @@
 """Loads language models that answer yes or no about a pair, and are scored by the logits of those words."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from sentence_transformers import CrossEncoder
 from sentence_transformers.cross_encoder.modules import LogitScore
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from maxsimd.engine.checkpoint.cross_encoder import special_tokens, template_of, truncation_of
+from maxsimd.engine.checkpoint.cross_encoder import prompted, special_tokens, template_of, truncation_of
 from maxsimd.engine.checkpoint.files import CheckpointFiles
 from maxsimd.engine.checkpoint.heads import TokenLogitsHead
 from maxsimd.engine.checkpoint.model import PairRules, RoleRules, Task
@@ -92,7 +93,8 @@ FAMILIES = {
 @dataclass(frozen=True, slots=True, eq=False)
 class _Read:
     """A language model as it was read, and the `words` that its answer is scored by, as token ids. The
-    `transformer` is sentence-transformers' module, None for a bare checkpoint."""
+    `transformer` is sentence-transformers' module, None for a bare checkpoint. The `prompt` stands before
+    queries; `prompts` are all by name."""
 
     model: Any
     tokenizer: Any
@@ -100,6 +102,8 @@ class _Read:
     activation: Any
     pairs: PairRules
     reader: Reader
+    prompt: str = ""
+    prompts: Mapping[str, str] = field(default_factory=dict)
     transformer: Any = None
 
 
@@ -123,8 +127,9 @@ def load_language_model(
         "tokenizer": tokenizer,
         "tasks": {"classify": Task("last", head, 1, False, reference)},
         "score_task": "classify",
-        "query": RoleRules(),
+        "query": RoleRules(read.prompt),
         "document": RoleRules(),
+        "prompts": read.prompts,
         "activation": read.activation,
         "labels": (names[0],),
         "pairs": read.pairs,
@@ -142,12 +147,13 @@ def _read_saved(path: str, template: ScoreTemplate | None, options: dict[str, An
     words = [after[0].true_token_id]
     if after[0].false_token_id is not None:
         words.append(after[0].false_token_id)
-    reader: Reader = LibraryReader(encoder, can_score=False)
-    if template is not None:
-        reader = TemplateReader(transformer.tokenizer, template)
-    template = template or template_of(transformer)
+    is_given = template is not None
+    template, prompt = prompted(encoder, template or template_of(transformer))
     if template is None:
         raise ModelLoadError(f"{path!r} has no chat template for query and document; give score_template")
+    reader: Reader = LibraryReader(encoder, can_score=False)
+    if is_given:
+        reader = TemplateReader(transformer.tokenizer, template)
     return _Read(
         transformer.auto_model,
         transformer.tokenizer,
@@ -155,6 +161,8 @@ def _read_saved(path: str, template: ScoreTemplate | None, options: dict[str, An
         encoder.activation_fn,
         PairRules(truncation_of(transformer), template),
         reader,
+        prompt,
+        {name: each for name, each in encoder.prompts.items() if each},
         transformer,
     )
 

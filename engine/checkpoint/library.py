@@ -11,7 +11,7 @@ from transformers.utils import logging as transformers_logging
 
 from maxsimd.engine.checkpoint.adapters import with_base
 from maxsimd.engine.checkpoint.adjust import score_template
-from maxsimd.engine.checkpoint.backbone import is_causal, max_tokens, position_offset
+from maxsimd.engine.checkpoint.backbone import is_causal, max_tokens, position_offset, uncounted_id
 from maxsimd.engine.checkpoint.bi_encoder import load_bi_encoder
 from maxsimd.engine.checkpoint.bidirectional_reranker import load_bidirectional_reranker
 from maxsimd.engine.checkpoint.cross_encoder import load_cross_encoder
@@ -25,6 +25,7 @@ from maxsimd.engine.checkpoint.detect import (
     is_late_interaction,
     is_visual,
     weighs_words,
+    with_architecture,
 )
 from maxsimd.engine.checkpoint.direction import check_direction, says_both_ways, take_mask_away
 from maxsimd.engine.checkpoint.embedded import NAME, embedded_model_path
@@ -89,7 +90,8 @@ def _load_whole(
     device: torch.device,
 ) -> LoadedModel:
     """The model at a path, with what an adapter adds to it; its weights are in its files, or `stored`."""
-    files = read_files(path, config.revision)
+    with _quiet_transformers():
+        files = with_architecture(path, config.revision, read_files(path, config.revision))
     score_type = _score_type(config, files)
     layers = find_layers(path, config.revision, files)
     read = readable(path, files, layers, score_type, config.allow_pickle)
@@ -220,6 +222,7 @@ def _complete(
         max_tokens=longest,
         causal=parts.pop("causal") if "causal" in parts else is_causal(backbone),
         position_offset=offset,
+        uncounted_id=uncounted_id(backbone),
         takes_type_ids=takes_type_ids(backbone, parts["tokenizer"]),
         architecture=files.architecture,
         file_dtype=next(backbone.parameters()).dtype,

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from maxsimd.engine.config import ScoreType
 from maxsimd.engine.models.compression import Compression
 from maxsimd.pooling.methods import Head
 from maxsimd.pooling.token_pooling import TokenPooling
-from maxsimd.scheduler.payload import TokenIds
+from maxsimd.scheduler.payload import AnyTokens, TokenIds, Tokens
 
 # "Instruct: {task}\nQuery:", as E5-instruct and Qwen3-Embedding have it (Wang et al. 2023, arXiv 2401.00368).
 INSTRUCT = re.compile(r"(Instruct: ).*?(\n\s*Query: ?)$", re.DOTALL)
@@ -142,6 +142,9 @@ class LoadedModel:
     rows behind some layers. `compared` says how the model was compared with transformers' where it is one of
     ours. Token ids below `token_rows` have embeddings; None where the backbone does not say.
     The `reader` is what the checkpoint's own library makes of texts, None where no library was loaded.
+    ours. Token ids below `token_rows` have embeddings; None where the backbone does not say. Positions count
+    from `position_offset`; a token `uncounted_id` has the position before that, and those behind it count on.
+    A classifier with an `ending_pad_id` reads the last token that is another.
     """
 
     name: str
@@ -177,6 +180,8 @@ class LoadedModel:
     compared: str = ""
     token_rows: int | None = None
     reader: Reader | None = None
+    uncounted_id: int | None = None
+    ending_pad_id: int | None = None
 
     @property
     def encoders(self) -> tuple[torch.nn.Module, ...]:
@@ -192,6 +197,23 @@ class LoadedModel:
     def items_have_ids(self) -> bool:
         """Whether what scores are made of holds ids of tokens, which only float32 holds exactly."""
         return self.similarity in ("sparse", "hybrid")
+
+    @overload
+    def for_classifier(self, tokens: Tokens) -> Tokens: ...
+
+    @overload
+    def for_classifier(self, tokens: AnyTokens) -> AnyTokens: ...
+
+    def for_classifier(self, tokens: AnyTokens) -> AnyTokens:
+        """The tokens of a sequence, of which the last that is pooled is the one that the classifier reads:
+        the first, where all are padding. Of a causal model those behind it are left out."""
+        if self.ending_pad_id is None or tokens.last_id != self.ending_pad_id:
+            return tokens
+        others = np.flatnonzero(tokens.ids != self.ending_pad_id)
+        count = int(others[-1]) + 1 if len(others) else 1
+        if self.causal:
+            return tokens.first(count)
+        return Tokens(tokens.ids, tokens.type_ids, pooled_positions=np.arange(count))
 
     def rules(self, input_type: str | None) -> RoleRules:
         if input_type == "query":

@@ -22,7 +22,7 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from torch import nn
 
-from maxsimd.engine.checkpoint.backbone import position_offset
+from maxsimd.engine.checkpoint.backbone import position_offset, uncounted_id
 from maxsimd.engine.checkpoint.fit import refuse_not_finite
 from maxsimd.engine.checkpoint.heads import ClassifierHead, Dense, LayerNorm, ModuleHead, Normalize
 from maxsimd.engine.checkpoint.model import Expansion, LoadedModel, PairRules, RoleRules, Task
@@ -417,6 +417,7 @@ def _assembled(recipe: Recipe, folder: Path, tensors: Mapping[str, torch.Tensor]
         max_tokens=recipe.max_tokens,
         causal=False,
         position_offset=position_offset(backbone),
+        uncounted_id=uncounted_id(backbone),
         takes_type_ids=takes_type_ids(backbone, tokenizer),
         activation=_PLAIN[recipe.activation](),
         architecture=recipe.architecture,

@@ -93,6 +93,8 @@ def _unknown_type(model: str, files: CheckpointFiles) -> str:
     """What is said of a type of model that this version of transformers does not have."""
     kind, read_as = files.config.get("model_type"), runs_as(files)
     what = f"{model!r} is a {files.architecture} of type {kind!r}"
+    if files.architecture == "unknown":
+        what = f"{model!r} has a config.json with the model_type {kind!r} and no architecture"
     here = f"transformers {transformers.__version__}"
     has_code = "auto_map" in files.config
     code = " It comes with code of its own, which trust_remote_code=True would run." if has_code else ""

@@ -82,13 +82,15 @@ def in_transformers_terms(
         return
     of_language_model = retrained(files.config)
     is_ours = not trust_remote_code and _translation(files.config) is not None
-    if of_language_model is None and not is_ours:
+    if of_language_model is None and not is_ours and not files.is_restated:
         yield model
         return
-    translate = of_language_model or _translation(files.config, tensor_names(model, revision))
-    assert translate is not None
     source = Path(model) if Path(model).is_dir() else downloaded(model, revision)
-    config = {name: value for name, value in translate(files.config).items() if name != "auto_map"}
+    config = files.config
+    if of_language_model is not None or is_ours:
+        translate = of_language_model or _translation(config, tensor_names(model, revision))
+        assert translate is not None
+        config = {name: value for name, value in translate(config).items() if name != "auto_map"}
     with tempfile.TemporaryDirectory(prefix="maxsimd-") as folder:
         for entry in source.iterdir():
             if entry.name != "config.json":

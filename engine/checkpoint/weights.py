@@ -80,12 +80,13 @@ def read_tensors(model: str, revision: str | None, prefix: str) -> dict[str, tor
     return tensors
 
 
-def tensor_names(model: str, revision: str | None) -> frozenset[str]:
-    """The names of all tensors in a checkpoint's safetensors files; none if its weights are pickles."""
-    index = find_file(model, _INDEX, revision)
+def tensor_names(model: str, revision: str | None, folder: str = "") -> frozenset[str]:
+    """The names of all tensors in a checkpoint's safetensors files, or in those of a `folder/` of it; none if
+    its weights are pickles."""
+    index = find_file(model, folder + _INDEX, revision)
     if index is not None:
         return frozenset(_weight_map(model, index))
-    path = find_file(model, _WHOLE, revision)
+    path = find_file(model, folder + _WHOLE, revision)
     if path is None:
         return frozenset()
     with safe_open(path, framework="pt") as file:

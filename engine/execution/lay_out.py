@@ -29,9 +29,10 @@ def lay_out(
     causal: bool,
     arrangement: Arrangement,
     position_offset: int,
+    uncounted_id: int | None = None,
 ) -> PackedBatch:
     """Lays out a step, for which `prefill_kv` has the keys and values of cut sequences and of shared prefixes
-    by sequence id.
+    by sequence id. Positions count from `position_offset`, without the tokens `uncounted_id`.
 
     Padding rows hold token 0, and nothing reads them."""
     rows = _Rows()
@@ -60,6 +61,11 @@ def lay_out(
             position_ids[:, of_chunk] = tokens.position_ids[:, part]
         if (types := tokens.type_ids) is not None:
             type_ids[of_chunk] = types[part]
+    if uncounted_id is not None and (input_ids == uncounted_id).any():
+        for chunk, start in zip(rows.chunks, rows.starts, strict=True):
+            counted = chunk.sequence.tokens.ids != uncounted_id
+            positions = counted.cumsum() * counted + (position_offset - 1)
+            position_ids[start : start + len(chunk)] = positions[chunk.start : chunk.stop]
     return PackedBatch(
         torch.from_numpy(input_ids),
         torch.from_numpy(position_ids),

@@ -137,6 +137,7 @@ class PackedRunner:
             causal=self._model.causal,
             arrangement=self.backend.arrangement,
             position_offset=self._model.position_offset,
+            uncounted_id=self._model.uncounted_id,
         )
 
     def prepare(self, batch: PackedBatch) -> AttentionMetadata:

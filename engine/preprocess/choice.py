@@ -42,12 +42,12 @@ def _together(
     template = model.pairs.template
     if template is None:
         joiner = TokenizerJoiner(tokenizer, model.pairs.truncation)
-        return PairStrategy(joiner, tokenizer, limits, sharing)
+        return PairStrategy(joiner, tokenizer, limits, sharing, model)
     by_template = TemplateJoiner(tokenizer, template, model.instruction)
     pages = page_builder(model, tokenizer, limits.longest_sequence)
     if pages is None:
-        return PairStrategy(by_template, tokenizer, limits, sharing)
+        return PairStrategy(by_template, tokenizer, limits, sharing, model)
     with_pictures = PicturePairJoiner(
         by_template, template, model.instruction, tokenizer, pages, limits.longest_sequence
     )
-    return PairStrategy(with_pictures, tokenizer, limits, sharing, model.vision)
+    return PairStrategy(with_pictures, tokenizer, limits, sharing, model)

@@ -1,6 +1,6 @@
 """What the ways to put a query and a document together have in common."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,7 +21,7 @@ class JoinedPair:
     it begins otherwise. `truncated` says whether the document, or the query for its sake, was cut. The
     pictures of a pair have no ids yet."""
 
-    windows: list[JoinedTokens] | list[Tokens]
+    windows: Sequence[JoinedTokens | Tokens]
     prefix: TokenIds
     truncated: bool
 

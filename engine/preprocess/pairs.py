@@ -1,11 +1,11 @@
 """Score requests whose queries and documents are run together: cross-encoders of all kinds."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from maxsimd.engine.checkpoint.visual.vision import Vision
+from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.explanations import Span
 from maxsimd.engine.preprocess.combine import best_windows
 from maxsimd.engine.preprocess.explain_limits import check_lines
@@ -54,8 +54,8 @@ class PairStrategy:
 
     With `sharing` what stands before the document is a sequence by itself, which is run once for all pairs
     of a query, where that is worth it. Without CUDA graphs a pair is split there whether or not others come
-    along: alone it takes the same path. `vision` is how the model reads pictures, None if it reads only
-    text."""
+    along: alone it takes the same path. The `model` says what stands before queries, which token its
+    classifier reads, and how it reads pictures."""
 
     def __init__(
         self,
@@ -63,15 +63,16 @@ class PairStrategy:
         tokenizer: TextTokenizer,
         limits: LengthLimits,
         sharing: PrefixSharing | None,
-        vision: Vision | None = None,
+        model: LoadedModel,
     ) -> None:
-        self._vision = vision
+        self._model = model
         self._joiner = joiner
         self._tokenizer = tokenizer
         self._limits = limits
         self._sharing = sharing
 
     def prepare(self, request: ScoreRequest, ids: RequestIds) -> Prepared:
+        request = self._prompted(request)
         long_inputs = self._limits.applied_to(request.truncation, ids)
         most = None if long_inputs.max_query_tokens is None else long_inputs.max_query_tokens + 1
         names = (InputName("queries", i) for i in range(len(request.queries)))
@@ -81,6 +82,8 @@ class PairStrategy:
         pairs, num_tokens = [], 0
         for pair in self._joiner.join(request, queries, long_inputs):
             yield_to_smaller()
+            if self._model.ending_pad_id is not None:
+                pair = replace(pair, windows=[self._model.for_classifier(each) for each in pair.windows])
             num_tokens += sum(map(len, pair.windows))
             ids.check_tokens(num_tokens)
             pairs.append(pair)
@@ -105,7 +108,7 @@ class PairStrategy:
         if request.explain:
             check_lines(request.explain, facts.windows)
             explain = explain_pairs(facts, windows_of)
-        images = image_jobs(self._vision, sequences)
+        images = image_jobs(self._model.vision, sequences)
         return Prepared(
             sequences,
             sum(facts.windows),
@@ -118,7 +121,18 @@ class PairStrategy:
         )
 
     def shortest_sequences(self) -> dict[str, int]:
-        return {"a pair": self._joiner.shortest_pair()}
+        prompt = self._model.query.prompt
+        return {"a pair": self._joiner.shortest_pair() + len(self._tokenizer.encode([prompt], "queries")[0])}
+
+    def _prompted(self, request: ScoreRequest) -> ScoreRequest:
+        """The request with the checkpoint's prompt before its queries."""
+        rules = self._model.query
+        if request.instruction is not None and rules.takes_instruction:
+            rules = rules.instructed(request.instruction)
+        if not rules.prompt:
+            return request
+        queries = (rules.prompt + each if isinstance(each, str) else each for each in request.queries)
+        return replace(request, queries=tuple(queries))
 
 
 def _sequences(

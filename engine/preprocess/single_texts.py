@@ -62,6 +62,8 @@ class TextStrategy:
                     ids.check_tokens(num_tokens)
                 case _:
                     built.append(builder.build_from_ids(text, i))
+        if request.task == "classify":
+            built = [replace(text, tokens=self._model.for_classifier(text.tokens)) for text in built]
         _check_tokens(sum(len(text.tokens) for text in built), request.max_tokens)
         role = _ROLES.get(request.input_type or "", Role.TEXT)
         sequences = [

@@ -123,7 +123,7 @@ class TextBuilder:
             part = token_ids[start : start + _IDS]
             if not part or min(part) < 0 or max(part) >= size:
                 raise InvalidRequestError(f"{name} must hold token ids from 0 to {size - 1}", self._param)
-            parts.append(np.array(part, dtype=np.int32))
+            parts.append(self._tokenizer.known(np.array(part, dtype=np.int32), self._param, name))
         ids = np.concatenate(parts)
         room = Room(self._long_inputs.limit, 0)
         fitted = self._long_inputs.fit(ids, room, name, self.own_length, self._max_tokens)

@@ -149,7 +149,7 @@ class TextTokenizer:
                     (encoding,) = self._encode_batch([piece], param)
                     read.append(_ids(encoding))
                     num_tokens += len(read[-1])
-                token_ids.append(self._known(_joined(read, most, side), param, name))
+                token_ids.append(self.known(_joined(read, most, side), param, name))
         return token_ids
 
     def encode_around(
@@ -176,9 +176,9 @@ class TextTokenizer:
             num_inside += last - first
         before, inside, after, spans = (list(each) for each in zip(*parts, strict=True))
         return Around(
-            self._known(_joined(before, None, side), param, name or param),
-            self._known(_joined(inside, most, side), param, name or param),
-            self._known(_joined(after, None, side), param, name or param),
+            self.known(_joined(before, None, side), param, name or param),
+            self.known(_joined(inside, most, side), param, name or param),
+            self.known(_joined(after, None, side), param, name or param),
             _joined(spans, most, side),
         )
 
@@ -197,7 +197,7 @@ class TextTokenizer:
             num_tokens += len(ids[-1])
             if most is not None and num_tokens >= most:
                 break
-        return self._known(_joined(ids, most, side), param, name or param), _joined(spans, most, side)
+        return self.known(_joined(ids, most, side), param, name or param), _joined(spans, most, side)
 
     def read(self, text: str, param: str) -> Iterator[tuple[int, Encoding]]:
         """A text as encoded pieces, without special tokens, each behind the characters before it."""
@@ -205,6 +205,17 @@ class TextTokenizer:
             yield_to_smaller()
             (encoding,) = self._encode_batch([text[start:stop]], param, complete=True)
             yield start, encoding
+
+    def known(self, ids: TokenIds, param: str, name: object) -> TokenIds:
+        """The same token ids. Raises InvalidRequestError for one without an embedding: a GPU would end the
+        process for it."""
+        if self._rows is not None and len(ids) and ids.max() >= self._rows:
+            token = self.token(int(ids.max()))
+            raise InvalidRequestError(
+                f"{name} holds the token {token!r}, for which the model has no embedding; leave it out",
+                param,
+            )
+        return ids
 
     def breaks(self, text: str) -> list[int]:
         """Where a text can be cut so that each part has the same tokens alone, whatever stands around it."""
@@ -253,17 +264,6 @@ class TextTokenizer:
             raise InvalidRequestError(
                 f"{param} holds a text that is not valid Unicode; replace lone surrogates", param
             ) from error
-
-    def _known(self, ids: TokenIds, param: str, name: object) -> TokenIds:
-        """The same token ids. Raises InvalidRequestError for one without an embedding: a GPU would end the
-        process for it."""
-        if self._rows is not None and len(ids) and ids.max() >= self._rows:
-            token = self.token(int(ids.max()))
-            raise InvalidRequestError(
-                f"{name} holds the token {token!r}, for which the model has no embedding; leave it out",
-                param,
-            )
-        return ids
 
 
 def in_parts(texts: Iterable[str]) -> Iterator[list[str]]:

@@ -4,6 +4,7 @@ is much of it."""
 import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import TypeAlias, TypeVar
 
 import numpy as np
@@ -73,6 +74,14 @@ def bounded_by(model: LoadedModel, calibration: Calibration | None = None) -> Bo
         return scores if calibration is None else calibration(scores)
 
     return bounded
+
+
+@lru_cache(maxsize=64)
+def keeps_order(activation: Head) -> bool:
+    """Whether a greater logit never has a smaller score, but for rounding. Tried, because a checkpoint may
+    name any function."""
+    scores = activation(torch.linspace(-40, 40, 641)[:, None])  # [641, 1]
+    return bool((scores.diff(dim=0) >= -1e-6).all())
 
 
 def activate(logits: NDArray[np.float32], activation: Head) -> NDArray[np.float32]:
@@ -156,10 +165,13 @@ def rank(
     documents: Sequence[Item],
     top_n: int | None,
     threshold: float | None = None,
+    by: Sequence[float] | None = None,
 ) -> list[RankedDocument]:
-    """Documents best first, ties in input order; the first `top_n` of them, all for None or 0. Those whose
-    score is NaN, or below the `threshold`, are left out."""
-    order = np.argsort(-np.asarray(scores, dtype=np.float64), kind="stable")  # NaN last
+    """Documents best first, ties in input order; the first `top_n` of them, all for None or 0. They are
+    ranked `by` these numbers, if given, else by their scores. Those whose score is NaN, or below the
+    `threshold`, are left out."""
+    keys = np.asarray(scores if by is None else by, dtype=np.float64)
+    order = np.argsort(-keys, kind="stable")  # NaN last
     least = -math.inf if threshold is None else threshold
     scored = [int(i) for i in order if scores[i] >= least]
     return [RankedDocument(i, scores[i], documents[i]) for i in scored[: top_n or None]]

@@ -13,7 +13,14 @@ from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.explanations import Explanation
 from maxsimd.engine.preprocess import Prepared, usage_of
 from maxsimd.engine.requests import RunOptions, ScoreOptions, ScoreRequest, ScoreResult, Values
-from maxsimd.engine.results.postprocess import Bounded, activate, bounded_by, document_scores, unscored
+from maxsimd.engine.results.postprocess import (
+    Bounded,
+    activate,
+    bounded_by,
+    document_scores,
+    keeps_order,
+    unscored,
+)
 from maxsimd.engine.validation import Scored, as_scored, as_truncation, check_paired, check_scores
 from maxsimd.pooling.methods import Head
 
@@ -31,6 +38,11 @@ class ScoreCall:
     @property
     def num_documents(self) -> int:
         return len(self.request.documents)
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether the best document before the activation is the best behind it."""
+        return self.activation is None or keeps_order(self.activation)
 
     def finished(
         self, scores: NDArray[np.float32], query_rows: NDArray[np.int64] | None
@@ -114,7 +126,8 @@ class ScoredPairs:
         errors |= self.prepared.errors
         if self.prepared.cache_scores is not None:
             self.prepared.cache_scores(scores)
-        scores = self.call.finished(scores, self.prepared.query_rows)
+        raw, scores = scores, self.call.finished(scores, self.prepared.query_rows)
+        loses_differences = self.call.keeps_order and not np.array_equal(raw, scores, equal_nan=True)
         return ScoreResult(
             scores.tolist(),
             usage_of(self.prepared),
@@ -123,6 +136,7 @@ class ScoredPairs:
             errors,
             self.values.timings,
             truncated_queries=self.prepared.truncated_queries,
+            raw_scores=raw.tolist() if loses_differences else None,
         )
 
     def explanations(self, documents: Sequence[int]) -> dict[int, Explanation]:

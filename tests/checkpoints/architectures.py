@@ -147,6 +147,11 @@ def build(architecture: Architecture, folder: Path) -> str:
     return str(folder)
 
 
+def classifier(folder: Path, model_type: str) -> str:
+    """A cross-encoder of this type."""
+    return build(Architecture("cross-encoder", model_type), folder)
+
+
 def save_tokenizer(model_type: str, folder: Path) -> int:
     """One tokeniser for all; returns its size. It tells the first text from the second where models do."""
     default: Any = CONFIG_MAPPING[model_type]()

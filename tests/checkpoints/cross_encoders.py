@@ -3,8 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+from sentence_transformers import CrossEncoder
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from tests.checkpoints.language_models import ROLES_TEMPLATE
 from tests.checkpoints.tokenizers import (
     ENDS,
     GEMMA,
@@ -18,6 +20,10 @@ from tests.checkpoints.tokenizers import (
 )
 from tests.checkpoints.weights import change_config, save_model
 
+PROMPTS: dict[str, Any] = {
+    "prompts": {"rank": "Is this an answer to it? ", "other": "Say: "},
+    "default_prompt_name": "rank",
+}
 _IDENTITY = "torch.nn.modules.linear.Identity"
 _QWEN = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
 LLAMA = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
@@ -42,6 +48,13 @@ def ms_marco_minilm(folder: Path) -> str:
     """cross-encoder/ms-marco-MiniLM-L6-v2: the config names the activation, which is none."""
     bert(folder)
     return change_config(folder, sbert_ce_default_activation_function=_IDENTITY)
+
+
+def prompted(folder: Path) -> str:
+    """A save of CrossEncoder with prompts, one of which is for all queries."""
+    plain = bert(folder.with_name(f"{folder.name}-plain"))
+    CrossEncoder(plain, device="cpu", **PROMPTS).save_pretrained(str(folder))
+    return str(folder)
 
 
 def electra(folder: Path, embedding: int = 64) -> str:
@@ -120,6 +133,31 @@ def qwen2(folder: Path) -> str:
 def qwen3(folder: Path) -> str:
     size = byte_level_bpe(folder, _QWEN, "$A", "$A $B")
     return _decoder(folder, "qwen3", size, "<|endoftext|>", num_key_value_heads=2, head_dim=32)
+
+
+def chatting(folder: Path, pad: str = "<|endoftext|>", **prompts: Any) -> str:
+    """A Qwen3ForSequenceClassification as CrossEncoder saves it, with a chat template of roles, which ends in
+    its eos, and perhaps with prompts."""
+    plain = folder.with_name(f"{folder.name}-plain")
+    size = byte_level_bpe(
+        plain, _QWEN | {"pad_token": pad}, "$A", "$A $B", additional_special_tokens=["<|im_start|>"]
+    )
+    _decoder(plain, "qwen3", size, pad, num_key_value_heads=2, head_dim=32)
+    (plain / "chat_template.jinja").write_text(ROLES_TEMPLATE + "yes<|im_end|>")
+    CrossEncoder(str(plain), device="cpu", **prompts).save_pretrained(str(folder))
+    return str(folder)
+
+
+def padded_by_eos(folder: Path, kind: str = "qwen2", **settings: Any) -> str:
+    """A language model's classifier whose padding token is its eos, as GPT-2's is and many Qwen2's are."""
+    size = byte_level_bpe(folder, _QWEN | {"pad_token": "<|im_end|>"}, "$A", "$A $B")
+    return _decoder(folder, kind, size, "<|im_end|>", **{"num_key_value_heads": 2} | settings)
+
+
+def without_pad_id(folder: Path, kind: str = "qwen2") -> str:
+    """A language model's classifier whose config names no padding token, as transformers' defaults do."""
+    padded_by_eos(folder, kind)
+    return change_config(folder, pad_token_id=None)
 
 
 def llama(folder: Path) -> str:

@@ -49,7 +49,8 @@ def make_samples(model: LoadedModel, probes: ListOf[Sequence] = ()) -> tuple[Sam
                 continue
             if bool(expected.isfinite().all()):
                 number = len(samples)
-                numbered = Sequence.text(number, ResultSlot(0, number), name, sequence.tokens)
+                tokens = model.for_classifier(sequence.tokens) if name == "classify" else sequence.tokens
+                numbered = Sequence.text(number, ResultSlot(0, number), name, tokens)
                 samples.append(Sample(numbered, expected))
         if len(samples) == before:
             raise ModelLoadError(f"{model.name!r} cannot be run on any of some random texts: {failure}")

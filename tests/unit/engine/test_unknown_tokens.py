@@ -4,6 +4,7 @@ reaches the device, where a GPU would end the process, and other requests go on.
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from tokenizers import Tokenizer, processors
 
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig, InvalidRequestError, ModelLoadError
 from maxsimd.engine.checkpoint.backbone import token_rows
-from tests.checkpoints import bi_encoders, cross_encoders, late_interaction
+from tests.checkpoints import bi_encoders, cross_encoders, language_models, late_interaction
 from tests.checkpoints.shared import Build, SharedCheckpoints
 from tests.unit.calling_handlers import Caller, RecordingEngine
 
@@ -52,7 +53,8 @@ async def test_a_text_with_such_a_token_is_refused(
             engine.score("a query", ["fine", "long " * 20_000 + EXTRA], truncation="window"),
         ]
         if engine.model.encodes_apart:
-            refused.append(engine.embed(["fine", EXTRA]))
+            refused.append(engine.embed_tokens(["fine", EXTRA]))
+            refused.append(engine.embed_tokens([[engine.model.token_rows]]))
         beside, *errors = await asyncio.gather(
             engine.score("a query", ["a document", "another"], cache="bypass"),
             *refused,
@@ -60,6 +62,7 @@ async def test_a_text_with_such_a_token_is_refused(
         )
         assert all(isinstance(error, InvalidRequestError) for error in errors), errors
         assert "documents[1] holds the token '<extra>', for which" in str(errors[1])
+        assert all("holds the token '<extra>'" in str(error) for error in errors)
         assert {error.param for error in errors[:3]} == {"queries", "documents"}
         assert beside.scores == pytest.approx(good.scores, abs=1e-4)
         cut_off = await engine.score("a query", ["word " * 9000 + EXTRA], truncation=CUT_LONG)
@@ -106,13 +109,31 @@ async def test_padding_without_an_embedding_is_no_reason(
         assert len((await engine.score("a query", ["a document"])).scores) == 1
 
 
-async def test_a_template_with_such_a_token_is_refused_at_load(
+@pytest.mark.parametrize(
+    ("build", "options"),
+    [
+        (cross_encoders.qwen3, {"score_template": "{{ query }} " + EXTRA + " {{ document }}"}),
+        (cross_encoders.bert, {"query_prompt": EXTRA}),
+        (late_interaction.stanford, {"document_prompt": EXTRA}),
+    ],
+    ids=("template", "prompt of pairs", "marker"),
+)
+async def test_what_stands_around_texts_is_refused_at_load(
+    checkpoints: SharedCheckpoints, build: Build, options: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = with_extra_token(checkpoints, build, tmp_path)
+    with pytest.raises(ModelLoadError, match=f"puts around texts cannot be run: .*'{EXTRA}'"):
+        await Engine(EngineConfig(model=folder, **options)).start()
+
+
+async def test_an_instruction_with_such_a_token_is_refused(
     checkpoints: SharedCheckpoints, tmp_path: Path
 ) -> None:
-    folder = with_extra_token(checkpoints, cross_encoders.qwen3, tmp_path)
-    template = "{{ query }} " + EXTRA + " {{ document }}"
-    with pytest.raises(ModelLoadError, match=f"puts around texts cannot be run: .*'{EXTRA}'"):
-        await Engine(EngineConfig(model=folder, score_template=template)).start()
+    folder = with_extra_token(checkpoints, language_models.qwen3_reranker, tmp_path)
+    async with Engine(EngineConfig(model=folder)) as engine:
+        with pytest.raises(InvalidRequestError, match="instruction holds the token '<extra>'") as error:
+            await engine.score("a query", ["a document"], instruction=f"find {EXTRA}")
+    assert error.value.param == "instruction"
 
 
 def test_a_backbone_that_does_not_say_has_no_known_number_of_rows() -> None:

@@ -45,7 +45,7 @@ def _weighted_mean(states: torch.Tensor, sequence: Sequence) -> torch.Tensor:
 PLAIN: dict[str, Callable[[torch.Tensor, Sequence], torch.Tensor]] = {
     "all": lambda states, sequence: head(_pooled(states, sequence)),
     "cls": lambda states, sequence: head(states[:1]),
-    "last": lambda states, sequence: head(states[-1:]),
+    "last": lambda states, sequence: head(_pooled(states, sequence)[-1:]),
     "mean": lambda states, sequence: head(_pooled(states, sequence).mean(dim=0, keepdim=True)),
     "weighted-mean": lambda states, sequence: head(_weighted_mean(states, sequence)),
 }

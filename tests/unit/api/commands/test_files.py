@@ -102,19 +102,20 @@ DIGEST = digest_of(["a", "b"])
 def test_a_journal_keeps_what_was_added_for_the_next_run(tmp_path: Path) -> None:
     path = tmp_path / "out.part"
     with Journal(path, DIGEST, resume=True) as journal:
-        journal.add({0: 1.5, 2: 0.1}, {1: "too long"})
+        journal.add({0: (1.5, 9.0), 2: (0.1, -2.0)}, {1: "too long"})
     with path.open("a") as file:
         file.write("[7, 0.")  # the run ended while it wrote
     with Journal(path, DIGEST, resume=True) as again:
         assert (again.scores, again.errors, again.done) == ({0: 1.5, 2: 0.1}, {1: "too long"}, 3)
-        again.add({3: 2.0}, {})
+        again.add({3: (2.0, 3.0)}, {})
     last = Journal(path, DIGEST, resume=True)
     assert (last.done, last.scores[3]) == (4, 2.0)
+    assert last.ranking_scores == {0: 9.0, 2: -2.0, 3: 3.0}
     for begun in ("", '{"maxsimd"'):
         path.write_text(begun)
         with Journal(path, DIGEST, resume=True) as journal:
             assert journal.done == 0
-            journal.add({5: 3.0}, {})
+            journal.add({5: (3.0, 3.0)}, {})
         assert Journal(path, DIGEST, resume=True).scores == {5: 3.0}
 
 

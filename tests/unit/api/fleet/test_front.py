@@ -216,7 +216,7 @@ async def test_what_belongs_together_is_never_parted(tmp_path: Path) -> None:
 
 async def test_parts_without_time_count_no_query() -> None:
     scored = ScoreJob(_FACTS, "q", ["a", "b", "c"], SCORE_DEFAULTS)
-    whole = ScoreResult([1.0], Usage(30, 0, 0, 10), 1, truncated_queries=1)
+    whole = ScoreResult([1.0], Usage(30, 0, 0, 10), 1, truncated_queries=1, raw_scores=[20.0])
     none = ScoreResult([math.nan], Usage(0), 0, unscored=(0,))
     bad = ScoreResult([math.nan], Usage(0), 0, errors={0: "documents[0] is bad"})
     for index, part in ((1, none), (0, whole), (2, bad)):
@@ -225,6 +225,7 @@ async def test_parts_without_time_count_no_query() -> None:
     assert (result.usage, result.truncated, result.truncated_queries) == (Usage(30, 0, 0, 10), 1, 1)
     assert result.unscored == (1,)
     assert result.errors == {2: "documents[2] is bad"}
+    np.testing.assert_array_equal(result.ranking_scores, [20.0, math.nan, math.nan])
 
 
 def test_the_fingerprint_has_the_settings_that_change_scores() -> None:

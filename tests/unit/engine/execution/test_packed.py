@@ -80,6 +80,16 @@ def test_the_cursor_finds_every_token_where_the_layout_put_it(
         assert len(batch.input_ids) == sum(lengths)
 
 
+@pytest.mark.parametrize(("start", "stop", "expected"), [(0, 7, [2, 1, 1, 3, 4, 1, 5]), (2, 6, [1, 3, 4, 1])])
+def test_padding_tokens_of_texts_are_not_counted(start: int, stop: int, expected: list[int]) -> None:
+    """As RoBERTa has it, also behind a cut."""
+    tokens = Tokens(np.array([5, 1, 1, 7, 8, 1, 9], dtype=np.int32))
+    step = Step(0, (Chunk(Sequence.text(0, ResultSlot(0, 0), "embed", tokens), start, stop),))
+    options: dict[str, Any] = {"causal": False, "arrangement": RAGGED, "position_offset": 2}
+    batch = lay_out(step, {0: PrefillKV()}, **options, uncounted_id=1)
+    assert batch.position_ids.tolist() == expected
+
+
 # Lengths, how much of each is attended to, heads of keys, how many queries share one, causal, and a window.
 Problem = tuple[list[int], list[int], int, int, bool, int | None]
 

@@ -2,14 +2,17 @@
 
 import math
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from maxsimd.engine.requests import Values
-from maxsimd.engine.results.postprocess import activate, aside, rank, work_in
+from maxsimd.engine.results.postprocess import activate, aside, keeps_order, rank, work_in
 
 # Few values, so that there are ties; both zeros are one.
 SCORES = st.lists(
@@ -46,6 +49,22 @@ def test_the_best_come_first_ties_in_order_and_no_nan(scores: list[float], top_n
     assert [each.index for each in ranked] == (expected[:top_n] if top_n else expected)
     assert [each.document for each in ranked] == [documents[each.index] for each in ranked]
     assert np.array_equal([each.score for each in ranked], [scores[each.index] for each in ranked])
+
+
+def test_equal_scores_are_ranked_by_other_numbers() -> None:
+    ranked = rank([1.0, math.nan, 1.0, 0.5, 1.0], list("abcde"), 3, 0.6, by=[7.0, math.nan, 9.0, 8.0, 7.0])
+    assert [(each.index, each.score) for each in ranked] == [(2, 1.0), (0, 1.0), (4, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("activation", "expected"),
+    [
+        *((nn.Sigmoid(), True), (nn.Identity(), True), (nn.Tanh(), True), (nn.ReLU(), True)),
+        *((torch.sigmoid, True), (nn.GELU(), False), (torch.sin, False), (torch.neg, False)),
+    ],
+)
+def test_an_activation_may_keep_the_order(activation: Any, expected: bool) -> None:
+    assert keeps_order(activation) is expected
 
 
 @pytest.mark.parametrize("rows", [0, 1, 63, 64, 65, 200])
