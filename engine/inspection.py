@@ -22,7 +22,12 @@ _SCORED_BY = {
     "meanmaxsim": "MaxSim, the mean over query tokens of their best match",
     "cosine": "cosine of the embeddings",
     "dot": "dot product of the embeddings",
+    "euclidean": "Euclidean distance of the embeddings, below 0",
+    "manhattan": "Manhattan distance of the embeddings, below 0",
     "sparse": "dot product of sparse vectors",
+    "sparse-cosine": "cosine of sparse vectors",
+    "sparse-euclidean": "Euclidean distance of sparse vectors, below 0",
+    "sparse-manhattan": "Manhattan distance of sparse vectors, below 0",
     "hybrid": "dense, sparse and multi-vector scores",
 }
 

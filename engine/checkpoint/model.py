@@ -22,7 +22,19 @@ from maxsimd.scheduler.payload import TokenIds
 # "Instruct: {task}\nQuery:", as E5-instruct and Qwen3-Embedding have it (Wang et al. 2023, arXiv 2401.00368).
 INSTRUCT = re.compile(r"(Instruct: ).*?(\n\s*Query: ?)$", re.DOTALL)
 
-Similarity = Literal["maxsim", "meanmaxsim", "cosine", "dot", "sparse", "hybrid"]
+Similarity = Literal[
+    "maxsim",
+    "meanmaxsim",
+    "cosine",
+    "dot",
+    "euclidean",
+    "manhattan",
+    "sparse",
+    "sparse-cosine",
+    "sparse-euclidean",
+    "sparse-manhattan",
+    "hybrid",
+]
 
 # The task whose items are sparse vectors, and that whose items are all that hybrid scores are made of.
 SPARSE_EMBED, HYBRID_EMBED = "sparse_embed", "hybrid_embed"
@@ -93,7 +105,7 @@ class PairRules:
     """How a cross-encoder's query and document are joined: by the tokeniser's own template for pairs, or by
     `template`. A pair that is too long is cut by `truncation`, in the words of the tokenizers library."""
 
-    truncation: Literal["longest_first", "only_second"] = "longest_first"
+    truncation: Literal["longest_first", "only_first", "only_second"] = "longest_first"
     template: ScoreTemplate | None = None
 
 
@@ -139,7 +151,8 @@ class LoadedModel:
     other models. Hybrid scores are dense, sparse and multi-vector ones by their `hybrid_weights`. The
     checkpoint's files `unread` would give more, if they may be read. With `compression` documents have fewer
     rows behind some layers. `compared` says how the model was compared with transformers' where it is one of
-    ours. Token ids below `token_rows` have embeddings; None where the backbone does not say.
+    ours. Token ids below `token_rows` have embeddings; None where the backbone does not say. Texts that are
+    too long are cut at their `truncation_side`.
     """
 
     name: str
@@ -174,6 +187,7 @@ class LoadedModel:
     compression: Compression | None = None
     compared: str = ""
     token_rows: int | None = None
+    truncation_side: Literal["left", "right"] = "right"
 
     @property
     def encoders(self) -> tuple[torch.nn.Module, ...]:
@@ -188,7 +202,7 @@ class LoadedModel:
     @property
     def items_have_ids(self) -> bool:
         """Whether what scores are made of holds ids of tokens, which only float32 holds exactly."""
-        return self.similarity in ("sparse", "hybrid")
+        return self.similarity.startswith("sparse") or self.similarity == "hybrid"
 
     def rules(self, input_type: str | None) -> RoleRules:
         if input_type == "query":

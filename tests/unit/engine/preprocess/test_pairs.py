@@ -386,7 +386,7 @@ def test_a_pair_has_its_segments_tokens(
     for query, text in zip(queries * len(pairs), documents, strict=False):
         segments = [
             frame.before if frame.after is None else frame.before + text + frame.after
-            for frame in template.frames(query, None)
+            for frame in template.frames(query, None) or []
         ]
         expected.append(np.concatenate(text_tokenizer(qwen).encode(segments, "x")).tolist())
     assert tokens_of(score_long(long_model(template), queries, documents)) == expected
