@@ -95,6 +95,8 @@ def _score(model: LoadedModel) -> str:
         weights = ", ".join(f"{weight:g}" for weight in model.hybrid_weights)
         weighed = f", weighted {weights}" if model.similarity == "hybrid" else ""
         return _SCORED_BY[model.similarity] + weighed
+    if model.score_label is not None:
+        return f"the probability of {model.labels[model.score_label]}, one of {len(model.labels)} labels"
     if len(model.labels) > 1:
         return f"none, with {len(model.labels)} labels: {', '.join(model.labels)}"
     return f"the classifier's output through {type(model.activation).__name__}"

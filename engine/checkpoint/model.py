@@ -152,7 +152,8 @@ class LoadedModel:
     checkpoint's files `unread` would give more, if they may be read. With `compression` documents have fewer
     rows behind some layers. `compared` says how the model was compared with transformers' where it is one of
     ours. Token ids below `token_rows` have embeddings; None where the backbone does not say. Texts that are
-    too long are cut at their `truncation_side`.
+    too long are cut at their `truncation_side`. The score of a classifier with several `labels` is the
+    probability of the label `score_label`; None where it has no score.
     """
 
     name: str
@@ -188,11 +189,17 @@ class LoadedModel:
     compared: str = ""
     token_rows: int | None = None
     truncation_side: Literal["left", "right"] = "right"
+    score_label: int | None = None
 
     @property
     def encoders(self) -> tuple[torch.nn.Module, ...]:
         """All that is run before the heads: the backbone and, of a model that reads pictures, the tower."""
         return (self.backbone, *(self.vision.modules if self.vision is not None else ()))
+
+    @property
+    def has_score(self) -> bool:
+        """Whether a query and a document have a score, and not one for each of several labels."""
+        return self.score_task != "classify" or len(self.labels) == 1 or self.score_label is not None
 
     @property
     def encodes_apart(self) -> bool:

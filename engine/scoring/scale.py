@@ -45,6 +45,8 @@ def score_scale(
     if model.score_task == "classify":
         if not (use_activation or normalize):
             return ScoreScale("logit", None, None)
+        if model.score_label is not None:
+            return _scale_of(torch.sigmoid)
         return _scale_of(model.probabilities if normalize else model.activation)
     transform = "cosine" if model.score_type is ScoreType.LISTWISE else model.similarity
     if normalize:

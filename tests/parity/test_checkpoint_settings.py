@@ -1,6 +1,7 @@
 """Scores equal sentence-transformers' whatever a checkpoint's files set: modules, pooling, lengths,
 truncation, activations, similarities, chat templates, and tensors that are left out."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,11 +13,11 @@ import torch
 from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTransformer, SparseEncoder
 
 from maxsimd.bench.datasets import Pair
-from maxsimd.engine import EngineConfig
+from maxsimd.engine import EngineConfig, InvalidRequestError
 from tests.checkpoints import bi_encoders, cross_encoders, language_models, late_interaction, sparse_encoders
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
-from tests.parity.changes import Build, Edit, added, settings
+from tests.parity.changes import Build, Edit, added, refusal, settings, without_settings
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -123,7 +124,11 @@ CASES = [
     *(Case(f"{name} of sparse vectors", sparse_encoders.splade, SparseEncoder,
            (settings(_OF_ALL, similarity_fn_name=name),))
       for name in ("cosine", "euclidean", "manhattan")),
-    # Tensors that are left out.
+    # What tells the kind of a checkpoint, and tensors that are left out.
+    *(Case(f"PyLate without {' and '.join(names)}", late_interaction.pylate_modernbert, MultiVectorEncoder,
+           (without_settings(*names, file=_OF_ALL),))
+      for names in (("query_prefix",), ("query_prefix", "document_prefix"))),
+    Case("buffers", bi_encoders.gte, edits=(added("embeddings.position_ids", torch.arange(512)[None]),)),
     Case("a loss", bi_encoders.gte, edits=(added("loss_fct.weight", torch.ones(2)),)),
     Case("fewer layers", bi_encoders.gte, edits=(settings(num_hidden_layers=2),)),
     Case("fewer layers of a classifier", cross_encoders.bert, CrossEncoder, (settings(num_hidden_layers=2),)),
@@ -161,3 +166,67 @@ def _expected(kind: type[Any], path: str, pairs: list[Pair]) -> Any:
         return np.asarray(model.predict([*zip(queries, documents, strict=True)], batch_size=1))
     encoded = model.encode_query(queries, batch_size=1), model.encode_document(documents, batch_size=1)
     return model.similarity_pairwise(*encoded).numpy()
+
+
+@pytest.mark.parametrize(
+    ("label", "named", "multi"), [("LABEL_1", None, False), (None, "yes", False), ("LABEL_2", None, True)]
+)
+async def test_the_probability_of_a_label_is_a_score(
+    label: str | None,
+    named: str | None,
+    multi: bool,
+    changed: Callable[..., str],
+    engines: Engines,
+    pairs: list[Pair],
+) -> None:
+    labels = {str(i): f"LABEL_{i}" for i in range(3)} | ({"1": named} if named else {})
+    kind = {"problem_type": "multi_label_classification"} if multi else {}
+    path = changed(partial(cross_encoders.bert, labels=3), settings(id2label=labels, **kind))
+    config = EngineConfig(model=path, dtype="float32", score_label=label)
+    few = [Pair(pair.query, pair.document[:300]) for pair in pairs[:4]]
+    logits = torch.from_numpy(_expected(CrossEncoder, path, few))
+    probabilities = torch.sigmoid(logits) if multi else torch.softmax(logits, dim=1)
+    ours = await engines.scores(config, few)
+    np.testing.assert_allclose(ours, probabilities[:, 2 if multi else 1], atol=1e-5)
+    engine = await engines(config)
+    assert engine.facts.scales.of(use_activation=True, normalize=False).most == 1
+
+
+async def test_several_labels_name_the_option(checkpoints: SharedCheckpoints, engines: Engines) -> None:
+    engine = await engines(EngineConfig(model=checkpoints(partial(cross_encoders.bert, labels=2))))
+    with pytest.raises(InvalidRequestError, match=r"LABEL_0, LABEL_1.*--score-label"):
+        await engine.score("a", ["b"])
+
+
+@pytest.mark.parametrize(
+    ("build", "edit", "options", "message"),
+    [
+        (cross_encoders.bert, None, {"score_label": "yes"}, "for classifiers of several labels"),
+        (partial(cross_encoders.bert, labels=2), None, {"score_label": "yes"}, "has: LABEL_0, LABEL_1"),
+        (late_interaction.native, settings("1_Dense/config.json", activation_function="mypkg.Act"), {},
+         r"1_Dense/config\.json .*'mypkg\.Act'.*trust_remote_code"),
+        (cross_encoders.bert, settings(sbert_ce_default_activation_function="mypkg.Act"), {},
+         r"config\.json .*'mypkg\.Act'"),
+        (cross_encoders.scored_by_modules, settings(_OF_ALL, activation_fn="transformers.activations.No"), {},
+         "activations.No', which cannot be imported"),
+        (bi_encoders.gte, _reads(stride=4), {}, r"processing_kwargs\.text\.stride to 4"),
+        (bi_encoders.gte, _reads(truncation="only_second"), {}, r"truncation to 'only_second'"),
+        (bi_encoders.gte, settings(_OF_TEXTS, query_expansion={"strategy": "fixed", "length": 8}), {},
+         "query_expansion, which is for late interaction"),
+        (_bert(behind="a layer norm"), None, _LATE, "LayerNorm for pooled vectors"),
+        (cross_encoders.scored_by_modules, settings("4_Dense/config.json", module_output_name="logits"), {},
+         "last module gives no scores"),
+        (bi_encoders.qwen3_in_chat, _with_template(_TEMPLATES["the document twice"]), {}, "chat template"),
+        (bi_encoders.gte, added("linear.weight", torch.ones(2, 128)), {}, "unexpected: linear.weight"),
+    ],
+)  # fmt: skip
+async def test_other_settings_are_refused_by_name(
+    build: Build,
+    edit: Edit | None,
+    options: dict[str, Any],
+    message: str,
+    checkpoints: SharedCheckpoints,
+    changed: Callable[..., str],
+) -> None:
+    path = checkpoints(build) if edit is None else changed(build, edit)
+    assert re.search(message, refusal(path, **options))
