@@ -37,8 +37,19 @@ def load_sparse_encoder(path: str, options: dict[str, Any]) -> dict[str, Any]:
             f"sentence_bert_config.json of {path!r} sets query_expansion, which is for late interaction; "
             "remove it"
         )
+    if "message" in transformer.modality_config:
+        raise ModelLoadError(
+            f"sentence_bert_config.json of {path!r} has texts written by a chat template, which is not "
+            'supported of sparse encoders; remove "message" from its modality_config'
+        )
     settings = read_text_settings(path, transformer)
-    lengths = [settings.length(each) for each in (transformer.query_length, transformer.document_length)]
+    lengths = [
+        None if role in roles else settings.length(length)
+        for role, length in (
+            (Role.QUERY, transformer.query_length),
+            (Role.DOCUMENT, transformer.document_length),
+        )
+    ]
     own_limit = with_limit(transformer.tokenizer, *lengths)
     head = MaskedWordsHead(
         transformer.auto_model,

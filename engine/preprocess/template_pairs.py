@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from maxsimd.engine.checkpoint.score_template import Frame, ScoreTemplate
-from maxsimd.engine.errors import InvalidRequestError
+from maxsimd.engine.errors import InvalidRequestError, ModelLoadError
 from maxsimd.engine.explanations import Span
 from maxsimd.engine.preprocess.long_inputs import Fitted, InputName, LongInputs, Room, too_long
 from maxsimd.engine.preprocess.origins import extent
@@ -121,7 +121,7 @@ class TemplateJoiner:
                 if i and request.query_of(i) == i:
                     query = self._query(request, i, queries[i], heads)
                 name = InputName("documents", i)
-                if query.around is not None and self._holds(query, document):
+                if query.around is not None and self._holds(query, document, name):
                     pairs.append(_Pair(name, query, query.around, document))
                 else:
                     whole[i] = self._as_a_whole(query, document, name, long_inputs)
@@ -146,7 +146,7 @@ class TemplateJoiner:
         around = None if frames is None else self._surroundings(frames, heads)
         return _Query(text, request.instruction, around, frames)
 
-    def _holds(self, query: _Query, document: str) -> bool:
+    def _holds(self, query: _Query, document: str, name: InputName) -> bool:
         """Whether the template writes a pair as the frames of its query say."""
         if self._template.is_plain:
             return True
@@ -155,7 +155,14 @@ class TemplateJoiner:
             frame.before if frame.after is None else f"{frame.before}{document}{frame.after}"
             for frame in query.frames
         ]
-        return framed == self._template.written(query.text, document, query.instruction)
+        return framed == self._written(query, document, name)
+
+    def _written(self, query: _Query, document: str, name: InputName) -> list[str]:
+        """The segments of a pair. Raises InvalidRequestError where the template does not take its texts."""
+        try:
+            return self._template.written(query.text, document, query.instruction)
+        except ModelLoadError as error:
+            raise InvalidRequestError(f"{name} and its query: {error}", name.param) from error
 
     def _as_a_whole(
         self, query: _Query, document: str, name: InputName, long_inputs: LongInputs
@@ -171,7 +178,7 @@ class TemplateJoiner:
             within = long_inputs.document(ids)
             if is_cut := within.truncated:
                 document = self._tokenizer.decode(within.tokens.tolist())
-        segments = self._template.written(query.text, document, query.instruction)
+        segments = self._written(query, document, name)
         around = None if query.around is None else query.around.prefix
         prefix = _NONE if around is None else around
         limit = long_inputs.limit - len(self._trailing)
@@ -274,9 +281,10 @@ class TemplateJoiner:
         (encoded,) = self._tokenizer.encode([request.query_texts[query]], "queries", most, long_inputs.side)
         asked = self._query(request, query, long_inputs.query(encoded), _Heads(self._tokenizer))
         document = request.document_texts[index]
-        if asked.around is None or not self._holds(asked, document):
+        name = InputName("documents", index)
+        if asked.around is None or not self._holds(asked, document, name):
             return [(0, len(document))]
-        pair = _Pair(InputName("documents", index), asked, asked.around, document)
+        pair = _Pair(name, asked, asked.around, document)
         tokens, room = self._read_apart(pair, long_inputs)
         limited = long_inputs.document(tokens.spans - len(asked.around.left))
         windows = long_inputs.windows(limited.tokens, room, pair.name)

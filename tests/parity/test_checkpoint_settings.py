@@ -13,7 +13,7 @@ import torch
 from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTransformer, SparseEncoder
 
 from maxsimd.bench.datasets import Pair
-from maxsimd.engine import EngineConfig, InvalidRequestError
+from maxsimd.engine import CUT_LONG, EngineConfig, InvalidRequestError
 from tests.checkpoints import bi_encoders, cross_encoders, language_models, late_interaction, sparse_encoders
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
@@ -71,13 +71,17 @@ _TEMPLATES = {
 CASES = [
     # Lengths and truncation.
     *(
-        Case(f"texts: {', '.join(said)} of {name}", build, kind, (_reads(**said),))
+        Case(f"texts: {', '.join(said)} of {name}", build, kind, (_reads(**said), *edits))
         for name, build, kind in [
             ("a bi-encoder", bi_encoders.gte, SentenceTransformer),
             ("a sparse encoder", sparse_encoders.splade, SparseEncoder),
             ("late interaction", late_interaction.native, MultiVectorEncoder),
         ]
-        for said in [{"max_length": 20}, {"add_special_tokens": False}, {"truncation": False}]
+        for said, edits in [
+            ({"max_length": 20}, ()),
+            ({"add_special_tokens": False}, ()),
+            ({"truncation": False}, (settings(_OF_TEXTS, max_seq_length=24),)),
+        ]
     ),
     Case("texts: only the first is cut", partial(cross_encoders.scored_by_modules), CrossEncoder,
          (_reads(max_length=120, truncation="only_second"),)),
@@ -98,7 +102,9 @@ CASES = [
         ]
     ),
     # Modules behind pooling.
-    *(Case(name, _bert(behind=name)) for name in bi_encoders.BEHIND_POOLING if "concatenated" not in name),
+    *(Case(name, _bert(behind=name))
+      for name in ("a residual of another width", "dropout", "dense behind normalize",
+                   "transformers' activation", "a layer norm")),
     Case("dense of concatenated rows", _bert(pooling="mean+max+cls", behind="dense of concatenated rows")),
     *(Case(f"{name}, late", _bert(behind=name), MultiVectorEncoder, options=_LATE)
       for name in ("a residual", "a residual of another width")),
@@ -156,6 +162,11 @@ async def test_scores_equal_sentence_transformers(
     expected = _expected(case.kind, path, few)
     assert expected.std() > 0.002, "the checkpoint must tell pairs apart, or this test shows nothing"
     np.testing.assert_allclose(await engines.scores(config, few), expected, atol=1e-5, rtol=1e-5)
+    if case.kind is SentenceTransformer:
+        documents, engine = [pair.document for pair in few], await engines(config)
+        ours = await engine.embed(documents, input_type="document", truncation=CUT_LONG)
+        vectors = SentenceTransformer(path, device="cpu", trust_remote_code=True).encode_document(documents)
+        np.testing.assert_allclose(ours.embeddings, vectors, atol=1e-5, rtol=1e-5)
 
 
 def _expected(kind: type[Any], path: str, pairs: list[Pair]) -> Any:
@@ -166,6 +177,16 @@ def _expected(kind: type[Any], path: str, pairs: list[Pair]) -> Any:
         return np.asarray(model.predict([*zip(queries, documents, strict=True)], batch_size=1))
     encoded = model.encode_query(queries, batch_size=1), model.encode_document(documents, batch_size=1)
     return model.similarity_pairwise(*encoded).numpy()
+
+
+async def test_fewer_dimensions_are_only_rescaled_if_normalised(
+    checkpoints: SharedCheckpoints, engines: Engines
+) -> None:
+    path = checkpoints(_bert(behind="dense behind normalize"))
+    engine = await engines(EngineConfig(model=path, dtype="float32"))
+    ours = await engine.embed(["a text"], dimensions=16)
+    expected = SentenceTransformer(path, device="cpu").encode(["a text"], truncate_dim=16)
+    np.testing.assert_allclose(ours.embeddings, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(
