@@ -63,7 +63,7 @@ def load_bi_encoder(path: str, files: CheckpointFiles, late: bool, options: dict
     prompts = {name: prompt for name, prompt in model.prompts.items() if prompt}
     document = next((prompts[name] for name in ("document", "passage", "corpus") if name in prompts), "")
     lengths = [settings.length(each) for each in (transformer.query_length, transformer.document_length)]
-    rules = {"pool_prompt": pooling.include_prompt}
+    rules: dict[str, Any] = {"pool_prompt": pooling.include_prompt}
     own_limit = with_limit(transformer.tokenizer, *lengths)
     parts = {
         "backbone": transformer.auto_model,

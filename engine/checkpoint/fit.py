@@ -49,7 +49,7 @@ UNUSED_HEADS = frozenset(
 # What trainers save beside a model: its loss, with weights of classes or margins of its own.
 _LOSS = re.compile(r"(loss|criterion)(_|$)|.*_(loss|criterion)$")
 # Buffers that older versions of transformers saved, and that follow from the config.
-_BUFFERS = re.compile(r".*\b(position_ids|token_type_ids|inv_freq|masked_bias)$|.*\battn\.bias$")
+_BUFFERS = re.compile(r".*\b(position_ids|token_type_ids|inv_freq|masked_bias)$|.*\b(attn|attention)\.bias$")
 
 log = logging.getLogger(__name__)
 

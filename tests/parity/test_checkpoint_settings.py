@@ -103,15 +103,10 @@ CASES = [
     ),
     # Modules behind pooling.
     *(Case(name, _bert(behind=name))
-      for name in ("a residual of another width", "dropout", "dense behind normalize",
-                   "transformers' activation", "a layer norm")),
+      for name in ("a residual of another width", "dropout", "transformers' activation")),
     Case("dense of concatenated rows", _bert(pooling="mean+max+cls", behind="dense of concatenated rows")),
     *(Case(f"{name}, late", _bert(behind=name), MultiVectorEncoder, options=_LATE)
       for name in ("a residual", "a residual of another width")),
-    Case("a residual of tokens", late_interaction.native, MultiVectorEncoder,
-         (settings("1_Dense/config.json", use_residual=True),
-          added("residual.weight", torch.randn(48, 64, generator=torch.Generator().manual_seed(6)),
-                "1_Dense/model.safetensors"))),
     Case("transformers' activation of tokens", late_interaction.native, MultiVectorEncoder,
          (settings("1_Dense/config.json", activation_function=_GELU),)),
     Case("transformers' activation of scores", cross_encoders.scored_by_modules, CrossEncoder,
@@ -134,7 +129,8 @@ CASES = [
     *(Case(f"PyLate without {' and '.join(names)}", late_interaction.pylate_modernbert, MultiVectorEncoder,
            (without_settings(*names, file=_OF_ALL),))
       for names in (("query_prefix",), ("query_prefix", "document_prefix"))),
-    Case("buffers", bi_encoders.gte, edits=(added("embeddings.position_ids", torch.arange(512)[None]),)),
+    *(Case(f"a buffer: {name}", bi_encoders.sgpt, edits=(added(f"h.0.attn.{name}", torch.ones(4)),))
+      for name in ("attention.bias", "attention.masked_bias")),
     Case("a loss", bi_encoders.gte, edits=(added("loss_fct.weight", torch.ones(2)),)),
     Case("fewer layers", bi_encoders.gte, edits=(settings(num_hidden_layers=2),)),
     Case("fewer layers of a classifier", cross_encoders.bert, CrossEncoder, (settings(num_hidden_layers=2),)),
