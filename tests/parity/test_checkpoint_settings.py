@@ -83,7 +83,7 @@ CASES = [
             ({"truncation": False}, (settings(_OF_TEXTS, max_seq_length=24),)),
         ]
     ),
-    Case("texts: only the first is cut", partial(cross_encoders.scored_by_modules), CrossEncoder,
+    Case("texts: only documents are cut", cross_encoders.scored_by_modules, CrossEncoder,
          (_reads(max_length=120, truncation="only_second"),)),
     Case("lengths of roles", bi_encoders.gte,
          edits=(settings(_OF_TEXTS, query_length=8, document_length=16),)),
