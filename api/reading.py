@@ -4,7 +4,7 @@ be, which is checked before any of them is looked at."""
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import msgspec
 
@@ -207,7 +207,7 @@ def _part_text(part: Any, where: str, param: str) -> str:
 def truncation_of(request: Common, default: LongDocuments) -> Truncation:
     """What the request says of over-long inputs; `default` where it says nothing. Only documents that are
     scored are read through windows: a vector or a label is one text's."""
-    side = request.truncation_side or "right"
+    side = request.truncation_side
     tokens = request.truncate_prompt_tokens
     long_documents = request.long_documents or default
     # Voyage's.
@@ -239,10 +239,10 @@ def tei_truncation_of(
     """What a request says of over-long inputs in text-embeddings-inference's words; `default` where it says
     nothing."""
     cut = request.truncate if request.truncate is not None else default != "error"
-    side = (request.truncation_direction or "right").lower()
+    side = (request.truncation_direction or "").lower()
     return Truncation(
         max_tokens=-1 if cut else None,
-        side="left" if side == "left" else "right",
+        side="left" if side == "left" else "right" if side else None,
         windows=request.truncate is None and default == "window" and not isinstance(request, TeiTruncating),
     )
 
@@ -250,7 +250,8 @@ def tei_truncation_of(
 def cohere_truncation_of(request: CohereEmbedRequest, default: LongDocuments) -> Truncation:
     """What a request says of over-long texts in Cohere's words: which end is cut off, or none."""
     cut = request.truncate != "NONE" if request.truncate is not None else default != "error"
-    return Truncation(max_tokens=-1 if cut else None, side="left" if request.truncate == "START" else "right")
+    sides: dict[str | None, Literal["left", "right"]] = {"START": "left", "END": "right"}
+    return Truncation(max_tokens=-1 if cut else None, side=sides.get(request.truncate))
 
 
 def wants_activation(request: Scoring) -> bool:

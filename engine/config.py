@@ -141,6 +141,10 @@ class EngineConfig:
         None,
         "Jinja template, or a file with one, that asks a language model about query, document, instruction.",
     )
+    score_label: str | None = option(
+        None,
+        "Label whose probability is the score, for classifiers of several labels; by default yes, if one is.",
+    )
     cutoff_layer: int | None = option(
         None,
         "Layer to stop behind, for rerankers with a score behind each (BGE's MiniCPM and Gemma2); by default "

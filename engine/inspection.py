@@ -43,7 +43,12 @@ _SCORED_BY = {
     "meanmaxsim": "MaxSim, the mean over query tokens of their best match",
     "cosine": "cosine of the embeddings",
     "dot": "dot product of the embeddings",
+    "euclidean": "Euclidean distance of the embeddings, below 0",
+    "manhattan": "Manhattan distance of the embeddings, below 0",
     "sparse": "dot product of sparse vectors",
+    "sparse-cosine": "cosine of sparse vectors",
+    "sparse-euclidean": "Euclidean distance of sparse vectors, below 0",
+    "sparse-manhattan": "Manhattan distance of sparse vectors, below 0",
     "hybrid": "dense, sparse and multi-vector scores",
 }
 
@@ -169,6 +174,8 @@ def _score(model: LoadedModel) -> str:
         weights = ", ".join(f"{weight:g}" for weight in model.hybrid_weights)
         weighed = f", weighted {weights}" if model.similarity == "hybrid" else ""
         return _SCORED_BY[model.similarity] + weighed
+    if model.score_label is not None:
+        return f"the probability of {model.labels[model.score_label]}, one of {len(model.labels)} labels"
     if len(model.labels) > 1:
         return f"none, with {len(model.labels)} labels: {', '.join(model.labels)}"
     return f"the classifier's output through {type(model.activation).__name__}"

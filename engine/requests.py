@@ -117,7 +117,8 @@ class Truncation:
     word, except by `windows`.
 
     `max_tokens` None makes an over-long input an error, -1 cuts it to the model's maximum and any other
-    number cuts it to that many tokens, special tokens included. `side` says which end is cut off.
+    number cuts it to that many tokens, special tokens included. `side` says which end is cut off; None is
+    the one that the checkpoint's tokenizer cuts.
     `max_query_tokens` and `max_document_tokens` cut the texts themselves, special tokens not counted.
 
     With `windows` an over-long document is not cut but read through windows of as many tokens as fit, which
@@ -126,7 +127,7 @@ class Truncation:
     """
 
     max_tokens: int | None = None
-    side: Literal["left", "right"] = "right"
+    side: Literal["left", "right"] | None = None
     max_query_tokens: int | None = None
     max_document_tokens: int | None = None
     windows: bool = False

@@ -6,7 +6,8 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 import torch
 
-from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.checkpoint import LoadedModel
+from maxsimd.engine.config import EngineConfig, ScoreType
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.media import (
     AnyPicture,
@@ -35,6 +36,8 @@ from maxsimd.pooling.vectors import Embedding, Vectors
 Scorable: TypeAlias = str | Embedding | Content | Picture | PictureFile | OpenImage
 Scored: TypeAlias = Scorable | Sequence[Scorable]
 
+# How many labels of a model an error names.
+_NAMED_LABELS = 4
 _POLICIES = {"cut": CUT_LONG, "error": REFUSE_LONG, "window": WINDOW_LONG}
 
 
@@ -186,14 +189,17 @@ def check_dimensions(dimensions: int | None, dim: int) -> None:
         raise InvalidRequestError(f"dimensions must be from 1 to {dim}, not {dimensions}", "dimensions")
 
 
-def check_scores(num_labels: int, is_listwise: bool, on_timeout: OnTimeout, on_error: OnError) -> None:
-    """Refuses scores that a model with that many labels does not give."""
-    if num_labels != 1:
+def check_scores(model: LoadedModel, on_timeout: OnTimeout, on_error: OnError) -> None:
+    """Refuses scores that a model does not give."""
+    if not model.has_score:
+        more = ", ..." if len(model.labels) > _NAMED_LABELS else ""
+        named = ", ".join(model.labels[:_NAMED_LABELS]) + more
         raise InvalidRequestError(
-            f"this model has {num_labels} labels and so no single score; it can only classify "
-            "(POST /classify)",
+            f"this model has {len(model.labels)} labels ({named}) and so no single score; name the one that "
+            "means relevance by --score-label (score_label), or classify (POST /classify)",
             "model",
         )
+    is_listwise = model.score_type is ScoreType.LISTWISE
     if is_listwise and (on_timeout == "partial" or on_error == "report"):
         raise InvalidRequestError(
             "a listwise model scores documents by each other: leave out on_timeout and on_error",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from maxsimd.pooling.cursor import PoolingCursor
-from maxsimd.pooling.methods import METHODS, Head, PoolingMethod
+from maxsimd.pooling.methods import CONCATENATED, METHODS, ConcatenatedPool, Head, PoolingMethod
 from maxsimd.pooling.ragged import Ragged
 from maxsimd.pooling.sparse import SPARSE_METHODS
 from maxsimd.pooling.token_pooling import TokenPooling
@@ -18,7 +18,9 @@ TOKENS = "token_embed"
 
 
 def pooling_method(name: str, head: Head) -> PoolingMethod:
-    """The method of that name, with a head for what it pools."""
+    """The method of that name, or of several names, with a head for what it pools."""
+    if CONCATENATED in name:
+        return ConcatenatedPool(head, [METHODS[each] for each in name.split(CONCATENATED)])
     return {**METHODS, **SPARSE_METHODS, **TOKEN_WEIGHT_METHODS}[name](head)
 
 

@@ -4,8 +4,10 @@ Each method handles its whole group at once and keeps what it needs of sequences
 Which method a sequence takes, and what is done with the item, is decided elsewhere.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from collections.abc import Sequence as ListOf
 
 import numpy as np
 import torch
@@ -153,6 +155,66 @@ class ClsPool(_OneRowPool):
         return len(self._first_rows)
 
 
+class AfterPromptPool(_OneRowPool):
+    """The row of the first token that is pooled, which the prompt's are not: [1, dim] a sequence."""
+
+    def __init__(self, head: Head) -> None:
+        super().__init__(head)
+        self._rows: dict[int, torch.Tensor] = {}
+
+    def pool(self, hidden: torch.Tensor, cursor: PoolingCursor) -> Ragged:
+        finished = []
+        for chunk, start in zip(cursor.chunks, cursor.starts, strict=True):
+            pooled = chunk.sequence.tokens.pooled_positions
+            position = 0 if pooled is None else int(pooled[0])
+            if chunk.start <= position < chunk.stop:
+                row = hidden[start + position - chunk.start].float()
+                if not chunk.is_last:
+                    self._rows[chunk.sequence.sequence_id] = row.clone()
+            if chunk.is_last:
+                is_here = position >= chunk.start
+                finished.append(row if is_here else self._rows[chunk.sequence.sequence_id])
+        return self._finish(torch.stack(finished) if finished else hidden[:0].float())
+
+    def free(self, sequence_id: int) -> None:
+        self._rows.pop(sequence_id, None)
+
+    @property
+    def num_states(self) -> int:
+        return len(self._rows)
+
+
+class MaxPool(_OneRowPool):
+    """The greatest number of each column among the rows that are pooled: [1, dim] a sequence."""
+
+    def __init__(self, head: Head) -> None:
+        super().__init__(head)
+        self._greatest: dict[int, dict[int, torch.Tensor]] = {}
+
+    def pool(self, hidden: torch.Tensor, cursor: PoolingCursor) -> Ragged:
+        rows, lengths = cursor.pooled_rows()
+        owner = np.repeat(np.arange(len(lengths)), lengths)
+        found = torch.full((len(lengths), hidden.shape[-1]), -torch.inf, device=hidden.device)
+        index = to_device(owner, hidden.device)[:, None].expand(-1, hidden.shape[-1])
+        found.scatter_reduce_(0, index, take_rows(hidden, rows), "amax")
+        finished = []
+        for chunk, greatest in zip(cursor.chunks, found, strict=True):
+            sequence_id = chunk.sequence.sequence_id
+            if not chunk.is_last:
+                self._greatest.setdefault(sequence_id, {})[chunk.start] = greatest.clone()
+                continue
+            earlier = self._greatest.get(sequence_id)
+            finished.append(torch.stack([*earlier.values(), greatest]).amax(0) if earlier else greatest)
+        return self._finish(torch.stack(finished) if finished else found[:0])
+
+    def free(self, sequence_id: int) -> None:
+        self._greatest.pop(sequence_id, None)
+
+    @property
+    def num_states(self) -> int:
+        return len(self._greatest)
+
+
 class LastPool(_OneRowPool):
     """The row of the last token that is pooled: [1, dim] a sequence."""
 
@@ -263,10 +325,43 @@ class WeightedMeanPool(MeanPool):
         return float(((np.arange(len(sequence)) if pooled is None else pooled) + 1).sum())
 
 
+class MeanSqrtLenPool(MeanPool):
+    """The sum of the rows that are pooled, divided by the square root of their number."""
+
+    def _total(self, sequence: Sequence) -> float:
+        return math.sqrt(super()._total(sequence))
+
+
+class ConcatenatedPool(_OneRowPool):
+    """The rows of several methods, one behind the other: [1, methods * dim] a sequence."""
+
+    def __init__(self, head: Head, methods: ListOf[type[PoolingMethod]]) -> None:
+        super().__init__(head)
+        self._methods = [method(torch.nn.Identity()) for method in methods]
+
+    def pool(self, hidden: torch.Tensor, cursor: PoolingCursor) -> Ragged:
+        return self._finish(
+            torch.cat([method.pool(hidden, cursor).values for method in self._methods], dim=-1)
+        )
+
+    def free(self, sequence_id: int) -> None:
+        for method in self._methods:
+            method.free(sequence_id)
+
+    @property
+    def num_states(self) -> int:
+        return sum(method.num_states for method in self._methods)
+
+
 METHODS: dict[str, type[PoolingMethod]] = {
     "all": AllPool,
     "cls": ClsPool,
+    "cls-after-prompt": AfterPromptPool,
     "last": LastPool,
+    "max-pooling": MaxPool,
     "mean": MeanPool,
+    "mean-sqrt-len": MeanSqrtLenPool,
     "weighted-mean": WeightedMeanPool,
 }
+# What stands between the names of methods whose rows are concatenated.
+CONCATENATED = "+"

@@ -71,6 +71,7 @@ def ingredients(
         "pictures": None if model.vision is None else model.vision.signature,
         "tower settings": _tower_settings(model),
         "document length": rules.max_tokens,
+        "truncation side": model.truncation_side,
         "expansion": _expansion(rules),
         "model length": model.max_tokens,
         "skip list": None if rules.skipped_ids is None else rules.skipped_ids.tolist(),

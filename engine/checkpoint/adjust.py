@@ -65,6 +65,7 @@ def adjusted(model: LoadedModel, config: EngineConfig) -> LoadedModel:
                 'hybrid_weights is for hybrid scores: set score_type="hybrid", or leave it out'
             )
         model = replace(model, hybrid_weights=hybrid_weights_of(config.hybrid_weights))
+    model = replace(model, score_label=_score_label(model, config.score_label))
     if config.dimensions is not None:
         if model.items_have_ids:
             raise ModelLoadError(
@@ -72,6 +73,21 @@ def adjusted(model: LoadedModel, config: EngineConfig) -> LoadedModel:
             )
         model = replace(model, tasks=_shortened(model.tasks, config.dimensions))
     return model
+
+
+def _score_label(model: LoadedModel, asked: str | None) -> int | None:
+    """The label that stands for relevance: the one that is asked for, else yes. Raises ModelLoadError for a
+    label that the model does not have."""
+    has_several = model.score_task == "classify" and len(model.labels) > 1
+    if asked is None:
+        named_yes = [i for i, label in enumerate(model.labels) if label.casefold() == "yes"]
+        return named_yes[0] if has_several and len(named_yes) == 1 else None
+    if not has_several:
+        raise ModelLoadError("score_label is for classifiers of several labels; leave it out")
+    if asked not in model.labels:
+        named = ", ".join(model.labels)
+        raise ModelLoadError(f"score_label {asked!r} is no label of {model.name!r}, which has: {named}")
+    return model.labels.index(asked)
 
 
 def _shortened(tasks: Mapping[str, Task], dimensions: int) -> dict[str, Task]:

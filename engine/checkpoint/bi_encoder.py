@@ -1,5 +1,6 @@
 """Loads bi-encoders, and encoders that are to score by late interaction over their token states."""
 
+import copy
 from typing import Any
 
 import torch
@@ -7,57 +8,72 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Dense, Normalize
 from sentence_transformers.sentence_transformer.modules import Dropout, LayerNorm, Pooling
 
+from maxsimd.engine.checkpoint.activations import set_activations
+from maxsimd.engine.checkpoint.files import CheckpointFiles, module_settings
 from maxsimd.engine.checkpoint.fit import refuse_modules_not_finite
-from maxsimd.engine.checkpoint.heads import ModuleHead
+from maxsimd.engine.checkpoint.heads import FirstColumns, ModuleHead
 from maxsimd.engine.checkpoint.model import RoleRules, Task
 from maxsimd.engine.checkpoint.reading import LibraryReader, prompt_of_documents
 from maxsimd.engine.checkpoint.reference import ModulesReference
+from maxsimd.engine.checkpoint.text_settings import read_text_settings, with_limit
 from maxsimd.engine.checkpoint.visual.vision_language import with_pictures
 from maxsimd.engine.errors import ModelLoadError
+from maxsimd.pooling.methods import CONCATENATED, Head
 
-_POOLING = {"cls": "cls", "mean": "mean", "lasttoken": "last", "weightedmean": "weighted-mean"}
+_POOLING = {
+    "cls": "cls",
+    "mean": "mean",
+    "lasttoken": "last",
+    "weightedmean": "weighted-mean",
+    "max": "max-pooling",
+    "mean_sqrt_len_tokens": "mean-sqrt-len",
+}
 _AFTER_POOLING = (Dense, Normalize, LayerNorm, Dropout)
 
 
-def load_bi_encoder(path: str, late: bool, options: dict[str, Any]) -> dict[str, Any]:
+def load_bi_encoder(path: str, files: CheckpointFiles, late: bool, options: dict[str, Any]) -> dict[str, Any]:
     """Reads a `SentenceTransformer` save or a plain transformers encoder, to be scored `late` or not.
 
     Returns the parts of a `LoadedModel` that depend on the kind of checkpoint."""
-    model = SentenceTransformer(path, **options)
-    transformer, pooling, after = _taken_apart(path, list(model))
-    if not late and model.similarity_fn_name not in ("cosine", "dot"):
-        raise ModelLoadError(f"{path!r} compares by {model.similarity_fn_name}; supported are cosine and dot")
-
+    model = SentenceTransformer(path, **options).eval()
+    set_activations(
+        path, list(model), module_settings(path, files, options["revision"]), options["trust_remote_code"]
+    )
+    transformer, pooling, after = taken_apart(path, list(model))
+    if transformer.query_expansion is not None:
+        raise ModelLoadError(
+            f"sentence_bert_config.json of {path!r} sets query_expansion, which is for late interaction; "
+            "remove it"
+        )
+    settings = read_text_settings(path, transformer)
     refuse_modules_not_finite(path, list(model)[1:])
-    normalised = any(isinstance(module, Normalize) for module in after)
     dense = [module for module in after if isinstance(module, Dense)]
-    dim = dense[-1].out_features if dense else transformer.get_embedding_dimension()
-    embed = Task(
-        _POOLING[pooling.pooling_mode],
-        ModuleHead(after, "sentence_embedding"),
-        dim,
-        normalised,
-        ModulesReference([transformer, pooling, *after], transformer.tokenizer, "sentence_embedding"),
-    )
-    # A projection of sentence embeddings is applied to tokens as well, as sentence-transformers converts it.
-    token_modules = [_at_token_level(module) for module in dense] + [Normalize("token_embeddings")]
-    token_reference = ModulesReference(
-        [transformer, *token_modules], transformer.tokenizer, "token_embeddings"
-    )
-    token_head = ModuleHead(token_modules, "token_embeddings")
-    token_embed = Task("all", token_head, dim, True, token_reference)
+    dim = dense[-1].out_features if dense else pooling.get_embedding_dimension()
+    head: Head = ModuleHead(after, "sentence_embedding")
+    normalised = ends_normalised(after)
+    if model.truncate_dim is not None and model.truncate_dim < dim:
+        dim, normalised = model.truncate_dim, False
+        head = FirstColumns(head, dim, normalised)
+    reference = ModulesReference([transformer, pooling, *after], transformer.tokenizer, "sentence_embedding")
+    tasks = {"embed": Task(pooling_of(pooling), head, dim, normalised, reference)}
+    obstacle = _obstacle_at_token_level(transformer, after)
+    if obstacle is None:
+        tasks["token_embed"] = _of_tokens(transformer, dense)
+    elif late:
+        raise ModelLoadError(f"{path!r} cannot be scored by late interaction: {obstacle}")
     prompts = {name: prompt for name, prompt in model.prompts.items() if prompt}
     document = prompt_of_documents(path, model.prompts)
+    lengths = [settings.length(each) for each in (transformer.query_length, transformer.document_length)]
+    rules: dict[str, Any] = {"pool_prompt": pooling.include_prompt}
+    own_limit = with_limit(transformer.tokenizer, *lengths)
     parts = {
         "backbone": transformer.auto_model,
         "tokenizer": transformer.tokenizer,
-        "tasks": {"embed": embed, "token_embed": token_embed},
+        "tasks": tasks,
         "score_task": "token_embed" if late else "embed",
-        "query": RoleRules(prompts.get("query", ""), pool_prompt=pooling.include_prompt),
-        "document": RoleRules(document, pool_prompt=pooling.include_prompt),
-        "text": RoleRules(
-            prompts.get(model.default_prompt_name or "", ""), pool_prompt=pooling.include_prompt
-        ),
+        "query": RoleRules(prompts.get("query", ""), max_tokens=lengths[0], **rules),
+        "document": RoleRules(document, max_tokens=lengths[1], **rules),
+        "text": RoleRules(prompts.get(model.default_prompt_name or "", ""), max_tokens=own_limit, **rules),
         "activation": torch.nn.Identity(),
         "similarity": "maxsim" if late else model.similarity_fn_name,
         "prompts": prompts,
@@ -66,7 +82,7 @@ def load_bi_encoder(path: str, late: bool, options: dict[str, Any]) -> dict[str,
     return with_pictures(path, transformer, parts)
 
 
-def _taken_apart(path: str, modules: list[Any]) -> tuple[Any, Pooling, list[Any]]:
+def taken_apart(path: str, modules: list[Any]) -> tuple[Any, Pooling, list[Any]]:
     """The transformer, the pooling and what follows it. Raises ModelLoadError for anything else."""
     if not hasattr(modules[0], "auto_model"):
         raise ModelLoadError(f"{path!r} is not a transformer encoder but {type(modules[0]).__name__}")
@@ -74,11 +90,6 @@ def _taken_apart(path: str, modules: list[Any]) -> tuple[Any, Pooling, list[Any]
     if len(poolings) != 1:
         raise ModelLoadError(f"{path!r} has {len(poolings)} pooling modules; one is supported")
     pooling = poolings[0]
-    if pooling.pooling_mode not in _POOLING:
-        supported = ", ".join(_POOLING)
-        raise ModelLoadError(f"{path!r} pools by {pooling.pooling_mode}; supported are {supported}")
-    if not pooling.include_prompt and pooling.pooling_mode == "cls":
-        raise ModelLoadError(f"{path!r} pools by its first token but leaves the prompt, its start, out")
     after = modules[modules.index(pooling) + 1 :]
     other = [module for module in modules[1:] if module is not pooling and module not in after]
     other += [module for module in after if not isinstance(module, _AFTER_POOLING)]
@@ -88,13 +99,40 @@ def _taken_apart(path: str, modules: list[Any]) -> tuple[Any, Pooling, list[Any]
     return modules[0], pooling, after
 
 
+def pooling_of(pooling: Pooling) -> str:
+    """The name of the method, or of several whose vectors stand one behind the other."""
+    modes = (pooling.pooling_mode,) if isinstance(pooling.pooling_mode, str) else pooling.pooling_mode
+    names = _POOLING if pooling.include_prompt else _POOLING | {"cls": "cls-after-prompt"}
+    return CONCATENATED.join(names[mode] for mode in modes)
+
+
+def ends_normalised(modules: list[Any]) -> bool:
+    """Whether nothing but Dropout, which does nothing here, follows the last Normalize."""
+    that_count = [module for module in modules if not isinstance(module, Dropout)]
+    return bool(that_count) and isinstance(that_count[-1], Normalize)
+
+
+def _obstacle_at_token_level(transformer: Any, after: list[Any]) -> str | None:
+    """Why what follows the pooling cannot be applied to single tokens, or None."""
+    if any(isinstance(module, LayerNorm) for module in after):
+        return "it has a LayerNorm for pooled vectors"
+    hidden = transformer.get_embedding_dimension()
+    first = next((module for module in after if isinstance(module, Dense)), None)
+    if first is not None and first.in_features != hidden:
+        return f"its Dense module takes {first.in_features} numbers, and its tokens have {hidden}"
+    return None
+
+
+def _of_tokens(transformer: Any, dense: list[Dense]) -> Task:
+    """A vector a token. A projection of sentence embeddings is applied to tokens as well, as
+    sentence-transformers converts it."""
+    modules = [*map(_at_token_level, dense), Normalize("token_embeddings")]
+    dim = dense[-1].out_features if dense else transformer.get_embedding_dimension()
+    reference = ModulesReference([transformer, *modules], transformer.tokenizer, "token_embeddings")
+    return Task("all", ModuleHead(modules, "token_embeddings"), dim, True, reference)
+
+
 def _at_token_level(dense: Dense) -> Dense:
-    copy = Dense(
-        dense.in_features,
-        dense.out_features,
-        bias=dense.linear.bias is not None,
-        activation_function=dense.activation_function,
-        module_input_name="token_embeddings",
-    )
-    copy.load_state_dict(dense.state_dict())
-    return copy.to(dense.linear.weight.device)
+    made = copy.deepcopy(dense)
+    made.module_input_name = made.module_output_name = "token_embeddings"
+    return made

@@ -1,27 +1,47 @@
-"""Loads cross-encoders: `*ForSequenceClassification` checkpoints, as CrossEncoder saves them or plain."""
+"""Loads cross-encoders: `*ForSequenceClassification` checkpoints, as CrossEncoder saves them or plain, and
+encoders whose pooled vector a Dense module scores."""
 
+import logging
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from sentence_transformers import CrossEncoder
+from sentence_transformers.base.modules import Dense
+from sentence_transformers.sentence_transformer.modules import Pooling
 from transformers.modeling_layers import GenericForSequenceClassification
 
+from maxsimd.engine.checkpoint.activations import set_activations, stated_activation
 from maxsimd.engine.checkpoint.backbone import is_causal
-from maxsimd.engine.checkpoint.heads import ClassifierHead
+from maxsimd.engine.checkpoint.bi_encoder import pooling_of, taken_apart
+from maxsimd.engine.checkpoint.files import CheckpointFiles, module_settings
+from maxsimd.engine.checkpoint.fit import refuse_modules_not_finite
+from maxsimd.engine.checkpoint.heads import ClassifierHead, ModuleHead
 from maxsimd.engine.checkpoint.model import PairRules, RoleRules, Task
-from maxsimd.engine.checkpoint.reading import LibraryReader, TemplateReader
-from maxsimd.engine.checkpoint.reference import ClassifierReference
+from maxsimd.engine.checkpoint.reading import LibraryReader, Reader, TemplateReader
+from maxsimd.engine.checkpoint.reference import ClassifierReference, ModulesReference
 from maxsimd.engine.checkpoint.score_template import ScoreTemplate
+from maxsimd.engine.checkpoint.text_settings import Truncating, read_text_settings
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.pooling.methods import METHODS
 
+log = logging.getLogger(__name__)
+# What sentence-transformers calls the numbers that a CrossEncoder gives.
+_SCORES = "scores"
 
-def load_cross_encoder(path: str, given: ScoreTemplate | None, options: dict[str, Any]) -> dict[str, Any]:
+
+def load_cross_encoder(
+    path: str, files: CheckpointFiles, given: ScoreTemplate | None, options: dict[str, Any]
+) -> dict[str, Any]:
     """Reads the checkpoint with sentence-transformers, which finds the activation that its authors meant.
 
     Returns the parts of a `LoadedModel` that depend on the kind of checkpoint."""
-    encoder = CrossEncoder(path, **options)
+    activation = stated_activation(path, files, options["trust_remote_code"])
+    encoder = CrossEncoder(path, **options).eval()
+    if activation is not None:
+        encoder.activation_fn = activation
+    if any(isinstance(module, Pooling) for module in encoder):
+        return _scored_by_modules(path, files, encoder, given, options)
     model: Any = encoder.model
     if len(list(encoder)) > 1:
         names = ", ".join(type(module).__name__ for module in list(encoder)[1:])
@@ -51,9 +71,13 @@ def load_cross_encoder(path: str, given: ScoreTemplate | None, options: dict[str
         "activation": encoder.activation_fn,
         "probabilities": _probabilities(model.config, len(labels)),
         "labels": labels,
-        "pairs": PairRules(truncation_of(encoder[0]), template),
-        "reader": TemplateReader(encoder.tokenizer, template) if given and template else LibraryReader(encoder),
+        "pairs": PairRules(truncation_of(path, encoder[0]), template),
+        "reader": _reader(encoder, given and template),
     }
+
+
+def _reader(encoder: CrossEncoder, given: ScoreTemplate | None) -> Reader:
+    return LibraryReader(encoder) if given is None else TemplateReader(encoder.tokenizer, given)
 
 
 def prompted(encoder: Any, template: ScoreTemplate | None) -> tuple[ScoreTemplate | None, str]:
@@ -65,15 +89,58 @@ def prompted(encoder: Any, template: ScoreTemplate | None) -> tuple[ScoreTemplat
     return replace(template, instruction=prompt or template.instruction), ""
 
 
-def truncation_of(transformer: Any) -> Literal["longest_first", "only_second"]:
+def _scored_by_modules(
+    path: str,
+    files: CheckpointFiles,
+    encoder: CrossEncoder,
+    given: ScoreTemplate | None,
+    options: dict[str, Any],
+) -> dict[str, Any]:
+    """The parts of an encoder whose pooled vector of a pair becomes its scores by modules, the last a
+    Dense."""
+    modules = list(encoder)
+    set_activations(
+        path, modules, module_settings(path, files, options["revision"]), options["trust_remote_code"]
+    )
+    transformer, pooling, after = taken_apart(path, modules)
+    if not (after and isinstance(after[-1], Dense) and after[-1].module_output_name == _SCORES):
+        raise ModelLoadError(
+            f"{path!r} is a CrossEncoder whose last module gives no {_SCORES}; a Dense with "
+            f'module_output_name "{_SCORES}" is supported'
+        )
+    refuse_modules_not_finite(path, modules[1:])
+    named = transformer.config.id2label
+    columns = after[-1].out_features
+    labels = tuple(str(named[i]) if len(named) == columns else f"LABEL_{i}" for i in range(columns))
+    reference = ModulesReference(modules, transformer.tokenizer, _SCORES)
+    head = ModuleHead(after, "sentence_embedding", _SCORES)
+    template, prompt = prompted(encoder, given or template_of(transformer))
+    return {
+        "backbone": transformer.auto_model,
+        "tokenizer": transformer.tokenizer,
+        "tasks": {"classify": Task(pooling_of(pooling), head, columns, False, reference)},
+        "score_task": "classify",
+        "query": RoleRules(prompt),
+        "document": RoleRules(),
+        "text": RoleRules(prompt),
+        "prompts": {name: each for name, each in encoder.prompts.items() if each},
+        "activation": encoder.activation_fn,
+        "probabilities": _probabilities(transformer.config, columns),
+        "labels": labels,
+        "pairs": PairRules(truncation_of(path, transformer), template),
+        "reader": _reader(encoder, given and template),
+    }
+
+
+def truncation_of(path: str, transformer: Any) -> Truncating:
     """How sentence-transformers is configured to cut pairs that are too long."""
-    only_second = _settings(transformer, "text").get("truncation") == "only_second"
-    return "only_second" if only_second else "longest_first"
+    return read_text_settings(path, transformer, in_pairs=True).truncation or "longest_first"
 
 
 def template_of(transformer: Any) -> ScoreTemplate | None:
     """The chat template by which sentence-transformers joins a pair, if there is one."""
-    settings = _settings(transformer, "chat_template")
+    settings = dict((transformer.processing_kwargs or {}).get("chat_template") or {})
+    restores_end = settings.pop("restore_suffix", True) is not False
     name = settings.pop("chat_template", None)
     template = getattr(transformer.processor, "chat_template", None) or transformer.tokenizer.chat_template
     if isinstance(template, dict):
@@ -83,12 +150,17 @@ def template_of(transformer: Any) -> ScoreTemplate | None:
     if "message" not in transformer.modality_config or not template:
         return None
     variables = special_tokens(transformer.tokenizer) | settings
-    variables.pop("restore_suffix", None)
     in_parts = transformer.input_formatter.message_format == "structured"
-    found = ScoreTemplate((template,), variables=variables, in_parts=in_parts)
+    found = ScoreTemplate(
+        (template,),
+        variables=variables,
+        in_parts=in_parts,
+        restores_end=restores_end,
+    )
     try:
         found.check()
-    except ModelLoadError:  # a template for chats, which names neither query nor document
+    except ModelLoadError as error:
+        log.warning("pairs are joined by the tokenizer, and not by its chat template: %s", error)
         return None
     return found
 
@@ -98,11 +170,6 @@ def special_tokens(tokenizer: Any) -> dict[str, str]:
     return {
         name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)
     }
-
-
-def _settings(transformer: Any, name: str) -> dict[str, Any]:
-    settings = transformer.processing_kwargs or {}
-    return dict(settings.get(name) or {})
 
 
 def _probabilities(config: Any, labels: int) -> Any:

@@ -115,6 +115,15 @@ def _labels(
     return {"id2label": id2label, "label2id": {name: i for i, name in id2label.items()}}
 
 
+# Keys of config_sentence_transformers.json that PyLate alone writes.
+_OF_PYLATE = frozenset(
+    {
+        *("query_prefix", "document_prefix", "attend_to_expansion_tokens", "do_query_expansion"),
+        *("skiplist_words", "query_length", "document_length"),
+    }
+)
+
+
 def detect_score_type(files: CheckpointFiles) -> ScoreType:
     """The score type that the checkpoint declares; a plain encoder is a bi-encoder, and a plain language
     model a cross-encoder that is asked about pairs."""
@@ -139,14 +148,20 @@ def _pools(files: CheckpointFiles) -> bool:
 
 def is_late_interaction(files: CheckpointFiles) -> bool:
     """Whether the checkpoint was saved for late interaction. Early PyLate saves have no model_type, but
-    settings of their own."""
+    settings and modules of their own."""
     settings = files.sentence_transformers
     return (
         settings.get("model_type") in ("MultiVectorEncoder", "ColBERT")
         or "query_prefix" in settings
+        or ("model_type" not in settings and _is_of_pylate(files))
         or files.architecture == "HF_ColBERT"
         or is_visual(files)
     )
+
+
+def _is_of_pylate(files: CheckpointFiles) -> bool:
+    of_pylate = any(str(module.get("type", "")).startswith("pylate.") for module in files.modules)
+    return of_pylate or not _OF_PYLATE.isdisjoint(files.sentence_transformers)
 
 
 def is_sparse(files: CheckpointFiles) -> bool:
@@ -169,6 +184,12 @@ def is_visual(files: CheckpointFiles) -> bool:
 def answers_in_words(files: CheckpointFiles) -> bool:
     """Whether the checkpoint is scored by the logits of words with which it answers about a pair."""
     return any(str(module.get("type", "")).endswith("LogitScore") for module in files.modules)
+
+
+def scores_pooled(files: CheckpointFiles) -> bool:
+    """Whether the checkpoint is a CrossEncoder that scores the pooled vector of a pair by modules."""
+    pools = any(str(module.get("type", "")).endswith(".Pooling") for module in files.modules)
+    return pools and files.sentence_transformers.get("model_type") == "CrossEncoder"
 
 
 def is_language_model(files: CheckpointFiles) -> bool:

@@ -64,6 +64,12 @@ def _routed(model: str, modules: list[dict[str, Any]], revision: str | None) -> 
     return [{"path": f"{prefix}{name}", "type": kind} for name, kind in types.items()]
 
 
+def module_settings(model: str, files: CheckpointFiles, revision: str | None) -> list[dict[str, Any]]:
+    """The config.json of each of sentence-transformers' modules, in their order; {} for one without."""
+    named = [f"{module.get('path') or ''}/config.json" for module in files.modules]
+    return [_read_object(model, name, revision) or {} for name in named]
+
+
 def find_file(model: str, name: str, revision: str | None) -> Path | None:
     """The path of a checkpoint's file on this machine, downloaded from the hub if necessary; None when the
     checkpoint has no such file.

@@ -2,6 +2,8 @@
 every tensor of the checkpoint is the model's, shapes agree, and all numbers are finite. A checkpoint that
 does not fit would be served with random weights."""
 
+import logging
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -44,6 +46,12 @@ UNUSED_HEADS = frozenset(
         "vocab_transform",
     }
 )
+# What trainers save beside a model: its loss, with weights of classes or margins of its own.
+_LOSS = re.compile(r"(loss|criterion)(_|$)|.*_(loss|criterion)$")
+# Buffers that older versions of transformers saved, and that follow from the config.
+_BUFFERS = re.compile(r".*\b(position_ids|token_type_ids|inv_freq|masked_bias)$|.*\b(attn|attention)\.bias$")
+
+log = logging.getLogger(__name__)
 
 # How many names a message lists of each kind.
 _LISTED = 4
@@ -117,15 +125,24 @@ def _refuse_misfit(
 ) -> None:
     lacking = [name for name in info["missing_keys"] if name not in given]
     missing = sorted(name for name in lacking if not _is_unused_pooler(model, name))
-    unexpected = sorted(
-        name for name in info["unexpected_keys"] if not _is_harmless(model, name, read_apart | UNUSED_HEADS)
-    )
+    beyond, unexpected = [], []
+    for name in sorted(info["unexpected_keys"]):
+        if _is_of_a_later_layer(model, name):
+            beyond.append(name)
+        elif not _is_harmless(model, name, read_apart | UNUSED_HEADS):
+            unexpected.append(name)
     shapes = [
         f"{name} {list(found)} in place of {list(wanted)}"
         for name, found, wanted in sorted(info["mismatched_keys"])
     ]
     wrong = {"missing": missing, "unexpected": unexpected, "wrongly shaped": shapes}
     listed = "; ".join(f"{kind}: {_shortened(names)}" for kind, names in wrong.items() if names)
+    if beyond and not listed:
+        log.warning(
+            "%s has tensors of more layers than its config.json says, which are left out: %s",
+            path,
+            _shortened(beyond),
+        )
     if listed:
         raise ModelLoadError(f"the tensors of {path!r} do not fit {type(model).__name__}: {listed}")
 
@@ -139,7 +156,20 @@ def _is_harmless(model: Any, name: str, harmless: frozenset[str]) -> bool:
     """Whether an unexpected tensor has one of the `harmless` names and belongs to no module of the model."""
     root = name.removeprefix(f"{model.base_model_prefix}.").split(".")[0]
     inside = {child for part in (model, model.base_model) for child, _ in part.named_children()}
-    return root in harmless and root not in inside
+    if root not in inside:
+        return root in harmless or _LOSS.match(root) is not None
+    return _BUFFERS.match(name) is not None
+
+
+def _is_of_a_later_layer(model: Any, name: str) -> bool:
+    """Whether a tensor belongs to a layer behind those that the config says a model has."""
+    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    own = name.removeprefix(f"{model.base_model_prefix}.")
+    for path, layers in model.base_model.named_modules():
+        if isinstance(layers, torch.nn.ModuleList) and len(layers) == count and own.startswith(f"{path}."):
+            number = own.removeprefix(f"{path}.").split(".")[0]
+            return number.isdecimal() and int(number) >= count
+    return False
 
 
 def _shortened(names: list[str]) -> str:

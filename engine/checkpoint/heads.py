@@ -58,34 +58,35 @@ class _FeatureModules(nn.Module):
     """sentence-transformers' modules of any other kind, called by their own protocol: each takes and returns
     a dictionary of features."""
 
-    def __init__(self, modules: Sequence[nn.Module], feature: str) -> None:
+    def __init__(self, modules: Sequence[nn.Module], feature: str, result: str) -> None:
         super().__init__()
         self.inner = nn.ModuleList(modules)
         self._feature = feature
+        self._result = result
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         features = {self._feature: rows}
         for module in self.inner:
             features = module(features)
-        return features[self._feature]
+        return features[self._result]
 
 
-def _on_rows(module: Any, feature: str) -> nn.Module | None:
-    """One of sentence-transformers' modules as a module that maps rows, with the same weights; None for
-    another kind."""
+def _on_rows(module: Any, feature: str, result: str) -> nn.Module | None:
+    """One of sentence-transformers' modules as a module that maps rows of a `feature` to those of a `result`,
+    with the same weights; None for another kind."""
     if not type(module).__module__.startswith("sentence_transformers."):
         return module if isinstance(module, Dense | Normalize | LayerNorm | nn.Identity) else None
-    in_place = getattr(module, "module_input_name", feature) == feature
-    in_place = in_place and getattr(module, "module_output_name", feature) == feature
+    names = (getattr(module, "module_input_name", feature), getattr(module, "module_output_name", result))
+    fits = names == (feature, result)
     match type(module).__name__:
-        case "Dense" if in_place:
+        case "Dense" if fits:
             residual = getattr(module, "residual", None)
             return Dense(module.linear, module.activation_function, module.use_residual, residual)
-        case "Normalize" if in_place:
+        case "Normalize" if fits:
             return Normalize()
-        case "LayerNorm" if feature == "sentence_embedding":
+        case "LayerNorm" if feature == result == "sentence_embedding":
             return LayerNorm(module.norm)
-        case "Dropout":
+        case "Dropout" if feature == result:
             return nn.Identity()
     return None
 
@@ -94,13 +95,16 @@ class ModuleHead:
     """Modules applied to rows one after the other: Dense, Normalize, LayerNorm, or what sentence-transformers
     has instead of them.
 
-    `feature` is the name under which the latter pass on the rows: sentence_embedding or token_embeddings."""
+    `feature` is the name under which the latter pass on the rows: sentence_embedding or token_embeddings. The
+    last one may name its `result` otherwise."""
 
-    def __init__(self, modules: Sequence[nn.Module], feature: str) -> None:
-        ours = [_on_rows(module, feature) for module in modules]
+    def __init__(self, modules: Sequence[nn.Module], feature: str, result: str | None = None) -> None:
+        result = result or feature
+        results = [feature] * (len(modules) - 1) + [result]
+        ours = [_on_rows(module, feature, made) for module, made in zip(modules, results, strict=False)]
         known = [module for module in ours if module is not None]
         self.modules: list[nn.Module] = (
-            known if len(known) == len(ours) else [_FeatureModules(modules, feature)]
+            known if len(known) == len(ours) else [_FeatureModules(modules, feature, result)]
         )
         for module in self.modules:
             module.float()

@@ -9,6 +9,7 @@ from sentence_transformers import CrossEncoder
 from sentence_transformers.cross_encoder.modules import LogitScore
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from maxsimd.engine.checkpoint.activations import stated_activation
 from maxsimd.engine.checkpoint.cross_encoder import prompted, special_tokens, template_of, truncation_of
 from maxsimd.engine.checkpoint.files import CheckpointFiles
 from maxsimd.engine.checkpoint.heads import TokenLogitsHead
@@ -115,7 +116,7 @@ def load_language_model(
 
     Returns the parts of a `LoadedModel` that depend on the kind of checkpoint."""
     if files.modules:
-        read = _read_saved(path, template, options)
+        read = _read_saved(path, files, template, options)
     else:
         read = _read_bare(path, files.architecture, template, options)
     model, tokenizer = read.model, read.tokenizer
@@ -138,7 +139,10 @@ def load_language_model(
     return parts if read.transformer is None else with_pictures(path, read.transformer, parts)
 
 
-def _read_saved(path: str, template: ScoreTemplate | None, options: dict[str, Any]) -> _Read:
+def _read_saved(
+    path: str, files: CheckpointFiles, template: ScoreTemplate | None, options: dict[str, Any]
+) -> _Read:
+    activation = stated_activation(path, files, options["trust_remote_code"])
     encoder = CrossEncoder(path, **options)
     transformer, *after = list(encoder)
     if len(after) != 1 or not isinstance(after[0], LogitScore):
@@ -158,8 +162,8 @@ def _read_saved(path: str, template: ScoreTemplate | None, options: dict[str, An
         transformer.auto_model,
         transformer.tokenizer,
         words,
-        encoder.activation_fn,
-        PairRules(truncation_of(transformer), template),
+        activation or encoder.activation_fn,
+        PairRules(truncation_of(path, transformer), template),
         reader,
         prompt,
         {name: each for name, each in encoder.prompts.items() if each},

@@ -9,24 +9,32 @@ from sentence_transformers import MultiVectorEncoder
 from sentence_transformers.base.modules import Dense, Normalize
 from sentence_transformers.multi_vector_encoder.modules import HierarchicalTokenPooling, MultiVectorMask
 
+from maxsimd.engine.checkpoint.activations import set_activations
+from maxsimd.engine.checkpoint.bi_encoder import ends_normalised
+from maxsimd.engine.checkpoint.files import CheckpointFiles, module_settings
 from maxsimd.engine.checkpoint.fit import refuse_modules_not_finite
 from maxsimd.engine.checkpoint.heads import ModuleHead
 from maxsimd.engine.checkpoint.model import Expansion, RoleRules, Task
 from maxsimd.engine.checkpoint.reading import LibraryReader
 from maxsimd.engine.checkpoint.reference import ModulesReference
+from maxsimd.engine.checkpoint.text_settings import TextSettings, read_text_settings, with_limit
 from maxsimd.engine.checkpoint.visual.vision_language import with_pictures
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.pooling.token_pooling import TokenPooling
 from maxsimd.scheduler import Role
 
 
-def load_late_interaction(path: str, options: dict[str, Any]) -> dict[str, Any]:
+def load_late_interaction(path: str, files: CheckpointFiles, options: dict[str, Any]) -> dict[str, Any]:
     """Reads the checkpoint with sentence-transformers, which reads all three formats.
 
     Returns the parts of a `LoadedModel` that depend on the kind of checkpoint."""
-    model = MultiVectorEncoder(path, **options)
+    model = MultiVectorEncoder(path, **options).eval()
     modules = list(model)
+    set_activations(
+        path, modules, module_settings(path, files, options["revision"]), options["trust_remote_code"]
+    )
     transformer, rest = modules[0], modules[1:]
+    settings = read_text_settings(path, transformer)
     refuse_modules_not_finite(path, rest)
     masks = [module for module in rest if isinstance(module, MultiVectorMask)]
     projection = [module for module in rest if isinstance(module, Dense | Normalize)]
@@ -41,7 +49,7 @@ def load_late_interaction(path: str, options: dict[str, Any]) -> dict[str, Any]:
         raise ModelLoadError(f"{path!r} has modules that are not supported: {', '.join(other)}")
     dense = [module for module in projection if isinstance(module, Dense)]
     dim = dense[-1].out_features if dense else transformer.get_embedding_dimension()
-    normalised = any(isinstance(module, Normalize) for module in projection)
+    normalised = ends_normalised(projection)
     mask = masks[-1] if masks else MultiVectorMask()
     tokenizer = transformer.tokenizer
     head = ModuleHead(projection, "token_embeddings")
@@ -49,22 +57,27 @@ def load_late_interaction(path: str, options: dict[str, Any]) -> dict[str, Any]:
     document_prompt = next(
         (model.prompts[name] for name in ("document", "passage", "corpus") if name in model.prompts), ""
     )
+    query = _query_rules(
+        transformer, settings, model.prompts.get("query") or "", _skipped(mask, "query", len(tokenizer))
+    )
+    document_length = settings.length(transformer.document_length)
+    expanded = None if query.expansion is None else query.expansion.length
+    own_limit = with_limit(tokenizer, query.max_tokens, document_length, expanded)
     parts = {
         "backbone": transformer.auto_model,
         "tokenizer": tokenizer,
         "tasks": {"token_embed": Task("all", head, dim, normalised, reference)},
         "score_task": "token_embed",
-        "query": _query_rules(
-            transformer, model.prompts.get("query") or "", _skipped(mask, "query", len(tokenizer))
-        ),
+        "query": query,
         "document": RoleRules(
             prompt=document_prompt or "",
-            max_tokens=transformer.document_length,
+            max_tokens=document_length,
             skipped_ids=_skipped(mask, "document", len(tokenizer)),
         ),
         # sentence-transformers takes the skip list of documents for texts without a role.
         "text": RoleRules(
-            prompt=model.prompts.get(model.default_prompt_name or "") or "",
+            model.prompts.get(model.default_prompt_name or "") or "",
+            max_tokens=own_limit,
             skipped_ids=_skipped(mask, "document", len(tokenizer)),
         ),
         "activation": torch.nn.Identity(),
@@ -94,18 +107,22 @@ def _skipped(mask: MultiVectorMask, role: str, vocabulary: int) -> NDArray[np.in
     return np.unique(skipped) if len(skipped) else None
 
 
-def _query_rules(transformer: Any, prompt: str, skipped: Any) -> RoleRules:
+def _query_rules(transformer: Any, settings: TextSettings, prompt: str, skipped: Any) -> RoleRules:
     expansion = transformer.query_expansion
     if expansion is None:
-        return RoleRules(prompt=prompt, max_tokens=transformer.query_length, skipped_ids=skipped)
+        length = settings.length(transformer.query_length)
+        return RoleRules(prompt=prompt, max_tokens=length, skipped_ids=skipped)
     tokenizer = transformer.tokenizer
     if expansion["token"] is not None:
         token_id = tokenizer.convert_tokens_to_ids(expansion["token"])
     else:
         # As PyLate has it: [MASK] for encoders, the end-of-text token for decoders.
         token_id = tokenizer.mask_token_id if tokenizer.mask_token_id is not None else tokenizer.eos_token_id
-    length, fixed = expansion["length"], expansion["strategy"] == "fixed"
-    longest = length if fixed else transformer.query_length and max(transformer.query_length, length)
+    length = expansion["length"]
+    # Where nothing is cut, neither is a query to the length that shorter ones are filled up to.
+    fixed = expansion["strategy"] == "fixed" and settings.truncation is not None
+    at_least = transformer.query_length and max(transformer.query_length, length)
+    longest = length if fixed else settings.length(at_least)
     return RoleRules(
         prompt=prompt,
         max_tokens=longest,

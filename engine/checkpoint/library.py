@@ -24,6 +24,7 @@ from maxsimd.engine.checkpoint.detect import (
     is_language_model,
     is_late_interaction,
     is_visual,
+    scores_pooled,
     weighs_words,
     with_architecture,
 )
@@ -183,10 +184,10 @@ def _load_parts(
                 return load_jina_m0(path, template, with_pillow)
         if files.architecture in ENCODER_DECODERS:
             return load_encoder_decoder(path, files, template, options)
-        if is_language_model(files) or answers_in_words(files):
+        if (is_language_model(files) or answers_in_words(files)) and not scores_pooled(files):
             with by_pillow(path, files, options) as with_pillow:
                 return load_language_model(path, files, template, with_pillow)
-        return load_cross_encoder(path, template, options)
+        return load_cross_encoder(path, files, template, options)
     if score_type is ScoreType.SPARSE and weighs_words(files):
         return load_sparse_encoder(path, options)
     if is_visual(files):
@@ -195,8 +196,8 @@ def _load_parts(
         return load_two_towers(path, options)
     with by_pillow(path, files, options) as with_pillow:
         if score_type is ScoreType.LATE_INTERACTION and is_late_interaction(files):
-            return load_late_interaction(path, with_pillow)
-        return load_bi_encoder(path, score_type is ScoreType.LATE_INTERACTION, with_pillow)
+            return load_late_interaction(path, files, with_pillow)
+        return load_bi_encoder(path, files, score_type is ScoreType.LATE_INTERACTION, with_pillow)
 
 
 def _complete(
@@ -226,6 +227,7 @@ def _complete(
         takes_type_ids=takes_type_ids(backbone, parts["tokenizer"]),
         architecture=files.architecture,
         file_dtype=next(backbone.parameters()).dtype,
+        truncation_side="left" if parts["tokenizer"].truncation_side == "left" else "right",
         **parts,
     )
 

@@ -24,6 +24,10 @@ WEIGHTS = "adapter_model.safetensors"
 _PROJECTION = "custom_text_proj"
 # The first parts of all names.
 _WRAPPED = "base_model.model."
+# What stands within the names of tensors that replace the base's, and of matrices, where they were saved with
+# the name of the adapter.
+_WITHIN_SAVED = re.compile(r"\.modules_to_save\.(default\.)?")
+_DEFAULT = re.compile(r"(\.lora_[A-Za-z_]+)\.default(?=\.weight$|$)")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,10 +112,10 @@ def read_adapter(path: str, folder: Path, settings: Mapping[str, Any]) -> Adapte
     whole: dict[str, torch.Tensor] = {}
     allowed = {"A", "B", "magnitude_vector"} if settings.get("use_dora") else {"A", "B"}
     for name, tensor in tensors.items():
-        layer, _, part = name.removesuffix(".weight").rpartition(".lora_")
+        layer, _, part = _DEFAULT.sub(r"\1", name).removesuffix(".weight").rpartition(".lora_")
         if part in allowed and _PROJECTION not in layer:
             parts.setdefault(layer.removeprefix(_WRAPPED), {})[part] = tensor
-        elif part not in allowed:
+        elif part not in allowed and ".original_module." not in name:  # the base's own
             whole[_replaced(path, name, settings)] = tensor
     incomplete = [name for name, found in parts.items() if found.keys() != allowed]
     if incomplete or not parts:
@@ -127,7 +131,7 @@ def read_adapter(path: str, folder: Path, settings: Mapping[str, Any]) -> Adapte
 def _replaced(path: str, name: str, settings: Mapping[str, Any]) -> str:
     """The name of the model's tensor that one of the adapter replaces. Raises ModelLoadError for one that
     replaces none."""
-    own = name.removeprefix(_WRAPPED).replace(".modules_to_save.", ".").replace(".base_layer.", ".")
+    own = _WITHIN_SAVED.sub(".", name.removeprefix(_WRAPPED)).replace(".base_layer.", ".")
     is_bias = own.endswith(".bias") and settings.get("bias", "none") != "none"
     if ".lora_" in name or not (is_bias or _is_in(own, settings.get("modules_to_save") or ())):
         raise ModelLoadError(f"the adapter {path!r} has a tensor {name}, which is not of LoRA")

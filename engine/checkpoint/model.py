@@ -23,7 +23,19 @@ from maxsimd.scheduler.payload import AnyTokens, TokenIds, Tokens
 # "Instruct: {task}\nQuery:", as E5-instruct and Qwen3-Embedding have it (Wang et al. 2023, arXiv 2401.00368).
 INSTRUCT = re.compile(r"(Instruct: ).*?(\n\s*Query: ?)$", re.DOTALL)
 
-Similarity = Literal["maxsim", "meanmaxsim", "cosine", "dot", "sparse", "hybrid"]
+Similarity = Literal[
+    "maxsim",
+    "meanmaxsim",
+    "cosine",
+    "dot",
+    "euclidean",
+    "manhattan",
+    "sparse",
+    "sparse-cosine",
+    "sparse-euclidean",
+    "sparse-manhattan",
+    "hybrid",
+]
 
 # The task whose items are sparse vectors, and that whose items are all that hybrid scores are made of.
 SPARSE_EMBED, HYBRID_EMBED = "sparse_embed", "hybrid_embed"
@@ -94,7 +106,7 @@ class PairRules:
     """How a cross-encoder's query and document are joined: by the tokeniser's own template for pairs, or by
     `template`. A pair that is too long is cut by `truncation`, in the words of the tokenizers library."""
 
-    truncation: Literal["longest_first", "only_second"] = "longest_first"
+    truncation: Literal["longest_first", "only_first", "only_second"] = "longest_first"
     template: ScoreTemplate | None = None
 
 
@@ -140,11 +152,12 @@ class LoadedModel:
     other models. Hybrid scores are dense, sparse and multi-vector ones by their `hybrid_weights`. The
     checkpoint's files `unread` would give more, if they may be read. With `compression` documents have fewer
     rows behind some layers. `compared` says how the model was compared with transformers' where it is one of
-    ours. Token ids below `token_rows` have embeddings; None where the backbone does not say.
-    The `reader` is what the checkpoint's own library makes of texts, None where no library was loaded.
     ours. Token ids below `token_rows` have embeddings; None where the backbone does not say. Positions count
     from `position_offset`; a token `uncounted_id` has the position before that, and those behind it count on.
-    A classifier with an `ending_pad_id` reads the last token that is another.
+    A classifier with an `ending_pad_id` reads the last token that is another. Texts that are too long are cut
+    at their `truncation_side`. The score of a classifier with several `labels` is the probability of the
+    label `score_label`; None where it has no score. The `reader` is what the checkpoint's own library makes
+    of texts, None where no library was loaded.
     """
 
     name: str
@@ -182,11 +195,18 @@ class LoadedModel:
     reader: Reader | None = None
     uncounted_id: int | None = None
     ending_pad_id: int | None = None
+    truncation_side: Literal["left", "right"] = "right"
+    score_label: int | None = None
 
     @property
     def encoders(self) -> tuple[torch.nn.Module, ...]:
         """All that is run before the heads: the backbone and, of a model that reads pictures, the tower."""
         return (self.backbone, *(self.vision.modules if self.vision is not None else ()))
+
+    @property
+    def has_score(self) -> bool:
+        """Whether a query and a document have a score, and not one for each of several labels."""
+        return self.score_task != "classify" or len(self.labels) == 1 or self.score_label is not None
 
     @property
     def encodes_apart(self) -> bool:
@@ -196,7 +216,7 @@ class LoadedModel:
     @property
     def items_have_ids(self) -> bool:
         """Whether what scores are made of holds ids of tokens, which only float32 holds exactly."""
-        return self.similarity in ("sparse", "hybrid")
+        return self.similarity.startswith("sparse") or self.similarity == "hybrid"
 
     @overload
     def for_classifier(self, tokens: Tokens) -> Tokens: ...

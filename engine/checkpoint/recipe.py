@@ -24,7 +24,14 @@ from torch import nn
 
 from maxsimd.engine.checkpoint.backbone import position_offset, uncounted_id
 from maxsimd.engine.checkpoint.fit import refuse_not_finite
-from maxsimd.engine.checkpoint.heads import ClassifierHead, Dense, LayerNorm, ModuleHead, Normalize
+from maxsimd.engine.checkpoint.heads import (
+    ClassifierHead,
+    Dense,
+    FirstColumns,
+    LayerNorm,
+    ModuleHead,
+    Normalize,
+)
 from maxsimd.engine.checkpoint.model import Expansion, LoadedModel, PairRules, RoleRules, Task
 from maxsimd.engine.checkpoint.reference import (
     ClassifierReference,
@@ -86,12 +93,14 @@ class ModuleRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TaskRecipe(msgspec.Struct, frozen=True):
-    """A task; without `modules` its head is the classifier."""
+    """A task; without `modules` its head is the classifier. Of what the modules give the first `columns` are
+    kept, if they are named."""
 
     pooling: str
     dim: int
     normalised: bool
     modules: tuple[ModuleRecipe, ...] | None
+    columns: int | None = None
 
 
 class ExpansionRecipe(msgspec.Struct, frozen=True):
@@ -135,6 +144,7 @@ class Recipe(msgspec.Struct, frozen=True):
     text: RoleRecipe
     truncation: str
     proof: str = ""
+    truncation_side: str = "right"
 
 
 class UnfitError(Exception):
@@ -242,6 +252,7 @@ def _described(model: LoadedModel, folder: Path, module_folders: Sequence[tuple[
         document=_role(model.document),
         text=_role(model.text),
         truncation=model.pairs.truncation,
+        truncation_side=model.truncation_side,
     )
 
 
@@ -318,11 +329,12 @@ class _StoredTensors:
 def _task(task: Task, stored: _StoredTensors, module_folders: Sequence[tuple[str, str]]) -> TaskRecipe:
     if isinstance(task.head, ClassifierHead):
         return TaskRecipe(task.pooling, task.dim, task.normalised, None)
-    if type(task.head) is not ModuleHead or task.words is not None:
+    head, columns = _whole_head(task)
+    if type(head) is not ModuleHead or task.words is not None:
         raise UnfitError("its head is of another kind")
     folders = {kind: iter([path for each, path in module_folders if each == kind]) for kind in _WITH_WEIGHTS}
     modules = []
-    for module in task.head.modules:
+    for module in head.modules:
         if type(module).__name__ not in _MODULES:
             raise UnfitError(f"{type(module).__name__} is of another kind")
         tensors = dict(module.named_parameters())
@@ -338,7 +350,14 @@ def _task(task: Task, stored: _StoredTensors, module_folders: Sequence[tuple[str
                 tensors={name: stored.place_of(name, tensor, within) for name, tensor in tensors.items()},
             )
         )
-    return TaskRecipe(task.pooling, task.dim, task.normalised, tuple(modules))
+    return TaskRecipe(task.pooling, task.dim, task.normalised, tuple(modules), columns)
+
+
+def _whole_head(task: Task) -> tuple[Any, int | None]:
+    """The head of a task, and how many of its columns the task has, if not all."""
+    if isinstance(task.head, FirstColumns) and not task.head.normalised:
+        return task.head.inner, task.head.dimensions
+    return task.head, None
 
 
 def _plain_name(module: Any) -> str:
@@ -385,8 +404,9 @@ def _shared_tensors(model: LoadedModel, recipe: Recipe) -> dict[str, torch.Tenso
     named = dict((model.backbone if classifier is None else classifier).named_parameters())
     tensors = {_BACKBONE + name: named[name] for name in recipe.tensors}
     for name, task in model.tasks.items():
-        if isinstance(task.head, ModuleHead):
-            for i, module in enumerate(task.head.modules):
+        head, _ = _whole_head(task)
+        if isinstance(head, ModuleHead):
+            for i, module in enumerate(head.modules):
                 tensors |= {f"{name}.{i}.{each}": tensor for each, tensor in module.named_parameters()}
     return tensors
 
@@ -427,6 +447,7 @@ def _assembled(recipe: Recipe, folder: Path, tensors: Mapping[str, torch.Tensor]
         similarity=recipe.similarity,  # type: ignore[arg-type]
         prompts=recipe.prompts,
         pairs=PairRules(recipe.truncation),  # type: ignore[arg-type]
+        truncation_side=recipe.truncation_side,  # type: ignore[arg-type]
     )
 
 
@@ -455,7 +476,8 @@ def _assembled_task(
         reference = HiddenStatesReference(whole, tokenizer, head)
     else:
         reference = PooledReference(whole, tokenizer, task.pooling, head)
-    return Task(task.pooling, head, task.dim, task.normalised, reference)
+    made = head if task.columns is None else FirstColumns(head, task.columns, normalised=False)
+    return Task(task.pooling, made, task.dim, task.normalised, reference)
 
 
 def _module(recipe: ModuleRecipe, tensors: Mapping[str, torch.Tensor]) -> nn.Module:

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from maxsimd.engine.checkpoint.visual.vision import Tower
+from maxsimd.pooling.methods import CONCATENATED
 from maxsimd.scheduler import Sequence
 
 
@@ -166,12 +167,10 @@ class HiddenStatesReference:
 
 
 class PooledReference:
-    """Pools a backbone's hidden states and applies a head: [1, dim]. `pooling` is cls, mean, last or
-    weighted-mean (of position i by i + 1; Muennighoff 2022, arXiv 2202.08904)."""
+    """Pools a backbone's hidden states and applies a head: [1, dim]. `pooling` names methods, whose vectors
+    are concatenated."""
 
     def __init__(self, backbone: Any, tokenizer: Any, pooling: str, head: Any) -> None:
-        if pooling not in ("cls", "mean", "last", "weighted-mean"):
-            raise ValueError(f"unknown pooling {pooling!r}")
         self._backbone = backbone
         self._tokenizer = tokenizer
         self._pooling = pooling
@@ -184,18 +183,32 @@ class PooledReference:
         if sequence.tokens.pooled_positions is not None:
             pooled = torch.from_numpy(sequence.tokens.pooled_positions).to(rows.device)
             positions = pooled[pooled < sequence.tokens.num_attended]
-        match self._pooling:
-            case "cls":
-                vector = rows[0]
-            case "last":
-                vector = rows[positions[-1]]
-            case "mean":
-                vector = rows[positions].mean(dim=0)
-            case _:
-                weights = (positions + 1).float()
-                vector = (rows[positions] * weights[:, None]).sum(dim=0) / weights.sum()
-        made: torch.Tensor = self._head(vector[None])
+        vectors = [_pooled(rows, positions, method) for method in self._pooling.split(CONCATENATED)]
+        made: torch.Tensor = self._head(torch.cat(vectors)[None])
         return made
+
+
+def _pooled(rows: torch.Tensor, positions: torch.Tensor, method: str) -> torch.Tensor:
+    """The vector [dim] of rows [tokens, dim], of which those at some positions take part.
+
+    Position i has the weight i + 1 (Muennighoff 2022, arXiv 2202.08904)."""
+    match method:
+        case "cls":
+            return rows[0]
+        case "cls-after-prompt":
+            return rows[positions[0]]
+        case "last":
+            return rows[positions[-1]]
+        case "mean":
+            return rows[positions].mean(dim=0)
+        case "mean-sqrt-len":
+            return rows[positions].sum(dim=0) / len(positions) ** 0.5
+        case "max-pooling":
+            return rows[positions].amax(dim=0)
+        case "weighted-mean":
+            weights = (positions + 1).float()
+            return (rows[positions] * weights[:, None]).sum(dim=0) / weights.sum()
+    raise ValueError(f"unknown pooling {method!r}")
 
 
 def inputs_of(sequence: Sequence, tokenizer: Any, model: Any) -> dict[str, torch.Tensor]:

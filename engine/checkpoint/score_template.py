@@ -2,9 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from typing import Any
 
 from maxsimd.engine.errors import InvalidRequestError, ModelLoadError
+
+# Tests that do not look into a text.
+_OF_TYPE = frozenset({"defined", "iterable", "mapping", "none", "string", "undefined"})
+# What a condition may ask of a message or one of its parts without a look at its text.
+_KINDS = frozenset({"role", "type"})
 
 # Placeholders for the texts while a template is rendered, from Unicode's private use area.
 _QUERY, _DOCUMENT, _INSTRUCTION = "\ue0a0", "\ue0a1", "\ue0a2"
@@ -32,16 +38,17 @@ class WrittenPair:
     query_first: bool
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class ScoreTemplate:
     """Segments of Jinja, each rendered and tokenised by itself, as model cards put their inputs together.
 
     A segment may name `query`, `document` and `instruction`, or go through `messages`, which have the roles
     system (the instruction), query and document, as sentence-transformers' chat templates for rerankers do.
-    `variables` are handed to it as well. The document occurs once in all segments. With `in_parts` the
-    content of a message is a list of parts, and a picture is one; else `picture` stands for one in a text.
-    Behind all that is written stand the `trailing_ids`, tokens that no text has. With `marks_document` the
-    tokens of the segment with the document have type 1, all others 0.
+    `variables` are handed to it as well. With `in_parts` the content of a message is a list of parts, and a
+    picture is one; else `picture` stands for one in a text. Behind all that is written stand the
+    `trailing_ids`, tokens that no text has. With `marks_document` the tokens of the segment with the document
+    have type 1, all others 0. Where a pair is cut, what the template writes at its end is put back if it
+    `restores_end`.
     """
 
     segments: tuple[str, ...]
@@ -51,6 +58,7 @@ class ScoreTemplate:
     picture: str = ""
     trailing_ids: tuple[int, ...] = ()
     marks_document: bool = False
+    restores_end: bool = True
 
     def pair(
         self,
@@ -68,21 +76,25 @@ class ScoreTemplate:
         used = instruction or self.instruction
         before = "".join(self._render(segment, used, query) for segment in self.segments)
         written = "".join(self._render(segment, used, query, document) for segment in self.segments)
-        before = before[: before.index(_DOCUMENT)]
+        before = before[: max(0, before.find(_DOCUMENT))]
         query_first = before.count(image_token) == query.count(None)
         # Where it depends on the document, nothing is shared.
         return WrittenPair(written, before if written.startswith(before) else "", query_first)
 
-    def frames(self, query: str, instruction: str | None) -> list[Frame]:
-        """One frame a segment, with the query and the instruction (or the template's own) inserted. Raises
-        InvalidRequestError for an instruction with a character that stands for a text here."""
+    def frames(self, query: str, instruction: str | None) -> list[Frame] | None:
+        """One frame a segment, with the query and the instruction (or the template's own) inserted; None for
+        a template that does not write the document once. Unless the template `is_plain`, it may write some
+        texts otherwise. Raises InvalidRequestError for an instruction with a character that stands for a text
+        here."""
         used = instruction or self.instruction
         if used and (_QUERY in used or _DOCUMENT in used):
             raise InvalidRequestError(_NOT_HELD.format("instruction"), "instruction")
+        rendered = [self._render(segment, used) for segment in self.segments]
+        if sum(segment.count(_DOCUMENT) for segment in rendered) != 1:
+            return None
         frames = []
-        for segment in self.segments:
-            rendered = self._render(segment, used)
-            before, *after = [part.replace(_QUERY, query) for part in rendered.split(_DOCUMENT)]
+        for segment in rendered:
+            before, *after = [part.replace(_QUERY, query) for part in segment.split(_DOCUMENT)]
             frames.append(Frame(before, after[0] if after else None))
         return frames
 
@@ -91,14 +103,18 @@ class ScoreTemplate:
         used = instruction or self.instruction
         return [self._render(segment, used, (query,), (document,)) for segment in self.segments]
 
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether it is certain that the template writes texts as they are, whatever they are: that it has no
+        filter, function or condition that may see into one."""
+        return all(map(_is_plain, self.segments))
+
     def check(self) -> None:
-        """Raises ModelLoadError unless the template has the query, and the document exactly once."""
-        rendered = [self._render(segment, self.instruction or "") for segment in self.segments]
-        count = sum(segment.count(_DOCUMENT) for segment in rendered)
-        if count != 1:
-            raise ModelLoadError(f"the score template must have one place for the document, not {count}")
-        if not any(_QUERY in segment for segment in rendered):
-            raise ModelLoadError("the score template has no place for the query")
+        """Raises ModelLoadError unless the query and the document make a difference to what is written."""
+        written = self.written("1", "2", None)
+        for role, texts in (("document", ("1", "a 3")), ("query", ("a 3", "2"))):
+            if self.written(*texts, None) == written:
+                raise ModelLoadError(f"the score template has no place for the {role}")
 
     @property
     def takes_instruction(self) -> bool:
@@ -135,3 +151,120 @@ class ScoreTemplate:
 
     def _joined(self, parts: Sequence[str | None]) -> str:
         return "".join(self.picture if part is None else part for part in parts)
+
+
+@lru_cache(maxsize=64)
+def _is_plain(segment: str) -> bool:
+    from jinja2 import TemplateSyntaxError, nodes
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    try:
+        tree = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(segment)
+    except TemplateSyntaxError:  # tags that only transformers knows
+        return False
+    stored = {each.name for each in tree.find_all(nodes.Name) if each.ctx == "store"}
+    return _writes_as_is(tree, {"query", "document", "messages", *stored})
+
+
+def _writes_as_is(node: Any, texts: set[str]) -> bool:
+    """Whether a node of a template can neither change a text nor do one thing or another by a look at it;
+    `texts` are the names that may come to hold one."""
+    from jinja2 import nodes
+
+    match node:
+        case nodes.Filter(name="default"):
+            given = [isinstance(each, nodes.Const) for each in node.args]
+            # A second argument would replace empty texts too.
+            return given == [True] and not node.kwargs and _writes_as_is(node.node, texts)
+        case nodes.Filter():
+            return _chooses(node)
+        case nodes.Getitem():
+            # A number chooses a message, and of a text would choose a character.
+            is_name = isinstance(node.arg, nodes.Const) and isinstance(node.arg.value, str)
+            of_messages = isinstance(node.arg, nodes.Const) and _is_messages(node.node)
+            return (is_name or of_messages) and _writes_as_is(node.node, texts)
+        case nodes.If():
+            parts = [*node.body, *node.elif_, *node.else_]
+            return _is_blind(node.test, texts) and all(_writes_as_is(each, texts) for each in parts)
+        case nodes.CondExpr():
+            parts = [each for each in (node.expr1, node.expr2) if each is not None]
+            return _is_blind(node.test, texts) and all(_writes_as_is(each, texts) for each in parts)
+        case nodes.For():
+            parts = [*node.body, *node.else_]
+            over_messages = _is_messages(node.iter) or isinstance(node.iter, nodes.Filter)
+            is_blind = node.test is None or _is_blind(node.test, texts)
+            return over_messages and is_blind and all(_writes_as_is(each, texts) for each in parts)
+    allowed = (
+        *(nodes.Template, nodes.Output, nodes.TemplateData, nodes.Const, nodes.Name, nodes.Getattr),
+        *(nodes.Assign, nodes.Concat, nodes.Add, nodes.Break, nodes.Continue),
+    )
+    return isinstance(node, allowed) and all(_writes_as_is(each, texts) for each in node.iter_child_nodes())
+
+
+def _is_messages(node: Any) -> bool:
+    from jinja2 import nodes
+
+    return isinstance(node, nodes.Name) and node.name == "messages"
+
+
+def _chooses(node: Any) -> bool:
+    """Whether a filter, with those before it, picks messages, or one field of one of them."""
+    from jinja2 import nodes
+
+    match node:
+        case nodes.Filter(name="selectattr" | "rejectattr"):
+            asked = [each.value for each in node.args if isinstance(each, nodes.Const)]
+            return (
+                bool(asked) and asked[0] in _KINDS and (_is_messages(node.node) or _chooses_many(node.node))
+            )
+        case nodes.Filter(name="first" | "last"):
+            return _is_messages(node.node) or _chooses_many(node.node)
+    return _chooses_many(node)
+
+
+def _chooses_many(node: Any) -> bool:
+    from jinja2 import nodes
+
+    match node:
+        case nodes.Filter(name="map"):
+            by_field = not node.args and all(each.key == "attribute" for each in node.kwargs)
+            return by_field and (_is_messages(node.node) or _chooses_many(node.node))
+        case nodes.Filter(name="selectattr" | "rejectattr"):
+            return _chooses(node)
+        case nodes.Filter(name="list"):
+            return _is_messages(node.node) or _chooses_many(node.node)
+    return False
+
+
+def _is_blind(test: Any, texts: set[str]) -> bool:
+    """Whether a condition has the same outcome for all texts."""
+    from jinja2 import nodes
+
+    match test:
+        case nodes.And() | nodes.Or():
+            return _is_blind(test.left, texts) and _is_blind(test.right, texts)
+        case nodes.Not():
+            return _is_blind(test.node, texts)
+        case nodes.Test():
+            return test.name in _OF_TYPE and not test.args
+        case nodes.Compare():
+            return all(map(_is_kind, [test.expr, *(each.expr for each in test.ops)]))
+        case nodes.Getattr(node=nodes.Name(name="loop")):
+            return True
+        case nodes.Name():
+            return test.name not in texts
+    return isinstance(test, nodes.Const)
+
+
+def _is_kind(compared: Any) -> bool:
+    """Whether what is compared is a constant, or the role or type of a message."""
+    from jinja2 import nodes
+
+    match compared:
+        case nodes.List() | nodes.Tuple():
+            return all(isinstance(each, nodes.Const) for each in compared.items)
+        case nodes.Getattr():
+            return compared.attr in _KINDS
+        case nodes.Getitem():
+            return isinstance(compared.arg, nodes.Const) and compared.arg.value in _KINDS
+    return isinstance(compared, nodes.Const)

@@ -11,11 +11,18 @@ from maxsimd.engine.checkpoint.fit import refuse_modules_not_finite
 from maxsimd.engine.checkpoint.model import SPARSE_EMBED, RoleRules, Task
 from maxsimd.engine.checkpoint.reading import LibraryReader, prompt_of_documents
 from maxsimd.engine.checkpoint.reference import ModulesReference
+from maxsimd.engine.checkpoint.text_settings import read_text_settings, with_limit
 from maxsimd.engine.checkpoint.words_head import MaskedWordsHead
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.pooling.sparse import COLUMNS
 from maxsimd.scheduler import Role
 
+_SIMILARITIES = {
+    "dot": "sparse",
+    "cosine": "sparse-cosine",
+    "euclidean": "sparse-euclidean",
+    "manhattan": "sparse-manhattan",
+}
 _ROLES = {"query": Role.QUERY, "document": Role.DOCUMENT}
 
 
@@ -24,12 +31,27 @@ def load_sparse_encoder(path: str, options: dict[str, Any]) -> dict[str, Any]:
     of the greatest weights.
 
     Returns the parts of a `LoadedModel` that depend on the kind of checkpoint."""
-    model = SparseEncoder(path, **options)
+    model = SparseEncoder(path, **options).eval()
     (transformer, pooling), static, roles = _taken_apart(path, list(model))
-    if model.similarity_fn_name != "dot":
+    if transformer.query_expansion is not None:
         raise ModelLoadError(
-            f"{path!r} compares by {model.similarity_fn_name}; of sparse models dot is supported"
+            f"sentence_bert_config.json of {path!r} sets query_expansion, which is for late interaction; "
+            "remove it"
         )
+    if "message" in transformer.modality_config:
+        raise ModelLoadError(
+            f"sentence_bert_config.json of {path!r} has texts written by a chat template, which is not "
+            'supported of sparse encoders; remove "message" from its modality_config'
+        )
+    settings = read_text_settings(path, transformer)
+    lengths = [
+        None if role in roles else settings.length(length)
+        for role, length in (
+            (Role.QUERY, transformer.query_length),
+            (Role.DOCUMENT, transformer.document_length),
+        )
+    ]
+    own_limit = with_limit(transformer.tokenizer, *lengths)
     head = MaskedWordsHead(
         transformer.auto_model,
         twice=pooling.activation_function == "log1p_relu",
@@ -51,11 +73,13 @@ def load_sparse_encoder(path: str, options: dict[str, Any]) -> dict[str, Any]:
         "tokenizer": transformer.tokenizer,
         "tasks": {SPARSE_EMBED: task},
         "score_task": SPARSE_EMBED,
-        "query": RoleRules(prompts.get("query", ""), pool_specials=Role.QUERY not in roles),
-        "document": RoleRules(document, pool_specials=Role.DOCUMENT not in roles),
-        "text": RoleRules(of_text, pool_specials=Role.TEXT not in roles),
+        "query": RoleRules(
+            prompts.get("query", ""), max_tokens=lengths[0], pool_specials=Role.QUERY not in roles
+        ),
+        "document": RoleRules(document, max_tokens=lengths[1], pool_specials=Role.DOCUMENT not in roles),
+        "text": RoleRules(of_text, max_tokens=own_limit, pool_specials=Role.TEXT not in roles),
         "activation": torch.nn.Identity(),
-        "similarity": "sparse",
+        "similarity": _SIMILARITIES[model.similarity_fn_name],
         "prompts": prompts,
         "reader": LibraryReader(model),
     }

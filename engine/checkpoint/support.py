@@ -11,6 +11,7 @@ from maxsimd.engine.checkpoint.detect import (
     answers_in_words,
     is_language_model,
     is_visual,
+    scores_pooled,
 )
 from maxsimd.engine.checkpoint.direction import says_both_ways
 from maxsimd.engine.checkpoint.files import CheckpointFiles
@@ -123,4 +124,5 @@ def _reads_pairs(files: CheckpointFiles) -> bool:
     classifies = files.architecture.endswith("ForSequenceClassification")
     answers = is_language_model(files) or answers_in_words(files)
     first_word = files.architecture in ENCODER_DECODERS and not files.modules
-    return classifies or answers or first_word or files.architecture == JINA_M0
+    other = files.architecture == JINA_M0 or scores_pooled(files)
+    return classifies or answers or first_word or other

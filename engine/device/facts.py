@@ -57,11 +57,12 @@ class ModelFacts:
     precision: str
     execution: str
     findings: tuple[str, ...]
+    has_score: bool = True
 
     @property
     def is_classifier(self) -> bool:
-        """Whether it only classifies: with several labels there is no single score."""
-        return self.score_task == "classify" and len(self.labels) > 1
+        """Whether it only classifies: with several labels there is no single score, unless one counts."""
+        return not self.has_score
 
     @property
     def how_it_runs(self) -> str:
@@ -83,6 +84,7 @@ def facts_of(loaded: DeviceModel, max_tokens: int, step_tokens: int) -> ModelFac
             name: TaskFacts(task.pooling, task.dim, task.normalised) for name, task in model.tasks.items()
         },
         labels=model.labels,
+        has_score=model.has_score,
         max_tokens=max_tokens,
         step_tokens=step_tokens,
         reads_pictures=model.vision is not None,

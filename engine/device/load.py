@@ -81,7 +81,7 @@ def load_device_model(
     cache = open_cache(config, model, choose_dtype(config.dtype, device))
     prepared = prepare(model, config, device, probe_sequences(model, tokenizer))
     as_int8 = cache is not None and cache.precision == "int8"
-    compares_vectors = model.similarity != "sparse"
+    compares_vectors = not model.similarity.startswith("sparse")
     if device.type == "cuda" and maxsim_name == "triton" and config.maxsim == "auto" and compares_vectors:
         maxsim_name, maxsim = checked_maxsim(
             maxsim_name, maxsim, _compared_dim(model), device, scored_in(model, prepared), int8=as_int8

@@ -50,13 +50,14 @@ def _on(items: Ragged, device: torch.device) -> Ragged:
 def _items(similarity: str, lengths: tuple[int, ...], dim: int, random: np.random.Generator) -> Ragged:
     """Random items as a similarity takes them: one row of length 1 for each token, or one in all; words with
     their weights; or both side by side."""
-    if similarity not in (*TOKEN_SIMILARITIES, "sparse", "hybrid"):
+    is_sparse = similarity.startswith("sparse")
+    if similarity not in (*TOKEN_SIMILARITIES, "hybrid") and not is_sparse:
         lengths = (1,) * len(lengths)
     columns = []
-    if similarity != "sparse":
+    if not is_sparse:
         rows = random.standard_normal((sum(lengths), dim), dtype=np.float32)
         columns.append(rows / np.linalg.norm(rows, axis=1, keepdims=True))
-    if similarity in ("sparse", "hybrid"):
+    if is_sparse or similarity == "hybrid":
         words = np.concatenate([random.permutation(_WORDS)[:length] for length in lengths])
         weights = random.random(len(words))
         columns.append(np.stack([words, weights], axis=1).astype(np.float32))

@@ -88,8 +88,7 @@ class CacheLookup:
 
     def _is_plain(self, tokens: int) -> bool:
         """Whether any request would read a document as this one does that comes to this number of `tokens`.
-        One of the checkpoint's own length may have been cut to it, at its end and not into windows."""
+        One of the checkpoint's own length may have been cut to it, at the usual side and not into windows."""
         if self._long_inputs.max_document_tokens is not None:
             return False
-        cut_as_usual = self._long_inputs.side == "right" and not self._long_inputs.uses_windows
-        return self._own_length is None or tokens < self._own_length or cut_as_usual
+        return self._own_length is None or tokens < self._own_length or self._long_inputs.cuts_as_usual

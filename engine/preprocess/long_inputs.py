@@ -51,6 +51,7 @@ class LongInputs:
 
     `longest` is the most tokens that can be run in one sequence and `limit` the most of this request's.
     `overlap` is how many tokens windows share where the request does not say, but at most half of each.
+    `own_side` is the end at which texts are cut where the request does not say.
     `check_tokens` raises RequestTooLargeError for more tokens than the request may have.
     """
 
@@ -60,17 +61,21 @@ class LongInputs:
         longest: int,
         overlap: int,
         check_tokens: Callable[[int], None] = lambda tokens: None,
+        own_side: Side = "right",
     ) -> None:
         self._truncation = truncation
         self._check_tokens = check_tokens
         self._overlap = overlap if truncation.window_overlap is None else truncation.window_overlap
         self.limit = _limit(truncation, longest)
+        # The end at which texts are cut.
+        self.side: Side = own_side if truncation.side is None else truncation.side
+        self.cuts_as_usual = self.side == own_side and not truncation.windows
 
     @property
     def signature(self) -> str:
         """All that decides how a document is read, beside the document and the checkpoint."""
         given = self._truncation
-        cuts = (given.max_tokens is not None, given.side, given.max_document_tokens)
+        cuts = (given.max_tokens is not None, self.side, given.max_document_tokens)
         # Part of the keys of caches on disk.
         return repr(("as asked", self.limit, cuts, given.windows and ("at most half", self._overlap)))
 
@@ -78,11 +83,6 @@ class LongInputs:
     def may_cut(self) -> bool:
         """Whether a text that is too long is cut rather than refused."""
         return self._truncation.max_tokens is not None
-
-    @property
-    def side(self) -> Side:
-        """The end at which texts are cut."""
-        return self._truncation.side
 
     @property
     def uses_windows(self) -> bool:
@@ -188,15 +188,17 @@ class LongInputs:
 @dataclass(frozen=True, slots=True)
 class LengthLimits:
     """What the engine can run: at most `longest_sequence` tokens in one sequence. The windows of a long
-    document share `window_overlap` tokens where the request names no number."""
+    document share `window_overlap` tokens where the request names no number, and texts are cut at `side`
+    where it names none."""
 
     longest_sequence: int
     window_overlap: int
+    side: Side = "right"
 
     def applied_to(self, truncation: Truncation, ids: RequestIds) -> LongInputs:
         """What a request with this truncation does with long texts. Raises InvalidRequestError for a request
         that asks for more than can be run."""
-        return LongInputs(truncation, self.longest_sequence, self.window_overlap, ids.check_tokens)
+        return LongInputs(truncation, self.longest_sequence, self.window_overlap, ids.check_tokens, self.side)
 
 
 def _limit(truncation: Truncation, longest: int) -> int:

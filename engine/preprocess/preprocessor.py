@@ -36,7 +36,7 @@ class Preprocessor:
         sharing: PrefixSharing | None,
     ) -> None:
         self._longest = min(model.max_tokens, longest_sequence)
-        limits = LengthLimits(self._longest, window_overlap)
+        limits = LengthLimits(self._longest, window_overlap, model.truncation_side)
         self._model = model
         self._tokenizer = tokenizer
         self._scores = score_strategy(model, tokenizer, limits, cache, sharing)

@@ -5,13 +5,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from maxsimd.engine.checkpoint.score_template import ScoreTemplate
+from maxsimd.engine.checkpoint.score_template import Frame, ScoreTemplate
+from maxsimd.engine.errors import InvalidRequestError, ModelLoadError
 from maxsimd.engine.explanations import Span
-from maxsimd.engine.preprocess.long_inputs import Fitted, InputName, LongInputs, Room
+from maxsimd.engine.preprocess.long_inputs import Fitted, InputName, LongInputs, Room, too_long
 from maxsimd.engine.preprocess.origins import extent
 from maxsimd.engine.preprocess.pair_joiner import JoinedPair
 from maxsimd.engine.preprocess.strategy import SHORTEST_TEXT
-from maxsimd.engine.preprocess.tokenization import PART_TEXTS, Around, TextTokenizer
+from maxsimd.engine.preprocess.tokenization import PART_TEXTS, Around, TextTokenizer, cut
+from maxsimd.engine.preprocess.workers import yield_to_smaller
 from maxsimd.engine.requests import ScoreRequest
 from maxsimd.scheduler import JoinedTokens
 from maxsimd.scheduler.payload import TokenIds
@@ -39,9 +41,21 @@ class _Surroundings:
         return len(self.before) + len(self.after)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Query:
+    """A query of a request as it is put into the template, and what then stands `around` its documents; None
+    where the template does not write a document once, as it is."""
+
+    text: str
+    instruction: str | None
+    around: _Surroundings | None
+    frames: list[Frame] | None
+
+
 @dataclass(frozen=True, slots=True)
 class _Pair:
     name: InputName
+    query: _Query
     around: _Surroundings
     document: str
 
@@ -83,7 +97,10 @@ def _common_start(first: str, second: str) -> str:
 
 
 class TemplateJoiner:
-    """Joins pairs by a score template; `instruction` is the one that the checkpoint is used with."""
+    """Joins pairs by a score template; `instruction` is the one that the checkpoint is used with.
+
+    What stands around the documents of a query is tokenised once. Unless the template is plain, each pair is
+    also written as a whole, and where the two differ it is tokenised as a whole."""
 
     def __init__(self, tokenizer: TextTokenizer, template: ScoreTemplate, instruction: str | None) -> None:
         self._tokenizer = tokenizer
@@ -95,34 +112,108 @@ class TemplateJoiner:
         self, request: ScoreRequest, queries: list[Fitted[np.int32]], long_inputs: LongInputs
     ) -> Iterator[JoinedPair]:
         heads = _Heads(self._tokenizer)
-        around = self._surroundings(request, 0, queries[0], heads)
+        query = self._query(request, 0, queries[0], heads)
         # Some at a time, because what stands around each document may be long.
         for start in range(0, len(request.documents), PART_TEXTS):
-            pairs = []
+            pairs: list[_Pair] = []
+            whole: dict[int, JoinedPair] = {}
             for i, document in enumerate(request.document_texts[start : start + PART_TEXTS], start):
                 if i and request.query_of(i) == i:
-                    around = self._surroundings(request, i, queries[i], heads)
-                pairs.append(_Pair(InputName("documents", i), around, document))
-            for pair, (parts, truncated) in zip(pairs, self._fitted(pairs, long_inputs), strict=True):
-                before, after = pair.around.before, pair.around.after
-                windows = [JoinedTokens.of((before, part, after), pair.around.types) for part in parts]
-                yield JoinedPair(windows, pair.around.prefix, truncated)
+                    query = self._query(request, i, queries[i], heads)
+                name = InputName("documents", i)
+                if query.around is not None and self._holds(query, document, name):
+                    pairs.append(_Pair(name, query, query.around, document))
+                else:
+                    whole[i] = self._as_a_whole(query, document, name, long_inputs)
+            fitted = self._fitted(pairs, long_inputs)
+            for i in range(start, start + len(pairs) + len(whole)):
+                yield whole[i] if i in whole else next(fitted)
 
     def shortest_pair(self) -> int:
-        frames = self._template.frames(SHORTEST_TEXT, self._instruction)
-        segments = [
-            frame.before if frame.after is None else frame.before + SHORTEST_TEXT + frame.after
-            for frame in frames
-        ]
+        segments = self._template.written(SHORTEST_TEXT, SHORTEST_TEXT, self._instruction)
         return sum(len(ids) for ids in self._tokenizer.encode(segments, "text")) + len(self._trailing)
 
-    def _surroundings(
-        self, request: ScoreRequest, query: int, fitted: Fitted[np.int32], heads: "_Heads"
-    ) -> _Surroundings:
-        text = request.query_texts[query]
+    def _joined(self, pair: _Pair, parts: list[TokenIds], truncated: bool) -> JoinedPair:
+        before, after = pair.around.before, pair.around.after
+        windows = [JoinedTokens.of((before, part, after), pair.around.types) for part in parts]
+        return JoinedPair(windows, pair.around.prefix, truncated)
+
+    def _query(self, request: ScoreRequest, index: int, fitted: Fitted[np.int32], heads: _Heads) -> _Query:
+        text = request.query_texts[index]
         if fitted.truncated:
             text = self._tokenizer.decode(fitted.tokens.tolist())
         frames = self._template.frames(text, request.instruction)
+        around = None if frames is None else self._surroundings(frames, heads)
+        return _Query(text, request.instruction, around, frames)
+
+    def _holds(self, query: _Query, document: str, name: InputName) -> bool:
+        """Whether the template writes a pair as the frames of its query say."""
+        if self._template.is_plain:
+            return True
+        assert query.frames is not None
+        framed = [
+            frame.before if frame.after is None else f"{frame.before}{document}{frame.after}"
+            for frame in query.frames
+        ]
+        return framed == self._written(query, document, name)
+
+    def _written(self, query: _Query, document: str, name: InputName) -> list[str]:
+        """The segments of a pair. Raises InvalidRequestError where the template does not take its texts."""
+        try:
+            return self._template.written(query.text, document, query.instruction)
+        except ModelLoadError as error:
+            raise InvalidRequestError(f"{name} and its query: {error}", name.param) from error
+
+    def _as_a_whole(
+        self, query: _Query, document: str, name: InputName, long_inputs: LongInputs
+    ) -> JoinedPair:
+        """A pair that is tokenised as the template writes it. One that is too long is cut as
+        sentence-transformers cuts it: at one end; its last tokens then become those that the template writes
+        at the end of all."""
+        yield_to_smaller()
+        most = long_inputs.max_document_tokens
+        is_cut = False
+        if most is not None:
+            (ids,) = self._tokenizer.encode([document], "documents", most + 1, long_inputs.side, [name])
+            within = long_inputs.document(ids)
+            if is_cut := within.truncated:
+                document = self._tokenizer.decode(within.tokens.tolist())
+        segments = self._written(query, document, name)
+        around = None if query.around is None else query.around.prefix
+        prefix = _NONE if around is None else around
+        limit = long_inputs.limit - len(self._trailing)
+        names = [name] * len(segments)
+        ids = np.concatenate(
+            self._tokenizer.encode(segments, "documents", limit + 1, long_inputs.side, names)
+        )
+        if len(ids) > limit:
+            if long_inputs.uses_windows:
+                raise InvalidRequestError(
+                    f"{name} is too long, and this model's template does not write documents as they are, so "
+                    'that it cannot be read through windows; ask for long_documents "truncate"',
+                    "long_documents",
+                )
+            if not long_inputs.may_cut:
+                raise too_long(name, len(ids), long_inputs.limit)
+            ids, is_cut = cut(ids, limit, long_inputs.side).copy(), True
+            end = self._end(query.instruction)[-limit:] if self._template.restores_end else _NONE
+            ids[limit - len(end) :] = end
+        tokens = JoinedTokens.of((ids, self._trailing), (0, 0))
+        return JoinedPair([tokens], prefix, is_cut)
+
+    def _end(self, instruction: str | None) -> TokenIds:
+        """The tokens that the template writes at the end of all pairs, as sentence-transformers finds
+        them."""
+        first, second = (
+            np.concatenate(self._tokenizer.encode(self._template.written(text, text, instruction), "text"))
+            for text in ("0", "1 2 3 4")
+        )
+        shorter = min(len(first), len(second))
+        alike = first[len(first) - shorter :] == second[len(second) - shorter :]
+        count = shorter - int(np.flatnonzero(~alike)[-1]) - 1 if not alike.all() else 0
+        return first[len(first) - count :]
+
+    def _surroundings(self, frames: list[Frame], heads: _Heads) -> _Surroundings:
         position = next(i for i, frame in enumerate(frames) if frame.after is not None)
         left, right = frames[position].before, frames[position].after or ""
         # What cannot merge with a document is tokenised once, not once for each document.
@@ -163,18 +254,24 @@ class TemplateJoiner:
             np.repeat(np.array([1] + [0] * (len(after) - 1), np.int32), lengths[1]),
         )
 
-    def _fitted(self, pairs: list[_Pair], long_inputs: LongInputs) -> Iterator[tuple[list[TokenIds], bool]]:
-        """The tokens of each pair's text, or of that text with each window of the document, and whether the
-        document was cut."""
+    def _fitted(self, pairs: list[_Pair], long_inputs: LongInputs) -> Iterator[JoinedPair]:
+        """Each pair, as one sequence or with each window of the document in one."""
         limit = long_inputs.limit
         if long_inputs.max_document_tokens is not None:
             yield from (self._cut(pair, long_inputs) for pair in pairs)
             return
         texts, names = (pair.text for pair in pairs), (pair.name for pair in pairs)
         encoded = self._tokenizer.encode(texts, "documents", limit + 1, names=names)
+        # Of what these leave of a pair, no document is all that is missing.
+        at_one_end = not self._template.restores_end or long_inputs.side == "left"
+        at_one_end &= long_inputs.cuts_as_usual and long_inputs.may_cut
         for pair, ids in zip(pairs, encoded, strict=True):
-            fits = pair.around.num_tokens + len(ids) <= limit
-            yield ([ids], False) if fits else self._cut(pair, long_inputs)
+            if pair.around.num_tokens + len(ids) <= limit:
+                yield self._joined(pair, [ids], False)
+            elif at_one_end:
+                yield self._as_a_whole(pair.query, pair.document, pair.name, long_inputs)
+            else:
+                yield self._cut(pair, long_inputs)
 
     def window_spans(
         self, request: ScoreRequest, index: int, query_tokens: int, long_inputs: LongInputs
@@ -182,10 +279,14 @@ class TemplateJoiner:
         query = request.query_of(index)
         most = None if long_inputs.max_query_tokens is None else long_inputs.max_query_tokens + 1
         (encoded,) = self._tokenizer.encode([request.query_texts[query]], "queries", most, long_inputs.side)
-        around = self._surroundings(request, query, long_inputs.query(encoded), _Heads(self._tokenizer))
-        pair = _Pair(InputName("documents", index), around, request.document_texts[index])
+        asked = self._query(request, query, long_inputs.query(encoded), _Heads(self._tokenizer))
+        document = request.document_texts[index]
+        name = InputName("documents", index)
+        if asked.around is None or not self._holds(asked, document, name):
+            return [(0, len(document))]
+        pair = _Pair(name, asked, asked.around, document)
         tokens, room = self._read_apart(pair, long_inputs)
-        limited = long_inputs.document(tokens.spans - len(around.left))
+        limited = long_inputs.document(tokens.spans - len(asked.around.left))
         windows = long_inputs.windows(limited.tokens, room, pair.name)
         return [extent(np.clip(window.tokens, 0, len(pair.document))) or (0, 0) for window in windows]
 
@@ -199,9 +300,9 @@ class TemplateJoiner:
         others = pair.around.num_tokens + len(tokens.before) + len(tokens.after)
         return tokens, Room(long_inputs.limit - others, others)
 
-    def _cut(self, pair: _Pair, long_inputs: LongInputs) -> tuple[list[TokenIds], bool]:
+    def _cut(self, pair: _Pair, long_inputs: LongInputs) -> JoinedPair:
         tokens, room = self._read_apart(pair, long_inputs)
         limited = long_inputs.document(tokens.inside)
         windows = long_inputs.windows(limited.tokens, room, pair.name)
         parts = [np.concatenate([tokens.before, window.tokens, tokens.after]) for window in windows]
-        return parts, limited.truncated or any(window.truncated for window in windows)
+        return self._joined(pair, parts, limited.truncated or any(window.truncated for window in windows))

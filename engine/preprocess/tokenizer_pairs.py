@@ -16,7 +16,7 @@ from maxsimd.engine.requests import ScoreRequest
 from maxsimd.scheduler import JoinedTokens
 from maxsimd.scheduler.payload import TokenIds
 
-TruncationStrategy = Literal["longest_first", "only_second"]
+TruncationStrategy = Literal["longest_first", "only_first", "only_second"]
 
 
 class TokenizerJoiner:
@@ -86,6 +86,12 @@ class TokenizerJoiner:
         """How much of both texts is read within `room` tokens together."""
         if self._truncation == "longest_first":
             return longest_first(query, document, room)
+        if self._truncation == "only_first":
+            if document > room:
+                raise InvalidRequestError(
+                    f"{name} has {document} tokens and leaves no room for the query; shorten it", name.param
+                )
+            return room - document, document
         if query > room:
             raise InvalidRequestError(
                 f"the query has {query} tokens and leaves no room for {name}; shorten it", "queries"

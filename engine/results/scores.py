@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from maxsimd.engine.checkpoint import LoadedModel
-from maxsimd.engine.config import ScoreType
 from maxsimd.engine.device.load import DeviceModel
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.explanations import Explanation
@@ -25,15 +25,32 @@ from maxsimd.engine.validation import Scored, as_scored, as_truncation, check_pa
 from maxsimd.pooling.methods import Head
 
 
+@dataclass(frozen=True, slots=True)
+class ScoreLabel:
+    """The label whose probability is the score. Labels that are `exclusive` share 1 between them."""
+
+    index: int
+    exclusive: bool
+
+    def logit(self, logits: NDArray[np.float32]) -> float:
+        """The number whose sigmoid is the probability, of the logits of all labels."""
+        numbers = np.asarray(logits, dtype=np.float64).reshape(-1)
+        if not self.exclusive:
+            return float(numbers[self.index])
+        others = np.delete(numbers, self.index)
+        return float(numbers[self.index] - others.max() - np.log(np.exp(others - others.max()).sum()))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoreCall:
     """`activation` is that of a classifier, if it is wanted, and `bounded` maps scores to 0..1, if that
-    is."""
+    is. Of several labels' logits those of a `label` count."""
 
     request: ScoreRequest
     run_options: RunOptions
     activation: Head | None = None
     bounded: Bounded | None = None
+    label: ScoreLabel | None = None
 
     @property
     def num_documents(self) -> int:
@@ -43,6 +60,13 @@ class ScoreCall:
     def keeps_order(self) -> bool:
         """Whether the best document before the activation is the best behind it."""
         return self.activation is None or keeps_order(self.activation)
+
+    def scored(self, values: Values) -> Values:
+        """The values with a number in place of the logits of several labels."""
+        if self.label is None:
+            return values
+        numbers = [value if value is None else self.label.logit(np.asarray(value)) for value in values.values]
+        return replace(values, values=numbers)
 
     def finished(
         self, scores: NDArray[np.float32], query_rows: NDArray[np.int64] | None
@@ -89,16 +113,18 @@ def score_call(
         options["on_timeout"],
         options["on_error"],
     )
-    activation = None
-    if model.score_task == "classify" and (options["use_activation"] or normalize):
+    activation: Head | None = None
+    label = None
+    if model.score_label is not None:
+        label = ScoreLabel(model.score_label, exclusive=model.probabilities is not torch.sigmoid)
+        activation = torch.sigmoid if options["use_activation"] or normalize else None
+    elif model.score_task == "classify" and (options["use_activation"] or normalize):
         activation = model.probabilities if normalize else model.activation
-    return ScoreCall(request, run_options, activation, bounded)
+    return ScoreCall(request, run_options, activation, bounded, label)
 
 
 def _check_possible(model: LoadedModel, options: ScoreOptions) -> None:
-    num_labels = len(model.labels) if model.score_task == "classify" else 1
-    is_listwise = model.score_type is ScoreType.LISTWISE
-    check_scores(num_labels, is_listwise, options["on_timeout"], options["on_error"])
+    check_scores(model, options["on_timeout"], options["on_error"])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,13 +142,13 @@ class ScoredPairs:
 
     def scores(self) -> list[float]:
         """The score of each document, NaN for those of which values are missing."""
-        scores, _ = document_scores(self.prepared.combine, self.values)
+        scores, _ = document_scores(self.prepared.combine, self.call.scored(self.values))
         finished: list[float] = self.call.finished(scores, self.prepared.query_rows).tolist()
         return finished
 
     def result(self) -> ScoreResult:
         """One score a document; caches those that are to be cached."""
-        scores, errors = document_scores(self.prepared.combine, self.values)
+        scores, errors = document_scores(self.prepared.combine, self.call.scored(self.values))
         errors |= self.prepared.errors
         if self.prepared.cache_scores is not None:
             self.prepared.cache_scores(scores)
@@ -145,7 +171,7 @@ class ScoredPairs:
         explained: dict[int, Explanation] = {}
         for index in documents:
             explain = self.prepared.explain
-            explanation = None if explain is None else explain(self.values, index)
+            explanation = None if explain is None else explain(self.call.scored(self.values), index)
             if explanation is not None:
                 explained[index] = self._with_finished_windows(explanation, index)
         return explained

@@ -16,8 +16,9 @@ _EXTREME = 1e30
 @dataclass(frozen=True, slots=True)
 class ScoreScale:
     """`transform` names what the score is: maxsim (the sum over the query's tokens of each one's best
-    cosine), meanmaxsim (the mean), cosine, dot, sparse (the dot product of sparse vectors), hybrid, or the
-    activation of a classifier's logit, which is itself called logit; clipped says that negative ones are 0.
+    cosine), meanmaxsim (the mean), cosine, dot, euclidean or manhattan (the distance below 0), sparse (the
+    dot product of sparse vectors) and sparse-cosine and the like, hybrid, or the activation of a classifier's
+    logit, which is itself called logit; clipped says that negative ones are 0.
     `least` and `most` are None where there is no bound."""
 
     transform: str
@@ -29,7 +30,9 @@ def has_bounds(model: LoadedModel) -> bool:
     """Whether a model's scores have any: those of vectors of any length have none."""
     if model.score_task == "classify" or model.score_type is ScoreType.LISTWISE:
         return True
-    return model.similarity == "cosine" or model.tasks[model.score_task].normalised
+    if model.similarity in ("cosine", "sparse-cosine"):
+        return True
+    return model.tasks[model.score_task].normalised and model.similarity not in ("euclidean", "manhattan")
 
 
 def score_scale(
@@ -42,11 +45,15 @@ def score_scale(
     if model.score_task == "classify":
         if not (use_activation or normalize):
             return ScoreScale("logit", None, None)
+        if model.score_label is not None:
+            return _scale_of(torch.sigmoid)
         return _scale_of(model.probabilities if normalize else model.activation)
     transform = "cosine" if model.score_type is ScoreType.LISTWISE else model.similarity
     if normalize:
         return ScoreScale(f"clipped {'meanmaxsim' if transform == 'maxsim' else transform}", 0.0, 1.0)
     # The sum over a query's tokens is bounded by their number, which differs from query to query.
+    if transform.removeprefix("sparse-") in ("euclidean", "manhattan"):
+        return ScoreScale(transform, None, 0.0)
     if transform == "maxsim" or not has_bounds(model):
         return ScoreScale(transform, None, None)
     return ScoreScale(transform, -1.0, 1.0)

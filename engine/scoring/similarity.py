@@ -5,7 +5,7 @@ import torch
 from numpy.typing import NDArray
 
 from maxsimd.engine.scoring.maxsim import MaxSim
-from maxsimd.engine.scoring.sparse import sparse_dot
+from maxsimd.engine.scoring.sparse import sparse_scores
 from maxsimd.pooling.ragged import Ragged
 from maxsimd.pooling.transfer import to_device
 
@@ -23,19 +23,24 @@ def score_pairs(
     """float32 [n] for pairs [n, 2] of a query's index and a document's.
 
     `maxsim` as in ColBERT; `meanmaxsim` is that divided by the number of query tokens; `cosine` and `dot`
-    are of items of one row each, and `sparse` is the dot product of sparse vectors. For
-    `hybrid`, `maxsim` compares all that a text has.
+    are of items of one row each, and so are `euclidean` and `manhattan`, the distances below 0. `sparse` is
+    the dot product of sparse vectors, which `sparse-cosine` and the like compare otherwise. For `hybrid`,
+    `maxsim` compares all that a text has.
     """
     if similarity in TOKEN_SIMILARITIES:
         return as_named(similarity, maxsim(queries, documents, pairs), queries, pairs)
     if similarity == "hybrid":
         return maxsim(queries, documents, pairs)
-    if similarity == "sparse":
-        return sparse_dot(queries, documents, pairs)
+    if similarity.startswith("sparse"):
+        return sparse_scores(similarity, queries, documents, pairs)
     first, second = to_device(np.ascontiguousarray(pairs.T), documents.values.device)
     q, d = queries.values[first].float(), documents.values[second].float()
     if similarity == "cosine":
         return torch.nn.functional.cosine_similarity(q, d, dim=-1)
+    if similarity == "euclidean":
+        return -torch.linalg.vector_norm(q - d, dim=-1)
+    if similarity == "manhattan":
+        return -(q - d).abs().sum(dim=-1)
     return (q * d).sum(dim=-1)
 
 

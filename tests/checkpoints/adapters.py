@@ -2,6 +2,7 @@
 folder `merged`, its base with the weights that the formulas give."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,22 @@ def bert(folder: Path, **settings: Any) -> str:
         tensors[name] = torch.randn_like(tensors[name])
         saved[name.replace("query.", "query.base_layer.")] = tensors[name]
     return _written(folder, said, saved, tensors, (base, adapter, merged))
+
+
+def saved_by_name(folder: Path) -> str:
+    """The same with a classifier, saved with the adapter's name within those of its tensors, and with the
+    layer that it replaces."""
+    adapter = bert(folder, modules_to_save=["classifier"])
+    path = Path(adapter) / "adapter_model.safetensors"
+    named = {
+        re.sub(r"(lora_[AB])", r"\1.default", name).replace(
+            ".classifier.", ".classifier.modules_to_save.default."
+        ): tensor
+        for name, tensor in load_file(path).items()
+    }
+    named["base_model.model.classifier.original_module.weight"] = torch.ones(1, 128)
+    save_file(named, path)
+    return adapter
 
 
 def without_classifier(source: Path, adapter: Path, base: Path) -> None:

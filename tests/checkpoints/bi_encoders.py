@@ -1,14 +1,16 @@
 """Bi-encoders, as they are published."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Dense, Normalize, Transformer
-from sentence_transformers.sentence_transformer.modules import Pooling
+from sentence_transformers.sentence_transformer.modules import Dropout, LayerNorm, Pooling
 from transformers import GPTNeoConfig, GPTNeoModel, MPNetTokenizerFast
+from transformers.activations import GELUActivation
 
 from tests.checkpoints.tokenizers import GEMMA, byte_level_bpe, unigram, wordpiece, xlm_roberta
 from tests.checkpoints.weights import save_model, save_renamed, spread
@@ -236,3 +238,55 @@ def sgpt(folder: Path) -> str:
     )
     spread(GPTNeoModel(config)).save_pretrained(folder / "backbone")
     return _saved(folder, "weightedmean")
+
+
+# What stands behind pooling, by name; made anew for each save.
+BEHIND_POOLING: dict[str, Callable[[], list[Any]]] = {
+    "nothing": list,
+    "a residual": lambda: [Dense(128, 128, use_residual=True)],
+    "a residual of another width": lambda: [Dense(128, 48, use_residual=True), Normalize()],
+    "dropout": lambda: [Dropout(0.5), Normalize(), Dropout(0.5)],
+    "dense behind normalize": lambda: [Normalize(), Dense(128, 48, activation_function=torch.nn.Identity())],
+    "transformers' activation": lambda: [Dense(128, 48, activation_function=GELUActivation())],
+    "a layer norm": lambda: [LayerNorm(128), Normalize()],
+    "dense of concatenated rows": lambda: [Dense(384, 48), Normalize()],
+}
+
+
+def bert(folder: Path, pooling: str = "mean", behind: str = "nothing", **options: Any) -> str:
+    """A BERT with a pooling mode, or several joined by "+", and one of `BEHIND_POOLING`; `options` are those
+    of the save."""
+    transformer = Transformer(str(_bert(folder) / "backbone"))
+    modes = tuple(pooling.split("+"))
+    prompts = options.pop("include_prompt", True)
+    pool = Pooling(transformer.get_embedding_dimension(), pooling_mode=modes, include_prompt=prompts)
+    torch.manual_seed(4)
+    modules = [transformer, pool, *BEHIND_POOLING[behind]()]
+    SentenceTransformer(modules=modules, device="cpu", **options).save_pretrained(str(folder / "saved"))
+    return str(folder / "saved")
+
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}<|im_start|>assistant\n"
+)
+
+
+def qwen3_in_chat(folder: Path) -> str:
+    """A causal Qwen3 whose texts are written by a chat template, as sentence-transformers saves one whose
+    tokenizer has such a template."""
+    chat = ["<|im_start|>", "<|im_end|>"]
+    specials = {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
+    size = byte_level_bpe(
+        folder / "backbone",
+        specials,
+        "$A <|endoftext|>",
+        "$A $B <|endoftext|>",
+        additional_special_tokens=chat,
+        padding_side="left",
+        model_max_length=512,
+    )
+    (folder / "backbone" / "chat_template.jinja").write_text(CHATML)
+    sizes = {"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 1024}
+    save_model(folder / "backbone", "qwen3", vocab_size=size, **sizes)
+    return _saved(folder, "lasttoken", Normalize(), prompts={"query": "Find it.", "document": ""})

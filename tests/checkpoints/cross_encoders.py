@@ -3,9 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+import torch
 from sentence_transformers import CrossEncoder
+from sentence_transformers.base.modules import Dense, Transformer
+from sentence_transformers.sentence_transformer.modules import Dropout, Pooling
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from tests.checkpoints.bi_encoders import CHATML
 from tests.checkpoints.language_models import ROLES_TEMPLATE
 from tests.checkpoints.tokenizers import (
     ENDS,
@@ -174,3 +178,29 @@ def _id(folder: Path, token: str) -> int:
     token_id = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(token)
     assert isinstance(token_id, int)
     return token_id
+
+
+def scored_by_modules(folder: Path, columns: int = 1) -> str:
+    """A CrossEncoder as sentence-transformers' trainer makes one of a plain encoder: the mean of a pair's
+    tokens, and two Dense modules."""
+    save_model(folder / "backbone", "bert", vocab_size=30522)
+    wordpiece().save_pretrained(folder / "backbone")
+    transformer = Transformer(str(folder / "backbone"))
+    torch.manual_seed(5)
+    dense = [
+        Dense(128, 64, activation_function=torch.nn.GELU()),
+        Dense(64, columns, activation_function=torch.nn.Identity(), module_output_name="scores"),
+    ]
+    modules = [transformer, Pooling(128), dense[0], Dropout(0.3), dense[1]]
+    CrossEncoder(modules=modules, device="cpu").save_pretrained(str(folder / "saved"))
+    return str(folder / "saved")
+
+
+def qwen3_in_chat(folder: Path) -> str:
+    """A plain classifier whose tokenizer has a chat template, by which sentence-transformers joins pairs."""
+    chat = ["<|im_start|>", "<|im_end|>"]
+    specials = {"eos_token": "<|endoftext|>", "pad_token": "<pad>"}
+    options = {"additional_special_tokens": chat, "model_max_length": 512}
+    size = byte_level_bpe(folder, specials, "$A", "$A $B", **options)
+    (folder / "chat_template.jinja").write_text(CHATML)
+    return _decoder(folder, "qwen3", size, "<pad>", num_key_value_heads=2, head_dim=32)

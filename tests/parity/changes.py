@@ -28,12 +28,12 @@ def settings(file: str = "config.json", **values: Any) -> Edit:
     return edit
 
 
-def without_settings(*names: str) -> Edit:
-    """Takes keys out of config.json."""
+def without_settings(*names: str, file: str = "config.json") -> Edit:
+    """Takes keys out of a file of JSON."""
 
     def edit(folder: Path) -> None:
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(
+        config = json.loads((folder / file).read_text())
+        (folder / file).write_text(
             json.dumps({name: each for name, each in config.items() if name not in names})
         )
 

@@ -183,6 +183,7 @@ VARIANTS = [
                 exhaustive=name == "plain")
         for name, said in adapters.SETTINGS.items()
     ),
+    Variant("LoRA saved by its name", adapters.saved_by_name, references.cross_encoder, weights=_merged),
     Variant("LoRA of transposed layers", adapters.gpt2, references.cross_encoder, weights=_merged),
     # GGUF: blocks, answers in a tensor of their own, and decoders as what they were made from.
     *(

@@ -13,6 +13,7 @@ import numpy as np
 from maxsimd.engine.checkpoint.files import CheckpointFiles
 from maxsimd.engine.checkpoint.model import RoleRules
 from maxsimd.engine.checkpoint.score_template import ScoreTemplate
+from maxsimd.engine.checkpoint.text_settings import leave_special_tokens_out
 from maxsimd.engine.checkpoint.visual.chat import ChatRole
 from maxsimd.engine.checkpoint.visual.pixels import check_as_called
 from maxsimd.engine.checkpoint.visual.processor import (
@@ -57,12 +58,14 @@ def by_pillow(path: str, files: CheckpointFiles, options: dict[str, Any]) -> Ite
 
 
 def with_pictures(path: str, transformer: Any, parts: dict[str, Any]) -> dict[str, Any]:
-    """The parts of a `LoadedModel` as they are for a model that reads pictures too; unchanged for others.
+    """The parts of a `LoadedModel` as they are for a model that reads pictures too, or texts through a chat
+    template; unchanged for others.
 
     Raises ModelLoadError for a checkpoint whose texts or pictures are not read as expected here."""
     model = _without_output(transformer)
     if not (hasattr(model, "visual") or hasattr(model, "vision_model")):
-        return parts
+        in_chat = parts["score_task"] != "classify" and "message" in transformer.modality_config
+        return parts | _in_chat(path, transformer, None, parts) if in_chat else parts
     if "message" not in transformer.modality_config or not transformer.processor.chat_template:
         raise ModelLoadError(f"{path!r} has no chat template, which says how pictures are written")
     processor = transformer.processor
@@ -84,12 +87,23 @@ def with_pictures(path: str, transformer: Any, parts: dict[str, Any]) -> dict[st
             return parts
         pairs = replace(parts["pairs"], template=replace(template, picture=PICTURE))
         return parts | {"pairs": pairs}
-    rules = {role: parts.get(role, RoleRules()) for role in ("query", "document", "text")}
-    return parts | {
-        "query": with_chat(transformer, vision, "query", rules["query"]),
-        "document": with_chat(transformer, vision, "document", rules["document"]),
-        "text": with_chat(transformer, vision, None, rules["text"]),
-    }
+    return parts | _in_chat(path, transformer, vision, parts)
+
+
+def _in_chat(
+    path: str, transformer: Any, vision: Vision | None, parts: dict[str, Any]
+) -> dict[str, RoleRules]:
+    """The rules of all roles, whose texts a chat template writes."""
+    if vision is None:
+        leave_special_tokens_out(transformer.tokenizer)
+    roles = {"query": "query", "document": "document", "text": None}
+    try:
+        return {
+            name: with_chat(transformer, vision, role, parts.get(name, RoleRules()))
+            for name, role in roles.items()
+        }
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{path!r} writes texts by a chat template, and {error}") from error
 
 
 def _without_output(transformer: Any) -> Any:
@@ -125,9 +139,9 @@ def _check_written(
         raise ModelLoadError("the chat template writes pictures in a way that is not known here")
 
 
-def with_chat(transformer: Any, vision: Vision, role: str | None, rules: RoleRules) -> RoleRules:
-    """Rules by which texts and pictures become what sentence-transformers makes of them, through the chat
-    template.
+def with_chat(transformer: Any, vision: Vision | None, role: str | None, rules: RoleRules) -> RoleRules:
+    """Rules by which texts, and pictures where there is a `vision`, become what sentence-transformers makes
+    of them, through the chat template.
 
     Raises ModelLoadError where they do not."""
     chat, tokenizer = ChatRole(transformer, role), transformer.tokenizer
@@ -147,8 +161,9 @@ def with_chat(transformer: Any, vision: Vision, role: str | None, rules: RoleRul
         made = transformer.preprocess([text], prompt=rules.prompt or None, task=role)
         if [*before, *trailing.tolist()] != made["input_ids"][0].tolist():
             raise ModelLoadError("the chat template writes texts in a way that is not known here")
-    picture = transformer.preprocess([blank(*_PROBE_SIZE)], prompt=rules.prompt or None, task=role)
-    _check_written(transformer, vision, chat.content([None], rules.prompt), [_PROBE_SIZE], picture)
+    if vision is not None:
+        picture = transformer.preprocess([blank(*_PROBE_SIZE)], prompt=rules.prompt or None, task=role)
+        _check_written(transformer, vision, chat.content([None], rules.prompt), [_PROBE_SIZE], picture)
     return RoleRules(
         rules.prompt,
         trailing_ids=trailing if len(trailing) else None,

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxsimd.pooling import methods
-from maxsimd.pooling.dispatch import DispatchPooler
-from maxsimd.pooling.methods import METHODS
+from maxsimd.pooling.dispatch import DispatchPooler, pooling_method
 from maxsimd.pooling.passages import PASSAGES, PassageMeanPool
 from maxsimd.scheduler import ResultSlot, Sequence
 from tests.unit.pooling.cut_sequences import (
@@ -27,6 +26,10 @@ WEIGHT = torch.randn(HIDDEN, 4, generator=torch.Generator().manual_seed(0))
 
 def head(rows: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.normalize(rows @ WEIGHT, dim=-1)
+
+
+def wide_head(rows: torch.Tensor) -> torch.Tensor:
+    return head(rows[:, :HIDDEN] - rows[:, HIDDEN:])
 
 
 def _pooled(states: torch.Tensor, sequence: Sequence) -> torch.Tensor:
@@ -48,6 +51,14 @@ PLAIN: dict[str, Callable[[torch.Tensor, Sequence], torch.Tensor]] = {
     "last": lambda states, sequence: head(_pooled(states, sequence)[-1:]),
     "mean": lambda states, sequence: head(_pooled(states, sequence).mean(dim=0, keepdim=True)),
     "weighted-mean": lambda states, sequence: head(_weighted_mean(states, sequence)),
+    "cls-after-prompt": lambda states, sequence: head(_pooled(states, sequence)[:1]),
+    "max-pooling": lambda states, sequence: head(_pooled(states, sequence).amax(dim=0, keepdim=True)),
+    "mean-sqrt-len": lambda states, sequence: head(
+        _pooled(states, sequence).sum(dim=0, keepdim=True) / len(_pooled(states, sequence)) ** 0.5
+    ),
+    "max-pooling+cls": lambda states, sequence: wide_head(
+        torch.cat([_pooled(states, sequence).amax(dim=0, keepdim=True), states[:1]], dim=1)
+    ),
 }
 
 
@@ -86,8 +97,10 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pooling_in_chunks_equals_its_definition(workload: CutSequences, padding: int, retried: bool) -> None:
     sequences, steps = workload
     states = random_states(sequences, HIDDEN)
-    poolers = METHODS | {PASSAGES: PassageMeanPool}
-    pooler = DispatchPooler({name: pool(head) for name, pool in poolers.items()})
+    made = {
+        name: pooling_method(name, wide_head if "+" in name else head) for name in PLAIN.keys() - {PASSAGES}
+    }
+    pooler = DispatchPooler({**made, PASSAGES: PassageMeanPool(head)})
     items = pooled_in_steps(pooler, steps, states, padding, retried)
     for sequence in sequences:
         expected = PLAIN[sequence.payload.task](states[sequence.sequence_id], sequence)

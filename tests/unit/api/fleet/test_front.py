@@ -237,7 +237,7 @@ def test_the_fingerprint_has_the_settings_that_change_scores() -> None:
         "model": "a/b", "revision": "r", "dtype": "bfloat16", "cutoff_layer": 2, "query_prompt": "q: ",
         "document_prompt": "d: ", "instruction": "i", "score_template": "{{ query }}", "calibration": "c",
         "compress_ratio": 2, "compress_layers": "3", "doc_token_pooling": 2.0, "hybrid_weights": "1,0,0",
-        "cache_precision": "int8", "dimensions": 8,
+        "cache_precision": "int8", "dimensions": 8, "score_label": "yes",
     }  # fmt: skip
     fingerprints = [of(), of({"precision": "bfloat16"}), *(of(**{name: scored[name]}) for name in scored)]
     assert len(set(fingerprints)) == len(fingerprints)

@@ -59,7 +59,7 @@ INGREDIENTS = {"dtype", "cache_precision", "quantization", "kernels", "attention
 # Options whose effect shows in the loaded model, and those that only models without cached documents take.
 SEEN_IN_THE_MODEL = {
     *("model", "revision", "score_type", "device", "instruction", "score_template", "cutoff_layer"),
-    *("hybrid_weights", "compress_ratio", "compress_layers"),
+    *("hybrid_weights", "compress_ratio", "compress_layers", "score_label"),
 }
 
 

@@ -18,7 +18,7 @@ from maxsimd.engine.preprocess.pair_joiner import JoinedPair
 from maxsimd.engine.preprocess.pairs import PrefixSharing, shared_tokens
 from maxsimd.engine.preprocess.template_pairs import TemplateJoiner
 from maxsimd.engine.preprocess.tokenization import cut, longest_first
-from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, Truncation
+from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, WINDOW_LONG, Truncation
 from maxsimd.scheduler import JoinedTokens, ResultSlot, Role
 from tests.checkpoints.tokenizer_kinds import qwen
 from tests.unit.engine.preprocess.cut_texts import num_characters, text_tokenizer, tokenized
@@ -44,6 +44,7 @@ from tests.unit.engine.preprocess.preprocessing import (
 
 LONGEST_FIRST = PairRules(truncation="longest_first")
 ONLY_SECOND = PairRules(truncation="only_second")
+ONLY_FIRST = PairRules(truncation="only_first")
 # Segments before, with and after the document; a segment's last token is no part of the prefix.
 THREE_SEGMENTS = ScoreTemplate(
     ("instruct: {{ instruction }} query: {{ query }}", "passage: w900 {{ document }} w901", "w902 w903"),
@@ -176,6 +177,11 @@ def test_a_pair_that_cannot_be_made_is_refused_by_its_field() -> None:
     assert tokens_of(full) == [pair(ids(9), [])], "nothing of the document is left"
     with refused("queries", r"^the query has 10 tokens and leaves no room for documents\[1\]"):
         score(["w1", words(10)], ["w2", document(2)], CUT_LONG, pairs=ONLY_SECOND, max_tokens=12)
+    # And one that cuts only queries the whole document.
+    cut_query = score([words(9)], [document(7)], CUT_LONG, pairs=ONLY_FIRST, max_tokens=12)
+    assert tokens_of(cut_query) == [pair(ids(2), ids(7, DOCUMENT))]
+    with refused("documents", r"^documents\[0\] has 10 tokens and leaves no room for the query"):
+        score(["w1"], [document(10)], CUT_LONG, pairs=ONLY_FIRST, max_tokens=12)
 
 
 def test_what_pairs_have_in_common_is_tokenized_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,7 +392,7 @@ def test_a_pair_has_its_segments_tokens(
     for query, text in zip(queries * len(pairs), documents, strict=False):
         segments = [
             frame.before if frame.after is None else frame.before + text + frame.after
-            for frame in template.frames(query, None)
+            for frame in template.frames(query, None) or []
         ]
         expected.append(np.concatenate(text_tokenizer(qwen).encode(segments, "x")).tolist())
     assert tokens_of(score_long(long_model(template), queries, documents)) == expected
@@ -458,3 +464,54 @@ def test_what_a_listwise_model_does_not_read_is_not_tokenised(monkeypatch: pytes
         encoded.clear()
         made.score(request, request_ids())
         assert num_characters(encoded) < 10_000
+
+
+@pytest.mark.parametrize(
+    ("segment", "is_plain"),
+    [
+        ("{{ query }}: {{ document }}", True),
+        ("{% if instruction %}{{ instruction }} {% endif %}{{ query ~ ': ' + document }}", True),
+        ("{% for m in messages %}{{ m.role }}: {{ m['content'] }}{% if not loop.last %};{% endif %}"
+         "{% endfor %}", True),
+        ("{{ messages | selectattr('role', 'eq', 'query') | map(attribute='content') | first "
+         "| default('') }}", True),
+        ("{% for m in messages if m.role in ('query', 'document') %}{{ m.content }}{% endfor %}", True),
+        ("{{ document | trim }}", False),
+        ("{{ document.strip() }}", False),
+        ("{{ document[:9] }}", False),
+        ("{{ messages[1].content[0] }}", False),
+        ("{{ document or query }}", False),
+        ("{% if document %}{{ document }}{% endif %}", False),
+        ("{% if 'w1' in document %}{{ document }}{% endif %}", False),
+        ("{% set d = document %}{{ d if d != 'w1' else query }}", False),
+        ("{% for word in document %}{{ word }}{% endfor %}", False),
+        ("{% filter upper %}{{ document }}{% endfilter %}", False),
+        ("{{ messages | map(attribute='content') | map('upper') | first }}", False),
+        ("{{ messages | map(attribute='content') | first | first }}", False),
+        ("{{ messages | selectattr('content', 'eq', 'w1') | map(attribute='role') | first }}", False),
+        ("{{ document | default('none', true) }}", False),
+        ("{% generation %}{{ document }}{% endgeneration %}", False),
+    ],
+)  # fmt: skip
+def test_a_plain_template_cannot_see_into_texts(segment: str, is_plain: bool) -> None:
+    assert ScoreTemplate((segment,)).is_plain is is_plain
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        ScoreTemplate(("query: {{ query }} passage: {{ document[:8] }}",)),
+        ScoreTemplate(("passage: {{ document }} query: {{ query }} passage: {{ document }}",)),
+        ScoreTemplate(("query: {{ query }} passage: {{ document if 'w7' in document else query }}",)),
+    ],
+)
+def test_pairs_have_the_tokens_of_what_is_written(template: ScoreTemplate) -> None:
+    documents = ["w5", "w6 w7 w8", ""]
+    written = [template.written("w1", each, None)[0] for each in documents]
+    expected = [found.tolist() for found in tokenizer(False).encode(written, "x")]
+    found = score(["w1"] * 3, documents, pairs=PairRules(template=template))
+    assert tokens_of(found) == expected
+    with refused("documents", r"^documents\[0\] has [0-9]+ tokens, but at most 5 can be run"):
+        score(["w1"], ["w7 w8 w9 w10"], pairs=PairRules(template=template), max_tokens=5)
+    with refused("long_documents", "cannot be read through windows"):
+        score(["w1"], ["w7 w8 w9 w10"], WINDOW_LONG, pairs=PairRules(template=template), max_tokens=5)

@@ -1,0 +1,105 @@
+"""What sentence-transformers' settings of a transformer say of how its texts are read: lengths, truncation,
+and special tokens."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tokenizers.processors import TemplateProcessing
+
+from maxsimd.engine.errors import ModelLoadError
+
+Truncating = Literal["longest_first", "only_first", "only_second"]
+
+# Arguments of a tokenizer that change neither token ids nor what is attended to, once padding is taken away.
+_IRRELEVANT = frozenset(
+    {
+        *("padding", "padding_side", "pad_to_multiple_of", "return_tensors", "return_length", "verbose"),
+        *("return_offsets_mapping", "return_special_tokens_mask", "logits_to_keep"),
+    }
+)
+_SIZES = ("max_length", "truncation")
+# More than any model reads.
+_NO_LIMIT = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class TextSettings:
+    """`max_length` is that of the processing_kwargs, None where the tokenizer's own counts. Without
+    `truncation` texts are not cut."""
+
+    max_length: int | None
+    truncation: Truncating | None
+
+    def length(self, of_role: int | None) -> int | None:
+        """How many tokens are read of a text in a role, for which the transformer has a length of its own."""
+        if self.truncation is None:
+            return None
+        return of_role if self.max_length is None else self.max_length
+
+
+def read_text_settings(path: str, transformer: Any, *, in_pairs: bool = False) -> TextSettings:
+    """Reads the processing_kwargs of a transformer, and has its tokenizer read texts as they say.
+
+    Raises ModelLoadError for settings that would change what is read and are not supported."""
+    settings = dict(transformer.processing_kwargs or {})
+    in_chat = "message" in transformer.modality_config
+    text, common, chat = (dict(settings.get(name) or {}) for name in ("text", "common", "chat_template"))
+    for bucket, said in (("text", text), ("common", common)):
+        for name, value in said.items():
+            known = name in (*_SIZES, "add_special_tokens") or name in _IRRELEVANT
+            if not known or (in_chat and name == "add_special_tokens"):
+                raise ModelLoadError(
+                    f"sentence_bert_config.json of {path!r} sets processing_kwargs.{bucket}.{name} to "
+                    f"{value!r}, which is not supported; leave it out if the model was not trained with it"
+                )
+    # The last one wins: for a chat template, other settings than for plain texts.
+    said = common | text | {name: chat[name] for name in _SIZES if name in chat} if in_chat else text | common
+    max_length = said.get("max_length")
+    truncation = _truncating(path, said, in_pairs)
+    tokenizer = transformer.tokenizer
+    if hasattr(transformer.processor, "image_processor"):  # whose pictures have as many tokens as they need
+        pass
+    elif truncation is None:
+        tokenizer.model_max_length = _NO_LIMIT
+    elif max_length is not None:
+        tokenizer.model_max_length = int(max_length)
+    if said.get("add_special_tokens") is False:
+        leave_special_tokens_out(tokenizer)
+    return TextSettings(max_length, truncation)
+
+
+def _truncating(path: str, said: dict[str, Any], in_pairs: bool) -> Truncating | None:
+    asked = said.get("truncation", "longest_first")
+    if asked is None:  # which the tokenizer takes for True beside a length
+        asked = said.get("max_length") is not None
+    if asked is False or asked == "do_not_truncate":
+        return None
+    if asked is True or asked == "longest_first":
+        return "longest_first"
+    if asked == "only_first":
+        return "only_first" if in_pairs else "longest_first"
+    if asked == "only_second" and in_pairs:
+        return "only_second"
+    raise ModelLoadError(
+        f"sentence_bert_config.json of {path!r} sets processing_kwargs.text.truncation to {asked!r}, by "
+        "which texts like its own cannot be cut; set it to true"
+    )
+
+
+def leave_special_tokens_out(tokenizer: Any) -> None:
+    """Has a tokenizer put no special tokens around and between texts, as with add_special_tokens=False."""
+    second = tokenizer.backend_tokenizer.encode("a", "b", add_special_tokens=False).type_ids[-1]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="$A", pair=f"$A $B:{second}", special_tokens=[]
+    )
+
+
+def with_limit(tokenizer: Any, *lengths: int | None) -> int | None:
+    """Has a tokenizer's limit hold for texts in roles with `lengths` of their own, which it does not cut.
+    Returns what it was, for all other texts, where it is another now."""
+    longest = max((length for length in lengths if length is not None), default=0)
+    limit = int(tokenizer.model_max_length)
+    if longest <= limit:
+        return None
+    tokenizer.model_max_length = longest
+    return limit
