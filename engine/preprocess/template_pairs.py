@@ -182,10 +182,11 @@ class TemplateJoiner:
         query = request.query_of(index)
         most = None if long_inputs.max_query_tokens is None else long_inputs.max_query_tokens + 1
         (encoded,) = self._tokenizer.encode([request.query_texts[query]], "queries", most, long_inputs.side)
-        around = self._surroundings(request, query, long_inputs.query(encoded), _Heads(self._tokenizer))
+        fitted = long_inputs.query(encoded, InputName("queries", query))
+        around = self._surroundings(request, query, fitted, _Heads(self._tokenizer))
         pair = _Pair(InputName("documents", index), around, request.document_texts[index])
         tokens, room = self._read_apart(pair, long_inputs)
-        limited = long_inputs.document(tokens.spans - len(around.left))
+        limited = long_inputs.document(tokens.spans - len(around.left), pair.name)
         windows = long_inputs.windows(limited.tokens, room, pair.name)
         return [extent(np.clip(window.tokens, 0, len(pair.document))) or (0, 0) for window in windows]
 
@@ -201,7 +202,7 @@ class TemplateJoiner:
 
     def _cut(self, pair: _Pair, long_inputs: LongInputs) -> tuple[list[TokenIds], bool]:
         tokens, room = self._read_apart(pair, long_inputs)
-        limited = long_inputs.document(tokens.inside)
+        limited = long_inputs.document(tokens.inside, pair.name)
         windows = long_inputs.windows(limited.tokens, room, pair.name)
         parts = [np.concatenate([tokens.before, window.tokens, tokens.after]) for window in windows]
         return parts, limited.truncated or any(window.truncated for window in windows)
