@@ -119,7 +119,7 @@ def _with_body(
         state.check_ready()
         with ExitStack() as until_answered:
             held = until_answered.enter_context(state.bodies.hold())
-            whole = await _read(state, body, held)
+            whole = await read_body(state, body, held)
             request, found, unread = await _parse(state, whole, held, kind, read)
             del whole
             state = state.telling_of(unread, path)
@@ -178,7 +178,7 @@ def _without_body(handler: Callable[[ServerState], Awaitable[Answer]]) -> Work:
     return work
 
 
-async def _read(state: ServerState, body: Body, held: HeldBytes) -> bytearray:
+async def read_body(state: ServerState, body: Body, held: HeldBytes) -> bytearray:
     """The whole body and some spaces, unless it is larger than the server allows, or all that are read now
     together are."""
     most = state.max_body_bytes
