@@ -162,7 +162,10 @@ def _unused_for(task: str, body: wire.EmbeddingsRequest) -> list[UnreadField]:
 
 def in_unit_length(rows: NDArray[np.floating[Any]]) -> NDArray[np.floating[Any]]:
     """Each row divided by its length."""
-    return rows / np.maximum(np.linalg.norm(rows, axis=-1, keepdims=True), _SHORTEST)
+    scaled: NDArray[np.floating[Any]] = rows / np.maximum(
+        np.linalg.norm(rows, axis=-1, keepdims=True), _SHORTEST
+    )
+    return scaled
 
 
 def _check_task(body: wire.EmbeddingsRequest, task: str) -> None:

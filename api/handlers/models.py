@@ -21,12 +21,13 @@ def changing(method: str, name: str) -> Work:
     """What loads a model or drops it."""
 
     async def work(state: ServerState, body: Body, tenant: str) -> Answer:
-        assert state.models is not None
+        models = state.models
+        assert models is not None
         with state.bodies.hold() as held:
             given = await read_body(state, body, held)
         state = state.telling_of(_fields_in(given), MODEL_PATH)
         is_load = method == "POST"
-        answer = await (_load(state, state.models, name) if is_load else _drop(state.models, name))
+        answer = await (_load(state, models, name) if is_load else _drop(models, name))
         return answer.with_field_warnings(state.field_warnings)
 
     return work
