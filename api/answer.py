@@ -56,6 +56,11 @@ class Answer:
         """The same answer with its warnings, if it has any, in a header too: not every shape has a place."""
         return self.with_headers(x_maxsimd_warnings="; ".join(warnings)) if warnings else self
 
+    def with_field_warnings(self, warnings: Sequence[str]) -> "Answer":
+        """The same answer with these warnings in the header, where no handler has put them there."""
+        is_told = "x-maxsimd-warnings" in self.headers
+        return self if is_told else self.with_warnings(warnings)
+
     def completed(self, request_id: str, seconds: float, more: Mapping[str, str]) -> "Answer":
         """The answer as it leaves, with the headers that every answer carries and with `more`."""
         said = {name.lower() for name in self.headers}
@@ -77,17 +82,6 @@ async def wire_answer(build: Callable[[], Any], items: int, characters: int = 0)
 def json_page(page: Any, status: int = 200) -> Answer:
     """A small page for those who run a server, as JSON that people read too."""
     return Answer(status, {"Content-Type": "application/json; charset=utf-8"}, json.dumps(page).encode())
-
-
-def warnings_of(truncated: int) -> list[str] | msgspec.UnsetType:
-    """What to say of a result for which that many inputs were cut."""
-    if not truncated:
-        return msgspec.UNSET
-    were = "input was" if truncated == 1 else "inputs were"
-    return [
-        f"{truncated} {were} longer than the model reads and cut; send shorter texts, or long_documents "
-        '"error" to have them refused'
-    ]
 
 
 def new_id(prefix: str) -> str:

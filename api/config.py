@@ -78,6 +78,9 @@ class ServerConfig:
         "Take token ids in place of texts. Clients send those of other tokenisers by default, which mean "
         "something else here, so they are refused otherwise.",
     )
+    strict_fields: bool = option(
+        False, "Refuse requests with fields that their route does not read, rather than warn of them."
+    )
     normalize_scores: bool = option(
         False, "Give scores from 0 to 1, unless a request says normalize false or wants raw scores."
     )

@@ -1,6 +1,7 @@
 """From wire requests to arguments of the engine. Functions of their input, and of how many texts there may
 be, which is checked before any of them is looked at."""
 
+import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,9 +25,11 @@ from maxsimd.api.wire import (
     RerankRequest,
     ScoreRequest,
     Scoring,
+    TokenizeRequest,
 )
 from maxsimd.api.wire_cohere import CohereEmbedRequest
-from maxsimd.api.wire_tei import TeiTruncating
+from maxsimd.api.wire_reranks import NvidiaRequest
+from maxsimd.api.wire_tei import TeiTruncating, TeiVectorsRequest
 from maxsimd.engine import InvalidRequestError, Truncation
 from maxsimd.engine.media import Content as PictureContent
 from maxsimd.engine.requests import InputType, Item
@@ -34,10 +37,31 @@ from maxsimd.engine.requests import InputType, Item
 ToRank = tuple[Item, list[Item]]
 # Texts and pictures, or the token ids of each text.
 Inputs = list[str] | list[list[int]] | list[str | PictureContent]
+# The longest line of YAML.
+_ENDLESS = 2**31 - 1
 # The names of fields, with the place that each has in the text.
 RankFields = Mapping[str, int]
 
 _PAIRS = (("queries", "documents"), ("queries", "items"), ("data_1", "data_2"), ("text_1", "text_2"))
+# Fields with texts, each of which may be an object.
+CONTENT_FIELDS = frozenset(
+    {"query", *(name for pair in _PAIRS for name in pair), "passages", "input", "inputs", "content"}
+)
+_LIMITS = ("truncate_prompt_tokens", "max_tokens_per_query", "max_tokens_per_doc")
+# What text-embeddings-inference's requests do not have beside `texts`.
+_NOT_OF_TEI = frozenset(
+    {"documents", "top_k", "truncation", "rank_fields", "truncation_side", "long_documents", "window_overlap"}
+    | {*_LIMITS}
+)
+_OF_TEI = frozenset({"return_text", "truncate", "truncation_direction"})
+# What a chat alone has, with what is done anyway.
+_OF_CHAT = {
+    "add_generation_prompt": False,
+    "continue_final_message": False,
+    "add_special_tokens": True,
+    "chat_template": None,
+    "chat_template_kwargs": None,
+}
 
 
 # What a text is embedded for that is neither a query nor a document, as Cohere and Jina call it.
@@ -77,6 +101,56 @@ def texts_to_rank(request: RerankRequest, most: int) -> ToRank:
 def rank_places(rank_fields: list[str] | None) -> RankFields:
     """The place of each field. One that is named twice counts once, where it is named first."""
     return {name: i for i, name in reversed(list(enumerate(rank_fields or ())))}
+
+
+def unused_fields(request: msgspec.Struct) -> frozenset[str]:
+    """Fields that the request's type has for requests of another shape, and that this one does not use."""
+    match request:
+        case ScoreRequest():
+            return frozenset(name for pair in _PAIRS for name in pair) - {*names_of(request)}
+        case RerankRequest(texts=None, top_k=None):
+            return _OF_TEI
+        case RerankRequest(texts=None):
+            return _OF_TEI | {"top_n"}
+        case RerankRequest():
+            return _NOT_OF_TEI
+        case NvidiaRequest() if request.truncate is not None:
+            return frozenset({*_LIMITS, "truncation_side", "long_documents", "window_overlap"})
+        case TeiVectorsRequest() if isinstance(request.inputs, dict):
+            return frozenset({"normalize", "dimensions", "truncate", "truncation_direction", "prompt_name"})
+        case TeiVectorsRequest():
+            return frozenset({"parameters"})
+        case TokenizeRequest() if request.inputs is not None:
+            return frozenset({"text", "prompt", "return_token_strs"})
+        case TokenizeRequest() if request.text is not None:
+            return frozenset({"prompt"})
+        case EmbeddingsRequest():
+            return frozenset(_unused_for_vectors(request))
+    return frozenset()
+
+
+def _unused_for_vectors(request: EmbeddingsRequest) -> Iterator[str]:
+    if request.messages is None:
+        yield from (name for name, usual in _OF_CHAT.items() if getattr(request, name) not in (None, usual))
+    elif request.modality is not None:
+        yield "modality"
+    if request.dimensions and request.output_dimension not in (None, request.dimensions):
+        yield "output_dimension"
+    if request.input_type is not None and not isinstance(request, PoolingRequest):
+        yield "task"
+
+
+def own_limits(request: object) -> list[str]:
+    """The lengths that a request sets itself, as warnings name them."""
+    given = ((name, getattr(request, name, None)) for name in _LIMITS)
+    return [f"{name} ({value})" for name, value in given if value is not None and value > 0]
+
+
+def instruction_of(request: Scoring) -> str | None:
+    """The instruction, under either of its names."""
+    if None not in (request.instruction, request.instruct) and request.instruction != request.instruct:
+        raise InvalidRequestError("instruction and instruct say different things; leave out one", "instruct")
+    return request.instruct if request.instruction is None else request.instruction
 
 
 def _pair_of(request: ScoreRequest) -> tuple[str, str] | None:
@@ -189,13 +263,34 @@ def as_text(content: Content, where: str, param: str, rank_fields: RankFields | 
 def _record_text(record: dict[str, Any], rank_fields: RankFields, where: str) -> str:
     # Not every name is looked for in every record: of both there may be very many.
     named = sorted(record.keys() & rank_fields.keys(), key=rank_fields.__getitem__)
-    lines = [f"{name}: {record[name]}" for name in named if record[name] is not None]
+    lines = [_field_text(name, record[name]) for name in named if record[name] is not None]
     if not lines:
         raise InvalidRequestError(
             f"{where} has none of the fields that rank_fields names; name at least one that it has",
             "rank_fields",
         )
     return "\n".join(lines)
+
+
+def _field_text(name: str, value: Any) -> str:
+    """A field of a record as YAML, as Cohere's clients write records. A text is not quoted."""
+    if isinstance(value, str | int):
+        return f"{name}: {str(value).lower() if isinstance(value, bool) else value}"
+    import yaml  # late: few requests need it
+
+    written: str = yaml.dump(
+        {name: value}, Dumper=_dumper(), sort_keys=False, allow_unicode=True, width=_ENDLESS
+    )
+    return written.rstrip("\n")
+
+
+@functools.cache
+def _dumper() -> Any:
+    """YAML's writer, in C where there is one, which writes values that are equal each time anew."""
+    import yaml
+
+    base = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+    return type("RecordDumper", (base,), {"ignore_aliases": lambda dumper, value: True})
 
 
 def _part_text(part: Any, where: str, param: str) -> str:
@@ -214,6 +309,8 @@ def truncation_of(request: Common, default: LongDocuments) -> Truncation:
     cut = getattr(request, "truncation", None)
     if cut is not None and tokens is None and request.long_documents is None:
         long_documents = "truncate" if cut else "error"
+    # The server's own setting does not make an error of the lengths that a request sets itself.
+    refuse = long_documents == "error" and (request.long_documents is not None or cut is False)
     if tokens is None and long_documents != "error":
         tokens = -1
     if not isinstance(request, Scoring):
@@ -222,14 +319,16 @@ def truncation_of(request: Common, default: LongDocuments) -> Truncation:
                 "long_documents window is only for documents that are scored; use truncate or error",
                 "long_documents",
             )
-        return Truncation(max_tokens=tokens, side=side)
+        return Truncation(max_tokens=tokens, side=side, refuse=refuse and tokens is not None)
+    limits = (tokens, request.max_tokens_per_query or None, request.max_tokens_per_doc or None)
     return Truncation(
         max_tokens=tokens,
         side=side,
-        max_query_tokens=request.max_tokens_per_query or None,
-        max_document_tokens=request.max_tokens_per_doc or None,
+        max_query_tokens=limits[1],
+        max_document_tokens=limits[2],
         windows=long_documents == "window",
         window_overlap=request.window_overlap,
+        refuse=refuse and any(limit is not None for limit in limits),
     )
 
 

@@ -4,6 +4,7 @@ Cohere's content. A plain string is always a text, whatever it looks like."""
 from collections.abc import Iterator
 from typing import Any
 
+from maxsimd.api.reading_vectors import is_vectors
 from maxsimd.engine import InvalidRequestError
 from maxsimd.engine.media import AnyPicture, Content, EncodedPicture, Part, PictureUrl
 
@@ -13,6 +14,25 @@ _TEXT_TYPES = ("text", "input_text")
 # Of media that no model here reads.
 _OTHER_NAMES = ("video", "video_url", "audio", "audio_url", "input_audio", "image_embeds")
 _OTHERS = (*_OTHER_NAMES, "file", "document")
+# An object that names a picture; how finely it is read is not the request's to say.
+PICTURE_URL = ("url", "detail")
+# What each kind of object has; the id is the client's own.
+_OF_TEXT, _OF_CONTENT = ("text", "type", "id"), ("content", "type", "id", "role")
+_OF_PICTURE = ("text", *_OF_CONTENT, *_NAMES, *_OTHER_NAMES)
+_OF_VECTORS = ("embedding", "dtype", "shape", "scales", "id")
+_OF_SENTENCES = ("source_sentence", "sentences")
+
+
+def known_names(content: dict[str, Any]) -> tuple[str, ...]:
+    """The fields of an object that are read where it holds a text, pictures, an embedding, or sentences to
+    be compared."""
+    if is_vectors(content):
+        return _OF_VECTORS
+    if has_pictures(content):
+        return _OF_PICTURE
+    if "text" in content:
+        return _OF_TEXT
+    return _OF_SENTENCES if "sentences" in content else _OF_CONTENT
 
 
 def has_pictures(content: dict[str, Any]) -> bool:

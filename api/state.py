@@ -2,7 +2,7 @@
 
 import asyncio
 import copy
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from typing import Literal, Self, cast
 
@@ -16,6 +16,7 @@ from maxsimd.api.metrics import ServerMetrics
 from maxsimd.api.models.choice import Wanted
 from maxsimd.api.models.routing import chosen, named, not_served, served
 from maxsimd.api.models.several import SeveralModels
+from maxsimd.api.request_warnings import LoggedFields, UnreadField, messages_of, refuse
 from maxsimd.api.served import FleetView, ServedEngine, Serving
 from maxsimd.api.tracing import tracing_of_environment
 from maxsimd.engine import EngineDeadError, EngineNotReadyError
@@ -44,6 +45,9 @@ class ServerState:
         self.bodies = BodyBudget(config.max_bodies_mb * 1024 * 1024)
         self.media = MediaSources(config)
         self.draining = False
+        self.logged_fields = LoggedFields()
+        # Of a request's state: what its answer says of fields that are not read.
+        self.field_warnings: tuple[str, ...] = ()
         self._name: str | None = None
         self.fleet: FleetView | None = None
         self.comes_back = config.restart_on_failure
@@ -142,6 +146,18 @@ class ServerState:
             raise not_served(self.models, called)
         one = copy.copy(self)
         one.models, one.engine, one._name = None, engine, called
+        return one
+
+    def telling_of(self, unread: Collection[UnreadField], route: str) -> Self:
+        """The state in which a request is answered that has these unread fields. Raises InvalidRequestError
+        where such requests are refused."""
+        if not unread:
+            return self
+        self.logged_fields.note(route, unread)
+        if self.config.strict_fields:
+            refuse(unread)
+        one = copy.copy(self)
+        one.field_warnings = (*self.field_warnings, *messages_of(unread))
         return one
 
     @property

@@ -1,7 +1,7 @@
 """The wire types: what clients send and what they get, as msgspec structs.
 
-Unknown fields are ignored, as clients send their own; the fields of these types are checked here. What they
-mean together is worked out in `reading`.
+Their fields are checked here, and what they mean together is worked out in `reading`. Fields that they do not
+have are dropped, and reported by `request_warnings`.
 """
 
 from typing import Annotated, Any, Literal
@@ -23,6 +23,10 @@ Direction = Literal["left", "right", "Left", "Right"]
 # Neither infinite nor NaN, which are text in JSON.
 _LARGEST = 1e30
 
+# What clients always send and what changes nothing here, by name.
+Ignored = Annotated[Any, msgspec.Meta(description="Accepted and ignored.")]
+IGNORED_FIELDS = frozenset({"user", "request_id", "options", "wait_for_model", "use_cache", "use_gpu"})
+
 
 class Common(msgspec.Struct, kw_only=True):
     """Options that all requests share. Clients send null for what they leave open, so all of them take it."""
@@ -33,6 +37,9 @@ class Common(msgspec.Struct, kw_only=True):
     long_documents: LongDocuments | None = None
     priority: int | Literal["interactive", "batch"] | None = None
     timeout: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    # OpenAI's, and vLLM's name of a request in its log.
+    user: Ignored = None
+    request_id: Ignored = None
 
 
 class Scoring(Common, kw_only=True):
@@ -45,6 +52,8 @@ class Scoring(Common, kw_only=True):
     normalize: bool | None = None
     score_threshold: Annotated[float, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)] | None = None
     instruction: str | None = None
+    # The same as SGLang and DashScope call it.
+    instruct: str | None = None
     window_overlap: NotNegative | None = None
     cache: Literal["use", "bypass", "refresh"] | None = None
     on_timeout: Literal["error", "partial"] | None = None
@@ -108,6 +117,14 @@ class MuveraParameters(msgspec.Struct, kw_only=True):
     seed: NotNegative | None = None
 
 
+class HubOptions(msgspec.Struct, kw_only=True):
+    """What clients of Hugging Face's inference API send; a model that is served is loaded."""
+
+    wait_for_model: Ignored = None
+    use_cache: Ignored = None
+    use_gpu: Ignored = None
+
+
 class EmbeddingsRequest(Common, kw_only=True):
     """Texts as `input`, or one text as the `messages` of a chat."""
 
@@ -135,6 +152,8 @@ class EmbeddingsRequest(Common, kw_only=True):
     truncation: bool | None = None
     # Infinity's: what the strings of `input` are.
     modality: str | None = None
+    # Jina's and mixedbread's: vectors of length 1.
+    normalized: bool | None = None
     # Jina's: `input` are the chunks of one document, or it is one text with these `chunks`.
     late_chunking: bool | None = None
     chunks: list[tuple[NotNegative, NotNegative]] | None = None
@@ -169,6 +188,7 @@ class PredictRequest(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     parameters: PredictParameters | None = None
+    options: HubOptions | None = None
     inputs: Sequences
     raw_scores: bool | None = None
     truncate: bool | None = None

@@ -3,7 +3,7 @@ in `wire`."""
 
 import msgspec
 
-from maxsimd.api.wire import Direction, NotNegative, Positive
+from maxsimd.api.wire import Direction, HubOptions, NotNegative, Positive
 from maxsimd.api.wire_texts import Texts
 
 
@@ -21,6 +21,7 @@ class TeiEmbedAllRequest(TeiTruncating, kw_only=True):
 
     model: str | None = None
     inputs: Texts
+    options: HubOptions | None = None
 
 
 class TeiEmbedRequest(TeiEmbedAllRequest, kw_only=True):
@@ -60,6 +61,7 @@ class TeiSimilarityRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     inputs: Sentences
     parameters: TeiTruncating | None = None
+    options: HubOptions | None = None
 
 
 class TeiVectorsRequest(TeiEmbedRequest, kw_only=True):

@@ -47,7 +47,12 @@ class RequestTimeoutError(MaxsimdError):
 
 
 class RequestFailedError(MaxsimdError):
-    """The model, or the caller's own `progress`, failed on this request alone; others were not affected."""
+    """The model, or the caller's own `progress`, failed on this request alone; others were not affected.
+    `value` is the index of the value that is not finite, if that is why."""
+
+    def __init__(self, message: str, value: int | None = None) -> None:
+        super().__init__(message)
+        self.value = value
 
 
 class EngineRunningError(MaxsimdError):

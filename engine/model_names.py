@@ -15,5 +15,11 @@ def shown_name(model: str | None) -> str:
 
 def refuse_missing_folder(model: str | None) -> None:
     """Raises ModelLoadError if the name is a path, and nothing is there. Other names may be hub ids."""
-    if model is not None and model.startswith(("/", "./", "../", "~")) and not Path(model).exists():
+    if model is None or not model.startswith(("/", "./", "../", "~")):
+        return
+    try:
+        is_there = Path(model).exists()
+    except OSError as error:
+        raise ModelLoadError(f"{model!r} cannot be read: {error.strerror}; let this user read it") from error
+    if not is_there:
         raise ModelLoadError(f"there is no folder {model!r}")

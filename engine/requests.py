@@ -118,8 +118,9 @@ class Truncation:
 
     `max_tokens` None makes an over-long input an error, -1 cuts it to the model's maximum and any other
     number cuts it to that many tokens, special tokens included. `side` says which end is cut off; None is
-    the one that the checkpoint's tokenizer cuts.
-    `max_query_tokens` and `max_document_tokens` cut the texts themselves, special tokens not counted.
+    the one that the checkpoint's tokenizer cuts. `max_query_tokens` and `max_document_tokens` cut the texts
+    themselves, special tokens not counted. With `refuse` a text that is longer than any of these numbers is
+    an error.
 
     With `windows` an over-long document is not cut but read through windows of as many tokens as fit, which
     share `window_overlap` with their neighbours (the engine's setting where None). Its score is the best
@@ -132,6 +133,7 @@ class Truncation:
     max_document_tokens: int | None = None
     windows: bool = False
     window_overlap: int | None = None
+    refuse: bool = False
 
 
 REFUSE_LONG = Truncation()

@@ -6,13 +6,14 @@ from contextlib import ExitStack
 from typing import Any
 
 from maxsimd.api import wire
-from maxsimd.api.answer import Answer, new_id, usage_of, warnings_of, wire_answer
+from maxsimd.api.answer import Answer, new_id, usage_of, wire_answer
 from maxsimd.api.handlers.ranking import in_words_of, scale_of, score_options, with_scale
 from maxsimd.api.handlers.score_answers import cohere_meta, least_score, ranked
 from maxsimd.api.models.choice import Wanted
 from maxsimd.api.models.routing import named, told_of
 from maxsimd.api.models.several import SeveralModels
-from maxsimd.api.reading import ToRank, truncation_of
+from maxsimd.api.reading import ToRank, instruction_of, truncation_of
+from maxsimd.api.request_warnings import warnings_of
 from maxsimd.api.state import ServerState
 from maxsimd.engine import InvalidRequestError, RankedDocument, RerankResult, Usage
 from maxsimd.engine.requests import Timings
@@ -34,7 +35,7 @@ async def rerank(
     models = _check(state, body, stages)
     names = [named(models, stage.model) for stage in stages]
     plan = [
-        (name, stage.keep, stage.instruction or body.instruction)
+        (name, stage.keep, stage.instruction or instruction_of(body))
         for name, stage in zip(names, stages, strict=True)
     ]
     # Whatever the stages are, a model that is not served now is told before any of them runs.
@@ -57,7 +58,7 @@ async def rerank(
         wire.StageDone(stage.model, stage.documents, round(stage.milliseconds, 3)) for stage in result.stages
     ]
     with_text = body.return_documents is not False
-    warnings = warnings_of(sum(ranking.truncated for ranking in rankings))
+    warnings = warnings_of(sum(ranking.truncated for ranking in rankings), state.field_warnings, body)
     usage = _together([ranking.usage for ranking in rankings])
 
     def build() -> wire.RerankResponse:

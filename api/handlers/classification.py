@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maxsimd.api import wire, wire_labels
-from maxsimd.api.answer import Answer, new_id, now, usage_of, warnings_of, wire_answer
+from maxsimd.api.answer import Answer, new_id, now, usage_of, wire_answer
 from maxsimd.api.handlers.route import post_texts
 from maxsimd.api.handlers.tei_headers import TeiHeaders
 from maxsimd.api.models.choice import Wanted
@@ -18,6 +18,7 @@ from maxsimd.api.reading import (
     tei_truncation_of,
     truncation_of,
 )
+from maxsimd.api.request_warnings import warnings_of
 from maxsimd.api.state import ServerState
 
 # Of a logit beyond this the exponential is not a float32.
@@ -37,7 +38,7 @@ async def classify(state: ServerState, body: wire.ClassifyRequest, inputs: Input
         timeout=body.timeout,
     )
 
-    warnings = warnings_of(result.truncated)
+    warnings = warnings_of(result.truncated, state.field_warnings, body)
 
     def build() -> wire.ClassifyResponse | wire_labels.LabelsResponse:
         labels, usage = result.labels, usage_of(result.usage)

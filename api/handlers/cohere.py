@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maxsimd.api import wire_cohere
-from maxsimd.api.answer import Answer, new_id, warnings_of, wire_answer
+from maxsimd.api.answer import Answer, new_id, wire_answer
 from maxsimd.api.handlers.route import post_texts
 from maxsimd.api.models.choice import Wanted
 from maxsimd.api.reading import (
@@ -18,6 +18,7 @@ from maxsimd.api.reading import (
     pictures_of,
     texts_and_pictures,
 )
+from maxsimd.api.request_warnings import warnings_of
 from maxsimd.api.state import ServerState
 from maxsimd.api.vectors import Numbers, encoded
 from maxsimd.engine import InvalidRequestError
@@ -73,7 +74,7 @@ async def _embed(
             truncation=cohere_truncation_of(body, state.config.long_documents),
             tenant=tenant,
         )
-    warnings = warnings_of(result.truncated)
+    warnings = warnings_of(result.truncated, state.field_warnings, body)
     echoed = [text for text in texts if isinstance(text, str)]
     billed = {"input_tokens": result.usage.prompt_tokens}
     if len(echoed) < len(texts):

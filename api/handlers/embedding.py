@@ -3,9 +3,11 @@
 from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from maxsimd.api import wire
-from maxsimd.api.answer import Answer, new_id, now, usage_of, warnings_of, wire_answer
+from maxsimd.api.answer import Answer, new_id, now, usage_of, wire_answer
 from maxsimd.api.encodings import described, encoding_of
 from maxsimd.api.handlers.route import post_texts
 from maxsimd.api.models.choice import Wanted
@@ -19,6 +21,7 @@ from maxsimd.api.reading import (
     wants_base64,
 )
 from maxsimd.api.reading_messages import Chat, inputs_or_chat_of
+from maxsimd.api.request_warnings import UnreadField, warnings_of
 from maxsimd.api.state import ServerState
 from maxsimd.api.vectors import encoded, file_of
 from maxsimd.engine import (
@@ -33,6 +36,9 @@ from maxsimd.engine.results.postprocess import aside
 
 # What a number of an answer takes as text, and as much again while that is made.
 _BYTES_A_NUMBER = 24
+
+_SHORTEST = 1e-12
+NORMALIZES_ANYWAY = "{} false changes nothing, because the model's own last layer normalises"
 
 _SAFETENSORS = "application/vnd.safetensors"
 # How the ids of answers begin, by what is in them.
@@ -76,9 +82,17 @@ async def _vectors(
         inputs = await _read_chat(state, body, inputs)
     else:
         check_token_ids(inputs, state.config.accept_token_ids)
+    state = state.telling_of(_unused_for(task, body), f"task {task}")
+    unit = state.engine.facts.tasks.get("embed") if body.normalized is not None and task == "embed" else None
     result = await _run(state, body, inputs, tenant, task)
     vectors = result.scores if isinstance(result, ClassifyResult) else result.embeddings
-    warnings, size = warnings_of(result.truncated), sum(each.size for each in vectors)
+    warnings = warnings_of(result.truncated, state.field_warnings, body)
+    if unit is not None and isinstance(result, EmbedResult):
+        if body.normalized and not unit.normalised:
+            vectors = in_unit_length(result.embeddings)
+        elif unit.normalised and not body.normalized:
+            warnings = [*(warnings or ()), NORMALIZES_ANYWAY.format("normalized")]
+    size = sum(each.size for each in vectors)
     made_by = result.encoding if isinstance(result, EmbedResult) else None
     if body.encoding_format == "safetensors":
         about = {"model": model, "prompt_tokens": str(result.usage.prompt_tokens)}
@@ -136,6 +150,22 @@ async def _run(
     if task == "embed":
         return await engine.embed(inputs, **options, **_of_one_vector(state, body, len(inputs)))
     return await engine.embed_tokens(inputs, **options, max_tokens=most_vectors(state, dimensions))
+
+
+def _unused_for(task: str, body: wire.EmbeddingsRequest) -> list[UnreadField]:
+    """Fields that say how vectors are made, in a request for something else."""
+    names = ["normalized"] if task != "embed" or body.encoding is not None else []
+    if task == "classify":
+        names += ["dimensions", "output_dimension", "input_type", "prompt_name"]
+    return [UnreadField(name, None) for name in names if getattr(body, name)]
+
+
+def in_unit_length(rows: NDArray[np.floating[Any]]) -> NDArray[np.floating[Any]]:
+    """Each row divided by its length."""
+    scaled: NDArray[np.floating[Any]] = rows / np.maximum(
+        np.linalg.norm(rows, axis=-1, keepdims=True), _SHORTEST
+    )
+    return scaled
 
 
 def _check_task(body: wire.EmbeddingsRequest, task: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from maxsimd.api.answer import Answer
+from maxsimd.api.request_warnings import UnreadField, unread_fields
 from maxsimd.api.state import ServerState
 
 # A request as JSON has it.
@@ -21,19 +22,20 @@ class Form(NamedTuple):
     handler: Callable[[ServerState, Any, Any, str], Awaitable[Answer]]
 
 
-async def answered_as(form: Form, state: ServerState, fields: Fields, tenant: str) -> Answer:
-    """The answer to these fields as a request of this kind."""
+async def answered_as(form: Form, state: ServerState, fields: Fields, tenant: str, path: str) -> Answer:
+    """The answer to these fields as a request of this kind, on the route with this path."""
     most = state.config.max_documents
 
-    def read() -> tuple[Any, Any]:
+    def read() -> tuple[Any, Any, list[UnreadField]]:
         request = msgspec.convert(fields, type=form.kind, strict=False)
-        return request, form.read(request, most)
+        return request, form.read(request, most), unread_fields(request, fields)
 
     size = sum(len(value) for value in fields.values() if isinstance(value, str | list))
-    request, found = await state.engine.in_thread(read, size)
+    request, found, unread = await state.engine.in_thread(read, size)
     state.check_model(request.model)
-    if state.reads_pictures:
-        with state.bodies.hold() as held:
+    state = state.telling_of(unread, path)
+    with state.bodies.hold() as held:
+        if state.reads_pictures:
             found = await state.media.filled(found, held)
-            return await form.handler(state, request, found, tenant)
-    return await form.handler(state, request, found, tenant)
+        answer = await form.handler(state, request, found, tenant)
+    return answer.with_field_warnings(state.field_warnings)

@@ -4,12 +4,13 @@
 from typing import Any
 
 from maxsimd.api import wire_reranks
-from maxsimd.api.answer import Answer, json_page, new_id, now, usage_of, warnings_of, wire_answer
+from maxsimd.api.answer import Answer, json_page, new_id, now, usage_of, wire_answer
 from maxsimd.api.handlers.operating import card
 from maxsimd.api.handlers.ranking import characters_of, check_all_ranked, rank, scale_of, with_scale
 from maxsimd.api.handlers.route import get, post_texts
 from maxsimd.api.models.choice import Wanted
 from maxsimd.api.reading import ToRank, as_item, as_items, check_count, rank_places, truncation_of
+from maxsimd.api.request_warnings import warnings_of
 from maxsimd.api.state import ServerState
 
 BASE = "/infinity"
@@ -24,7 +25,7 @@ async def rerank(
     truncation = truncation_of(body, state.config.long_documents)
     model, scale = state.model_name, scale_of(state, body)
     result = await rank(state, body, texts, truncation, tenant, top_n=body.top_n)
-    warnings = warnings_of(result.truncated)
+    warnings = warnings_of(result.truncated, state.field_warnings, body)
     with_texts = bool(body.return_documents)
 
     def build() -> wire_reranks.InfinityResponse:

@@ -20,7 +20,7 @@ _PAIRED = {"queries", "documents", "items", "text_1", "text_2", "data_1", "data_
 
 
 async def invocations(state: ServerState, body: Fields, nothing: None, tenant: str) -> Answer:
-    return await answered_as(_form_of(state, body), state, body, tenant)
+    return await answered_as(_form_of(state, body), state, body, tenant, "/invocations")
 
 
 def _form_of(state: ServerState, fields: Fields) -> Form:

@@ -2,13 +2,16 @@
 
 from collections.abc import Mapping
 
+import msgspec
+
 from maxsimd.api.answer import Answer, json_page
 from maxsimd.api.failures import ApiError, in_printable_name, model_is_not_loadable, no_such_model
 from maxsimd.api.flags import in_flags
 from maxsimd.api.handlers.operating import MODEL_PATH, card
-from maxsimd.api.handlers.route import Body, Route, Work
+from maxsimd.api.handlers.route import Body, Route, Work, read_body
 from maxsimd.api.models.routing import served
 from maxsimd.api.models.several import LastModelError, SeveralModels
+from maxsimd.api.request_warnings import UnreadField, unread_fields
 from maxsimd.api.state import ServerState
 
 METHODS = ("POST", "DELETE")
@@ -18,12 +21,28 @@ def changing(method: str, name: str) -> Work:
     """What loads a model or drops it."""
 
     async def work(state: ServerState, body: Body, tenant: str) -> Answer:
-        assert state.models is not None
-        if method == "POST":
-            return await _load(state, state.models, name)
-        return await _drop(state.models, name)
+        models = state.models
+        assert models is not None
+        with state.bodies.hold() as held:
+            given = await read_body(state, body, held)
+        state = state.telling_of(_fields_in(given), MODEL_PATH)
+        is_load = method == "POST"
+        answer = await (_load(state, models, name) if is_load else _drop(models, name))
+        return answer.with_field_warnings(state.field_warnings)
 
     return work
+
+
+class _NoFields(msgspec.Struct):
+    """How a model runs is for the server's configuration to say."""
+
+
+def _fields_in(body: bytes | bytearray) -> list[UnreadField]:
+    """The fields of a body, none of which is read; there need not be one."""
+    try:
+        return unread_fields(_NoFields(), msgspec.json.decode(body, type=dict[str, msgspec.Raw]))
+    except msgspec.DecodeError:
+        return []
 
 
 def check_allowed(state: ServerState, headers: Mapping[str, str]) -> None:

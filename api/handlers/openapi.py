@@ -17,7 +17,7 @@ _JSON = "application/json"
 _REFERENCES = "#/components/schemas/{name}"
 _ABOUT = (
     "Relevance scores of documents for queries: late interaction, cross-encoders, bi-encoders, sparse and "
-    "listwise. Unknown fields are ignored; null means left open."
+    "listwise. Fields that a route does not read are named in warnings; null means left open."
 )
 
 Page = dict[str, Any]

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from maxsimd.api import wire
 from maxsimd.api.answer import Answer
-from maxsimd.api.reading import ToRank, in_its_words, wants_activation, wants_normalized
+from maxsimd.api.reading import ToRank, in_its_words, instruction_of, wants_activation, wants_normalized
 from maxsimd.api.state import ServerState
 from maxsimd.engine import InvalidRequestError, RerankResult, Truncation
 from maxsimd.engine.explanations import Explanation
@@ -40,7 +40,7 @@ def score_options(
         "truncation": truncation,
         "use_activation": wants_activation(body),
         "normalize": wants_normalized(body, state.config.normalize_scores),
-        "instruction": body.instruction,
+        "instruction": instruction_of(body),
         "cache": body.cache or "use",
         "priority": body.priority or 0,
         "tenant": tenant,

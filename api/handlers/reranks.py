@@ -2,7 +2,7 @@
 place for documents without a score."""
 
 from maxsimd.api import wire, wire_reranks
-from maxsimd.api.answer import Answer, usage_of, warnings_of, wire_answer
+from maxsimd.api.answer import Answer, usage_of, wire_answer
 from maxsimd.api.handlers.ranking import characters_of, check_all_ranked, rank, scale_of, with_scale
 from maxsimd.api.handlers.route import post_texts
 from maxsimd.api.handlers.tei_headers import TeiHeaders
@@ -16,6 +16,7 @@ from maxsimd.api.reading import (
     tei_truncation_of,
     truncation_of,
 )
+from maxsimd.api.request_warnings import warnings_of
 from maxsimd.api.state import ServerState
 from maxsimd.engine import Truncation
 
@@ -29,14 +30,16 @@ async def text_embeddings_inference(
     names, headers = ("query", "texts"), TeiHeaders(state, [texts[0], *texts[1]])
     scale = scale_of(state, body)
     result = await rank(state, body, texts, truncation, tenant, top_n=body.top_n, names=names)
+    # The second as others call it.
+    with_text = bool(body.return_documents if body.return_text is None else body.return_text)
 
     def build() -> list[wire_reranks.TeiRanked]:
         return [
-            wire_reranks.TeiRanked(one.index, one.score, one.text if body.return_text else None)
+            wire_reranks.TeiRanked(one.index, one.score, one.text if with_text else None)
             for one in result.results
         ]
 
-    characters = characters_of(result) if body.return_text else 0
+    characters = characters_of(result) if with_text else 0
     answer = await wire_answer(build, len(result.results), characters)
     return with_scale(headers.added_to(answer, result), scale)
 
@@ -48,7 +51,7 @@ async def voyage(state: ServerState, body: wire.RerankRequest, texts: ToRank, te
     model, scale = state.model_name, scale_of(state, body)
     top_n = body.top_n if body.top_k is None else body.top_k
     result = await rank(state, body, texts, truncation, tenant, top_n=top_n)
-    warnings = warnings_of(result.truncated)
+    warnings = warnings_of(result.truncated, state.field_warnings, body)
 
     def build() -> wire_reranks.VoyageResponse:
         data = [
@@ -71,7 +74,7 @@ async def mixedbread(
     model, scale = state.model_name, scale_of(state, body)
     names = ("query", "input")
     result = await rank(state, body, texts, truncation, tenant, top_n=body.top_k, names=names)
-    warnings = warnings_of(result.truncated)
+    warnings = warnings_of(result.truncated, state.field_warnings, body)
     with_input = bool(body.return_input)
 
     def build() -> wire_reranks.MixedbreadResponse:
@@ -104,7 +107,7 @@ async def nvidia(state: ServerState, body: wire_reranks.NvidiaRequest, texts: To
         truncation = Truncation(max_tokens=-1 if body.truncate == "END" else None)
     names = ("query", "passages")
     result = await rank(state, body, texts, truncation, tenant, top_n=None, names=names)
-    warnings = warnings_of(result.truncated)
+    warnings = warnings_of(result.truncated, state.field_warnings, body)
 
     def build() -> wire_reranks.NvidiaResponse:
         rankings = [wire_reranks.NvidiaRanked(one.index, one.score) for one in result.results]

@@ -26,6 +26,7 @@ from maxsimd.api.json_shape import JsonShape, shape_of
 from maxsimd.api.models.choice import Wanted
 from maxsimd.api.models.routing import told_of
 from maxsimd.api.models.several import SeveralModels
+from maxsimd.api.request_warnings import UnreadField, unread_fields
 from maxsimd.api.state import ServerState
 
 T = TypeVar("T")
@@ -43,6 +44,8 @@ LARGE_BODY = 64 * 1024
 # Arrays and objects that a body may have for each document that is allowed, and strings: a record of 20
 # fields has 40, with the names of its fields.
 _CONTAINERS_A_DOCUMENT, _STRINGS_A_DOCUMENT = 20, 40
+# The values are views of the body, not decoded: that takes little time beside decoding all of it.
+_NAMES = msgspec.json.Decoder(dict[str, msgspec.Raw])
 # Of a character in JSON, in bytes: two escapes like \ud83d.
 _LONGEST_ESCAPE = 12
 
@@ -77,7 +80,7 @@ def post(
     async def handle(state: ServerState, request: T, nothing: None, tenant: str) -> Answer:
         return await handler(state, request)
 
-    work = _with_body(kind, lambda request, most: None, handle, Wanted.ANYTHING)
+    work = _with_body(path, kind, lambda request, most: None, handle, Wanted.ANYTHING)
     return Route(path, ("POST",), work, kind, answers or (Any,))
 
 
@@ -92,7 +95,7 @@ def post_texts(
     """The same for a handler that also gets what `read` finds in the wire type, of which there may be at most
     a number, and the tenant whose request it is. Nothing is read of a tenant that has used up its rate. What
     is `wanted` chooses the model of a request that names none."""
-    handle = _with_body(kind, read, handler, wanted)
+    handle = _with_body(path, kind, read, handler, wanted)
 
     async def work(state: ServerState, body: Body, tenant: str) -> Answer:
         state.check_ready()
@@ -103,6 +106,7 @@ def post_texts(
 
 
 def _with_body(
+    path: str,
     kind: type[T],
     read: Callable[[T, int], R],
     handler: Callable[[ServerState, T, R, str], Awaitable[Answer]],
@@ -115,15 +119,17 @@ def _with_body(
         state.check_ready()
         with ExitStack() as until_answered:
             held = until_answered.enter_context(state.bodies.hold())
-            whole = await _read(state, body, held)
-            request, found = await _parse(state, whole, held, kind, read)
+            whole = await read_body(state, body, held)
+            request, found, unread = await _parse(state, whole, held, kind, read)
             del whole
+            state = state.telling_of(unread, path)
             asked = wanted if isinstance(wanted, Wanted) else wanted(state, request)
             serving = state.serving(model_of(request), asked)
             with told_of(state.models, serving.called):
                 if serving.reads_pictures:
                     found = await state.media.filled(found, held)
                 answer = await handler(serving, request, found, tenant)
+            answer = answer.with_field_warnings(serving.field_warnings)
             if answer.lines is None:
                 return answer
             lines = _Lines(answer.lines, until_answered.pop_all(), state.models, serving.called)
@@ -172,7 +178,7 @@ def _without_body(handler: Callable[[ServerState], Awaitable[Answer]]) -> Work:
     return work
 
 
-async def _read(state: ServerState, body: Body, held: HeldBytes) -> bytearray:
+async def read_body(state: ServerState, body: Body, held: HeldBytes) -> bytearray:
     """The whole body and some spaces, unless it is larger than the server allows, or all that are read now
     together are."""
     most = state.max_body_bytes
@@ -199,13 +205,17 @@ def _drop_mark(body: bytearray) -> None:
 
 async def _parse(
     state: ServerState, body: bytearray, held: HeldBytes, kind: type[T], read: Callable[[T, int], R]
-) -> tuple[T, R]:
+) -> tuple[T, R, list[UnreadField]]:
+    """The request, what is read of it, and the fields that are not."""
     most = state.config.max_documents
 
-    def parse() -> tuple[T, R]:
+    def parse() -> tuple[T, R, list[UnreadField]]:
         # Not strict, as others take it too: "1" for a number, "true" or 1 for a yes.
         request = msgspec.json.decode(body, type=kind, strict=False)
-        return request, read(request, most)
+        found = read(request, most)
+        # Of a request as a plain object it is not known yet what is read.
+        unread = unread_fields(request, _NAMES.decode(body)) if isinstance(request, msgspec.Struct) else []
+        return request, found, unread
 
     try:
         # What is in a small body takes little memory, whatever it is.

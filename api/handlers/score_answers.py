@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from maxsimd.api import wire
-from maxsimd.api.answer import new_id, now, usage_of, warnings_of
+from maxsimd.api.answer import new_id, now, usage_of
 from maxsimd.api.wire_explanations import on_wire
 from maxsimd.engine import RankedDocument, RerankResult, ScoreResult, Usage
 
@@ -22,12 +22,15 @@ def scored(index: int, score: float, result: ScoreResult) -> wire.Score:
 
 
 def score_response(
-    body: wire.ScoreRequest, model: str, scale: wire.ScoreScale, result: ScoreResult
+    body: wire.ScoreRequest,
+    model: str,
+    scale: wire.ScoreScale,
+    result: ScoreResult,
+    warnings: list[str] | msgspec.UnsetType,
 ) -> wire.ScoreResponse:
     least = least_score(body)
     data = [scored(i, score, result) for i, score in enumerate(result.scores) if score >= least]
-    usage, warnings = usage_of(result.usage), warnings_of(result.truncated)
-    rest = _completeness(body, result)
+    usage, rest = usage_of(result.usage), _completeness(body, result)
     return wire.ScoreResponse(new_id("score"), now(), model, data, usage, scale, warnings=warnings, **rest)
 
 
@@ -40,9 +43,13 @@ def ranked(document: RankedDocument, with_text: bool, model: str | None = None) 
 
 
 def rerank_response(
-    body: wire.RerankRequest, model: str, scale: wire.ScoreScale, result: RerankResult, with_text: bool
+    body: wire.RerankRequest,
+    model: str,
+    scale: wire.ScoreScale,
+    result: RerankResult,
+    warnings: list[str] | msgspec.UnsetType,
+    with_text: bool,
 ) -> wire.RerankResponse:
-    warnings = warnings_of(result.truncated)
     return wire.RerankResponse(
         new_id("rerank"),
         model,

@@ -1,7 +1,7 @@
 """The routes that score and rank: /score, /rerank and their variants."""
 
 from maxsimd.api import wire
-from maxsimd.api.answer import Answer, warnings_of, wire_answer
+from maxsimd.api.answer import Answer, wire_answer
 from maxsimd.api.handlers import cascade, reranks, streaming
 from maxsimd.api.handlers.ranking import (
     characters_of,
@@ -22,9 +22,9 @@ from maxsimd.api.reading import (
     texts_to_score,
     truncation_of,
 )
+from maxsimd.api.request_warnings import warnings_of
 from maxsimd.api.state import ServerState
 from maxsimd.api.wire_reranks import TeiRanked, VoyageResponse
-from maxsimd.engine import RerankResult, ScoreResult
 from maxsimd.engine.requests import Item
 
 
@@ -38,8 +38,9 @@ async def score(
         truncation = truncation_of(body, state.config.long_documents)
         result = await state.engine.score(*texts, **score_options(state, body, truncation, tenant))
     items = len(result.scores) + num_matches(result.explanations.values())
-    answer = await wire_answer(lambda: score_response(body, model, scale, result), items)
-    return _surrounded(answer, scale, result)
+    warnings = warnings_of(result.truncated, state.field_warnings, body)
+    answer = await wire_answer(lambda: score_response(body, model, scale, result, warnings), items)
+    return with_scale(answer, scale).with_timings(result.timings).with_warnings(warnings)
 
 
 async def rerank(state: ServerState, body: wire.RerankRequest, texts: ToRank, tenant: str) -> Answer:
@@ -58,22 +59,17 @@ async def rerank(state: ServerState, body: wire.RerankRequest, texts: ToRank, te
     with_text = body.return_documents is not False
     items = len(result.results) + len(result.unscored)
     items += num_matches(document.explanation for document in result.results)
+    warnings = warnings_of(result.truncated, state.field_warnings, body)
     answer = await wire_answer(
-        lambda: rerank_response(body, model, scale, result, with_text),
+        lambda: rerank_response(body, model, scale, result, warnings, with_text),
         items,
         characters_of(result) if with_text else 0,
     )
-    return _surrounded(answer, scale, result)
+    return with_scale(answer, scale).with_timings(result.timings).with_warnings(warnings)
 
 
 def wanted_ranking(state: ServerState, body: wire.RerankRequest) -> Wanted:
     return Wanted.RANKING if body.cascade is None else Wanted.CASCADE
-
-
-def _surrounded(answer: Answer, scale: wire.ScoreScale, result: ScoreResult | RerankResult) -> Answer:
-    """The answer with what its headers say beside it."""
-    warnings = warnings_of(result.truncated)
-    return with_scale(answer, scale).with_timings(result.timings).with_warnings(warnings)
 
 
 # The answers to requests with documents, with texts, in Voyage's words, and line by line.

@@ -11,6 +11,7 @@ from maxsimd.api.answer import Answer
 from maxsimd.api.handlers.ranking import num_matches, scale_of, score_options, with_scale
 from maxsimd.api.handlers.score_answers import least_score, ranked, rerank_response, score_response
 from maxsimd.api.reading import ToRank, truncation_of
+from maxsimd.api.request_warnings import warnings_of
 from maxsimd.api.served import ServedStream
 from maxsimd.api.state import ServerState
 from maxsimd.api.wire_explanations import on_wire
@@ -36,7 +37,7 @@ async def score(
         _stream(state, body, texts, tenant),
         least_score(body),
         line,
-        lambda result: score_response(body, model, scale, result),
+        lambda result: score_response(body, model, scale, result, _warnings(state, body, result)),
         scale,
     )
 
@@ -49,7 +50,8 @@ async def rerank(state: ServerState, body: wire.RerankRequest, texts: ToRank, te
     def last(result: ScoreResult) -> wire.RerankResponse:
         best = rank(result.scores, documents, body.top_n, body.score_threshold, by=result.ranking_scores)
         reranked = RerankResult(best, result.usage, result.truncated, result.unscored, result.errors)
-        return rerank_response(body, model, scale, reranked, with_text=False)
+        warnings = _warnings(state, body, result)
+        return rerank_response(body, model, scale, reranked, warnings, with_text=False)
 
     return await _streamed(
         _stream(state, body, ([query], documents), tenant),
@@ -58,6 +60,10 @@ async def rerank(state: ServerState, body: wire.RerankRequest, texts: ToRank, te
         last,
         scale,
     )
+
+
+def _warnings(state: ServerState, body: wire.Scoring, result: ScoreResult) -> list[str] | msgspec.UnsetType:
+    return warnings_of(result.truncated, state.field_warnings, body)
 
 
 def _stream(

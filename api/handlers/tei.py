@@ -9,7 +9,7 @@ import numpy as np
 from maxsimd.api import wire, wire_tei
 from maxsimd.api.answer import Answer, wire_answer
 from maxsimd.api.handlers import classification, scoring
-from maxsimd.api.handlers.embedding import most_vectors
+from maxsimd.api.handlers.embedding import NORMALIZES_ANYWAY, in_unit_length, most_vectors
 from maxsimd.api.handlers.forms import Fields, Form, answered_as
 from maxsimd.api.handlers.route import model_of, post, post_texts
 from maxsimd.api.handlers.tei_headers import TeiHeaders
@@ -30,10 +30,8 @@ from maxsimd.engine import EmbedResult, InvalidRequestError, RequestTooLargeErro
 from maxsimd.engine.config import ScoreType
 from maxsimd.engine.device.facts import ModelFacts
 
-_SHORTEST = 1e-12
 # What a word of a sparse answer takes on its way, in bytes: an object and two numbers.
 _BYTES_A_WORD = 120
-_VAIN = "normalize false changes nothing, because the model's own last layer normalises"
 
 
 async def embed(state: ServerState, body: wire_tei.TeiEmbedRequest, inputs: Inputs, tenant: str) -> Answer:
@@ -41,18 +39,16 @@ async def embed(state: ServerState, body: wire_tei.TeiEmbedRequest, inputs: Inpu
     task = state.engine.facts.tasks.get("embed")
     headers = TeiHeaders(state, inputs)
     result = await _embedded(state, body, inputs, tenant, dimensions=body.dimensions)
-    in_unit_length = task is None or task.normalised or body.normalize is False
+    stay_as_they_are = task is None or task.normalised or body.normalize is False
 
     def build() -> Any:
         rows = result.embeddings
-        if not in_unit_length:
-            rows = rows / np.maximum(np.linalg.norm(rows, axis=-1, keepdims=True), _SHORTEST)
-        return rows.tolist()
+        return (rows if stay_as_they_are else in_unit_length(rows)).tolist()
 
     answer = await wire_answer(build, result.embeddings.size)
     # Haystack's client sends it by default, so that it is no reason to refuse.
     is_vain = task is not None and task.normalised and body.normalize is False
-    return headers.added_to(answer, result, *([_VAIN] if is_vain else []))
+    return headers.added_to(answer, result, *([NORMALIZES_ANYWAY.format("normalize")] if is_vain else []))
 
 
 async def embed_all(
@@ -118,8 +114,7 @@ async def similarity(
     result = await _embedded(state, options, texts, tenant)
 
     def build() -> Any:
-        rows = result.embeddings.astype(np.float64)
-        rows /= np.maximum(np.linalg.norm(rows, axis=-1, keepdims=True), _SHORTEST)
+        rows = in_unit_length(result.embeddings.astype(np.float64))
         return (rows[1:] @ rows[0]).tolist()
 
     answer = await wire_answer(build, result.embeddings.size)
@@ -226,7 +221,7 @@ async def _by_kind(state: ServerState, fields: Fields, nothing: None, tenant: st
     """What text-embeddings-inference does on `/`: embed, rerank or predict, whichever the model is for."""
     # Several models answer a cascade alone.
     form = RANK if state.models is not None else _form_for(state.engine.facts)
-    return await answered_as(form, state, fields, tenant)
+    return await answered_as(form, state, fields, tenant, "/")
 
 
 _VECTORS_OF_TEXTS = list[list[float]]

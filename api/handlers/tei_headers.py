@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable
 
-from maxsimd.api.answer import Answer, warnings_of
+from maxsimd.api.answer import Answer
+from maxsimd.api.request_warnings import warnings_of
 from maxsimd.api.state import ServerState
 from maxsimd.engine import ClassifyResult, EmbedResult, RerankResult, SparseEmbedResult, TokenEmbedResult
 
@@ -12,6 +13,7 @@ class TeiHeaders:
 
     def __init__(self, state: ServerState, texts: Iterable[object]) -> None:
         self._device = "cpu" if state.engine.facts.device == "cpu" else "gpu"
+        self._field_warnings = state.field_warnings
         self._characters = sum(len(text) for text in texts if isinstance(text, str))
 
     def added_to(
@@ -24,7 +26,7 @@ class TeiHeaders:
         timings = result.timings
         total = timings.queue + timings.tokenise + timings.model
         complete = answer.with_timings(timings).with_warnings(
-            [*(warnings_of(result.truncated) or ()), *warnings]
+            [*(warnings_of(result.truncated, self._field_warnings) or ()), *warnings]
         )
         return complete.with_headers(
             x_compute_type=self._device,

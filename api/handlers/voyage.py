@@ -1,10 +1,11 @@
 """Voyage's route for vectors of texts and pictures. Its others are beside those that they resemble."""
 
 from maxsimd.api import wire_voyage
-from maxsimd.api.answer import Answer, usage_of, warnings_of, wire_answer
+from maxsimd.api.answer import Answer, usage_of, wire_answer
 from maxsimd.api.handlers.route import post_texts
 from maxsimd.api.models.choice import Wanted
 from maxsimd.api.reading import check_count, input_called, input_type_of, texts_and_pictures
+from maxsimd.api.request_warnings import warnings_of
 from maxsimd.api.state import ServerState
 from maxsimd.api.vectors import encoded
 from maxsimd.engine import InvalidRequestError, Truncation
@@ -26,7 +27,7 @@ async def multimodal_embeddings(
             truncation=Truncation(max_tokens=-1 if cut else None),
             tenant=tenant,
         )
-    warnings, model = warnings_of(result.truncated), state.model_name
+    warnings, model = warnings_of(result.truncated, state.field_warnings, body), state.model_name
     as_base64 = body.output_encoding == "base64"
 
     def build() -> wire_voyage.MultimodalResponse:

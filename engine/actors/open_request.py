@@ -51,14 +51,14 @@ class OpenRequest:
         if self._begun is None:
             self._begun = time.perf_counter()
 
-    def store(self, index: int, value: Value) -> str | None:
-        """Takes a value; returns what is wrong with one that is none."""
+    def store(self, index: int, value: Value) -> bool:
+        """Takes a value, if it is finite; says whether it is."""
         if not _is_finite(value):
-            return "the model returned a number that is not finite"
+            return False
         if self._values[index] is None:
             self._missing -= index not in self._errors
         self._values[index] = value
-        return None
+        return True
 
     def give_up(self, indexes: Iterable[int], reason: str) -> bool:
         """Does without some values, if the caller wants to be told rather than to have no result at all; says
@@ -100,11 +100,11 @@ class OpenRequest:
         timings = Timings(queue=begun - self._queued, model=model, score=self._score_seconds)
         self._future.set_result(Values(self._values, self._errors, timings))
 
-    def fail(self, reason: str, cause: BaseException | None) -> None:
-        """Ends the request without a result."""
+    def fail(self, reason: str, cause: BaseException | None, value: int | None = None) -> None:
+        """Ends the request without a result; `value` is the one that is not finite, if that is why."""
         log.error("request %d failed: %s", self.request_id, reason)
         if not self._future.done():
-            error = RequestFailedError(reason)
+            error = RequestFailedError(reason, value)
             error.__cause__ = cause
             self._future.set_exception(error)
 

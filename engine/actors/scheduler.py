@@ -56,8 +56,12 @@ class SchedulerActor(Actor[SchedulerMessage]):
         runner: Mailbox[RunnerMessage],
         steps_in_flight: int,
         metrics: EngineMetrics,
+        precision: str = "float32",
     ) -> None:
         super().__init__(mailbox)
+        self._not_finite = f"the model returned a number that is not finite in {precision}"
+        other = "" if precision == "float32" else ", or load the model with dtype float32"
+        self._not_finite += f"; leave this text out{other}"
         self._scheduler = scheduler
         self._runner = runner
         self._steps_in_flight = steps_in_flight
@@ -273,9 +277,13 @@ class SchedulerActor(Actor[SchedulerMessage]):
         request = self._open.get(result.slot.request_id)
         if request is None:
             return
-        wrong = request.store(result.slot.index, result.value)
-        if wrong is not None:
-            self._lose(RequestFailure(request.request_id, wrong, (result.slot.index,)))
+        index = result.slot.index
+        if request.store(index, result.value):
+            return
+        if request.give_up((index,), self._not_finite):
+            self._resolve(request.request_id, 0.0)
+        else:
+            self._fail(request.request_id, self._not_finite, value=index)
 
     def _lose(self, failure: RequestFailure) -> None:
         """Ends a request that cannot be completed, or does without the values that it lacks."""
@@ -305,7 +313,9 @@ class SchedulerActor(Actor[SchedulerMessage]):
                 del self._open[request_id]
             request.finish()
 
-    def _fail(self, request_id: int, reason: str, cause: BaseException | None = None) -> None:
+    def _fail(
+        self, request_id: int, reason: str, cause: BaseException | None = None, value: int | None = None
+    ) -> None:
         request = self._end(request_id)
         if request is not None:
-            request.fail(reason, cause)
+            request.fail(reason, cause, value)

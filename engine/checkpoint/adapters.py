@@ -10,12 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from maxsimd.engine.checkpoint.damage import one_line, refuse_damaged_files
 from maxsimd.engine.checkpoint.digests import check_digests
 from maxsimd.engine.checkpoint.files import find_file, read_files
 from maxsimd.engine.checkpoint.lora import WEIGHTS, Adapter, read_adapter
 from maxsimd.engine.checkpoint.retrained import JINA_V5
 from maxsimd.engine.checkpoint.translate import downloaded
 from maxsimd.engine.errors import ModelLoadError
+from maxsimd.engine.model_names import refuse_missing_folder
 
 log = logging.getLogger(__name__)
 
@@ -59,10 +61,20 @@ def with_base(path: str, revision: str | None, offline: bool) -> Iterator[tuple[
     folder = _folder_of(path, revision)
     settings = _settings(path, found)
     base = str(settings.get("base_model_name_or_path") or "")
+    if not base:
+        raise ModelLoadError(
+            f"{_SETTINGS} of {path!r} names no base; set base_model_name_or_path to the folder of the model "
+            "that the adapter was trained on"
+        )
     try:
+        refuse_missing_folder(base)
         base_folder = _folder_of(base, settings.get("revision"))
     except Exception as error:
-        raise ModelLoadError(f"the base {base!r} of the adapter {path!r} cannot be read: {error}") from error
+        raise ModelLoadError(
+            f"the base {base!r} of the adapter {path!r} cannot be read: {one_line(error)}; put it there, or "
+            f"name the folder that has it as base_model_name_or_path in {_SETTINGS}"
+        ) from error
+    refuse_damaged_files(str(base_folder))
     if (base_folder / _SETTINGS).exists():
         raise ModelLoadError(f"the base {base!r} of the adapter {path!r} is an adapter too; merge that first")
     if offline:

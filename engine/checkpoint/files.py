@@ -3,7 +3,9 @@ them."""
 
 import json
 import posixpath
+from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +50,15 @@ def read_files(model: str, revision: str | None) -> CheckpointFiles:
             config = _read_object(model, f"{module.get('path', '')}/config.json", revision)
             if config is None or "model_type" in config:
                 break
-    settings = _read_object(model, "config_sentence_transformers.json", revision)
-    return CheckpointFiles(config or {}, settings or {}, modules, at_root)
+    name = "config_sentence_transformers.json"
+    settings = _read_object(model, name, revision) or {}
+    prompts = settings.get("prompts", {})
+    if not isinstance(prompts, dict):
+        raise ModelLoadError(
+            f"prompts in {name} of {model!r} must be an object of texts by their names, not "
+            f"{json.dumps(prompts)[:40]}; take the key out if there are none"
+        )
+    return CheckpointFiles(config or {}, settings, modules, at_root)
 
 
 def _routed(model: str, modules: list[dict[str, Any]], revision: str | None) -> list[dict[str, Any]]:
@@ -100,12 +109,31 @@ VOCABULARIES = (
 )
 
 
+# Modules that say in a config.json of their own what they do.
+_WITH_SETTINGS = ("Pooling", "Dense", "LayerNorm", "Dropout", "WeightedLayerPooling")
+
+
+def refuse_missing_module_settings(model: str, revision: str | None, files: CheckpointFiles) -> None:
+    """Raises ModelLoadError for a module whose settings are gone: sentence-transformers cannot make it."""
+    for module in files.modules:
+        kind, folder = str(module.get("type", "")).rpartition(".")[2], module.get("path") or ""
+        name = f"{folder}/config.json"
+        if kind in _WITH_SETTINGS and folder and find_file(model, name, revision) is None:
+            raise ModelLoadError(
+                f"{model!r} has no {name}, which says what the {kind} in its modules.json does; download the "
+                "checkpoint again, whole"
+            )
+
+
 def refuse_missing_tokenizer(model: str, revision: str | None, files: CheckpointFiles) -> None:
     """Raises ModelLoadError if there is no tokeniser: transformers would make up an empty one, for which
     every word is unknown."""
     folder = str(files.modules[0].get("path") or "") if files.modules else ""
     folders = dict.fromkeys(["", f"{folder}/" if folder else ""])
-    if any(find_file(model, f"{prefix}{name}", revision) for prefix in folders for name in VOCABULARIES):
+    names = [f"{prefix}{name}" for prefix in folders for name in VOCABULARIES]
+    there = {name: path for name in names if (path := find_file(model, name, revision)) is not None}
+    if there:
+        _refuse_missing_sentencepiece(model, there)
         return
     raise ModelLoadError(
         f"{model!r} has no tokeniser: none of {', '.join(VOCABULARIES[:4])} and the like is there; "
@@ -113,10 +141,26 @@ def refuse_missing_tokenizer(model: str, revision: str | None, files: Checkpoint
     )
 
 
+def _refuse_missing_sentencepiece(model: str, vocabularies: Mapping[str, Path]) -> None:
+    """Raises ModelLoadError for a vocabulary that only the library of sentencepiece can read, if that is not
+    installed."""
+    if any(path.suffix in (".json", ".txt") for path in vocabularies.values()) or find_spec("sentencepiece"):
+        return
+    for name, path in vocabularies.items():
+        # Of a file in the format of protobuf the first field is the pieces.
+        if path.suffix in (".model", ".spm") and path.read_bytes()[:1] == b"\n":
+            raise ModelLoadError(
+                f"{model!r} has its tokeniser only as {name}, which needs a library that is not installed: "
+                "pip install sentencepiece protobuf, or save a tokenizer.json beside it"
+            )
+
+
 def _read_json(model: str, name: str, revision: str | None) -> Any:
     path = find_file(model, name, revision)
     try:
         return json.loads(path.read_text(encoding="utf-8")) if path else None
+    except OSError as error:
+        raise ModelLoadError(f"{name} of {model!r} cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
         raise ModelLoadError(f"{name} of {model!r} is not JSON: {error}") from error
 

@@ -43,6 +43,11 @@ def find_on_hub(model: str, name: str, revision: str | None) -> Path | None:
         LocalEntryNotFoundError,
     )
 
+    if constants.HF_HUB_CACHE.startswith("~"):
+        raise ModelLoadError(
+            f"{model!r} is no folder, and files from {constants.ENDPOINT} have no place: this user has no "
+            "home folder; set HOME or HF_HOME to a folder that may be written to"
+        )
     try:
         said = _ask(constants.ENDPOINT, model, revision)
         if said.files is None:

@@ -15,6 +15,7 @@ from maxsimd.engine.checkpoint.backbone import is_causal, max_tokens, position_o
 from maxsimd.engine.checkpoint.bi_encoder import load_bi_encoder
 from maxsimd.engine.checkpoint.bidirectional_reranker import load_bidirectional_reranker
 from maxsimd.engine.checkpoint.cross_encoder import load_cross_encoder
+from maxsimd.engine.checkpoint.damage import damage_of, one_line
 from maxsimd.engine.checkpoint.detect import (
     ENCODER_DECODERS,
     JINA_M0,
@@ -31,7 +32,12 @@ from maxsimd.engine.checkpoint.detect import (
 from maxsimd.engine.checkpoint.direction import check_direction, says_both_ways, take_mask_away
 from maxsimd.engine.checkpoint.embedded import NAME, embedded_model_path
 from maxsimd.engine.checkpoint.encoder_decoder import load_encoder_decoder
-from maxsimd.engine.checkpoint.files import CheckpointFiles, read_files, refuse_missing_tokenizer
+from maxsimd.engine.checkpoint.files import (
+    CheckpointFiles,
+    read_files,
+    refuse_missing_module_settings,
+    refuse_missing_tokenizer,
+)
 from maxsimd.engine.checkpoint.fit import refusing_misfits
 from maxsimd.engine.checkpoint.gguf.folder import from_gguf
 from maxsimd.engine.checkpoint.heads import modules_of
@@ -56,7 +62,7 @@ from maxsimd.engine.checkpoint.visual.jina_m0 import load_jina_m0
 from maxsimd.engine.checkpoint.visual.retrieval import load_retrieval
 from maxsimd.engine.checkpoint.visual.two_towers import has_two_towers, load_two_towers
 from maxsimd.engine.checkpoint.visual.vision_language import by_pillow
-from maxsimd.engine.checkpoint.weights import hold_in_memory, refuse_pickles
+from maxsimd.engine.checkpoint.weights import hold_in_memory, refuse_missing_weights, refuse_pickles
 from maxsimd.engine.config import EngineConfig, ScoreType
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.media.decoding import load_readers
@@ -97,8 +103,10 @@ def _load_whole(
     layers = find_layers(path, config.revision, files)
     read = readable(path, files, layers, score_type, config.allow_pickle)
     refuse_unsupported(path, files, score_type, config.trust_remote_code)
-    if not config.allow_pickle and stored is None:
-        refuse_pickles(path, config.revision, files)
+    if stored is None:
+        check = refuse_missing_weights if config.allow_pickle else refuse_pickles
+        check(path, config.revision, files)
+    refuse_missing_module_settings(path, config.revision, files)
     refuse_missing_tokenizer(path, config.revision, files)
     if stored is None:
         stored = quantized_weights(path, config.revision, files)
@@ -131,10 +139,10 @@ def _load_whole(
             check_direction(path, files, model.causal, config.trust_remote_code)
     except ModelLoadError:
         raise
-    except KeyError as error:
-        raise ModelLoadError(f"cannot load {path!r} as {score_type.value}: {error} is missing") from error
     except Exception as error:
-        raise ModelLoadError(f"cannot load {path!r} as {score_type.value}: {error}") from error
+        reason = f"{error} is missing" if isinstance(error, KeyError) else one_line(error)
+        failed = ModelLoadError(f"cannot load {path!r} as {score_type.value}: {reason}")
+        raise damage_of(path) or failed from error
     return replace(model, stored_as="" if stored is None else stored.form)
 
 

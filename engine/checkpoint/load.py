@@ -13,8 +13,9 @@ import torch
 
 from maxsimd.engine.checkpoint.adjust import adjusted
 from maxsimd.engine.checkpoint.backbone import token_rows
+from maxsimd.engine.checkpoint.damage import damage_of, one_line, refuse_damaged_files
 from maxsimd.engine.checkpoint.digests import check_digests, stay_offline
-from maxsimd.engine.checkpoint.embedded import embedded_model_path
+from maxsimd.engine.checkpoint.embedded import NAME, embedded_model_path
 from maxsimd.engine.checkpoint.identity import identity_of
 from maxsimd.engine.checkpoint.model import LoadedModel
 from maxsimd.engine.checkpoint.reading import Reader
@@ -42,8 +43,16 @@ def load_model(config: EngineConfig, device: torch.device, *, recheck: bool = Fa
             path = Path(config.model if config.model is not None else embedded_model_path())
             stay_offline()
             check_digests(path.parent if path.is_file() else path)
-        model = _with_token_rows(adjusted(_read(config, device, recheck), config))
-        return replace(model, fingerprint=identity_of(model)) if model.encodes_apart else model
+        if config.model is not None:
+            refuse_damaged_files(config.model)
+        try:
+            model = _with_token_rows(adjusted(_read(config, device, recheck), config))
+            return replace(model, fingerprint=identity_of(model)) if model.encodes_apart else model
+        except ModelLoadError:
+            raise
+        except Exception as error:
+            name = config.model or NAME
+            raise damage_of(name) or ModelLoadError(f"cannot load {name!r}: {one_line(error)}") from error
 
 
 def library_reader(config: EngineConfig) -> Reader:

@@ -299,6 +299,9 @@ def own_sources() -> str:
 def _cache_folder(create: bool) -> Path | None:
     """The user's own folder for recipes, which nobody else may write to; None if there is none."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if home.startswith("~"):  # without HOME, and of a user whom the system does not know
+        log.debug("no recipes are kept: there is no home folder")
+        return None
     folder = Path(home) / "maxsimd" / "recipes"
     try:
         if create:

@@ -2,6 +2,7 @@
 
 import transformers
 from transformers import CONFIG_MAPPING
+from transformers.models.auto import modeling_auto
 
 from maxsimd.engine.checkpoint.detect import (
     ENCODER_DECODERS,
@@ -51,6 +52,11 @@ def refuse_unsupported(
         raise ModelLoadError(
             f"{model!r} begins with a {first}, not a transformer; supported are {in_a_sentence()}"
         )
+    has_own_code = trust_remote_code and "auto_map" in files.config
+    if not (isinstance(kind, str) and kind) and not has_own_code:
+        likely = _type_of(files.architecture)
+        add = f'add "model_type": "{likely}"' if likely else "add that of its architecture"
+        raise ModelLoadError(f"config.json of {model!r} has no model_type; {add}, or download it again")
     if is_visual(files) and files.architecture not in RETRIEVAL:
         raise ModelLoadError(
             f"{model!r} is a {files.architecture}; of such models {', '.join(RETRIEVAL)} can be served"
@@ -88,6 +94,16 @@ def refuse_unsupported(
             "say how its states are pooled; name a version with sentence-transformers' modules"
         )
     _refuse_score_type(model, files, score_type)
+
+
+def _type_of(architecture: str) -> str | None:
+    """The type of model that an architecture is of in transformers."""
+    for name, mapping in vars(modeling_auto).items():
+        if name.endswith("_MAPPING_NAMES"):
+            for kind, named in mapping.items():
+                if architecture in (named if isinstance(named, list | tuple) else (named,)):
+                    return str(kind)
+    return None
 
 
 def _unknown_type(model: str, files: CheckpointFiles) -> str:

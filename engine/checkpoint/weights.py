@@ -13,11 +13,14 @@ from maxsimd.engine.errors import ModelLoadError
 
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLED = "pytorch_model.bin"
+_OF_OTHERS = frozenset({".h5", ".msgpack", ".onnx", ".ot", ".tflite"})
 
 
 def refuse_pickles(model: str, revision: str | None, files: CheckpointFiles) -> None:
     """Raises ModelLoadError when any part of a checkpoint has its weights only as pickles."""
     if files.config_at_root and not _has_safetensors(model, "", revision):
+        if not any(find_file(model, name, revision) for name in (_PICKLED, f"{_PICKLED}.index.json")):
+            raise _no_weights(model)
         raise _only_pickles(model, "")
     for folder in dict.fromkeys(module["path"] for module in files.modules if module.get("path")):
         # Many modules have no weights at all, so a missing safetensors file alone proves nothing.
@@ -42,6 +45,10 @@ def _check_index(model: str, folder: str, index: Path) -> None:
                 f"{folder}{_INDEX} of {model!r} names {name!r}, which is no safetensors file beside it; save "
                 "the weights anew, or trust them with allow_pickle=True"
             )
+        if Path(model).is_dir() and not (index.parent / name).is_file():
+            raise ModelLoadError(
+                f"{folder}{name} of {model!r} is not there, and {_INDEX} names it; download it again"
+            )
 
 
 def _weight_map(model: str, index: Path) -> dict[str, str]:
@@ -51,6 +58,22 @@ def _weight_map(model: str, index: Path) -> dict[str, str]:
         return {str(tensor): str(file) for tensor, file in weight_map.items()}
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise ModelLoadError(f"{index.name} of {model!r} has no map of weights: {error!r}") from error
+
+
+def refuse_missing_weights(model: str, revision: str | None, files: CheckpointFiles) -> None:
+    """Raises ModelLoadError for a checkpoint without weights, where pickles are allowed too."""
+    names = (_WHOLE, _INDEX, _PICKLED, f"{_PICKLED}.index.json")
+    if files.config_at_root and not any(find_file(model, name, revision) for name in names):
+        raise _no_weights(model)
+
+
+def _no_weights(model: str) -> ModelLoadError:
+    other = next((each.name for each in sorted(Path(model).glob("*")) if each.suffix in _OF_OTHERS), None)
+    beside = f" ({other} is for another library)" if other else ""
+    return ModelLoadError(
+        f"{model!r} has no weights: there is neither {_WHOLE} nor {_INDEX}{beside}; download it whole, or "
+        "save the model anew"
+    )
 
 
 def _only_pickles(model: str, folder: str) -> ModelLoadError:

@@ -34,7 +34,12 @@ def open_cache(config: EngineConfig, model: LoadedModel, dtype: torch.dtype) -> 
         # There are no embeddings but this model's, and its weights need not be read.
         return EmbeddingCache(b"", precision, MemoryStore(memory_limit(config)), None)
     mark = fingerprint(ingredients(model, config, dtype, precision))
-    disk = DiskStore(Path(os.path.expanduser(config.cache_dir)), config.cache_disk_mb * MIB)
+    folder = Path(os.path.expanduser(config.cache_dir))
+    if str(folder).startswith("~"):
+        raise ModelLoadError(
+            f"cache_dir={config.cache_dir} begins with a home folder that does not exist; give the whole path"
+        )
+    disk = DiskStore(folder, config.cache_disk_mb * MIB)
     return EmbeddingCache(mark, precision, MemoryStore(memory_limit(config)), disk)
 
 

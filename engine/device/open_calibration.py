@@ -60,7 +60,7 @@ def open_calibration(config: EngineConfig, model: LoadedModel) -> Calibration | 
         return None
     try:
         calibration = Calibration.read(Path(config.calibration).expanduser())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # the last where there is no home folder
         raise ModelLoadError(
             f"the calibration {config.calibration!r} cannot be read: {error}; make one with maxsimd calibrate"
         ) from error

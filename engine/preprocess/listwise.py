@@ -188,10 +188,11 @@ class _TextReader:
 
     def query(self, text: str, index: int) -> _Text:
         length, side = self._rules.max_query_tokens, self._long_inputs.side
-        ids = self._tokenizer.encode([text], "queries", length + 1, side, [InputName("queries", index)])[0]
+        name = InputName("queries", index)
+        ids = self._tokenizer.encode([text], "queries", length + 1, side, [name])[0]
         # Reading no more than the model does is no truncation.
         read = cut(ids, length, side)
-        return self._clean(text, ids, self._long_inputs.query(read))
+        return self._clean(text, ids, self._long_inputs.query(read, name))
 
     def document(self, text: str, index: int) -> _Text:
         length = self._rules.max_document_tokens

@@ -77,12 +77,13 @@ class LongInputs:
         given = self._truncation
         cuts = (given.max_tokens is not None, self.side, given.max_document_tokens)
         # Part of the keys of caches on disk.
-        return repr(("as asked", self.limit, cuts, given.windows and ("at most half", self._overlap)))
+        read = ("as asked", self.limit, cuts, given.windows and ("at most half", self._overlap))
+        return repr((*read, "refuse") if given.refuse else read)
 
     @property
     def may_cut(self) -> bool:
         """Whether a text that is too long is cut rather than refused."""
-        return self._truncation.max_tokens is not None
+        return self._truncation.max_tokens is not None and not self._truncation.refuse
 
     @property
     def uses_windows(self) -> bool:
@@ -114,19 +115,30 @@ class LongInputs:
             limits.append(room)
         return max(0, min(limits)) + 1 if limits else None
 
-    def query(self, text: NDArray[IdType]) -> Fitted[IdType]:
+    def query(self, text: NDArray[IdType], name: InputName) -> Fitted[IdType]:
         """A query within `max_query_tokens`."""
-        return self.within(text, self.max_query_tokens)
+        return self.within(text, self.max_query_tokens, name)
 
-    def document(self, text: NDArray[IdType]) -> Fitted[IdType]:
+    def document(self, text: NDArray[IdType], name: InputName) -> Fitted[IdType]:
         """A document within `max_document_tokens`."""
-        return self.within(text, self.max_document_tokens)
+        return self.within(text, self.max_document_tokens, name)
 
-    def within(self, text: NDArray[IdType], max_tokens: int | None) -> Fitted[IdType]:
-        """A text within `max_tokens`, which the request may have left open."""
+    def within(self, text: NDArray[IdType], max_tokens: int | None, name: InputName) -> Fitted[IdType]:
+        """A text within `max_tokens`, which the request may have left open. Raises InvalidRequestError for a
+        longer one where the request wants these refused."""
         if max_tokens is None or len(text) <= max_tokens:
             return Fitted(text)
+        self._check_own_limit(len(text), max_tokens, name)
         return Fitted(cut(text, max_tokens, self.side), truncated=True)
+
+    def _check_own_limit(self, length: int, max_tokens: int, name: InputName) -> None:
+        if self._truncation.refuse and length > max_tokens:
+            limit = "max_tokens_per_query" if name.param == "queries" else "max_tokens_per_doc"
+            raise InvalidRequestError(
+                f"{name} has more than {max_tokens} tokens, and the request refuses longer texts; shorten "
+                f"it, raise {limit}, or let it be cut",
+                name.param,
+            )
 
     def fit(
         self,
@@ -138,11 +150,14 @@ class LongInputs:
     ) -> Fitted[IdType]:
         """A text cut to its room, if the request allows it to be cut.
 
-        `own_length` is how much of a text the checkpoint reads in this role, and `max_tokens` how much of one
-        the request wants; neither refuses a text. Raises InvalidRequestError for a text that is too long for
-        its room and may not be cut."""
+        `own_length` is how much of a text the checkpoint reads in this role, which refuses no text, and
+        `max_tokens` how much of one the request wants. Raises InvalidRequestError for a text that is too long
+        for its room or for the request, and may not be cut."""
         meant = len(text) if own_length is None else min(len(text), own_length)
-        length = meant if max_tokens is None else min(meant, max_tokens)
+        length = meant
+        if max_tokens is not None:
+            self._check_own_limit(meant, max_tokens, name)
+            length = min(meant, max_tokens)
         if length > room.tokens:
             if not self.may_cut:
                 raise too_long(name, len(text) + room.others, room.tokens + room.others)

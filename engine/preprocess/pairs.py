@@ -75,10 +75,10 @@ class PairStrategy:
         request = self._prompted(request)
         long_inputs = self._limits.applied_to(request.truncation, ids)
         most = None if long_inputs.max_query_tokens is None else long_inputs.max_query_tokens + 1
-        names = (InputName("queries", i) for i in range(len(request.queries)))
+        names = [InputName("queries", i) for i in range(len(request.queries))]
         texts = [query if isinstance(query, str) else "" for query in request.queries]
         encoded = self._tokenizer.encode(texts, "queries", most, long_inputs.side, names)
-        queries = [long_inputs.query(tokens) for tokens in encoded]
+        queries = [long_inputs.query(*each) for each in zip(encoded, names, strict=True)]
         pairs, num_tokens = [], 0
         for pair in self._joiner.join(request, queries, long_inputs):
             yield_to_smaller()

@@ -279,14 +279,15 @@ class TemplateJoiner:
         query = request.query_of(index)
         most = None if long_inputs.max_query_tokens is None else long_inputs.max_query_tokens + 1
         (encoded,) = self._tokenizer.encode([request.query_texts[query]], "queries", most, long_inputs.side)
-        asked = self._query(request, query, long_inputs.query(encoded), _Heads(self._tokenizer))
+        fitted = long_inputs.query(encoded, InputName("queries", query))
+        asked = self._query(request, query, fitted, _Heads(self._tokenizer))
         document = request.document_texts[index]
         name = InputName("documents", index)
         if asked.around is None or not self._holds(asked, document, name):
             return [(0, len(document))]
         pair = _Pair(name, asked, asked.around, document)
         tokens, room = self._read_apart(pair, long_inputs)
-        limited = long_inputs.document(tokens.spans - len(asked.around.left))
+        limited = long_inputs.document(tokens.spans - len(asked.around.left), pair.name)
         windows = long_inputs.windows(limited.tokens, room, pair.name)
         return [extent(np.clip(window.tokens, 0, len(pair.document))) or (0, 0) for window in windows]
 
@@ -302,7 +303,7 @@ class TemplateJoiner:
 
     def _cut(self, pair: _Pair, long_inputs: LongInputs) -> JoinedPair:
         tokens, room = self._read_apart(pair, long_inputs)
-        limited = long_inputs.document(tokens.inside)
+        limited = long_inputs.document(tokens.inside, pair.name)
         windows = long_inputs.windows(limited.tokens, room, pair.name)
         parts = [np.concatenate([tokens.before, window.tokens, tokens.after]) for window in windows]
         return self._joined(pair, parts, limited.truncated or any(window.truncated for window in windows))

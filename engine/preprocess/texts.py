@@ -158,7 +158,7 @@ class TextBuilder:
         """What each sequence of a document has of it, its tokens or their spans."""
         if not self._long_inputs.uses_windows:
             return self._alone(text, name)
-        limited = self._long_inputs.within(text, self._max_tokens)
+        limited = self._long_inputs.within(text, self._max_tokens, name)
         room, special_tokens = self._room.tokens, self._room.others
         if self.own_length is not None:
             room = min(room, self.own_length - special_tokens)

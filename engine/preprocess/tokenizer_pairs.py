@@ -40,7 +40,7 @@ class TokenizerJoiner:
         documents = self._tokenizer.encode(request.document_texts, "documents", most, long_inputs.side, names)
         for i, (text, name) in enumerate(zip(documents, names, strict=True)):
             query = request.query_of(i)
-            document = long_inputs.document(text)
+            document = long_inputs.document(text, name)
             if self._template.special_tokens + len(queries[query].tokens) + len(document.tokens) == 0:
                 raise InvalidRequestError(f"{name} and its query have no tokens; leave them out", name.param)
             windows, cut_to_fit = self._windows(queries[query].tokens, document.tokens, name, long_inputs)

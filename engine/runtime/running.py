@@ -11,6 +11,8 @@ from functools import partial
 from itertools import count
 from typing import TypeAlias, TypeVar
 
+import numpy as np
+
 from maxsimd.engine.actors.actor import Mailbox
 from maxsimd.engine.actors.messages import Admit, Cancel, EndEarly, SchedulerMessage, SetWeights
 from maxsimd.engine.actors.runner import is_device_error
@@ -24,7 +26,12 @@ from maxsimd.engine.device.load import DeviceModel
 from maxsimd.engine.device.open_cache import open_score_cache
 from maxsimd.engine.device.thread import Device, DeviceActors, num_left_behind, stacks
 from maxsimd.engine.device.time_slices import take_short_slices
-from maxsimd.engine.errors import EngineDeadError, EngineNotReadyError, RequestTimeoutError
+from maxsimd.engine.errors import (
+    EngineDeadError,
+    EngineNotReadyError,
+    RequestFailedError,
+    RequestTimeoutError,
+)
 from maxsimd.engine.execution.budget import beside_small_requests
 from maxsimd.engine.metrics import EngineMetrics
 from maxsimd.engine.preprocess import Prepared, Preprocessor, RequestIds, check_room, nothing_of
@@ -113,7 +120,14 @@ class Running:
         mailbox: Mailbox[SchedulerMessage] = Mailbox(loop)
         actors = self._actors = DeviceActors(device.loop, device_model, mailbox, device.turn)
         policy = Scheduler(limits, weights=tenants.weights)
-        self.scheduler = SchedulerActor(mailbox, policy, actors.mailbox, config.steps_in_flight, metrics)
+        self.scheduler = SchedulerActor(
+            mailbox,
+            policy,
+            actors.mailbox,
+            config.steps_in_flight,
+            metrics,
+            str(device_model.prepared.dtype).removeprefix("torch."),
+        )
         self._tenants = tenants
         admission_limits = _admission_limits(config, self.max_tokens, budget)
         self.admission = Admission(admission_limits, self.scheduler, metrics, tenants)
@@ -252,6 +266,7 @@ class Running:
         """Raises TimeoutError, where nothing of a partial result is wanted or there is nothing yet."""
         started = time.perf_counter()
         values: asyncio.Future[Values] | None = None
+        prepared: Prepared | None = None
         try:
             async with asyncio.timeout(options.timeout):
                 prepared, values, timings = await self._prepare_and_queue(
@@ -268,6 +283,10 @@ class Running:
             if not values.done():
                 self.scheduler.mailbox.post(EndEarly(ids.request_id))
             return prepared, self._noted((await values).with_preparation(timings), started)
+        except RequestFailedError as error:
+            if prepared is None or error.value is None:
+                raise
+            raise RequestFailedError(f"{_named(error.value, prepared, request)}: {error}") from None
         finally:
             values = None  # it holds the error, which holds this frame
 
@@ -379,6 +398,17 @@ class Running:
 
     async def _run_on_device(self, actors: DeviceActors) -> None:
         await asyncio.wrap_future(self._device.run(actors.run()))
+
+
+def _named(value: int, prepared: Prepared, request: ScoreRequest | EmbedRequest) -> str:
+    """The document or text that a value is of."""
+    if isinstance(request, EmbedRequest):
+        return f"input[{value}]"
+    missing: list[Value] = [math.nan if i == value else 0.0 for i in range(prepared.results)]
+    try:
+        return f"documents[{int(np.flatnonzero(np.isnan(prepared.combine(missing)))[0])}]"
+    except (IndexError, AttributeError, TypeError, ValueError):  # a pass over many documents
+        return "documents"
 
 
 def _admission_limits(config: EngineConfig, sequence_tokens: int, step_tokens: int) -> AdmissionLimits:

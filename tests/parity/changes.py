@@ -87,6 +87,29 @@ def written(file: str, text: str) -> Edit:
     return lambda folder: (folder / file).write_text(text, encoding="utf-8")
 
 
+def in_place_of(file: str, content: bytes) -> Edit:
+    """Overwrites a file that is there. `file` may be a pattern."""
+    return lambda folder: next(folder.glob(file)).write_bytes(content)
+
+
+def cut_short(file: str) -> Edit:
+    def edit(folder: Path) -> None:
+        path = next(folder.glob(file))
+        path.write_bytes(path.read_bytes()[:-100])
+
+    return edit
+
+
+def sharded(folder: Path) -> None:
+    """Divides the weights among two files with an index."""
+    found = load_file(folder / "model.safetensors")
+    names = {name: f"model-0000{i % 2 + 1}-of-00002.safetensors" for i, name in enumerate(sorted(found))}
+    for file in set(names.values()):
+        save_file({name: found[name] for name, there in names.items() if there == file}, folder / file)
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+
+
 def converted(folder: Path) -> None:
     """The layers beside bge-m3, as docs/models.md says how to."""
     for path in folder.glob("*_linear.pt"):

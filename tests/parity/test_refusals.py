@@ -3,6 +3,7 @@ wrong by name: damaged files, settings that are not carried out, and options tha
 
 import itertools
 import json
+import os
 import re
 import shutil
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -19,8 +21,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SparseEncoder
 from sentence_transformers.base.modules import Router
+from tokenizers import Tokenizer
 
-from maxsimd.engine import Engine, EngineConfig, ModelLoadError
+from maxsimd.engine import Engine, EngineConfig, ModelLoadError, RequestFailedError
 from maxsimd.engine.checkpoint.files import VOCABULARIES
 from maxsimd.engine.checkpoint.served import SERVED
 from tests.checkpoints import (
@@ -31,6 +34,7 @@ from tests.checkpoints import (
     gte,
     jina,
     language_models,
+    late_interaction,
     nomic,
     quantized,
     retrained,
@@ -46,14 +50,18 @@ from tests.parity.changes import (
     Tensors,
     added,
     converted,
+    cut_short,
     dropped,
+    in_place_of,
     not_finite,
     refusal,
     removed,
     renamed,
     settings,
+    sharded,
     tensors,
     with_another_row,
+    without_settings,
     written,
 )
 from tests.parity.families import FAMILIES, LISTWISE, Family
@@ -377,6 +385,101 @@ def test_what_is_not_carried_out_is_refused_by_name(
     assert "never be run" not in capfd.readouterr().out
 
 
+_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab\nsize 133466304\n"
+_SECOND = "model-00002-of-00002.safetensors"
+_ADAPTER = partial(adapters.bert, **adapters.SETTINGS["a classifier and a bias"])
+
+
+def _both(*edits: Edit) -> Edit:
+    return lambda folder: [edit(folder) for edit in edits]
+
+
+def _pickled(content: bytes) -> Edit:
+    return _both(removed("*.safetensors"), lambda folder: (folder / "pytorch_model.bin").write_bytes(content))
+
+
+def _sentencepiece_alone(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    (folder / "spiece.model").write_bytes(b"\n\x0e\n\x05<unk>")
+
+
+_BERT = cross_encoders.bert
+_WHOLE = "model.safetensors"
+
+# What is wrong with a file, and the words of the message about its name, the cause and the remedy.
+_DAMAGED: list[Case] = [
+    *[
+        (build, in_place_of(file, _POINTER), {}, f"{name} of .* Git LFS pointer.*`git lfs pull`")
+        for build, file, name in (
+            *((_BERT, name, name) for name in (_WHOLE, "config.json", "tokenizer.json")),
+            (bi_encoders.bge, "modules.json", "modules.json"),
+            (late_interaction.pylate_modernbert, "1_*/model.safetensors", "1_Dense/model.safetensors"),
+            (_ADAPTER, _MATRICES, _MATRICES),
+        )
+    ],
+    *[
+        (_BERT, _both(sharded, edit), {}, f"{_SECOND} of .*{message}")
+        for edit, message in (
+            (in_place_of(_SECOND, _POINTER), "`git lfs pull`"),
+            (cut_short(_SECOND), r"is cut short: it has \d+ of at least \d+ bytes; download it again"),
+            (in_place_of(_SECOND, b""), "is empty; download it again"),
+            (removed(_SECOND), "is not there, .* download it again"),
+        )
+    ],
+    *[
+        (_BERT, _pickled(content), {"allow_pickle": True}, f"pytorch_model.bin of .*{message}")
+        for content, message in (
+            (_POINTER, "`git lfs pull`"),
+            (b"PK and no more", "no archive of torch; download it again"),
+        )
+    ],
+    (_BERT, in_place_of(_WHOLE, b"<html>Not found</html>"), {}, f"{_WHOLE} of .* no file of safetensors; "),
+    (_BERT, cut_short("tokenizer.json"), {}, "tokenizer.json of .* is not JSON: .*; download it again"),
+    (_BERT, in_place_of("tokenizer_config.json", b""), {}, "tokenizer_config.json of .* is empty; download"),
+    (_BERT, without_settings("model_type"), {}, 'config.json of .* no model_type; add "model_type": "bert"'),
+    (bi_encoders.bge, removed("1_Pooling/config.json"), {},
+     "has no 1_Pooling/config.json, which says what the Pooling .* download the checkpoint again"),
+    (bi_encoders.bge, settings("config_sentence_transformers.json", prompts=None), {},
+     "prompts in config_sentence_transformers.json of .* not null; take the key out"),
+    (t5.monot5, _sentencepiece_alone, {},
+     "tokeniser only as spiece.model.*pip install sentencepiece protobuf, or save a tokenizer.json"),
+    *[
+        (_BERT, removed("*.safetensors"), {"allow_pickle": allowed},
+         f"has no weights: there is neither {_WHOLE} nor .* download it whole")
+        for allowed in (False, True)
+    ],
+    (_ADAPTER, settings(_LORA, base_model_name_or_path="/gone/base"), {},
+     "the base '/gone/base' of the adapter .* no folder '/gone/base'; put it there, or name .* in adapter_"),
+    (_ADAPTER, settings(_LORA, base_model_name_or_path=None), {},
+     "adapter_config.json of .* names no base; set base_model_name_or_path"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("build", "edit", "options", "message"), _DAMAGED)
+def test_a_damaged_checkpoint_says_which_file_and_what_to_do(
+    build: Build, edit: Edit, options: dict[str, Any], message: str, changed: Callable[..., str]
+) -> None:
+    said = refusal(changed(build, edit), **options)
+    assert re.search(message, said), said
+    assert "\n" not in said
+
+
+def test_a_file_that_may_not_be_read_is_named(
+    checkpoints: SharedCheckpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    access = os.access
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: "tokenizer.json" not in str(path) and access(path, mode)
+    )
+    said = refusal(checkpoints(cross_encoders.bert))
+    assert re.search(r"/tokenizer.json cannot be read: permission denied; .*\(chmod\)", said), said
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", "~/.cache/huggingface/hub")
+    assert re.search("'some/model' is no folder, .* set HOME or HF_HOME", refusal("some/model"))
+
+
 _GGUF: list[tuple[Build, str]] = [
     (partial(gguf_models.qwen3_reranker, **{"classifier.output_labels": ["no", "yes"]}),
      r"answers with \['no', 'yes'\]"),
@@ -506,6 +609,21 @@ async def test_what_cannot_be_run_is_refused_by_the_engine(
     with pytest.raises(ModelLoadError, match=message):
         async with Engine(EngineConfig(model=path, **{"dtype": "float32"} | options)):
             pass
+
+
+async def test_a_text_that_gives_nan_is_named_with_the_precision(changed: Callable[..., str]) -> None:
+    path = Path(changed(bi_encoders.bge))
+    zebra = Tokenizer.from_file(str(path / "tokenizer.json")).token_to_id("zebra")
+    tensors(lambda found: found["embeddings.word_embeddings.weight"][zebra].fill_(3e38))(path)
+    said = "the model returned a number that is not finite in bfloat16; leave this text out, or load"
+    async with Engine(EngineConfig(model=str(path), dtype="bfloat16", threads=1)) as engine:
+        with pytest.raises(RequestFailedError, match=rf"^documents\[2\]: {said}"):
+            await engine.score("a horse", ["a cat", "a dog", "a zebra", "a cat"])
+        with pytest.raises(RequestFailedError, match=rf"^input\[1\]: {said}"):
+            await engine.embed(["a cat", "a zebra"])
+        reported = await engine.score("a horse", ["a cat", "a zebra"], on_error="report")
+    assert reported.errors.keys() == {1}
+    assert re.match(said, reported.errors[1])
 
 
 def test_an_unknown_architecture_is_answered_with_the_table(

@@ -88,6 +88,11 @@ def test_rank_fields_name_what_is_read_of_a_record() -> None:
         ([{"t": "a", "u": None, "v": 0}], ["v", "u", "t", "w", "v"], ["v: 0\nt: a"]),
         ([{"text": "a", "t": "b"}], [], ["a"]),
         ({"text": "a", "t": "b"}, None, ["a"]),
+        (
+            [{"by": [{"name": "Ada", "ok": True}, "Bo: b"], "at": {"x": 1.5, "y": "\u00fc"}, "new": False}],
+            ["by", "at", "new"],
+            ["by:\n- name: Ada\n  ok: true\n- 'Bo: b'\nat:\n  x: 1.5\n  y: \u00fc\nnew: false"],
+        ),
     ):
         request = RerankRequest(query={"text": "q"}, documents=documents, rank_fields=fields)
         assert reading.texts_to_rank(request, 9) == ("q", texts)

@@ -122,6 +122,19 @@ async def test_an_input_above_the_models_length_is_cut_or_a_400(caller: Caller) 
         assert "257 tokens, but at most 256 can be run" in error["message"]
 
 
+async def test_a_cut_by_the_requests_own_limit_names_it(caller: Caller) -> None:
+    for path, body, name, value, cut_field in (
+        ("/rerank", {"query": "q", "documents": ["two words"]}, "max_tokens_per_doc", 1, "documents"),
+        ("/score", {"queries": "two words", "documents": ["d"]}, "max_tokens_per_query", 1, "queries"),
+        ("/v1/embeddings", {"input": "two words"}, "truncate_prompt_tokens", 3, "input"),
+    ):
+        cut = await caller.json(path, body | {name: value})
+        assert f"1 input was longer than this request's {name} ({value})," in cut["warnings"][0]
+        status, error = await caller.error(path, body | {name: value, "long_documents": "error"})
+        assert (status, error["param"]) == (400, cut_field)
+        assert "warnings" not in await caller.json(path, body | {name: value + 1, "long_documents": "error"})
+
+
 async def test_embeddings_are_the_engines(caller: Caller) -> None:
     expected = (await caller.engine.embed(["hello", "two words"])).embeddings
     for path, name, kind, prefix, change in (

@@ -119,6 +119,16 @@ CHANGES: list[Change] = [
         _cut(max_query_tokens=5, max_document_tokens=6, window_overlap=4),
     ),
     (PAIRED, {"max_tokens_per_query": 0, "max_tokens_per_doc": 0}, {}),
+    (
+        PAIRED,
+        {"max_tokens_per_doc": 6, "long_documents": "error"},
+        _truncation(max_document_tokens=6, refuse=True),
+    ),
+    (
+        TRUNCATING,
+        {"truncate_prompt_tokens": 7, "long_documents": "error"},
+        _truncation(max_tokens=7, refuse=True),
+    ),
     (SCORING, {"use_activation": False}, {"use_activation": False}),
     (SCORING, {"raw_scores": True}, {"use_activation": False}),
     (SCORING, {"raw_scores": True, "use_activation": True}, {"use_activation": True}),
@@ -126,7 +136,7 @@ CHANGES: list[Change] = [
     (SCORING, dict.fromkeys(("normalize", "explain", "stream"), False), {}),
     (SCORING, {"cache": "use", "on_timeout": "error", "on_error": "fail"}, {}),
     ((*RERANKS, "rerank texts"), {"score_threshold": 0.25}, {"score_threshold": 0.25}),
-    (SCORING, {"instruction": "find"}, {"instruction": "find"}),
+    *((SCORING, {name: "find"}, {"instruction": "find"}) for name in ("instruction", "instruct")),
     (PAIRED, {"long_documents": "window"}, {"truncation": WINDOW_LONG}),
     (SCORING, {"cache": "bypass"}, {"cache": "bypass"}),
     (SCORING, {"cache": "refresh"}, {"cache": "refresh"}),
@@ -213,6 +223,7 @@ ANSWERED = {
     *("output_encoding", "modality"),
     *("ids", "skip_special_tokens", "embedding_types", "embed_dtype", "output_dtype", "embedding_type"),
     *("return_input", "add_special_tokens", "score_threshold"),
+    *("user", "request_id", "options", "normalized"),
     # Of several models: see the tests of those.
     "cascade",
     # Of a chat.
@@ -325,6 +336,8 @@ BODIES: dict[str, dict[str, Any]] = {path: body for path, body, *_ in PLAIN.valu
 @pytest.mark.parametrize("path", KINDS)
 async def test_a_wrong_value_is_a_400_that_names_the_field(caller: Caller, path: str) -> None:
     for field in (field.name for field in msgspec.structs.fields(KINDS[path])):
+        if field in wire.IGNORED_FIELDS - {"options"}:
+            continue
         for value in (*REFUSED_OF.get((path, field), REFUSED.get(field, ())), NOTHING):
             status, error = await caller.error(path, BODIES[path] | {field: value})
             shown = (status, error["param"], error["code"], error["type"])

@@ -229,7 +229,8 @@ async def test_only_an_admin_loads_and_drops_models(asking: Asking, reranker: En
         404,
         f"several models are `{path}`; say which you mean by its name: `rerank`, `{name}`",
     )
-    assert (await asking("DELETE", f"/v1/models/{name}")).status == 204
+    dropped = await asking("DELETE", f"/v1/models/{name}", {"force": True})
+    assert (dropped.status, "`force`" in dropped.headers["x-maxsimd-warnings"]) == (204, True)
     assert (await asking.json("/rerank", {**BODY, "model": path}))["model"] == "rerank"
     assert (await asking.error("/rerank", {**BODY, "model": name})) == (
         404,

@@ -122,7 +122,7 @@ def test_text_without_breaks_is_refused_with_a_remedy() -> None:
         assert list(cut_into(ENDLESS[1:], PIECE, None)) == [(0, LONGEST_PIECE)]
 
 
-@pytest.mark.parametrize(
+KINDS_OF_SCORES = pytest.mark.parametrize(
     "described",
     [
         model(),
@@ -131,6 +131,23 @@ def test_text_without_breaks_is_refused_with_a_remedy() -> None:
     ],
     ids=["apart", "the tokeniser's pairs", "a template's pairs"],
 )
+
+
+@KINDS_OF_SCORES
+def test_texts_beyond_the_requests_limits_may_be_refused(described: LoadedModel) -> None:
+    two_words = {"queries": ("w1 w2",), "documents": ("w1", "w1 w2")}
+    for limit, where in (("max_query_tokens", "queries[0]"), ("max_document_tokens", "documents[1]")):
+        cut_short = ScoreRequest(**two_words, truncation=Truncation(max_tokens=-1, **{limit: 1}))
+        assert preprocessor(described).score(cut_short, request_ids()).truncated == 1
+        truncation = Truncation(max_tokens=-1, **{limit: 1}, refuse=True)
+        with refused(where[:-3], rf"^{re.escape(where)} has more than 1 tokens"):
+            preprocessor(described).score(ScoreRequest(**two_words, truncation=truncation), request_ids())
+        longer = Truncation(max_tokens=-1, **{limit: 2}, refuse=True)
+        preprocessor(described).score(ScoreRequest(**two_words, truncation=longer), request_ids())
+    assert LongInputs(truncation, 9, 0).signature != LongInputs(cut_short.truncation, 9, 0).signature
+
+
+@KINDS_OF_SCORES
 @pytest.mark.parametrize("truncation", [Truncation(), Truncation(max_document_tokens=3)])
 def test_the_text_that_cannot_be_cut_is_named(described: LoadedModel, truncation: Truncation) -> None:
     request = ScoreRequest(queries=("w1", ENDLESS), documents=("w1", "w2"), truncation=truncation)

@@ -1,0 +1,134 @@
+"""Files of a checkpoint that are there and cannot be used: what is wrong with which file, and what to do."""
+
+import json
+import os
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from maxsimd.engine.errors import ModelLoadError
+
+# How a file begins that Git LFS has left in the place of another, and its greatest length.
+_POINTER, _POINTER_BYTES = b"version https://git-lfs.github.com/spec/", 1024
+# Files that are read whatever else there is; weights are read by the names below.
+_ALWAYS_READ = frozenset({".json", ".jinja"})
+_WEIGHTS = ("model.safetensors", "adapter_model.safetensors")
+_INDEX = "model.safetensors.index.json"
+# Folders of exports for other programs.
+_UNREAD_FOLDERS = frozenset({"onnx", "openvino", "coreml"})
+# A longer header is no header.
+_LONGEST_HEADER = 100_000_000
+
+
+def refuse_damaged_files(model: str) -> None:
+    """Raises ModelLoadError for a file of a local checkpoint that is an LFS pointer, empty, cut short or not
+    readable. Looks at lengths and first bytes."""
+    try:
+        if Path(model).is_file():
+            _check_file(model, Path(model), Path(model).name)
+        elif Path(model).is_dir():
+            for path in _files_of(Path(model)):
+                if path.suffix in _ALWAYS_READ or path.name in _names_of_weights(path.parent):
+                    _check_file(model, path, str(path.relative_to(model)))
+    except OSError as error:
+        raise _unreadable(model, error) from error
+
+
+def damage_of(model: str) -> ModelLoadError | None:
+    """What is wrong with the files of a local checkpoint that could not be loaded; None if nothing is."""
+    try:
+        for path in _files_of(Path(model)) if Path(model).is_dir() else ():
+            name = str(path.relative_to(model))
+            _check_file(model, path, name)
+            if path.suffix == ".json":
+                _check_json(model, path, name)
+            elif path.suffix == ".bin" and not zipfile.is_zipfile(path):
+                return ModelLoadError(
+                    f"{name} of {model!r} is damaged: it is no archive of torch; download it again, or save "
+                    "the weights as safetensors"
+                )
+    except ModelLoadError as error:
+        return error
+    except OSError as error:
+        return _unreadable(model, error)
+    return None
+
+
+def one_line(error: BaseException) -> str:
+    """The message of a library's error, without line breaks."""
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
+
+
+def _files_of(folder: Path) -> Iterator[Path]:
+    """The files of a checkpoint and of its modules' folders, by their names."""
+    for path in sorted(folder.iterdir()):
+        if path.is_file():
+            yield path
+        elif path.is_dir() and path.name not in _UNREAD_FOLDERS and not path.name.startswith("."):
+            yield from (each for each in sorted(path.iterdir()) if each.is_file())
+
+
+def _names_of_weights(folder: Path) -> frozenset[str]:
+    """The files of a folder from which weights are read."""
+    try:
+        weight_map = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+        return frozenset(weight_map.values())
+    except (FileNotFoundError, NotADirectoryError):
+        return frozenset(_WEIGHTS)
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        # Whoever reads the index says what is wrong with it.
+        return frozenset(_WEIGHTS)
+
+
+def _check_file(model: str, path: Path, name: str) -> None:
+    if not os.access(path, os.R_OK):
+        raise PermissionError(None, "permission denied", str(path))
+    size = path.stat().st_size
+    if size <= _POINTER_BYTES:
+        with path.open("rb") as file:
+            if file.read(len(_POINTER)) == _POINTER:
+                raise ModelLoadError(
+                    f"{name} of {model!r} is a Git LFS pointer, not the file itself; fetch the file with "
+                    "`git lfs pull` in that folder"
+                )
+    if size == 0 and path.suffix in (".json", ".safetensors", ".bin", ".model", ".gguf"):
+        raise ModelLoadError(f"{name} of {model!r} is empty; download it again")
+    if path.suffix == ".safetensors":
+        _check_length(model, path, name, size)
+
+
+def _check_length(model: str, path: Path, name: str, size: int) -> None:
+    """Refuses a file of safetensors that is shorter than its header says."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size >= 8 and 8 + length <= size and length <= _LONGEST_HEADER:
+            try:
+                tensors = json.loads(file.read(length))
+                ends = [each["data_offsets"][1] for key, each in tensors.items() if key != "__metadata__"]
+                whole = 8 + length + max(ends, default=0)
+            except (ValueError, RecursionError, KeyError, IndexError, TypeError, AttributeError):
+                whole = None
+        else:
+            whole = 8 + length if length <= _LONGEST_HEADER else None
+    if whole is None:
+        raise ModelLoadError(f"{name} of {model!r} is no file of safetensors; download it again")
+    if size < whole:
+        raise ModelLoadError(
+            f"{name} of {model!r} is cut short: it has {size} of at least {whole} bytes; download it again"
+        )
+
+
+def _check_json(model: str, path: Path, name: str) -> None:
+    try:
+        json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ModelLoadError(f"{name} of {model!r} is not JSON: {error}; download it again") from error
+
+
+def _unreadable(model: str, error: OSError) -> ModelLoadError:
+    where = error.filename if isinstance(error.filename, str) else model
+    reason = (error.strerror or type(error).__name__).lower()
+    return ModelLoadError(
+        f"{where} cannot be read: {reason}; let the user who runs maxsimd read it (chmod), and the folders "
+        "that it is in"
+    )
