@@ -175,7 +175,7 @@ class TemplateJoiner:
         is_cut = False
         if most is not None:
             (ids,) = self._tokenizer.encode([document], "documents", most + 1, long_inputs.side, [name])
-            within = long_inputs.document(ids)
+            within = long_inputs.document(ids, name)
             if is_cut := within.truncated:
                 document = self._tokenizer.decode(within.tokens.tolist())
         segments = self._written(query, document, name)
