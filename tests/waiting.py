@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 async def until(condition: Callable[[], bool]) -> None:
     """Looks again and again; TimeoutError when it does not come true."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while not condition():
             await asyncio.sleep(0.01)
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 120) -> None:
     """The same without an event loop."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -41,6 +41,13 @@ class Serving:
     def __init__(self, url: str, status: asyncio.Task[int], engine: Engine, verify: Any) -> None:
         self.url, self.status, self.engine = url, status, engine
         self.client = httpx.AsyncClient(base_url=url, timeout=60, verify=verify)
+        self._is_told = False
+
+    def terminate(self) -> None:
+        """Sends SIGTERM once: a second would end this process."""
+        if not self._is_told:
+            self._is_told = True
+            os.kill(os.getpid(), signal.SIGTERM)
 
     async def is_ready(self) -> bool:
         assert not self.status.done()
@@ -69,7 +76,7 @@ async def serving(**options: Any) -> AsyncIterator[Serving]:
     finally:
         await running.client.aclose()
         if not status.done():
-            os.kill(os.getpid(), signal.SIGTERM)
+            running.terminate()
         await asyncio.wait_for(status, 60)
 
 
@@ -81,8 +88,8 @@ async def test_the_server_listens_where_it_should_until_a_signal(caplog: pytest.
         async with httpx.AsyncClient() as other:
             with pytest.raises(httpx.ConnectError):
                 await other.get(server.url.replace("127.0.0.2", "127.0.0.1") + "/health")
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert await asyncio.wait_for(server.status, 10) == 0
+        server.terminate()
+        assert await asyncio.wait_for(server.status, 120) == 0
         assert not server.engine.is_healthy
     messages = [record.getMessage() for record in caplog.records]
     assert any(message.startswith("all-MiniLM-L6-v2 is ready after ") for message in messages)
@@ -99,7 +106,7 @@ async def test_a_drain_refuses_new_work_and_finishes_what_is_in_flight() -> None
             heavy = asyncio.create_task(server.client.post("/rerank", json=body))
             queued = server.engine.metrics.registry.get_sample_value
             await until(lambda: queued("maxsimd_queue_tokens") != 0)
-            os.kill(os.getpid(), signal.SIGTERM)
+            server.terminate()
             await asyncio.sleep(0.05)
             refused = await other.post("/rerank", json=LIGHT)
         assert refused.status_code == 503
@@ -111,14 +118,14 @@ async def test_a_drain_refuses_new_work_and_finishes_what_is_in_flight() -> None
         assert answer.status_code == 200
         assert len(answer.json()["results"]) == 30
         assert answer.headers["Connection"] == "close"
-        assert await asyncio.wait_for(server.status, 10) == 0
+        assert await asyncio.wait_for(server.status, 120) == 0
 
 
 async def test_a_dead_engine_ends_the_server_with_status_1(caplog: pytest.LogCaptureFixture) -> None:
     async with serving(host="0.0.0.0") as server:
         assert "may use it: there is no --api-key, no --api-key-file" in caplog.text
         server.engine._died("of old age", None)
-        assert await asyncio.wait_for(server.status, 10) == 1
+        assert await asyncio.wait_for(server.status, 120) == 1
 
 
 async def _refusal(caplog: pytest.LogCaptureFixture, model: str | None = None, **options: Any) -> str:

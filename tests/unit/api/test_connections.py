@@ -101,12 +101,12 @@ async def test_a_table_is_quiet_when_all_wait_and_then_empty(room: Room) -> None
         await asyncio.sleep(0.001)
         assert not quiet.done()
     room.enter("first", Phase.CLOSING)
-    await asyncio.wait_for(quiet, 1)
+    await asyncio.wait_for(quiet, 120)
     room.leave("first")
     await asyncio.sleep(0.001)
     assert not empty.done()
     room.leave("second")
-    await asyncio.wait_for(empty, 1)
+    await asyncio.wait_for(empty, 120)
 
 
 async def test_a_connection_that_is_gone_does_not_come_back(room: Room) -> None:
@@ -114,7 +114,7 @@ async def test_a_connection_that_is_gone_does_not_come_back(room: Room) -> None:
     connection = Connection(server, room.table, asyncio.get_running_loop())
     connection.forget()
     connection._enter(Phase.IDLE, 1.0)  # as when the answer to its last request is done with
-    await asyncio.wait_for(room.table.until_empty(), 1)
+    await asyncio.wait_for(room.table.until_empty(), 120)
 
 
 def test_there_are_as_many_connections_as_descriptors_allow() -> None:

@@ -49,7 +49,7 @@ async def test_a_second_signal_ends_the_process_at_once(
 ) -> None:
     stop = Stop(grace=100)
     os.kill(os.getpid(), signal.SIGTERM)
-    await asyncio.wait_for(stop.asked(), 5)
+    await asyncio.wait_for(stop.asked(), 120)
     assert left == []
     os.kill(os.getpid(), number)
     await until(lambda: left == [128 + number])

@@ -339,7 +339,7 @@ async def test_a_leaving_engine_serves_until_it_is_replaced(tmp_path: Path) -> N
     assert (await first).scores == [3.0], "it answers what it was asked"
     assert (await second).scores == [2.0]
     assert [len(engine.asked) for engine in engines] == [1, 1]
-    await asyncio.wait_for(engines[0].door.until_left(), 5)
+    await asyncio.wait_for(engines[0].door.until_left(), 120)
     roster.set_listed([replace(listed[1], slot=7)])
     assert [member.slot for member in roster.members] == [7]
     await front.stop()

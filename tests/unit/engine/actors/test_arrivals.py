@@ -16,7 +16,7 @@ class Event:
 
     def synchronize(self) -> None:
         self.reached.set()
-        assert self.arrived.wait(20)
+        assert self.arrived.wait(120)
         if self.error is not None:
             raise self.error
 

@@ -159,7 +159,7 @@ class Written:
         self.entries: dict[bytes, CachedEmbedding] = {}
 
     def write(self, entries: list[tuple[bytes, CachedEmbedding]]) -> None:
-        self.go.wait(20)
+        self.go.wait(120)
         self.entries |= dict(entries)
 
 
@@ -323,7 +323,7 @@ def test_a_start_waits_for_a_slow_disk_only_for_so_long() -> None:
     go = threading.Event()
 
     def newest() -> Iterator[tuple[bytes, CachedEmbedding]]:
-        go.wait(10)
+        go.wait(120)
         yield key(1), entry(1)
 
     disk: Any = _Disk(newest())

@@ -211,12 +211,12 @@ def test_a_caller_that_goes_away_ends_the_reading(
 
     def blocked(*given: Any, **named: Any) -> Any:
         begun.set()
-        assert go_on.wait(20)
+        assert go_on.wait(120)
         return encode(*given, **named)
 
     monkeypatch.setattr(tokenizer, "_encode_batch", blocked)
     work = pool.submit(lambda: read(tokenizer, "word " * 100_000), 500_000)
-    assert begun.wait(20)
+    assert begun.wait(120)
     work.withdraw()
     go_on.set()
     with pytest.raises(WithdrawnError):
