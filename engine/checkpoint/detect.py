@@ -61,7 +61,7 @@ def _class_of(config: dict[str, Any], names: Set[str]) -> Any:
 
     if config.get("model_type") not in transformers.CONFIG_MAPPING:
         return None
-    # Encoders are found in the third too.
+    # Encoders are found as causal models too, so those come later.
     kinds = [
         "AutoModelForSequenceClassification",
         "AutoModelForMaskedLM",
