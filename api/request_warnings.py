@@ -153,7 +153,8 @@ def _unread(request: msgspec.Struct, given: Mapping[str, Any], at: str) -> Itera
     has_records = bool(getattr(request, "rank_fields", None))
     for name, value in given.items():
         if name not in used:
-            if not _is_null(value):
+            # What is empty says nothing either, where the field is one of another shape.
+            if not _is_null(value) and not (name in unused and _is_empty(value)):
                 yield f"{at}{name}", meant
             continue
         read = getattr(request, name)
@@ -187,6 +188,10 @@ def _unread_of_contents(value: Any, at: str, *, are_parts: bool = False) -> Iter
 
 def _is_null(value: Any) -> bool:
     return value is None or (isinstance(value, msgspec.Raw) and bytes(value) == b"null")
+
+
+def _is_empty(value: Any) -> bool:
+    return bytes(value) in (b"{}", b"[]") if isinstance(value, msgspec.Raw) else value in ({}, [])
 
 
 def _members(value: Any) -> Mapping[str, Any]:

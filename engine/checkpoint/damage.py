@@ -6,12 +6,20 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from maxsimd.engine.checkpoint.files import VOCABULARIES
 from maxsimd.engine.errors import ModelLoadError
 
 # How a file begins that Git LFS has left in the place of another, and its greatest length.
 _POINTER, _POINTER_BYTES = b"version https://git-lfs.github.com/spec/", 1024
-# Files that are read whatever else there is; weights are read by the names below.
-_ALWAYS_READ = frozenset({".json", ".jinja"})
+# Files that are read wherever they are. A folder may hold others, which do no harm however they are.
+_ALWAYS_READ = frozenset(
+    {
+        *("config.json", "modules.json", "router_config.json", "adapter_config.json", "artifact.metadata"),
+        *("config_sentence_transformers.json", "sentence_bert_config.json", "model.safetensors.index.json"),
+        *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+        *("preprocessor_config.json", "processor_config.json", "chat_template.json", "chat_template.jinja"),
+    }
+)
 _WEIGHTS = ("model.safetensors", "adapter_model.safetensors")
 _INDEX = "model.safetensors.index.json"
 # Folders of exports for other programs.
@@ -28,17 +36,24 @@ def refuse_damaged_files(model: str) -> None:
             _check_file(model, Path(model), Path(model).name)
         elif Path(model).is_dir():
             for path in _files_of(Path(model)):
-                if path.suffix in _ALWAYS_READ or path.name in _names_of_weights(path.parent):
+                if path.name in _ALWAYS_READ or path.name in _names_of_weights(path.parent):
                     _check_file(model, path, str(path.relative_to(model)))
     except OSError as error:
         raise _unreadable(model, error) from error
 
 
-def damage_of(model: str) -> ModelLoadError | None:
-    """What is wrong with the files of a local checkpoint that could not be loaded; None if nothing is."""
+def damage_of(model: str, config: Path | None = None) -> ModelLoadError | None:
+    """What is wrong with the files of a checkpoint that could not be loaded; None if nothing is. Of a hub's
+    the files beside its `config` are looked at."""
     try:
-        for path in _files_of(Path(model)) if Path(model).is_dir() else ():
-            name = str(path.relative_to(model))
+        is_local = Path(model).is_dir()
+        if not is_local and config is None:
+            return None
+        folder = Path(model) if is_local or config is None else config.parent
+        for path in _files_of(folder):
+            if not _may_be_read(path):
+                continue
+            name = str(path.relative_to(folder))
             _check_file(model, path, name)
             if path.suffix == ".json":
                 _check_json(model, path, name)
@@ -66,6 +81,14 @@ def _files_of(folder: Path) -> Iterator[Path]:
             yield path
         elif path.is_dir() and path.name not in _UNREAD_FOLDERS and not path.name.startswith("."):
             yield from (each for each in sorted(path.iterdir()) if each.is_file())
+
+
+def _may_be_read(path: Path) -> bool:
+    """Whether a file is read in some checkpoint that has it: pickles only where no safetensors are."""
+    if path.suffix == ".bin":
+        return not any(path.parent.glob("*.safetensors"))
+    is_named = path.name in _ALWAYS_READ or path.name in VOCABULARIES or path.name == "merges.txt"
+    return is_named or path.name in _names_of_weights(path.parent)
 
 
 def _names_of_weights(folder: Path) -> frozenset[str]:

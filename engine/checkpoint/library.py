@@ -34,6 +34,7 @@ from maxsimd.engine.checkpoint.embedded import NAME, embedded_model_path
 from maxsimd.engine.checkpoint.encoder_decoder import load_encoder_decoder
 from maxsimd.engine.checkpoint.files import (
     CheckpointFiles,
+    find_file,
     read_files,
     refuse_missing_module_settings,
     refuse_missing_tokenizer,
@@ -142,7 +143,7 @@ def _load_whole(
     except Exception as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else one_line(error)
         failed = ModelLoadError(f"cannot load {path!r} as {score_type.value}: {reason}")
-        raise damage_of(path) or failed from error
+        raise damage_of(path, find_file(path, "config.json", config.revision)) or failed from error
     return replace(model, stored_as="" if stored is None else stored.form)
 
 

@@ -53,7 +53,8 @@ def refuse_unsupported(
             f"{model!r} begins with a {first}, not a transformer; supported are {in_a_sentence()}"
         )
     has_own_code = trust_remote_code and "auto_map" in files.config
-    if not (isinstance(kind, str) and kind) and not has_own_code:
+    # Of some published checkpoints with code of their own the type is known by other keys.
+    if not kind and not runs_as(files) and not has_own_code:
         likely = _type_of(files.architecture)
         add = f'add "model_type": "{likely}"' if likely else "add that of its architecture"
         raise ModelLoadError(f"config.json of {model!r} has no model_type; {add}, or download it again")

@@ -45,7 +45,8 @@ def _check_index(model: str, folder: str, index: Path) -> None:
                 f"{folder}{_INDEX} of {model!r} names {name!r}, which is no safetensors file beside it; save "
                 "the weights anew, or trust them with allow_pickle=True"
             )
-        if Path(model).is_dir() and not (index.parent / name).is_file():
+        is_gone = Path(model).is_dir() and not (index.parent / name).is_file()
+        if is_gone and not (index.parent / _WHOLE).is_file():
             raise ModelLoadError(
                 f"{folder}{name} of {model!r} is not there, and {_INDEX} names it; download it again"
             )

@@ -24,6 +24,7 @@ from sentence_transformers.base.modules import Router
 from tokenizers import Tokenizer
 
 from maxsimd.engine import Engine, EngineConfig, ModelLoadError, RequestFailedError
+from maxsimd.engine.checkpoint import load_model
 from maxsimd.engine.checkpoint.files import VOCABULARIES
 from maxsimd.engine.checkpoint.served import SERVED
 from tests.checkpoints import (
@@ -45,6 +46,7 @@ from tests.checkpoints import (
 )
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.parity.changes import (
+    CPU,
     Build,
     Edit,
     Tensors,
@@ -462,6 +464,13 @@ def test_a_damaged_checkpoint_says_which_file_and_what_to_do(
     said = refusal(changed(build, edit), **options)
     assert re.search(message, said), said
     assert "\n" not in said
+
+
+def test_a_damaged_file_that_nobody_reads_does_no_harm(changed: Callable[..., str]) -> None:
+    path = Path(changed(_BERT, written("results.json", ""), written("pytorch_model.bin", _POINTER.decode())))
+    (path / "onnx").mkdir()
+    (path / "onnx" / "config.json").write_bytes(_POINTER)
+    load_model(EngineConfig(model=str(path)), CPU)
 
 
 def test_a_file_that_may_not_be_read_is_named(

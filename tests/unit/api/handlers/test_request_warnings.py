@@ -138,6 +138,7 @@ async def test_usual_clients_get_no_warning(engine: RecordingEngine) -> None:
         ("/v2/embed", {"texts": ["d"], "input_type": "search_query", "embedding_types": ["float"]}),
         ("/embed", {"inputs": ["d"], "options": {"wait_for_model": True, "use_cache": True}}),
         ("/", {"inputs": ["d"], "normalize": True, "truncate": True, "truncation_direction": "Right"}),
+        ("/", {"inputs": ["d"], "parameters": {}}),
         ("/v1/reranking", {"query": "q", "input": ["d"], "return_input": True, "rank_fields": None}),
         ("/infinity/rerank", RERANK | {"raw_scores": False, "return_documents": False}),
     ):

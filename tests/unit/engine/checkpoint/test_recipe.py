@@ -216,6 +216,16 @@ def test_a_folder_that_cannot_be_made_is_no_failure(
     assert isinstance(_load(path).backbone, bert.Encoder)
 
 
+def test_nothing_is_kept_for_a_user_without_a_home(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    monkeypatch.chdir(tmp_path)
+    _load(path)
+    assert not (tmp_path / "~").exists()
+
+
 def test_the_embedded_model_comes_with_its_recipes(no_libraries: Callable[[], None]) -> None:
     """If this fails after a change of our code or of a library: `make recipes`."""
     shipped = msgspec.json.decode(SHIPPED.read_bytes(), type=Shipped)
