@@ -12,7 +12,7 @@ from maxsimd.engine.device.load import DeviceModel
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.explanations import Explanation
 from maxsimd.engine.preprocess import Prepared, usage_of
-from maxsimd.engine.requests import RunOptions, ScoreOptions, ScoreRequest, ScoreResult, Values
+from maxsimd.engine.requests import RunOptions, ScoreOptions, ScoreRequest, ScoreResult, Value, Values
 from maxsimd.engine.results.postprocess import Bounded, activate, bounded_by, document_scores, unscored
 from maxsimd.engine.validation import Scored, as_scored, as_truncation, check_paired, check_scores
 from maxsimd.pooling.methods import Head
@@ -53,7 +53,9 @@ class ScoreCall:
         """The values with a number in place of the logits of several labels."""
         if self.label is None:
             return values
-        numbers = [value if value is None else self.label.logit(np.asarray(value)) for value in values.values]
+        numbers: list[Value | None] = [
+            None if value is None else self.label.logit(np.asarray(value)) for value in values.values
+        ]
         return replace(values, values=numbers)
 
     def finished(
