@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from maxsimd.engine.checkpoint import LoadedModel
+from maxsimd.engine.config import ScoreType
 from maxsimd.engine.device.load import DeviceModel
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.explanations import Explanation
@@ -114,7 +115,8 @@ def score_call(
 
 
 def _check_possible(model: LoadedModel, options: ScoreOptions) -> None:
-    check_scores(model, options["on_timeout"], options["on_error"])
+    is_listwise = model.score_type is ScoreType.LISTWISE
+    check_scores(model.labels, model.has_score, is_listwise, options["on_timeout"], options["on_error"])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
