@@ -6,8 +6,7 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 import torch
 
-from maxsimd.engine.checkpoint import LoadedModel
-from maxsimd.engine.config import EngineConfig, ScoreType
+from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.media import (
     AnyPicture,
@@ -189,17 +188,17 @@ def check_dimensions(dimensions: int | None, dim: int) -> None:
         raise InvalidRequestError(f"dimensions must be from 1 to {dim}, not {dimensions}", "dimensions")
 
 
-def check_scores(model: LoadedModel, on_timeout: OnTimeout, on_error: OnError) -> None:
-    """Refuses scores that a model does not give."""
-    if not model.has_score:
-        more = ", ..." if len(model.labels) > _NAMED_LABELS else ""
-        named = ", ".join(model.labels[:_NAMED_LABELS]) + more
+def check_scores(
+    labels: Sequence[str], has_score: bool, is_listwise: bool, on_timeout: OnTimeout, on_error: OnError
+) -> None:
+    """Refuses scores that a model with these labels does not give."""
+    if not has_score:
+        named = ", ".join(labels[:_NAMED_LABELS]) + (", ..." if len(labels) > _NAMED_LABELS else "")
         raise InvalidRequestError(
-            f"this model has {len(model.labels)} labels ({named}) and so no single score; name the one that "
+            f"this model has {len(labels)} labels ({named}) and so no single score; name the one that "
             "means relevance by --score-label (score_label), or classify (POST /classify)",
             "model",
         )
-    is_listwise = model.score_type is ScoreType.LISTWISE
     if is_listwise and (on_timeout == "partial" or on_error == "report"):
         raise InvalidRequestError(
             "a listwise model scores documents by each other: leave out on_timeout and on_error",

@@ -64,7 +64,8 @@ def set_activations(path: str, modules: list[Any], settings: list[dict[str, Any]
         return
     for i, (module, said) in enumerate(zip(modules, settings, strict=False)):
         named = said.get("activation_function")
-        takes_one = hasattr(module, "activation_function") and isinstance(named, str)
-        if takes_one and not named.startswith("torch."):
+        if not hasattr(module, "activation_function") or not isinstance(named, str):
+            continue
+        if not named.startswith("torch."):
             file = f"{i}_{type(module).__name__}/config.json"
             module.activation_function = activation_of(path, file, named)

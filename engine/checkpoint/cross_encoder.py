@@ -156,6 +156,7 @@ def template_of(transformer: Any) -> ScoreTemplate | None:
         variables=variables,
         in_parts=in_parts,
         restores_end=restores_end,
+        by_messages=True,
     )
     try:
         found.check()

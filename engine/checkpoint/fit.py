@@ -84,7 +84,7 @@ def refusing_misfits(
         if stored is not None:
             arguments, options = (None, *arguments[1:]), stored.in_options(options)
         model, info = load(cls, *arguments, **options)
-        _refuse_misfit(path, model, info, read_apart, given)
+        _refuse_misfit(path, model, info, read_apart, given, leaves_layers_out=stored is None)
         # Each tensor once, even if it has several names.
         named = model.state_dict().items()
         tensors = {(tensor.data_ptr(), tensor.shape): (name, tensor) for name, tensor in named}
@@ -121,13 +121,19 @@ def refuse_modules_not_finite(path: str, modules: Iterable[torch.nn.Module]) -> 
 
 
 def _refuse_misfit(
-    path: str, model: Any, info: Mapping[str, Any], read_apart: frozenset[str], given: frozenset[str]
+    path: str,
+    model: Any,
+    info: Mapping[str, Any],
+    read_apart: frozenset[str],
+    given: frozenset[str],
+    *,
+    leaves_layers_out: bool,
 ) -> None:
     lacking = [name for name in info["missing_keys"] if name not in given]
     missing = sorted(name for name in lacking if not _is_unused_pooler(model, name))
     beyond, unexpected = [], []
     for name in sorted(info["unexpected_keys"]):
-        if _is_of_a_later_layer(model, name):
+        if leaves_layers_out and _is_of_a_later_layer(model, name):
             beyond.append(name)
         elif not _is_harmless(model, name, read_apart | UNUSED_HEADS):
             unexpected.append(name)

@@ -3,6 +3,7 @@ engine's execution of a model is proven against them; where that fails, they run
 """
 
 import inspect
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as ListOf
 from typing import Any, Protocol, TypeAlias
@@ -202,7 +203,7 @@ def _pooled(rows: torch.Tensor, positions: torch.Tensor, method: str) -> torch.T
         case "mean":
             return rows[positions].mean(dim=0)
         case "mean-sqrt-len":
-            return rows[positions].sum(dim=0) / len(positions) ** 0.5
+            return rows[positions].sum(dim=0) / math.sqrt(len(positions))
         case "max-pooling":
             return rows[positions].amax(dim=0)
         case "weighted-mean":

@@ -48,7 +48,7 @@ class ScoreTemplate:
     picture is one; else `picture` stands for one in a text. Behind all that is written stand the
     `trailing_ids`, tokens that no text has. With `marks_document` the tokens of the segment with the document
     have type 1, all others 0. Where a pair is cut, what the template writes at its end is put back if it
-    `restores_end`.
+    `restores_end`. `by_messages` it sees no more than messages, as a checkpoint's own does.
     """
 
     segments: tuple[str, ...]
@@ -59,6 +59,7 @@ class ScoreTemplate:
     trailing_ids: tuple[int, ...] = ()
     marks_document: bool = False
     restores_end: bool = True
+    by_messages: bool = False
 
     def pair(
         self,
@@ -136,6 +137,8 @@ class ScoreTemplate:
             "document": self._joined(document),
             "instruction": instruction,
         }
+        if self.by_messages:
+            texts = {}
         try:
             from transformers.utils.chat_template_utils import render_jinja_template
 

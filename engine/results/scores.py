@@ -8,11 +8,12 @@ import torch
 from numpy.typing import NDArray
 
 from maxsimd.engine.checkpoint import LoadedModel
+from maxsimd.engine.config import ScoreType
 from maxsimd.engine.device.load import DeviceModel
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.explanations import Explanation
 from maxsimd.engine.preprocess import Prepared, usage_of
-from maxsimd.engine.requests import RunOptions, ScoreOptions, ScoreRequest, ScoreResult, Values
+from maxsimd.engine.requests import RunOptions, ScoreOptions, ScoreRequest, ScoreResult, Value, Values
 from maxsimd.engine.results.postprocess import (
     Bounded,
     activate,
@@ -65,7 +66,9 @@ class ScoreCall:
         """The values with a number in place of the logits of several labels."""
         if self.label is None:
             return values
-        numbers = [value if value is None else self.label.logit(np.asarray(value)) for value in values.values]
+        numbers: list[Value | None] = [
+            None if value is None else self.label.logit(np.asarray(value)) for value in values.values
+        ]
         return replace(values, values=numbers)
 
     def finished(
@@ -124,7 +127,8 @@ def score_call(
 
 
 def _check_possible(model: LoadedModel, options: ScoreOptions) -> None:
-    check_scores(model, options["on_timeout"], options["on_error"])
+    is_listwise = model.score_type is ScoreType.LISTWISE
+    check_scores(model.labels, model.has_score, is_listwise, options["on_timeout"], options["on_error"])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -38,7 +38,8 @@ def score_pairs(
     if similarity == "cosine":
         return torch.nn.functional.cosine_similarity(q, d, dim=-1)
     if similarity == "euclidean":
-        return -torch.linalg.vector_norm(q - d, dim=-1)
+        distances: torch.Tensor = torch.linalg.vector_norm(q - d, dim=-1)
+        return -distances
     if similarity == "manhattan":
         return -(q - d).abs().sum(dim=-1)
     return (q * d).sum(dim=-1)

@@ -65,6 +65,8 @@ _TEMPLATES = {
     "the document twice": f"{_QUERY % ''} {_DOCUMENT % ''}<|im_end|>{_DOCUMENT % ''}<|im_end|>",
     "a look for a word": "{% for m in messages %}{{ m.content }}{% if 'the' in m.content %}!{% endif %}\n"
     "{% endfor %}",
+    "a setting with a default": f"{{{{ instruction | default('find it') }}}}\n{_QUERY % ''} {_DOCUMENT % ''}"
+    "<|im_end|>",
     "the document behind": "{{ messages[1].content | trim }}\n{{ messages[0].content }}<|im_end|>",
 }
 

@@ -188,6 +188,7 @@ CHANGES: list[tuple[str, str, Change]] = [
     ("expansion", "some", _rules(expansion=Expansion(9, 1, True, True))),
     ("chat template", "some", _rules(chat=SimpleNamespace(signature="a template"))),
     ("document length", "another", _rules(max_tokens=17)),
+    ("truncation side", "left", lambda given: given.but(truncation_side="left")),
     ("skip list", "none", _rules(skipped_ids=None)),
     ("model length", "another", lambda given: given.but(max_tokens=17)),
     ("pooling", "another", _task(pooling="mean")),
