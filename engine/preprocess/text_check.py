@@ -106,8 +106,8 @@ class _Check:
             kind = f"a {role or 'text'}"
             prompt = None if role is None else prompts[role]
             same = role is None and _same_rules(model.text, model.document)
-            probes = self._probes if not same else self._probes[:2]
-            for probe in [*probes, *self._long_texts(role)]:
+            probes = self._probes[:2] if same else [*self._probes, *self._long_texts(role)]
+            for probe in probes:
                 self._text(probe, kind, role, prompt)
         for name, prompt in model.prompts.items():
             self._named(name, prompt)
@@ -234,7 +234,7 @@ class _Check:
             return None
         if found.num_attended != attended:
             return f"{found.num_attended} tokens are attended to, not {attended}"
-        if rules.pool_first:
+        if rules.pool_first and self._model.listwise is None:
             pooled, scored = (
                 np.arange(len(ids)) if positions is None else positions
                 for positions in (found.pooled_positions, expected.scored)
