@@ -1,5 +1,6 @@
 """What the engine would do with a model, in words, without serving it."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,7 @@ def inspect_model(config: EngineConfig, check: bool = False) -> dict[str, str | 
     tokenizer = TextTokenizer(model.tokenizer, model.token_rows)
     compared = check_texts(model, config, tokenizer, recheck=check)
     expected = _expected_scores(model, config) if check else None
+    model = replace(model, reader=None)  # it holds the library's model
     named = {name: parameter.numel() for name, parameter in model.backbone.named_parameters()}
     of_tower = sum(each.numel() for module in model.encoders[1:] for each in module.parameters())
     prepared = prepare(model, config, device, probe_sequences(model, tokenizer))

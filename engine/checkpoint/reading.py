@@ -196,6 +196,26 @@ class TemplateReader:
         return Reading(read, of_types, len(read))
 
 
+class ProcessorReader:
+    """Reads texts as the processor of a `*ForRetrieval` model writes queries, whatever their role. It does
+    not truncate them."""
+
+    library = "transformers"
+
+    def __init__(self, processor: Any) -> None:
+        self._processor = processor
+
+    def text(self, text: str, role: TextRole | None, prompt: str | None, limit: int) -> Reading:
+        made = self._processor.process_queries(text=[(prompt or "") + text])["input_ids"]
+        ids = np.asarray(made, dtype=np.int32)[0]
+        if len(ids) > limit:
+            raise ValueError(f"the processor truncates no texts, and this one has {len(ids)} tokens")
+        return Reading(ids, None, len(ids))
+
+    def pair(self, query: str, document: str, instruction: str | None, limit: int) -> Reading:
+        raise NotImplementedError
+
+
 class TokenizerReader:
     """Reads texts with a tokenizer of transformers alone, and pairs as one text of a `form` that has the
     places {query} and {document}."""

@@ -77,6 +77,7 @@ def load_device_model(
         model = load_model(config, device)
     tokenizer = TextTokenizer(model.tokenizer, model.token_rows)
     check_texts(model, config, tokenizer)
+    model = replace(model, reader=None)  # it holds the library's model
     calibration = open_calibration(config, model)
     cache = open_cache(config, model, choose_dtype(config.dtype, device))
     prepared = prepare(model, config, device, probe_sequences(model, tokenizer))
@@ -149,8 +150,7 @@ def _choose_threads(asked: int | None) -> None:
 
 def _without_references(model: LoadedModel) -> LoadedModel:
     """The model without what it was proven against, so that weights which only that needs are freed."""
-    tasks = {name: replace(task, reference=None) for name, task in model.tasks.items()}
-    return replace(model, tasks=tasks, reader=None)
+    return replace(model, tasks={name: replace(task, reference=None) for name, task in model.tasks.items()})
 
 
 def _pooler(model: LoadedModel, prepared: PreparedModel, results: torch.dtype | None) -> DispatchPooler:

@@ -21,6 +21,7 @@ from maxsimd.engine.errors import InvalidRequestError, ModelLoadError
 from maxsimd.engine.preprocess.listwise import listwise_prompt
 from maxsimd.engine.preprocess.preprocessor import Preprocessor
 from maxsimd.engine.preprocess.request_ids import RequestIds
+from maxsimd.engine.preprocess.shortest import check_room
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.requests import CUT_LONG, EmbedRequest, ScoreRequest
 from maxsimd.scheduler import JoinedTokens, ResultSlot, Role, Sequence, Tokens
@@ -60,6 +61,7 @@ def check_texts(
     if not recheck and knows_texts(config):
         return None
     started = time.perf_counter()
+    check_room(model, tokenizer, budget=0, chunked=True)  # says best why no text can be read
     reader = library_reader(config) if model.reader is None else model.reader
     compared = _Check(model, config, tokenizer, reader).run()
     log.debug("%d texts are read as by %s: %.2f s", compared, reader.library, time.perf_counter() - started)
@@ -106,8 +108,8 @@ class _Check:
             kind = f"a {role or 'text'}"
             prompt = None if role is None else prompts[role]
             same = role is None and _same_rules(model.text, model.document)
-            probes = self._probes if not same else self._probes[:2]
-            for probe in [*probes, *self._long_texts(role)]:
+            probes = self._probes[:2] if same else [*self._probes, *self._long_texts(role)]
+            for probe in probes:
                 self._text(probe, kind, role, prompt)
         for name, prompt in model.prompts.items():
             self._named(name, prompt)
@@ -234,7 +236,7 @@ class _Check:
             return None
         if found.num_attended != attended:
             return f"{found.num_attended} tokens are attended to, not {attended}"
-        if rules.pool_first:
+        if rules.pool_first and self._model.listwise is None:
             pooled, scored = (
                 np.arange(len(ids)) if positions is None else positions
                 for positions in (found.pooled_positions, expected.scored)
@@ -281,11 +283,11 @@ class _Check:
         except InvalidRequestError:
             return
         room = limit - around
-        sizes = ((3, room - 4), (3, room - 3), (3, room - 2), (3, limit + 8))
+        sizes = [(3, room - 4), (3, room - 3), (3, room - 2), (3, limit + 8)]
         # Where a template joins them, the document is truncated for the query's sake.
         if self._model.pairs.template is None:
             half = room // 2
-            sizes += ((limit + 8, 3), (room, room), (half, half + 2), (half + 2, half), (half + 2, half - 2))
+            sizes += [(limit + 8, 3), (room, room), (half, half + 2), (half + 2, half), (half + 2, half - 2)]
         for first, second in sizes:
             if first > 0 and second > 0:
                 texts = " ".join([word] * first), " ".join([word] * second)
@@ -354,6 +356,7 @@ def probe_sequences(model: LoadedModel, tokenizer: TextTokenizer) -> tuple[Seque
     specials = _special_tokens(model)
     mixed = " ".join(f"{token} {word}" for token, word in zip(specials, _QUERY.split() * 3, strict=False))
     ending = "".join(["Zürich ", *specials])
+    wanted: list[Callable[[], AnyTokens]]
     if model.listwise is not None:
         wanted = [lambda: ours.listed(_QUERY, [mixed, ending, ""])]
     elif model.score_task == "classify" and model.pairs.template is not None:

@@ -201,7 +201,9 @@ class TextBuilder:
         """The sequence of a text that fits: special tokens around it."""
         if self._room.others + len(fitted.tokens) == 0:
             raise InvalidRequestError(f"{name} has no tokens; leave it out", self._param)
-        ids, types = self._template.fill(fitted.tokens)
+        # An empty text may stand between the role's tokens alone.
+        is_empty = self._template.special_tokens + len(fitted.tokens) == 0
+        ids, types = (_NONE, _NONE) if is_empty else self._template.fill(fitted.tokens)
         if len(self._leading) or len(self._trailing):
             ids, types = self._with_fixed_ids(ids, types)
         prompt_end = 0

@@ -18,7 +18,7 @@ from tokenizers.processors import TemplateProcessing
 from maxsimd.engine.checkpoint.detect import COLMODERNVBERT, COLPALI
 from maxsimd.engine.checkpoint.heads import ModuleHead
 from maxsimd.engine.checkpoint.model import RoleRules, Task
-from maxsimd.engine.checkpoint.reading import LibraryReader
+from maxsimd.engine.checkpoint.reading import ProcessorReader
 from maxsimd.engine.checkpoint.reference import VisualReference
 from maxsimd.engine.checkpoint.visual.grids import GridReader, GridTower
 from maxsimd.engine.checkpoint.visual.pixels import PixelScale, check_numbers
@@ -67,7 +67,7 @@ def load_retrieval(path: str, architecture: str, options: dict[str, Any]) -> dic
         "activation": torch.nn.Identity(),
         "similarity": model.similarity_fn_name,
         "vision": vision,
-        "reader": LibraryReader(model),
+        "reader": ProcessorReader(processor),
     }
 
 
