@@ -196,7 +196,7 @@ def check_scores(
         named = ", ".join(labels[:_NAMED_LABELS]) + (", ..." if len(labels) > _NAMED_LABELS else "")
         raise InvalidRequestError(
             f"this model has {len(labels)} labels ({named}) and so no single score; name the one that "
-            "means relevance by --score-label (score_label), or classify (POST /classify)",
+            "means relevance by the option score_label, or classify (POST /classify)",
             "model",
         )
     if is_listwise and (on_timeout == "partial" or on_error == "report"):

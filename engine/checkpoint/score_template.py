@@ -83,15 +83,20 @@ class ScoreTemplate:
         return WrittenPair(written, before if written.startswith(before) else "", query_first)
 
     def frames(self, query: str, instruction: str | None) -> list[Frame] | None:
-        """One frame a segment, with the query and the instruction (or the template's own) inserted; None for
-        a template that does not write the document once. Unless the template `is_plain`, it may write some
-        texts otherwise. Raises InvalidRequestError for an instruction with a character that stands for a text
-        here."""
+        """One frame a segment, with the query and the instruction (or the template's own) inserted.
+
+        None for a template that does not write the document once, or a checkpoint's own that writes it before
+        the query. Unless the template `is_plain`, it may write some texts otherwise. Raises
+        InvalidRequestError for an instruction with a character that stands for a text here."""
         used = instruction or self.instruction
         if used and (_QUERY in used or _DOCUMENT in used):
             raise InvalidRequestError(_NOT_HELD.format("instruction"), "instruction")
         rendered = [self._render(segment, used) for segment in self.segments]
-        if sum(segment.count(_DOCUMENT) for segment in rendered) != 1:
+        written = "".join(rendered)
+        if written.count(_DOCUMENT) != 1:
+            return None
+        # Of such a pair that is too long, sentence-transformers cuts off the query.
+        if self.by_messages and _QUERY in written.partition(_DOCUMENT)[2]:
             return None
         frames = []
         for segment in rendered:

@@ -136,8 +136,11 @@ class _Check:
     def _limit_in(self, role: TextRole | None) -> int:
         """The most tokens of a text in a role. Where the library looks up tokens without special ones, these
         take their room here."""
-        around = 0 if self._model.rules(role).pool_specials else self._tokenizer.single.special_tokens
-        return self._limit - around
+        rules = self._model.rules(role)
+        around = 0 if rules.pool_specials else self._tokenizer.single.special_tokens
+        # Lengths of roles are the library's own; a longer one has raised the tokenizer's limit.
+        own = rules.max_tokens if role is None else None
+        return min(self._limit - around, own or self._limit)
 
     def _named(self, name: str, prompt: str) -> None:
         self._compare(
@@ -205,6 +208,10 @@ class _Check:
             self._failure = self._failure or f"{self._reader.library}: {error}"
             log.debug("%s does not read %s as %s: %s", self._reader.library, name, kind, error)
             return
+        if len(expected.ids) > self._limit:  # the library does not truncate, and its model cannot read it
+            return
+        if self._model.score_task == "classify":
+            expected = self._for_classifier(expected)
         difference = self._difference(found, expected, rules)
         if difference is not None:
             raise ModelLoadError(
@@ -213,6 +220,13 @@ class _Check:
                 f"{difference}; use {self._reader.library} for it, or report it with this message"
             )
         self._compared += 1
+
+    def _for_classifier(self, reading: Reading) -> Reading:
+        """A reading up to the token that the classifier reads, as requests are prepared."""
+        types = np.zeros_like(reading.ids) if reading.type_ids is None else reading.type_ids
+        tokens = self._model.for_classifier(Tokens(reading.ids, types))
+        attended = min(reading.attended, len(tokens))
+        return Reading(tokens.ids, tokens.type_ids, attended, tokens.pooled_positions)
 
     def _difference(self, found: AnyTokens, expected: Reading, rules: RoleRules) -> str | None:
         """The first difference between a sequence and a reading, in words."""

@@ -213,7 +213,7 @@ async def test_the_probability_of_a_label_is_a_score(
 
 async def test_several_labels_name_the_option(checkpoints: SharedCheckpoints, engines: Engines) -> None:
     engine = await engines(EngineConfig(model=checkpoints(partial(cross_encoders.bert, labels=2))))
-    with pytest.raises(InvalidRequestError, match=r"LABEL_0, LABEL_1.*--score-label"):
+    with pytest.raises(InvalidRequestError, match=r"LABEL_0, LABEL_1.*option score_label"):
         await engine.score("a", ["b"])
 
 

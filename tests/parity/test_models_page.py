@@ -45,7 +45,7 @@ def test_the_command_says_what_was_compared_if_it_is_asked() -> None:
     for line in ("packed, in float32", "as it is run, in float32", "alone and together"):
         assert re.search(rf"{line}: .*\b8 sequences", shown.stdout), shown.stdout
     as_json = json.loads(CliRunner().invoke(main, ["inspect", "--check", "--json"]).stdout)
-    assert len(as_json["checked"]) == 4
+    assert len(as_json["checked"]) == 6
 
 
 def test_the_command_lists_what_is_served() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -130,11 +131,10 @@ def test_teis_words_count_more_than_the_servers_default() -> None:
         *((True, default, CUT_LONG) for default in ("truncate", "window", "error")),
         *((False, default, REFUSE) for default in ("truncate", "window", "error")),
     ):
-        for request in (
-            PredictRequest(inputs="a", truncate=truncate),
-            RerankRequest(query="q", truncate=truncate, truncation_direction="Right"),
-        ):
-            assert reading.tei_truncation_of(request, default) == truncation
+        plain = PredictRequest(inputs="a", truncate=truncate)
+        assert reading.tei_truncation_of(plain, default) == truncation
+        sided = RerankRequest(query="q", truncate=truncate, truncation_direction="Right")
+        assert reading.tei_truncation_of(sided, default) == replace(truncation, side="right")
 
 
 def test_sequences_are_texts_or_pairs() -> None:

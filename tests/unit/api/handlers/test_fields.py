@@ -172,7 +172,7 @@ CHANGES: list[Change] = [
     (COHERE_EMBEDS, {"output_dimension": 3}, {"dimensions": 3}),
     (COHERE_EMBEDS, {"truncate": "NONE"}, {"truncation": REFUSE}),
     (COHERE_EMBEDS, {"truncate": "START"}, {"truncation": CUT_LEFT}),
-    (COHERE_EMBEDS, {"truncate": "END"}, {}),
+    (COHERE_EMBEDS, {"truncate": "END"}, _cut(side="right")),
     (COHERE_EMBEDS, {"input_type": "search_query"}, {"input_type": "query"}),
     (COHERE_EMBEDS, {"input_type": "search_document"}, {"input_type": "document"}),
     (COHERE_EMBEDS, {"input_type": "clustering"}, {}),

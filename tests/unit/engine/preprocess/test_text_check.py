@@ -18,7 +18,6 @@ from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution import prepare
 from maxsimd.engine.execution.packed_runner import PackedRunner
 from maxsimd.engine.preprocess import text_check, tokenization
-from maxsimd.engine.preprocess.long_inputs import LongInputs
 from maxsimd.engine.preprocess.preprocessor import Preprocessor
 from maxsimd.engine.preprocess.text_check import check_texts, probe_sequences
 from maxsimd.engine.preprocess.tokenization import Template, TextTokenizer, Tokenizer
@@ -69,8 +68,8 @@ def _only_second(patch: Patch, model: LoadedModel) -> LoadedModel:
     return replace(model, pairs=PairRules("only_second"))
 
 
-def _left(patch: Patch, model: LoadedModel) -> None:
-    patch.setattr(LongInputs, "side", property(lambda inputs: "left"))
+def _left(patch: Patch, model: LoadedModel) -> LoadedModel:
+    return replace(model, truncation_side="left")
 
 
 def _without_instruction(patch: Patch, model: LoadedModel) -> None:
@@ -113,6 +112,7 @@ def _tokenizer(change: Callable[[Tokenizer], object]) -> Fault:
                 return made
 
         patch.setattr(tokenization, "Tokenizer", Changed)
+        patch.setattr(tokenization, "PlainTokenizer", Changed)  # so that it is copied
 
     return fault
 
