@@ -11,12 +11,13 @@ from maxsimd.engine.checkpoint.heads import after_reference
 from maxsimd.engine.checkpoint.model import HYBRID_EMBED, SPARSE_EMBED
 from maxsimd.engine.checkpoint.reading import LibraryReader, Reading
 from maxsimd.engine.checkpoint.recipe import in_float32
+from maxsimd.engine.checkpoint.recipe_store import texts_content
 from maxsimd.engine.config import EngineConfig, ScoreType
 from maxsimd.engine.device.facts import kernels_in_words
 from maxsimd.engine.execution import PreparedModel, choose_device, prepare
 from maxsimd.engine.media import Picture
 from maxsimd.engine.preprocess import check_room
-from maxsimd.engine.preprocess.text_check import check_texts, probe_sequences
+from maxsimd.engine.preprocess.text_check import check_texts, in_library_terms, probe_sequences
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.scoring.maxsim import choose_maxsim
 from maxsimd.engine.scoring.maxsim.reference import maxsim_reference
@@ -62,7 +63,7 @@ def inspect_model(config: EngineConfig, check: bool = False) -> dict[str, str | 
     device = choose_device(config.device)
     model = load_model(config, device, recheck=check)
     tokenizer = TextTokenizer(model.tokenizer, model.token_rows)
-    compared = check_texts(model, config, tokenizer, recheck=check)
+    compared = check_texts(model, config, tokenizer, None if check else texts_content(config))
     expected = _expected_scores(model, config) if check else None
     model = replace(model, reader=None)  # it holds the library's model
     named = {name: parameter.numel() for name, parameter in model.backbone.named_parameters()}
@@ -127,9 +128,13 @@ def _expected_scores(model: LoadedModel, config: EngineConfig) -> list[float] | 
     with in_float32(model.encoders), torch.inference_mode():
         if isinstance(reader, LibraryReader) and reader.can_score and config.dimensions is None:
             prompts = prompt, config.document_prompt
-            return reader.scores(_QUERY, _DOCUMENTS, prompts, config.instruction, limit)
+            if model.encodes_apart:
+                return reader.scores(_QUERY, _DOCUMENTS, prompts, None, limit)
+            query_text, instruction = in_library_terms(model, config, _QUERY, None)
+            return reader.scores(query_text, _DOCUMENTS, prompts, instruction, limit)
         if not model.encodes_apart:
-            readings = [reader.pair(_QUERY, each, config.instruction, limit) for each in _DOCUMENTS]
+            query_text, instruction = in_library_terms(model, config, _QUERY, None)
+            readings = [reader.pair(query_text, each, instruction, limit) for each in _DOCUMENTS]
             return [float(model.activation(item(each))[0, 0]) for each in readings]
         query = item(reader.text(_QUERY, "query", prompt, limit))
         readings = [reader.text(each, "document", config.document_prompt, limit) for each in _DOCUMENTS]

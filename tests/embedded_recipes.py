@@ -26,7 +26,7 @@ def made_anew() -> Shipped:
         made = make_recipe(loaded, source.folder, source.module_folders)
         recipes[source.content] = made.recipe
         model = replace(made.model, reader=loaded.reader)
-        check_texts(model, config, TextTokenizer(model.tokenizer), recheck=True)
+        check_texts(model, config, TextTokenizer(model.tokenizer), None)
         texts.append(texts_content(config) or "")
     return Shipped(recipes, tuple(texts))
 

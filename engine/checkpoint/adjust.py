@@ -13,15 +13,21 @@ from maxsimd.engine.errors import ModelLoadError
 from maxsimd.pooling.token_pooling import merging_documents
 
 
+def score_template_file(config: EngineConfig) -> Path | None:
+    """The file that `score_template` names, None where it is Jinja itself or not given."""
+    given = config.score_template
+    return None if given is None or "{{" in given or "{%" in given else Path(given)
+
+
 def score_template(config: EngineConfig) -> ScoreTemplate | None:
     """The template that the configuration names, as Jinja or as a file of it. Raises ModelLoadError."""
     given = config.score_template
     if given is None:
         return None
-    is_file = "{{" not in given and "{%" not in given
-    if is_file and not Path(given).is_file():
+    file = score_template_file(config)
+    if file is not None and not file.is_file():
         raise ModelLoadError(f"the score template {given!r} is neither Jinja nor a file")
-    template = ScoreTemplate((Path(given).read_text(encoding="utf-8") if is_file else given,))
+    template = ScoreTemplate((given if file is None else file.read_text(encoding="utf-8"),))
     template.check()
     return template
 

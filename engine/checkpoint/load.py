@@ -61,7 +61,12 @@ def library_reader(config: EngineConfig) -> Reader:
     from maxsimd.engine.checkpoint.library import read_with_libraries
 
     with LOADING:
-        reader = read_with_libraries(config, torch.device("cpu")).reader
+        try:
+            reader = read_with_libraries(config, torch.device("cpu")).reader
+        except ModelLoadError:
+            raise
+        except Exception as error:
+            raise ModelLoadError(f"cannot load {config.model or NAME!r}: {one_line(error)}") from error
     assert reader is not None
     return reader
 

@@ -11,13 +11,15 @@ import os
 import re
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 
 import msgspec
 
+from maxsimd.engine.checkpoint.adjust import score_template_file
 from maxsimd.engine.checkpoint.embedded import NAME, embedded_model_path
 from maxsimd.engine.checkpoint.files import CheckpointFiles, find_file, read_files
 from maxsimd.engine.checkpoint.recipe import Recipe
@@ -49,6 +51,11 @@ _UNREAD = re.compile(r"\.(md|onnx|onnx_data|bin|pt|h5|msgpack|ot|tflite|xml|png|
 _UNREAD_FOLDERS = frozenset({"onnx", "openvino", "coreml"})
 # All configuration files together; folders with more hold something else, such as datasets.
 _MOST_BYTES = 256 * 2**20
+# What is read beside a GGUF file.
+BESIDE_A_FILE = (
+    *("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "modules.json"),
+    *("config_sentence_transformers.json", "sentence_bert_config.json", "generation_config.json"),
+)
 # Of GGUF files, more than their metadata takes.
 _BEGINNING = 64 * 2**20
 # How many recipes are kept.
@@ -119,6 +126,14 @@ def texts_content(config: EngineConfig) -> str | None:
     """The digest of all that decides how the texts of requests are read, but for our own code: the files of
     the checkpoint but for its weights, the libraries' versions and the options that change texts or token
     ids. None where it cannot be told."""
+    try:
+        return _texts_content(config)
+    except (OSError, ValueError, KeyError, TypeError, ModelLoadError) as error:
+        log.debug("how texts are read is not remembered: %s", error)
+        return None
+
+
+def _texts_content(config: EngineConfig) -> str | None:
     path = config.model if config.model is not None else embedded_model_path()
     # A GGUF file begins with its tokenizer, and the files beside it say how it is used.
     beginnings = [Path(path)] if Path(path).is_file() else sorted(Path(path).glob("*.gguf"))
@@ -128,11 +143,14 @@ def texts_content(config: EngineConfig) -> str | None:
         settings = json.loads(adapter.read_text(encoding="utf-8"))
         folders.append(_folder(str(settings["base_model_name_or_path"]), settings.get("revision")))
     found = [folder for folder in folders if folder is not None]
-    content = _content(found, config, _IRRELEVANT - _OF_TEXTS) if len(found) == len(folders) else None
+    # A file may stand among many others.
+    names = BESIDE_A_FILE if Path(path).is_file() else None
+    irrelevant = _IRRELEVANT - _OF_TEXTS
+    content = _content(found, config, irrelevant, names) if len(found) == len(folders) else None
     if content is None:
         return None
-    if config.score_template is not None and Path(config.score_template).is_file():
-        beginnings.append(Path(config.score_template))
+    if (template := score_template_file(config)) is not None:
+        beginnings.append(template)
     digest = hashlib.sha256(content.encode())
     for file in beginnings:
         with file.open("rb") as opened:
@@ -140,31 +158,19 @@ def texts_content(config: EngineConfig) -> str | None:
     return digest.hexdigest()
 
 
-def knows_texts(config: EngineConfig) -> bool:
+def knows_texts(content: str) -> bool:
     """Whether texts have been found to be read as the checkpoint's own library reads them."""
-    content = _content_or_none(config)
-    if content is None:
-        return False
     return content in _shipped().texts or read_kept(_name_of_texts(content)) == b"equal"
 
 
-def remember_texts(config: EngineConfig) -> None:
+def remember_texts(content: str) -> None:
     """Keeps for the next start that texts were found to be read as the library reads them."""
-    content = _content_or_none(config)
-    if content is not None and content not in _shipped().texts:
+    if content not in _shipped().texts:
         keep(_name_of_texts(content), b"equal")
 
 
 def _name_of_texts(content: str) -> str:
     return hashlib.sha256(f"texts {content} {own_sources()}".encode()).hexdigest() + ".texts"
-
-
-def _content_or_none(config: EngineConfig) -> str | None:
-    try:
-        return texts_content(config)
-    except (OSError, ValueError, KeyError, ModelLoadError) as error:
-        log.debug("how texts are read is not remembered: %s", error)
-        return None
 
 
 def read_kept(name: str) -> bytes | None:
@@ -180,12 +186,13 @@ def read_kept(name: str) -> bytes | None:
                 log.warning("%s belongs to somebody else and is not read", path)
                 return None
             kept = file.read()
-        os.utime(path)
     except FileNotFoundError:
         return None
     except OSError as error:
         log.debug("%s cannot be read: %s", path, error)
         return None
+    with suppress(OSError):  # in an image it may be read only
+        os.utime(path)
     return kept
 
 
@@ -195,6 +202,7 @@ def keep(name: str, data: bytes) -> None:
     folder = _cache_folder(create=True)
     if folder is None:
         return
+    written = None
     try:
         descriptor, written = tempfile.mkstemp(dir=folder)  # only the user may read it
         with os.fdopen(descriptor, "wb") as file:
@@ -205,6 +213,8 @@ def keep(name: str, data: bytes) -> None:
             path.unlink(missing_ok=True)
     except OSError as error:
         log.debug("%s cannot be kept: %s", name, error)
+        if written is not None:
+            Path(written).unlink(missing_ok=True)
 
 
 class Shipped(msgspec.Struct, frozen=True):
@@ -238,9 +248,12 @@ def _module_folders(files: CheckpointFiles) -> tuple[tuple[str, str], ...]:
     )
 
 
-def _content(folders: list[Path], config: EngineConfig, irrelevant: frozenset[str]) -> str | None:
-    """The digest of the folders' configuration files, the libraries' versions and all options but the
-    irrelevant ones; None if a file cannot be read, or the files are too large to be configurations."""
+def _content(
+    folders: list[Path], config: EngineConfig, irrelevant: frozenset[str], names: Iterable[str] | None = None
+) -> str | None:
+    """The digest of the folders' configuration files, or those of these names, the libraries' versions and
+    all options but the irrelevant ones; None if a file cannot be read, or the files are too large to be
+    configurations."""
     digest = hashlib.sha256()
     options = [(each.name, getattr(config, each.name)) for each in fields(config)]
     digest.update(repr([each for each in options if each[0] not in irrelevant]).encode())
@@ -250,7 +263,7 @@ def _content(folders: list[Path], config: EngineConfig, irrelevant: frozenset[st
     left = _MOST_BYTES
     try:
         for folder in folders:
-            for path in _read_files(folder):
+            for path in _read_files(folder) if names is None else _named_files(folder, names):
                 data = _header(path, left) if path.suffix == ".safetensors" else _whole(path, left)
                 left -= len(data)
                 digest.update(f"\n{path.relative_to(folder).as_posix()} {len(data)}\n".encode() + data)
@@ -266,6 +279,17 @@ def _read_files(folder: Path) -> Iterator[Path]:
         hidden = any(part.startswith(".") for part in parts) or _UNREAD_FOLDERS & {*parts[:-1]}
         if not hidden and not _UNREAD.search(path.name) and path.is_file():
             yield path
+
+
+def _named_files(folder: Path, names: Iterable[str]) -> Iterator[Path]:
+    """Files of these names in a folder, and those of the modules that its modules.json names."""
+    for path in (folder / name for name in names):
+        if path.is_file():
+            yield path
+    if (folder / "modules.json").is_file():
+        for module in json.loads((folder / "modules.json").read_bytes()):
+            if module.get("path"):
+                yield from _read_files(folder / module["path"])
 
 
 def _whole(path: Path, most: int) -> bytes:

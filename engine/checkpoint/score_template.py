@@ -124,7 +124,10 @@ class ScoreTemplate:
 
     @property
     def takes_instruction(self) -> bool:
-        return any(_INSTRUCTION in self._render(segment, _INSTRUCTION) for segment in self.segments)
+        try:
+            return any(_INSTRUCTION in self._render(segment, _INSTRUCTION) for segment in self.segments)
+        except ModelLoadError:  # it refuses a system message
+            return False
 
     def _render(
         self,

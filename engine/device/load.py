@@ -10,6 +10,7 @@ import torch
 from maxsimd.engine.cache import EmbeddingCache
 from maxsimd.engine.checkpoint import LoadedModel, load_model
 from maxsimd.engine.checkpoint.model import HYBRID_EMBED
+from maxsimd.engine.checkpoint.recipe_store import texts_content
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.allocators import settle_allocators
 from maxsimd.engine.device.cores import usable_cores
@@ -73,10 +74,11 @@ def load_device_model(
         maxsim_name, maxsim = choose_maxsim(config.maxsim, device, config.kernels == "auto")
     except ValueError as error:
         raise ModelLoadError(str(error)) from error
+    content = texts_content(config)
     with while_reading or nullcontext():
         model = load_model(config, device)
-    tokenizer = TextTokenizer(model.tokenizer, model.token_rows)
-    check_texts(model, config, tokenizer)
+        tokenizer = TextTokenizer(model.tokenizer, model.token_rows)
+        check_texts(model, config, tokenizer, content)
     model = replace(model, reader=None)  # it holds the library's model
     calibration = open_calibration(config, model)
     cache = open_cache(config, model, choose_dtype(config.dtype, device))

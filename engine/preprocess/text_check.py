@@ -15,7 +15,7 @@ import numpy as np
 from maxsimd.engine.checkpoint import LoadedModel, RoleRules
 from maxsimd.engine.checkpoint.load import library_reader
 from maxsimd.engine.checkpoint.reading import Reader, Reading, TextRole
-from maxsimd.engine.checkpoint.recipe_store import knows_texts, remember_texts
+from maxsimd.engine.checkpoint.recipe_store import knows_texts, remember_texts, texts_content
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.errors import InvalidRequestError, ModelLoadError
 from maxsimd.engine.preprocess.listwise import listwise_prompt
@@ -52,21 +52,38 @@ class _Probe:
 
 
 def check_texts(
-    model: LoadedModel, config: EngineConfig, tokenizer: TextTokenizer, *, recheck: bool = False
+    model: LoadedModel, config: EngineConfig, tokenizer: TextTokenizer, content: str | None
 ) -> str | None:
-    """Compares what preprocessing makes of texts with what the checkpoint's own library makes of them, unless
-    that has been done before: says how many were compared, or None. With `recheck` it is done anyway.
+    """Compares what preprocessing makes of texts with what the checkpoint's own library makes of them, and
+    says how many were compared. `content` is the `texts_content` from before the model was read: returns None
+    where it has been compared before. With None it is compared anyway, and not remembered.
 
     Raises ModelLoadError where a text is read in another way."""
-    if not recheck and knows_texts(config):
+    if content is not None and knows_texts(content):
         return None
     started = time.perf_counter()
     check_room(model, tokenizer, budget=0, chunked=True)  # says best why no text can be read
     reader = library_reader(config) if model.reader is None else model.reader
-    compared = _Check(model, config, tokenizer, reader).run()
+    check = _Check(model, config, tokenizer, reader)
+    compared = check.run()
     log.debug("%d texts are read as by %s: %.2f s", compared, reader.library, time.perf_counter() - started)
-    remember_texts(config)
+    # Files may have been replaced meanwhile, and a reader may have failed for want of memory.
+    if content is not None and check.is_whole and content == texts_content(config):
+        remember_texts(content)
     return f"{compared} texts and pairs, the same token ids, types and masks"
+
+
+def in_library_terms(
+    model: LoadedModel, config: EngineConfig, query: str, instruction: str | None
+) -> tuple[str, str | None]:
+    """The query and the instruction with which a reader reads a pair as it is read here. None for the
+    instruction leaves the checkpoint's own."""
+    used = config.instruction if instruction is None else instruction
+    if model.pairs.template is not None:
+        return (config.query_prompt or "") + query, used
+    if used is not None and model.query.takes_instruction:
+        return query, model.query.instructed(used).prompt
+    return query, config.query_prompt
 
 
 class _Check:
@@ -83,6 +100,8 @@ class _Check:
         self._limit = _limit_of(model, config)
         self._compared = 0
         self._failure = ""
+        # Whether no reading failed but of a text that the library does not take.
+        self.is_whole = True
 
     def run(self) -> int:
         """Compares all probes; returns how many. Raises ModelLoadError."""
@@ -163,12 +182,12 @@ class _Check:
             self._pair("an instruction", _QUERY, _DOCUMENT, _INSTRUCTION)
 
     def _pair(self, name: str, query: str, document: str, instruction: str | None = None) -> None:
-        used = self._config.instruction if instruction is None else instruction
+        asked, used = in_library_terms(self._model, self._config, query, instruction)
         self._compare(
             name,
             "a pair",
             lambda: self._ours.pair(query, document, instruction),
-            lambda: self._reader.pair(query, document, used, self._limit),
+            lambda: self._reader.pair(asked, document, used, self._limit),
             self._model.text,
         )
 
@@ -206,6 +225,7 @@ class _Check:
             expected = theirs()
         except Exception as error:
             self._failure = self._failure or f"{self._reader.library}: {error}"
+            self.is_whole = self.is_whole and isinstance(error, ValueError)
             log.debug("%s does not read %s as %s: %s", self._reader.library, name, kind, error)
             return
         if len(expected.ids) > self._limit:  # the library does not truncate, and its model cannot read it

@@ -13,6 +13,7 @@ import torch
 
 from maxsimd.engine.checkpoint import LoadedModel, load_model, recipe_store
 from maxsimd.engine.checkpoint.model import PairRules
+from maxsimd.engine.checkpoint.recipe_store import texts_content
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution import prepare
@@ -153,7 +154,8 @@ def _config(path: str | Path, **options: Any) -> EngineConfig:
 
 
 def _checked(model: LoadedModel, config: EngineConfig, *, recheck: bool = False) -> str | None:
-    return check_texts(model, config, TextTokenizer(model.tokenizer, model.token_rows), recheck=recheck)
+    content = None if recheck else texts_content(config)
+    return check_texts(model, config, TextTokenizer(model.tokenizer, model.token_rows), content)
 
 
 @pytest.fixture(scope="module")
