@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from sentence_transformers import CrossEncoder
 
 from maxsimd.engine.checkpoint import LoadedModel, load_model, recipe_store
 from maxsimd.engine.checkpoint.model import PairRules
@@ -194,6 +195,44 @@ def test_what_is_right_is_served(
     said = _checked(model, _config(model.name), recheck=True)
     assert said is not None
     assert int(said.split()[0]) > 20
+
+
+_INSTRUCT = {"prompts": {"query": "Instruct: find it\nQuery: "}, "default_prompt_name": "query"}
+_NO_SYSTEM = (
+    "{% for message in messages %}{% if message.role == 'system' %}"
+    "{{ raise_exception('there is no system role') }}{% endif %}"
+    "{{ message.role }}: {{ message.content }}\n{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("build", "settings", "template", "options"),
+    [
+        (PAIRS, {}, None, {"query_prompt": "find: "}),
+        (PAIRS, _INSTRUCT, None, {}),
+        (PAIRS, _INSTRUCT, None, {"query_prompt": "find: "}),
+        (cross_encoders.chatting, {}, None, {"query_prompt": "find: "}),
+        (cross_encoders.chatting, {}, _NO_SYSTEM, {}),
+    ],
+    ids=["prompt", "instruction", "both", "prompt in a chat", "no system role"],
+)
+def test_prompts_of_pairs_are_read_as_the_library_does(
+    build: Callable[[Path], str],
+    settings: dict[str, Any],
+    template: str | None,
+    options: dict[str, Any],
+    checkpoints: SharedCheckpoints,
+    tmp_path: Path,
+) -> None:
+    folder = checkpoints.copy(build, tmp_path / "copy")
+    file = folder / "config_sentence_transformers.json"
+    if not file.exists():
+        CrossEncoder(str(folder), device="cpu").save_pretrained(str(folder))
+    _change(file, **settings)
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    config = _config(folder, **options)
+    assert _checked(load_model(config, CPU, recheck=True), config, recheck=True) is not None
 
 
 def test_documents_have_the_prompt_of_the_library(
