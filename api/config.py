@@ -79,7 +79,7 @@ class ServerConfig:
         "something else here, so they are refused otherwise.",
     )
     strict_fields: bool = option(
-        False, "Refuse requests with fields that their route does not read, rather than warn of them."
+        False, "Refuse requests with fields that the route does not read, instead of warning about them."
     )
     normalize_scores: bool = option(
         False, "Give scores from 0 to 1, unless a request says normalize false or wants raw scores."

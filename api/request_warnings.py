@@ -122,11 +122,11 @@ def _truncation_warning(truncated: int, request: object) -> str:
     if limits:
         return (
             f"{truncated} {were} longer than this request's {' or '.join(limits)}, or than the model reads, "
-            'and cut; raise the limit, send shorter texts, or long_documents "error" to have them refused'
+            'and truncated; raise the limit, send shorter texts, or refuse them with long_documents "error"'
         )
     return (
-        f"{truncated} {were} longer than the model reads and cut; send shorter texts, or long_documents "
-        '"error" to have them refused'
+        f"{truncated} {were} longer than the model reads and truncated; send shorter texts, or refuse "
+        'them with long_documents "error"'
     )
 
 

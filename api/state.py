@@ -149,8 +149,8 @@ class ServerState:
         return one
 
     def telling_of(self, unread: Collection[UnreadField], route: str) -> Self:
-        """The state in which a request is answered that has these unread fields. Raises InvalidRequestError
-        where such requests are refused."""
+        """Returns a state whose answers warn about these unread fields. Raises InvalidRequestError
+        if the server refuses such requests."""
         if not unread:
             return self
         self.logged_fields.note(route, unread)

@@ -143,7 +143,7 @@ class EngineConfig:
     )
     score_label: str | None = option(
         None,
-        "Label whose probability is the score, for classifiers of several labels; by default yes, if one is.",
+        "Label whose probability is the score, for classifiers with several labels; by default yes, if any.",
     )
     cutoff_layer: int | None = option(
         None,

@@ -195,7 +195,7 @@ def check_scores(
     if not has_score:
         named = ", ".join(labels[:_NAMED_LABELS]) + (", ..." if len(labels) > _NAMED_LABELS else "")
         raise InvalidRequestError(
-            f"this model has {len(labels)} labels ({named}) and so no single score; name the one that "
+            f"this model has {len(labels)} labels ({named}) but no single score; name the one that "
             "means relevance by the option score_label, or classify (POST /classify)",
             "model",
         )

@@ -38,7 +38,7 @@ from maxsimd.engine.results.postprocess import aside
 _BYTES_A_NUMBER = 24
 
 _SHORTEST = 1e-12
-NORMALIZES_ANYWAY = "{} false changes nothing, because the model's own last layer normalises"
+NORMALIZES_ANYWAY = "{} false has no effect: the model's own last layer normalizes; leave it out"
 
 _SAFETENSORS = "application/vnd.safetensors"
 # How the ids of answers begin, by what is in them.

@@ -19,7 +19,7 @@ def activation_of(path: str, file: str, named: str) -> nn.Module:
     where = f"{file} of {path!r} names the activation {named!r}"
     if not named.startswith(_TRUSTED):
         raise ModelLoadError(
-            f"{where}, which neither torch nor transformers has; trust_remote_code=True would import it"
+            f"{where}, which is not in torch or transformers; set trust_remote_code=True to import it"
         )
     module, _, name = named.rpartition(".")
     try:
@@ -27,11 +27,11 @@ def activation_of(path: str, file: str, named: str) -> nn.Module:
     except (ImportError, AttributeError) as error:
         raise ModelLoadError(f"{where}, which cannot be imported: {error}") from error
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
-        raise ModelLoadError(f"{where}, which is no torch.nn.Module; name one")
+        raise ModelLoadError(f"{where}, which is not a torch.nn.Module; name one that is")
     try:
         return found()
     except TypeError as error:
-        raise ModelLoadError(f"{where}, which cannot be made without arguments: {error}") from error
+        raise ModelLoadError(f"{where}, which needs arguments ({error}); name another") from error
 
 
 def stated_activation(path: str, files: CheckpointFiles, trusts_code: bool) -> nn.Module | None:

@@ -45,10 +45,10 @@ def adjusted(model: LoadedModel, config: EngineConfig) -> LoadedModel:
             "(bge-reranker-v2.5-gemma2-lightweight)"
         )
     if config.query_prompt is not None and model.listwise is not None:
-        raise ModelLoadError("query_prompt is not for listwise models; give the text as instruction")
+        raise ModelLoadError("listwise models do not support query_prompt; use instruction instead")
     if config.document_prompt is not None and not model.encodes_apart:
         raise ModelLoadError(
-            "document_prompt is for models that read queries and documents apart, not together; leave it out"
+            "document_prompt needs a model that encodes queries and documents separately; leave it out"
         )
     if config.query_prompt is not None:
         model = replace(model, query=replace(model.query, prompt=config.query_prompt))
@@ -92,7 +92,7 @@ def _score_label(model: LoadedModel, asked: str | None) -> int | None:
         raise ModelLoadError("score_label is for classifiers of several labels; leave it out")
     if asked not in model.labels:
         named = ", ".join(model.labels)
-        raise ModelLoadError(f"score_label {asked!r} is no label of {model.name!r}, which has: {named}")
+        raise ModelLoadError(f"score_label {asked!r} is not a label of {model.name!r}; use one of: {named}")
     return model.labels.index(asked)
 
 

@@ -60,7 +60,7 @@ def load_bi_encoder(path: str, files: CheckpointFiles, late: bool, options: dict
     if obstacle is None:
         tasks["token_embed"] = _of_tokens(transformer, dense)
     elif late:
-        raise ModelLoadError(f"{path!r} cannot be scored by late interaction: {obstacle}")
+        raise ModelLoadError(f"{path!r} cannot use late interaction: {obstacle}; use score_type bi-encoder")
     prompts = {name: prompt for name, prompt in model.prompts.items() if prompt}
     document = prompt_of_documents(path, model.prompts)
     lengths = [settings.length(each) for each in (transformer.query_length, transformer.document_length)]

@@ -105,8 +105,8 @@ def _scored_by_modules(
     transformer, pooling, after = taken_apart(path, modules)
     if not (after and isinstance(after[-1], Dense) and after[-1].module_output_name == _SCORES):
         raise ModelLoadError(
-            f"{path!r} is a CrossEncoder whose last module gives no {_SCORES}; a Dense with "
-            f'module_output_name "{_SCORES}" is supported'
+            f"{path!r} is a CrossEncoder whose last module gives no {_SCORES}; make it a Dense "
+            f'with module_output_name "{_SCORES}"'
         )
     refuse_modules_not_finite(path, modules[1:])
     named = transformer.config.id2label
@@ -161,7 +161,7 @@ def template_of(transformer: Any) -> ScoreTemplate | None:
     try:
         found.check()
     except ModelLoadError as error:
-        log.warning("pairs are joined by the tokenizer, and not by its chat template: %s", error)
+        log.warning("the tokenizer joins pairs without its chat template: %s", error)
         return None
     return found
 

@@ -59,7 +59,7 @@ def damage_of(model: str, config: Path | None = None) -> ModelLoadError | None:
                 _check_json(model, path, name)
             elif path.suffix == ".bin" and not zipfile.is_zipfile(path):
                 return ModelLoadError(
-                    f"{name} of {model!r} is damaged: it is no archive of torch; download it again, or save "
+                    f"{name} of {model!r} is damaged: it is not a torch archive; download it again, or save "
                     "the weights as safetensors"
                 )
     except ModelLoadError as error:
@@ -134,7 +134,7 @@ def _check_length(model: str, path: Path, name: str, size: int) -> None:
         else:
             whole = 8 + length if length <= _LONGEST_HEADER else None
     if whole is None:
-        raise ModelLoadError(f"{name} of {model!r} is no file of safetensors; download it again")
+        raise ModelLoadError(f"{name} of {model!r} is not a safetensors file; download it again")
     if size < whole:
         raise ModelLoadError(
             f"{name} of {model!r} is cut short: it has {size} of at least {whole} bytes; download it again"
@@ -152,6 +152,6 @@ def _unreadable(model: str, error: OSError) -> ModelLoadError:
     where = error.filename if isinstance(error.filename, str) else model
     reason = (error.strerror or type(error).__name__).lower()
     return ModelLoadError(
-        f"{where} cannot be read: {reason}; let the user who runs maxsimd read it (chmod), and the folders "
-        "that it is in"
+        f"{where} cannot be read: {reason}; give the user who runs maxsimd read access (chmod), also to "
+        "the folders above"
     )

@@ -55,8 +55,8 @@ def read_files(model: str, revision: str | None) -> CheckpointFiles:
     prompts = settings.get("prompts", {})
     if not isinstance(prompts, dict):
         raise ModelLoadError(
-            f"prompts in {name} of {model!r} must be an object of texts by their names, not "
-            f"{json.dumps(prompts)[:40]}; take the key out if there are none"
+            f"prompts in {name} of {model!r} must be an object that maps names to texts, not "
+            f"{json.dumps(prompts)[:40]}; remove the key if there are none"
         )
     return CheckpointFiles(config or {}, settings, modules, at_root)
 
@@ -120,8 +120,8 @@ def refuse_missing_module_settings(model: str, revision: str | None, files: Chec
         name = f"{folder}/config.json"
         if kind in _WITH_SETTINGS and folder and find_file(model, name, revision) is None:
             raise ModelLoadError(
-                f"{model!r} has no {name}, which says what the {kind} in its modules.json does; download the "
-                "checkpoint again, whole"
+                f"{model!r} has no {name} with the settings of the {kind} in its modules.json; download the "
+                "whole checkpoint again"
             )
 
 
@@ -150,7 +150,7 @@ def _refuse_missing_sentencepiece(model: str, vocabularies: Mapping[str, Path]) 
         # Of a file in the format of protobuf the first field is the pieces.
         if path.suffix in (".model", ".spm") and path.read_bytes()[:1] == b"\n":
             raise ModelLoadError(
-                f"{model!r} has its tokeniser only as {name}, which needs a library that is not installed: "
+                f"{model!r} has its tokenizer only as {name}, which needs a library that is not installed: "
                 "pip install sentencepiece protobuf, or save a tokenizer.json beside it"
             )
 

@@ -145,7 +145,7 @@ def _refuse_misfit(
     listed = "; ".join(f"{kind}: {_shortened(names)}" for kind, names in wrong.items() if names)
     if beyond and not listed:
         log.warning(
-            "%s has tensors of more layers than its config.json says, which are left out: %s",
+            "%s has more layers than its config.json says; ignoring the tensors %s",
             path,
             _shortened(beyond),
         )

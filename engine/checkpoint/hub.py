@@ -45,8 +45,8 @@ def find_on_hub(model: str, name: str, revision: str | None) -> Path | None:
 
     if constants.HF_HUB_CACHE.startswith("~"):
         raise ModelLoadError(
-            f"{model!r} is no folder, and files from {constants.ENDPOINT} have no place: this user has no "
-            "home folder; set HOME or HF_HOME to a folder that may be written to"
+            f"{model!r} is not a folder; files from {constants.ENDPOINT} cannot be stored: this user has no "
+            "home folder; set HOME or HF_HOME to a writable folder"
         )
     try:
         said = _ask(constants.ENDPOINT, model, revision)

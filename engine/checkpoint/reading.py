@@ -47,7 +47,7 @@ def prompt_of_documents(path: str, prompts: Mapping[str, str]) -> str:
     unused = [name for name in named[1:] if prompts[name]]
     if unused and not prompts[named[0]]:
         log.warning(
-            "the prompt %r of %s is not put before documents, as in sentence-transformers; give "
+            "the prompt %r of %s is not used for documents, as in sentence-transformers; set "
             "document_prompt to use it",
             unused[0],
             path,

@@ -40,8 +40,8 @@ def load_sparse_encoder(path: str, options: dict[str, Any]) -> dict[str, Any]:
         )
     if "message" in transformer.modality_config:
         raise ModelLoadError(
-            f"sentence_bert_config.json of {path!r} has texts written by a chat template, which is not "
-            'supported of sparse encoders; remove "message" from its modality_config'
+            f"sentence_bert_config.json of {path!r} names a chat template, which is not supported "
+            'for sparse encoders; remove "message" from its modality_config'
         )
     settings = read_text_settings(path, transformer)
     lengths = [

@@ -81,8 +81,8 @@ def _truncating(path: str, said: dict[str, Any], in_pairs: bool) -> Truncating |
     if asked == "only_second" and in_pairs:
         return "only_second"
     raise ModelLoadError(
-        f"sentence_bert_config.json of {path!r} sets processing_kwargs.text.truncation to {asked!r}, by "
-        "which texts like its own cannot be cut; set it to true"
+        f"sentence_bert_config.json of {path!r} sets processing_kwargs.text.truncation to {asked!r}, "
+        "which is not supported for its texts; set it to true"
     )
 
 

@@ -81,8 +81,8 @@ def proven_breaks(tokenizer: Tokenizer) -> Breaks | None:
     if _are_proven(breaks, tokenizer):
         return breaks
     log.warning(
-        "pieces of a text do not have the tokens of the whole: texts are read whole, and those of more "
-        "than %d characters are refused",
+        "this tokenizer cannot split texts safely: it reads them whole, and refuses those of more "
+        "than %d characters",
         LONGEST_PIECE,
     )
     return None

@@ -189,8 +189,8 @@ class TemplateJoiner:
         if len(ids) > limit:
             if long_inputs.uses_windows:
                 raise InvalidRequestError(
-                    f"{name} is too long, and this model's template does not write documents as they are, so "
-                    'that it cannot be read through windows; ask for long_documents "truncate"',
+                    f"{name} is too long and cannot be read through windows: this model's template may "
+                    'change documents; shorten it, or send long_documents "truncate"',
                     "long_documents",
                 )
             if not long_inputs.may_cut:

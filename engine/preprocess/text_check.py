@@ -1,5 +1,5 @@
-"""The check of preprocessing at load: what it makes of difficult texts, against what the checkpoint's own
-library makes of them. And the sequences of such texts that the model is then tried with.
+"""Checks preprocessing at load: compares the tokens of difficult texts with those of the checkpoint's own
+library. Also makes the sequences of such texts for the self-check of execution.
 """
 
 import logging
@@ -236,7 +236,7 @@ class _Check:
         if difference is not None:
             raise ModelLoadError(
                 f"{self._model.name!r} is not served: {self._reader.library} reads {kind} ({name}) "
-                "otherwise: "
+                "differently: "
                 f"{difference}; use {self._reader.library} for it, or report it with this message"
             )
         self._compared += 1

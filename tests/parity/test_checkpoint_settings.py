@@ -221,7 +221,7 @@ async def test_several_labels_name_the_option(checkpoints: SharedCheckpoints, en
     ("build", "edit", "options", "message"),
     [
         (cross_encoders.bert, None, {"score_label": "yes"}, "for classifiers of several labels"),
-        (partial(cross_encoders.bert, labels=2), None, {"score_label": "yes"}, "has: LABEL_0, LABEL_1"),
+        (partial(cross_encoders.bert, labels=2), None, {"score_label": "yes"}, "one of: LABEL_0, LABEL_1"),
         (late_interaction.native, settings("1_Dense/config.json", activation_function="mypkg.Act"), {},
          r"1_Dense/config\.json .*'mypkg\.Act'.*trust_remote_code"),
         (cross_encoders.bert, settings(sbert_ce_default_activation_function="mypkg.Act"), {},

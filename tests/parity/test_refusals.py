@@ -432,19 +432,19 @@ _DAMAGED: list[Case] = [
         (_BERT, _pickled(content), {"allow_pickle": True}, f"pytorch_model.bin of .*{message}")
         for content, message in (
             (_POINTER, "`git lfs pull`"),
-            (b"PK and no more", "no archive of torch; download it again"),
+            (b"PK and no more", "not a torch archive; download it again"),
         )
     ],
-    (_BERT, in_place_of(_WHOLE, b"<html>Not found</html>"), {}, f"{_WHOLE} of .* no file of safetensors; "),
+    (_BERT, in_place_of(_WHOLE, b"<html>Not found</html>"), {}, f"{_WHOLE} of .* not a safetensors file; "),
     (_BERT, cut_short("tokenizer.json"), {}, "tokenizer.json of .* is not JSON: .*; download it again"),
     (_BERT, in_place_of("tokenizer_config.json", b""), {}, "tokenizer_config.json of .* is empty; download"),
     (_BERT, without_settings("model_type"), {}, 'config.json of .* no model_type; add "model_type": "bert"'),
     (bi_encoders.bge, removed("1_Pooling/config.json"), {},
-     "has no 1_Pooling/config.json, which says what the Pooling .* download the checkpoint again"),
+     "has no 1_Pooling/config.json with the settings of the Pooling .* download the whole checkpoint again"),
     (bi_encoders.bge, settings("config_sentence_transformers.json", prompts=None), {},
-     "prompts in config_sentence_transformers.json of .* not null; take the key out"),
+     "prompts in config_sentence_transformers.json of .* not null; remove the key"),
     (t5.monot5, _sentencepiece_alone, {},
-     "tokeniser only as spiece.model.*pip install sentencepiece protobuf, or save a tokenizer.json"),
+     "tokenizer only as spiece.model.*pip install sentencepiece protobuf, or save a tokenizer.json"),
     *[
         (_BERT, removed("*.safetensors"), {"allow_pickle": allowed},
          f"has no weights: there is neither {_WHOLE} nor .* download it whole")
@@ -486,7 +486,7 @@ def test_a_file_that_may_not_be_read_is_named(
 
 def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", "~/.cache/huggingface/hub")
-    assert re.search("'some/model' is no folder, .* set HOME or HF_HOME", refusal("some/model"))
+    assert re.search("'some/model' is not a folder; .* set HOME or HF_HOME", refusal("some/model"))
 
 
 _GGUF: list[tuple[Build, str]] = [

@@ -103,7 +103,7 @@ def _in_chat(
             for name, role in roles.items()
         }
     except ModelLoadError as error:
-        raise ModelLoadError(f"{path!r} writes texts by a chat template, and {error}") from error
+        raise ModelLoadError(f"the chat template of {path!r} is not supported: {error}") from error
 
 
 def _without_output(transformer: Any) -> Any:

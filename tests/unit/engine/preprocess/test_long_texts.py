@@ -242,7 +242,7 @@ def test_a_tokenizer_whose_pieces_differ_is_read_whole(
         assert proven_breaks(bert()) is None
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
     assert str(LONGEST_PIECE) in caplog.messages[0]
-    assert "do not have the tokens of the whole" in caplog.messages[1]
+    assert "cannot split texts safely" in caplog.messages[1]
 
 
 def test_breaks_of_an_earlier_start_are_proven_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
