@@ -194,6 +194,14 @@ def test_what_is_right_is_served(
     assert int(said.split()[0]) > 20
 
 
+def test_a_model_cards_template_cuts_only_documents(checkpoints: SharedCheckpoints, tmp_path: Path) -> None:
+    folder = checkpoints.copy(ASKED, tmp_path / "copy")
+    _change(folder / "tokenizer_config.json", truncation_side="left", model_max_length=200)
+    model = load_model(_config(folder), CPU, recheck=True)
+    assert model.truncation_side == "right"
+    assert _checked(model, _config(folder), recheck=True) is not None
+
+
 def test_documents_have_the_prompt_of_the_library(
     checkpoints: SharedCheckpoints, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
