@@ -226,6 +226,10 @@ def _complete(
     longest = max_tokens(backbone.config, parts["tokenizer"], offset)
     if config.max_model_len is not None:
         longest = min(longest, config.max_model_len)
+    template = parts["pairs"].template if "pairs" in parts else None
+    # Of pairs that a model card's template joins, the end of the document is left out, as in TemplateReader.
+    follows_tokenizer = template is None or template.by_messages
+    cuts_left = follows_tokenizer and parts["tokenizer"].truncation_side == "left"
     return LoadedModel(
         name=config.model or NAME,
         score_type=score_type,
@@ -236,7 +240,7 @@ def _complete(
         takes_type_ids=takes_type_ids(backbone, parts["tokenizer"]),
         architecture=files.architecture,
         file_dtype=next(backbone.parameters()).dtype,
-        truncation_side="left" if parts["tokenizer"].truncation_side == "left" else "right",
+        truncation_side="left" if cuts_left else "right",
         **parts,
     )
 

@@ -1,7 +1,10 @@
 """Reads the calibration that a configuration names, if it was made of the same model."""
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from maxsimd.engine.cache.fingerprint import (
     digest_tensors,
@@ -29,7 +32,11 @@ def model_digest(model: LoadedModel, config: EngineConfig) -> str:
         "settings": settings_of(backbone.config)[0],
         "tokenizer": stated_tokenizer(model.tokenizer),
         "prompts": (model.query.prompt, model.document.prompt, model.instruction),
-        "template": None if template is None else template.segments,
+        "template": template and [(each.name, getattr(template, each.name)) for each in fields(template)],
+        "truncation": (model.truncation_side, model.pairs.truncation),
+        "padding": (model.uncounted_id, model.ending_pad_id),
+        # Softmax or a sigmoid of each label; a function's repr holds its address.
+        "label": (model.score_label, model.probabilities is torch.sigmoid),
         "lengths": (model.max_tokens, model.query.max_tokens, model.document.max_tokens),
         "pooling": (task.pooling, task.dim, config.doc_token_pooling),
         "heads": [repr(module) for module in modules_of(task.head)],

@@ -8,7 +8,7 @@ import numpy as np
 from maxsimd.engine.checkpoint.score_template import Frame, ScoreTemplate
 from maxsimd.engine.errors import InvalidRequestError, ModelLoadError
 from maxsimd.engine.explanations import Span
-from maxsimd.engine.preprocess.long_inputs import Fitted, InputName, LongInputs, Room, too_long
+from maxsimd.engine.preprocess.long_inputs import Fitted, InputName, LongInputs, Room, no_room, too_long
 from maxsimd.engine.preprocess.origins import extent
 from maxsimd.engine.preprocess.pair_joiner import JoinedPair
 from maxsimd.engine.preprocess.strategy import SHORTEST_TEXT
@@ -96,6 +96,10 @@ def _common_start(first: str, second: str) -> str:
     return first[: next(different, min(len(first), len(second)))]
 
 
+def _refused_instruction(error: ModelLoadError) -> InvalidRequestError:
+    return InvalidRequestError(f"the instruction: {error}; change it, or leave it out", "instruction")
+
+
 class TemplateJoiner:
     """Joins pairs by a score template; `instruction` is the one that the checkpoint is used with.
 
@@ -142,7 +146,10 @@ class TemplateJoiner:
         text = request.query_texts[index]
         if fitted.truncated:
             text = self._tokenizer.decode(fitted.tokens.tolist())
-        frames = self._template.frames(text, request.instruction)
+        try:
+            frames = self._template.frames(text, request.instruction)
+        except ModelLoadError as error:
+            raise _refused_instruction(error) from error
         around = None if frames is None else self._surroundings(frames, heads)
         return _Query(text, request.instruction, around, frames)
 
@@ -182,6 +189,8 @@ class TemplateJoiner:
         around = None if query.around is None else query.around.prefix
         prefix = _NONE if around is None else around
         limit = long_inputs.limit - len(self._trailing)
+        if limit < 1:
+            raise no_room(long_inputs.limit, len(self._trailing))
         names = [name] * len(segments)
         ids = np.concatenate(
             self._tokenizer.encode(segments, "documents", limit + 1, long_inputs.side, names)
@@ -203,11 +212,12 @@ class TemplateJoiner:
 
     def _end(self, instruction: str | None) -> TokenIds:
         """The tokens that the template writes at the end of all pairs, as sentence-transformers finds
-        them."""
-        first, second = (
-            np.concatenate(self._tokenizer.encode(self._template.written(text, text, instruction), "text"))
-            for text in ("0", "1 2 3 4")
-        )
+        them. Raises InvalidRequestError for an instruction that the template does not take."""
+        try:
+            written = [self._template.written(text, text, instruction) for text in ("0", "1 2 3 4")]
+        except ModelLoadError as error:
+            raise _refused_instruction(error) from error
+        first, second = (np.concatenate(self._tokenizer.encode(each, "text")) for each in written)
         shorter = min(len(first), len(second))
         alike = first[len(first) - shorter :] == second[len(second) - shorter :]
         count = shorter - int(np.flatnonzero(~alike)[-1]) - 1 if not alike.all() else 0

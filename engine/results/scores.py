@@ -33,13 +33,16 @@ class ScoreLabel:
     index: int
     exclusive: bool
 
-    def logit(self, logits: NDArray[np.float32]) -> float:
-        """The number whose sigmoid is the probability, of the logits of all labels."""
-        numbers = np.asarray(logits, dtype=np.float64).reshape(-1)
+    def logits_of(self, rows: NDArray[np.float32]) -> NDArray[np.float64]:
+        """The numbers [n] whose sigmoids are the probabilities, of the logits [n, labels] of all labels."""
+        numbers = rows.astype(np.float64)
         if not self.exclusive:
-            return float(numbers[self.index])
-        others = np.delete(numbers, self.index)
-        return float(numbers[self.index] - others.max() - np.log(np.exp(others - others.max()).sum()))
+            return numbers[:, self.index]
+        others = np.delete(numbers, self.index, axis=1)
+        greatest = others.max(axis=1, keepdims=True)
+        rest = np.log(np.exp(others - greatest).sum(axis=1))
+        logits: NDArray[np.float64] = numbers[:, self.index] - greatest[:, 0] - rest
+        return logits
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,11 +67,11 @@ class ScoreCall:
 
     def scored(self, values: Values) -> Values:
         """The values with a number in place of the logits of several labels."""
-        if self.label is None:
+        there = [value for value in values.values if value is not None]
+        if self.label is None or not there:
             return values
-        numbers: list[Value | None] = [
-            None if value is None else self.label.logit(np.asarray(value)) for value in values.values
-        ]
+        logits = iter(self.label.logits_of(np.array(there).reshape(len(there), -1)).tolist())
+        numbers: list[Value | None] = [None if value is None else next(logits) for value in values.values]
         return replace(values, values=numbers)
 
     def finished(
@@ -172,10 +175,13 @@ class ScoredPairs:
     def explanations(self, documents: Sequence[int]) -> dict[int, Explanation]:
         """How those of the `documents` that have a score came to it, of a request that asks for that. The
         scores of windows are made as those of documents are."""
+        explain = self.prepared.explain
+        if explain is None:
+            return {}
         explained: dict[int, Explanation] = {}
+        values = self.call.scored(self.values)
         for index in documents:
-            explain = self.prepared.explain
-            explanation = None if explain is None else explain(self.call.scored(self.values), index)
+            explanation = explain(values, index)
             if explanation is not None:
                 explained[index] = self._with_finished_windows(explanation, index)
         return explained

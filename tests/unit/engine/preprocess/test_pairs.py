@@ -3,6 +3,7 @@ windows, and what pairs of a query begin with and is run only once. A query that
 is neither tokenized nor held for each of them."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,8 @@ from tests.unit.engine.preprocess.preprocessing import (
     QUERY_PROMPT,
     SEP,
     UNKNOWN,
+    A,
+    B,
     document,
     ids,
     model,
@@ -236,6 +239,21 @@ def test_an_instruction_with_a_placeholder_is_refused() -> None:
     for character in ("\ue0a0", "\ue0a1"):
         with refused("instruction", "private use"):
             template.frames("q", f"a{character}b")
+
+
+@pytest.mark.parametrize(
+    "segment",
+    [
+        "{{ query }} {{ document }} {{ instruction }} {{ 1 / (instruction | length - 2) }}",
+        "{{ query }} {{ document[:40] }} {{ instruction }}"
+        "{% if instruction ~ document == 'w10' %}{{ 1 / 0 }}{% endif %}",
+    ],
+    ids=["each pair", "the end of pairs that are cut"],
+)
+def test_an_instruction_the_template_cannot_take_is_refused(segment: str) -> None:
+    template = ScoreTemplate((segment,))
+    with refused("instruction", "^the instruction: .*division by zero; change it"):
+        ask(["w1"], [document(9)], CUT_LONG, template=template, instruction="w1", max_tokens=8)
 
 
 def test_a_token_shared_with_the_template_is_not_cut() -> None:
@@ -515,3 +533,7 @@ def test_pairs_have_the_tokens_of_what_is_written(template: ScoreTemplate) -> No
         score(["w1"], ["w7 w8 w9 w10"], pairs=PairRules(template=template), max_tokens=5)
     with refused("long_documents", "cannot be read through windows"):
         score(["w1"], ["w7 w8 w9 w10"], WINDOW_LONG, pairs=PairRules(template=template), max_tokens=5)
+    ended = PairRules(template=replace(template, trailing_ids=(A, B)))
+    for most in (1, 2):
+        with refused("truncate_prompt_tokens", f"^{most} tokens leave no room beside 2 special tokens"):
+            score(["w1"], ["w7 w8 w9 w10"], Truncation(max_tokens=most), pairs=ended)

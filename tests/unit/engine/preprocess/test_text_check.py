@@ -235,6 +235,14 @@ def test_prompts_of_pairs_are_read_as_the_library_does(
     assert _checked(load_model(config, CPU, recheck=True), config, recheck=True) is not None
 
 
+def test_a_model_cards_template_cuts_only_documents(checkpoints: SharedCheckpoints, tmp_path: Path) -> None:
+    folder = checkpoints.copy(ASKED, tmp_path / "copy")
+    _change(folder / "tokenizer_config.json", truncation_side="left", model_max_length=200)
+    model = load_model(_config(folder), CPU, recheck=True)
+    assert model.truncation_side == "right"
+    assert _checked(model, _config(folder), recheck=True) is not None
+
+
 def test_documents_have_the_prompt_of_the_library(
     checkpoints: SharedCheckpoints, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -11,8 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from maxsimd.engine.requests import Values
+from maxsimd.engine.explanations import Explanation
+from maxsimd.engine.preprocess import Prepared
+from maxsimd.engine.requests import RunOptions, Values
 from maxsimd.engine.results.postprocess import activate, aside, keeps_order, rank, work_in
+from maxsimd.engine.results.scores import ScoreCall, ScoredPairs, ScoreLabel
+from tests.unit.engine.preprocess.preprocessing import score_request
 
 # Few values, so that there are ties; both zeros are one.
 SCORES = st.lists(
@@ -74,3 +78,37 @@ def test_an_activation_has_the_bits_of_a_row_by_itself(rows: int) -> None:
     assert found.shape == (rows, 3)
     for row, expected in zip(logits, found, strict=True):
         np.testing.assert_array_equal(activate(row[None], lambda part: part.softmax(dim=1))[0], expected)
+
+
+@pytest.mark.parametrize("exclusive", [True, False])
+def test_labels_are_made_one_number_once_for_all_documents(
+    exclusive: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = np.random.default_rng(0).normal(scale=30, size=(9, 4)).astype(np.float32)
+    made: list[int] = []
+    logits_of = ScoreLabel.logits_of
+
+    def counting(label: ScoreLabel, logits: Any) -> Any:
+        made.append(len(logits))
+        return logits_of(label, logits)
+
+    def explain(values: Values, index: int) -> Explanation | None:
+        score = values.values[index]
+        assert score is None or isinstance(score, float)
+        found.append(score)
+        return None
+
+    monkeypatch.setattr(ScoreLabel, "logits_of", counting)
+    found: list[float | None] = []
+    request = score_request(["q"], ["d"] * 10)
+    call = ScoreCall(request, RunOptions(), label=ScoreLabel(1, exclusive))
+    values = Values([*rows[:4], None, *rows[4:]], {})
+    ScoredPairs(call, Prepared([], 10, 0, explain=explain), values).explanations(range(10))
+    assert made == [9]
+    assert found.pop(4) is None
+    logits = torch.from_numpy(rows).double()
+    others = logits[:, [0, 2, 3]].logsumexp(dim=1)
+    expected = logits[:, 1] - others if exclusive else logits[:, 1]
+    np.testing.assert_allclose(found, expected, rtol=1e-9)
+    nothing = Values([None], {})
+    assert call.scored(nothing) is nothing

@@ -2,20 +2,27 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner
 from sklearn.isotonic import IsotonicRegression
+from transformers import PretrainedConfig
 
 from maxsimd.api.cli import main
 from maxsimd.api.judgements import read_judgements, read_texts
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import Engine, EngineConfig, ModelLoadError
+from maxsimd.engine.checkpoint.model import PairRules, Task
+from maxsimd.engine.checkpoint.score_template import ScoreTemplate
+from maxsimd.engine.device.open_calibration import model_digest
 from maxsimd.engine.scoring.calibration import Calibration
 from tests.unit.calling_handlers import Caller, RecordingEngine
+from tests.unit.engine.preprocess.preprocessing import model
 
 
 def test_it_is_scikit_learns_isotonic_regression(tmp_path: Path) -> None:
@@ -108,6 +115,38 @@ def test_a_calibrated_server_gives_probabilities(files: Path, tmp_path: Path, qw
             await Engine(EngineConfig(model=qwen3_embedding, calibration=str(tmp_path / "none"))).start()
 
     asyncio.run(check())
+
+
+_TEMPLATE = ScoreTemplate(("{{ query }} {{ document }}",))
+
+
+def _joined(**changes: Any) -> dict[str, Any]:
+    return {"pairs": PairRules(template=replace(_TEMPLATE, **changes))}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"score_label": 1},
+        {"probabilities": torch.nn.Softmax(dim=-1)},
+        {"truncation_side": "left"},
+        {"uncounted_id": 1},
+        {"ending_pad_id": 1},
+        _joined(instruction="find it"),
+        _joined(variables={"a": 1}),
+        _joined(restores_end=False),
+        _joined(trailing_ids=(1,)),
+        {"pairs": PairRules("only_second", _TEMPLATE)},
+    ],
+)
+def test_a_calibration_is_of_all_that_changes_scores(change: dict[str, Any]) -> None:
+    backbone: Any = torch.nn.Identity()
+    backbone.config = PretrainedConfig()
+    task = Task("cls", torch.nn.Linear(2, 1), 1, False)
+    given = model(backbone=backbone, tasks={"classify": task}, score_task="classify", **_joined())
+    config = EngineConfig(model="m")
+    assert model_digest(replace(given), config) == model_digest(given, config)
+    assert model_digest(replace(given, **change), config) != model_digest(given, config)
 
 
 def test_files_that_do_not_fit_are_named(files: Path, tmp_path: Path, qwen3_embedding: str) -> None:
