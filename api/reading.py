@@ -2,14 +2,17 @@
 be, which is checked before any of them is looked at."""
 
 import functools
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import msgspec
 
 from maxsimd.api.failures import too_many_entries
+from maxsimd.api.printable import printable
 from maxsimd.api.reading_pictures import content_of, each_picture, has_pictures
 from maxsimd.api.reading_vectors import is_vectors, vectors_of
 from maxsimd.api.vectors import NUMBERS, Numbers
@@ -39,8 +42,21 @@ ToRank = tuple[Item, list[Item]]
 Inputs = list[str] | list[list[int]] | list[str | PictureContent]
 # The longest line of YAML.
 _ENDLESS = 2**31 - 1
-# The names of fields, with the place that each has in the text.
-RankFields = Mapping[str, int]
+# The most names and values that a request may have in what is written as YAML, which takes 8 microseconds for
+# each, and the most lists and objects within each other.
+_MOST_WRITTEN, _DEEPEST_WRITTEN = 10_000, 32
+# A field's name and the object around it.
+_AROUND_A_FIELD = 2
+
+
+@dataclass
+class RankFields:
+    """The names of fields, with the place that each has in the text, and how many names and values may still
+    be written as YAML."""
+
+    places: Mapping[str, int]
+    room: int = _MOST_WRITTEN
+
 
 _PAIRS = (("queries", "documents"), ("queries", "items"), ("data_1", "data_2"), ("text_1", "text_2"))
 # Fields with texts, each of which may be an object.
@@ -98,9 +114,12 @@ def texts_to_rank(request: RerankRequest, most: int) -> ToRank:
     return query, as_items(request.documents, "documents", rank_places(request.rank_fields))
 
 
-def rank_places(rank_fields: list[str] | None) -> RankFields:
-    """The place of each field. One that is named twice counts once, where it is named first."""
-    return {name: i for i, name in reversed(list(enumerate(rank_fields or ())))}
+def rank_places(rank_fields: list[str] | None) -> RankFields | None:
+    """The place of each field, for one request; None for no fields. One that is named twice counts once,
+    where it is named first."""
+    if not rank_fields:
+        return None
+    return RankFields({name: i for i, name in reversed(list(enumerate(rank_fields)))})
 
 
 def unused_fields(request: msgspec.Struct) -> frozenset[str]:
@@ -262,8 +281,11 @@ def as_text(content: Content, where: str, param: str, rank_fields: RankFields | 
 
 def _record_text(record: dict[str, Any], rank_fields: RankFields, where: str) -> str:
     # Not every name is looked for in every record: of both there may be very many.
-    named = sorted(record.keys() & rank_fields.keys(), key=rank_fields.__getitem__)
-    lines = [_field_text(name, record[name]) for name in named if record[name] is not None]
+    places = rank_fields.places
+    named = sorted(record.keys() & places.keys(), key=places.__getitem__)
+    lines = [
+        _field_text(name, record[name], rank_fields, where) for name in named if record[name] is not None
+    ]
     if not lines:
         raise InvalidRequestError(
             f"{where} has none of the fields that rank_fields names; name at least one that it has",
@@ -272,16 +294,46 @@ def _record_text(record: dict[str, Any], rank_fields: RankFields, where: str) ->
     return "\n".join(lines)
 
 
-def _field_text(name: str, value: Any) -> str:
+def _field_text(name: str, value: Any, rank_fields: RankFields, where: str) -> str:
     """A field of a record as YAML, as Cohere's clients write records. A text is not quoted."""
     if isinstance(value, str | int):
         return f"{name}: {str(value).lower() if isinstance(value, bool) else value}"
+    if isinstance(value, float) and math.isfinite(value):
+        # As YAML's writer does, which takes much longer to begin.
+        number = repr(value)
+        return f"{name}: {number if '.' in number else number.replace('e', '.0e')}"
+    rank_fields.room -= _size_as_yaml(name, value, rank_fields.room, where)
     import yaml  # late: few requests need it
 
     written: str = yaml.dump(
         {name: value}, Dumper=_dumper(), sort_keys=False, allow_unicode=True, width=_ENDLESS
     )
     return written.rstrip("\n")
+
+
+def _size_as_yaml(name: str, value: Any, room: int, where: str) -> int:
+    """How many names and values a field has. Raises InvalidRequestError if they are more than `room`, or too
+    deep."""
+    size, depth, level = _AROUND_A_FIELD + 1, 0, [value]
+    while level:
+        inner = [each for each in level if isinstance(each, dict | list)]
+        depth += bool(inner)
+        size += sum(len(each) * (2 if isinstance(each, dict) else 1) for each in inner)
+        if depth > _DEEPEST_WRITTEN:
+            raise InvalidRequestError(
+                f"the field `{printable(name, 60)}` of {where} has more than {_DEEPEST_WRITTEN} lists and "
+                "objects within each other; name another in rank_fields, or send it as a text",
+                "rank_fields",
+            )
+        if size > room:
+            raise InvalidRequestError(
+                f"with the field `{printable(name, 60)}` of {where}, the lists and objects that rank_fields "
+                f"names have more than {_MOST_WRITTEN} names and values in this request; name other fields, "
+                "send fewer documents, or send such fields as texts",
+                "rank_fields",
+            )
+        level = [child for each in inner for child in (each.values() if isinstance(each, dict) else each)]
+    return size
 
 
 @functools.cache

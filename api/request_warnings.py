@@ -186,12 +186,13 @@ def _unread_of_contents(value: Any, at: str, *, are_parts: bool = False) -> Iter
                 yield from ((f"{here}{name}.{other}", PICTURE_URL) for other in unread)
 
 
+# What is undecoded may be large, and is compared without a copy.
 def _is_null(value: Any) -> bool:
-    return value is None or (isinstance(value, msgspec.Raw) and bytes(value) == b"null")
+    return value is None or (isinstance(value, msgspec.Raw) and memoryview(value) == b"null")
 
 
 def _is_empty(value: Any) -> bool:
-    return bytes(value) in (b"{}", b"[]") if isinstance(value, msgspec.Raw) else value in ({}, [])
+    return memoryview(value) in (b"{}", b"[]") if isinstance(value, msgspec.Raw) else value in ({}, [])
 
 
 def _members(value: Any) -> Mapping[str, Any]:

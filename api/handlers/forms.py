@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from maxsimd.api.answer import Answer
+from maxsimd.api.failures import too_deep
 from maxsimd.api.request_warnings import UnreadField, unread_fields
 from maxsimd.api.state import ServerState
 
@@ -31,7 +32,10 @@ async def answered_as(form: Form, state: ServerState, fields: Fields, tenant: st
         return request, form.read(request, most), unread_fields(request, fields)
 
     size = sum(len(value) for value in fields.values() if isinstance(value, str | list))
-    request, found, unread = await state.engine.in_thread(read, size)
+    try:
+        request, found, unread = await state.engine.in_thread(read, size)
+    except RecursionError as error:
+        raise too_deep() from error
     state.check_model(request.model)
     state = state.telling_of(unread, path)
     with state.bodies.hold() as held:

@@ -5,7 +5,14 @@ from collections.abc import Mapping
 import msgspec
 
 from maxsimd.api.answer import Answer, json_page
-from maxsimd.api.failures import ApiError, in_printable_name, model_is_not_loadable, no_such_model
+from maxsimd.api.failures import (
+    ApiError,
+    body_not_unicode,
+    in_printable_name,
+    model_is_not_loadable,
+    no_such_model,
+    too_deep,
+)
 from maxsimd.api.flags import in_flags
 from maxsimd.api.handlers.operating import MODEL_PATH, card
 from maxsimd.api.handlers.route import Body, Route, Work, read_body
@@ -38,11 +45,16 @@ class _NoFields(msgspec.Struct):
 
 
 def _fields_in(body: bytes | bytearray) -> list[UnreadField]:
-    """The fields of a body, none of which is read; there need not be one."""
+    """The fields of a body, none of which is read; there need not be one. Raises ApiError (400) for names
+    that are not UTF-8, and for too deep a nesting."""
     try:
         return unread_fields(_NoFields(), msgspec.json.decode(body, type=dict[str, msgspec.Raw]))
     except msgspec.DecodeError:
         return []
+    except UnicodeDecodeError as error:
+        raise body_not_unicode(error.reason) from error
+    except RecursionError as error:
+        raise too_deep() from error
 
 
 def check_allowed(state: ServerState, headers: Mapping[str, str]) -> None:

@@ -4,7 +4,9 @@ import json
 import os
 import zipfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from maxsimd.engine.checkpoint.files import VOCABULARIES
 from maxsimd.engine.errors import ModelLoadError
@@ -30,14 +32,17 @@ _LONGEST_HEADER = 100_000_000
 
 def refuse_damaged_files(model: str) -> None:
     """Raises ModelLoadError for a file of a local checkpoint that is an LFS pointer, empty, cut short or not
-    readable. Looks at lengths and first bytes."""
+    readable. Looks at lengths and first bytes, at the root and in the folders of its modules: others may be
+    read by nobody, and are looked at when loading has failed."""
     try:
         if Path(model).is_file():
             _check_file(model, Path(model), Path(model).name)
         elif Path(model).is_dir():
-            for path in _files_of(Path(model)):
-                if path.name in _ALWAYS_READ or path.name in _names_of_weights(path.parent):
-                    _check_file(model, path, str(path.relative_to(model)))
+            for name in _folders_read(Path(model)):
+                read = _ALWAYS_READ | _names_of_weights(Path(model, name))
+                for path in _files_in(Path(model, name)):
+                    if path.name in read:
+                        _check_file(model, path, str(Path(name, path.name)))
     except OSError as error:
         raise _unreadable(model, error) from error
 
@@ -50,18 +55,20 @@ def damage_of(model: str, config: Path | None = None) -> ModelLoadError | None:
         if not is_local and config is None:
             return None
         folder = Path(model) if is_local or config is None else config.parent
-        for path in _files_of(folder):
-            if not _may_be_read(path):
-                continue
-            name = str(path.relative_to(folder))
-            _check_file(model, path, name)
-            if path.suffix == ".json":
-                _check_json(model, path, name)
-            elif path.suffix == ".bin" and not zipfile.is_zipfile(path):
-                return ModelLoadError(
-                    f"{name} of {model!r} is damaged: it is not a torch archive; download it again, or save "
-                    "the weights as safetensors"
-                )
+        for files in _all_files(folder):
+            weights = _names_of_weights(files[0].parent) if files else frozenset()
+            for path in files:
+                if not _may_be_read(path, weights):
+                    continue
+                name = str(path.relative_to(folder))
+                _check_file(model, path, name)
+                if path.suffix == ".json":
+                    _check_json(model, path, name)
+                elif path.suffix == ".bin" and not zipfile.is_zipfile(path):
+                    return ModelLoadError(
+                        f"{name} of {model!r} is damaged: it is not a torch archive; download it again, or "
+                        "save the weights as safetensors"
+                    )
     except ModelLoadError as error:
         return error
     except OSError as error:
@@ -74,21 +81,57 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
-def _files_of(folder: Path) -> Iterator[Path]:
-    """The files of a checkpoint and of its modules' folders, by their names."""
+def _folders_read(folder: Path) -> Iterator[str]:
+    """The root of a checkpoint, as "", and the folders that modules.json and router_config.json name, each
+    once and if it is there. Those files are opened late, when the caller has checked them."""
+    yield ""
+    modules = _json_of(folder / "modules.json")
+    named = [
+        module["path"]
+        for module in (modules if isinstance(modules, list) else [])
+        if isinstance(module, dict) and isinstance(module.get("path"), str)
+    ]
+    seen = {""}
+    for parent in ["", *named]:
+        if parent not in seen and (folder / parent).is_dir():
+            yield parent
+        seen.add(parent)
+        routes = _json_of(folder / parent / "router_config.json")
+        types = routes.get("types") if isinstance(routes, dict) else None
+        for name in types if isinstance(types, dict) else ():
+            if (inner := str(Path(parent, name))) not in seen and (folder / inner).is_dir():
+                yield inner
+            seen.add(inner)
+
+
+def _json_of(path: Path) -> Any:
+    """What a file says; None where it is not there or no JSON, of which its reader tells."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
+        return None
+
+
+def _all_files(folder: Path) -> Iterator[list[Path]]:
+    """The files of a checkpoint, and those of each folder in it that may be listed."""
+    yield _files_in(folder)
     for path in sorted(folder.iterdir()):
-        if path.is_file():
-            yield path
-        elif path.is_dir() and path.name not in _UNREAD_FOLDERS and not path.name.startswith("."):
-            yield from (each for each in sorted(path.iterdir()) if each.is_file())
+        if path.is_dir() and path.name not in _UNREAD_FOLDERS and not path.name.startswith("."):
+            with suppress(PermissionError):
+                yield _files_in(path)
 
 
-def _may_be_read(path: Path) -> bool:
+def _files_in(folder: Path) -> list[Path]:
+    """The files of a folder, by their names."""
+    return [path for path in sorted(folder.iterdir()) if path.is_file()]
+
+
+def _may_be_read(path: Path, weights: frozenset[str]) -> bool:
     """Whether a file is read in some checkpoint that has it: pickles only where no safetensors are."""
     if path.suffix == ".bin":
         return not any(path.parent.glob("*.safetensors"))
     is_named = path.name in _ALWAYS_READ or path.name in VOCABULARIES or path.name == "merges.txt"
-    return is_named or path.name in _names_of_weights(path.parent)
+    return is_named or path.name in weights
 
 
 def _names_of_weights(folder: Path) -> frozenset[str]:

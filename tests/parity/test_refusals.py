@@ -7,7 +7,8 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from tokenizers import Tokenizer
 
 from maxsimd.engine import Engine, EngineConfig, ModelLoadError, RequestFailedError
 from maxsimd.engine.checkpoint import load_model
+from maxsimd.engine.checkpoint.damage import damage_of, refuse_damaged_files
 from maxsimd.engine.checkpoint.files import VOCABULARIES
 from maxsimd.engine.checkpoint.served import SERVED
 from tests.checkpoints import (
@@ -468,9 +470,50 @@ def test_a_damaged_checkpoint_says_which_file_and_what_to_do(
 
 def test_a_damaged_file_that_nobody_reads_does_no_harm(changed: Callable[..., str]) -> None:
     path = Path(changed(_BERT, written("results.json", ""), written("pytorch_model.bin", _POINTER.decode())))
-    (path / "onnx").mkdir()
-    (path / "onnx" / "config.json").write_bytes(_POINTER)
+    for file in ("onnx/config.json", "old/config.json", "checkpoint-500/model.safetensors"):
+        (path / file).parent.mkdir()
+        (path / file).write_bytes(_POINTER)
     load_model(EngineConfig(model=str(path)), CPU)
+
+
+def test_folders_that_routes_name_are_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "query_0").mkdir()
+    (tmp_path / "query_0" / "config.json").write_bytes(_POINTER)
+    (tmp_path / "modules.json").write_text('[{"path": "", "type": "sentence_transformers.models.Router"}]')
+    (tmp_path / "router_config.json").write_text('{"types": {"gone_0": "a", "query_0": "b"}}')
+    with pytest.raises(ModelLoadError, match=r"^query_0/config.json of .* Git LFS pointer"):
+        refuse_damaged_files(str(tmp_path))
+
+
+def test_a_folder_that_may_not_be_listed_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And an index is read once for all files beside it."""
+    for folder in ("lost+found", "old"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_bytes(_POINTER)
+    for i in range(5):
+        (tmp_path / f"{i}.txt").touch()
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {}}')
+    listed, read, opened = Path.iterdir, Path.read_text, Counter[Path]()
+
+    def listing(path: Path) -> Iterator[Path]:
+        if path.name == "lost+found":
+            raise PermissionError(13, "Permission denied", str(path))
+        return listed(path)
+
+    def reading(path: Path, **options: Any) -> str:
+        opened[path] += 1
+        return read(path, **options)
+
+    monkeypatch.setattr(Path, "iterdir", listing)
+    monkeypatch.setattr(Path, "read_text", reading)
+    refuse_damaged_files(str(tmp_path))
+    assert opened[index] == 1
+    assert "old/config.json of" in str(damage_of(str(tmp_path)))
+    # Once more for the names in it, and once to see whether it is JSON.
+    assert opened[index] == 3
 
 
 def test_a_file_that_may_not_be_read_is_named(

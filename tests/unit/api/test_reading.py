@@ -1,5 +1,6 @@
 """What requests say, in the engine's terms: functions of the wire types alone."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -90,6 +91,11 @@ def test_rank_fields_name_what_is_read_of_a_record() -> None:
         ([{"text": "a", "t": "b"}], [], ["a"]),
         ({"text": "a", "t": "b"}, None, ["a"]),
         (
+            [{"n": 1.5, "m": 1e17, "k": -2.5e-07}],
+            ["n", "m", "k"],
+            ["n: 1.5\nm: 1.0e+17\nk: -2.5e-07"],
+        ),
+        (
             [{"by": [{"name": "Ada", "ok": True}, "Bo: b"], "at": {"x": 1.5, "y": "\u00fc"}, "new": False}],
             ["by", "at", "new"],
             ["by:\n- name: Ada\n  ok: true\n- 'Bo: b'\nat:\n  x: 1.5\n  y: \u00fc\nnew: false"],
@@ -113,6 +119,30 @@ def test_many_records_and_many_rank_fields_are_no_product() -> None:
     _, texts = reading.texts_to_rank(RerankRequest(query="q", documents=records, rank_fields=names), 100)
     assert lookups[0] < 5 * len(names)
     assert texts[:2] == ["f0: b\nz: a", "f1: b\nz: a"]
+
+
+def test_rank_fields_have_a_bounded_size_and_depth() -> None:
+    def read(*values: Any) -> int:
+        records = [{"a": value} for value in values]
+        _, texts = reading.texts_to_rank(RerankRequest(query="q", documents=records, rank_fields=["a"]), 99)
+        return len(texts)
+
+    def nested(depth: int) -> list[Any]:
+        return [nested(depth - 1)] if depth > 1 else []
+
+    # The second is beyond what is left with the first.
+    half = [[1] * 4997, dict.fromkeys(map(str, range(2498)), 1)]
+    assert read(*half, *["t"] * 9) == 11
+    assert read(nested(32)) == 1
+    many = "of documents[%d], the lists and objects that rank_fields names have more than 10000"
+    deep = "the field `a` of documents[0] has more than 32 lists and objects within each other; "
+    for said, values in (
+        (many % 1, [half[0], [*half[0], 1]]),
+        (many % 2, [*half, []]),
+        (deep, [nested(400)]),
+    ):
+        with pytest.raises(InvalidRequestError, match=re.escape(said)):
+            read(*values)
 
 
 def test_documents_to_rank_must_be_there_and_have_a_named_field() -> None:

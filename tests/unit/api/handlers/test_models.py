@@ -35,7 +35,7 @@ class Asking:
         self.state = ServerState(models, ServerConfig(api_key_file=str(keys), **options))
 
     async def __call__(self, method: str, path: str, body: Any = None, key: str = "boss") -> Answer:
-        sent = b"" if body is None else json.dumps(body).encode()
+        sent = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
         return await handle(self.state, method, path, {"authorization": f"Bearer {key}"}, Pieces([sent]))
 
     async def json(self, path: str, body: Any) -> Any:
@@ -218,6 +218,8 @@ async def test_only_an_admin_loads_and_drops_models(asking: Asking, reranker: En
         assert (status, "admin=yes" in message) == (403, True)
         assert (await asking(method, f"/v1/models/{name}", None, "nobody")).status == 401
         assert (await asking.error("/v1/models/nope", None, method))[0] == 404
+        for unreadable in (b'{"\xff": 1}', b'{"a": %s}' % (b"[" * 9_999 + b"]" * 9_999)):
+            assert (await asking.error("/v1/models/nope", unreadable, method))[0] == 400
     assert (await asking.error("/v1/models/broken", None))[0] == 422
     loaded, again = await asyncio.gather(*(asking("POST", f"/v1/models/{name}") for _ in range(2)))
     assert (loaded.status, again.status) == (200, 200)

@@ -2,13 +2,14 @@
 
 import json
 import re
+import tracemalloc
 from typing import Any
 
 import msgspec
 import pytest
 
 from maxsimd.api.request_warnings import unread_fields
-from maxsimd.api.wire import EmbeddingsRequest
+from maxsimd.api.wire import EmbeddingsRequest, RerankRequest
 from tests.unit.calling_handlers import GOOD, POSTED, REFUSING, Caller, RecordingEngine
 
 # Shapes of answers that have a place for warnings.
@@ -117,6 +118,17 @@ def test_a_dropped_field_of_a_message_is_found() -> None:
         request = msgspec.convert(body, type=EmbeddingsRequest)
         for given in (body, msgspec.json.decode(json.dumps(body), type=dict[str, msgspec.Raw])):
             assert [field.path for field in unread_fields(request, given)] == [found]
+
+
+def test_a_large_value_that_is_not_read_is_not_copied() -> None:
+    given = msgspec.json.decode(b'{"long": [%s]}' % (b"1" * 1_000_000), type=dict[str, msgspec.Raw])
+    request = RerankRequest(query="q")
+    tracemalloc.start()
+    found = [unread_fields(request, {name: given["long"]}) for name in ("topn", "return_text")]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 500_000
+    assert [field.path for fields in found for field in fields] == ["topn", "return_text"]
 
 
 async def test_usual_clients_get_no_warning(engine: RecordingEngine) -> None:

@@ -8,6 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from maxsimd.api.failures import ApiError
+from maxsimd.api.handlers.forms import Form, answered_as
+from maxsimd.api.handlers.scoring import rerank
+from maxsimd.api.wire import RerankRequest
 from maxsimd.engine import EngineConfig
 from tests.unit.calling_handlers import Caller, RecordingEngine, error_of
 
@@ -213,3 +217,11 @@ async def test_what_is_no_request_is_refused(caller: Caller) -> None:
         assert message in error["message"]
     status, error = await caller.error("/invocations", {"input": "a", "model": "none"})
     assert (status, error["param"]) == (404, "model")
+
+
+async def test_fields_too_deep_for_their_kind_are_refused(caller: Caller) -> None:
+    def read(request: RerankRequest, most: int) -> None:
+        raise RecursionError
+
+    with pytest.raises(ApiError, match="too many arrays or objects within each other"):
+        await answered_as(Form(RerankRequest, read, rerank), caller.state, {"query": "q"}, "", "/")
