@@ -186,13 +186,17 @@ def _unread_of_contents(value: Any, at: str, *, are_parts: bool = False) -> Iter
                 yield from ((f"{here}{name}.{other}", PICTURE_URL) for other in unread)
 
 
-# What is undecoded may be large, and is compared without a copy.
 def _is_null(value: Any) -> bool:
-    return value is None or (isinstance(value, msgspec.Raw) and memoryview(value) == b"null")
+    return value is None or (isinstance(value, msgspec.Raw) and _short(value) == b"null")
 
 
 def _is_empty(value: Any) -> bool:
-    return memoryview(value) in (b"{}", b"[]") if isinstance(value, msgspec.Raw) else value in ({}, [])
+    return _short(value) in (b"{}", b"[]") if isinstance(value, msgspec.Raw) else value in ({}, [])
+
+
+def _short(value: msgspec.Raw) -> bytes:
+    """The beginning of a value that is not decoded, which may be large."""
+    return bytes(memoryview(value)[:5])
 
 
 def _members(value: Any) -> Mapping[str, Any]:
