@@ -7,7 +7,7 @@ import numpy as np
 
 from maxsimd.engine.checkpoint.score_template import ScoreTemplate
 from maxsimd.engine.checkpoint.visual.vision import ImageInputs
-from maxsimd.engine.errors import InvalidRequestError
+from maxsimd.engine.errors import InvalidRequestError, ModelLoadError
 from maxsimd.engine.explanations import Span
 from maxsimd.engine.media import Content
 from maxsimd.engine.preprocess.long_inputs import Fitted, InputName, LongInputs
@@ -101,7 +101,10 @@ class PicturePairJoiner:
                 "leave it out",
                 "instruction",
             )
-        pair = self._template.pair(query.texts, document.texts, used, self._pages.image_token)
+        try:
+            pair = self._template.pair(query.texts, document.texts, used, self._pages.image_token)
+        except ModelLoadError as error:
+            raise InvalidRequestError(f"{name} and its query: {error}", name.param) from error
         sides = (query.images, document.images) if pair.query_first else (document.images, query.images)
         prefix = _NONE
         if pair.before and pair.query_first:

@@ -4,6 +4,7 @@ is neither tokenized nor held for each of them."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,11 @@ from hypothesis import strategies as st
 from maxsimd.engine.checkpoint import ListwiseRules, LoadedModel, PairRules
 from maxsimd.engine.checkpoint.score_template import ScoreTemplate
 from maxsimd.engine.errors import InvalidRequestError, RequestTooLargeError
+from maxsimd.engine.media import Content
 from maxsimd.engine.preprocess import Prepared, Preprocessor, usage_of
 from maxsimd.engine.preprocess.pair_joiner import JoinedPair
 from maxsimd.engine.preprocess.pairs import PrefixSharing, shared_tokens
+from maxsimd.engine.preprocess.picture_pairs import PicturePairJoiner
 from maxsimd.engine.preprocess.template_pairs import TemplateJoiner
 from maxsimd.engine.preprocess.tokenization import cut, longest_first
 from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, WINDOW_LONG, Truncation
@@ -254,6 +257,18 @@ def test_an_instruction_the_template_cannot_take_is_refused(segment: str) -> Non
     template = ScoreTemplate((segment,))
     with refused("instruction", "^the instruction: .*division by zero; change it"):
         ask(["w1"], [document(9)], CUT_LONG, template=template, instruction="w1", max_tokens=8)
+
+
+def test_texts_by_pictures_the_template_cannot_take_are_refused() -> None:
+    template = ScoreTemplate(("{{ query }} {{ document }} {% if 'w1' in query %}{{ 1 / 0 }}{% endif %}",))
+    pages: Any = SimpleNamespace(image_token="<image>", split=lambda *given: (["w1", None], []))
+    pages.opened = pages.check_texts = lambda *given: None
+    texts: Any = SimpleNamespace(join=lambda request, *given: [None] * len(request.documents))
+    joiner = PicturePairJoiner(texts, template, None, tokenizer(), pages, 64)
+    anything: Any = [None]
+    request = replace(score_request(["q"], ["d"]), queries=(Content(("w1",)),))
+    with refused("documents", r"^documents\[0\] and its query: .*division by zero"):
+        list(joiner.join(request, anything, anything))
 
 
 def test_a_token_shared_with_the_template_is_not_cut() -> None:
