@@ -124,7 +124,8 @@ def test_a_downloaded_checkpoint_is_served_without_a_hub(
         httpx.post(each.url + "/score", json={"queries": "q", "documents": ["a", "b"]}).json()["data"]
         for each in (server, cross_encoder_server)
     )
-    assert [each["score"] for each in ours] == [each["score"] for each in theirs]
+    # Each server lays out its weights as it found fastest, which rounds differently.
+    assert [each["score"] for each in ours] == pytest.approx([each["score"] for each in theirs], abs=1e-5)
 
 
 @pytest.mark.not_on_ray

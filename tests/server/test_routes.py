@@ -113,7 +113,7 @@ def test_windows_find_what_truncation_misses(server: Server) -> None:
     read, cut = (post(server, "/rerank", body | {"long_documents": long}) for long in ("window", "truncate"))
     assert read["results"][0]["index"] == 1
     assert "warnings" not in read
-    assert "cut" in cut["warnings"][0]
+    assert "truncated" in cut["warnings"][0]
     assert read["usage"]["prompt_tokens"] > cut["usage"]["prompt_tokens"]
 
 
