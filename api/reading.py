@@ -59,18 +59,18 @@ class RankFields:
 
 
 _PAIRS = (("queries", "documents"), ("queries", "items"), ("data_1", "data_2"), ("text_1", "text_2"))
-# Fields with texts, each of which may be an object.
+# Fields whose texts may be objects.
 CONTENT_FIELDS = frozenset(
     {"query", *(name for pair in _PAIRS for name in pair), "passages", "input", "inputs", "content"}
 )
 _LIMITS = ("truncate_prompt_tokens", "max_tokens_per_query", "max_tokens_per_doc")
-# What text-embeddings-inference's requests do not have beside `texts`.
+# Fields that text-embeddings-inference lacks in requests with `texts`.
 _NOT_OF_TEI = frozenset(
     {"documents", "top_k", "truncation", "rank_fields", "truncation_side", "long_documents", "window_overlap"}
     | {*_LIMITS}
 )
 _OF_TEI = frozenset({"return_text", "truncate", "truncation_direction"})
-# What a chat alone has, with what is done anyway.
+# Fields that only chats have, with the values that change nothing.
 _OF_CHAT = {
     "add_generation_prompt": False,
     "continue_final_message": False,

@@ -16,7 +16,7 @@ _OTHER_NAMES = ("video", "video_url", "audio", "audio_url", "input_audio", "imag
 _OTHERS = (*_OTHER_NAMES, "file", "document")
 # An object that names a picture; how finely it is read is not the request's to say.
 PICTURE_URL = ("url", "detail")
-# What each kind of object has; the id is the client's own.
+# Fields of each kind of object. Clients may set any id.
 _OF_TEXT, _OF_CONTENT = ("text", "type", "id"), ("content", "type", "id", "role")
 _OF_PICTURE = ("text", *_OF_CONTENT, *_NAMES, *_OTHER_NAMES)
 _OF_VECTORS = ("embedding", "dtype", "shape", "scales", "id")

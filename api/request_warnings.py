@@ -102,7 +102,7 @@ def refuse(unread: Iterable[UnreadField]) -> None:
 
 
 def messages_of(unread: Collection[UnreadField]) -> tuple[str, ...]:
-    """What the answer says of the request's unread fields."""
+    """Returns the warnings about unread fields, for the answer."""
     named = map(str, islice(unread, _MOST_NAMED))
     return (*named, "more fields are not read here") if len(unread) > _MOST_NAMED else tuple(named)
 
@@ -153,7 +153,7 @@ def _unread(request: msgspec.Struct, given: Mapping[str, Any], at: str) -> Itera
     has_records = bool(getattr(request, "rank_fields", None))
     for name, value in given.items():
         if name not in used:
-            # What is empty says nothing either, where the field is one of another shape.
+            # An empty value of a field that another request shape has needs no warning.
             if not _is_null(value) and not (name in unused and _is_empty(value)):
                 yield f"{at}{name}", meant
             continue

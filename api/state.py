@@ -46,7 +46,7 @@ class ServerState:
         self.media = MediaSources(config)
         self.draining = False
         self.logged_fields = LoggedFields()
-        # Of a request's state: what its answer says of fields that are not read.
+        # Warnings about unread fields, for the answer to one request.
         self.field_warnings: tuple[str, ...] = ()
         self._name: str | None = None
         self.fleet: FleetView | None = None

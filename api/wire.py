@@ -23,7 +23,7 @@ Direction = Literal["left", "right", "Left", "Right"]
 # Neither infinite nor NaN, which are text in JSON.
 _LARGEST = 1e30
 
-# What clients always send and what changes nothing here, by name.
+# Fields that clients always send and that have no effect.
 Ignored = Annotated[Any, msgspec.Meta(description="Accepted and ignored.")]
 IGNORED_FIELDS = frozenset({"user", "request_id", "options", "wait_for_model", "use_cache", "use_gpu"})
 
@@ -118,7 +118,7 @@ class MuveraParameters(msgspec.Struct, kw_only=True):
 
 
 class HubOptions(msgspec.Struct, kw_only=True):
-    """What clients of Hugging Face's inference API send; a model that is served is loaded."""
+    """Options of Hugging Face's inference API. They have no effect: a served model is loaded."""
 
     wait_for_model: Ignored = None
     use_cache: Ignored = None

@@ -45,8 +45,8 @@ class _NoFields(msgspec.Struct):
 
 
 def _fields_in(body: bytes | bytearray) -> list[UnreadField]:
-    """The fields of a body, none of which is read; there need not be one. Raises ApiError (400) for names
-    that are not UTF-8, and for too deep a nesting."""
+    """Returns the unread fields of an optional body, which are all of its fields. Raises ApiError (400) for
+    names that are not UTF-8 and for bodies that are nested too deeply."""
     try:
         return unread_fields(_NoFields(), msgspec.json.decode(body, type=dict[str, msgspec.Raw]))
     except msgspec.DecodeError:

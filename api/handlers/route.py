@@ -213,7 +213,7 @@ async def _parse(
         # Not strict, as others take it too: "1" for a number, "true" or 1 for a yes.
         request = msgspec.json.decode(body, type=kind, strict=False)
         found = read(request, most)
-        # Of a request as a plain object it is not known yet what is read.
+        # The handlers of plain objects look for unread fields themselves.
         unread = unread_fields(request, _NAMES.decode(body)) if isinstance(request, msgspec.Struct) else []
         return request, found, unread
 

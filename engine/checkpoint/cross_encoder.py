@@ -26,7 +26,7 @@ from maxsimd.engine.errors import ModelLoadError
 from maxsimd.pooling.methods import METHODS
 
 log = logging.getLogger(__name__)
-# What sentence-transformers calls the numbers that a CrossEncoder gives.
+# The name of a CrossEncoder's output in sentence-transformers.
 _SCORES = "scores"
 
 
