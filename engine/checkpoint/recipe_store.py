@@ -49,6 +49,8 @@ _LIBRARIES = ("maxsimd", "torch", "transformers", "sentence-transformers", "toke
 # Files of a checkpoint that nobody reads who loads it with safetensors.
 _UNREAD = re.compile(r"\.(md|onnx|onnx_data|bin|pt|h5|msgpack|ot|tflite|xml|png|jpe?g|gguf)$|^LICENSE")
 _UNREAD_FOLDERS = frozenset({"onnx", "openvino", "coreml"})
+# In a configuration: code of another repository, which may change while the checkpoint does not.
+_CODE_ELSEWHERE = re.compile(rb'"auto_map".*"[^"\s]+/[^"\s]+--[\w.]+"', re.DOTALL)
 # All configuration files together; folders with more hold something else, such as datasets.
 _MOST_BYTES = 256 * 2**20
 # What is read beside a GGUF file.
@@ -252,8 +254,8 @@ def _content(
     folders: list[Path], config: EngineConfig, irrelevant: frozenset[str], names: Iterable[str] | None = None
 ) -> str | None:
     """The digest of the folders' configuration files, or those of these names, the libraries' versions and
-    all options but the irrelevant ones; None if a file cannot be read, or the files are too large to be
-    configurations."""
+    all options but the irrelevant ones; None if a file cannot be read, the files are too large to be
+    configurations, or trusted code is in another repository."""
     digest = hashlib.sha256()
     options = [(each.name, getattr(config, each.name)) for each in fields(config)]
     digest.update(repr([each for each in options if each[0] not in irrelevant]).encode())
@@ -266,6 +268,9 @@ def _content(
             for path in _read_files(folder) if names is None else _named_files(folder, names):
                 data = _header(path, left) if path.suffix == ".safetensors" else _whole(path, left)
                 left -= len(data)
+                if config.trust_remote_code and path.suffix == ".json" and _CODE_ELSEWHERE.search(data):
+                    log.debug("nothing is remembered of %s: it names code of another repository", folder)
+                    return None
                 digest.update(f"\n{path.relative_to(folder).as_posix()} {len(data)}\n".encode() + data)
     except (OSError, ValueError) as error:
         log.debug("nothing is remembered of %s: %s", folders[0], error)

@@ -5,6 +5,7 @@ library. Also makes the sequences of such texts for the self-check of execution.
 import logging
 import time
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -98,8 +99,10 @@ class _Check:
         self._tokenizer = tokenizer
         self._ours = _Preprocessed(model, tokenizer, model.max_tokens)
         self._limit = _limit_of(model, config)
-        self._compared = 0
-        self._failure = ""
+        self._compared: Counter[str] = Counter()
+        self._refusal = ""
+        # By kind of text, what the library says of the first that it does not read.
+        self._failures: dict[str, str] = {}
         # Whether no reading failed but of a text that the library does not take.
         self.is_whole = True
 
@@ -111,9 +114,15 @@ class _Check:
             self._pairs()
         else:
             self._apart()
+        for kind, failure in self._failures.items():
+            if not self._compared[kind]:
+                library = self._reader.library
+                raise ModelLoadError(
+                    f"{self._model.name!r} is not served: {library} does not read {kind}: {failure}"
+                )
         if not self._compared:
-            raise ModelLoadError(f"none of the texts of the self-check can be read: {self._failure}")
-        return self._compared
+            raise ModelLoadError(f"none of the texts of the self-check can be read: {self._refusal}")
+        return self._compared.total()
 
     # Queries and documents that are read apart, and texts that are neither.
 
@@ -219,12 +228,12 @@ class _Check:
         try:
             found = ours()
         except InvalidRequestError as error:
-            self._failure = self._failure or str(error)
+            self._refusal = self._refusal or str(error)
             return
         try:
             expected = theirs()
         except Exception as error:
-            self._failure = self._failure or f"{self._reader.library}: {error}"
+            self._failures.setdefault(kind, str(error))
             self.is_whole = self.is_whole and isinstance(error, ValueError)
             log.debug("%s does not read %s as %s: %s", self._reader.library, name, kind, error)
             return
@@ -239,7 +248,7 @@ class _Check:
                 "differently: "
                 f"{difference}; use {self._reader.library} for it, or report it with this message"
             )
-        self._compared += 1
+        self._compared[kind] += 1
 
     def _for_classifier(self, reading: Reading) -> Reading:
         """A reading up to the token that the classifier reads, as requests are prepared."""

@@ -313,6 +313,8 @@ def test_texts_are_compared_once(
     assert _checked(whole, _config(folder), recheck=True) is not None
     _change(folder / "tokenizer_config.json", unread=1)
     assert [times(), times()] == [1, 0]
+    _change(folder / "config.json", auto_map={"AutoModel": "owner/code--modeling.Model"})
+    assert [times(), times(trust_remote_code=True), times(trust_remote_code=True), times()] == [1, 1, 1, 0]
     kept = [*(tmp_path / "cache" / "maxsimd" / "recipes").glob("*.texts")]
     assert {file.stat().st_mode & 0o777 for file in kept} == {0o600}
     for file in kept:
@@ -333,6 +335,19 @@ def test_a_failure_is_never_remembered(
         with pytest.raises(ModelLoadError, match="a query"):
             _checked(wrong, _config(model.name))
     assert len(read) == 2
+    reader = model.reader
+    assert reader is not None
+    read_text = reader.text
+
+    def no_documents(text: str, role: Any, prompt: str | None, limit: int) -> Any:
+        if role == "document":
+            raise ValueError("it has no route")
+        return read_text(text, role, prompt, limit)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reader, "text", no_documents)
+        with pytest.raises(ModelLoadError, match="does not read a document: it has no route"):
+            _checked(model, _config(model.name))
     assert _checked(model, _config(model.name)) is not None
 
 
