@@ -1,9 +1,14 @@
 """What the server counts, on top of the engine's own metrics and in the same registry."""
 
 import asyncio
+from collections.abc import Iterator
 from functools import lru_cache
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
+
+from maxsimd.api.logs import dropped_events
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _LAG_PERIOD = 0.1
@@ -16,6 +21,7 @@ class ServerMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         ProcessCollector(registry=registry)
+        registry.register(_DroppedEvents())
         self.requests = Counter(
             "maxsimd_http_requests", "HTTP requests answered", ("route", "status"), registry=registry
         )
@@ -56,3 +62,14 @@ class ServerMetrics:
             asked = loop.time() + _LAG_PERIOD
             await asyncio.sleep(_LAG_PERIOD)
             self.lag.observe(max(0.0, loop.time() - asked))
+
+
+class _DroppedEvents(Collector):
+    """Events of the log that were dropped: they are counted by the process, which has one log."""
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        yield CounterMetricFamily(
+            "maxsimd_log_dropped",
+            "Events that were not logged because standard error was not read",
+            value=dropped_events(),
+        )

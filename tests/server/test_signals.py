@@ -1,5 +1,7 @@
 """How a server starts, and ends when it is asked to: at once while it loads, else within its grace."""
 
+import fcntl
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -46,6 +48,21 @@ def test_a_server_that_is_loading_ends_at_once(start_server: StartServer) -> Non
     wait_for(lambda: _answers(server))
     assert server.terminate() == 0
     assert "stopped while loading" in server.log
+
+
+def _log_into_a_pipe_that_nobody_reads() -> None:
+    _, writing = os.pipe()
+    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
+    os.dup2(writing, 2)
+
+
+@pytest.mark.not_on_ray  # which reads what its processes write
+def test_a_server_whose_log_is_not_read_serves_and_ends(start_server: StartServer) -> None:
+    """Its pipe is full after some thirty lines."""
+    server = start_server("--log-level", "debug", before=_log_into_a_pipe_that_nobody_reads)
+    with httpx.Client(base_url=server.url) as client:
+        assert {client.post("/rerank", json={}).status_code for _ in range(100)} == {400}
+    assert server.terminate() == 0
 
 
 def test_requests_longer_than_the_grace_period_get_a_503(

@@ -2,13 +2,17 @@
 
 import json
 import logging
+import os
 import sys
+import threading
+import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from maxsimd.api.logs import JsonFormatter, SeldomLogger, TextFormatter, set_up_logging
+from maxsimd.api.logs import JsonFormatter, SeldomLogger, TextFormatter, dropped_events, set_up_logging
 
 
 @pytest.fixture
@@ -16,9 +20,18 @@ def restored_logging() -> Iterator[None]:
     root, ours = logging.getLogger(), logging.getLogger("maxsimd")
     handlers, level, our_level = root.handlers[:], root.level, ours.level
     yield
+    for handler in root.handlers:
+        handler.close()
     root.handlers[:] = handlers
+    logging.captureWarnings(False)
+    threading.excepthook, sys.unraisablehook = threading.__excepthook__, sys.__unraisablehook__
     root.setLevel(level)
     ours.setLevel(our_level)
+
+
+def _written(capsys: pytest.CaptureFixture[str]) -> Any:
+    logging.getLogger().handlers[0].flush()
+    return capsys.readouterr()
 
 
 @pytest.mark.usefixtures("restored_logging")
@@ -30,7 +43,7 @@ def test_log_lines_are_for_people_or_for_machines(capsys: pytest.CaptureFixture[
     logging.getLogger("maxsimd.http").debug("too fine")
     logging.getLogger("other.library").info("not ours")
     logging.getLogger("other.library").warning("from elsewhere")
-    out, err = capsys.readouterr()
+    out, err = _written(capsys)
     ours, other = err.splitlines()
     assert out == ""
     if form == "text":
@@ -52,7 +65,7 @@ def test_the_level_is_the_least_that_is_logged(capsys: pytest.CaptureFixture[str
         set_up_logging(level, "text")
         for name in levels:
             getattr(logging.getLogger("maxsimd.http"), name)(name)
-        shown = [line.split()[-1] for line in capsys.readouterr().err.splitlines()]
+        shown = [line.split()[-1] for line in _written(capsys).err.splitlines()]
         assert shown == levels[levels.index(level) :]
 
 
@@ -96,6 +109,39 @@ def test_a_message_and_a_trace_are_cut_and_forge_no_line() -> None:
     for formatter in (TextFormatter(), JsonFormatter()):
         assert len(formatter.format(_record("x" * 1_000_000))) < 5_000
         assert len(formatter.format(_record("x", ValueError("x" * 1_000_000)))) < 5_000
+
+
+@pytest.mark.usefixtures("restored_logging")
+def test_nobody_waits_for_a_log_that_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pipe holds 64 KiB; more waits in memory, and the rest is dropped and counted."""
+    reading, writing = os.pipe()
+    with open(writing, "w") as stream, open(reading) as pipe:
+        monkeypatch.setattr(sys, "stderr", stream)
+        set_up_logging("info", "text")
+        (handler,) = logging.getLogger().handlers
+        for i in range(12_000):
+            logging.getLogger("maxsimd.http").info("%05d %s", i, "x" * 100)
+        dropped = dropped_events()
+        assert 3_000 < dropped < 8_000
+        handler.flush()  # does not wait for long
+        threading.Thread(target=handler.close).start()
+        lines = [pipe.readline() for _ in range(12_000 - dropped + 1)]
+        assert [int(line[17:22]) for line in lines[:-1]] == [*range(12_000 - dropped)]
+        assert lines[-1].endswith(f"WARNING {dropped} events were not logged: standard error was not read\n")
+
+
+@pytest.mark.usefixtures("restored_logging")
+@pytest.mark.filterwarnings("always")
+def test_warnings_and_errors_of_threads_are_logged(capsys: pytest.CaptureFixture[str]) -> None:
+    """What writes to standard error by itself would wait for who reads it."""
+    set_up_logging("info", "text")
+    thread = threading.Thread(target=lambda: 1 / 0, name="one")
+    thread.start()
+    thread.join()
+    warnings.warn("old", stacklevel=1)
+    err = _written(capsys).err
+    assert "ERROR   the thread one has ended by an error\n    | Traceback" in err
+    assert "UserWarning: old" in err
 
 
 def test_what_happens_often_is_logged_seldom(
