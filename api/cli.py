@@ -19,7 +19,7 @@ import click
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.config_file import config_file_option, models_in_file, shown
 from maxsimd.api.flags import in_flags
-from maxsimd.api.interpreter import waiting_threads_sleep
+from maxsimd.api.interpreter import open_standard_files, waiting_threads_sleep
 from maxsimd.api.models.arguments import ModelsArgument, several_models
 from maxsimd.api.models.setup import ModelSetup, check_together
 from maxsimd.api.models.setup import shown as several_shown
@@ -72,6 +72,7 @@ def _registered() -> Any:
 @click.version_option(package_name="maxsimd")
 def main() -> None:
     """Scores documents against queries: late interaction, cross-, bi- and sparse encoders."""
+    open_standard_files()
     waiting_threads_sleep()
     _ignore_service_links()
 

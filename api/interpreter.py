@@ -37,3 +37,15 @@ def waiting_threads_sleep() -> None:
     cores busy, a thread spends its share of them on waiting for one that has not got its own yet."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
+
+
+def open_standard_files() -> None:
+    """Opens /dev/null as standard input, output and error where these are closed. Else sockets get their
+    numbers, and libuv aborts when it closes one."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # it gets the lowest number that is free
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115

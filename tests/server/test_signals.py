@@ -50,16 +50,21 @@ def test_a_server_that_is_loading_ends_at_once(start_server: StartServer) -> Non
     assert "stopped while loading" in server.log
 
 
-def _log_into_a_pipe_that_nobody_reads() -> None:
-    _, writing = os.pipe()
+def _close_standard_files_and_read_no_log() -> None:
+    os.close(0)
+    os.close(1)
+    reading, writing = os.pipe()
     fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
     os.dup2(writing, 2)
+    fcntl.fcntl(reading, fcntl.F_DUPFD, 10)
+    os.close(reading)
+    os.close(writing)
 
 
 @pytest.mark.not_on_ray  # which reads what its processes write
-def test_a_server_whose_log_is_not_read_serves_and_ends(start_server: StartServer) -> None:
-    """Its pipe is full after some thirty lines."""
-    server = start_server("--log-level", "debug", before=_log_into_a_pipe_that_nobody_reads)
+def test_a_server_without_standard_files_serves_and_ends(start_server: StartServer) -> None:
+    """Input and output are closed, and nobody reads its log, whose pipe is full after some thirty lines."""
+    server = start_server("--log-level", "debug", before=_close_standard_files_and_read_no_log)
     with httpx.Client(base_url=server.url) as client:
         assert {client.post("/rerank", json={}).status_code for _ in range(100)} == {400}
     assert server.terminate() == 0
