@@ -87,7 +87,8 @@ def error_answer(error: ApiError) -> Answer:
     if error.status == 415:
         headers["Accept-Encoding"] = TAKEN_ENCODINGS
     param = None if error.param is None else printable(error.param, _LONGEST_PARAM)
-    body = ErrorResponse(ErrorBody(printable(str(error), _LONGEST_MESSAGE), error.kind, param, error.status))
+    message = printable(str(error), _LONGEST_MESSAGE)
+    body = ErrorResponse(ErrorBody(message, error.kind, param, error.status), message)
     reason = error.kind if param is None else f"{error.kind}:{param}"
     return Answer(error.status, headers, msgspec.json.encode(body), reason=reason)
 

@@ -1,30 +1,35 @@
 """OpenTelemetry's traces: a span a request, with one inside for each part of its time. Sent where the
 environment names an endpoint (OTEL_EXPORTER_OTLP_ENDPOINT), by a thread of the library's own."""
 
+import logging
 import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from maxsimd.api.config import SetupError
 from maxsimd.engine.requests import Timings
+
+log = logging.getLogger("maxsimd.serve")
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 _NANOSECONDS = 1_000_000_000
 
 
 def tracing_of_environment() -> "Tracing | None":
-    """None where no endpoint is named. Raises SetupError where one is, but OpenTelemetry is not installed."""
+    """None where no endpoint is named. Also where OpenTelemetry is not installed, with a warning: platforms
+    name an endpoint for all that they run."""
     named = next((name for name in _ENDPOINTS if os.environ.get(name)), None)
     if named is None or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return None
     try:
         return Tracing()
-    except ImportError as error:
-        raise SetupError(
-            f'{named} is set, but OpenTelemetry is not installed; pip install "maxsimd[otel]", or unset it'
-        ) from error
+    except ImportError:
+        log.warning(
+            '%s is set, but nothing is traced: OpenTelemetry is not installed; pip install "maxsimd[otel]"',
+            named,
+        )
+        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -382,4 +382,7 @@ class ErrorBody(msgspec.Struct):
 
 
 class ErrorResponse(msgspec.Struct):
+    """`detail` is the error's message, for clients of Voyage."""
+
     error: ErrorBody
+    detail: str

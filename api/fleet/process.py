@@ -32,7 +32,6 @@ from maxsimd.api.serve import run_server
 from maxsimd.api.signals import Stop, leave_at_once
 from maxsimd.api.sockets import max_connections, raise_descriptor_limit
 from maxsimd.api.tls import tls_context
-from maxsimd.api.tracing import tracing_of_environment
 from maxsimd.engine import Engine, ModelLoadError
 from maxsimd.engine.device.cores import usable_cores
 from maxsimd.engine.device.time_slices import take_short_slices
@@ -93,7 +92,6 @@ def _check(config: ServerConfig) -> None:
     tls_context(config)
     max_connections(config.max_connections, raise_descriptor_limit())
     MediaSources(config)
-    tracing_of_environment()
 
 
 async def _engine(setup: Setup, started: float) -> int:

@@ -1,6 +1,7 @@
 """OpenTelemetry's traces, as a collector gets them from a real server."""
 
 import gzip
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
@@ -10,6 +11,7 @@ import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from maxsimd.api.tracing import tracing_of_environment
 from tests.server.conftest import StartServer, web_server
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -51,6 +53,15 @@ def collector() -> Iterator[Collector]:
 
 def _attributes(span: Any) -> dict[str, Any]:
     return {each.key: each.value.string_value or each.value.int_value for each in span.attributes}
+
+
+def test_without_opentelemetry_nothing_is_traced(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://collector:4318")
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    assert tracing_of_environment() is None
+    assert "OTEL_EXPORTER_OTLP_ENDPOINT is set, but nothing is traced: OpenTelemetry is" in caplog.text
 
 
 def test_a_request_is_a_span_with_its_parts(start_server: StartServer, collector: Collector) -> None:

@@ -1,7 +1,9 @@
 """Voyage's client."""
 
+from functools import partial
+
 import voyageai
-from plain import ALL, BI_ENCODER, DOCUMENTS, QUERY, check_ranking, check_vectors
+from plain import ALL, BI_ENCODER, DOCUMENTS, QUERY, check_ranking, check_vectors, error_of
 
 
 def ranks() -> None:
@@ -13,6 +15,13 @@ def ranks() -> None:
             DOCUMENTS[each.index] for each in answer.results
         ]
         assert answer.total_tokens > 0
+
+
+def sees_what_is_wrong() -> None:
+    for url in ALL:
+        client = voyageai.Client(api_key="none", base_url=url + "/v1")
+        asked = partial(client.rerank, QUERY, list(DOCUMENTS), model="rerank-2.5", top_k=-1)
+        assert "top_k" in str(error_of(voyageai.error.InvalidRequestError, asked))
 
 
 def embeds() -> None:

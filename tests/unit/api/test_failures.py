@@ -43,7 +43,8 @@ def test_every_class_of_error_has_its_answer() -> None:
         answer = error_answer(as_api_error(error))
         assert answer.status == status
         assert json.loads(answer.body) == {
-            "error": {"message": message, "type": kind, "param": param, "code": status}
+            "error": {"message": message, "type": kind, "param": param, "code": status},
+            "detail": message,
         }
         json_alone = {"Content-Type": "application/json"}
         assert answer.headers == json_alone | ({"Retry-After": retry_after} if retry_after else {})
