@@ -15,6 +15,8 @@ from maxsimd.engine.media import Picture
 from maxsimd.engine.media.decoding import pillow_of
 from maxsimd.pooling.transfer import to_device
 
+# Processors that know a least edge alone may make a picture this large.
+_MOST_RESIZED = 20_000_000
 # Of numbers around 1: float32 may be rounded otherwise.
 _TOLERANCE = 1e-5
 
@@ -45,7 +47,15 @@ class PixelScale:
 
 def resized(image_processor: Any, picture: Picture, **options: Any) -> Any:
     """What a processor makes of a picture but for the numbers: its `pixel_values` are pixels. A picture of
-    Pillow's it would copy twice, while other threads wait."""
+    Pillow's it would copy twice, while other threads wait. Raises ValueError for one that it would make too
+    large."""
+    size = dict(image_processor.size)
+    if image_processor.do_resize and size.keys() == {"shortest_edge"}:
+        longest = size["shortest_edge"] * max(picture.pixels.shape[:2]) // min(picture.pixels.shape[:2])
+        if size["shortest_edge"] * longest > _MOST_RESIZED:
+            raise ValueError(
+                f"it would become {size['shortest_edge']:,} x {longest:,} pixels; send one that is less long"
+            )
     return image_processor(
         images=[picture.pixels],
         input_data_format="channels_last",

@@ -248,6 +248,13 @@ def test_a_bomb_is_refused_before_it_is_unpacked() -> None:
             tracemalloc.stop()
 
 
+def test_a_picture_may_be_two_hundred_times_as_long_as_wide() -> None:
+    for size, long in (((1, 200), (1, 201)), ((400, 2), (401, 2))):
+        assert read(file_of(Image.new("RGB", size))).shape == (size[1], size[0], 3)
+        with pytest.raises(PictureError, match=f"has {long[0]} x {long[1]} pixels, but may be 200 times as"):
+            read(file_of(Image.new("RGB", long)))
+
+
 def test_the_digest_is_of_pixels_and_shape() -> None:
     pixels = drawn(4, 6)
     digests = {decoded(file_of(Image.fromarray(pixels), format), LIMITS).digest for format in ("PNG", "BMP")}
