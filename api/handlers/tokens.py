@@ -9,8 +9,10 @@ from maxsimd.api.answer import Answer, wire_answer
 from maxsimd.api.handlers.route import post
 from maxsimd.api.reading import check_count
 from maxsimd.api.state import ServerState
-from maxsimd.engine import InvalidRequestError
+from maxsimd.engine import InvalidRequestError, RequestTooLargeError
 from maxsimd.engine.preprocess.tokenization import MOST_DECODED, TextTokenizer
+
+_MOST_CHARACTERS = 2_000_000
 
 
 async def tokenize(state: ServerState, body: wire.TokenizeRequest) -> Answer:
@@ -19,6 +21,7 @@ async def tokenize(state: ServerState, body: wire.TokenizeRequest) -> Answer:
     param, text = ("text", body.text) if body.text is not None else ("prompt", body.prompt)
     if text is None:
         raise InvalidRequestError("text is missing", "text")
+    _check_characters(len(text), param)
     tokenizer, longest = state.engine.tokenizer, state.engine.max_tokens
     with_strings, (before, after) = bool(body.return_token_strs), _around(tokenizer, body)
 
@@ -42,6 +45,7 @@ async def _tokenize_inputs(state: ServerState, body: wire.TokenizeRequest) -> An
     """text-embeddings-inference's: for each text its tokens, with the characters that they stand for."""
     texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs or []
     check_count(texts, "inputs", state.config.max_documents)
+    _check_characters(sum(map(len, texts)), "inputs")
     tokenizer = state.engine.tokenizer
     before, after = ([_special(tokenizer, token) for token in part] for part in _around(tokenizer, body))
 
@@ -64,6 +68,15 @@ async def _tokenize_inputs(state: ServerState, body: wire.TokenizeRequest) -> An
         lambda: msgspec.json.encode([tokens_of(text) for text in texts]), size
     )
     return Answer(200, {"Content-Type": "application/json"}, answer)
+
+
+def _check_characters(number: int, param: str) -> None:
+    """Refuses more text than is shown as tokens at once: the answer is many times as large."""
+    if number > _MOST_CHARACTERS:
+        raise RequestTooLargeError(
+            f"{param} has {number:,} characters, but at most {_MOST_CHARACTERS:,} become tokens at once; "
+            "send fewer"
+        )
 
 
 def _around(tokenizer: TextTokenizer, body: wire.TokenizeRequest) -> tuple[list[int], list[int]]:

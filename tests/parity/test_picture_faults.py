@@ -128,9 +128,7 @@ async def test_contents_of_pictures_and_texts_are_refused_where_wrong(
     if build is vision_language.colsmol:  # whose pages are cut to tiles of any shape
         return
     thin = Content.of([PillowPicture(noise(1, 3000))])
-    with pytest.raises(
-        InvalidRequestError, match=r"^documents\[2\] has 1 x 3,000 pixels, but may be"
-    ):
+    with pytest.raises(InvalidRequestError, match=r"^documents\[2\] has 1 x 3,000 pixels, but may be"):
         await engine.score("a", ["a text", PAGES[0], thin])
     result = await engine.score("a", ["a text", PAGES[0], thin], on_error="report")
     assert list(result.errors) == [2]

@@ -42,6 +42,13 @@ async def test_a_text_that_cannot_be_tokenised_is_refused_by_its_name(caller: Ca
         assert (status, error["param"]) == (400, name)
 
 
+async def test_too_much_text_for_an_answer_is_a_413(caller: Caller) -> None:
+    for body in ({"text": "a " * 1_000_001}, {"inputs": ["a " * 500_000, "a " * 500_001]}):
+        status, error = await caller.error("/tokenize", body)
+        assert status == 413
+        assert "has 2,000,002 characters, but at most 2,000,000 become tokens" in error["message"]
+
+
 async def test_tokens_become_text(caller: Caller) -> None:
     answer = await caller.json("/detokenize", {"tokens": [7592, 2088]})
     assert answer == {"text": "hello world", "prompt": "hello world"}
