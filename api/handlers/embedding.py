@@ -28,7 +28,6 @@ from maxsimd.engine import (
     ClassifyResult,
     EmbedResult,
     InvalidRequestError,
-    Muvera,
     RequestTooLargeError,
     TokenEmbedResult,
 )
@@ -187,25 +186,31 @@ def _of_one_vector(state: ServerState, body: wire.EmbeddingsRequest, num_texts: 
     if body.late_chunking or body.chunks is not None:
         check_count(body.chunks, "chunks", state.config.max_documents)
         options |= {"late_chunking": bool(body.late_chunking), "chunks": body.chunks}
-    if (encoding := encoding_of(body)) is not None:
-        _check_room(state, encoding, num_texts)
-        options["encoding"] = encoding
-    return options
-
-
-def _check_room(state: ServerState, muvera: Muvera, num_texts: int) -> None:
-    """Refuses more numbers in an answer than take the memory that bodies may have together."""
+    num_vectors = num_texts if body.chunks is None else len(body.chunks)
+    if (encoding := encoding_of(body)) is None:
+        check_room(state, num_vectors, body.dimensions or body.output_dimension)
+        return options
     task = state.engine.facts.tasks.get("token_embed")
-    if task is None:  # the engine says so
+    if task is not None:  # else the engine says so
+        try:
+            length = encoding.length(task.dim)
+        except ValueError as error:
+            raise InvalidRequestError(str(error), "muvera") from None
+        check_room(state, num_vectors, length)
+    return options | {"encoding": encoding}
+
+
+def check_room(state: ServerState, num_vectors: int, dimensions: int | None) -> None:
+    """Refuses more numbers in an answer than take the memory that bodies may have together. Without
+    `dimensions` vectors are as long as the model makes them."""
+    task = state.engine.facts.tasks.get("embed")
+    length = dimensions or (0 if task is None else task.dim)
+    if length < 1:  # the engine says what is wrong
         return
-    try:
-        length = muvera.length(task.dim)
-    except ValueError as error:
-        raise InvalidRequestError(str(error), "muvera") from None
     most = (state.config.max_bodies_mb << 20) // (_BYTES_A_NUMBER * length)
-    if num_texts > most:
+    if num_vectors > most:
         raise RequestTooLargeError(
-            f"{num_texts} vectors of {length} numbers are asked for, and an answer has room for {most}; "
+            f"{num_vectors} vectors of {length} numbers are asked for, and an answer has room for {most}; "
             "send fewer texts at a time, or ask for shorter vectors"
         )
 

@@ -9,7 +9,7 @@ import numpy as np
 from maxsimd.api import wire, wire_tei
 from maxsimd.api.answer import Answer, wire_answer
 from maxsimd.api.handlers import classification, scoring
-from maxsimd.api.handlers.embedding import NORMALIZES_ANYWAY, in_unit_length, most_vectors
+from maxsimd.api.handlers.embedding import NORMALIZES_ANYWAY, check_room, in_unit_length, most_vectors
 from maxsimd.api.handlers.forms import Fields, Form, answered_as
 from maxsimd.api.handlers.route import model_of, post, post_texts
 from maxsimd.api.handlers.tei_headers import TeiHeaders
@@ -26,6 +26,7 @@ from maxsimd.api.reading import (
     texts_to_rank,
 )
 from maxsimd.api.state import ServerState
+from maxsimd.api.vectors import written
 from maxsimd.engine import EmbedResult, InvalidRequestError, RequestTooLargeError
 from maxsimd.engine.config import ScoreType
 from maxsimd.engine.device.facts import ModelFacts
@@ -42,8 +43,8 @@ async def embed(state: ServerState, body: wire_tei.TeiEmbedRequest, inputs: Inpu
     stay_as_they_are = task is None or task.normalised or body.normalize is False
 
     def build() -> Any:
-        rows = result.embeddings
-        return (rows if stay_as_they_are else in_unit_length(rows)).tolist()
+        rows = result.embeddings if stay_as_they_are else in_unit_length(result.embeddings)
+        return [written(row) for row in rows]
 
     answer = await wire_answer(build, result.embeddings.size)
     # Haystack's client sends it by default, so that it is no reason to refuse.
@@ -136,6 +137,7 @@ async def _embedded(
     state: ServerState, options: wire_tei.TeiTruncating, inputs: Inputs, tenant: str, **more: Any
 ) -> EmbedResult:
     check_token_ids(inputs, state.config.accept_token_ids, "inputs")
+    check_room(state, len(inputs), more.get("dimensions"))
     return await state.engine.embed(
         inputs,
         prompt_name=options.prompt_name,

@@ -183,6 +183,15 @@ async def test_more_vectors_than_an_answer_has_room_for_are_refused(engine: Reco
     shown = "these texts have 114 tokens, a vector each, and an answer has room for 113 of them"
     assert error["message"].startswith(shown)
     assert len((await caller.json("/pooling", body | {"dimensions": 64}))["data"]) == 2
+    texts, shown = ["a"] * 114, "114 vectors of 384 numbers are asked for, and an answer has room for 113"
+    for path, asked in (
+        ("/v1/embeddings", {"input": texts}),
+        ("/embed", {"inputs": texts}),
+        ("/v2/embed", {"model": "all-MiniLM-L6-v2", "texts": texts, "input_type": "search_document"}),
+    ):
+        status, error = await caller.error(path, asked)
+        assert (status, error["message"][: len(shown)]) == (413, shown)
+    assert len((await caller.json("/v1/embeddings", {"input": texts, "dimensions": 64}))["data"]) == 114
 
 
 async def test_a_model_without_classifier_does_not_classify(caller: Caller) -> None:
