@@ -71,7 +71,7 @@ class Muvera:
             raise ValueError(
                 f"r_reps times k_sim and d_proj together must be at most {MOST_RANDOM}; ask for less of one"
             )
-        whole = self._whole(1)
+        whole = self.whole_length(1)
         if whole > LONGEST:
             raise ValueError(
                 f"k_sim, r_reps and d_proj make vectors of {whole} numbers, and at most {LONGEST} are made; "
@@ -87,7 +87,7 @@ class Muvera:
         not go with the parameters."""
         if self.d_proj is not None and self.d_proj > dim:
             raise ValueError(f"d_proj is {self.d_proj}, but tokens have {dim} dimensions; ask for no more")
-        whole = self._whole(dim)
+        whole = self.whole_length(dim)
         if whole > LONGEST:
             raise ValueError(
                 f"vectors would have {whole} numbers, and at most {LONGEST} are made; give a smaller d_proj"
@@ -118,8 +118,8 @@ class Muvera:
             out[part] = encoded.numpy()
         return out
 
-    def _whole(self, dim: int) -> int:
-        """How many numbers a vector has before it is shortened."""
+    def whole_length(self, dim: int) -> int:
+        """How many numbers the encoding of tokens of `dim` dimensions has before it is shortened."""
         return int(self.r_reps * 2**self.k_sim * (dim if self.d_proj is None else self.d_proj))
 
     def _encode(self, items: Ragged, drawn: "_Drawn", is_document: bool) -> torch.Tensor:
@@ -198,7 +198,7 @@ def _drawn(muvera: Muvera, dim: int) -> _Drawn:
         scaled = drawn / np.float32(muvera.d_proj) ** np.float32(0.5)
         projections = _across(scaled.reshape(reps, muvera.d_proj, dim))
     if muvera.d_final is not None:
-        whole = muvera._whole(dim)
+        whole = muvera.whole_length(dim)
         target, sign = map(torch.from_numpy, signed_choices(muvera.seed, _SKETCH, whole, muvera.d_final))
     return _Drawn(_across(normal), projections, target, sign)
 

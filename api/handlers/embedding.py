@@ -193,10 +193,11 @@ def _of_one_vector(state: ServerState, body: wire.EmbeddingsRequest, num_texts: 
     task = state.engine.facts.tasks.get("token_embed")
     if task is not None:  # else the engine says so
         try:
-            length = encoding.length(task.dim)
+            encoding.length(task.dim)
         except ValueError as error:
             raise InvalidRequestError(str(error), "muvera") from None
-        check_room(state, num_vectors, length)
+        # What is shortened takes as much time and memory as what is not.
+        check_room(state, num_vectors, encoding.whole_length(task.dim))
     return options | {"encoding": encoding}
 
 
@@ -210,8 +211,8 @@ def check_room(state: ServerState, num_vectors: int, dimensions: int | None) -> 
     most = (state.config.max_bodies_mb << 20) // (_BYTES_A_NUMBER * length)
     if num_vectors > most:
         raise RequestTooLargeError(
-            f"{num_vectors} vectors of {length} numbers are asked for, and an answer has room for {most}; "
-            "send fewer texts at a time, or ask for shorter vectors"
+            f"{num_vectors} vectors of {length} numbers would be made, and there is room for {most}; send "
+            "fewer texts at a time, or ask for shorter vectors"
         )
 
 

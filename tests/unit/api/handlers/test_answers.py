@@ -183,7 +183,7 @@ async def test_more_vectors_than_an_answer_has_room_for_are_refused(engine: Reco
     shown = "these texts have 114 tokens, a vector each, and an answer has room for 113 of them"
     assert error["message"].startswith(shown)
     assert len((await caller.json("/pooling", body | {"dimensions": 64}))["data"]) == 2
-    texts, shown = ["a"] * 114, "114 vectors of 384 numbers are asked for, and an answer has room for 113"
+    texts, shown = ["a"] * 114, "114 vectors of 384 numbers would be made, and there is room for 113"
     for path, asked in (
         ("/v1/embeddings", {"input": texts}),
         ("/embed", {"inputs": texts}),

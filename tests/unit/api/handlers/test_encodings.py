@@ -77,6 +77,10 @@ async def test_an_answer_has_no_more_numbers_than_there_is_room_for(engine: Reco
     status, error = await caller.error("/v1/embeddings", {**body, "input": ["a"] * 500})
     assert status == 413
     assert "room for 455" in error["message"]
+    # However short it becomes in the end.
+    body["muvera"] = SMALL | {"k_sim": SMALL["k_sim"] + 3, "d_final": 8}
+    status, error = await caller.error("/v1/embeddings", {**body, "input": ["a"] * 60})
+    assert (status, "room for 56" in error["message"]) == (413, True)
     caller = Caller(engine, max_documents=2)
     chunks = {"input": "a b c", "late_chunking": True, "chunks": [[0, 1], [2, 3], [4, 5]]}
     assert (await caller.error("/v1/embeddings", chunks))[0] == 413
