@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from maxsimd.api.commands.printing import written
 from maxsimd.api.commands.progress import Progress
 from maxsimd.api.commands.records import Record
 from maxsimd.api.commands.running import each_part, in_parts, started
@@ -46,15 +47,13 @@ async def embed_records(
 
 
 def write_array(path: Path, rows: Rows) -> None:
-    """float32 [texts, dim] as .npy; the file is replaced as a whole."""
-    beside = path.with_suffix(".new.npy")
-    np.save(beside, np.stack(rows))
-    beside.replace(path)
+    """float32 [texts, dim] as .npy."""
+    with written(path) as file:
+        np.save(file, np.stack(rows))
 
 
 def write_arrays(path: Path, rows: Rows) -> None:
     """`embeddings` float32 [tokens, dim] of all texts end to end, and `offsets` [texts + 1], as .npz."""
-    beside = path.with_suffix(".new.npz")
     offsets = np.array([0, *accumulate(map(len, rows))])
-    np.savez(beside, embeddings=np.concatenate(rows), offsets=offsets)
-    beside.replace(path)
+    with written(path) as file:
+        np.savez(file, embeddings=np.concatenate(rows), offsets=offsets)

@@ -5,7 +5,9 @@ import shutil
 import sys
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import click
 
@@ -22,8 +24,8 @@ def write(
     form: str | None,
     out: str | None,
 ) -> None:
-    """Writes documents by their indexes in this order. `form` is table or jsonl; by default a table in a
-    terminal. A file is replaced as a whole."""
+    """Writes documents by their indexes in this order, into the file `out` if one is named. `form` is table
+    or jsonl; by default a table in a terminal."""
     if form is None:
         form = "table" if out is None and sys.stdout.isatty() else "jsonl"
     lines = (_table if form == "table" else _json_lines)(ranked, scores, errors, records)
@@ -31,9 +33,37 @@ def write(
         for line in lines:
             click.echo(line)
         return
-    beside = Path(f"{out}.new")
-    beside.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    beside.replace(out)
+    with written(Path(out)) as file:
+        file.writelines(f"{line}\n".encode() for line in lines)
+
+
+def is_plain(path: Path) -> bool:
+    """Whether a file can be replaced: it is no device and no pipe, and need not be there yet."""
+    return path.is_file() or not path.exists()
+
+
+@contextmanager
+def written(path: Path) -> Iterator[IO[bytes]]:
+    """A file to be written. A plain one is replaced as a whole at the end (that which a link names, not the
+    link); devices and pipes are written into. Raises click.ClickException where that is not possible."""
+    try:
+        if not is_plain(path):
+            with path.open("wb") as file:
+                yield file
+            return
+        target = path.resolve()
+        beside = target.with_name(f"{target.name}.new")
+        try:
+            with beside.open("wb") as file:
+                yield file
+            beside.replace(target)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise click.ClickException(
+            f"cannot write {path}: {(error.strerror or str(error)).lower()}"
+        ) from error
 
 
 def _json_lines(

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
-from maxsimd.api.commands.printing import write
+from maxsimd.api.commands.printing import is_plain, write
 from maxsimd.api.commands.progress import Progress
 from maxsimd.api.commands.records import KINDS, Record, read_records
 from maxsimd.api.config_file import config_file_option
@@ -100,6 +100,8 @@ def _run(values: dict[str, Any], order: Callable[[dict[int, float]], list[int]] 
     out, form, resume = values["out"], values["form"], values["resume"]
     if resume and out is None:
         raise click.UsageError("--resume needs --out: what was scored before stands beside that file")
+    if resume and not is_plain(Path(out)):
+        raise click.UsageError(f"--resume needs a plain file, and {out} is none")
     progress = Progress(0, "documents")
     progress.note(f"reading {values['documents']}")
     records = _records(values)
@@ -109,7 +111,7 @@ def _run(values: dict[str, Any], order: Callable[[dict[int, float]], list[int]] 
     from maxsimd.api.commands.scoring import Work, score_records
 
     options = {"normalize": values["normalize"], "truncation": _TRUNCATION[values["long_documents"]]}
-    journal = None if out is None else Path(f"{out}.part")
+    journal = Path(f"{out}.part") if out is not None and is_plain(Path(out)) else None
     work = Work(values["query"], records, options)
     found = run(score_records(config, work, journal, resume, progress))
     progress.end()

@@ -3,7 +3,9 @@
 import csv
 import io
 import json
+import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +15,7 @@ import pytest
 from pyarrow import parquet
 
 from maxsimd.api.commands.journal import Journal, digest_of
+from maxsimd.api.commands.printing import write
 from maxsimd.api.commands.records import Record, read_records
 
 TEXTS = ["Open a file.", 'one, "two"', "Käse, 東京 and 🎉.", "a\tb"]
@@ -131,3 +134,24 @@ def test_other_files_and_an_unasked_resume_are_refused(tmp_path: Path) -> None:
     with pytest.raises(click.ClickException, match="is no file of scores"):
         Journal(path, DIGEST, resume=True)
     assert path.read_text() == "a letter\nto somebody\n"
+
+
+def test_links_are_followed_and_devices_written_into(tmp_path: Path) -> None:
+    def write_to(out: Path) -> None:
+        write([0], {0: 1.0}, {}, [Record("a")], "jsonl", str(out))
+
+    line = '{"index": 0, "score": 1.0, "text": "a"}\n'
+    plain, link, pipe = (tmp_path / name for name in ("plain", "link", "pipe"))
+    plain.write_text("before")
+    link.symlink_to(plain)
+    write_to(link)
+    assert (link.is_symlink(), plain.read_text()) == (True, line)
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(1) as threads:
+        read = threads.submit(pipe.read_text)
+        write_to(pipe)
+        assert read.result(60) == line
+    with pytest.raises(click.ClickException, match="cannot write /dev/full: no space left on device"):
+        write_to(Path("/dev/full"))
+    assert Path("/dev/full").is_char_device()
+    assert {each.name for each in tmp_path.iterdir()} == {"plain", "link", "pipe"}
