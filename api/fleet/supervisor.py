@@ -38,7 +38,12 @@ def supervise(engine_config: EngineConfig, server_config: ServerConfig, started:
     except SetupError as error:
         log.error("%s", error)
         return 1
-    with tempfile.TemporaryDirectory(prefix="maxsimd-") as folder:
+    try:
+        made = tempfile.TemporaryDirectory(prefix="maxsimd-")
+    except OSError:
+        log.error("no folder for temporary files can be written to; set TMPDIR to one that can")
+        return 1
+    with made as folder:
         return asyncio.run(_Fleet(engine_config, server_config, sockets, Path(folder)).run())
 
 

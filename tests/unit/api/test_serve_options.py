@@ -6,7 +6,7 @@ import re
 import typing
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 import pytest
@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from maxsimd.api.cli import main
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.flags import in_flags
+from maxsimd.api.fleet.supervisor import supervise
 from maxsimd.api.options import flag, markdown_table
 from maxsimd.engine import EngineConfig
 
@@ -221,3 +222,16 @@ def test_the_engine_names_no_flags() -> None:
             code = line.partition("#")[0]
             for named in re.findall(r"(?<!-)--[a-z][a-z-]+", code):
                 assert named in ("--no-deps", "--check", "--merge"), f"{path.name}: {line.strip()}"
+
+
+def test_a_fleet_without_a_temporary_folder_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def nowhere(prefix: str) -> NoReturn:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr("tempfile.TemporaryDirectory", nowhere)
+    assert supervise(EngineConfig(), ServerConfig(host="127.0.0.1", port=0, fronts=2), 0.0) == 1
+    assert [record.getMessage() for record in caplog.records] == [
+        "no folder for temporary files can be written to; set TMPDIR to one that can"
+    ]
