@@ -149,9 +149,12 @@ def check_others_of_this_structure_stay() -> None:
         made: torch.Tensor = hidden + forward(self, hidden, **kwargs)
         return made
 
-    def scaled_far_away(self: Any, hidden: torch.Tensor, position_ids: torch.Tensor, **kwargs: Any) -> Any:
+    def scaled_far_away(
+        self: Any, hidden_states: torch.Tensor, position_ids: torch.Tensor, **kwargs: Any
+    ) -> Any:
         """As Ministral 3 scales queries, by their positions."""
-        return project(self, hidden * (1 + 0.1 * torch.log1p(position_ids // 16_384))[..., None], **kwargs)
+        scale = 1 + 0.1 * torch.log1p(position_ids // 16_384)
+        return project(self, hidden_states * scale[..., None], **kwargs)
 
     with plain_kernels():
         assert _fused_layers("qwen3") == 2
