@@ -219,10 +219,11 @@ GEMMA_CHANGES: dict[str, dict[str, Any]] = {
 )
 def test_text_without_words_is_cut_where_no_token_reaches(name: str) -> None:
     described = json.loads(cut_kind("gemma")[0].to_str())
-    model = described["model"] | {"merges": []}
+    few = {token: number for token, number in described["model"]["vocab"].items() if number < 2000}
+    model = described["model"] | {"merges": [], "vocab": few}
     change = dict(GEMMA_CHANGES[name])
     if token := change.pop("vocab", None):
-        model["vocab"][token] = len(model["vocab"])
+        few[token] = len(few)
 
     def breaks_with(**changes: Any) -> Breaks | None:
         return find_breaks(Tokenizer.from_str(json.dumps(described | {"model": model | changes})))

@@ -339,5 +339,5 @@ def test_a_failure_is_never_remembered(
 def test_a_prompt_of_the_user_is_compared_anew(checkpoints: SharedCheckpoints, read: list[str]) -> None:
     path = checkpoints(BI)
     for options in ({}, {"query_prompt": "ask: "}, {"document_prompt": ""}):
-        _checked(load_model(_config(path, **options), CPU), _config(path, **options))
+        _checked(load_model(_config(path, **options), CPU, recheck=True), _config(path, **options))
     assert len(read) == 3
