@@ -20,11 +20,11 @@ from tests.checkpoints.shared import Build, SharedCheckpoints
 from tests.unit.calling_handlers import Caller, RecordingEngine
 
 EXTRA = "<extra>"
-BUILDS: list[Build] = [
+BUILDS = [
     bi_encoders.bge,
     cross_encoders.bert,
     cross_encoders.qwen3,
-    late_interaction.stanford,
+    pytest.param(late_interaction.stanford, marks=pytest.mark.exhaustive),
 ]
 
 

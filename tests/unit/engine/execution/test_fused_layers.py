@@ -1,6 +1,7 @@
 """Fused layers: whole models with and without them, interpreted."""
 
 import asyncio
+import functools
 import logging
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -293,6 +294,7 @@ def warnings() -> Iterator[list[str]]:
         logging.getLogger("maxsimd").removeHandler(handler)
 
 
+@functools.cache
 def _checkpoint(name: str) -> str:
     return str(getattr(cross_encoders, name)(Path(tempfile.mkdtemp())))
 

@@ -210,7 +210,7 @@ _NO_SYSTEM = (
     [
         (PAIRS, {}, None, {"query_prompt": "find: "}),
         (PAIRS, _INSTRUCT, None, {}),
-        (PAIRS, _INSTRUCT, None, {"query_prompt": "find: "}),
+        pytest.param(PAIRS, _INSTRUCT, None, {"query_prompt": "find: "}, marks=pytest.mark.exhaustive),
         (cross_encoders.chatting, {}, None, {"query_prompt": "find: "}),
         (cross_encoders.chatting, {}, _NO_SYSTEM, {}),
     ],
@@ -339,5 +339,5 @@ def test_a_failure_is_never_remembered(
 def test_a_prompt_of_the_user_is_compared_anew(checkpoints: SharedCheckpoints, read: list[str]) -> None:
     path = checkpoints(BI)
     for options in ({}, {"query_prompt": "ask: "}, {"document_prompt": ""}):
-        _checked(load_model(_config(path, **options), CPU, recheck=True), _config(path, **options))
+        _checked(load_model(_config(path, **options), CPU), _config(path, **options))
     assert len(read) == 3
