@@ -49,7 +49,7 @@ SPACES_OF = {"roberta": " ", "gemma": " \n"}
 
 
 @pytest.mark.parametrize("name", KINDS)
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(text=TEXTS | RAGGED)
 @example(text="a b,c\nd. e \u6f22\u5b57\u3002\u304b\u306a a,1 2,b")
 @example(text="a\n\n<mask>b  <mask> c <mask>, d\n<mask>")
@@ -169,7 +169,7 @@ OTHERS: dict[str, Kind] = {
 @pytest.mark.parametrize(
     "name", usual_first(OTHERS, ("NFD", "no marks and one space", "stripped", "Punctuation"))
 )
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(text=RAGGED)
 def test_so_have_pieces_after_other_steps(name: str, text: str) -> None:
     tokenizer, breaks = with_breaks(OTHERS[name])
@@ -196,7 +196,7 @@ ADDED = {
 
 
 @pytest.mark.parametrize("name", ADDED)
-@settings(max_examples=10)
+@settings(max_examples=4)
 @given(extra=st.lists(SEPARATED, max_size=10).map("".join))
 def test_added_tokens_are_not_cut(name: str, extra: str) -> None:
     kind, text = ADDED[name]
