@@ -38,6 +38,10 @@ def _import_all() -> None:
     waiting_threads_sleep()
     for name in MODULES:
         import_module(name)
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    # Hundreds of patterns, which transformers compiles for the first model that it loads.
+    get_checkpoint_conversion_mapping("bert")
     gc.collect()
     gc.freeze()
 

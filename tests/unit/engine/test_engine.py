@@ -25,15 +25,22 @@ from maxsimd.engine import (
 )
 from maxsimd.engine.stats import DeviceStats, EngineStats
 from maxsimd.scheduler import Step
+from tests.checkpoints import bi_encoders
+from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
+@pytest.fixture(scope="module")
+def config(checkpoints: SharedCheckpoints) -> EngineConfig:
+    return EngineConfig(model=checkpoints(bi_encoders.gte), dtype="float32", max_batch_tokens=256)
+
+
 @pytest_asyncio.fixture(loop_scope="module")
-async def engine(engines: Engines) -> Engine:
-    return await engines(EngineConfig(dtype="float32", max_batch_tokens=256))
+async def engine(engines: Engines, config: EngineConfig) -> Engine:
+    return await engines(config)
 
 
 async def test_requests_that_make_no_sense_are_refused(engine: Engine) -> None:
@@ -46,12 +53,12 @@ async def test_requests_that_make_no_sense_are_refused(engine: Engine) -> None:
     ):
         with pytest.raises(InvalidRequestError, match=message):
             await engine.score(queries, documents)  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequestError, match="from 1 to 384"):
-        await engine.embed("a", dimensions=385)
+    with pytest.raises(InvalidRequestError, match="from 1 to 128"):
+        await engine.embed("a", dimensions=129)
 
 
 async def test_windows_can_be_asked_for_by_their_name(engine: Engine) -> None:
-    long = "word " * 400 + "paris"
+    long = "word " * 600 + "paris"
     by_name = await engine.score("paris", long, truncation="window", cache="bypass")
     in_full = await engine.score("paris", long, truncation=WINDOW_LONG, cache="bypass")
     assert by_name.scores == in_full.scores
@@ -207,8 +214,8 @@ async def test_a_cancelled_call_is_told_nothing_more(engine: Engine) -> None:
     assert len(seen) == 1
 
 
-async def test_a_tenants_rate_is_counted_and_goes_on_after_a_restart() -> None:
-    engine = Engine(EngineConfig(dtype="float32"))
+async def test_a_tenants_rate_is_counted_and_goes_on_after_a_restart(config: EngineConfig) -> None:
+    engine = Engine(config)
     engine.set_tenants({"a": Tenant(requests_per_minute=2)})
     async with engine:
         await engine.score("q", "d", tenant="a")
@@ -224,9 +231,9 @@ async def test_a_tenants_rate_is_counted_and_goes_on_after_a_restart() -> None:
         await engine.score("q", "d", tenant="a")
 
 
-async def test_a_cached_document_costs_its_tenant_next_to_nothing() -> None:
+async def test_a_cached_document_costs_its_tenant_next_to_nothing(config: EngineConfig) -> None:
     documents = [f"{i} " + "word " * 60 for i in range(40)]
-    async with Engine(EngineConfig(dtype="float32")) as engine:
+    async with Engine(config) as engine:
         engine.set_tenants({"a": Tenant(tokens_per_minute=1000)})
         usage = (await engine.score("q", documents)).usage
         assert usage.prompt_tokens > 2000

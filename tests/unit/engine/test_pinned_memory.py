@@ -65,14 +65,14 @@ def test_values_are_copies_of_pinned_memory_alone(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_there_are_no_more_pinned_blocks_than_steps_in_flight(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, qwen3_embedding: str
 ) -> None:
     """However many results are kept."""
     pinned = Pinned()
     monkeypatch.setattr(scoring_module, "to_host", pinned.to_host)
     monkeypatch.setattr(scoring_module, "record_arrival", lambda device: Arrival())
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
-    config = EngineConfig(dtype="float32", max_batch_tokens=64, cache_mb=0)
+    config = EngineConfig(model=qwen3_embedding, dtype="float32", max_batch_tokens=64, cache_mb=0)
     async with Engine(config) as engine:
         calls: list[Any] = [engine.embed_tokens([f"{number} " + "word " * 20]) for number in range(40)]
         kept = await asyncio.gather(*calls)

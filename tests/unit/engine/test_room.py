@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig, ModelLoadError, Truncation
-from tests.checkpoints import language_models
+from tests.checkpoints import bi_encoders, language_models
 from tests.checkpoints.shared import SharedCheckpoints
 
 
@@ -53,9 +53,9 @@ async def test_a_budget_must_hold_a_token_of_each_text(
 ) -> None:
     """[CLS] a [SEP], and for a pair [CLS] a [SEP] a [SEP]; a causal model runs in chunks of any budget."""
     for options in (
-        {"max_batch_tokens": 3, "packing": packing},
+        {"model": checkpoints(bi_encoders.gte), "max_batch_tokens": 3, "packing": packing},
         {"model": bert_cross_encoder, "max_batch_tokens": 5, "packing": packing},
         {"model": checkpoints(language_models.qwen3_reranker), "max_batch_tokens": 7},
     ):
-        async with Engine(EngineConfig(**options)) as engine:  # type: ignore[arg-type]
+        async with Engine(EngineConfig(dtype="float32", **options)) as engine:  # type: ignore[arg-type]
             assert len((await engine.score("a", ["b", "c"])).scores) == 2

@@ -12,7 +12,7 @@ from maxsimd.engine import (
     SyncEngine,
     Tenant,
 )
-from tests.checkpoints import language_models
+from tests.checkpoints import bi_encoders, language_models
 from tests.checkpoints.shared import SharedCheckpoints
 
 
@@ -21,18 +21,20 @@ def documents(pairs: list[Pair]) -> list[str]:
     return [f"{i} {pair.document}" for i, pair in enumerate((pairs * 2)[:300])]
 
 
-def test_every_method_is_there(three_label_classifier: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with SyncEngine() as engine:
+def test_every_method_is_there(
+    three_label_classifier: str, checkpoints: SharedCheckpoints, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with SyncEngine(EngineConfig(model=checkpoints(bi_encoders.gte))) as engine:
         assert len(engine.rerank("what is it", ["a", "b", "c", "d"], top_n=3).results) == 3
-        assert engine.embed([[101, 102]]).embeddings.shape == (1, 384)
+        assert engine.embed([[101, 102]]).embeddings.shape == (1, 128)
         query = engine.encode_query("what is it")
         expected = engine.score("what is it", ["a", "b"]).scores
         assert engine.score(query, ["a", "b"]).scores == pytest.approx(expected, abs=1e-6)
-        assert engine.embed_tokens("hello").embeddings[0].shape == (3, 384)
+        assert engine.embed_tokens("hello").embeddings[0].shape == (3, 128)
         with pytest.raises(InvalidRequestError, match="top_n must not be negative, not -1"):
             engine.rerank("a", ["b", "c"], top_n=-1)
         with pytest.raises(InvalidRequestError, match=r"documents\[300\] has"):
-            engine.score("a", ["short"] * 300 + ["word " * 400], truncation="error")
+            engine.score("a", ["short"] * 300 + ["word " * 600], truncation="error")
         capsys.readouterr()
         # A progress of one's own takes the place of the bar.
         texts, seen = [f"text {i}" for i in range(300)], []

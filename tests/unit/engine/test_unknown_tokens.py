@@ -2,7 +2,10 @@
 reaches the device, where a GPU would end the process, and other requests go on."""
 
 import asyncio
+import functools
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +20,25 @@ from tests.checkpoints.shared import Build, SharedCheckpoints
 from tests.unit.calling_handlers import Caller, RecordingEngine
 
 EXTRA = "<extra>"
-BUILDS: list[Build] = [
+BUILDS = [
     bi_encoders.bge,
     cross_encoders.bert,
     cross_encoders.qwen3,
-    late_interaction.stanford,
+    pytest.param(late_interaction.stanford, marks=pytest.mark.exhaustive),
 ]
 
 
-def with_extra_token(checkpoints: SharedCheckpoints, build: Build, folder: Path) -> str:
-    """The checkpoint with one token too many in its tokenizer."""
-    copy = checkpoints.copy(build, folder / build.__name__)
+@pytest.fixture(scope="module")
+def with_extra_token(
+    checkpoints: SharedCheckpoints, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[Build], str]:
+    """Checkpoints with one token too many in their tokenizers, which no test may change."""
+    folder = tmp_path_factory.mktemp("extra")
+    return functools.cache(lambda build: _with_extra_token(checkpoints, build, folder))
+
+
+def _with_extra_token(checkpoints: SharedCheckpoints, build: Build, folder: Path) -> str:
+    copy = checkpoints.copy(build, folder / build.__module__ / build.__name__)
     for path in copy.rglob("tokenizer.json"):
         rows = json.loads((path.parent / "config.json").read_text())["vocab_size"]
         tokenizer = Tokenizer.from_file(str(path))
@@ -40,9 +51,9 @@ def with_extra_token(checkpoints: SharedCheckpoints, build: Build, folder: Path)
 
 @pytest.mark.parametrize("build", BUILDS, ids=lambda build: build.__name__)
 async def test_a_text_with_such_a_token_is_refused(
-    checkpoints: SharedCheckpoints, build: Build, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    with_extra_token: Callable[[Build], str], build: Build, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = Engine(EngineConfig(model=with_extra_token(checkpoints, build, tmp_path)))
+    engine = Engine(EngineConfig(model=with_extra_token(build), dtype="float32"))
     async with engine:
         assert engine.model.token_rows is not None
         assert "has no embedding for 1 of the tokens that its tokenizer adds" in caplog.text
@@ -73,9 +84,9 @@ async def test_a_text_with_such_a_token_is_refused(
         assert EXTRA in engine.tokenizer.decode([engine.model.token_rows]), "it is still a token"
 
 
-async def test_over_http_the_answer_says_which_text(checkpoints: SharedCheckpoints, tmp_path: Path) -> None:
-    model = with_extra_token(checkpoints, cross_encoders.bert, tmp_path)
-    async with RecordingEngine(EngineConfig(model=model)) as engine:
+async def test_over_http_the_answer_says_which_text(with_extra_token: Callable[[Build], str]) -> None:
+    config = EngineConfig(model=with_extra_token(cross_encoders.bert), dtype="float32")
+    async with RecordingEngine(config) as engine:
         caller = Caller(engine)
         status, error = await caller.error("/rerank", {"query": "q", "documents": ["fine", f"not {EXTRA}"]})
         assert status == 400
@@ -85,9 +96,9 @@ async def test_over_http_the_answer_says_which_text(checkpoints: SharedCheckpoin
 
 
 async def test_a_tokenizer_that_puts_such_a_token_into_all_texts_is_refused(
-    checkpoints: SharedCheckpoints, tmp_path: Path
+    with_extra_token: Callable[[Build], str], tmp_path: Path
 ) -> None:
-    folder = Path(with_extra_token(checkpoints, bi_encoders.qwen3, tmp_path))
+    folder = shutil.copytree(with_extra_token(bi_encoders.qwen3), tmp_path / "copy")
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"$A {EXTRA}", special_tokens=[(EXTRA, tokenizer.token_to_id(EXTRA))]
@@ -98,14 +109,14 @@ async def test_a_tokenizer_that_puts_such_a_token_into_all_texts_is_refused(
 
 
 async def test_padding_without_an_embedding_is_no_reason(
-    checkpoints: SharedCheckpoints, tmp_path: Path
+    with_extra_token: Callable[[Build], str], tmp_path: Path
 ) -> None:
-    folder = with_extra_token(checkpoints, bi_encoders.bge, tmp_path)
+    folder = shutil.copytree(with_extra_token(bi_encoders.bge), tmp_path / "copy")
     path = str(Path(folder, "tokenizer.json"))
     tokenizer = Tokenizer.from_file(path)
     tokenizer.enable_padding(pad_id=tokenizer.token_to_id(EXTRA), pad_token=EXTRA, length=16)
     tokenizer.save(path)
-    async with Engine(EngineConfig(model=folder)) as engine:
+    async with Engine(EngineConfig(model=str(folder), dtype="float32")) as engine:
         assert len((await engine.score("a query", ["a document"])).scores) == 1
 
 
@@ -119,18 +130,18 @@ async def test_padding_without_an_embedding_is_no_reason(
     ids=("template", "prompt of pairs", "marker"),
 )
 async def test_what_stands_around_texts_is_refused_at_load(
-    checkpoints: SharedCheckpoints, build: Build, options: dict[str, Any], tmp_path: Path
+    with_extra_token: Callable[[Build], str], build: Build, options: dict[str, Any]
 ) -> None:
-    folder = with_extra_token(checkpoints, build, tmp_path)
+    folder = with_extra_token(build)
     with pytest.raises(ModelLoadError, match=f"puts around texts cannot be run: .*'{EXTRA}'"):
         await Engine(EngineConfig(model=folder, **options)).start()
 
 
 async def test_an_instruction_with_such_a_token_is_refused(
-    checkpoints: SharedCheckpoints, tmp_path: Path
+    with_extra_token: Callable[[Build], str],
 ) -> None:
-    folder = with_extra_token(checkpoints, language_models.qwen3_reranker, tmp_path)
-    async with Engine(EngineConfig(model=folder)) as engine:
+    folder = with_extra_token(language_models.qwen3_reranker)
+    async with Engine(EngineConfig(model=folder, dtype="float32")) as engine:
         with pytest.raises(InvalidRequestError, match="instruction holds the token '<extra>'") as error:
             await engine.score("a query", ["a document"], instruction=f"find {EXTRA}")
     assert error.value.param == "instruction"

@@ -322,8 +322,9 @@ async def test_a_step_that_fails_before_delivery_is_tried_again(
 @pytest.mark.parametrize(
     ("function", "delivery"),
     [
-        *((function, "cpu") for function in FINISH),
+        *((function, "cpu") for function in FINISH[:4]),
         (RunnerActor._finish, "gpu"),
+        *(pytest.param(function, "cpu", marks=pytest.mark.exhaustive) for function in FINISH[4:]),
         *(pytest.param(function, "gpu", marks=pytest.mark.exhaustive) for function in FINISH[1:]),
     ],
     indirect=["delivery"],

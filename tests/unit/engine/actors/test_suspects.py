@@ -106,9 +106,9 @@ def _requests(pairs: list[Pair], seed: int) -> list[tuple[str, list[str]]]:
 
     def text() -> str:
         start = random_.randrange(len(words) - 60)
-        return " ".join(words[start : start + random_.choice((1, 3, 10, 40))])
+        return " ".join(words[start : start + random_.choice((1, 3, 10, 20))])
 
-    return [(text(), [text() for _ in range(random_.randrange(1, 9))]) for _ in range(12)]
+    return [(text(), [text() for _ in range(random_.randrange(1, 5))]) for _ in range(12)]
 
 
 @LOOP

@@ -18,7 +18,7 @@ from maxsimd.engine import (
 )
 from maxsimd.engine.preprocess import two_stage
 from maxsimd.engine.stats import EngineStats
-from tests.checkpoints import language_models
+from tests.checkpoints import bi_encoders, language_models
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
 from tests.native_bfloat16 import needs_native_bfloat16
@@ -28,13 +28,18 @@ from tests.waiting import until
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 QUERY = "how is a file read"
-EMBEDDING = EngineConfig(score_type="late-interaction", dtype="float32")
 
 
 @pytest.fixture(scope="module")
 def documents(pairs: list[Pair]) -> list[str]:
-    texts = list(dict.fromkeys(pair.document for pair in pairs))[:11]
-    return [*texts, " ".join(texts)]
+    """Short texts, and one that is longer than models take."""
+    texts = list(dict.fromkeys(" ".join(pair.document.split()[:20]) for pair in pairs))[:11]
+    return [*texts, " ".join(texts * 4)]
+
+
+@pytest.fixture(scope="module")
+def bi_encoder(checkpoints: SharedCheckpoints) -> str:
+    return checkpoints(bi_encoders.gte)
 
 
 async def empty(engines: Engines, config: EngineConfig) -> Engine:
@@ -45,8 +50,10 @@ async def empty(engines: Engines, config: EngineConfig) -> Engine:
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def engine(engines: Engines) -> Engine:
-    return await empty(engines, EMBEDDING)
+async def engine(engines: Engines, bi_encoder: str) -> Engine:
+    return await empty(
+        engines, EngineConfig(model=bi_encoder, score_type="late-interaction", dtype="float32")
+    )
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -61,21 +68,19 @@ def tokens_run(engine: Engine) -> float:
 
 
 @pytest.mark.parametrize(
-    ("config", "tolerance"),
+    ("options", "tolerance"),
     [
-        (EMBEDDING, 1e-3),
-        (EngineConfig(score_type="bi-encoder", dtype="float32"), 1e-3),
-        (EngineConfig(dtype="float32", cache_precision="int8"), 3e-2),
-        pytest.param(
-            EngineConfig(dtype="bfloat16"), 1e-3, marks=[needs_native_bfloat16, pytest.mark.exhaustive]
-        ),
+        ({"score_type": "late-interaction"}, 1e-3),
+        ({"score_type": "bi-encoder"}, 1e-3),
+        ({"cache_precision": "int8"}, 3e-2),
+        pytest.param({"dtype": "bfloat16"}, 1e-3, marks=[needs_native_bfloat16, pytest.mark.exhaustive]),
     ],
     ids=["late interaction", "bi-encoder", "int8", "bfloat16"],
 )
 async def test_a_cached_document_scores_as_one_that_is_encoded(
-    config: EngineConfig, tolerance: float, engines: Engines, documents: list[str]
+    options: dict[str, Any], tolerance: float, engines: Engines, bi_encoder: str, documents: list[str]
 ) -> None:
-    engine = await empty(engines, config)
+    engine = await empty(engines, EngineConfig(**{"model": bi_encoder, "dtype": "float32"} | options))
     new = (await engine.score(QUERY, documents, truncation=CUT_LONG, cache="bypass")).scores
     first = (await engine.score(QUERY, documents, truncation=CUT_LONG)).scores
     again = await engine.score(QUERY, documents, truncation=CUT_LONG)

@@ -117,17 +117,17 @@ def test_each_block_of_a_tensor_counts(
     model = load_model(config, torch.device("cpu"))
     weight = model.backbone.get_parameter("encoder.layer.0.output.dense.weight").data.view(-1)
     found = set()
-    for place in range(0, len(weight), len(weight) // 7):
+    for place in range(0, len(weight), len(weight) // 3):
         found.add(ingredients(model, config, torch.float32, "float32")["weights"])
         weight[place] += 1
-    assert len(found) == 8
+    assert len(found) == 4
 
 
 async def test_an_engine_finds_what_a_copy_of_its_checkpoint_cached(
     checkpoints: SharedCheckpoints, tmp_path: Path, pairs: list[Pair]
 ) -> None:
     """And nothing of another."""
-    documents = [pair.document for pair in pairs[:12]]
+    documents = [pair.document[:60] for pair in pairs[:5]]
 
     async def run(checkpoint: Path | str) -> tuple[int, np.ndarray]:
         """How many documents were found, and their scores, which are those of documents just encoded."""

@@ -1,7 +1,7 @@
 """Short convolutions of sequences in one row give what each sequence gives alone."""
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Lfm2Config
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
@@ -34,6 +34,7 @@ def _original(taps: int, bias: bool = False) -> Lfm2ShortConv:
 
 
 @torch.inference_mode()
+@settings(max_examples=25)
 @given(LENGTHS, st.integers(1, 5), st.booleans(), st.booleans())
 def test_sequences_in_a_row_see_nothing_of_each_other(
     lengths: list[tuple[int, int]], taps: int, centred: bool, bias: bool
@@ -54,6 +55,7 @@ def test_sequences_in_a_row_see_nothing_of_each_other(
 
 
 @torch.inference_mode()
+@settings(max_examples=25)
 @given(LENGTHS, st.integers(1, 5), st.booleans())
 def test_unattended_ends_are_left_out_of_rows_too(
     lengths: list[tuple[int, int]], taps: int, centred: bool

@@ -52,7 +52,7 @@ class _Wrong(torch_linear.Float32Linear):
 
 class _Slow(torch_linear.Float32Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(100):
+        for _ in range(20):
             out = super().forward(x)
         return out
 
@@ -62,7 +62,7 @@ class _Missing(torch_linear.Float32Linear):
         raise RuntimeError("not built in")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *_BIT16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_ways_that_are_wrong_or_slow_or_missing_are_not_taken(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,13 +13,14 @@ from maxsimd.engine.checkpoint import LoadedModel, load_model
 from maxsimd.engine.execution import prepare
 from tests.checkpoints import bi_encoders, cross_encoders, late_interaction
 from tests.checkpoints.architectures import Architecture, build
+from tests.checkpoints.shared import SharedCheckpoints
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def cross_encoder(tmp_path: Path) -> Path:
-    return Path(cross_encoders.bert(tmp_path / "model"))
+def cross_encoder(tmp_path: Path, checkpoints: SharedCheckpoints) -> Path:
+    return checkpoints.copy(cross_encoders.bert, tmp_path / "model")
 
 
 def _change(folder: Path, **settings: object) -> None:
@@ -36,12 +37,14 @@ def _pickle(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
 
-def test_pickled_weights_are_refused_unless_they_are_allowed(cross_encoder: Path, tmp_path: Path) -> None:
+def test_pickled_weights_are_refused_unless_they_are_allowed(
+    cross_encoder: Path, tmp_path: Path, checkpoints: SharedCheckpoints
+) -> None:
     _pickle(cross_encoder)
     with pytest.raises(ModelLoadError, match="allow_pickle=True"):
         _load(cross_encoder)
     assert _load(cross_encoder, allow_pickle=True).labels == ("LABEL_0",)
-    folder = Path(bi_encoders.embeddinggemma(tmp_path))
+    folder = checkpoints.copy(bi_encoders.embeddinggemma, tmp_path / "gemma")
     _pickle(folder / "2_Dense")
     with pytest.raises(ModelLoadError, match="2_Dense"):
         _load(folder)
@@ -98,9 +101,9 @@ def test_an_unknown_architecture_or_quantization_is_refused(
         _load(cross_encoder)
 
 
-def test_code_of_a_checkpoints_own_is_not_run(tmp_path: Path) -> None:
+def test_code_of_a_checkpoints_own_is_not_run(tmp_path: Path, checkpoints: SharedCheckpoints) -> None:
     """The published layout names code; it is translated, and none of it is even there."""
-    folder = Path(late_interaction.jina_colbert_v2(tmp_path))
+    folder = checkpoints.copy(late_interaction.jina_colbert_v2, tmp_path / "model")
     assert "auto_map" in json.loads((folder / "config.json").read_text())
     assert type(_load(folder).backbone).__name__ == "JinaEmbeddingsV3Model"
     _change(folder, lora_adaptations=["retrieval.query"])
@@ -115,16 +118,18 @@ def test_code_of_a_checkpoints_own_is_not_run(tmp_path: Path) -> None:
         ({"dimensions": 1000}, "dimensions=1000 is more"),
         ({"doc_token_pooling": 2.0, "score_type": "bi-encoder"}, "late interaction"),
         ({"score_template": "{{ query }} {{ document }}"}, "query and document together"),
-        ({"model": "/no/such/folder"}, "no folder"),
+        ({"folder": "/no/such/folder"}, "no folder"),
     ],
 )
-def test_settings_that_a_model_cannot_take_are_refused(settings: dict[str, object], message: str) -> None:
+def test_settings_that_a_model_cannot_take_are_refused(
+    settings: dict[str, Any], message: str, checkpoints: SharedCheckpoints
+) -> None:
     with pytest.raises(ModelLoadError, match=message):
-        load_model(EngineConfig(**settings), CPU)  # type: ignore[arg-type]
+        _load(**{"folder": checkpoints(bi_encoders.gte)} | settings)
 
 
-async def test_the_query_prompt_replaces_the_checkpoints(tmp_path: Path) -> None:
-    model = bi_encoders.bge(tmp_path)
+async def test_the_query_prompt_replaces_the_checkpoints(checkpoints: SharedCheckpoints) -> None:
+    model = checkpoints(bi_encoders.bge)
     async with Engine(EngineConfig(model=model, dtype="float32", query_prompt="query: ")) as engine:
         ours = (await engine.embed(["why"], input_type="query")).embeddings
         written = (await engine.embed(["query: why"])).embeddings

@@ -144,7 +144,7 @@ def plain_varlen(
 
 
 @given(attention_problems())
-@settings(deadline=None)
+@settings(max_examples=40)
 def test_variable_length_attention_is_called_as_it_is_documented(problem: Problem) -> None:
     """The kernel itself needs a GPU; its arguments are checked with a plain stand-in."""
     lengths, attended, kv_heads, repeats, causal, window = problem
@@ -159,7 +159,7 @@ def test_variable_length_attention_is_called_as_it_is_documented(problem: Proble
 
 
 @given(attention_problems(causal_ends=True))
-@settings(deadline=None)
+@settings(max_examples=40)
 def test_grouped_attention_equals_attention_one_by_one(problem: Problem) -> None:
     lengths, attended, kv_heads, repeats, causal, window = problem
     step = make_step(lengths, attended)

@@ -76,7 +76,7 @@ def written_out(qkv: QKV, layout: Layout) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["bias", "content"])
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @given(lengths=LENGTHS, spare=st.integers(0, 70))
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=6)
 def test_distances_add_to_products_as_written_out(
     backend: AttentionBackend[Layout],
     kind: str,

@@ -147,7 +147,7 @@ def test_a_truncated_file_is_refused(format: str) -> None:
             read(data[:length])
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(st.data(), st.sampled_from(["PNG", "JPEG", "WEBP", "GIF", "BMP"]))
 def test_a_damaged_file_is_read_or_refused(data: st.DataObject, format: str) -> None:
     damaged = bytearray(file_of(Image.fromarray(drawn(20, 20)), format))
@@ -263,6 +263,7 @@ def test_the_digest_is_of_pixels_and_shape() -> None:
     assert len(digests | {Picture(each).digest for each in others}) == 5
 
 
+@settings(max_examples=40)
 @given(st.binary(min_size=1, max_size=100))
 def test_base64_is_read_in_all_its_spellings(data: bytes) -> None:
     plain = base64.b64encode(data).decode()

@@ -52,7 +52,7 @@ def _inputs(config: Any, seed: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
 def test_encoders_and_classifiers_equal_those_of_transformers(family: str) -> None:
-    for seed in range(8):
+    for seed in range(4):
         config = _random_config(family, seed)
         theirs = AutoModel.from_config(config).eval()
         ours = bert.ENCODERS[family](_ours(config), has_pooler=True).eval()

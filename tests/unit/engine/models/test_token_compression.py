@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxsimd.engine import EngineConfig
@@ -20,6 +20,7 @@ def _rows(batch: list[tuple[int, int, int]]) -> Rows:
     return Rows(torch.tensor(attended) != 0, torch.tensor(types) != 0)
 
 
+@settings(max_examples=30)
 @given(st.lists(lengths, min_size=1, max_size=5), st.sampled_from([2, 4, 8]))
 def test_each_group_of_a_documents_rows_becomes_their_mean(
     batch: list[tuple[int, int, int]], ratio: int

@@ -1,16 +1,20 @@
-"""Runs checks in a process in which Triton interprets its kernels. It decides so at import, which takes
-longer than many a check, so one process runs all checks that a worker asks for, one after the other."""
+"""Runs checks in a process in which Triton interprets its kernels, which it decides at import. The process is
+a copy of `tests.imported`, and runs all checks that a worker asks for, one after the other."""
 
 import functools
 import importlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable
-from typing import IO
+from typing import IO, Any
+
+import torch
+
+from maxsimd.engine.ops.triton import launch
+from tests.forked import Forked
 
 
 def run_interpreted(check: Callable[..., None], *arguments: str) -> None:
@@ -29,25 +33,20 @@ class Interpreter:
 
     def __init__(self) -> None:
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
-            env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-        )
+        (given, asked), (answers, answered) = os.pipe(), os.pipe()
+        self._process = Forked(_serve, files=(given, answered, self._log.fileno()))
+        os.close(given)
+        os.close(answered)
+        self._asked, self._answers = os.fdopen(asked, "w"), os.fdopen(answers)
 
     def run(self, check: Callable[..., None], arguments: tuple[str, ...]) -> str | None:
         """The traceback of a check that failed, or None. EOFError if the process died."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         asked = {"module": check.__module__, "name": check.__name__, "arguments": arguments}
         try:
-            self._process.stdin.write(json.dumps(asked).encode() + b"\n")
-            self._process.stdin.flush()
+            print(json.dumps(asked), file=self._asked, flush=True)
         except BrokenPipeError:
             raise EOFError from None
-        answer = self._process.stdout.readline()
+        answer = self._answers.readline()
         if not answer:
             raise EOFError
         failure: str | None = json.loads(answer)["failure"]
@@ -63,20 +62,44 @@ def _interpreter() -> Interpreter:
     return Interpreter()
 
 
+# The rest of this file runs in the process.
+
+
 def _serve() -> None:
     """Runs what each line of the input asks for. What checks print goes to the log."""
-    answers = os.fdopen(os.dup(1), "w")
+    _interpret()
+    torch.set_num_threads(1)
+    asked, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    for line in sys.stdin:
-        asked = json.loads(line)
+    for line in asked:
+        call = json.loads(line)
         try:
-            check = getattr(importlib.import_module(asked["module"]), asked["name"])
-            check(*asked["arguments"])
+            getattr(importlib.import_module(call["module"]), call["name"])(*call["arguments"])
             failure = None
         except BaseException:
             failure = traceback.format_exc()
         print(json.dumps({"failure": failure}), file=answers, flush=True)
 
 
-if __name__ == "__main__":
-    _serve()
+def _interpret() -> None:
+    """Imports Triton anew, as an interpreter. For each launch, and for each call in a kernel, it replaces
+    hundreds of functions of its language, which takes longer than most kernels. Here it does so only once for
+    each module."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    launch.INTERPRETED = True
+    for name in list(sys.modules):
+        if name.partition(".")[0] == "triton" and not name.startswith("triton._C"):
+            del sys.modules[name]
+    from triton.runtime import interpreter
+
+    replace: Callable[[Any], Any] = interpreter._patch_lang
+    scopes: dict[int, Any] = {}
+
+    def replace_once(function: Any) -> Any:
+        module = id(function.__globals__)
+        if module not in scopes:
+            scopes[module] = replace(function)
+            scopes[module]._changes.clear()  # so that nothing is put back
+        return scopes[module]
+
+    interpreter._patch_lang = replace_once

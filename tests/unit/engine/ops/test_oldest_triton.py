@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.forked import SOCKET
 from tests.oldest_triton import REQUIREMENTS, interpreter
 
 ROOT = Path(__file__).parents[4]
@@ -35,8 +36,9 @@ def test_all_kernels_are_right_with_the_oldest_triton() -> None:
     assert f"triton=={found}" in REQUIREMENTS.read_text()
     assert of_torch == torch.__version__
     command = [interpreter(), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not exhaustive"]
-    # Not as a worker of the tests that run this one.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    # Not as a worker of the tests that run this one, whose copies have this environment's triton.
+    others = ("PYTEST_", SOCKET)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(others)}
     ran = subprocess.run(
         [*command, *map(str, FILES)], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )

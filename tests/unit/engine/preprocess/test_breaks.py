@@ -49,7 +49,7 @@ SPACES_OF = {"roberta": " ", "gemma": " \n"}
 
 
 @pytest.mark.parametrize("name", KINDS)
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(text=TEXTS | RAGGED)
 @example(text="a b,c\nd. e \u6f22\u5b57\u3002\u304b\u306a a,1 2,b")
 @example(text="a\n\n<mask>b  <mask> c <mask>, d\n<mask>")
@@ -169,7 +169,7 @@ OTHERS: dict[str, Kind] = {
 @pytest.mark.parametrize(
     "name", usual_first(OTHERS, ("NFD", "no marks and one space", "stripped", "Punctuation"))
 )
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(text=RAGGED)
 def test_so_have_pieces_after_other_steps(name: str, text: str) -> None:
     tokenizer, breaks = with_breaks(OTHERS[name])
@@ -196,7 +196,7 @@ ADDED = {
 
 
 @pytest.mark.parametrize("name", ADDED)
-@settings(max_examples=10)
+@settings(max_examples=4)
 @given(extra=st.lists(SEPARATED, max_size=10).map("".join))
 def test_added_tokens_are_not_cut(name: str, extra: str) -> None:
     kind, text = ADDED[name]
@@ -219,18 +219,21 @@ GEMMA_CHANGES: dict[str, dict[str, Any]] = {
 )
 def test_text_without_words_is_cut_where_no_token_reaches(name: str) -> None:
     described = json.loads(cut_kind("gemma")[0].to_str())
-    model = described["model"] | {"merges": []}
+    few = {token: number for token, number in described["model"]["vocab"].items() if number < 2000}
+    model = described["model"] | {"merges": [], "vocab": few}
     change = dict(GEMMA_CHANGES[name])
     if token := change.pop("vocab", None):
-        model["vocab"][token] = len(model["vocab"])
+        few[token] = len(few)
 
     def breaks_with(**changes: Any) -> Breaks | None:
         return find_breaks(Tokenizer.from_str(json.dumps(described | {"model": model | changes})))
 
     breaks = breaks_with(**change)
     assert breaks is None or breaks.all("a b") == []
-    unchanged = breaks_with()
-    assert token or (unchanged is not None and unchanged.all("a b") == [1])
+    if token is None:
+        unchanged = breaks_with()
+        assert unchanged is not None
+        assert unchanged.all("a b") == [1]
 
 
 @pytest.mark.exhaustive

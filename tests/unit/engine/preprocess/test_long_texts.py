@@ -66,7 +66,7 @@ def whole(name: str, text: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", [*CUT_KINDS, "llama_2"])
-@settings(max_examples=4)
+@settings(max_examples=2)
 @given(sentence=SENTENCES, length=LENGTHS, most=st.none() | st.integers(0, 3000), side=SIDES)
 def test_a_long_text_has_the_tokens_that_it_has_whole(
     name: str, sentence: str, length: int, most: int | None, side: Side
@@ -169,7 +169,7 @@ def test_text_without_breaks_may_be_cut_off() -> None:
 
 
 @pytest.mark.parametrize("name", ["bert", "qwen", "llama_2"])
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(SENTENCES, st.tuples(SPANS, SPANS, LENGTHS), st.none() | st.integers(0, 3000), SIDES)
 @example("the Paris is", (4, 9, 3000), None, "right")
 @example("the Paris is", (3, 4, 3000), None, "right")

@@ -210,7 +210,7 @@ _NO_SYSTEM = (
     [
         (PAIRS, {}, None, {"query_prompt": "find: "}),
         (PAIRS, _INSTRUCT, None, {}),
-        (PAIRS, _INSTRUCT, None, {"query_prompt": "find: "}),
+        pytest.param(PAIRS, _INSTRUCT, None, {"query_prompt": "find: "}, marks=pytest.mark.exhaustive),
         (cross_encoders.chatting, {}, None, {"query_prompt": "find: "}),
         (cross_encoders.chatting, {}, _NO_SYSTEM, {}),
     ],

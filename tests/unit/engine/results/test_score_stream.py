@@ -25,7 +25,7 @@ from tests.waiting import until
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 QUERY = "how is a file opened"
-DOCUMENTS = [f"{i} open the file number {i}, read it and close it" for i in range(120)]
+DOCUMENTS = [f"{i} open the file number {i}, read it and close it" for i in range(48)]
 WINDOWS = Truncation(max_tokens=40, windows=True)
 
 
@@ -83,7 +83,7 @@ async def test_the_first_part_is_there_long_before_the_last(engine: Engine) -> N
 
 async def test_queries_of_their_own_and_cached_documents(engine: Engine) -> None:
     queries = [f"{QUERY} {i}" for i in range(len(DOCUMENTS))]
-    await engine.score(queries[:40], DOCUMENTS[:40])
+    await engine.score(queries[:20], DOCUMENTS[:20])
     parts, _ = await _streamed(engine, queries, DOCUMENTS)
     expected = await engine.score(queries, DOCUMENTS)
     scores = {one.index: one.score for part in parts for one in part}

@@ -63,7 +63,7 @@ def files(tmp_path_factory: pytest.TempPathFactory, pairs: list[Pair]) -> Path:
     """Real queries, each with its own document judged relevant."""
     folder = tmp_path_factory.mktemp("judged")
     queries = [{"_id": f"q{i}", "text": pair.query} for i, pair in enumerate(pairs[:40])]
-    corpus = [{"_id": f"d{i}", "title": "", "text": pair.document} for i, pair in enumerate(pairs[:40])]
+    corpus = [{"_id": f"d{i}", "title": "", "text": pair.document[:80]} for i, pair in enumerate(pairs[:40])]
     for name, records in (("queries.jsonl", queries), ("corpus.jsonl", corpus)):
         (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records), "utf-8")
     judged = "".join(f"q{i}\td{i}\t1\n" for i in range(40))

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 async def test_each_scores_as_alone(
     both: Engines, reranker: EngineConfig, embedder: EngineConfig, pairs: list[Pair]
 ) -> None:
-    query, documents = pairs[0].query, [pair.document for pair in pairs[:30]]
+    query, documents = pairs[0].query, [pair.document for pair in pairs[:6]]
     for name, each in (("embed", embedder), ("rerank", reranker)):
         async with Engine(each) as alone:
             expected = (await alone.score(query, documents)).scores
@@ -42,7 +42,7 @@ async def test_each_scores_as_alone(
 
 async def test_the_scores_of_the_last_stage_alone_are_changed(both: Engines, pairs: list[Pair]) -> None:
     """The first would have most documents at 0, and let those with the least indexes go on."""
-    documents = [pair.document for pair in pairs[:60]][::-1]
+    documents = [pair.document[:99] for pair in pairs[:20]][::-1]
     query = pairs[0].query
     plain = await both.rerank(query, documents, [Stage("embed", keep=3), Stage("rerank")])
     found = await both.rerank(
@@ -56,11 +56,11 @@ async def test_the_scores_of_the_last_stage_alone_are_changed(both: Engines, pai
 async def test_a_dropped_model_finishes_within_its_grace(
     both: Engines, reranker: EngineConfig, pairs: list[Pair]
 ) -> None:
-    documents = [pair.document for pair in pairs[:60]]
+    documents = [pair.document for pair in pairs[:12]]
     for grace, ends in ((None, True), (0, False)):
         await both.load("going", reranker)
         going = both["going"]
-        waiting = [asyncio.create_task(going.score(pair.query, documents)) for pair in pairs[:6]]
+        waiting = [asyncio.create_task(going.score(pair.query, documents)) for pair in pairs[:3]]
         other = asyncio.create_task(both["embed"].score("a", documents, cache="bypass"))
         await asyncio.sleep(0)
         await both.drop("going", grace=grace)
@@ -116,7 +116,7 @@ async def test_a_stop_waits_for_a_drop_within_its_own_grace(
 ) -> None:
     engines = Engines({"a": reranker, "b": config})
     await engines.start()
-    documents = [pair.document for pair in pairs[:60]]
+    documents = [pair.document for pair in pairs[:30]]
     own = asyncio.create_task(engines["a"].score("a", documents))
     await asyncio.sleep(0)
     leaving = asyncio.create_task(engines.drop("a", None) if first == "drop" else engines.stop())
