@@ -40,7 +40,7 @@ def waiting_threads_sleep() -> None:
 
 
 def open_standard_files() -> None:
-    """Opens /dev/null as standard input, output and error where these are closed. Else sockets get their
+    """Opens /dev/null as standard input, output and error where these are closed. Otherwise sockets get their
     numbers, and libuv aborts when it closes one."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:

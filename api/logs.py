@@ -11,8 +11,10 @@ import select
 import sys
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Iterator
+from types import TracebackType
 from typing import TextIO
 
 from maxsimd.api.flags import in_flags
@@ -25,9 +27,10 @@ _ENGINE = "maxsimd.engine."
 _LONGEST_LINE_OF_A_TRACE = 500
 # Events that wait to be written. With more, new ones are dropped.
 _MOST_WAITING = 4_096
-# How long events are gathered before they are written together: each wakes a thread else. And how long the
-# end of the process waits for what is left to be written.
-_GATHER_SECONDS, _FLUSH_SECONDS = 0.02, 1.0
+# How long events are gathered before they are written: one wake-up of the thread for many.
+_GATHER_SECONDS = 0.02
+# The end of a process waits so long for lines that nobody reads, and for those that are read slowly.
+_FLUSH_SECONDS, _MOST_FLUSH_SECONDS = 1.0, 5.0
 
 
 class _Clock:
@@ -108,9 +111,8 @@ class SeldomLogger:
 
 
 class QueuedHandler(logging.Handler):
-    """Writes events to a stream in a thread of its own, so that whoever logs never waits for who reads. (A
-    pipe that nobody empties would stop the event loop.) `dropped` counts the events for which there was no
-    room; a line says how many there were once there is."""
+    """Writes log lines in a thread of its own, so that logging never waits for a pipe's reader. `dropped`
+    counts the events that found the queue full, or could not be written; a line says how many there were."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
@@ -121,12 +123,14 @@ class QueuedHandler(logging.Handler):
         except (OSError, ValueError):  # a stream in memory
             self._descriptor = None
         self._lines: deque[str] = deque()
-        self._told = 0
-        self._is_writing = self._is_awaited = self._is_closed = False
+        self._told = self._num_written = 0
+        self._is_writing = self._is_urgent = self._is_closed = False
         self._changed = threading.Condition()
-        threading.Thread(target=self._write, name="maxsimd-log", daemon=True).start()
+        threading.Thread(target=self._run, name="maxsimd-log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
+        if self._is_closed:
+            return
         try:
             line = self.format(record)
         except Exception:
@@ -137,16 +141,21 @@ class QueuedHandler(logging.Handler):
                 self.dropped += 1
                 return
             self._lines.append(line)
-            if len(self._lines) == 1:
+            self._is_urgent |= record.levelno >= logging.ERROR
+            if len(self._lines) == 1 or self._is_urgent:
                 self._changed.notify_all()
 
     def flush(self) -> None:
-        """Waits for what is left to be written, but only for a second."""
+        """Waits until all lines are written, as long as some are within a second, and five seconds in all."""
+        end = time.monotonic() + _MOST_FLUSH_SECONDS
         with self._changed:
-            self._is_awaited = True
+            self._is_urgent = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._lines and not self._is_writing, _FLUSH_SECONDS)
-            self._is_awaited = False
+            before = -1
+            while before != self._num_written and time.monotonic() < end:
+                before = self._num_written
+                if self._changed.wait_for(lambda: not self._lines and not self._is_writing, _FLUSH_SECONDS):
+                    break
 
     def close(self) -> None:
         with self._changed:
@@ -154,28 +163,47 @@ class QueuedHandler(logging.Handler):
             self._changed.notify_all()
         super().close()
 
-    def _write(self) -> None:
+    def _run(self) -> None:
         while self._lines or not self._is_closed:
             with self._changed:
                 self._is_writing = False
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._lines or self._is_closed)
-                self._changed.wait_for(lambda: self._is_awaited or self._is_closed, _GATHER_SECONDS)
-                self._is_writing = True
-                lines = [*self._lines]
+                self._changed.wait_for(lambda: self._is_urgent or self._is_closed, _GATHER_SECONDS)
+                self._is_writing, self._is_urgent = True, False
+                lines, dropped = [*self._lines], self.dropped
                 self._lines.clear()
-                if self.dropped > self._told:
-                    lines.append(self._about_dropped(self.dropped - self._told))
-                    self._told = self.dropped
             try:
-                self._write_text("".join(f"{line}\n" for line in lines))
-            except (OSError, ValueError):  # it is closed, or its reader has gone
-                self.dropped += len(lines)
+                self._write_all(lines, dropped)
+            except Exception:  # the stream is closed, its reader has gone, or memory is short
+                with self._changed:
+                    self.dropped += len(lines)
         with self._changed:
             self._is_writing = False
             self._changed.notify_all()
 
-    def _write_text(self, text: str) -> None:
+    def _write_all(self, lines: list[str], dropped: int) -> None:
+        """Writes `lines`, removing each that is written, and then how many were dropped before them."""
+        while lines:
+            number, piece = 1, f"{lines[0]}\n"
+            # In pieces that a pipe takes as a whole, because other processes may write to it, too; a
+            # character has up to four bytes.
+            while number < len(lines) and len(piece) + len(lines[number]) < select.PIPE_BUF // 4:
+                piece += f"{lines[number]}\n"
+                number += 1
+            self._write(piece)
+            del lines[:number]
+        if dropped > self._told:
+            message, values = (
+                "%d events were not logged: standard error did not take them",
+                (dropped - self._told,),
+            )
+            self._write(
+                self.format(logging.LogRecord(log.name, logging.WARNING, "", 0, message, values, None)) + "\n"
+            )
+            self._told = dropped
+
+    def _write(self, text: str) -> None:
         if self._descriptor is None:
             self._stream.write(text)
             return
@@ -183,32 +211,41 @@ class QueuedHandler(logging.Handler):
         left = text.encode(self._stream.encoding, "backslashreplace")
         while left:
             try:
-                left = left[os.write(self._descriptor, left) :]
+                written = os.write(self._descriptor, left)
             except BlockingIOError:  # who shares it has made it non-blocking
                 select.select([], [self._descriptor], [])
-
-    def _about_dropped(self, count: int) -> str:
-        message = "%d events were not logged: standard error was not read"
-        return self.format(logging.LogRecord(__name__, logging.WARNING, __file__, 0, message, (count,), None))
+                continue
+            left = left[written:]
+            self._num_written += written
 
 
 def dropped_events() -> int:
-    """How many events of the log were dropped by this process, because standard error was not read."""
+    """How many events of the log this process has dropped, because standard error did not take them."""
     return sum(each.dropped for each in logging.getLogger().handlers if isinstance(each, QueuedHandler))
 
 
 def set_up_logging(level: str, form: str) -> None:
-    """Logs to standard error, Python's warnings and errors of threads too: else they would wait there for
-    who reads."""
+    """Logs to standard error, including Python's warnings and errors that nobody handles: what wrote there by
+    itself would wait for its reader."""
     handler = QueuedHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     # No line shows these, so they need not be looked up for each.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     logging.getLogger("maxsimd").setLevel(level.upper())
-    logging.captureWarnings(True)
+    warnings.showwarning = _log_warning
+    sys.excepthook = _log_error
     threading.excepthook = _log_end_of_thread
     sys.unraisablehook = _log_ignored
+
+
+def _log_warning(message: object, category: type[Warning], filename: str, lineno: int, *_: object) -> None:
+    log.warning("%s: %s (%s:%d)", category.__name__, message, filename, lineno)
+
+
+def _log_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not issubclass(kind, KeyboardInterrupt):
+        log.error("the process ends by an error that nobody expected", exc_info=error)
 
 
 def _log_end_of_thread(ended: threading.ExceptHookArgs) -> None:
@@ -218,4 +255,6 @@ def _log_end_of_thread(ended: threading.ExceptHookArgs) -> None:
 
 
 def _log_ignored(ignored: "sys.UnraisableHookArgs") -> None:
-    log.error("%s %r", ignored.err_msg or "ignored an error in", ignored.object, exc_info=ignored.exc_value)
+    # Not as repr, which may have texts of users in it.
+    where = getattr(ignored.object, "__qualname__", type(ignored.object).__qualname__)
+    log.error("an error was ignored in %s", where, exc_info=ignored.exc_value)

@@ -21,7 +21,7 @@ class ServerMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         ProcessCollector(registry=registry)
-        registry.register(_DroppedEvents())
+        registry.register(DroppedEvents())
         self.requests = Counter(
             "maxsimd_http_requests", "HTTP requests answered", ("route", "status"), registry=registry
         )
@@ -64,12 +64,12 @@ class ServerMetrics:
             self.lag.observe(max(0.0, loop.time() - asked))
 
 
-class _DroppedEvents(Collector):
-    """Events of the log that were dropped: they are counted by the process, which has one log."""
+class DroppedEvents(Collector):
+    """Events of the log that this process has dropped."""
 
     def collect(self) -> Iterator[CounterMetricFamily]:
         yield CounterMetricFamily(
             "maxsimd_log_dropped",
-            "Events that were not logged because standard error was not read",
+            "Events that were not logged because standard error did not take them",
             value=dropped_events(),
         )

@@ -46,11 +46,11 @@ def open_sockets(host: str, port: int) -> list[socket.socket]:
     sockets: list[socket.socket] = []
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        is_alone = {family for family, *_ in found} == {socket.AF_INET6}
+        is_only_ipv6 = {family for family, *_ in found} == {socket.AF_INET6}
         for family, _, _, _, address in dict.fromkeys(found):
             # All addresses of a name get the one port, also where the first has chosen it.
             free = sockets[0].getsockname()[1] if sockets else port
-            sockets.append(_listening(family, (address[0], free, *address[2:]), is_alone))
+            sockets.append(_listening(family, (address[0], free, *address[2:]), is_only_ipv6))
     except OSError as error:
         for opened in sockets:
             opened.close()
@@ -62,13 +62,13 @@ def open_sockets(host: str, port: int) -> list[socket.socket]:
     return sockets
 
 
-def _listening(family: int, address: tuple[object, ...], is_alone: bool) -> socket.socket:
+def _listening(family: int, address: tuple[object, ...], is_only_ipv6: bool) -> socket.socket:
     listening = socket.socket(family, socket.SOCK_STREAM)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
-            # Else IPv4 has a socket of its own.
-            takes_ipv4 = is_alone and address[0] == "::"
+            # IPv4 has a socket of its own, unless :: is the only address.
+            takes_ipv4 = is_only_ipv6 and address[0] == "::"
             listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not takes_ipv4)
         listening.setblocking(False)
         listening.bind(address)

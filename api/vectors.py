@@ -32,14 +32,16 @@ def encoded(vectors: Array, numbers: Numbers, as_base64: bool) -> Encoded:
     tensor, scales = _converted(vectors, numbers)
     numbers_of_each = msgspec.UNSET if scales is None else scales.tolist()
     if not as_base64:
-        return Encoded(written(tensor), numbers_of_each)
+        return Encoded(encode_rows(tensor), numbers_of_each)
     raw = tensor.contiguous().view(torch.uint8).numpy().tobytes()
     return Encoded(base64.b64encode(raw).decode("ascii"), numbers_of_each)
 
 
-def written(rows: torch.Tensor | Array) -> msgspec.Raw:
-    """Nested lists in JSON. As objects the numbers of an answer take many times more memory."""
-    return msgspec.Raw(msgspec.json.encode(rows.tolist()))
+def encode_rows(rows: torch.Tensor | Array) -> msgspec.Raw:
+    """A vector, or rows of them, in JSON. Python's lists of all numbers take several times more memory."""
+    if rows.ndim == 1:
+        return msgspec.Raw(msgspec.json.encode(rows.tolist()))
+    return msgspec.Raw(b"[" + b",".join(msgspec.json.encode(row.tolist()) for row in rows) + b"]")
 
 
 def file_of(matrices: Sequence[Array], numbers: Numbers, about: dict[str, str]) -> bytes:

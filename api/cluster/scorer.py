@@ -16,6 +16,7 @@ from maxsimd.api.garbage import collect_when_quiet, garbage_left_alone, resident
 from maxsimd.api.heaps import share_heaps
 from maxsimd.api.interpreter import switching_often
 from maxsimd.api.logs import set_up_logging
+from maxsimd.api.metrics import DroppedEvents
 from maxsimd.engine import Engine, EngineConfig
 from maxsimd.engine.device.cores import usable_cores
 from maxsimd.engine.device.time_slices import take_short_slices
@@ -39,6 +40,7 @@ class Scorer:
         self._loop = asyncio.get_running_loop()
         watch(own_handle(), self._scorers_changed)
         engine = self._engine = Engine(engine_config)
+        engine.metrics.registry.register(DroppedEvents())
         await engine.start()
         self._stack = ExitStack()
         self._stack.enter_context(switching_often())

@@ -28,6 +28,7 @@ from maxsimd.api.interpreter import switching_often
 from maxsimd.api.keys import ApiKeys
 from maxsimd.api.logs import set_up_logging
 from maxsimd.api.media.sources import MediaSources
+from maxsimd.api.metrics import DroppedEvents
 from maxsimd.api.serve import run_server
 from maxsimd.api.signals import Stop, leave_at_once
 from maxsimd.api.sockets import max_connections, raise_descriptor_limit
@@ -97,6 +98,7 @@ def _check(config: ServerConfig) -> None:
 async def _engine(setup: Setup, started: float) -> int:
     stop = Stop(setup.server_config.grace_seconds)
     engine = Engine(setup.engine_config)
+    engine.metrics.registry.register(DroppedEvents())
     if not await _loaded(engine, stop):
         return 1
     door = Door(EngineAnswers(engine), lambda: engine.stats().waiting_tokens if engine.is_healthy else 0)

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from maxsimd.api import wire_cohere
 from maxsimd.api.answer import Answer, new_id, wire_answer
-from maxsimd.api.handlers.embedding import check_room
+from maxsimd.api.handlers.embedding import check_embeddings
 from maxsimd.api.handlers.route import post_texts
 from maxsimd.api.models.choice import Wanted
 from maxsimd.api.reading import (
@@ -21,7 +21,7 @@ from maxsimd.api.reading import (
 )
 from maxsimd.api.request_warnings import warnings_of
 from maxsimd.api.state import ServerState
-from maxsimd.api.vectors import Numbers, encoded, written
+from maxsimd.api.vectors import Numbers, encode_rows, encoded
 from maxsimd.engine import InvalidRequestError
 from maxsimd.engine.media import Content
 
@@ -67,7 +67,7 @@ async def _embed(
                 f"embedding_types {name} is not given here; use {', '.join(_NUMBERS)}", "embedding_types"
             )
     of_pictures = body.input_type == "image" and not any(isinstance(text, str) for text in texts)
-    check_room(state, len(texts) * len(types), body.output_dimension)
+    check_embeddings(state, len(texts) * len(types), body.output_dimension)
     with input_called(_name_of(body)):
         result = await state.engine.embed(
             texts,
@@ -87,7 +87,7 @@ async def _embed(
         by_name = {name: _of_type(rows, name) for name in types} if by_type else {}
         return wire_cohere.CohereEmbedResponse(
             id=new_id("embd"),
-            embeddings=by_name if by_type else [written(row) for row in rows],
+            embeddings=by_name if by_type else [encode_rows(row) for row in rows],
             texts=echoed,
             meta={"api_version": {"version": version}, "billed_units": billed},
             response_type="embeddings_by_type" if by_type else "embeddings_floats",

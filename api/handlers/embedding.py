@@ -188,7 +188,7 @@ def _of_one_vector(state: ServerState, body: wire.EmbeddingsRequest, num_texts: 
         options |= {"late_chunking": bool(body.late_chunking), "chunks": body.chunks}
     num_vectors = num_texts if body.chunks is None else len(body.chunks)
     if (encoding := encoding_of(body)) is None:
-        check_room(state, num_vectors, body.dimensions or body.output_dimension)
+        check_embeddings(state, num_vectors, body.dimensions or body.output_dimension)
         return options
     task = state.engine.facts.tasks.get("token_embed")
     if task is not None:  # else the engine says so
@@ -197,22 +197,27 @@ def _of_one_vector(state: ServerState, body: wire.EmbeddingsRequest, num_texts: 
         except ValueError as error:
             raise InvalidRequestError(str(error), "muvera") from None
         # What is shortened takes as much time and memory as what is not.
-        check_room(state, num_vectors, encoding.whole_length(task.dim))
+        length = encoding.whole_length(task.dim)
+        _check_room(state, num_vectors, length, "ask for a smaller k_sim, r_reps or d_proj")
     return options | {"encoding": encoding}
 
 
-def check_room(state: ServerState, num_vectors: int, dimensions: int | None) -> None:
-    """Refuses more numbers in an answer than take the memory that bodies may have together. Without
-    `dimensions` vectors are as long as the model makes them."""
+def check_embeddings(state: ServerState, num_vectors: int, dimensions: int | None) -> None:
+    """Refuses more vectors than there is room for. Without `dimensions` they are as long as the model makes
+    them."""
     task = state.engine.facts.tasks.get("embed")
-    length = dimensions or (0 if task is None else task.dim)
-    if length < 1:  # the engine says what is wrong
-        return
+    if task is not None and (dimensions is None or 1 <= dimensions <= task.dim):
+        _check_room(state, num_vectors, dimensions or task.dim, "ask for shorter vectors")
+    # else the engine says what is wrong
+
+
+def _check_room(state: ServerState, num_vectors: int, length: int, remedy: str) -> None:
+    """Refuses vectors whose numbers, in an answer, need more memory than bodies may have together."""
     most = (state.config.max_bodies_mb << 20) // (_BYTES_A_NUMBER * length)
     if num_vectors > most:
         raise RequestTooLargeError(
             f"{num_vectors} vectors of {length} numbers would be made, and there is room for {most}; send "
-            "fewer texts at a time, or ask for shorter vectors"
+            f"fewer texts at a time, {remedy}, or raise --max-bodies-mb"
         )
 
 
@@ -234,7 +239,7 @@ def most_vectors(state: ServerState, dimensions: int | None) -> int | None:
     """How many vectors of a token each an answer may have, so that it takes no more memory than bodies may
     together; None where the model has none."""
     task = state.engine.facts.tasks.get("token_embed")
-    if task is None or (dimensions is not None and dimensions < 1):
+    if task is None or (dimensions is not None and not 1 <= dimensions <= task.dim):
         return None
     return (state.config.max_bodies_mb << 20) // (_BYTES_A_NUMBER * (dimensions or task.dim))
 

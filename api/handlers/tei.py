@@ -9,7 +9,7 @@ import numpy as np
 from maxsimd.api import wire, wire_tei
 from maxsimd.api.answer import Answer, wire_answer
 from maxsimd.api.handlers import classification, scoring
-from maxsimd.api.handlers.embedding import NORMALIZES_ANYWAY, check_room, in_unit_length, most_vectors
+from maxsimd.api.handlers.embedding import NORMALIZES_ANYWAY, check_embeddings, in_unit_length, most_vectors
 from maxsimd.api.handlers.forms import Fields, Form, answered_as
 from maxsimd.api.handlers.route import model_of, post, post_texts
 from maxsimd.api.handlers.tei_headers import TeiHeaders
@@ -26,7 +26,7 @@ from maxsimd.api.reading import (
     texts_to_rank,
 )
 from maxsimd.api.state import ServerState
-from maxsimd.api.vectors import written
+from maxsimd.api.vectors import encode_rows
 from maxsimd.engine import EmbedResult, InvalidRequestError, RequestTooLargeError
 from maxsimd.engine.config import ScoreType
 from maxsimd.engine.device.facts import ModelFacts
@@ -39,12 +39,13 @@ async def embed(state: ServerState, body: wire_tei.TeiEmbedRequest, inputs: Inpu
     """One vector a text, of length 1 unless `normalize` is false and the model itself does not normalise."""
     task = state.engine.facts.tasks.get("embed")
     headers = TeiHeaders(state, inputs)
+    check_embeddings(state, len(inputs), body.dimensions)
     result = await _embedded(state, body, inputs, tenant, dimensions=body.dimensions)
     stay_as_they_are = task is None or task.normalised or body.normalize is False
 
     def build() -> Any:
         rows = result.embeddings if stay_as_they_are else in_unit_length(result.embeddings)
-        return [written(row) for row in rows]
+        return [encode_rows(row) for row in rows]
 
     answer = await wire_answer(build, result.embeddings.size)
     # Haystack's client sends it by default, so that it is no reason to refuse.
@@ -66,7 +67,7 @@ async def embed_all(
         max_tokens=most_vectors(state, None),
     )
     answer = await wire_answer(
-        lambda: [matrix.tolist() for matrix in result.embeddings],
+        lambda: [encode_rows(matrix) for matrix in result.embeddings],
         sum(matrix.size for matrix in result.embeddings),
     )
     return headers.added_to(answer, result)
@@ -137,7 +138,6 @@ async def _embedded(
     state: ServerState, options: wire_tei.TeiTruncating, inputs: Inputs, tenant: str, **more: Any
 ) -> EmbedResult:
     check_token_ids(inputs, state.config.accept_token_ids, "inputs")
-    check_room(state, len(inputs), more.get("dimensions"))
     return await state.engine.embed(
         inputs,
         prompt_name=options.prompt_name,

@@ -71,7 +71,7 @@ async def _tokenize_inputs(state: ServerState, body: wire.TokenizeRequest) -> An
 
 
 def _check_characters(number: int, param: str) -> None:
-    """Refuses more text than is shown as tokens at once: the answer is many times as large."""
+    """Refuses more text than becomes tokens at once: the answer is many times larger."""
     if number > _MOST_CHARACTERS:
         raise RequestTooLargeError(
             f"{param} has {number:,} characters, but at most {_MOST_CHARACTERS:,} become tokens at once; "

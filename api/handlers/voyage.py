@@ -2,7 +2,7 @@
 
 from maxsimd.api import wire_voyage
 from maxsimd.api.answer import Answer, usage_of, wire_answer
-from maxsimd.api.handlers.embedding import check_room
+from maxsimd.api.handlers.embedding import check_embeddings
 from maxsimd.api.handlers.route import post_texts
 from maxsimd.api.models.choice import Wanted
 from maxsimd.api.reading import check_count, input_called, input_type_of, texts_and_pictures
@@ -21,7 +21,7 @@ async def multimodal_embeddings(
 ) -> Answer:
     """What has pictures is never cut."""
     cut = state.config.long_documents != "error" if body.truncation is None else body.truncation
-    check_room(state, len(inputs), None)
+    check_embeddings(state, len(inputs), None)
     with input_called("inputs"):
         result = await state.engine.embed(
             inputs,

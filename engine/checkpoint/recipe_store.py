@@ -50,7 +50,7 @@ _LIBRARIES = ("maxsimd", "torch", "transformers", "sentence-transformers", "toke
 _UNREAD = re.compile(r"\.(md|onnx|onnx_data|bin|pt|h5|msgpack|ot|tflite|xml|png|jpe?g|gguf)$|^LICENSE")
 _UNREAD_FOLDERS = frozenset({"onnx", "openvino", "coreml"})
 # In a configuration: code of another repository, which may change while the checkpoint does not.
-_CODE_ELSEWHERE = re.compile(rb'"auto_map".*"[^"\s]+/[^"\s]+--[\w.]+"', re.DOTALL)
+_CODE_ELSEWHERE = re.compile(rb'"[^"\s/]+/[^"\s/]+--\w+(\.\w+)+"')
 # All configuration files together; folders with more hold something else, such as datasets.
 _MOST_BYTES = 256 * 2**20
 # What is read beside a GGUF file.

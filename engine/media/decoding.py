@@ -31,9 +31,9 @@ _TRANSPARENT = ("RGBA", "LA", "PA", "RGBa", "La")
 _WHITE = (255, 255, 255, 255)
 # From here on Pillow refuses files by a limit of its own.
 _MOST_PIXELS = 150_000_000
-# How many times as long as wide a picture may be. Qwen's processors have the same limit; CLIP's makes
+# A picture's long side by its short one, at most. Qwen's processors have the same limit; CLIP's makes
 # gigabytes of one line of 8,000 pixels.
-_MOST_STRETCHED = 200
+_MAX_ASPECT_RATIO = 200
 # What Pillow may decode of a WebP file, during which nothing else runs.
 _MOST_AT_ONCE = 2_000_000
 # What is copied in one go, within a millisecond or so.
@@ -59,7 +59,7 @@ class PictureLimits:
             raise ValueError(f"a picture must have a byte, and from 1 to {_MOST_PIXELS:,} pixels")
 
     def check_size(self, size: tuple[int, int]) -> None:
-        """Raises PictureError for a width and height that are too large, too unlike, or none."""
+        """Raises PictureError for a width and height that are too large, too elongated, or none."""
         width, height = size
         if width < 1 or height < 1:
             raise PictureError(f"has {width} x {height} pixels; send one that has some")
@@ -67,10 +67,10 @@ class PictureLimits:
             raise PictureError(
                 f"has {width:,} x {height:,} pixels, but may have {self.pixels:,}; send a smaller picture"
             )
-        if max(size) > _MOST_STRETCHED * min(size):
+        if max(size) > _MAX_ASPECT_RATIO * min(size):
             raise PictureError(
-                f"has {width:,} x {height:,} pixels, but may be {_MOST_STRETCHED} times as long as wide; "
-                "send a part of it"
+                f"has {width:,} x {height:,} pixels, but may be at most {_MAX_ASPECT_RATIO} times as long as "
+                "wide; send a part of it"
             )
 
 

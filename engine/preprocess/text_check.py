@@ -37,6 +37,7 @@ _SPECIAL, _ADDED = 12, 48
 # Tokenizers and configs without a limit have a number of at least this size, and the model then takes this
 # many tokens.
 _NO_LIMIT, _DEFAULT_LIMIT = 1_000_000, 512
+_NEITHER = "a text"
 _QUERY = "how is a file opened"
 _DOCUMENT = "Paris is the capital of France; some 2,100,000 people live there."
 _INSTRUCTION = "Find the passage that answers"
@@ -115,11 +116,13 @@ class _Check:
         else:
             self._apart()
         for kind, failure in self._failures.items():
-            if not self._compared[kind]:
-                library = self._reader.library
-                raise ModelLoadError(
-                    f"{self._model.name!r} is not served: {library} does not read {kind}: {failure}"
-                )
+            if self._compared[kind]:
+                continue
+            reason = f"{self._reader.library} does not read {kind}: {failure}"
+            if kind != _NEITHER:
+                raise ModelLoadError(f"{self._model.name!r} is not served: {reason}; check its configuration")
+            # No score depends on these.
+            log.warning("embed texts of %s as queries or documents: %s", self._model.name, reason)
         if not self._compared:
             raise ModelLoadError(f"none of the texts of the self-check can be read: {self._refusal}")
         return self._compared.total()
@@ -133,7 +136,7 @@ class _Check:
             prompts["query"] = model.query.instructed(config.instruction).prompt
         roles: tuple[TextRole | None, ...] = ("query", "document", None)
         for role in roles:
-            kind = f"a {role or 'text'}"
+            kind = _NEITHER if role is None else f"a {role}"
             prompt = None if role is None else prompts[role]
             same = role is None and _same_rules(model.text, model.document)
             probes = self._probes[:2] if same else [*self._probes, *self._long_texts(role)]
@@ -233,7 +236,8 @@ class _Check:
         try:
             expected = theirs()
         except Exception as error:
-            self._failures.setdefault(kind, str(error))
+            if isinstance(error, ValueError):
+                self._failures.setdefault(kind, str(error))
             self.is_whole = self.is_whole and isinstance(error, ValueError)
             log.debug("%s does not read %s as %s: %s", self._reader.library, name, kind, error)
             return

@@ -50,7 +50,7 @@ def test_a_full_queue_answers_429_and_loses_nobody(server: Server) -> None:
 
 def test_small_requests_are_answered_beside_a_long_text(server: Server) -> None:
     words = "it was the best of times, it was the worst of times; we had everything before us. "
-    times = 2_000_000 // len(words)  # seconds of tokenising
+    times = 2_000_000 // len(words)  # seconds of tokenization
 
     def count(text: str) -> int:
         return int(httpx.post(server.url + "/tokenize", json={"text": text}, timeout=300).json()["count"])

@@ -15,7 +15,7 @@ from maxsimd.engine.media import Picture
 from maxsimd.engine.media.decoding import pillow_of
 from maxsimd.pooling.transfer import to_device
 
-# Processors that know a least edge alone may make a picture this large.
+# Pixels that a processor with nothing but `shortest_edge` may make of a picture.
 _MOST_RESIZED = 20_000_000
 # Of numbers around 1: float32 may be rounded otherwise.
 _TOLERANCE = 1e-5
