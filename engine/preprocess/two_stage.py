@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from math import ceil
 
 import numpy as np
 import torch
@@ -11,6 +10,7 @@ from numpy.typing import NDArray
 
 from maxsimd.engine.cache import EmbeddingCache
 from maxsimd.engine.checkpoint import LoadedModel
+from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.preprocess.cache_lookup import CacheLookup
 from maxsimd.engine.preprocess.combine import FirstNumbers, best_windows, shared_scores
 from maxsimd.engine.preprocess.documents import (
@@ -26,7 +26,7 @@ from maxsimd.engine.preprocess.explain_encoded import (
     check_can_be_explained,
     check_explained,
 )
-from maxsimd.engine.preprocess.given_vectors import GivenVectors
+from maxsimd.engine.preprocess.given_vectors import GivenVectors, TooLargeNumbers
 from maxsimd.engine.preprocess.long_inputs import LengthLimits, LongInputs
 from maxsimd.engine.preprocess.pages import image_jobs, page_builder
 from maxsimd.engine.preprocess.prepared import Prepared
@@ -36,14 +36,16 @@ from maxsimd.engine.preprocess.texts import BuiltText, TextBuilder, shortest_tex
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.requests import ScoreRequest
 from maxsimd.engine.scoring.documents import CachedDocument, CachedDocuments
+from maxsimd.engine.scoring.price import EXPLAINED, ScoringPrice
+from maxsimd.pooling.vectors import Vectors
 from maxsimd.scheduler import CachedBatch, DocumentPayload, Explained, Window
 from maxsimd.scheduler import Sequence as TokenSequence
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """How many rows and documents a batch of cached documents has at most, so that scoring it takes little
-    new memory and little time."""
+    """How many rows, as `ScoringPrice` counts them, and documents a batch of cached documents has at most, so
+    that scoring it takes little new memory and little time."""
 
     rows: int
     documents: int
@@ -53,10 +55,6 @@ ON_HOST = BatchLimits(16_384, 512)
 # Where the embeddings are on the device, a batch costs little more than its launch: of fewer there would be
 # less to do on the device than before it. They take 128 MiB in float32 of 128 dimensions where they are not.
 IN_SLAB = BatchLimits(262_144, 4096)
-
-# An estimate for a small model (MiniLM-L6): scoring this many cached rows, or handling this many cached
-# documents, takes as long as running a token. It is not measured on the machine at hand.
-ROWS_PER_TOKEN, DOCUMENTS_PER_TOKEN = 128, 4
 
 
 class TwoStageStrategy:
@@ -76,7 +74,8 @@ class TwoStageStrategy:
         self._limits = limits
         self._cache = cache
         self._batches = ON_HOST if cache is None or cache.slab is None else IN_SLAB
-        self._given = GivenVectors(model)
+        self._given = GivenVectors(model, limits.most_vectors)
+        self._price = ScoringPrice.of(model)
         self._vision = model.vision
         self._pages = page_builder(model, tokenizer, limits.longest_sequence)
         self._queries = QueryReader(model, tokenizer, limits, self._given, self._pages)
@@ -91,6 +90,8 @@ class TwoStageStrategy:
         reader = self._reader(request, long_inputs)
         documents = reader.read(request, ids)
         queries = self._queries.read(request, builder, ids)
+        if self._windows_as_one:
+            self._check_pairs(documents, [query.num_rows for query in queries])
         num_consumers = [0] * len(queries)
         for document in documents.different:
             num_consumers[document.query] += document.num_consumers
@@ -118,7 +119,14 @@ class TwoStageStrategy:
         batches = [
             batch
             for (query, _), found in cached.items()
-            for batch in in_batches(found, query.id, query.given, self._batches)
+            for batch in in_batches(
+                found,
+                query.id,
+                query.num_rows,
+                self._price,
+                given_query=query.given,
+                limits=self._batches,
+            )
         ]
         truncated_queries = sum(query.truncated for query in queries)
         truncated = truncated_queries + documents.truncated
@@ -135,11 +143,37 @@ class TwoStageStrategy:
             query_rows=rows,
             truncated_queries=truncated_queries,
             encoded_before=all_before(queries),
+            too_large=self._too_large(request, documents, num_values),
         )
         if not request.explain:
             return prepared
         sides = Side(request.queries, builder), Side(request.documents, reader.builder)
         return self._explained(prepared, request, sides, documents, num_values)
+
+    def _check_pairs(self, documents: Documents, query_rows: Sequence[int]) -> None:
+        """Refuses a document that has too many vectors to be compared with those of its query at once. Raises
+        InvalidRequestError."""
+        if self._limits.most_vectors is None:
+            return
+        most = self._limits.most_vectors**2
+        for position, document in enumerate(documents.different):
+            if query_rows[document.query] * document.num_rows > most:
+                raise InvalidRequestError(
+                    f"documents[{documents.position_of.index(position)}] has {document.num_rows} vectors and "
+                    f"its query {query_rows[document.query]}, and at most {most} pairs of them are compared; "
+                    "shorten either, or raise max_vectors",
+                    "documents",
+                )
+
+    def _too_large(
+        self, request: ScoreRequest, documents: Documents, num_values: Sequence[int]
+    ) -> TooLargeNumbers | None:
+        """What looks at the request's embeddings where a score is not finite; None where it has none."""
+        if not any(isinstance(each, Vectors) for each in (*request.queries, *request.documents)):
+            return None
+        starts = np.array([*accumulate(num_values, initial=0)])
+        _, firsts = np.unique(documents.position_of, return_index=True)
+        return TooLargeNumbers(request, starts, firsts)
 
     def _explained(
         self,
@@ -222,30 +256,30 @@ class TwoStageStrategy:
 def in_batches(
     documents: Sequence[CachedDocument],
     query_id: int,
+    query_rows: int,
+    price: ScoringPrice,
+    *,
     given_query: torch.Tensor | None = None,
     limits: BatchLimits = ON_HOST,
 ) -> Iterator[CachedBatch]:
-    """Cached documents of one query in batches within the limits, or of one document."""
+    """Cached documents of one query of `query_rows` in batches within the limits, or of one document."""
     batch: list[CachedDocument] = []
-    rows = 0
+    rows = 0.0
+
+    def priced() -> CachedBatch:
+        request_id, columns = batch[0].slot.request_id, CachedDocuments.of(batch)
+        return CachedBatch(request_id, query_id, price.tokens(rows, len(batch)), columns, given_query)
+
     for document in documents:
-        length = len(document.embedding.rows)
-        if batch and (rows + length > limits.rows or len(batch) == limits.documents):
-            yield _priced(batch, rows, query_id, given_query)
-            batch, rows = [], 0
+        times = 1 if document.explained is None else 1 + EXPLAINED
+        counted = price.rows(query_rows, len(document.embedding.rows), times)
+        if batch and (rows + counted > limits.rows or len(batch) == limits.documents):
+            yield priced()
+            batch, rows = [], 0.0
         batch.append(document)
-        rows += length
+        rows += counted
     if batch:
-        yield _priced(batch, rows, query_id, given_query)
-
-
-def _priced(
-    documents: list[CachedDocument], rows: int, query_id: int, given_query: torch.Tensor | None
-) -> CachedBatch:
-    price = ceil(rows / ROWS_PER_TOKEN + len(documents) / DOCUMENTS_PER_TOKEN)
-    return CachedBatch(
-        documents[0].slot.request_id, query_id, price, CachedDocuments.of(documents), given_query
-    )
+        yield priced()
 
 
 def _query_rows(request: ScoreRequest, queries: Sequence[Query]) -> NDArray[np.int64]:

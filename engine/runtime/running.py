@@ -107,6 +107,7 @@ class Running:
             config.window_overlap,
             self.cache,
             PrefixSharing(prepared.launch_tokens) if shares else None,
+            config.max_vectors,
         )
         small = beside_small_requests(budget, device_model.device)
         limits = StepLimits(budget, config.max_batch_sequences, prepared.runner.chunked, small)
@@ -337,6 +338,7 @@ class Running:
                 options=options,
                 values=values,
                 arrived=None if arrived is None else partial(arrived, prepared),
+                refusal_of=prepared.too_large,
             )
         )
         return values

@@ -10,6 +10,8 @@ from maxsimd.scheduler import Explained
 
 # By as much scores may differ because sums are formed in different orders.
 _SAME = 1e-4
+# Similarities that are held at a time: 16 MiB of them in float32.
+_AT_ONCE = 1 << 22
 
 
 def best_matches(query: torch.Tensor, document: torch.Tensor, window_rows: Sequence[int]) -> torch.Tensor:
@@ -23,8 +25,11 @@ def best_matches(query: torch.Tensor, document: torch.Tensor, window_rows: Seque
     for window in document.split(list(window_rows)):
         best = torch.zeros(len(query), 2, device=query.device)
         if len(window):
-            similarity, row = (query @ window.float().T).max(dim=1)
-            best[:, 0], best[:, 1] = row + first, similarity
+            columns = window.float().T
+            for tile in range(0, len(query), at_once := max(1, _AT_ONCE // len(window))):
+                similarity, row = (query[tile : tile + at_once] @ columns).max(dim=1)
+                best[tile : tile + at_once, 0] = row + first
+                best[tile : tile + at_once, 1] = similarity
         else:
             best[:, 0] = -1
         each.append(best)

@@ -2,6 +2,7 @@
 
 import base64
 import re
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from maxsimd.engine import (
     Engine,
     EngineConfig,
     InvalidRequestError,
+    RequestFailedError,
     Vectors,
 )
 from maxsimd.engine.preprocess import given_vectors
@@ -27,7 +29,8 @@ DOCUMENTS = ["Open a file and return a stream.", "Sort a list.", "x", "Cats slee
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def colbert(native_multi_vector: str) -> AsyncIterator[RecordingEngine]:
-    async with RecordingEngine(EngineConfig(model=native_multi_vector, dtype="float32", threads=1)) as engine:
+    config = EngineConfig(model=native_multi_vector, dtype="float32", threads=1, max_vectors=70)
+    async with RecordingEngine(config) as engine:
         yield engine
 
 
@@ -118,6 +121,7 @@ def _bad(dim: int) -> dict[str, Any]:
         "has 3 scales for 2 vectors": Vectors(good.astype(np.int8), np.ones(3)),
         "scale that is NaN": Vectors(good.astype(np.int8), np.array([1, np.nan])),
         "leave them out": Vectors(good, np.ones(2)),
+        "has 71 vectors, and at most 70 are taken.*raise max_vectors": np.zeros((71, dim), dtype=np.int8),
     }
 
 
@@ -144,6 +148,41 @@ async def test_what_cannot_be_scored_is_refused_by_name(
         InvalidRequestError, match=r"documents\[1\] is neither a string nor an array nor a picture but int"
     ):
         await colbert.score(QUERY, [good, 7])  # type: ignore[list-item]
+
+
+async def test_scores_that_overflow_name_the_embedding(colbert: RecordingEngine, vectors: Any) -> None:
+    query, rows = vectors
+    large = np.full_like(rows[1], 3e38)
+    scaled = Vectors(np.full(rows[1].shape, 127, dtype=np.int8), np.full(len(large), 3e38))
+    for queries, documents, named in (
+        (QUERY, [rows[0], large], r"documents\[1\] has numbers up to 3e\+38, .*not finite; normalize it"),
+        (query, [rows[0], scaled], r"documents\[1\] has numbers up to 3.81e\+40"),
+        (np.full_like(query, 3e38), DOCUMENTS[:2], r"queries\[0\] has numbers up to 3e\+38"),
+    ):
+        with pytest.raises(InvalidRequestError, match=f"^{named}") as error:
+            await colbert.score(queries, documents, explain=True)
+        assert str(error.value).startswith(str(error.value.param))
+    bad = rows[0][:, :3]
+    found = await colbert.score(QUERY, [bad, DOCUMENTS[0], large, large], on_error="report")
+    assert [re.search("too large|shape", found.errors[i])[0] for i in (0, 2, 3)] == [
+        "shape",
+        *["too large"] * 2,
+    ]
+    assert np.isfinite(found.scores).tolist() == [False, True, False, False]
+
+
+async def test_the_models_own_infinity_stays_its_fault(
+    colbert: RecordingEngine, vectors: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(queries: Any, documents: Any, pairs: Any) -> torch.Tensor:
+        return torch.full((len(pairs),), torch.nan)
+
+    scorer = colbert._require()._actors._scorer
+    monkeypatch.setattr(scorer, "_maxsim", broken)
+    monkeypatch.setattr(scorer, "_maxsim_apart", None)
+    for documents in (DOCUMENTS[:1], vectors[1]):
+        with pytest.raises(RequestFailedError, match="not finite in float32"):
+            await colbert.score(QUERY, documents, cache="bypass")
 
 
 async def test_cross_encoders_take_texts_only(bert_cross_encoder: str) -> None:
@@ -207,6 +246,9 @@ async def test_what_is_no_embedding_gets_a_400(colbert: RecordingEngine) -> None
         ({"shape": [-1]}, "does not fit"),
         ({"shape": "a"}, "does not fit"),
         ({"shape": [True]}, "does not fit"),
+        ({"shape": [int("9" * 19)] * 60_000}, "shape has 60000 sizes; give"),
+        ({"shape": [1, 2, 1]}, "shape has 3 sizes; give"),
+        ({"shape": [int("9" * 19), 0]}, "does not fit"),
         ({"scales": [1.0]}, "leave them out"),
         ({"scales": "!"}, "scales is not base64"),
         ({"scales": ["a"]}, "scales is neither"),
@@ -214,7 +256,9 @@ async def test_what_is_no_embedding_gets_a_400(colbert: RecordingEngine) -> None
     good = _sent(np.ones((2, colbert.model.tasks["token_embed"].dim), dtype=np.float32), "float32")
     for change, reason in changes:
         body = {"query": "q", "documents": ["d", good | change]}
+        begun = time.thread_time()
         answer = await Caller(colbert).ask("POST", "/rerank", body)
+        assert time.thread_time() - begun < 0.5
         assert answer.status == 400
         error = error_of(answer)
         assert error["param"] == "documents"

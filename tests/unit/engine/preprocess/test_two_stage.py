@@ -12,15 +12,10 @@ from maxsimd.engine.checkpoint import RoleRules
 from maxsimd.engine.errors import RequestTooLargeError
 from maxsimd.engine.preprocess import Prepared, usage_of
 from maxsimd.engine.preprocess.texts import TextBuilder
-from maxsimd.engine.preprocess.two_stage import (
-    DOCUMENTS_PER_TOKEN,
-    IN_SLAB,
-    ON_HOST,
-    ROWS_PER_TOKEN,
-    in_batches,
-)
+from maxsimd.engine.preprocess.two_stage import IN_SLAB, ON_HOST, in_batches
 from maxsimd.engine.requests import REFUSE_LONG, Truncation
 from maxsimd.engine.scoring.documents import CachedDocument
+from maxsimd.engine.scoring.price import DOCUMENTS_PER_TOKEN, ROWS_PER_TOKEN, ScoringPrice
 from maxsimd.scheduler import ResultSlot, Role, Sequence, Window
 from tests.unit.engine.preprocess.preprocessing import (
     CLS,
@@ -212,10 +207,11 @@ def test_cached_documents_are_in_batches_by_query_and_size() -> None:
     assert IN_SLAB.rows > 3 * ON_HOST.rows
 
 
-def batches(*rows: int) -> list[tuple[int, int]]:
-    """How many documents each batch has, and its price, for documents of these numbers of rows."""
+def batches(*rows: int, query_rows: int = 32) -> list[tuple[int, int]]:
+    """How many documents each batch has, and its price, for documents of these numbers of rows and a query
+    of which 200 are usual."""
     documents = [CachedDocument(ResultSlot(7, i), embedding(rows=n)) for i, n in enumerate(rows)]
-    made = list(in_batches(documents, 100))
+    made = list(in_batches(documents, 100, query_rows, ScoringPrice(200)))
     assert [slot for batch in made for slot in batch.documents.slots] == [one.slot for one in documents]
     return [(len(batch.documents), batch.price) for batch in made]
 
@@ -239,4 +235,15 @@ def test_a_batch_is_full_at_exactly_its_rows_or_documents() -> None:
         ([0] * DOCUMENTS_PER_TOKEN, [(DOCUMENTS_PER_TOKEN, 1)]),
         ([0] * (DOCUMENTS_PER_TOKEN + 1), [(DOCUMENTS_PER_TOKEN + 1, 2)]),
     ):
-        assert batches(*rows) == expected
+        assert batches(*rows) == batches(*rows, query_rows=200) == expected
+
+
+def test_a_long_query_makes_batches_dearer_and_smaller() -> None:
+    full = ON_HOST.rows // ROWS_PER_TOKEN
+    for query_rows, rows, expected in (
+        (2000, [1280], [(1, 100 + 1)]),
+        (2000, [ON_HOST.rows // 20] * 5, [(2, full + 1), (2, full + 1), (1, full // 2 + 1)]),
+        (2000, [ON_HOST.rows], [(1, 10 * full + 1)]),
+        (200_000, [1] * 3, [(3, 24 + 1)]),
+    ):
+        assert batches(*rows, query_rows=query_rows) == expected
