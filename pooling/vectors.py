@@ -25,8 +25,11 @@ class Vectors:
     scales: Numbers | float | None = None
 
     def __len__(self) -> int:
-        """How many vectors there are."""
-        return len(self.values) if self.values.ndim > 1 else 1
+        """How many vectors there are; 1 where the values are no array."""
+        try:
+            return len(self.values) if np.ndim(self.values) > 1 else 1
+        except (TypeError, ValueError):
+            return 1
 
     @property
     def largest(self) -> float:

@@ -234,7 +234,7 @@ class SchedulerActor(Actor[SchedulerMessage]):
 
     def _work_by_tenant(self, step: Step) -> dict[str, int]:
         work: dict[str, int] = {}
-        parts = [(chunk.sequence.request_id, len(chunk)) for chunk in step.chunks]
+        parts = [(chunk.sequence.request_id, len(chunk) + chunk.scoring) for chunk in step.chunks]
         others = [(part.request_id, part.price) for part in step.others]
         for request_id, tokens in [*parts, *others]:
             if (request := self._open.get(request_id)) is not None:

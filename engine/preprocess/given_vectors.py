@@ -90,11 +90,11 @@ class TooLargeNumbers:
         largest: dict[tuple[str, int], float] = {}
         dim = 0
         if isinstance(document := self.request.documents[index], Vectors):
-            largest["documents", index], dim = document.largest, document.values.shape[-1]
+            largest["documents", index], dim = document.largest, np.shape(document.values)[-1]
         if isinstance(given := self.request.queries[query], Vectors):
             if query not in self.largest:
                 self.largest[query] = given.largest
-            largest["queries", query], dim = self.largest[query], given.values.shape[-1]
+            largest["queries", query], dim = self.largest[query], np.shape(given.values)[-1]
         # The vectors of a text are taken to have numbers of at most 1.
         if dim * math.prod(largest.values()) <= _USUAL:
             return None

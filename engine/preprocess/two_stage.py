@@ -229,12 +229,20 @@ class TwoStageStrategy:
     ) -> list[TokenSequence]:
         """The sequences of a document of which all windows together have the score `index`."""
         sequence_ids = [ids.next_sequence_id() for _ in document.windows]
+        times = 1 if explained is None else 1 + EXPLAINED
         window = Window(sequence_ids[0], len(sequence_ids)) if len(sequence_ids) > 1 else None
         payload = DocumentPayload(
             query.id, document.cache_key, document.truncated, window, query.given, explained
         )
         return [
-            TokenSequence.document(sequence_id, ids.slot(index), self._task, built.tokens, payload)
+            TokenSequence.document(
+                sequence_id,
+                ids.slot(index),
+                self._task,
+                built.tokens,
+                payload,
+                self._price.beside(query.num_rows, built.num_rows, times),
+            )
             for sequence_id, built in zip(sequence_ids, document.windows, strict=True)
         ]
 
@@ -247,7 +255,12 @@ class TwoStageStrategy:
         payload = DocumentPayload(query.id, cache_key, document.truncated, given_query=query.given)
         return [
             TokenSequence.document(
-                ids.next_sequence_id(), ids.slot(first + i), self._task, built.tokens, payload
+                ids.next_sequence_id(),
+                ids.slot(first + i),
+                self._task,
+                built.tokens,
+                payload,
+                self._price.beside(query.num_rows, built.num_rows),
             )
             for i, built in enumerate(document.windows)
         ]

@@ -1,5 +1,6 @@
 """Queries and documents that come as their embeddings: scored as their texts are, or refused."""
 
+import asyncio
 import base64
 import re
 import time
@@ -19,6 +20,7 @@ from maxsimd.engine import (
     Vectors,
 )
 from maxsimd.engine.preprocess import given_vectors
+from maxsimd.engine.scoring.price import ScoringPrice
 from tests.unit.calling_handlers import Caller, RecordingEngine, error_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -201,6 +203,23 @@ def _sent(rows: Any, dtype: str, **more: Any) -> dict[str, Any]:
     return {"embedding": base64.b64encode(raw).decode(), "dtype": dtype, "shape": list(rows.shape)} | more
 
 
+async def test_a_small_request_is_done_before_a_large_one(
+    colbert: RecordingEngine, vectors: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each document of the large one is a step by itself, and the small one comes behind the first."""
+    query, rows = vectors
+    strategy = colbert._require().preprocessor._scores
+    monkeypatch.setattr(strategy, "_price", ScoringPrice(0.001))
+    began = asyncio.Event()
+    documents = [rows[0] + i for i in range(300)]
+    large = asyncio.create_task(colbert.score(query, documents, progress=lambda done, total: began.set()))
+    await began.wait()
+    await colbert.score(QUERY, DOCUMENTS[0])
+    assert not large.done()
+    expected = [float((query @ document.T).max(axis=1).sum()) for document in documents]
+    np.testing.assert_allclose((await large).scores, expected, rtol=1e-4)
+
+
 async def test_over_http(colbert: RecordingEngine, vectors: Any) -> None:
     caller = Caller(colbert)
     query, rows = vectors
@@ -263,6 +282,20 @@ async def test_what_is_no_embedding_gets_a_400(colbert: RecordingEngine) -> None
         error = error_of(answer)
         assert error["param"] == "documents"
         assert re.search(rf"documents\[1\].*{reason}", error["message"]), error
+
+
+async def test_too_much_scoring_gets_a_413(
+    colbert: RecordingEngine, vectors: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By vectors of the query x those of the documents, whether these were sent or cached."""
+    monkeypatch.setattr(colbert._require().preprocessor._scores, "_price", ScoringPrice(1e-8))
+    query, rows = vectors
+    await colbert.score(QUERY, DOCUMENTS[3])
+    for documents in ([_sent(rows[0], "float16")], [DOCUMENTS[3]]):
+        body = {"query": _sent(query, "float16"), "documents": documents}
+        answer = await Caller(colbert).ask("POST", "/rerank", body)
+        assert answer.status == 413
+        assert re.search(r"more than the 10000000 that one may have", error_of(answer)["message"])
 
 
 async def test_a_text_comes_before_an_embedding(colbert: RecordingEngine) -> None:

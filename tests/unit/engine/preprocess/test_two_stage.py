@@ -10,7 +10,7 @@ from maxsimd.engine.cache import EmbeddingCache
 from maxsimd.engine.cache.slab import EmbeddingSlab
 from maxsimd.engine.checkpoint import RoleRules
 from maxsimd.engine.errors import RequestTooLargeError
-from maxsimd.engine.preprocess import Prepared, usage_of
+from maxsimd.engine.preprocess import Prepared, Preprocessor, usage_of
 from maxsimd.engine.preprocess.texts import TextBuilder
 from maxsimd.engine.preprocess.two_stage import IN_SLAB, ON_HOST, in_batches
 from maxsimd.engine.requests import REFUSE_LONG, Truncation
@@ -31,6 +31,7 @@ from tests.unit.engine.preprocess.preprocessing import (
     refused,
     request_ids,
     score_request,
+    tokenizer,
     tokens_of,
     words,
 )
@@ -205,6 +206,25 @@ def test_cached_documents_are_in_batches_by_query_and_size() -> None:
     cache.slab = EmbeddingSlab(64, 2, torch.float32, torch.device("cpu"))
     assert len(score(["w3"], ["w0", "w1", "w2"], cache=cache).cached) == 1
     assert IN_SLAB.rows > 3 * ON_HOST.rows
+
+
+@pytest.mark.parametrize("task", [LATE_INTERACTION, BI_ENCODER])
+def test_documents_beside_a_long_query_cost_more_than_tokens(task: str) -> None:
+    price = ScoringPrice.of(model(score_task=task))
+    usual = int(price.usual_query_rows)
+    for length, expected in ((usual - 2, 0), (10 * usual - 2, (10 - 1) * 640 // 128 - 1)):
+        prepared = score([words(length)], [words(638)], task=task, max_tokens=10_000)
+        (one,) = documents_of(prepared)
+        assert one.scoring in (expected, expected + 1)
+        assert one.price == 640 + one.scoring
+
+
+def test_a_pair_has_at_most_the_square_of_max_vectors() -> None:
+    described = model(max_tokens=10_000)
+    prepare = Preprocessor(described, tokenizer(), 10_000, 0, None, None, most_vectors=20).score
+    assert prepare(score_request([words(38)], ["w1", words(8)]), request_ids()).results == 2
+    with refused("documents", r"^documents\[2\] has 11 vectors and its query 40, and at most 400 pairs"):
+        prepare(score_request([words(38)], ["w1", "w1", words(9)]), request_ids())
 
 
 def batches(*rows: int, query_rows: int = 32) -> list[tuple[int, int]]:
