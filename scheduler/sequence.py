@@ -125,13 +125,15 @@ class CachedBatch:
 
     `price` is how many tokens the device could run in that time. Scored in the step of the query
     `waits_for`, or in a later one; in any, where the request brought the query's embedding, `given_query`.
-    That and the `documents` are passed on unread."""
+    Of a long query it may be for the rows `query_part` alone: the first, and the one after the last or None.
+    These and the `documents` are passed on unread."""
 
     request_id: int
     waits_for: int
     price: int
     documents: Any
     given_query: Any = None
+    query_part: tuple[int, int | None] | None = None
 
     def __post_init__(self) -> None:
         if self.price < 1 or not len(self.documents):

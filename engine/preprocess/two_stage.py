@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from maxsimd.engine.cache import EmbeddingCache
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.preprocess.cache_lookup import CacheLookup
-from maxsimd.engine.preprocess.combine import FirstNumbers, best_windows, shared_scores
+from maxsimd.engine.preprocess.combine import FirstNumbers, best_windows, shared_scores, summed_parts
 from maxsimd.engine.preprocess.documents import (
     Document,
     DocumentInCache,
@@ -50,6 +51,9 @@ class BatchLimits:
     rows: int
     documents: int
 
+
+# The first row of a part of a query, the one after its last or None, and how many it has; None for all rows.
+Part: TypeAlias = tuple[int, int | None, int] | None
 
 ON_HOST = BatchLimits(16_384, 512)
 # Where the embeddings are on the device, a batch costs little more than its launch: of fewer there would be
@@ -92,25 +96,28 @@ class TwoStageStrategy:
         queries = self._queries.read(request, builder, ids)
         if self._windows_as_one:
             self._check_pairs(documents, [query.num_rows for query in queries])
+        num_parts = [self._num_parts(request, document, queries) for document in documents.different]
         num_consumers = [0] * len(queries)
-        for document in documents.different:
-            num_consumers[document.query] += document.num_consumers
+        for document, parts in zip(documents.different, num_parts, strict=True):
+            num_consumers[document.query] += document.num_consumers * parts
         sequences = [
             TokenSequence.query(query.id, ids.request_id, self._task, query.built.tokens, consumers)
             for query, consumers in zip(queries, num_consumers, strict=True)
             if isinstance(query.built, BuiltText)
         ]
-        cached: dict[tuple[Query, torch.dtype], list[CachedDocument]] = {}
-        num_values = [
-            1 if self._windows_as_one else document.num_consumers for document in documents.different
-        ]
-        for document, first in zip(documents.different, accumulate(num_values, initial=0), strict=False):
+        cached: dict[tuple[Query, torch.dtype, Part], list[CachedDocument]] = {}
+        num_values = num_parts
+        if not self._windows_as_one:
+            num_values = [document.num_consumers for document in documents.different]
+        firsts = accumulate(num_values, initial=0)
+        for document, parts, first in zip(documents.different, num_parts, firsts, strict=False):
             query = queries[document.query]
             if isinstance(document, DocumentInCache):
                 explained = self._how_explained(request, document)
-                found = CachedDocument(ids.slot(first), document.embedding, explained)
-                # Those that came along may be in other numbers than those that are cached.
-                cached.setdefault((query, document.embedding.rows.dtype), []).append(found)
+                for i, part in enumerate(_parts_of(query, parts)):
+                    found = CachedDocument(ids.slot(first + i), document.embedding, explained)
+                    # Those that came along may be in other numbers than those that are cached.
+                    cached.setdefault((query, document.embedding.rows.dtype, part), []).append(found)
             elif self._windows_as_one:
                 explained = self._how_explained(request, document)
                 sequences += self._scored_as_one(document, query, first, ids, explained)
@@ -118,19 +125,21 @@ class TwoStageStrategy:
                 sequences += self._scored_apart(document, query, first, ids)
         batches = [
             batch
-            for (query, _), found in cached.items()
+            for (query, _, part), found in cached.items()
             for batch in in_batches(
                 found,
                 query.id,
-                query.num_rows,
+                query.num_rows if part is None else part[2],
                 self._price,
                 given_query=query.given,
+                query_part=None if part is None else part[:2],
                 limits=self._batches,
             )
         ]
         truncated_queries = sum(query.truncated for query in queries)
         truncated = truncated_queries + documents.truncated
-        combine = shared_scores(best_windows(num_values), documents.position_of)
+        of_values = summed_parts(num_values) if self._windows_as_one else best_windows(num_values)
+        combine = shared_scores(of_values, documents.position_of)
         rows = _query_rows(request, queries) if self._windows_as_one else None
         images = image_jobs(self._vision, sequences)
         prepared = Prepared(
@@ -149,6 +158,17 @@ class TwoStageStrategy:
             return prepared
         sides = Side(request.queries, builder), Side(request.documents, reader.builder)
         return self._explained(prepared, request, sides, documents, num_values)
+
+    def _num_parts(self, request: ScoreRequest, document: Document, queries: Sequence[Query]) -> int:
+        """In how many parts of its query a document is scored: in several where it is cached, or came along,
+        and query and document together are more than a batch may have."""
+        query_rows = queries[document.query].num_rows
+        if not self._windows_as_one or not isinstance(document, DocumentInCache):
+            return 1
+        if query_rows <= self._price.usual_query_rows and not request.explain:
+            return 1
+        times = 1 + EXPLAINED if request.explain else 1
+        return self._price.parts(query_rows, document.num_rows, self._batches.rows, times)
 
     def _check_pairs(self, documents: Documents, query_rows: Sequence[int]) -> None:
         """Refuses a document that has too many vectors to be compared with those of its query at once. Raises
@@ -273,15 +293,18 @@ def in_batches(
     price: ScoringPrice,
     *,
     given_query: torch.Tensor | None = None,
+    query_part: tuple[int, int | None] | None = None,
     limits: BatchLimits = ON_HOST,
 ) -> Iterator[CachedBatch]:
-    """Cached documents of one query of `query_rows` in batches within the limits, or of one document."""
+    """Cached documents of one query in batches within the limits, or of one document. They are compared with
+    `query_rows` rows of it: all, or the `query_part`."""
     batch: list[CachedDocument] = []
     rows = 0.0
 
     def priced() -> CachedBatch:
         request_id, columns = batch[0].slot.request_id, CachedDocuments.of(batch)
-        return CachedBatch(request_id, query_id, price.tokens(rows, len(batch)), columns, given_query)
+        tokens = price.tokens(rows, len(batch))
+        return CachedBatch(request_id, query_id, tokens, columns, given_query, query_part)
 
     for document in documents:
         times = 1 if document.explained is None else 1 + EXPLAINED
@@ -293,6 +316,16 @@ def in_batches(
         rows += counted
     if batch:
         yield priced()
+
+
+def _parts_of(query: Query, count: int) -> list[Part]:
+    """A query's rows in so many parts of nearly the same size; [None] for one. The last has all that is
+    left."""
+    if count == 1:
+        return [None]
+    cuts = [query.num_rows * i // count for i in range(count + 1)]
+    stops = [*cuts[1:-1], None]
+    return [(start, stop, end - start) for start, stop, end in zip(cuts, stops, cuts[1:], strict=False)]
 
 
 def _query_rows(request: ScoreRequest, queries: Sequence[Query]) -> NDArray[np.int64]:

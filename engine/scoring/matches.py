@@ -42,19 +42,20 @@ def score_with_matches(
     query: torch.Tensor,
     document: torch.Tensor,
     explained: Explained,
-    is_mean: bool,
+    share: float | None,
 ) -> torch.Tensor:
     """A score and the best matches behind it, as they leave the device: float32 [1 + Lq * windows * 2, 1];
     and behind these the similarities [Lq, Ld] of all vectors, if there is to be a map.
 
-    The matches add up to the score, or with `is_mean` have it as their mean. Where they do not, because the
-    backend has rounded each product to the precision of its factors, the score becomes theirs."""
+    The matches add up to the score, or to that of a part of the query; where scores are means, the score is
+    the `share` of the query's rows that these are, times their mean. Where it is not, because the backend has
+    rounded each product to the precision of its factors, it becomes theirs."""
     matches = best_matches(query, document, explained.rows)
     score = score.float()
     if len(document):
         of_windows = [matches[:, i, 1] for i, rows in enumerate(explained.rows) if rows]
         best = torch.stack(of_windows).amax(dim=0)
-        exact = best.mean() if is_mean else best.sum()
+        exact = best.sum() if share is None else best.mean() * share
         score = torch.where((exact - score).abs() <= _SAME, score, exact)
     parts = [score.reshape(1, 1), matches.reshape(-1, 1)]
     if explained.with_map:

@@ -47,6 +47,12 @@ class ScoringPrice:
         times."""
         return document_rows * max(1.0, times * query_rows / self.usual_query_rows)
 
+    def parts(self, query_rows: int, document_rows: int, most: int, times: int = 1) -> int:
+        """Into how many parts a query is divided, so that the rows of a document count as at most `most`
+        for each. None is smaller than a usual query: smaller parts cost no less."""
+        wanted = ceil(self.rows(query_rows, document_rows, times) / most)
+        return max(1, min(wanted, query_rows, int(times * query_rows / self.usual_query_rows)))
+
     def tokens(self, rows: float, documents: int) -> int:
         """The price of that many `rows`, of some cached documents; at least 1."""
         return max(1, ceil(rows / ROWS_PER_TOKEN + documents / DOCUMENTS_PER_TOKEN))

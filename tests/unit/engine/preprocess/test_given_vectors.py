@@ -284,13 +284,42 @@ async def test_what_is_no_embedding_gets_a_400(colbert: RecordingEngine) -> None
         assert re.search(rf"documents\[1\].*{reason}", error["message"]), error
 
 
+async def test_parts_of_a_long_query_add_up(
+    colbert: RecordingEngine, vectors: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query, rows = vectors
+    await colbert.score(QUERY, DOCUMENTS)
+    strategy = colbert._require().preprocessor._scores
+    scorer = colbert._require()._actors._scorer
+    asked: list[int] = []
+    add = scorer._add
+    for similarity in ("maxsim", "meanmaxsim"):
+        monkeypatch.setattr(strategy, "_price", ScoringPrice(1000))
+        for each in (scorer, strategy):
+            monkeypatch.setattr(each, "_similarity", similarity)
+        for given in (query, QUERY):
+            request = given, [rows[1], *DOCUMENTS, rows[0]]
+            expected = await colbert.score(*request, explain=True)
+            with monkeypatch.context() as patched:
+                patched.setattr(strategy, "_price", ScoringPrice(len(rows[0]) * len(query) / 50_000))
+                patched.setattr(scorer, "_add", lambda scores, *rest: asked.append(1) or add(scores, *rest))
+                parted = await colbert.score(*request, explain=True)
+                plain = await colbert.score(*request)
+            for found in (parted, plain):
+                np.testing.assert_allclose(found.scores, expected.scores, rtol=1e-5)
+            for i, explanation in expected.explanations.items():
+                rows_of = [match.document_row for match in explanation.matches]
+                assert [match.document_row for match in parted.explanations[i].matches] == rows_of
+    assert len(asked) > 4 * 2 * 6
+
+
 async def test_too_much_scoring_gets_a_413(
     colbert: RecordingEngine, vectors: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By vectors of the query x those of the documents, whether these were sent or cached."""
-    monkeypatch.setattr(colbert._require().preprocessor._scores, "_price", ScoringPrice(1e-8))
     query, rows = vectors
     await colbert.score(QUERY, DOCUMENTS[3])
+    monkeypatch.setattr(colbert._require().preprocessor._scores, "_price", ScoringPrice(1e-8))
     for documents in ([_sent(rows[0], "float16")], [DOCUMENTS[3]]):
         body = {"query": _sent(query, "float16"), "documents": documents}
         answer = await Caller(colbert).ask("POST", "/rerank", body)
