@@ -37,11 +37,6 @@ class ScoringPrice:
         config = getattr(model.backbone, "config", None)
         return cls(max(_LEAST_MULTIPLY_ADDS, _multiply_adds(config)) / compared / ROWS_PER_TOKEN)
 
-    @property
-    def comparisons_a_token(self) -> float:
-        """Pairs of a query's row and a document's that are compared in the time of a token."""
-        return self.usual_query_rows * ROWS_PER_TOKEN
-
     def rows(self, query_rows: int, document_rows: int, times: int = 1) -> float:
         """As how many rows against a usual query those of a document count whose scores are made `times`
         times."""
