@@ -154,7 +154,8 @@ class Chunk:
     @property
     def scoring(self) -> int:
         """What scoring costs that comes with it, in tokens."""
-        return self.sequence.scoring if self.is_last else 0
+        scoring = self.sequence.scoring
+        return scoring if scoring and self.is_last else 0
 
     @property
     def is_first(self) -> bool:

@@ -162,9 +162,9 @@ class TwoStageStrategy:
     def _num_parts(self, request: ScoreRequest, document: Document, queries: Sequence[Query]) -> int:
         """In how many parts of its query a document is scored: in several where it is cached, or came along,
         and query and document together are more than a batch may have."""
-        query_rows = queries[document.query].num_rows
         if not self._windows_as_one or not isinstance(document, DocumentInCache):
             return 1
+        query_rows = queries[document.query].num_rows
         if query_rows <= self._price.usual_query_rows and not request.explain:
             return 1
         times = 1 + EXPLAINED if request.explain else 1

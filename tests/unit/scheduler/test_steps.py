@@ -321,16 +321,6 @@ def test_a_document_counts_with_what_scoring_it_costs() -> None:
         assert scheduler.waiting_tokens == 0
 
 
-def test_a_small_request_goes_between_parts_of_a_large_one() -> None:
-    scheduler = bidirectional(100)
-    scheduler.admit(1, [], [cached(1, 250), *(cached(1, 30) for _ in range(9))])
-    scheduler.schedule()
-    scheduler.admit(2, texts(2, [5]), [])
-    served = [sorted(tokens_by_request(step)) for step in run_dry(scheduler)]
-    assert served[0] == [1, 2]
-    assert len(served) > 2
-
-
 def step_of(num_chunks: int, num_cached: int) -> Step:
     chunks = tuple(Chunk(text, 0, len(text)) for text in texts(0, [5] * num_chunks))
     return Step(4, chunks, tuple(cached(0, price) for price in range(1, num_cached + 1)))
