@@ -68,7 +68,11 @@ def _from_lists(values: Any, dtype: torch.dtype, name: str) -> torch.Tensor:
 
 
 def _sizes_of(shape: Any, count: int) -> list[int]:
+    """The one or two sizes of a shape. They are bounded before they are multiplied: a product of thousands
+    of long numbers takes minutes."""
     sizes = shape if isinstance(shape, list) else [shape]
-    if not all(type(size) is int and size >= 0 for size in sizes) or math.prod(sizes) != count:
+    if len(sizes) not in (1, 2):
+        raise ValueError(f"shape has {len(sizes)} sizes; give [tokens, dimensions] or [dimensions]")
+    if not all(type(size) is int and 0 <= size <= count for size in sizes) or math.prod(sizes) != count:
         raise ValueError(f"shape {shape} does not fit the embedding, which has {count} numbers")
     return sizes

@@ -13,7 +13,12 @@ from maxsimd.api.wire_texts import Sequences, Texts
 
 # A text, or an object that holds one: {"text": ...}, {"content": ...}, or a record with fields.
 Content = str | dict[str, Any]
-Contents = str | dict[str, Any] | list[Content]
+Contents = Annotated[
+    str | dict[str, Any] | list[Content],
+    msgspec.Meta(
+        description="Texts, or objects with text, pictures or an embedding of at most --max-vectors vectors."
+    ),
+]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 NotNegative = Annotated[int, msgspec.Meta(ge=0)]
 LongDocuments = Literal["truncate", "window", "error"]

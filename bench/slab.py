@@ -15,6 +15,7 @@ from maxsimd.engine.scoring.document_scorer import DocumentScorer
 from maxsimd.engine.scoring.documents import CachedDocument
 from maxsimd.engine.scoring.maxsim.triton import bounds_of
 from maxsimd.engine.scoring.outcome import StepOutcome
+from maxsimd.engine.scoring.price import ScoringPrice
 from maxsimd.pooling.ragged import Ragged
 from maxsimd.pooling.spans import Spans
 from maxsimd.pooling.transfer import to_device
@@ -62,7 +63,7 @@ def _timed(
     query = Sequence.query(_QUERY, _REQUEST, "token_embed", Tokens(np.zeros(3, dtype=np.int32)), 1 << 30)
     embedding = torch.randn(_QUERY_TOKENS, found[0].embedding.rows.shape[1]).bfloat16()
     scorer.queries.put(query, embedding.to(device))
-    batches = list(in_batches(found, _QUERY, limits=limits))
+    batches = list(in_batches(found, _QUERY, _QUERY_TOKENS, ScoringPrice(_QUERY_TOKENS), limits=limits))
     steps = [batches[i : i + _TOGETHER] for i in range(0, len(batches), _TOGETHER)]
     launch, results = [], []
     for _ in range(rounds + 1):

@@ -14,7 +14,9 @@ from maxsimd.engine.actors.scheduler import SchedulerActor
 from maxsimd.engine.errors import QueueFullError, RequestTooLargeError
 from maxsimd.engine.metrics import EngineMetrics
 from maxsimd.engine.requests import EmbedRequest, RunOptions, ScoreRequest, Values
+from maxsimd.engine.scoring.price import EXPLAINED, ScoringPrice
 from maxsimd.engine.tenants import TenantLimits
+from maxsimd.pooling.vectors import Vectors
 from maxsimd.scheduler import Share, WaitErrors
 
 # Any request may wait this many times as long as it runs (that of a batch longer), and this many steps, which
@@ -35,22 +37,27 @@ _FIRST_RATIO, _REMAINING = 0.25, 0.9
 class AdmissionLimits:
     """What a queue takes: at most `queued_tokens` in all and `request_tokens` in a request, and no request
     whose wait is estimated at more than `wait_seconds`. No sequence has more than `sequence_tokens`, and a
-    step has `step_tokens`."""
+    step has `step_tokens`. Scoring costs what `scoring` says."""
 
     queued_tokens: int
     request_tokens: int
     wait_seconds: float
     sequence_tokens: int
     step_tokens: int
+    scoring: ScoringPrice
 
 
 class Permit:
     """A request's leave to be prepared. `tokens` is an estimate; the request is refused once it has a
     `refusal`."""
 
-    def __init__(self, admission: "Admission", size: int, tokens: int, options: RunOptions) -> None:
+    def __init__(
+        self, admission: "Admission", size: int, tokens: int, options: RunOptions, of_vectors: int = 0
+    ) -> None:
+        """Of the `tokens`, those `of_vectors` are known, and the others estimated by the `size`."""
         self._admission = admission
         self._size = size
+        self._of_vectors = of_vectors
         self._deadline = None if options.timeout is None else admission.clock() + options.timeout
         self.tokens = tokens
         self.timeout = options.timeout
@@ -73,7 +80,7 @@ class Permit:
     def confirm(self, tokens: int) -> None:
         """Asks for the queue, now that the tokens are counted. Raises QueueFullError and
         RequestTooLargeError."""
-        self._admission.confirm(self, self._size, tokens)
+        self._admission.confirm(self, self._size, tokens, self._of_vectors)
 
     def compare(self, values: asyncio.Future[Values]) -> None:
         """Has the wait that was forecast compared with when the values come, once the request is queued."""
@@ -128,8 +135,9 @@ class Admission:
     @contextmanager
     def permit(self, request: ScoreRequest | EmbedRequest, options: RunOptions) -> Iterator[Permit]:
         """Leave to prepare a request and to queue it. Raises QueueFullError where too much waits."""
-        estimate = self._estimate(request)
-        permit = Permit(self, request.size, estimate, options)
+        of_vectors = self._price_of_vectors(request)
+        estimate = self._estimate(request) + of_vectors
+        permit = Permit(self, request.size, estimate, options, of_vectors)
         tenant = options.tenant
         self._metrics.tenants.count_request(tenant)
         wait = self._wait_of_new(permit, estimate)
@@ -152,10 +160,10 @@ class Admission:
             self._permits.remove(permit)
             self._preparing_tokens -= estimate
 
-    def confirm(self, permit: Permit, size: int, tokens: int) -> None:
+    def confirm(self, permit: Permit, size: int, tokens: int, of_vectors: int) -> None:
         """See `Permit`."""
         self._counted_size = self._counted_size * _REMAINING + size
-        self._counted_tokens = self._counted_tokens * _REMAINING + tokens
+        self._counted_tokens = self._counted_tokens * _REMAINING + max(0, tokens - of_vectors)
         self._check_price(permit, tokens)
         permit.tokens, permit.forecast = tokens, self._forecast(permit, tokens)
         refusal = self._refusal(permit, tokens, self._wait(permit, tokens), is_counted=True)
@@ -302,6 +310,20 @@ class Admission:
     def _wait_of_a_step(self) -> float:
         ahead = self._scheduler.work_ahead(self._limits.step_tokens, ("", 0))
         return self._scheduler.rate.seconds(ahead) or 0.0
+
+    def _price_of_vectors(self, request: ScoreRequest | EmbedRequest) -> int:
+        """What scoring the documents costs that came as their embeddings, in tokens: known before anything is
+        prepared, but for the vectors of a query that is a text, which is taken to be a usual one."""
+        if isinstance(request, EmbedRequest):
+            return 0
+        times = 1 + EXPLAINED if request.explain else 1
+        queries = [len(each) if isinstance(each, Vectors) else 1 for each in request.queries]
+        rows = [
+            self._limits.scoring.rows(queries[request.query_of(i)], len(document), times)
+            for i, document in enumerate(request.documents)
+            if isinstance(document, Vectors)
+        ]
+        return self._limits.scoring.tokens(sum(rows), len(rows)) if rows else 0
 
     def _estimate(self, request: ScoreRequest | EmbedRequest) -> int:
         """About how many tokens there will be."""

@@ -84,6 +84,9 @@ class EngineConfig:
         "priority is batch, for eight times as long.",
     )
     max_request_tokens: int = option(10_000_000, "Most tokens of one request, whatever waits.")
+    max_vectors: int = option(
+        8192, "Most vectors of one query or document, for late interaction; at most the square for a pair."
+    )
     steps_in_flight: int = option(
         2, "Steps on the device at a time, 1 or 2; chosen when the one before is in its last stage."
     )
@@ -211,6 +214,7 @@ class EngineConfig:
             "dimensions",
             "cache_disk_mb",
             "max_request_tokens",
+            "max_vectors",
             "cutoff_layer",
         ):
             value = getattr(self, name)

@@ -107,7 +107,10 @@ def _expected_scores(model: LoadedModel, config: EngineConfig) -> list[float] | 
     None for kinds of scores that it does not have."""
     reader, task = model.reader, model.tasks[model.score_task]
     assert reader is not None
-    if model.listwise is not None or model.items_have_ids or len(model.labels) > 1:
+    scorer = reader if isinstance(reader, LibraryReader) and reader.can_score else None
+    if config.dimensions is not None:  # the library's vectors have all
+        scorer = None
+    if model.listwise is not None or (model.items_have_ids and scorer is None) or len(model.labels) > 1:
         return None
     limit = model.max_tokens
     prompt = config.query_prompt
@@ -126,12 +129,12 @@ def _expected_scores(model: LoadedModel, config: EngineConfig) -> list[float] | 
         return rows if reading.scored is None else rows[torch.from_numpy(reading.scored)]
 
     with in_float32(model.encoders), torch.inference_mode():
-        if isinstance(reader, LibraryReader) and reader.can_score and config.dimensions is None:
+        if scorer is not None:
             prompts = prompt, config.document_prompt
             if model.encodes_apart:
-                return reader.scores(_QUERY, _DOCUMENTS, prompts, None, limit)
+                return scorer.scores(_QUERY, _DOCUMENTS, prompts, None, limit)
             query_text, instruction = in_library_terms(model, config, _QUERY, None)
-            return reader.scores(query_text, _DOCUMENTS, prompts, instruction, limit)
+            return scorer.scores(query_text, _DOCUMENTS, prompts, instruction, limit)
         if not model.encodes_apart:
             query_text, instruction = in_library_terms(model, config, _QUERY, None)
             readings = [reader.pair(query_text, each, instruction, limit) for each in _DOCUMENTS]

@@ -25,8 +25,17 @@ class Vectors:
     scales: Numbers | float | None = None
 
     def __len__(self) -> int:
-        """How many vectors there are."""
-        return len(self.values) if self.values.ndim > 1 else 1
+        """How many vectors there are; 1 where the values are no array."""
+        try:
+            return len(self.values) if np.ndim(self.values) > 1 else 1
+        except (TypeError, ValueError):
+            return 1
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude of the numbers, times the largest scale if there are scales."""
+        scale = 1.0 if self.scales is None else _largest(_as_tensor(self.scales))
+        return _largest(_as_tensor(self.values)) * scale
 
     def as_rows(self, dim: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The vectors as contiguous rows [n, dim], and in int8 with scales [n], on the CPU; the rows may have
@@ -75,6 +84,11 @@ def _as_tensor(values: Numbers | float) -> torch.Tensor:
         return torch.from_numpy(array if array.flags.writeable else array.copy())
     except (TypeError, ValueError):
         raise ValueError("is not an array of numbers; give one of float32, [tokens, dim]") from None
+
+
+def _largest(numbers: torch.Tensor) -> float:
+    least, greatest = torch.aminmax(numbers)
+    return max(-float(least), float(greatest))
 
 
 def _name(dtype: torch.dtype) -> str:

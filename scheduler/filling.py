@@ -112,7 +112,7 @@ class Filling:
                 cost = part.price
             case Chunk():
                 self._chunks.append(part)
-                cost = len(part)
+                cost = len(part) + part.scoring
         self._count(_request_of(part), cost)
         if not self._small[_request_of(part)]:
             self._larger.add(ImageJob if isinstance(part, ImageJob) else Chunk)
@@ -125,11 +125,12 @@ class Filling:
         for i, chunk in enumerate(self._chunks):
             if chunk.sequence is sequence:
                 self._chunks[i] = Chunk(sequence, chunk.start, start + more)
-                self._count(sequence.request_id, more)
+                self._count(sequence.request_id, more + self._chunks[i].scoring)
                 return more
         if not self.takes_sequence(sequence.request_id):
             return 0
-        return self.add(Chunk(sequence, start, start + more))
+        self.add(Chunk(sequence, start, start + more))
+        return more
 
     def step(self, step_id: int) -> Step:
         small = frozenset(request_id for request_id, is_small in self._small.items() if is_small)

@@ -374,9 +374,11 @@ class Scheduler:
         given = filling.lengthen(*request.partial, most)
         if not given:
             return 0
+        sequence = request.partial[0]
         if request.advance(given):
             self._partial = None
             self._sequences -= 1
+            given += sequence.scoring
         self._account(request, given)
         return given
 

@@ -23,7 +23,8 @@ class Sequence:
     of these. The tokens of the prefix `prefix_id` are a pair's own first `shared_prefix_len`, which are not
     run again. `num_consumers` is how many sequences and cached documents use what this one leaves on the
     device, its embedding or its keys and values. Of its `num_tokens`, as many as `num_new_tokens` are run for
-    itself.
+    itself. Where scoring it takes long, `scoring` is how many tokens the device could run meanwhile: it
+    counts with the last token. Both together are its `price`.
     """
 
     sequence_id: int
@@ -33,13 +34,16 @@ class Sequence:
     num_consumers: int = 0
     shared_prefix_len: int = 0
     prefix_id: int | None = None
+    scoring: int = 0
     # Kept because they are read again and again for each of thousands of sequences.
     num_tokens: int = field(init=False)
     num_new_tokens: int = field(init=False)
+    price: int = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_tokens", len(self.payload.tokens))
         object.__setattr__(self, "num_new_tokens", self.num_tokens - self.shared_prefix_len)
+        object.__setattr__(self, "price", self.num_new_tokens + self.scoring)
 
     @classmethod
     def text(
@@ -89,12 +93,18 @@ class Sequence:
 
     @classmethod
     def document(
-        cls, sequence_id: int, slot: ResultSlot, task: str, tokens: AnyTokens, document: DocumentPayload
+        cls,
+        sequence_id: int,
+        slot: ResultSlot,
+        task: str,
+        tokens: AnyTokens,
+        document: DocumentPayload,
+        scoring: int = 0,
     ) -> "Sequence":
         """A document, or a window of one, to be scored against a query of the same request."""
         payload = Payload(Role.DOCUMENT, task, tokens, slot, document)
         waits_for = tokens.images[-1].image_id if tokens.images else document.query_id
-        return cls(sequence_id, slot.request_id, payload, waits_for)
+        return cls(sequence_id, slot.request_id, payload, waits_for, scoring=scoring)
 
     def __len__(self) -> int:
         return self.num_tokens
@@ -115,13 +125,15 @@ class CachedBatch:
 
     `price` is how many tokens the device could run in that time. Scored in the step of the query
     `waits_for`, or in a later one; in any, where the request brought the query's embedding, `given_query`.
-    That and the `documents` are passed on unread."""
+    Of a long query it may be for the rows `query_part` alone: the first, and the one after the last or None.
+    These and the `documents` are passed on unread."""
 
     request_id: int
     waits_for: int
     price: int
     documents: Any
     given_query: Any = None
+    query_part: tuple[int, int | None] | None = None
 
     def __post_init__(self) -> None:
         if self.price < 1 or not len(self.documents):
@@ -138,6 +150,12 @@ class Chunk:
 
     def __len__(self) -> int:
         return self.stop - self.start
+
+    @property
+    def scoring(self) -> int:
+        """What scoring costs that comes with it, in tokens."""
+        scoring = self.sequence.scoring
+        return scoring if scoring and self.is_last else 0
 
     @property
     def is_first(self) -> bool:
@@ -191,8 +209,8 @@ class Step:
 
     @property
     def other_price(self) -> int:
-        """What cached batches and pictures cost, in tokens."""
-        return sum(part.price for part in self.others)
+        """What cached batches, pictures and scoring that takes long cost, in tokens."""
+        return sum(part.price for part in self.others) + sum(chunk.scoring for chunk in self.chunks)
 
     @property
     def num_parts(self) -> int:

@@ -102,7 +102,7 @@ class _Ready:
         if isinstance(item, CachedBatch):
             self.cached.add(item, item.price)
         else:
-            self.sequences.add(item, item.num_new_tokens)
+            self.sequences.add(item, item.price)
 
     def take_over(self, others: "_Ready") -> None:
         self.sequences.take_over(others.sequences)
@@ -167,7 +167,7 @@ class WaitingRequest:
                 self._leading.append(sequence)
                 self._blocked[sequence.sequence_id] = _Ready(self._in_order)
         for sequence in sequences:
-            self.work += sequence.num_new_tokens
+            self.work += sequence.price
             self.longest = max(self.longest, sequence.num_new_tokens)
             self.num_sequences += 1
             if not sequence.num_consumers:
@@ -268,6 +268,7 @@ class WaitingRequest:
             self.partial = (sequence, start + tokens)
             return False
         self.partial = None
+        self.work -= sequence.scoring
         self.num_sequences -= 1
         self._forget_features(sequence)
         self._release(sequence.sequence_id)
@@ -311,6 +312,6 @@ class WaitingRequest:
             self.work -= item.price
             self.num_cached -= 1
         else:
-            self.work -= item.num_new_tokens
+            self.work -= item.price
             self.num_sequences -= 1
             self._forget_features(item)

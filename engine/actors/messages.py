@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from maxsimd.engine.actors.actor import Question
+from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.requests import RunOptions, Value, Values
 from maxsimd.engine.scoring.documents import SkippedSequence
 from maxsimd.engine.scoring.outcome import Releases, RequestFailure, Result, StepOutcome
@@ -19,13 +20,15 @@ from maxsimd.scheduler import CachedBatch, Step, WaitingRequest
 class Admit:
     """Engine to scheduler: run a request's sequences, score its cached documents, and resolve `values` with
     `num_results` values by index, as the options say. `arrived` is called with all that have come whenever
-    some have; it must not change them, and not block."""
+    some have; it must not change them, and not block. `refusal_of` tells of the index of a value that is not
+    finite what the caller has sent that is why, if anything."""
 
     request: WaitingRequest
     num_results: int
     options: RunOptions
     values: asyncio.Future[Values]
     arrived: Callable[[list[Value | None]], None] | None = None
+    refusal_of: Callable[[int], InvalidRequestError | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from maxsimd.engine.actors.messages import Admit
-from maxsimd.engine.errors import RequestFailedError
+from maxsimd.engine.errors import InvalidRequestError, RequestFailedError
 from maxsimd.engine.requests import Timings, Value, Values
 
 log = logging.getLogger(__name__)
@@ -26,6 +26,7 @@ class OpenRequest:
         self._options = admitted.options
         self._future = admitted.values
         self._arrived = admitted.arrived
+        self._refusal_of = admitted.refusal_of
         self._values: list[Value | None] = [None] * admitted.num_results
         self._errors: dict[int, str] = {}
         self._missing = admitted.num_results
@@ -59,6 +60,10 @@ class OpenRequest:
             self._missing -= index not in self._errors
         self._values[index] = value
         return True
+
+    def refusal_of(self, index: int) -> InvalidRequestError | None:
+        """Why a value is not finite, where that is due to what the caller has sent."""
+        return None if self._refusal_of is None else self._refusal_of(index)
 
     def give_up(self, indexes: Iterable[int], reason: str) -> bool:
         """Does without some values, if the caller wants to be told rather than to have no result at all; says
@@ -106,6 +111,11 @@ class OpenRequest:
         if not self._future.done():
             error = RequestFailedError(reason, value)
             error.__cause__ = cause
+            self._future.set_exception(error)
+
+    def refuse(self, error: InvalidRequestError) -> None:
+        """Ends the request without a result, because of what is in it."""
+        if not self._future.done():
             self._future.set_exception(error)
 
 

@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 # The next step is chosen when this share of the time is left that the one on the device takes, but at least
 # and at most as many seconds before its end.
 _SHARE_LEFT, _LEAST_LEFT, _MOST_LEFT = 0.25, 0.005, 0.02
+# Said of documents, which may be thousands, one by one: the same of all.
+_TOO_LARGE = "the numbers of its embedding or its query's are too large for a finite score; normalize them"
 
 
 @dataclass(slots=True, eq=False)
@@ -232,7 +234,7 @@ class SchedulerActor(Actor[SchedulerMessage]):
 
     def _work_by_tenant(self, step: Step) -> dict[str, int]:
         work: dict[str, int] = {}
-        parts = [(chunk.sequence.request_id, len(chunk)) for chunk in step.chunks]
+        parts = [(chunk.sequence.request_id, len(chunk) + chunk.scoring) for chunk in step.chunks]
         others = [(part.request_id, part.price) for part in step.others]
         for request_id, tokens in [*parts, *others]:
             if (request := self._open.get(request_id)) is not None:
@@ -280,8 +282,12 @@ class SchedulerActor(Actor[SchedulerMessage]):
         index = result.slot.index
         if request.store(index, result.value):
             return
-        if request.give_up((index,), self._not_finite):
+        refusal = request.refusal_of(index)
+        if request.give_up((index,), self._not_finite if refusal is None else _TOO_LARGE):
             self._resolve(request.request_id, 0.0)
+        elif refusal is not None:
+            self._end(request.request_id)
+            request.refuse(refusal)
         else:
             self._fail(request.request_id, self._not_finite, value=index)
 

@@ -36,6 +36,7 @@ _IRRELEVANT = frozenset(
     {
         *("model", "revision", "offline", "device", "dtype", "max_batch_tokens", "max_batch_sequences"),
         *("max_queued_tokens", "max_wait_seconds", "max_request_tokens", "steps_in_flight"),
+        "max_vectors",
         *("step_timeout_seconds", "quantization", "kernels", "maxsim", "attention", "cuda_graphs", "packing"),
         *("prefix_sharing", "dimensions", "doc_token_pooling", "query_prompt", "document_prompt"),
         *("instruction", "calibration", "window_overlap", "cache_mb", "device_cache_mb", "cache_dir"),

@@ -36,6 +36,17 @@ class BestWindow:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class SummedParts:
+    """The score of a document is the sum of its parts, one for each part of the query. Those of document i
+    begin at value `starts[i]` and end where those of the next document begin."""
+
+    starts: NDArray[np.int64]
+
+    def __call__(self, values: list[Value]) -> Scores:
+        return np.add.reduceat(np.array(values, dtype=np.float64), self.starts).astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class FirstNumbers:
     """Of values that have a score and its matches behind it, `scores` gets the score alone."""
 
@@ -88,6 +99,13 @@ def best_windows(num_windows: Sequence[int]) -> Combine:
     if all(count == 1 for count in num_windows):
         return one_each
     return BestWindow(np.cumsum([0, *num_windows[:-1]]))
+
+
+def summed_parts(num_parts: Sequence[int]) -> Combine:
+    """The sum of each document's parts, of which document i has `num_parts[i]`."""
+    if all(count == 1 for count in num_parts):
+        return one_each
+    return SummedParts(np.cumsum([0, *num_parts[:-1]]))
 
 
 def shared_scores(scores: Combine, position_of: Sequence[int]) -> Combine:

@@ -54,6 +54,11 @@ class DocumentInCache:
         return _tokens_of_page(self.windows)
 
     @property
+    def num_rows(self) -> int:
+        """How many vectors it has."""
+        return len(self.embedding.rows)
+
+    @property
     def window_rows(self) -> tuple[int, ...]:
         """How many vectors each of its windows has."""
         if not self.windows:
@@ -91,6 +96,11 @@ class DocumentToRun:
     @property
     def tokens_of_page(self) -> Tokens | None:
         return _tokens_of_page(self.windows)
+
+    @property
+    def num_rows(self) -> int:
+        """How many vectors it has."""
+        return sum(window.num_rows for window in self.windows)
 
     @property
     def window_rows(self) -> tuple[int, ...]:

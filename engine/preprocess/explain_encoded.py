@@ -52,9 +52,9 @@ class Side:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedExplainer:
-    """Explains documents of one request. The value of different document i is `first_values[i]`, with matches
-    behind the score; or, for vectors of whole texts, the scores of its windows begin there. With `is_mean`
-    scores are the mean of similarities, not their sum."""
+    """Explains documents of one request. The values of different document i begin at `first_values[i]`: one
+    with matches behind the score, or one for each part of a long query; or, for vectors of whole texts, the
+    scores of its windows. With `is_mean` scores are the mean of similarities, not their sum."""
 
     request: ScoreRequest
     queries: Side
@@ -85,9 +85,14 @@ class EncodedExplainer:
             rows = document.window_rows
             tokens = document.tokens_of_page
             how = Explained(rows, with_map=self.request.maps and tokens is not None)
-            found = matches_of(value, how)
+            # One for each part of a long query.
+            parts = values.values[first : self.first_values[position + 1]]
+            if any(part is None for part in parts):
+                return None
+            found = np.concatenate([matches_of(np.asarray(part), how) for part in parts])
             if tokens is not None and how.with_map:
-                maps = maps_of(tokens, similarities_of(value, how))
+                similarities = [similarities_of(np.asarray(part), how) for part in parts]
+                maps = maps_of(tokens, np.concatenate(similarities))
             sums = found[:, :, 1].sum(axis=0, dtype=np.float64) / (len(found) if self.is_mean else 1)
             # A window without a vector has the score of an empty document.
             scores = np.where(np.array(rows) > 0, sums, EMPTY_DOCUMENT_SCORE).tolist()

@@ -2,9 +2,12 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from maxsimd.engine.cache import CachedEmbedding
 from maxsimd.engine.checkpoint import LoadedModel
@@ -13,18 +16,22 @@ from maxsimd.engine.ops import cpu as kernels
 from maxsimd.engine.ops.cpu.finite import first_not_finite
 from maxsimd.engine.preprocess.long_inputs import InputName
 from maxsimd.engine.preprocess.workers import yield_to_smaller
+from maxsimd.engine.requests import ScoreRequest
 from maxsimd.pooling.query_rows import QueryRows
 from maxsimd.pooling.vectors import Vectors
 
 # Documents that are checked before smaller work gets its turn.
 _AT_ONCE = 64
+# Products of two rows up to this are finite in every precision.
+_USUAL = torch.finfo(torch.float16).max
 
 
 class GivenVectors:
-    """Checks embeddings for one model. All raise InvalidRequestError."""
+    """Checks embeddings for one model, of at most `most` vectors each. All raise InvalidRequestError."""
 
-    def __init__(self, model: LoadedModel) -> None:
+    def __init__(self, model: LoadedModel, most: int | None) -> None:
         self._model = model
+        self._most = most
 
     def documents(self, given: Mapping[int, Vectors]) -> Iterator[tuple[int, CachedEmbedding]]:
         """Documents by their index, which are scored as if they were cached. No token was ever run for
@@ -54,9 +61,46 @@ class GivenVectors:
             rows, scales = vectors.as_rows(self._model.tasks[self._model.score_task].dim)
             if self._model.score_task == "embed" and len(rows) > 1:
                 raise ValueError(f"has {len(rows)} vectors, but with this model a text has one")
+            if self._most is not None and len(rows) > self._most:
+                raise ValueError(
+                    f"has {len(rows)} vectors, and at most {self._most} are taken; send it in parts, or "
+                    "raise max_vectors"
+                )
         except ValueError as error:
             raise _wrong(param, index, error) from None
         return rows, scales
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TooLargeNumbers:
+    """Says whether scores of a request are not finite because of the embeddings that it brought. The values
+    of different documents begin at `starts`, and the first of each in the request is `firsts`."""
+
+    request: ScoreRequest
+    starts: NDArray[np.int64]
+    firsts: NDArray[np.int64]
+    # Of queries, by their index.
+    largest: dict[int, float] = field(default_factory=dict)
+
+    def __call__(self, value: int) -> InvalidRequestError | None:
+        """The refusal of the embedding to which it is due that this value is not finite; None where the
+        numbers of the embeddings are not large."""
+        index = int(self.firsts[np.searchsorted(self.starts, value, side="right") - 1])
+        query = self.request.query_of(index)
+        largest: dict[tuple[str, int], float] = {}
+        dim = 0
+        if isinstance(document := self.request.documents[index], Vectors):
+            largest["documents", index], dim = document.largest, np.shape(document.values)[-1]
+        if isinstance(given := self.request.queries[query], Vectors):
+            if query not in self.largest:
+                self.largest[query] = given.largest
+            largest["queries", query], dim = self.largest[query], np.shape(given.values)[-1]
+        # The vectors of a text are taken to have numbers of at most 1.
+        if dim * math.prod(largest.values()) <= _USUAL:
+            return None
+        param, i = name = max(largest, key=lambda each: largest[each])
+        what = f"has numbers up to {largest[name]:.3g}, and a score of theirs is not finite; normalize it"
+        return _wrong(param, i, what)
 
 
 def _check_finite(arrays: Sequence[torch.Tensor], param: str, indexes: Sequence[int]) -> None:

@@ -204,11 +204,13 @@ class LongInputs:
 class LengthLimits:
     """What the engine can run: at most `longest_sequence` tokens in one sequence. The windows of a long
     document share `window_overlap` tokens where the request names no number, and texts are cut at `side`
-    where it names none."""
+    where it names none. A query or document may come as at most `most_vectors`, None for any number, and no
+    pair has more comparisons of two vectors than two such have."""
 
     longest_sequence: int
     window_overlap: int
     side: Side = "right"
+    most_vectors: int | None = None
 
     def applied_to(self, truncation: Truncation, ids: RequestIds) -> LongInputs:
         """What a request with this truncation does with long texts. Raises InvalidRequestError for a request

@@ -23,7 +23,8 @@ class Preprocessor:
 
     `longest_sequence` is the most tokens that the engine can run in one sequence, and `window_overlap` how
     many the windows of a long document share. What is in the `cache` is not run again, and with
-    `sharing`, which says where that is worth it, neither is what all pairs of a query begin with.
+    `sharing`, which says where that is worth it, neither is what all pairs of a query begin with. At most
+    `most_vectors` may come in place of a text, None for any number.
     """
 
     def __init__(
@@ -34,9 +35,10 @@ class Preprocessor:
         window_overlap: int,
         cache: EmbeddingCache | ScoreCache | None,
         sharing: PrefixSharing | None,
+        most_vectors: int | None = None,
     ) -> None:
         self._longest = min(model.max_tokens, longest_sequence)
-        limits = LengthLimits(self._longest, window_overlap, model.truncation_side)
+        limits = LengthLimits(self._longest, window_overlap, model.truncation_side, most_vectors)
         self._model = model
         self._tokenizer = tokenizer
         self._scores = score_strategy(model, tokenizer, limits, cache, sharing)

@@ -19,6 +19,7 @@ from maxsimd.engine.actors.runner import is_device_error
 from maxsimd.engine.actors.scheduler import SchedulerActor
 from maxsimd.engine.actors.watchdog import StuckDeviceError, Watchdog
 from maxsimd.engine.admission import Admission, AdmissionLimits
+from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.cores import tokenizer_threads, usable_cores
 from maxsimd.engine.device.facts import facts_of
@@ -39,6 +40,7 @@ from maxsimd.engine.preprocess.pairs import PrefixSharing
 from maxsimd.engine.preprocess.workers import WithdrawnError, WorkerPool
 from maxsimd.engine.requests import EmbedRequest, RunOptions, ScoreRequest, Timings, Value, Values
 from maxsimd.engine.runtime.end import STUCK_SECONDS, end_threads
+from maxsimd.engine.scoring.price import ScoringPrice
 from maxsimd.engine.stats import EngineStats
 from maxsimd.engine.tenants import TenantLimits
 from maxsimd.scheduler import Scheduler, StepLimits, WaitingRequest
@@ -107,6 +109,7 @@ class Running:
             config.window_overlap,
             self.cache,
             PrefixSharing(prepared.launch_tokens) if shares else None,
+            config.max_vectors,
         )
         small = beside_small_requests(budget, device_model.device)
         limits = StepLimits(budget, config.max_batch_sequences, prepared.runner.chunked, small)
@@ -129,7 +132,7 @@ class Running:
             str(device_model.prepared.dtype).removeprefix("torch."),
         )
         self._tenants = tenants
-        admission_limits = _admission_limits(config, self.max_tokens, budget)
+        admission_limits = _admission_limits(config, self.max_tokens, budget, model)
         self.admission = Admission(admission_limits, self.scheduler, metrics, tenants)
         self._watchdog = Watchdog(config.step_timeout_seconds, self.scheduler, stacks, device.turn)
         self._is_stuck = False
@@ -337,6 +340,7 @@ class Running:
                 options=options,
                 values=values,
                 arrived=None if arrived is None else partial(arrived, prepared),
+                refusal_of=prepared.too_large,
             )
         )
         return values
@@ -411,13 +415,16 @@ def _named(value: int, prepared: Prepared, request: ScoreRequest | EmbedRequest)
         return "documents"
 
 
-def _admission_limits(config: EngineConfig, sequence_tokens: int, step_tokens: int) -> AdmissionLimits:
+def _admission_limits(
+    config: EngineConfig, sequence_tokens: int, step_tokens: int, model: LoadedModel
+) -> AdmissionLimits:
     return AdmissionLimits(
         queued_tokens=config.max_queued_tokens,
         request_tokens=config.max_request_tokens,
         wait_seconds=config.max_wait_seconds,
         sequence_tokens=sequence_tokens,
         step_tokens=step_tokens,
+        scoring=ScoringPrice.of(model),
     )
 
 

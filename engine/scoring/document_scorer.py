@@ -215,7 +215,11 @@ class DocumentScorer:
             made.failures.append(RequestFailure(batch.request_id, _NO_QUERY))
             return
         made.consumers[batch.waits_for] += len(documents)
-        asked = Asked.of_one(query, documents.slots, documents.explained)
+        share = 1.0
+        if batch.query_part is not None:
+            whole, query = query, query[slice(*batch.query_part)]
+            share = len(query) / len(whole)
+        asked = Asked.of_one(query, documents.slots, documents.explained, share)
         self._score_cached(asked, documents.embeddings, documents.keys, made)
 
     def _score_cached(
@@ -299,7 +303,11 @@ class DocumentScorer:
         made: ScoredDocuments,
     ) -> None:
         """Adds the scores of all pairs, those that are to be explained with their matches; `document` gives
-        the rows of a document that were scored."""
+        the rows of a document that were scored. Scores of parts of a query are to be added up: where they are
+        means, each counts by its share of the rows."""
+        is_mean = self._similarity == "meanmaxsim"
+        if is_mean and asked.share != 1:
+            scores = scores * asked.share
         if not asked.explained:
             made.add(scores, asked.slots)
             return
@@ -307,11 +315,8 @@ class DocumentScorer:
         for i, how in asked.explained.items():
             query, item = asked.pairs[i].tolist()
             embedding = asked.embeddings[query].to(self._dtype)
-            with_matches.append(
-                score_with_matches(
-                    scores[i], embedding, document(item), how, self._similarity == "meanmaxsim"
-                )
-            )
+            share = asked.share if is_mean else None
+            with_matches.append(score_with_matches(scores[i], embedding, document(item), how, share))
         slots = tuple(asked.slots[i] for i in asked.explained)
         made.outputs.append(Output(slots, Ragged.from_items(with_matches), scalar=False))
         others = [i for i in range(len(asked.pairs)) if i not in asked.explained]

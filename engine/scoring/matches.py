@@ -10,6 +10,8 @@ from maxsimd.scheduler import Explained
 
 # By as much scores may differ because sums are formed in different orders.
 _SAME = 1e-4
+# Similarities that are held at a time: 16 MiB of them in float32.
+_AT_ONCE = 1 << 22
 
 
 def best_matches(query: torch.Tensor, document: torch.Tensor, window_rows: Sequence[int]) -> torch.Tensor:
@@ -23,8 +25,11 @@ def best_matches(query: torch.Tensor, document: torch.Tensor, window_rows: Seque
     for window in document.split(list(window_rows)):
         best = torch.zeros(len(query), 2, device=query.device)
         if len(window):
-            similarity, row = (query @ window.float().T).max(dim=1)
-            best[:, 0], best[:, 1] = row + first, similarity
+            columns = window.float().T
+            for tile in range(0, len(query), at_once := max(1, _AT_ONCE // len(window))):
+                similarity, row = (query[tile : tile + at_once] @ columns).max(dim=1)
+                best[tile : tile + at_once, 0] = row + first
+                best[tile : tile + at_once, 1] = similarity
         else:
             best[:, 0] = -1
         each.append(best)
@@ -37,19 +42,20 @@ def score_with_matches(
     query: torch.Tensor,
     document: torch.Tensor,
     explained: Explained,
-    is_mean: bool,
+    share: float | None,
 ) -> torch.Tensor:
     """A score and the best matches behind it, as they leave the device: float32 [1 + Lq * windows * 2, 1];
     and behind these the similarities [Lq, Ld] of all vectors, if there is to be a map.
 
-    The matches add up to the score, or with `is_mean` have it as their mean. Where they do not, because the
-    backend has rounded each product to the precision of its factors, the score becomes theirs."""
+    The matches add up to the score, or to that of a part of the query; where scores are means, the score is
+    the `share` of the query's rows that these are, times their mean. Where it is not, because the backend has
+    rounded each product to the precision of its factors, it becomes theirs."""
     matches = best_matches(query, document, explained.rows)
     score = score.float()
     if len(document):
         of_windows = [matches[:, i, 1] for i, rows in enumerate(explained.rows) if rows]
         best = torch.stack(of_windows).amax(dim=0)
-        exact = best.mean() if is_mean else best.sum()
+        exact = best.sum() if share is None else best.mean() * share
         score = torch.where((exact - score).abs() <= _SAME, score, exact)
     parts = [score.reshape(1, 1), matches.reshape(-1, 1)]
     if explained.with_map:

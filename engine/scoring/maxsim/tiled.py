@@ -16,6 +16,8 @@ from maxsimd.pooling.transfer import to_device
 BLOCK = 32
 # The size of the similarities of a tile of documents, so that they stay in the second-level cache.
 TILE_BYTES = 2 * 1024 * 1024
+# Rows of a document that are multiplied at once however long the query: with fewer, products are slower.
+LEAST_ROWS = 256
 
 # The shapes of products that are not float32: their rows, and the multiple to which query tokens are padded.
 PIECES = (4096, 2048, 1024, 512, 256, 128, 64)
@@ -52,12 +54,12 @@ def _best_matches(query: torch.Tensor, tokens: torch.Tensor, lengths: Rows) -> t
     if len(query) == 0:
         return best_of_block[: len(lengths)]
     transposed = query.T.contiguous()
-    for first, last in _tiles(offsets, TILE_BYTES // (len(query) * tokens.itemsize)):
-        start, stop = int(offsets[first]), int(offsets[last])
-        rows = slice(int(block_offsets[first]), int(block_offsets[last]))
+    for start, stop, first, last in _tiles(
+        offsets, block_offsets, TILE_BYTES // (len(query) * tokens.itemsize)
+    ):
         similarity = _product(tokens[start:stop], transposed)  # [rows, Lq]
-        similarity = _take(similarity, filled[rows.start * BLOCK : rows.stop * BLOCK] - start)
-        best_of_block[rows] = _maxima(similarity.unflatten(0, (-1, BLOCK)))
+        similarity = _take(similarity, filled[first * BLOCK : last * BLOCK] - start)
+        best_of_block[first:last] = _maxima(similarity.unflatten(0, (-1, BLOCK)))
     if tokens.device.type != "cpu":
         return maxima_by_torch(best_of_block, blocks)
     return torch.from_numpy(np.maximum.reduceat(best_of_block.numpy(), block_offsets[:-1], axis=0))
@@ -117,14 +119,20 @@ def _filled_rows(lengths: Rows, blocks: Rows, offsets: Rows) -> Rows:
     return filled
 
 
-def _tiles(offsets: Rows, rows: int) -> Iterator[tuple[int, int]]:
-    """Runs of documents, as (first, last), that have at most `rows` rows together, or one longer document."""
-    first, count = 0, len(offsets) - 1
-    while first < count:
-        last = int(np.searchsorted(offsets, offsets[first] + rows, side="right")) - 1
-        last = max(last, first + 1)
-        yield first, last
-        first = last
+def _tiles(offsets: Rows, block_offsets: Rows, rows: int) -> Iterator[tuple[int, int, int, int]]:
+    """Tiles as (start, stop) of rows and (first, last) of blocks: documents that have at most `rows` rows
+    together, or as many of one longer document, but at least `LEAST_ROWS`."""
+    document, count = 0, len(offsets) - 1
+    while document < count:
+        end = int(np.searchsorted(offsets, offsets[document] + rows, side="right")) - 1
+        end = max(end, document + 1)
+        start, stop = int(offsets[document]), int(offsets[end])
+        first, last = int(block_offsets[document]), int(block_offsets[end])
+        at_once = max(LEAST_ROWS, rows) // BLOCK if end == document + 1 else last - first
+        for block in range(first, last, at_once):
+            from_row = start + (block - first) * BLOCK
+            yield from_row, min(stop, from_row + at_once * BLOCK), block, min(last, block + at_once)
+        document = end
 
 
 def _tokens_of(wanted: Rows, documents: Ragged, lengths: Rows) -> torch.Tensor:

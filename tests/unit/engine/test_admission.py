@@ -5,6 +5,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from maxsimd.engine import QueueFullError, RequestTooLargeError
@@ -13,13 +14,20 @@ from maxsimd.engine.actors.messages import Admit, RunnerMessage, SchedulerMessag
 from maxsimd.engine.actors.scheduler import SchedulerActor
 from maxsimd.engine.admission import Admission, AdmissionLimits
 from maxsimd.engine.metrics import EngineMetrics
-from maxsimd.engine.requests import EmbedRequest, RunOptions, Truncation, Values
+from maxsimd.engine.requests import EmbedRequest, RunOptions, ScoreRequest, Truncation, Values
+from maxsimd.engine.scoring.price import ScoringPrice
 from maxsimd.engine.tenants import Tenant, TenantLimits
+from maxsimd.pooling.vectors import Vectors
 from maxsimd.scheduler import Scheduler, StepLimits, WaitingRequest
 from tests.unit.scheduler.scheduled_requests import texts
 
 LIMITS = AdmissionLimits(
-    queued_tokens=10_000, request_tokens=5000, wait_seconds=2.0, sequence_tokens=50, step_tokens=50
+    queued_tokens=10_000,
+    request_tokens=5000,
+    wait_seconds=2.0,
+    sequence_tokens=50,
+    step_tokens=50,
+    scoring=ScoringPrice(200),
 )
 # Of windows there is no most. A text counts as 64 characters more, and four are taken for a token at first.
 TEXT = EmbedRequest(texts=("x" * 336,), task="embed", truncation=Truncation(windows=True))
@@ -68,7 +76,7 @@ class Door:
         with self.admission.permit(text_of(tokens), self.tenants.applied(RunOptions(**options))) as permit:
             permit.confirm(tokens if counted is None else counted)
 
-    def estimate(self, request: EmbedRequest = TEXT) -> float:
+    def estimate(self, request: EmbedRequest | ScoreRequest = TEXT) -> float:
         """As how many tokens a request counts before they are counted."""
         with self.admission.permit(request, RunOptions()) as permit:
             return permit.tokens
@@ -364,3 +372,23 @@ async def test_waits_seen_count_for_the_next_class_of_size() -> None:
     for estimate in (60, 70):
         with pytest.raises(QueueFullError, match="would wait for about"):
             door.estimate(text_of(estimate))
+
+
+async def test_given_vectors_are_priced_before_they_are_prepared() -> None:
+    door = Door()
+    query, documents = Vectors(np.zeros((400, 2))), (Vectors(np.zeros((640, 2))),) * 8
+    request = ScoreRequest(queries=("q",), documents=documents)
+    characters = (64 * 9 + 1) // 4
+    assert door.estimate(request) == characters + 640 * 8 / 128 + 2
+    assert door.estimate(replace(request, explain=1)) == characters + 640 * 8 / 128 + 2, "a usual query"
+    request = replace(request, queries=(query,))
+    assert door.estimate(request) == 64 * 9 / 4 + 2 * 640 * 8 / 128 + 2
+    assert door.estimate(replace(request, explain=1)) == 64 * 9 / 4 + 8 * 640 * 8 / 128 + 2
+    door.queue(1, 9900)
+    with pytest.raises(QueueFullError, match="wait already"), door.admission.permit(request, RunOptions()):
+        pass
+    # What a text costs is learnt from texts alone.
+    door = Door()
+    with door.admission.permit(request, RunOptions()) as permit:
+        permit.confirm(144 + 80 + 2)
+    assert door.estimate() == pytest.approx(100, abs=1)

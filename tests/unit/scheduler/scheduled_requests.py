@@ -32,9 +32,9 @@ def texts(request_id: int, lengths: list[int], first_id: int = 0) -> list[Sequen
     ]
 
 
-def document(request_id: int, sequence_id: int, length: int, query_id: int) -> Sequence:
+def document(request_id: int, sequence_id: int, length: int, query_id: int, scoring: int = 0) -> Sequence:
     slot = ResultSlot(request_id, sequence_id)
-    return Sequence.document(sequence_id, slot, "embed", tokens(length), DocumentPayload(query_id))
+    return Sequence.document(sequence_id, slot, "embed", tokens(length), DocumentPayload(query_id), scoring)
 
 
 def query(request_id: int, sequence_id: int, length: int, num_consumers: int = 1) -> Sequence:

@@ -307,6 +307,20 @@ def test_a_chunk_says_which_part_it_is() -> None:
     assert not Chunk(pair, 2, 31).is_all_after_prefix
 
 
+def test_a_document_counts_with_what_scoring_it_costs() -> None:
+    for scheduler, lengths, scoring, expected in (
+        (bidirectional(100), [10] * 5, 40, [100, 100, 50]),
+        (bidirectional(100), [10, 10], 500, [510, 510]),
+        (causal(100), [150], 30, [100, 80]),
+        (causal(100), [20, 20], 70, [100, 80]),
+    ):
+        documents = [document(1, i, length, -1, scoring) for i, length in enumerate(lengths)]
+        scheduler.admit(1, documents)
+        assert scheduler.waiting_tokens == sum(lengths) + scoring * len(lengths) == sum(expected)
+        assert [step.num_tokens + step.other_price for step in run_dry(scheduler)] == expected
+        assert scheduler.waiting_tokens == 0
+
+
 def step_of(num_chunks: int, num_cached: int) -> Step:
     chunks = tuple(Chunk(text, 0, len(text)) for text in texts(0, [5] * num_chunks))
     return Step(4, chunks, tuple(cached(0, price) for price in range(1, num_cached + 1)))

@@ -17,6 +17,7 @@ from maxsimd.engine import (
     QueueFullError,
 )
 from maxsimd.engine.preprocess import two_stage
+from maxsimd.engine.scoring import price
 from maxsimd.engine.stats import EngineStats
 from tests.checkpoints import bi_encoders, language_models
 from tests.checkpoints.shared import SharedCheckpoints
@@ -192,7 +193,7 @@ async def small_steps(
 ) -> Engine:
     """An engine that takes few tokens into its queue and into a step, with all lines cached."""
     monkeypatch.setattr(two_stage, "ON_HOST", two_stage.BatchLimits(rows=64, documents=512))
-    monkeypatch.setattr(two_stage, "ROWS_PER_TOKEN", 2)
+    monkeypatch.setattr(price, "ROWS_PER_TOKEN", 2)
     engine = await engines(
         EngineConfig(model=stanford_colbert, dtype="float32", max_batch_tokens=64, max_queued_tokens=4000)
     )

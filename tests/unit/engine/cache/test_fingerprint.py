@@ -40,6 +40,7 @@ OF_NO_CONCERN: dict[str, Any] = {
     "max_wait_seconds": 99.0,
     "step_timeout_seconds": 99.0,
     "max_request_tokens": 99_999,
+    "max_vectors": 99,
     "steps_in_flight": 1,
     "maxsim": "reference",
     "cuda_graphs": "off",

@@ -1,7 +1,9 @@
 """Queries and documents that come as their embeddings: scored as their texts are, or refused."""
 
+import asyncio
 import base64
 import re
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,9 +16,11 @@ from maxsimd.engine import (
     Engine,
     EngineConfig,
     InvalidRequestError,
+    RequestFailedError,
     Vectors,
 )
 from maxsimd.engine.preprocess import given_vectors
+from maxsimd.engine.scoring.price import ScoringPrice
 from tests.unit.calling_handlers import Caller, RecordingEngine, error_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -27,7 +31,8 @@ DOCUMENTS = ["Open a file and return a stream.", "Sort a list.", "x", "Cats slee
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def colbert(native_multi_vector: str) -> AsyncIterator[RecordingEngine]:
-    async with RecordingEngine(EngineConfig(model=native_multi_vector, dtype="float32", threads=1)) as engine:
+    config = EngineConfig(model=native_multi_vector, dtype="float32", threads=1, max_vectors=70)
+    async with RecordingEngine(config) as engine:
         yield engine
 
 
@@ -118,6 +123,7 @@ def _bad(dim: int) -> dict[str, Any]:
         "has 3 scales for 2 vectors": Vectors(good.astype(np.int8), np.ones(3)),
         "scale that is NaN": Vectors(good.astype(np.int8), np.array([1, np.nan])),
         "leave them out": Vectors(good, np.ones(2)),
+        "has 71 vectors, and at most 70 are taken.*raise max_vectors": np.zeros((71, dim), dtype=np.int8),
     }
 
 
@@ -146,6 +152,41 @@ async def test_what_cannot_be_scored_is_refused_by_name(
         await colbert.score(QUERY, [good, 7])  # type: ignore[list-item]
 
 
+async def test_scores_that_overflow_name_the_embedding(colbert: RecordingEngine, vectors: Any) -> None:
+    query, rows = vectors
+    large = np.full_like(rows[1], 3e38)
+    scaled = Vectors(np.full(rows[1].shape, 127, dtype=np.int8), np.full(len(large), 3e38))
+    for queries, documents, named in (
+        (QUERY, [rows[0], large], r"documents\[1\] has numbers up to 3e\+38, .*not finite; normalize it"),
+        (query, [rows[0], scaled], r"documents\[1\] has numbers up to 3.81e\+40"),
+        (np.full_like(query, 3e38), DOCUMENTS[:2], r"queries\[0\] has numbers up to 3e\+38"),
+    ):
+        with pytest.raises(InvalidRequestError, match=f"^{named}") as error:
+            await colbert.score(queries, documents, explain=True)
+        assert str(error.value).startswith(str(error.value.param))
+    bad = rows[0][:, :3]
+    found = await colbert.score(QUERY, [bad, DOCUMENTS[0], large, large], on_error="report")
+    assert [re.search("too large|shape", found.errors[i])[0] for i in (0, 2, 3)] == [
+        "shape",
+        *["too large"] * 2,
+    ]
+    assert np.isfinite(found.scores).tolist() == [False, True, False, False]
+
+
+async def test_the_models_own_infinity_stays_its_fault(
+    colbert: RecordingEngine, vectors: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(queries: Any, documents: Any, pairs: Any) -> torch.Tensor:
+        return torch.full((len(pairs),), torch.nan)
+
+    scorer = colbert._require()._actors._scorer
+    monkeypatch.setattr(scorer, "_maxsim", broken)
+    monkeypatch.setattr(scorer, "_maxsim_apart", None)
+    for documents in (DOCUMENTS[:1], vectors[1]):
+        with pytest.raises(RequestFailedError, match="not finite in float32"):
+            await colbert.score(QUERY, documents, cache="bypass")
+
+
 async def test_cross_encoders_take_texts_only(bert_cross_encoder: str) -> None:
     async with Engine(EngineConfig(model=bert_cross_encoder)) as engine:
         rows = np.ones((2, 8), dtype=np.float32)
@@ -160,6 +201,23 @@ def _sent(rows: Any, dtype: str, **more: Any) -> dict[str, Any]:
     tensor = torch.from_numpy(np.ascontiguousarray(rows)).to(getattr(torch, dtype))
     raw = tensor.view(torch.uint8).numpy().tobytes()
     return {"embedding": base64.b64encode(raw).decode(), "dtype": dtype, "shape": list(rows.shape)} | more
+
+
+async def test_a_small_request_is_done_before_a_large_one(
+    colbert: RecordingEngine, vectors: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each document of the large one is a step by itself, and the small one comes behind the first."""
+    query, rows = vectors
+    strategy = colbert._require().preprocessor._scores
+    monkeypatch.setattr(strategy, "_price", ScoringPrice(0.001))
+    began = asyncio.Event()
+    documents = [rows[0] + i for i in range(300)]
+    large = asyncio.create_task(colbert.score(query, documents, progress=lambda done, total: began.set()))
+    await began.wait()
+    await colbert.score(QUERY, DOCUMENTS[0])
+    assert not large.done()
+    expected = [float((query @ document.T).max(axis=1).sum()) for document in documents]
+    np.testing.assert_allclose((await large).scores, expected, rtol=1e-4)
 
 
 async def test_over_http(colbert: RecordingEngine, vectors: Any) -> None:
@@ -207,6 +265,9 @@ async def test_what_is_no_embedding_gets_a_400(colbert: RecordingEngine) -> None
         ({"shape": [-1]}, "does not fit"),
         ({"shape": "a"}, "does not fit"),
         ({"shape": [True]}, "does not fit"),
+        ({"shape": [int("9" * 19)] * 60_000}, "shape has 60000 sizes; give"),
+        ({"shape": [1, 2, 1]}, "shape has 3 sizes; give"),
+        ({"shape": [int("9" * 19), 0]}, "does not fit"),
         ({"scales": [1.0]}, "leave them out"),
         ({"scales": "!"}, "scales is not base64"),
         ({"scales": ["a"]}, "scales is neither"),
@@ -214,11 +275,56 @@ async def test_what_is_no_embedding_gets_a_400(colbert: RecordingEngine) -> None
     good = _sent(np.ones((2, colbert.model.tasks["token_embed"].dim), dtype=np.float32), "float32")
     for change, reason in changes:
         body = {"query": "q", "documents": ["d", good | change]}
+        begun = time.thread_time()
         answer = await Caller(colbert).ask("POST", "/rerank", body)
+        assert time.thread_time() - begun < 0.5
         assert answer.status == 400
         error = error_of(answer)
         assert error["param"] == "documents"
         assert re.search(rf"documents\[1\].*{reason}", error["message"]), error
+
+
+async def test_parts_of_a_long_query_add_up(
+    colbert: RecordingEngine, vectors: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query, rows = vectors
+    await colbert.score(QUERY, DOCUMENTS)
+    strategy = colbert._require().preprocessor._scores
+    scorer = colbert._require()._actors._scorer
+    asked: list[int] = []
+    add = scorer._add
+    for similarity in ("maxsim", "meanmaxsim"):
+        monkeypatch.setattr(strategy, "_price", ScoringPrice(1000))
+        for each in (scorer, strategy):
+            monkeypatch.setattr(each, "_similarity", similarity)
+        for given in (query, QUERY):
+            request = given, [rows[1], *DOCUMENTS, rows[0]]
+            expected = await colbert.score(*request, explain=True)
+            with monkeypatch.context() as patched:
+                patched.setattr(strategy, "_price", ScoringPrice(len(rows[0]) * len(query) / 50_000))
+                patched.setattr(scorer, "_add", lambda scores, *rest: asked.append(1) or add(scores, *rest))
+                parted = await colbert.score(*request, explain=True)
+                plain = await colbert.score(*request)
+            for found in (parted, plain):
+                np.testing.assert_allclose(found.scores, expected.scores, rtol=1e-5)
+            for i, explanation in expected.explanations.items():
+                rows_of = [match.document_row for match in explanation.matches]
+                assert [match.document_row for match in parted.explanations[i].matches] == rows_of
+    assert len(asked) > 4 * 2 * 6
+
+
+async def test_too_much_scoring_gets_a_413(
+    colbert: RecordingEngine, vectors: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By vectors of the query x those of the documents, whether these were sent or cached."""
+    query, rows = vectors
+    await colbert.score(QUERY, DOCUMENTS[3])
+    monkeypatch.setattr(colbert._require().preprocessor._scores, "_price", ScoringPrice(1e-8))
+    for documents in ([_sent(rows[0], "float16")], [DOCUMENTS[3]]):
+        body = {"query": _sent(query, "float16"), "documents": documents}
+        answer = await Caller(colbert).ask("POST", "/rerank", body)
+        assert answer.status == 413
+        assert re.search(r"more than the 10000000 that one may have", error_of(answer)["message"])
 
 
 async def test_a_text_comes_before_an_embedding(colbert: RecordingEngine) -> None:

@@ -10,17 +10,12 @@ from maxsimd.engine.cache import EmbeddingCache
 from maxsimd.engine.cache.slab import EmbeddingSlab
 from maxsimd.engine.checkpoint import RoleRules
 from maxsimd.engine.errors import RequestTooLargeError
-from maxsimd.engine.preprocess import Prepared, usage_of
+from maxsimd.engine.preprocess import Prepared, Preprocessor, usage_of
 from maxsimd.engine.preprocess.texts import TextBuilder
-from maxsimd.engine.preprocess.two_stage import (
-    DOCUMENTS_PER_TOKEN,
-    IN_SLAB,
-    ON_HOST,
-    ROWS_PER_TOKEN,
-    in_batches,
-)
+from maxsimd.engine.preprocess.two_stage import IN_SLAB, ON_HOST, in_batches
 from maxsimd.engine.requests import REFUSE_LONG, Truncation
 from maxsimd.engine.scoring.documents import CachedDocument
+from maxsimd.engine.scoring.price import DOCUMENTS_PER_TOKEN, ROWS_PER_TOKEN, ScoringPrice
 from maxsimd.scheduler import ResultSlot, Role, Sequence, Window
 from tests.unit.engine.preprocess.preprocessing import (
     CLS,
@@ -36,6 +31,7 @@ from tests.unit.engine.preprocess.preprocessing import (
     refused,
     request_ids,
     score_request,
+    tokenizer,
     tokens_of,
     words,
 )
@@ -212,10 +208,30 @@ def test_cached_documents_are_in_batches_by_query_and_size() -> None:
     assert IN_SLAB.rows > 3 * ON_HOST.rows
 
 
-def batches(*rows: int) -> list[tuple[int, int]]:
-    """How many documents each batch has, and its price, for documents of these numbers of rows."""
+@pytest.mark.parametrize("task", [LATE_INTERACTION, BI_ENCODER])
+def test_documents_beside_a_long_query_cost_more_than_tokens(task: str) -> None:
+    price = ScoringPrice.of(model(score_task=task))
+    usual = int(price.usual_query_rows)
+    for length, expected in ((usual - 2, 0), (10 * usual - 2, (10 - 1) * 640 // 128 - 1)):
+        prepared = score([words(length)], [words(638)], task=task, max_tokens=10_000)
+        (one,) = documents_of(prepared)
+        assert one.scoring in (expected, expected + 1)
+        assert one.price == 640 + one.scoring
+
+
+def test_a_pair_has_at_most_the_square_of_max_vectors() -> None:
+    described = model(max_tokens=10_000)
+    prepare = Preprocessor(described, tokenizer(), 10_000, 0, None, None, most_vectors=20).score
+    assert prepare(score_request([words(38)], ["w1", words(8)]), request_ids()).results == 2
+    with refused("documents", r"^documents\[2\] has 11 vectors and its query 40, and at most 400 pairs"):
+        prepare(score_request([words(38)], ["w1", "w1", words(9)]), request_ids())
+
+
+def batches(*rows: int, query_rows: int = 32) -> list[tuple[int, int]]:
+    """How many documents each batch has, and its price, for documents of these numbers of rows and a query
+    of which 200 are usual."""
     documents = [CachedDocument(ResultSlot(7, i), embedding(rows=n)) for i, n in enumerate(rows)]
-    made = list(in_batches(documents, 100))
+    made = list(in_batches(documents, 100, query_rows, ScoringPrice(200)))
     assert [slot for batch in made for slot in batch.documents.slots] == [one.slot for one in documents]
     return [(len(batch.documents), batch.price) for batch in made]
 
@@ -239,4 +255,15 @@ def test_a_batch_is_full_at_exactly_its_rows_or_documents() -> None:
         ([0] * DOCUMENTS_PER_TOKEN, [(DOCUMENTS_PER_TOKEN, 1)]),
         ([0] * (DOCUMENTS_PER_TOKEN + 1), [(DOCUMENTS_PER_TOKEN + 1, 2)]),
     ):
-        assert batches(*rows) == expected
+        assert batches(*rows) == batches(*rows, query_rows=200) == expected
+
+
+def test_a_long_query_makes_batches_dearer_and_smaller() -> None:
+    full = ON_HOST.rows // ROWS_PER_TOKEN
+    for query_rows, rows, expected in (
+        (2000, [1280], [(1, 100 + 1)]),
+        (2000, [ON_HOST.rows // 20] * 5, [(2, full + 1), (2, full + 1), (1, full // 2 + 1)]),
+        (2000, [ON_HOST.rows], [(1, 10 * full + 1)]),
+        (200_000, [1] * 3, [(3, 24 + 1)]),
+    ):
+        assert batches(*rows, query_rows=query_rows) == expected

@@ -6,10 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache, Precision
 from maxsimd.engine.cache.memory import MemoryStore
 from maxsimd.engine.ops import cpu as kernels
+from maxsimd.engine.scoring import matches
 from maxsimd.engine.scoring.document_scorer import DocumentScorer, ScoredDocuments
 from maxsimd.engine.scoring.documents import CachedDocument, CachedDocuments, CacheHit, Duplicate
 from maxsimd.engine.scoring.maxsim import maxsim_apart_avx512, maxsim_avx512, maxsim_reference
@@ -388,3 +390,28 @@ def test_windows_in_two_halves_leave_nothing(later_first: bool) -> None:
     for made in (second, first) if later_first else (first, second):
         ours.commit(made.releases)
     assert (len(ours.queries), len(ours.windows)) == (0, 0)
+
+
+class Sizes(TorchDispatchMode):
+    """Notes how many numbers the largest tensor has that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        tensors = made if isinstance(made, tuple | list) else (made,)
+        self.largest = max(self.largest, *(each.numel() for each in tensors))
+        return made
+
+
+def test_matches_are_found_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, windows = rows(1, 300), (150, 0, 50)
+    found = matches.best_matches(query, rows(2, 200), windows)
+    monkeypatch.setattr(matches, "_AT_ONCE", 1000)
+    with Sizes() as sizes:
+        tiled = matches.best_matches(query, rows(2, 200), windows)
+    assert sizes.largest <= 300 * DIM
+    assert tiled[:, :, 0].equal(found[:, :, 0])
+    assert torch.allclose(tiled, found, atol=1e-5)

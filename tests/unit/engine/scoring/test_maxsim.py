@@ -102,13 +102,14 @@ def test_no_number_makes_the_scores_of_its_own_text_none(maxsim: MaxSim, dtype: 
 
 @pytest.mark.parametrize("tile_bytes", [1, 4 * 3 * 40, 4 * 3 * 100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_take_tile_bytes_or_one_document(
+def test_products_take_tile_bytes_or_the_least_rows(
     monkeypatch: pytest.MonkeyPatch, tile_bytes: int, dtype: torch.dtype
 ) -> None:
     queries = ragged([3, 16], 8, 1).decoded(dtype)
     documents = ragged([40, 1, 64, 33, 32, 90, 2, 5], 8, 2).decoded(dtype)
     pairs = pairs_of([(q, d) for q in range(2) for d in range(8)])
     monkeypatch.setattr(tiled, "TILE_BYTES", tile_bytes)
+    monkeypatch.setattr(tiled, "LEAST_ROWS", 64)
     sizes: list[int] = []
     product = tiled._product
     monkeypatch.setattr(
@@ -117,8 +118,8 @@ def test_products_take_tile_bytes_or_one_document(
     scores = maxsim_tiled(queries, documents, pairs)
     tolerance = 1e-4 if dtype is torch.float32 else 0.5
     assert scores.tolist() == pytest.approx(plain(queries, documents, pairs), abs=tolerance)
-    alone = {length * tokens for length in documents.lengths for tokens in (3, 16)}
-    assert all(size * documents.values.itemsize <= tile_bytes or size in alone for size in sizes)
+    assert max(sizes) <= max(tile_bytes // documents.values.itemsize, 64 * 16)
+    assert (90 - 64) * 16 in sizes or tile_bytes >= 90 * 16 * documents.values.itemsize
 
 
 def test_maxima_on_another_device_are_those_of_consecutive_rows() -> None:
