@@ -249,7 +249,7 @@ def qwen3_embedding(folder: Path, kind: str = "Q8_0", **changed: Any) -> str:
 def bge(folder: Path, kind: str = "F16", **changed: Any) -> str:
     """BAAI/bge-small-en-v1.5: a BERT, whose tokeniser is a list of words."""
     source = folder / "hf" / "backbone"
-    tokenizer = _fewer_words(wordpiece())
+    tokenizer = wordpiece(2500)  # of a GGUF file each word is read by itself
     save_model(source, "bert", vocab_size=len(tokenizer), **WIDE)
     tokenizer.save_pretrained(source)
     config = _config(str(source))
@@ -272,15 +272,6 @@ def bge(folder: Path, kind: str = "F16", **changed: Any) -> str:
         lambda name, tensor, config: None if name.startswith("pooler.") else tensor,
     )
     return _written(folder, str(source), conversion, Kind[kind], saved=("cls", folder / "hf"))
-
-
-def _fewer_words(tokenizer: Any, size: int = 2500) -> Any:
-    """A WordPiece tokenizer with the first of its words: of a GGUF file each is read by itself."""
-    described = json.loads(tokenizer.backend_tokenizer.to_str())
-    words = described["model"]["vocab"]
-    described["model"]["vocab"] = {word: number for word, number in words.items() if number < size}
-    fewer = Tokenizer.from_str(json.dumps(described))
-    return type(tokenizer)(tokenizer_object=fewer, model_max_length=tokenizer.model_max_length)
 
 
 def bge_reranker(folder: Path, kind: str = "F16", **changed: Any) -> str:

@@ -1,6 +1,7 @@
 """Small tokenisers of the kinds that published models have. Their vocabularies come from docstrings."""
 
 import functools
+import json
 import math
 from collections import Counter
 from pathlib import Path
@@ -27,9 +28,24 @@ GEMMA = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>", "unk_
 ENDS = "<s> $A </s>", "<s> $A </s> </s> $B </s>"
 
 
-def wordpiece() -> Any:
-    """BERT's, as the embedded model has it."""
-    return AutoTokenizer.from_pretrained(embedded_model_path())
+# How many words and pieces of BERT's the checkpoints have.
+WORDS = 8000
+
+
+def wordpiece(size: int = WORDS) -> Any:
+    """BERT's, as the embedded model has it, with the first of its words."""
+    whole, described = _bert_tokenizer()
+    words = {word: number for word, number in described["model"]["vocab"].items() if number < size}
+    fewer = described | {"model": described["model"] | {"vocab": words}}
+    backend = Tokenizer.from_str(json.dumps(fewer))
+    return type(whole)(tokenizer_object=backend, model_max_length=whole.model_max_length)
+
+
+@functools.cache
+def _bert_tokenizer() -> tuple[Any, dict[str, Any]]:
+    """The embedded model's tokenizer, and what its file says."""
+    tokenizer = AutoTokenizer.from_pretrained(embedded_model_path())
+    return tokenizer, json.loads(tokenizer.backend_tokenizer.to_str())
 
 
 def xlm_roberta(folder: Path, **options: Any) -> int:
@@ -103,18 +119,21 @@ def merges_of(
     return vocabulary, merges
 
 
-def pieces_of(specials: list[str], size: int = 3000) -> list[tuple[str, float]]:
+def pieces_of(specials: list[str]) -> list[tuple[str, float]]:
     """Frequent words and all characters with their log frequencies, after the special tokens. Counted, not
     trained, because the trainer gives another vocabulary each time."""
+    return [(token, 0.0) for token in [*specials, "\u2581"]] + _pieces()
+
+
+@functools.cache
+def _pieces(size: int = 3000) -> list[tuple[str, float]]:
     words = Counter(word for pair in docstring_pairs() for word in pair.document.split())
     characters = Counter("".join(words.elements()))
     pieces = Counter({f"\u2581{word}": count for word, count in words.most_common(size)}) + characters
     pieces.update({"\u2581Yes": 5, "\u2581No": 5, "Yes": 5, "No": 5, "\n": 50})
     total = pieces.total()
     ranked = sorted(pieces.items(), key=lambda item: (-item[1], item[0]))
-    return [(token, 0.0) for token in [*specials, "\u2581"]] + [
-        (piece, math.log(count / total)) for piece, count in ranked
-    ]
+    return [(piece, math.log(count / total)) for piece, count in ranked]
 
 
 def _set_template(tokenizer: Tokenizer, single: str, pair: str, specials: list[str]) -> None:

@@ -47,6 +47,7 @@ from tests.checkpoints import (
     vision_language,
 )
 from tests.checkpoints.shared import SharedCheckpoints
+from tests.checkpoints.tokenizers import WORDS
 from tests.parity.changes import (
     CPU,
     Build,
@@ -628,7 +629,7 @@ def test_sparse_models_behind_a_router_must_be_one(
     assert "by two models" in refusal(tmp_path / "two")
     path = changed(sparse_encoders.opensearch_v3)
     static = Path(path) / "query_0_SparseStaticEmbedding"
-    torch.save({"weight": torch.ones(30522)}, static / "pytorch_model.bin")
+    torch.save({"weight": torch.ones(WORDS)}, static / "pytorch_model.bin")
     (static / "model.safetensors").unlink()
     assert "allow_pickle" in refusal(path)
 
@@ -665,15 +666,15 @@ async def test_what_cannot_be_run_is_refused_by_the_engine(
 
 async def test_a_text_that_gives_nan_is_named_with_the_precision(changed: Callable[..., str]) -> None:
     path = Path(changed(bi_encoders.bge))
-    zebra = Tokenizer.from_file(str(path / "tokenizer.json")).token_to_id("zebra")
-    tensors(lambda found: found["embeddings.word_embeddings.weight"][zebra].fill_(3e38))(path)
+    lion = Tokenizer.from_file(str(path / "tokenizer.json")).token_to_id("lion")
+    tensors(lambda found: found["embeddings.word_embeddings.weight"][lion].fill_(3e38))(path)
     said = "the model returned a number that is not finite in bfloat16; leave this text out, or load"
     async with Engine(EngineConfig(model=str(path), dtype="bfloat16", threads=1)) as engine:
         with pytest.raises(RequestFailedError, match=rf"^documents\[2\]: {said}"):
-            await engine.score("a horse", ["a cat", "a dog", "a zebra", "a cat"])
+            await engine.score("a horse", ["a cat", "a dog", "a lion", "a cat"])
         with pytest.raises(RequestFailedError, match=rf"^input\[1\]: {said}"):
-            await engine.embed(["a cat", "a zebra"])
-        reported = await engine.score("a horse", ["a cat", "a zebra"], on_error="report")
+            await engine.embed(["a cat", "a lion"])
+        reported = await engine.score("a horse", ["a cat", "a lion"], on_error="report")
     assert reported.errors.keys() == {1}
     assert re.match(said, reported.errors[1])
 

@@ -27,6 +27,7 @@ from tests.checkpoints import (
     t5,
 )
 from tests.checkpoints.shared import SharedCheckpoints
+from tests.checkpoints.tokenizers import WORDS
 from tests.engines import Engines
 from tests.parity import plain_models, references
 from tests.parity.changes import Build, Edit, converted, settings
@@ -148,7 +149,7 @@ VARIANTS = [
     ),
     # As ColPali-like models keep only the tokens of pictures; here every other token of the vocabulary.
     Variant("a mask that keeps some tokens", late_interaction.native, references.multi_vector,
-            edits=(settings("2_MultiVectorMask/config.json", keep_only_token_ids=list(range(0, 30522, 2))),)),
+            edits=(settings("2_MultiVectorMask/config.json", keep_only_token_ids=list(range(0, WORDS, 2))),)),
     Variant("bge-m3, layers converted", bi_encoders.bge_m3,
             partial(references.bge_m3, weights=(0.4, 0.2, 0.4)), {"score_type": "hybrid"}, (converted,)),
     Variant("sums of weights", sparse_encoders.splade_sum, references.sparse_encoder),
