@@ -243,11 +243,18 @@ def sgpt(folder: Path) -> str:
 # What stands behind pooling, by name; made anew for each save.
 BEHIND_POOLING: dict[str, Callable[[], list[Any]]] = {
     "nothing": list,
-    "a residual": lambda: [Dense(128, 128, use_residual=True)],
-    "a residual of another width": lambda: [Dense(128, 48, use_residual=True), Normalize()],
-    "dropout": lambda: [Dropout(0.5), Normalize(), Dropout(0.5)],
+    "residuals": lambda: [
+        Dense(128, 128, use_residual=True),
+        Dense(128, 48, use_residual=True),
+        Normalize(),
+    ],
+    "dropout": lambda: [
+        Dropout(0.5),
+        Dense(128, 128, activation_function=GELUActivation()),
+        Normalize(),
+        Dropout(0.5),
+    ],
     "dense behind normalize": lambda: [Normalize(), Dense(128, 48, activation_function=torch.nn.Identity())],
-    "transformers' activation": lambda: [Dense(128, 48, activation_function=GELUActivation())],
     "a layer norm": lambda: [LayerNorm(128), Normalize()],
     "dense of concatenated rows": lambda: [Dense(384, 48), Normalize()],
 }

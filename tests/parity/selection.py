@@ -19,6 +19,14 @@ def with_default(cases: Iterable[Any], default: Collection[Any]) -> list[Any]:
     return params
 
 
+def with_names(cases: Iterable[Any]) -> list[Any]:
+    """Parameters that go by their names, of which some say that they are exhaustive."""
+    return [
+        pytest.param(each, id=each.name, marks=pytest.mark.exhaustive if each.exhaustive else ())
+        for each in cases
+    ]
+
+
 def family_id(family: Family) -> str:
     return f"{family.kind}: {family.name}"
 

@@ -31,6 +31,7 @@ from tests.checkpoints.tokenizers import WORDS
 from tests.engines import Engines
 from tests.parity import plain_models, references
 from tests.parity.changes import Build, Edit, converted, settings
+from tests.parity.selection import with_names
 from tests.parity.stored_forms import dequantised
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -105,7 +106,7 @@ VARIANTS = [
                 partial(plain_models.bge_gemma2, layer=cutoff, ratio=ratio, compressed=layers),
                 {"cutoff_layer": cutoff, "compress_ratio": ratio,
                  "compress_layers": ",".join(map(str, layers))},
-                execution="padded", exhaustive=i not in (1, 2))
+                execution="padded", exhaustive=i != 1)
         for i, (ratio, layers, cutoff) in enumerate([
             (4, (2,), 4), (8, (1, 2, 3), 4), (2, (1, 3), 2),  # the last of which is not run
             (2, (2,), 4), (8, (1,), 4), (2, (1, 3), 4), (4, (2, 3), 4), (2, (1,), 3),
@@ -114,7 +115,7 @@ VARIANTS = [
     # What files say.
     *(
         Variant(f"a Llama that pools by {pooling}", retrained.nemotron_rerank, plain_models.nemotron_rerank,
-                edits=(settings(pooling=pooling),))
+                edits=(settings(pooling=pooling),), exhaustive=pooling == "last")
         for pooling in ("cls", "last")
     ),
     Variant("a Llama with a sigmoid", retrained.nemotron_rerank, _sigmoids,
@@ -137,13 +138,15 @@ VARIANTS = [
                 references.cross_encoder, {"kernels": kernels}, exhaustive=kernels == "torch")
         for name, changes in {
             "a convolution": {"conv_kernel_size": 3, "conv_act": "gelu"},
-            "projections of positions apart": {"share_att_key": False},
-            "queries and positions alone": {"pos_att_type": ["c2p"]},
-            "keys and positions alone": {"pos_att_type": ["p2c"], "share_att_key": False},
-            "no buckets": {"position_buckets": -1, "max_relative_positions": 40},
-            "positions not normalised": {"norm_rel_ebd": "none"},
-            "absolute positions alone": {"relative_attention": False, "position_biased_input": True},
             "both kinds of positions, and types": {"position_biased_input": True, "type_vocab_size": 2},
+            "queries and positions alone, of no buckets": {
+                "pos_att_type": ["c2p"], "position_buckets": -1, "max_relative_positions": 40,
+            },
+            "keys and positions alone, with projections apart": {
+                "pos_att_type": ["p2c"], "share_att_key": False, "norm_rel_ebd": "none",
+            },
+            "projections of both apart": {"share_att_key": False},
+            "absolute positions alone": {"relative_attention": False, "position_biased_input": True},
         }.items()
         for kernels in ("auto", "torch")
     ),
@@ -164,9 +167,9 @@ VARIANTS = [
     Variant("a template", language_models.qwen3_reranker, _templated, {"score_template": _TEMPLATE}),
     # Ways to run.
     *(
-        Variant(f"{build.__name__} not packed", build, reference, {"packing": "off"}, execution=execution)
+        Variant(f"{build.__name__} not packed", build, reference, {"packing": "off"}, execution=execution,
+                exhaustive=build is retrained.lfm2_5_embedding)
         for build, reference, execution in (
-            (cross_encoders.bert, references.cross_encoder, "padded"),
             (t5.monot5, references.monot5, "padded"),
             (retrained.nemotron_rerank, plain_models.nemotron_rerank, "padded"),
             (retrained.lfm2_5_embedding,
@@ -181,7 +184,7 @@ VARIANTS = [
     # LoRA, as the base with the weights that the formulas give.
     *(
         Variant(f"LoRA: {name}", partial(adapters.bert, **said), references.cross_encoder, weights=_merged,
-                exhaustive=name == "plain")
+                exhaustive=name in ("plain", "rsLoRA", "patterns", "DoRA"))
         for name, said in adapters.SETTINGS.items()
     ),
     Variant("LoRA saved by its name", adapters.saved_by_name, references.cross_encoder, weights=_merged),
@@ -189,10 +192,10 @@ VARIANTS = [
     # GGUF: blocks, answers in a tensor of their own, and decoders as what they were made from.
     *(
         Variant(f"GGUF in {kind}", partial(gguf_models.qwen3, kind=kind), references.qwen3_reranker,
-                weights=dequantised, exhaustive=kind != "Q6_K")
-        for kind in ("F32", "F16", "BF16", "Q4_0", "Q5_K", "Q6_K")
+                weights=dequantised, exhaustive=True)
+        for kind in ("F32", "F16", "BF16", "Q4_0", "Q5_K")
     ),
-    Variant("GGUF, answers not tied", partial(gguf_models.qwen3_reranker, tied=False),
+    Variant("GGUF in Q6_K, answers not tied", partial(gguf_models.qwen3_reranker, kind="Q6_K", tied=False),
             references.qwen3_reranker, weights=dequantised),
     Variant("GGUF of a Llama", gguf_models.llama, _template_of_all,
             {"score_template": "{{ query }} is in {{ document }}?"}, weights=_original),
@@ -202,13 +205,7 @@ VARIANTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "variant",
-    [
-        pytest.param(each, id=each.name, marks=pytest.mark.exhaustive if each.exhaustive else ())
-        for each in VARIANTS
-    ],
-)
+@pytest.mark.parametrize("variant", with_names(VARIANTS))
 async def test_scores_equal_the_reference(
     variant: Variant,
     checkpoints: SharedCheckpoints,
