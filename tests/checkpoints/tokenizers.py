@@ -64,9 +64,9 @@ def unigram(
     """A SentencePiece unigram tokeniser (XLM-RoBERTa, DeBERTa-v2, Gemma, T5); returns its size.
 
     `specials` are the tokens in front of the vocabulary by their roles; `single` and `pair` the templates;
-    `words` further pieces."""
+    `words` further pieces; `most` the number of frequent ones."""
     ordered = list(dict.fromkeys(specials.values()))
-    pieces = pieces_of(ordered)
+    pieces = pieces_of(ordered, options.pop("most", 3000))
     present = {piece for piece, _ in pieces}
     pieces += [(word, -8.0) for word in words if word not in present]
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=ordered.index(specials["unk_token"])))
@@ -85,9 +85,9 @@ def byte_level_bpe(
     **options: Any,
 ) -> int:
     """A byte-level BPE tokeniser (RoBERTa, Qwen, Llama); returns its size. `words` are tokens of their own in
-    its vocabulary, as common ones are in a large one."""
+    its vocabulary, as common ones are in a large one; it has at most `most` tokens."""
     ordered = list(dict.fromkeys(specials.values()))
-    vocabulary, merges = merges_of(words, tuple(ordered))
+    vocabulary, merges = merges_of(words, tuple(ordered), options.pop("most", 4000))
     tokenizer = Tokenizer(models.BPE(vocabulary, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -119,14 +119,14 @@ def merges_of(
     return vocabulary, merges
 
 
-def pieces_of(specials: list[str]) -> list[tuple[str, float]]:
+def pieces_of(specials: list[str], size: int = 3000) -> list[tuple[str, float]]:
     """Frequent words and all characters with their log frequencies, after the special tokens. Counted, not
     trained, because the trainer gives another vocabulary each time."""
-    return [(token, 0.0) for token in [*specials, "\u2581"]] + _pieces()
+    return [(token, 0.0) for token in [*specials, "\u2581"]] + _pieces(size)
 
 
 @functools.cache
-def _pieces(size: int = 3000) -> list[tuple[str, float]]:
+def _pieces(size: int) -> list[tuple[str, float]]:
     words = Counter(word for pair in docstring_pairs() for word in pair.document.split())
     characters = Counter("".join(words.elements()))
     pieces = Counter({f"\u2581{word}": count for word, count in words.most_common(size)}) + characters
