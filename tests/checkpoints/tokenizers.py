@@ -30,22 +30,31 @@ ENDS = "<s> $A </s>", "<s> $A </s> </s> $B </s>"
 
 # How many words and pieces of BERT's the checkpoints have.
 WORDS = 8000
+# Words that tests take for one token each.
+_TOKENS = ("poison", "query", "zebra")
 
 
 def wordpiece(size: int = WORDS) -> Any:
-    """BERT's, as the embedded model has it, with the first of its words."""
-    whole, described = _bert_tokenizer()
-    words = {word: number for word, number in described["model"]["vocab"].items() if number < size}
+    """BERT's, as the embedded model has it, with some of its words: the first, and those of the docstrings
+    that tests read."""
+    whole, described, ordered = _bert_tokenizer()
+    words = {word: number for number, word in enumerate(ordered[:size])}
     fewer = described | {"model": described["model"] | {"vocab": words}}
     backend = Tokenizer.from_str(json.dumps(fewer))
     return type(whole)(tokenizer_object=backend, model_max_length=whole.model_max_length)
 
 
 @functools.cache
-def _bert_tokenizer() -> tuple[Any, dict[str, Any]]:
-    """The embedded model's tokenizer, and what its file says."""
+def _bert_tokenizer() -> tuple[Any, dict[str, Any], list[str]]:
+    """The embedded model's tokenizer, what its file says, and its words in the order in which they are kept:
+    the most frequent ones first, under the ids that they have there."""
     tokenizer = AutoTokenizer.from_pretrained(embedded_model_path())
-    return tokenizer, json.loads(tokenizer.backend_tokenizer.to_str())
+    described = json.loads(tokenizer.backend_tokenizer.to_str())
+    vocabulary = described["model"]["vocab"]
+    words = sorted(vocabulary, key=vocabulary.__getitem__)
+    read = (text for pair in docstring_pairs()[:200] for text in (pair.query, pair.document))
+    used = [piece for text in read for piece in tokenizer.tokenize(text)]
+    return tokenizer, described, list(dict.fromkeys([*words[: WORDS * 3 // 4], *_TOKENS, *used, *words]))
 
 
 def xlm_roberta(folder: Path, **options: Any) -> int:

@@ -62,7 +62,9 @@ async def test_a_model_of_three_labels_classifies_and_scores_not(three_label_cla
     np.testing.assert_allclose(result.scores, reference.numpy(), atol=1e-5)
 
 
-@pytest.mark.parametrize("truncation", ["longest_first", "only_second"])
+@pytest.mark.parametrize(
+    "truncation", [pytest.param("longest_first", marks=pytest.mark.exhaustive), "only_second"]
+)
 async def test_pairs_are_cut_as_the_checkpoint_says(
     bert_cross_encoder: str, tmp_path: Path, pairs: list[Pair], truncation: str
 ) -> None:

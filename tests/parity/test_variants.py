@@ -82,10 +82,7 @@ def _late(
     return model.similarity_pairwise(first, second).numpy()
 
 
-_HYBRID = {"score_type": "hybrid", "allow_pickle": True}
 _SNAKES = "Find documents about snakes"
-_TEMPLATE = "Query: {{ query }}\nText: {{ document }}\nAnswer:"
-_templated = partial(references.qwen3_template, template="Query: {query}\nText: {document}\nAnswer:")
 _template_of_all = partial(references.qwen3_template, template="{query} is in {document}?")
 _both_ways = partial(plain_models.cosines, model=plain_models.mean_of_both_ways)
 
@@ -153,18 +150,15 @@ VARIANTS = [
     # As ColPali-like models keep only the tokens of pictures; here every other token of the vocabulary.
     Variant("a mask that keeps some tokens", late_interaction.native, references.multi_vector,
             edits=(settings("2_MultiVectorMask/config.json", keep_only_token_ids=list(range(0, WORDS, 2))),)),
-    Variant("bge-m3, layers converted", bi_encoders.bge_m3,
-            partial(references.bge_m3, weights=(0.4, 0.2, 0.4)), {"score_type": "hybrid"}, (converted,)),
+    Variant("bge-m3, layers converted", bi_encoders.bge_m3, partial(references.bge_m3, weights=(1, 0.5, 2)),
+            {"score_type": "hybrid", "hybrid_weights": "1,0.5,2"}, (converted,)),
     Variant("sums of weights", sparse_encoders.splade_sum, references.sparse_encoder),
     # Options.
     Variant("token pooling", late_interaction.stanford, partial(_late, pooling=HierarchicalTokenPooling(2.0)),
             {"doc_token_pooling": 2}),
     Variant("fewer dimensions", late_interaction.stanford, partial(_late, dimensions=16), {"dimensions": 16}),
-    Variant("weights of bge-m3's scores", bi_encoders.bge_m3, partial(references.bge_m3, weights=(1, 0.5, 2)),
-            _HYBRID | {"hybrid_weights": "1,0.5,2"}),
     Variant("an instruction", language_models.qwen3_reranker,
             partial(references.qwen3_reranker, instruction=_SNAKES), {"instruction": _SNAKES}),
-    Variant("a template", language_models.qwen3_reranker, _templated, {"score_template": _TEMPLATE}),
     # Ways to run.
     *(
         Variant(f"{build.__name__} not packed", build, reference, {"packing": "off"}, execution=execution,
