@@ -1,17 +1,20 @@
 """Versions of installed packages, ours among them."""
 
 from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError, version
+from functools import cache
+from importlib import metadata
 
 
 def versions_of(packages: Iterable[str]) -> list[str]:
     """The version of each package. One whose folder lies on the path without being installed, as ours may,
     is "0+unknown"."""
-    return [_version_of(package) for package in packages]
+    return [version(package) for package in packages]
 
 
-def _version_of(package: str) -> str:
+@cache
+def version(package: str) -> str:
+    """Searches every folder of the path, so that it is asked once in a process."""
     try:
-        return version(package)
-    except PackageNotFoundError:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
         return "0+unknown"

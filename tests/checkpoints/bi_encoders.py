@@ -12,7 +12,7 @@ from sentence_transformers.sentence_transformer.modules import Dropout, LayerNor
 from transformers import GPTNeoConfig, GPTNeoModel, MPNetTokenizerFast
 from transformers.activations import GELUActivation
 
-from tests.checkpoints.tokenizers import GEMMA, byte_level_bpe, unigram, wordpiece, xlm_roberta
+from tests.checkpoints.tokenizers import GEMMA, WORDS, byte_level_bpe, unigram, wordpiece, xlm_roberta
 from tests.checkpoints.weights import save_model, save_renamed, spread
 
 INSTRUCTION = "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery:"
@@ -25,12 +25,12 @@ def _saved(
     transformer = Transformer(str(folder / "backbone"))
     pool = Pooling(transformer.get_embedding_dimension(), pooling_mode=pooling, **options)
     model = SentenceTransformer(modules=[transformer, pool, *after], prompts=prompts, device="cpu")
-    model.save_pretrained(str(folder / "saved"))
+    model.save_pretrained(str(folder / "saved"), create_model_card=False)
     return str(folder / "saved")
 
 
 def _bert(folder: Path) -> Path:
-    save_model(folder / "backbone", "bert", vocab_size=30522)
+    save_model(folder / "backbone", "bert", vocab_size=WORDS)
     wordpiece().save_pretrained(folder / "backbone")
     return folder
 
@@ -100,7 +100,7 @@ def nomic(folder: Path) -> str:
         own / "backbone",
         "nomic_bert",
         options={"add_pooling_layer": False},
-        vocab_size=30522,
+        vocab_size=WORDS,
         max_position_embeddings=2048,
         rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
     )
@@ -129,7 +129,7 @@ def nomic(folder: Path) -> str:
         "mlp_fc1_bias": False,
         "mlp_fc2_bias": False,
         "type_vocab_size": 2,
-        "vocab_size": 30522,
+        "vocab_size": WORDS,
     }
     (published / "config.json").write_text(json.dumps(settings))
     for name in ("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"):
@@ -243,11 +243,18 @@ def sgpt(folder: Path) -> str:
 # What stands behind pooling, by name; made anew for each save.
 BEHIND_POOLING: dict[str, Callable[[], list[Any]]] = {
     "nothing": list,
-    "a residual": lambda: [Dense(128, 128, use_residual=True)],
-    "a residual of another width": lambda: [Dense(128, 48, use_residual=True), Normalize()],
-    "dropout": lambda: [Dropout(0.5), Normalize(), Dropout(0.5)],
+    "residuals": lambda: [
+        Dense(128, 128, use_residual=True),
+        Dense(128, 48, use_residual=True),
+        Normalize(),
+    ],
+    "dropout": lambda: [
+        Dropout(0.5),
+        Dense(128, 128, activation_function=GELUActivation()),
+        Normalize(),
+        Dropout(0.5),
+    ],
     "dense behind normalize": lambda: [Normalize(), Dense(128, 48, activation_function=torch.nn.Identity())],
-    "transformers' activation": lambda: [Dense(128, 48, activation_function=GELUActivation())],
     "a layer norm": lambda: [LayerNorm(128), Normalize()],
     "dense of concatenated rows": lambda: [Dense(384, 48), Normalize()],
 }
@@ -262,7 +269,8 @@ def bert(folder: Path, pooling: str = "mean", behind: str = "nothing", **options
     pool = Pooling(transformer.get_embedding_dimension(), pooling_mode=modes, include_prompt=prompts)
     torch.manual_seed(4)
     modules = [transformer, pool, *BEHIND_POOLING[behind]()]
-    SentenceTransformer(modules=modules, device="cpu", **options).save_pretrained(str(folder / "saved"))
+    model = SentenceTransformer(modules=modules, device="cpu", **options)
+    model.save_pretrained(str(folder / "saved"), create_model_card=False)
     return str(folder / "saved")
 
 

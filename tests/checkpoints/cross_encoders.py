@@ -14,6 +14,7 @@ from tests.checkpoints.language_models import ROLES_TEMPLATE
 from tests.checkpoints.tokenizers import (
     ENDS,
     GEMMA,
+    WORDS,
     XLM_R,
     byte_level_bpe,
     unigram,
@@ -40,7 +41,7 @@ def _save(folder: Path, kind: str, labels: int = 1, **settings: Any) -> str:
 
 def _with_wordpiece(folder: Path, kind: str, **settings: Any) -> str:
     wordpiece().save_pretrained(folder)
-    return _save(folder, kind, vocab_size=30522, **settings)
+    return _save(folder, kind, vocab_size=WORDS, **settings)
 
 
 def bert(folder: Path, labels: int = 1) -> str:
@@ -57,7 +58,7 @@ def ms_marco_minilm(folder: Path) -> str:
 def prompted(folder: Path) -> str:
     """A save of CrossEncoder with prompts, one of which is for all queries."""
     plain = bert(folder.with_name(f"{folder.name}-plain"))
-    CrossEncoder(plain, device="cpu", **PROMPTS).save_pretrained(str(folder))
+    CrossEncoder(plain, device="cpu", **PROMPTS).save_pretrained(str(folder), create_model_card=False)
     return str(folder)
 
 
@@ -148,7 +149,7 @@ def chatting(folder: Path, pad: str = "<|endoftext|>", **prompts: Any) -> str:
     )
     _decoder(plain, "qwen3", size, pad, num_key_value_heads=2, head_dim=32)
     (plain / "chat_template.jinja").write_text(ROLES_TEMPLATE + "yes<|im_end|>")
-    CrossEncoder(str(plain), device="cpu", **prompts).save_pretrained(str(folder))
+    CrossEncoder(str(plain), device="cpu", **prompts).save_pretrained(str(folder), create_model_card=False)
     return str(folder)
 
 
@@ -183,7 +184,7 @@ def _id(folder: Path, token: str) -> int:
 def scored_by_modules(folder: Path, columns: int = 1) -> str:
     """A CrossEncoder as sentence-transformers' trainer makes one of a plain encoder: the mean of a pair's
     tokens, and two Dense modules."""
-    save_model(folder / "backbone", "bert", vocab_size=30522)
+    save_model(folder / "backbone", "bert", vocab_size=WORDS)
     wordpiece().save_pretrained(folder / "backbone")
     transformer = Transformer(str(folder / "backbone"))
     torch.manual_seed(5)
@@ -192,7 +193,8 @@ def scored_by_modules(folder: Path, columns: int = 1) -> str:
         Dense(64, columns, activation_function=torch.nn.Identity(), module_output_name="scores"),
     ]
     modules = [transformer, Pooling(128), dense[0], Dropout(0.3), dense[1]]
-    CrossEncoder(modules=modules, device="cpu").save_pretrained(str(folder / "saved"))
+    model = CrossEncoder(modules=modules, device="cpu")
+    model.save_pretrained(str(folder / "saved"), create_model_card=False)
     return str(folder / "saved")
 
 

@@ -30,6 +30,8 @@ from tests.checkpoints.tokenizers import GEMMA, byte_level_bpe, merges_of, unigr
 from tests.checkpoints.weights import SIZES, save_model, save_tensors, spread
 
 WIDE = SIZES | {"hidden_size": 256, "intermediate_size": 512}
+# How many words vocabularies have: in a GGUF file each is read by itself.
+FEW = 600
 _CHAT = ["<|im_start|>", "<|im_end|>"]
 _TYPED = ["<think>", "</think>"]
 
@@ -38,7 +40,7 @@ def _qwen_tokenizer(folder: Path, end: bool = False) -> int:
     """Qwen's, with a small vocabulary; with `end` it puts the end-of-text token behind each text, as
     Qwen3-Embedding's does. Returns how many tokens it has."""
     words = ("yes", "no", "Yes", "0", "1")
-    vocabulary, merges = merges_of(words, (), 1500)
+    vocabulary, merges = merges_of(words, (), FEW)
     tokenizer = Qwen2Tokenizer(vocab=vocabulary, merges=merges, model_max_length=4096)
     tokenizer.add_special_tokens({"additional_special_tokens": _CHAT})
     tokenizer.add_tokens(_TYPED)
@@ -249,7 +251,7 @@ def qwen3_embedding(folder: Path, kind: str = "Q8_0", **changed: Any) -> str:
 def bge(folder: Path, kind: str = "F16", **changed: Any) -> str:
     """BAAI/bge-small-en-v1.5: a BERT, whose tokeniser is a list of words."""
     source = folder / "hf" / "backbone"
-    tokenizer = _fewer_words(wordpiece())
+    tokenizer = wordpiece(2100)
     save_model(source, "bert", vocab_size=len(tokenizer), **WIDE)
     tokenizer.save_pretrained(source)
     config = _config(str(source))
@@ -274,19 +276,10 @@ def bge(folder: Path, kind: str = "F16", **changed: Any) -> str:
     return _written(folder, str(source), conversion, Kind[kind], saved=("cls", folder / "hf"))
 
 
-def _fewer_words(tokenizer: Any, size: int = 2500) -> Any:
-    """A WordPiece tokenizer with the first of its words: of a GGUF file each is read by itself."""
-    described = json.loads(tokenizer.backend_tokenizer.to_str())
-    words = described["model"]["vocab"]
-    described["model"]["vocab"] = {word: number for word, number in words.items() if number < size}
-    fewer = Tokenizer.from_str(json.dumps(described))
-    return type(tokenizer)(tokenizer_object=fewer, model_max_length=tokenizer.model_max_length)
-
-
 def bge_reranker(folder: Path, kind: str = "F16", **changed: Any) -> str:
     """BAAI/bge-reranker-v2-m3: an XLM-RoBERTa with a classifier of two layers, its tokenizer.json beside."""
     source = folder / "hf"
-    size = xlm_roberta(source)
+    size = xlm_roberta(source, most=FEW)
     save_model(
         source,
         "xlm-roberta",
@@ -320,7 +313,7 @@ def llama(folder: Path, more: dict[str, torch.Tensor] | None = None, **changed: 
     """A Llama in float32, its rows of queries and keys in llama.cpp's order."""
     source = folder / "hf"
     specials = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
-    size = byte_level_bpe(source, specials, "<s> $A", "<s> $A $B", words=("yes", "no"))
+    size = byte_level_bpe(source, specials, "<s> $A", "<s> $A $B", ("yes", "no"), most=FEW)
 
     def change(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:
         if ".q_proj." not in name and ".k_proj." not in name:
@@ -341,7 +334,7 @@ def qwen2(folder: Path, **changed: Any) -> str:
 def gemma(folder: Path, **changed: Any) -> str:
     """bge-reranker-v2-gemma: norms with one added to their weights."""
     source = folder / "hf"
-    size = unigram(source, GEMMA, "<bos> $A", "<bos> $A $B", model_max_length=4096)
+    size = unigram(source, GEMMA, "<bos> $A", "<bos> $A $B", model_max_length=4096, most=FEW)
 
     def change(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:
         return tensor + 1 if name.endswith("norm.weight") else tensor

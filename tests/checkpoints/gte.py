@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from tests.checkpoints.published import RandomTensors, save, save_modules
-from tests.checkpoints.tokenizers import wordpiece, xlm_roberta
+from tests.checkpoints.tokenizers import WORDS, wordpiece, xlm_roberta
 from tests.checkpoints.weights import SIZES
 
 _CODE = "Alibaba-NLP/new-impl--"
@@ -84,7 +84,7 @@ def english(folder: Path, types: int = 2) -> str:
         "rope_scaling": {"factor": 2.0, "type": "ntk"},
         "rope_theta": 500000,
         "type_vocab_size": types,
-        "vocab_size": 30528,
+        "vocab_size": WORDS + 8,
     }
     save(folder, config, _backbone(config, "new."))
     return save_modules(folder, "cls", normalize=False)

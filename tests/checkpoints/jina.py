@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tests.checkpoints.published import RandomTensors, save, save_modules
-from tests.checkpoints.tokenizers import ENDS, XLM_R, byte_level_bpe, wordpiece, xlm_roberta
+from tests.checkpoints.tokenizers import ENDS, WORDS, XLM_R, byte_level_bpe, wordpiece, xlm_roberta
 from tests.checkpoints.weights import SIZES
 
 
@@ -83,7 +83,7 @@ _JINA_BERT: dict[str, Any] = SIZES | {
     "position_embedding_type": "alibi",
     "type_vocab_size": 2,
     "use_cache": True,
-    "vocab_size": 30528,
+    "vocab_size": WORDS + 8,
 }
 
 

@@ -49,10 +49,11 @@ def _save(folder: Path, kind: str, size: int, **settings: Any) -> str:
     return str(folder)
 
 
-def qwen3_reranker(folder: Path, vocabulary: int = 0) -> str:
+def qwen3_reranker(folder: Path, vocabulary: int = 0, **settings: Any) -> str:
     """Qwen/Qwen3-Reranker-0.6B: a plain Qwen3ForCausalLM; `vocabulary` makes its output matrix larger."""
     size = max(_qwen_tokenizer(folder), vocabulary)
-    return _save(folder, "qwen3", size, num_key_value_heads=2, head_dim=32, tie_word_embeddings=True)
+    heads = {"num_key_value_heads": 2, "head_dim": 32}
+    return _save(folder, "qwen3", size, tie_word_embeddings=True, **heads, **settings)
 
 
 def mxbai_rerank_v2(folder: Path) -> str:

@@ -11,7 +11,7 @@ from sentence_transformers.multi_vector_encoder.modules import HierarchicalToken
 from transformers import AutoTokenizer
 
 from tests.checkpoints.cross_encoders import MODERNBERT
-from tests.checkpoints.tokenizers import wordpiece, xlm_roberta
+from tests.checkpoints.tokenizers import WORDS, wordpiece, xlm_roberta
 from tests.checkpoints.weights import (
     SIZES,
     change_config,
@@ -26,7 +26,7 @@ _BERT = {"hidden_size": 64, "intermediate_size": 128}
 
 def stanford(folder: Path, attend: bool = False, dim: int = 32, heads: int = 4) -> str:
     """colbert-ir/colbertv2.0: HF_ColBERT, `linear.weight` beside the encoder, artifact.metadata."""
-    model = save_model(folder, "bert", vocab_size=30522, **_BERT | {"num_attention_heads": heads})
+    model = save_model(folder, "bert", vocab_size=WORDS, **_BERT | {"num_attention_heads": heads})
     change_config(folder, architectures=["HF_ColBERT"])
     weights = {f"bert.{name}": tensor for name, tensor in model.state_dict().items()}
     weights["linear.weight"] = torch.randn(dim, 64) * 0.2
@@ -40,7 +40,7 @@ def native(folder: Path, token_pooling: bool = False, heads: int = 4) -> str:
     """A sentence-transformers multi-vector save with every knob turned: prompts, lengths, expansion that
     never cuts and is attended, a skip list for both sides, and token pooling if asked for."""
     backbone = folder / "backbone"
-    save_model(backbone, "bert", vocab_size=30522, **_BERT | {"num_attention_heads": heads})
+    save_model(backbone, "bert", vocab_size=WORDS, **_BERT | {"num_attention_heads": heads})
     wordpiece().save_pretrained(backbone)
     transformer = Transformer(
         str(backbone),
@@ -60,7 +60,7 @@ def native(folder: Path, token_pooling: bool = False, heads: int = 4) -> str:
         prompts={"query": "search query: ", "document": "search document: "},
         device="cpu",
     )
-    model.save_pretrained(str(folder / "saved"))
+    model.save_pretrained(str(folder / "saved"), create_model_card=False)
     return str(folder / "saved")
 
 
@@ -176,7 +176,7 @@ def jina_colbert_v2(folder: Path) -> str:
         prompts={"query": "[QueryMarker] ", "document": "[DocumentMarker] "},
         device="cpu",
     )
-    reference.save_pretrained(str(folder / "saved"))
+    reference.save_pretrained(str(folder / "saved"), create_model_card=False)
     return str(folder)
 
 

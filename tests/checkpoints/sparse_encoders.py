@@ -11,19 +11,19 @@ from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding, 
 from transformers import CONFIG_MAPPING, AutoModelForMaskedLM
 
 from tests.checkpoints.cross_encoders import MODERNBERT
-from tests.checkpoints.tokenizers import wordpiece
+from tests.checkpoints.tokenizers import WORDS, wordpiece
 from tests.checkpoints.tokenizers import xlm_roberta as xlm_roberta_tokenizer
 from tests.checkpoints.weights import SIZES, spread
 
 
-def _backbone(folder: Path, kind: str, size: int = 30522, bias: float = -3.5, **settings: Any) -> Path:
+def _backbone(folder: Path, kind: str, size: int = WORDS, bias: float = -3.5, **settings: Any) -> Path:
     """Random weights under which most words weigh nothing, and the others about as much as trained ones."""
     config = CONFIG_MAPPING[kind](**SIZES | {"vocab_size": size} | settings)
     model = spread(AutoModelForMaskedLM.from_config(config), embedding=0.12)
     with torch.no_grad():
         model.get_output_embeddings().bias.fill_(bias)
     model.save_pretrained(folder / "backbone")
-    if size == 30522:
+    if size == WORDS:
         wordpiece().save_pretrained(folder / "backbone")
     return folder
 
@@ -31,7 +31,7 @@ def _backbone(folder: Path, kind: str, size: int = 30522, bias: float = -3.5, **
 def _saved(folder: Path, pooling: SpladePooling, **options: Any) -> str:
     transformer = Transformer(str(folder / "backbone"), transformer_task="fill-mask")
     model = SparseEncoder(modules=[transformer, pooling], device="cpu", **options)
-    model.save_pretrained(str(folder / "saved"))
+    model.save_pretrained(str(folder / "saved"), create_model_card=False)
     return str(folder / "saved")
 
 
@@ -80,7 +80,8 @@ def opensearch_v3(folder: Path) -> str:
         document_modules=[transformer, SpladePooling("max", activation_function="log1p_relu")],
         default_route="document",
     )
-    SparseEncoder(modules=[router], device="cpu").save_pretrained(str(folder / "saved"))
+    model = SparseEncoder(modules=[router], device="cpu")
+    model.save_pretrained(str(folder / "saved"), create_model_card=False)
     return str(folder / "saved")
 
 

@@ -40,7 +40,8 @@ def sentence_t5(folder: Path, gated: bool = False) -> str:
     dense = Dense(128, 96, bias=False, activation_function=torch.nn.Identity())
     torch.nn.init.normal_(dense.linear.weight, std=0.1)
     modules = [transformer, Pooling(128, pooling_mode="mean"), dense, Normalize()]
-    SentenceTransformer(modules=modules, device="cpu").save_pretrained(str(folder / "saved"))
+    model = SentenceTransformer(modules=modules, device="cpu")
+    model.save_pretrained(str(folder / "saved"), create_model_card=False)
     return str(folder / "saved")
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from tests.checkpoints.tokenizers import merges_of, pieces_of, wordpiece
+from maxsimd.engine.checkpoint.embedded import embedded_model_path
+from tests.checkpoints.tokenizers import merges_of, pieces_of
 
 Kind = Callable[[], Tokenizer]
 
@@ -27,7 +28,7 @@ _MASK = AddedToken("<mask>", lstrip=True, normalized=False)
 
 def bert() -> Tokenizer:
     """MiniLM and most of the older encoders."""
-    tokenizer = Tokenizer.from_str(wordpiece().backend_tokenizer.to_str())
+    tokenizer = Tokenizer.from_file(f"{embedded_model_path()}/tokenizer.json")
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

@@ -1,6 +1,7 @@
 """Small tokenisers of the kinds that published models have. Their vocabularies come from docstrings."""
 
 import functools
+import json
 import math
 from collections import Counter
 from pathlib import Path
@@ -27,9 +28,33 @@ GEMMA = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>", "unk_
 ENDS = "<s> $A </s>", "<s> $A </s> </s> $B </s>"
 
 
-def wordpiece() -> Any:
-    """BERT's, as the embedded model has it."""
-    return AutoTokenizer.from_pretrained(embedded_model_path())
+# How many words and pieces of BERT's the checkpoints have.
+WORDS = 8000
+# Words that tests take for one token each.
+_TOKENS = ("poison", "query", "zebra")
+
+
+def wordpiece(size: int = WORDS) -> Any:
+    """BERT's, as the embedded model has it, with some of its words: the first, and those of the docstrings
+    that tests read."""
+    whole, described, ordered = _bert_tokenizer()
+    words = {word: number for number, word in enumerate(ordered[:size])}
+    fewer = described | {"model": described["model"] | {"vocab": words}}
+    backend = Tokenizer.from_str(json.dumps(fewer))
+    return type(whole)(tokenizer_object=backend, model_max_length=whole.model_max_length)
+
+
+@functools.cache
+def _bert_tokenizer() -> tuple[Any, dict[str, Any], list[str]]:
+    """The embedded model's tokenizer, what its file says, and its words in the order in which they are kept:
+    the most frequent ones first, under the ids that they have there."""
+    tokenizer = AutoTokenizer.from_pretrained(embedded_model_path())
+    described = json.loads(tokenizer.backend_tokenizer.to_str())
+    vocabulary = described["model"]["vocab"]
+    words = sorted(vocabulary, key=vocabulary.__getitem__)
+    read = (text for pair in docstring_pairs()[:200] for text in (pair.query, pair.document))
+    used = [piece for text in read for piece in tokenizer.tokenize(text)]
+    return tokenizer, described, list(dict.fromkeys([*words[: WORDS * 3 // 4], *_TOKENS, *used, *words]))
 
 
 def xlm_roberta(folder: Path, **options: Any) -> int:
@@ -48,9 +73,9 @@ def unigram(
     """A SentencePiece unigram tokeniser (XLM-RoBERTa, DeBERTa-v2, Gemma, T5); returns its size.
 
     `specials` are the tokens in front of the vocabulary by their roles; `single` and `pair` the templates;
-    `words` further pieces."""
+    `words` further pieces; `most` the number of frequent ones."""
     ordered = list(dict.fromkeys(specials.values()))
-    pieces = pieces_of(ordered)
+    pieces = pieces_of(ordered, options.pop("most", 3000))
     present = {piece for piece, _ in pieces}
     pieces += [(word, -8.0) for word in words if word not in present]
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=ordered.index(specials["unk_token"])))
@@ -69,9 +94,9 @@ def byte_level_bpe(
     **options: Any,
 ) -> int:
     """A byte-level BPE tokeniser (RoBERTa, Qwen, Llama); returns its size. `words` are tokens of their own in
-    its vocabulary, as common ones are in a large one."""
+    its vocabulary, as common ones are in a large one; it has at most `most` tokens."""
     ordered = list(dict.fromkeys(specials.values()))
-    vocabulary, merges = merges_of(words, tuple(ordered))
+    vocabulary, merges = merges_of(words, tuple(ordered), options.pop("most", 4000))
     tokenizer = Tokenizer(models.BPE(vocabulary, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -106,15 +131,18 @@ def merges_of(
 def pieces_of(specials: list[str], size: int = 3000) -> list[tuple[str, float]]:
     """Frequent words and all characters with their log frequencies, after the special tokens. Counted, not
     trained, because the trainer gives another vocabulary each time."""
+    return [(token, 0.0) for token in [*specials, "\u2581"]] + _pieces(size)
+
+
+@functools.cache
+def _pieces(size: int) -> list[tuple[str, float]]:
     words = Counter(word for pair in docstring_pairs() for word in pair.document.split())
     characters = Counter("".join(words.elements()))
     pieces = Counter({f"\u2581{word}": count for word, count in words.most_common(size)}) + characters
     pieces.update({"\u2581Yes": 5, "\u2581No": 5, "Yes": 5, "No": 5, "\n": 50})
     total = pieces.total()
     ranked = sorted(pieces.items(), key=lambda item: (-item[1], item[0]))
-    return [(token, 0.0) for token in [*specials, "\u2581"]] + [
-        (piece, math.log(count / total)) for piece, count in ranked
-    ]
+    return [(piece, math.log(count / total)) for piece, count in ranked]
 
 
 def _set_template(tokenizer: Tokenizer, single: str, pair: str, specials: list[str]) -> None:

@@ -42,7 +42,8 @@ def clip(folder: Path) -> str:
 def clip_saved(folder: Path) -> str:
     """sentence-transformers/clip-ViT-B-32 as it is saved today, with normalised embeddings."""
     transformer = Transformer(clip(folder / "plain"), processor_kwargs={"backend": "pil"})
-    SentenceTransformer(modules=[transformer, Normalize()]).save_pretrained(str(folder / "saved"))
+    model = SentenceTransformer(modules=[transformer, Normalize()])
+    model.save_pretrained(str(folder / "saved"), create_model_card=False)
     return str(folder / "saved")
 
 

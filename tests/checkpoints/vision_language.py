@@ -167,7 +167,7 @@ def qwen3_vl_embedding(folder: Path) -> str:
     pooling = Pooling(transformer.get_embedding_dimension(), pooling_mode="lasttoken")
     prompts = {"query": "Retrieve images or text relevant to the user's query."}
     model = SentenceTransformer(modules=[transformer, pooling, Normalize()], prompts=prompts)
-    model.save_pretrained(str(folder))
+    model.save_pretrained(str(folder), create_model_card=False)
     return str(folder)
 
 
@@ -203,7 +203,8 @@ def qwen3_vl_reranker(folder: Path) -> str:
     )
     yes, no = (transformer.tokenizer.convert_tokens_to_ids(word) for word in ("yes", "no"))
     head = LogitScore(true_token_id=yes, false_token_id=no)
-    CrossEncoder(modules=[transformer, head], activation_fn=torch.nn.Sigmoid()).save_pretrained(str(folder))
+    model = CrossEncoder(modules=[transformer, head], activation_fn=torch.nn.Sigmoid())
+    model.save_pretrained(str(folder), create_model_card=False)
     return str(folder)
 
 
@@ -272,7 +273,7 @@ def _late_interaction(
     token = transformer.processor.image_token_id
     mask = MultiVectorMask(keep_only_token_ids=[token] if only_pictures else None)
     modules = [transformer, dense, mask, Normalize("token_embeddings")]
-    MultiVectorEncoder(modules=modules).save_pretrained(str(folder))
+    MultiVectorEncoder(modules=modules).save_pretrained(str(folder), create_model_card=False)
     return str(folder)
 
 

@@ -19,6 +19,14 @@ def with_default(cases: Iterable[Any], default: Collection[Any]) -> list[Any]:
     return params
 
 
+def with_names(cases: Iterable[Any]) -> list[Any]:
+    """Parameters that go by their names, of which some say that they are exhaustive."""
+    return [
+        pytest.param(each, id=each.name, marks=pytest.mark.exhaustive if each.exhaustive else ())
+        for each in cases
+    ]
+
+
 def family_id(family: Family) -> str:
     return f"{family.kind}: {family.name}"
 
@@ -27,10 +35,10 @@ def family_id(family: Family) -> str:
 MAIN = {
     *("ColBERT", "GTE-ModernColBERT", "jina-colbert-v2", "LFM2-ColBERT"),
     *("native multi-vector, token pooling", "BERT", "XLM-RoBERTa", "gte-multilingual-reranker"),
-    *("jina-reranker-v2", "Qwen3", "Qwen3-Reranker", "bge-reranker-v2-gemma", "LogitScore", "monoT5"),
-    *("Llama Nemotron Rerank", "Qwen3-Embedding", "EmbeddingGemma", "MPNet", "nomic-embed-text-v2-moe"),
-    *("prompt left out", "SPLADE", "gte-multilingual, sparse", "bge-m3, all three"),
-    # Weights in forms of their own. test_readings.py and test_variants.py have the others.
+    *("jina-reranker-v2", "Qwen3-Reranker", "monoT5", "Qwen3-Embedding", "EmbeddingGemma"),
+    *("nomic-embed-text-v2-moe", "SPLADE", "gte-multilingual, sparse", "bge-m3, all three"),
+    # Weights in forms of their own. test_readings.py, test_variants.py, test_as_meant.py and
+    # test_checkpoint_settings.py have others of both.
     *("Qwen3-Embedding, Q8_0", "compressed-tensors, w4a16", "FP8 in blocks"),
 }
 

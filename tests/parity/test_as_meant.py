@@ -28,6 +28,7 @@ from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
 from tests.parity import references
 from tests.parity.changes import Build, Edit, added, settings, without_settings
+from tests.parity.selection import with_names
 from tests.unit.calling_handlers import Caller, RecordingEngine
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -99,7 +100,7 @@ CASES = [
     Case("no padding token", cross_encoders.without_pad_id, (*DOCUMENTS, f"in{_EOS}")),
     *(
         Case(f"architectures {said}", cross_encoders.bert, edits=(edit,), options=options,
-             reference=by_transformers, exhaustive=said in ("empty", "a string"))
+             reference=by_transformers, exhaustive=said in ("null", "empty", "a string"))
         for said, edit, options in (
             ("null", settings(architectures=None), {}),
             ("empty", settings(architectures=[]), {}),
@@ -120,13 +121,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(each, id=each.name, marks=pytest.mark.exhaustive if each.exhaustive else ())
-        for each in CASES
-    ],
-)
+@pytest.mark.parametrize("case", with_names(CASES))
 async def test_scores_are_those_that_are_meant(
     case: Case, checkpoints: SharedCheckpoints, changed: Callable[..., str], engines: Engines
 ) -> None:

@@ -52,7 +52,7 @@ async def test_without_activation_scores_are_logits(
 
 async def test_a_model_of_three_labels_classifies_and_scores_not(three_label_classifier: str) -> None:
     async with Engine(EngineConfig(model=three_label_classifier, dtype="float32")) as engine:
-        with pytest.raises(InvalidRequestError, match="3 labels"):
+        with pytest.raises(InvalidRequestError, match=r"3 labels.*LABEL_0, LABEL_1.*option score_label"):
             await engine.score("a", ["b"])
         result = await engine.classify(["some text", "another one"], use_activation=False)
     model = CrossEncoder(three_label_classifier, device="cpu")
@@ -62,7 +62,9 @@ async def test_a_model_of_three_labels_classifies_and_scores_not(three_label_cla
     np.testing.assert_allclose(result.scores, reference.numpy(), atol=1e-5)
 
 
-@pytest.mark.parametrize("truncation", ["longest_first", "only_second"])
+@pytest.mark.parametrize(
+    "truncation", [pytest.param("longest_first", marks=pytest.mark.exhaustive), "only_second"]
+)
 async def test_pairs_are_cut_as_the_checkpoint_says(
     bert_cross_encoder: str, tmp_path: Path, pairs: list[Pair], truncation: str
 ) -> None:
@@ -71,7 +73,7 @@ async def test_pairs_are_cut_as_the_checkpoint_says(
         transformer_task="sequence-classification",
         processing_kwargs={"text": {"truncation": truncation, "max_length": 60}},
     )
-    CrossEncoder(modules=[transformer], device="cpu").save_pretrained(str(tmp_path))
+    CrossEncoder(modules=[transformer], device="cpu").save_pretrained(str(tmp_path), create_model_card=False)
     queries, documents = _texts(pairs[:20])
     queries = [" ".join((f"{query} " * (1 + i % 4)).split()[:12]) for i, query in enumerate(queries)]
     reference = references.cross_encoder(str(tmp_path), queries, documents)

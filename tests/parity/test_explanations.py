@@ -194,7 +194,7 @@ async def test_explanations_that_would_be_too_much_are_refused(
 
 
 def _long(pairs: list[Pair]) -> str:
-    return " ".join(pair.document for pair in pairs[:4])
+    return " ".join(pair.document for pair in pairs[:3])
 
 
 def _starts_a_word(text: str, start: int) -> bool:
@@ -325,7 +325,7 @@ async def test_many_windows_are_refused_before_they_are_run(
 async def test_an_engine_that_stops_still_explains_what_it_has_scored() -> None:
     engine = Engine(EngineConfig(dtype="float32", max_batch_tokens=256, cache_mb=0))
     await engine.start()
-    asked = asyncio.create_task(engine.score(QUERY, [f"a file {i}" for i in range(200)], explain=True))
+    asked = asyncio.create_task(engine.score(QUERY, [f"a file {i}" for i in range(80)], explain=True))
     await until(lambda: engine.stats().open_requests == 1)
     await engine.stop(30)
-    assert len((await asked).explanations) == 200
+    assert len((await asked).explanations) == 80

@@ -52,7 +52,7 @@ async def test_scores_equal_the_reference(
     family: Family, path: str, engines: Engines, pairs: list[Pair]
 ) -> None:
     # SparseEncoder takes its time.
-    pairs = pairs[: 4 if family.kind == "sparse" else 12]
+    pairs = pairs[: 4 if family.kind == "sparse" else 6]
     ours = await engines.scores(_config(family, path), pairs)
     engine = await engines(_config(family, path))
     assert (engine.device_model.prepared.not_packed is None) == family.packed
@@ -108,6 +108,6 @@ async def test_bfloat16_ranks_as_float32_does(
 async def test_scores_do_not_depend_on_the_budget(
     family: Family, path: str, engines: Engines, pairs: list[Pair]
 ) -> None:
-    whole = await engines.scores(_config(family, path), pairs[:12])
-    cut = await engines.scores(_config(family, path, max_batch_tokens=61), pairs[:12])
+    whole = await engines.scores(_config(family, path), pairs[:6])
+    cut = await engines.scores(_config(family, path, max_batch_tokens=61), pairs[:6])
     np.testing.assert_allclose(cut, whole, atol=1e-5, rtol=1e-5)

@@ -145,7 +145,7 @@ async def test_in_any_company_they_score_as_alone(
     model: PictureModel, engine: Engine, pairs: list[Pair]
 ) -> None:
     mixed = [Content.of([PillowPicture(page), "b"]) for page in PAGES[:2]] if model.mixed else []
-    documents: list[Any] = [*PAGES, *mixed, *(pair.document[:300] for pair in pairs[:6])]
+    documents: list[Any] = [*PAGES, *mixed, *(pair.document[:300] for pair in pairs[:3])]
     queries: list[Any] = [PAGES[3], "What is it?"]
     alone = [[(await scored(engine, query, each)).scores[0] for each in documents] for query in queries]
     calls = [scored(engine, queries[i % 2], documents[i // 2 :]) for i in range(6)]
@@ -235,13 +235,14 @@ async def test_jina_reranker_m0_has_its_cards_activation_and_template(
 @pytest.mark.parametrize(
     "said",
     [
-        {"image": {"max_pixels": 8 * 32 * 32}},
-        {"image": {"size": {"shortest_edge": 4 * 32 * 32, "longest_edge": 9 * 32 * 32}}},
-        {"image": {"do_normalize": False}},
+        pytest.param({"image": {"max_pixels": 8 * 32 * 32}}, marks=pytest.mark.exhaustive),
+        {"image": {
+            "size": {"shortest_edge": 4 * 32 * 32, "longest_edge": 9 * 32 * 32}, "do_normalize": False,
+        }},
         {"text": {"max_length": 90}},
     ],
     ids=str,
-)
+)  # fmt: skip
 async def test_settings_of_pictures_and_texts_are_taken(
     changed: Callable[..., str], engines: Engines, pairs: list[Pair], said: Any
 ) -> None:

@@ -31,7 +31,7 @@ def checkpoint(request: pytest.FixtureRequest, checkpoints: SharedCheckpoints) -
 
 @pytest.fixture(scope="module")
 def documents(pairs: list[Pair]) -> list[str]:
-    return [pair.document for pair in pairs[:12]]
+    return [pair.document[:300] for pair in pairs[:12]]
 
 
 async def _run(

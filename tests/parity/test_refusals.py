@@ -47,6 +47,7 @@ from tests.checkpoints import (
     vision_language,
 )
 from tests.checkpoints.shared import SharedCheckpoints
+from tests.checkpoints.tokenizers import WORDS
 from tests.parity.changes import (
     CPU,
     Build,
@@ -628,7 +629,7 @@ def test_sparse_models_behind_a_router_must_be_one(
     assert "by two models" in refusal(tmp_path / "two")
     path = changed(sparse_encoders.opensearch_v3)
     static = Path(path) / "query_0_SparseStaticEmbedding"
-    torch.save({"weight": torch.ones(30522)}, static / "pytorch_model.bin")
+    torch.save({"weight": torch.ones(WORDS)}, static / "pytorch_model.bin")
     (static / "model.safetensors").unlink()
     assert "allow_pickle" in refusal(path)
 

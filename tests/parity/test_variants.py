@@ -27,9 +27,11 @@ from tests.checkpoints import (
     t5,
 )
 from tests.checkpoints.shared import SharedCheckpoints
+from tests.checkpoints.tokenizers import WORDS
 from tests.engines import Engines
 from tests.parity import plain_models, references
 from tests.parity.changes import Build, Edit, converted, settings
+from tests.parity.selection import with_names
 from tests.parity.stored_forms import dequantised
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -80,10 +82,7 @@ def _late(
     return model.similarity_pairwise(first, second).numpy()
 
 
-_HYBRID = {"score_type": "hybrid", "allow_pickle": True}
 _SNAKES = "Find documents about snakes"
-_TEMPLATE = "Query: {{ query }}\nText: {{ document }}\nAnswer:"
-_templated = partial(references.qwen3_template, template="Query: {query}\nText: {document}\nAnswer:")
 _template_of_all = partial(references.qwen3_template, template="{query} is in {document}?")
 _both_ways = partial(plain_models.cosines, model=plain_models.mean_of_both_ways)
 
@@ -104,7 +103,7 @@ VARIANTS = [
                 partial(plain_models.bge_gemma2, layer=cutoff, ratio=ratio, compressed=layers),
                 {"cutoff_layer": cutoff, "compress_ratio": ratio,
                  "compress_layers": ",".join(map(str, layers))},
-                execution="padded", exhaustive=i not in (1, 2))
+                execution="padded", exhaustive=i != 1)
         for i, (ratio, layers, cutoff) in enumerate([
             (4, (2,), 4), (8, (1, 2, 3), 4), (2, (1, 3), 2),  # the last of which is not run
             (2, (2,), 4), (8, (1,), 4), (2, (1, 3), 4), (4, (2, 3), 4), (2, (1,), 3),
@@ -113,7 +112,7 @@ VARIANTS = [
     # What files say.
     *(
         Variant(f"a Llama that pools by {pooling}", retrained.nemotron_rerank, plain_models.nemotron_rerank,
-                edits=(settings(pooling=pooling),))
+                edits=(settings(pooling=pooling),), exhaustive=pooling == "last")
         for pooling in ("cls", "last")
     ),
     Variant("a Llama with a sigmoid", retrained.nemotron_rerank, _sigmoids,
@@ -136,36 +135,35 @@ VARIANTS = [
                 references.cross_encoder, {"kernels": kernels}, exhaustive=kernels == "torch")
         for name, changes in {
             "a convolution": {"conv_kernel_size": 3, "conv_act": "gelu"},
-            "projections of positions apart": {"share_att_key": False},
-            "queries and positions alone": {"pos_att_type": ["c2p"]},
-            "keys and positions alone": {"pos_att_type": ["p2c"], "share_att_key": False},
-            "no buckets": {"position_buckets": -1, "max_relative_positions": 40},
-            "positions not normalised": {"norm_rel_ebd": "none"},
-            "absolute positions alone": {"relative_attention": False, "position_biased_input": True},
             "both kinds of positions, and types": {"position_biased_input": True, "type_vocab_size": 2},
+            "queries and positions alone, of no buckets": {
+                "pos_att_type": ["c2p"], "position_buckets": -1, "max_relative_positions": 40,
+            },
+            "keys and positions alone, with projections apart": {
+                "pos_att_type": ["p2c"], "share_att_key": False, "norm_rel_ebd": "none",
+            },
+            "projections of both apart": {"share_att_key": False},
+            "absolute positions alone": {"relative_attention": False, "position_biased_input": True},
         }.items()
         for kernels in ("auto", "torch")
     ),
     # As ColPali-like models keep only the tokens of pictures; here every other token of the vocabulary.
     Variant("a mask that keeps some tokens", late_interaction.native, references.multi_vector,
-            edits=(settings("2_MultiVectorMask/config.json", keep_only_token_ids=list(range(0, 30522, 2))),)),
-    Variant("bge-m3, layers converted", bi_encoders.bge_m3,
-            partial(references.bge_m3, weights=(0.4, 0.2, 0.4)), {"score_type": "hybrid"}, (converted,)),
+            edits=(settings("2_MultiVectorMask/config.json", keep_only_token_ids=list(range(0, WORDS, 2))),)),
+    Variant("bge-m3, layers converted", bi_encoders.bge_m3, partial(references.bge_m3, weights=(1, 0.5, 2)),
+            {"score_type": "hybrid", "hybrid_weights": "1,0.5,2"}, (converted,)),
     Variant("sums of weights", sparse_encoders.splade_sum, references.sparse_encoder),
     # Options.
     Variant("token pooling", late_interaction.stanford, partial(_late, pooling=HierarchicalTokenPooling(2.0)),
             {"doc_token_pooling": 2}),
     Variant("fewer dimensions", late_interaction.stanford, partial(_late, dimensions=16), {"dimensions": 16}),
-    Variant("weights of bge-m3's scores", bi_encoders.bge_m3, partial(references.bge_m3, weights=(1, 0.5, 2)),
-            _HYBRID | {"hybrid_weights": "1,0.5,2"}),
     Variant("an instruction", language_models.qwen3_reranker,
             partial(references.qwen3_reranker, instruction=_SNAKES), {"instruction": _SNAKES}),
-    Variant("a template", language_models.qwen3_reranker, _templated, {"score_template": _TEMPLATE}),
     # Ways to run.
     *(
-        Variant(f"{build.__name__} not packed", build, reference, {"packing": "off"}, execution=execution)
+        Variant(f"{build.__name__} not packed", build, reference, {"packing": "off"}, execution=execution,
+                exhaustive=build is retrained.lfm2_5_embedding)
         for build, reference, execution in (
-            (cross_encoders.bert, references.cross_encoder, "padded"),
             (t5.monot5, references.monot5, "padded"),
             (retrained.nemotron_rerank, plain_models.nemotron_rerank, "padded"),
             (retrained.lfm2_5_embedding,
@@ -180,7 +178,7 @@ VARIANTS = [
     # LoRA, as the base with the weights that the formulas give.
     *(
         Variant(f"LoRA: {name}", partial(adapters.bert, **said), references.cross_encoder, weights=_merged,
-                exhaustive=name == "plain")
+                exhaustive=name in ("plain", "rsLoRA", "patterns", "DoRA"))
         for name, said in adapters.SETTINGS.items()
     ),
     Variant("LoRA saved by its name", adapters.saved_by_name, references.cross_encoder, weights=_merged),
@@ -188,10 +186,10 @@ VARIANTS = [
     # GGUF: blocks, answers in a tensor of their own, and decoders as what they were made from.
     *(
         Variant(f"GGUF in {kind}", partial(gguf_models.qwen3, kind=kind), references.qwen3_reranker,
-                weights=dequantised, exhaustive=kind != "Q6_K")
-        for kind in ("F32", "F16", "BF16", "Q4_0", "Q5_K", "Q6_K")
+                weights=dequantised, exhaustive=True)
+        for kind in ("F32", "F16", "BF16", "Q4_0", "Q5_K")
     ),
-    Variant("GGUF, answers not tied", partial(gguf_models.qwen3_reranker, tied=False),
+    Variant("GGUF in Q6_K, answers not tied", partial(gguf_models.qwen3_reranker, kind="Q6_K", tied=False),
             references.qwen3_reranker, weights=dequantised),
     Variant("GGUF of a Llama", gguf_models.llama, _template_of_all,
             {"score_template": "{{ query }} is in {{ document }}?"}, weights=_original),
@@ -201,13 +199,7 @@ VARIANTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "variant",
-    [
-        pytest.param(each, id=each.name, marks=pytest.mark.exhaustive if each.exhaustive else ())
-        for each in VARIANTS
-    ],
-)
+@pytest.mark.parametrize("variant", with_names(VARIANTS))
 async def test_scores_equal_the_reference(
     variant: Variant,
     checkpoints: SharedCheckpoints,
