@@ -13,8 +13,9 @@ from openai import OpenAI
 from sentence_transformers import MultiVectorEncoder
 
 from maxsimd.bench.datasets import Pair
-from tests.clients.page import CURL, examples, printed
-from tests.server.conftest import Server, StartServer
+from tests.clients.page import CURL, URL, examples, printed, run
+from tests.documentation.test_code_blocks import blocks_of
+from tests.server.conftest import Server
 from tests.unit.calling_handlers import GOOD, POSTED, expected
 
 QUERY = "What is the capital of France?"
@@ -50,15 +51,14 @@ def test_a_cross_encoder_classifies_and_does_not_embed(cross_encoder_server: Ser
 
 
 def test_score_equals_multi_vector_encoder(
-    start_server: StartServer, stanford_colbert: str, pairs: list[Pair]
+    colbert_server: Server, stanford_colbert: str, pairs: list[Pair]
 ) -> None:
-    server = start_server(stanford_colbert, "--dtype", "float32")
     model = MultiVectorEncoder(stanford_colbert, device="cpu")
     documents = [pair.document for pair in pairs[:50]]
     for pair in pairs[:2]:
         reference = model.similarity(model.encode_query([pair.query]), model.encode_document(documents))[0]
         body = {"queries": pair.query, "documents": documents, "truncate_prompt_tokens": -1}
-        scores = [item["score"] for item in post(server, "/score", body)["data"]]
+        scores = [item["score"] for item in post(colbert_server, "/score", body)["data"]]
         np.testing.assert_allclose(scores, reference.numpy(), atol=1e-4)
 
 
@@ -119,9 +119,14 @@ def test_windows_find_what_truncation_misses(server: Server) -> None:
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
 def test_the_examples_for_curl_are_answered(server: Server, tmp_path: Path) -> None:
-    """Those of docs/clients.md; other clients need what `make test-clients` installs."""
+    """Those of docs/clients.md, and those of the other pages."""
     ranked, embedded = (
         json.loads(printed(example, "sh", server.url, os.environ, tmp_path)) for example in examples(CURL)
     )
     assert [result["index"] for result in ranked["results"]] == [1, 2]
     assert len(embedded["data"]) == 2
+    for block in blocks_of("sh"):
+        if block.text.startswith("curl"):
+            script = block.text.replace(URL, server.url)
+            answer = json.loads(run(["sh", "-c", script], os.environ, tmp_path, 60))
+            assert "error" not in answer, f"{block}: {answer}"

@@ -22,9 +22,9 @@ SCORE = {"queries": "how is a file opened", "documents": DOCUMENTS}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def engine() -> AsyncIterator[RecordingEngine]:
-    config = EngineConfig(dtype="float32", threads=1, max_batch_tokens=256, cache_mb=0)
-    async with RecordingEngine(config) as engine:
+async def engine(stanford_colbert: str) -> AsyncIterator[RecordingEngine]:
+    options: dict[str, Any] = {"dtype": "float32", "threads": 1, "max_batch_tokens": 256, "cache_mb": 0}
+    async with RecordingEngine(EngineConfig(stanford_colbert, **options)) as engine:
         yield engine
 
 
