@@ -59,7 +59,8 @@ class Serving:
 
 @asynccontextmanager
 async def serving(model: str | None = None, **options: Any) -> AsyncIterator[Serving]:
-    engine = Engine(EngineConfig(model=model, dtype="float32", threads=1))
+    # Small steps, so that a request of some documents waits in part.
+    engine = Engine(EngineConfig(model=model, dtype="float32", threads=1, max_batch_tokens=512))
     options = {"host": "127.0.0.1", "port": free_port()} | options
     config = ServerConfig(**options)
     status = asyncio.create_task(life.run_server(engine, config, time.perf_counter()))

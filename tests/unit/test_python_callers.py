@@ -136,12 +136,12 @@ def test_a_second_event_loop_is_told_why_it_gets_nothing() -> None:
 
 
 def test_a_forked_process_is_told_and_nothing_printed_at_exit(tmp_path: Path) -> None:
-    # Newer versions of Python warn of every fork beside threads. The end is that of an interpreter, which
-    # copies of an imported process do not have.
+    # Newer versions of Python warn of every fork beside threads. The end is an interpreter's, which copies of
+    # a process that has imported everything do not have.
     program = tmp_path / "forks.py"
     program.write_text(
         """
-import ctypes, os, warnings
+import atexit, os, threading, warnings
 from maxsimd import SyncEngine
 from maxsimd.engine import EngineNotReadyError
 warnings.simplefilter("ignore", DeprecationWarning)
@@ -155,7 +155,8 @@ if not child:
     os._exit(7)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 assert engine.score("a", ["b"]).scores
-ctypes.pythonapi.Py_Exit(0)
+threading._shutdown()
+atexit._run_exitfuncs()
 """
     )
     done = Program([], program).run()
