@@ -9,7 +9,6 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from openai import OpenAI
 from sentence_transformers import MultiVectorEncoder
 
 from maxsimd.bench.datasets import Pair
@@ -83,6 +82,8 @@ def test_pooled_token_vectors_give_the_score(server: Server) -> None:
 
 
 def test_openais_client_gets_embeddings(server: Server) -> None:
+    from openai import OpenAI  # which takes a second, in each worker if at the top
+
     with OpenAI(base_url=server.url + "/v1", api_key="none") as client:
         answer = client.embeddings.create(model="all-MiniLM-L6-v2", input=["hello world", "another"])
         short = client.embeddings.create(model="all-MiniLM-L6-v2", input="hello world", dimensions=64)
