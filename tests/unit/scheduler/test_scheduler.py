@@ -267,9 +267,9 @@ def test_the_order_is_the_plain_one(data: st.DataObject) -> None:
     scheduler = Scheduler(limits, weights=weights, oldest_share=share, overdue_share=overdue)
     plain = PlainOrder(budget, weights, share, overdue)
     request_id = 0
-    for _ in range(data.draw(st.integers(1, 30))):
+    for _ in range(data.draw(st.integers(1, 20))):
         for _ in range(data.draw(st.integers(0, 3))):
-            lengths = data.draw(st.lists(st.integers(1, budget), min_size=1, max_size=12))
+            lengths = data.draw(st.lists(st.integers(1, budget), min_size=1, max_size=8))
             tenant = data.draw(st.sampled_from(["", "heavy", "light"]))
             priority = data.draw(st.integers(-2, 2) | st.sampled_from([-20, 20]))
             scheduler.admit(request_id, texts(request_id, lengths), priority=priority, tenant=tenant)
