@@ -6,7 +6,8 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process that is or was there; no other one has its number and its start."""
+    """A process that is or was there; no other one has its number and its start. Its `title` is its command,
+    and the name that it has given itself."""
 
     pid: int
     parent: int
@@ -36,9 +37,10 @@ def descendants(pid: int) -> list[Process]:
 def _read(pid: int) -> Process | None:
     """None for a process that is not there, or that has ended and has not been waited for."""
     try:
-        # What follows the name, which may have spaces and parentheses in it.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        title = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        # The name may have spaces and parentheses in it.
+        start, _, end = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
         return None
-    return None if fields[0] == "Z" else Process(pid, int(fields[1]), int(fields[19]), title.strip())
+    fields, title = end.split(), f"{command.strip()} {start.partition('(')[2]}"
+    return None if fields[0] == "Z" else Process(pid, int(fields[1]), int(fields[19]), title)

@@ -5,16 +5,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
-
-pytest.importorskip("ray")
-
 import pyarrow as pa
-import ray
+import pytest
 from click.testing import CliRunner
 from pyarrow import parquet
 
@@ -27,16 +24,20 @@ from maxsimd.engine import EngineConfig, EngineDeadError, InvalidRequestError, S
 from tests.cluster import soak
 from tests.server.conftest import installed_command
 
+pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 QUERIES = ["how is a file opened", "how is a list sorted", "what is π"]
 DOCUMENTS = ["Open a file and return a stream.", "Sort a list in place.", "Käse, 東京 and 🎉.", "Read lines."]
 ROWS = [{"id": f"r{i}", "query": query, "documents": DOCUMENTS[i:]} for i, query in enumerate(QUERIES)]
 
 
 @pytest.fixture(scope="module")
-def local_ray() -> Iterator[None]:
-    """Ray with two cores, in a folder of its own, until the module's tests are done."""
+def local_ray() -> Iterator[Any]:
+    """Ray with two cores, in a folder of its own, until the module's tests are done; the module, which not
+    every process that collects tests need import."""
     with ray_session(None, num_cpus=2):
-        yield
+        import ray
+
+        yield ray
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +57,8 @@ def _table(*rows: dict[str, Any]) -> pa.Table:
 
 
 @pytest.mark.ray
-def test_a_data_set_has_the_engines_scores(local_ray: None, config: EngineConfig) -> None:
-    scored = build_scorer(config, normalize=True)(ray.data.from_items(ROWS)).take_all()
+def test_a_data_set_has_the_engines_scores(local_ray: Any, config: EngineConfig) -> None:
+    scored = build_scorer(config, normalize=True)(local_ray.data.from_items(ROWS)).take_all()
     with SyncEngine(config, progress=False) as engine:
         expected = {row["id"]: engine.score(row["query"], row["documents"], normalize=True) for row in ROWS}
     assert {row["id"] for row in scored} == expected.keys()
@@ -70,7 +71,7 @@ def test_a_data_set_has_the_engines_scores(local_ray: None, config: EngineConfig
 
 @pytest.mark.ray
 @pytest.mark.exhaustive
-def test_rows_are_made_of_others_and_made_into_others(local_ray: None, config: EngineConfig) -> None:
+def test_rows_are_made_of_others_and_made_into_others(local_ray: Any, config: EngineConfig) -> None:
     scorer = build_scorer(
         config,
         preprocess=lambda row: {"document": row["title"] + " " + row["body"]},
@@ -79,7 +80,7 @@ def test_rows_are_made_of_others_and_made_into_others(local_ray: None, config: E
         batch_size=10,
     )
     given = [{"number": i, "title": f"title {i}", "body": "of a file"} for i in range(25)]
-    scored = scorer(ray.data.from_items(given)).take_all()
+    scored = scorer(local_ray.data.from_items(given)).take_all()
     with SyncEngine(config, progress=False) as engine:
         expected = engine.score("file", [f"title {i} of a file" for i in range(25)]).scores
     found = [row["score"] for row in sorted(scored, key=lambda row: row["number"])]
@@ -105,11 +106,11 @@ class DyingRows(ScoreRows):
 @pytest.mark.ray
 @pytest.mark.exhaustive
 def test_an_actor_whose_engine_has_died_is_started_anew(
-    local_ray: None, config: EngineConfig, tmp_path: Path
+    local_ray: Any, config: EngineConfig, tmp_path: Path
 ) -> None:
     arguments = {"marker": str(tmp_path / "died"), "config": config}
     rows = [{"query": "a", "document": f"b {i}"} for i in range(20)]
-    given = ray.data.from_items(rows, override_num_blocks=4)
+    given = local_ray.data.from_items(rows, override_num_blocks=4)
     scored = ActorPool(1, 1, 0).map_batches(given, DyingRows, arguments, None).take_all()
     assert (tmp_path / "died").exists()
     assert sorted(row["document"] for row in scored) == sorted(row["document"] for row in rows)

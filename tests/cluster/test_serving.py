@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from typing import Any
 
 import httpx
@@ -16,11 +17,12 @@ from tests.cluster.soak import kill_scorers
 from tests.server.conftest import StartServer, start_server
 from tests.waiting import wait_for
 
-pytest.importorskip("ray")
-
 __all__ = ["start_server"]
 
-pytestmark = pytest.mark.ray
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed"),
+]
 LATE = "late"
 # What the next version of it is configured by.
 NEXT: dict[str, int] = {"fronts": 2, "max_batch_tokens": 1_024, "max_documents": 9_999}

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
@@ -19,7 +18,6 @@ from click.testing import CliRunner
 
 from maxsimd.api.cli import main
 from tests.forked import Program
-from tests.server.conftest import Server
 
 ROOT = Path(__file__).parents[2]
 BESIDE_DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
@@ -51,15 +49,9 @@ _BLOCKS = [block for page in (*BESIDE_DOCS, *sorted(ROOT.glob("docs/**/*.md"))) 
 _OF_CLIENTS = {ROOT / "docs" / "clients.md", ROOT / "docs" / "rag.md"}
 
 
-def _on_ray(block: Block) -> bool:
-    return re.search(r"^import ray$", block.text, flags=re.MULTILINE) is not None
-
-
-def _of(language: str) -> list[Any]:
+def blocks_of(language: str) -> list[Block]:
     """The blocks of all pages but those that clients run."""
-    found = [block for block in _BLOCKS if block.language == language and block.page not in _OF_CLIENTS]
-    marks = (pytest.mark.ray, pytest.mark.exhaustive)
-    return [pytest.param(block, id=str(block), marks=marks if _on_ray(block) else ()) for block in found]
+    return [block for block in _BLOCKS if block.language == language and block.page not in _OF_CLIENTS]
 
 
 def _commands(program: str) -> list[str]:
@@ -73,54 +65,55 @@ def _commands(program: str) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("block", _of("python"))
+def _on_ray(block: Block) -> bool:
+    return re.search(r"^import ray$", block.text, flags=re.MULTILINE) is not None
+
+
+@pytest.mark.parametrize("block", [each for each in blocks_of("python") if not _on_ray(each)], ids=str)
 def test_python_runs_as_it_stands(block: Block, tmp_path: Path) -> None:
     script = tmp_path / "shown.py"
     script.write_text(block.text, encoding="utf-8")
-    if not _on_ray(block):
-        Program([], script).run()
-        return
+    Program([], script).run()
+
+
+@pytest.mark.ray
+@pytest.mark.exhaustive
+def test_python_on_ray_runs_as_it_stands(tmp_path: Path) -> None:
     pytest.importorskip("ray")
-    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
-    subprocess.run([sys.executable, str(script)], cwd=tmp_path, env=environment, check=True, timeout=120)
+    script, environment = tmp_path / "shown.py", os.environ | {"HF_HUB_OFFLINE": "1"}
+    for block in filter(_on_ray, blocks_of("python")):
+        script.write_text(block.text, encoding="utf-8")
+        subprocess.run([sys.executable, script], cwd=tmp_path, env=environment, check=True, timeout=120)
 
 
 def test_json_can_be_read() -> None:
     assert all(json.loads(block.text) for block in _BLOCKS if block.language == "json")
 
 
-@pytest.mark.parametrize("block", _of("yaml"))
-def test_yaml_configures_a_server(block: Block, tmp_path: Path) -> None:
+def test_yaml_configures_a_server(tmp_path: Path) -> None:
     file = tmp_path / "maxsimd.yaml"
-    file.write_text(block.text, encoding="utf-8")
-    found = CliRunner().invoke(main, ["serve", "--config", str(file), "--print-config"])
-    assert found.exit_code == 0, found.output
+    for block in blocks_of("yaml"):
+        file.write_text(block.text, encoding="utf-8")
+        found = CliRunner().invoke(main, ["serve", "--config", str(file), "--print-config"])
+        assert found.exit_code == 0, f"{block}: {found.output}"
 
 
-@pytest.mark.parametrize("block", [each for each in _of("sh") if each.values[0].text.startswith("curl")])
-def test_a_request_with_curl_is_answered(block: Block, server: Server) -> None:
-    script = block.text.replace("http://127.0.0.1:8000", server.url)
-    run = subprocess.run(["sh", "-c", script], capture_output=True, check=True, timeout=60)
-    answer = json.loads(run.stdout)
-    assert "error" not in answer, answer
-
-
-@pytest.mark.parametrize("line", _commands("maxsimd"))
-def test_a_command_has_the_options_that_are_shown(line: str) -> None:
+def test_commands_have_the_options_that_are_shown() -> None:
     """Files and models that are named need not be there."""
-    words = shlex.split(line, comments=True)[1:]
-    command: click.Command = main
-    context = click.Context(main, info_name="maxsimd")
-    while isinstance(command, click.Group):
-        name = words.pop(0)
-        found = command.get_command(context, name)
-        assert found is not None, f"there is no command {name}"
-        command, context = found, click.Context(found, info_name=name, parent=context)
-    try:
-        command.make_context(command.name, words, parent=context.parent)
-    except click.BadParameter as error:
-        if "does not exist" not in str(error):
-            raise
+    for line in _commands("maxsimd"):
+        words = shlex.split(line, comments=True)[1:]
+        command: click.Command = main
+        context = click.Context(main, info_name="maxsimd")
+        while isinstance(command, click.Group):
+            name = words.pop(0)
+            found = command.get_command(context, name)
+            assert found is not None, f"there is no command {name}"
+            command, context = found, click.Context(found, info_name=name, parent=context)
+        try:
+            command.make_context(command.name, words, parent=context.parent)
+        except click.BadParameter as error:
+            if "does not exist" not in str(error):
+                raise
 
 
 def test_every_target_of_make_is_there() -> None:

@@ -33,7 +33,8 @@ def chromium() -> Iterator[Browser]:
         assert not os.environ.get("MAXSIMD_NEEDS_BROWSER"), f"none of {', '.join(_NAMES)} is installed"
         pytest.skip(f"none of {', '.join(_NAMES)} is installed")
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        # Without a GPU it would compute one.
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
         yield browser
         browser.close()
 

@@ -198,3 +198,8 @@ def strict_server(session_starter: StartServer, bert_cross_encoder: str) -> Serv
 @pytest.fixture(scope="session")
 def cross_encoder_server(session_starter: StartServer, bert_cross_encoder: str) -> Server:
     return session_starter(bert_cross_encoder, "--dtype", "float32", "--served-model-name", "reranker")
+
+
+@pytest.fixture(scope="session")
+def colbert_server(session_starter: StartServer, stanford_colbert: str) -> Server:
+    return session_starter(stanford_colbert, "--dtype", "float32")

@@ -43,10 +43,10 @@ def documents(pairs: list[Pair]) -> list[str]:
 
 
 def test_a_folder_outlives_a_server_that_is_killed(
-    start_server: StartServer, tmp_path: Path, documents: list[str]
+    start_server: StartServer, stanford_colbert: str, tmp_path: Path, documents: list[str]
 ) -> None:
     folder = str(tmp_path / "cache")
-    server = start_server("--cache-dir", folder)
+    server = start_server(stanford_colbert, "--cache-dir", folder)
     first, second = rerank(server, documents), rerank(server, documents)
     assert (cached(first), cached(second)) == (0, 12)
     assert first["usage"]["prompt_tokens"] == second["usage"]["prompt_tokens"]
@@ -60,7 +60,7 @@ def test_a_folder_outlives_a_server_that_is_killed(
     server.process.kill()
     server.process.wait()
 
-    again = start_server("--cache-dir", folder)
+    again = start_server(stanford_colbert, "--cache-dir", folder)
     third = rerank(again, documents)
     assert cached(third) == 12
     np.testing.assert_allclose(scores(first), scores(third), atol=1e-3)
@@ -82,10 +82,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def damaged(module_starter: StartServer, folder: Path) -> Server:
+def damaged(module_starter: StartServer, stanford_colbert: str, folder: Path) -> Server:
     """A server of which this damages the cache; started with a file in place of its folder."""
     folder.write_text("of a user")
-    return module_starter(*OPTIONS, str(folder), before=_heed_permissions_and_pause_shortly)
+    options = (stanford_colbert, *OPTIONS, str(folder))
+    return module_starter(*options, before=_heed_permissions_and_pause_shortly)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from maxsimd.api.cli import main
 from maxsimd.bench.datasets import docstring_pairs
 from maxsimd.engine import EngineConfig, SyncEngine
 from maxsimd.engine.media import PictureError, PictureLimits, pages_of
-from tests.checkpoints import visual
+from tests.checkpoints import bi_encoders, visual
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.forked import Program, run_command
 from tests.waiting import wait_for
@@ -38,8 +38,13 @@ def _lines(text: str) -> list[Any]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def _engine() -> SyncEngine:
-    return SyncEngine(EngineConfig(dtype="float32"), progress=False)
+@pytest.fixture
+def small(checkpoints: SharedCheckpoints) -> str:
+    return checkpoints(bi_encoders.bge)
+
+
+def _engine(model: str | None = None) -> SyncEngine:
+    return SyncEngine(EngineConfig(model=model, dtype="float32"), progress=False)
 
 
 def test_the_best_documents_of_a_file(tmp_path: Path) -> None:
@@ -178,15 +183,15 @@ def test_mistakes_are_told_in_one_line(arguments: list[str], message: str, tmp_p
     assert len([line for line in ran.stderr.splitlines() if line.startswith("Error")]) == 1
 
 
-def test_texts_are_embedded(tmp_path: Path) -> None:
+def test_texts_are_embedded(tmp_path: Path, small: str) -> None:
     file, out, tokens = (tmp_path / name for name in ("texts.jsonl", "vectors.npy", "tokens.npz"))
     file.write_text("\n".join(json.dumps({"id": i, "text": text}) for i, text in enumerate(TEXTS)), "utf-8")
-    with _engine() as engine:
+    with _engine(small) as engine:
         one = engine.embed(TEXTS, input_type="document").embeddings
         each = engine.embed_tokens(TEXTS).embeddings
 
     def embed(*options: str, status: int = 0) -> Result:
-        ran = CliRunner().invoke(main, ["embed", "--texts", str(file), *FLOAT32, *options])
+        ran = CliRunner().invoke(main, ["embed", small, "--texts", str(file), *FLOAT32, *options])
         assert ran.exit_code == status, ran.output
         return ran
 
@@ -202,7 +207,7 @@ def test_texts_are_embedded(tmp_path: Path) -> None:
     assert "--out must end in .npy" in embed("--out", str(tokens), status=2).stderr
 
 
-def test_eval_measures_what_ir_measures_does(tmp_path: Path) -> None:
+def test_eval_measures_what_ir_measures_does(tmp_path: Path, small: str) -> None:
     """12 queries over 20 documents in BEIR's files; grades 0 to 2."""
     documents = [{"_id": f"d{i}", "title": "", "text": pair.document[:200]} for i, pair in enumerate(PAIRS)]
     queries = [{"_id": f"q{i}", "text": pair.query} for i, pair in enumerate(PAIRS[:12])]
@@ -216,9 +221,9 @@ def test_eval_measures_what_ir_measures_does(tmp_path: Path) -> None:
     def evaluated(*more: str, judged: str = "qrels.tsv") -> Result:
         files = {"queries": "queries.jsonl", "documents": "documents.jsonl", "qrels": judged}
         options = [part for name, file in files.items() for part in (f"--{name}", str(tmp_path / file))]
-        return CliRunner().invoke(main, ["eval", *FLOAT32, *options, *more])
+        return CliRunner().invoke(main, ["eval", small, *FLOAT32, *options, *more])
 
-    with _engine() as engine:
+    with _engine(small) as engine:
         texts = [each["text"] for each in documents]
         by_hand = {
             each["_id"]: {f"d{j}": score for j, score in enumerate(engine.score(each["text"], texts).scores)}

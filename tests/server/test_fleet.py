@@ -1,37 +1,103 @@
 """A server of several processes: the same answers as one process gives, whichever of them dies."""
 
+import asyncio
 import os
 import re
 import signal
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO, ClassVar
 
 import httpx
 import pytest
 
+from maxsimd.api.fleet import process
+from maxsimd.api.signals import SIGNALS
 from tests.clients_under_load import ASKED, DOCUMENTS, Clients, numbers_of, right_scores, shape_of
 from tests.processes import descendants
 from tests.server.conftest import Server, StartServer
 from tests.waiting import wait_for
-
-FLEET = ("--dtype", "float32", "--fronts", "2", "--replicas", "2")
 
 
 def _children(server: Server) -> dict[str, list[int]]:
     """The processes of a fleet: engines and fronts."""
     found: dict[str, list[int]] = {"engine": [], "front": []}
     for each in descendants(server.process.pid):
-        words = each.title.split()
-        if "maxsimd.api.fleet.process" in words:
-            found[words[words.index("maxsimd.api.fleet.process") + 1]].append(each.pid)
+        for kind in found.keys() & set(each.title.split()):
+            found[kind].append(each.pid)
     return found
 
 
+class _Copy:
+    """A process of a fleet as a copy of its parent, with the methods of `asyncio.subprocess.Process` that the
+    parent uses. It has its setup in a pipe, of which no other copy has the end that is written to."""
+
+    _given: ClassVar[list[BinaryIO]] = []
+
+    def __init__(self, name: str) -> None:
+        read, write = os.pipe()
+        self.returncode: int | None = None
+        self.stdin = open(write, "wb", buffering=0)  # noqa: SIM115
+        self._given.append(self.stdin)
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                self._begin(read, name)
+            finally:
+                os._exit(1)
+        os.close(read)
+
+    def _begin(self, read: int, name: str) -> None:
+        os.setsid()
+        os.dup2(read, 0)
+        for each in self._given:
+            each.close()
+        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+        signal.set_wakeup_fd(-1)
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        Path("/proc/self/comm").write_text(name)
+        process.main()
+
+    async def wait(self) -> int:
+        while self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)  # noqa: ASYNC222 (it does not wait)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+            else:
+                await asyncio.sleep(0.02)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _copy_all_but_one() -> None:
+    """Starts the first front as a program, and all other processes as copies, which takes no seconds."""
+    start, begun = asyncio.create_subprocess_exec, set[str]()
+
+    async def started(*command: str, **options: Any) -> Any:
+        name = " ".join(command[3:])
+        if name == "front 0" and name not in begun:
+            begun.add(name)
+            return await start(*command, **options)
+        return _Copy(name)
+
+    asyncio.create_subprocess_exec = started  # type: ignore[assignment]
+
+
 @pytest.fixture(scope="module")
-def fleet(module_starter: StartServer) -> Server:
+def fleet(module_starter: StartServer, stanford_colbert: str) -> Server:
     # A request may wait while engines are started again, on a slow machine too.
-    server = module_starter(*FLEET, "--max-wait-seconds", "600", "--grace-seconds", "120")
+    patience = ("--max-wait-seconds", "600", "--grace-seconds", "120")
+    processes = ("--fronts", "2", "--replicas", "2")
+    options = (stanford_colbert, "--dtype", "float32", *processes, *patience)
+    server = module_starter(*options, before=_copy_all_but_one)
     wait_for(lambda: _num_engines(server) == 2)
     wait_for(lambda: _num_fronts(server) == 2)
     return server
@@ -73,12 +139,14 @@ EMBEDDED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def test_a_spread_request_is_answered_as_one_process_answers_it(fleet: Server, server: Server) -> None:
-    for each in (fleet, server):
+def test_a_spread_request_is_answered_as_one_process_answers_it(
+    fleet: Server, colbert_server: Server
+) -> None:
+    for each in (fleet, colbert_server):
         assert httpx.delete(each.url + "/cache").status_code == 204, "another test may have filled it"
     for path, body in (*ASKED, *EMBEDDED):
         spread, whole = (
-            httpx.post(each.url + path, json=body, timeout=60).json() for each in (fleet, server)
+            httpx.post(each.url + path, json=body, timeout=60).json() for each in (fleet, colbert_server)
         )
         assert shape_of(spread) == shape_of(whole), path
         assert numbers_of(spread) == pytest.approx(numbers_of(whole), rel=1e-6, abs=1e-5), path
@@ -99,8 +167,8 @@ def test_clearing_the_cache_reaches_all_engines(fleet: Server) -> None:
 
 
 @pytest.fixture(scope="module")
-def right(server: Server) -> dict[str, float]:
-    return right_scores(server.url, DOCUMENTS)
+def right(colbert_server: Server) -> dict[str, float]:
+    return right_scores(colbert_server.url, DOCUMENTS)
 
 
 @pytest.fixture

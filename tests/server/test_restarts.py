@@ -41,8 +41,10 @@ def _probe(server: Server) -> tuple[int, int, str]:
 
 
 @pytest.mark.exhaustive
-def test_a_stuck_device_is_restarted_and_right_again(start_server: StartServer) -> None:
-    server = start_server(*RESTARTING, file=FAILING)
+def test_a_stuck_device_is_restarted_and_right_again(
+    start_server: StartServer, stanford_colbert: str
+) -> None:
+    server = start_server(stanford_colbert, *RESTARTING, file=FAILING)
     right = _warm_up(server)
     with ThreadPoolExecutor() as threads:
         steps = server.metric("maxsimd_step_tokens_count")
@@ -60,8 +62,10 @@ def test_a_stuck_device_is_restarted_and_right_again(start_server: StartServer) 
     assert server.terminate() == 0, "the stuck thread keeps no process from ending"
 
 
-def test_an_actor_and_a_device_that_fail_are_started_again(start_server: StartServer) -> None:
-    server = start_server(*RESTARTING, file=FAILING)
+def test_an_actor_and_a_device_that_fail_are_started_again(
+    start_server: StartServer, stanford_colbert: str
+) -> None:
+    server = start_server(stanford_colbert, *RESTARTING, file=FAILING)
     right = _warm_up(server)
     for restarts, word in enumerate(("die", "lose"), start=1):
         assert _ask(server, word).status_code == 503

@@ -9,12 +9,12 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from openai import OpenAI
 from sentence_transformers import MultiVectorEncoder
 
 from maxsimd.bench.datasets import Pair
-from tests.clients.page import CURL, examples, printed
-from tests.server.conftest import Server, StartServer
+from tests.clients.page import CURL, URL, examples, printed, run
+from tests.documentation.test_code_blocks import blocks_of
+from tests.server.conftest import Server
 from tests.unit.calling_handlers import GOOD, POSTED, expected
 
 QUERY = "What is the capital of France?"
@@ -38,39 +38,16 @@ def test_every_route_takes_good_requests_and_refuses_bad(server: Server) -> None
             assert refused.json()["error"]["code"] == refused.status_code
 
 
-def test_a_cross_encoder_classifies_and_does_not_embed(cross_encoder_server: Server) -> None:
-    for path, body in (
-        ("/classify", {"input": "a"}),
-        ("/predict", {"inputs": "a"}),
-        ("/pooling", {"input": "a"}),
-    ):
-        post(cross_encoder_server, path, body)
-    refused = post(cross_encoder_server, "/v1/embeddings", {"input": "a"}, status=400)
-    assert "cannot embed; it can classify" in refused["error"]["message"]
-
-
 def test_score_equals_multi_vector_encoder(
-    start_server: StartServer, stanford_colbert: str, pairs: list[Pair]
+    colbert_server: Server, stanford_colbert: str, pairs: list[Pair]
 ) -> None:
-    server = start_server(stanford_colbert, "--dtype", "float32")
     model = MultiVectorEncoder(stanford_colbert, device="cpu")
     documents = [pair.document for pair in pairs[:50]]
     for pair in pairs[:2]:
         reference = model.similarity(model.encode_query([pair.query]), model.encode_document(documents))[0]
         body = {"queries": pair.query, "documents": documents, "truncate_prompt_tokens": -1}
-        scores = [item["score"] for item in post(server, "/score", body)["data"]]
+        scores = [item["score"] for item in post(colbert_server, "/score", body)["data"]]
         np.testing.assert_allclose(scores, reference.numpy(), atol=1e-4)
-
-
-def test_rerank_ranks_best_first(server: Server) -> None:
-    documents = ["Berlin is in Germany.", "Paris is the capital of France.", "Cats purr."]
-    answer = post(server, "/v2/rerank", {"query": QUERY, "documents": documents, "top_n": 2})
-    assert answer["id"].startswith("rerank-")
-    best, second = answer["results"]
-    assert (best["index"], second["index"]) == (1, 0)
-    assert best["document"] == {"text": documents[1]}
-    assert best["relevance_score"] > second["relevance_score"]
-    assert answer["meta"]["billed_units"] == {"search_units": 1}
 
 
 def test_pooled_token_vectors_give_the_score(server: Server) -> None:
@@ -83,6 +60,8 @@ def test_pooled_token_vectors_give_the_score(server: Server) -> None:
 
 
 def test_openais_client_gets_embeddings(server: Server) -> None:
+    from openai import OpenAI  # which takes a second, in each worker if at the top
+
     with OpenAI(base_url=server.url + "/v1", api_key="none") as client:
         answer = client.embeddings.create(model="all-MiniLM-L6-v2", input=["hello world", "another"])
         short = client.embeddings.create(model="all-MiniLM-L6-v2", input="hello world", dimensions=64)
@@ -93,18 +72,6 @@ def test_openais_client_gets_embeddings(server: Server) -> None:
     cut = vectors[0, :64] / np.linalg.norm(vectors[0, :64])
     np.testing.assert_allclose(short.data[0].embedding, cut, atol=1e-4)
     assert answer.usage.prompt_tokens == 4 + 3
-
-
-def test_long_documents_are_cut_counted_and_told(server: Server) -> None:
-    body = {"queries": QUERY, "documents": ["word " * 2000]}
-    before = server.metric("maxsimd_truncated_inputs_total")
-    response = httpx.post(server.url + "/score", json=body)
-    assert response.json()["usage"]["prompt_tokens"] == 256 + 9
-    assert response.json()["warnings"] == [response.headers["x-maxsimd-warnings"]]
-    assert server.metric("maxsimd_truncated_inputs_total") == before + 1
-    refused = post(server, "/score", body | {"long_documents": "error"}, status=400)
-    assert "2002 tokens, but at most 256" in refused["error"]["message"]
-    assert post(server, "/score", body | {"max_tokens_per_doc": 10})["usage"]["prompt_tokens"] == 12 + 9
 
 
 def test_windows_find_what_truncation_misses(server: Server) -> None:
@@ -119,9 +86,14 @@ def test_windows_find_what_truncation_misses(server: Server) -> None:
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
 def test_the_examples_for_curl_are_answered(server: Server, tmp_path: Path) -> None:
-    """Those of docs/clients.md; other clients need what `make test-clients` installs."""
+    """Those of docs/clients.md, and those of the other pages."""
     ranked, embedded = (
         json.loads(printed(example, "sh", server.url, os.environ, tmp_path)) for example in examples(CURL)
     )
     assert [result["index"] for result in ranked["results"]] == [1, 2]
     assert len(embedded["data"]) == 2
+    for block in blocks_of("sh"):
+        if block.text.startswith("curl"):
+            script = block.text.replace(URL, server.url)
+            answer = json.loads(run(["sh", "-c", script], os.environ, tmp_path, 60))
+            assert "error" not in answer, f"{block}: {answer}"

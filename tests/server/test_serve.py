@@ -58,8 +58,9 @@ class Serving:
 
 
 @asynccontextmanager
-async def serving(**options: Any) -> AsyncIterator[Serving]:
-    engine = Engine(EngineConfig(dtype="float32", threads=1))
+async def serving(model: str | None = None, **options: Any) -> AsyncIterator[Serving]:
+    # Small steps, so that a request of some documents waits in part.
+    engine = Engine(EngineConfig(model=model, dtype="float32", threads=1, max_batch_tokens=512))
     options = {"host": "127.0.0.1", "port": free_port()} | options
     config = ServerConfig(**options)
     status = asyncio.create_task(life.run_server(engine, config, time.perf_counter()))
@@ -80,29 +81,19 @@ async def serving(**options: Any) -> AsyncIterator[Serving]:
         await asyncio.wait_for(status, 60)
 
 
-async def test_the_server_listens_where_it_should_until_a_signal(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_server_listens_where_it_should_until_it_has_drained(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A drain refuses new work and finishes what is in flight."""
     caplog.set_level(logging.INFO, logger="maxsimd.serve")
     async with serving(host="127.0.0.2") as server:
         assert server.url.startswith("http://127.0.0.2:")
-        assert (await server.client.post("/rerank", json=LIGHT)).status_code == 200
-        async with httpx.AsyncClient() as other:
-            with pytest.raises(httpx.ConnectError):
-                await other.get(server.url.replace("127.0.0.2", "127.0.0.1") + "/health")
-        server.terminate()
-        assert await asyncio.wait_for(server.status, 120) == 0
-        assert not server.engine.is_healthy
-    messages = [record.getMessage() for record in caplog.records]
-    assert any(message.startswith("all-MiniLM-L6-v2 is ready after ") for message in messages)
-    assert f"{server.url}/" in messages
-    assert messages[-1] == "drained"
-
-
-async def test_a_drain_refuses_new_work_and_finishes_what_is_in_flight() -> None:
-    async with serving() as server:
-        body = {"query": "q", "documents": [f"{i} " + "word " * 240 for i in range(30)]}
+        body = {"query": "q", "documents": [f"{i} " + "word " * 240 for i in range(8)]}
         # A connection that stays open, and so gets through to a server that no longer listens.
         async with httpx.AsyncClient(base_url=server.url, timeout=60) as other:
-            assert (await other.get("/health")).status_code == 200
+            assert (await other.post("/rerank", json=LIGHT)).status_code == 200
+            with pytest.raises(httpx.ConnectError):
+                await other.get(server.url.replace("127.0.0.2", "127.0.0.1") + "/health")
             heavy = asyncio.create_task(server.client.post("/rerank", json=body))
             queued = server.engine.metrics.registry.get_sample_value
             await until(lambda: queued("maxsimd_queue_tokens") != 0)
@@ -116,13 +107,20 @@ async def test_a_drain_refuses_new_work_and_finishes_what_is_in_flight() -> None
                 await late.get(server.url + "/health")
         answer = await heavy
         assert answer.status_code == 200
-        assert len(answer.json()["results"]) == 30
+        assert len(answer.json()["results"]) == 8
         assert answer.headers["Connection"] == "close"
         assert await asyncio.wait_for(server.status, 120) == 0
+        assert not server.engine.is_healthy
+    messages = [record.getMessage() for record in caplog.records]
+    assert any(message.startswith("all-MiniLM-L6-v2 is ready after ") for message in messages)
+    assert f"{server.url}/" in messages
+    assert messages[-1] == "drained"
 
 
-async def test_a_dead_engine_ends_the_server_with_status_1(caplog: pytest.LogCaptureFixture) -> None:
-    async with serving(host="0.0.0.0") as server:
+async def test_a_dead_engine_ends_the_server_with_status_1(
+    caplog: pytest.LogCaptureFixture, bert_cross_encoder: str
+) -> None:
+    async with serving(bert_cross_encoder, host="0.0.0.0") as server:
         assert "may use it: there is no --api-key, no --api-key-file" in caplog.text
         server.engine._died("of old age", None)
         assert await asyncio.wait_for(server.status, 120) == 1
@@ -206,9 +204,12 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return files
 
 
-async def test_a_server_with_a_certificate_speaks_https_alone(certificate: tuple[str, str]) -> None:
+async def test_a_server_with_a_certificate_speaks_https_alone(
+    certificate: tuple[str, str], bert_cross_encoder: str
+) -> None:
     cert, key = certificate
-    async with serving(tls_cert=cert, tls_key=key, header_seconds=0.5, host="localhost") as server:
+    options = {"tls_cert": cert, "tls_key": key, "header_seconds": 0.5, "host": "localhost"}
+    async with serving(bert_cross_encoder, **options) as server:
         assert (await server.client.post("/rerank", json=LIGHT)).status_code == 200
         async with httpx.AsyncClient() as other:
             with pytest.raises(httpx.TransportError):

@@ -1,31 +1,19 @@
 """What loading says of a hub that hangs, refuses, or has no such model, and that it asks only once."""
 
-import os
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
-FILES = ("config.json", "modules.json", "tokenizer.json")
-# Reads three files of a checkpoint as a load does, without torch.
-SCRIPT = """
-import sys, types, pathlib, maxsimd.engine
-package = types.ModuleType("maxsimd.engine.checkpoint")
-package.__path__ = [str(pathlib.Path(maxsimd.engine.__file__).parent / "checkpoint")]
-sys.modules[package.__name__] = package
+from maxsimd.engine.checkpoint import hub as hub_files
 from maxsimd.engine.checkpoint.files import find_file
 from maxsimd.engine.errors import ModelLoadError
-try:
-    for name in sys.argv[2:]:
-        print(find_file(sys.argv[1], name, None))
-except ModelLoadError as error:
-    print(error)
-"""
+
+FILES = ("config.json", "modules.json", "tokenizer.json")
 
 
 @contextmanager
@@ -64,19 +52,26 @@ def hub(status: int | None, headers: dict[str, str] | None = None) -> Iterator[t
             thread.join()
 
 
-def found(url: str, home: Path, model: str = "no-such/model", **variables: str) -> str:
-    """What is printed for the three files."""
-    environment = os.environ | {"HF_ENDPOINT": url, "HF_HOME": str(home)}
-    environment |= {"HF_HUB_OFFLINE": "", "TRANSFORMERS_OFFLINE": ""} | variables
-    run = subprocess.run(
-        [sys.executable, "-c", SCRIPT, model, *FILES],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert run.returncode == 0, run.stderr
-    return run.stdout.strip()
+Found = Callable[..., str]
+
+
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Found:
+    """Reads three files of a checkpoint as a load does that asks the hub at a URL: their paths, or the error.
+    The hub's cache is in `tmp_path`."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+
+    def find(url: str, model: str = "no-such/model", offline: bool = False) -> str:
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        monkeypatch.setattr(hub_files, "_asked", {})
+        monkeypatch.setattr(hub_files, "_went_offline", False)
+        try:
+            return " ".join(str(find_file(model, name, None)) for name in FILES)
+        except ModelLoadError as error:
+            return str(error)
+
+    return find
 
 
 @pytest.mark.parametrize(
@@ -89,10 +84,10 @@ def found(url: str, home: Path, model: str = "no-such/model", **variables: str) 
     ],
 )
 def test_a_hub_is_asked_once_and_the_error_names_it(
-    status: int | None, headers: dict[str, str], said: str, tmp_path: Path
+    status: int | None, headers: dict[str, str], said: str, found: Found
 ) -> None:
     with hub(status, headers) as (url, asked):
-        message = found(url, tmp_path)
+        message = found(url)
     assert said in message
     assert url in message
     assert "'no-such/model'" in message
@@ -100,17 +95,17 @@ def test_a_hub_is_asked_once_and_the_error_names_it(
     assert asked == ["/api/models/no-such/model"]
 
 
-def test_a_hub_that_refuses_connections_or_is_not_asked(tmp_path: Path) -> None:
-    message = found("http://127.0.0.1:9", tmp_path)
+def test_a_hub_that_refuses_connections_or_is_not_asked(found: Found) -> None:
+    message = found("http://127.0.0.1:9")
     assert "http://127.0.0.1:9 cannot be reached" in message
     assert "offline=True" in message
     with hub(404) as (url, asked):
-        assert "no hub is asked" in found(url, tmp_path, HF_HUB_OFFLINE="1")
+        assert "no hub is asked" in found(url, offline=True)
     assert asked == []
 
 
 @pytest.mark.parametrize("status", [pytest.param(None, marks=pytest.mark.exhaustive), 500])
-def test_a_cached_model_is_read_without_its_hub(status: int | None, tmp_path: Path) -> None:
+def test_a_cached_model_is_read_without_its_hub(status: int | None, tmp_path: Path, found: Found) -> None:
     """Of which there is a config.json and no more."""
     folder = tmp_path / "hub" / "models--some--model"
     snapshot = folder / "snapshots" / "0123456789abcdef0123456789abcdef01234567"
@@ -119,6 +114,6 @@ def test_a_cached_model_is_read_without_its_hub(status: int | None, tmp_path: Pa
     (folder / "refs" / "main").write_text(snapshot.name)
     (snapshot / "config.json").write_text("{}")
     with hub(status) as (url, asked):
-        message = found(url, tmp_path, "some/model")
+        message = found(url, "some/model")
     assert message.split() == [str(snapshot / "config.json"), "None", "None"]
     assert len(asked) == 1

@@ -2,10 +2,8 @@
 fork, one asyncio.run after the other. It works, or says at once what to do."""
 
 import asyncio
-import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +17,7 @@ from maxsimd.engine import (
     InvalidRequestError,
     SyncEngine,
 )
+from tests.forked import Program
 from tests.nearly import nearly
 
 
@@ -136,24 +135,29 @@ def test_a_second_event_loop_is_told_why_it_gets_nothing() -> None:
         first.close()
 
 
-def test_a_forked_process_is_told_and_nothing_printed_at_exit() -> None:
-    program = """
-        import os
-        from maxsimd import SyncEngine
-        from maxsimd.engine import EngineNotReadyError
-        engine = SyncEngine(dtype="float32", threads=1).start()
-        child = os.fork()
-        if not child:
-            try:
-                engine.score("a", ["b"])
-            except EngineNotReadyError as error:
-                os._exit("forked from" in str(error))
-            os._exit(7)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
-        assert engine.score("a", ["b"]).scores
-        raise SystemExit(0)
-    """
-    # Newer versions of Python warn of every fork beside threads.
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", textwrap.dedent(program)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+def test_a_forked_process_is_told_and_nothing_printed_at_exit(tmp_path: Path) -> None:
+    # Newer versions of Python warn of every fork beside threads. The end is an interpreter's, which copies of
+    # a process that has imported everything do not have.
+    program = tmp_path / "forks.py"
+    program.write_text(
+        """
+import atexit, os, threading, warnings
+from maxsimd import SyncEngine
+from maxsimd.engine import EngineNotReadyError
+warnings.simplefilter("ignore", DeprecationWarning)
+engine = SyncEngine(dtype="float32", threads=1).start()
+child = os.fork()
+if not child:
+    try:
+        engine.score("a", ["b"])
+    except EngineNotReadyError as error:
+        os._exit("forked from" in str(error))
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+assert engine.score("a", ["b"]).scores
+threading._shutdown()
+atexit._run_exitfuncs()
+"""
+    )
+    done = Program([], program).run()
+    assert (done.stdout, done.stderr) == ("", "")

@@ -1,6 +1,7 @@
 """One engine for all tests of the handlers, which run on one event loop."""
 
 import logging
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,10 +14,12 @@ from tests.unit.calling_handlers import Caller, RecordingEngine
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of the handlers, and all others that ask the engine, run on the engine's event loop."""
-    here = Path(__file__).parent
+    here = str(Path(__file__).parent) + os.sep
+    handlers = os.path.join(here, "handlers", "")
     for item in items:
-        asks = (here / "handlers") in item.path.parents
-        asks |= here in item.path.parents and "engine" in getattr(item, "fixturenames", ())
+        path = str(item.path)
+        asks = path.startswith(handlers)
+        asks |= path.startswith(here) and "engine" in getattr(item, "fixturenames", ())
         if asks and pytest_asyncio.is_async_test(item):
             item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)
 

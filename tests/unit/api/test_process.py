@@ -40,6 +40,7 @@ def aged_circle() -> Callable[[], object]:
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.freeze()  # else each collection walks through all that other tests have left
     monkeypatch.setattr(garbage, "_LOOK_SECONDS", 0.001)
 
 

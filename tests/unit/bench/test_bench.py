@@ -37,12 +37,12 @@ def test_docstring_requests_hold_the_querys_own_document_once() -> None:
 
 def test_the_tokenizer_of_a_path_is_measured(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
-    unigram_tokenizer(30_000).save(str(path))
+    unigram_tokenizer(5_000).save(str(path))
     options = ["--threads", "1,2", "--rounds", "1", "--json", str(tmp_path / "figures.json")]
     result = CliRunner().invoke(main, ["bench", "tokenizer", str(path), *options])
     assert result.exit_code == 0, result.output
     figures = json.loads((tmp_path / "figures.json").read_text())["figures"]
-    assert figures["entries"] == 30_000
+    assert figures["entries"] == 5_000
     assert 1 < figures["characters_a_token"] < 10
     needed = GPU_TOKENS_A_SECOND / figures["tokens_per_s_1_threads"]
     assert figures["threads_for_a_gpu"] == pytest.approx(needed, abs=1)

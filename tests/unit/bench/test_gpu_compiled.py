@@ -31,7 +31,7 @@ FEW = (
     MaxSimLaunch(90, 32),
     MaxSimLaunch(90, 32, documents="i8"),
     MaxSimLaunch(80, 32),
-    MaxSimLaunch(100, 32, documents="i8"),
+    MaxSimLaunch(100, 32),
     MaxSimLaunch(90, 32, 128, "fp32", "fp32"),
     MaxSimLaunch(90, 1024),
     MaxSimLaunch(90, 1024, documents="i8"),

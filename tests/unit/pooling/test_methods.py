@@ -92,7 +92,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(methods, "TILE", 3)
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(cut_sequences(a_sequence), st.integers(0, 3), st.booleans())
 def test_pooling_in_chunks_equals_its_definition(workload: CutSequences, padding: int, retried: bool) -> None:
     sequences, steps = workload

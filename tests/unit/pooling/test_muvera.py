@@ -94,7 +94,7 @@ def encodings(draw: st.DrawFn) -> Muvera:
     return Muvera(k_sim, r_reps, d_proj, d_final, full_length=full_length, seed=seed)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(encodings(), st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(0, 2**32 - 1))
 def test_encodings_are_the_papers(encoding: Muvera, lengths: list[int], seed: int) -> None:
     random = np.random.default_rng(seed)

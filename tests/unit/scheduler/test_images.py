@@ -25,7 +25,7 @@ DOCUMENTS = st.lists(st.lists(PICTURES, max_size=3), max_size=6)
     beside_small=st.sampled_from([None, 10, 20]),
     chunked=st.booleans(),
 )
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_every_sequence_runs_once_after_its_pictures(
     requests: list[tuple[list[list[Picture]], int, int, int, int]],
     budget: int,

@@ -123,7 +123,7 @@ def test_a_weight_or_a_share_that_means_nothing_is_refused() -> None:
             Scheduler(limits, oldest_share=share)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(st.data(), st.booleans())
 def test_every_request_finishes_within_the_bound(data: st.DataObject, chunked: bool) -> None:
     """Whatever else comes in every step: small requests that pass it, or long sequences that must be cut."""

@@ -220,7 +220,7 @@ class PlainOrder:
 OPERATIONS = ["admit", "admit", "admit", "add", "cancel", "schedule", "schedule", "schedule", "reduce"]
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(limits(), st.data())
 def test_every_step_is_sound_and_the_counts_are_exact(step_limits: StepLimits, data: st.DataObject) -> None:
     """Budget and number of sequences, every token once and in order, queries first, one partial prefill."""
@@ -256,7 +256,7 @@ def test_every_step_is_sound_and_the_counts_are_exact(step_limits: StepLimits, d
     assert scheduler.schedule() is None
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(st.data())
 def test_the_order_is_the_plain_one(data: st.DataObject) -> None:
     budget = data.draw(st.integers(20, 200))
@@ -267,9 +267,9 @@ def test_the_order_is_the_plain_one(data: st.DataObject) -> None:
     scheduler = Scheduler(limits, weights=weights, oldest_share=share, overdue_share=overdue)
     plain = PlainOrder(budget, weights, share, overdue)
     request_id = 0
-    for _ in range(data.draw(st.integers(1, 30))):
+    for _ in range(data.draw(st.integers(1, 20))):
         for _ in range(data.draw(st.integers(0, 3))):
-            lengths = data.draw(st.lists(st.integers(1, budget), min_size=1, max_size=12))
+            lengths = data.draw(st.lists(st.integers(1, budget), min_size=1, max_size=8))
             tenant = data.draw(st.sampled_from(["", "heavy", "light"]))
             priority = data.draw(st.integers(-2, 2) | st.sampled_from([-20, 20]))
             scheduler.admit(request_id, texts(request_id, lengths), priority=priority, tenant=tenant)
@@ -306,7 +306,7 @@ def test_nothing_of_a_cancelled_request_is_scheduled_or_held(limits: StepLimits,
     assert scheduler.waiting_tokens == scheduler.waiting_requests == 0
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.integers(1, 64), st.integers(0, 30))
 def test_a_causal_model_fills_every_step_to_the_brim(budget: int, seed: int) -> None:
     """Also where what fills a step is ready only once a query is complete in it."""
@@ -333,4 +333,4 @@ def test_a_step_takes_hardly_longer_with_forty_times_as_many(tenants: int, lengt
             seconds.append(time.perf_counter() - start)
         return min(seconds)
 
-    assert seconds_of_a_step(10_000) < 10 * seconds_of_a_step(250)
+    assert seconds_of_a_step(4_000) < 10 * seconds_of_a_step(100)

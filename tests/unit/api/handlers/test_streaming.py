@@ -11,6 +11,8 @@ import pytest_asyncio
 from maxsimd.api.answer import Answer
 from maxsimd.api.handlers import handle
 from maxsimd.engine import EngineConfig
+from tests.checkpoints import bi_encoders
+from tests.checkpoints.shared import SharedCheckpoints
 from tests.unit.calling_handlers import Caller, Pieces, RecordingEngine
 from tests.waiting import until
 
@@ -22,9 +24,10 @@ SCORE = {"queries": "how is a file opened", "documents": DOCUMENTS}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def engine() -> AsyncIterator[RecordingEngine]:
-    config = EngineConfig(dtype="float32", threads=1, max_batch_tokens=256, cache_mb=0)
-    async with RecordingEngine(config) as engine:
+async def engine(checkpoints: SharedCheckpoints) -> AsyncIterator[RecordingEngine]:
+    options: dict[str, Any] = {"dtype": "float32", "threads": 1, "max_batch_tokens": 256, "cache_mb": 0}
+    options |= {"model": checkpoints(bi_encoders.bge), "score_type": "late-interaction"}
+    async with RecordingEngine(EngineConfig(**options)) as engine:
         yield engine
 
 

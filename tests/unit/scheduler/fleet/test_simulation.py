@@ -15,12 +15,12 @@ from tests.unit.scheduler.scheduled_requests import exhaustive
 
 @pytest.fixture(scope="module")
 def healthy() -> dict[str, float]:
-    return simulate(FleetShape(8, collection=3_000), 300)
+    return simulate(FleetShape(8, collection=2_000), 200)
 
 
 @pytest.mark.parametrize("routing", [Routing.RANDOM, *exhaustive(Routing.ANYWHERE, Routing.LIGHTER_OF_TWO)])
 def test_owners_keep_more_and_answer_sooner(healthy: dict[str, float], routing: Routing) -> None:
-    other = simulate(FleetShape(8, collection=3_000, routing=routing), 300)
+    other = simulate(FleetShape(8, collection=2_000, routing=routing), 200)
     assert 1 - healthy["hits"] <= (1 - other["hits"]) / 2
     assert healthy["p99_ms"] < other["p99_ms"]
 
@@ -42,7 +42,7 @@ def test_ten_engines_are_no_slower_than_eight() -> None:
 
 
 def test_a_death_costs_no_request(healthy: dict[str, float]) -> None:
-    figures = simulate(FleetShape(8, collection=3_000, busy=0.8, dies=True), 300)
+    figures = simulate(FleetShape(8, collection=2_000, busy=0.8, dies=True), 200)
     assert figures["failed"] == 0
     assert figures["tried_again"] > 0
     assert figures["hits"] > healthy["hits"] - 0.1
