@@ -133,6 +133,8 @@ _PROCESSING = _known(
 
 def _of_transformers_module() -> Known:
     free = Known(endings=("",))
+    # Whatever a tokenizer takes, but for what its file may not say.
+    of_tokenizers = Known(refused={"split_special_tokens": _OFF}, endings=("",))
     return _known(
         "max_seq_length do_lower_case transformer_task modality_config module_output_name processing_kwargs "
         "query_length document_length query_expansion "
@@ -145,8 +147,8 @@ def _of_transformers_module() -> Known:
         processing_kwargs=_PROCESSING,
         model_kwargs=_ARGUMENTS_OF_MODELS,
         model_args=_ARGUMENTS_OF_MODELS,
-        processor_kwargs=free,
-        tokenizer_args=free,
+        processor_kwargs=of_tokenizers,
+        tokenizer_args=of_tokenizers,
         config_kwargs=free,
         config_args=free,
     )
@@ -169,7 +171,8 @@ _OF_TOKENIZERS = _known(
     "special_tokens_map_file tokenizer_file vocab_file merges_file response_template response_schema "
     "chat_control_tokens use_default_system_prompt "
     # of tokenizers in Python, which are not used
-    "do_basic_tokenize never_split slow_tokenizer_class sp_model_kwargs keep_accents remove_space do_normalize tokenizer_type",
+    "do_basic_tokenize never_split slow_tokenizer_class sp_model_kwargs keep_accents remove_space "
+    "do_normalize tokenizer_type",
     {"split_special_tokens": _OFF},
     endings=_TOKENS,
     added_tokens_decoder=_each(_OF_ADDED_TOKENS),
@@ -204,8 +207,8 @@ OF_ADAPTERS = _known(
 _OF_ROUTERS = _known(
     "types parameters", "structure", parameters=_known("default_route route_mappings allow_empty_key")
 )
-# Entries of modules.json.
-ENTRIES = _known("type path kwargs", "idx name")
+# Entries of modules.json. What a module of its own is given beside the features, none of these takes.
+ENTRIES = _known("type path", "idx name", {"kwargs": _UNSET})
 # sentence-transformers' modules, by the name of the class. PyLate's have the same names.
 MODULES: Mapping[str, Known] = {
     "Pooling": _known(
@@ -269,7 +272,7 @@ COMMON = _known(
     "model_type architectures auto_map id2label label2id num_labels problem_type dtype torch_dtype "
     "tokenizer_class quantization_config compression_config sentence_transformers "
     "sbert_ce_default_activation_function is_causal use_bidirectional_attention per_layer_config "
-    "chunk_size_feed_forward is_encoder_decoder tie_word_embeddings",
+    "is_encoder_decoder tie_word_embeddings",
     # names and versions
     "_name_or_path name_or_path _commit_hash transformers_version adapter_transformers_version model_name "
     "finetuning_task task_specific_params language languages license tags "
@@ -297,6 +300,8 @@ COMMON = _known(
         "add_cross_attention": _OFF,
         "cross_attention_hidden_size": (None,),
         "tie_encoder_decoder": _OFF,
+        # transformers takes only texts of which the length is a multiple.
+        "chunk_size_feed_forward": (None, 0, 1),
         "rope_scaling": (None,),
         "rope_theta": (None,),
     },
@@ -316,7 +321,8 @@ UNDECLARED = _known(
     "head_dim rope_local_base_freq sliding_window sliding_window_pattern _sliding_window_pattern "
     "global_rope_theta local_rope_theta share_att_key norm_rel_ebd embedding_size conv_kernel_size conv_act "
     "conv_groups attention_head_size position_buckets pooler_hidden_size dense_act_fn is_gated_act "
-    "scale_decoder_outputs attention_layers global_attn_every_n_layers block_ff_dim tie_embedding vision_config text_config image_token_id mm_tokens_per_image",
+    "scale_decoder_outputs attention_layers global_attn_every_n_layers block_ff_dim tie_embedding "
+    "vision_config text_config image_token_id mm_tokens_per_image",
     "cls_dropout summary_proj_to_labels summary_first_dropout summary_type summary_activation "
     "summary_last_dropout summary_use_proj qa_dropout seq_classif_dropout generator_size n_ctx output_past "
     "n_positions net_structure_type gap_size num_memory_blocks down_scale_factor pretraining_tp "
@@ -337,9 +343,14 @@ PUBLISHED = _known(
     "conv_zero_padding task_names",
     "logn_attention_clip1 unpad_inputs use_memory_efficient_attention emb_pooler model_max_length "
     "add_pooling_layer dense_seq_output fused_bias_fc fused_dropout_add_ln max_trained_positions moe_impl "
-    "moe_resid_pdrop scale_attn_weights use_xentropy dim_model_base matryoshka_dimensions output_past "
+    "moe_resid_pdrop use_xentropy dim_model_base matryoshka_dimensions output_past "
     "summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj "
-    "reorder_and_upcast_attn scale_attn_by_inverse_layer_idx parallel_block_tied_norm truncate_dim",
+    "reorder_and_upcast_attn parallel_block_tied_norm",
+    {
+        "scale_attn_weights": (None, True),
+        "scale_attn_by_inverse_layer_idx": _OFF,
+        "truncate_dim": (None,),
+    },
 )
 
 
@@ -385,7 +396,7 @@ def _all_said(
                 (f"{path}/{name}".lstrip("/"), _kind_of({"type": type_})) for name, type_ in types.items()
             ]
     for i, each in enumerate(modules):
-        if isinstance(each, dict):
+        if isinstance(each, dict) and "sentence_transformers." in str(each.get("type")):
             yield f"modules.json (module {i})", each, ENTRIES
     is_gguf = Path(model).is_file() or (not any(folder.glob("*.safetensors")) and any(folder.glob("*.gguf")))
     # The transformer's files are at the root or in the folder of a module.
@@ -470,6 +481,7 @@ def known_keys_of(config: Mapping[str, Any], trust_remote_code: bool = False) ->
 def declared_keys(kind: Any) -> Known:
     """The keys that a configuration class of transformers declares, and those of its parts."""
     names = {each.name for each in dataclasses.fields(kind)} | {*kind.attribute_map}
+    names.discard("chunk_size_feed_forward")
     names |= inspect.signature(kind.__init__).parameters.keys() - {"self", "args", "kwargs"}
     inner = {
         name: COMMON | declared_keys(part)

@@ -88,7 +88,8 @@ def _truncating(path: str, said: dict[str, Any], in_pairs: bool) -> Truncating |
 
 def leave_special_tokens_out(tokenizer: Any) -> None:
     """Has a tokenizer put no special tokens around and between texts, as with add_special_tokens=False."""
-    second = tokenizer.backend_tokenizer.encode("a", "b", add_special_tokens=False).type_ids[-1]
+    encoding = tokenizer.backend_tokenizer.encode("a", "b", add_special_tokens=False)
+    second = encoding.type_ids[encoding.sequence_ids.index(1)]  # there may be padding behind it
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="$A", pair=f"$A $B:{second}", special_tokens=[]
     )
