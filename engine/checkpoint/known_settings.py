@@ -315,7 +315,6 @@ ENCODERS = _known(
     "directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head "
     "pooler_type output_past",
 )
-_ENCODERS = frozenset({"bert", "roberta", "xlm-roberta"})
 # What the code of other families asks a config for though its class does not declare it.
 UNDECLARED = _known(
     "head_dim rope_local_base_freq sliding_window sliding_window_pattern _sliding_window_pattern "
@@ -461,9 +460,9 @@ def known_keys_of(config: Mapping[str, Any], trust_remote_code: bool = False) ->
     if trust_remote_code and "auto_map" in config:
         return None
     kind = config.get("model_type")
-    code = str((config.get("auto_map") or {}).get("AutoConfig", ""))
     is_translated = config.get("position_embedding_type") in _TRANSLATED_POSITIONS
-    if kind in _ENCODERS and not is_translated and not code.endswith("XLMRobertaFlashConfig"):
+    is_translated |= "XLMRobertaFlashConfig" in str(config.get("auto_map"))
+    if kind in ("bert", "roberta", "xlm-roberta") and not is_translated:
         return COMMON | ENCODERS
     # Such checkpoints are read with transformers at every start.
     from transformers import CONFIG_MAPPING
@@ -472,9 +471,14 @@ def known_keys_of(config: Mapping[str, Any], trust_remote_code: bool = False) ->
     from maxsimd.engine.models import registered  # noqa: F401 (transformers learns of our architectures)
 
     read_as, has_translation = translated_type(dict(config))
-    if read_as not in CONFIG_MAPPING:
+    if not isinstance(read_as, str) or read_as not in CONFIG_MAPPING:
         return None
     known = COMMON | UNDECLARED | declared_keys(CONFIG_MAPPING[read_as])
+    for name in CONFIG_MAPPING[read_as].sub_configs:
+        # A part may be of another type than the class has by default.
+        part = known_keys_of(said) if isinstance(said := config.get(name), dict) else None
+        if part is not None:
+            known |= Known(inner={name: part})
     return known | PUBLISHED if has_translation else known
 
 
