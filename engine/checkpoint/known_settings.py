@@ -85,7 +85,7 @@ def _each(known: Known) -> Known:
 
 
 _OFF = (None, False)
-_UNSET = (None, {}, [])
+_UNSET: tuple[Any, ...] = (None, {}, [])
 # Files that say how a model is used: those of an adapter hold for its base too.
 _USE = ("config_sentence_transformers.json", "sentence_bert_config.json")
 
@@ -178,10 +178,8 @@ _OF_TOKENIZERS = _known(
     added_tokens_decoder=_each(_OF_ADDED_TOKENS),
 )
 _OF_SPECIAL_TOKENS = _known(
-    "additional_special_tokens extra_special_tokens model_specific_special_tokens",
-    endings=_TOKENS,
-    **{"*": _OF_ADDED_TOKENS},
-)
+    "additional_special_tokens extra_special_tokens model_specific_special_tokens", endings=_TOKENS
+) | _each(_OF_ADDED_TOKENS)
 _OF_COLBERT = _known(
     "query_token_id doc_token_id doc_maxlen query_maxlen attend_to_mask_tokens mask_punctuation dim",
     # names of markers, which are read by their ids

@@ -44,7 +44,8 @@ def load_model(config: EngineConfig, device: torch.device, *, recheck: bool = Fa
             path = Path(config.model if config.model is not None else embedded_model_path())
             stay_offline()
             check_digests(path.parent if path.is_file() else path)
-        name, unknown = config.model, ()
+        name = config.model
+        unknown: tuple[str, ...] = ()
         if name is not None:
             refuse_damaged_files(name)
         try:

@@ -616,7 +616,8 @@ class Walk:
         except ModelLoadError as error:
             if expected is None:
                 return Outcome("refused", changes=False)
-            is_named = re.search(rf"\b{re.escape(key)}\b", str(error)) is not None
+            # Where a key asks for other tensors, these are named.
+            is_named = re.search(rf"\b{re.escape(key)}\b|do not fit|misfit", str(error)) is not None
             if use == "irrelevant" or not is_named:
                 return f"is {use}, and the refusal is: {error}"
             return Outcome("refused", not _same(expected, self._before))
