@@ -424,8 +424,8 @@ _VALUES: Mapping[str, tuple[Any, ...]] = {
     "model_input_names": (["input_ids", "attention_mask"], ["input_ids", "token_type_ids", "attention_mask"]),
     "truncation_side": ("left",),
     "padding_side": ("left",),
-    "model_max_length": (24,),
-    "max_len": (24,),
+    "model_max_length": (60,),
+    "max_len": (60,),
     "chat_template": ("{% for m in messages %}{{ m.content }}[SEP]{% endfor %}",),
     "added_tokens_decoder": (
         {
