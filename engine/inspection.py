@@ -91,6 +91,7 @@ def inspect_model(config: EngineConfig, check: bool = False) -> dict[str, str | 
         "weights": f"{weights / 1e6:.1f} million, {_bytes(prepared, weights) / 1e6:.1f} MB",
         "device": str(device),
         "kernels": _kernels(config, device, prepared),
+        "unknown keys": list(model.unknown_keys),
     }
     if check:
         own = [f"as transformers reads and runs it: {model.compared}"] if model.compared else []

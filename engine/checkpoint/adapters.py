@@ -13,6 +13,7 @@ from typing import Any
 from maxsimd.engine.checkpoint.damage import one_line, refuse_damaged_files
 from maxsimd.engine.checkpoint.digests import check_digests
 from maxsimd.engine.checkpoint.files import find_file, read_files
+from maxsimd.engine.checkpoint.known_settings import OF_ADAPTERS
 from maxsimd.engine.checkpoint.lora import WEIGHTS, Adapter, read_adapter
 from maxsimd.engine.checkpoint.retrained import JINA_V5
 from maxsimd.engine.checkpoint.translate import downloaded
@@ -29,17 +30,6 @@ _OF_THE_BASE = frozenset({"modules.json", "config_sentence_transformers.json", "
 _CLASSIFIER = "ForSequenceClassification"
 # The layers of classifiers that have a row for each label.
 _LAST_LAYERS = ("classifier.weight", "classifier.out_proj.weight", "score.weight")
-# Settings that change nothing about the merged weights, or are read. All others must be off. Which way round
-# a weight lies (fan_in_fan_out) its layer says.
-_HARMLESS = frozenset(
-    {
-        *("peft_type", "base_model_name_or_path", "revision", "task_type", "inference_mode", "auto_mapping"),
-        *("r", "lora_alpha", "lora_dropout", "use_rslora", "init_lora_weights", "bias", "peft_version"),
-        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "megatron_core"),
-        *("rank_pattern", "alpha_pattern", "fan_in_fan_out", "modules_to_save", "use_dora"),
-        *("qalora_group_size", "ensure_weight_tying", "runtime_config", "ephemeral_gpu_offload"),
-    }
-)
 # How matrices may have been begun without a change to the base.
 _BEGUN = (None, True, False, "gaussian", "eva", "orthogonal")
 
@@ -155,7 +145,7 @@ def _settings(path: str, found: Path) -> dict[str, Any]:
         raise ModelLoadError(f"{_SETTINGS} of {path!r} is not JSON: {error}") from error
     if not isinstance(settings, dict) or settings.get("peft_type") != "LORA":
         raise ModelLoadError(f"the adapter {path!r} is no LoRA; merge it into its base and name the result")
-    otherwise = sorted(name for name, value in settings.items() if value and name not in _HARMLESS)
+    otherwise = sorted(name for name, value in settings.items() if value and not OF_ADAPTERS.use_of(name))
     if settings.get("bias", "none") not in ("none", "all", "lora_only"):
         otherwise.append("bias")
     if settings.get("init_lora_weights") not in _BEGUN:

@@ -28,6 +28,8 @@ _POOLING = {
     "max": "max-pooling",
     "mean_sqrt_len_tokens": "mean-sqrt-len",
 }
+# The names of pooled vectors, and of a CrossEncoder's output, in sentence-transformers.
+_POOLED, SCORES = "sentence_embedding", "scores"
 _AFTER_POOLING = (Dense, Normalize, LayerNorm, Dropout)
 
 
@@ -40,6 +42,12 @@ def load_bi_encoder(path: str, files: CheckpointFiles, late: bool, options: dict
         path, list(model), module_settings(path, files, options["revision"]), options["trust_remote_code"]
     )
     transformer, pooling, after = taken_apart(path, list(model))
+    if after and getattr(after[-1], "module_output_name", _POOLED) != _POOLED:
+        made = after[-1].module_output_name
+        raise ModelLoadError(
+            f"the last module of {path!r} sets module_output_name to {made!r}; for embeddings "
+            f'"{_POOLED}" is supported'
+        )
     if transformer.query_expansion is not None:
         raise ModelLoadError(
             f"sentence_bert_config.json of {path!r} sets query_expansion, which is for late interaction; "
@@ -96,6 +104,16 @@ def taken_apart(path: str, modules: list[Any]) -> tuple[Any, Pooling, list[Any]]
     if other:
         names = ", ".join(type(module).__name__ for module in other)
         raise ModelLoadError(f"{path!r} has modules that are not supported: {names}")
+    for module in after:
+        named = {key: getattr(module, key, _POOLED) for key in ("module_input_name", "module_output_name")}
+        if module is after[-1]:  # of which the callers know what it gives
+            named.pop("module_output_name")
+        for key, value in named.items():
+            if value != _POOLED:
+                raise ModelLoadError(
+                    f"config.json of the {type(module).__name__} in {path!r} sets {key} to {value!r}; behind "
+                    f'its pooling "{_POOLED}" is supported'
+                )
     return modules[0], pooling, after
 
 

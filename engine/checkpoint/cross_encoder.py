@@ -13,7 +13,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 
 from maxsimd.engine.checkpoint.activations import set_activations, stated_activation
 from maxsimd.engine.checkpoint.backbone import is_causal
-from maxsimd.engine.checkpoint.bi_encoder import pooling_of, taken_apart
+from maxsimd.engine.checkpoint.bi_encoder import SCORES, pooling_of, taken_apart
 from maxsimd.engine.checkpoint.files import CheckpointFiles, module_settings
 from maxsimd.engine.checkpoint.fit import refuse_modules_not_finite
 from maxsimd.engine.checkpoint.heads import ClassifierHead, ModuleHead
@@ -26,8 +26,6 @@ from maxsimd.engine.errors import ModelLoadError
 from maxsimd.pooling.methods import METHODS
 
 log = logging.getLogger(__name__)
-# The name of a CrossEncoder's output in sentence-transformers.
-_SCORES = "scores"
 
 
 def load_cross_encoder(
@@ -103,17 +101,17 @@ def _scored_by_modules(
         path, modules, module_settings(path, files, options["revision"]), options["trust_remote_code"]
     )
     transformer, pooling, after = taken_apart(path, modules)
-    if not (after and isinstance(after[-1], Dense) and after[-1].module_output_name == _SCORES):
+    if not (after and isinstance(after[-1], Dense) and after[-1].module_output_name == SCORES):
         raise ModelLoadError(
-            f"{path!r} is a CrossEncoder whose last module gives no {_SCORES}; make it a Dense "
-            f'with module_output_name "{_SCORES}"'
+            f"{path!r} is a CrossEncoder whose last module gives no {SCORES}; make it a Dense "
+            f'with module_output_name "{SCORES}"'
         )
     refuse_modules_not_finite(path, modules[1:])
     named = transformer.config.id2label
     columns = after[-1].out_features
     labels = tuple(str(named[i]) if len(named) == columns else f"LABEL_{i}" for i in range(columns))
-    reference = ModulesReference(modules, transformer.tokenizer, _SCORES)
-    head = ModuleHead(after, "sentence_embedding", _SCORES)
+    reference = ModulesReference(modules, transformer.tokenizer, SCORES)
+    head = ModuleHead(after, "sentence_embedding", SCORES)
     template, prompt = prompted(encoder, given or template_of(transformer))
     return {
         "backbone": transformer.auto_model,

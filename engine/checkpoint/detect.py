@@ -24,16 +24,19 @@ RETRIEVAL = (COLPALI, COLQWEN2, COLMODERNVBERT)
 _OF_CLASSIFIERS = ("id2label", "num_labels", "problem_type", "sbert_ce_default_activation_function")
 _HEADS = frozenset({"classifier", "score", "classification_head", "logits_proj"})
 _CLASSIFIER = "ForSequenceClassification"
+# The ends of names of classes without such a head.
+_HEADLESS = ("Model", "ForMaskedLM")
 # A number of labels by which the tensor with a row for each is found.
 _LABELS = 13
 
 
 def with_architecture(model: str, revision: str | None, files: CheckpointFiles) -> CheckpointFiles:
-    """The files of a checkpoint. Where its config names no class, or only a base model though the tensors of
-    a classifier are there, the config has the class that the tensors fit, and their number of labels."""
+    """The files of a checkpoint. Where its config names no class, or only a base model or a masked language
+    model though the tensors of a classifier are there, the config has the class that the tensors fit, and
+    their number of labels."""
     named = files.config.get("architectures")
     first = named[0] if isinstance(named, list) and named else None
-    if isinstance(first, str) and (files.modules or not first.endswith("Model")):
+    if isinstance(first, str) and (files.modules or not first.endswith(_HEADLESS)):
         return files
     folder = "" if files.config_at_root else f"{files.modules[0].get('path', '')}/"
     try:

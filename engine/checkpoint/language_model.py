@@ -148,6 +148,12 @@ def _read_saved(
     if len(after) != 1 or not isinstance(after[0], LogitScore):
         names = ", ".join(type(module).__name__ for module in after) or "nothing"
         raise ModelLoadError(f"{path!r} has {names} after its language model; a LogitScore is supported")
+    read, made = after[0].module_input_name, transformer.module_output_name
+    if read != made:
+        raise ModelLoadError(
+            f"the LogitScore of {path!r} sets module_input_name to {read!r}, and module_output_name in its "
+            f"sentence_bert_config.json is {made!r}; they must be the same"
+        )
     words = [after[0].true_token_id]
     if after[0].false_token_id is not None:
         words.append(after[0].false_token_id)

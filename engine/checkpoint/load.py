@@ -17,6 +17,7 @@ from maxsimd.engine.checkpoint.damage import damage_of, one_line, refuse_damaged
 from maxsimd.engine.checkpoint.digests import check_digests, stay_offline
 from maxsimd.engine.checkpoint.embedded import NAME, embedded_model_path
 from maxsimd.engine.checkpoint.identity import identity_of
+from maxsimd.engine.checkpoint.known_settings import check_settings
 from maxsimd.engine.checkpoint.model import LoadedModel
 from maxsimd.engine.checkpoint.reading import Reader
 from maxsimd.engine.checkpoint.recipe import UnfitError, build, make_recipe
@@ -43,10 +44,21 @@ def load_model(config: EngineConfig, device: torch.device, *, recheck: bool = Fa
             path = Path(config.model if config.model is not None else embedded_model_path())
             stay_offline()
             check_digests(path.parent if path.is_file() else path)
-        if config.model is not None:
-            refuse_damaged_files(config.model)
+        name = config.model
+        unknown: tuple[str, ...] = ()
+        if name is not None:
+            refuse_damaged_files(name)
         try:
+            # Files of the hub may not be here before the model is read.
+            is_local = name is not None and Path(name).exists()
+            if is_local:
+                unknown = check_settings(config)
             model = _with_token_rows(adjusted(_read(config, device, recheck), config))
+            if name is not None and not is_local:
+                unknown = check_settings(config)
+            for line in unknown:
+                log.warning("%s has unknown keys in %s; what they ask for may not be carried out", name, line)
+            model = replace(model, unknown_keys=unknown)
             return replace(model, fingerprint=identity_of(model)) if model.encodes_apart else model
         except ModelLoadError:
             raise

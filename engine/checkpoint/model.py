@@ -156,8 +156,9 @@ class LoadedModel:
     from `position_offset`; a token `uncounted_id` has the position before that, and those behind it count on.
     A classifier with an `ending_pad_id` reads the last token that is another. Texts that are too long are cut
     at their `truncation_side`. The score of a classifier with several `labels` is the probability of the
-    label `score_label`; None where it has no score. The `reader` is what the checkpoint's own library makes
-    of texts, None where no library was loaded.
+    label `score_label`; None where it has no score. `unknown_keys` has a line for each of the checkpoint's
+    files with keys that are not known. The `reader` is what the checkpoint's own library makes of texts, None
+    where no library was loaded.
     """
 
     name: str
@@ -197,6 +198,7 @@ class LoadedModel:
     ending_pad_id: int | None = None
     truncation_side: Literal["left", "right"] = "right"
     score_label: int | None = None
+    unknown_keys: tuple[str, ...] = ()
 
     @property
     def encoders(self) -> tuple[torch.nn.Module, ...]:

@@ -1,6 +1,7 @@
 """What sentence-transformers' settings of a transformer say of how its texts are read: lengths, truncation,
 and special tokens."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,6 +18,8 @@ _IRRELEVANT = frozenset(
         *("return_offsets_mapping", "return_special_tokens_mask", "logits_to_keep"),
     }
 )
+# Outputs of transformers' models with a row for each token, or for a text that is scored whole.
+_OUTPUTS = ("last_hidden_state", "logits", "embeddings")
 _SIZES = ("max_length", "truncation")
 # More than any model reads.
 _NO_LIMIT = 1_000_000_000
@@ -41,6 +44,7 @@ def read_text_settings(path: str, transformer: Any, *, in_pairs: bool = False) -
     """Reads the processing_kwargs of a transformer, and has its tokenizer read texts as they say.
 
     Raises ModelLoadError for settings that would change what is read and are not supported."""
+    _refuse_other_output(path, transformer.modality_config)
     settings = dict(transformer.processing_kwargs or {})
     in_chat = "message" in transformer.modality_config
     text, common, chat = (dict(settings.get(name) or {}) for name in ("text", "common", "chat_template"))
@@ -68,6 +72,19 @@ def read_text_settings(path: str, transformer: Any, *, in_pairs: bool = False) -
     return TextSettings(max_length, truncation)
 
 
+def _refuse_other_output(path: str, modalities: Mapping[Any, Any]) -> None:
+    """Raises ModelLoadError for texts of which the model is to give something other than the states or the
+    logits of their tokens."""
+    for name in ("text", "message"):
+        output = modalities.get(name, {}).get("method_output_name", _OUTPUTS[0])
+        is_layer = isinstance(output, list | tuple) and output[:1] in (["hidden_states"], ("hidden_states",))
+        if output not in _OUTPUTS and not is_layer:
+            raise ModelLoadError(
+                f"sentence_bert_config.json of {path!r} sets modality_config.{name}.method_output_name to "
+                f"{output!r}, which is not supported; use {_OUTPUTS[0]!r} and a Pooling module"
+            )
+
+
 def _truncating(path: str, said: dict[str, Any], in_pairs: bool) -> Truncating | None:
     asked = said.get("truncation", "longest_first")
     if asked is None:  # which the tokenizer takes for True beside a length
@@ -88,7 +105,8 @@ def _truncating(path: str, said: dict[str, Any], in_pairs: bool) -> Truncating |
 
 def leave_special_tokens_out(tokenizer: Any) -> None:
     """Has a tokenizer put no special tokens around and between texts, as with add_special_tokens=False."""
-    second = tokenizer.backend_tokenizer.encode("a", "b", add_special_tokens=False).type_ids[-1]
+    encoding = tokenizer.backend_tokenizer.encode("a", "b", add_special_tokens=False)
+    second = encoding.type_ids[encoding.sequence_ids.index(1)]  # there may be padding behind it
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="$A", pair=f"$A $B:{second}", special_tokens=[]
     )

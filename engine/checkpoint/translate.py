@@ -68,6 +68,13 @@ def runs_as(files: CheckpointFiles) -> Any:
     return config.get("model_type")
 
 
+def translated_type(config: Config) -> tuple[Any, bool]:
+    """The type of model that a config.json is read as, and whether the config is translated for that. Raises
+    ModelLoadError for a config that cannot be translated."""
+    translate = retrained(config) or _translation(config)
+    return (config if translate is None else translate(config)).get("model_type"), translate is not None
+
+
 @contextmanager
 def in_transformers_terms(
     model: str, revision: str | None, files: CheckpointFiles, trust_remote_code: bool

@@ -178,7 +178,7 @@ class _Check:
             "a short text",
             f"a text behind the prompt {name!r}",
             lambda: self._ours.text(_DOCUMENT, None, prompt_name=name),
-            lambda: self._reader.text(_DOCUMENT, None, prompt, self._limit),
+            lambda: self._reader.text(_DOCUMENT, None, prompt, self._limit_in(None)),
             self._model.text,
         )
 

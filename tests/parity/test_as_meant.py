@@ -107,6 +107,7 @@ CASES = [
             ("absent", without_settings("architectures"), {"score_type": "cross-encoder"}),
             ("a string", settings(architectures="BertForSequenceClassification"), {}),
             ("of the base", settings(architectures=["BertModel"]), {}),
+            ("of another head", settings(architectures=["BertForMaskedLM"]), {}),
         )
     ),
     *(
