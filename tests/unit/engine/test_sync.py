@@ -30,7 +30,7 @@ def test_every_method_is_there(
         query = engine.encode_query("what is it")
         expected = engine.score("what is it", ["a", "b"]).scores
         assert engine.score(query, ["a", "b"]).scores == pytest.approx(expected, abs=1e-6)
-        assert engine.embed_tokens("hello").embeddings[0].shape == (3, 128)
+        assert engine.embed_tokens("hello").embeddings[0].shape == (4, 128)
         with pytest.raises(InvalidRequestError, match="top_n must not be negative, not -1"):
             engine.rerank("a", ["b", "c"], top_n=-1)
         with pytest.raises(InvalidRequestError, match=r"documents\[300\] has"):

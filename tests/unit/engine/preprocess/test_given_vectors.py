@@ -154,12 +154,13 @@ async def test_what_cannot_be_scored_is_refused_by_name(
 
 async def test_scores_that_overflow_name_the_embedding(colbert: RecordingEngine, vectors: Any) -> None:
     query, rows = vectors
-    large = np.full_like(rows[1], 3e38)
-    scaled = Vectors(np.full(rows[1].shape, 127, dtype=np.int8), np.full(len(large), 3e38))
+    # In the directions of what they are compared with, so that products do not cancel out.
+    large, large_query = (np.sign(each) * np.float32(3e38) for each in (query, rows[0]))
+    scaled = Vectors(np.full(rows[1].shape, 127, dtype=np.int8), np.full(len(rows[1]), 3e38))
     for queries, documents, named in (
         (QUERY, [rows[0], large], r"documents\[1\] has numbers up to 3e\+38, .*not finite; normalize it"),
         (query, [rows[0], scaled], r"documents\[1\] has numbers up to 3.81e\+40"),
-        (np.full_like(query, 3e38), DOCUMENTS[:2], r"queries\[0\] has numbers up to 3e\+38"),
+        (large_query, DOCUMENTS[:2], r"queries\[0\] has numbers up to 3e\+38"),
     ):
         with pytest.raises(InvalidRequestError, match=f"^{named}") as error:
             await colbert.score(queries, documents, explain=True)
