@@ -239,7 +239,14 @@ def set_up_logging(level: str, form: str) -> None:
     sys.unraisablehook = _log_ignored
 
 
-def _log_warning(message: object, category: type[Warning], filename: str, lineno: int, *_: object) -> None:
+def _log_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
     log.warning("%s: %s (%s:%d)", category.__name__, message, filename, lineno)
 
 

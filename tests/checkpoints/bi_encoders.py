@@ -243,6 +243,7 @@ def sgpt(folder: Path) -> str:
 # What stands behind pooling, by name; made anew for each save.
 BEHIND_POOLING: dict[str, Callable[[], list[Any]]] = {
     "nothing": list,
+    "a residual": lambda: [Dense(128, 128, use_residual=True)],
     "residuals": lambda: [
         Dense(128, 128, use_residual=True),
         Dense(128, 48, use_residual=True),
