@@ -11,6 +11,7 @@ import inspect
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -37,12 +38,13 @@ class Known:
     inner: Mapping[str, "Known"] = field(default_factory=lambda: _NO)
 
     def __or__(self, other: "Known") -> "Known":
+        both = {name: self.inner[name] | other.inner[name] for name in self.inner.keys() & other.inner.keys()}
         return Known(
             self.applied | other.applied,
             self.irrelevant | other.irrelevant,
             {**self.refused, **other.refused},
             self.endings + other.endings,
-            {**self.inner, **other.inner},
+            {**self.inner, **other.inner, **both},
         )
 
     def use_of(self, key: str) -> str | None:
@@ -480,9 +482,15 @@ def known_keys_of(config: Mapping[str, Any], trust_remote_code: bool = False) ->
     return known | PUBLISHED if has_translation else known
 
 
+@cache
 def declared_keys(kind: Any) -> Known:
-    """The keys that a configuration class of transformers declares, and those of its parts."""
-    names = {each.name for each in dataclasses.fields(kind)} | {*kind.attribute_map}
+    """The keys that a configuration class of transformers declares, or writes of its own accord, and those of
+    its parts."""
+    try:
+        written = kind().to_dict()
+    except Exception:  # it has no defaults, or needs another package
+        written = {}
+    names = {each.name for each in dataclasses.fields(kind)} | {*kind.attribute_map} | written.keys()
     names.discard("chunk_size_feed_forward")
     names |= inspect.signature(kind.__init__).parameters.keys() - {"self", "args", "kwargs"}
     inner = {
@@ -493,4 +501,14 @@ def declared_keys(kind: Any) -> Known:
     if "rope_parameters" in names:
         names |= _OF_ROPE_PARAMETERS
         inner |= dict.fromkeys(("rope_parameters", "rope_scaling"), _OF_ROPE)
-    return Known(frozenset(names), inner=inner)
+    # Classes set keys of their parts, which those of the parts do not declare.
+    return Known(frozenset(names), inner=inner) | Known(inner=_parts_of(written))
+
+
+def _parts_of(said: Mapping[str, Any]) -> Mapping[str, Known]:
+    """All keys of a config's parts, as applied."""
+    return {
+        name: Known(frozenset(value), inner=_parts_of(value))
+        for name, value in said.items()
+        if isinstance(value, dict) and ("model_type" in value or name == "rope_parameters")
+    }

@@ -13,12 +13,12 @@ from transformers import CONFIG_MAPPING, AutoModelForMaskedLM
 from tests.checkpoints.cross_encoders import MODERNBERT
 from tests.checkpoints.tokenizers import WORDS, wordpiece
 from tests.checkpoints.tokenizers import xlm_roberta as xlm_roberta_tokenizer
-from tests.checkpoints.weights import SIZES, spread
+from tests.checkpoints.weights import sizes_of, spread
 
 
 def _backbone(folder: Path, kind: str, size: int = WORDS, bias: float = -3.5, **settings: Any) -> Path:
     """Random weights under which most words weigh nothing, and the others about as much as trained ones."""
-    config = CONFIG_MAPPING[kind](**SIZES | {"vocab_size": size} | settings)
+    config = CONFIG_MAPPING[kind](**sizes_of(kind) | {"vocab_size": size} | settings)
     model = spread(AutoModelForMaskedLM.from_config(config), embedding=0.12)
     with torch.no_grad():
         model.get_output_embeddings().bias.fill_(bias)

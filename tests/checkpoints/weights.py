@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,19 @@ def spread(model: Any, weight: float = 0.2, attention: float = 0.12, embedding: 
     return model.eval()
 
 
+def sizes_of(kind: str) -> dict[str, Any]:
+    """The usual sizes that the config of a kind of model knows."""
+    config = CONFIG_MAPPING[kind]
+    known = {each.name for each in fields(config)} | config.attribute_map.keys()
+    return {name: size for name, size in SIZES.items() if name in known}
+
+
 def save_model(
     folder: Path, kind: str, auto: Any = AutoModel, options: Mapping[str, Any] | None = None, **settings: Any
 ) -> Any:
     """Saves a small model of a kind that transformers has, of the usual sizes unless `settings` of its config
     are others, and returns it. `options` are for its class."""
-    config = CONFIG_MAPPING[kind](**SIZES | settings)
+    config = CONFIG_MAPPING[kind](**sizes_of(kind) | settings)
     model = spread(auto.from_config(config, **options or {}))
     model.save_pretrained(folder)
     return model
