@@ -20,7 +20,7 @@ class ServerConfig:
     """How the HTTP server listens, guards itself and logs."""
 
     host: str = option(
-        "127.0.0.1", "Address to listen on; 0.0.0.0 for all of IPv4, :: for those of IPv6, too."
+        "127.0.0.1", "Address to listen on; 0.0.0.0 for all IPv4 addresses, :: for all of IPv4 and IPv6."
     )
     port: int = option(8000, "Port to listen on; 0 takes a free one.")
     fronts: int = option(1, "Processes that take requests, on the same port.")

@@ -146,7 +146,7 @@ class QueuedHandler(logging.Handler):
                 self._changed.notify_all()
 
     def flush(self) -> None:
-        """Waits until all lines are written, as long as some are within a second, and five seconds in all."""
+        """Waits until all lines are written. Gives up after a second without progress, or five in all."""
         end = time.monotonic() + _MOST_FLUSH_SECONDS
         with self._changed:
             self._is_urgent = True
@@ -183,7 +183,8 @@ class QueuedHandler(logging.Handler):
             self._changed.notify_all()
 
     def _write_all(self, lines: list[str], dropped: int) -> None:
-        """Writes `lines`, removing each that is written, and then how many were dropped before them."""
+        """Writes `lines` and removes each one that is written. If events were dropped since the last report,
+        a final line says how many."""
         while lines:
             number, piece = 1, f"{lines[0]}\n"
             # In pieces that a pipe takes as a whole, because other processes may write to it, too; a
@@ -207,7 +208,7 @@ class QueuedHandler(logging.Handler):
         if self._descriptor is None:
             self._stream.write(text)
             return
-        # Past the stream, whose lock would be held meanwhile: the interpreter cannot end then.
+        # Not through the stream: a blocked write would hold its lock, and the interpreter could not end.
         left = text.encode(self._stream.encoding, "backslashreplace")
         while left:
             try:
@@ -225,8 +226,8 @@ def dropped_events() -> int:
 
 
 def set_up_logging(level: str, form: str) -> None:
-    """Logs to standard error, including Python's warnings and errors that nobody handles: what wrote there by
-    itself would wait for its reader."""
+    """Logs to standard error, including Python's warnings and uncaught errors. By default Python writes these
+    directly, which blocks while nobody reads standard error."""
     handler = QueuedHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     # No line shows these, so they need not be looked up for each.

@@ -30,7 +30,7 @@ Phase = Literal["starting", "ok", "restarting", "draining", "dead"]
 class ServerState:
     """Lives as long as the server, which may start before its engine does. `draining` refuses new work while
     work in flight is finished; `comes_back` says that an engine that dies is started again. Raises SetupError
-    where the configuration's file of keys does not serve."""
+    if the configuration's file of API keys is invalid."""
 
     def __init__(self, engine: Serving, config: ServerConfig) -> None:
         self.models = engine if isinstance(engine, SeveralModels) else None

@@ -17,8 +17,8 @@ _NANOSECONDS = 1_000_000_000
 
 
 def tracing_of_environment() -> "Tracing | None":
-    """None where no endpoint is named. Also where OpenTelemetry is not installed, with a warning: platforms
-    name an endpoint for all that they run."""
+    """Returns None if no endpoint is set, or, with a warning, if OpenTelemetry is not installed. That is no
+    error, because platforms set an endpoint for every program."""
     named = next((name for name in _ENDPOINTS if os.environ.get(name)), None)
     if named is None or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return None

@@ -52,12 +52,12 @@ class Permit:
     `refusal`."""
 
     def __init__(
-        self, admission: "Admission", size: int, tokens: int, options: RunOptions, of_vectors: int = 0
+        self, admission: "Admission", size: int, tokens: int, options: RunOptions, vector_tokens: int = 0
     ) -> None:
-        """Of the `tokens`, those `of_vectors` are known, and the others estimated by the `size`."""
+        """`tokens` includes `vector_tokens`, which are known; the rest is an estimate from the `size`."""
         self._admission = admission
         self._size = size
-        self._of_vectors = of_vectors
+        self._vector_tokens = vector_tokens
         self._deadline = None if options.timeout is None else admission.clock() + options.timeout
         self.tokens = tokens
         self.timeout = options.timeout
@@ -80,7 +80,7 @@ class Permit:
     def confirm(self, tokens: int) -> None:
         """Asks for the queue, now that the tokens are counted. Raises QueueFullError and
         RequestTooLargeError."""
-        self._admission.confirm(self, self._size, tokens, self._of_vectors)
+        self._admission.confirm(self, self._size, tokens, self._vector_tokens)
 
     def compare(self, values: asyncio.Future[Values]) -> None:
         """Has the wait that was forecast compared with when the values come, once the request is queued."""
@@ -135,9 +135,9 @@ class Admission:
     @contextmanager
     def permit(self, request: ScoreRequest | EmbedRequest, options: RunOptions) -> Iterator[Permit]:
         """Leave to prepare a request and to queue it. Raises QueueFullError where too much waits."""
-        of_vectors = self._price_of_vectors(request)
-        estimate = self._estimate(request) + of_vectors
-        permit = Permit(self, request.size, estimate, options, of_vectors)
+        vector_tokens = self._price_of_vectors(request)
+        estimate = self._estimate(request) + vector_tokens
+        permit = Permit(self, request.size, estimate, options, vector_tokens)
         tenant = options.tenant
         self._metrics.tenants.count_request(tenant)
         wait = self._wait_of_new(permit, estimate)
@@ -160,10 +160,10 @@ class Admission:
             self._permits.remove(permit)
             self._preparing_tokens -= estimate
 
-    def confirm(self, permit: Permit, size: int, tokens: int, of_vectors: int) -> None:
+    def confirm(self, permit: Permit, size: int, tokens: int, vector_tokens: int) -> None:
         """See `Permit`."""
         self._counted_size = self._counted_size * _REMAINING + size
-        self._counted_tokens = self._counted_tokens * _REMAINING + max(0, tokens - of_vectors)
+        self._counted_tokens = self._counted_tokens * _REMAINING + max(0, tokens - vector_tokens)
         self._check_price(permit, tokens)
         permit.tokens, permit.forecast = tokens, self._forecast(permit, tokens)
         refusal = self._refusal(permit, tokens, self._wait(permit, tokens), is_counted=True)
@@ -312,8 +312,8 @@ class Admission:
         return self._scheduler.rate.seconds(ahead) or 0.0
 
     def _price_of_vectors(self, request: ScoreRequest | EmbedRequest) -> int:
-        """What scoring the documents costs that came as their embeddings, in tokens: known before anything is
-        prepared, but for the vectors of a query that is a text, which is taken to be a usual one."""
+        """Returns the price, in tokens, of scoring documents that were sent as embeddings. It is known before
+        anything is prepared; a query that is a text counts as a usual one."""
         if isinstance(request, EmbedRequest):
             return 0
         times = 1 + EXPLAINED if request.explain else 1

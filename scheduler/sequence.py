@@ -23,8 +23,8 @@ class Sequence:
     of these. The tokens of the prefix `prefix_id` are a pair's own first `shared_prefix_len`, which are not
     run again. `num_consumers` is how many sequences and cached documents use what this one leaves on the
     device, its embedding or its keys and values. Of its `num_tokens`, as many as `num_new_tokens` are run for
-    itself. Where scoring it takes long, `scoring` is how many tokens the device could run meanwhile: it
-    counts with the last token. Both together are its `price`.
+    itself. `scoring` is the extra price, in tokens, of a score that takes long; it counts with the
+    last token. Its `price` is `num_new_tokens` plus `scoring`.
     """
 
     sequence_id: int
@@ -125,8 +125,8 @@ class CachedBatch:
 
     `price` is how many tokens the device could run in that time. Scored in the step of the query
     `waits_for`, or in a later one; in any, where the request brought the query's embedding, `given_query`.
-    Of a long query it may be for the rows `query_part` alone: the first, and the one after the last or None.
-    These and the `documents` are passed on unread."""
+    For a part of a long query, `query_part` is its first row and the row after its last, or None for all that
+    are left. The scheduler passes on these and the `documents` unread."""
 
     request_id: int
     waits_for: int

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from maxsimd.api.commands.printing import written
+from maxsimd.api.commands.printing import open_output
 from maxsimd.api.commands.progress import Progress
 from maxsimd.api.commands.records import Record
 from maxsimd.api.commands.running import each_part, in_parts, started
@@ -48,12 +48,12 @@ async def embed_records(
 
 def write_array(path: Path, rows: Rows) -> None:
     """float32 [texts, dim] as .npy."""
-    with written(path) as file:
+    with open_output(path) as file:
         np.save(file, np.stack(rows))
 
 
 def write_arrays(path: Path, rows: Rows) -> None:
     """`embeddings` float32 [tokens, dim] of all texts end to end, and `offsets` [texts + 1], as .npz."""
     offsets = np.array([0, *accumulate(map(len, rows))])
-    with written(path) as file:
+    with open_output(path) as file:
         np.savez(file, embeddings=np.concatenate(rows), offsets=offsets)

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from maxsimd.api.commands.printing import written
+from maxsimd.api.commands.printing import open_output
 from maxsimd.api.commands.progress import Progress
 from maxsimd.api.config_file import config_file_option
 from maxsimd.api.judgements import Grades, read_candidates, read_grades, read_texts
@@ -148,5 +148,5 @@ def _write(ranked: Run, path: str) -> None:
     for query, scores in ranked.items():
         best = sorted(scores, key=lambda id_: (-scores[id_], id_))
         lines += [f"{query} Q0 {id_} {rank} {scores[id_]:.9g} maxsimd\n" for rank, id_ in enumerate(best, 1)]
-    with written(Path(path)) as file:
+    with open_output(Path(path)) as file:
         file.writelines(line.encode() for line in lines)

@@ -33,7 +33,7 @@ def write(
         for line in lines:
             click.echo(line)
         return
-    with written(Path(out)) as file:
+    with open_output(Path(out)) as file:
         file.writelines(f"{line}\n".encode() for line in lines)
 
 
@@ -43,9 +43,9 @@ def is_plain(path: Path) -> bool:
 
 
 @contextmanager
-def written(path: Path) -> Iterator[IO[bytes]]:
-    """A file to be written. A plain one is replaced as a whole at the end (that which a link names, not the
-    link); devices and pipes are written into. Raises click.ClickException where that is not possible."""
+def open_output(path: Path) -> Iterator[IO[bytes]]:
+    """Opens a file for writing. A regular file, or the target of a link, is replaced as a whole at the end;
+    devices and pipes are written directly. Raises click.ClickException if the file cannot be written."""
     try:
         if not is_plain(path):
             with path.open("wb") as file:

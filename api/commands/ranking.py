@@ -101,7 +101,7 @@ def _run(values: dict[str, Any], order: Callable[[dict[int, float]], list[int]] 
     if resume and out is None:
         raise click.UsageError("--resume needs --out: what was scored before stands beside that file")
     if resume and not is_plain(Path(out)):
-        raise click.UsageError(f"--resume needs a plain file, and {out} is none")
+        raise click.UsageError(f"--resume needs a regular file for --out, but {out} is not one")
     progress = Progress(0, "documents")
     progress.note(f"reading {values['documents']}")
     records = _records(values)

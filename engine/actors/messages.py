@@ -20,8 +20,8 @@ from maxsimd.scheduler import CachedBatch, Step, WaitingRequest
 class Admit:
     """Engine to scheduler: run a request's sequences, score its cached documents, and resolve `values` with
     `num_results` values by index, as the options say. `arrived` is called with all that have come whenever
-    some have; it must not change them, and not block. `refusal_of` tells of the index of a value that is not
-    finite what the caller has sent that is why, if anything."""
+    some have; it must not change them, and not block. `refusal_of`
+    takes the index of a value that is not finite, and returns an error if the caller's input is the cause."""
 
     request: WaitingRequest
     num_results: int

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 # The next step is chosen when this share of the time is left that the one on the device takes, but at least
 # and at most as many seconds before its end.
 _SHARE_LEFT, _LEAST_LEFT, _MOST_LEFT = 0.25, 0.005, 0.02
-# Said of documents, which may be thousands, one by one: the same of all.
+# The error of one document. There may be thousands, so all have the same message.
 _TOO_LARGE = "the numbers of its embedding or its query's are too large for a finite score; normalize them"
 
 

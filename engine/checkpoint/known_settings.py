@@ -27,9 +27,9 @@ _NO: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The known keys of an object: `applied`, `irrelevant`, and `refused` unless they have one of the given
-    values, with which they ask for nothing. Keys with one of the `endings` are applied. `inner` are the known
-    keys of the values that are objects; "*" stands for those of all values."""
+    """The known keys of an object: `applied`, `irrelevant` or `refused`. A refused key is allowed with one of
+    the given values, which have no effect. Keys with one of the `endings` are applied. `inner` has the known
+    keys of values that are objects, by key; "*" stands for all other keys."""
 
     applied: frozenset[str] = frozenset()
     irrelevant: frozenset[str] = frozenset()
@@ -88,7 +88,7 @@ def _each(known: Known) -> Known:
 
 _OFF = (None, False)
 _UNSET: tuple[Any, ...] = (None, {}, [])
-# Files that say how a model is used: those of an adapter hold for its base too.
+# Files that say how a model is used. The base's are not read if its adapter has a modules.json.
 _USE = ("config_sentence_transformers.json", "sentence_bert_config.json")
 
 # Files of sentence-transformers, PyLate and ColBERT.
@@ -104,8 +104,8 @@ _OF_SENTENCE_TRANSFORMERS = _known(
     "__version__ keep_in_fp32_modules",
     query_expansion=_QUERY_EXPANSION,
 )
-# Arguments of transformers' functions for loading. Where the files are, which precision they have and where
-# the model is put we say ourselves.
+# Arguments of transformers' loading functions. maxsimd itself sets the source of the files, the precision
+# and the device.
 _LOADING = (
     "trust_remote_code subfolder token cache_dir revision local_files_only force_download proxies "
     "dtype torch_dtype device_map low_cpu_mem_usage use_safetensors attn_implementation use_cache verbose "
@@ -207,7 +207,7 @@ OF_ADAPTERS = _known(
 _OF_ROUTERS = _known(
     "types parameters", "structure", parameters=_known("default_route route_mappings allow_empty_key")
 )
-# Entries of modules.json. What a module of its own is given beside the features, none of these takes.
+# Entries of modules.json. `kwargs` names extra arguments of custom modules; no supported module takes any.
 ENTRIES = _known("type path", "idx name", {"kwargs": _UNSET})
 # sentence-transformers' modules, by the name of the class. PyLate's have the same names.
 MODULES: Mapping[str, Known] = {
@@ -329,8 +329,8 @@ UNDECLARED = _known(
     {"use_mrope": _OFF, "talking_head": _OFF},
 )
 _TRANSLATED_POSITIONS = ("alibi", "rotary")
-# Of checkpoints that came with code of their own, which is not run: what the translation of their config
-# reads, and what of that code's settings changes nothing.
+# For checkpoints with code of their own, which is not run: the keys that the translation of their config
+# reads, and the keys of that code that change nothing.
 PUBLISHED = _known(
     "rope_theta rope_scaling layer_norm_type pack_qkv logn_attention_scale position_embedding_type "
     "feed_forward_type is_decoder pad_vocab_size_multiple rotary_emb_base lora_adaptations "
@@ -359,7 +359,7 @@ def check_settings(config: EngineConfig) -> tuple[str, ...]:
     model, lines = config.model, []
     if model is None:
         return ()
-    for name, said, known in _all_said(model, config.revision, config.trust_remote_code):
+    for name, said, known in _files_with_known_keys(model, config.revision, config.trust_remote_code):
         unknown = []
         for key, value, is_refused in known.examine(said):
             if is_refused:
@@ -375,7 +375,7 @@ def check_settings(config: EngineConfig) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _all_said(
+def _files_with_known_keys(
     model: str, revision: str | None, trust_remote_code: bool
 ) -> Iterator[tuple[str, Mapping[str, Any], Known]]:
     """The files of a checkpoint that are on this machine, each by its name: what it says, and its known
@@ -383,7 +383,7 @@ def _all_said(
     folder = _folder_of(model, revision)
     if folder is None:
         return
-    yield from _said_by_base(folder, trust_remote_code)
+    yield from _files_of_base(folder, trust_remote_code)
     modules = _read(folder / "modules.json")
     modules = modules if isinstance(modules, list) else []
     named = [(str(each.get("path") or ""), _kind_of(each)) for each in modules if isinstance(each, dict)]
@@ -414,14 +414,14 @@ def _all_said(
             yield f"{path}/config.json", said, MODULES[kind]
 
 
-def _said_by_base(folder: Path, trust_remote_code: bool) -> Iterator[tuple[str, Mapping[str, Any], Known]]:
+def _files_of_base(folder: Path, trust_remote_code: bool) -> Iterator[tuple[str, Mapping[str, Any], Known]]:
     """The files of the base of an adapter, without those that the adapter has too."""
     adapter = _read(folder / "adapter_config.json")
     base = adapter.get("base_model_name_or_path") if isinstance(adapter, dict) else None
     if not isinstance(base, str) or any(folder.glob("model*.safetensors*")):
         return
     try:
-        for name, said, known in _all_said(base, adapter.get("revision"), trust_remote_code):
+        for name, said, known in _files_with_known_keys(base, adapter.get("revision"), trust_remote_code):
             of_modules = name.startswith(("modules.json", *_USE)) or name.endswith("/config.json")
             if not (folder / name).exists() and not (of_modules and (folder / "modules.json").exists()):
                 yield f"{name} of its base", said, known
@@ -447,7 +447,7 @@ def _folder_of(model: str, revision: str | None) -> Path | None:
 
 
 def _read(path: Path) -> Any:
-    """What a file says; None where it is not there or cannot be read, of which its reader tells."""
+    """Returns the parsed JSON of a file; None if it is missing or unreadable, which its loader reports."""
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -455,8 +455,8 @@ def _read(path: Path) -> Any:
 
 
 def known_keys_of(config: Mapping[str, Any], trust_remote_code: bool = False) -> Known | None:
-    """The known keys of a config.json; None for one of which they cannot be told: of a type that transformers
-    lacks, or that the checkpoint's own code reads."""
+    """Returns the known keys of a config.json; None if they cannot be listed, because transformers lacks the
+    type of model or the checkpoint's own code reads the file."""
     if trust_remote_code and "auto_map" in config:
         return None
     kind = config.get("model_type")
@@ -496,7 +496,7 @@ def declared_keys(kind: Any) -> Known:
     inner = {
         name: COMMON | declared_keys(part)
         for name, part in kind.sub_configs.items()
-        if dataclasses.is_dataclass(part)
+        if hasattr(part, "__dataclass_fields__")
     }
     if "rope_parameters" in names:
         names |= _OF_ROPE_PARAMETERS

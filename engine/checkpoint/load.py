@@ -57,7 +57,7 @@ def load_model(config: EngineConfig, device: torch.device, *, recheck: bool = Fa
             if name is not None and not is_local:
                 unknown = check_settings(config)
             for line in unknown:
-                log.warning("%s has unknown keys in %s; what they ask for may not be carried out", name, line)
+                log.warning("%s has unknown keys in %s; they may have no effect", name, line)
             model = replace(model, unknown_keys=unknown)
             return replace(model, fingerprint=identity_of(model)) if model.encodes_apart else model
         except ModelLoadError:

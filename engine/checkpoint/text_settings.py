@@ -73,8 +73,7 @@ def read_text_settings(path: str, transformer: Any, *, in_pairs: bool = False) -
 
 
 def _refuse_other_output(path: str, modalities: Mapping[Any, Any]) -> None:
-    """Raises ModelLoadError for texts of which the model is to give something other than the states or the
-    logits of their tokens."""
+    """Raises ModelLoadError if the settings ask the model for an output of texts that is not supported."""
     for name in ("text", "message"):
         output = modalities.get(name, {}).get("method_output_name", _OUTPUTS[0])
         is_layer = isinstance(output, list | tuple) and output[:1] in (["hidden_states"], ("hidden_states",))

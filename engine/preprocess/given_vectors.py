@@ -72,9 +72,9 @@ class GivenVectors:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TooLargeNumbers:
-    """Says whether scores of a request are not finite because of the embeddings that it brought. The values
-    of different documents begin at `starts`, and the first of each in the request is `firsts`."""
+class OverflowCheck:
+    """Finds the embedding in a request whose numbers are so large that a score is not finite. The values of
+    different document i begin at `starts[i]`; `firsts[i]` is its first index in the request."""
 
     request: ScoreRequest
     starts: NDArray[np.int64]
@@ -83,8 +83,8 @@ class TooLargeNumbers:
     largest: dict[int, float] = field(default_factory=dict)
 
     def __call__(self, value: int) -> InvalidRequestError | None:
-        """The refusal of the embedding to which it is due that this value is not finite; None where the
-        numbers of the embeddings are not large."""
+        """Returns the error for the embedding that makes this value infinite or NaN; None if the numbers of
+        the embeddings are too small for that."""
         index = int(self.firsts[np.searchsorted(self.starts, value, side="right") - 1])
         query = self.request.query_of(index)
         largest: dict[tuple[str, int], float] = {}
@@ -99,7 +99,7 @@ class TooLargeNumbers:
         if dim * math.prod(largest.values()) <= _USUAL:
             return None
         param, i = name = max(largest, key=lambda each: largest[each])
-        what = f"has numbers up to {largest[name]:.3g}, and a score of theirs is not finite; normalize it"
+        what = f"has numbers up to {largest[name]:.3g}, so that a score is not finite; normalize it"
         return _wrong(param, i, what)
 
 

@@ -204,8 +204,8 @@ class LongInputs:
 class LengthLimits:
     """What the engine can run: at most `longest_sequence` tokens in one sequence. The windows of a long
     document share `window_overlap` tokens where the request names no number, and texts are cut at `side`
-    where it names none. A query or document may come as at most `most_vectors`, None for any number, and no
-    pair has more comparisons of two vectors than two such have."""
+    where it names none. A query or document sent as vectors has at most `most_vectors`, and every pair at
+    most the square of that in comparisons; None for no limit."""
 
     longest_sequence: int
     window_overlap: int

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from maxsimd.engine.cache import CachedEmbedding
 from maxsimd.engine.explanations import Explanation
 from maxsimd.engine.preprocess.combine import Combine, NoScores, one_each
-from maxsimd.engine.preprocess.given_vectors import TooLargeNumbers
+from maxsimd.engine.preprocess.given_vectors import OverflowCheck
 from maxsimd.engine.requests import EmbedRequest, ScoreRequest, Usage, Values
 from maxsimd.scheduler import CachedBatch, ImageJob, Role, Sequence
 
@@ -53,8 +53,8 @@ class Prepared:
     scores of all documents, as the model makes them, NaN for none. Of texts to embed the `cached_rows` are
     the token vectors of those that were cached, by index; these have no value. `explain` tells how documents
     came to their scores, of a request that asks for that. Queries that were `encoded_before` are among what
-    was cut, and not among the sequences. Where embeddings came with the request, `too_large` tells whether
-    they are why a value is not finite."""
+    was cut, and not among the sequences. Where embeddings came with the request, `overflow_check` tells
+    whether they are why a value is not finite."""
 
     sequences: list[Sequence]
     results: int
@@ -72,7 +72,7 @@ class Prepared:
     explain: Explain | None = None
     truncated_queries: int = 0
     encoded_before: EncodedBefore = field(default_factory=EncodedBefore)
-    too_large: TooLargeNumbers | None = None
+    overflow_check: OverflowCheck | None = None
 
     @property
     def num_new_tokens(self) -> int:

@@ -27,7 +27,7 @@ from maxsimd.engine.preprocess.explain_encoded import (
     check_can_be_explained,
     check_explained,
 )
-from maxsimd.engine.preprocess.given_vectors import GivenVectors, TooLargeNumbers
+from maxsimd.engine.preprocess.given_vectors import GivenVectors, OverflowCheck
 from maxsimd.engine.preprocess.long_inputs import LengthLimits, LongInputs
 from maxsimd.engine.preprocess.pages import image_jobs, page_builder
 from maxsimd.engine.preprocess.prepared import Prepared
@@ -152,7 +152,7 @@ class TwoStageStrategy:
             query_rows=rows,
             truncated_queries=truncated_queries,
             encoded_before=all_before(queries),
-            too_large=self._too_large(request, documents, num_values),
+            overflow_check=self._overflow_check(request, documents, num_values),
         )
         if not request.explain:
             return prepared
@@ -160,8 +160,8 @@ class TwoStageStrategy:
         return self._explained(prepared, request, sides, documents, num_values)
 
     def _num_parts(self, request: ScoreRequest, document: Document, queries: Sequence[Query]) -> int:
-        """In how many parts of its query a document is scored: in several where it is cached, or came along,
-        and query and document together are more than a batch may have."""
+        """Returns in how many parts of its query a document is scored: more than one only if its embedding is
+        cached or was sent, and the comparison exceeds the limit of a batch."""
         if not self._windows_as_one or not isinstance(document, DocumentInCache):
             return 1
         query_rows = queries[document.query].num_rows
@@ -185,15 +185,15 @@ class TwoStageStrategy:
                     "documents",
                 )
 
-    def _too_large(
+    def _overflow_check(
         self, request: ScoreRequest, documents: Documents, num_values: Sequence[int]
-    ) -> TooLargeNumbers | None:
-        """What looks at the request's embeddings where a score is not finite; None where it has none."""
+    ) -> OverflowCheck | None:
+        """Returns what finds embeddings that cause scores that are not finite; None without embeddings."""
         if not any(isinstance(each, Vectors) for each in (*request.queries, *request.documents)):
             return None
         starts = np.array([*accumulate(num_values, initial=0)])
         _, firsts = np.unique(documents.position_of, return_index=True)
-        return TooLargeNumbers(request, starts, firsts)
+        return OverflowCheck(request, starts, firsts)
 
     def _explained(
         self,
@@ -261,7 +261,7 @@ class TwoStageStrategy:
                 self._task,
                 built.tokens,
                 payload,
-                self._price.beside(query.num_rows, built.num_rows, times),
+                self._price.extra_tokens(query.num_rows, built.num_rows, times),
             )
             for sequence_id, built in zip(sequence_ids, document.windows, strict=True)
         ]
@@ -280,7 +280,7 @@ class TwoStageStrategy:
                 self._task,
                 built.tokens,
                 payload,
-                self._price.beside(query.num_rows, built.num_rows),
+                self._price.extra_tokens(query.num_rows, built.num_rows),
             )
             for i, built in enumerate(document.windows)
         ]

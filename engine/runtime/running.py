@@ -340,7 +340,7 @@ class Running:
                 options=options,
                 values=values,
                 arrived=None if arrived is None else partial(arrived, prepared),
-                refusal_of=prepared.too_large,
+                refusal_of=prepared.overflow_check,
             )
         )
         return values

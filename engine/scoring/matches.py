@@ -47,9 +47,9 @@ def score_with_matches(
     """A score and the best matches behind it, as they leave the device: float32 [1 + Lq * windows * 2, 1];
     and behind these the similarities [Lq, Ld] of all vectors, if there is to be a map.
 
-    The matches add up to the score, or to that of a part of the query; where scores are means, the score is
-    the `share` of the query's rows that these are, times their mean. Where it is not, because the backend has
-    rounded each product to the precision of its factors, it becomes theirs."""
+    The score is the sum of the matches. If scores are means, it is the mean of the matches times `share`, the
+    share of the query's rows that `query` has. If the backend's score differs, because it rounds each product
+    to the precision of its factors, the score from the matches replaces it."""
     matches = best_matches(query, document, explained.rows)
     score = score.float()
     if len(document):

@@ -10,22 +10,24 @@ from maxsimd.engine.checkpoint import LoadedModel
 # this many cached documents, takes as long as running a token. It is not measured on the machine at hand.
 ROWS_PER_TOKEN, DOCUMENTS_PER_TOKEN = 128, 4
 
-# The multiply-adds of a token in the layers of MiniLM-L6. Smaller models are slower than their own tell.
+# The multiply-adds of a token in the layers of MiniLM-L6. The least for all models: smaller ones take longer
+# than theirs suggest.
 _LEAST_MULTIPLY_ADDS = 6 * (4 * 384 * 384 + 2 * 384 * 1536)
 # Comparing two rows takes as long as their multiply-adds and this many more, for maxima and moving numbers:
 # between 60 and 370 in plain torch for queries of 256 to 6,000 rows and 16 to 384 dimensions, by the time of
 # a core, relative to the layers' products on the same core.
 _MORE_A_COMPARISON = 256
-# Matches are found in plain torch and float32 behind the score, with the place of each maximum.
+# Explaining a score costs this many times as much again: plain torch finds the matches in float32, with the
+# position of each maximum.
 EXPLAINED = 3
 
 
 @dataclass(frozen=True, slots=True)
 class ScoringPrice:
-    """What MaxSim costs: query rows x document rows, in tokens.
+    """The price of MaxSim in tokens, by query rows x document rows.
 
-    Rows of a document cost `ROWS_PER_TOKEN` a token, whatever the query, while that has at most
-    `usual_query_rows`: reading them takes longest. Longer queries cost in proportion, by multiply-adds."""
+    `ROWS_PER_TOKEN` rows of a document cost one token if the query has at most `usual_query_rows`: reading
+    them takes most of the time. The price of longer queries grows in proportion to their rows."""
 
     usual_query_rows: float
 
@@ -38,13 +40,13 @@ class ScoringPrice:
         return cls(max(_LEAST_MULTIPLY_ADDS, _multiply_adds(config)) / compared / ROWS_PER_TOKEN)
 
     def rows(self, query_rows: int, document_rows: int, times: int = 1) -> float:
-        """As how many rows against a usual query those of a document count whose scores are made `times`
-        times."""
+        """Returns how many rows, compared with a usual query, cost the same as `document_rows` compared with
+        this query. `times` multiplies the query's rows, for explained scores."""
         return document_rows * max(1.0, times * query_rows / self.usual_query_rows)
 
     def parts(self, query_rows: int, document_rows: int, most: int, times: int = 1) -> int:
-        """Into how many parts a query is divided, so that the rows of a document count as at most `most`
-        for each. None is smaller than a usual query: smaller parts cost no less."""
+        """Returns how many parts to divide a query into, so that a document's rows count as about `most` for
+        each part. No part is smaller than a usual query: smaller ones would cost the same."""
         wanted = ceil(self.rows(query_rows, document_rows, times) / most)
         return max(1, min(wanted, query_rows, int(times * query_rows / self.usual_query_rows)))
 
@@ -52,9 +54,9 @@ class ScoringPrice:
         """The price of that many `rows`, of some cached documents; at least 1."""
         return max(1, ceil(rows / ROWS_PER_TOKEN + documents / DOCUMENTS_PER_TOKEN))
 
-    def beside(self, query_rows: int, document_rows: int, times: int = 1) -> int:
-        """What scoring a document costs that is run in the same step, beyond a usual query's score, which its
-        tokens pay for."""
+    def extra_tokens(self, query_rows: int, document_rows: int, times: int = 1) -> int:
+        """Returns the extra price of scoring a document in the step that runs it. The price of its tokens
+        includes its score for a usual query."""
         return int((self.rows(query_rows, document_rows, times) - document_rows) / ROWS_PER_TOKEN)
 
 

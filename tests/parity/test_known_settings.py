@@ -671,7 +671,7 @@ _FEW = (
 )
 
 
-def test_few_keys_have_the_effect_that_they_have_in_the_libraries(
+def test_some_keys_have_the_same_effect_as_in_the_libraries(
     checkpoints: SharedCheckpoints, tmp_path: Path
 ) -> None:
     walk = Walk(BASES["bi-encoder"], checkpoints, tmp_path)

@@ -113,7 +113,7 @@ def test_a_message_and_a_trace_are_cut_and_forge_no_line() -> None:
 
 
 @pytest.mark.usefixtures("restored_logging")
-def test_nobody_waits_for_a_log_that_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logging_does_not_wait_for_an_unread_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pipe holds 64 KiB; more waits in memory, and the rest is dropped and counted."""
     reading, writing = os.pipe()
     with open(writing, "w") as stream, open(reading) as pipe:
