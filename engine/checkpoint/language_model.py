@@ -157,6 +157,10 @@ def _read_saved(
     words = [after[0].true_token_id]
     if after[0].false_token_id is not None:
         words.append(after[0].false_token_id)
+    if not all(type(each) is int and each >= 0 for each in words):
+        raise ModelLoadError(
+            f"the LogitScore of {path!r} has {words} as true_token_id and false_token_id; give token ids"
+        )
     is_given = template is not None
     template, prompt = prompted(encoder, template or template_of(transformer))
     if template is None:

@@ -227,6 +227,8 @@ async def test_the_probability_of_a_label_is_a_score(
         (bi_encoders.gte, settings(_OF_TEXTS, query_expansion={"strategy": "fixed", "length": 8}), {},
          "query_expansion, which is for late interaction"),
         (_bert(behind="a layer norm"), None, _LATE, "LayerNorm for pooled vectors"),
+        (language_models.zerank_2, settings("*_LogitScore/config.json", false_token_id=True), {},
+         "true_token_id and false_token_id; give token ids"),
         (cross_encoders.scored_by_modules, settings("4_Dense/config.json", module_output_name="logits"), {},
          "last module gives no scores"),
         (cross_encoders.scored_by_modules,
