@@ -4,6 +4,7 @@ with its standard input."""
 
 import contextlib
 import gc
+import logging
 import os
 import pickle
 import selectors
@@ -129,6 +130,7 @@ def _run(data: bytes, files: list[int]) -> NoReturn:
     if status is not None and not isinstance(status, int):
         print(status, file=sys.stderr)
         status = 1
+    logging.shutdown()  # as a program does that ends
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status or 0)
