@@ -196,7 +196,7 @@ def _of_one_vector(state: ServerState, body: wire.EmbeddingsRequest, num_texts: 
             encoding.length(task.dim)
         except ValueError as error:
             raise InvalidRequestError(str(error), "muvera") from None
-        # What is shortened takes as much time and memory as what is not.
+        # A vector that is shortened is made at its whole length first.
         length = encoding.whole_length(task.dim)
         _check_room(state, num_vectors, length, "ask for a smaller k_sim, r_reps or d_proj")
     return options | {"encoding": encoding}

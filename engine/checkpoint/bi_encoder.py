@@ -106,7 +106,7 @@ def taken_apart(path: str, modules: list[Any]) -> tuple[Any, Pooling, list[Any]]
         raise ModelLoadError(f"{path!r} has modules that are not supported: {names}")
     for module in after:
         named = {key: getattr(module, key, _POOLED) for key in ("module_input_name", "module_output_name")}
-        if module is after[-1]:  # of which the callers know what it gives
+        if module is after[-1]:  # callers check its output
             named.pop("module_output_name")
         for key, value in named.items():
             if value != _POOLED:

@@ -105,7 +105,7 @@ def _folders_read(folder: Path) -> Iterator[str]:
 
 
 def _json_of(path: Path) -> Any:
-    """What a file says; None where it is not there or no JSON, of which its reader tells."""
+    """Returns the parsed JSON of a file; None if it is missing or no JSON, which its loader reports."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):

@@ -135,7 +135,7 @@ _PROCESSING = _known(
 
 def _of_transformers_module() -> Known:
     free = Known(endings=("",))
-    # Whatever a tokenizer takes, but for what its file may not say.
+    # All arguments of a tokenizer, except those that its file may not set.
     of_tokenizers = Known(refused={"split_special_tokens": _OFF}, endings=("",))
     return _known(
         "max_seq_length do_lower_case transformer_task modality_config module_output_name processing_kwargs "
@@ -195,7 +195,7 @@ _OF_COLBERT = _known(
     "meta version",
     {"similarity": (None, "cosine"), "interaction": (None, "colbert"), "relu": _OFF},
 )
-# What of an adapter's settings is read or harmless; `adapters.py` refuses all others that are on.
+# Settings of adapters that are read or harmless; `adapters.py` refuses all others that are on.
 OF_ADAPTERS = _known(
     "peft_type base_model_name_or_path revision task_type r lora_alpha use_rslora init_lora_weights bias "
     "rank_pattern alpha_pattern modules_to_save use_dora",
@@ -265,9 +265,9 @@ _ROPE = _known(
     "partial_rotary_factor mrope_section mrope_interleaved llama_4_scaling_beta",
 )
 _OF_ROPE = _ROPE | Known(inner={"*": _ROPE})  # by types of layers
-# What a class with rope_parameters reads in the terms of earlier versions.
+# Keys of earlier versions that a class with rope_parameters still reads.
 _OF_ROPE_PARAMETERS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
-# Of all families.
+# Keys of all families.
 COMMON = _known(
     "model_type architectures auto_map id2label label2id num_labels problem_type dtype torch_dtype "
     "tokenizer_class quantization_config compression_config sentence_transformers "
@@ -293,14 +293,14 @@ COMMON = _known(
     "assistant_confidence_threshold assistant_lookbehind target_lookbehind num_beam_groups diversity_penalty "
     "prefix bos_token_id eos_token_id sep_token_id decoder_start_token_id cache_implementation",
     {
-        # What no class of this version carries out, unless it declares the key.
+        # No class of this version implements these, unless it declares the key.
         "position_embedding_type": (None, "absolute"),
         "pruned_heads": _UNSET,
         "is_decoder": _OFF,
         "add_cross_attention": _OFF,
         "cross_attention_hidden_size": (None,),
         "tie_encoder_decoder": _OFF,
-        # transformers takes only texts of which the length is a multiple.
+        # transformers fails on texts whose length is not a multiple of it.
         "chunk_size_feed_forward": (None, 0, 1),
         "rope_scaling": (None,),
         "rope_theta": (None,),
@@ -315,7 +315,7 @@ ENCODERS = _known(
     "directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head "
     "pooler_type output_past",
 )
-# What the code of other families asks a config for though its class does not declare it.
+# Keys that the code of other families reads although their configuration class does not declare them.
 UNDECLARED = _known(
     "head_dim rope_local_base_freq sliding_window sliding_window_pattern _sliding_window_pattern "
     "global_rope_theta local_rope_theta share_att_key norm_rel_ebd embedding_size conv_kernel_size conv_act "
