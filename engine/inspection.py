@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from maxsimd.engine.checkpoint import LoadedModel, RoleRules, load_model
+from maxsimd.engine.checkpoint.embedded import NAME
 from maxsimd.engine.checkpoint.heads import after_reference
 from maxsimd.engine.checkpoint.model import HYBRID_EMBED, SPARSE_EMBED
 from maxsimd.engine.checkpoint.reading import LibraryReader, Reading
@@ -14,6 +15,7 @@ from maxsimd.engine.checkpoint.recipe import in_float32
 from maxsimd.engine.checkpoint.recipe_store import texts_content
 from maxsimd.engine.config import EngineConfig, ScoreType
 from maxsimd.engine.device.facts import kernels_in_words
+from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution import PreparedModel, choose_device, prepare
 from maxsimd.engine.media import Picture
 from maxsimd.engine.preprocess import check_room
@@ -94,11 +96,13 @@ def inspect_model(config: EngineConfig, check: bool = False) -> dict[str, str | 
         "unknown keys": list(model.unknown_keys),
     }
     if check:
+        in_float32_only = prepared.dtype == torch.float32 and not prepared.quantized
+        is_exact = in_float32_only and config.cache_precision in ("auto", "float32")
         own = [f"as transformers reads and runs it: {model.compared}"] if model.compared else []
         own.append(f"from text to tokens, as the model's own library: {compared}")
         own += [str(finding) for finding in prepared.findings]
         del model, prepared  # the engine loads them again
-        scored = _scored(config, expected)
+        scored = _scored(config, expected, is_exact)
         rows["checked"] = [*own, f"from text to scores, as the model's own library: {scored}"]
     return {name: value for name, value in rows.items() if value}
 
@@ -147,8 +151,9 @@ def _expected_scores(model: LoadedModel, config: EngineConfig) -> list[float] | 
         return score_pairs(model.similarity, queries, items, pairs, maxsim_reference).tolist()
 
 
-def _scored(config: EngineConfig, expected: list[float] | None) -> str:
-    """How the scores of an engine compare with those expected, in words."""
+def _scored(config: EngineConfig, expected: list[float] | None, is_exact: bool = True) -> str:
+    """How the scores of an engine compare with those expected, in words. Raises ModelLoadError where they
+    differ by more than rounding explains: that of float32 if `is_exact`."""
     if expected is None:
         return "not compared: it has no such scores"
     with SyncEngine(config, progress=False) as engine:
@@ -158,7 +163,14 @@ def _scored(config: EngineConfig, expected: list[float] | None) -> str:
     spread = max(expected) - min(expected)
     named = [" ".join(str(i + 1) for i in order) for order in orders]
     order = f"the order {named[0]}" + ("" if named[0] == named[1] else f", THE LIBRARY'S {named[1]}")
-    return f"{len(found)} pairs, largest difference {off:.1e} of a spread of {spread:.2g}, {order}"
+    said = f"{len(found)} pairs, largest difference {off:.1e} of a spread of {spread:.2g}, {order}"
+    # Rounding is relative to the scores; a precision below float32 may move them by some of their spread.
+    largest = max(map(abs, expected))
+    allowed = 1e-3 * largest if is_exact else max(0.02 * largest, 0.2 * spread)
+    if config.doc_token_pooling is None and not off <= allowed:  # NaN, too
+        name = config.model or NAME
+        raise ModelLoadError(f"{name!r} is not scored as its own library scores it: {said}")
+    return said
 
 
 def show(rows: dict[str, str | list[str]]) -> str:

@@ -15,6 +15,7 @@ from maxsimd.bench.datasets import Pair
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig, inspection
 from maxsimd.engine.checkpoint import cross_encoder, heads, load_model
 from maxsimd.engine.checkpoint.heads import ClassifierHead, ModuleHead
+from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution import modes as execution
 from maxsimd.engine.execution import padded_runner as padded
 from maxsimd.engine.execution.attention.torch_grouped import GroupedBackend, GroupedMetadata
@@ -210,7 +211,8 @@ def test_inspect_compares_from_text_to_score(
     found = re.fullmatch(r"from text .*: 8 pairs, largest difference (\S+) of .*, the order [\d ]+", said)
     assert found is not None
     assert float(found[1]) < 1e-4
-    assert "THE LIBRARY'S 8 7 6 5 4 3 2 1" in inspection._scored(config, [float(i) for i in range(8)])
+    with pytest.raises(ModelLoadError, match=r"not scored as its own .*, THE LIBRARY'S 8 7 6 5 4 3 2 1"):
+        inspection._scored(config, [float(i) for i in range(8)])
 
 
 def test_a_nan_and_another_shape_do_not_agree() -> None:

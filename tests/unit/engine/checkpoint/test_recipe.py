@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from maxsimd.engine.checkpoint import LoadedModel, library
 from maxsimd.engine.checkpoint import load as loading
+from maxsimd.engine.checkpoint.embedded import embedded_model_path
 from maxsimd.engine.checkpoint.recipe import Recipe
 from maxsimd.engine.checkpoint.recipe_store import SHIPPED, Shipped, Source, source_of
-from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.config import EngineConfig, ScoreType
 from maxsimd.engine.device.load import load_device_model
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.models import bert
@@ -240,8 +241,13 @@ def test_the_embedded_model_comes_with_its_recipes(no_libraries: Callable[[], No
         key: _without_proof(recipe) for key, recipe in made.recipes.items()
     }
     assert shipped.texts == made.texts
+    # A copy of its folder is not scored as the embedded model is, and has recipes of its own.
+    assert _load(embedded_model_path()).score_type is ScoreType.BI_ENCODER
     no_libraries()
-    assert isinstance(load_device_model(EngineConfig()).model.backbone, bert.Encoder)
+    assert _load(embedded_model_path()).score_type is ScoreType.BI_ENCODER
+    embedded = load_device_model(EngineConfig()).model
+    assert isinstance(embedded.backbone, bert.Encoder)
+    assert embedded.score_type is ScoreType.LATE_INTERACTION
 
 
 def _without_proof(recipe: Recipe) -> Recipe:
