@@ -1,5 +1,6 @@
 """The cache in memory: its limit, which entries stay when there is no room for all, and what is said."""
 
+import functools
 import logging
 import random
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from maxsimd.engine.cache.store import EmbeddingCache
 from tests.unit.engine.cache.entries import key
 
 
+@functools.cache
 def entry(rows: int) -> CachedEmbedding:
     """An embedding of 64 bytes a row."""
     return CachedEmbedding(torch.zeros(rows, 16), None, rows, False)
@@ -89,10 +91,10 @@ def test_a_loop_over_more_than_fits_hits_nearly_what_is_possible(room: int, time
 
 
 def test_a_scan_between_requests_takes_little_from_them() -> None:
-    room, draw = 500, random.Random(1)
-    hot = list(range(400))
+    room, draw = 250, random.Random(1)
+    hot = list(range(200))
     store = MemoryStore(room * SIZE)
-    hits(store, draw.choices(hot, k=4000))
+    hits(store, draw.choices(hot, k=2000))
     asked_for = found = 0
     for start in range(10_000, 10_000 + 10 * room, 50):
         hits(store, range(start, start + 50))
@@ -104,9 +106,9 @@ def test_a_scan_between_requests_takes_little_from_them() -> None:
 def test_what_is_asked_for_now_replaces_what_was_before() -> None:
     room, draw = 200, random.Random(2)
     store = MemoryStore(room * SIZE)
-    hits(store, draw.choices(range(150), k=5000))
+    hits(store, draw.choices(range(150), k=1500))
     for _ in range(6):
-        hits(store, draw.choices(range(1000, 1150), k=5000))
+        hits(store, draw.choices(range(1000, 1150), k=1500))
     assert hits(store, range(1000, 1150)) >= 140
 
 

@@ -34,7 +34,6 @@ CHECKSUM = struct.Struct("<I")
 def test_an_entry_comes_back_from_its_bytes(
     precision: Precision, dtype: torch.dtype, tolerance: float
 ) -> None:
-    """In the precision that is asked for."""
     rows = torch.nn.functional.normalize(entry(1, rows=3).rows, dim=-1)
     for given, truncated in ((rows, False), (rows.bfloat16(), True)):
         values, scales = rounded(given, precision)
@@ -290,7 +289,6 @@ class _Disk:
 def _started(
     newest: Iterator[tuple[bytes, CachedEmbedding | None]], entries: int
 ) -> tuple[EmbeddingCache, MemoryStore[CachedEmbedding]]:
-    """A cache whose memory takes that many entries."""
     memory: MemoryStore[CachedEmbedding] = MemoryStore(entries * entry(0).nbytes)
     disk: Any = _Disk(newest)
     return EmbeddingCache(b"", "float32", memory, disk), memory
@@ -306,7 +304,6 @@ def _counting(read: list[int]) -> Iterator[tuple[bytes, CachedEmbedding | None]]
 
 
 def test_a_start_fills_memory_with_the_newest_to_the_byte() -> None:
-    """And reads no more than memory takes."""
     read: list[int] = []
     cache, memory = _started(_counting(read), entries=3)
     cache.wait_until_warm(10)
