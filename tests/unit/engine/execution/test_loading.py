@@ -131,7 +131,10 @@ _INDEX, _OF_LIBRARY = "model.safetensors.index.json", "config_sentence_transform
         ("config.json", "[1]", r"^config\.json of '.*' is no JSON object"),
         ("config.json", '{"architectures": 5}', r"^config\.json of '.*' has no model_type"),
         (_OF_LIBRARY, '"x"', r"^config_sentence_transformers\.json of '.*' is no"),
-        *(("modules.json", each, r"^modules\.json of '.*' is no list of modules") for each in ("[3]", "{}")),
+        *(
+            ("modules.json", each, r"^modules\.json of '.*' is no list of modules")
+            for each in ("[3]", '{"0": {}}')
+        ),
     ],
 )
 def test_files_that_make_no_sense_are_refused_by_name(

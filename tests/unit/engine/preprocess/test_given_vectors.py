@@ -200,15 +200,6 @@ async def test_the_models_own_infinity_stays_its_fault(
             await colbert.score(QUERY, documents, cache="bypass")
 
 
-async def test_cross_encoders_take_texts_only(bert_cross_encoder: str) -> None:
-    async with Engine(EngineConfig(model=bert_cross_encoder)) as engine:
-        rows = np.ones((2, 8), dtype=np.float32)
-        with pytest.raises(InvalidRequestError, match=r"documents\[1\] is an embedding.*give texts"):
-            await engine.score(QUERY, ["a", rows])
-        with pytest.raises(InvalidRequestError, match=r"queries\[0\] is an embedding"):
-            await engine.score(rows, ["a"])
-
-
 def _sent(rows: Any, dtype: str, **more: Any) -> dict[str, Any]:
     tensor = torch.from_numpy(np.ascontiguousarray(rows)).to(getattr(torch, dtype))
     raw = tensor.view(torch.uint8).numpy().tobytes()
@@ -494,6 +485,11 @@ async def test_models_that_read_query_and_document_together_refuse_it(
     engine = await engines(EngineConfig(model=checkpoints(build), dtype="float32", threads=1))
     with pytest.raises(InvalidRequestError, match="reads query and document together"):
         await engine.encode_query(QUERY)
+    embedding = np.ones((2, 8), dtype=np.float32)
+    with pytest.raises(InvalidRequestError, match=r"documents\[1\] is an embedding.*give texts"):
+        await engine.score(QUERY, ["a", embedding])
+    with pytest.raises(InvalidRequestError, match=r"queries\[0\] is an embedding"):
+        await engine.score(embedding, ["a"])
     rows = QueryRows(torch.zeros(2, 4), tokens=2, truncated=False, fingerprint="f")
     with pytest.raises(InvalidRequestError, match="reads query and document together"):
         await engine.score(rows, DOCUMENTS)
