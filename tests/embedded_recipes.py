@@ -1,6 +1,7 @@
 """Writes what comes with the package about the embedded model, its recipes and whose texts were compared:
 `python -m tests.embedded_recipes`."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
@@ -13,12 +14,14 @@ from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.preprocess.text_check import check_texts
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
 
+SCORE_TYPES = ("auto", "late-interaction", "bi-encoder")
 
-def made_anew() -> Shipped:
-    """What is to come with the package. Raises ModelLoadError where texts are read in another way than by
-    sentence-transformers."""
+
+def made_anew(score_types: Sequence[str] = SCORE_TYPES) -> Shipped:
+    """What is to come with the package for these types. Raises ModelLoadError where texts are read in another
+    way than by sentence-transformers."""
     recipes, texts = {}, []
-    for score_type in ("auto", "late-interaction", "bi-encoder"):
+    for score_type in score_types:
         config = EngineConfig(score_type=score_type)  # type: ignore[arg-type]
         source = source_of(config)
         assert source is not None

@@ -11,12 +11,10 @@ from maxsimd.bench.instruction_sets import WHOLE, caps
 # Kernels, linear layers and attention in each precision, MaxSim, all layers in one call, and a server.
 _FILES = (
     "tests/unit/engine/execution/test_int8_layers.py",
-    "tests/unit/engine/execution/test_linear_layers.py",
     "tests/unit/engine/ops/test_kernels.py",
     "tests/unit/engine/scoring/test_maxsim.py",
     "tests/unit/engine/ops/test_finite.py",
     "tests/unit/engine/execution/test_packed.py",
-    "tests/unit/engine/execution/test_relative_positions.py",
     "tests/unit/engine/execution/test_one_call.py",
     "tests/parity/test_batch_invariance.py",
     "tests/parity/test_execution.py",

@@ -26,7 +26,7 @@ import gc
 import json
 import signal
 from collections import Counter
-from hypothesis import Phase
+from hypothesis import Phase, settings
 
 settings.register_profile(
     "mutants",

@@ -61,7 +61,6 @@ class Door:
         self._numbers = iter(range(1000))
 
     def queue(self, requests: int, tokens: int, **options: Any) -> None:
-        """Has requests of so and so many tokens wait in the queue."""
         for _ in range(requests):
             number = next(self._numbers)
             lengths = [50] * (tokens // 50) + [tokens % 50] * (tokens % 50 > 0)
@@ -77,12 +76,10 @@ class Door:
             permit.confirm(tokens if counted is None else counted)
 
     def estimate(self, request: EmbedRequest | ScoreRequest = TEXT) -> float:
-        """As how many tokens a request counts before they are counted."""
         with self.admission.permit(request, RunOptions()) as permit:
             return permit.tokens
 
     def refusal(self, tokens: int, match: str | None = None, **options: Any) -> QueueFullError:
-        """Has a request refused."""
         with pytest.raises(QueueFullError, match=match) as raised:
             self.ask(tokens, **options)
         return raised.value

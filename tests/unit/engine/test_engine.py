@@ -3,15 +3,21 @@
 import asyncio
 import gc
 import threading
+import weakref
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import pytest_asyncio
 import torch
+from numpy.typing import NDArray
 
+import maxsimd.engine.actors.scoring as scoring_module
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import (
+    CUT_LONG,
     WINDOW_LONG,
     Engine,
     EngineConfig,
@@ -21,11 +27,16 @@ from maxsimd.engine import (
     ModelLoadError,
     QueueFullError,
     RequestFailedError,
+    RequestTooLargeError,
+    SyncEngine,
     Tenant,
+    Truncation,
 )
+from maxsimd.engine.scoring.outcome import Output, Releases, StepOutcome
 from maxsimd.engine.stats import DeviceStats, EngineStats
-from maxsimd.scheduler import Step
-from tests.checkpoints import bi_encoders
+from maxsimd.pooling.ragged import Ragged
+from maxsimd.scheduler import ResultSlot, Step
+from tests.checkpoints import bi_encoders, language_models
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
 from tests.waiting import until
@@ -84,10 +95,10 @@ async def test_a_cancelled_prefill_leaves_no_state_on_the_device(
         await until(lambda: engine.stats() == EngineStats())
 
 
-async def test_running_out_of_memory_makes_steps_smaller(qwen3_embedding: str, pairs: list[Pair]) -> None:
+async def test_running_out_of_memory_makes_steps_smaller(config: EngineConfig, pairs: list[Pair]) -> None:
     sizes: list[int] = []
 
-    async with Engine(EngineConfig(model=qwen3_embedding, max_batch_tokens=256)) as engine:
+    async with Engine(config) as engine:
         runner: Any = engine.device_model.prepared.runner
         forward = runner.forward
 
@@ -98,28 +109,26 @@ async def test_running_out_of_memory_makes_steps_smaller(qwen3_embedding: str, p
             return forward(step)
 
         runner.forward = small_memory
-        documents = [pair.document[:120] for pair in pairs[:60]]
-        assert len((await engine.score("what", documents)).scores) == 60
+        documents = [pair.document[:120] for pair in pairs[:40]]
+        assert len((await engine.score("what", documents)).scores) == 40
     assert sizes[0] > 150
     assert max(sizes[-5:]) <= 150, "later steps are formed smaller, not tried and halved"
 
 
-@pytest.mark.parametrize("method", ["rerank", "embed_tokens"])
-async def test_what_is_running_when_the_engine_stops_is_finished(method: str, qwen3_embedding: str) -> None:
-    async with Engine(EngineConfig(model=qwen3_embedding, max_batch_tokens=256)) as engine:
-        texts = [f"text {i}" for i in range(600)]  # with so many, the result is made in a thread
-        arguments = ("query", texts) if method == "rerank" else (texts,)
-        task = asyncio.create_task(getattr(engine, method)(*arguments))
-        await until(lambda: engine.stats().steps_in_flight > 0)
-    result = await task
-    assert len(result.results if method == "rerank" else result.embeddings) == 600
+async def test_what_is_running_when_the_engine_stops_is_finished(config: EngineConfig) -> None:
+    texts = [f"text {i}" for i in range(600)]  # with so many, the result is made in a thread
+    async with Engine(config) as engine:
+        reranked = asyncio.create_task(engine.rerank("query", texts))
+        embedded = asyncio.create_task(engine.embed_tokens(texts))
+        await until(lambda: engine.stats().steps_in_flight > 0 and engine.stats().open_requests == 2)
+    assert len((await reranked).results) == len((await embedded).embeddings) == 600
     with pytest.raises(EngineNotReadyError):
-        await getattr(engine, method)(*arguments)
+        await engine.rerank("query", texts)
 
 
-async def test_a_second_start_leaves_nothing_behind(qwen3_embedding: str) -> None:
+async def test_a_second_start_leaves_nothing_behind(config: EngineConfig) -> None:
     before = set(threading.enumerate())
-    engine = Engine(EngineConfig(model=qwen3_embedding))
+    engine = Engine(config)
     for _ in range(2):
         first, second = await asyncio.gather(engine.start(), engine.start(), return_exceptions=True)
         assert (first, type(second)) == (None, EngineRunningError)
@@ -135,8 +144,8 @@ async def test_a_second_start_leaves_nothing_behind(qwen3_embedding: str) -> Non
     assert [name for name in left if not name.startswith("asyncio")] == []
 
 
-async def test_an_engine_can_be_watched_on_another_event_loop(qwen3_embedding: str) -> None:
-    engine = Engine(EngineConfig(model=qwen3_embedding))
+async def test_an_engine_can_be_watched_on_another_event_loop(config: EngineConfig) -> None:
+    engine = Engine(config)
 
     async def watch() -> None:
         async with engine:
@@ -242,3 +251,136 @@ async def test_a_cached_document_costs_its_tenant_next_to_nothing(config: Engine
         await engine.score("q", documents, tenant="a", cache="bypass")
         with pytest.raises(QueueFullError, match="used up the 1000 tokens"):
             await engine.score("q", "d", tenant="a")
+
+
+async def test_an_option_below_the_shortest_sequence_is_refused(
+    stanford_colbert: str, checkpoints: SharedCheckpoints
+) -> None:
+    """A query is filled up to 32 tokens."""
+    reranker = checkpoints(language_models.qwen3_reranker)
+    cases: tuple[tuple[str, dict[str, Any], str], ...] = (
+        (stanford_colbert, {"max_batch_tokens": 16}, "a query of.*32 tokens.*than 16.*max_batch_tokens"),
+        (stanford_colbert, {"max_model_len": 20}, "at least 32 tokens.*20 tokens.*max_model_len"),
+        (reranker, {"max_batch_tokens": 7, "packing": "off"}, "no more than 7"),
+    )
+    for model, options, told in cases:
+        with pytest.raises(ModelLoadError, match=told):
+            await Engine(EngineConfig(model=model, **options)).start()
+
+
+@pytest.mark.parametrize("packing", ["auto", "off"])
+async def test_the_least_budget_runs_every_kind_of_request(stanford_colbert: str, packing: str) -> None:
+    usual = EngineConfig(model=stanford_colbert, dtype="float32", packing=packing)
+    long = Truncation(max_tokens=32)
+    async with Engine(replace(usual, max_batch_tokens=32)) as engine, Engine(usual) as roomy:
+        exact = (await roomy.score("a", ["b", "word " * 100], truncation=long)).scores
+        ours = (await engine.score("a", ["b", "word " * 100], truncation=CUT_LONG)).scores
+        assert ours == pytest.approx(exact, abs=1e-4)
+        # A query that the request cuts shorter is still filled up to the checkpoint's length.
+        exact, ours = [
+            (await each.score("word " * 9, ["b"], truncation=Truncation(max_tokens=6))).scores
+            for each in (roomy, engine)
+        ]
+        assert ours == pytest.approx(exact, abs=1e-4)
+        for input_type in (None, "query", "document"):
+            for each in (engine, roomy):
+                embedded = await each.embed_tokens("word " * 100, input_type=input_type, truncation=long)
+                assert embedded.usage.prompt_tokens == 32
+
+
+async def test_a_blocking_engine_has_every_method(
+    three_label_classifier: str, checkpoints: SharedCheckpoints, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with SyncEngine(EngineConfig(model=checkpoints(bi_encoders.gte))) as engine:
+        assert len(engine.rerank("what is it", ["a", "b", "c", "d"], top_n=3).results) == 3
+        assert engine.embed([[101, 102]]).embeddings.shape == (1, 128)
+        query = engine.encode_query("what is it")
+        expected = engine.score("what is it", ["a", "b"]).scores
+        assert engine.score(query, ["a", "b"]).scores == pytest.approx(expected, abs=1e-6)
+        assert engine.embed_tokens("hello").embeddings[0].shape == (4, 128)
+        with pytest.raises(InvalidRequestError, match="top_n must not be negative, not -1"):
+            engine.rerank("a", ["b", "c"], top_n=-1)
+        with pytest.raises(InvalidRequestError, match=r"documents\[300\] has"):
+            engine.score("a", ["short"] * 300 + ["word " * 600], truncation="error")
+        capsys.readouterr()
+        # A progress of one's own takes the place of the bar.
+        texts, seen = [f"text {i}" for i in range(300)], []
+        engine.embed(texts, progress=lambda there, in_all: seen.append((there, in_all)))
+        assert (seen[-1], "300/300" in capsys.readouterr().err) == ((300, 300), False)
+        engine.embed(texts)
+        assert "300/300" in capsys.readouterr().err
+        engine.score("what", [*["the same"] * 296, *["word " * 600] * 4], truncation=WINDOW_LONG)
+        assert "300/300" in capsys.readouterr().err, "documents count, whatever they come to"
+        engine.set_tenants({"a": Tenant(max_request_tokens=1)})
+        with pytest.raises(RequestTooLargeError, match="have max_request_tokens of the tenant 'a' raised"):
+            engine.score("q", "d", tenant="a")
+    with SyncEngine(EngineConfig(model=three_label_classifier)) as engine:
+        assert engine.classify(["a", "b"]).scores.shape == (2, 3)
+        assert engine.classify(["a"], text_pairs=["b"]).labels == ("LABEL_0", "LABEL_1", "LABEL_2")
+    with pytest.raises(EngineNotReadyError, match="with SyncEngine"):
+        SyncEngine().score("a", "b")
+
+
+class Pinned:
+    """Blocks in the place of pinned ones, and how many there were at a time."""
+
+    def __init__(self) -> None:
+        self.blocks: list[weakref.ref[NDArray[np.float32]]] = []
+        self.made = self.most = 0
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        block = tensor.numpy().copy()
+        self.blocks.append(weakref.ref(block))
+        self.made += 1
+        self.most = max(self.most, self.alive)
+        return torch.from_numpy(block)
+
+    @property
+    def alive(self) -> int:
+        return sum(block() is not None for block in self.blocks)
+
+
+class Arrival:
+    def synchronize(self) -> None:
+        """The block is there already."""
+
+
+def outcome(host: torch.Tensor) -> StepOutcome:
+    items = Ragged.from_lengths(torch.zeros(5, 2), (3, 2))
+    scores = Ragged.from_lengths(torch.zeros(2, 1), (1, 1))
+    slots = (ResultSlot(0, 0), ResultSlot(0, 1))
+    outputs = (Output(slots, items, scalar=False), Output(slots, scores, scalar=True))
+    return StepOutcome(outputs, host, (), Releases(), (), None)
+
+
+@pytest.mark.parametrize("is_pinned", [True, False])
+async def test_values_are_copies_of_pinned_memory_alone(
+    monkeypatch: pytest.MonkeyPatch, is_pinned: bool
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: is_pinned)
+    host = torch.arange(12, dtype=torch.float32)
+    values = [result.value for result in outcome(host).results()]
+    np.testing.assert_array_equal(values[0], [[0, 1], [2, 3], [4, 5]])
+    np.testing.assert_array_equal(values[1], [[6, 7], [8, 9]])
+    assert values[2:] == [10.0, 11.0]
+    for value in values[:2]:
+        assert np.shares_memory(value, host.numpy()) is not is_pinned
+        assert isinstance(value, np.ndarray)
+        assert (value.base is None) is is_pinned, "nor does one hold the others"
+
+
+async def test_there_are_no_more_pinned_blocks_than_steps_in_flight(
+    monkeypatch: pytest.MonkeyPatch, stanford_colbert: str
+) -> None:
+    pinned = Pinned()
+    monkeypatch.setattr(scoring_module, "to_host", pinned.to_host)
+    monkeypatch.setattr(scoring_module, "record_arrival", lambda device: Arrival())
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+    config = EngineConfig(model=stanford_colbert, dtype="float32", max_batch_tokens=64, cache_mb=0)
+    async with Engine(config) as engine:
+        calls: list[Any] = [engine.embed_tokens([f"{number} " + "word " * 20]) for number in range(60)]
+        kept = await asyncio.gather(*calls)
+        assert pinned.made >= 20
+        assert pinned.most <= config.steps_in_flight
+    assert sum(len(result.embeddings) for result in kept) == 60
+    assert pinned.alive == 0

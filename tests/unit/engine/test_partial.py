@@ -19,6 +19,7 @@ from maxsimd.engine import (
     InvalidRequestError,
     RequestFailedError,
 )
+from maxsimd.engine.results import postprocess
 from maxsimd.engine.stats import EngineStats
 from maxsimd.scheduler import Step
 from tests.checkpoints import bi_encoders, cross_encoders, language_models
@@ -60,10 +61,13 @@ def documents(pairs: list[Pair]) -> list[str]:
     return [text for text in texts if POISON not in text.lower()][:60]
 
 
-async def test_documents_that_fail_have_errors_and_the_rest_scores(engine: RecordingEngine) -> None:
+async def test_documents_that_fail_have_errors_and_the_rest_scores(
+    engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One is too long, one is no Unicode, and two that are equal break the model. A thread makes the
     result."""
-    short, too_long = [f"text {i}" for i in range(520)], "word " * 600
+    monkeypatch.setattr(postprocess, "_MANY", 40)
+    short, too_long = [f"text {i}" for i in range(80)], "word " * 600
     whole = await engine.score("a query", short)
     mixed = [*short[:40], too_long, *short[40:], POISON, "\ud800", POISON]
     with pytest.raises(InvalidRequestError):
@@ -71,16 +75,16 @@ async def test_documents_that_fail_have_errors_and_the_rest_scores(engine: Recor
     with pytest.raises(RequestFailedError):
         await engine.score("a query", ["fine", POISON])
     result = await engine.score("a query", mixed, truncation="error", on_error="report")
-    assert sorted(result.errors) == [40, 521, 522, 523]
+    assert sorted(result.errors) == [40, 81, 82, 83]
     assert result.errors[40].startswith("documents[40] has ")
-    assert result.errors[521] == result.errors[523] == "the model failed on it"
-    assert "Unicode" in result.errors[522]
+    assert result.errors[81] == result.errors[83] == "the model failed on it"
+    assert "Unicode" in result.errors[82]
     assert math.isnan(result.scores[40])
-    there = [result.scores[i] for i in range(524) if i not in result.errors]
+    there = [result.scores[i] for i in range(84) if i not in result.errors]
     assert there == pytest.approx(whole.scores, abs=1e-4)
     assert result.unscored == ()
     ranked = await engine.rerank("a query", mixed, truncation="error", on_error="report")
-    assert (len(ranked.results), sorted(ranked.errors)) == (520, sorted(result.errors))
+    assert (len(ranked.results), sorted(ranked.errors)) == (80, sorted(result.errors))
     for documents in ([too_long] * 3, [POISON]):
         ranked = await engine.rerank("a", documents, truncation="error", on_error="report")
         assert (ranked.results, sorted(ranked.errors)) == ([], [*range(len(documents))])

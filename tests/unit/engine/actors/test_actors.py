@@ -1,14 +1,17 @@
-"""When the actor that owns the queue hands steps to the device."""
+"""When the owner of the queue hands steps to the device, and waiting for results beside the device thread."""
 
 import asyncio
 import math
+import threading
 import time
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from maxsimd.engine.actors.actor import Mailbox
+from maxsimd.engine.actors.arrivals import Arrivals
 from maxsimd.engine.actors.messages import (
     Admit,
     RunnerMessage,
@@ -24,6 +27,7 @@ from maxsimd.engine.requests import RunOptions
 from maxsimd.engine.scoring.outcome import Result
 from maxsimd.scheduler import ResultSlot, Scheduler, Step, StepLimits, WaitingRequest
 from tests.unit.scheduler.scheduled_requests import texts
+from tests.waiting import until
 
 DEFAULTS = RunOptions()
 
@@ -165,3 +169,54 @@ async def test_weights_hold_from_the_next_step_on_for_what_waits_too() -> None:
         await device.report(device.steps[number], 0, 8, 0.1)
     requests = [chunk.sequence.request_id for step in device.steps[1:] for chunk in step.chunks]
     assert requests.count(2) > 3 * requests.count(1)
+
+
+class Event:
+    def __init__(self, error: Exception | None = None) -> None:
+        self.reached, self.arrived = threading.Event(), threading.Event()
+        self.error = error
+
+    def synchronize(self) -> None:
+        self.reached.set()
+        assert self.arrived.wait(120)
+        if self.error is not None:
+            raise self.error
+
+
+def _threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "maxsimd-arrivals"]
+
+
+async def test_each_waits_for_its_own_and_is_given_its_own_error() -> None:
+    before = len(_threads())
+    arrivals = Arrivals(torch.device("cpu"))
+    assert len(_threads()) == before, "a CPU needs no such thread"
+    events = [Event(), Event(RuntimeError("lost")), Event()]
+    waiting = [asyncio.create_task(arrivals.until(event)) for event in events]
+    await until(lambda: len(_threads()) == before + 1)
+    assert all(thread.daemon for thread in _threads())
+    events[1].arrived.set()
+    events[2].arrived.set()
+    await asyncio.sleep(0.05)
+    assert not any(task.done() for task in waiting)
+    events[0].arrived.set()
+    first, second, third = await asyncio.gather(*waiting, return_exceptions=True)
+    assert (first, str(second), third) == (None, "lost", None)
+    arrivals.close()
+    await until(lambda: len(_threads()) == before)
+
+
+async def test_one_that_is_not_waited_for_any_more_keeps_up_no_other() -> None:
+    arrivals = Arrivals(torch.device("cpu"))
+    slow, never, last = Event(), Event(), Event()
+    waiting = [asyncio.create_task(arrivals.until(event)) for event in (slow, never, last)]
+    await until(slow.reached.is_set)
+    for task in waiting[:2]:
+        task.cancel()
+    await asyncio.gather(*waiting[:2], return_exceptions=True)
+    await asyncio.sleep(0.05)
+    slow.arrived.set()
+    last.arrived.set()
+    async with asyncio.timeout(10):
+        await waiting[2]
+    arrivals.close()

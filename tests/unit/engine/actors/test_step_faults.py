@@ -4,15 +4,16 @@ engine that says so. An exception is raised at each line of the code that a step
 import ast
 import asyncio
 import inspect
+import random
 import textwrap
 import time
-from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import pytest_asyncio
 import torch
 
 from maxsimd.bench.datasets import Pair
@@ -21,6 +22,7 @@ from maxsimd.engine.actors import scoring as scoring_module
 from maxsimd.engine.actors.cut_sequences import CutSequences
 from maxsimd.engine.actors.runner import RunnerActor, is_device_error, is_out_of_memory
 from maxsimd.engine.actors.scoring import ScoringActor
+from maxsimd.engine.actors.suspects import Suspects
 from maxsimd.engine.cache import Arriving, EmbeddingCache
 from maxsimd.engine.cache.segments import Segments
 from maxsimd.engine.cache.slab import EmbeddingSlab
@@ -34,63 +36,48 @@ from maxsimd.engine.scoring.similarity import score_pairs
 from maxsimd.engine.scoring.window_store import WindowStore
 from maxsimd.engine.stats import EngineStats
 from maxsimd.pooling.dispatch import DispatchPooler
+from maxsimd.scheduler import Chunk, JoinedTokens, ResultSlot, Sequence, Step, Tokens
+from tests.checkpoints import cross_encoders, language_models, late_interaction
+from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+Function = Callable[..., Any]
+
+
+def _methods(owner: type, *names: str) -> list[Function]:
+    return [getattr(owner, name) for name in names]
+
+
 # Between forward and delivery: an error here is tried again.
-ATTEMPT: list[Callable[..., Any]] = [
-    RunnerActor._attempt,
-    RunnerActor._split_cached,
+ATTEMPT: list[Function] = [
+    *_methods(RunnerActor, "_attempt", "_split_cached"),
     DispatchPooler.pool,
-    ScoringActor._score,
-    ScoringActor._plain_items,
-    DocumentScorer.score,
-    DocumentScorer._store_queries,
-    DocumentScorer._complete_documents,
-    DocumentScorer._quantise_and_stage_for_cache,
-    DocumentScorer._about,
-    DocumentScorer._score_skipped,
-    DocumentScorer._score_batch,
-    DocumentScorer._score_cached,
-    DocumentScorer._score_spans,
-    DocumentScorer._score_from_host,
-    DocumentScorer._find_queries,
-    DocumentScorer._score_asked,
-    DocumentScorer._against_queries,
-    QueryStore.put,
-    QueryStore.get,
-    WindowStore.put,
-    Arriving.__init__,
-    StepOutcome.results,
-    score_pairs,
-    EmbeddingCache.rounded,
-    EmbeddingSlab.put,
-    EmbeddingSlab.locate,
-    EmbeddingSlab._copy_from_host,
-    EmbeddingSlab._copy_run,
-    EmbeddingSlab._reserve,
-    EmbeddingSlab._enter,
+    *_methods(ScoringActor, "_score", "_plain_items"),
+    *_methods(DocumentScorer, "score", "_store_queries", "_complete_documents"),
+    *_methods(DocumentScorer, "_quantise_and_stage_for_cache", "_about", "_score_skipped", "_score_batch"),
+    *_methods(DocumentScorer, "_score_cached", "_score_spans", "_score_from_host", "_find_queries"),
+    *_methods(DocumentScorer, "_score_asked", "_against_queries"),
+    *_methods(QueryStore, "put", "get"),
+    *(WindowStore.put, Arriving.__init__, StepOutcome.results, score_pairs, EmbeddingCache.rounded),
+    *_methods(EmbeddingSlab, "put", "locate", "_copy_from_host", "_copy_run", "_reserve", "_enter"),
     Segments.reserve,
 ]
 # What does more where sequences are cut between steps.
 CUT_APART = (RunnerActor._attempt, DispatchPooler.pool)
 # Handing new embeddings to the cache: an error here costs the cache entry alone.
-CACHE_WRITE: list[Callable[..., Any]] = [RunnerActor._stage, EmbeddingCache.stage, CacheWriter.stage]
+CACHE_WRITE: list[Function] = [RunnerActor._stage, EmbeddingCache.stage, CacheWriter.stage]
 # Delivery and commit: an error here ends the engine.
-FINISH: list[Callable[..., Any]] = [
-    RunnerActor._finish,
-    RunnerActor._free,
-    CutSequences.finish,
-    DocumentScorer.commit,
-    QueryStore.release,
-    WindowStore.release,
+FINISH: list[Function] = [
+    *_methods(RunnerActor, "_finish", "_free"),
+    *(CutSequences.finish, DocumentScorer.commit, QueryStore.release, WindowStore.release),
     DispatchPooler.free,
 ]
 
 
-def _name(function: Callable[..., Any]) -> str:
+def _name(function: Function) -> str:
     return function.__qualname__
 
 
@@ -104,7 +91,7 @@ class Faults:
         self.raised = False
         self.reached: dict[str, set[int]] = {}
 
-    def arm(self, function: Callable[..., Any], statement: int) -> None:
+    def arm(self, function: Function, statement: int) -> None:
         self._armed, self.raised = (_name(function), statement), False
 
     def disarm(self) -> None:
@@ -116,7 +103,7 @@ class Faults:
             self.raised = True
             raise MemoryError(f"planted in {name}, line {statement}")
 
-    def instrument(self, function: Callable[..., Any]) -> None:
+    def instrument(self, function: Function) -> None:
         name = _name(function)
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
 
@@ -152,25 +139,21 @@ def faults() -> Iterator[Faults]:
         function.__code__ = code
 
 
-@dataclass(frozen=True)
-class CleanRun:
-    """What a workload gives where nothing fails, and the lines that it passes, counted from each function's
-    first."""
+# What a workload gives where nothing fails, and the lines that it passes, counted from each function's first.
+CleanRun = tuple[list[Any], dict[str, set[int]]]
 
-    results: list[Any]
-    passed: dict[str, set[int]]
 
-    def statements(self, function: Callable[..., Any], which: str) -> list[int]:
-        """Behind a function's last statement most has been done that a repetition must not do twice."""
-        found = sorted(self.passed.get(_name(function), ()))
-        return found if which == "every statement" else found[-1:]
+def _statements(passed: dict[str, set[int]], function: Function, which: str) -> list[int]:
+    """Behind a function's last statement most has been done that a repetition must not do twice."""
+    found = sorted(passed.get(_name(function), ()))
+    return found if which == "every statement" else found[-1:]
 
 
 class Workload:
     """Requests that together pass every line: new, cached, repeated and windowed documents, and texts."""
 
     def __init__(self, pairs: list[Pair], faults: Faults) -> None:
-        self._faults = faults
+        self.faults = faults
         texts = [" ".join(pair.document.split()[:8]) for pair in pairs[:5]]
         self._documents, self._long = texts, " ".join(texts)
         self._clean: dict[tuple[Engine, str], CleanRun] = {}
@@ -198,25 +181,24 @@ class Workload:
     async def clean(self, engine: Engine, delivery: str) -> CleanRun:
         if (engine, delivery) not in self._clean:
             await self.prepare(engine)
-            self._faults.reached = {}
+            self.faults.reached = {}
             results = await self.run(engine)
             await until(lambda: engine.stats() == EngineStats())
             assert not any(isinstance(one, BaseException) for one in results), results
-            self._clean[engine, delivery] = CleanRun(results, self._faults.reached)
-            self._faults.reached = {}
+            self._clean[engine, delivery] = results, self.faults.reached
+            self.faults.reached = {}
         return self._clean[engine, delivery]
 
-    async def run_with(self, function: Callable[..., Any], statement: int, engine: Engine) -> list[Any]:
-        """Results where a statement fails once."""
+    async def run_with(self, function: Function, statement: int, engine: Engine) -> list[Any]:
         await self.prepare(engine)
-        self._faults.arm(function, statement)
+        self.faults.arm(function, statement)
         try:
             found = await self.run(engine)
             # A commit follows the delivery of results.
             await until(lambda: not engine.is_healthy or engine.stats() == EngineStats())
             return found
         finally:
-            self._faults.disarm()
+            self.faults.disarm()
 
     async def run(self, engine: Engine) -> list[Any]:
         """Results, as flat arrays, or errors."""
@@ -294,24 +276,19 @@ WHICH = pytest.mark.parametrize(
 @WHICH
 @pytest.mark.parametrize("function", [*ATTEMPT, *CACHE_WRITE], ids=_name)
 async def test_a_step_that_fails_before_delivery_is_tried_again(
-    function: Any,
-    which: str,
-    configs: list[EngineConfig],
-    workload: Workload,
-    faults: Faults,
-    engines: Engines,
+    function: Function, which: str, configs: list[EngineConfig], workload: Workload, engines: Engines
 ) -> None:
     raised = 0
     for config in configs:
         engine = await engines(config)
-        clean = await workload.clean(engine, "cpu")
-        for statement in clean.statements(function, which):
+        expected, passed = await workload.clean(engine, "cpu")
+        for statement in _statements(passed, function, which):
             where = f"{_name(function)}, line {statement}, {config.model}"
             found = await workload.run_with(function, statement, engine)
-            _assert_right(found, clean.results, where)
-            if faults.raised and function in CACHE_WRITE:
+            _assert_right(found, expected, where)
+            if workload.faults.raised and function in CACHE_WRITE:
                 assert not any(isinstance(one, BaseException) for one in found), where
-            raised += faults.raised
+            raised += workload.faults.raised
             assert engine.is_healthy, where
         if raised and which != "every statement" and function not in CUT_APART:
             return
@@ -331,30 +308,33 @@ async def test_a_step_that_fails_before_delivery_is_tried_again(
     ids=lambda value: value if isinstance(value, str) else _name(value),
 )
 async def test_a_failed_delivery_or_commit_ends_the_engine(
-    function: Any,
+    function: Function,
     delivery: str,
     which: str,
     configs: list[EngineConfig],
     workload: Workload,
-    faults: Faults,
     engines: Engines,
 ) -> None:
-    clean = await workload.clean(await engines(configs[-1]), delivery)
-    statements = clean.statements(function, which)
-    assert statements, "no request came this way"
-    for statement in statements:
-        # Whether a request comes this way hangs on what arrives together.
-        for _ in range(10):
-            async with Engine(configs[-1]) as engine, asyncio.timeout(30):
-                found = await workload.run_with(function, statement, engine)
-                if not faults.raised:
-                    continue
-                await engine.until_dead()
-                assert not engine.is_healthy
-                for one in found:
-                    assert not isinstance(one, BaseException) or isinstance(one, EngineDeadError)
-                break
-        assert faults.raised
+    tried = 0
+    for config in configs:
+        _, passed = await workload.clean(await engines(config), delivery)
+        for statement in _statements(passed, function, which):
+            # Whether a request comes this way hangs on what arrives together.
+            for _ in range(10):
+                async with Engine(config) as engine, asyncio.timeout(30):
+                    found = await workload.run_with(function, statement, engine)
+                    if not workload.faults.raised:
+                        continue
+                    await engine.until_dead()
+                    assert not engine.is_healthy
+                    for one in found:
+                        assert not isinstance(one, BaseException) or isinstance(one, EngineDeadError)
+                    break
+            assert workload.faults.raised
+            tried += 1
+        if tried and which != "every statement":
+            return
+    assert tried, "no request came this way"
 
 
 @pytest.mark.parametrize(
@@ -388,7 +368,7 @@ async def test_an_error_of_the_device_itself_is_not_tried_again(
         calls += 1
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    async with Engine(configs[-1]) as engine:
+    async with Engine(configs[0]) as engine:
         await workload.prepare(engine)
         if where == "forward":
             monkeypatch.setattr(engine.device_model.prepared.runner, "forward", broken)
@@ -400,3 +380,143 @@ async def test_an_error_of_the_device_itself_is_not_tried_again(
         assert [type(one) for one in found] == [EngineDeadError] * len(found)
         assert calls == 1 or where == "arrival"
         assert "illegal memory access" in (engine.death or "")
+
+
+POISON = "poison"
+
+
+def _text(sequence_id: int, ids: list[int], task: str = "embed") -> Sequence:
+    return Sequence.text(sequence_id, ResultSlot(1, 0), task, Tokens(np.array(ids, dtype=np.int32)))
+
+
+async def test_the_latest_are_remembered_until_they_are_forgotten() -> None:
+    suspects = Suspects(most=3)
+    for word in (1, 2, 3, 1, 4):
+        suspects.add(_text(word, [word]))
+    assert [word for word in range(5) if _text(0, [word]) in suspects] == [1, 3, 4]
+    suspects.discard(_text(9, [3]))
+    assert [word for word in range(5) if _text(0, [word]) in suspects] == [1, 4]
+    assert len(suspects) == 2
+
+
+async def test_what_the_model_reads_is_what_counts() -> None:
+    ids, types = np.array([1, 2], dtype=np.int32), np.array([0, 1], dtype=np.int32)
+    suspects = Suspects()
+    suspects.add(Sequence.text(1, ResultSlot(1, 0), "embed", Tokens(ids)))
+    assert Sequence.text(2, ResultSlot(2, 5), "embed", Tokens(ids.copy())) in suspects
+    assert Sequence.text(2, ResultSlot(1, 0), "token_embed", Tokens(ids)) not in suspects
+    assert Sequence.text(2, ResultSlot(1, 0), "embed", Tokens(ids, types)) not in suspects
+    assert Sequence.text(2, ResultSlot(1, 0), "embed", Tokens(ids, attended_len=1)) not in suspects
+    joined = JoinedTokens.of([ids[:1], ids[1:]], [0, 1])
+    assert Sequence.text(2, ResultSlot(1, 0), "embed", joined) not in suspects
+    suspects.add(Sequence.text(3, ResultSlot(1, 0), "embed", Tokens(ids, types)))
+    assert Sequence.text(2, ResultSlot(1, 0), "embed", joined) in suspects
+
+
+class Counting:
+    """An engine whose model fails on sequences with a word, and which counts the runs of each sequence."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.error: Exception | None = RuntimeError("shapes cannot be multiplied")
+        # By the ids of request and sequence.
+        self.runs: dict[tuple[int, int], int] = {}
+        runner: Any = engine.device_model.prepared.runner
+        self._forward, runner.forward = runner.forward, self._run
+
+    def _run(self, step: Step) -> Any:
+        for chunk in step.chunks:
+            key = chunk.sequence.request_id, chunk.sequence.sequence_id
+            self.runs[key] = self.runs.get(key, 0) + (chunk.start == chunk.sequence.shared_prefix_len)
+        if self.error and any(map(self._is_poisoned, step.chunks)):
+            raise self.error
+        return self._forward(step)
+
+    def _is_poisoned(self, chunk: Chunk) -> bool:
+        return POISON in self.engine.tokenizer.decode(chunk.sequence.tokens.ids.tolist())
+
+    async def score(self, requests: list[tuple[str, list[str]]]) -> list[Any]:
+        """Scores, or what was raised, of requests sent at once; `runs` counts those of these requests."""
+        self.runs.clear()
+        answers = await asyncio.gather(
+            *(self.engine.score(*each, truncation=CUT_LONG, cache="bypass") for each in requests),
+            return_exceptions=True,
+        )
+        await until(lambda: self.engine.stats() == EngineStats())
+        return [answer if isinstance(answer, BaseException) else answer.scores for answer in answers]
+
+
+@pytest_asyncio.fixture(
+    scope="module",
+    loop_scope="module",
+    params=[
+        late_interaction.stanford,
+        pytest.param(cross_encoders.bert, marks=pytest.mark.exhaustive),
+        language_models.qwen3_reranker,
+    ],
+)
+async def counting(request: pytest.FixtureRequest, checkpoints: SharedCheckpoints) -> AsyncIterator[Counting]:
+    config = EngineConfig(model=checkpoints(request.param), dtype="float32", threads=1, max_batch_tokens=512)
+    async with Engine(config) as engine:
+        yield Counting(engine)
+
+
+def _requests(pairs: list[Pair], seed: int) -> list[tuple[str, list[str]]]:
+    random_ = random.Random(seed)
+    words = " ".join(pair.document for pair in pairs).split()
+
+    def text() -> str:
+        start = random_.randrange(len(words) - 60)
+        return " ".join(words[start : start + random_.choice((1, 3, 10, 20))])
+
+    return [(text(), [text() for _ in range(random_.randrange(1, 5))]) for _ in range(8)]
+
+
+async def test_the_second_time_nobody_else_is_run_twice(counting: Counting, pairs: list[Pair]) -> None:
+    good = _requests(pairs, 0)
+    counting.error = RuntimeError("shapes cannot be multiplied")
+    expected = await counting.score(good)
+    assert set(counting.runs.values()) == {1}
+    bad = [("a question", ["fine", f"{POISON} {i}"]) for i in range(2)]
+    mixed = [*good[:3], bad[0], *good[3:6], bad[1], *good[6:]]
+    for again in (False, True):
+        found = await counting.score(mixed)
+        failed = [i for i, answer in enumerate(found) if isinstance(answer, BaseException)]
+        assert failed == [3, 7]
+        assert all(isinstance(found[i], RequestFailedError) for i in failed)
+        for got, right in zip([found[i] for i in range(10) if i not in failed], expected, strict=True):
+            np.testing.assert_allclose(got, right, atol=1e-4)
+        assert (max(counting.runs.values()) == 1) == again
+    counting.error = None
+    found = await counting.score(mixed)
+    assert not [answer for answer in found if isinstance(answer, BaseException)], "it runs, and is forgotten"
+    assert len(_suspects(counting.engine)) == 0
+
+
+async def test_a_query_that_breaks_a_step_fails_its_documents_alone(
+    counting: Counting, pairs: list[Pair]
+) -> None:
+    good = _requests(pairs, 7)
+    counting.error = RuntimeError("shapes cannot be multiplied")
+    expected = await counting.score(good)
+    mixed = [*good[:4], (POISON, ["one", "two", "three"]), *good[4:]]
+    await counting.score(mixed)
+    found = await counting.score(mixed)
+    assert isinstance(found.pop(4), RequestFailedError)
+    for got, right in zip(found, expected, strict=True):
+        np.testing.assert_allclose(got, right, atol=1e-4)
+    assert len({request_id for (request_id, _), runs in counting.runs.items() if runs > 1}) <= 1
+
+
+async def test_what_failed_for_lack_of_memory_is_no_suspect(counting: Counting) -> None:
+    before = len(_suspects(counting.engine))
+    counting.error = torch.OutOfMemoryError("CUDA out of memory")
+    (found,) = await counting.score([("a question", [POISON])])
+    assert isinstance(found, RequestFailedError)
+    assert len(_suspects(counting.engine)) == before
+
+
+def _suspects(engine: Engine) -> Suspects:
+    running: Any = engine._running
+    suspects: Suspects = running._actors._actors[0]._suspects
+    return suspects

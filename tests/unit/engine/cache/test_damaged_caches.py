@@ -2,26 +2,34 @@
 not ours is left alone, and the log says what happened. Another process runs it all: its end would show."""
 
 import itertools
-import json
+import logging
 import multiprocessing
+import os
+import pickle
 import random
+import stat
+import threading
 import time
-from contextlib import closing
-from dataclasses import dataclass
+from contextlib import closing, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache, guarded
 from maxsimd.engine.cache.database import DAMAGED_FILE, FILE
 from maxsimd.engine.cache.disk import DiskStore
-from tests.damage import DAMAGES, heed_permissions
-from tests.forked import Program
-from tests.unit.engine.cache.damaged_folders import MOMENTS, NUMBER, entry
+from maxsimd.engine.cache.memory import MemoryStore
+from tests.damage import DAMAGES, heed_permissions, undo
+from tests.forked import Forked
 from tests.unit.engine.cache.entries import MIB, key
 from tests.waiting import wait_for
 
+MOMENTS = ("at start", "while serving", "in a clear")
+SIZES = (3, 300, 1300, 4000)
+NUMBER = 60  # of entries
 NOT_OURS = "move it away, or name another folder"
 WRITING = "cannot be written to: "
 REPLACED = "was removed or replaced"
@@ -68,55 +76,143 @@ EXPECTED_IN_A_CLEAR = EXPECTED | {
     "random bytes in the middle": (True, None),
     "other tables": (True, None),
 }
-EXPECTED_AT = {
-    "at start": EXPECTED_AT_START,
-    "while serving": EXPECTED,
-    "in a clear": EXPECTED_IN_A_CLEAR,
-}
+EXPECTED_AT = {"at start": EXPECTED_AT_START, "while serving": EXPECTED, "in a clear": EXPECTED_IN_A_CLEAR}
 # Nothing is lost of these, until a clear.
 HARMLESS = ("garbage appended", "journal overwritten", "read-only", "earlier version beside it")
 
 
-@dataclass(frozen=True)
-class Run:
-    """What the process reported of each cell of the table, and how it ended."""
+class Log(logging.Handler):
+    """What was logged since it was asked last."""
 
-    outcomes: dict[tuple[str, str], dict[str, object]]
-    last: tuple[str, str]
-    status: int
-    errors: str
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def take(self) -> list[str]:
+        lines, self.lines = self.lines, []
+        return lines
+
+
+@cache
+def entry(number: int) -> CachedEmbedding:
+    rows = torch.randn(SIZES[number % 4], 16, generator=torch.Generator().manual_seed(number))
+    return CachedEmbedding(rows, None, number, number % 3 == 0)
+
+
+def open_cache(folder: Path) -> EmbeddingCache:
+    """Without memory, so that all is read from disk."""
+    return EmbeddingCache(b"", "float32", MemoryStore(0), DiskStore(folder, 64 * MIB))
+
+
+def read(store: EmbeddingCache, numbers: range) -> tuple[int, int]:
+    """How many entries are found, and how many of those are wrong."""
+    found = [(number, store.get(key(number))) for number in numbers]
+    return sum(got is not None for _, got in found), sum(
+        not (
+            torch.equal(got.rows, entry(number).rows)
+            and (got.tokens, got.truncated) == (entry(number).tokens, entry(number).truncated)
+        )
+        for number, got in found
+        if got is not None
+    )
+
+
+def works(store: EmbeddingCache) -> bool:
+    """Whether the disk takes and returns something new, soon."""
+    deadline = time.monotonic() + 5 * guarded.PAUSE_SECONDS
+    while time.monotonic() < deadline:
+        store.put([(key(10_000), entry(10_000))])
+        if read(store, range(10_000, 10_001)) == (1, 0):
+            return True
+        time.sleep(guarded.PAUSE_SECONDS / 5)
+    return False
+
+
+def foreign(folder: Path) -> dict[str, bytes | None]:
+    """What lies in a folder that is not ours: what it is, and what is in it."""
+    found: dict[str, bytes | None] = {}
+    for path in folder.rglob("*"):
+        try:
+            data = path.read_bytes() if stat.S_ISREG(path.lstat().st_mode) else None
+        except FileNotFoundError:  # a journal of ours, which comes and goes
+            continue
+        if data is None or path.suffix == ".mdb" or b"of a user" in data:
+            found[str(path)] = data
+    return found
+
+
+def run(folder: Path, damage: str, moment: str, log: Log) -> dict[str, Any]:
+    numbers = range(NUMBER)
+    store = open_cache(folder)
+    store.put([(key(number), entry(number)) for number in numbers])
+    stored, _ = read(store, numbers)
+    if moment == "at start":
+        store.close()
+    log.take()
+    DAMAGES[damage](folder)
+    before = foreign(folder)
+    if moment == "at start":
+        store = open_cache(folder)
+        store.wait_until_warm(60)
+    elif moment == "in a clear":
+        store.clear()
+    found, wrong = read(store, numbers)
+    store.put([(key(number), entry(number)) for number in range(100, 120)])
+    store.drop(key(0))
+    _, wrong_later = read(store, range(100, 120))
+    outcome = {
+        "stored": stored,
+        "found": found,
+        "wrong": wrong + wrong_later,
+        "works": works(store),
+        "log": log.take(),
+        "files": sorted(path.name for path in folder.iterdir()),
+        "mapped": [line for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line],
+        "touched": foreign(folder) != before,
+    }
+    store.close()
+    return outcome
+
+
+def meet_all(root: Path, reports: Path) -> None:
+    """Lets a cache meet every damage at every moment, and tells what came of it."""
+    threading.excepthook = lambda _: os._exit(1)
+    heed_permissions()
+    log = Log()
+    logging.getLogger("maxsimd").addHandler(log)
+    guarded.PAUSE_SECONDS = 0.02
+    for moment in MOMENTS:
+        for damage in DAMAGES:
+            folder = root / f"{moment} {damage}"
+            with reports.open("ab") as file:
+                pickle.dump(((damage, moment), run(folder, damage, moment, log)), file)
+            undo(folder)
 
 
 @pytest.fixture(scope="module")
-def table(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    module, folder = "tests.unit.engine.cache.damaged_folders", tmp_path_factory.mktemp("caches")
-    out, error = folder.with_suffix(".out"), folder.with_suffix(".err")
-    status = Program([str(folder)], module=module, before=heed_permissions).start(out, error).wait(300)
-    outcomes = {}
-    last = ("", "")
-    for line in out.read_text("utf-8").splitlines():
-        report = json.loads(line)
-        if "cell" in report:
-            damage, moment = report["cell"]
-            last = (damage, moment)
-        else:
-            outcomes[last] = report
-    return Run(outcomes, last, status, error.read_text("utf-8"))
-
-
-def test_no_damage_ends_the_process_or_raises_anything(table: Run) -> None:
-    assert table.status == 0, f"{table.last}: status {table.status}\n{table.errors}"
-    assert table.errors == ""
-    assert len(table.outcomes) == len(DAMAGES) * len(MOMENTS)
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    folder = tmp_path_factory.mktemp("caches")
+    status = Forked(meet_all, folder, folder / "reports", files=(0, 1, 2)).wait(300)
+    with (folder / "reports").open("rb") as file, suppress(EOFError):
+        while True:
+            cell, found[cell] = pickle.load(file)
+    assert (status, len(found)) == (0, len(DAMAGES) * len(MOMENTS)), f"it ended behind {[*found][-1:]}"
+    return found
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_damaged_cache_serves_nothing_wrong_and_recovers(table: Run, moment: str) -> None:
+def test_a_damaged_cache_serves_nothing_wrong_and_recovers(
+    outcomes: dict[tuple[str, str], dict[str, Any]], moment: str
+) -> None:
     for damage in DAMAGES:
-        outcome, case = table.outcomes[damage, moment], f"{damage}: {table.outcomes[damage, moment]}"
+        outcome = outcomes[damage, moment]
+        case, log, files = f"{damage}: {outcome}", outcome["log"], outcome["files"]
         works, message = EXPECTED_AT[moment][damage]
         assert (outcome["stored"], outcome["wrong"], outcome["works"]) == (NUMBER, 0, works), case
-        log: Any = outcome["log"]
         if message is not None:
             assert any(message in line for line in log) if message else log == [], case
         assert len(log) <= 5, case
@@ -125,9 +221,7 @@ def test_a_damaged_cache_serves_nothing_wrong_and_recovers(table: Run, moment: s
             assert outcome["found"] == 0, case
         elif damage in HARMLESS:
             assert outcome["found"] == NUMBER, case
-        # Only a damaged file of ours is set aside.
-        files: Any = outcome["files"]
-        # What is noticed in a clear is removed by it.
+        # Only a damaged file of ours is set aside. What is noticed in a clear is removed by it.
         is_kept = message == "was damaged" and (moment != "in a clear" or damage == "other tables")
         assert (DAMAGED_FILE in files) == is_kept or message is None, case
         assert set(files) <= {FILE, f"{FILE}-journal", DAMAGED_FILE, "data.mdb", "lock.mdb"}, case

@@ -272,7 +272,6 @@ def test_a_folder_that_cannot_be_is_refused_and_stays(
 def test_another_programs_database_stays_as_it_is(
     folder: Path, statement: str, caplog: pytest.LogCaptureFixture, without_pauses: None
 ) -> None:
-    """And that of a later version."""
     later = "user_version" in statement
     if later:
         with closing(DiskStore(folder, 4 * MIB)) as store:

@@ -9,13 +9,7 @@ import pytest
 import pytest_asyncio
 
 from maxsimd.bench.datasets import Pair
-from maxsimd.engine import (
-    CUT_LONG,
-    Engine,
-    EngineConfig,
-    InvalidRequestError,
-    QueueFullError,
-)
+from maxsimd.engine import CUT_LONG, Engine, EngineConfig, InvalidRequestError, QueueFullError
 from maxsimd.engine.preprocess import two_stage
 from maxsimd.engine.scoring import price
 from maxsimd.engine.stats import EngineStats
@@ -44,7 +38,6 @@ def bi_encoder(checkpoints: SharedCheckpoints) -> str:
 
 
 async def empty(engines: Engines, config: EngineConfig) -> Engine:
-    """An engine with nothing cached."""
     engine = await engines(config)
     await engine.clear_cache()
     return engine

@@ -75,7 +75,6 @@ def changed(one: dict[str, bytes], other: dict[str, bytes]) -> set[str]:
 
 
 def edit(path: Path, change: Callable[[Any], object]) -> None:
-    """Lets `change` change a JSON file's content in place."""
     content = json.loads(path.read_text(encoding="utf-8"))
     change(content)
     path.write_text(json.dumps(content), encoding="utf-8")
@@ -127,7 +126,6 @@ def test_each_block_of_a_tensor_counts(
 async def test_an_engine_finds_what_a_copy_of_its_checkpoint_cached(
     checkpoints: SharedCheckpoints, tmp_path: Path, pairs: list[Pair]
 ) -> None:
-    """And nothing of another."""
     documents = [pair.document[:60] for pair in pairs[:5]]
 
     async def run(checkpoint: Path | str) -> tuple[int, np.ndarray]:
@@ -139,27 +137,18 @@ async def test_an_engine_finds_what_a_copy_of_its_checkpoint_cached(
         np.testing.assert_allclose(result.scores, new.scores, atol=1e-5)
         return result.usage.cached_documents, np.array(result.scores)
 
-    def swap_two_words(tokenizer: Any) -> None:
-        words = tokenizer["model"]["vocab"]
-        words["file"], words["read"] = words["read"], words["file"]
-
     def expand_more(settings: Any) -> None:
         settings |= {"query_maxlen": 40, "attend_to_mask_tokens": True}
 
     original = Path(checkpoints(late_interaction.stanford))
-    copies = [Path(shutil.copytree(original, tmp_path / f"copy {i}")) for i in range(4)]
-    add_to(copies[0], "bert.embeddings.LayerNorm.bias")
-    edit(copies[1] / "tokenizer.json", swap_two_words)
-    edit(copies[2] / "artifact.metadata", expand_more)
+    another, expanding = (Path(shutil.copytree(original, tmp_path / f"copy {i}")) for i in range(2))
+    add_to(another, "bert.embeddings.LayerNorm.bias")
+    edit(expanding / "artifact.metadata", expand_more)
     hits, scores = await run(original)
     assert hits == 0
-    for another in copies[:2]:
-        hits, others = await run(another)
-        assert hits == 0, another
-        assert np.abs(others - scores).max() > 1e-4, f"{another} makes no difference"
+    hits, others = await run(another)
+    assert hits == 0
+    assert np.abs(others - scores).max() > 1e-4, "it makes no difference"
     # The same documents' embeddings: query expansion is a matter of queries.
-    hits, _ = await run(copies[2])
+    hits, _ = await run(expanding)
     assert hits == len(documents)
-    hits, again = await run(copies[3])
-    assert hits == len(documents)
-    np.testing.assert_array_equal(again, scores)

@@ -29,8 +29,6 @@ from tests.checkpoints.shared import SharedCheckpoints
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """What the ingredients are made of."""
-
     model: LoadedModel
     config: EngineConfig
     dtype: torch.dtype = torch.float32
@@ -44,7 +42,6 @@ class Given:
         return self.ingredients()
 
     def but(self, **changes: Any) -> "Given":
-        """With another model."""
         return dataclasses.replace(self, model=dataclasses.replace(self.model, **changes))
 
     def changed(self, other: "Given") -> list[str]:

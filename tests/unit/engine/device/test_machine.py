@@ -43,7 +43,6 @@ def machine(tmp_path: Path, mounts: str, groups: str, files: dict[str, str]) -> 
 def test_version_2_has_the_least_quota_of_all_groups_around(
     tmp_path: Path, maxima: list[str], quota: float | None
 ) -> None:
-    """From the outermost that is mounted to the process's own."""
     folder, files = "sys/fs/cgroup", {}
     for maximum in maxima:
         folder += "/group"

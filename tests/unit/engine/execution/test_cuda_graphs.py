@@ -5,18 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from maxsimd.engine import EngineConfig
 from maxsimd.engine.checkpoint import LoadedModel, load_model
 from maxsimd.engine.execution import cuda_graphs
-from maxsimd.engine.execution.attention.base import (
-    AttentionBackend,
-    CapturableBackend,
-    CaptureSize,
-)
+from maxsimd.engine.execution.attention.base import CaptureSize
 from maxsimd.engine.execution.attention.torch_grouped import GroupedBackend
 from maxsimd.engine.execution.attention.varlen import VarlenBackend
 from maxsimd.engine.execution.cuda_graphs import GraphedRunner
@@ -26,9 +21,10 @@ from maxsimd.engine.execution.modes import Packed, try_packed
 from maxsimd.engine.execution.packed_runner import PackedRunner
 from maxsimd.engine.execution.selfcheck.samples import make_samples, random_sequences
 from maxsimd.engine.ops.qkv import QKV
-from maxsimd.scheduler import Chunk, ResultSlot, Sequence, Step, Tokens
+from maxsimd.scheduler import Sequence
 from tests.checkpoints import cross_encoders, nomic
-from tests.checkpoints.shared import SharedCheckpoints
+from tests.checkpoints.shared import Build, SharedCheckpoints
+from tests.unit.engine.execution.test_packed import make_step, plain_varlen
 
 CPU = torch.device("cpu")
 SIZES = (CaptureSize(256, 40, 128), CaptureSize(64, 32, 64), CaptureSize(64, 4, 64), CaptureSize(32, 4, 32))
@@ -72,45 +68,11 @@ def texts_of(model: LoadedModel) -> list[Sequence]:
     return [sequence for sequence in random_sequences(model, model.score_task) if not sequence.tokens.images]
 
 
-def steps_of(lengths: list[list[int]], vocabulary: int = 100) -> list[Step]:
-    random = np.random.default_rng(1)
-    steps = []
-    for number, of_step in enumerate(lengths):
-        chunks = []
-        for key, length in enumerate(of_step):
-            ids = random.integers(0, vocabulary, length).astype(np.int32)
-            chunks.append(Chunk(Sequence.text(key, ResultSlot(0, key), "all", Tokens(ids)), 0, length))
-        steps.append(Step(number, tuple(chunks)))
-    return steps
-
-
-def check_replays(
-    model: LoadedModel,
-    backend: AttentionBackend[Any],
-    sizes: tuple[CaptureSize, ...],
-    lengths: list[list[int]],
-    replays: list[int],
-) -> None:
-    """Steps of sequences of these lengths give what they give without graphs, also after others have been
-    through the same graph; `replays` is how often each graph runs."""
-    assert isinstance(backend, CapturableBackend)
-    plain = PackedRunner(model, CPU, backend)
-    graphed = GraphedRunner(plain, CPU)
-    recorder = CallRecorder()
-    assert graphed.capture_all(backend, sizes, texts_of(model), recorder) == {}
-    before = list(recorder.replays)
-    for step in steps_of(lengths):
-        ours, cursor = graphed.forward(step)
-        exact, expected = plain.forward(step)
-        assert cursor.starts == expected.starts
-        torch.testing.assert_close(ours, exact, atol=1e-5, rtol=1e-5)
-    assert [now - then for now, then in zip(recorder.replays, before, strict=True)] == replays
-
-
-@pytest.fixture(params=["bert", "qwen3"])
-def path(request: pytest.FixtureRequest, checkpoints: SharedCheckpoints) -> Path:
-    """A small bidirectional and a small causal model."""
-    return Path(checkpoints(getattr(cross_encoders, request.param)))
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> VarlenBackend:
+    """By torch's kernel for GPUs, with plain torch in its place."""
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", plain_varlen)
+    return VarlenBackend(torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -133,26 +95,38 @@ def capture(model: LoadedModel, backend: VarlenBackend) -> Callable[..., Capture
     return captured
 
 
-def test_a_replayed_step_gives_what_it_gives_without_a_graph(path: Path, backend: VarlenBackend) -> None:
-    """A step runs in the smallest graph that holds its tokens and its sequences."""
-    lengths = [[9, 12, 1], [20], [3] * 4, [60, 4], [3] * 9, [128, 128], [2] * 41, [300], [5]]
-    check_replays(packed_model(path), backend, SIZES, lengths, [1, 1, 1, 4])
+@pytest.mark.parametrize("build", [cross_encoders.bert, cross_encoders.qwen3])
+def test_a_replayed_step_gives_what_it_gives_without_a_graph(
+    build: Build, checkpoints: SharedCheckpoints, backend: VarlenBackend
+) -> None:
+    """A step runs in the smallest graph that holds its tokens and its sequences, also after others have been
+    through the same graph."""
+    model, recorder = packed_model(Path(checkpoints(build))), CallRecorder()
+    plain = PackedRunner(model, CPU, backend)
+    graphed = GraphedRunner(plain, CPU)
+    assert graphed.capture_all(backend, SIZES, texts_of(model), recorder) == {}
+    before = list(recorder.replays)
+    for lengths in ([9, 12, 1], [20], [3] * 4, [60, 4], [3] * 9, [128, 128], [2] * 41, [300], [5]):
+        ours, cursor = graphed.forward(make_step(lengths))
+        exact, expected = plain.forward(make_step(lengths))
+        assert cursor.starts == expected.starts
+        torch.testing.assert_close(ours, exact, atol=1e-5, rtol=1e-5)
+    assert [now - then for now, then in zip(recorder.replays, before, strict=True)] == [1, 1, 1, 4]
 
 
 def test_the_next_replay_leaves_hidden_states_as_they_were(capture: Callable[..., Captured]) -> None:
     graphed, _ = capture(CallRecorder(), SIZES[-1:])
-    first, second = steps_of([[9, 3], [4, 8]])
-    hidden, _ = graphed.forward(first)
+    hidden, _ = graphed.forward(make_step([9, 3]))
     before = hidden.clone()
-    graphed.forward(second)
+    graphed.forward(make_step([4, 8]))
     assert torch.equal(hidden, before)
 
 
 def test_a_model_that_waits_for_the_device_has_no_graphs(
-    tmp_path: Path, capture: Callable[..., Captured], caplog: pytest.LogCaptureFixture
+    checkpoints: SharedCheckpoints, capture: Callable[..., Captured], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each expert is given the tokens that chose it, however many these are."""
-    experts = packed_model(Path(nomic.v2_moe(tmp_path / "model")), layers=2)
+    experts = packed_model(Path(checkpoints(nomic.v2_moe)), layers=2)
     recorder = CallRecorder()
     with caplog.at_level(logging.DEBUG, logger="maxsimd"):
         graphed, left_out = capture(recorder, model=experts)
@@ -182,9 +156,8 @@ def test_a_size_that_differs_or_fails_is_left_out_alone(capture: Callable[..., C
     assert graphed.sizes == (SIZES[3], SIZES[2])
     assert "differ by" in mismatches[SIZES[0]]
     assert "not permitted" in mismatches[SIZES[1]]
-    step, large = steps_of([[5, 5], [100]])
-    graphed.forward(step)
-    graphed.forward(large)
+    for lengths in ([5, 5], [100]):
+        graphed.forward(make_step(lengths))
     assert recorder.replays[0] == 0
 
 

@@ -1,8 +1,10 @@
-"""What surrounds the kernels on a GPU, with stand-ins for what only a GPU has."""
+"""What only GPUs do, with stand-ins for them: what is chosen and checked there, and one of several GPUs."""
 
 import logging
 import sys
+import threading
 from collections.abc import Callable
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +13,14 @@ import torch
 from transformers import BertConfig
 
 from maxsimd.engine import EngineConfig, ModelLoadError
+from maxsimd.engine.actors.arrivals import Arrivals
+from maxsimd.engine.actors.scoring import record_arrival
 from maxsimd.engine.cache import EmbeddingCache, Precision
 from maxsimd.engine.cache.memory import MemoryStore
 from maxsimd.engine.checkpoint import LoadedModel, load_model
 from maxsimd.engine.device import open_slab, warmup
+from maxsimd.engine.device.load import prepare_thread
+from maxsimd.engine.device.shared import SharedDevice
 from maxsimd.engine.execution import budget
 from maxsimd.engine.execution.attention import select as choice
 from maxsimd.engine.execution.attention.base import AttentionMetadata, CaptureSize
@@ -22,11 +28,10 @@ from maxsimd.engine.execution.attention.check import find_mismatch
 from maxsimd.engine.execution.attention.one_by_one import OneByOneBackend
 from maxsimd.engine.execution.attention.timing import LENGTHS
 from maxsimd.engine.execution.attention.torch_grouped import GroupedBackend
-from maxsimd.engine.execution.attention.varlen import (
-    FlashBackend,
-    VarlenBackend,
-)
+from maxsimd.engine.execution.attention.varlen import FlashBackend, VarlenBackend
 from maxsimd.engine.execution.budget import bytes_a_token, tokens_that_fit
+from maxsimd.engine.execution.device_clock import times_on_cuda
+from maxsimd.engine.execution.graph_recorder import CudaRecorder
 from maxsimd.engine.execution.graph_sizes import sizes_for
 from maxsimd.engine.execution.modes import Packed, try_packed
 from maxsimd.engine.execution.precision import choose_dtype
@@ -35,6 +40,7 @@ from maxsimd.engine.ops.qkv import QKV
 from maxsimd.engine.scoring.maxsim import maxsim_reference, maxsim_tiled
 from maxsimd.pooling.ragged import Ragged
 from tests.checkpoints import cross_encoders
+from tests.checkpoints.shared import SharedCheckpoints
 from tests.unit.engine.execution.test_packed import plain_varlen
 
 CPU = torch.device("cpu")
@@ -43,9 +49,8 @@ preparing = sys.modules["maxsimd.engine.execution.prepare"]
 
 
 @pytest.fixture(scope="module", params=["bert", "qwen3"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    path = getattr(cross_encoders, request.param)(tmp_path_factory.mktemp(request.param))
-    found = load_model(EngineConfig(model=path), CPU)
+def model(request: pytest.FixtureRequest, checkpoints: SharedCheckpoints) -> LoadedModel:
+    found = load_model(EngineConfig(model=checkpoints(getattr(cross_encoders, request.param))), CPU)
     found.backbone.float()
     assert isinstance(
         try_packed(found, CPU, GroupedBackend(supports_first_rows=False), make_samples(found)), Packed
@@ -73,8 +78,6 @@ def test_what_an_old_torch_lacks_runs_by_our_own_way(
 
 
 class DoublingBackend(OneByOneBackend):
-    """Doubles what one part of attention gives."""
-
     def __init__(self, part: str) -> None:
         right = getattr(self, part)
 
@@ -109,7 +112,6 @@ def test_every_part_of_attention_is_checked(model: LoadedModel) -> None:
 def test_the_fastest_right_attention_is_chosen(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What is wrong or fails is passed over, and not timed."""
     slow, fast = OneByOneBackend(), OneByOneBackend()
     wrong = {"wrong": lambda: DoublingBackend("full"), "broken": FailingBackend}
     candidates = {"slow": lambda: slow, **wrong, "fast": lambda: fast}
@@ -279,30 +281,42 @@ def test_a_model_is_prepared_with_its_token_budget(model: LoadedModel) -> None:
         )
 
 
-def test_a_slab_leaves_room_for_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The slab leaves room for a step in its own precision, also where embeddings are int8."""
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, int, torch.dtype] | None]:
+    """Opens a slab: its rows, dimensions and precision, or None. There is no memory for 77 dimensions."""
+    made: list[tuple[int, int, torch.dtype]] = []
+
+    def slab(rows: int, dim: int, dtype: torch.dtype, device: torch.device) -> Any:
+        made.append((rows, dim, dtype))
+        if dim == 77:
+            raise torch.OutOfMemoryError
+        return SimpleNamespace(nbytes=0)
+
+    monkeypatch.setattr(open_slab, "EmbeddingSlab", slab)
+
+    def opened(
+        precision: Precision, takes_int8: bool, *, dim: int = 64, memory: int = 1 << 20, **options: Any
+    ) -> tuple[int, int, torch.dtype] | None:
+        made.clear()
+        backbone = SimpleNamespace(config=BertConfig(hidden_size=1024, intermediate_size=4096))
+        model: Any = SimpleNamespace(
+            tasks={"embed": SimpleNamespace(dim=dim)}, score_task="embed", backbone=backbone
+        )
+        with closing(EmbeddingCache(b"", precision, MemoryStore(memory), None)) as cache:
+            gpu, dtype = torch.device("cuda", 1), torch.bfloat16
+            open_slab.open_slab(EngineConfig(**options), model, cache, gpu, dtype, takes_int8, 2_048)
+        return made[0] if made else None
+
+    return opened
+
+
+def test_a_slab_takes_a_share_of_free_memory(
+    monkeypatch: pytest.MonkeyPatch, opened: Callable[..., Any]
+) -> None:
+    """It leaves room for a step in its own precision, also where embeddings are int8."""
     with_free(monkeypatch, 600 << 20)
-    made = []
-    monkeypatch.setattr(
-        open_slab,
-        "EmbeddingSlab",
-        lambda rows, dim, dtype, device: made.append(rows) or SimpleNamespace(nbytes=0),
-    )
-    sized = BertConfig(hidden_size=1024, intermediate_size=4096)
-    model: Any = SimpleNamespace(
-        tasks={"embed": SimpleNamespace(dim=60)},
-        score_task="embed",
-        backbone=SimpleNamespace(config=sized),
-    )
-    cache = EmbeddingCache(b"", "int8", MemoryStore(1 << 30), None)
-    arguments: Any = (EngineConfig(), model, cache, torch.device("cuda", 1), torch.bfloat16, True, 2_048)
-    open_slab.open_slab(*arguments)
     # 64 bytes a row, of a quarter of what 2,048 tokens of 32 KiB leave.
-    assert made == [(600 - 64) * (1 << 20) // 4 // 64]
-    cache.close()
-
-
-def test_a_slab_takes_a_share_of_free_memory() -> None:
+    assert opened("int8", True, dim=60, memory=1 << 30)[0] == (600 - 64) * (1 << 20) // 4 // 64
     gib = 1 << 30
     assert open_slab.default_limit(free=80 * gib, step=4 * gib, cached=4 * gib) == 4 * gib
     assert open_slab.default_limit(free=12 * gib, step=4 * gib, cached=4 * gib) == 2 * gib
@@ -317,35 +331,151 @@ def test_a_slab_takes_a_share_of_free_memory() -> None:
     [("int8", True, torch.int8), ("int8", False, torch.bfloat16), ("float32", True, torch.bfloat16)],
 )
 def test_a_slab_holds_embeddings_as_they_are_scored(
-    monkeypatch: pytest.MonkeyPatch, precision: Precision, takes_int8: bool, expected: torch.dtype
+    monkeypatch: pytest.MonkeyPatch,
+    opened: Callable[..., Any],
+    precision: Precision,
+    takes_int8: bool,
+    expected: torch.dtype,
 ) -> None:
-    made: list[tuple[int, int, torch.dtype]] = []
-
-    class Slab:
-        nbytes = 0
-
-        def __init__(self, rows: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
-            made.append((rows, dim, dtype))
-            if dim == 77:
-                raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(open_slab, "EmbeddingSlab", Slab)
     with_free(monkeypatch, 80 << 30)
-    cache = EmbeddingCache(b"", precision, MemoryStore(1 << 20), None)
-
-    def opened(config: EngineConfig, dim: int = 64) -> Any:
-        task = SimpleNamespace(dim=dim)
-        model = SimpleNamespace(
-            tasks={"embed": task}, score_task="embed", backbone=SimpleNamespace(config=BertConfig())
-        )
-        arguments: Any = (config, model, cache, torch.device("cuda"), torch.bfloat16, takes_int8, 16_384)
-        return open_slab.open_slab(*arguments)
-
-    assert opened(EngineConfig(device_cache_mb=0)) is None
-    opened(EngineConfig())
-    opened(EngineConfig(device_cache_mb=8))
     size = 64 + 4 if expected is torch.int8 else 128
-    assert made == [((1 << 20) // size, 64, expected), ((8 << 20) // size, 64, expected)]
+    assert opened(precision, takes_int8, device_cache_mb=0) is None
+    assert opened(precision, takes_int8) == ((1 << 20) // size, 64, expected)
+    assert opened(precision, takes_int8, device_cache_mb=8) == ((8 << 20) // size, 64, expected)
     with pytest.raises(ModelLoadError, match=r"no 8 MiB left .* device_cache_mb lower"):
-        opened(EngineConfig(device_cache_mb=8), 77)
-    cache.close()
+        opened(precision, takes_int8, device_cache_mb=8, dim=77)
+
+
+SECOND = torch.device("cuda:1")
+
+
+class Cuda:
+    """Two GPUs. As in CUDA, each thread has a current one, at first GPU 0. `used` says, for all that was
+    launched, recorded or waited for, on which GPU."""
+
+    def __init__(self) -> None:
+        self._threads = threading.local()
+        self.used: list[tuple[str, int]] = []
+        self.blocking: list[bool] = []
+
+    @property
+    def current(self) -> int:
+        return getattr(self._threads, "current", 0)
+
+    def set_device(self, device: Any) -> None:
+        self._threads.current = device if isinstance(device, int) else torch.device(device).index
+
+    def index(self, device: Any = None) -> int:
+        index = device if isinstance(device, int) else None if device is None else torch.device(device).index
+        return self.current if index is None else index
+
+    def stream(self, device: Any = None) -> "Stream":
+        return Stream(self, self.index(device))
+
+    def event(self, enable_timing: bool = False, blocking: bool = False) -> "Event":
+        self.blocking.append(blocking)
+        return Event(self)
+
+    def synchronize(self, device: Any = None) -> None:
+        self.used.append(("synchronize", self.index(device)))
+
+    def asked(self, what: str, result: Any) -> Any:
+        def ask(device: Any = None) -> Any:
+            self.used.append((what, self.index(device)))
+            return result
+
+        return ask
+
+
+class Stream:
+    def __init__(self, cuda: Cuda, device: int) -> None:
+        self.cuda, self.device = cuda, device
+        cuda.used.append(("stream", device))
+
+
+class Event:
+    def __init__(self, cuda: Cuda) -> None:
+        self.cuda = cuda
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.cuda.used.append(("record", self.cuda.current if stream is None else stream.device))
+
+    def synchronize(self) -> None:
+        self.cuda.used.append(("wait", self.cuda.current))
+
+    def elapsed_time(self, end: "Event") -> float:
+        return 1.0
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    found = Cuda()
+    replaced = {
+        "set_device": found.set_device,
+        "current_device": lambda: found.current,
+        "current_stream": found.stream,
+        "Stream": found.stream,
+        "Event": found.event,
+        "synchronize": found.synchronize,
+        "graph_pool_handle": lambda: (0, 0),
+        "memory_allocated": found.asked("memory", 0),
+        "memory_reserved": found.asked("memory", 0),
+        "max_memory_allocated": found.asked("memory", 0),
+        "reset_peak_memory_stats": found.asked("memory", None),
+        "mem_get_info": found.asked("memory", (1, 1)),
+    }
+    for name, replacement in replaced.items():
+        monkeypatch.setattr(torch.cuda, name, replacement)
+    return found
+
+
+def test_results_are_waited_for_on_the_stream_that_makes_them(cuda: Cuda) -> None:
+    """From whichever thread: on another GPU's stream, which is idle, numbers would be read that are not there
+    yet. The thread that waits sleeps."""
+    arrival = record_arrival(SECOND)
+    assert arrival is not None
+    assert ("record", 1) in cuda.used
+    assert {device for _, device in cuda.used} == {1}
+    assert cuda.blocking == [True]
+    assert record_arrival(torch.device("cpu")) is None
+
+
+async def test_the_thread_that_waits_begins_no_work_on_another_gpu(cuda: Cuda) -> None:
+    arrivals = Arrivals(SECOND)
+    await arrivals.until(Event(cuda))
+    arrivals.close()
+    assert cuda.used == [("wait", 1)]
+
+
+async def test_a_device_thread_has_its_gpu_as_the_current_one(cuda: Cuda) -> None:
+    """Triton launches kernels on the current GPU, and torch records events there that name no stream."""
+    shared = SharedDevice(SECOND, None)
+    try:
+        assert await shared.thread.call(torch.cuda.current_device) == 1
+        await shared.thread.call(_measure)
+    finally:
+        shared.close()
+    assert {what for what, _ in cuda.used} >= {"record", "stream", "synchronize", "memory"}
+    assert {device for _, device in cuda.used} == {1}
+    assert torch.cuda.current_device() == 0, "this thread is not the device's"
+
+
+def _measure() -> None:
+    times_on_cuda(lambda: None)
+    CudaRecorder().cost(lambda: None)
+
+
+def test_each_thread_has_a_gpu_of_its_own(cuda: Cuda) -> None:
+    found = {}
+
+    def prepare(number: int) -> None:
+        prepare_thread(torch.device("cuda", number), None)
+        found[number] = torch.cuda.current_device()
+
+    threads = [threading.Thread(target=prepare, args=(number,)) for number in (1, 0)]
+    for thread in threads:
+        thread.start()
+        thread.join()
+    assert found == {0: 0, 1: 1}
+    prepare_thread(torch.device("cuda"), None)
+    assert torch.cuda.current_device() == 0

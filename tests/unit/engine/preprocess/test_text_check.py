@@ -25,11 +25,12 @@ from maxsimd.engine.preprocess.text_check import check_texts, probe_sequences
 from maxsimd.engine.preprocess.tokenization import Template, TextTokenizer, Tokenizer
 from maxsimd.engine.requests import ScoreRequest
 from tests.checkpoints import bi_encoders, cross_encoders, language_models, late_interaction
-from tests.checkpoints.shared import SharedCheckpoints
+from tests.checkpoints.shared import Build, SharedCheckpoints
 
 Patch = pytest.MonkeyPatch
 # Puts a fault into the code by the patch, or into the rules of the model that it returns.
 Fault = Callable[[Patch, LoadedModel], LoadedModel | None]
+Models = Callable[[Build], LoadedModel]
 
 CPU = torch.device("cpu")
 BI, LATE = bi_encoders.without_prompt, late_interaction.stanford
@@ -37,8 +38,6 @@ PAIRS, ASKED = cross_encoders.bert, language_models.qwen3_reranker
 
 
 def _rules(role: str, **changes: Any) -> Fault:
-    """Other rules for a role."""
-
     def fault(patch: Patch, model: LoadedModel) -> LoadedModel:
         changed: Any = {role: replace(getattr(model, role), **changes)}
         return replace(model, **changed)
@@ -55,8 +54,8 @@ def _expansion(**changes: Any) -> Fault:
     return fault
 
 
-def _shorter(patch: Patch, model: LoadedModel) -> LoadedModel:
-    return replace(model, max_tokens=model.max_tokens - 1)
+def _model(**changes: Any) -> Fault:
+    return lambda patch, model: replace(model, **changes)
 
 
 def _other_template(patch: Patch, model: LoadedModel) -> LoadedModel:
@@ -64,14 +63,6 @@ def _other_template(patch: Patch, model: LoadedModel) -> LoadedModel:
     assert template is not None
     segments = tuple(segment.replace("<Document>: ", "<Document>:") for segment in template.segments)
     return replace(model, pairs=replace(model.pairs, template=replace(template, segments=segments)))
-
-
-def _only_second(patch: Patch, model: LoadedModel) -> LoadedModel:
-    return replace(model, pairs=PairRules("only_second"))
-
-
-def _left(patch: Patch, model: LoadedModel) -> LoadedModel:
-    return replace(model, truncation_side="left")
 
 
 def _without_instruction(patch: Patch, model: LoadedModel) -> None:
@@ -98,10 +89,6 @@ def _template(change: Callable[[Template], Template]) -> Fault:
     return fault
 
 
-def _without_end(template: Template) -> Template:
-    return replace(template, ids=(*template.ids[:-1], template.ids[-1][:0]))
-
-
 def _tokenizer(change: Callable[[Tokenizer], object]) -> Fault:
     """A tokenizer that differs from the checkpoint's."""
 
@@ -119,23 +106,27 @@ def _tokenizer(change: Callable[[Tokenizer], object]) -> Fault:
     return fault
 
 
-def _keep_case(tokenizer: Tokenizer) -> None:
-    tokenizer.normalizer.lowercase = False
-
-
-def _read_specials_as_words(tokenizer: Tokenizer) -> None:
-    tokenizer.encode_special_tokens = True
-
-
-FAULTS: dict[str, tuple[Callable[[Path], str], Fault, str]] = {
+FAULTS: dict[str, tuple[Build, Fault, str]] = {
     "a prompt left out": (BI, _rules("query", prompt=""), r"a query \(a short text\)"),
     "the prompt pooled": (BI, _rules("document", pool_prompt=True), "a document .*tokens are pooled"),
     "the prompt of texts": (BI, _rules("text", prompt="passage: "), "a text "),
-    "a limit off by one": (BI, _shorter, r"a (query|document|text) \(\d+ words\)"),
-    "cut at the wrong end": (BI, _left, r"words\)"),
-    "case kept": (BI, _tokenizer(_keep_case), "token .*UNK"),
-    "special tokens as words": (BI, _tokenizer(_read_specials_as_words), "the token .* in it"),
-    "no special token behind": (BI, _template(_without_end), "a query .*it has"),
+    "a limit off by one": (
+        BI,
+        lambda patch, model: replace(model, max_tokens=model.max_tokens - 1),
+        r"a (query|document|text) \(\d+ words\)",
+    ),
+    "cut at the wrong end": (BI, _model(truncation_side="left"), r"words\)"),
+    "case kept": (BI, _tokenizer(lambda one: setattr(one.normalizer, "lowercase", False)), "token .*UNK"),
+    "special tokens as words": (
+        BI,
+        _tokenizer(lambda one: setattr(one, "encode_special_tokens", True)),
+        "the token .* in it",
+    ),
+    "no special token behind": (
+        BI,
+        _template(lambda one: replace(one, ids=(*one.ids[:-1], one.ids[-1][:0]))),
+        "a query .*it has",
+    ),
     "a marker left out": (LATE, _rules("document", prompt=""), r"a document \(a short text\).*token 1 is"),
     "expansion too short": (LATE, _expansion(length=31), r"a query .*it has 32 tokens, not 31"),
     "expansion by another token": (LATE, _expansion(token_id=0), "a query .*token"),
@@ -143,7 +134,7 @@ FAULTS: dict[str, tuple[Callable[[Path], str], Fault, str]] = {
     "the skip list left out": (LATE, _rules("document", skipped_ids=None), "a document .*tokens are pooled"),
     "a length of its own": (LATE, _rules("document", max_tokens=40), r"a document \(.*token \d+ is"),
     "no types": (PAIRS, _template(partial(replace, text_types=(0, 0))), "a pair .*has type 0, not 1"),
-    "the document cut alone": (PAIRS, _only_second, "a pair .* words"),
+    "the document cut alone": (PAIRS, _model(pairs=PairRules("only_second")), "a pair .* words"),
     "blanks left out": (ASKED, _stripped, "and blanks around"),
     "another template": (ASKED, _other_template, r"a pair \(a short text, and a sentence\)"),
     "an instruction left out": (ASKED, _without_instruction, r"a pair \(an instruction\)"),
@@ -154,17 +145,16 @@ def _config(path: str | Path, **options: Any) -> EngineConfig:
     return EngineConfig(model=str(path), dtype="float32", **options)
 
 
-def _checked(model: LoadedModel, config: EngineConfig, *, recheck: bool = False) -> str | None:
-    content = None if recheck else texts_content(config)
-    return check_texts(model, config, TextTokenizer(model.tokenizer, model.token_rows), content)
+def _checked(model: LoadedModel, config: EngineConfig) -> str | None:
+    return check_texts(model, config, TextTokenizer(model.tokenizer, model.token_rows), None)
 
 
 @pytest.fixture(scope="module")
-def models(checkpoints: SharedCheckpoints) -> Callable[[Callable[[Path], str]], LoadedModel]:
+def models(checkpoints: SharedCheckpoints) -> Models:
     """Models as their libraries have loaded them, by what builds their checkpoints."""
     loaded: dict[str, LoadedModel] = {}
 
-    def load(build: Callable[[Path], str]) -> LoadedModel:
+    def load(build: Build) -> LoadedModel:
         path = checkpoints(build)
         if path not in loaded:
             loaded[path] = load_model(_config(path), CPU, recheck=True)
@@ -175,24 +165,18 @@ def models(checkpoints: SharedCheckpoints) -> Callable[[Callable[[Path], str]], 
 
 @pytest.mark.parametrize(("build", "fault", "message"), FAULTS.values(), ids=FAULTS.keys())
 def test_what_is_switched_off_is_noticed(
-    build: Callable[[Path], str],
-    fault: Fault,
-    message: str,
-    models: Callable[[Callable[[Path], str]], LoadedModel],
-    monkeypatch: Patch,
+    build: Build, fault: Fault, message: str, models: Models, monkeypatch: Patch
 ) -> None:
     model = models(build)
     model = fault(monkeypatch, model) or model
     with pytest.raises(ModelLoadError, match=message):
-        _checked(model, _config(model.name), recheck=True)
+        _checked(model, _config(model.name))
 
 
 @pytest.mark.parametrize("build", [BI, LATE, PAIRS, ASKED])
-def test_what_is_right_is_served(
-    build: Callable[[Path], str], models: Callable[[Callable[[Path], str]], LoadedModel]
-) -> None:
+def test_what_is_right_is_served(build: Build, models: Models) -> None:
     model = models(build)
-    said = _checked(model, _config(model.name), recheck=True)
+    said = _checked(model, _config(model.name))
     assert said is not None
     assert int(said.split()[0]) > 20
 
@@ -217,7 +201,7 @@ _NO_SYSTEM = (
     ids=["prompt", "instruction", "both", "prompt in a chat", "no system role"],
 )
 def test_prompts_of_pairs_are_read_as_the_library_does(
-    build: Callable[[Path], str],
+    build: Build,
     settings: dict[str, Any],
     template: str | None,
     options: dict[str, Any],
@@ -232,7 +216,7 @@ def test_prompts_of_pairs_are_read_as_the_library_does(
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)
     config = _config(folder, **options)
-    assert _checked(load_model(config, CPU, recheck=True), config, recheck=True) is not None
+    assert _checked(load_model(config, CPU, recheck=True), config) is not None
 
 
 def test_a_model_cards_template_cuts_only_documents(checkpoints: SharedCheckpoints, tmp_path: Path) -> None:
@@ -240,7 +224,7 @@ def test_a_model_cards_template_cuts_only_documents(checkpoints: SharedCheckpoin
     _change(folder / "tokenizer_config.json", truncation_side="left", model_max_length=200)
     model = load_model(_config(folder), CPU, recheck=True)
     assert model.truncation_side == "right"
-    assert _checked(model, _config(folder), recheck=True) is not None
+    assert _checked(model, _config(folder)) is not None
 
 
 def test_documents_have_the_prompt_of_the_library(
@@ -251,7 +235,7 @@ def test_documents_have_the_prompt_of_the_library(
     prompts = {"query": "query: ", "passage": "passage: "}
     _change(folder / "config_sentence_transformers.json", prompts=prompts)
     model = load_model(_config(folder), CPU, recheck=True)
-    assert _checked(model, _config(folder), recheck=True) is not None
+    assert _checked(model, _config(folder)) is not None
     assert model.document.prompt == ""
     assert "'passage'" in caplog.text
 
@@ -280,37 +264,26 @@ def test_positions_that_depend_on_pads_are_noticed(
     assert prepare(model, _config(model.name), CPU, probes).execution == "padded"
 
 
-@pytest.fixture
-def read(monkeypatch: Patch, tmp_path: Path) -> list[str]:
-    """The models whose texts are compared from now on, and not remembered."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    compared: list[str] = []
-    run = text_check._Check.run
-
-    def noted(check: Any) -> int:
-        compared.append(check._model.name)
-        return run(check)
-
-    monkeypatch.setattr(text_check._Check, "run", noted)
-    return compared
-
-
 def test_texts_are_compared_once(
-    checkpoints: SharedCheckpoints, read: list[str], tmp_path: Path, monkeypatch: Patch
+    checkpoints: SharedCheckpoints, models: Models, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    folder = checkpoints.copy(PAIRS, tmp_path / "copy")
-    whole = load_model(_config(folder), CPU, recheck=True)
+    folder, model = checkpoints.copy(PAIRS, tmp_path / "copy"), models(PAIRS)
+    tokenizer = TextTokenizer(model.tokenizer, model.token_rows)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    compared: list[object] = []
+    monkeypatch.setattr(text_check._Check, "run", lambda check: compared.append(check) or 1)
 
     def times(**options: Any) -> int:
-        before = len(read)
-        model = replace(whole, max_tokens=options.get("max_model_len", whole.max_tokens))
-        _checked(model, _config(folder, **options))
-        return len(read) - before
+        before = len(compared)
+        config = _config(folder, **options)
+        check_texts(model, config, tokenizer, texts_content(config))
+        return len(compared) - before
 
     assert [times(), times(), times(max_batch_tokens=64, threads=1)] == [1, 0, 0]
     assert [times(max_model_len=100), times(max_model_len=100), times()] == [1, 0, 0]
+    assert [times(query_prompt="ask: "), times(document_prompt="")] == [1, 1]
     # `inspect --check` looks at nothing that is remembered.
-    assert _checked(whole, _config(folder), recheck=True) is not None
+    assert check_texts(model, _config(folder), tokenizer, None) is not None
     _change(folder / "tokenizer_config.json", unread=1)
     assert [times(), times()] == [1, 0]
     _change(folder / "config.json", auto_map={"AutoModel": "owner/code--modeling.Model"})
@@ -326,15 +299,15 @@ def test_texts_are_compared_once(
     assert [times(), times()] == [1, 1]
 
 
-def test_a_failure_is_never_remembered(
-    checkpoints: SharedCheckpoints, read: list[str], monkeypatch: Patch
-) -> None:
-    model = load_model(_config(checkpoints(BI)), CPU, recheck=True)
+def test_a_failure_is_never_remembered(models: Models, tmp_path: Path, monkeypatch: Patch) -> None:
+    model = models(BI)
+    config, tokenizer = _config(model.name), TextTokenizer(model.tokenizer, model.token_rows)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    content = texts_content(config)
     wrong = replace(model, query=replace(model.query, prompt=""))
     for _ in range(2):
         with pytest.raises(ModelLoadError, match="a query"):
-            _checked(wrong, _config(model.name))
-    assert len(read) == 2
+            check_texts(wrong, config, tokenizer, content)
     reader = model.reader
     assert reader is not None
     read_text = reader.text
@@ -347,12 +320,5 @@ def test_a_failure_is_never_remembered(
     with monkeypatch.context() as patch:
         patch.setattr(reader, "text", no_documents)
         with pytest.raises(ModelLoadError, match="does not read a document: it has no route"):
-            _checked(model, _config(model.name))
-    assert _checked(model, _config(model.name)) is not None
-
-
-def test_a_prompt_of_the_user_is_compared_anew(checkpoints: SharedCheckpoints, read: list[str]) -> None:
-    path = checkpoints(BI)
-    for options in ({}, {"query_prompt": "ask: "}, {"document_prompt": ""}):
-        _checked(load_model(_config(path, **options), CPU), _config(path, **options))
-    assert len(read) == 3
+            check_texts(model, config, tokenizer, content)
+    assert check_texts(model, config, tokenizer, content) is not None

@@ -40,7 +40,6 @@ class Blocked:
 
 @pytest.fixture
 def pool() -> Iterator[WorkerPool]:
-    """A pool of one thread."""
     with closing(WorkerPool(1, lambda: None)) as pool:
         yield pool
 
@@ -164,8 +163,6 @@ class Clock:
         return self.now
 
     def pool(self, has_enough: Callable[[], bool] | None) -> WorkerPool:
-        """A pool whose threads, of which none is started, would nap by this clock."""
-
         class Condition(threading.Condition):
             def wait(condition, timeout: float | None = None) -> bool:
                 self.naps.append(timeout)

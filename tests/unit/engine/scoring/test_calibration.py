@@ -62,11 +62,11 @@ def test_a_file_that_is_no_calibration_is_refused(tmp_path: Path) -> None:
 def files(tmp_path_factory: pytest.TempPathFactory, pairs: list[Pair]) -> Path:
     """Real queries, each with its own document judged relevant."""
     folder = tmp_path_factory.mktemp("judged")
-    queries = [{"_id": f"q{i}", "text": pair.query} for i, pair in enumerate(pairs[:40])]
-    corpus = [{"_id": f"d{i}", "title": "", "text": pair.document[:80]} for i, pair in enumerate(pairs[:40])]
+    queries = [{"_id": f"q{i}", "text": pair.query} for i, pair in enumerate(pairs[:12])]
+    corpus = [{"_id": f"d{i}", "title": "", "text": pair.document[:80]} for i, pair in enumerate(pairs[:12])]
     for name, records in (("queries.jsonl", queries), ("corpus.jsonl", corpus)):
         (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records), "utf-8")
-    judged = "".join(f"q{i}\td{i}\t1\n" for i in range(40))
+    judged = "".join(f"q{i}\td{i}\t1\n" for i in range(12))
     (folder / "qrels.tsv").write_text(f"query-id\tcorpus-id\tscore\n{judged}", "utf-8")
     return folder
 
@@ -77,21 +77,18 @@ def _calibrate(files: Path, out: Path, *more: str, qrels: Path | None = None) ->
     return CliRunner().invoke(main, ["calibrate", *texts, *judged, "--out", str(out), *more])
 
 
-def test_a_calibrated_server_gives_probabilities(files: Path, tmp_path: Path, qwen3_embedding: str) -> None:
+def test_a_calibrated_server_gives_probabilities(files: Path, tmp_path: Path, stanford_colbert: str) -> None:
     out = tmp_path / "calibration.json"
-    ran = _calibrate(files, out, qwen3_embedding, "--dtype", "float32", "--others", "5")
+    ran = _calibrate(files, out, stanford_colbert, "--dtype", "float32", "--others", "5")
     assert ran.exit_code == 0, ran.output
-    assert "40 queries" in ran.output
+    assert "12 queries" in ran.output
     assert f"--calibration {out}" in ran.output
 
     async def check() -> None:
         query, document = "open a file", "Open a file and return a stream."
         calibration = Calibration.read(out)
-        config = EngineConfig(model=qwen3_embedding, dtype="float32", calibration=str(out))
-        async with (
-            RecordingEngine(config) as engine,
-            Engine(EngineConfig(model=qwen3_embedding, dtype="float32")) as plain,
-        ):
+        config = EngineConfig(model=stanford_colbert, dtype="float32", calibration=str(out))
+        async with RecordingEngine(config) as engine, Engine(replace(config, calibration=None)) as plain:
             normalized = await plain.score(query, [document, "x"], normalize=True)
             found = await engine.score(query, [document, "x"], normalize=True)
             expected = calibration(np.array(normalized.scores, dtype=np.float32))
@@ -100,19 +97,12 @@ def test_a_calibrated_server_gives_probabilities(files: Path, tmp_path: Path, qw
             body = {"query": query, "documents": [document], "normalize": True}
             answer = await Caller(engine).json("/rerank", body)
             assert answer["score_scale"]["transform"] == "calibrated probability"
-        # Precision, threads and the like change scores by rounding only.
-        async with Engine(
-            EngineConfig(model=qwen3_embedding, dtype="bfloat16", kernels="torch", calibration=str(out))
+        for other, reason in (
+            (replace(config, query_prompt="query: "), "is of another model"),
+            (replace(config, calibration=str(tmp_path / "none")), "cannot be read"),
         ):
-            pass
-        for other in (
-            EngineConfig(model=qwen3_embedding, query_prompt="query: ", calibration=str(out)),
-            EngineConfig(model=qwen3_embedding, dimensions=8, calibration=str(out)),
-        ):
-            with pytest.raises(ModelLoadError, match="is of another model"):
+            with pytest.raises(ModelLoadError, match=reason):
                 await Engine(other).start()
-        with pytest.raises(ModelLoadError, match="cannot be read"):
-            await Engine(EngineConfig(model=qwen3_embedding, calibration=str(tmp_path / "none"))).start()
 
     asyncio.run(check())
 
@@ -145,20 +135,23 @@ def test_a_calibration_is_of_all_that_changes_scores(change: dict[str, Any]) -> 
     task = Task("cls", torch.nn.Linear(2, 1), 1, False)
     given = model(backbone=backbone, tasks={"classify": task}, score_task="classify", **_joined())
     config = EngineConfig(model="m")
-    assert model_digest(replace(given), config) == model_digest(given, config)
+    # Precision, threads and the like change scores by rounding only.
+    alike = EngineConfig(model="m", dtype="bfloat16", kernels="torch", threads=1)
+    assert model_digest(replace(given), alike) == model_digest(given, config)
+    smaller = replace(given, tasks={"classify": replace(task, dim=2)})
+    assert model_digest(smaller, config) != model_digest(given, config)
     assert model_digest(replace(given, **change), config) != model_digest(given, config)
 
 
-def test_files_that_do_not_fit_are_named(files: Path, tmp_path: Path, qwen3_embedding: str) -> None:
+def test_files_that_do_not_fit_are_named(files: Path, tmp_path: Path, stanford_colbert: str) -> None:
     bad = tmp_path / "bad.tsv"
     for text, message in (
-        ("q0\td0\n", "no judgement names"),  # it is taken for a heading
         ("heading\nq0 d0 high\n", "line 2"),
         ("other d0 1\n", "no judgement names"),
         ("q0 d0 1\n", "judged alike"),
     ):
         bad.write_text(text)
-        ran = _calibrate(files, tmp_path / "out.json", qwen3_embedding, "--others", "0", qrels=bad)
+        ran = _calibrate(files, tmp_path / "out.json", stanford_colbert, "--others", "0", qrels=bad)
         assert ran.exit_code != 0
         assert message in ran.output, ran.output
 
@@ -167,6 +160,8 @@ def test_judgements_come_in_both_forms(tmp_path: Path) -> None:
     path = tmp_path / "qrels"
     path.write_text("1 0 a 2\n1 0 b 0\n2 c -1\n\n")
     assert read_judgements(str(path)) == {"1": {"a": True, "b": False}, "2": {"c": False}}
+    path.write_text("q0\td0\n")
+    assert read_judgements(str(path)) == {}, "it is taken for a heading"
     path.write_text('{"_id": 1, "text": "b", "title": "a"}\n{"_id": "2", "text": "c"}\n')
     assert read_texts(str(path)) == {"1": "a b", "2": "c"}
     path.write_text('{"_id": 1}\n')

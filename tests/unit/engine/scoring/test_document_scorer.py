@@ -1,4 +1,5 @@
-"""The document scorer against plain MaxSim: what each step scores, holds, releases, fails and stages."""
+"""The document scorer against plain MaxSim: what each step scores, holds, releases, fails and stages, and the
+stores of what it holds between steps."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,9 @@ from maxsimd.engine.scoring import matches
 from maxsimd.engine.scoring.document_scorer import DocumentScorer, ScoredDocuments
 from maxsimd.engine.scoring.documents import CachedDocument, CachedDocuments, CacheHit, Duplicate
 from maxsimd.engine.scoring.maxsim import maxsim_apart_avx512, maxsim_avx512, maxsim_reference
-from maxsimd.engine.scoring.outcome import RequestFailure
+from maxsimd.engine.scoring.outcome import Output, Releases, RequestFailure, StepOutcome
+from maxsimd.engine.scoring.query_store import QueryStore
+from maxsimd.engine.scoring.window_store import WindowStore
 from maxsimd.pooling.dispatch import Pooled
 from maxsimd.pooling.ragged import Ragged
 from maxsimd.scheduler import CachedBatch, DocumentPayload, ResultSlot, Sequence, Tokens, Window
@@ -113,7 +116,6 @@ def cached_batch(query_id: int, documents: list[tuple[ResultSlot, CachedEmbeddin
 
 
 def near(query_rows: torch.Tensor, *parts: torch.Tensor) -> Any:
-    """About the score of a document of these parts."""
     return pytest.approx(plain(query_rows, torch.cat(parts)), abs=1e-5)
 
 
@@ -203,10 +205,7 @@ def test_duplicates_and_hits_are_scored_by_their_own_query() -> None:
     slots = [ResultSlot(7, 0), ResultSlot(8, 0), ResultSlot(7, 1), ResultSlot(8, 1), ResultSlot(7, 2)]
     items = [rows(10, 2), rows(11, 5), rows(12, 4)]
     queries = [(query(1, 7, 3), rows(1)), (query(2, 8, 2), rows(2))]
-    new = [
-        (document(10, slots[0], 1, key=b"a"), items[0]),
-        (document(11, slots[1], 2, key=b"b"), items[1]),
-    ]
+    new = [(document(10, slots[0], 1, key=b"a"), items[0]), (document(11, slots[1], 2, key=b"b"), items[1])]
     skipped = [
         CacheHit(document(14, slots[4], 1, key=b"c"), entry(items[2], "float32")),
         Duplicate(document(12, slots[2], 1, key=b"b")),
@@ -415,3 +414,87 @@ def test_matches_are_found_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sizes.largest <= 300 * DIM
     assert tiled[:, :, 0].equal(found[:, :, 0])
     assert torch.allclose(tiled, found, atol=1e-5)
+
+
+def _query(sequence_id: int, num_consumers: int, request_id: int = 0) -> Sequence:
+    tokens = Tokens(np.zeros(2, dtype=np.int32))
+    return Sequence.query(sequence_id, request_id, "token_embed", tokens, num_consumers)
+
+
+def _window(sequence_id: int, window: Window, request_id: int = 0, length: int = 2) -> Sequence:
+    tokens = Tokens(np.zeros(length, dtype=np.int32))
+    payload = DocumentPayload(0, None, False, window)
+    return Sequence.document(sequence_id, ResultSlot(request_id, 0), "token_embed", tokens, payload)
+
+
+def test_a_query_is_a_copy_and_goes_with_its_last_consumer() -> None:
+    store = QueryStore()
+    step = torch.ones(6, 4)
+    store.put(_query(1, 3), step[2:4])
+    store.put(_query(2, 1), torch.ones(2, 4))
+    step.zero_()
+    store.release(1)
+    store.release(1)
+    store.release(3)
+    assert len(store) == 2
+    assert torch.equal(store.get(1), torch.ones(2, 4))
+    store.release(1)
+    assert len(store) == 1
+    with pytest.raises(KeyError):
+        store.get(1)
+    store.release(2, consumers=5)
+    assert len(store) == 0
+    # Put again, it has all its consumers and its latest embedding.
+    store.put(_query(1, 2), torch.zeros(2, 4))
+    store.release(1)
+    store.put(_query(1, 2), torch.ones(2, 4))
+    store.release(1)
+    assert torch.equal(store.get(1), torch.ones(2, 4))
+
+
+def test_a_window_put_twice_counts_once_and_is_a_copy() -> None:
+    store = WindowStore()
+    window = Window(5, 2)
+    step = torch.ones(2, 4)
+    for _ in range(2):
+        assert store.put(_window(5, window, length=3), window, step) is None
+    step.zero_()
+    assert store.tokens(5) == 3
+    whole = store.put(_window(6, window, length=4), window, torch.zeros(1, 4))
+    assert whole is not None
+    assert whole[:, 0].tolist() == [1, 1, 0]
+    assert store.tokens(5) == 7
+
+
+def test_windows_that_are_forgotten_must_come_again() -> None:
+    store = WindowStore()
+    first, second = Window(1, 2), Window(5, 2)
+    store.put(_window(1, first), first, torch.ones(1, 4))
+    store.put(_window(2, first), first, torch.ones(1, 4))
+    store.put(_window(5, second, length=7), second, torch.full((1, 4), 5.0))
+    store.put(_window(6, second), second, torch.ones(1, 4))
+    store.forget({1, 2, 6, 99})
+    assert len(store) == 1, "of the first document nothing is left"
+    assert store.tokens(5) == 7
+    whole = store.put(_window(6, second), second, torch.full((2, 4), 6.0))
+    assert whole is not None
+    assert whole[:, 0].tolist() == [5, 6, 6]
+    assert store.put(_window(1, first), first, torch.ones(1, 4)) is None
+
+
+def test_scalars_and_matrices_of_several_outputs_are_told_apart() -> None:
+    matrices = Ragged.from_lengths(torch.arange(12.0).reshape(4, 3), [3, 1])
+    scores = Ragged(torch.tensor([[0.5], [-2.0]]), (0, 1, 2))
+    wide = Ragged.from_lengths(torch.arange(100.0, 110.0).reshape(2, 5), [0, 2])
+    all_items = [matrices, scores, wide, scores]
+    outputs = [
+        Output((ResultSlot(i, 0), ResultSlot(i, 1)), items, scalar=items is scores)
+        for i, items in enumerate(all_items)
+    ]
+    host = torch.cat([items.values.reshape(-1) for items in all_items])
+    results = StepOutcome(tuple(outputs), host, (), Releases(), (), None).results()
+    assert [result.slot for result in results] == [slot for output in outputs for slot in output.slots]
+    expected = [*matrices, 0.5, -2.0, *wide, 0.5, -2.0]
+    for result, wanted in zip(results, expected, strict=True):
+        assert isinstance(result.value, float if isinstance(wanted, float) else np.ndarray)
+        np.testing.assert_array_equal(result.value, wanted)

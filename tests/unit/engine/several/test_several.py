@@ -1,12 +1,19 @@
-"""Several models in one process: each scores as alone, and what befalls one is no other's business."""
+"""Several models in one process: each scores as alone, what befalls one is no other's business, and they
+share what one device has: its time by weight, its thread, memory for caches, a registry."""
 
 import asyncio
+import gc
+import random
 import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
+import pytest_asyncio
 
+from maxsimd.api.garbage import resident_bytes
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import (
     Engine,
@@ -17,15 +24,59 @@ from maxsimd.engine import (
     Engines,
     InvalidRequestError,
     ModelDroppedError,
+    ModelFailedError,
+    ModelLoadError,
     PictureFile,
     ScoreResult,
     Stage,
 )
+from maxsimd.engine.actors.turns import Turn, Turns
+from maxsimd.engine.device import load
+from maxsimd.engine.device.allocators import give_back_memory
+from maxsimd.engine.device.thread import num_left_behind
 from maxsimd.engine.requests import Truncation
-from tests.waiting import until
+from tests.checkpoints import bi_encoders, cross_encoders
+from tests.checkpoints.shared import SharedCheckpoints
+from tests.waiting import until, wait_for
 
 # Engines belong to one event loop.
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture(scope="module")
+def config(checkpoints: SharedCheckpoints) -> EngineConfig:
+    return EngineConfig(model=checkpoints(bi_encoders.gte), dtype="float32", threads=1)
+
+
+@pytest.fixture(scope="module")
+def reranker(config: EngineConfig, checkpoints: SharedCheckpoints) -> EngineConfig:
+    return replace(config, model=checkpoints(cross_encoders.bert))
+
+
+@pytest.fixture(scope="module")
+def embedder(config: EngineConfig, checkpoints: SharedCheckpoints) -> EngineConfig:
+    path = checkpoints(bi_encoders.bge)
+    return replace(config, model=path, score_type="late-interaction", max_model_len=256)
+
+
+@pytest.fixture
+def held_load(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Reading a checkpoint sets the first, and waits for the second."""
+    is_read, go_on, load_model = threading.Event(), threading.Event(), load.load_model
+
+    def held(*arguments: Any) -> Any:
+        is_read.set()
+        go_on.wait()
+        return load_model(*arguments)
+
+    monkeypatch.setattr(load, "load_model", held)
+    return is_read, go_on
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def both(embedder: EngineConfig, reranker: EngineConfig) -> AsyncIterator[Engines]:
+    async with Engines({"embed": embedder, "rerank": reranker}) as engines:
+        yield engines
 
 
 async def test_each_scores_as_alone(
@@ -226,3 +277,234 @@ async def test_possible_refusals_are_not_told_before(
     first = (await both["embed"].rerank("a cat", documents, top_n=keep, **options)).results
     found = await both.rerank("a cat", documents, _stages(TO_RERANK, keep), **options)
     assert {one.index for one in found.results} == {one.index for one in first}
+
+
+async def test_time_on_the_device_goes_by_weight_and_is_counted(config: EngineConfig) -> None:
+    async with Engines({"a": config, "b": config}, weights={"a": 3.0}) as engines:
+        for name, weight in (("a", 3.0), ("b", 1.0)):
+            assert engines[name]._running._device.turn.weight == weight  # type: ignore[union-attr]
+            await engines[name].score("a", ["b"])
+            assert engines.device_seconds(name) > 0
+            counted = engines.registry.get_sample_value("maxsimd_device_seconds_total", {"model": name})
+            assert counted == pytest.approx(engines.device_seconds(name))
+
+
+async def test_no_step_runs_while_a_load_reads_cancelled_or_not(
+    held_load: tuple[threading.Event, threading.Event], config: EngineConfig
+) -> None:
+    """Reading one changes torch's default precision for all threads."""
+    is_read, go_on = held_load
+    go_on.set()
+    async with Engines({"a": config}) as engines:
+        is_read.clear()
+        go_on.clear()
+        loading = asyncio.create_task(engines.load("b", config))
+        await asyncio.to_thread(is_read.wait)
+        loading.cancel()
+        await asyncio.gather(loading, return_exceptions=True)
+        score = asyncio.create_task(engines["a"].score("a", ["b"], cache="bypass"))
+        await asyncio.wait({score}, timeout=0.2)
+        assert not score.done()
+        go_on.set()
+        assert (await score).scores
+
+
+async def test_caches_share_what_one_would_take(config: EngineConfig) -> None:
+    def limits(engines: Engines) -> list[int]:
+        return [engines[name].metrics.cache._memory.limit >> 20 for name in engines.names]  # type: ignore[union-attr]
+
+    async with Engines({"a": config, "own": replace(config, cache_mb=7)}) as engines:
+        whole = limits(engines)[0]
+        assert limits(engines) == [whole, 7]
+        await engines.load("b", config)
+        assert limits(engines) == [whole // 2, 7, whole // 2]
+        await engines.drop("a")
+        assert limits(engines) == [7, whole]
+
+
+async def test_another_number_of_threads_is_refused_and_said(config: EngineConfig) -> None:
+    async with Engines({"a": config}) as engines:
+        with pytest.raises(ModelLoadError, match="threads is 1 for those that are there, and 2 for this one"):
+            await engines.load("b", replace(config, threads=2))
+        await engines.drop("a")
+        await engines.load("b", replace(config, threads=2))
+        assert (await engines["b"].score("a", ["b"])).scores
+
+
+def _breaking(engines: Engines, name: str, act: Callable[[], Any]) -> None:
+    """Has the model's next step do this in place of running."""
+    runner: Any = engines[name].device_model.prepared.runner
+    runner.forward = lambda step: act()
+
+
+async def test_an_exit_in_one_models_code_ends_that_model_alone(config: EngineConfig) -> None:
+    def leave() -> None:
+        raise SystemExit(3)
+
+    async with Engines({"a": config, "b": config}) as engines:
+        right = (await engines["a"].score("a", ["b"])).scores
+        _breaking(engines, "b", leave)
+        with pytest.raises(EngineDeadError, match="ended by SystemExit"):
+            await engines["b"].score("a", ["b"])
+        assert (await engines["a"].score("a", ["b"], cache="bypass")).scores == right
+        await until(lambda: engines.state("b").startswith("failed"))
+
+
+async def test_a_step_that_never_ends_fails_all_models_of_its_device(config: EngineConfig) -> None:
+    reached, released = threading.Event(), threading.Event()
+
+    def stick() -> None:
+        reached.set()
+        released.wait()
+
+    impatient = replace(config, step_timeout_seconds=0.5)
+    async with Engines({"a": impatient, "b": impatient}) as engines:
+        right = (await engines["a"].score("a", ["b"])).scores
+        await engines["b"].score("a", ["b"])
+        _breaking(engines, "b", stick)
+        try:
+            asked = [asyncio.create_task(engines["b"].score("a", ["c"], cache="bypass")) for _ in range(2)]
+            await asyncio.to_thread(reached.wait)
+            asked.append(asyncio.create_task(engines["a"].score("a", ["c"], cache="bypass")))
+            async with asyncio.timeout(60):
+                answers = await asyncio.gather(*asked, return_exceptions=True)
+            assert [type(answer) for answer in answers] == [EngineDeadError] * 3
+            await until(lambda: all(engines.state(name).startswith("failed") for name in "ab"))
+            with pytest.raises(ModelFailedError, match="stuck with a step of another model"):
+                _ = engines["a"]
+            await engines.load("a", config)
+            assert (await engines["a"].score("a", ["b"])).scores == right
+        finally:
+            released.set()
+    wait_for(lambda: num_left_behind() == 0)
+
+
+@pytest.mark.parametrize("cycles", [2, pytest.param(20, marks=pytest.mark.exhaustive)])
+async def test_loads_and_drops_lose_no_request_and_free_memory(
+    cycles: int, pairs: list[Pair], config: EngineConfig
+) -> None:
+    documents = [pair.document for pair in pairs[:5]]
+
+    def resident() -> int:
+        gc.collect()
+        give_back_memory()
+        return resident_bytes()
+
+    answered = 0
+
+    async def ask(engines: Engines) -> None:
+        nonlocal answered
+        while True:
+            await engines["stays"].score(pairs[answered % 40].query, documents, cache="bypass")
+            answered += 1
+            await asyncio.sleep(0.02)
+
+    async with Engines({"stays": config}) as engines:
+        traffic = asyncio.create_task(ask(engines))
+        for cycle in range(cycles):
+            await engines.load("comes", config)
+            comes = engines["comes"]
+            own = [asyncio.create_task(comes.score(pair.query, documents)) for pair in pairs[:4]]
+            await asyncio.sleep(0)  # they are in
+            await engines.drop("comes", grace=None)
+            assert all(len(result.scores) == len(documents) for result in await asyncio.gather(*own))
+            del comes, own
+            if cycle == 0:  # what libraries keep for ever is there by now
+                before, begun = resident(), answered
+        await until(lambda: answered > begun)
+        assert resident() == pytest.approx(before, rel=0.03)
+        assert not traffic.done()
+        traffic.cancel()
+        await asyncio.gather(traffic, return_exceptions=True)
+
+
+@dataclass
+class Clock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def _model(turn: Turn, clock: Clock, draw: random.Random, longest: float) -> None:
+    """Runs steps of up to so many seconds one after the other."""
+    while True:
+        async with turn:
+            started = clock.now
+            clock.now += draw.uniform(0, longest)
+            turn.charge(started)
+
+
+async def _run(turns: list[Turn], clock: Clock, longest: list[float], seconds: float) -> list[float]:
+    """The seconds of each once the clock has come so far."""
+    before = [turn.seconds for turn in turns]
+    draw = random.Random(0)
+    models = [
+        asyncio.create_task(_model(turn, clock, draw, most))
+        for turn, most in zip(turns, longest, strict=True)
+    ]
+    end = clock.now + seconds
+    while clock.now < end:
+        await asyncio.sleep(0)
+    for model in models:
+        model.cancel()
+    await asyncio.gather(*models, return_exceptions=True)
+    return [turn.seconds - already for turn, already in zip(turns, before, strict=True)]
+
+
+@pytest.mark.parametrize("weights", [(1, 3), (5, 2, 1)])
+async def test_time_is_shared_by_weight_whatever_the_length_of_steps(weights: tuple[float, ...]) -> None:
+    clock = Clock()
+    turns = Turns(clock)
+    members = [turns.join(weight) for weight in weights]
+    used = await _run(members, clock, [0.01, 0.2, 0.05][: len(weights)], 40.0)
+    for seconds, weight in zip(used, weights, strict=True):
+        assert seconds / sum(used) == pytest.approx(weight / sum(weights), rel=0.03)
+
+
+async def test_an_idle_one_costs_nothing_and_saves_up_a_moment() -> None:
+    clock = Clock()
+    turns = Turns(clock)
+    busy, idle = turns.join(1.0), turns.join(1.0)
+    assert await _run([busy], clock, [0.1], 20.0) == [pytest.approx(20.0, abs=0.2)]
+    used = await _run([busy, idle], clock, [0.1, 0.1], 10.0)
+    assert used[1] == pytest.approx(5.0, abs=0.5)
+
+
+async def test_steps_that_overlap_are_paid_for_once() -> None:
+    clock = Clock()
+    turns = Turns(clock)
+    first, second = turns.join(1.0), turns.join(1.0)
+    clock.now = 3.0
+    assert first.charge(1.0) == 2.0
+    clock.now = 4.0
+    assert second.charge(2.0) == 1.0
+    assert first.charge(5.0) == 0.0
+
+
+async def test_whoever_is_cancelled_holds_up_nobody() -> None:
+    turns = Turns(Clock())
+    members = [turns.join(1.0) for _ in range(3)]
+    draw = random.Random(1)
+    for _ in range(100):
+        tasks = [asyncio.create_task(_hold(turn)) for turn in members]
+        for _ in range(draw.randrange(8)):
+            await asyncio.sleep(0)
+        gone = draw.choice(tasks)
+        gone.cancel()
+        left = [task for task in tasks if task is not gone]
+        async with asyncio.timeout(10):
+            await asyncio.gather(*left)
+            await asyncio.gather(gone, return_exceptions=True)
+        assert turns.holder is None
+
+
+async def _hold(turn: Turn) -> None:
+    async with turn:
+        await asyncio.sleep(0)
+
+
+async def test_a_weight_that_means_nothing_is_refused() -> None:
+    for weight in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="must be positive and finite"):
+            Turns(Clock()).join(weight)

@@ -1,0 +1,232 @@
+"""Modules of our own beside those of transformers: BERT, ALiBi, token compression, short convolutions."""
+
+import random
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, Lfm2Config
+from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
+
+from maxsimd.engine import Engine, EngineConfig
+from maxsimd.engine.checkpoint.short_convolution import ShortConvolution
+from maxsimd.engine.config import compress_layers_of
+from maxsimd.engine.execution.attention.interface import NAME, register
+from maxsimd.engine.execution.fused_layers.bert import fused_self_attention
+from maxsimd.engine.execution.fused_layers.trial import recorded
+from maxsimd.engine.models import bert
+from maxsimd.engine.models.alibi import AlibiBias, slopes_of
+from maxsimd.engine.models.compression import Rows, compressed
+from maxsimd.engine.models.jina_bert import JinaBertConfig, JinaBertSelfAttention
+from tests.checkpoints import jina
+from tests.checkpoints.shared import SharedCheckpoints
+
+FAMILIES = ("bert", "roberta", "xlm-roberta")
+
+
+def _random_config(family: str, seed: int) -> Any:
+    pick = random.Random(seed)
+    heads = pick.choice([1, 2, 4])
+    return AutoConfig.for_model(
+        family,
+        vocab_size=pick.randint(20, 90),
+        hidden_size=heads * pick.choice([4, 8, 12]),
+        num_hidden_layers=pick.randint(1, 3),
+        num_attention_heads=heads,
+        intermediate_size=pick.choice([8, 30]),
+        hidden_act=pick.choice(sorted(bert.ACTIVATIONS)),
+        max_position_embeddings=pick.choice([16, 40]),
+        type_vocab_size=pick.choice([1, 2]),
+        layer_norm_eps=pick.choice([1e-12, 1e-5]),
+        pad_token_id=pick.choice([0, 1, 3]),
+        num_labels=pick.choice([1, 3]),
+    )
+
+
+def _ours(config: Any) -> bert.EncoderConfig:
+    names = {field.name for field in fields(bert.EncoderConfig)} - {"settings", "_attn_implementation"}
+    return bert.EncoderConfig(**{name: getattr(config, name) for name in names})
+
+
+def _inputs(config: Any, seed: int) -> dict[str, torch.Tensor]:
+    """A padded batch with token types, with padding on the right as well as, for one row, on the left."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(4, config.vocab_size, (3, 12), generator=generator)
+    mask = torch.ones_like(ids)
+    for row, padding in ((0, slice(7, None)), (1, slice(None, 3))):
+        ids[row, padding] = config.pad_token_id
+        mask[row, padding] = 0
+    types = torch.randint(0, config.type_vocab_size, ids.shape, generator=generator)
+    return {"input_ids": ids, "attention_mask": mask, "token_type_ids": types}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_encoders_and_classifiers_equal_those_of_transformers(family: str) -> None:
+    for seed in range(4):
+        config = _random_config(family, seed)
+        theirs = AutoModel.from_config(config).eval()
+        ours = bert.ENCODERS[family](_ours(config), has_pooler=True).eval()
+        ours.load_state_dict(theirs.state_dict())
+        for attention, names in (
+            ("sdpa", ("input_ids",)),
+            ("sdpa", ("input_ids", "attention_mask", "token_type_ids")),
+            ("eager", ("input_ids", "attention_mask", "token_type_ids")),
+        ):
+            ours.set_attn_implementation(attention)
+            inputs = {name: each for name, each in _inputs(config, seed).items() if name in names}
+            found, expected = ours(**inputs), theirs(**inputs)
+            attended = _inputs(config, seed)["attention_mask"].bool()
+            torch.testing.assert_close(
+                found.last_hidden_state[attended], expected.last_hidden_state[attended]
+            )
+            torch.testing.assert_close(found.pooler_output, expected.pooler_output)
+        theirs = AutoModelForSequenceClassification.from_config(config).eval()
+        ours = bert.CLASSIFIERS[family](_ours(config)).eval()
+        ours.load_state_dict(theirs.state_dict())
+        inputs = _inputs(config, seed)
+        torch.testing.assert_close(ours(**inputs).logits, theirs(**inputs).logits)
+    without_pooler = bert.ENCODERS[family](_ours(config), has_pooler=False)
+    assert without_pooler(inputs["input_ids"]).pooler_output is None
+
+
+CPU = torch.device("cpu")
+
+
+def test_the_bias_is_the_slope_times_the_distance() -> None:
+    for tokens in (1, 64, 65, 66, 129, 130, 1_000):
+        query = torch.zeros(1, 4, tokens, 8)
+        found = AlibiBias(4).reaching(tokens, CPU).terms(query, query, 1.0)
+        apart = (torch.arange(tokens)[:, None] - torch.arange(tokens)[None, :]).abs()
+        torch.testing.assert_close(found, torch.stack([-slope * apart for slope in slopes_of(4)]))
+
+
+def test_a_fused_layer_hands_the_bias_on() -> None:
+    config = JinaBertConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=1)
+    register()
+    config._attn_implementation = NAME
+    fused = fused_self_attention(JinaBertSelfAttention(config).eval())
+    assert fused is not None
+    bias = AlibiBias(4).reaching(5, CPU)
+    x = torch.randn(1, 5, 32)
+    asked = recorded(lambda attention: fused(x, step_attention=attention, position_bias=bias)[0])
+    assert asked is not None
+    assert asked[0].relative is bias
+
+
+async def test_however_it_is_run_it_embeds_alike(checkpoints: SharedCheckpoints) -> None:
+    texts = ["one", "a few more words than one", "words " * 60, "three words here"]
+    usual = EngineConfig(model=checkpoints(jina.embeddings_v2_code), dtype="float32", threads=1)
+    embeddings = []
+    for config in (usual, replace(usual, packing="off")):
+        async with Engine(config) as engine:
+            packed = engine.device_model.prepared.not_packed is None
+            assert packed == (config.packing == "auto")
+            embeddings.append((await engine.embed(texts)).embeddings)
+    np.testing.assert_allclose(*embeddings, atol=2e-6, rtol=1e-5)
+
+
+# How many rows stand before the document, are its own, and stand behind it.
+lengths = st.tuples(st.integers(0, 4), st.integers(0, 20), st.integers(1, 4))
+
+
+def _rows(batch: list[tuple[int, int, int]]) -> Rows:
+    longest = max(map(sum, batch))
+    types = [[0] * a + [1] * b + [0] * (longest - a - b) for a, b, _ in batch]
+    attended = [[1] * sum(each) + [0] * (longest - sum(each)) for each in batch]
+    return Rows(torch.tensor(attended) != 0, torch.tensor(types) != 0)
+
+
+@settings(max_examples=30)
+@given(st.lists(lengths, min_size=1, max_size=5), st.sampled_from([2, 4, 8]))
+def test_each_group_of_a_documents_rows_becomes_their_mean(
+    batch: list[tuple[int, int, int]], ratio: int
+) -> None:
+    rows = _rows(batch)
+    states = torch.randn(*rows.attended.shape, 3)
+    groups, after = compressed(rows, ratio)
+    found = groups.means(states)
+    for i, (before, own, behind) in enumerate(batch):
+        document = states[i, before : before + own].split(ratio) if own else ()
+        end = before + own
+        expected = [*states[i, :before], *(part.mean(0) for part in document), *states[i, end : end + behind]]
+        count = len(expected)
+        torch.testing.assert_close(found[i, :count], torch.stack(expected))
+        assert after.attended[i].tolist() == [True] * count + [False] * (found.shape[1] - count)
+        assert after.of_document[i].nonzero().flatten().tolist() == [*range(before, before + len(document))]
+        assert after.last[i] == count - 1
+
+
+def test_bfloat16_rows_are_averaged_in_float32() -> None:
+    rows = _rows([(0, 3, 1)])
+    states = torch.tensor([[[256.0], [1.0], [1.0], [7.0]]], dtype=torch.bfloat16)
+    groups, _ = compressed(rows, 4)
+    assert groups.means(states).tolist() == [[[86.0], [7.0]]]
+
+
+def test_layers_are_numbers_with_commas_between() -> None:
+    assert compress_layers_of("40, 24,24") == (24, 40)
+    assert compress_layers_of("8") == (8,)
+    for wrong in ("", "a", "0", "-1,2", "1;2", "1.5"):
+        with pytest.raises(ValueError, match="compress_layers must be numbers from 1 on"):
+            EngineConfig(compress_layers=wrong)
+
+
+@pytest.mark.parametrize("ratio", [-1, 0, 3, 16])
+def test_other_ratios_are_refused(ratio: int) -> None:
+    with pytest.raises(ValueError, match=f"compress_ratio must be one of 1, 2, 4, 8, not {ratio}"):
+        EngineConfig(compress_ratio=ratio)
+
+
+HIDDEN = 8
+LENGTHS = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 4)), min_size=1, max_size=6)
+
+
+def _original(taps: int, bias: bool = False) -> Lfm2ShortConv:
+    torch.manual_seed(taps)
+    config = Lfm2Config(hidden_size=HIDDEN, conv_L_cache=taps, conv_bias=bias, layer_types=["conv"] * 32)
+    return Lfm2ShortConv(config, 0).eval()
+
+
+@torch.inference_mode()
+@settings(max_examples=25)
+@given(LENGTHS, st.integers(1, 5), st.booleans(), st.booleans())
+def test_sequences_in_a_row_see_nothing_of_each_other(
+    lengths: list[tuple[int, int]], taps: int, centred: bool, bias: bool
+) -> None:
+    convolution = ShortConvolution(_original(taps, bias), centred, leaves_out_padding=False)
+    states = [torch.randn(1, count, HIDDEN) for count, _ in lengths]
+    rows, positions = [], []
+    for item, (count, padding) in zip(states, lengths, strict=True):
+        rows += [item, torch.randn(1, padding, HIDDEN)]
+        positions += [*range(count), *[0] * padding]
+    together = convolution(torch.cat(rows, dim=1), row_positions=torch.tensor([positions]))
+    first = 0
+    for item, (count, padding) in zip(states, lengths, strict=True):
+        torch.testing.assert_close(
+            together[:, first : first + count], convolution(item), atol=1e-6, rtol=1e-5
+        )
+        first += count + padding
+
+
+@torch.inference_mode()
+@settings(max_examples=25)
+@given(LENGTHS, st.integers(1, 5), st.booleans())
+def test_unattended_ends_are_left_out_of_rows_too(
+    lengths: list[tuple[int, int]], taps: int, centred: bool
+) -> None:
+    convolution = ShortConvolution(_original(taps), centred, leaves_out_padding=True)
+    states = [torch.randn(1, count + end, HIDDEN) for count, end in lengths]
+    positions = torch.tensor([[i for count, end in lengths for i in range(count + end)]])
+    attended = [(torch.arange(count + end) < count).long() for count, end in lengths]
+    together = convolution(
+        torch.cat(states, dim=1), row_positions=positions, attended_rows=torch.cat(attended)[None]
+    )
+    alone = [
+        convolution(item, attention_mask=seen[None]) for item, seen in zip(states, attended, strict=True)
+    ]
+    torch.testing.assert_close(together, torch.cat(alone, dim=1), atol=1e-6, rtol=1e-5)
