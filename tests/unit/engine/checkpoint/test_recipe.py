@@ -267,15 +267,15 @@ def test_the_embedded_model_comes_with_its_recipes(
         assert _without_proof(shipped.recipes[content]) == _without_proof(recipe)
     assert set(made.texts) <= set(shipped.texts)
     # A copy of its folder is not scored as the embedded model is, and has recipes of its own.
-    assert _load(embedded_model_path()).score_type == "bi-encoder"
+    assert _load(embedded_model_path()).score_type.value == "bi-encoder"
     no_libraries()
-    assert _load(embedded_model_path()).score_type == "bi-encoder"
+    assert _load(embedded_model_path()).score_type.value == "bi-encoder"
     expected = ("late-interaction", "late-interaction", "bi-encoder")
     for asked, score_type in zip(SCORE_TYPES, expected, strict=True):
         config = EngineConfig(score_type=asked)  # type: ignore[arg-type]
         model = loading.load_model(config, CPU)
         assert isinstance(model.backbone, bert.Encoder)
-        assert model.score_type == score_type
+        assert model.score_type.value == score_type
         assert knows_texts(texts_content(config) or "")
 
 
