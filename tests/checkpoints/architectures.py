@@ -27,7 +27,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from maxsimd.bench.datasets import Pair, docstring_pairs
-from tests.checkpoints.tokenizers import byte_level_bpe
+from tests.checkpoints.tokenizers import XLM_R, byte_level_bpe
 
 Outputs = NDArray[np.float32]
 
@@ -120,16 +120,6 @@ UNSCORED = {
     "vits": "it makes sounds; its hidden states are not what its forward returns",
 }
 
-_SPECIALS = {
-    "bos_token": "<s>",
-    "pad_token": "<pad>",
-    "eos_token": "</s>",
-    "cls_token": "<s>",
-    "sep_token": "</s>",
-    "unk_token": "<unk>",
-    "mask_token": "<mask>",
-}
-
 
 def build(architecture: Architecture, folder: Path) -> str:
     """Saves it with its tokeniser, as transformers does."""
@@ -159,7 +149,7 @@ def save_tokenizer(model_type: str, folder: Path) -> int:
     if getattr(default, "type_vocab_size", 0) > 1 or model_type == "xlnet":
         names.insert(1, "token_type_ids")
     pair = "<s> $A </s> $B:1 </s>:1"
-    return byte_level_bpe(folder, _SPECIALS, "<s> $A </s>", pair, model_input_names=names)
+    return byte_level_bpe(folder, XLM_R, "<s> $A </s>", pair, model_input_names=names)
 
 
 # What decays, mixes or measures time, and is stable about where it starts.

@@ -112,16 +112,10 @@ def deberta_v2(folder: Path, changes: tuple[tuple[str, Any], ...] = ()) -> str:
     }
     settings: dict[str, Any] = {
         "vocab_size": unigram(folder, specials, "[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1"),
-        "max_position_embeddings": 512,
-        "type_vocab_size": 0,
-        "relative_attention": True,
-        "position_buckets": 32,
-        "pos_att_type": ["p2c", "c2p"],
-        "position_biased_input": False,
-        "share_att_key": True,
-        "norm_rel_ebd": "layer_norm",
-        "pooler_hidden_size": 128,
-    }
+        "max_position_embeddings": 512, "type_vocab_size": 0, "relative_attention": True,
+        "position_buckets": 32, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False,
+        "share_att_key": True, "norm_rel_ebd": "layer_norm", "pooler_hidden_size": 128,
+    }  # fmt: skip
     return _save(folder, "deberta-v2", **settings | dict(changes))
 
 

@@ -23,7 +23,7 @@ from maxsimd.engine import (
     Vectors,
 )
 from maxsimd.engine.preprocess import explain_limits
-from tests.checkpoints import cross_encoders, language_models
+from tests.checkpoints import bi_encoders, cross_encoders, language_models
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
 from tests.nearly import nearly
@@ -67,9 +67,9 @@ def _sum(one: RankedDocument) -> float:
     ids=lambda options: " ".join(options.values()),
 )
 async def test_similarities_add_up_to_the_score_also_from_the_cache(
-    options: dict[str, Any], engines: Engines, pairs: list[Pair]
+    options: dict[str, Any], stanford_colbert: str, engines: Engines, pairs: list[Pair]
 ) -> None:
-    engine = await engines(EngineConfig(**options, cache_mb=64))
+    engine = await engines(EngineConfig(model=stanford_colbert, **options, cache_mb=64))
     await engine.clear_cache()
     documents = [pair.document for pair in pairs[:5]]
     plain = (await engine.score(QUERY, documents, cache="bypass")).scores
@@ -205,22 +205,23 @@ def _ends_a_word(text: str, stop: int) -> bool:
     return stop == len(text) or text[stop].isspace()
 
 
-@pytest.mark.parametrize("score_type", ["late-interaction", "bi-encoder"])
+@pytest.mark.parametrize("build", [None, bi_encoders.gte])
 async def test_a_window_has_the_score_of_its_passage(
-    score_type: Any, engines: Engines, pairs: list[Pair]
+    build: Any, checkpoints: SharedCheckpoints, engines: Engines, pairs: list[Pair]
 ) -> None:
-    engine = await engines(EngineConfig(score_type=score_type, dtype="float32"))
+    engine = await engines(EngineConfig(model=build and checkpoints(build), dtype="float32"))
+    is_late = build is None
     await engine.clear_cache()
     document = _long(pairs)
     for cached in (False, True):
         result = await engine.score(QUERY, [document], explain=True, truncation=WINDOWS)
         explanation = result.explanations[0]
-        assert explanation.cached is (cached and score_type == "late-interaction")
+        assert explanation.cached is (cached and is_late)
         await _compare_windows(engine, document, explanation, 2)
         best = max(window.score for window in explanation.windows)
         assert explanation.passage is not None
         assert explanation.passage.score == best
-        if score_type == "bi-encoder":
+        if not is_late:
             assert result.scores == [best]
             assert not explanation.matches
         else:
@@ -322,8 +323,8 @@ async def test_many_windows_are_refused_before_they_are_run(
     assert result.results[0].explanation is not None
 
 
-async def test_an_engine_that_stops_still_explains_what_it_has_scored() -> None:
-    engine = Engine(EngineConfig(dtype="float32", max_batch_tokens=256, cache_mb=0))
+async def test_an_engine_that_stops_still_explains_what_it_has_scored(stanford_colbert: str) -> None:
+    engine = Engine(EngineConfig(model=stanford_colbert, dtype="float32", max_batch_tokens=256, cache_mb=0))
     await engine.start()
     asked = asyncio.create_task(engine.score(QUERY, [f"a file {i}" for i in range(80)], explain=True))
     await until(lambda: engine.stats().open_requests == 1)

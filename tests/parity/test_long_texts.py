@@ -28,8 +28,6 @@ from tests.parity.references import loaded
 on_one_loop = pytest.mark.asyncio(loop_scope="module")
 
 LONG_QUERY = "how is a file read " * 40
-# How many tokens of a document each reads, and the longest query.
-LENGTHS = {"stanford_colbert": (180, 32), "native_multi_vector": (128, 48)}
 
 
 @on_one_loop
@@ -66,16 +64,6 @@ async def test_a_late_interaction_score_does_not_depend_on_the_budget(
     np.testing.assert_allclose(scores[0], scores[1], rtol=1e-5, atol=1e-4)
 
 
-@pytest.fixture(params=LENGTHS)
-def checkpoint(request: pytest.FixtureRequest) -> str:
-    return str(request.getfixturevalue(request.param))
-
-
-@pytest.fixture
-def lengths(request: pytest.FixtureRequest) -> tuple[int, int]:
-    return LENGTHS[request.node.callspec.params["checkpoint"]]
-
-
 @pytest.fixture(scope="module")
 def documents(pairs: list[Pair]) -> list[str]:
     """From a few words to more than the checkpoints read, and more than their models take."""
@@ -83,10 +71,18 @@ def documents(pairs: list[Pair]) -> list[str]:
 
 
 @on_one_loop
+@pytest.mark.parametrize(
+    ("fixture", "longest_query"), [("stanford_colbert", 32), ("native_multi_vector", 48)]
+)
 async def test_long_texts_are_read_as_the_checkpoint_says(
-    checkpoint: str, lengths: tuple[int, int], engines: Engines, documents: list[str]
+    fixture: str,
+    longest_query: int,
+    engines: Engines,
+    documents: list[str],
+    request: pytest.FixtureRequest,
 ) -> None:
     """Silently, because that is how it was trained."""
+    checkpoint = request.getfixturevalue(fixture)
     engine = await engines(EngineConfig(model=checkpoint, dtype="float32"))
     await engine.clear_cache()
     model = loaded(MultiVectorEncoder, checkpoint)
@@ -100,7 +96,7 @@ async def test_long_texts_are_read_as_the_checkpoint_says(
     found = (await engine.embed_tokens(documents, input_type="document")).embeddings
     for ours, theirs in zip(found, encoded, strict=True):
         np.testing.assert_allclose(ours, theirs.numpy(), atol=1e-5)
-    assert (await engine.embed_tokens([LONG_QUERY], input_type="query")).usage.prompt_tokens == lengths[1]
+    assert (await engine.embed_tokens([LONG_QUERY], input_type="query")).usage.prompt_tokens == longest_query
     assert (await engine.score(LONG_QUERY, "a", truncation=Truncation(max_tokens=12))).truncated == 1
 
 
