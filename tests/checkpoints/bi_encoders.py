@@ -226,11 +226,7 @@ def sgpt(folder: Path) -> str:
 BEHIND_POOLING: dict[str, Callable[[], list[Any]]] = {
     "nothing": list,
     "a residual": lambda: [Dense(128, 128, use_residual=True)],
-    "residuals": lambda: [
-        Dense(128, 128, use_residual=True),
-        Dense(128, 48, use_residual=True),
-        Normalize(),
-    ],
+    "residuals": lambda: [Dense(128, 128, use_residual=True), Dense(128, 48, use_residual=True), Normalize()],
     "dropout": lambda: [
         Dropout(0.5),
         Dense(128, 128, activation_function=GELUActivation()),

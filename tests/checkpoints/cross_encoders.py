@@ -11,18 +11,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.checkpoints.bi_encoders import CHATML
 from tests.checkpoints.language_models import ROLES_TEMPLATE
-from tests.checkpoints.tokenizers import (
-    ENDS,
-    GEMMA,
-    WORDS,
-    XLM_R,
-    byte_level_bpe,
-    unigram,
-    wordpiece,
-)
-from tests.checkpoints.tokenizers import (
-    xlm_roberta as xlm_roberta_tokenizer,
-)
+from tests.checkpoints.tokenizers import ENDS, GEMMA, WORDS, XLM_R, byte_level_bpe, unigram, wordpiece
+from tests.checkpoints.tokenizers import xlm_roberta as xlm_roberta_tokenizer
 from tests.checkpoints.weights import change_config, save_model
 
 PROMPTS: dict[str, Any] = {

@@ -48,9 +48,7 @@ def _qwen_tokenizer(folder: Path, end: bool = False) -> int:
     if end:
         token = "<|endoftext|>"
         backend.post_processor = processors.TemplateProcessing(
-            single=f"$A {token}",
-            pair=f"$A $B {token}",
-            special_tokens=[(token, backend.token_to_id(token))],
+            single=f"$A {token}", pair=f"$A $B {token}", special_tokens=[(token, backend.token_to_id(token))]
         )
     tokenizer.save_pretrained(folder)
     return len(tokenizer)
@@ -175,11 +173,7 @@ def _add_tensor(writer: Any, name: str, values: Any, kind: Kind) -> torch.Tensor
 
 # Of blocks of 256 values, which the package gguf only reads: where two bytes of their scale and of what is
 # taken off are, and values of these with which random bytes become numbers of about 0.1.
-_BLOCKS = {
-    Kind.Q4_K: {0: 4e-4, 2: 7.5 * 4e-4},
-    Kind.Q5_K: {0: 2e-4, 2: 15.5 * 2e-4},
-    Kind.Q6_K: {208: 8e-5},
-}
+_BLOCKS = {Kind.Q4_K: {0: 4e-4, 2: 7.5 * 4e-4}, Kind.Q5_K: {0: 2e-4, 2: 15.5 * 2e-4}, Kind.Q6_K: {208: 8e-5}}
 
 
 def _random_blocks(shape: tuple[int, ...], kind: Kind) -> Any:
@@ -208,8 +202,7 @@ def qwen3(folder: Path, kind: str = "Q8_0", **said: Any) -> str:
     source = _qwen3(folder / "hf")
     config = _config(source)
     conversion = Conversion(
-        gguf.MODEL_ARCH.QWEN3,
-        decoder_said(config) | _qwen_tokens(source, add_bos_token=False) | said,
+        gguf.MODEL_ARCH.QWEN3, decoder_said(config) | _qwen_tokens(source, add_bos_token=False) | said
     )
     return _written(folder, source, conversion, Kind[kind], is_changed=bool(said))[0]
 

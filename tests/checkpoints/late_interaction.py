@@ -57,9 +57,7 @@ def native(folder: Path, token_pooling: bool = False, heads: int = 4) -> str:
     if token_pooling:
         modules.append(HierarchicalTokenPooling(2.0))
     model = MultiVectorEncoder(
-        modules=modules,
-        prompts={"query": "search query: ", "document": "search document: "},
-        device="cpu",
+        modules=modules, prompts={"query": "search query: ", "document": "search document: "}, device="cpu"
     )
     model.save_pretrained(str(folder / "saved"), create_model_card=False)
     return str(folder / "saved")

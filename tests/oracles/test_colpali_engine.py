@@ -47,14 +47,7 @@ class Family:
 
 FAMILIES = [
     # colpali-engine itself has the beginning of a text twice behind a page.
-    Family(
-        visual.colpali,
-        "ColPali",
-        (56, 56),
-        "Query: ",
-        "<pad>" * 10 + "\n",
-        "<image>Describe the image.",
-    ),
+    Family(visual.colpali, "ColPali", (56, 56), "Query: ", "<pad>" * 10 + "\n", "<image>Describe the image."),
     Family(vision_language.colqwen2_merged, "ColQwen2", (84, 112)),
     Family(vision_language.colqwen2_5, "ColQwen2_5", (84, 112)),
     Family(vision_language.colqwen3, "ColQwen3", (96, 128)),

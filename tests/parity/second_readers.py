@@ -96,8 +96,7 @@ READERS: dict[str, Reader] = {
         ("BERT", "RoBERTa", "XLM-RoBERTa", "ModernBERT", "Qwen2", "Qwen3", "Llama", "Gemma"), Equal("logits")
     ),
     **dict.fromkeys(
-        ("bge-reranker-v2-minicpm-layerwise", "bge-reranker-v2.5-gemma2-lightweight"),
-        _refuses(_CODE),
+        ("bge-reranker-v2-minicpm-layerwise", "bge-reranker-v2.5-gemma2-lightweight"), _refuses(_CODE)
     ),
     **dict.fromkeys(("MiniLM", "BGE", "E5", "GTE", "Qwen3-Embedding", "EmbeddingGemma"), Equal("embeddings")),
     **dict.fromkeys(

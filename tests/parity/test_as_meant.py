@@ -17,13 +17,7 @@ from maxsimd.engine import Engine, EngineConfig
 from maxsimd.engine.checkpoint.detect import with_architecture
 from maxsimd.engine.checkpoint.files import read_files
 from maxsimd.engine.several.cascade import Stage, run_cascade
-from tests.checkpoints import (
-    architectures,
-    bi_encoders,
-    cross_encoders,
-    language_models,
-    sparse_encoders,
-)
+from tests.checkpoints import architectures, bi_encoders, cross_encoders, language_models, sparse_encoders
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
 from tests.parity import references

@@ -22,10 +22,7 @@ CHECKPOINTS = ["bert_cross_encoder", "xlm_roberta_cross_encoder", "stanford_colb
 DEFAULT = ["bert_cross_encoder", "stanford_colbert", "qwen3_embedding"]
 
 
-@pytest.fixture(
-    params=with_default([None, *CHECKPOINTS], DEFAULT),
-    ids=lambda name: name or "embedded",
-)
+@pytest.fixture(params=with_default([None, *CHECKPOINTS], DEFAULT), ids=lambda name: name or "embedded")
 def model(request: pytest.FixtureRequest) -> str | None:
     return None if request.param is None else str(request.getfixturevalue(request.param))
 

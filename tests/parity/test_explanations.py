@@ -14,14 +14,7 @@ import pytest
 import pytest_asyncio
 
 from maxsimd.bench.datasets import Pair
-from maxsimd.engine import (
-    Engine,
-    EngineConfig,
-    RankedDocument,
-    RequestTooLargeError,
-    Truncation,
-    Vectors,
-)
+from maxsimd.engine import Engine, EngineConfig, RankedDocument, RequestTooLargeError, Truncation, Vectors
 from maxsimd.engine.preprocess import explain_limits
 from tests.checkpoints import bi_encoders, cross_encoders, language_models
 from tests.checkpoints.shared import SharedCheckpoints

@@ -75,11 +75,7 @@ def documents(pairs: list[Pair]) -> list[str]:
     ("fixture", "longest_query"), [("stanford_colbert", 32), ("native_multi_vector", 48)]
 )
 async def test_long_texts_are_read_as_the_checkpoint_says(
-    fixture: str,
-    longest_query: int,
-    engines: Engines,
-    documents: list[str],
-    request: pytest.FixtureRequest,
+    fixture: str, longest_query: int, engines: Engines, documents: list[str], request: pytest.FixtureRequest
 ) -> None:
     """Silently, because that is how it was trained."""
     checkpoint = request.getfixturevalue(fixture)

@@ -65,11 +65,7 @@ def _sigmoids(path: str, queries: list[str], documents: list[str]) -> Any:
 
 
 def _late(
-    path: str,
-    queries: list[str],
-    documents: list[str],
-    pooling: Any = None,
-    dimensions: int | None = None,
+    path: str, queries: list[str], documents: list[str], pooling: Any = None, dimensions: int | None = None
 ) -> Any:
     """MaxSim of MultiVectorEncoder's vectors, of which tokens are merged, or the first columns kept."""
     model = references.loaded(MultiVectorEncoder, path)
