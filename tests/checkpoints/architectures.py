@@ -99,26 +99,21 @@ def _names_of_parts(config_class: Any) -> Iterator[str]:
 # What sentence-transformers does not score, built though it is.
 _ENCODER_LEFT_RANDOM = "sentence-transformers finds none of its encoder's tensors, and leaves them random"
 UNSCORED = {
-    "blip_2_qformer": "it asks for the states of an image (query_embeds)",
-    "blenderbot": _ENCODER_LEFT_RANDOM,
-    "blenderbot-small": _ENCODER_LEFT_RANDOM,
-    "bros": "it asks for the boxes in which the words stand (bbox)",
+    "blip_2_qformer": "it asks for the states of an image (query_embeds)", "blenderbot": _ENCODER_LEFT_RANDOM,
+    "blenderbot-small": _ENCODER_LEFT_RANDOM, "bros": "it asks for the boxes in which the words stand (bbox)",
     "dia": "sentence-transformers reads its files with a processor of sounds",
     "dpr": "it has no hidden states, only their pooled one, of which sentence-transformers makes nothing",
     "layoutlmv3": "sentence-transformers reads its files with a processor of images",
-    "lxmert": "it asks for an image, and has two kinds of hidden states",
-    "m2m_100": _ENCODER_LEFT_RANDOM,
+    "lxmert": "it asks for an image, and has two kinds of hidden states", "m2m_100": _ENCODER_LEFT_RANDOM,
     "marian": _ENCODER_LEFT_RANDOM,
     "markuplm": "sentence-transformers reads its files with a processor of HTML",
     "neomme": "sentence-transformers reads its files with a processor of images",
     "nllb-moe": "sentence-transformers gives its decoder nothing, which it needs",
-    "pegasus": _ENCODER_LEFT_RANDOM,
-    "pegasus_x": _ENCODER_LEFT_RANDOM,
-    "prophetnet": _ENCODER_LEFT_RANDOM,
+    "pegasus": _ENCODER_LEFT_RANDOM, "pegasus_x": _ENCODER_LEFT_RANDOM, "prophetnet": _ENCODER_LEFT_RANDOM,
     "udop": "sentence-transformers reads its files with a processor of images",
     "vilt": "sentence-transformers reads its files with a processor of images",
     "vits": "it makes sounds; its hidden states are not what its forward returns",
-}
+}  # fmt: skip
 
 
 def build(architecture: Architecture, folder: Path) -> str:
@@ -291,23 +286,14 @@ _OWN: dict[str, dict[str, Any]] = {
     "deepseek_v32": _LATENT,
     "dots3_note_text": {
         **_EQUAL_HEADS,
-        "shared_experts_intermediate_size": 32,
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 4,
-        "swa_q_lora_rank": 24,
-        "swa_kv_lora_rank": 16,
-        "swa_head_dim": 16,
-        "swa_qk_nope_head_dim": 8,
+        "shared_experts_intermediate_size": 32, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4,
+        "swa_q_lora_rank": 24, "swa_kv_lora_rank": 16, "swa_head_dim": 16, "swa_qk_nope_head_dim": 8,
         "swa_v_head_dim": 16,
     },
     "esmc": _EQUAL_HEADS,
     "gemma3n_text": {
-        "num_hidden_layers": 4,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "num_kv_shared_layers": 2,
-        "hidden_size_per_layer_input": 8,
-        "laurel_rank": 8,
-        "altup_num_inputs": 2,
+        "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "laurel_rank": 8, "altup_num_inputs": 2,
     },
     "gemma4_text": {"hidden_size_per_layer_input": 8},
     "glm4v_moe_text": _THREE_AXES_OF_HALF,
@@ -330,12 +316,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "qwen2_5_vl_text": _THREE_AXES,
     "qwen2_vl_text": _THREE_AXES,
     "qwen4_exp_text": {
-        "indexer_n_heads": 2,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 16,
-        "indexer_budget": 8,
-        "indexer_compress_ratio": 2,
-        "hc_lowrank": 16,
+        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
+        "indexer_compress_ratio": 2, "hc_lowrank": 16,
     },
     "reformer": {
         "axial_pos_shape": [16, 16],
@@ -358,7 +340,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "attention_hidden_size": 128,
     },
     "zaya": {"num_experts_per_tok": 1},
-}
+}  # fmt: skip
 
 
 def small_config(model_type: str, vocabulary: int) -> Any:

@@ -76,13 +76,9 @@ def xlm_roberta(folder: Path) -> str:
 
 
 MODERNBERT: dict[str, Any] = {
-    "max_position_embeddings": 512,
-    "local_attention": 16,
-    "global_attn_every_n_layers": 2,
-    "pad_token_id": 0,
-    "cls_token_id": 101,
-    "sep_token_id": 102,
-}
+    "max_position_embeddings": 512, "local_attention": 16, "global_attn_every_n_layers": 2, "pad_token_id": 0,
+    "cls_token_id": 101, "sep_token_id": 102,
+}  # fmt: skip
 
 
 def modernbert(folder: Path) -> str:

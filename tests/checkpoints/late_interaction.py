@@ -175,11 +175,7 @@ _REMOTE_TERMS = {
 
 def write_artifact(folder: Path, query: str, document: str, attend: bool, dim: int, **lengths: int) -> None:
     metadata: dict[str, Any] = {
-        "query_token_id": query,
-        "doc_token_id": document,
-        "mask_punctuation": True,
-        "attend_to_mask_tokens": attend,
-        "dim": dim,
-        "similarity": "cosine",
-    }
+        "query_token_id": query, "doc_token_id": document, "mask_punctuation": True,
+        "attend_to_mask_tokens": attend, "dim": dim, "similarity": "cosine",
+    }  # fmt: skip
     (folder / "artifact.metadata").write_text(json.dumps(metadata | lengths))

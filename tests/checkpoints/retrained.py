@@ -26,13 +26,9 @@ def _llama(folder: Path, **settings: Any) -> None:
     start = "<|begin_of_text|>"
     size = byte_level_bpe(folder, LLAMA, f"{start} $A", f"{start} $A {start} $B", model_max_length=2048)
     rope = {
-        "rope_type": "llama3",
-        "rope_theta": 500_000.0,
-        "factor": 32.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 256,
-    }
+        "rope_type": "llama3", "rope_theta": 500_000.0, "factor": 32.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 256,
+    }  # fmt: skip
     save_model(
         folder,
         "llama",
@@ -151,13 +147,9 @@ def _jina_v5(folder: Path, model: Any, **settings: Any) -> str:
         (folder / "adapters" / task).mkdir(parents=True)
         save_file(tensors, folder / "adapters" / task / "adapter_model.safetensors")
         adapter = {
-            "base_model_name_or_path": str(folder),
-            "lora_alpha": 8,
-            "peft_type": "LORA",
-            "r": 4,
-            "target_modules": ["q_proj", "down_proj"],
-            "task_type": "FEATURE_EXTRACTION",
-        }
+            "base_model_name_or_path": str(folder), "lora_alpha": 8, "peft_type": "LORA", "r": 4,
+            "target_modules": ["q_proj", "down_proj"], "task_type": "FEATURE_EXTRACTION",
+        }  # fmt: skip
         (folder / "adapters" / task / "adapter_config.json").write_text(json.dumps(adapter))
     modules = [{"idx": 0, "name": "transformer", "path": "", "type": "custom_st.Transformer"}]
     (folder / "modules.json").write_text(json.dumps(modules))

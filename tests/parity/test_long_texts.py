@@ -173,29 +173,18 @@ async def test_a_cross_encoder_scores_by_the_best_window(
 
 
 _SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 
 
 def _longrope(size: int) -> Any:
     """As Phi-3 and MiniCPM have it: other frequencies for all once one sequence is longer than 64 tokens."""
     rope = {
-        "rope_type": "longrope",
-        "rope_theta": 10_000.0,
-        "factor": 8.0,
-        "short_factor": [1.0] * 8,
-        "long_factor": [4.0] * 8,
-        "original_max_position_embeddings": 64,
-    }
+        "rope_type": "longrope", "rope_theta": 10_000.0, "factor": 8.0, "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8, "original_max_position_embeddings": 64,
+    }  # fmt: skip
     return LlamaConfig(vocab_size=size, rope_parameters=rope, **_SIZES)
 
 
