@@ -447,7 +447,7 @@ async def test_content_that_the_model_does_not_read_is_refused(
     checkpoints: SharedCheckpoints, engines: Engines
 ) -> None:
     picture = PillowPicture(PAGES[0])
-    engine = await _engine(engines, checkpoints(visual.colpali))
+    engine = await _engine(engines, checkpoints(visual.colqwen2))
     for each in (engine, await _engine(engines, checkpoints(two_towers.clip))):
         with pytest.raises(InvalidRequestError, match=r"documents\[1\] has 1 picture and 1 text"):
             await each.score("a", [PAGES[0], Content.of([picture, "a"])])

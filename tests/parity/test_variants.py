@@ -130,10 +130,8 @@ VARIANTS = [
                 partial(cross_encoders.deberta_v2, changes=tuple(changes.items())),
                 references.cross_encoder, {"kernels": kernels}, exhaustive=kernels == "torch")
         for name, changes in {
-            "a convolution, both kinds of positions, and types": {
-                "conv_kernel_size": 3, "conv_act": "gelu", "position_biased_input": True,
-                "type_vocab_size": 2,
-            },
+            "a convolution": {"conv_kernel_size": 3, "conv_act": "gelu"},
+            "both kinds of positions, and types": {"position_biased_input": True, "type_vocab_size": 2},
             "queries and positions alone, of no buckets, with projections apart": {
                 "pos_att_type": ["c2p"], "position_buckets": -1, "max_relative_positions": 40,
                 "share_att_key": False,
