@@ -54,7 +54,6 @@ FAMILIES = [
     Family(vision_language.colsmol, "ColIdefics3"),
     Family(visual.colmodernvbert, "ColModernVBert"),
 ]
-HF = Family(visual.colqwen2, "ColQwen2", (84, 112), "Query: ", "<|endoftext|>" * 10 + "\n")
 
 
 def colpali_engine(
@@ -106,16 +105,3 @@ async def test_embeddings_equal_colpali_engine(
     result = await engine.score(QUERIES[0], pages, cache="bypass")
     scores = [(expected["q0"] @ expected[f"p{i}"].T).max(axis=1).sum() for i in range(len(pages))]
     np.testing.assert_allclose(result.scores, scores, atol=1e-4)
-
-
-async def test_transformers_colqwen2_has_pages_at_other_positions(
-    checkpoints: SharedCheckpoints, engines: Engines, tmp_path: Path
-) -> None:
-    checkpoint = checkpoints(HF.build)
-    engine = await engines(EngineConfig(model=checkpoint, dtype="float32"))
-    expected = colpali_engine(HF, checkpoint, PAGES, tmp_path, "pil")
-    queries = await engine.embed_tokens(QUERIES, input_type="query")
-    for i, rows in enumerate(queries.embeddings):
-        np.testing.assert_allclose(rows, expected[f"q{i}"], atol=1e-4)
-    pages = await engine.embed_tokens(PAGES, input_type="document")
-    assert np.abs(pages.embeddings[0] - expected["p0"]).max() > 0.01

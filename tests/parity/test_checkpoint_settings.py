@@ -98,15 +98,15 @@ CASES = [
     # Pooling, modules behind it, dimensions and similarities.
     Case("dropout and fewer dimensions, not normalised again",
          _bert(behind="dropout", truncate_dim=16, similarity_fn_name="dot")),
-    Case("all poolings but max and cls, concatenated",
-         _bert(pooling="mean_sqrt_len_tokens+weightedmean+lasttoken", behind="dense of concatenated rows")),
+    Case("all poolings but max and cls, concatenated, and manhattan distances",
+         _bert(pooling="mean_sqrt_len_tokens+weightedmean+lasttoken", behind="dense of concatenated rows",
+               similarity_fn_name="manhattan")),
     Case("max, residuals and euclidean distances",
          _bert(pooling="max", behind="residuals", similarity_fn_name="euclidean")),
     Case("the first token, behind a prompt or without, and fewer dimensions",
          _bert(pooling="cls+max", include_prompt=False, truncate_dim=16,
                prompts={"query": "Represent it: "})),
     Case("residuals, late", _bert(behind="residuals"), MultiVectorEncoder, options=_LATE),
-    Case("manhattan of vectors", _bert(similarity_fn_name="manhattan"), exhaustive=True),
     *(Case(f"{name} of sparse vectors", sparse_encoders.splade, SparseEncoder,
            (settings(_OF_ALL, similarity_fn_name=name),), exhaustive=name == "euclidean")
       for name in ("cosine", "euclidean", "manhattan")),
