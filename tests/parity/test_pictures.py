@@ -163,7 +163,7 @@ async def test_in_any_company_they_score_as_alone(
 
 
 @models(lambda model: model.chunked, main=("colqwen2_merged", "qwen3_vl_reranker"))
-@pytest.mark.parametrize("budget", [7, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("budget", [13, pytest.param(1, marks=pytest.mark.exhaustive)])
 async def test_cut_between_steps_they_score_as_whole(
     budget: int, model: PictureModel, path: str, engine: Engine, engines: Engines
 ) -> None:

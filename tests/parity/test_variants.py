@@ -124,7 +124,8 @@ VARIANTS = [
     ),
     Variant("LFM2 that attends to the expansion", retrained.lfm2_colbert,
             partial(plain_models.maxsims, model=plain_models.Lfm2Colbert),
-            edits=(settings("config_sentence_transformers.json", attend_to_expansion_tokens=True),)),
+            edits=(settings("config_sentence_transformers.json", attend_to_expansion_tokens=True),),
+            exhaustive=True),
     *(
         Variant(f"DeBERTa: {name}",
                 partial(cross_encoders.deberta_v2, changes=tuple(changes.items())),
@@ -158,7 +159,7 @@ VARIANTS = [
     # Ways to run.
     *(
         Variant(f"{build.__name__} not packed", build, reference, {"packing": "off"}, execution=execution,
-                exhaustive=build is retrained.lfm2_5_embedding)
+                exhaustive=build in (retrained.lfm2_5_embedding, t5.monot5))
         for build, reference, execution in (
             (t5.monot5, references.monot5, "padded"),
             (retrained.nemotron_rerank, plain_models.nemotron_rerank, "padded"),
