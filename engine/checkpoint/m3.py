@@ -19,6 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from sentence_transformers.base.modules import Dense, Normalize
 
+from maxsimd.engine.checkpoint.damage import one_line
 from maxsimd.engine.checkpoint.detect import weighs_words
 from maxsimd.engine.checkpoint.files import CheckpointFiles, find_file
 from maxsimd.engine.checkpoint.fit import refuse_not_finite
@@ -193,7 +194,7 @@ def _layer(path: str, name: str, file: Path, hidden: int) -> Dense:
             tensors = load_file(file) if file.stem == name else _of_classifier(file)
         shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
     except Exception as error:
-        raise ModelLoadError(f"cannot read {file.name} of {path!r}: {error}") from error
+        raise ModelLoadError(f"cannot read {file.name} of {path!r}: {one_line(error)}") from error
     size = shapes.get("bias", (0,))[0] if shapes.get("bias") else 0
     wanted = {"weight": (1 if name == SPARSE else size, hidden), "bias": (1 if name == SPARSE else size,)}
     if shapes != wanted or size == 0:

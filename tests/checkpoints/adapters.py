@@ -129,10 +129,6 @@ def _written(
 
 
 _USUAL = {
-    "peft_type": "LORA",
-    "task_type": None,
-    "bias": "none",
-    "inference_mode": True,
-    "target_modules": ["query", "value", "c_attn"],
-    "init_lora_weights": True,
-}
+    "peft_type": "LORA", "task_type": None, "bias": "none", "inference_mode": True,
+    "target_modules": ["query", "value", "c_attn"], "init_lora_weights": True,
+}  # fmt: skip

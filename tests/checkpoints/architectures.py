@@ -27,7 +27,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from maxsimd.bench.datasets import Pair, docstring_pairs
-from tests.checkpoints.tokenizers import byte_level_bpe
+from tests.checkpoints.tokenizers import XLM_R, byte_level_bpe
 
 Outputs = NDArray[np.float32]
 
@@ -57,11 +57,10 @@ _OTHER_PARTS = re.compile(
 )
 _OTHER_MODELS = re.compile("Vision|Video|Audio|Speech|VQ")
 _LEFT_OUT = {
+    **dict.fromkeys(("seamless_m4t", "seamless_m4t_v2"), "it hears and speaks: text is one of its four ends"),
     "fuyu": "it sees: pieces of images take part in its texts, so it is not built from text alone",
     "layoutlmv2": "it needs the package detectron2, which is no dependency of ours",
     "mra": "its attention is a CUDA kernel; without one transformers takes zeros in its place",
-    "seamless_m4t": "it hears and speaks: text is one of its four ends",
-    "seamless_m4t_v2": "it hears and speaks: text is one of its four ends",
 }
 
 
@@ -98,36 +97,19 @@ def _names_of_parts(config_class: Any) -> Iterator[str]:
 
 # What sentence-transformers does not score, built though it is.
 _ENCODER_LEFT_RANDOM = "sentence-transformers finds none of its encoder's tensors, and leaves them random"
+_READ_AS_IMAGES = "sentence-transformers reads its files with a processor of images"
 UNSCORED = {
+    **dict.fromkeys(("layoutlmv3", "neomme", "udop", "vilt"), _READ_AS_IMAGES),
+    **dict.fromkeys(("blenderbot", "blenderbot-small", "m2m_100", "marian"), _ENCODER_LEFT_RANDOM),
+    **dict.fromkeys(("pegasus", "pegasus_x", "prophetnet"), _ENCODER_LEFT_RANDOM),
     "blip_2_qformer": "it asks for the states of an image (query_embeds)",
-    "blenderbot": _ENCODER_LEFT_RANDOM,
-    "blenderbot-small": _ENCODER_LEFT_RANDOM,
     "bros": "it asks for the boxes in which the words stand (bbox)",
     "dia": "sentence-transformers reads its files with a processor of sounds",
     "dpr": "it has no hidden states, only their pooled one, of which sentence-transformers makes nothing",
-    "layoutlmv3": "sentence-transformers reads its files with a processor of images",
     "lxmert": "it asks for an image, and has two kinds of hidden states",
-    "m2m_100": _ENCODER_LEFT_RANDOM,
-    "marian": _ENCODER_LEFT_RANDOM,
     "markuplm": "sentence-transformers reads its files with a processor of HTML",
-    "neomme": "sentence-transformers reads its files with a processor of images",
     "nllb-moe": "sentence-transformers gives its decoder nothing, which it needs",
-    "pegasus": _ENCODER_LEFT_RANDOM,
-    "pegasus_x": _ENCODER_LEFT_RANDOM,
-    "prophetnet": _ENCODER_LEFT_RANDOM,
-    "udop": "sentence-transformers reads its files with a processor of images",
-    "vilt": "sentence-transformers reads its files with a processor of images",
     "vits": "it makes sounds; its hidden states are not what its forward returns",
-}
-
-_SPECIALS = {
-    "bos_token": "<s>",
-    "pad_token": "<pad>",
-    "eos_token": "</s>",
-    "cls_token": "<s>",
-    "sep_token": "</s>",
-    "unk_token": "<unk>",
-    "mask_token": "<mask>",
 }
 
 
@@ -159,7 +141,7 @@ def save_tokenizer(model_type: str, folder: Path) -> int:
     if getattr(default, "type_vocab_size", 0) > 1 or model_type == "xlnet":
         names.insert(1, "token_type_ids")
     pair = "<s> $A </s> $B:1 </s>:1"
-    return byte_level_bpe(folder, _SPECIALS, "<s> $A </s>", pair, model_input_names=names)
+    return byte_level_bpe(folder, XLM_R, "<s> $A </s>", pair, model_input_names=names)
 
 
 # What decays, mixes or measures time, and is stable about where it starts.
@@ -284,50 +266,35 @@ _THREE_AXES_OF_HALF = {
     "rope_parameters": {**_ROTARY, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}
 }
 _OWN: dict[str, dict[str, Any]] = {
-    "axk1": _LATENT,
-    "axk2": _LATENT,
+    **dict.fromkeys(("cosmos3_edge_text", "hunyuan_vl_text"), _THREE_AXES),
+    **dict.fromkeys(("qwen2_5_vl_text", "qwen2_vl_text"), _THREE_AXES),
+    **dict.fromkeys(("glm4v_moe_text", "glm4v_text", "glm_image_text", "glm_ocr_text"), _THREE_AXES_OF_HALF),
+    **dict.fromkeys(("axk1", "axk2", "deepseek_v3", "deepseek_v32"), _LATENT),
+    **dict.fromkeys(("glm_moe_dsa", "mistral_large4_text", "youtu"), _LATENT),
     "blt": {
         "encoder_hash_byte_group_vocab": 50,
         "encoder_config": {"hidden_size_global": 64},
         "decoder_config": {"hidden_size_global": 64},
     },
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROTARY}},
-    "cosmos3_edge_text": _THREE_AXES,
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0},
         "ffn_config": {"ffn_hidden_size": 128, "moe_top_k": 2},
     },
-    "deepseek_v3": _LATENT,
-    "deepseek_v32": _LATENT,
     "dots3_note_text": {
         **_EQUAL_HEADS,
-        "shared_experts_intermediate_size": 32,
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 4,
-        "swa_q_lora_rank": 24,
-        "swa_kv_lora_rank": 16,
-        "swa_head_dim": 16,
-        "swa_qk_nope_head_dim": 8,
+        "shared_experts_intermediate_size": 32, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4,
+        "swa_q_lora_rank": 24, "swa_kv_lora_rank": 16, "swa_head_dim": 16, "swa_qk_nope_head_dim": 8,
         "swa_v_head_dim": 16,
     },
     "esmc": _EQUAL_HEADS,
     "gemma3n_text": {
-        "num_hidden_layers": 4,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "num_kv_shared_layers": 2,
-        "hidden_size_per_layer_input": 8,
-        "laurel_rank": 8,
-        "altup_num_inputs": 2,
+        "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "laurel_rank": 8, "altup_num_inputs": 2,
     },
     "gemma4_text": {"hidden_size_per_layer_input": 8},
-    "glm4v_moe_text": _THREE_AXES_OF_HALF,
-    "glm4v_text": _THREE_AXES_OF_HALF,
     "glm5_next_text": {**_EQUAL_HEADS, "qk_rope_head_dim": 0, "qk_nope_head_dim": 16, "index_kpool": 4},
-    "glm_image_text": _THREE_AXES_OF_HALF,
-    "glm_moe_dsa": _LATENT,
-    "glm_ocr_text": _THREE_AXES_OF_HALF,
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 16},
-    "hunyuan_vl_text": _THREE_AXES,
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "lilt": {"hidden_size": 96, "intermediate_size": 192},
     "longcat_flash": {**_LATENT, "expert_ffn_hidden_size": 32, "zero_expert_num": 2},
@@ -335,17 +302,10 @@ _OWN: dict[str, dict[str, Any]] = {
     "luke": {"entity_vocab_size": 20, "entity_emb_size": 32},
     "mamba2": {"num_heads": 8},
     "minimax": {"block_size": 16},
-    "mistral_large4_text": _LATENT,
     "perceiver": {"num_latents": 8, "d_latents": 64, "num_self_attends_per_block": 2},
-    "qwen2_5_vl_text": _THREE_AXES,
-    "qwen2_vl_text": _THREE_AXES,
     "qwen4_exp_text": {
-        "indexer_n_heads": 2,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 16,
-        "indexer_budget": 8,
-        "indexer_compress_ratio": 2,
-        "hc_lowrank": 16,
+        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
+        "indexer_compress_ratio": 2, "hc_lowrank": 16,
     },
     "reformer": {
         "axial_pos_shape": [16, 16],
@@ -360,7 +320,6 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "t5": {"decoder_start_token_id": PAD},
     "xmod": {"default_language": "en_XX"},
-    "youtu": _LATENT,
     "zamba": {
         "num_hidden_layers": 4,
         "layers_block_type": ["linear_attention", "linear_attention", "hybrid", "hybrid"],
@@ -368,7 +327,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "attention_hidden_size": 128,
     },
     "zaya": {"num_experts_per_tok": 1},
-}
+}  # fmt: skip
 
 
 def small_config(model_type: str, vocabulary: int) -> Any:

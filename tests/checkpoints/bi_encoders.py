@@ -113,24 +113,11 @@ def nomic(folder: Path) -> str:
     settings = {
         "architectures": ["NomicBertModel"],
         "auto_map": {"AutoModel": "nomic-ai/nomic-bert-2048--modeling_hf_nomic_bert.NomicBertModel"},
-        "model_type": "nomic_bert",
-        "activation_function": "swiglu",
-        "n_embd": 128,
-        "n_layer": 3,
-        "n_head": 4,
-        "n_inner": 256,
-        "n_positions": 2048,
-        "layer_norm_epsilon": 1e-12,
-        "rotary_emb_base": 1000,
-        "rotary_emb_fraction": 1.0,
-        "rotary_scaling_factor": None,
-        "prenorm": False,
-        "qkv_proj_bias": False,
-        "mlp_fc1_bias": False,
-        "mlp_fc2_bias": False,
-        "type_vocab_size": 2,
-        "vocab_size": WORDS,
-    }
+        "model_type": "nomic_bert", "activation_function": "swiglu", "n_embd": 128, "n_layer": 3, "n_head": 4,
+        "n_inner": 256, "n_positions": 2048, "layer_norm_epsilon": 1e-12, "rotary_emb_base": 1000,
+        "rotary_emb_fraction": 1.0, "rotary_scaling_factor": None, "prenorm": False, "qkv_proj_bias": False,
+        "mlp_fc1_bias": False, "mlp_fc2_bias": False, "type_vocab_size": 2, "vocab_size": WORDS,
+    }  # fmt: skip
     (published / "config.json").write_text(json.dumps(settings))
     for name in ("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"):
         (published / name).write_bytes((own / "saved" / name).read_bytes())
@@ -141,15 +128,10 @@ def nomic(folder: Path) -> str:
 
 
 _NOMIC_TERMS = {
-    "layers.": "encoder.layers.",
-    "self_attn.o_proj": "attn.out_proj",
-    "embeddings.LayerNorm": "emb_ln",
-    "up_proj": "fc11",
-    "gate_proj": "fc12",
-    "down_proj": "fc2",
-    "post_attention_layernorm": "norm1",
+    "layers.": "encoder.layers.", "self_attn.o_proj": "attn.out_proj", "embeddings.LayerNorm": "emb_ln",
+    "up_proj": "fc11", "gate_proj": "fc12", "down_proj": "fc2", "post_attention_layernorm": "norm1",
     "post_mlp_layernorm": "norm2",
-}
+}  # fmt: skip
 
 
 def qwen3(folder: Path) -> str:
@@ -244,11 +226,7 @@ def sgpt(folder: Path) -> str:
 BEHIND_POOLING: dict[str, Callable[[], list[Any]]] = {
     "nothing": list,
     "a residual": lambda: [Dense(128, 128, use_residual=True)],
-    "residuals": lambda: [
-        Dense(128, 128, use_residual=True),
-        Dense(128, 48, use_residual=True),
-        Normalize(),
-    ],
+    "residuals": lambda: [Dense(128, 128, use_residual=True), Dense(128, 48, use_residual=True), Normalize()],
     "dropout": lambda: [
         Dropout(0.5),
         Dense(128, 128, activation_function=GELUActivation()),

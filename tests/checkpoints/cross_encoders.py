@@ -11,18 +11,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.checkpoints.bi_encoders import CHATML
 from tests.checkpoints.language_models import ROLES_TEMPLATE
-from tests.checkpoints.tokenizers import (
-    ENDS,
-    GEMMA,
-    WORDS,
-    XLM_R,
-    byte_level_bpe,
-    unigram,
-    wordpiece,
-)
-from tests.checkpoints.tokenizers import (
-    xlm_roberta as xlm_roberta_tokenizer,
-)
+from tests.checkpoints.tokenizers import ENDS, GEMMA, WORDS, XLM_R, byte_level_bpe, unigram, wordpiece
+from tests.checkpoints.tokenizers import xlm_roberta as xlm_roberta_tokenizer
 from tests.checkpoints.weights import change_config, save_model
 
 PROMPTS: dict[str, Any] = {
@@ -86,13 +76,9 @@ def xlm_roberta(folder: Path) -> str:
 
 
 MODERNBERT: dict[str, Any] = {
-    "max_position_embeddings": 512,
-    "local_attention": 16,
-    "global_attn_every_n_layers": 2,
-    "pad_token_id": 0,
-    "cls_token_id": 101,
-    "sep_token_id": 102,
-}
+    "max_position_embeddings": 512, "local_attention": 16, "global_attn_every_n_layers": 2, "pad_token_id": 0,
+    "cls_token_id": 101, "sep_token_id": 102,
+}  # fmt: skip
 
 
 def modernbert(folder: Path) -> str:
@@ -112,16 +98,10 @@ def deberta_v2(folder: Path, changes: tuple[tuple[str, Any], ...] = ()) -> str:
     }
     settings: dict[str, Any] = {
         "vocab_size": unigram(folder, specials, "[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1"),
-        "max_position_embeddings": 512,
-        "type_vocab_size": 0,
-        "relative_attention": True,
-        "position_buckets": 32,
-        "pos_att_type": ["p2c", "c2p"],
-        "position_biased_input": False,
-        "share_att_key": True,
-        "norm_rel_ebd": "layer_norm",
-        "pooler_hidden_size": 128,
-    }
+        "max_position_embeddings": 512, "type_vocab_size": 0, "relative_attention": True,
+        "position_buckets": 32, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False,
+        "share_att_key": True, "norm_rel_ebd": "layer_norm", "pooler_hidden_size": 128,
+    }  # fmt: skip
     return _save(folder, "deberta-v2", **settings | dict(changes))
 
 

@@ -48,9 +48,7 @@ def _qwen_tokenizer(folder: Path, end: bool = False) -> int:
     if end:
         token = "<|endoftext|>"
         backend.post_processor = processors.TemplateProcessing(
-            single=f"$A {token}",
-            pair=f"$A $B {token}",
-            special_tokens=[(token, backend.token_to_id(token))],
+            single=f"$A {token}", pair=f"$A $B {token}", special_tokens=[(token, backend.token_to_id(token))]
         )
     tokenizer.save_pretrained(folder)
     return len(tokenizer)
@@ -88,9 +86,9 @@ def write_gguf(
     conversion: Conversion,
     kind: Kind,
     more: Mapping[str, torch.Tensor] | None = None,
-) -> Path:
+) -> dict[str, torch.Tensor]:
     """Writes the checkpoint of a folder as one file, matrices in one kind of blocks where they fit, vectors
-    in float32."""
+    in float32. Returns what its tensors stand for, by the file's names."""
     config = json.loads(Path(folder, "config.json").read_text())
     name = gguf.MODEL_ARCH_NAMES[conversion.arch]
     writer = gguf.GGUFWriter(path, name)
@@ -98,19 +96,20 @@ def write_gguf(
         _add(writer, key if "." in key and not key.startswith(("attention.", "rope.", "classifier."))
              else f"{name}.{key}", value)  # fmt: skip
     table = gguf.get_tensor_name_map(conversion.arch, config["num_hidden_layers"])
+    stored = {}
     for published, tensor in load_file(Path(folder) / "model.safetensors").items():
         changed = conversion.change(published, tensor.float(), config)
         if changed is not None:
             ours = table.get_name(published.removeprefix("roberta."), try_suffixes=(".weight", ".bias"))
             assert ours is not None, published
-            _add_tensor(writer, ours, changed.numpy(), kind)
+            stored[ours] = _add_tensor(writer, ours, changed.numpy(), kind)
     for ours, tensor in (more or {}).items():
-        _add_tensor(writer, ours, tensor.float().numpy(), kind)
+        stored[ours] = _add_tensor(writer, ours, tensor.float().numpy(), kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return stored
 
 
 def said_of_tokens(folder: str, size: int, **said: Any) -> dict[str, Any]:
@@ -158,25 +157,23 @@ def _add(writer: Any, key: str, value: Any) -> None:
             writer.add_array(key, value)
 
 
-def _add_tensor(writer: Any, name: str, values: Any, kind: Kind) -> None:
+def _add_tensor(writer: Any, name: str, values: Any, kind: Kind) -> torch.Tensor:
     if values.ndim == 1 or kind is Kind.F32:
-        writer.add_tensor(name, np.ascontiguousarray(values, dtype=np.float32))
-        return
+        values = np.ascontiguousarray(values, dtype=np.float32)
+        writer.add_tensor(name, values)
+        return torch.from_numpy(values)
     if kind in _BLOCKS and values.shape[-1] % 256 == 0:
         packed = _random_blocks(values.shape, kind)
     else:
         kind = Kind.F16 if kind in _BLOCKS else kind
         packed = gguf.quants.quantize(values, kind)
     writer.add_tensor(name, packed, raw_dtype=kind)
+    return torch.from_numpy(gguf.quants.dequantize(packed, kind).copy())
 
 
 # Of blocks of 256 values, which the package gguf only reads: where two bytes of their scale and of what is
 # taken off are, and values of these with which random bytes become numbers of about 0.1.
-_BLOCKS = {
-    Kind.Q4_K: {0: 4e-4, 2: 7.5 * 4e-4},
-    Kind.Q5_K: {0: 2e-4, 2: 15.5 * 2e-4},
-    Kind.Q6_K: {208: 8e-5},
-}
+_BLOCKS = {Kind.Q4_K: {0: 4e-4, 2: 7.5 * 4e-4}, Kind.Q5_K: {0: 2e-4, 2: 15.5 * 2e-4}, Kind.Q6_K: {208: 8e-5}}
 
 
 def _random_blocks(shape: tuple[int, ...], kind: Kind) -> Any:
@@ -205,10 +202,9 @@ def qwen3(folder: Path, kind: str = "Q8_0", **said: Any) -> str:
     source = _qwen3(folder / "hf")
     config = _config(source)
     conversion = Conversion(
-        gguf.MODEL_ARCH.QWEN3,
-        decoder_said(config) | _qwen_tokens(source, add_bos_token=False) | said,
+        gguf.MODEL_ARCH.QWEN3, decoder_said(config) | _qwen_tokens(source, add_bos_token=False) | said
     )
-    return _written(folder, source, conversion, Kind[kind])
+    return _written(folder, source, conversion, Kind[kind], is_changed=bool(said))[0]
 
 
 def qwen3_reranker(folder: Path, kind: str = "Q8_0", tied: bool = True, **changed: Any) -> str:
@@ -226,12 +222,14 @@ def qwen3_reranker(folder: Path, kind: str = "Q8_0", tied: bool = True, **change
         said | _qwen_tokens(source, add_bos_token=False),
         lambda name, tensor, config: None if name == "lm_head.weight" else tensor,
     )
-    path = _written(folder, source, conversion, Kind[kind], {"cls.output.weight": answers})
+    more = {"cls.output.weight": answers}
+    path, stored = _written(folder, source, conversion, Kind[kind], more, is_changed=bool(changed))
+    if changed:
+        return path
     plain = folder / "plain"
     tensors = load_file(plain / "model.safetensors")
     rows = (tensors["model.embed_tokens.weight"] if tied else output).clone()
-    stored = _stored(Path(path))["cls.output.weight"]
-    for word, row in zip(("yes", "no"), stored, strict=True):
+    for word, row in zip(("yes", "no"), stored["cls.output.weight"], strict=True):
         rows[numbers.token_to_id(word)] = row
     save_tensors(tensors | {"lm_head.weight": rows}, plain)
     (plain / "config.json").write_text(json.dumps(_config(str(plain)) | {"tie_word_embeddings": False}))
@@ -245,7 +243,8 @@ def qwen3_embedding(folder: Path, kind: str = "Q8_0", **changed: Any) -> str:
     said = {"pooling_type": 3} | decoder_said(config)
     tokens = _qwen_tokens(source, add_eos_token=True)
     conversion = Conversion(gguf.MODEL_ARCH.QWEN3, _without_none(said | tokens | changed))
-    return _written(folder, source, conversion, Kind[kind], saved=("lasttoken", folder / "hf"))
+    saved = "lasttoken", folder / "hf"
+    return _written(folder, source, conversion, Kind[kind], saved=saved, is_changed=bool(changed))[0]
 
 
 def bge(folder: Path, kind: str = "F16", **changed: Any) -> str:
@@ -273,10 +272,11 @@ def bge(folder: Path, kind: str = "F16", **changed: Any) -> str:
         said | tokens | changed,
         lambda name, tensor, config: None if name.startswith("pooler.") else tensor,
     )
-    return _written(folder, str(source), conversion, Kind[kind], saved=("cls", folder / "hf"))
+    saved = "cls", folder / "hf"
+    return _written(folder, str(source), conversion, Kind[kind], saved=saved, is_changed=bool(changed))[0]
 
 
-def bge_reranker(folder: Path, kind: str = "F16", **changed: Any) -> str:
+def bge_reranker(folder: Path, kind: str = "F16") -> str:
     """BAAI/bge-reranker-v2-m3: an XLM-RoBERTa with a classifier of two layers, its tokenizer.json beside."""
     source = folder / "hf"
     size = xlm_roberta(source, most=FEW)
@@ -303,10 +303,10 @@ def bge_reranker(folder: Path, kind: str = "F16", **changed: Any) -> str:
     def change(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:
         return tensor[2:] if "position_embeddings" in name else tensor
 
-    conversion = Conversion(gguf.MODEL_ARCH.BERT, said | tokens | changed, change)
+    conversion = Conversion(gguf.MODEL_ARCH.BERT, said | tokens, change)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(source / name, folder / name)
-    return _written(folder, str(source), conversion, Kind[kind])
+    return _written(folder, str(source), conversion, Kind[kind])[0]
 
 
 def llama(folder: Path, more: dict[str, torch.Tensor] | None = None, **changed: Any) -> str:
@@ -375,7 +375,8 @@ def _decoder(
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(source / name, folder / name)
     conversion = Conversion(arch, _without_none(said), change) if change else Conversion(arch, said)
-    return str(write_gguf(str(source), folder / "model.gguf", conversion, Kind.F32, more))
+    write_gguf(str(source), folder / "model.gguf", conversion, Kind.F32, more)
+    return str(folder / "model.gguf")
 
 
 def _written(
@@ -385,12 +386,16 @@ def _written(
     kind: Kind,
     more: dict[str, torch.Tensor] | None = None,
     saved: tuple[str, Path] | None = None,
-) -> str:
-    """Writes the file and the plain checkpoint beside it; with `saved` that one as sentence-transformers
-    saves it, pooled in a way, from a folder that has its backbone."""
-    path = write_gguf(source, folder / "model.gguf", conversion, kind, more or {})
+    is_changed: bool = False,
+) -> tuple[str, dict[str, torch.Tensor]]:
+    """Writes the file and, unless it says something else, the plain checkpoint beside it; with `saved` that
+    one as sentence-transformers saves it, pooled in a way, from a folder that has its backbone. Returns the
+    path and what the file's tensors stand for."""
+    path = folder / "model.gguf"
+    stored = write_gguf(source, path, conversion, kind, more)
+    if is_changed:
+        return str(path), stored
     table = gguf.get_tensor_name_map(conversion.arch, _config(source)["num_hidden_layers"])
-    stored = _stored(path)
     tensors = {}
     for name, tensor in load_file(Path(source) / "model.safetensors").items():
         ours = table.get_name(name.removeprefix("roberta."), try_suffixes=(".weight", ".bias"))
@@ -406,15 +411,7 @@ def _written(
     else:
         save_tensors(tensors, Path(source))
         shutil.move(_saved(saved[1], saved[0], Normalize()), plain)
-    return str(path)
-
-
-def _stored(path: Path) -> dict[str, torch.Tensor]:
-    """What the blocks of a file stand for, by its names."""
-    return {
-        tensor.name: torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
-        for tensor in gguf.GGUFReader(path).tensors
-    }
+    return str(path), stored
 
 
 def _phantom(token: str, kind: int) -> str:

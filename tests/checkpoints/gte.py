@@ -5,9 +5,8 @@ from typing import Any
 
 import torch
 
-from tests.checkpoints.published import RandomTensors, save, save_modules
 from tests.checkpoints.tokenizers import WORDS, wordpiece, xlm_roberta
-from tests.checkpoints.weights import SIZES
+from tests.checkpoints.weights import SIZES, RandomTensors, save, save_modules
 
 _CODE = "Alibaba-NLP/new-impl--"
 _CONFIG: dict[str, Any] = SIZES | {
@@ -18,27 +17,13 @@ _CONFIG: dict[str, Any] = SIZES | {
         "AutoModelForSequenceClassification": f"{_CODE}modeling.NewForSequenceClassification",
         "AutoModelForTokenClassification": f"{_CODE}modeling.NewForTokenClassification",
     },
-    "classifier_dropout": 0.0,
-    "hidden_act": "gelu",
-    "hidden_dropout_prob": 0.1,
-    "id2label": {"0": "LABEL_0"},
-    "initializer_range": 0.02,
-    "label2id": {"LABEL_0": 0},
-    "layer_norm_eps": 1e-12,
-    "layer_norm_type": "layer_norm",
-    "logn_attention_clip1": False,
-    "logn_attention_scale": False,
-    "max_position_embeddings": 512,
-    "model_type": "new",
-    "pack_qkv": True,
-    "pad_token_id": 1,
-    "position_embedding_type": "rope",
-    "rope_scaling": {"factor": 8.0, "type": "ntk"},
-    "rope_theta": 20000,
-    "type_vocab_size": 1,
-    "unpad_inputs": False,
-    "use_memory_efficient_attention": False,
-}
+    "classifier_dropout": 0.0, "hidden_act": "gelu", "hidden_dropout_prob": 0.1, "id2label": {"0": "LABEL_0"},
+    "initializer_range": 0.02, "label2id": {"LABEL_0": 0}, "layer_norm_eps": 1e-12,
+    "layer_norm_type": "layer_norm", "logn_attention_clip1": False, "logn_attention_scale": False,
+    "max_position_embeddings": 512, "model_type": "new", "pack_qkv": True, "pad_token_id": 1,
+    "position_embedding_type": "rope", "rope_scaling": {"factor": 8.0, "type": "ntk"}, "rope_theta": 20000,
+    "type_vocab_size": 1, "unpad_inputs": False, "use_memory_efficient_attention": False,
+}  # fmt: skip
 
 
 def multilingual(folder: Path) -> str:

@@ -1,42 +1,30 @@
 """Jina's encoders with code of their own, tensor by tensor as they are published."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.checkpoints.published import RandomTensors, save, save_modules
+from tests.checkpoints.late_interaction import write_artifact
 from tests.checkpoints.tokenizers import ENDS, WORDS, XLM_R, byte_level_bpe, wordpiece, xlm_roberta
-from tests.checkpoints.weights import SIZES
+from tests.checkpoints.weights import SIZES, RandomTensors, save, save_modules
 
 
 def reranker_v2(folder: Path) -> str:
     """jinaai/jina-reranker-v2-base-multilingual: XLM-RoBERTa in the layout of its authors' code. Its config
     names no type of model."""
     config: dict[str, Any] = SIZES | {
-        "architectures": ["XLMRobertaForSequenceClassification"],
-        "attention_probs_dropout_prob": 0.1,
+        "architectures": ["XLMRobertaForSequenceClassification"], "attention_probs_dropout_prob": 0.1,
         "auto_map": {
             "AutoConfig": "configuration_xlm_roberta.XLMRobertaFlashConfig",
             "AutoModel": "modeling_xlm_roberta.XLMRobertaModel",
             "AutoModelForSequenceClassification": "modeling_xlm_roberta.XLMRobertaForSequenceClassification",
         },
-        "bos_token_id": 0,
-        "eos_token_id": 2,
-        "hidden_act": "gelu",
-        "id2label": {"0": "LABEL_0"},
-        "label2id": {"LABEL_0": 0},
-        "layer_norm_eps": 1e-05,
-        "max_position_embeddings": 514,
-        "output_past": True,
-        "pad_token_id": 1,
-        "position_embedding_type": "absolute",
-        "type_vocab_size": 1,
-        "use_cache": False,
-        "use_flash_attn": True,
-        "vocab_size": xlm_roberta(folder),
-    }
+        "bos_token_id": 0, "eos_token_id": 2, "hidden_act": "gelu", "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0}, "layer_norm_eps": 1e-05, "max_position_embeddings": 514,
+        "output_past": True, "pad_token_id": 1, "position_embedding_type": "absolute", "type_vocab_size": 1,
+        "use_cache": False, "use_flash_attn": True, "vocab_size": xlm_roberta(folder),
+    }  # fmt: skip
     random, hidden, inner = RandomTensors(7), config["hidden_size"], config["intermediate_size"]
     named = {
         "embeddings.word_embeddings.weight": random.embedding(config["vocab_size"], hidden),
@@ -60,31 +48,19 @@ def reranker_v2(folder: Path) -> str:
 
 _CODE = "jinaai/jina-bert-implementation--"
 _JINA_BERT: dict[str, Any] = SIZES | {
-    "_name_or_path": "jinaai/jina-bert-implementation",
-    "attention_probs_dropout_prob": 0.0,
+    "_name_or_path": "jinaai/jina-bert-implementation", "attention_probs_dropout_prob": 0.0,
     "auto_map": {
         "AutoConfig": f"{_CODE}configuration_bert.JinaBertConfig",
         "AutoModelForMaskedLM": f"{_CODE}modeling_bert.JinaBertForMaskedLM",
         "AutoModel": f"{_CODE}modeling_bert.JinaBertModel",
         "AutoModelForSequenceClassification": f"{_CODE}modeling_bert.JinaBertForSequenceClassification",
     },
-    "classifier_dropout": None,
-    "emb_pooler": "mean",
-    "feed_forward_type": "geglu",
-    "gradient_checkpointing": False,
-    "hidden_act": "gelu",
-    "hidden_dropout_prob": 0.1,
-    "initializer_range": 0.02,
-    "layer_norm_eps": 1e-12,
-    "max_position_embeddings": 8192,
-    "model_max_length": 8192,
-    "model_type": "bert",
-    "pad_token_id": 0,
-    "position_embedding_type": "alibi",
-    "type_vocab_size": 2,
-    "use_cache": True,
-    "vocab_size": WORDS + 8,
-}
+    "classifier_dropout": None, "emb_pooler": "mean", "feed_forward_type": "geglu",
+    "gradient_checkpointing": False, "hidden_act": "gelu", "hidden_dropout_prob": 0.1,
+    "initializer_range": 0.02, "layer_norm_eps": 1e-12, "max_position_embeddings": 8192,
+    "model_max_length": 8192, "model_type": "bert", "pad_token_id": 0, "position_embedding_type": "alibi",
+    "type_vocab_size": 2, "use_cache": True, "vocab_size": WORDS + 8,
+}  # fmt: skip
 
 
 def embeddings_v2(folder: Path, feed_forward: str = "geglu") -> str:
@@ -137,17 +113,7 @@ def colbert_v1(folder: Path) -> str:
     tensors["linear.weight"] = 0.2 * RandomTensors(10)(32, config["hidden_size"])
     save(folder, config, tensors)
     wordpiece().save_pretrained(folder)
-    metadata = {
-        "query_token_id": "[unused0]",
-        "doc_token_id": "[unused1]",
-        "mask_punctuation": True,
-        "attend_to_mask_tokens": False,
-        "dim": 32,
-        "similarity": "cosine",
-        "query_maxlen": 32,
-        "doc_maxlen": 180,
-    }
-    (folder / "artifact.metadata").write_text(json.dumps(metadata))
+    write_artifact(folder, "[unused0]", "[unused1]", False, 32, query_maxlen=32, doc_maxlen=180)
     return str(folder)
 
 

@@ -1,6 +1,7 @@
 """Late-interaction checkpoints, as they are published."""
 
 import json
+import string
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def stanford(folder: Path, attend: bool = False, dim: int = 32, heads: int = 4) 
     weights["linear.weight"] = torch.randn(dim, 64) * 0.2
     save_tensors(weights, folder)
     wordpiece().save_pretrained(folder)
-    _artifact(folder, "[unused0]", "[unused1]", attend, dim, query_maxlen=32, doc_maxlen=180)
+    write_artifact(folder, "[unused0]", "[unused1]", attend, dim, query_maxlen=32, doc_maxlen=180)
     return str(folder)
 
 
@@ -56,9 +57,7 @@ def native(folder: Path, token_pooling: bool = False, heads: int = 4) -> str:
     if token_pooling:
         modules.append(HierarchicalTokenPooling(2.0))
     model = MultiVectorEncoder(
-        modules=modules,
-        prompts={"query": "search query: ", "document": "search document: "},
-        device="cpu",
+        modules=modules, prompts={"query": "search query: ", "document": "search document: "}, device="cpu"
     )
     model.save_pretrained(str(folder / "saved"), create_model_card=False)
     return str(folder / "saved")
@@ -94,16 +93,10 @@ def save_as_pylate(folder: Path, model_type: str | None, longest: int, document_
     longest_text = {"max_seq_length": longest, "do_lower_case": False}
     (folder / "sentence_bert_config.json").write_text(json.dumps(longest_text))
     settings = {
-        "prompts": {},
-        "default_prompt_name": None,
-        "similarity_fn_name": "MaxSim",
-        "query_prefix": "[Q] ",
-        "document_prefix": "[D] ",
-        "query_length": 32,
-        "document_length": document_length,
-        "attend_to_expansion_tokens": False,
-        "skiplist_words": list(".,;:!?()"),
-    }
+        "prompts": {}, "default_prompt_name": None, "similarity_fn_name": "MaxSim", "query_prefix": "[Q] ",
+        "document_prefix": "[D] ", "query_length": 32, "document_length": document_length,
+        "attend_to_expansion_tokens": False, "skiplist_words": list(".,;:!?()"),
+    }  # fmt: skip
     named = {} if model_type is None else {"model_type": model_type}
     (folder / "config_sentence_transformers.json").write_text(json.dumps(settings | named))
     return str(folder)
@@ -140,21 +133,12 @@ def jina_colbert_v2(folder: Path) -> str:
             "AutoConfig": f"{code}configuration_xlm_roberta.XLMRobertaFlashConfig",
             "AutoModel": f"{code}modeling_xlm_roberta.XLMRobertaModel",
         },
-        "model_type": "xlm-roberta",
-        "position_embedding_type": "rotary",
-        "rotary_emb_base": theta,
-        "use_flash_attn": True,
-        "hidden_act": "gelu",
-        "layer_norm_eps": 1e-5,
-        "max_position_embeddings": 514,
-        "type_vocab_size": 1,
-        "vocab_size": size,
-        "pad_token_id": 1,
-        "bos_token_id": 0,
-        "eos_token_id": 2,
-    }
+        "model_type": "xlm-roberta", "position_embedding_type": "rotary", "rotary_emb_base": theta,
+        "use_flash_attn": True, "hidden_act": "gelu", "layer_norm_eps": 1e-5, "max_position_embeddings": 514,
+        "type_vocab_size": 1, "vocab_size": size, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2,
+    }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(published | SIZES))
-    _artifact(folder, *markers, attend=True, dim=32, query_maxlen=32, doc_maxlen=300)
+    write_artifact(folder, *markers, attend=True, dim=32, query_maxlen=32, doc_maxlen=300)
 
     AutoTokenizer.from_pretrained(folder).save_pretrained(backbone)
     transformer = Transformer(
@@ -170,7 +154,7 @@ def jina_colbert_v2(folder: Path) -> str:
         init_weight=projection,
         module_input_name="token_embeddings",
     )
-    mask = MultiVectorMask(skiplist_words=list(_PUNCTUATION))
+    mask = MultiVectorMask(skiplist_words=list(string.punctuation))
     reference = MultiVectorEncoder(
         modules=[transformer, dense, mask, Normalize(module_input_name="token_embeddings")],
         prompts={"query": "[QueryMarker] ", "document": "[DocumentMarker] "},
@@ -178,9 +162,6 @@ def jina_colbert_v2(folder: Path) -> str:
     )
     reference.save_pretrained(str(folder / "saved"), create_model_card=False)
     return str(folder)
-
-
-_PUNCTUATION = "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"
 
 
 _REMOTE_TERMS = {
@@ -192,13 +173,9 @@ _REMOTE_TERMS = {
 }
 
 
-def _artifact(folder: Path, query: str, document: str, attend: bool, dim: int, **lengths: int) -> None:
+def write_artifact(folder: Path, query: str, document: str, attend: bool, dim: int, **lengths: int) -> None:
     metadata: dict[str, Any] = {
-        "query_token_id": query,
-        "doc_token_id": document,
-        "mask_punctuation": True,
-        "attend_to_mask_tokens": attend,
-        "dim": dim,
-        "similarity": "cosine",
-    }
+        "query_token_id": query, "doc_token_id": document, "mask_punctuation": True,
+        "attend_to_mask_tokens": attend, "dim": dim, "similarity": "cosine",
+    }  # fmt: skip
     (folder / "artifact.metadata").write_text(json.dumps(metadata | lengths))

@@ -3,64 +3,30 @@
 from pathlib import Path
 from typing import Any
 
-from tests.checkpoints.published import RandomTensors, save, save_modules
 from tests.checkpoints.tokenizers import xlm_roberta
+from tests.checkpoints.weights import RandomTensors, save, save_modules
 
 _CODE = "nomic-ai/nomic-bert-2048--"
 _CONFIG: dict[str, Any] = {
-    "activation_function": "gelu",
-    "add_pooling_layer": False,
-    "architectures": ["NomicBertModel"],
+    "activation_function": "gelu", "add_pooling_layer": False, "architectures": ["NomicBertModel"],
     "attn_pdrop": 0.0,
     "auto_map": {
         "AutoConfig": f"{_CODE}configuration_hf_nomic_bert.NomicBertConfig",
         "AutoModel": f"{_CODE}modeling_hf_nomic_bert.NomicBertModel",
         "AutoModelForMaskedLM": f"{_CODE}modeling_hf_nomic_bert.NomicBertForPreTraining",
     },
-    "bos_token_id": None,
-    "causal": False,
-    "dense_seq_output": True,
-    "embd_pdrop": 0.1,
-    "eos_token_id": None,
-    "expert_choice_router": False,
-    "ffn_div": 1,
-    "fused_bias_fc": True,
-    "fused_dropout_add_ln": True,
-    "initializer_range": 0.02,
-    "layer_norm_epsilon": 1e-05,
-    "max_trained_positions": 2048,
-    "mlp_fc1_bias": True,
-    "mlp_fc2_bias": True,
-    "model_type": "nomic_bert",
-    "moe_every_n_layers": 2,
-    "moe_impl": "megablocks",
-    "moe_normalize_expert_weights": False,
-    "moe_resid_pdrop": 0.0,
-    "moe_top_k": 2,
-    "n_embd": 128,
-    "n_head": 4,
-    "n_inner": 256,
-    "n_layer": 4,
-    "n_positions": 2048,
-    "num_experts": 8,
-    "num_shared_experts": 0,
-    "pad_token_id": 1,
-    "parallel_block": False,
-    "prenorm": False,
-    "qkv_proj_bias": True,
-    "resid_pdrop": 0.0,
-    "rotary_emb_base": 10000,
-    "rotary_emb_fraction": 1.0,
-    "rotary_emb_interleaved": False,
-    "rotary_emb_scale_base": None,
-    "rotary_scaling_factor": None,
-    "scale_attn_weights": True,
-    "type_vocab_size": 1,
-    "use_cache": True,
-    "use_flash_attn": True,
-    "use_rms_norm": None,
-    "use_xentropy": True,
-}
+    "bos_token_id": None, "causal": False, "dense_seq_output": True, "embd_pdrop": 0.1, "eos_token_id": None,
+    "expert_choice_router": False, "ffn_div": 1, "fused_bias_fc": True, "fused_dropout_add_ln": True,
+    "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "max_trained_positions": 2048,
+    "mlp_fc1_bias": True, "mlp_fc2_bias": True, "model_type": "nomic_bert", "moe_every_n_layers": 2,
+    "moe_impl": "megablocks", "moe_normalize_expert_weights": False, "moe_resid_pdrop": 0.0, "moe_top_k": 2,
+    "n_embd": 128, "n_head": 4, "n_inner": 256, "n_layer": 4, "n_positions": 2048, "num_experts": 8,
+    "num_shared_experts": 0, "pad_token_id": 1, "parallel_block": False, "prenorm": False,
+    "qkv_proj_bias": True, "resid_pdrop": 0.0, "rotary_emb_base": 10000, "rotary_emb_fraction": 1.0,
+    "rotary_emb_interleaved": False, "rotary_emb_scale_base": None, "rotary_scaling_factor": None,
+    "scale_attn_weights": True, "type_vocab_size": 1, "use_cache": True, "use_flash_attn": True,
+    "use_rms_norm": None, "use_xentropy": True,
+}  # fmt: skip
 
 
 def v2_moe(folder: Path) -> str:

@@ -113,17 +113,20 @@ def qwen3_reranker(folder: Path, scheme: str) -> str:
 
 def _quantised(weight: torch.Tensor, how: Scheme) -> tuple[Tensors, torch.Tensor]:
     """The parts of a layer, and the weight that they stand for."""
-    high, wide = (
-        whole if size is None else size for size, whole in zip(how.block, weight.shape, strict=True)
-    )
-    rows, columns = -(-weight.shape[0] // high), -(-weight.shape[1] // wide)
-    scales, zeros = torch.empty(rows, columns), torch.zeros(rows, columns)
-    values, restored = torch.empty_like(weight), torch.empty_like(weight)
-    for i in range(rows):
-        for j in range(columns):
-            at = slice(i * high, (i + 1) * high), slice(j * wide, (j + 1) * wide)
-            scales[i, j], zeros[i, j], values[at] = _block(weight[at], how)
-            restored[at] = (values[at] - zeros[i, j]) * scales[i, j]
+    (high, wide), (rows, columns) = how.block, weight.shape
+    high, wide = high or rows, wide or columns
+    # The last blocks may be smaller; zeros change no largest value, and no zero point where all are whole.
+    padded = torch.nn.functional.pad(weight, (0, -columns % wide, 0, -rows % high))
+    blocks = padded.unflatten(0, (-1, high)).unflatten(2, (-1, wide)).transpose(1, 2).flatten(2)
+    scales, zeros = _scales(blocks, how)
+
+    def of_each(values: torch.Tensor) -> torch.Tensor:
+        return values.repeat_interleave(high, 0).repeat_interleave(wide, 1)[:rows, :columns]
+
+    values = weight / of_each(scales) + of_each(zeros)
+    least, most = -(2 ** (how.bits - 1)), 2 ** (how.bits - 1) - 1
+    values = values.to(FP8).float() if how.floats else values.round().clamp(least, most)
+    restored = (values - of_each(zeros)) * of_each(scales)
     scale = scales.reshape(-1) if how.block == (None, None) else scales
     parts = {how.ending: scale, **{name: torch.ones(1) for name in how.more}}
     if not how.packed:
@@ -136,26 +139,21 @@ def _quantised(weight: torch.Tensor, how: Scheme) -> tuple[Tensors, torch.Tensor
     return parts, restored
 
 
-def _block(block: torch.Tensor, how: Scheme) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Its scale, its zero point, and its values as they are stored, in float32."""
+def _scales(blocks: torch.Tensor, how: Scheme) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scales and the zero points of blocks, whose values are the last dimension."""
+    largest, none = blocks.abs().amax(-1), torch.zeros(blocks.shape[:2])
     if how.floats:
-        scale = block.abs().max() / 448
-        return scale, torch.tensor(0.0), (block / scale).to(FP8).float()
+        return largest / 448, none
     least, most = -(2 ** (how.bits - 1)), 2 ** (how.bits - 1) - 1
-    if how.shifted:
-        scale = (block.max() - block.min()) / (most - least)
-        zero = (least - block.min() / scale).round().clamp(least, most)
-    else:
-        scale, zero = block.abs().max() / most, torch.tensor(0.0)
-    return scale, zero, (block / scale + zero).round().clamp(least, most)
+    if not how.shifted:
+        return largest / most, none
+    scales = (blocks.amax(-1) - blocks.amin(-1)) / (most - least)
+    return scales, (least - blocks.amin(-1) / scales).round().clamp(least, most)
 
 
 def _packed(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """Integers of a few bits in ones of 32 bits, along rows, one at a time."""
-    rows = []
-    for row in values.int().tolist():
-        words = [0] * -(-len(row) * bits // 32)
-        for i, value in enumerate(row):
-            words[i * bits // 32] |= (value + 2 ** (bits - 1)) << (i * bits % 32)
-        rows.append([word - 2**32 if word >= 2**31 else word for word in words])
-    return torch.tensor(rows, dtype=torch.int32)
+    """Integers of a few bits in ones of 32 bits, along rows, the first in the lowest bits."""
+    each = 32 // bits
+    shifted = values.long() + 2 ** (bits - 1)
+    words = torch.nn.functional.pad(shifted, (0, -values.shape[1] % each)).unflatten(1, (-1, each))
+    return (words << torch.arange(0, 32, bits)).sum(-1).to(torch.int32)

@@ -10,9 +10,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.checkpoints.cross_encoders import LLAMA as _BGE
 from tests.checkpoints.late_interaction import save_as_pylate
-from tests.checkpoints.published import save_modules
 from tests.checkpoints.tokenizers import GEMMA, byte_level_bpe, unigram
-from tests.checkpoints.weights import SIZES, change_config, save_model, save_tensors, spread
+from tests.checkpoints.weights import SIZES, change_config, save_model, save_modules, save_tensors, spread
 
 LLAMA = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>", "pad_token": "<|pad|>"}
 _QWEN = {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
@@ -27,13 +26,9 @@ def _llama(folder: Path, **settings: Any) -> None:
     start = "<|begin_of_text|>"
     size = byte_level_bpe(folder, LLAMA, f"{start} $A", f"{start} $A {start} $B", model_max_length=2048)
     rope = {
-        "rope_type": "llama3",
-        "rope_theta": 500_000.0,
-        "factor": 32.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 256,
-    }
+        "rope_type": "llama3", "rope_theta": 500_000.0, "factor": 32.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 256,
+    }  # fmt: skip
     save_model(
         folder,
         "llama",
@@ -152,13 +147,9 @@ def _jina_v5(folder: Path, model: Any, **settings: Any) -> str:
         (folder / "adapters" / task).mkdir(parents=True)
         save_file(tensors, folder / "adapters" / task / "adapter_model.safetensors")
         adapter = {
-            "base_model_name_or_path": str(folder),
-            "lora_alpha": 8,
-            "peft_type": "LORA",
-            "r": 4,
-            "target_modules": ["q_proj", "down_proj"],
-            "task_type": "FEATURE_EXTRACTION",
-        }
+            "base_model_name_or_path": str(folder), "lora_alpha": 8, "peft_type": "LORA", "r": 4,
+            "target_modules": ["q_proj", "down_proj"], "task_type": "FEATURE_EXTRACTION",
+        }  # fmt: skip
         (folder / "adapters" / task / "adapter_config.json").write_text(json.dumps(adapter))
     modules = [{"idx": 0, "name": "transformer", "path": "", "type": "custom_st.Transformer"}]
     (folder / "modules.json").write_text(json.dumps(modules))
@@ -206,24 +197,11 @@ def bge_minicpm(folder: Path) -> str:
     settings = {
         "architectures": ["LayerWiseMiniCPMForCausalLM"],
         "auto_map": {"AutoModel": f"{code}Model", "AutoModelForCausalLM": f"{code}ForCausalLM"},
-        "model_type": "minicpm",
-        "attention_bias": False,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "dim_model_base": 32,
-        "head_multi": True,
-        "head_type": "simple",
-        "hidden_act": "silu",
-        "max_position_embeddings": 2048,
-        "num_key_value_heads": 4,
-        "rms_norm_eps": 1e-5,
-        "rope_scaling": None,
-        "scale_depth": 1.4,
-        "scale_emb": 3,
-        "start_layer": 2,
-        "torch_dtype": "float32",
-        "vocab_size": size,
-    }
+        "model_type": "minicpm", "attention_bias": False, "bos_token_id": 0, "eos_token_id": 1,
+        "dim_model_base": 32, "head_multi": True, "head_type": "simple", "hidden_act": "silu",
+        "max_position_embeddings": 2048, "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "rope_scaling": None,
+        "scale_depth": 1.4, "scale_emb": 3, "start_layer": 2, "torch_dtype": "float32", "vocab_size": size,
+    }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(settings | sizes))
     return str(folder)
 

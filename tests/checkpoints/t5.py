@@ -18,13 +18,8 @@ from transformers import (
 from tests.checkpoints.tokenizers import unigram
 
 SIZES: dict[str, Any] = {
-    "d_model": 128,
-    "d_kv": 32,
-    "d_ff": 256,
-    "num_layers": 3,
-    "num_heads": 4,
-    "decoder_start_token_id": 0,
-}
+    "d_model": 128, "d_kv": 32, "d_ff": 256, "num_layers": 3, "num_heads": 4, "decoder_start_token_id": 0,
+}  # fmt: skip
 _SPECIALS = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 

@@ -15,14 +15,9 @@ from maxsimd.engine.checkpoint.embedded import embedded_model_path
 
 # Special tokens by their roles.
 XLM_R = {
-    "bos_token": "<s>",
-    "pad_token": "<pad>",
-    "eos_token": "</s>",
-    "cls_token": "<s>",
-    "sep_token": "</s>",
-    "unk_token": "<unk>",
-    "mask_token": "<mask>",
-}
+    "bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "cls_token": "<s>", "sep_token": "</s>",
+    "unk_token": "<unk>", "mask_token": "<mask>",
+}  # fmt: skip
 GEMMA = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>", "unk_token": "<unk>"}
 # Templates of XLM-RoBERTa and RoBERTa for a text and a pair.
 ENDS = "<s> $A </s>", "<s> $A </s> </s> $B </s>"

@@ -43,12 +43,7 @@ from tests.checkpoints.visual import (
 )
 from tests.checkpoints.weights import SIZES, change_config, save_tensors, spread
 
-_TOWER = {
-    **QWEN_TOWER,
-    "hidden_size": 64,
-    "out_hidden_size": SIZES["hidden_size"],
-    "intermediate_size": 96,
-}
+_TOWER = {**QWEN_TOWER, "hidden_size": 64, "out_hidden_size": SIZES["hidden_size"], "intermediate_size": 96}
 _PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
 # What is in a message, a picture or a text at a time.
 _PARTS = (

@@ -103,13 +103,9 @@ def colmodernvbert(folder: Path) -> str:
     processor = ColModernVBertProcessor(image_processor, tokenizer, image_seq_len=4)
     text = {
         **SIZES,
-        "model_type": "modernbert",
-        "vocab_size": len(tokenizer),
-        "pad_token_id": tokenizer.pad_token_id,
-        "max_position_embeddings": 1024,
-        "local_attention": 16,
-        "global_attn_every_n_layers": 2,
-    }
+        "model_type": "modernbert", "vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id,
+        "max_position_embeddings": 1024, "local_attention": 16, "global_attn_every_n_layers": 2,
+    }  # fmt: skip
     vision = {
         **TOWER,
         "model_type": "siglip_vision_model",

@@ -40,7 +40,6 @@ from maxsimd.engine.execution.prepare import PreparedModel, _samples
 from maxsimd.engine.execution.relative import has_relative_positions
 from maxsimd.engine.execution.selfcheck.pictures import random_pages
 from maxsimd.engine.execution.selfcheck.samples import random_sequences
-from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.scoring.documents import (
     CachedDocument,
     CachedDocuments,
@@ -141,7 +140,7 @@ class OnGPU:
         self.pooler = _pooler(self.model, prepared, torch.float32 if precision == "int8" else DTYPE)
         name, maxsim = choose_maxsim("auto", GPU)
         self._loop = asyncio.new_event_loop()
-        tokenizer = TextTokenizer(self.model.tokenizer, self.model.token_rows)
+        tokenizer: Any = None  # which the device thread does not ask
         model = DeviceModel(self.model, prepared, self.pooler, GPU, name, maxsim, self.cache, tokenizer)
         # The actors of the device thread, which are asked here one after the other.
         _, self._pooling, self._scoring = DeviceActors(self._loop, model, Mailbox(self._loop))._actors

@@ -58,8 +58,6 @@ def test_a_step_neither_waits_nor_costs_more(name: str, loaded: Callable[[str], 
         on = OnGPU(gpu, model, "varlen")
         assert on.is_packed == BY_NAME[name].packed
         assert cost_of(on) == held()[name]
-        on.close()
-        on = OnGPU(gpu, model, "varlen")
         for drive in drives(on):
             waits = drive is pictures and name in TOWERS_WAIT
             with pytest.raises(HostWaits) if waits else nullcontext():

@@ -27,11 +27,7 @@ _NAMES = {
         "vlm.": "model.model.",
         "embedding_proj_layer.": "custom_text_proj.",
     },
-    "ColQwen2": {
-        "vlm.": "",
-        "embedding_proj_layer.": "custom_text_proj.",
-        "model.": "language_model.",
-    },
+    "ColQwen2": {"vlm.": "", "embedding_proj_layer.": "custom_text_proj.", "model.": "language_model."},
     "ColQwen2_5": {"model.": "language_model."},
     "ColQwen3": {"model.": ""},
     "ColIdefics3": {"": "model."},

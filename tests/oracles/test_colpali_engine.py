@@ -47,21 +47,13 @@ class Family:
 
 FAMILIES = [
     # colpali-engine itself has the beginning of a text twice behind a page.
-    Family(
-        visual.colpali,
-        "ColPali",
-        (56, 56),
-        "Query: ",
-        "<pad>" * 10 + "\n",
-        "<image>Describe the image.",
-    ),
+    Family(visual.colpali, "ColPali", (56, 56), "Query: ", "<pad>" * 10 + "\n", "<image>Describe the image."),
     Family(vision_language.colqwen2_merged, "ColQwen2", (84, 112)),
     Family(vision_language.colqwen2_5, "ColQwen2_5", (84, 112)),
     Family(vision_language.colqwen3, "ColQwen3", (96, 128)),
     Family(vision_language.colsmol, "ColIdefics3"),
     Family(visual.colmodernvbert, "ColModernVBert"),
 ]
-HF = Family(visual.colqwen2, "ColQwen2", (84, 112), "Query: ", "<|endoftext|>" * 10 + "\n")
 
 
 def colpali_engine(
@@ -113,16 +105,3 @@ async def test_embeddings_equal_colpali_engine(
     result = await engine.score(QUERIES[0], pages, cache="bypass")
     scores = [(expected["q0"] @ expected[f"p{i}"].T).max(axis=1).sum() for i in range(len(pages))]
     np.testing.assert_allclose(result.scores, scores, atol=1e-4)
-
-
-async def test_transformers_colqwen2_has_pages_at_other_positions(
-    checkpoints: SharedCheckpoints, engines: Engines, tmp_path: Path
-) -> None:
-    checkpoint = checkpoints(HF.build)
-    engine = await engines(EngineConfig(model=checkpoint, dtype="float32"))
-    expected = colpali_engine(HF, checkpoint, PAGES, tmp_path, "pil")
-    queries = await engine.embed_tokens(QUERIES, input_type="query")
-    for i, rows in enumerate(queries.embeddings):
-        np.testing.assert_allclose(rows, expected[f"q{i}"], atol=1e-4)
-    pages = await engine.embed_tokens(PAGES, input_type="document")
-    assert np.abs(pages.embeddings[0] - expected["p0"]).max() > 0.01

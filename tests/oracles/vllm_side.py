@@ -19,14 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import vllm
-from transformers import (
-    AutoConfig,
-    EuroBertConfig,
-    GPT2Config,
-    LlamaConfig,
-    PreTrainedConfig,
-    Qwen3Config,
-)
+from transformers import AutoConfig, EuroBertConfig, GPT2Config, LlamaConfig, PreTrainedConfig, Qwen3Config
 from vllm import LLM, PoolingParams
 from vllm.config import PoolerConfig
 from vllm.model_executor.models import registry

@@ -11,9 +11,8 @@ from maxsimd.engine.checkpoint.served import as_markdown
 from maxsimd.engine.inspection import inspect_model, show
 from tests.checkpoints import cross_encoders, language_models
 from tests.checkpoints.shared import SharedCheckpoints
-from tests.parity.families import FAMILIES, LISTWISE, Family
+from tests.parity.families import FAMILIES, FORMS, LISTWISE, Family
 from tests.parity.second_readers import READERS, VERSION, as_words
-from tests.parity.stored_forms import FORMS
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 PAGE_FAMILIES = [*FAMILIES, LISTWISE, *FORMS]

@@ -40,8 +40,11 @@ class Encoder:
         encode = self.model.encode_query if role == "query" else self.model.encode_document
         return np.atleast_2d(np.asarray(encode([item], **options)[0]))
 
+    def compared(self, query: NDArray[Any], document: NDArray[Any]) -> float:
+        return maxsim(query, document)
+
     def score(self, query: Any, document: Any) -> float:
-        return maxsim(self.vectors(query, "query"), self.vectors(document, "document"))
+        return self.compared(self.vectors(query, "query"), self.vectors(document, "document"))
 
     def tokens(self, query: Any, document: Any) -> tuple[int, int]:
         prompt = self.model.prompts.get("query") or None
@@ -97,9 +100,8 @@ class TwoTowers(Encoder):
         vector: NDArray[Any] = rows.pooler_output.numpy()
         return vector
 
-    def score(self, query: Any, document: Any) -> float:
-        first, second = (self.vectors(item, "")[0] for item in (query, document))
-        return float(first @ second / np.linalg.norm(first) / np.linalg.norm(second))
+    def compared(self, query: NDArray[Any], document: NDArray[Any]) -> float:
+        return float(query[0] @ document[0] / np.linalg.norm(query) / np.linalg.norm(document))
 
 
 class Pairs:

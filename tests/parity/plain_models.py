@@ -280,12 +280,7 @@ def _inputs(model: PlainEncoder, *texts: str) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _embedder(
-    path: str,
-    states: States,
-    prefix: str = "",
-    pooling: str = "cls",
-    normalized: bool = True,
-    **prompts: str,
+    path: str, states: States, prefix: str = "", pooling: str = "cls", normalized: bool = True, **prompts: str
 ) -> PlainEmbedder:
     model = _loaded(path, prefix)
 
@@ -301,11 +296,7 @@ gte_english = partial(_embedder, states=new_states, prefix="new.", normalized=Fa
 snowflake = partial(_embedder, states=new_states, query="query: ")
 jina_embeddings_v2 = partial(_embedder, states=jina_bert_states, pooling="mean", normalized=False)
 nomic_v2_moe = partial(
-    _embedder,
-    states=nomic_moe_states,
-    pooling="mean",
-    query="search_query: ",
-    document="search_document: ",
+    _embedder, states=nomic_moe_states, pooling="mean", query="search_query: ", document="search_document: "
 )
 
 
@@ -329,10 +320,7 @@ def _classified(
 gte_reranker = partial(_classified, states=new_states, prefix="new.")
 jina_reranker_v1 = partial(_classified, states=jina_bert_states, prefix="bert.")
 jina_reranker_v2 = partial(
-    _classified,
-    states=flash_states,
-    prefix="roberta.",
-    layers=("classifier.dense", "classifier.out_proj"),
+    _classified, states=flash_states, prefix="roberta.", layers=("classifier.dense", "classifier.out_proj")
 )
 
 

@@ -31,7 +31,8 @@ Reference = Callable[..., Scores]
 def loaded(kind: type[Any], path: str) -> Any:
     """A model of sentence-transformers, kept for the next tests that ask about the same checkpoint. Pictures
     are read by Pillow."""
-    if "vision_config" not in Path(path, "config.json").read_text(encoding="utf-8"):
+    config = Path(path, "config.json")
+    if not config.exists() or "vision_config" not in config.read_text(encoding="utf-8"):
         return kind(path, device="cpu")
     with without_videos():
         model = kind(path, device="cpu", processor_kwargs={"backend": "pil"})
@@ -51,8 +52,7 @@ def bi_encoder(path: str, queries: Sequence[str], documents: Sequence[str], **pr
     model = loaded(SentenceTransformer, path)
     if prompts:
         model = SentenceTransformer(path, device="cpu", prompts=prompts)
-    first, second = model.encode_query(list(queries)), model.encode_document(list(documents))
-    return model.similarity_pairwise(first, second).numpy()
+    return _similarities(model, queries, documents)
 
 
 def embeddings(model: Any, texts: Sequence[str], role: str, prompt: str | None = None) -> list[Scores]:
@@ -62,33 +62,31 @@ def embeddings(model: Any, texts: Sequence[str], role: str, prompt: str | None =
     return [np.asarray(item) for item in encoded]
 
 
-def multi_vector(path: str, queries: Sequence[str], documents: Sequence[str]) -> Scores:
-    return _maxsim(loaded(MultiVectorEncoder, path), queries, documents)
-
-
-def sparse_encoder(path: str, queries: Sequence[str], documents: Sequence[str]) -> Scores:
-    model = _sparse_encoder(path)
+def _similarities(model: Any, queries: Sequence[str], documents: Sequence[str]) -> Scores:
     first, second = model.encode_query(list(queries)), model.encode_document(list(documents))
     scores: Scores = model.similarity_pairwise(first, second).numpy()
     return scores
 
 
+def multi_vector(path: str, queries: Sequence[str], documents: Sequence[str]) -> Scores:
+    return _similarities(loaded(MultiVectorEncoder, path), queries, documents)
+
+
+def sparse_encoder(path: str, queries: Sequence[str], documents: Sequence[str]) -> Scores:
+    return _similarities(loaded(SparseEncoder, path), queries, documents)
+
+
 def sparse_vectors(path: str, texts: Sequence[str], role: str | None) -> Scores:
     """The weight of every word for each text, [texts, words]."""
-    model = _sparse_encoder(path)
+    model = loaded(SparseEncoder, path)
     encode = {"query": model.encode_query, "document": model.encode_document, None: model.encode}[role]
     weights: Scores = encode(list(texts)).to_dense().numpy()
     return weights
 
 
-@lru_cache(maxsize=2)
-def _sparse_encoder(path: str) -> Any:
-    return SparseEncoder(path, device="cpu")
-
-
 def plain_encoder(path: str, queries: Sequence[str], documents: Sequence[str]) -> Scores:
     """A bi-encoder's token states, normalised, compared by MaxSim."""
-    return _maxsim(token_states(path), queries, documents)
+    return _similarities(token_states(path), queries, documents)
 
 
 def token_states(path: str) -> MultiVectorEncoder:
@@ -96,11 +94,6 @@ def token_states(path: str) -> MultiVectorEncoder:
     transformer = loaded(SentenceTransformer, path)[0]
     modules = [transformer, MultiVectorMask(), Normalize(module_input_name="token_embeddings")]
     return MultiVectorEncoder(modules=modules, device="cpu")
-
-
-def _maxsim(model: MultiVectorEncoder, queries: Sequence[str], documents: Sequence[str]) -> Scores:
-    first, second = model.encode_query(list(queries)), model.encode_document(list(documents))
-    return model.similarity_pairwise(first, second).numpy()
 
 
 class BgeM3:

@@ -61,9 +61,12 @@ def _architecture(name: str, stand_in: str | None = None, **more: Any) -> Told:
 _MODERNBERT = _architecture("ColBERTModernBertModel")
 _NEW = _architecture("GteNewModel", "NewConfig")
 _SPLADE = _architecture("BertSpladeSparseEmbeddingModel")
-_QWEN3_RERANKER = _architecture(
-    "Qwen3ForSequenceClassification", classifier_from_token=["no", "yes"], is_original_qwen3_reranker=True
-)
+
+
+def _answers(kind: str, *words: str, **how: Any) -> Equal:
+    """The logits of a language model that answers with one of `words`."""
+    name = f"{kind}ForSequenceClassification"
+    return Equal("logits", _architecture(name, classifier_from_token=[*words], **how))
 
 
 def _refuses(error: str) -> str:
@@ -81,23 +84,14 @@ _CODE = "but Transformers does not recognize this architecture"
 _GGUF = "model.gguf' is not a valid JSON file"
 
 READERS: dict[str, Reader] = {
-    **dict.fromkeys(
-        (
-            "ColBERT",
-            "ColBERT, attended expansion",
-            "answerai-colbert-small",
-            "native multi-vector",
-            "any encoder",
-        ),
-        Equal("tokens"),
-    ),
+    **dict.fromkeys(("ColBERT", "ColBERT, attended expansion", "answerai-colbert-small"), Equal("tokens")),
+    **dict.fromkeys(("native multi-vector", "any encoder"), Equal("tokens")),
     **dict.fromkeys(("GTE-ModernColBERT", "LateOn"), Equal("tokens", _MODERNBERT)),
     **dict.fromkeys(
         ("BERT", "RoBERTa", "XLM-RoBERTa", "ModernBERT", "Qwen2", "Qwen3", "Llama", "Gemma"), Equal("logits")
     ),
     **dict.fromkeys(
-        ("bge-reranker-v2-minicpm-layerwise", "bge-reranker-v2.5-gemma2-lightweight"),
-        _refuses(_CODE),
+        ("bge-reranker-v2-minicpm-layerwise", "bge-reranker-v2.5-gemma2-lightweight"), _refuses(_CODE)
     ),
     **dict.fromkeys(("MiniLM", "BGE", "E5", "GTE", "Qwen3-Embedding", "EmbeddingGemma"), Equal("embeddings")),
     **dict.fromkeys(
@@ -134,25 +128,10 @@ READERS: dict[str, Reader] = {
     "jina-reranker-v1": _refuses(_UNKNOWN.format("JinaBertForSequenceClassification")),
     "jina-reranker-v2": Equal("logits", Told(stand_in="XLMRobertaFlashConfig")),
     "DeBERTa-v2": _refuses(_UNKNOWN.format("DebertaV2ForSequenceClassification")),
-    "Qwen3-Reranker": Equal("logits", _QWEN3_RERANKER),
-    "mxbai-rerank-v2": Equal(
-        "logits",
-        _architecture(
-            "Qwen2ForSequenceClassification", classifier_from_token=["0", "1"], method="from_2_way_softmax"
-        ),
-    ),
-    "bge-reranker-v2-gemma": Equal(
-        "logits",
-        _architecture(
-            "GemmaForSequenceClassification", classifier_from_token=["Yes"], method="no_post_processing"
-        ),
-    ),
-    "LogitScore": Equal(
-        "logits",
-        _architecture(
-            "Qwen3ForSequenceClassification", classifier_from_token=["Yes"], method="no_post_processing"
-        ),
-    ),
+    "Qwen3-Reranker": _answers("Qwen3", "no", "yes", is_original_qwen3_reranker=True),
+    "mxbai-rerank-v2": _answers("Qwen2", "0", "1", method="from_2_way_softmax"),
+    "bge-reranker-v2-gemma": _answers("Gemma", "Yes", method="no_post_processing"),
+    "LogitScore": _answers("Qwen3", "Yes", method="no_post_processing"),
     "monoT5": _refuses(_T5.format("t5.modeling_t5.T5Stack")),
     "mT5": _refuses(_T5.format("mt5.modeling_mt5.MT5Stack")),
     "Llama Nemotron Rerank": Equal(

@@ -39,7 +39,7 @@ MAIN = {
     *("nomic-embed-text-v2-moe", "SPLADE", "gte-multilingual, sparse", "bge-m3, all three"),
     # Weights in forms of their own. test_readings.py, test_variants.py, test_as_meant.py and
     # test_checkpoint_settings.py have others of both.
-    *("Qwen3-Embedding, Q8_0", "compressed-tensors, w4a16", "FP8 in blocks"),
+    *("Qwen3-Embedding, Q8_0", "compressed-tensors, w4a16"),
 }
 
 

@@ -22,10 +22,7 @@ CHECKPOINTS = ["bert_cross_encoder", "xlm_roberta_cross_encoder", "stanford_colb
 DEFAULT = ["bert_cross_encoder", "stanford_colbert", "qwen3_embedding"]
 
 
-@pytest.fixture(
-    params=with_default([None, *CHECKPOINTS], DEFAULT),
-    ids=lambda name: name or "embedded",
-)
+@pytest.fixture(params=with_default([None, *CHECKPOINTS], DEFAULT), ids=lambda name: name or "embedded")
 def model(request: pytest.FixtureRequest) -> str | None:
     return None if request.param is None else str(request.getfixturevalue(request.param))
 
@@ -42,7 +39,7 @@ def _rank_alike(exact: np.ndarray, rounded: np.ndarray, unit: float) -> None:
 async def test_bfloat16_by_torch_ranks_as_float32_does(
     model: str | None, engines: Engines, pairs: list[Pair]
 ) -> None:
-    pairs = pairs[:40]
+    pairs = pairs[:25]
     exact = await engines.scores(EngineConfig(model=model, dtype="float32"), pairs)
     rounded = await engines.scores(EngineConfig(model=model, dtype="bfloat16", kernels="torch"), pairs)
     _rank_alike(np.array(exact), np.array(rounded), 2**-6)
@@ -52,7 +49,7 @@ async def test_bfloat16_by_torch_ranks_as_float32_does(
 async def test_int8_ranks_nearly_as_float32_does(
     model: str | None, engines: Engines, pairs: list[Pair]
 ) -> None:
-    pairs = pairs[:40]
+    pairs = pairs[:25]
     exact = await engines.scores(EngineConfig(model=model, dtype="float32"), pairs)
     rounded = await engines.scores(EngineConfig(model=model, quantization="int8"), pairs)
     assert spearmanr(exact, rounded).statistic >= 0.98
@@ -66,7 +63,7 @@ async def test_int8_ranks_nearly_as_float32_does(
 async def test_int8_of_t5_ranks_nearly_as_float32_does(
     build: Any, checkpoints: SharedCheckpoints, engines: Engines, pairs: list[Pair]
 ) -> None:
-    path, pairs = checkpoints(build), pairs[:40]
+    path, pairs = checkpoints(build), pairs[:25]
     exact = await engines.scores(EngineConfig(model=path, dtype="float32"), pairs)
     config = EngineConfig(model=path, dtype="bfloat16", quantization="int8")
     assert spearmanr(exact, await engines.scores(config, pairs)).statistic >= 0.97

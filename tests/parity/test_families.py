@@ -17,9 +17,8 @@ from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
 from tests.native_bfloat16 import needs_native_bfloat16
 from tests.parity import references
-from tests.parity.families import FAMILIES, Family
+from tests.parity.families import FAMILIES, FORMS, Family
 from tests.parity.selection import families
-from tests.parity.stored_forms import FORMS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -51,8 +50,7 @@ def _config(family: Family, path: str, **settings: Any) -> EngineConfig:
 async def test_scores_equal_the_reference(
     family: Family, path: str, engines: Engines, pairs: list[Pair]
 ) -> None:
-    # SparseEncoder takes its time.
-    pairs = pairs[: 4 if family.kind == "sparse" else 6]
+    pairs = pairs[:4]
     ours = await engines.scores(_config(family, path), pairs)
     engine = await engines(_config(family, path))
     assert (engine.device_model.prepared.not_packed is None) == family.packed
@@ -77,7 +75,7 @@ async def test_embeddings_equal_the_reference(
     engine = await engines(_config(family, path))
     embed: Any = engine.embed if family.kind == "bi-encoder" else engine.embed_tokens
     for role in ("query", "document"):
-        texts = [getattr(pair, role) for pair in pairs[:6]]
+        texts = [getattr(pair, role) for pair in pairs[:4]]
         ours = (await embed(texts, input_type=role, truncation=CUT_LONG)).embeddings
         for mine, theirs in zip(ours, _embeddings(family, path, texts, role), strict=True):
             np.testing.assert_allclose(mine, theirs, atol=1e-5, rtol=0)
@@ -108,6 +106,6 @@ async def test_bfloat16_ranks_as_float32_does(
 async def test_scores_do_not_depend_on_the_budget(
     family: Family, path: str, engines: Engines, pairs: list[Pair]
 ) -> None:
-    whole = await engines.scores(_config(family, path), pairs[:6])
-    cut = await engines.scores(_config(family, path, max_batch_tokens=61), pairs[:6])
+    whole = await engines.scores(_config(family, path), pairs[:4])
+    cut = await engines.scores(_config(family, path, max_batch_tokens=61), pairs[:4])
     np.testing.assert_allclose(cut, whole, atol=1e-5, rtol=1e-5)

@@ -51,10 +51,9 @@ from maxsimd.engine.checkpoint.known_settings import (
 from maxsimd.engine.inspection import inspect_model
 from tests.checkpoints import bi_encoders, cross_encoders, language_models, late_interaction, sparse_encoders
 from tests.checkpoints.shared import SharedCheckpoints
-from tests.parity.changes import CPU, Build, Edit, refusal, settings
-from tests.parity.families import FAMILIES, LISTWISE, Family
+from tests.parity.changes import CPU, Build, Edit, settings
+from tests.parity.families import FAMILIES, FORMS, LISTWISE, Family
 from tests.parity.selection import families
-from tests.parity.stored_forms import FORMS
 
 _OF_TEXTS, _OF_ALL = "sentence_bert_config.json", "config_sentence_transformers.json"
 _TOKENIZER = "tokenizer_config.json"
@@ -98,13 +97,8 @@ def _parameters(function: Any) -> set[str]:
 
 def _modules() -> Iterator[type[Module]]:
     """sentence-transformers' modules."""
-    for package in (
-        "base",
-        "sentence_transformer",
-        "sparse_encoder",
-        "cross_encoder",
-        "multi_vector_encoder",
-    ):
+    kinds = ("sentence_transformer", "sparse_encoder", "cross_encoder", "multi_vector_encoder")
+    for package in ("base", *kinds):
         room = import_module(f"sentence_transformers.{package}.modules")
         for each in pkgutil.walk_packages(room.__path__, f"{room.__name__}."):
             yield from (
@@ -180,20 +174,8 @@ _HANDED_OVER = {
 # The types of models that docs/models.md proves.
 _PROVEN = (
     *("bert", "roberta", "xlm-roberta", "distilbert", "electra", "modernbert", "deberta-v2", "mpnet", "t5"),
-    *(
-        "mt5",
-        "qwen2",
-        "qwen3",
-        "llama",
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "gpt_neo",
-        "lfm2",
-        "eurobert",
-        "gte",
-    ),
-    *("nomic_bert", "jina_embeddings_v3", "granite"),
+    *("mt5", "qwen2", "qwen3", "llama", "gemma", "gemma2", "gemma3_text", "gpt_neo", "lfm2", "eurobert"),
+    *("gte", "nomic_bert", "jina_embeddings_v3", "granite"),
 )
 
 
@@ -299,29 +281,6 @@ def test_unknown_keys_are_named_at_every_start(
     assert sorted(inspect_model(config)["unknown keys"]) == sorted(expected)
 
 
-@pytest.mark.parametrize(
-    ("build", "edit", "message"),
-    [
-        (
-            bi_encoders.gte,
-            settings(_TOKENIZER, split_special_tokens=True),
-            "sets split_special_tokens to true",
-        ),
-        (
-            bi_encoders.gte,
-            settings(position_embedding_type="relative_key"),
-            'position_embedding_type to "rel',
-        ),
-        (bi_encoders.gte, settings(_OF_TEXTS, tokenizer_name_or_path="a"), "tokenizer_name_or_path to"),
-        (late_interaction.stanford, settings("artifact.metadata", similarity="l2"), 'similarity to "l2"'),
-    ],
-)
-def test_refused_keys_are_named(build: Build, edit: Edit, message: str, changed: Callable[..., str]) -> None:
-    said = refusal(changed(build, edit))
-    assert message in said
-    assert "which is not supported; leave it out" in said
-
-
 # The walk.
 
 _USES = ("unknown", "applied", "irrelevant", "refused")
@@ -387,34 +346,22 @@ _VALUES: Mapping[str, tuple[Any, ...]] = {
     "document_prefix": ("the ",),
     "query_token_id": ("[unused3]",),
     "doc_token_id": ("[unused4]",),
-    "max_seq_length": (60,),
     "transformer_task": ("fill-mask",),
-    "modality_config": (
-        {"text": {"method": "forward", "method_output_name": ["hidden_states", 1]}},
-        {"text": {"method": "forward", "method_output_name": "pooler_output"}},
-    ),
+    "modality_config": tuple({"text": {"method": "forward", "method_output_name": name}}
+                             for name in (["hidden_states", 1], "pooler_output")),
     "module_output_name": ("sentence_embedding", "token_embeddings", "scores"),
     "module_input_name": ("token_embeddings", "sentence_embedding"),
-    "processing_kwargs": (
-        {"text": {"max_length": 60}},
-        {"common": {"add_special_tokens": False}},
-        {"chat_template": {"continue_final_message": True}},
-        {"chat_template": {"sanitize_control_tokens": True}},
-    ),
+    "processing_kwargs": ({"text": {"max_length": 60}}, {"common": {"add_special_tokens": False}},
+                          {"chat_template": {"continue_final_message": True}},
+                          {"chat_template": {"sanitize_control_tokens": True}}),
     "tokenizer_name_or_path": ("elsewhere",),
-    "processor_kwargs": (
-        {"model_max_length": 60},
-        {"truncation_side": "left", "model_max_length": 60},
-        {"split_special_tokens": True},
-    ),
+    "processor_kwargs": ({"model_max_length": 60}, {"truncation_side": "left", "model_max_length": 60},
+                         {"split_special_tokens": True}),
     "tokenizer_args": ({"model_max_length": 60}, {"do_lower_case": False}),
     "config_kwargs": ({"hidden_act": "relu"}, {"num_hidden_layers": 1}, {"is_decoder": True}),
     "config_args": ({"layer_norm_eps": 0.1},),
-    "model_kwargs": (
-        {"attn_implementation": "eager"},
-        {"torch_dtype": "bfloat16"},
-        {"key_mapping": {"a": "b"}},
-    ),
+    "model_kwargs": ({"attn_implementation": "eager"}, {"torch_dtype": "bfloat16"},
+                     {"key_mapping": {"a": "b"}}),
     "model_args": ({"num_labels": 3},),
     "pooling_mode": ("cls", "lasttoken", ["mean", "max"]),
     "pooling_strategy": ("sum",),
@@ -422,23 +369,9 @@ _VALUES: Mapping[str, tuple[Any, ...]] = {
     "normalize_embeddings": (True, False),
     "bias": (False,),
     "model_input_names": (["input_ids", "attention_mask"], ["input_ids", "token_type_ids", "attention_mask"]),
-    "truncation_side": ("left",),
-    "padding_side": ("left",),
-    "model_max_length": (60,),
-    "max_len": (60,),
     "chat_template": ("{% for m in messages %}{{ m.content }}[SEP]{% endfor %}",),
-    "added_tokens_decoder": (
-        {
-            "1996": {
-                "content": "the",
-                "lstrip": True,
-                "rstrip": True,
-                "normalized": False,
-                "single_word": False,
-                "special": True,
-            }
-        },
-    ),
+    "added_tokens_decoder": ({"1996": {"content": "the", "lstrip": True, "rstrip": True, "normalized": False,
+                                       "single_word": False, "special": True}},),
     "additional_special_tokens": (["sleep", "the"],),
     "extra_special_tokens": (["sleep", "the"], {"my_token": "sleep"}),
     "model_specific_special_tokens": ({"my_token": "sleep"},),
@@ -448,7 +381,6 @@ _VALUES: Mapping[str, tuple[Any, ...]] = {
     "unk_id": (3,),
     "chat_control_tokens": (["the"],),
     "architectures": (["BertForMaskedLM"], None),
-    "model_type": (),
     "dtype": ("float16",),
     "torch_dtype": ("bfloat16",),
     "id2label": ({"0": "relevant"}, {"1": "b", "0": "a"}),
@@ -459,13 +391,9 @@ _VALUES: Mapping[str, tuple[Any, ...]] = {
     "hidden_activation": ("relu", "gelu_pytorch_tanh"),
     "classifier_activation": ("relu",),
     "classifier_pooling": ("cls", "mean"),
-    "layer_norm_eps": (0.5,),
-    "norm_eps": (0.5,),
-    "rms_norm_eps": (0.5,),
     "pad_token_id": (5, None),
     "position_embedding_type": ("relative_key_query",),
     "pruned_heads": ({"0": [1]},),
-    "chunk_size_feed_forward": (7,),
     "attn_implementation": ("eager", "sdpa"),
     "experts_implementation": ("eager",),
     "per_layer_config": ({"0": {"layer_norm_eps": 0.3}},),
@@ -476,30 +404,25 @@ _VALUES: Mapping[str, tuple[Any, ...]] = {
     "rope_scaling": ({"type": "linear", "factor": 4.0},),
     "rope_parameters": ({"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0},),
     "rope_theta": (500.0,),
-    "layer_types": (),
-    "sliding_window": (4,),
-    "local_attention": (4,),
     "is_causal": (False, True),
     "use_bidirectional_attention": (True, False),
     "query_pre_attn_scalar": (3,),
-    "attn_logit_softcapping": (0.5,),
-    "final_logit_softcapping": (0.5,),
     "similarity": ("l2",),
     "interaction": ("flipr",),
     "kwargs": (["task"],),
-    "type": (),
-    "path": (),
     "name": ("another",),
-    "idx": (7,),
     "__version__": ({"sentence_transformers": "9.9"},),
     "keep_in_fp32_modules": (["classifier"],),
     "sp_model_kwargs": ({"nbest_size": -1},),
     "tie_encoder_decoder": (True,),
-    "text_config": (),
-    "vision_config": (),
-    "bos_token_id": (7,),
-    "eos_token_id": (7,),
-}
+    **dict.fromkeys(("layer_norm_eps", "norm_eps", "rms_norm_eps"), (0.5,)),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), (0.5,)),
+    **dict.fromkeys(("max_seq_length", "model_max_length", "max_len"), (60,)),
+    **dict.fromkeys(("model_type", "layer_types", "type", "path", "text_config", "vision_config"), ()),
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "idx", "chunk_size_feed_forward"), (7,)),
+    **dict.fromkeys(("sliding_window", "local_attention"), (4,)),
+    **dict.fromkeys(("truncation_side", "padding_side"), ("left",)),
+}  # fmt: skip
 # Whose meaning is a word of the vocabulary.
 _SPECIAL = re.compile(r"_token$")
 

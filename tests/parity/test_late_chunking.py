@@ -103,7 +103,7 @@ async def _embedded(engine: Engine, texts: Any, **options: Any) -> EmbedResult |
             (bi_encoders.embeddinggemma, "document", False, None),
         ],
         [
-            (bi_encoders.qwen3_mean, None, False, 7),
+            (bi_encoders.qwen3_mean, None, False, 61),
             (bi_encoders.without_prompt, "document", True, None),
             (bi_encoders.embeddinggemma, "document", False, None),
         ],

@@ -29,15 +29,15 @@ async def _scores(engines: Engines, path: str, documents: list[str], **options: 
     return np.array((await engine.score("how is a file opened", documents, truncation=CUT_LONG)).scores)
 
 
-@pytest.mark.parametrize("count", [1, 10, pytest.param(200, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("count", [5, pytest.param(200, marks=pytest.mark.exhaustive)])
 async def test_scores_equal_a_plain_reading_of_the_paper(
     checkpoint: str, engines: Engines, pairs: list[Pair], count: int
 ) -> None:
-    """200 documents fill more than one pass. Ten are also run in small steps."""
+    """200 documents fill more than one pass. Few are also run in small steps."""
     documents = [pair.document for pair in pairs[:count]]
     reference = references.jina_reranker_v3(checkpoint, "how is a file opened", documents)
-    assert count == 1 or reference.std() > 0.01
-    for options in [{}, {"max_batch_tokens": 200}] if count == 10 else [{}]:
+    assert reference.std() > 0.01
+    for options in [{}, {"max_batch_tokens": 200}] if count == 5 else [{}]:
         ours = await _scores(engines, checkpoint, documents, **options)
         np.testing.assert_allclose(ours, reference, atol=1e-5)
 
@@ -50,7 +50,7 @@ async def test_a_document_over_the_context_starts_a_new_pass(
         language_models.jina_reranker_v3, settings("tokenizer_config.json", model_max_length=3 * 2048)
     )
     long = " ".join(pair.document for pair in pairs[:60])
-    documents = [long, pairs[1].document, long, long, pairs[2].document]
+    documents = [long, pairs[1].document, long, pairs[2].document]
     ours = await _scores(engines, path, documents)
     reference = references.jina_reranker_v3(path, "how is a file opened", documents)
     np.testing.assert_allclose(ours, reference, atol=1e-5)

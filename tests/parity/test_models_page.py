@@ -38,28 +38,9 @@ def test_the_command_prints_what_the_page_shows() -> None:
     assert '"architecture": "BertModel"' in as_json.stdout
 
 
-def test_the_command_says_what_was_compared_if_it_is_asked() -> None:
-    shown = CliRunner().invoke(main, ["inspect", "--dtype", "float32", "--check", "--json"])
-    assert shown.exit_code == 0
-    checked = json.loads(shown.stdout)["checked"]
-    assert len(checked) == 6
-    for line in (
-        "as transformers reads and runs it: 6 texts, largest difference",
-        *(f"{how}: .*\\b8 sequences" for how in
-          ("packed, in float32", "as it is run, in float32", "alone and together")),
-    ):  # fmt: skip
-        assert any(re.search(line, each) for each in checked), checked
-
-
 def test_the_command_lists_what_is_served() -> None:
     listed = CliRunner().invoke(main, ["inspect", "--supported"]).stdout
     assert len(listed.splitlines()) == len(SERVED)
     assert "JinaForRanking" in listed
     as_json = json.loads(CliRunner().invoke(main, ["inspect", "--supported", "--json"]).stdout)
     assert [row["form"] for row in as_json] == [row.form for row in SERVED]
-
-
-def test_a_model_that_is_not_there_is_an_error_in_one_line() -> None:
-    result = CliRunner().invoke(main, ["inspect", "/no/such/folder"])
-    assert result.exit_code == 1
-    assert result.stderr.strip() == "Error: there is no folder '/no/such/folder'"

@@ -1,8 +1,9 @@
 """Models that read pictures score texts, pictures and contents of both as their libraries do: alone and in
-any company, whole and cut between steps, new and cached. `make test` has some, `make test-all` all."""
+any company, whole and cut between steps, new and cached; contents that a model does not read are refused by
+their names. `make test` has some, `make test-all` all."""
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,10 +21,12 @@ from maxsimd.engine import (
     Engine,
     EngineConfig,
     InvalidRequestError,
+    RequestFailedError,
     RequestTooLargeError,
     Truncation,
 )
-from maxsimd.engine.media import PillowPicture
+from maxsimd.engine.checkpoint.visual.vision import ImageInputs
+from maxsimd.engine.media import Picture, PictureUrl, PillowPicture
 from tests.checkpoints import two_towers, vision_language, visual
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
@@ -41,6 +44,7 @@ from tests.parity.pictures import (
     maxsim,
     noise,
 )
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -87,32 +91,34 @@ async def scored(engine: Engine, query: Any, documents: Any, **options: Any) -> 
 
 
 @models()
-async def test_scores_equal_the_reference(model: PictureModel, engine: Engine, reference: Any) -> None:
+async def test_scores_and_vectors_equal_the_reference(
+    model: PictureModel, engine: Engine, reference: Any
+) -> None:
     prepared = engine.device_model.prepared
     assert prepared.execution == "packed"
     assert prepared.runner.chunked or not model.chunked
-    documents = [*PAGES, *TEXTS]
-    for query in (QUERIES[2], "a", PAGES[1]):
-        expected = [reference.score(query, document) for document in documents]
+    queries, documents = [*QUERIES, PAGES[1]], [*PAGES, *TEXTS]
+    if model.is_pair:
+        expected = [[reference.score(query, document) for document in documents] for query in queries[3:]]
+    else:
+        made = [
+            [reference.vectors(item, role) for item in items]
+            for role, items in (("query", queries), ("document", documents))
+        ]
+        expected = [[reference.compared(query, document) for document in made[1]] for query in made[0]][3:]
+        embed: Any = engine.embed_tokens if model.is_late else engine.embed
+        for role, items, theirs in zip(("query", "document"), (QUERIES, PAGES), made, strict=True):
+            found = (await embed(items, input_type=role)).embeddings
+            for ours, vectors in zip(found, theirs[: len(items)], strict=True):
+                np.testing.assert_allclose(np.atleast_2d(ours), vectors, atol=1e-4, rtol=1e-4)
+    for query, scores in zip(queries[3:], expected, strict=True):
         result = await scored(engine, query, documents)
-        np.testing.assert_allclose(result.scores, expected, atol=1e-4)
-        assert np.ptp(expected) > 0.05
+        np.testing.assert_allclose(result.scores, scores, atol=1e-4)
+        assert np.ptp(scores) > 0.05
     if model.mixed or model.is_pair:
-        query = QUERIES[2]
-        lengths = [reference.tokens(query, document) for document in PAGES]
-        result = await scored(engine, query, PAGES)
+        lengths = [reference.tokens(QUERIES[2], document) for document in PAGES]
+        result = await scored(engine, QUERIES[2], PAGES)
         assert result.usage.prompt_tokens == lengths[0][0] + sum(length for _, length in lengths)
-
-
-@models(lambda model: not model.is_pair)
-async def test_vectors_equal_the_reference(model: PictureModel, engine: Engine, reference: Any) -> None:
-    embed: Any = engine.embed_tokens if model.is_late else engine.embed
-    for role, items in (("query", QUERIES), ("document", PAGES)):
-        found = (await embed(items, input_type=role)).embeddings
-        for ours, item in zip(found, items, strict=True):
-            np.testing.assert_allclose(
-                np.atleast_2d(ours), reference.vectors(item, role), atol=1e-4, rtol=1e-4
-            )
 
 
 @models(lambda model: model.mixed)
@@ -140,7 +146,7 @@ async def test_contents_of_texts_and_pictures_equal_the_reference(
         np.testing.assert_allclose(found, theirs, atol=1e-4)
 
 
-@models(main=("colqwen2_merged", "qwen3_vl_reranker", "siglip"))
+@models(main=("qwen3_vl_reranker", "siglip"))
 async def test_in_any_company_they_score_as_alone(
     model: PictureModel, engine: Engine, pairs: list[Pair]
 ) -> None:
@@ -157,7 +163,7 @@ async def test_in_any_company_they_score_as_alone(
 
 
 @models(lambda model: model.chunked, main=("colqwen2_merged", "qwen3_vl_reranker"))
-@pytest.mark.parametrize("budget", [7, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("budget", [13, pytest.param(1, marks=pytest.mark.exhaustive)])
 async def test_cut_between_steps_they_score_as_whole(
     budget: int, model: PictureModel, path: str, engine: Engine, engines: Engines
 ) -> None:
@@ -233,22 +239,19 @@ async def test_jina_reranker_m0_has_its_cards_activation_and_template(
 
 
 @pytest.mark.parametrize(
-    "said",
+    "image",
     [
-        pytest.param({"image": {"max_pixels": 8 * 32 * 32}}, marks=pytest.mark.exhaustive),
-        {"image": {
-            "size": {"shortest_edge": 4 * 32 * 32, "longest_edge": 9 * 32 * 32}, "do_normalize": False,
-        }},
-        {"text": {"max_length": 90}},
+        pytest.param({"max_pixels": 8 * 32 * 32}, marks=pytest.mark.exhaustive),
+        {"size": {"shortest_edge": 4 * 32 * 32, "longest_edge": 9 * 32 * 32}, "do_normalize": False},
     ],
-    ids=str,
-)  # fmt: skip
+)
 async def test_settings_of_pictures_and_texts_are_taken(
-    changed: Callable[..., str], engines: Engines, pairs: list[Pair], said: Any
+    changed: Callable[..., str], engines: Engines, pairs: list[Pair], image: dict[str, Any]
 ) -> None:
+    said = {"image": image, "text": {"max_length": 90}}
     edit = settings("sentence_bert_config.json", processing_kwargs=said)
     path = changed(vision_language.qwen3_vl_embedding, edit)
-    items = PAGES if "image" in said else [*(pair.document for pair in pairs[:5]), "short"]
+    items: list[Any] = [*PAGES, *(pair.document for pair in pairs[:5]), "short"]
     found = (await (await _engine(engines, path)).embed(items, input_type="document")).embeddings
     embedder = Embedder(path)
     expected = np.concatenate([embedder.vectors(item, "document") for item in items])
@@ -351,8 +354,7 @@ async def test_the_best_cell_is_the_patch_that_maxsim_took(engine: Engine) -> No
 
 
 async def test_each_picture_of_a_document_has_a_map(engines: Engines, checkpoints: SharedCheckpoints) -> None:
-    checkpoint = checkpoints(vision_language.colqwen3)
-    engine = await engines(EngineConfig(model=checkpoint, dtype="float32"))
+    engine = await _engine(engines, checkpoints(vision_language.colqwen2_merged))
     parts = [PillowPicture(PAGES[0]), "and", PillowPicture(PAGES[4])]
     result = await engine.score(QUERIES[2], [Content.of(parts), "a text"], explain="maps", cache="bypass")
     first, second = result.explanations[0].maps
@@ -379,3 +381,108 @@ async def test_maps_are_there_if_they_are_asked_for_and_not_too_many(
     monkeypatch.setattr("maxsimd.engine.preprocess.explain_limits.MOST_MAPPED", 100)
     with pytest.raises(RequestTooLargeError, match=r"explain would map \d+ similarities .* at most 100 are"):
         await engine.score("a", PAGES, explain="maps", cache="bypass")
+
+
+# What goes wrong with a picture harms no other, and leaves nothing on the device.
+
+
+def failing_on(tower: Any, digest: bytes) -> Any:
+    """The tower, which fails whenever one picture is among those that it is to encode."""
+    encode = type(tower).__call__
+
+    def called(self: Any, images: Sequence[ImageInputs], device: torch.device) -> list[torch.Tensor]:
+        if any(image.digest == digest for image in images):
+            raise RuntimeError("this picture breaks it")
+        made: list[torch.Tensor] = encode(self, images, device)
+        return made
+
+    return called
+
+
+async def test_a_picture_that_breaks_the_tower_fails_alone(
+    checkpoints: SharedCheckpoints, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = await _engine(engines, checkpoints(vision_language.colqwen2_merged))
+    expected = (await engine.score("what?", PAGES, cache="bypass")).scores
+    assert engine.model.vision is not None
+    tower = engine.model.vision.tower
+    broken = Picture(np.asarray(PAGES[2])).digest
+    monkeypatch.setattr(type(tower), "__call__", failing_on(tower, broken))
+    result = await engine.score("what?", PAGES, cache="bypass", on_error="report")
+    assert set(result.errors) == {2}
+    others = [0, 1, 3, 4]
+    np.testing.assert_allclose([result.scores[i] for i in others], [expected[i] for i in others], atol=1e-5)
+    with pytest.raises(RequestFailedError):
+        await engine.score("what?", PAGES, cache="bypass")
+    monkeypatch.undo()
+    assert (await engine.score("what?", PAGES, cache="bypass")).scores == pytest.approx(expected, abs=1e-5)
+    await until(lambda: engine.stats().device.features == 0)
+
+
+async def test_requests_that_are_cancelled_leave_no_features(
+    checkpoints: SharedCheckpoints, engines: Engines
+) -> None:
+    engine = await _engine(engines, checkpoints(vision_language.colqwen2_merged), max_batch_tokens=64)
+    for delay in (0.0, 0.003, 0.03):
+        calls = [asyncio.create_task(engine.score("what?", PAGES * 2, cache="bypass")) for _ in range(3)]
+        await asyncio.sleep(delay)
+        for call in calls[:2]:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        assert len(calls[2].result().scores) == 2 * len(PAGES)
+    await until(lambda: engine.stats().device.features == 0)
+    await until(lambda: engine.stats().device.cut_sequences == 0)
+
+
+async def test_a_page_that_fits_no_step_is_refused_with_both_numbers(
+    checkpoints: SharedCheckpoints, engines: Engines
+) -> None:
+    engine = await _engine(engines, checkpoints(visual.colpali), max_batch_tokens=30)
+    with pytest.raises(InvalidRequestError, match="has 31 tokens as a picture, and at most 30 can be run"):
+        await engine.score("a", ["a text", PAGES[0]])
+    assert len((await engine.score("a", ["a text"])).scores) == 1
+
+
+async def test_content_that_the_model_does_not_read_is_refused(
+    checkpoints: SharedCheckpoints, engines: Engines
+) -> None:
+    picture = PillowPicture(PAGES[0])
+    engine = await _engine(engines, checkpoints(visual.colqwen2))
+    for each in (engine, await _engine(engines, checkpoints(two_towers.clip))):
+        with pytest.raises(InvalidRequestError, match=r"documents\[1\] has 1 picture and 1 text"):
+            await each.score("a", [PAGES[0], Content.of([picture, "a"])])
+        # Else its processor would make gigabytes of it.
+        line = Picture(np.zeros((1, 8_000, 3), dtype=np.uint8))
+        with pytest.raises(InvalidRequestError, match=r"documents\[0\], of 8000 x 1 pixels, cannot be"):
+            await each.score("a", [Content.of([line])])
+    with pytest.raises(InvalidRequestError, match=r"queries\[0\] has 2 pictures and no texts"):
+        await engine.score(Content.of([picture] * 2), ["a"])
+    with pytest.raises(InvalidRequestError, match=r"documents\[0\] is at a URL"):
+        await engine.score("a", [Content.of([PictureUrl("https://example.com/a.png")])])
+    of_texts, joined = [(await engine.score("a", [each])).scores for each in (Content.of(["a", "b"]), "a\nb")]
+    assert of_texts == joined
+
+
+@models(lambda model: model.mixed, main=("colqwen2_merged", "colsmol", "qwen3_vl_reranker"))
+async def test_contents_of_pictures_and_texts_are_refused_where_wrong(
+    model: PictureModel, engine: Engine
+) -> None:
+    """By the name of a text with the token of pictures or without end, and of a picture that is too thin."""
+    token = "<image>" if model.build is vision_language.colsmol else "<|image_pad|>"
+    picture = PillowPicture(PAGES[0])
+    with pytest.raises(InvalidRequestError, match=r"a text of documents\[0\] holds"):
+        await engine.score("a", [Content.of([picture, f"{token} is a token"])])
+    long = Content.of(["word " * 5000, picture])
+    for truncation in ("cut", "window", "error"):
+        with pytest.raises(InvalidRequestError, match=r"documents\[0\] has more than \d+ tokens beside its"):
+            await engine.score("a", [long], truncation=truncation)
+    if model.build is vision_language.colsmol:  # whose pages are cut to tiles of any shape
+        return
+    thin = Content.of([PillowPicture(noise(1, 3000))])
+    with pytest.raises(InvalidRequestError, match=r"^documents\[2\] has 1 x 3,000 pixels, but may be"):
+        await engine.score("a", ["a text", PAGES[0], thin])
+    result = await engine.score("a", ["a text", PAGES[0], thin], on_error="report")
+    assert list(result.errors) == [2]
+    assert "documents[2] has 1 x 3,000 pixels" in result.errors[2]
+    with pytest.raises(InvalidRequestError, match=r"^queries\[0\] has 1 x 3,000 pixels"):
+        await engine.score(thin, ["a text", PAGES[0]])

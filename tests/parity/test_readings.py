@@ -34,9 +34,9 @@ from tests.checkpoints import (
 )
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
-from tests.parity.changes import CPU, removed, settings, without_settings
+from tests.parity.changes import CPU, settings, without_settings
+from tests.parity.families import dequantised
 from tests.parity.pictures import PAGES
-from tests.parity.stored_forms import dequantised
 
 
 def _backbone(path: str, **options: Any) -> Any:
@@ -50,23 +50,23 @@ def test_alibaba_configs_have_the_defaults_of_their_code(changed: Callable[..., 
     assert config.rope_parameters == {"rope_type": "default", "rope_theta": 10_000.0}
 
 
-def test_the_layout_of_a_jina_bert_is_told_by_its_tensors(changed: Callable[..., str]) -> None:
+def test_the_layout_of_a_jina_bert_is_told_by_its_tensors(
+    changed: Callable[..., str], tmp_path: Path
+) -> None:
+    """Or, where they are pickled, by its config."""
     edit = settings(_name_or_path="", auto_map={"AutoModel": "modeling_bert.JinaBertModel"})
     assert _backbone(changed(jina.embeddings_v2_code, edit)).config.norms_queries_and_keys
-
-
-@pytest.mark.parametrize("normed", [True, False])
-def test_a_pickled_jina_bert_is_told_by_its_config(normed: bool, changed: Callable[..., str]) -> None:
-    def pickled(folder: Path) -> None:
+    for build in (jina.embeddings_v2_code, jina.embeddings_v2):
+        folder = tmp_path / build.__name__
+        path = build(folder)
         torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-
-    build = jina.embeddings_v2_code if normed else jina.embeddings_v2
-    path = changed(build, pickled, removed("model.safetensors"))
-    assert _backbone(path, allow_pickle=True).config.norms_queries_and_keys == normed
+        (folder / "model.safetensors").unlink()
+        norms = _backbone(path, allow_pickle=True).config.norms_queries_and_keys
+        assert norms == (build is jina.embeddings_v2_code)
 
 
 def test_directions_are_read_from_the_config(
-    changed: Callable[..., str], caplog: pytest.LogCaptureFixture, tmp_path: Path
+    changed: Callable[..., str], checkpoints: SharedCheckpoints, tmp_path: Path
 ) -> None:
     assert load_model(EngineConfig(model=changed(retrained.gte_qwen2, settings(is_causal=True))), CPU).causal
     both_ways = cross_encoders.qwen2(tmp_path / "both ways")
@@ -74,6 +74,9 @@ def test_directions_are_read_from_the_config(
     model = load_model(EngineConfig(model=both_ways), CPU)
     assert not model.causal
     assert model.tasks["classify"].pooling == "last"
+    for said in ("field", "class", "code"):
+        path = checkpoints(partial(retrained.both_ways, kind="qwen3", said=said))
+        assert not load_model(EngineConfig(model=path), CPU).causal
 
 
 def test_code_that_might_read_otherwise_is_mentioned(
@@ -119,12 +122,10 @@ async def test_an_adapter_is_used_unless_there_are_weights_beside_it(
         shutil.copy(folder / name, with_weights / name)
         shutil.copy(folder / name, alone / name)
     scores = []
-    for each in (folder / "base", folder / "merged", alone):
+    for each in (folder / "merged", alone):
         engine = await engines(EngineConfig(model=str(each), dtype="float32"))
         scores.append((await engine.score("What is it?", [*PAGES[:2], "a text"], cache="bypass")).scores)
-    base, merged, by_adapter = scores
-    assert np.abs(np.subtract(merged, base)).max() > 0.1
-    np.testing.assert_allclose(by_adapter, merged, atol=1e-4)
+    np.testing.assert_allclose(scores[1], scores[0], atol=1e-4)
     tensors, expected = (_backbone(str(each)).state_dict() for each in (with_weights, folder / "merged"))
     assert all(torch.equal(tensors[name], each) for name, each in expected.items())
     assert "has weights of its own; the adapter beside them is not used" in caplog.text

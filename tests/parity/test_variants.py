@@ -31,8 +31,8 @@ from tests.checkpoints.tokenizers import WORDS
 from tests.engines import Engines
 from tests.parity import plain_models, references
 from tests.parity.changes import Build, Edit, converted, settings
+from tests.parity.families import dequantised
 from tests.parity.selection import with_names
-from tests.parity.stored_forms import dequantised
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -65,11 +65,7 @@ def _sigmoids(path: str, queries: list[str], documents: list[str]) -> Any:
 
 
 def _late(
-    path: str,
-    queries: list[str],
-    documents: list[str],
-    pooling: Any = None,
-    dimensions: int | None = None,
+    path: str, queries: list[str], documents: list[str], pooling: Any = None, dimensions: int | None = None
 ) -> Any:
     """MaxSim of MultiVectorEncoder's vectors, of which tokens are merged, or the first columns kept."""
     model = references.loaded(MultiVectorEncoder, path)
@@ -111,16 +107,16 @@ VARIANTS = [
     ),
     # What files say.
     *(
-        Variant(f"a Llama that pools by {pooling}", retrained.nemotron_rerank, plain_models.nemotron_rerank,
-                edits=(settings(pooling=pooling),), exhaustive=pooling == "last")
+        Variant(f"a Llama that pools by {pooling}, with a sigmoid", retrained.nemotron_rerank, _sigmoids,
+                edits=(settings(pooling=pooling,
+                                sentence_transformers={"activation_fn": "torch.nn.Sigmoid"}),),
+                exhaustive=pooling == "last")
         for pooling in ("cls", "last")
     ),
-    Variant("a Llama with a sigmoid", retrained.nemotron_rerank, _sigmoids,
-            edits=(settings(sentence_transformers={"activation_fn": "torch.nn.Sigmoid"}),)),
     *(
         Variant(f"a {kind} that reads both ways by its {said}",
                 partial(retrained.both_ways, kind=kind, said=said), _both_ways,
-                exhaustive=kind != "qwen3")
+                exhaustive=said != "is_causal" or kind != "qwen3")
         for kind, said in [
             *((kind, "is_causal") for kind in ("llama", "mistral", "ministral3", "qwen2", "gemma")),
             *(("qwen3", said) for said in ("is_causal", "field", "class", "code")),
@@ -128,7 +124,8 @@ VARIANTS = [
     ),
     Variant("LFM2 that attends to the expansion", retrained.lfm2_colbert,
             partial(plain_models.maxsims, model=plain_models.Lfm2Colbert),
-            edits=(settings("config_sentence_transformers.json", attend_to_expansion_tokens=True),)),
+            edits=(settings("config_sentence_transformers.json", attend_to_expansion_tokens=True),),
+            exhaustive=True),
     *(
         Variant(f"DeBERTa: {name}",
                 partial(cross_encoders.deberta_v2, changes=tuple(changes.items())),
@@ -136,13 +133,13 @@ VARIANTS = [
         for name, changes in {
             "a convolution": {"conv_kernel_size": 3, "conv_act": "gelu"},
             "both kinds of positions, and types": {"position_biased_input": True, "type_vocab_size": 2},
-            "queries and positions alone, of no buckets": {
+            "queries and positions alone, of no buckets, with projections apart": {
                 "pos_att_type": ["c2p"], "position_buckets": -1, "max_relative_positions": 40,
+                "share_att_key": False,
             },
             "keys and positions alone, with projections apart": {
                 "pos_att_type": ["p2c"], "share_att_key": False, "norm_rel_ebd": "none",
             },
-            "projections of both apart": {"share_att_key": False},
             "absolute positions alone": {"relative_attention": False, "position_biased_input": True},
         }.items()
         for kernels in ("auto", "torch")
@@ -162,7 +159,7 @@ VARIANTS = [
     # Ways to run.
     *(
         Variant(f"{build.__name__} not packed", build, reference, {"packing": "off"}, execution=execution,
-                exhaustive=build is retrained.lfm2_5_embedding)
+                exhaustive=build in (retrained.lfm2_5_embedding, t5.monot5))
         for build, reference, execution in (
             (t5.monot5, references.monot5, "padded"),
             (retrained.nemotron_rerank, plain_models.nemotron_rerank, "padded"),
@@ -178,7 +175,7 @@ VARIANTS = [
     # LoRA, as the base with the weights that the formulas give.
     *(
         Variant(f"LoRA: {name}", partial(adapters.bert, **said), references.cross_encoder, weights=_merged,
-                exhaustive=name in ("plain", "rsLoRA", "patterns", "DoRA"))
+                exhaustive=name != "DoRA with rsLoRA and patterns")
         for name, said in adapters.SETTINGS.items()
     ),
     Variant("LoRA saved by its name", adapters.saved_by_name, references.cross_encoder, weights=_merged),
