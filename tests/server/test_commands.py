@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from PIL import Image
 
 from maxsimd.api.cli import main
-from maxsimd.bench.datasets import docstring_pairs
+from maxsimd.bench.datasets import Pair
 from maxsimd.engine import EngineConfig, SyncEngine
 from maxsimd.engine.media import PictureError, PictureLimits, pages_of
 from tests.checkpoints import bi_encoders, visual
@@ -31,7 +31,6 @@ TEXTS = [
     "Read lines from a file.",
 ]
 FLOAT32 = ("--dtype", "float32")
-PAIRS = docstring_pairs()[:20]
 
 
 def _lines(text: str) -> list[Any]:
@@ -207,10 +206,12 @@ def test_texts_are_embedded(tmp_path: Path, small: str) -> None:
     assert "--out must end in .npy" in embed("--out", str(tokens), status=2).stderr
 
 
-def test_eval_measures_what_ir_measures_does(tmp_path: Path, small: str) -> None:
+def test_eval_measures_what_ir_measures_does(tmp_path: Path, small: str, pairs: list[Pair]) -> None:
     """12 queries over 20 documents in BEIR's files; grades 0 to 2."""
-    documents = [{"_id": f"d{i}", "title": "", "text": pair.document[:200]} for i, pair in enumerate(PAIRS)]
-    queries = [{"_id": f"q{i}", "text": pair.query} for i, pair in enumerate(PAIRS[:12])]
+    documents = [
+        {"_id": f"d{i}", "title": "", "text": pair.document[:200]} for i, pair in enumerate(pairs[:20])
+    ]
+    queries = [{"_id": f"q{i}", "text": pair.query} for i, pair in enumerate(pairs[:12])]
     qrels = {f"q{i}": {f"d{(i + step) % 20}": 2 - step for step in range(3)} for i in range(12)}
     rows = [f"{query}\t{document}\t{grade}" for query, of in qrels.items() for document, grade in of.items()]
     for name, records in (("documents", documents), ("queries", queries)):
@@ -239,8 +240,8 @@ def test_eval_measures_what_ir_measures_does(tmp_path: Path, small: str) -> None
     assert again == pytest.approx(expected, abs=1e-9)
 
     # Of the best ten alone, in TREC's files.
-    few = evaluated("--candidates", str(run_file), "--depth", "10", "--json", "--measure", "nDCG@10")
-    assert json.loads(few.stdout) == pytest.approx({"nDCG@10": best}, abs=1e-9)
+    of_best = evaluated("--candidates", str(run_file), "--depth", "10", "--json", "--measure", "nDCG@10")
+    assert json.loads(of_best.stdout) == pytest.approx({"nDCG@10": best}, abs=1e-9)
     assert "compare their ids" in evaluated(judged="other.txt").stderr
     assert "ir_measures knows no such measure" in evaluated("--measure", "nope", judged="other.txt").stderr
 
