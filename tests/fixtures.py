@@ -29,7 +29,7 @@ for logger in logging.root.manager.loggerDict.values():
     if isinstance(logger, logging.Logger):
         logger.propagate = True
 
-settings.register_profile("default", deadline=None, print_blob=True)
+settings.register_profile("default", deadline=None, print_blob=True, max_examples=50)
 settings.load_profile("default")
 
 

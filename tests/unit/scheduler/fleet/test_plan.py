@@ -125,7 +125,6 @@ requests = st.integers(1, 8).flatmap(
 )
 
 
-@settings(max_examples=50)
 @given(requests, st.sampled_from(Split))
 def test_parts_hold_each_document_once_and_equal_ones_together(request: tuple, split: Split) -> None:
     documents, loads, least = request
@@ -150,7 +149,6 @@ def test_parts_hold_each_document_once_and_equal_ones_together(request: tuple, s
         assert len(parts) <= max(1, np.bincount(owners, tokens).clip(1).sum() // max(1, least))
 
 
-@settings(max_examples=50)
 @given(requests)
 def test_no_member_has_much_more_than_the_mean(request: tuple) -> None:
     documents, loads, least = request
