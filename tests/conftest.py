@@ -3,7 +3,9 @@
 import os
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path, PurePath
+from types import NoneType
 
 import pytest
 
@@ -33,6 +35,24 @@ FAST = (
 )
 # Files whose tests wait longest. They are begun first, so that no worker is left with them in the end.
 LONG = ("server/test_fleet.py", "accelerator/test_*.py")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Leaves out exhaustive cases that `-m` would deselect: making an item of each takes seconds a worker."""
+    if "not exhaustive" not in metafunc.config.option.markexpr:
+        return
+    marks = metafunc.definition.own_markers
+    for i, mark in enumerate(marks):
+        if mark.name != "parametrize" or not isinstance(mark.kwargs.get("ids"), NoneType | Callable):
+            continue
+        names, values, *more = mark.args
+        usual = [value for value in values if not _is_exhaustive(value)]
+        if usual:
+            marks[i] = pytest.mark.parametrize(names, usual, *more, **mark.kwargs).mark
+
+
+def _is_exhaustive(value: object) -> bool:
+    return any(getattr(mark, "name", "") == "exhaustive" for mark in getattr(value, "marks", ()))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,6 +1,7 @@
 """What all tests share: checkpoints, engines and real text."""
 
 import gc
+import logging
 import os
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
@@ -23,7 +24,12 @@ from tests.engines import Engines
 # As servers do. Else a process that has run a thousand tests holds gigabytes that nothing uses.
 share_heaps(usable_cores().threads)
 
-settings.register_profile("default", deadline=None, print_blob=True)
+# pytest gives handlers to each logger that does not propagate, six times a test. Torch has 57 of them.
+for logger in logging.root.manager.loggerDict.values():
+    if isinstance(logger, logging.Logger):
+        logger.propagate = True
+
+settings.register_profile("default", deadline=None, print_blob=True, max_examples=50)
 settings.load_profile("default")
 
 

@@ -64,9 +64,7 @@ _TEXTS = st.one_of(
     st.builds(lambda word, count: word * count, st.text(min_size=1, max_size=6), st.integers(1, 20_000)),
 )
 _NUMBERS = st.one_of(
-    st.integers(),
-    st.floats(),
-    st.sampled_from([0, -1, 1, 2**31, 2**63, 2**64, 10**400, 1e308, -0.0]),
+    st.integers(), st.floats(), st.sampled_from([0, -1, 1, 2**31, 2**63, 2**64, 10**400, 1e308, -0.0])
 )
 _VALUES = st.recursive(
     st.one_of(st.none(), st.booleans(), _NUMBERS, _TEXTS),

@@ -51,13 +51,7 @@ def run(command: Sequence[str], environment: Mapping[str, str], folder: Path, se
     """What a command prints that is run in a folder."""
     try:
         ran = subprocess.run(
-            command,
-            env=environment,
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=seconds,
+            command, env=environment, cwd=folder, capture_output=True, text=True, check=False, timeout=seconds
         )
     except subprocess.TimeoutExpired as error:
         raise Failed(str(error)) from error

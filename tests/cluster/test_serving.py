@@ -19,10 +19,7 @@ from tests.waiting import wait_for
 
 __all__ = ["start_server"]
 
-pytestmark = [
-    pytest.mark.ray,
-    pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed"),
-]
+pytestmark = [pytest.mark.ray, pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")]
 LATE = "late"
 # What the next version of it is configured by.
 NEXT: dict[str, int] = {"fronts": 2, "max_batch_tokens": 1_024, "max_documents": 9_999}

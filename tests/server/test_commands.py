@@ -5,6 +5,7 @@ import os
 import pty
 import re
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from click.testing import CliRunner, Result
 from PIL import Image
 
 from maxsimd.api.cli import main
-from maxsimd.bench.datasets import docstring_pairs
+from maxsimd.bench.datasets import Pair
 from maxsimd.engine import EngineConfig, SyncEngine
 from maxsimd.engine.media import PictureError, PictureLimits, pages_of
 from tests.checkpoints import bi_encoders, visual
@@ -31,20 +32,25 @@ TEXTS = [
     "Read lines from a file.",
 ]
 FLOAT32 = ("--dtype", "float32")
-PAIRS = docstring_pairs()[:20]
 
 
 def _lines(text: str) -> list[Any]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def small(checkpoints: SharedCheckpoints) -> str:
     return checkpoints(bi_encoders.bge)
 
 
 def _engine(model: str | None = None) -> SyncEngine:
     return SyncEngine(EngineConfig(model=model, dtype="float32"), progress=False)
+
+
+@pytest.fixture(scope="module")
+def small_engine(small: str) -> Iterator[SyncEngine]:
+    with _engine(small) as engine:
+        yield engine
 
 
 def test_the_best_documents_of_a_file(tmp_path: Path) -> None:
@@ -99,18 +105,8 @@ def test_an_interrupted_run_goes_on_as_if_it_were_one(tmp_path: Path) -> None:
     file, out = tmp_path / "documents.txt", tmp_path / "out.jsonl"
     texts = [f"{i} {TEXTS[i % 4]}" for i in range(1300)]  # a part has 256, and four are asked for at a time
     file.write_text("\n".join(texts), encoding="utf-8")
-    options = [
-        "rerank",
-        "--query",
-        QUERY,
-        "--documents",
-        str(file),
-        *FLOAT32,
-        "--threads",
-        "1",
-        "--out",
-        str(out),
-    ]
+    files = ["--documents", str(file), "--out", str(out)]
+    options = ["rerank", "--query", QUERY, *files, *FLOAT32, "--threads", "1"]
     journal, said = Path(f"{out}.part"), tmp_path / "said"
     process = Program(options).start(said)
     wait_for(lambda: journal.exists() and journal.read_bytes().count(b"\n") > 256, 120)
@@ -183,12 +179,11 @@ def test_mistakes_are_told_in_one_line(arguments: list[str], message: str, tmp_p
     assert len([line for line in ran.stderr.splitlines() if line.startswith("Error")]) == 1
 
 
-def test_texts_are_embedded(tmp_path: Path, small: str) -> None:
+def test_texts_are_embedded(tmp_path: Path, small: str, small_engine: SyncEngine) -> None:
     file, out, tokens = (tmp_path / name for name in ("texts.jsonl", "vectors.npy", "tokens.npz"))
     file.write_text("\n".join(json.dumps({"id": i, "text": text}) for i, text in enumerate(TEXTS)), "utf-8")
-    with _engine(small) as engine:
-        one = engine.embed(TEXTS, input_type="document").embeddings
-        each = engine.embed_tokens(TEXTS).embeddings
+    one = small_engine.embed(TEXTS, input_type="document").embeddings
+    each = small_engine.embed_tokens(TEXTS).embeddings
 
     def embed(*options: str, status: int = 0) -> Result:
         ran = CliRunner().invoke(main, ["embed", small, "--texts", str(file), *FLOAT32, *options])
@@ -207,10 +202,14 @@ def test_texts_are_embedded(tmp_path: Path, small: str) -> None:
     assert "--out must end in .npy" in embed("--out", str(tokens), status=2).stderr
 
 
-def test_eval_measures_what_ir_measures_does(tmp_path: Path, small: str) -> None:
+def test_eval_measures_what_ir_measures_does(
+    tmp_path: Path, small: str, small_engine: SyncEngine, pairs: list[Pair]
+) -> None:
     """12 queries over 20 documents in BEIR's files; grades 0 to 2."""
-    documents = [{"_id": f"d{i}", "title": "", "text": pair.document[:200]} for i, pair in enumerate(PAIRS)]
-    queries = [{"_id": f"q{i}", "text": pair.query} for i, pair in enumerate(PAIRS[:12])]
+    documents = [
+        {"_id": f"d{i}", "title": "", "text": pair.document[:200]} for i, pair in enumerate(pairs[:20])
+    ]
+    queries = [{"_id": f"q{i}", "text": pair.query} for i, pair in enumerate(pairs[:12])]
     qrels = {f"q{i}": {f"d{(i + step) % 20}": 2 - step for step in range(3)} for i in range(12)}
     rows = [f"{query}\t{document}\t{grade}" for query, of in qrels.items() for document, grade in of.items()]
     for name, records in (("documents", documents), ("queries", queries)):
@@ -223,12 +222,9 @@ def test_eval_measures_what_ir_measures_does(tmp_path: Path, small: str) -> None
         options = [part for name, file in files.items() for part in (f"--{name}", str(tmp_path / file))]
         return CliRunner().invoke(main, ["eval", small, *FLOAT32, *options, *more])
 
-    with _engine(small) as engine:
-        texts = [each["text"] for each in documents]
-        by_hand = {
-            each["_id"]: {f"d{j}": score for j, score in enumerate(engine.score(each["text"], texts).scores)}
-            for each in queries
-        }
+    texts = [each["text"] for each in documents]
+    scores = {each["_id"]: small_engine.score(each["text"], texts).scores for each in queries}
+    by_hand = {name: {f"d{j}": score for j, score in enumerate(of)} for name, of in scores.items()}
     measures = [ir_measures.nDCG @ 10, ir_measures.RR, ir_measures.R @ 100]
     expected = ir_measures.calc_aggregate(measures, qrels, by_hand)
     best = expected[measures[0]]
@@ -239,8 +235,8 @@ def test_eval_measures_what_ir_measures_does(tmp_path: Path, small: str) -> None
     assert again == pytest.approx(expected, abs=1e-9)
 
     # Of the best ten alone, in TREC's files.
-    few = evaluated("--candidates", str(run_file), "--depth", "10", "--json", "--measure", "nDCG@10")
-    assert json.loads(few.stdout) == pytest.approx({"nDCG@10": best}, abs=1e-9)
+    of_best = evaluated("--candidates", str(run_file), "--depth", "10", "--json", "--measure", "nDCG@10")
+    assert json.loads(of_best.stdout) == pytest.approx({"nDCG@10": best}, abs=1e-9)
     assert "compare their ids" in evaluated(judged="other.txt").stderr
     assert "ir_measures knows no such measure" in evaluated("--measure", "nope", judged="other.txt").stderr
 

@@ -23,15 +23,6 @@ def _documents(number: int, **options: Any) -> dict[str, Any]:
     return {"query": "q", "documents": documents, "return_documents": False, **options}
 
 
-def test_what_is_too_much_by_itself_is_413(server: Server) -> None:
-    windows = {"query": "q", "documents": ["word " * 80_000], "long_documents": "window"}
-    for body in (_documents(200), windows | {"truncate_prompt_tokens": 50}):
-        response = httpx.post(server.url + "/rerank", json=body, timeout=60)
-        assert response.status_code == 413
-        assert "more than the 30000" in response.json()["error"]["message"]
-    assert httpx.post(server.url + "/rerank", json=_documents(1)).status_code == 200
-
-
 def test_a_full_queue_answers_429_and_loses_nobody(server: Server) -> None:
     async def overload() -> list[httpx.Response]:
         async with httpx.AsyncClient(timeout=120) as client:

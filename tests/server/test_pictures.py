@@ -153,16 +153,12 @@ def test_what_cannot_be_read_is_refused_by_its_name(pages: Server) -> None:
         ({"image": data_url(FILE[:-40])}, "documents[1] cannot be read: its file is damaged"),
     ):
         assert message in refusal(pages, "/rerank", query="what?", documents=["a text", document])
+    said = refusal(pages, "/rerank", query="what?", documents=[{"image": FIRST}] * 9)
+    assert "has 9 pictures, and one may have 8" in said
     documents = [{"image": FIRST}, {"image": "http://example.com/a.png"}, "a text"]
     answer = post(pages, "/rerank", query="what?", documents=documents, on_error="report")
     assert {one["index"] for one in answer["results"]} == {0, 2}
     assert [error["index"] for error in answer["errors"]] == [1]
-
-
-def test_more_pictures_than_a_request_may_have_are_refused(pages: Server) -> None:
-    for path in ("/rerank", "/invocations"):
-        said = refusal(pages, path, query="what?", documents=[{"image": FIRST}] * 9)
-        assert "has 9 pictures, and one may have 8" in said
 
 
 def test_a_model_of_texts_says_that_it_reads_no_pictures(server: Server) -> None:

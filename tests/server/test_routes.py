@@ -16,6 +16,7 @@ from tests.clients.page import CURL, URL, examples, printed, run
 from tests.documentation.test_code_blocks import blocks_of
 from tests.server.conftest import Server
 from tests.unit.calling_handlers import GOOD, POSTED, expected
+from tests.waiting import wait_for
 
 QUERY = "What is the capital of France?"
 FILLER = "the weather was fair and nothing happened on that day " * 60
@@ -36,6 +37,21 @@ def test_every_route_takes_good_requests_and_refuses_bad(server: Server) -> None
             refused = httpx.post(server.url + path, content=bad)
             assert refused.status_code in (400, 404), (path, bad)
             assert refused.json()["error"]["code"] == refused.status_code
+
+
+def test_no_text_is_logged_and_unusual_text_does_no_harm(server: Server) -> None:
+    documents = ["", " ", "\x00", "🙂" * 50, "漢字 עברית العربية", "a" * 20_000, "\n\t", "a very secret text"]
+    body = {
+        "query": "a secret question",
+        "documents": documents,
+        "user": "me",
+        "timeout": None,
+        "texts": None,
+    }
+    assert len(post(server, "/rerank", body)["results"]) == len(documents)
+    post(server, "/rerank", body | {"top_n": -1}, 400)
+    wait_for(lambda: "POST /rerank 400" in server.log)
+    assert "secret" not in server.log
 
 
 def test_score_equals_multi_vector_encoder(

@@ -55,17 +55,6 @@ def _ranked(server: Server, model: str | None, **more: Any) -> dict[int, float]:
     return {one["index"]: one["relevance_score"] for one in answer.json()["results"]}
 
 
-def test_one_that_cannot_be_loaded_is_told_and_the_others_serve(several: Server) -> None:
-    refused = _ask(several, "broken")
-    assert refused.status_code == 503
-    assert "the model `broken` is not served: there is no folder" in refused.json()["error"]["message"]
-    cards = httpx.get(several.url + "/v1/models", headers=ADMIN).json()["data"]
-    states = {card["id"]: card["state"].partition(":")[0] for card in cards}
-    assert states == {"embed": "ok", "rerank": "ok", "org/doomed": "ok", "broken": "failed"}
-    one = httpx.get(several.url + "/v1/models/org/doomed", headers=ADMIN).json()
-    assert (one["id"], one["score_type"]) == ("org/doomed", "cross-encoder")
-
-
 def test_a_model_that_dies_fails_its_own_and_can_be_reloaded(several: Server) -> None:
     before, over = {model: _ranked(several, model) for model in ("embed", "rerank", "org/doomed")}, Event()
 

@@ -70,9 +70,7 @@ def test_a_server_without_standard_files_serves_and_ends(start_server: StartServ
     assert server.terminate() == 0
 
 
-def test_requests_longer_than_the_grace_period_get_a_503(
-    start_server: StartServer,
-) -> None:
+def test_requests_longer_than_the_grace_period_get_a_503(start_server: StartServer) -> None:
     server = start_server("--grace-seconds", "1")
     with ThreadPoolExecutor() as threads:
         answer = threads.submit(httpx.post, server.url + "/rerank", json=HEAVY, timeout=120)

@@ -1,11 +1,9 @@
 """The layout: few folders, imports that go one way, and a front door that loads little."""
 
 import json
-import re
 import subprocess
 import sys
 import tomllib
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,23 +16,6 @@ def _files(room: str) -> list[Path]:
     found = sorted((ROOT / room).rglob("*.py"))
     assert found, f"there is no room {room}"
     return found
-
-
-def test_no_folder_is_named_as_a_module_libraries_look_up() -> None:
-    """Python would find the folder in place of the module. `kernels` is one that they look up."""
-    folders = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")}
-    names = "|".join(sorted(folders - {"tests"} | {"kernels"}))
-    asked = rf"""(is_package_available|find_spec|import_module)\( *["']({names})["'.]"""
-    libraries = [
-        str(Path(found.origin).parent)
-        for name in ("transformers", "sentence_transformers")
-        if (found := find_spec(name)) is not None and found.origin is not None
-    ]
-    pattern = rf"^ *(import|from) +({names})\b|{asked}"
-    ran = subprocess.run(
-        ["grep", "-rhoE", "--include=*.py", pattern, *libraries], capture_output=True, text=True, check=True
-    )
-    assert set(re.findall(names, ran.stdout)) == {"kernels"}
 
 
 def test_the_package_list_equals_the_folders() -> None:
@@ -100,14 +81,3 @@ def test_the_package_runs_as_a_command() -> None:
         [sys.executable, "-m", "maxsimd", "--version"], capture_output=True, text=True, check=True
     )
     assert shown.stdout.startswith("maxsimd, version ")
-
-
-def test_only_modules_that_use_sockets_import_aiohttp() -> None:
-    imports = re.compile(r"^\s*(?:import|from) aiohttp\b", re.MULTILINE)
-    importing = {
-        str(path.relative_to(ROOT / "api"))
-        for path in _files("api")
-        if imports.search(path.read_text(encoding="utf-8"))
-    }
-    modules = ("app", "connections", "listener", "responses", "serve", "media/addresses", "media/fetching")
-    assert importing == {f"{name}.py" for name in modules}

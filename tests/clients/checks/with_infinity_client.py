@@ -2,12 +2,7 @@
 
 from infinity_client import Client
 from infinity_client.api.default import classify, embeddings, health, models, rerank
-from infinity_client.models import (
-    ClassifyInput,
-    OpenAIEmbeddingInputText,
-    OpenAIEmbeddingResult,
-    RerankInput,
-)
+from infinity_client.models import ClassifyInput, OpenAIEmbeddingInputText, OpenAIEmbeddingResult, RerankInput
 from plain import ALL, BI_ENCODER, CROSS_ENCODER, DOCUMENTS, QUERY, check_ranking, check_vectors, post
 
 _MODEL = "all-MiniLM-L6-v2"

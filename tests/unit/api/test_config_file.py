@@ -144,8 +144,8 @@ def test_what_is_wrong_is_told_in_one_line(tmp_path: Path) -> None:
         assert len([line for line in found.output.splitlines() if line.startswith("Error")]) == 1
 
 
-def test_commands_for_one_model_refuse_several(tmp_path: Path) -> None:
-    pytest.importorskip("ray")
+def test_commands_for_one_model_refuse_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("maxsimd.api.cluster.cli.require_ray", lambda: None)  # importing it takes seconds
     for command in (["inspect"], ["calibrate"], ["cluster", "serve"], ["cluster", "config"]):
         found = CliRunner().invoke(main, [*command, "--config", _file(tmp_path, TWO)])
         assert found.exit_code == 2

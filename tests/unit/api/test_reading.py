@@ -90,11 +90,7 @@ def test_rank_fields_name_what_is_read_of_a_record() -> None:
         ([{"t": "a", "u": None, "v": 0}], ["v", "u", "t", "w", "v"], ["v: 0\nt: a"]),
         ([{"text": "a", "t": "b"}], [], ["a"]),
         ({"text": "a", "t": "b"}, None, ["a"]),
-        (
-            [{"n": 1.5, "m": 1e17, "k": -2.5e-07}],
-            ["n", "m", "k"],
-            ["n: 1.5\nm: 1.0e+17\nk: -2.5e-07"],
-        ),
+        ([{"n": 1.5, "m": 1e17, "k": -2.5e-07}], ["n", "m", "k"], ["n: 1.5\nm: 1.0e+17\nk: -2.5e-07"]),
         (
             [{"by": [{"name": "Ada", "ok": True}, "Bo: b"], "at": {"x": 1.5, "y": "\u00fc"}, "new": False}],
             ["by", "at", "new"],

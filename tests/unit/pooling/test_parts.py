@@ -11,14 +11,7 @@ from hypothesis import strategies as st
 from maxsimd.pooling import ragged
 from maxsimd.pooling.cursor import PoolingCursor
 from maxsimd.pooling.dispatch import TOKENS, DispatchPooler
-from maxsimd.pooling.methods import (
-    METHODS,
-    AllPool,
-    GatheringHead,
-    LastPool,
-    MeanPool,
-    WeightedMeanPool,
-)
+from maxsimd.pooling.methods import METHODS, AllPool, GatheringHead, LastPool, MeanPool, WeightedMeanPool
 from maxsimd.pooling.ragged import Ragged
 from maxsimd.pooling.token_pooling import TokenPooling, merging_documents
 from maxsimd.scheduler import Chunk, DocumentPayload, ResultSlot, Role, Sequence, Tokens

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from maxsimd.scheduler import Scheduler, Sequence, Step, StepLimits
@@ -25,7 +25,6 @@ DOCUMENTS = st.lists(st.lists(PICTURES, max_size=3), max_size=6)
     beside_small=st.sampled_from([None, 10, 20]),
     chunked=st.booleans(),
 )
-@settings(max_examples=50)
 def test_every_sequence_runs_once_after_its_pictures(
     requests: list[tuple[list[list[Picture]], int, int, int, int]],
     budget: int,

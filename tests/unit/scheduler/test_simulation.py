@@ -50,8 +50,3 @@ def test_batches_take_what_requests_leave_and_no_more() -> None:
     assert batch.latency["mean_s"] <= 1.5 * beside_batches(100, 0.6, 60, None).latency["mean_s"]
     assert batch.latency["mean_s"] < 0.4 * beside_batches(100, 0.6, 60, 0).latency["mean_s"]
     assert batch.batch_share > 0.3, "what is left is theirs"
-
-
-def test_batches_never_starve() -> None:
-    """Requests alone would keep the device busy; the oldest of all gets its part all the same."""
-    assert beside_batches(20, 1.3, 300, 8).batch_share > 0.1

@@ -97,7 +97,7 @@ async def _probe(caller: Caller) -> tuple[int, int, str]:
 async def test_probes_see_a_drain_and_work_in_flight_finishes(engine: RecordingEngine) -> None:
     caller = Caller(engine)
     await engine.clear_cache()
-    body = HEAVY | {"documents": HEAVY["documents"][:10], "cache": "bypass"}
+    body = HEAVY | {"documents": HEAVY["documents"][:6], "cache": "bypass"}
     requests = [asyncio.create_task(caller.post("/rerank", body)) for _ in range(2)]
     await until(lambda: caller.metric("maxsimd_http_in_flight") == 2)
     await until(lambda: engine.queued_tokens > 0)

@@ -53,14 +53,6 @@ async def test_similarities_are_cosines(caller: Caller, engine: RecordingEngine)
         assert (status, error["message"]) == (400, "inputs.sentences is empty; give at least one text")
 
 
-async def test_token_ids_are_refused_unless_they_are_accepted(engine: RecordingEngine) -> None:
-    for path in ("/embed", "/embed_all", "/"):
-        status, error = await Caller(engine).error(path, {"inputs": [101, 102]})
-        assert (status, error["param"]) == (400, "inputs")
-    accepting = Caller(engine, accept_token_ids=True)
-    assert np.array(await accepting.json("/embed", {"inputs": [101, 102]})).shape == (1, 384)
-
-
 async def test_decoding_skips_special_tokens_by_default(caller: Caller) -> None:
     ids = (await caller.json("/tokenize", {"text": "hello world"}))["tokens"]
     assert await caller.json("/decode", {"ids": ids}) == ["hello world"]

@@ -10,7 +10,6 @@ from maxsimd.bench import fleet_command
 from maxsimd.bench.fleet_changes import moves_of_growth, moves_times_members
 from maxsimd.bench.fleet_command import bench_fleet
 from maxsimd.bench.fleet_simulation import FleetShape, Routing, simulate
-from tests.unit.scheduler.scheduled_requests import exhaustive
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +17,8 @@ def healthy() -> dict[str, float]:
     return simulate(FleetShape(8, collection=2_000), 200)
 
 
-@pytest.mark.parametrize("routing", [Routing.RANDOM, *exhaustive(Routing.ANYWHERE, Routing.LIGHTER_OF_TWO)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("routing", [Routing.RANDOM, Routing.ANYWHERE, Routing.LIGHTER_OF_TWO])
 def test_owners_keep_more_and_answer_sooner(healthy: dict[str, float], routing: Routing) -> None:
     other = simulate(FleetShape(8, collection=2_000, routing=routing), 200)
     assert 1 - healthy["hits"] <= (1 - other["hits"]) / 2
@@ -48,7 +48,8 @@ def test_a_death_costs_no_request(healthy: dict[str, float]) -> None:
     assert figures["hits"] > healthy["hits"] - 0.1
 
 
-@pytest.mark.parametrize("members", [1, *exhaustive(10, 100, 1_000)])
+@pytest.mark.exhaustive  # test_plan.py has the same of the table that these simulate
+@pytest.mark.parametrize("members", [1, 10, 100, 1_000])
 def test_a_member_that_comes_or_goes_moves_its_share(members: int) -> None:
     for change, times in moves_times_members(members, 8).items():
         assert times <= 1.2, change
