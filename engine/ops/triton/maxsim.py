@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import torch
-import triton
 
 from maxsimd.engine.ops.triton.launch import limits
 from maxsimd.engine.ops.triton.maxsim_kernels import maxsim_kernel, sum_kernel
@@ -79,7 +78,7 @@ def _score(
     queries, documents, longest_query = group.queries, group.documents, group.longest_query
     device, dim = limits(documents.device), documents.shape[1]
     tiles = tiles_for(device, dim, queries.itemsize, documents.itemsize, longest_query)
-    query_tiles = triton.cdiv(longest_query, tiles.query)
+    query_tiles = -(-longest_query // tiles.query)
     programs = len(scores) * query_tiles
     if split_k is None:
         split_k = choose_split_k(device.multiprocessors, programs, longest_document // tiles.document)

@@ -4,6 +4,7 @@ divided.
 Chosen by the compiled kernels' registers and shared memory: `maxsimd.bench.gpu.compiled` prints them.
 """
 
+import functools
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -67,6 +68,8 @@ MAX_SPLIT_K = 64
 _FEWEST_TILES_OF_SPLIT = 4
 
 
+# Choosing takes the host about as long as the rest of `maxsim`: it is done once.
+@functools.lru_cache(maxsize=4096)
 def tiles_for(
     limits: Limits, dim: int, query_itemsize: int, document_itemsize: int, longest_query: int
 ) -> Tiles:
