@@ -122,7 +122,7 @@ bench-gpu:
 offline-files: $(VENV)/.dev
 	$(BIN)/python -m maxsimd.bench.gpu.first_day.offline pack build/offline
 
-# All that only a GPU can show, in nine and a half minutes. build/first-day has what was found beside what was predicted.
+# All that only a GPU can show, in nine minutes. build/first-day has what was found beside what was predicted.
 first-day:
 	GPU_PYTHON=$(GPU_PYTHON) bench/gpu/first_day.sh
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# All that only a GPU can show, in nine and a half minutes: bench/gpu/first_day.sh [OPTION...]. Whether the kernels are
-# right; the forward pass of models, with and without what makes it faster; a server under load; kernels beside other
-# packages; their tiles; what a profiler sees. --dry runs it small on a CPU. Results: $OUT/first-day.{txt,json,log}.
+# All that only a GPU can show, in nine minutes: bench/gpu/first_day.sh [OPTION...]. Whether the kernels are right;
+# MaxSim beside other packages; the forward pass of models; a server under load; tiles of MaxSim. --dry runs it small
+# on a CPU. Results: $OUT/first-day.{txt,json,log}.
 #
 # It runs from a plain checkout with torch and triton. What else it needs (other packages, the default model's
 # tokeniser) it takes from the folder $OFFLINE, made where there is a network by
@@ -26,4 +26,4 @@ case " $* " in
     *" --dry "*) ;;
     *) "$python" -m maxsimd.bench.gpu.first_day.model >"${TMPDIR:-/tmp}/first-day-models.log" 2>&1 & ;;
 esac
-timeout --kill-after=15 590 "$python" -m maxsimd.bench.gpu.first_day --out "$out" "$@"
+timeout --kill-after=5 535 "$python" -m maxsimd.bench.gpu.first_day --out "$out" "$@"

@@ -3,9 +3,6 @@
 import json
 from collections.abc import Iterable, Mapping
 
-# What a step exits with where it cannot run here, because a program or a library is missing.
-NOT_HERE = 77
-
 _MARK = "found: "
 Value = str | float | None
 

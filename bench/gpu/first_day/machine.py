@@ -1,8 +1,6 @@
 """Says what this machine has of all that decides which kernels run and how fast."""
 
-import importlib
 import importlib.metadata
-import inspect
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +15,7 @@ _PACKAGES = (
     "torch", "triton", "transformers", "sentence-transformers", "aiohttp", "msgspec", "flash-maxsim",
     "late-interaction-kernels", "flash-attn",
 )  # fmt: skip
-_PROGRAMS = ("nvidia-smi", "ncu", "compute-sanitizer", "cuobjdump", "gcc")
+_PROGRAMS = ("nvidia-smi", "gcc")
 
 
 @click.command()
@@ -30,10 +28,6 @@ def main(dry: bool) -> None:
         _fact(package, partial(importlib.metadata.version, package))
     for program in _PROGRAMS:
         show(program, shutil.which(program))
-    _fact("parameters of varlen_attn", _varlen_parameters)
-    _fact("cuDNN attention forward", lambda: str(hasattr(torch.ops.aten, "_cudnn_attention_forward")))
-    _fact("Gluon for Hopper", _gluon)
-    _fact("warp specialisation", _warp_specialisation)
     if dry:
         return
     properties = torch.cuda.get_device_properties(0)
@@ -49,23 +43,6 @@ def _fact(name: str, find: Callable[[], Value]) -> None:
         show(name, find())
     except Exception as error:
         show(name, f"none: {type(error).__name__}: {error}")
-
-
-def _varlen_parameters() -> str:
-    from torch.nn.attention.varlen import varlen_attn
-
-    return ", ".join(inspect.signature(varlen_attn).parameters)
-
-
-def _gluon() -> str:
-    hopper = importlib.import_module("triton.experimental.gluon.language.nvidia.hopper")
-    return ", ".join(name for name in dir(hopper) if name.startswith("warpgroup"))
-
-
-def _warp_specialisation() -> str:
-    from triton import language
-
-    return str("warp_specialize" in inspect.signature(language.range.__init__).parameters)
 
 
 if __name__ == "__main__":

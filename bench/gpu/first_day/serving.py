@@ -12,22 +12,14 @@ from maxsimd.bench.running import run_and_clean_up
 _DRY = (Workload("few", 6, 1, 64, 0.5, 3),)
 
 
-@click.group()
-def main() -> None:
-    """Whole servers on this GPU."""
-
-
-@main.command("serve")
+@click.command()
 @click.option("--requests", type=int, help="No more requests of the first workload, and no other workload.")
-@click.option("--tokenizer-threads", type=int, help="Instead of the default number.")
 @click.option("--dry", is_flag=True, help="A tiny model on the CPU.")
-def serve(requests: int | None, tokenizer_threads: int | None, dry: bool) -> None:
-    """Prints the figures of the published workloads."""
+def main(requests: int | None, dry: bool) -> None:
+    """Prints the figures of the published workloads, with a server as it is by default."""
     workloads = WORKLOADS if requests is None else (replace(WORKLOADS[0], requests=requests),)
     model, device = checkpoint(SMALL if dry else JINA), "cpu" if dry else "cuda"
-    options = () if tokenizer_threads is None else ("--tokenizer-threads", str(tokenizer_threads))
-    prefix = "" if tokenizer_threads is None else f"with {tokenizer_threads} tokenizer threads: "
-    show_all(run_and_clean_up(measure_serving(model, device, _DRY if dry else workloads, options)), prefix)
+    show_all(run_and_clean_up(measure_serving(model, device, _DRY if dry else workloads)))
 
 
 if __name__ == "__main__":

@@ -21,16 +21,18 @@ KERNELS = ("maxsim", "attention", "projection", "layers")
 
 @click.command()
 @click.argument("kernels", type=click.Choice(KERNELS), nargs=-1, required=True)
-@click.option("--fewer", is_flag=True, help="The cases that the benchmarks' models and shapes need.")
 @click.option("--dry", is_flag=True, help="A few cases on the CPU.")
 @click.option("--processes", default=14, show_default=True, help="Cases that run at a time.")
 @click.option("--cases", help="Run these in this process: indices, separated by commas.")
-def main(kernels: tuple[str, ...], fewer: bool, dry: bool, processes: int, cases: str | None) -> None:
-    """Compares each variant of KERNELS with plain torch. Exits with 1 where one is wrong."""
-    all_cases = [case for kernel in kernels for case in _cases(kernel, fewer, dry)]
+def main(kernels: tuple[str, ...], dry: bool, processes: int, cases: str | None) -> None:
+    """Compares variants of KERNELS with plain torch. Exits with 1 where one is wrong."""
+    all_cases = [case for kernel in kernels for case in _cases(kernel, dry)]
     if cases is None:
-        options = [option for option, is_on in (("--fewer", fewer), ("--dry", dry)) if is_on]
-        _supervise([*kernels, *options], [case.name for case in all_cases], 1 if dry else processes)
+        _supervise(
+            [*kernels, *(["--dry"] if dry else [])],
+            [case.name for case in all_cases],
+            1 if dry else processes,
+        )
     else:
         _run_here(all_cases, [int(index) for index in cases.split(",")], dry)
 
@@ -54,32 +56,28 @@ def _supervise(arguments: list[str], names: list[str], processes: int) -> None:
         raise SystemExit(1)
 
 
-def _cases(kernel: str, fewer: bool, dry: bool) -> "Iterator[Case]":
+def _cases(kernel: str, dry: bool) -> "Iterator[Case]":
     from maxsimd.bench.gpu.first_day import cases, layer_cases
 
     makers: dict[str, tuple[Callable[[], Iterator[Case]], ...]] = {
         "maxsim": (
-            cases.maxsim_cases,
             partial(cases.maxsim_cases, (96, 128, 1024), ("bf16", "int8"), (1, 2)),
             cases.small_maxsim_cases,
         ),
         "attention": (
-            cases.attention_cases,
             partial(cases.attention_cases, (64, 128), ("bf16", "fp32")),
             cases.small_attention_cases,
         ),
         "projection": (
-            cases.projection_cases,
             partial(cases.projection_cases, (128,)),
             cases.small_projection_cases,
         ),
         "layers": (
-            layer_cases.layer_cases,
             partial(layer_cases.layer_cases, (768, 1024), (64, 128)),
             layer_cases.small_layer_cases,
         ),
     }
-    return makers[kernel][2 if dry else int(fewer)]()
+    return makers[kernel][int(dry)]()
 
 
 def _run_here(all_cases: "list[Case]", indices: Sequence[int], dry: bool) -> None:

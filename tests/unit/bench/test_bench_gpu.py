@@ -32,17 +32,16 @@ def test_a_step_that_fails_hides_none_of_those_after_it(tmp_path: Path) -> None:
         Step("fails", script("import sys; print('attention by varlen is not used: why'); sys.exit(3)"), 30),
         Step("dies", script("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"), 30),
         Step("hangs", script(child), 2.0),
-        Step("lacks", script("1"), 30, needs="a-program-that-nobody-has"),
         Step("after", script("print('found: [\"kernels: cases that failed\", 0]')"), 30),
     ]
     outcomes = run_steps(steps, tmp_path, 60, "NVIDIA H200")
-    assert [outcome.status for outcome in outcomes] == [0, 3, -11, None, 77, 0]
-    assert [outcome.passed for outcome in outcomes] == [True, False, False, False, True, True]
+    assert [outcome.status for outcome in outcomes] == [0, 3, -11, None, 0]
+    assert [outcome.passed for outcome in outcomes] == [True, False, False, False, True]
     table = (tmp_path / "first-day.txt").read_text()
     for expected in ("FAILED", "OVER TIME", "attention by varlen is not used: why", "MISSED"):
         assert expected in table
     written = json.loads((tmp_path / "first-day.json").read_text())
-    assert [step["status"] for step in written["steps"]] == [0, 3, -11, None, 77, 0]
+    assert [step["status"] for step in written["steps"]] == [0, 3, -11, None, 0]
     assert [row["met"] for row in written["predictions"]] == [False, True]
     pid = next(int(line) for line in (tmp_path / "first-day.log").read_text().splitlines() if line.isdigit())
     wait_for(lambda: has_ended(pid))  # what a step started ends with it
@@ -91,7 +90,7 @@ def test_the_first_day_runs_small_on_a_cpu(tmp_path: Path) -> None:
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     written = json.loads((tmp_path / "first-day.json").read_text())
-    assert {step["status"] for step in written["steps"]} <= {0, 77}
+    assert {step["status"] for step in written["steps"]} == {0}
     assert any(step["found"] for step in written["steps"])
     assert (tmp_path / "first-day.txt").read_text() in ran.stdout
 
