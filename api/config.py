@@ -98,7 +98,10 @@ class ServerConfig:
         8192, "Least speed of bodies and of reading answers, on average over --transfer-seconds."
     )
     idle_seconds: float = option(75.0, "How long a connection stays open between requests.")
-    grace_seconds: float = option(30.0, "After SIGTERM, how long requests in flight may take to finish.")
+    drain_seconds: float = option(
+        5.0, "After SIGTERM or SIGHUP, how long work is still accepted while /ready answers 503."
+    )
+    grace_seconds: float = option(30.0, "After the drain, how long requests in flight may take to finish.")
     restart_on_failure: bool = option(
         False,
         "Start the engine again, in the same process, after it has died; a fifth death within ten minutes "
@@ -131,8 +134,9 @@ class ServerConfig:
         for name in ("header_seconds", "transfer_seconds", "idle_seconds"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be a number above 0, not {getattr(self, name)}")
-        if not 0 <= self.grace_seconds < math.inf:
-            raise ValueError(f"grace_seconds must be a number from 0 on, not {self.grace_seconds}")
+        for name in ("drain_seconds", "grace_seconds"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be a number from 0 on, not {getattr(self, name)}")
         if self.min_bytes_per_second < 0:
             raise ValueError(f"min_bytes_per_second must not be negative, not {self.min_bytes_per_second}")
         if not 0 <= self.port <= 65_535:
