@@ -95,7 +95,7 @@ def _copy_all_but_one() -> None:
 def fleet(module_starter: StartServer, stanford_colbert: str) -> Server:
     # A request may wait while engines are started again, on a slow machine too.
     patience = ("--max-wait-seconds", "600", "--drain-seconds", "3", "--grace-seconds", "120")
-    processes = ("--fronts", "2", "--replicas", "2")
+    processes = ("--fronts", "2", "--replicas", "2", "--replica-timeout-seconds", "3")
     options = (stanford_colbert, "--dtype", "float32", *processes, *patience)
     server = module_starter(*options, before=_copy_all_but_one)
     wait_for(lambda: _num_engines(server) == 2)
@@ -184,6 +184,23 @@ def test_an_engine_that_is_killed_loses_nothing(fleet: Server, clients: Clients)
         wait_for(lambda: len({*_children(fleet)["engine"]} - {*engines}) == 1, 60)
         wait_for(lambda: _num_engines(fleet) == 2, 60)
     clients.check()
+
+
+def test_an_engine_that_is_stopped_loses_nothing_and_returns(fleet: Server, clients: Clients) -> None:
+    stopped = _children(fleet)["engine"][0]
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        with clients.asking():
+            wait_for(lambda: _num_engines(fleet) == 1, 60)
+            cleared = httpx.delete(fleet.url + "/cache", timeout=60)
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    assert cleared.status_code == 503
+    assert "the cache is not cleared yet by replica " in cleared.json()["error"]["message"]
+    clients.check()
+    wait_for(lambda: _num_engines(fleet) == 2, 60)
+    assert stopped in _children(fleet)["engine"], "it was not killed"
+    assert httpx.delete(fleet.url + "/cache", timeout=60).status_code == 204
 
 
 def test_a_front_that_is_killed_loses_only_its_own_requests(fleet: Server, clients: Clients) -> None:
