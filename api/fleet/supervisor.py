@@ -1,6 +1,7 @@
 """Starts the processes of a fleet, starts again those that die, and ends them all."""
 
 import asyncio
+import fcntl
 import logging
 import os
 import signal
@@ -8,6 +9,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +27,8 @@ log = logging.getLogger("maxsimd.fleet")
 _MOST_FAILURES, _PAUSE_SECONDS = 5, 0.5
 # How much longer than its grace a process may take to end.
 _MARGIN_SECONDS = 10.0
+# What the names of folders for sockets begin with.
+_FOLDERS = "maxsimd-fleet-"
 # How often it looks whether a process is ready, in seconds.
 _LOOK_SECONDS = 0.02
 
@@ -38,13 +42,45 @@ def supervise(engine_config: EngineConfig, server_config: ServerConfig, started:
     except SetupError as error:
         log.error("%s", error)
         return 1
+    remove_left_folders()
     try:
-        made = tempfile.TemporaryDirectory(prefix="maxsimd-")
+        made = locked_folder()
     except OSError:
         log.error("no folder for temporary files can be written to; set TMPDIR to one that can")
         return 1
     with made as folder:
         return asyncio.run(_Fleet(engine_config, server_config, sockets, Path(folder)).run())
+
+
+def locked_folder() -> "tempfile.TemporaryDirectory[str]":
+    """A new folder for the sockets of a fleet, which is locked until this process ends. Raises OSError."""
+    while True:
+        made = tempfile.TemporaryDirectory(prefix=_FOLDERS, ignore_cleanup_errors=True)
+        with suppress(FileNotFoundError):  # another start has removed it before it was locked
+            descriptor = os.open(made.name, os.O_RDONLY)
+            with suppress(OSError):  # without locks no folder is ever removed
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if os.path.exists(made.name):
+                return made
+            os.close(descriptor)
+
+
+def remove_left_folders() -> None:
+    """Removes the folders of this user's fleets whose supervisor was killed: nobody has locked them. What is
+    no socket is left there."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDERS}*"):
+        with suppress(OSError):
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if os.fstat(descriptor).st_uid != os.geteuid():
+                    continue
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                for each in folder.iterdir():
+                    if each.is_socket():
+                        each.unlink()
+                folder.rmdir()
+            finally:
+                os.close(descriptor)
 
 
 class _Fleet:

@@ -1,5 +1,6 @@
 """Reads a checkpoint of any supported kind with transformers and sentence-transformers."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -253,7 +254,7 @@ def _quiet_transformers() -> Iterator[None]:
     hub is asked, which has been said."""
     hub_verbosity = hub_logging.get_verbosity()
     if hub_constants.HF_HUB_OFFLINE:
-        hub_logging.set_verbosity_error()
+        hub_logging.set_verbosity(logging.ERROR)
     verbosity = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
