@@ -24,7 +24,7 @@ from maxsimd.api.models.arguments import ModelsArgument, several_models
 from maxsimd.api.models.setup import ModelSetup, check_together
 from maxsimd.api.models.setup import shown as several_shown
 from maxsimd.api.options import config_from, keys_of_environment, options_from
-from maxsimd.api.signals import leaving_when_asked
+from maxsimd.api.signals import leaving_when_asked, show_stacks_when_asked
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.model_names import refuse_missing_folder, shown_name
@@ -172,6 +172,7 @@ def serve(context: click.Context, /, print_config: bool, **values: Any) -> None:
     from maxsimd.api.logs import set_up_logging
 
     set_up_logging(server_config.log_level, server_config.log_format)
+    show_stacks_when_asked()
     with leaving_when_asked():
         _say_loading([engine_config])
         if server_config.is_fleet:
@@ -194,6 +195,7 @@ def _serve_several(models: Sequence[ModelSetup], print_config: bool, values: dic
     from maxsimd.api.logs import set_up_logging
 
     set_up_logging(server_config.log_level, server_config.log_format)
+    show_stacks_when_asked()
     with leaving_when_asked():
         _say_loading([setup.engine for setup in models], may_be_missing=True)
         from maxsimd.api.serve import serve_several

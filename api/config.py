@@ -98,7 +98,13 @@ class ServerConfig:
         8192, "Least speed of bodies and of reading answers, on average over --transfer-seconds."
     )
     idle_seconds: float = option(75.0, "How long a connection stays open between requests.")
-    grace_seconds: float = option(30.0, "After SIGTERM, how long requests in flight may take to finish.")
+    drain_seconds: float = option(
+        5.0, "After SIGTERM or SIGHUP, how long work is still accepted while /ready answers 503."
+    )
+    grace_seconds: float = option(30.0, "After the drain, how long requests in flight may take to finish.")
+    replica_timeout_seconds: float = option(
+        5.0, "How long a replica may not answer before it gets no more work, until it answers again."
+    )
     restart_on_failure: bool = option(
         False,
         "Start the engine again, in the same process, after it has died; a fifth death within ten minutes "
@@ -128,11 +134,12 @@ class ServerConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
-        for name in ("header_seconds", "transfer_seconds", "idle_seconds"):
+        for name in ("header_seconds", "transfer_seconds", "idle_seconds", "replica_timeout_seconds"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be a number above 0, not {getattr(self, name)}")
-        if not 0 <= self.grace_seconds < math.inf:
-            raise ValueError(f"grace_seconds must be a number from 0 on, not {self.grace_seconds}")
+        for name in ("drain_seconds", "grace_seconds"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be a number from 0 on, not {getattr(self, name)}")
         if self.min_bytes_per_second < 0:
             raise ValueError(f"min_bytes_per_second must not be negative, not {self.min_bytes_per_second}")
         if not 0 <= self.port <= 65_535:

@@ -41,7 +41,7 @@ _LOOK_SECONDS, _MOST_LOOKS = 0.1, 600
 
 
 def serve(engine_config: EngineConfig, server_config: ServerConfig, started: float) -> int:
-    """Serves until SIGTERM or SIGINT; returns the process's exit status.
+    """Serves until a signal ends it; returns the process's exit status.
 
     `started` is when the command was given (perf_counter), for the log."""
     if server_config.models_dir is None:
@@ -92,7 +92,7 @@ async def run_server(
     """Serves an engine that is not started yet, until a signal comes, on `sockets` that listen already, if
     there are some; returns the process's exit status. `fleet` is there where other processes belong to the
     server."""
-    stop = Stop(server_config.grace_seconds)
+    stop = Stop(server_config.grace_seconds, server_config.drain_seconds)
     try:
         # Listening comes first: while the model loads, /health and /ready say so instead of refusing.
         door = await _open(engine, server_config, sockets)
@@ -112,6 +112,7 @@ async def run_server(
         # An engine that was to come back when the signal came has failed nobody who was not told.
         status = 0 if engine.death is None or door.state.comes_back else 1
         stop.begin(status)
+        await _let_balancers_notice(engine, door, stop)
         await _drain(door, stop.deadline)
         return status
     finally:
@@ -195,6 +196,16 @@ def _served(engine: Serving) -> dict[str, ModelFacts]:
 async def _until_the_end(engine: Serving, stop: Stop) -> None:
     """Returns when the engine has died, or a signal has come."""
     ends = {asyncio.create_task(engine.until_dead()), asyncio.create_task(stop.asked())}
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    for end in ends:
+        end.cancel()
+
+
+async def _let_balancers_notice(engine: Serving, door: _Door, stop: Stop) -> None:
+    """Accepts work while /ready says that the server leaves, until the drain is over or the engine has
+    died."""
+    door.state.leaving = True
+    ends = {asyncio.create_task(engine.until_dead()), asyncio.create_task(stop.drained())}
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     for end in ends:
         end.cancel()

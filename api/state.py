@@ -28,8 +28,9 @@ Phase = Literal["starting", "ok", "restarting", "draining", "dead"]
 
 
 class ServerState:
-    """Lives as long as the server, which may start before its engine does. `draining` refuses new work while
-    work in flight is finished; `comes_back` says that an engine that dies is started again. Raises SetupError
+    """Lives as long as the server, which may start before its engine does. `leaving` says that it
+    is not ready, for load balancers, while it still accepts work; `draining` refuses new work while work in
+    flight is finished; `comes_back` says that an engine that dies is started again. Raises SetupError
     if the configuration's file of API keys is invalid."""
 
     def __init__(self, engine: Serving, config: ServerConfig) -> None:
@@ -44,7 +45,7 @@ class ServerState:
         self.tracing = tracing_of_environment()
         self.bodies = BodyBudget(config.max_bodies_mb * 1024 * 1024)
         self.media = MediaSources(config)
-        self.draining = False
+        self.leaving = self.draining = False
         self.logged_fields = LoggedFields()
         # Warnings about unread fields, for the answer to one request.
         self.field_warnings: tuple[str, ...] = ()
@@ -83,7 +84,7 @@ class ServerState:
         """`ok` while the server takes requests; else why it does not."""
         if self.engine.death is not None and not self.comes_back:
             return "dead"
-        if self.draining:
+        if self.leaving or self.draining:
             return "draining"
         if self.engine.death is not None:
             return "restarting"
@@ -128,7 +129,7 @@ class ServerState:
         """Refuses work that the server cannot take now."""
         if self.engine.death is not None:
             raise EngineDeadError(self.engine.death)
-        if not self.is_ready:
+        if self.draining or not self.engine.is_healthy:
             raise EngineNotReadyError("the server is starting or shutting down")
 
     def serving(self, name: str | None, wanted: Wanted) -> Self:

@@ -120,7 +120,10 @@ def _process(
     folder: Path, arguments: Sequence[str]
 ) -> Iterator[tuple["subprocess.Popen[bytes]", _FirstLine]]:
     """A command of the version in a checkout; its standard error is read."""
-    environment = {**os.environ, "PYTHONPATH": str(folder / "tests" / "typings")}
+    environment = os.environ | {
+        "PYTHONPATH": str(folder / "tests" / "typings"),
+        "MAXSIMD_DRAIN_SECONDS": "0",
+    }
     with subprocess.Popen(
         [sys.executable, "-m", "maxsimd", *arguments],
         env=environment,

@@ -12,7 +12,7 @@ from maxsimd.engine.config import EngineConfig, option
 # Ray starts the processes, and its proxies hold the connections of clients.
 RAYS_OWN = frozenset(
     {
-        *("host", "port", "tls_cert", "tls_key", "fronts", "replicas", "restart_on_failure"),
+        *("host", "port", "tls_cert", "tls_key", "fronts", "replicas", "restart_on_failure", "drain_seconds"),
         *("max_connections", "header_seconds", "transfer_seconds", "min_bytes_per_second", "idle_seconds"),
     }
 )

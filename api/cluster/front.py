@@ -37,7 +37,7 @@ class Front:
         set_up_logging(server_config.log_level, server_config.log_format)
         ApiKeys(server_config, set_tenants=lambda tenants: check_limits(tenants, most_scorers))
         self._grace = server_config.grace_seconds
-        self._roster = Roster(most=most_scorers)
+        self._roster = Roster(most=most_scorers, timeout=server_config.replica_timeout_seconds)
         self._engine = FleetEngine(self._roster, _PATIENCE)
         self._state = ServerState(self._engine, server_config)
         self._others: dict[int, Address] = {}

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry
 
+from maxsimd.api.failures import ApiError
 from maxsimd.api.fleet.embedding import EmbedJob, num_characters, run_of
 from maxsimd.api.fleet.failures import as_error
 from maxsimd.api.fleet.items import sent_inputs
@@ -20,7 +21,6 @@ from maxsimd.api.fleet.messages import (
     Answer,
     Classified,
     Classify,
-    ClearCache,
     Conversation,
     Converse,
     Embed,
@@ -148,8 +148,11 @@ class FleetEngine:
         return await asyncio.wrap_future(self._pool.submit(function, size).future)
 
     async def clear_cache(self) -> None:
-        """At every engine."""
-        await self.ask_all(ClearCache())
+        """At every engine. Raises ApiError where some have not done so in time."""
+        late = ", ".join(f"replica {slot}" for slot in await self._roster.clear_caches())
+        if late:
+            message = f"the cache is not cleared yet by {late}; ask again"
+            raise ApiError(503, "ServiceUnavailableError", message, retry_after=5)
 
     async def ask_all(self, question: Question) -> list[tuple[int, Answer]]:
         """The answers of all engines that are there, by their slots; of those that die or hang

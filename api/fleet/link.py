@@ -26,6 +26,10 @@ class LostError(Exception):
     """The engine's process died, or cannot be reached: what was asked may or may not have been done."""
 
 
+class SilentError(LostError):
+    """The engine's process is there and does not answer: what was asked may yet be done, in vain."""
+
+
 class NotSentError(LostError):
     """It was gone before anything was sent: nothing has been done."""
 
@@ -44,6 +48,8 @@ class Link:
         self._waiting: dict[int, _Waiting] = {}
         self._numbered = 0
         self._is_lost = False
+        self._lost_by: type[LostError] = LostError
+        self.num_received = 0
         self._reading = asyncio.create_task(self._read(), name="maxsimd-link")
 
     @classmethod
@@ -63,7 +69,7 @@ class Link:
         number = self._numbered
         self._waiting[number] = waiting = _Waiting(arrived)
         try:
-            await self._send(Ask(number, question))
+            self._write(Ask(number, question))
             return await waiting.reply
         except asyncio.CancelledError:
             if not self._is_lost:
@@ -83,17 +89,13 @@ class Link:
         """Returns when the other side is gone."""
         await asyncio.wait({self._reading})
 
-    async def close(self) -> None:
-        """Ends the connection, as if the other side were gone."""
+    async def close(self, error: type[LostError] = LostError) -> None:
+        """Ends the connection: what was asked fails by this error."""
+        self._lost_by = error
+        # What has not been sent is of no use to one that does not read it.
+        self._writer.transport.abort()
         self._reading.cancel()
         await asyncio.wait({self._reading})
-
-    async def _send(self, message: Ask) -> None:
-        self._write(message)
-        try:
-            await self._writer.drain()
-        except OSError as error:
-            raise LostError(str(error)) from error
 
     def _write(self, message: Ask | Cancel) -> None:
         try:
@@ -107,6 +109,7 @@ class Link:
         try:
             while True:
                 reply = decode_to_front(await read_message(self._reader))
+                self.num_received += 1
                 waiting = self._waiting.get(reply.number)
                 if waiting is None:
                     continue  # it was cancelled
@@ -122,7 +125,7 @@ class Link:
             self._writer.close()
             for waiting in self._waiting.values():
                 if not waiting.reply.done():
-                    waiting.reply.set_exception(LostError("the engine is gone"))
+                    waiting.reply.set_exception(self._lost_by("the engine is gone or does not answer"))
 
 
 async def read_message(reader: asyncio.StreamReader) -> bytes:

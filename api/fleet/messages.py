@@ -153,6 +153,10 @@ class Introduce(msgspec.Struct, tag=True, frozen=True):
     """Asks an engine what it serves."""
 
 
+class Ping(msgspec.Struct, tag=True, frozen=True):
+    """Asks a process whether it answers."""
+
+
 Question: TypeAlias = (
     Score
     | EncodeQuery
@@ -164,6 +168,7 @@ Question: TypeAlias = (
     | ShowMetrics
     | SetTenants
     | Introduce
+    | Ping
 )
 
 

@@ -30,7 +30,7 @@ from maxsimd.api.logs import set_up_logging
 from maxsimd.api.media.sources import MediaSources
 from maxsimd.api.metrics import DroppedEvents
 from maxsimd.api.serve import run_server
-from maxsimd.api.signals import Stop, leave_at_once
+from maxsimd.api.signals import Stop, leave_at_once, show_stacks_when_asked
 from maxsimd.api.sockets import max_connections, raise_descriptor_limit
 from maxsimd.api.tls import tls_context
 from maxsimd.engine import Engine, ModelLoadError
@@ -47,6 +47,7 @@ _CONNECTING_SECONDS = 5.0
 def main() -> NoReturn:
     """Ends with the process: what is left to free goes with it."""
     started = time.perf_counter()
+    show_stacks_when_asked()
     setup = read_setup()
     set_up_logging(setup.server_config.log_level, setup.server_config.log_format)
     take_short_slices()
@@ -66,7 +67,7 @@ async def _front(setup: Setup, started: float) -> int:
     except SetupError as error:
         log.error("%s", error)
         return 1
-    engine = FleetEngine(Roster.of_paths(setup.engine_paths))
+    engine = FleetEngine(Roster.of_paths(setup.engine_paths, setup.server_config.replica_timeout_seconds))
     others = {slot: UnixAddress(path) for slot, path in enumerate(setup.front_paths) if slot != setup.slot}
     view = FrontView(engine, lambda: setup.slot, lambda: others)
     sockets = [socket.socket(fileno=number) for number in setup.sockets]

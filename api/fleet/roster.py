@@ -4,12 +4,22 @@ import asyncio
 import logging
 import pickle
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from maxsimd.api.fleet.address import Address, UnixAddress
-from maxsimd.api.fleet.link import Link, LostError, NotSentError
-from maxsimd.api.fleet.messages import Introduce, Introduction, SetTenants
+from maxsimd.api.fleet.failures import as_error
+from maxsimd.api.fleet.link import Link, LostError, NotSentError, SilentError
+from maxsimd.api.fleet.messages import (
+    ClearCache,
+    Failed,
+    Introduce,
+    Introduction,
+    Ping,
+    SetTenants,
+)
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.facts import ModelFacts
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
@@ -18,8 +28,14 @@ from maxsimd.scheduler.fleet import Member
 
 log = logging.getLogger("maxsimd.fleet")
 
+T = TypeVar("T")
+
 # How often a front looks whether an engine listens that it is not connected to, in seconds.
 _LOOK_SECONDS = 0.1
+# How long a front waits before it has an engine clear its cache that could not do so, in seconds.
+_PAUSE_SECONDS = 1.0
+# In how many steps a front counts the seconds in which an engine is silent.
+_SILENT_TICKS = 10
 
 
 class ReplacedError(Exception):
@@ -57,26 +73,33 @@ class Connected:
 class Roster:
     """For one event loop. All engines that serve a request are of one fingerprint: where there are several,
     as while a new version takes the place of an old one, requests go to those that are more. There may be
-    as many as `most` engines, by default those that are listed."""
+    as many as `most` engines, by default those that are listed. An engine that is silent for `timeout`
+    seconds is not asked until it answers again."""
 
-    def __init__(self, listed: Sequence[Listed] = (), most: int | None = None) -> None:
+    def __init__(self, listed: Sequence[Listed] = (), most: int | None = None, timeout: float = 5.0) -> None:
         self.most = len(listed) if most is None else most
         self._listed = {each.address: each.slot for each in listed}
         self._unlisted: dict[Address, asyncio.Event] = {}
+        self._timeout = timeout
+        self._links: dict[Address, Link] = {}
+        # Those that have not answered in time, and not since then either.
+        self._silent: set[Address] = set()
+        # Those that have not cleared their caches, and do so before they are asked for scores.
+        self._uncleared: set[Address] = set()
         self._connected: dict[Address, Connected] = {}
         self._joined = 0
         self._changed = asyncio.Event()
         self._tasks: dict[Address, asyncio.Task[None]] = {}
         self._tenants: dict[str, Tenant] = {}
-        self._telling: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[Any]] = set()
         self._is_started = False
         self._served: dict[str, Served] = {}
         self.served: Served | None = None
 
     @classmethod
-    def of_paths(cls, paths: Sequence[str]) -> "Roster":
+    def of_paths(cls, paths: Sequence[str], timeout: float = 5.0) -> "Roster":
         """Engine i of a fleet on one machine listens on the i-th of the paths."""
-        return cls([Listed(slot, UnixAddress(path)) for slot, path in enumerate(paths)])
+        return cls([Listed(slot, UnixAddress(path)) for slot, path in enumerate(paths)], timeout=timeout)
 
     def start(self) -> None:
         """Connects, from now on."""
@@ -157,9 +180,52 @@ class Roster:
             return
         self._tenants = tenants
         for connected in self._connected.values():
-            telling = asyncio.create_task(_tell(connected.link, tenants))
-            self._telling.add(telling)
-            telling.add_done_callback(self._telling.discard)
+            self._in_background(_tell(connected.link, tenants))
+
+    async def clear_caches(self) -> list[int]:
+        """Clears the caches of all engines that can be reached. Returns the slots of those that have not done
+        so in time: they clear theirs as soon as they answer. Raises the error of one that cannot."""
+        asked = {self._in_background(self._clear(*each)): each[0] for each in self._links.items()}
+        unlinked = self._silent - self._links.keys()
+        self._uncleared |= unlinked
+        late = [self._listed.get(address) for address in unlinked]
+        if waited_for := [task for task, address in asked.items() if address not in self._silent]:
+            await asyncio.wait(waited_for, timeout=self._timeout)
+        for task, address in asked.items():
+            error = task.result() if task.done() else LostError()
+            if isinstance(error, LostError):
+                late.append(self._listed.get(address))
+            elif error is not None:
+                raise error
+        return sorted(slot for slot in late if slot is not None)
+
+    async def _clear(self, address: Address, link: Link) -> Exception | None:
+        """Clears the cache of an engine; returns why that failed."""
+        self._uncleared.add(address)
+        try:
+            answer = (await link.ask(ClearCache())).answer
+        except LostError as error:
+            return error
+        if isinstance(answer, Failed):
+            return as_error(answer)
+        self._uncleared.discard(address)
+        return None
+
+    async def _clear_if_late(self, address: Address, link: Link) -> None:
+        """Clears the cache of an engine that was to do so and did not answer. Raises LostError."""
+        while address in self._uncleared:
+            error = await self._clear(address, link)
+            if isinstance(error, LostError):
+                raise error
+            if error is not None:
+                log.warning("an engine is not used because it cannot clear its cache: %s", error)
+                await asyncio.sleep(_PAUSE_SECONDS)
+
+    def _in_background(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task
 
     def _begin(self, address: Address) -> None:
         self._unlisted[address] = asyncio.Event()
@@ -174,21 +240,27 @@ class Roster:
                 try:
                     link = await Link.open(address)
                 except LostError:
+                    self._silent.discard(address)  # the process has ended
                     await asyncio.sleep(_LOOK_SECONDS)
                     continue
+                self._links[address] = link
                 try:
                     await self._use(address, link)
                 except LostError:
                     pass
                 finally:
                     self._remove(address)
+                    del self._links[address]
                     await link.close()
                 await asyncio.sleep(_LOOK_SECONDS)
         finally:
             del self._tasks[address], self._unlisted[address]
+            self._silent.discard(address)
+            self._uncleared.discard(address)
 
     async def _use(self, address: Address, link: Link) -> None:
-        """Until the engine is gone, or has left and answered what it was asked before."""
+        """Until the engine is gone or silent, or has left and answered what it was asked before."""
+        await self._clear_if_late(address, link)
         introduced = (await link.ask(Introduce())).answer
         if not isinstance(introduced, Introduction):
             raise LostError("the engine does not introduce itself")
@@ -200,10 +272,12 @@ class Roster:
         while reported is not self._tenants:
             reported = self._tenants
             await _tell(link, reported)
+        await self._clear_if_late(address, link)
         if address not in self._listed:
             return
         self._unlisted[address].clear()  # it may have been unlisted and listed again meanwhile
         self._joined += 1
+        self._silent.discard(address)
         slot = self._listed[address]
         self._connected[address] = Connected(Member(slot, f"{slot}.{self._joined}", fingerprint), link)
         log.info("engine %d is there", slot)
@@ -212,14 +286,35 @@ class Roster:
         if self.served is not None and self.served.fingerprint != fingerprint:
             log.warning("engine %d serves something else than the others and is not used", slot)
         lost = asyncio.create_task(link.until_lost())
+        silent = asyncio.create_task(self._until_silent(link))
         unlisted = asyncio.create_task(self._unlisted[address].wait())
         try:
-            await asyncio.wait({lost, unlisted}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({lost, silent, unlisted}, return_when=asyncio.FIRST_COMPLETED)
             if unlisted.done():
+                silent.cancel()
                 await link.until_quiet()
+            elif silent.done() and not lost.done():
+                self._silent.add(address)
+                self._remove(address, f"has not answered for {self._timeout:g} s: no work until it does")
+                await link.close(SilentError)
         finally:
-            for task in (lost, unlisted):
+            for task in (lost, silent, unlisted):
                 task.cancel()
+
+    async def _until_silent(self, link: Link) -> None:
+        """Returns when an engine has not answered in time. Each tick counts once, because time in which this
+        process did not run says nothing of others."""
+        ping: asyncio.Task[None] | None = None
+        ticks = 0
+        while ticks < _SILENT_TICKS:
+            received = link.num_received
+            await asyncio.sleep(self._timeout / _SILENT_TICKS)
+            if link.num_received > received:
+                ticks = 0
+            elif ping is None or ping.done():
+                ticks, ping = 0, self._in_background(_ping(link))
+            else:
+                ticks += 1
 
     def _let_unlisted_go(self) -> None:
         """An engine that is not listed any more serves until one that is listed is there in its place."""
@@ -228,10 +323,10 @@ class Roster:
                 self._unlisted[address].set()
                 self._remove(address)
 
-    def _remove(self, address: Address) -> None:
+    def _remove(self, address: Address, reason: str = "is gone") -> None:
         connected = self._connected.pop(address, None)
         if connected is not None:
-            log.warning("engine %d is gone", connected.member.slot)
+            log.warning("engine %d %s", connected.member.slot, reason)
             self._change()
 
     def _change(self) -> None:
@@ -249,3 +344,8 @@ async def _tell(link: Link, tenants: dict[str, Tenant]) -> None:
         await link.ask(SetTenants(tenants))
     except LostError:
         log.debug("an engine is gone before it knew its tenants")
+
+
+async def _ping(link: Link) -> None:
+    with suppress(LostError):
+        await link.ask(Ping())

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maxsimd.api.fleet.failures import as_error, renumbered
-from maxsimd.api.fleet.link import LostError, NotSentError
+from maxsimd.api.fleet.link import LostError, NotSentError, SilentError
 from maxsimd.api.fleet.messages import Answer, Arrived, Failed, Question, Reply
 from maxsimd.api.fleet.roster import Roster
 from maxsimd.engine.errors import (
@@ -158,8 +158,12 @@ class Spreader:
             # Its part may go to those that did not die with it: where there is none, one will come.
             alive = await self._others(attempts, send, deadline)
             self._loads.forget_others(self._roster.members)
-            ended = attempts.unsent if isinstance(error, NotSentError) else attempts.lost
-            return ended(send.attempt, alive)
+            match error:
+                case NotSentError():
+                    return attempts.unsent(send.attempt, alive)
+                case SilentError():
+                    return attempts.unanswered(send.attempt, alive)
+            return attempts.lost(send.attempt, alive)
         if error is not None:
             raise error
         answer = task.result().answer

@@ -1,6 +1,7 @@
 """Starts the processes of a fleet, starts again those that die, and ends them all."""
 
 import asyncio
+import fcntl
 import logging
 import os
 import signal
@@ -8,12 +9,13 @@ import socket
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from maxsimd.api.config import ServerConfig, SetupError
 from maxsimd.api.fleet.setup import Setup, remove
-from maxsimd.api.signals import SIGNALS, leave_at_once
+from maxsimd.api.signals import handled_signals, leave_at_once, show_stacks_when_asked
 from maxsimd.api.sockets import open_sockets
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.cores import usable_cores
@@ -25,12 +27,14 @@ log = logging.getLogger("maxsimd.fleet")
 _MOST_FAILURES, _PAUSE_SECONDS = 5, 0.5
 # How much longer than its grace a process may take to end.
 _MARGIN_SECONDS = 10.0
+# What the names of folders for sockets begin with.
+_FOLDERS = "maxsimd-fleet-"
 # How often it looks whether a process is ready, in seconds.
 _LOOK_SECONDS = 0.02
 
 
 def supervise(engine_config: EngineConfig, server_config: ServerConfig, started: float) -> int:
-    """Serves by several processes until SIGTERM or SIGINT; returns the exit status.
+    """Serves by several processes until a signal ends it; returns the exit status.
 
     `started` is when the command was given (perf_counter), for the log."""
     try:
@@ -38,13 +42,45 @@ def supervise(engine_config: EngineConfig, server_config: ServerConfig, started:
     except SetupError as error:
         log.error("%s", error)
         return 1
+    remove_left_folders()
     try:
-        made = tempfile.TemporaryDirectory(prefix="maxsimd-")
+        made = locked_folder()
     except OSError:
         log.error("no folder for temporary files can be written to; set TMPDIR to one that can")
         return 1
     with made as folder:
         return asyncio.run(_Fleet(engine_config, server_config, sockets, Path(folder)).run())
+
+
+def locked_folder() -> "tempfile.TemporaryDirectory[str]":
+    """A new folder for the sockets of a fleet, which is locked until this process ends. Raises OSError."""
+    while True:
+        made = tempfile.TemporaryDirectory(prefix=_FOLDERS, ignore_cleanup_errors=True)
+        with suppress(FileNotFoundError):  # another start has removed it before it was locked
+            descriptor = os.open(made.name, os.O_RDONLY)
+            with suppress(OSError):  # without locks no folder is ever removed
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if os.path.exists(made.name):
+                return made
+            os.close(descriptor)
+
+
+def remove_left_folders() -> None:
+    """Removes the folders of this user's fleets whose supervisor was killed: nobody has locked them. What is
+    no socket is left there."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDERS}*"):
+        with suppress(OSError):
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if os.fstat(descriptor).st_uid != os.geteuid():
+                    continue
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                for each in folder.iterdir():
+                    if each.is_socket():
+                        each.unlink()
+                folder.rmdir()
+            finally:
+                os.close(descriptor)
 
 
 class _Fleet:
@@ -73,38 +109,45 @@ class _Fleet:
         ]
         fronts = [replace(setup, is_front=True, slot=slot) for slot in range(server_config.fronts)]
         self._sockets = sockets
-        self._grace = server_config.grace_seconds
+        self._drain, self._grace = server_config.drain_seconds, server_config.grace_seconds
         self._engines = [_Process(each) for each in engines]
         self._fronts = [_Process(each) for each in fronts]
 
     async def run(self) -> int:
         """Until a signal comes, or none of the engines, or none of the fronts, can be started any more."""
-        stop = asyncio.Event()
+        stop = _Asked()
         loop = asyncio.get_running_loop()
-        for number in SIGNALS:
-            loop.add_signal_handler(number, _ask, stop, number)
+        for number in handled_signals():
+            loop.add_signal_handler(number, stop.ask, number)
+        show_stacks_when_asked(also=self._show_stacks)
         engines = [asyncio.create_task(each.live()) for each in self._engines]
         # The first front says what is wrong with the configuration, and the others need not say it too.
         first = asyncio.create_task(self._fronts[0].live())
         fronts = [first, *(asyncio.create_task(self._after(first, each)) for each in self._fronts[1:])]
         living = [*engines, *fronts]
         ends = [
-            asyncio.create_task(stop.wait()),
+            asyncio.create_task(stop.event.wait()),
             asyncio.create_task(_all_ended(engines)),
             asyncio.create_task(_all_ended(fronts)),
         ]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        # Fronts first: they finish what is in flight, for which they need the engines.
+        # Fronts first: they accept work while they drain and finish it, for which they need the engines.
+        seconds = self._drain + self._grace + _MARGIN_SECONDS
         for processes in (self._fronts, self._engines):
-            ending = [asyncio.create_task(each.end(self._grace + _MARGIN_SECONDS)) for each in processes]
+            ending = [asyncio.create_task(each.end(seconds, stop.number)) for each in processes]
             await asyncio.sleep(0)
-            # Who comes now is to be refused, and not to wait for a process that takes no more.
+            # Once the fronts have closed theirs, connections are refused and wait for nobody.
             for listening in self._sockets:
                 listening.close()
             await asyncio.gather(*ending)
         for task in (*living, *ends):
             task.cancel()
-        return 0 if stop.is_set() else 1
+        return 0 if stop.event.is_set() else 1
+
+    def _show_stacks(self) -> None:
+        """Has all processes write their stacks. The signal would end one that has just been started."""
+        for each in (*self._fronts, *self._engines):
+            each.show_stacks()
 
     async def _after(self, first: "asyncio.Task[None]", other: "_Process") -> None:
         """Starts another front once the first one is ready, and never where that cannot be started."""
@@ -115,11 +158,19 @@ class _Fleet:
         await other.live()
 
 
-def _ask(stop: asyncio.Event, number: signal.Signals) -> None:
-    if stop.is_set():
-        log.warning("stopped at once by a second signal")
-        leave_at_once(128 + number)  # and with it all others, whose input ends
-    stop.set()
+class _Asked:
+    """The first signal that asks the fleet to end sets `event`; a second one ends it at once."""
+
+    def __init__(self) -> None:
+        self.event = asyncio.Event()
+        self.number = signal.SIGTERM
+
+    def ask(self, number: signal.Signals) -> None:
+        if self.event.is_set():
+            log.warning("stopped at once by a second signal")
+            leave_at_once(128 + number)  # and with it all others, whose input ends
+        self.number = number
+        self.event.set()
 
 
 async def _all_ended(tasks: Sequence["asyncio.Task[None]"]) -> None:
@@ -140,7 +191,7 @@ class _Process:
         """Returns once the process is to end, or cannot be started any more."""
         failures = 0
         was_ever_ready = False
-        while True:
+        while not self._ending.is_set():
             try:
                 status = await self._run()
             except OSError as error:
@@ -156,16 +207,14 @@ class _Process:
             log.warning("%s has ended (%s) and is started again", self._name, _reason(status))
             if failures:
                 await asyncio.sleep(_PAUSE_SECONDS * 2**failures)
-            if self._ending.is_set():
-                return
 
-    async def end(self, seconds: float) -> None:
-        """Ends the process within some seconds."""
+    async def end(self, seconds: float, number: signal.Signals) -> None:
+        """Ends the process by a signal, within some seconds."""
         self._ending.set()
         process = self._process
         if process is None or process.returncode is not None:
             return
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         try:
             async with asyncio.timeout(seconds):
                 await process.wait()
@@ -173,6 +222,10 @@ class _Process:
             log.warning("%s did not end in time and is killed", self._name)
             process.kill()
             await process.wait()
+
+    def show_stacks(self) -> None:
+        if self._process is not None and self._process.returncode is None and self._is_ready:
+            self._process.send_signal(signal.SIGUSR1)
 
     @property
     def _path(self) -> str:

@@ -57,7 +57,7 @@ class Server:
                 command,
                 stdout=output,
                 stderr=output,
-                env=os.environ | self.environment,
+                env=os.environ | {"MAXSIMD_DRAIN_SECONDS": "0"} | self.environment,
                 start_new_session=self.own_session,
             )
             try:

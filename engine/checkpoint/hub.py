@@ -1,27 +1,37 @@
 """Files of checkpoints on the hub.
 
 The hub is asked once a load whether it has the checkpoint, with a short timeout: its client retries requests
-for files for seconds."""
+for files for seconds, and waits for names to be resolved however long that takes."""
 
+import logging
 import os
 import threading
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from maxsimd.engine.errors import ModelLoadError
 
-# How long a hub may take to say which files a checkpoint has.
-_ASKING_SECONDS = 5.0
-# An answer, or that there was none, counts for this many seconds: about as long as a load takes.
-_REMEMBERED_SECONDS = 60.0
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import ModelInfo
+
+log = logging.getLogger(__name__)
+
+# How long a hub may take to say which files a checkpoint has: each step of its client's, and all together.
+_ASKING_SECONDS, _MOST_ASKING_SECONDS = 5.0, 8.0
+# An answer, or that there was none, counts for this many seconds: about as long as a load takes. That there
+# was none counts for longer where the local cache has the checkpoint.
+_REMEMBERED_SECONDS, _REMEMBERED_CACHED_SECONDS = 60.0, 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """The hub's answer. `files` is None if the hub could not be asked, and `reason` says why."""
+    """The hub's answer, which counts until then. `files` is None if the hub could not be asked, and `reason`
+    says why."""
 
-    at: float
+    until: float
     files: frozenset[str] | None
     reason: str
 
@@ -87,14 +97,14 @@ def _ask(endpoint: str, model: str, revision: str | None) -> _Asked:
     key = (endpoint, model, revision)
     with _lock:
         said = _asked.get(key)
-        if said is None or time.monotonic() - said.at > _REMEMBERED_SECONDS:
+        if said is None or time.monotonic() > said.until:
             said = _asked[key] = _ask_now(endpoint, model, revision)
         return said
 
 
 def _ask_now(endpoint: str, model: str, revision: str | None) -> _Asked:
     global _went_offline
-    from huggingface_hub import HfApi, constants
+    from huggingface_hub import constants
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -106,9 +116,9 @@ def _ask_now(endpoint: str, model: str, revision: str | None) -> _Asked:
     if _went_offline and not os.environ.get("HF_HUB_OFFLINE"):
         constants.HF_HUB_OFFLINE = _went_offline = False
     if constants.HF_HUB_OFFLINE:
-        return _Asked(time.monotonic(), None, "no hub is asked (offline=True, or HF_HUB_OFFLINE)")
+        return _asked_now(None, "no hub is asked (offline=True, or HF_HUB_OFFLINE)")
     try:
-        info = HfApi().model_info(model, revision=revision, timeout=_ASKING_SECONDS)
+        info = _info(model, revision)
     except (GatedRepoError, HFValidationError):
         raise
     except RevisionNotFoundError as error:
@@ -123,10 +133,38 @@ def _ask_now(endpoint: str, model: str, revision: str | None) -> _Asked:
         # libraries that read the checkpoint would ask the hub again.
         constants.HF_HUB_OFFLINE = _went_offline = True
         what = "answers with an error" if isinstance(error, HfHubHTTPError) else "cannot be reached"
-        return _Asked(
-            time.monotonic(), None, f"{endpoint} {what} ({_one_line(error) or type(error).__name__})"
-        )
-    return _Asked(time.monotonic(), frozenset(file.rfilename for file in info.siblings or ()), "")
+        reason = f"{endpoint} {what} ({_one_line(error) or type(error).__name__})"
+        if not _is_cached(model, revision):
+            return _asked_now(None, reason)
+        log.warning("%s; %s is read from the local cache. With offline=True no hub is asked", reason, model)
+        return _asked_now(None, reason, _REMEMBERED_CACHED_SECONDS)
+    return _asked_now(frozenset(file.rfilename for file in info.siblings or ()))
+
+
+def _asked_now(
+    files: frozenset[str] | None, reason: str = "", seconds: float = _REMEMBERED_SECONDS
+) -> _Asked:
+    return _Asked(time.monotonic() + seconds, files, reason)
+
+
+def _info(model: str, revision: str | None) -> "ModelInfo":
+    """What the hub says of a checkpoint. Raises what its client raises, and TimeoutError."""
+    from huggingface_hub import HfApi
+
+    info: Future[ModelInfo] = Future()
+
+    def ask() -> None:
+        try:
+            info.set_result(HfApi().model_info(model, revision=revision, timeout=_ASKING_SECONDS))
+        except Exception as error:
+            info.set_exception(error)
+
+    # The client has no timeout for resolving a name; a thread that is stuck there is left behind.
+    threading.Thread(target=ask, name="maxsimd-hub", daemon=True).start()
+    try:
+        return info.result(_MOST_ASKING_SECONDS)
+    except TimeoutError as error:
+        raise TimeoutError(f"no answer within {_MOST_ASKING_SECONDS:g} s") from error
 
 
 def _is_cached(model: str, revision: str | None) -> bool:

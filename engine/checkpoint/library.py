@@ -1,5 +1,6 @@
 """Reads a checkpoint of any supported kind with transformers and sentence-transformers."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -7,6 +8,8 @@ from functools import partial
 from typing import Any
 
 import torch
+from huggingface_hub import constants as hub_constants
+from huggingface_hub.utils import logging as hub_logging
 from transformers.utils import logging as transformers_logging
 
 from maxsimd.engine.checkpoint.adapters import with_base
@@ -247,7 +250,11 @@ def _complete(
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Silences progress bars, and reports of weights that belong to a head and not to the backbone."""
+    """Silences progress bars, reports of weights that belong to a head and not to the backbone, and that no
+    hub is asked, which has been said."""
+    hub_verbosity = hub_logging.get_verbosity()
+    if hub_constants.HF_HUB_OFFLINE:
+        hub_logging.set_verbosity(logging.ERROR)
     verbosity = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
@@ -255,6 +262,7 @@ def _quiet_transformers() -> Iterator[None]:
     try:
         yield
     finally:
+        hub_logging.set_verbosity(hub_verbosity)
         transformers_logging.set_verbosity(verbosity)
         if bars:
             transformers_logging.enable_progress_bar()

@@ -126,6 +126,15 @@ class Attempts:
     def unsent(self, attempt: int, alive: Sequence[Member]) -> list[Send] | Fail:
         """An attempt's member was gone before anything was sent to it: another takes its place. Nothing is
         said of the part by that, and it counts for nothing."""
+        return self._elsewhere(attempt, alive, counts=False)
+
+    def unanswered(self, attempt: int, alive: Sequence[Member]) -> list[Send] | Fail:
+        """An attempt's member does not answer: another takes its place, or the same once it does. Members
+        stop for reasons of their own, so the part is not suspected."""
+        return self._elsewhere(attempt, alive, counts=True)
+
+    def _elsewhere(self, attempt: int, alive: Sequence[Member], counts: bool) -> list[Send] | Fail:
+        """Sends the part of an attempt to the first of `alive`; this `counts` against the budget or not."""
         found = self._ended(attempt)
         if found is None:
             return []
@@ -133,6 +142,9 @@ class Attempts:
         others = [other for other in _in_turn(course.part, alive) if other.name not in course.lost]
         if not others:
             return self._fail(FleetError("lost", "no engine is left; try again shortly", retry_after=1.0))
+        if counts and not self._budget.take():
+            message = "engines do not answer, and too many requests are tried again; try again shortly"
+            return self._fail(FleetError("lost", message, retry_after=1.0))
         return [self._send(course, others[0])]
 
     def avoided(self, attempt: int) -> set[str]:

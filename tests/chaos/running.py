@@ -87,7 +87,8 @@ def running(
         words = ["serve", model, "--dtype", "float32", "--port", str(port), *options]
         log_file = folder / "log"
         log_file.touch()
-        environment = {"HF_HUB_OFFLINE": "1", "CHAOS_SOCKET": str(folder / "control")}
+        environment = {"HF_HUB_OFFLINE": "1", "MAXSIMD_DRAIN_SECONDS": "0"}
+        environment["CHAOS_SOCKET"] = str(folder / "control")
         process = Program(words, module=module, environment=environment, before=before).start(log_file)
         server = Running(f"http://127.0.0.1:{port}", process, log_file)
         try:

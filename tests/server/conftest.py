@@ -128,6 +128,7 @@ def starter(folder: Path) -> Iterator[StartServer]:
         that has everything imported, where a Python `file` may take the command's place. The process does
         `before` first; `descriptors` is its limit on them."""
         port = free_port()
+        environment = {"MAXSIMD_DRAIN_SECONDS": "0"} | (environment or {})
         special = bool(descriptors or file or program or before)
         words = [*_serve(arguments, special), "--host", "127.0.0.1", "--port", str(port)]
         log_file = folder / f"server-{port}.log"
@@ -139,12 +140,10 @@ def starter(folder: Path) -> Iterator[StartServer]:
                     preexec_fn=before,
                     stderr=log,
                     stdout=log,
-                    env=os.environ | {"HF_HUB_OFFLINE": "1"} | (environment or {}),
+                    env=os.environ | {"HF_HUB_OFFLINE": "1"} | environment,
                 )
         else:
-            forked = Program(
-                words, file, environment=environment or {}, descriptors=descriptors, before=before
-            )
+            forked = Program(words, file, environment=environment, descriptors=descriptors, before=before)
             log_file.touch()
             process = forked.start(log_file)
         server = Server(f"http://127.0.0.1:{port}", process, log_file)

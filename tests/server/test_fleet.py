@@ -94,8 +94,8 @@ def _copy_all_but_one() -> None:
 @pytest.fixture(scope="module")
 def fleet(module_starter: StartServer, stanford_colbert: str) -> Server:
     # A request may wait while engines are started again, on a slow machine too.
-    patience = ("--max-wait-seconds", "600", "--grace-seconds", "120")
-    processes = ("--fronts", "2", "--replicas", "2")
+    patience = ("--max-wait-seconds", "600", "--drain-seconds", "3", "--grace-seconds", "120")
+    processes = ("--fronts", "2", "--replicas", "2", "--replica-timeout-seconds", "3")
     options = (stanford_colbert, "--dtype", "float32", *processes, *patience)
     server = module_starter(*options, before=_copy_all_but_one)
     wait_for(lambda: _num_engines(server) == 2)
@@ -186,6 +186,23 @@ def test_an_engine_that_is_killed_loses_nothing(fleet: Server, clients: Clients)
     clients.check()
 
 
+def test_an_engine_that_is_stopped_loses_nothing_and_returns(fleet: Server, clients: Clients) -> None:
+    stopped = _children(fleet)["engine"][0]
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        with clients.asking():
+            wait_for(lambda: _num_engines(fleet) == 1, 60)
+            cleared = httpx.delete(fleet.url + "/cache", timeout=60)
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    assert cleared.status_code == 503
+    assert "the cache is not cleared yet by replica " in cleared.json()["error"]["message"]
+    clients.check()
+    wait_for(lambda: _num_engines(fleet) == 2, 60)
+    assert stopped in _children(fleet)["engine"], "it was not killed"
+    assert httpx.delete(fleet.url + "/cache", timeout=60).status_code == 204
+
+
 def test_a_front_that_is_killed_loses_only_its_own_requests(fleet: Server, clients: Clients) -> None:
     wait_for(lambda: _num_fronts(fleet) == 2)
     with clients.asking():
@@ -198,16 +215,24 @@ def test_a_front_that_is_killed_loses_only_its_own_requests(fleet: Server, clien
     assert fleet.process.poll() is None
 
 
-def test_all_processes_are_gone_after_sigterm(fleet: Server) -> None:
+def test_all_processes_show_their_stacks(fleet: Server) -> None:
+    wait_for(lambda: _num_engines(fleet) == 2, 60)
+    wait_for(lambda: _num_fronts(fleet) == 2, 60)
+    fleet.process.send_signal(signal.SIGUSR1)
+    wait_for(lambda: fleet.log.count("Current thread") == 5, 30)
+
+
+def test_a_fleet_that_drains_accepts_work_and_then_ends(fleet: Server) -> None:
     wait_for(lambda: _num_engines(fleet) == 2, 60)
     processes = [pid for pids in _children(fleet).values() for pid in pids]
     assert len(processes) >= 3
+    fleet.process.send_signal(signal.SIGTERM)
+    wait_for(lambda: httpx.get(fleet.url + "/ready").json()["status"] == "draining")
     with ThreadPoolExecutor() as threads:
         documents = [f"{i} {text}" for i in range(5) for text in DOCUMENTS]
         body = {"query": "a list", "documents": documents, "cache": "bypass"}
         asked = threads.submit(httpx.post, fleet.url + "/rerank", json=body, timeout=60)
-        wait_for(lambda: fleet.metric("maxsimd_queue_tokens") > 0)
-        assert fleet.terminate() == 0
+        assert fleet.process.wait(60) == 0
         assert asked.result().status_code == 200, "what is in flight is finished"
     assert not [pid for pid in processes if os.path.exists(f"/proc/{pid}")]
 

@@ -28,6 +28,7 @@ from maxsimd.api.connections import Connection
 from maxsimd.api.listener import Listener
 from maxsimd.api.metrics import ServerMetrics
 from maxsimd.api.responses import as_response
+from maxsimd.api.signals import Stop
 from maxsimd.api.sockets import open_sockets
 from maxsimd.api.tls import tls_context
 from maxsimd.engine import Engine, EngineConfig
@@ -61,7 +62,7 @@ class Serving:
 async def serving(model: str | None = None, **options: Any) -> AsyncIterator[Serving]:
     # Small steps, so that a request of some documents waits in part.
     engine = Engine(EngineConfig(model=model, dtype="float32", threads=1, max_batch_tokens=512))
-    options = {"host": "127.0.0.1", "port": free_port()} | options
+    options = {"host": "127.0.0.1", "port": free_port(), "drain_seconds": 0.0} | options
     config = ServerConfig(**options)
     status = asyncio.create_task(life.run_server(engine, config, time.perf_counter()))
     await asyncio.sleep(0)
@@ -82,11 +83,13 @@ async def serving(model: str | None = None, **options: Any) -> AsyncIterator[Ser
 
 
 async def test_the_server_listens_where_it_should_until_it_has_drained(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A drain refuses new work and finishes what is in flight."""
+    """It is not ready while it drains and accepts work. Then it refuses work and finishes what it has."""
     caplog.set_level(logging.INFO, logger="maxsimd.serve")
-    async with serving(host="127.0.0.2") as server:
+    stops: list[Stop] = []
+    monkeypatch.setattr(life, "Stop", lambda *given: stops.append(Stop(*given)) or stops[0])
+    async with serving(host="127.0.0.2", drain_seconds=600.0) as server:
         assert server.url.startswith("http://127.0.0.2:")
         body = {"query": "q", "documents": [f"{i} " + "word " * 240 for i in range(8)]}
         # A connection that stays open, and so gets through to a server that no longer listens.
@@ -94,10 +97,16 @@ async def test_the_server_listens_where_it_should_until_it_has_drained(
             assert (await other.post("/rerank", json=LIGHT)).status_code == 200
             with pytest.raises(httpx.ConnectError):
                 await other.get(server.url.replace("127.0.0.2", "127.0.0.1") + "/health")
+            server.terminate()
+            await asyncio.wait_for(stops[0].asked(), 60)
+            async with httpx.AsyncClient(base_url=server.url) as late:
+                probe = await late.get("/ready")
+            assert (probe.status_code, probe.json()) == (503, {"status": "draining"})
+            assert probe.headers["Connection"] == "close"
             heavy = asyncio.create_task(server.client.post("/rerank", json=body))
             queued = server.engine.metrics.registry.get_sample_value
             await until(lambda: queued("maxsimd_queue_tokens") != 0)
-            server.terminate()
+            stops[0]._drained.set()
             await asyncio.sleep(0.05)
             refused = await other.post("/rerank", json=LIGHT)
         assert refused.status_code == 503

@@ -189,7 +189,9 @@ def test_probes_ask_routes_that_there_are() -> None:
         assert "GET" in ROUTES[path]
     assert service["spec"]["selector"] == deployment["spec"]["template"]["metadata"]["labels"]
     grace = deployment["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
-    assert grace > ServerConfig().grace_seconds
+    config = ServerConfig()
+    assert grace >= config.drain_seconds + config.grace_seconds + 15
+    assert _yaml("compose.yaml")[0]["services"]["maxsimd"]["stop_grace_period"] == f"{grace}s"
     assert deployment["spec"]["template"]["metadata"]["annotations"]["prometheus.io/port"] == "8000"
 
 

@@ -1,4 +1,5 @@
-"""A process that serves: Python's collector, the heaps of the C library, and how late its event loop is."""
+"""A process that serves: Python's collector, the heaps of the C library, how late its event loop is, and the
+folders of fleets that were killed."""
 
 import asyncio
 import contextlib
@@ -6,18 +7,22 @@ import gc
 import itertools
 import os
 import resource
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from maxsimd.api import garbage, heaps
+from maxsimd.api.fleet.supervisor import locked_folder, remove_left_folders
 from maxsimd.api.garbage import collect_when_quiet, garbage_left_alone, resident_bytes
 from maxsimd.api.heaps import share_heaps
 from maxsimd.api.metrics import ServerMetrics
@@ -185,3 +190,22 @@ async def test_only_what_the_event_loop_is_late_counts_as_lag() -> None:
     watcher.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await watcher
+
+
+def test_folders_of_killed_fleets_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left, kept, linked = (tmp_path / f"maxsimd-fleet-{name}" for name in ("left", "kept", "linked"))
+    for folder in (left, kept, tmp_path / "elsewhere"):
+        folder.mkdir()
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(str(folder / "engine-0"))
+    (kept / "notes").write_text("nobody's socket")
+    linked.symlink_to(tmp_path / "elsewhere")
+    with locked_folder() as living:
+        remove_left_folders()
+        assert {path.name for path in tmp_path.iterdir()} == {
+            *("elsewhere", kept.name, linked.name, Path(living).name)
+        }
+        assert [path.name for path in kept.iterdir()] == ["notes"]
+        assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["engine-0"]
+    assert not Path(living).exists()

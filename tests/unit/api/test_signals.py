@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from maxsimd.api import signals
-from maxsimd.api.signals import SIGNALS, Stop
+from maxsimd.api.signals import SIGNALS, Stop, handled_signals
 from tests.waiting import until
 
 
@@ -27,8 +27,11 @@ def left(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-async def test_a_signal_asks_and_starts_the_grace_period(left: list[int], number: signal.Signals) -> None:
-    stop = Stop(grace=100)
+async def test_a_signal_starts_the_drain_and_the_grace_period(
+    left: list[int], number: signal.Signals
+) -> None:
+    drain = 0.0 if number == signal.SIGINT else 0.2
+    stop = Stop(grace=100, drain=0.2)
     asked = asyncio.create_task(stop.asked())
     assert not await stop.asked_within(0.05)
     assert not stop.is_asked
@@ -38,9 +41,18 @@ async def test_a_signal_asks_and_starts_the_grace_period(left: list[int], number
         assert await stop.asked_within(100)
         await asked
     assert stop.is_asked
-    assert 99 < stop.deadline - asyncio.get_running_loop().time() <= 100
+    assert 99 < stop.deadline - drain - asyncio.get_running_loop().time() <= 100
+    assert not stop._drained.is_set()
+    await stop.drained()
+    assert asyncio.get_running_loop().time() > stop.deadline - 100.1
     assert left == []
     stop.done()
+
+
+def test_a_server_that_ignores_hangups_goes_on_doing_so(left: list[int]) -> None:
+    """As `nohup` has it."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    assert handled_signals() == [signal.SIGTERM, signal.SIGINT]
 
 
 @pytest.mark.parametrize("number", SIGNALS)

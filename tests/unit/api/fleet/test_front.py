@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from maxsimd.api.config import SetupError
+from maxsimd.api.failures import ApiError
 from maxsimd.api.fleet import messages
 from maxsimd.api.fleet.address import UnixAddress
 from maxsimd.api.fleet.door import Door, Send
@@ -103,6 +104,9 @@ class StandIn:
         self.asked: list[Score] = []
         self.encoded: list[EncodeQuery] = []
         self.cancelled = 0
+        self.seen: list[type] = []
+        self.answers = asyncio.Event()
+        self.answers.set()
         self._before, self._kind = before, kind
         self.door = Door(self._answer, lambda: 7)
 
@@ -117,6 +121,8 @@ class StandIn:
         await self.door.close()
 
     async def _answer(self, question: Question, send: Send) -> Answer:
+        await self.answers.wait()
+        self.seen.append(type(question))
         if isinstance(question, messages.Introduce):
             facts = replace(_FACTS, score_type=self.score_type)
             config, fingerprint = EngineConfig(), self.fingerprint
@@ -160,12 +166,13 @@ async def fleet(
     before: Before = None,
     kind: type = Score,
     score_type: ScoreType = ScoreType.LATE_INTERACTION,
+    timeout: float = 60.0,
 ) -> AsyncIterator[tuple[FleetEngine, list[StandIn]]]:
     engines = [StandIn(str(folder / str(i)), before, kind) for i in range(count)]
     for engine in engines:
         engine.score_type = score_type
         await engine.door.open(engine.path)
-    front = FleetEngine(Roster.of_paths([engine.path for engine in engines]))
+    front = FleetEngine(Roster.of_paths([engine.path for engine in engines], timeout))
     await front.start()
     await until(lambda: front.size == (count, count))
     try:
@@ -174,6 +181,35 @@ async def fleet(
         await front.stop()
         for engine in engines:
             await engine.die()
+
+
+async def test_a_silent_engine_gets_no_work_until_it_answers(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 2, timeout=0.3) as (front, engines):
+        silent, other = engines
+        silent.answers.clear()
+        documents = _documents(60)
+        result = await asyncio.wait_for(front.score("q", documents), 60)
+        assert result.scores == [float(len(text)) for text in documents]
+        assert (silent.asked, front.size) == ([], (1, 2))
+        with pytest.raises(ApiError, match="not cleared yet by replica 0; "):
+            await front.clear_cache()
+        assert messages.ClearCache in other.seen
+        silent.seen.clear()
+        silent.answers.set()
+        await until(lambda: front.size == (2, 2))
+        assert messages.ClearCache in silent.seen
+        await front.clear_cache()
+        assert (await front.score("q", documents, cache="bypass")).scores == result.scores
+        assert silent.asked
+
+
+async def test_a_lone_engine_that_is_silent_does_its_work_later(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 1, timeout=0.2) as (front, (engine,)):
+        engine.answers.clear()
+        asking = [asyncio.create_task(front.score("q", ["abc"])) for _ in range(3)]
+        await until(lambda: not front.is_healthy)
+        engine.answers.set()
+        assert [(await each).scores for each in asking] == [[3.0]] * 3
 
 
 def _documents(count: int, seed: int = 0) -> list[str]:

@@ -145,6 +145,15 @@ def test_what_was_never_sent_counts_for_nothing() -> None:
     assert attempts.is_over
 
 
+def test_a_member_that_does_not_answer_is_no_suspicion() -> None:
+    attempts = Attempts([part(0, 1)], RetryBudget(spare=3.0))
+    sends = attempts.begin()
+    for _ in range(3):
+        sends = sent(attempts.unanswered(sends[0].attempt, MEMBERS[:1]))
+        assert [(each.member.name, each.is_suspect) for each in sends] == [("m0", False)]
+    assert "too many" in fails(attempts.unanswered(sends[0].attempt, MEMBERS[:1])).error.message
+
+
 def test_a_whole_part_is_suspected_but_not_halved() -> None:
     attempts = Attempts([part(0, 1, 2, 3, is_whole=True)], RetryBudget())
     sends = attempts.begin()
