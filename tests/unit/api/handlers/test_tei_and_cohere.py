@@ -191,7 +191,10 @@ async def test_info_the_root_and_invocations_are_as_the_model_is(
 ) -> None:
     info = json.loads((await caller.ask("GET", "/info")).body)
     assert (info["model_id"], info["max_input_length"]) == ("all-MiniLM-L6-v2", 256)
-    assert (info["model_type"], info["auto_truncate"]) == ({"embedding": {"pooling": "mean"}}, True)
+    # Dify's plugin looks at the first key alone.
+    assert list(info["model_type"]) == ["reranker", "embedding"]
+    assert (info["model_type"]["embedding"], info["auto_truncate"]) == ({"pooling": "mean"}, True)
+    assert (info["model_dtype"], info["max_batch_tokens"]) == ("float32", 2048)
     await _compare(caller, "/invocations", RANKING | VECTORS)
     options: dict[str, Any] = {"dtype": "float32", "threads": 1}
     async with RecordingEngine(EngineConfig(model=bert_cross_encoder, **options)) as engine:
