@@ -31,7 +31,7 @@ from maxsimd.api.wire import (
     TokenizeRequest,
 )
 from maxsimd.api.wire_cohere import CohereEmbedRequest
-from maxsimd.api.wire_reranks import NvidiaRequest
+from maxsimd.api.wire_reranks import NvidiaRequest, RerankingRequest
 from maxsimd.api.wire_tei import TeiTruncating, TeiVectorsRequest
 from maxsimd.engine import InvalidRequestError, Truncation
 from maxsimd.engine.media import Content as PictureContent
@@ -70,6 +70,7 @@ _NOT_OF_TEI = frozenset(
     | {*_LIMITS}
 )
 _OF_TEI = frozenset({"return_text", "truncate", "truncation_direction"})
+_OF_MIXEDBREAD = frozenset({"input", "return_input"})
 # Fields that only chats have, with the values that change nothing.
 _OF_CHAT = {
     "add_generation_prompt": False,
@@ -127,6 +128,12 @@ def unused_fields(request: msgspec.Struct) -> frozenset[str]:
     match request:
         case ScoreRequest():
             return frozenset(name for pair in _PAIRS for name in pair) - {*names_of(request)}
+        case RerankingRequest() if request.input is not None:
+            return _OF_TEI | {"documents", "texts", "top_n", "return_documents", "cascade"}
+        case RerankingRequest(texts=None):
+            return _OF_TEI | _OF_MIXEDBREAD | {"top_k", "cascade"}
+        case RerankingRequest():
+            return _NOT_OF_TEI | _OF_MIXEDBREAD | {"cascade"}
         case RerankRequest(texts=None, top_k=None):
             return _OF_TEI
         case RerankRequest(texts=None):

@@ -49,6 +49,8 @@ class ServerState:
         # Warnings about unread fields, for the answer to one request.
         self.field_warnings: tuple[str, ...] = ()
         self._name: str | None = None
+        # The model that the path of one request names.
+        self._name_in_path: str | None = None
         self.fleet: FleetView | None = None
         self.comes_back = config.restart_on_failure
         self._in_flight: set[asyncio.Timeout] = set()
@@ -131,9 +133,16 @@ class ServerState:
         if not self.is_ready:
             raise EngineNotReadyError("the server is starting or shutting down")
 
+    def asked_by_path(self, name: str) -> Self:
+        """Returns a state for one request whose path names this model: the name in its body is not read."""
+        one = copy.copy(self)
+        one._name_in_path = name
+        return one
+
     def serving(self, name: str | None, wanted: Wanted) -> Self:
         """The state in which a request is answered that names this model, or none and wants something. Raises
         ApiError for a model that there is not, or that is not served now."""
+        name = self._name_in_path or name
         if self.models is None:
             self.check_model(name)
             return self

@@ -32,7 +32,8 @@ log = logging.getLogger("maxsimd.http")
 
 # What base URLs of clients end in, which then append paths of their own.
 _BASES = ("/v1", "/v2", infinity.BASE)
-_MODELS = operating.MODEL_PATH.partition("{")[0]
+# What stands before and behind the name of a model in the paths of routes that have one.
+_AROUND_NAME = {path: tuple(path.split("{name}")) for path in ROUTES if "{name}" in path}
 _LONGEST_LOGGED_PATH = 100
 _USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -94,12 +95,13 @@ def route_of(path: str) -> str:
     if path in ROUTES:
         return path
     plain = path.rstrip("/")
-    if plain.startswith(_MODELS):
-        return operating.MODEL_PATH
+    for route, (before, behind) in _AROUND_NAME.items():
+        if plain.startswith(before) and plain.endswith(behind) and len(plain) > len(before) + len(behind):
+            return route
     if plain in ROUTES:
         return plain
-    behind = (plain.removeprefix(base) for base in _BASES)
-    return next((path for path in behind if path != plain and path in ROUTES), plain)
+    shorter = (plain.removeprefix(base) for base in _BASES)
+    return next((path for path in shorter if path != plain and path in ROUTES), plain)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,12 @@ async def _answer(state: ServerState, asked: _Asked, request_id: str, sender: Li
             refused = refusal(headers, state.max_body_bytes) if method == "POST" else None
             if refused is not None:
                 raise refused
+            if (
+                method == "POST"
+                and (name := _model_in(path))
+                and not _changes_models(state, method, route_of(path))
+            ):
+                state = state.asked_by_path(name)
             answer = await work(state, asked.body, tenant)
             if answer.lines is not None:
                 await sender.send(answer)
@@ -169,9 +177,10 @@ def _more_methods(state: ServerState, route: str) -> tuple[str, ...]:
 
 
 def _model_in(path: str) -> str:
-    """The name of the model that the path of its card has, with what is not decoded in paths: clients may
+    """The name of the model that the path has, if it has one, with what is not decoded in paths: clients may
     write slashes as %2F, and must write % as %25. No name ends in a slash, but a path may."""
-    name = path[len(_MODELS) :]
+    before, behind = _AROUND_NAME.get(route_of(path), (path, ""))
+    name = path.rstrip("/").removesuffix(behind)[len(before) :]
     return re.sub(
         "%(2f|25)", lambda found: "%" if found[1] == "25" else "/", name, flags=re.IGNORECASE
     ).rstrip("/")
