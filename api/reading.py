@@ -442,9 +442,33 @@ def as_inputs(value: Any, most: int, param: str = "input") -> Inputs:
         if all(isinstance(item, list) and item and all(map(_is_token, item)) for item in value):
             return value
     raise InvalidRequestError(
-        f"{param} must be a text, a list of texts, a list of token ids or a list of those, and not empty",
+        f"{_odd_entry(value, param)}{param} must be a text, a list of texts, a list of token ids or a list "
+        "of those, and not empty",
         param,
     )
+
+
+def _odd_entry(values: Any, param: str) -> str:
+    """Says which entry of a list is of no kind that is taken, or of another than the first; "" for none."""
+    first = None
+    for i, value in enumerate(values if isinstance(values, list) else ()):
+        kind = _kind_of_input(value)
+        if kind is None:
+            shown = "null" if value is None else "neither a text nor token ids"
+            return f"{param}[{i}] is {shown}: "
+        if first not in (None, kind):
+            return f"{param}[{i}] is {kind}, but {param}[0] is {first}: "
+        first = kind
+    return ""
+
+
+def _kind_of_input(value: Any) -> str | None:
+    if isinstance(value, str | dict):
+        return "a text"
+    if _is_token(value):
+        return "a token id"
+    is_ids = isinstance(value, list) and value and all(map(_is_token, value))
+    return "a list of token ids" if is_ids else None
 
 
 def texts_and_pictures(values: list[Content], param: str) -> Iterator[str | PictureContent]:
@@ -480,8 +504,9 @@ def as_sequences(value: Any, most: int) -> tuple[list[str], list[str] | None, bo
             return [sequence[0] for sequence in sequences], None, not one
         if lengths == {2}:
             return [pair[0] for pair in sequences], [pair[1] for pair in sequences], not one
+    where = f"inputs[{given.index(None)}] is null: " if isinstance(given, list) and None in given else ""
     raise InvalidRequestError(
-        "inputs must be a text, a pair of texts, or a list of lists of one text each or of two each", "inputs"
+        f"{where}inputs must be a text, a pair of texts, or a list of lists of one text or two", "inputs"
     )
 
 
