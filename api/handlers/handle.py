@@ -24,7 +24,7 @@ from maxsimd.api.handlers.route import Body, Work
 from maxsimd.api.handlers.routes import METHODS, OPEN_ROUTES, PAGES, ROUTES
 from maxsimd.api.printable import printable
 from maxsimd.api.sink import LineSender, Sink, WholeAnswer
-from maxsimd.api.state import ServerState
+from maxsimd.api.state import RequestNotes, ServerState
 from maxsimd.api.tracing import Traced
 from maxsimd.engine import EngineDeadError
 
@@ -65,10 +65,11 @@ async def handle(
         so_far = time.perf_counter() - started if math.isnan(seconds) else seconds
         return answer.completed(request_id, so_far, cross_origin)
 
+    notes = RequestNotes()
     whole = WholeAnswer()
     sender = LineSender(sink or whole, completed)
     try:
-        answer = await _answer(state, _Asked(method, path, headers, body), request_id, sender)
+        answer = await _answer(state, _Asked(method, path, headers, body, notes), request_id, sender)
         status, reason, timings = answer.status, answer.reason, answer.timings
     except ConnectionError:
         if not sender.has_begun:
@@ -85,7 +86,19 @@ async def handle(
         # Without spaces, it cannot pass for the rest of the line.
         shown = printable(path, _LONGEST_LOGGED_PATH).replace(" ", "%20")
         why = f" why={reason}" if reason else ""
-        log.log(level, "%s %s %d %.1f ms id=%s%s", method, shown, status, seconds * 1e3, request_id, why)
+        fields = {
+            "method": method,
+            "route": label,
+            "status": status,
+            "duration_ms": round(seconds * 1e3, 1),
+            "request_id": request_id,
+            **({"model": printable(notes.model, _LONGEST_LOGGED_PATH)} if notes.model else {}),
+            **({"tenant": notes.tenant} if notes.tenant else {}),
+            **({"reason": reason} if reason else {}),
+        }
+        ms = seconds * 1e3
+        line = "%s %s %d %.1f ms id=%s%s"
+        log.log(level, line, method, shown, status, ms, request_id, why, extra={"fields": fields})
     return whole.or_else(completed(answer))
 
 
@@ -112,6 +125,7 @@ class _Asked:
     path: str
     headers: Mapping[str, str]
     body: Body
+    notes: RequestNotes
 
 
 async def _answer(state: ServerState, asked: _Asked, request_id: str, sender: LineSender) -> Answer:
@@ -123,16 +137,13 @@ async def _answer(state: ServerState, asked: _Asked, request_id: str, sender: Li
             if preflight is not None:
                 return preflight
             tenant = "" if _is_open(method, path) else _tenant_of(state, headers)
+            asked.notes.tenant = tenant
             work = _work_of(state, method, path, headers)
             refused = refusal(headers, state.max_body_bytes) if method == "POST" else None
             if refused is not None:
                 raise refused
-            if (
-                method == "POST"
-                and (name := _model_in(path))
-                and not _changes_models(state, method, route_of(path))
-            ):
-                state = state.asked_by_path(name)
+            if method == "POST" and not _changes_models(state, method, route_of(path)):
+                state = state.for_request(asked.notes, _model_in(path))
             answer = await work(state, asked.body, tenant)
             if answer.lines is not None:
                 await sender.send(answer)
@@ -143,7 +154,8 @@ async def _answer(state: ServerState, asked: _Asked, request_id: str, sender: Li
         is_over_soon = isinstance(error, EngineDeadError) and state.comes_back
         failure = restarting() if is_over_soon else as_api_error(error)
         if failure.status == 500:
-            log.exception("request %s failed", request_id, exc_info=error)
+            fields = {"request_id": request_id}
+            log.exception("request %s failed", request_id, exc_info=error, extra={"fields": fields})
         if sender.has_begun:
             await sender.fail(failure)
         return error_answer(failure)
