@@ -55,9 +55,7 @@ def mended(body: bytearray, kind: type[T]) -> T:
 
 def _mark_in(body: bytearray) -> int:
     """Puts a mark in the place of each half, one that the body does not have; returns its code point."""
-    escapes = body.lower()
-    free = (each for each in _MARKS if chr(each).encode() not in body and _escaped(each) not in escapes)
-    mark = next(free, None)
+    mark = next((each for each in _MARKS if not _is_in(body, each)), None)
     if mark is None:
         raise _refusal("the body", None)
     halves = [found.end() for found in _SURROGATE.finditer(body) if found[1] is None]
@@ -66,20 +64,33 @@ def _mark_in(body: bytearray) -> int:
     return mark
 
 
+def _is_in(body: bytearray, mark: int) -> bool:
+    """Whether a body has a character, escaped or not."""
+    return chr(mark).encode() in body or re.search(rb"(?i)\\u%04x" % mark, body) is not None
+
+
 def _escaped(mark: int) -> bytes:
     return rb"\u%04x" % mark
 
 
+def _has(value: msgspec.Raw, mark: bytes) -> bool:
+    # A copy of the value may be large.
+    return re.search(re.escape(mark), value) is not None
+
+
+def _begins(value: msgspec.Raw, character: bytes) -> bool:
+    return bytes(memoryview(value)[:1]) == character
+
+
 def _places(value: msgspec.Raw, mark: bytes) -> Iterator[tuple[int, msgspec.Raw] | None]:
     """The entries of a list that have the mark, by their index; None where a value has it that is no list."""
-    whole = bytes(value)
-    if mark not in whole:
+    if not _has(value, mark):
         return
-    if not whole.startswith(b"["):
+    if not _begins(value, b"["):
         yield None
         return
-    for i, each in enumerate(msgspec.json.decode(whole, type=list[msgspec.Raw])):
-        if mark in bytes(each):
+    for i, each in enumerate(msgspec.json.decode(value, type=list[msgspec.Raw])):
+        if _has(each, mark):
             yield i, each
 
 
@@ -96,14 +107,13 @@ def _is_text(value: msgspec.Raw, mark: int) -> bool:
 def _where(value: msgspec.Raw, path: str, mark: bytes) -> str:
     """What errors call the first text with the mark."""
     for _ in range(_DEEPEST):
-        whole = bytes(value)
-        if whole.startswith(b"["):
+        if _begins(value, b"["):
             place = next(_places(value, mark), None)
             assert place is not None
             path, value = f"{path}[{place[0]}]", place[1]
-        elif whole.startswith(b"{"):
-            fields = msgspec.json.decode(whole, type=Fields)
-            name = next((name for name, each in fields.items() if mark in bytes(each)), None)
+        elif _begins(value, b"{"):
+            fields = msgspec.json.decode(value, type=Fields)
+            name = next((name for name, each in fields.items() if _has(each, mark)), None)
             if name is None:  # a name has it
                 break
             path, value = f"{path}.{name}", fields[name]
