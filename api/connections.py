@@ -7,6 +7,7 @@ can still be told, it is (408).
 
 import asyncio
 import logging
+import re
 import uuid
 from contextlib import suppress
 from fcntl import ioctl
@@ -41,6 +42,9 @@ _LINGERING_SECONDS = 10.0
 _SECOND_LOOK_SECONDS = 0.02
 _NEVER = float("inf")
 _INT = Struct("i")
+# No protocol is switched to here. The header is renamed, since aiohttp's parser drops what a client has sent
+# behind a request with it. The length stays, in case that this is in a body, where no JSON has such a line.
+_UPGRADE, _NO_UPGRADE = re.compile(rb"\r\n(?i:upgrade):"), b"\r\nxpgrade:"
 # For SO_LINGER: nothing is sent any more.
 _RESET = Struct("ii").pack(1, 0)
 
@@ -106,7 +110,7 @@ class Connection(web.RequestHandler):
             self._received += len(data)
             if self._phase is Phase.IDLE:
                 self._enter(Phase.HEADERS, self._config.header_seconds)
-        super().data_received(data)
+        super().data_received(_UPGRADE.sub(_NO_UPGRADE, data))
         if self._phase is Phase.BODY and self._is_malformed():
             self._fail_body(malformed_request(None))
 
@@ -141,6 +145,9 @@ class Connection(web.RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
+        if request._message.upgrade:
+            # The header came in two parts, and was not renamed. What followed is lost: the client asks again.
+            resp.force_close()
         if self._phase is not Phase.CLOSING:
             self._enter(Phase.ANSWERING, None)
             # The client may not have read the answers to what it asked before.

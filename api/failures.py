@@ -56,7 +56,7 @@ def as_api_error(error: Exception) -> ApiError:
             message, param = _describe(str(error))
             return ApiError(400, "BadRequestError", message, param)
         case msgspec.DecodeError():
-            return ApiError(400, "BadRequestError", f"the body is not valid JSON: {_of_decoding(str(error))}")
+            return ApiError(400, "BadRequestError", f"the body is not valid JSON: {error}")
         case QueueFullError():
             kind = "RateLimitError" if error.reason == "rate" else "QueueFullError"
             return ApiError(429, kind, str(error), retry_after=error.retry_after)
@@ -239,14 +239,6 @@ def unreadable_body() -> ApiError:
         "the body is not what its headers say, or not all of it; check Content-Encoding and Content-Length"
     )
     return ApiError(400, "BadRequestError", message)
-
-
-def _of_decoding(message: str) -> str:
-    """msgspec's message, and what to change where that does not say it."""
-    if "surrogate pair" not in message:
-        return message
-    what = "a string has half of a character, like \\ud83d alone; send whole characters, or leave it out"
-    return f"{message}: {what}"
 
 
 def _describe(message: str) -> tuple[str, str | None]:

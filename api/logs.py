@@ -63,18 +63,21 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line."""
+    """One JSON object a line, with the `fields` of a record that has some (`extra`)."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._clock = _Clock("%Y-%m-%dT%H:%M:%S")
+        self._clock, self._zone = _Clock("%Y-%m-%dT%H:%M:%S"), _Clock("%z")
 
     def format(self, record: logging.LogRecord) -> str:
+        zone = self._zone.show(record.created)
+        milliseconds = int(record.created % 1 * 1000)
         line = {
-            "time": self._clock.show(record.created),
+            "time": f"{self._clock.show(record.created)}.{milliseconds:03}{zone[:3]}:{zone[3:]}",
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": _message(record),
+            **getattr(record, "fields", {}),
         }
         if record.exc_info:
             line["exception"] = "\n".join(_trace(self, record))

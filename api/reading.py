@@ -31,7 +31,7 @@ from maxsimd.api.wire import (
     TokenizeRequest,
 )
 from maxsimd.api.wire_cohere import CohereEmbedRequest
-from maxsimd.api.wire_reranks import NvidiaRequest
+from maxsimd.api.wire_reranks import NvidiaRequest, RerankingRequest
 from maxsimd.api.wire_tei import TeiTruncating, TeiVectorsRequest
 from maxsimd.engine import InvalidRequestError, Truncation
 from maxsimd.engine.media import Content as PictureContent
@@ -70,6 +70,7 @@ _NOT_OF_TEI = frozenset(
     | {*_LIMITS}
 )
 _OF_TEI = frozenset({"return_text", "truncate", "truncation_direction"})
+_OF_MIXEDBREAD = frozenset({"input", "return_input"})
 # Fields that only chats have, with the values that change nothing.
 _OF_CHAT = {
     "add_generation_prompt": False,
@@ -127,6 +128,12 @@ def unused_fields(request: msgspec.Struct) -> frozenset[str]:
     match request:
         case ScoreRequest():
             return frozenset(name for pair in _PAIRS for name in pair) - {*names_of(request)}
+        case RerankingRequest() if request.input is not None:
+            return _OF_TEI | {"documents", "texts", "top_n", "return_documents", "cascade"}
+        case RerankingRequest(texts=None):
+            return _OF_TEI | _OF_MIXEDBREAD | {"top_k", "cascade"}
+        case RerankingRequest():
+            return _NOT_OF_TEI | _OF_MIXEDBREAD | {"cascade"}
         case RerankRequest(texts=None, top_k=None):
             return _OF_TEI
         case RerankRequest(texts=None):
@@ -435,9 +442,33 @@ def as_inputs(value: Any, most: int, param: str = "input") -> Inputs:
         if all(isinstance(item, list) and item and all(map(_is_token, item)) for item in value):
             return value
     raise InvalidRequestError(
-        f"{param} must be a text, a list of texts, a list of token ids or a list of those, and not empty",
+        f"{_odd_entry(value, param)}{param} must be a text, a list of texts, a list of token ids or a list "
+        "of those, and not empty",
         param,
     )
+
+
+def _odd_entry(values: Any, param: str) -> str:
+    """Says which entry of a list is of no kind that is taken, or of another than the first; "" for none."""
+    first = None
+    for i, value in enumerate(values if isinstance(values, list) else ()):
+        kind = _kind_of_input(value)
+        if kind is None:
+            shown = "null" if value is None else "neither a text nor token ids"
+            return f"{param}[{i}] is {shown}: "
+        if first not in (None, kind):
+            return f"{param}[{i}] is {kind}, but {param}[0] is {first}: "
+        first = kind
+    return ""
+
+
+def _kind_of_input(value: Any) -> str | None:
+    if isinstance(value, str | dict):
+        return "a text"
+    if _is_token(value):
+        return "a token id"
+    is_ids = isinstance(value, list) and value and all(map(_is_token, value))
+    return "a list of token ids" if is_ids else None
 
 
 def texts_and_pictures(values: list[Content], param: str) -> Iterator[str | PictureContent]:
@@ -473,8 +504,9 @@ def as_sequences(value: Any, most: int) -> tuple[list[str], list[str] | None, bo
             return [sequence[0] for sequence in sequences], None, not one
         if lengths == {2}:
             return [pair[0] for pair in sequences], [pair[1] for pair in sequences], not one
+    where = f"inputs[{given.index(None)}] is null: " if isinstance(given, list) and None in given else ""
     raise InvalidRequestError(
-        "inputs must be a text, a pair of texts, or a list of lists of one text each or of two each", "inputs"
+        f"{where}inputs must be a text, a pair of texts, or a list of lists of one text or two", "inputs"
     )
 
 

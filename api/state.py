@@ -4,6 +4,7 @@ import asyncio
 import copy
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Literal, Self, cast
 
 from maxsimd.api.config import ServerConfig
@@ -25,6 +26,15 @@ from maxsimd.engine import EngineDeadError, EngineNotReadyError
 _NO_NAME = "default/not-specified"
 
 Phase = Literal["starting", "ok", "restarting", "draining", "dead"]
+
+
+@dataclass(slots=True)
+class RequestNotes:
+    """What the log says of a request beside its path and status, as far as it is known when the request
+    ends."""
+
+    tenant: str = ""
+    model: str = ""
 
 
 class ServerState:
@@ -50,6 +60,9 @@ class ServerState:
         # Warnings about unread fields, for the answer to one request.
         self.field_warnings: tuple[str, ...] = ()
         self._name: str | None = None
+        # The model that the path of one request names.
+        self._name_in_path = ""
+        self._notes = RequestNotes()
         self.fleet: FleetView | None = None
         self.comes_back = config.restart_on_failure
         self._in_flight: set[asyncio.Timeout] = set()
@@ -132,16 +145,26 @@ class ServerState:
         if self.draining or not self.engine.is_healthy:
             raise EngineNotReadyError("the server is starting or shutting down")
 
+    def for_request(self, notes: RequestNotes, name_in_path: str) -> Self:
+        """Returns a state for one request, which notes the request's model. If its path names one, the name
+        in its body is not read."""
+        one = copy.copy(self)
+        one._notes, one._name_in_path = notes, name_in_path
+        return one
+
     def serving(self, name: str | None, wanted: Wanted) -> Self:
         """The state in which a request is answered that names this model, or none and wants something. Raises
         ApiError for a model that there is not, or that is not served now."""
+        name = self._name_in_path or name
         if self.models is None:
             self.check_model(name)
+            self._notes.model = self.model_name
             return self
         if wanted is Wanted.CASCADE:
             self.check_model(name)
             return self
         called = chosen(self.models, None if name == _NO_NAME else name, wanted)
+        self._notes.model = called
         engine = self.models.engine(called)
         if engine is None:
             raise not_served(self.models, called)

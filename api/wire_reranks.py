@@ -1,11 +1,11 @@
 """The wire types of reranking as others shape it, as msgspec structs: text-embeddings-inference, Voyage,
-mixedbread, NVIDIA and Infinity."""
+mixedbread, llama.cpp, NVIDIA, DeepInfra and Infinity."""
 
 from typing import Literal
 
 import msgspec
 
-from maxsimd.api.wire import Content, Contents, NotNegative, Scoring, Usage, Warned
+from maxsimd.api.wire import Content, Contents, NotNegative, Ranked, RerankRequest, Scoring, Usage, Warned
 
 
 class TeiRanked(msgspec.Struct, omit_defaults=True):
@@ -27,12 +27,12 @@ class VoyageResponse(Warned, kw_only=True):
     usage: Usage
 
 
-class MixedbreadRequest(Scoring, kw_only=True):
-    query: Content
-    input: Contents
-    top_k: NotNegative | None = None
+class RerankingRequest(RerankRequest, kw_only=True):
+    """mixedbread's with `input`, llama.cpp's with `documents`, and text-embeddings-inference's with `texts`,
+    which llama.cpp takes too."""
+
+    input: Contents | None = None
     return_input: bool | None = None
-    rank_fields: list[str] | None = None
 
 
 class MixedbreadRanked(msgspec.Struct, kw_only=True):
@@ -51,9 +51,21 @@ class MixedbreadResponse(Warned, kw_only=True):
     return_input: bool
 
 
+class LlamaCppResponse(Warned, kw_only=True):
+    """Documents have no text, unless the request asks for it."""
+
+    model: str
+    object: Literal["list"] = "list"
+    usage: Usage
+    results: list[Ranked]
+
+
 class NvidiaRequest(Scoring, kw_only=True):
+    """The path may name the model; then `model` is not read."""
+
     query: Content
     passages: Contents
+    top_k: NotNegative | None = None
     truncate: Literal["NONE", "END"] | None = None
 
 
@@ -65,6 +77,30 @@ class NvidiaRanked(msgspec.Struct):
 class NvidiaResponse(Warned, kw_only=True):
     rankings: list[NvidiaRanked]
     usage: Usage
+
+
+class DeepInfraRequest(Scoring, kw_only=True):
+    """Pairs of a query and a document, or one query for all documents. The path names the model."""
+
+    queries: Contents
+    documents: Contents
+
+
+class DeepInfraStatus(msgspec.Struct, kw_only=True):
+    status: Literal["succeeded"] = "succeeded"
+    runtime_ms: int
+    cost: float = 0.0
+    tokens_generated: int = 0
+    tokens_input: int
+
+
+class DeepInfraResponse(Warned, kw_only=True):
+    """`scores` are in the order of the documents."""
+
+    scores: list[float]
+    input_tokens: int
+    request_id: str
+    inference_status: DeepInfraStatus
 
 
 class InfinityRequest(Scoring, kw_only=True):

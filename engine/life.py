@@ -4,6 +4,7 @@ What it is for, scoring and embedding, is in `engine`; how that is run, here."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -185,6 +186,8 @@ class EngineLife:
         self, request: EmbedRequest, dimensions: int | None, options: RunOptions
     ) -> tuple[Prepared, Values]:
         running = self._require()
+        if self.config.cache_by_tenant:
+            request = replace(request, cache_owner=options.tenant)
         check_task(request.task, self.model.tasks)
         check_dimensions(dimensions, self.model.tasks[request.task].dim)
         self.metrics.request_documents.observe(len(request.texts))
@@ -194,6 +197,8 @@ class EngineLife:
         self, request: ScoreRequest, options: RunOptions, arrived: ValuesArrived | None = None
     ) -> tuple[Prepared, Values]:
         running = self._require()
+        if self.config.cache_by_tenant:
+            request = replace(request, cache_owner=options.tenant)
         self.metrics.request_documents.observe(len(request.documents))
         return await running.run(
             lambda ids: running.preprocessor.score(request, ids, options.on_error), request, options, arrived

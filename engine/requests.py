@@ -165,13 +165,15 @@ class ScoreOptions(TypedDict, total=False):
 class ScoreRequest:
     """Query i is scored against document i; one query is scored against every document. Either may come as
     its embedding, or have pictures. At most `explain` of the documents will have their scores
-    explained, with `maps` also by maps of their pictures."""
+    explained, with `maps` also by maps of their pictures. What is cached is found by the same `cache_owner`
+    alone."""
 
     queries: tuple[Item, ...]
     documents: tuple[Item, ...]
     truncation: Truncation = REFUSE_LONG
     instruction: str | None = None
     cache: CacheMode = "use"
+    cache_owner: str = ""
     explain: int = 0
     maps: bool = False
 
@@ -210,7 +212,8 @@ class EmbedRequest:
     `prompt_name`. A text may come as token ids, special tokens included, which are run as they are; for a
     model that reads them there may be pictures. Texts that have more than `max_tokens` together are refused.
     Of one text with `chunks` each of these has a vector (late chunking). With `takes_cached` the token
-    vectors of texts that are cached as documents are taken from there, in the precision that they have."""
+    vectors of texts that are cached as documents, by the same `cache_owner`, are taken from there, in the
+    precision that they have."""
 
     texts: tuple[str | tuple[int, ...] | Content, ...]
     task: Literal["embed", "token_embed", "sparse_embed", "classify"]
@@ -220,6 +223,7 @@ class EmbedRequest:
     max_tokens: int | None = None
     chunks: Chunks | None = None
     takes_cached: bool = False
+    cache_owner: str = ""
 
     @property
     def size(self) -> int:

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from maxsimd.api.fleet.messages import (
+    SentBroken,
     SentContent,
     SentInput,
     SentItem,
@@ -15,6 +16,7 @@ from maxsimd.api.fleet.messages import (
     SentVectors,
 )
 from maxsimd.engine.media import Content, EncodedPicture, MissingPicture, PictureFile
+from maxsimd.engine.preprocess.tokenization import is_broken
 from maxsimd.engine.requests import Item
 from maxsimd.pooling.query_rows import QueryRows
 from maxsimd.pooling.vectors import Vectors
@@ -22,7 +24,7 @@ from maxsimd.pooling.vectors import Vectors
 
 def sent_items(items: Sequence[Item]) -> list[SentItem]:
     """Queries or documents as they are sent."""
-    if not set(map(type, items)) - {str}:
+    if all(isinstance(item, str) and not is_broken(item) for item in items):
         return cast("list[SentItem]", list(items))
     return [sent_item(item) for item in items]
 
@@ -31,7 +33,7 @@ def sent_item(item: Item) -> SentItem:
     """One of them."""
     match item:
         case str():
-            return item
+            return SentBroken(item.encode("utf-8", "surrogatepass")) if is_broken(item) else item
         case Content():
             return _sent_content(item)
         case QueryRows():
@@ -68,6 +70,8 @@ def received_item(item: SentItem) -> Item:
     match item:
         case str():
             return item
+        case SentBroken():
+            return item.text.decode("utf-8", "surrogatepass")
         case SentContent():
             return _received_content(item)
         case SentQuery():

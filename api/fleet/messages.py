@@ -24,6 +24,12 @@ from maxsimd.engine.tenants import Tenant
 from maxsimd.pooling.muvera import Muvera
 
 
+class SentBroken(msgspec.Struct, tag="broken", frozen=True):
+    """A text that is not Unicode: messages have none as a string."""
+
+    text: bytes
+
+
 class SentVectors(msgspec.Struct, tag="vectors", frozen=True):
     """An embedding that came along, and its scales."""
 
@@ -57,7 +63,7 @@ class SentContent(msgspec.Struct, tag="content", frozen=True):
     parts: list[SentPart]
 
 
-SentItem: TypeAlias = str | SentVectors | SentQuery | SentContent
+SentItem: TypeAlias = str | SentBroken | SentVectors | SentQuery | SentContent
 SentInput: TypeAlias = str | list[int] | SentContent
 
 

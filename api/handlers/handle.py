@@ -24,7 +24,7 @@ from maxsimd.api.handlers.route import Body, Work
 from maxsimd.api.handlers.routes import METHODS, OPEN_ROUTES, PAGES, ROUTES
 from maxsimd.api.printable import printable
 from maxsimd.api.sink import LineSender, Sink, WholeAnswer
-from maxsimd.api.state import ServerState
+from maxsimd.api.state import RequestNotes, ServerState
 from maxsimd.api.tracing import Traced
 from maxsimd.engine import EngineDeadError
 
@@ -32,7 +32,8 @@ log = logging.getLogger("maxsimd.http")
 
 # What base URLs of clients end in, which then append paths of their own.
 _BASES = ("/v1", "/v2", infinity.BASE)
-_MODELS = operating.MODEL_PATH.partition("{")[0]
+# What stands before and behind the name of a model in the paths of routes that have one.
+_AROUND_NAME = {path: tuple(path.split("{name}")) for path in ROUTES if "{name}" in path}
 _LONGEST_LOGGED_PATH = 100
 _USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -64,10 +65,11 @@ async def handle(
         so_far = time.perf_counter() - started if math.isnan(seconds) else seconds
         return answer.completed(request_id, so_far, cross_origin)
 
+    notes = RequestNotes()
     whole = WholeAnswer()
     sender = LineSender(sink or whole, completed)
     try:
-        answer = await _answer(state, _Asked(method, path, headers, body), request_id, sender)
+        answer = await _answer(state, _Asked(method, path, headers, body, notes), request_id, sender)
         status, reason, timings = answer.status, answer.reason, answer.timings
     except ConnectionError:
         if not sender.has_begun:
@@ -84,7 +86,19 @@ async def handle(
         # Without spaces, it cannot pass for the rest of the line.
         shown = printable(path, _LONGEST_LOGGED_PATH).replace(" ", "%20")
         why = f" why={reason}" if reason else ""
-        log.log(level, "%s %s %d %.1f ms id=%s%s", method, shown, status, seconds * 1e3, request_id, why)
+        fields = {
+            "method": method,
+            "route": label,
+            "status": status,
+            "duration_ms": round(seconds * 1e3, 1),
+            "request_id": request_id,
+            **({"model": printable(notes.model, _LONGEST_LOGGED_PATH)} if notes.model else {}),
+            **({"tenant": notes.tenant} if notes.tenant else {}),
+            **({"reason": reason} if reason else {}),
+        }
+        ms = seconds * 1e3
+        line = "%s %s %d %.1f ms id=%s%s"
+        log.log(level, line, method, shown, status, ms, request_id, why, extra={"fields": fields})
     return whole.or_else(completed(answer))
 
 
@@ -94,12 +108,13 @@ def route_of(path: str) -> str:
     if path in ROUTES:
         return path
     plain = path.rstrip("/")
-    if plain.startswith(_MODELS):
-        return operating.MODEL_PATH
+    for route, (before, behind) in _AROUND_NAME.items():
+        if plain.startswith(before) and plain.endswith(behind) and len(plain) > len(before) + len(behind):
+            return route
     if plain in ROUTES:
         return plain
-    behind = (plain.removeprefix(base) for base in _BASES)
-    return next((path for path in behind if path != plain and path in ROUTES), plain)
+    shorter = (plain.removeprefix(base) for base in _BASES)
+    return next((path for path in shorter if path != plain and path in ROUTES), plain)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +125,7 @@ class _Asked:
     path: str
     headers: Mapping[str, str]
     body: Body
+    notes: RequestNotes
 
 
 async def _answer(state: ServerState, asked: _Asked, request_id: str, sender: LineSender) -> Answer:
@@ -121,10 +137,13 @@ async def _answer(state: ServerState, asked: _Asked, request_id: str, sender: Li
             if preflight is not None:
                 return preflight
             tenant = "" if _is_open(method, path) else _tenant_of(state, headers)
+            asked.notes.tenant = tenant
             work = _work_of(state, method, path, headers)
             refused = refusal(headers, state.max_body_bytes) if method == "POST" else None
             if refused is not None:
                 raise refused
+            if method == "POST" and not _changes_models(state, method, route_of(path)):
+                state = state.for_request(asked.notes, _model_in(path))
             answer = await work(state, asked.body, tenant)
             if answer.lines is not None:
                 await sender.send(answer)
@@ -135,7 +154,8 @@ async def _answer(state: ServerState, asked: _Asked, request_id: str, sender: Li
         is_over_soon = isinstance(error, EngineDeadError) and state.comes_back
         failure = restarting() if is_over_soon else as_api_error(error)
         if failure.status == 500:
-            log.exception("request %s failed", request_id, exc_info=error)
+            fields = {"request_id": request_id}
+            log.exception("request %s failed", request_id, exc_info=error, extra={"fields": fields})
         if sender.has_begun:
             await sender.fail(failure)
         return error_answer(failure)
@@ -169,9 +189,10 @@ def _more_methods(state: ServerState, route: str) -> tuple[str, ...]:
 
 
 def _model_in(path: str) -> str:
-    """The name of the model that the path of its card has, with what is not decoded in paths: clients may
+    """The name of the model that the path has, if it has one, with what is not decoded in paths: clients may
     write slashes as %2F, and must write % as %25. No name ends in a slash, but a path may."""
-    name = path[len(_MODELS) :]
+    before, behind = _AROUND_NAME.get(route_of(path), (path, ""))
+    name = path.rstrip("/").removesuffix(behind)[len(before) :]
     return re.sub(
         "%(2f|25)", lambda found: "%" if found[1] == "25" else "/", name, flags=re.IGNORECASE
     ).rstrip("/")

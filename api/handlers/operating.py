@@ -104,17 +104,18 @@ def _scale(facts: ModelFacts, normalize: bool) -> dict[str, Any] | None:
 async def info(state: ServerState) -> Answer:
     """As text-embeddings-inference says what it serves; its clients look at `model_type`. Of several models
     it is the first that is served, and there are the names of all that are."""
-    model, config = state.engine.facts, state.engine.config
+    model = state.engine.facts
     names = {} if state.models is None else {"models": list(state.model_names)}
     return json_page(
         {
             "model_id": state.model_name,
             "model_sha": None,
-            "model_dtype": config.dtype,
+            # With int8 weights, what is not a weight has this type.
+            "model_dtype": model.precision.partition(" ")[0],
             "model_type": _tei_kind(model),
             "max_input_length": model.max_tokens,
             "max_client_batch_size": state.config.max_documents,
-            "max_batch_tokens": config.max_batch_tokens,
+            "max_batch_tokens": model.step_tokens,
             "auto_truncate": state.config.long_documents != "error",
             "version": __version__,
             **names,
@@ -123,14 +124,22 @@ async def info(state: ServerState) -> Answer:
 
 
 def _tei_kind(model: ModelFacts) -> dict[str, Any]:
-    """What the model is for in text-embeddings-inference's words."""
-    if model.score_type is ScoreType.LISTWISE or len(model.labels) == 1:
-        return {"reranker": _labels(model)}
-    if model.labels:
+    """Returns what the model is for, in text-embeddings-inference's words. A model that ranks has `reranker`,
+    and the first key is its main purpose: clients such as Dify's plugin look at no other."""
+    if model.is_classifier:
         return {"classifier": _labels(model)}
+    ranking = {"reranker": _labels(model)}
+    if model.score_type is ScoreType.LISTWISE or len(model.labels) == 1:
+        return ranking
+    if model.labels:
+        return {**ranking, "classifier": _labels(model)}
     if model.tasks.keys() == {"sparse_embed"}:
-        return {"embedding": {"pooling": "splade"}}
-    return {"embedding": {"pooling": model.tasks["embed"].pooling if "embed" in model.tasks else "none"}}
+        pooling = "splade"
+    else:
+        pooling = model.tasks["embed"].pooling if "embed" in model.tasks else "none"
+    embedding = {"embedding": {"pooling": pooling}}
+    is_for_ranking = model.score_type is ScoreType.LATE_INTERACTION
+    return {**ranking, **embedding} if is_for_ranking else {**embedding, **ranking}
 
 
 def _labels(model: ModelFacts) -> dict[str, Any]:

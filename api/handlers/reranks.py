@@ -1,10 +1,18 @@
-"""Reranking in the shapes of text-embeddings-inference, Voyage, mixedbread and NVIDIA. None of them has a
-place for documents without a score."""
+"""Reranking in the shapes of text-embeddings-inference, Voyage, mixedbread, llama.cpp, NVIDIA and DeepInfra.
+None of them has a place for documents without a score."""
 
 from maxsimd.api import wire, wire_reranks
-from maxsimd.api.answer import Answer, usage_of, wire_answer
-from maxsimd.api.handlers.ranking import characters_of, check_all_ranked, rank, scale_of, with_scale
+from maxsimd.api.answer import Answer, new_id, usage_of, wire_answer
+from maxsimd.api.handlers.ranking import (
+    characters_of,
+    check_all_ranked,
+    rank,
+    scale_of,
+    score_options,
+    with_scale,
+)
 from maxsimd.api.handlers.route import post_texts
+from maxsimd.api.handlers.score_answers import ranked
 from maxsimd.api.handlers.tei_headers import TeiHeaders
 from maxsimd.api.models.choice import Wanted
 from maxsimd.api.reading import (
@@ -14,11 +22,13 @@ from maxsimd.api.reading import (
     check_count,
     rank_places,
     tei_truncation_of,
+    texts_to_rank,
     truncation_of,
 )
 from maxsimd.api.request_warnings import warnings_of
 from maxsimd.api.state import ServerState
-from maxsimd.engine import Truncation
+from maxsimd.engine import InvalidRequestError, Truncation
+from maxsimd.engine.requests import Item
 
 
 async def text_embeddings_inference(
@@ -66,8 +76,38 @@ async def voyage(state: ServerState, body: wire.RerankRequest, texts: ToRank, te
     return with_scale(answer, scale).with_timings(result.timings).with_warnings(warnings)
 
 
-async def mixedbread(
-    state: ServerState, body: wire_reranks.MixedbreadRequest, texts: ToRank, tenant: str
+async def reranking(
+    state: ServerState, body: wire_reranks.RerankingRequest, texts: ToRank, tenant: str
+) -> Answer:
+    """Answers in the shape of the service whose field has the documents."""
+    if body.input is not None:
+        return await _mixedbread(state, body, texts, tenant)
+    if body.texts is not None:
+        return await text_embeddings_inference(state, body, texts, tenant)
+    return await _llama_cpp(state, body, texts, tenant)
+
+
+async def _llama_cpp(
+    state: ServerState, body: wire_reranks.RerankingRequest, texts: ToRank, tenant: str
+) -> Answer:
+    check_all_ranked(body)
+    truncation = truncation_of(body, state.config.long_documents)
+    model, scale = state.model_name, scale_of(state, body)
+    result = await rank(state, body, texts, truncation, tenant, top_n=body.top_n)
+    warnings = warnings_of(result.truncated, state.field_warnings, body)
+    with_text = bool(body.return_documents)
+
+    def build() -> wire_reranks.LlamaCppResponse:
+        results = [ranked(one, with_text) for one in result.results]
+        usage = usage_of(result.usage)
+        return wire_reranks.LlamaCppResponse(model=model, usage=usage, results=results, warnings=warnings)
+
+    answer = await wire_answer(build, len(result.results), characters_of(result) if with_text else 0)
+    return with_scale(answer, scale).with_timings(result.timings).with_warnings(warnings)
+
+
+async def _mixedbread(
+    state: ServerState, body: wire_reranks.RerankingRequest, texts: ToRank, tenant: str
 ) -> Answer:
     check_all_ranked(body)
     truncation = truncation_of(body, state.config.long_documents)
@@ -106,7 +146,7 @@ async def nvidia(state: ServerState, body: wire_reranks.NvidiaRequest, texts: To
     if body.truncate is not None:
         truncation = Truncation(max_tokens=-1 if body.truncate == "END" else None)
     names = ("query", "passages")
-    result = await rank(state, body, texts, truncation, tenant, top_n=None, names=names)
+    result = await rank(state, body, texts, truncation, tenant, top_n=body.top_k, names=names)
     warnings = warnings_of(result.truncated, state.field_warnings, body)
 
     def build() -> wire_reranks.NvidiaResponse:
@@ -117,7 +157,43 @@ async def nvidia(state: ServerState, body: wire_reranks.NvidiaRequest, texts: To
     return with_scale(answer, scale).with_timings(result.timings).with_warnings(warnings)
 
 
-def _input_to_rank(request: wire_reranks.MixedbreadRequest, most: int) -> ToRank:
+async def deepinfra(
+    state: ServerState,
+    body: wire_reranks.DeepInfraRequest,
+    texts: tuple[list[Item], list[Item]],
+    tenant: str,
+) -> Answer:
+    """A bare list of scores, one for each pair."""
+    check_all_ranked(body)
+    if body.score_threshold is not None:
+        raise InvalidRequestError(
+            "score_threshold cannot leave out scores here, which have no index; leave it out, or use /score",
+            "score_threshold",
+        )
+    truncation, scale = truncation_of(body, state.config.long_documents), scale_of(state, body)
+    result = await state.engine.score(*texts, **score_options(state, body, truncation, tenant))
+    warnings = warnings_of(result.truncated, state.field_warnings, body)
+    timings, tokens = result.timings, result.usage.prompt_tokens
+    status = wire_reranks.DeepInfraStatus(
+        runtime_ms=round((timings.queue + timings.tokenise + timings.model) * 1e3), tokens_input=tokens
+    )
+
+    def build() -> wire_reranks.DeepInfraResponse:
+        return wire_reranks.DeepInfraResponse(
+            scores=[*result.scores],
+            input_tokens=tokens,
+            request_id=new_id("score"),
+            inference_status=status,
+            warnings=warnings,
+        )
+
+    answer = await wire_answer(build, len(result.scores))
+    return with_scale(answer, scale).with_timings(timings).with_warnings(warnings)
+
+
+def _reranking_to_rank(request: wire_reranks.RerankingRequest, most: int) -> ToRank:
+    if request.input is None:
+        return texts_to_rank(request, most)
     query = as_item(request.query, "query", "query")
     check_count(request.input, "input", most)
     return query, as_items(request.input, "input", rank_places(request.rank_fields))
@@ -129,21 +205,43 @@ def _passages_to_rank(request: wire_reranks.NvidiaRequest, most: int) -> ToRank:
     return query, as_items(request.passages, "passages")
 
 
+def _pairs_to_score(request: wire_reranks.DeepInfraRequest, most: int) -> tuple[list[Item], list[Item]]:
+    check_count(request.documents, "documents", most)
+    check_count(request.queries, "queries", most)
+    return as_items(request.queries, "queries"), as_items(request.documents, "documents")
+
+
 ROUTES = (
-    post_texts(
-        "/v1/reranking",
-        wire_reranks.MixedbreadRequest,
-        _input_to_rank,
-        mixedbread,
-        wire_reranks.MixedbreadResponse,
-        wanted=Wanted.RANKING,
+    *(
+        post_texts(
+            path,
+            wire_reranks.RerankingRequest,
+            _reranking_to_rank,
+            reranking,
+            wire_reranks.MixedbreadResponse,
+            wire_reranks.LlamaCppResponse,
+            list[wire_reranks.TeiRanked],
+            wanted=Wanted.RANKING,
+        )
+        for path in ("/reranking", "/v1/reranking")
+    ),
+    *(
+        post_texts(
+            path,
+            wire_reranks.NvidiaRequest,
+            _passages_to_rank,
+            nvidia,
+            wire_reranks.NvidiaResponse,
+            wanted=Wanted.RANKING,
+        )
+        for path in ("/v1/ranking", "/v1/retrieval/{name}/reranking")
     ),
     post_texts(
-        "/v1/ranking",
-        wire_reranks.NvidiaRequest,
-        _passages_to_rank,
-        nvidia,
-        wire_reranks.NvidiaResponse,
+        "/v1/inference/{name}",
+        wire_reranks.DeepInfraRequest,
+        _pairs_to_score,
+        deepinfra,
+        wire_reranks.DeepInfraResponse,
         wanted=Wanted.RANKING,
     ),
 )

@@ -21,6 +21,7 @@ from maxsimd.api.failures import (
     too_many_strings,
     too_many_values,
 )
+from maxsimd.api.half_characters import mended
 from maxsimd.api.held_bytes import HeldBytes
 from maxsimd.api.json_shape import JsonShape, shape_of
 from maxsimd.api.models.choice import Wanted
@@ -210,8 +211,7 @@ async def _parse(
     most = state.config.max_documents
 
     def parse() -> tuple[T, R, list[UnreadField]]:
-        # Not strict, as others take it too: "1" for a number, "true" or 1 for a yes.
-        request = msgspec.json.decode(body, type=kind, strict=False)
+        request = _decoded(body, kind)
         found = read(request, most)
         # The handlers of plain objects look for unread fields themselves.
         unread = unread_fields(request, _NAMES.decode(body)) if isinstance(request, msgspec.Struct) else []
@@ -230,6 +230,17 @@ async def _parse(
         raise body_not_unicode(error.reason) from error
     except RecursionError as error:
         raise too_deep() from error
+
+
+def _decoded(body: bytearray, kind: type[T]) -> T:
+    try:
+        # Not strict, as others take it too: "1" for a number, "true" or 1 for a yes.
+        return msgspec.json.decode(body, type=kind, strict=False)
+    except msgspec.DecodeError as error:
+        # The second is said of a value that is skipped.
+        if "surrogate pair" not in str(error) and "end of hex escape" not in str(error):
+            raise
+        return mended(body, kind)
 
 
 def _most(state: ServerState) -> JsonShape:

@@ -137,6 +137,23 @@ class Loadable:
             return None
         return ModelSetup(name=name, engine=dataclasses.replace(self._options, model=str(path)))
 
+    def link_out(self, name: str) -> str | None:
+        """Returns the path of a link in a model's folder that leads out of the folder of models, or nowhere;
+        None for none. What was configured may have links of any kind. Reads the file system."""
+        path = None if name in self._configured else self._path_of(name)
+        folders = [] if path is None else [path]
+        seen = set(folders)
+        while folders:
+            folder = folders.pop()
+            for each in sorted(folder.iterdir()) if folder.is_dir() else ():
+                target = _resolved(each) if each.is_symlink() else each
+                if self._folder is None or target is None or not target.is_relative_to(self._folder):
+                    return str(each.relative_to(self._folder or folder))
+                if target.is_dir() and target not in seen:
+                    seen.add(target)
+                    folders.append(target)
+        return None
+
     def _path_of(self, name: str) -> Path | None:
         """The folder of a model in the folder of models, and in no other, whatever its name."""
         plain = PurePosixPath(name)

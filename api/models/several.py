@@ -230,6 +230,10 @@ class SeveralModels:
             return
         setup = self._loadable.setup_of(name)
         assert setup is not None
+        if (link := await asyncio.to_thread(self._loadable.link_out, name)) is not None:
+            raise ModelLoadError(
+                f"the link {link} leads out of the folder of --models-dir, or nowhere; replace it by a copy"
+            )
         self._setups.setdefault(name, setup)
         await self._engines.load(name, setup.engine, setup.weight)
         self._take(name)

@@ -22,15 +22,22 @@ class CacheKeys:
 class CacheLookup:
     """Looks up the documents of one request. With `refresh` nothing is found, and what is cached is dropped.
 
-    `own_length` is how much of a document the checkpoint reads, None for all of it."""
+    `own_length` is how much of a document the checkpoint reads, None for all of it. What an `owner` caches,
+    no other finds."""
 
     def __init__(
-        self, cache: EmbeddingCache, refresh: bool, long_inputs: LongInputs, own_length: int | None
+        self,
+        cache: EmbeddingCache,
+        refresh: bool,
+        long_inputs: LongInputs,
+        own_length: int | None,
+        owner: str,
     ) -> None:
         self._cache = cache
         self._refresh = refresh
         self._long_inputs = long_inputs
         self._own_length = own_length
+        self._owned = f" for {owner!r}" if owner else ""
 
     def find(self, texts: Sequence[str]) -> list[CachedEmbedding | CacheKeys]:
         """For each text its embedding, or the keys to cache it under. Counts hits and misses."""
@@ -46,7 +53,7 @@ class CacheLookup:
 
     def page_key(self, digest: bytes) -> bytes:
         """The key of a picture, by the digest of its pixels."""
-        return self._cache.key(digest.hex(), "a picture")
+        return self._cache.key(digest.hex(), "a picture" + self._owned)
 
     def find_page(self, key: bytes) -> CachedEmbedding | None:
         """The embedding of a picture, if there is one. Counts a hit or a miss."""
@@ -81,10 +88,10 @@ class CacheLookup:
     # The words and signatures that follow are part of the keys of caches on disk.
 
     def _plain_key(self, text: str) -> bytes:
-        return self._cache.key(text, "as it is")
+        return self._cache.key(text, "as it is" + self._owned)
 
     def _key_as_requested(self, text: str) -> bytes:
-        return self._cache.key(text, self._long_inputs.signature)
+        return self._cache.key(text, self._long_inputs.signature + self._owned)
 
     def _is_plain(self, tokens: int) -> bool:
         """Whether any request would read a document as this one does that comes to this number of `tokens`.

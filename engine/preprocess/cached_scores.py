@@ -95,7 +95,7 @@ class CachedScoresStrategy:
 
     def _keys(self, request: ScoreRequest) -> list[bytes | None]:
         """The key of each document's score; None for pairs with pictures, whose scores are not cached."""
-        how = f"{request.truncation!r} {request.instruction!r}"
+        how = f"{request.truncation!r} {request.instruction!r} {request.cache_owner!r}"
         if self._together and len(request.queries) == 1:
             all_documents = hashlib.blake2b(digest_size=32)
             for given in request.document_texts:

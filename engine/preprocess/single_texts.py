@@ -91,7 +91,7 @@ class TextStrategy:
         is_document &= not request.truncation.windows and request.truncation.max_document_tokens is None
         if self._cache is None or not (request.takes_cached and is_document):
             return {}
-        lookup = CacheLookup(self._cache, False, long_inputs, builder.own_length)
+        lookup = CacheLookup(self._cache, False, long_inputs, builder.own_length, request.cache_owner)
         indexed = {i: text for i, text in enumerate(request.texts) if isinstance(text, str)}
         found = zip(indexed, lookup.find([*indexed.values()]), strict=True)
         return {i: entry for i, entry in found if isinstance(entry, CachedEmbedding)}

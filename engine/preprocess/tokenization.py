@@ -140,13 +140,13 @@ class TextTokenizer:
         token_ids: list[TokenIds] = []
         for part in in_parts(firsts()):
             yield_to_smaller()
-            for first in self._encode_batch(part, param):
+            for first in self._encode_batch(part, param, names=(name for _, name in rests)):
                 rest, name = rests.popleft()
                 read = [_ids(first)]
                 num_tokens = len(read[0])
                 while (most is None or num_tokens < most) and (piece := next(rest, None)):
                     yield_to_smaller()
-                    (encoding,) = self._encode_batch([piece], param)
+                    (encoding,) = self._encode_batch([piece], param, names=[name])
                     read.append(_ids(encoding))
                     num_tokens += len(read[-1])
                 token_ids.append(self.known(_joined(read, most, side), param, name))
@@ -169,7 +169,7 @@ class TextTokenizer:
             if most is not None and num_inside >= most and span.start < start and stop < span.stop:
                 continue
             yield_to_smaller()
-            (encoding,) = self._encode_batch([text[start:stop]], param, complete=True)
+            (encoding,) = self._encode_batch([text[start:stop]], param, complete=True, names=[name or param])
             ids = _ids(encoding)
             first, last = _holding(encoding.offsets, span.start - start, span.stop - start)
             parts.append((ids[:first], ids[first:last], ids[last:], _spans(encoding, start)[first:last]))
@@ -191,7 +191,7 @@ class TextTokenizer:
         num_tokens = 0
         for start, stop in self._cut_up(text, PIECE, side, param, name or param):
             yield_to_smaller()
-            (encoding,) = self._encode_batch([text[start:stop]], param, complete=True)
+            (encoding,) = self._encode_batch([text[start:stop]], param, complete=True, names=[name or param])
             ids.append(_ids(encoding))
             spans.append(_spans(encoding, start))
             num_tokens += len(ids[-1])
@@ -254,16 +254,32 @@ class TextTokenizer:
                 f"{name} holds more than {LONGEST_PIECE} characters of {wrong}; {remedy}", param
             ) from None
 
-    def _encode_batch(self, texts: list[str], param: str, complete: bool = False) -> list[Encoding]:
-        """Encodings with token ids, and if they are to be complete, strings and offsets."""
+    def _encode_batch(
+        self, texts: list[str], param: str, complete: bool = False, names: Iterable[object] = ()
+    ) -> list[Encoding]:
+        """Encodings with token ids, and if they are to be complete, strings and offsets. Errors call a
+        text by its name among `names`, or else `param`."""
         # Unlike `encode`, both let other threads run meanwhile.
         encode = self._tokenizer.encode_batch if complete else self._tokenizer.encode_batch_fast
         try:
             return encode(texts, add_special_tokens=False)
         except (TypeError, UnicodeEncodeError) as error:
+            name = next((name for text, name in zip(texts, names, strict=False) if is_broken(text)), param)
             raise InvalidRequestError(
-                f"{param} holds a text that is not valid Unicode; replace lone surrogates", param
+                f"{name} has half of a character, like \\ud83d alone; send whole characters, or leave it out",
+                param,
             ) from error
+
+
+def is_broken(text: str) -> bool:
+    """Whether a text has half of a character, a lone surrogate: then it is not Unicode."""
+    if text.isascii():
+        return False
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def in_parts(texts: Iterable[str]) -> Iterator[list[str]]:

@@ -236,7 +236,8 @@ class TwoStageStrategy:
         )
         if self._cache is None or request.cache == "bypass":
             return DocumentReader(builder, None, self._given, self._pages)
-        lookup = CacheLookup(self._cache, request.cache == "refresh", long_inputs, builder.own_length)
+        refresh, owner = request.cache == "refresh", request.cache_owner
+        lookup = CacheLookup(self._cache, refresh, long_inputs, builder.own_length, owner)
         return DocumentReader(builder, lookup, self._given, self._pages)
 
     def _scored_as_one(

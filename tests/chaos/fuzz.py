@@ -21,7 +21,7 @@ import msgspec
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from maxsimd.api import wire, wire_cohere, wire_reranks, wire_tei, wire_voyage
+from maxsimd.api import wire, wire_cohere, wire_ollama, wire_reranks, wire_tei, wire_voyage
 from maxsimd.api.handlers.routes import ROUTES
 from tests.chaos.findings import Found, percentile
 from tests.chaos.running import Running, running
@@ -52,7 +52,7 @@ class Strange:
 _FIELDS = sorted(
     {
         name
-        for module in (wire, wire_cohere, wire_reranks, wire_tei, wire_voyage)
+        for module in (wire, wire_cohere, wire_ollama, wire_reranks, wire_tei, wire_voyage)
         for struct in vars(module).values()
         if isinstance(struct, type) and issubclass(struct, msgspec.Struct)
         for name in struct.__struct_encode_fields__

@@ -14,15 +14,19 @@ from maxsimd.engine.metrics import EngineMetrics
 
 _SCORES = {"queries": "q", "documents": ["d"]}
 _RERANKS = {"query": "q", "documents": ["d"]}
+_PASSAGES = {"query": {"text": "q"}, "passages": [{"text": "d"}]}
 # A request that each route takes.
 GOOD: dict[tuple[str, str], Any] = {
     **{("POST", path): _SCORES for path in ("/score", "/v1/score")},
     **{("POST", path): _RERANKS for path in ("/rerank", "/v1/rerank", "/v2/rerank", "/invocations")},
     **{("POST", path): _RERANKS for path in ("/infinity/rerank", "/infinity/v1/rerank")},
     ("POST", "/v1/reranking"): {"query": "q", "input": ["d"]},
-    ("POST", "/v1/ranking"): {"query": {"text": "q"}, "passages": [{"text": "d"}]},
+    ("POST", "/reranking"): _RERANKS,
+    ("POST", "/v1/ranking"): _PASSAGES,
+    ("POST", "/v1/retrieval/all-MiniLM-L6-v2/reranking"): _PASSAGES,
+    ("POST", "/v1/inference/all-MiniLM-L6-v2"): _SCORES,
     **{("POST", path): {"input": "d"} for path in ("/v1/embeddings", "/embeddings", "/v1/multi-vector")},
-    **{("POST", path): {"input": "d"} for path in ("/pooling", "/classify")},
+    **{("POST", path): {"input": "d"} for path in ("/pooling", "/classify", "/api/embed")},
     **{
         ("POST", path): {"inputs": "d"} for path in ("/", "/embed", "/embed_all", "/embed_sparse", "/predict")
     },
@@ -33,6 +37,7 @@ GOOD: dict[tuple[str, str], Any] = {
     **{("POST", path): {"texts": ["d"]} for path in ("/v1/embed", "/v2/embed")},
     ("POST", "/v1/multimodalembeddings"): {"inputs": [{"content": [{"type": "text", "text": "d"}]}]},
     **{("GET", path): None for path in ("/", "/docs", "/health", "/ready", "/ping", "/info", "/version")},
+    ("GET", "/api/version"): None,
     **{("GET", path): None for path in ("/models", "/v1/models", "/infinity/models", "/infinity/v1/models")},
     **{("GET", path): None for path in ("/metrics", "/openapi.json")},
     ("DELETE", "/cache"): None,

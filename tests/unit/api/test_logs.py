@@ -6,8 +6,10 @@ import os
 import re
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Iterator
+from datetime import datetime
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,7 +46,7 @@ def _written(capsys: pytest.CaptureFixture[str]) -> Any:
 def test_log_lines_are_for_people_or_for_machines(capsys: pytest.CaptureFixture[str], form: str) -> None:
     logging.getLogger().setLevel(logging.DEBUG)  # as somebody else may have done before
     set_up_logging("info", form)
-    logging.getLogger("maxsimd.http").info("größer als %d", 3)
+    logging.getLogger("maxsimd.http").info("größer als %d", 3, extra={"fields": {"status": 200}})
     logging.getLogger("maxsimd.http").debug("too fine")
     logging.getLogger("other.library").info("not ours")
     hub = logging.getLogger("huggingface_hub")
@@ -58,8 +60,9 @@ def test_log_lines_are_for_people_or_for_machines(capsys: pytest.CaptureFixture[
         assert other[8:] == " WARNING from elsewhere"
     else:
         line = json.loads(ours)
-        assert list(line) == ["time", "level", "logger", "message"]
-        assert len(line["time"]) == 19
+        assert list(line) == ["time", "level", "logger", "message", "status"]
+        assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d", line["time"])
+        assert abs(datetime.fromisoformat(line["time"]).timestamp() - time.time()) < 600
         assert (line["level"], line["logger"], line["message"]) == ("info", "maxsimd.http", "größer als 3")
         assert "größer" in ours
         assert json.loads(other)["level"] == "warning"

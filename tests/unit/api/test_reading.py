@@ -173,6 +173,21 @@ def test_sequences_are_texts_or_pairs() -> None:
         assert reading.as_sequences(value, 9) == (texts, pairs, are_many)
 
 
+def test_an_entry_that_is_no_input_is_told_by_its_index() -> None:
+    for value, where in (
+        (["a"] * 300 + [None] + ["b"] * 210, "input[300] is null: "),
+        (["a", 1], "input[1] is a token id, but input[0] is a text: "),
+        ([1, True], "input[1] is neither a text nor token ids: "),
+        ([[1], [2, "a"]], "input[1] is neither a text nor token ids: "),
+        ([], ""),
+    ):
+        rest = "input must be a text, a list of texts, a list of token ids or a list of those, and not empty"
+        with _refused("input", where + rest):
+            reading.as_inputs(value, 999)
+    with pytest.raises(InvalidRequestError, match=r"^inputs\[1\] is null: inputs must be a text, "):
+        reading.as_sequences(["a", None], 9)
+
+
 def test_an_error_names_the_fields_that_were_sent() -> None:
     for message, param, said, names in (
         ("queries[7] is long", "queries", "queries[7] is long", "queries"),

@@ -529,7 +529,7 @@ def test_what_is_sent_is_received() -> None:
     rows = [torch.arange(12.0).reshape(3, 4), torch.zeros(0, 4), torch.arange(4.0).reshape(1, 4).bfloat16()]
     pictures = [PictureFile(b"\x89PNG"), EncodedPicture("AAAA"), MissingPicture("it is gone")]
     documents: list[Any] = [
-        *("", "größer\n", Content.of(["one", *pictures])),
+        *("", "größer\n", "a\ud83d", Content.of(["one", *pictures])),
         *(QueryRows(each, tokens=2**40, truncated=True, fingerprint="f") for each in rows),
         *(Vectors(np.arange(8).astype(dtype).reshape(2, 4)) for dtype in ("float32", "float16", "int8")),
         Vectors(rows[2]),

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from maxsimd.api import wire, wire_cohere, wire_reranks, wire_tei, wire_voyage
+from maxsimd.api import wire, wire_cohere, wire_ollama, wire_reranks, wire_tei, wire_voyage
 from maxsimd.engine import CUT_LONG, WINDOW_LONG, Engine, InvalidRequestError, Truncation
 from tests.unit.calling_handlers import GOOD, POSTED, Caller, RecordingEngine
 
@@ -38,6 +38,7 @@ CLASSIFY = {"truncation": CUT_LONG, "use_activation": True, "priority": 0, "tena
 COHERE_EMBED = {"input_type": None, "dimensions": None, "truncation": CUT_LONG, "tenant": ""}
 VOYAGE_EMBED = {"input_type": None, "truncation": CUT_LONG, "tenant": ""}
 TEI_EMBED = {"prompt_name": None, "truncation": CUT_LONG, "tenant": ""}
+OLLAMA_EMBED = {"dimensions": None, "truncation": CUT_LONG, "tenant": ""}
 PREDICT = {"text_pairs": None, "truncation": CUT_LONG, "use_activation": True, "tenant": ""}
 
 SCORE_BODY = {"queries": "q", "documents": ["d", "e"]}
@@ -48,6 +49,7 @@ SIMILARITY_BODY = {"inputs": {"source_sentence": "d", "sentences": ["e", "f"]}}
 TOKENS_BODY = {"input": "d", "task": "token_embed"}
 VOYAGE_BODY = {"inputs": [{"content": [{"type": "text", "text": "d"}]}]}
 TEXTS_BODY = {"query": "q", "texts": ["d", "e"]}
+DEEPINFRA = "/v1/inference/all-MiniLM-L6-v2"
 
 # What each route calls with the plainest request: the method, the texts and all options.
 PLAIN: dict[str, tuple[str, dict[str, Any], str, tuple[Any, ...], dict[str, Any]]] = {
@@ -55,7 +57,10 @@ PLAIN: dict[str, tuple[str, dict[str, Any], str, tuple[Any, ...], dict[str, Any]
     "rerank": ("/rerank", RERANK_BODY, "rerank", ("q", ["d", "e"]), RANK),
     "rerank texts": ("/rerank", TEXTS_BODY, "rerank", ("q", ["d", "e"]), RANK),
     "reranking": ("/v1/reranking", MIXEDBREAD_BODY, "rerank", ("q", ["d", "e"]), RANK),
+    "reranking documents": ("/v1/reranking", RERANK_BODY, "rerank", ("q", ["d", "e"]), RANK),
+    "reranking texts": ("/v1/reranking", TEXTS_BODY, "rerank", ("q", ["d", "e"]), RANK),
     "ranking": ("/v1/ranking", NVIDIA_BODY, "rerank", ("q", ["d", "e"]), RAW_RANK),
+    "deepinfra": (DEEPINFRA, SCORE_BODY, "score", (["q"], ["d", "e"]), PAIRS),
     "infinity": ("/infinity/rerank", RERANK_BODY, "rerank", ("q", ["d", "e"]), RANK),
     "embeddings": ("/v1/embeddings", {"input": "d"}, "embed", (["d"],), EMBED),
     "multi-vector": ("/v1/multi-vector", {"input": "d"}, "embed_tokens", (["d"],), EMBED),
@@ -65,6 +70,7 @@ PLAIN: dict[str, tuple[str, dict[str, Any], str, tuple[Any, ...], dict[str, Any]
     "pooling classify": ("/pooling", {"input": "d", "task": "classify"}, "classify", (["d"],), CLASSIFY),
     "classify": ("/classify", {"input": "d"}, "classify", (["d"],), CLASSIFY),
     "predict": ("/predict", {"inputs": "d"}, "classify", (["d"],), PREDICT),
+    "ollama": ("/api/embed", {"input": "d"}, "embed", (["d"],), OLLAMA_EMBED),
     "v1/embed": ("/v1/embed", {"texts": ["d"]}, "embed", (["d"],), COHERE_EMBED),
     "multimodal": ("/v1/multimodalembeddings", VOYAGE_BODY, "embed", (["d"],), VOYAGE_EMBED),
     "v2/embed": ("/v2/embed", {"texts": ["d"]}, "embed", (["d"],), COHERE_EMBED),
@@ -74,18 +80,20 @@ PLAIN: dict[str, tuple[str, dict[str, Any], str, tuple[Any, ...], dict[str, Any]
     "root": ("/", {"inputs": "d"}, "embed", (["d"],), TEI_EMBED | {"dimensions": None}),
     "root similarity": ("/", SIMILARITY_BODY, "embed", (["d", "e", "f"],), TEI_EMBED),
 }
-RERANKS = ("rerank", "reranking", "ranking", "infinity")
+RERANKS = ("rerank", "reranking", "reranking documents", "ranking", "infinity")
+TEXTS_RERANKS = ("rerank texts", "reranking texts")
 OPENAI_EMBEDS = ("embeddings", "multi-vector")
 EMBEDS = (*OPENAI_EMBEDS, "pooling", "pooling embed", "pooling tokens")
 COHERE_EMBEDS = ("v1/embed", "v2/embed")
 TEI_VECTORS = ("embed", "embed_all", "root")
 SIMILARITIES = ("similarity", "root similarity")
-TEI = ("rerank texts", "predict", *TEI_VECTORS)
+TEI = (*TEXTS_RERANKS, "predict", *TEI_VECTORS)
 CLASSIFIES = ("pooling classify", "classify")
-SCORING = ("score", *RERANKS, "rerank texts")
-PAIRED = ("score", *RERANKS)
+PAIRED = ("score", "deepinfra", *RERANKS)
+SCORING = (*PAIRED, *TEXTS_RERANKS)
 QUEUED = (*SCORING, *EMBEDS, *CLASSIFIES)
-TRUNCATING = ("score", *RERANKS, *EMBEDS, *CLASSIFIES)
+TRUNCATING = (*PAIRED, *EMBEDS, *CLASSIFIES)
+TOP_N = ("rerank", "reranking documents", "infinity", *TEXTS_RERANKS)
 LEFT = Truncation(side="left")
 CUT_LEFT = Truncation(max_tokens=-1, side="left")
 
@@ -135,7 +143,7 @@ CHANGES: list[Change] = [
     (SCORING, {"normalize": True}, {"normalize": True, "use_activation": True}),
     (SCORING, dict.fromkeys(("normalize", "explain", "stream"), False), {}),
     (SCORING, {"cache": "use", "on_timeout": "error", "on_error": "fail"}, {}),
-    ((*RERANKS, "rerank texts"), {"score_threshold": 0.25}, {"score_threshold": 0.25}),
+    ((*RERANKS, *TEXTS_RERANKS), {"score_threshold": 0.25}, {"score_threshold": 0.25}),
     *((SCORING, {name: "find"}, {"instruction": "find"}) for name in ("instruction", "instruct")),
     (PAIRED, {"long_documents": "window"}, {"truncation": WINDOW_LONG}),
     (SCORING, {"cache": "bypass"}, {"cache": "bypass"}),
@@ -143,21 +151,21 @@ CHANGES: list[Change] = [
     (("score", "rerank"), {"on_timeout": "partial"}, {"on_timeout": "partial"}),
     (("score", "rerank"), {"on_error": "report"}, {"on_error": "report"}),
     (("score", "rerank"), {"explain": True}, {"explain": True}),
-    (("rerank", "rerank texts", "infinity"), {"top_n": 1}, {"top_n": 1}),
-    (("rerank", "rerank texts", "infinity"), {"top_n": 0}, {"top_n": 0}),
+    (TOP_N, {"top_n": 1}, {"top_n": 1}),
+    (TOP_N, {"top_n": 0}, {"top_n": 0}),
     (("rerank", "rerank texts"), {"top_n": "1"}, {"top_n": 1}),
     (("rerank", "rerank texts"), {"top_n": 1.0}, {"top_n": 1}),
-    (("rerank", "reranking"), {"top_k": 1}, {"top_n": 1}),
-    (("rerank",), {"truncation": True}, {}),
-    (("rerank",), {"truncation": False}, {"truncation": REFUSE}),
+    (("rerank", "reranking", "ranking"), {"top_k": 1}, {"top_n": 1}),
+    (("rerank", "reranking", "reranking documents"), {"truncation": True}, {}),
+    (("rerank", "reranking", "reranking documents"), {"truncation": False}, {"truncation": REFUSE}),
     (("ranking",), {"truncate": "NONE"}, {"truncation": REFUSE}),
     (("ranking",), {"truncate": "END"}, {}),
-    (TEI, {"truncate": False}, {"truncation": REFUSE}),
-    (TEI, {"truncate": True}, {}),
+    ((*TEI, "ollama"), {"truncate": False}, {"truncation": REFUSE}),
+    ((*TEI, "ollama"), {"truncate": True}, {}),
     (TEI, {"truncation_direction": "Left"}, {"truncation": CUT_LEFT}),
     (TEI, {"truncate": False, "truncation_direction": "Left"}, {"truncation": LEFT}),
-    (EMBEDS, {"dimensions": 3}, {"dimensions": 3}),
-    (EMBEDS, {"dimensions": 0}, {}),
+    ((*EMBEDS, "ollama"), {"dimensions": 3}, {"dimensions": 3}),
+    ((*EMBEDS, "ollama"), {"dimensions": 0}, {}),
     (EMBEDS, {"output_dimension": 3}, {"dimensions": 3}),
     (EMBEDS, {"truncation": True}, {}),
     (EMBEDS, {"truncation": False}, {"truncation": REFUSE}),
@@ -198,8 +206,10 @@ CHANGES: list[Change] = [
 KINDS: dict[str, type[msgspec.Struct]] = {
     "/score": wire.ScoreRequest,
     "/rerank": wire.RerankRequest,
-    "/v1/reranking": wire_reranks.MixedbreadRequest,
+    "/v1/reranking": wire_reranks.RerankingRequest,
     "/v1/ranking": wire_reranks.NvidiaRequest,
+    DEEPINFRA: wire_reranks.DeepInfraRequest,
+    "/api/embed": wire_ollama.OllamaEmbedRequest,
     "/infinity/rerank": wire_reranks.InfinityRequest,
     **dict.fromkeys(("/v1/multi-vector", "/v1/embeddings"), wire.EmbeddingsRequest),
     "/pooling": wire.PoolingRequest,
@@ -216,7 +226,10 @@ KINDS: dict[str, type[msgspec.Struct]] = {
     "/detokenize": wire.DetokenizeRequest,
 }
 # The same under another path.
-ALIASES = ("/v1/score", "/v1/rerank", "/v2/rerank", "/infinity/v1/rerank", "/embeddings")
+ALIASES = (
+    *("/v1/score", "/v1/rerank", "/v2/rerank", "/infinity/v1/rerank", "/embeddings", "/reranking"),
+    "/v1/retrieval/all-MiniLM-L6-v2/reranking",
+)
 # Fields that change what is answered and not what the engine is asked: see the tests of answers.
 ANSWERED = {
     *("model", "return_documents", "return_text", "encoding_format", "return_token_strs", "tokens"),
@@ -324,7 +337,7 @@ REFUSED_OF: dict[tuple[str, str], tuple[Any, ...]] = {
     **{(path, "long_documents"): ("all", "window") for path in ("/v1/embeddings", "/pooling", "/classify")},
 }
 BODIES: dict[str, dict[str, Any]] = {path: body for path, body, *_ in PLAIN.values()} | {
-    "/rerank": RERANK_BODY,
+    **dict.fromkeys(("/rerank", "/v1/reranking"), RERANK_BODY),
     "/pooling": {"input": "d"},
     "/tokenize": {"text": "a"},
     "/detokenize": {"tokens": [1]},
@@ -365,13 +378,22 @@ async def test_long_documents_of_the_server_hold_by_default(caller: Caller) -> N
 
 async def test_a_model_may_be_named_by_either_name_and_no_other(caller: Caller) -> None:
     caller = Caller(caller.engine, served_model_name=("mine",))
-    for path in POSTED:
+    # A path that has a name is the one that counts.
+    for path in (each for each in POSTED if "MiniLM" not in each):
         body = GOOD["POST", path]
         usual = (await caller.post(path, body)).status
         for name in ("mine", "all-MiniLM-L6-v2", "default/not-specified", "", None):
             assert (await caller.post(path, body | {"model": name})).status == usual
         status, error = await caller.error(path, body | {"model": "nope"})
         assert (status, error["type"], error["param"]) == (404, "NotFoundError", "model")
+    for path in ("/v1/inference/{}", "/v1/retrieval/{}/reranking"):
+        body = GOOD["POST", path.format("all-MiniLM-L6-v2")] | {"model": "nope"}
+        assert (await caller.post(path.format("mine"), body)).status == 400  # which all requests are here
+        status, error = await caller.error(path.format("org%2Fnope"), body)
+        assert (status, error["message"]) == (
+            404,
+            "The model `org/nope` does not exist; served here: `mine`.",
+        )
 
 
 async def test_token_ids_need_a_server_that_accepts_them(engine: RecordingEngine) -> None:

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -209,6 +211,20 @@ async def test_pages_say_what_each_model_is_and_how_it_stands(asking: Asking) ->
     assert set(described) == {"get", "post", "delete"}
     refused = await asking("PUT", "/v1/models/rerank")
     assert (refused.status, refused.headers["Allow"]) == (405, "DELETE, GET, HEAD, POST")
+
+
+async def test_a_link_out_of_the_folder_is_a_422(
+    asking: Asking, reranker: EngineConfig, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    folder = Path(str(reranker.model)).parent / f"linked-{os.getpid()}"
+    folder.mkdir()
+    try:
+        (folder / "config.json").symlink_to(tmp_path / "config.json")
+        status, message = await asking.error(f"/v1/models/{folder.name}", None)
+    finally:
+        shutil.rmtree(folder)
+    assert (status, f"the link {folder.name}/config.json leads out of" in message) == (422, True)
 
 
 async def test_only_an_admin_loads_and_drops_models(asking: Asking, reranker: EngineConfig) -> None:

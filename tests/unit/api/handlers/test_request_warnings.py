@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from maxsimd.api.handlers.handle import route_of
 from maxsimd.api.request_warnings import unread_fields
 from maxsimd.api.wire import EmbeddingsRequest, RerankRequest
 from tests.unit.calling_handlers import GOOD, POSTED, REFUSING, Caller, RecordingEngine
@@ -16,7 +17,8 @@ from tests.unit.calling_handlers import GOOD, POSTED, REFUSING, Caller, Recordin
 WITH_WARNINGS = {
     *("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/invocations", "/infinity/rerank"),
     *("/infinity/v1/rerank", "/v1/reranking", "/v1/ranking", "/v1/embeddings", "/embeddings", "/pooling"),
-    *("/v1/multi-vector", "/v1/embed", "/v2/embed", "/v1/multimodalembeddings"),
+    *("/reranking", "/v1/inference/all-MiniLM-L6-v2", "/v1/retrieval/all-MiniLM-L6-v2/reranking"),
+    *("/api/embed", "/v1/multi-vector", "/v1/embed", "/v2/embed", "/v1/multimodalembeddings"),
 }
 SAID = "the field `colour` is not read here"
 
@@ -32,7 +34,7 @@ async def test_a_field_that_a_route_lacks_is_named_or_refused(
         if path in WITH_WARNINGS:
             assert json.loads(answer.body)["warnings"] == [SAID], path
     logged = [record.getMessage() for record in lines.records if record.levelname == "WARNING"]
-    assert logged == [f"{path}: {SAID}" for path in POSTED], "once each"
+    assert logged == [f"{route_of(path)}: {SAID}" for path in POSTED], "once each"
     strict = Caller(engine, strict_fields=True)
     for path in POSTED:
         status, error = await strict.error(path, GOOD["POST", path] | {"colour": 1})
@@ -94,6 +96,12 @@ async def test_a_dropped_field_is_named_with_the_likely_one(caller: Caller) -> N
             GOOD["POST", "/v1/ranking"] | {"truncate": "END", "max_tokens_per_doc": 5},
             "_per_doc`",
         ),
+        ("/v1/reranking", RERANK | {"top_k": 1}, "`top_k` .* `top_n`"),
+        ("/v1/reranking", TEXTS | {"return_input": True}, "`return_input`"),
+        ("/v1/reranking", {"query": "q", "input": ["d"], "top_n": 1}, "`top_n` .* `top_k`"),
+        ("/v1/inference/all-MiniLM-L6-v2", GOOD["POST", "/score"] | {"webhook": "u"}, "`webhook`"),
+        ("/api/embed", {"input": "d", "options": {"num_ctx": 8}}, "`options.num_ctx`"),
+        ("/api/embed", {"input": "d", "keep_alive": "5m"}, "`keep_alive`"),
         ("/v1/embeddings", {"input": "d", "add_special_tokens": False}, "`add_special_tokens`"),
         ("/v1/embeddings", {"input": "d", "dimensions": 3, "output_dimension": 4}, "`output_dimension`"),
         ("/v1/multi-vector", {"input": "d", "normalized": True}, "`normalized`"),
@@ -150,6 +158,7 @@ async def test_usual_clients_get_no_warning(engine: RecordingEngine) -> None:
         ("/", {"inputs": ["d"], "parameters": {}}),
         ("/v1/reranking", {"query": "q", "input": ["d"], "return_input": True, "rank_fields": None}),
         ("/infinity/rerank", RERANK | {"raw_scores": False, "return_documents": False}),
+        ("/api/embed", {"input": ["d"], "truncate": True, "options": {"num_ctx": None}, "keep_alive": None}),
     ):
         answer = await caller.post(path, body)
         assert (answer.status, answer.headers.get("x-maxsimd-warnings")) == (200, None), answer.body

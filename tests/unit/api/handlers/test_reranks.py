@@ -56,6 +56,31 @@ async def test_nvidias_shape(caller: Caller, ranked: RerankResult) -> None:
     assert answer["usage"]["prompt_tokens"] == ranked.usage.prompt_tokens
 
 
+async def test_llama_cpps_shape(caller: Caller, ranked: RerankResult) -> None:
+    body = {"query": QUERY, "documents": DOCUMENTS, "top_n": 2}
+    best = [{"index": one.index, "relevance_score": one.score} for one in ranked.results[:2]]
+    for path in ("/reranking", "/v1/reranking"):
+        answer = await caller.json(path, body)
+        assert answer == nearly(
+            {"model": caller.state.model_name, "object": "list", "usage": answer["usage"], "results": best}
+        )
+    answer = await caller.json("/reranking", body | {"return_documents": True})
+    assert [one["document"]["text"] for one in answer["results"]] == [one.text for one in ranked.results[:2]]
+    answer = await caller.json("/reranking", {"query": QUERY, "texts": DOCUMENTS, "top_n": 1})
+    assert answer == nearly([{"index": best[0]["index"], "score": best[0]["relevance_score"]}])
+
+
+async def test_deepinfras_shape(caller: Caller, ranked: RerankResult) -> None:
+    body = {"queries": [QUERY] * 3, "documents": DOCUMENTS}
+    answer = await caller.json("/v1/inference/all-MiniLM-L6-v2", body)
+    expected = {one.index: one.score for one in ranked.results}
+    assert answer["scores"] == nearly([expected[i] for i in range(3)])
+    status = answer["inference_status"]
+    assert (status["status"], status["tokens_input"]) == ("succeeded", answer["input_tokens"])
+    status, error = await caller.error("/v1/inference/all-MiniLM-L6-v2", body | {"score_threshold": 0.5})
+    assert (status, error["param"]) == (400, "score_threshold")
+
+
 async def test_infinitys_shape(caller: Caller, ranked: RerankResult) -> None:
     body = {"query": QUERY, "documents": DOCUMENTS, "top_n": 2, "return_documents": True}
     answer = await caller.json("/infinity/rerank", body)
@@ -80,6 +105,8 @@ async def test_what_has_no_place_in_a_shape_is_refused(caller: Caller) -> None:
         ("/infinity/rerank", {"documents": DOCUMENTS}),
         ("/rerank", {"documents": DOCUMENTS, "top_k": 1}),
         ("/v1/reranking", {"input": DOCUMENTS}),
+        ("/reranking", {"documents": DOCUMENTS}),
+        ("/v1/inference/all-MiniLM-L6-v2", {"queries": QUERY, "documents": DOCUMENTS}),
         ("/v1/ranking", {"passages": DOCUMENTS}),
     ):
         options = {"stream": True, "explain": True, "on_timeout": "partial", "on_error": "report"}

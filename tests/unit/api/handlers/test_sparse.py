@@ -45,7 +45,10 @@ async def test_weights_are_a_bare_list_of_lists(caller: Caller, engine: Recordin
             assert [each["index"] for each in found] == vector.indices.tolist()
             np.testing.assert_allclose([each["value"] for each in found], vector.values, atol=1e-5)
     info = json.loads((await caller.ask("GET", "/info")).body)
-    assert info["model_type"] == {"embedding": {"pooling": "splade"}}
+    assert info["model_type"] == {
+        "embedding": {"pooling": "splade"},
+        "reranker": {"id2label": {"0": "relevance"}, "label2id": {"relevance": 0}},
+    }
 
 
 async def test_it_says_that_a_text_was_cut_and_what_it_took(caller: Caller) -> None:

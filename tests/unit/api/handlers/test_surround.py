@@ -49,7 +49,7 @@ UNASKED = {"/tokenize", "/detokenize", "/decode", "/embed_sparse"}
 
 
 async def test_a_request_is_its_keys_tenants_whatever_it_says(
-    engine: RecordingEngine, tmp_path: Path
+    engine: RecordingEngine, tmp_path: Path, lines: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "keys"
     file.write_text("one name=search weight=2\ntwo name=nightly\nthree\n")
@@ -61,6 +61,7 @@ async def test_a_request_is_its_keys_tenants_whatever_it_says(
             headers = {"authorization": f"Bearer {key}", "x-tenant": "search"}
             assert (await caller.post(path, body, headers)).status == expected(path)
             assert engine.calls[-1][2]["tenant"] == tenants[key], path
+            assert vars(lines.records[-1])["fields"]["tenant"] == tenants[key], path
     without = Caller(engine)
     await without.post("/rerank", RERANK | {"tenant": "search"})
     assert {call[2]["tenant"] for call in engine.calls} == {""}, "without keys there is one tenant"
@@ -130,6 +131,13 @@ async def test_every_request_has_a_line_in_the_log(caller: Caller, lines: pytest
         (line,) = lines.records
         assert answer.status == status
         assert line.levelno == level
+        fields = vars(line)["fields"]
+        assert fields.pop("duration_ms") >= 0
+        route = {} if path == "/nope" else {"route": path}
+        reason = {"reason": why.removeprefix(" why=")} if why else {}
+        model = {} if path != "/rerank" or body == b"{" else {"model": "all-MiniLM-L6-v2"}
+        told = {"method": method, "route": "unknown", "status": status, "request_id": "mine"}
+        assert fields == told | route | model | reason
         start, _, rest = line.getMessage().partition(f"{method} {path} {status} ")
         assert start == ""
         milliseconds, _, end = rest.partition(" ms ")

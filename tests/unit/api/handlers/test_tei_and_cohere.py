@@ -13,6 +13,7 @@ from maxsimd.api.handlers.forms import Form, answered_as
 from maxsimd.api.handlers.scoring import rerank
 from maxsimd.api.wire import RerankRequest
 from maxsimd.engine import EngineConfig
+from tests.nearly import nearly
 from tests.unit.calling_handlers import Caller, RecordingEngine, error_of
 
 TEXTS = ["Paris is in France.", "Berlin is in Germany.", "Cats purr."]
@@ -28,6 +29,18 @@ async def test_vectors_are_a_bare_list_of_length_one_each(caller: Caller, engine
         )
         one = np.array(await caller.json(path, {"inputs": TEXTS[0]}))
         np.testing.assert_allclose(one, answer[:1], atol=1e-5)
+
+
+async def test_ollamas_shape(caller: Caller) -> None:
+    body = {"model": "all-MiniLM-L6-v2", "input": ["one", "two"], "dimensions": 3}
+    answer = await caller.json("/api/embed", body)
+    plain = await caller.json("/v1/embeddings", body)
+    assert answer["embeddings"] == nearly([each["embedding"] for each in plain["data"]])
+    assert answer["prompt_eval_count"] == plain["usage"]["prompt_tokens"]
+    assert (answer["model"], answer["load_duration"]) == ("all-MiniLM-L6-v2", 0)
+    assert answer["total_duration"] > 1_000
+    version = await caller.ask("GET", "/api/version")
+    assert version.body == (await caller.ask("GET", "/version")).body
 
 
 async def test_normalize_false_cannot_undo_the_models_own(caller: Caller) -> None:
@@ -183,7 +196,10 @@ async def test_info_the_root_and_invocations_are_as_the_model_is(
 ) -> None:
     info = json.loads((await caller.ask("GET", "/info")).body)
     assert (info["model_id"], info["max_input_length"]) == ("all-MiniLM-L6-v2", 256)
-    assert (info["model_type"], info["auto_truncate"]) == ({"embedding": {"pooling": "mean"}}, True)
+    # Dify's plugin looks at the first key alone.
+    assert list(info["model_type"]) == ["reranker", "embedding"]
+    assert (info["model_type"]["embedding"], info["auto_truncate"]) == ({"pooling": "mean"}, True)
+    assert (info["model_dtype"], info["max_batch_tokens"]) == ("float32", 2048)
     await _compare(caller, "/invocations", RANKING | VECTORS)
     options: dict[str, Any] = {"dtype": "float32", "threads": 1}
     async with RecordingEngine(EngineConfig(model=bert_cross_encoder, **options)) as engine:

@@ -37,6 +37,13 @@ def test_only_what_is_configured_or_in_the_folder_may_be_loaded(tmp_path: Path) 
         *("../outside", str(outside), str(folder / "org" / "model"), "org/model/", "org\0model", "a" * 5000),
     ):
         assert loadable.setup_of(name) is None, name
+    # Links in a model's folder lead to others in the folder of models, and no further.
+    (folder / "org" / "model" / "weights").symlink_to(folder / "empty")
+    assert loadable.link_out("alias") == "empty/config.json"
+    (folder / "empty" / "config.json").unlink()
+    assert [loadable.link_out(name) for name in ("alias", "one.gguf", "mine")] == [None] * 3
+    (folder / "empty" / "far.json").symlink_to(outside / "config.json")
+    assert loadable.link_out("alias") == loadable.link_out("org/model") == "empty/far.json"
     assert Loadable([configured]).setup_of("org/model") is None
     for nowhere in ("nowhere", "models/loop", "models/nowhere", "models/one.gguf", "a\0b"):
         with pytest.raises(SetupError, match="there is no folder"):

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -103,6 +104,21 @@ async def test_equal_documents_in_requests_are_encoded_once(engine: Engine, docu
 
 
 # Pairs that were scored before: the same bits without a forward pass, however a request is made up.
+
+
+async def test_tenants_may_cache_apart(
+    engine: Engine, cross_encoder: Engine, documents: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for each in (engine, cross_encoder):
+        monkeypatch.setattr(each, "config", replace(each.config, cache_by_tenant=True))
+        counts = [
+            (await each.score(QUERY, documents, tenant=tenant)).usage.cached_documents
+            for tenant in ("one", "two", "one", "")
+        ]
+        assert counts == [0, 0, len(documents), 0]
+    for tenant, cached in (("one", len(documents)), ("three", 0)):
+        found = await engine.embed(documents, input_type="document", encoding="muvera", tenant=tenant)
+        assert found.usage.cached_documents == cached
 
 
 async def test_a_repeated_request_gives_the_same_bits(cross_encoder: Engine, documents: list[str]) -> None:

@@ -459,7 +459,7 @@ async def test_what_makes_no_sense_is_refused(engines: Engines, native_multi_vec
         (rows, "is an embedding already", {}),
         ([], "is empty", {}),
         (3, "must be a string", {}),
-        ("\ud800", "not valid Unicode", {}),
+        ("\ud800", "has half of a character", {}),
         (QUERY, "no instruction", {"instruction": "Find cats"}),
     ]:
         with pytest.raises(InvalidRequestError, match=reason):
