@@ -210,7 +210,7 @@ def test_latency_and_refusals_leave_probes_out() -> None:
 
 
 _PROMTOOL = shutil.which("promtool")
-# Samples of a server, a minute apart in Prometheus's notation: no alert fires for the first, one for each of the others.
+# Samples of a server in Prometheus's notation, a minute apart: no alert fires for these,
 _WELL = {
     "maxsimd_ready{}": "1x30",
     "maxsimd_build_info{}": "1x30",
@@ -231,6 +231,7 @@ _WELL = {
     "process_start_time_seconds{}": "1x30",
     "maxsimd_log_dropped_total{}": "1x30",
 }
+# and one fires with each of these in place of the same above.
 _ILL = {
     "MaxsimdNotReady": {"maxsimd_ready{}": "0x30"},
     "MaxsimdModelNotServed": {'maxsimd_model_served{model="m"}': "0x30"},
