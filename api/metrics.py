@@ -1,14 +1,17 @@
 """What the server counts, on top of the engine's own metrics and in the same registry."""
 
 import asyncio
+import platform
 from collections.abc import Iterator
 from functools import lru_cache
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
+from maxsimd import __version__
 from maxsimd.api.logs import dropped_events
+from maxsimd.engine.versions import version
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _LAG_PERIOD = 0.1
@@ -22,6 +25,14 @@ class ServerMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         ProcessCollector(registry=registry)
         registry.register(DroppedEvents())
+        Info("maxsimd_build", "Versions that this process runs", registry=registry).info(
+            {
+                "version": __version__,
+                "torch": version("torch"),
+                "transformers": version("transformers"),
+                "python": platform.python_version(),
+            }
+        )
         self.requests = Counter(
             "maxsimd_http_requests", "HTTP requests answered", ("route", "status"), registry=registry
         )
@@ -32,6 +43,7 @@ class ServerMetrics:
             buckets=_SECONDS,
             registry=registry,
         )
+        self.ready = Gauge("maxsimd_ready", "Whether requests are taken, as /ready says", registry=registry)
         self.in_flight = Gauge("maxsimd_http_in_flight", "HTTP requests being answered", registry=registry)
         self.connections = Gauge("maxsimd_http_connections", "Connections of clients", registry=registry)
         self.cut_connections = Counter(

@@ -69,6 +69,7 @@ class ServerState:
         self._quiet = asyncio.Event()
         self._quiet.set()
         self.metrics.in_flight.set_function(lambda: len(self._in_flight))
+        self.metrics.ready.set_function(lambda: self.is_ready)
 
     @property
     def model_name(self) -> str:

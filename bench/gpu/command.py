@@ -65,9 +65,10 @@ def bench_gpu(only: tuple[str, ...], out: str | None) -> None:
 
 def _print_compiled(json_file: str | None) -> None:
     from maxsimd.bench.gpu import compiled
+    from maxsimd.engine.ops import triton as triton_ops
 
     if importlib.util.find_spec("triton") is None:
-        raise click.ClickException("kernels are compiled by triton, which is not installed")
+        raise click.ClickException(f"nothing compiles kernels, because {triton_ops.MISSING}")
     rows = list(compiled.rows())
     click.echo(compiled.as_text(rows))
     if json_file is not None:

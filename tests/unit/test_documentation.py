@@ -2,14 +2,17 @@
 
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
+import pytest
 import yaml
 from click.testing import CliRunner
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 
 from maxsimd.api.cli import main
 from maxsimd.api.config import ServerConfig
@@ -18,6 +21,7 @@ from maxsimd.api.key_file import ATTRIBUTES, read_keys
 from maxsimd.api.options import variable
 from maxsimd.api.state import ServerState
 from maxsimd.engine import Engine, EngineConfig
+from maxsimd.engine.cache import ScoreCache
 from maxsimd.engine.tenants import TenantMetrics
 from tests.clients import page as clients
 from tests.clients.catalogue import CLIENTS
@@ -164,35 +168,182 @@ def _yaml(name: str) -> list[Any]:
 
 
 def _metrics() -> set[str]:
+    """The names of all samples that a server of several models, with a cache, may have."""
     state = ServerState(Engine(EngineConfig()), ServerConfig())
-    names = {"process_resident_memory_bytes", "maxsimd_cache_hits_total", "maxsimd_cache_misses_total"}
+    names = {"process_resident_memory_bytes", "process_start_time_seconds", "maxsimd_model_served"}
+    endings = {"counter": ("_total",), "histogram": ("_bucket", "_count", "_sum"), "info": ("_info",)}
+    state.engine.metrics.watch(ScoreCache(1))
     for family in state.engine.metrics.registry.collect():
-        endings = {"counter": ("_total",), "histogram": ("_bucket", "_count", "_sum")}.get(family.type, ("",))
-        names |= {family.name + ending for ending in endings}
+        names |= {family.name + ending for ending in endings.get(family.type, ("",))}
     return names
 
 
-def test_the_dashboard_shows_metrics_that_there_are() -> None:
+def _rules() -> list[dict[str, Any]]:
+    (alerts,) = _yaml("alerts.yaml")
+    return [rule for group in alerts["groups"] for rule in group["rules"]]
+
+
+def _queries() -> list[str]:
+    """Those of the dashboard, with its variables filled in."""
     dashboard = json.loads((OPERATING / "grafana.json").read_text(encoding="utf-8"))
-    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    asked = {name for query in queries for name in re.findall(r"\b(?:maxsimd|process)_\w+", query)}
-    assert len(asked) > 12
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
+    return [query.replace("$__rate_interval", "5m").replace("$job", ".*") for query in queries]
+
+
+def test_dashboard_and_alerts_name_metrics_that_exist() -> None:
+    asked = {
+        name
+        for query in (*_queries(), *(rule["expr"] for rule in _rules()))
+        for name in re.findall(r"\b(?:maxsimd|process)_\w+", query)
+    }
+    assert len(asked) > 30
     assert asked <= _metrics()
 
 
-def test_probes_ask_routes_that_there_are() -> None:
-    deployment, service = _yaml("kubernetes.yaml")
-    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+def test_latency_and_refusals_leave_probes_out() -> None:
+    probes = "|".join(("/health", "/ready", "/ping", "/metrics"))
+    assert all("GET" in ROUTES[path] for path in probes.split("|"))
+    of_http = [query for query in _queries() if "maxsimd_http_request" in query]
+    assert len(of_http) > 4
+    of_http += [rule["expr"] for rule in _rules() if rule["alert"] == "MaxsimdRequestsRefused"]
+    assert all(f'route!~"{probes}"' in query for query in of_http)
+
+
+_PROMTOOL = shutil.which("promtool")
+# Samples of a server in Prometheus's notation, a minute apart: no alert fires for these,
+_WELL = {
+    "maxsimd_ready{}": "1x30",
+    "maxsimd_build_info{}": "1x30",
+    'maxsimd_model_served{model="m"}': "1x30",
+    'maxsimd_http_requests_total{route="/ready",status="200"}': "0+100000x30",
+    'maxsimd_http_requests_total{route="/rerank",status="200"}': "0+1000x30",
+    'maxsimd_http_requests_total{route="/rerank",status="500"}': "0x30",
+    'maxsimd_refused_requests_total{reason="queue"}': "0x30",
+    "maxsimd_queue_tokens{}": "1000x30",
+    "maxsimd_tokens_total{}": "0+60000x30",
+    'maxsimd_request_seconds_bucket{part="queue",le="5.0"}': "0+1000x30",
+    'maxsimd_request_seconds_bucket{part="queue",le="10.0"}': "0+1000x30",
+    'maxsimd_request_seconds_bucket{part="queue",le="+Inf"}': "0+1000x30",
+    'maxsimd_event_loop_lag_seconds_bucket{le="0.1"}': "0+1000x30",
+    'maxsimd_event_loop_lag_seconds_bucket{le="0.25"}': "0+1000x30",
+    'maxsimd_event_loop_lag_seconds_bucket{le="+Inf"}': "0+1000x30",
+    "maxsimd_engine_restarts_total{}": "1x30",
+    "process_start_time_seconds{}": "1x30",
+    "maxsimd_log_dropped_total{}": "1x30",
+}
+# and one fires with each of these in place of the same above.
+_ILL = {
+    "MaxsimdNotReady": {"maxsimd_ready{}": "0x30"},
+    "MaxsimdModelNotServed": {'maxsimd_model_served{model="m"}': "0x30"},
+    "MaxsimdRequestsRefused": {'maxsimd_refused_requests_total{reason="queue"}': "0+20x30"},
+    "MaxsimdErrors": {'maxsimd_http_requests_total{route="/rerank",status="500"}': "0+1x30"},
+    "MaxsimdQueueLong": {"maxsimd_queue_tokens{}": "20000x30"},
+    "MaxsimdWaitHigh": {'maxsimd_request_seconds_bucket{part="queue",le="5.0"}': "0+900x30"},
+    "MaxsimdEventLoopLag": {'maxsimd_event_loop_lag_seconds_bucket{le="0.1"}': "0+900x30"},
+    "MaxsimdEngineRestarts": {"maxsimd_engine_restarts_total{}": "0x25 1x5"},
+    "MaxsimdProcessRestarts": {"process_start_time_seconds{}": "1x10 2x10 3x10"},
+    "MaxsimdLogLinesDropped": {"maxsimd_log_dropped_total{}": "0x25 1x5"},
+}
+
+
+def _alerts_for(name: str | None) -> dict[str, Any]:
+    """A case for promtool: these samples make this alert fire, and no other."""
+    common = '{job="maxsimd",instance="one:8000",'
+    samples = _WELL | (_ILL[name] if name else {})
+    return {
+        "interval": "1m",
+        "input_series": [
+            {"series": series.replace("{", common), "values": values} for series, values in samples.items()
+        ],
+        "promql_expr_test": [
+            {
+                "eval_time": "29m",
+                "expr": 'count by (alertname) (ALERTS{alertstate="firing"})',
+                "exp_samples": [{"labels": f'{{alertname="{name}"}}', "value": 1}] if name else [],
+            }
+        ],
+    }
+
+
+def _promtool(*arguments: str, page: str = "") -> None:
+    done = subprocess.run(
+        [_PROMTOOL or "", *arguments], input=page, capture_output=True, text=True, check=False
+    )
+    # It prints what it would change of metrics, which it takes.
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+
+
+@pytest.mark.skipif(_PROMTOOL is None, reason="promtool is not installed (Debian's package prometheus)")
+def test_promtool_accepts_rules_queries_and_metrics(tmp_path: Path) -> None:
+    _promtool("check", "config", str(OPERATING / "prometheus.yaml"))
+    state = ServerState(Engine(EngineConfig()), ServerConfig())
+    _promtool("check", "metrics", page=generate_latest(state.engine.metrics.registry).decode())
+    rules = [{"record": f"query:{i}", "expr": query} for i, query in enumerate(_queries())]
+    rules_file = tmp_path / "queries.yaml"
+    rules_file.write_text(yaml.safe_dump({"groups": [{"name": "queries", "rules": rules}]}))
+    _promtool("check", "rules", str(rules_file))
+    cases = tmp_path / "cases.yaml"
+    cases.write_text(
+        yaml.safe_dump(
+            {
+                "rule_files": [str(OPERATING / "alerts.yaml")],
+                "tests": [_alerts_for(name) for name in (None, *(rule["alert"] for rule in _rules()))],
+            }
+        )
+    )
+    _promtool("test", "rules", str(cases))
+
+
+KUBERNETES = OPERATING / "kubernetes"
+_KUBECTL = shutil.which("kubectl")
+
+
+def test_the_deployment_fits_the_server() -> None:
+    deployment, service, claim, budget = _yaml("kubernetes/base/maxsimd.yaml")
+    pod = deployment["spec"]["template"]
+    (container,) = pod["spec"]["containers"]
     probes = {"startupProbe": "/ready", "livenessProbe": "/health", "readinessProbe": "/ready"}
     for probe, path in probes.items():
         assert container[probe]["httpGet"] == {"path": path, "port": ServerConfig().port}
         assert "GET" in ROUTES[path]
-    assert service["spec"]["selector"] == deployment["spec"]["template"]["metadata"]["labels"]
-    grace = deployment["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
-    config = ServerConfig()
+    assert service["spec"]["selector"] == pod["metadata"]["labels"]
+    assert budget["spec"]["selector"] == deployment["spec"]["selector"]
+    grace, config = pod["spec"]["terminationGracePeriodSeconds"], ServerConfig()
     assert grace >= config.drain_seconds + config.grace_seconds + 15
     assert _yaml("compose.yaml")[0]["services"]["maxsimd"]["stop_grace_period"] == f"{grace}s"
-    assert deployment["spec"]["template"]["metadata"]["annotations"]["prometheus.io/port"] == "8000"
+    assert pod["metadata"]["annotations"]["prometheus.io/port"] == "8000"
+    volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+    assert volumes["models"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    mounted = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    assert {*mounted.values()} == volumes.keys()
+    # The server writes to the folders that the image names, and to no others.
+    assert container["securityContext"]["readOnlyRootFilesystem"] is True
+    image = (OPERATING / "Containerfile").read_text(encoding="utf-8")
+    assert mounted.keys() == {*re.findall(r"\b(?:HF_HOME|HOME)=(\S+)", image), "/tmp"}
+    assert f"USER {pod['spec']['securityContext']['runAsUser']}" in image
+
+
+@pytest.mark.skipif(_KUBECTL is None, reason="kubectl is not installed")
+@pytest.mark.parametrize("folder", ["base", "overlays/gpu", "overlays/production"])
+def test_kustomize_renders_valid_manifests(folder: str) -> None:
+    command = [_KUBECTL or "", "kustomize", str(KUBERNETES / folder)]
+    rendered = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    objects = {found["kind"]: found for found in yaml.safe_load_all(rendered)}
+    (container,) = objects["Deployment"]["spec"]["template"]["spec"]["containers"]
+    gpus = container["resources"]["limits"].get("nvidia.com/gpu")
+    expected = ("1", "maxsimd:cuda") if "gpu" in folder else (None, "maxsimd:latest")
+    assert (gpus, container["image"]) == expected
+    if "production" in folder:
+        (metric,) = objects["HorizontalPodAutoscaler"]["spec"]["metrics"]
+        assert metric["pods"]["metric"]["name"] in _metrics()
+        # Applying it again leaves the number of pods to the autoscaler, and nobody scrapes twice.
+        assert "replicas" not in objects["Deployment"]["spec"]
+        assert "annotations" not in objects["Deployment"]["spec"]["template"]["metadata"]
+        monitor = objects.pop("ServiceMonitor")
+        assert monitor["spec"]["selector"]["matchLabels"] == objects["Service"]["metadata"]["labels"]
+    schemas = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+    for found in objects.values():
+        schemas.validate(found, schemas.latest_version(), strict=True)
 
 
 def test_compose_mounts_files_that_there_are() -> None:
@@ -201,15 +352,18 @@ def test_compose_mounts_files_that_there_are() -> None:
         for volume in service.get("volumes", []):
             source = volume.split(":")[0]
             assert source in compose["volumes"] or (OPERATING / source).is_file()
+    server = compose["services"]["maxsimd"]
+    # The image's folders, as volumes.
+    assert (server["read_only"], server["volumes"]) == (True, ["models:/models", "cache:/cache"])
     (prometheus,) = _yaml("prometheus.yaml")
     assert prometheus["scrape_configs"][0]["static_configs"][0]["targets"] == ["maxsimd:8000"]
-    assert (ROOT / compose["services"]["maxsimd"]["build"]["dockerfile"]).is_file()
+    assert (ROOT / server["build"]["dockerfile"]).is_file()
 
 
 def test_variables_are_those_of_options() -> None:
-    for name in ("Containerfile", "kubernetes.yaml", "compose.yaml"):
-        text = (OPERATING / name).read_text(encoding="utf-8")
+    for path in (*KUBERNETES.rglob("*.yaml"), OPERATING / "Containerfile", OPERATING / "compose.yaml"):
+        text = path.read_text(encoding="utf-8")
         fields = [*EngineConfig.__dataclass_fields__, *ServerConfig.__dataclass_fields__]
         assert set(re.findall(r"MAXSIMD_\w+", text)) <= set(map(variable, fields))
         flags = set(re.findall(r"\"(--[a-z-]+)\"", text))
-        assert flags <= {f"--{field.replace('_', '-')}" for field in ServerConfig.__dataclass_fields__}
+        assert flags <= {f"--{field.replace('_', '-')}" for field in fields}

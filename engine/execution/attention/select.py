@@ -43,8 +43,10 @@ def choose_attention(
         return CompiledBackend() if compiled else GroupedBackend()
     found = candidates(device, dtype)
     if name not in ("auto", *found):
+        is_missing = name == "triton" and triton_ops.is_missing_on(device)
         raise ModelLoadError(
-            f"attention by {name} cannot run on this {device.type} in {dtype_name(dtype)}; use auto"
+            f"attention by {name} cannot run on this {device.type} in {dtype_name(dtype)}; "
+            + (triton_ops.MISSING if is_missing else "use auto")
         )
     if has_relative_positions(model.backbone):
         level = logging.INFO if name == "auto" else logging.WARNING

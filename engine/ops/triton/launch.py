@@ -13,12 +13,23 @@ from maxsimd.engine.ops.nvidia import is_nvidia
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
+# What to say of a device where `is_missing_on`.
+MISSING = 'triton is not installed: pip install "maxsimd[cuda]"'
+
+
 def runs_on(device: torch.device) -> bool:
     """Whether Triton is installed and runs our kernels on a device: on NVIDIA's GPUs always, elsewhere only
     as an interpreter."""
-    if importlib.util.find_spec("triton") is None:
-        return False
-    return is_nvidia(device) or INTERPRETED
+    return (is_nvidia(device) or INTERPRETED) and _is_installed()
+
+
+def is_missing_on(device: torch.device) -> bool:
+    """Whether a device is a GPU that would run our kernels if Triton were installed."""
+    return is_nvidia(device) and not _is_installed()
+
+
+def _is_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 @dataclass(frozen=True, slots=True)

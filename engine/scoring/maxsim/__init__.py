@@ -3,6 +3,7 @@
 `reference` is the definition; the others must agree with it.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -16,6 +17,8 @@ from maxsimd.engine.scoring.maxsim.reference import maxsim_reference
 from maxsimd.engine.scoring.maxsim.tiled import maxsim_tiled
 from maxsimd.pooling.ragged import Ragged
 from maxsimd.pooling.spans import Spans
+
+log = logging.getLogger(__name__)
 
 # (queries, documents, pairs [n, 2] of query index and document index) -> float32 scores [n]
 MaxSim = Callable[[Ragged, Ragged, NDArray[np.int64]], torch.Tensor]
@@ -55,11 +58,14 @@ def choose_maxsim(name: str, device: torch.device, compiled_allowed: bool = True
         from maxsimd.engine.scoring.maxsim.triton import maxsim_triton
 
         return "triton", maxsim_triton
+    is_missing = name != "avx512" and triton_ops.is_missing_on(device)
     if name == "auto":
+        if is_missing:
+            log.warning("plain torch runs in place of kernels for this GPU, because %s", triton_ops.MISSING)
         return "tiled", maxsim_tiled
     raise ValueError(
         f"the MaxSim backend {name!r} cannot run on this {device.type}; "
-        'use maxsim="auto", "tiled" or "reference"'
+        + (triton_ops.MISSING if is_missing else 'use maxsim="auto", "tiled" or "reference"')
     )
 
 

@@ -2,12 +2,14 @@
 
 import base64
 import json
+import platform
 import time
 from typing import Any
 
 import numpy as np
 import pytest
 import pytest_asyncio
+import torch
 
 import maxsimd
 from tests.unit.calling_handlers import Caller, RecordingEngine
@@ -247,6 +249,8 @@ async def test_metrics_are_prometheuss_text(caller: Caller) -> None:
         'maxsimd_http_requests_total{route="/score",status="200"} 1.0',
         "maxsimd_request_documents_count 1.0",
         "process_resident_memory_bytes",
+        "maxsimd_ready 1.0",
+        f'maxsimd_build_info{{python="{platform.python_version()}",torch="{torch.__version__}",transformers="5.',
         "maxsimd_http_in_flight 1.0",  # this request itself
     ):
         assert line in answer.body.decode()

@@ -87,6 +87,7 @@ async def test_a_draining_server_refuses_work_on_every_route(caller: Caller) -> 
 
 async def _probe(caller: Caller) -> tuple[int, int, str]:
     health, ready = await caller.ask("GET", "/health"), await caller.ask("GET", "/ready")
+    assert caller.metric("maxsimd_ready") == (ready.status == 200)
     assert health.body == ready.body
     assert ready.headers.get("Retry-After") == (None if ready.status == 200 else "5")
     assert "Retry-After" not in health.headers

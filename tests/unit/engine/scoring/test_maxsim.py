@@ -1,6 +1,8 @@
 """MaxSim backends against the definition, on what is ragged, empty, scaled or not a number."""
 
+import importlib.util
 import math
+import re
 from itertools import product
 
 import numpy as np
@@ -9,6 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from maxsimd.engine.errors import ModelLoadError
+from maxsimd.engine.execution.attention.select import choose_attention
 from maxsimd.engine.ops import cpu as kernels
 from maxsimd.engine.ops import triton as triton_ops
 from maxsimd.engine.scoring.maxsim import (
@@ -170,6 +174,21 @@ def test_a_name_means_the_best_backend_that_runs_there(monkeypatch: pytest.Monke
         message = f"^the MaxSim backend '{name}' cannot run on this {device.type}; use maxsim=\"auto\","
         with pytest.raises(ValueError, match=message):
             choose_maxsim(name, device, allowed)
+
+
+def test_a_gpu_without_triton_is_told_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    advice = 'triton is not installed: pip install "maxsimd[cuda]"'
+    assert choose_maxsim("auto", CPU, compiled_allowed=False)[0] == choose_maxsim("auto", GPU)[0] == "tiled"
+    assert caplog.messages == [f"plain torch runs in place of kernels for this GPU, because {advice}"]
+    with pytest.raises(ValueError, match=re.escape(f"'triton' cannot run on this cuda; {advice}")):
+        choose_maxsim("triton", GPU)
+    with pytest.raises(
+        ModelLoadError, match=re.escape(f"by triton cannot run on this cuda in float32; {advice}")
+    ):
+        choose_attention("triton", None, GPU, torch.float32, False)  # type: ignore[arg-type]
 
 
 # Documents that lie each by itself, in any precision: the same bits as end to end.
