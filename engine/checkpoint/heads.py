@@ -163,13 +163,14 @@ class ClassifierHead:
         if self.pad_id is None:
             return False
         config = self.model.config.get_text_config()
-        hidden = getattr(config, "word_embed_proj_dim", config.hidden_size)  # OPT's states may be narrower
         device = next(self.model.parameters()).device
-        rows = torch.randn(3, hidden, generator=torch.Generator().manual_seed(0)).to(device)
         ids = torch.tensor([[self._token_id, self._token_id, self.pad_id]], device=device)
         try:
+            # OPT's states may be narrower.
+            hidden = getattr(config, "word_embed_proj_dim", None) or config.hidden_size
+            rows = torch.randn(3, hidden, generator=torch.Generator().manual_seed(0)).to(device)
             return torch.allclose(self._logits(ids, rows[None]), self._by_model(rows)[1:2], atol=1e-5)
-        except Exception:  # the family's classifier takes something else
+        except Exception:  # the family's classifier takes something else, or its states have no one width
             return False
 
     def _by_model(self, rows: torch.Tensor) -> torch.Tensor:
@@ -204,7 +205,7 @@ class ClassifierHead:
         try:
             with torch.inference_mode():
                 return torch.equal(self._in_short(rows), self._by_model(rows))
-        except Exception:  # the family's classifier takes something else
+        except Exception:  # the family's classifier takes something else, or its states have no one width
             return False
 
     def __str__(self) -> str:

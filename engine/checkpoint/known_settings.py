@@ -327,6 +327,8 @@ UNDECLARED = _known(
     "n_positions net_structure_type gap_size num_memory_blocks down_scale_factor pretraining_tp "
     "deterministic_flash_attn reference_compile repad_logits_with_grad max_window_layers",
     {"use_mrope": _OFF, "talking_head": _OFF},
+    # DBRX reads its value, but computes positions by rope_parameters.
+    attn_config=_known(irrelevant="rope_theta"),
 )
 _TRANSLATED_POSITIONS = ("alibi", "rotary")
 # For checkpoints with code of their own, which is not run: the keys that the translation of their config

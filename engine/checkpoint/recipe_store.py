@@ -40,6 +40,7 @@ _IRRELEVANT = frozenset(
         *("step_timeout_seconds", "quantization", "kernels", "maxsim", "attention", "cuda_graphs", "packing"),
         *("prefix_sharing", "dimensions", "doc_token_pooling", "query_prompt", "document_prompt"),
         *("instruction", "calibration", "window_overlap", "cache_mb", "device_cache_mb", "cache_dir"),
+        "cache_by_tenant",
         *("cache_disk_mb", "cache_precision", "threads", "tokenizer_threads", "hybrid_weights"),
         "score_label",
     }

@@ -63,6 +63,16 @@ class ScoringPrice:
 def _multiply_adds(config: Any) -> int:
     """Of one token in the linear layers of a backbone, by its configuration; 0 where that does not tell."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    hidden, layers = (int(getattr(text, name, 0) or 0) for name in ("hidden_size", "num_hidden_layers"))
-    inner = int(getattr(text, "intermediate_size", 0) or 4 * hidden)
-    return layers * (4 * hidden * hidden + 2 * hidden * inner)
+    hidden, layers, inner = (
+        _size(text, name) for name in ("hidden_size", "num_hidden_layers", "intermediate_size")
+    )
+    return layers * (4 * hidden * hidden + 2 * hidden * (inner or 4 * hidden))
+
+
+def _size(config: Any, name: str) -> int:
+    """A number of a configuration, or the mean of those for each layer; 0 where it has none."""
+    try:
+        value = getattr(config, name, None) or 0
+        return int(sum(value) / len(value)) if isinstance(value, list | tuple) else int(value)
+    except Exception:  # configurations of transformers raise errors of their own
+        return 0

@@ -93,6 +93,8 @@ def test_json_can_be_read() -> None:
 def test_yaml_configures_a_server(tmp_path: Path) -> None:
     file = tmp_path / "maxsimd.yaml"
     for block in blocks_of("yaml"):
+        if "apiVersion:" in block.text:  # it is for Kubernetes
+            continue
         file.write_text(block.text, encoding="utf-8")
         found = CliRunner().invoke(main, ["serve", "--config", str(file), "--print-config"])
         assert found.exit_code == 0, f"{block}: {found.output}"

@@ -49,6 +49,7 @@ OF_NO_CONCERN: dict[str, Any] = {
     "tokenizer_threads": 1,
     "calibration": "a file",
     "cache_mb": 1,
+    "cache_by_tenant": True,
     "device_cache_mb": 1,
     "cache_disk_mb": 99,
     "allow_pickle": True,
