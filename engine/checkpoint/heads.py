@@ -163,9 +163,9 @@ class ClassifierHead:
         if self.pad_id is None:
             return False
         config = self.model.config.get_text_config()
-        device = next(self.model.parameters()).device
-        ids = torch.tensor([[self._token_id, self._token_id, self.pad_id]], device=device)
         try:
+            device = next(self.model.parameters()).device
+            ids = torch.tensor([[self._token_id, self._token_id, self.pad_id]], device=device)
             # OPT's states may be narrower.
             hidden = getattr(config, "word_embed_proj_dim", None) or config.hidden_size
             rows = torch.randn(3, hidden, generator=torch.Generator().manual_seed(0)).to(device)

