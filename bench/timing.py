@@ -68,7 +68,7 @@ def _seconds(run: Run, device: torch.device, launches: int) -> float:
     torch.cuda.synchronize(device)
     stream = torch.cuda.current_stream(device)
     if launches > 1:
-        torch.cuda._sleep(_LEAD)  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(_LEAD)
     start.record(stream)
     for _ in range(launches):
         run()
