@@ -42,8 +42,8 @@ def supervise(engine_config: EngineConfig, server_config: ServerConfig, started:
     except SetupError as error:
         log.error("%s", error)
         return 1
-    remove_left_folders()
     try:
+        remove_left_folders()
         made = locked_folder()
     except OSError:
         log.error("no folder for temporary files can be written to; set TMPDIR to one that can")
@@ -66,8 +66,8 @@ def locked_folder() -> "tempfile.TemporaryDirectory[str]":
 
 
 def remove_left_folders() -> None:
-    """Removes the folders of this user's fleets whose supervisor was killed: nobody has locked them. What is
-    no socket is left there."""
+    """Removes the folders of this user's fleets whose supervisor was killed: nobody holds their lock. A
+    folder with other files stays, without its sockets. Raises OSError if no folder is writable."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDERS}*"):
         with suppress(OSError):
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
