@@ -307,9 +307,9 @@ class Roster:
         ping: asyncio.Task[None] | None = None
         ticks = 0
         while ticks < _SILENT_TICKS:
-            received = link.num_received
+            received = link.num_received_bytes
             await asyncio.sleep(self._timeout / _SILENT_TICKS)
-            if link.num_received > received:
+            if link.num_received_bytes > received:
                 ticks = 0
             elif ping is None or ping.done():
                 ticks, ping = 0, self._in_background(_ping(link))
