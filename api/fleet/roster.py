@@ -191,7 +191,7 @@ class Roster:
         so in time: they clear theirs as soon as they answer. Raises the error of one that cannot."""
         self._uncleared |= self._silent
         # Others that are late are not asked twice at a time: they may keep every question for long.
-        late = self._silent | self._clearing.keys()
+        late = self._silent | {each for each, task in self._clearing.items() if not task.done()}
         asked = {
             address: self._in_background(self._clear(address, link))
             for address, link in self._links.items()
@@ -199,10 +199,8 @@ class Roster:
         }
         if asked:
             await asyncio.wait(asked.values(), timeout=self._timeout)
+        self._clearing |= {address: task for address, task in asked.items() if not task.done()}
         for address, task in asked.items():
-            if not task.done():
-                self._clearing[address] = task
-                task.add_done_callback(lambda _, address=address: self._clearing.pop(address, None))
             error = task.result() if task.done() else LostError()
             if isinstance(error, LostError):
                 late.add(address)
@@ -276,6 +274,7 @@ class Roster:
             del self._tasks[address], self._unlisted[address]
             self._silent.discard(address)
             self._uncleared.discard(address)
+            self._clearing.pop(address, None)
 
     async def _use(self, address: Address, link: Link) -> None:
         """Until the engine is gone or silent, or has left and answered what it was asked before."""
