@@ -73,7 +73,7 @@ async def _answer(
     # After a body that cannot be read on there is no telling where the next request would begin, and a client
     # that waits to be asked for its body may not send it any more.
     is_unread = "Expect" in request.headers and not request.content.is_eof()
-    if state.leaving or state.draining or is_unread or request.content.exception() is not None:
+    if state.draining or state.closing or is_unread or request.content.exception() is not None:
         response.force_close()
     return response
 
@@ -88,7 +88,7 @@ class _ResponseSink:
     async def begin(self, answer: Answer) -> None:
         self.response = as_stream(answer)
         state = self._request.app[STATE]
-        if state.leaving or state.draining:
+        if state.draining or state.closing:
             self.response.force_close()
         await self.response.prepare(self._request)
 

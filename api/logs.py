@@ -236,7 +236,7 @@ def set_up_logging(level: str, form: str) -> None:
     # No line shows these, so they need not be looked up for each.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
-    # When it is imported, it adds a handler of its own, which would write each line again.
+    # huggingface_hub adds its own handler when imported, which would log each line twice.
     hub = logging.getLogger("huggingface_hub")
     hub.handlers.clear()
     hub.addHandler = lambda hdlr: None  # type: ignore[method-assign]

@@ -112,8 +112,8 @@ async def run_server(
         # An engine that was to come back when the signal came has failed nobody who was not told.
         status = 0 if engine.death is None or door.state.comes_back else 1
         stop.begin(status)
-        await _let_balancers_notice(engine, door, stop)
-        await _drain(door, stop.deadline)
+        await _drain(engine, door, stop)
+        await _finish_requests(door, stop.deadline)
         return status
     finally:
         # What is still unfinished has had its grace.
@@ -201,20 +201,20 @@ async def _until_the_end(engine: Serving, stop: Stop) -> None:
         end.cancel()
 
 
-async def _let_balancers_notice(engine: Serving, door: _Door, stop: Stop) -> None:
+async def _drain(engine: Serving, door: _Door, stop: Stop) -> None:
     """Accepts work while /ready says that the server leaves, until the drain is over or the engine has
     died."""
-    door.state.leaving = True
+    door.state.draining = True
     ends = {asyncio.create_task(engine.until_dead()), asyncio.create_task(stop.drained())}
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     for end in ends:
         end.cancel()
 
 
-async def _drain(door: _Door, deadline: float) -> None:
+async def _finish_requests(door: _Door, deadline: float) -> None:
     """Takes no more requests, and lets those in flight finish until the deadline; what is not done by then
     gets a 503."""
-    door.state.draining = True
+    door.state.closing = True
     door.listener.close()
     try:
         async with asyncio.timeout_at(deadline):
@@ -223,4 +223,4 @@ async def _drain(door: _Door, deadline: float) -> None:
     except TimeoutError:
         log.warning("%d requests were not done in time and are answered 503", door.state.end_requests())
         await asyncio.wait({asyncio.create_task(door.connections.until_quiet())}, timeout=_LEAVING_SECONDS)
-    log.info("drained")
+    log.info("all requests are finished")

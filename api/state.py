@@ -38,8 +38,8 @@ class RequestNotes:
 
 
 class ServerState:
-    """Lives as long as the server, which may start before its engine does. `leaving` says that it
-    is not ready, for load balancers, while it still accepts work; `draining` refuses new work while work in
+    """Lives as long as the server, which may start before its engine does. `draining` says that it
+    is not ready, for load balancers, while it still accepts work; `closing` refuses new work while work in
     flight is finished; `comes_back` says that an engine that dies is started again. Raises SetupError
     if the configuration's file of API keys is invalid."""
 
@@ -55,7 +55,7 @@ class ServerState:
         self.tracing = tracing_of_environment()
         self.bodies = BodyBudget(config.max_bodies_mb * 1024 * 1024)
         self.media = MediaSources(config)
-        self.leaving = self.draining = False
+        self.draining = self.closing = False
         self.logged_fields = LoggedFields()
         # Warnings about unread fields, for the answer to one request.
         self.field_warnings: tuple[str, ...] = ()
@@ -98,7 +98,7 @@ class ServerState:
         """`ok` while the server takes requests; else why it does not."""
         if self.engine.death is not None and not self.comes_back:
             return "dead"
-        if self.leaving or self.draining:
+        if self.draining or self.closing:
             return "draining"
         if self.engine.death is not None:
             return "restarting"
@@ -143,7 +143,7 @@ class ServerState:
         """Refuses work that the server cannot take now."""
         if self.engine.death is not None:
             raise EngineDeadError(self.engine.death)
-        if self.draining or not self.engine.is_healthy:
+        if self.closing or not self.engine.is_healthy:
             raise EngineNotReadyError("the server is starting or shutting down")
 
     def for_request(self, notes: RequestNotes, name_in_path: str) -> Self:

@@ -72,7 +72,7 @@ class Front:
 
     async def __del__(self) -> None:
         """Ends, once nothing is in flight."""
-        self._state.draining = True
+        self._state.closing = True
         for task in (self._starting, self._lag):
             task.cancel()
         await self._engine.stop()

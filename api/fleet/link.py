@@ -49,7 +49,7 @@ class Link:
         self._numbered = 0
         self._is_lost = False
         self._lost_by: type[LostError] = LostError
-        self.num_received = 0
+        self.num_received_bytes = 0
         self._reading = asyncio.create_task(self._read(), name="maxsimd-link")
 
     @classmethod
@@ -108,8 +108,8 @@ class Link:
     async def _read(self) -> None:
         try:
             while True:
-                reply = decode_to_front(await read_message(self._reader))
-                self.num_received += 1
+                length = int.from_bytes(await self._read_exactly(LENGTH_BYTES), "little")
+                reply = decode_to_front(await self._read_exactly(length))
                 waiting = self._waiting.get(reply.number)
                 if waiting is None:
                     continue  # it was cancelled
@@ -126,6 +126,19 @@ class Link:
             for waiting in self._waiting.values():
                 if not waiting.reply.done():
                     waiting.reply.set_exception(self._lost_by("the engine is gone or does not answer"))
+
+    async def _read_exactly(self, length: int) -> bytes:
+        """Counts the bytes as they come, because a large message may be on its way for long. Raises EOFError
+        at the end, and OSError."""
+        pieces: list[bytes] = []
+        while length:
+            piece = await self._reader.read(length)
+            if not piece:
+                raise EOFError
+            self.num_received_bytes += len(piece)
+            length -= len(piece)
+            pieces.append(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
 async def read_message(reader: asyncio.StreamReader) -> bytes:

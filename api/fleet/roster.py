@@ -20,6 +20,7 @@ from maxsimd.api.fleet.messages import (
     Ping,
     SetTenants,
 )
+from maxsimd.api.logs import SeldomLogger
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.facts import ModelFacts
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
@@ -32,9 +33,9 @@ T = TypeVar("T")
 
 # How often a front looks whether an engine listens that it is not connected to, in seconds.
 _LOOK_SECONDS = 0.1
-# How long a front waits before it has an engine clear its cache that could not do so, in seconds.
+# Pause before an engine that could not clear its cache is asked again, in seconds.
 _PAUSE_SECONDS = 1.0
-# In how many steps a front counts the seconds in which an engine is silent.
+# A front counts an engine's silence in this many ticks.
 _SILENT_TICKS = 10
 
 
@@ -82,10 +83,13 @@ class Roster:
         self._unlisted: dict[Address, asyncio.Event] = {}
         self._timeout = timeout
         self._links: dict[Address, Link] = {}
-        # Those that have not answered in time, and not since then either.
+        # Engines that did not answer in time and have not answered since.
         self._silent: set[Address] = set()
-        # Those that have not cleared their caches, and do so before they are asked for scores.
+        # Engines that must clear their caches before they get work again.
         self._uncleared: set[Address] = set()
+        # Tasks that clear the caches of engines that have not done so in time.
+        self._clearing: dict[Address, asyncio.Task[Exception | None]] = {}
+        self._cannot_clear = SeldomLogger(log)
         self._connected: dict[Address, Connected] = {}
         self._joined = 0
         self._changed = asyncio.Event()
@@ -185,19 +189,30 @@ class Roster:
     async def clear_caches(self) -> list[int]:
         """Clears the caches of all engines that can be reached. Returns the slots of those that have not done
         so in time: they clear theirs as soon as they answer. Raises the error of one that cannot."""
-        asked = {self._in_background(self._clear(*each)): each[0] for each in self._links.items()}
-        unlinked = self._silent - self._links.keys()
-        self._uncleared |= unlinked
-        late = [self._listed.get(address) for address in unlinked]
-        if waited_for := [task for task, address in asked.items() if address not in self._silent]:
-            await asyncio.wait(waited_for, timeout=self._timeout)
-        for task, address in asked.items():
+        self._uncleared |= self._silent
+        # Others that are late are not asked twice at a time: they may keep every question for long.
+        late = self._silent | {each for each, task in self._clearing.items() if not task.done()}
+        asked = {
+            address: self._in_background(self._clear(address, link))
+            for address, link in self._links.items()
+            if address not in late
+        }
+        if asked:
+            await asyncio.wait(asked.values(), timeout=self._timeout)
+        self._clearing |= {address: task for address, task in asked.items() if not task.done()}
+        for address, task in asked.items():
             error = task.result() if task.done() else LostError()
             if isinstance(error, LostError):
-                late.append(self._listed.get(address))
+                late.add(address)
             elif error is not None:
                 raise error
-        return sorted(slot for slot in late if slot is not None)
+        slots = {self._slot(address) for address in late}
+        return sorted(slot for slot in slots if slot is not None)
+
+    def _slot(self, address: Address) -> int | None:
+        """The slot of an engine that serves or is listed."""
+        connected = self._connected.get(address)
+        return self._listed.get(address) if connected is None else connected.member.slot
 
     async def _clear(self, address: Address, link: Link) -> Exception | None:
         """Clears the cache of an engine; returns why that failed."""
@@ -218,7 +233,8 @@ class Roster:
             if isinstance(error, LostError):
                 raise error
             if error is not None:
-                log.warning("an engine is not used because it cannot clear its cache: %s", error)
+                message = "an engine is not used because it cannot clear its cache: %s"
+                self._cannot_clear.warning(message, error)
                 await asyncio.sleep(_PAUSE_SECONDS)
 
     def _in_background(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
@@ -239,8 +255,9 @@ class Roster:
                 self._unlisted[address].clear()
                 try:
                     link = await Link.open(address)
-                except LostError:
-                    self._silent.discard(address)  # the process has ended
+                except LostError as error:
+                    if isinstance(error.__cause__, ConnectionRefusedError | FileNotFoundError):
+                        self._silent.discard(address)  # the process has ended
                     await asyncio.sleep(_LOOK_SECONDS)
                     continue
                 self._links[address] = link
@@ -257,6 +274,7 @@ class Roster:
             del self._tasks[address], self._unlisted[address]
             self._silent.discard(address)
             self._uncleared.discard(address)
+            self._clearing.pop(address, None)
 
     async def _use(self, address: Address, link: Link) -> None:
         """Until the engine is gone or silent, or has left and answered what it was asked before."""
@@ -288,28 +306,29 @@ class Roster:
         lost = asyncio.create_task(link.until_lost())
         silent = asyncio.create_task(self._until_silent(link))
         unlisted = asyncio.create_task(self._unlisted[address].wait())
+        tasks = [lost, silent, unlisted]
         try:
-            await asyncio.wait({lost, silent, unlisted}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if unlisted.done():
-                silent.cancel()
-                await link.until_quiet()
-            elif silent.done() and not lost.done():
+                tasks.append(asyncio.create_task(link.until_quiet()))
+                await asyncio.wait({lost, silent, tasks[-1]}, return_when=asyncio.FIRST_COMPLETED)
+            if silent.done() and not lost.done():
                 self._silent.add(address)
                 self._remove(address, f"has not answered for {self._timeout:g} s: no work until it does")
                 await link.close(SilentError)
         finally:
-            for task in (lost, silent, unlisted):
+            for task in tasks:
                 task.cancel()
 
     async def _until_silent(self, link: Link) -> None:
-        """Returns when an engine has not answered in time. Each tick counts once, because time in which this
-        process did not run says nothing of others."""
+        """Returns when an engine has not answered in time. It counts ticks, not time: a process that
+        is stopped cannot hear an engine."""
         ping: asyncio.Task[None] | None = None
         ticks = 0
         while ticks < _SILENT_TICKS:
-            received = link.num_received
+            received = link.num_received_bytes
             await asyncio.sleep(self._timeout / _SILENT_TICKS)
-            if link.num_received > received:
+            if link.num_received_bytes > received:
                 ticks = 0
             elif ping is None or ping.done():
                 ticks, ping = 0, self._in_background(_ping(link))

@@ -25,8 +25,8 @@ log = logging.getLogger("maxsimd.fleet")
 # A process that has ended this often in a row before it was ready is not started again, nor is one whose
 # first start failed. Each failed start makes the pause before the next twice as long, from these seconds on.
 _MOST_FAILURES, _PAUSE_SECONDS = 5, 0.5
-# How much longer than its grace a process may take to end.
-_MARGIN_SECONDS = 10.0
+# How much longer than its grace a front may take to end, and then the engines.
+_MARGIN_SECONDS, _ENGINE_SECONDS = 10.0, 5.0
 # What the names of folders for sockets begin with.
 _FOLDERS = "maxsimd-fleet-"
 # How often it looks whether a process is ready, in seconds.
@@ -42,8 +42,8 @@ def supervise(engine_config: EngineConfig, server_config: ServerConfig, started:
     except SetupError as error:
         log.error("%s", error)
         return 1
-    remove_left_folders()
     try:
+        remove_left_folders()
         made = locked_folder()
     except OSError:
         log.error("no folder for temporary files can be written to; set TMPDIR to one that can")
@@ -66,8 +66,8 @@ def locked_folder() -> "tempfile.TemporaryDirectory[str]":
 
 
 def remove_left_folders() -> None:
-    """Removes the folders of this user's fleets whose supervisor was killed: nobody has locked them. What is
-    no socket is left there."""
+    """Removes the folders of this user's fleets whose supervisor was killed: nobody holds their lock. A
+    folder with other files stays, without its sockets. Raises OSError if no folder is writable."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDERS}*"):
         with suppress(OSError):
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -133,8 +133,8 @@ class _Fleet:
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         # Fronts first: they accept work while they drain and finish it, for which they need the engines.
         seconds = self._drain + self._grace + _MARGIN_SECONDS
-        for processes in (self._fronts, self._engines):
-            ending = [asyncio.create_task(each.end(seconds, stop.number)) for each in processes]
+        for processes, most in ((self._fronts, seconds), (self._engines, _ENGINE_SECONDS)):
+            ending = [asyncio.create_task(each.end(most, stop.number)) for each in processes]
             await asyncio.sleep(0)
             # Once the fronts have closed theirs, connections are refused and wait for nobody.
             for listening in self._sockets:
@@ -145,7 +145,8 @@ class _Fleet:
         return 0 if stop.event.is_set() else 1
 
     def _show_stacks(self) -> None:
-        """Has all processes write their stacks. The signal would end one that has just been started."""
+        """Has all processes write their stacks. Skips processes that are still starting: the signal would end
+        them."""
         for each in (*self._fronts, *self._engines):
             each.show_stacks()
 
@@ -163,7 +164,7 @@ class _Asked:
 
     def __init__(self) -> None:
         self.event = asyncio.Event()
-        self.number = signal.SIGTERM
+        self.number = signal.SIGINT  # without a signal there is nothing to drain
 
     def ask(self, number: signal.Signals) -> None:
         if self.event.is_set():
@@ -214,7 +215,8 @@ class _Process:
         process = self._process
         if process is None or process.returncode is not None:
             return
-        process.send_signal(number)
+        # SIGINT would have one that is still starting write a traceback.
+        process.send_signal(number if self._is_ready else signal.SIGTERM)
         try:
             async with asyncio.timeout(seconds):
                 await process.wait()

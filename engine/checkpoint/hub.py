@@ -1,7 +1,7 @@
 """Files of checkpoints on the hub.
 
-The hub is asked once a load whether it has the checkpoint, with a short timeout: its client retries requests
-for files for seconds, and waits for names to be resolved however long that takes."""
+The hub is asked once a load whether it has the checkpoint, with a short timeout: its client retries file
+requests for seconds, and has no timeout for resolving names."""
 
 import logging
 import os
@@ -21,15 +21,15 @@ log = logging.getLogger(__name__)
 
 # How long a hub may take to say which files a checkpoint has: each step of its client's, and all together.
 _ASKING_SECONDS, _MOST_ASKING_SECONDS = 5.0, 8.0
-# An answer, or that there was none, counts for this many seconds: about as long as a load takes. That there
-# was none counts for longer where the local cache has the checkpoint.
+# How long an answer, or a failure, is remembered: about as long as a load takes. A failure is remembered
+# longer if the checkpoint is cached.
 _REMEMBERED_SECONDS, _REMEMBERED_CACHED_SECONDS = 60.0, 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """The hub's answer, which counts until then. `files` is None if the hub could not be asked, and `reason`
-    says why."""
+    """The hub's answer, valid until `until` (time.monotonic). `files` is None if the hub could not be asked,
+    and `reason` says why."""
 
     until: float
     files: frozenset[str] | None

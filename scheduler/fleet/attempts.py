@@ -17,6 +17,8 @@ from maxsimd.scheduler.fleet.retry_budget import RetryBudget
 
 # How many members a part may be lost with before it is suspected of having killed them.
 _SUSPECT = 2
+# How often a part may be sent to members that do not answer.
+_UNANSWERED = 4
 # How many members are asked that have no room.
 _REFUSALS = 2
 
@@ -56,12 +58,14 @@ class Fail:
 
 @dataclass(slots=True)
 class _Course:
-    """How it went with a part: the members that died with it, whether it is a half, those without room."""
+    """How it went with a part: the members that died with it, whether it is a half, those without room, and
+    how often a member did not answer."""
 
     part: Part
     lost: set[str] = field(default_factory=set)
     is_half: bool = False
     full: dict[str, float] = field(default_factory=dict)
+    unanswered: int = 0
 
 
 class Attempts:
@@ -130,7 +134,8 @@ class Attempts:
 
     def unanswered(self, attempt: int, alive: Sequence[Member]) -> list[Send] | Fail:
         """An attempt's member does not answer: another takes its place, or the same once it does. Members
-        stop for reasons of their own, so the part is not suspected."""
+        stop for reasons of their own, so the part is not suspected. But it may be why they are silent, and
+        fails after some attempts."""
         return self._elsewhere(attempt, alive, counts=True)
 
     def _elsewhere(self, attempt: int, alive: Sequence[Member], counts: bool) -> list[Send] | Fail:
@@ -139,6 +144,10 @@ class Attempts:
         if found is None:
             return []
         course, _ = found
+        course.unanswered += counts
+        if course.unanswered == _UNANSWERED:
+            message = "engines did not answer while they had this request; try again shortly"
+            return self._fail(FleetError("lost", message, retry_after=1.0))
         others = [other for other in _in_turn(course.part, alive) if other.name not in course.lost]
         if not others:
             return self._fail(FleetError("lost", "no engine is left; try again shortly", retry_after=1.0))

@@ -94,7 +94,7 @@ def _copy_all_but_one() -> None:
 @pytest.fixture(scope="module")
 def fleet(module_starter: StartServer, stanford_colbert: str) -> Server:
     # A request may wait while engines are started again, on a slow machine too.
-    patience = ("--max-wait-seconds", "600", "--drain-seconds", "3", "--grace-seconds", "120")
+    patience = ("--max-wait-seconds", "600", "--grace-seconds", "120")
     processes = ("--fronts", "2", "--replicas", "2", "--replica-timeout-seconds", "3")
     options = (stanford_colbert, "--dtype", "float32", *processes, *patience)
     server = module_starter(*options, before=_copy_all_but_one)
@@ -200,7 +200,7 @@ def test_an_engine_that_is_stopped_loses_nothing_and_returns(fleet: Server, clie
     clients.check()
     wait_for(lambda: _num_engines(fleet) == 2, 60)
     assert stopped in _children(fleet)["engine"], "it was not killed"
-    assert httpx.delete(fleet.url + "/cache", timeout=60).status_code == 204
+    wait_for(lambda: httpx.delete(fleet.url + "/cache", timeout=60).status_code == 204, 60)
 
 
 def test_a_front_that_is_killed_loses_only_its_own_requests(fleet: Server, clients: Clients) -> None:
@@ -222,19 +222,30 @@ def test_all_processes_show_their_stacks(fleet: Server) -> None:
     wait_for(lambda: fleet.log.count("Current thread") == 5, 30)
 
 
-def test_a_fleet_that_drains_accepts_work_and_then_ends(fleet: Server) -> None:
+def test_a_fleet_finishes_its_work_and_then_ends(fleet: Server) -> None:
     wait_for(lambda: _num_engines(fleet) == 2, 60)
     processes = [pid for pids in _children(fleet).values() for pid in pids]
     assert len(processes) >= 3
-    fleet.process.send_signal(signal.SIGTERM)
-    wait_for(lambda: httpx.get(fleet.url + "/ready").json()["status"] == "draining")
     with ThreadPoolExecutor() as threads:
         documents = [f"{i} {text}" for i in range(5) for text in DOCUMENTS]
         body = {"query": "a list", "documents": documents, "cache": "bypass"}
         asked = threads.submit(httpx.post, fleet.url + "/rerank", json=body, timeout=60)
+        wait_for(lambda: fleet.metric("maxsimd_queue_tokens") > 0)
+        fleet.process.send_signal(signal.SIGINT)
         assert fleet.process.wait(60) == 0
         assert asked.result().status_code == 200, "what is in flight is finished"
     assert not [pid for pid in processes if os.path.exists(f"/proc/{pid}")]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.one_process
+def test_a_fleet_that_drains_accepts_work(start_server: StartServer) -> None:
+    draining = start_server("--dtype", "float32", "--replicas", "2", "--drain-seconds", "10")
+    draining.process.send_signal(signal.SIGTERM)
+    wait_for(lambda: httpx.get(draining.url + "/ready").json()["status"] == "draining")
+    body = {"query": "a list", "documents": DOCUMENTS}
+    assert httpx.post(draining.url + "/rerank", json=body, timeout=60).status_code == 200
+    assert draining.process.wait(60) == 0
 
 
 @pytest.mark.exhaustive

@@ -123,7 +123,7 @@ async def test_the_server_listens_where_it_should_until_it_has_drained(
     messages = [record.getMessage() for record in caplog.records]
     assert any(message.startswith("all-MiniLM-L6-v2 is ready after ") for message in messages)
     assert f"{server.url}/" in messages
-    assert messages[-1] == "drained"
+    assert messages[-1] == "all requests are finished"
 
 
 async def test_a_dead_engine_ends_the_server_with_status_1(

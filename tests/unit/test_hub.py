@@ -48,6 +48,9 @@ def hub(status: int | None, headers: dict[str, str] | None = None) -> Iterator[t
             yield f"http://127.0.0.1:{server.server_port}", asked
         finally:
             over.set()
+            for each in threading.enumerate():
+                if each.name == "maxsimd-hub":  # it was left behind
+                    each.join()
             server.shutdown()
             thread.join()
 

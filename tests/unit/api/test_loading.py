@@ -145,8 +145,8 @@ def test_work_is_taken_only_while_all_is_well() -> None:
         ("of old age", True, False, True, "draining", None),
     ):
         state: Any = ServerState(Standing(), ServerConfig(restart_on_failure=restarts))
-        assert state.draining is False
-        state.engine.death, state.engine.is_healthy, state.draining = death, healthy, draining
+        assert state.closing is False
+        state.engine.death, state.engine.is_healthy, state.closing = death, healthy, draining
         assert state.phase == phase
         assert state.is_ready is (phase == "ok")
         if phase == "ok":

@@ -228,10 +228,10 @@ def test_the_engine_names_no_flags() -> None:
 def test_a_fleet_without_a_temporary_folder_is_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def nowhere(prefix: str) -> NoReturn:
+    def nowhere() -> NoReturn:
         raise FileNotFoundError(2, "No usable temporary directory found")
 
-    monkeypatch.setattr("tempfile.TemporaryDirectory", nowhere)
+    monkeypatch.setattr("tempfile.gettempdir", nowhere)
     assert supervise(EngineConfig(), ServerConfig(host="127.0.0.1", port=0, fronts=2), 0.0) == 1
     assert [record.getMessage() for record in caplog.records] == [
         "no folder for temporary files can be written to; set TMPDIR to one that can"

@@ -21,6 +21,7 @@ def left(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     monkeypatch.setattr(signals, "leave_at_once", statuses.append)
     monkeypatch.setattr(signals, "_MARGIN_SECONDS", 0.2)
     before = {number: signal.getsignal(number) for number in SIGNALS}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as if `nohup` did not run the tests
     yield statuses
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -42,9 +43,9 @@ async def test_a_signal_starts_the_drain_and_the_grace_period(
         await asked
     assert stop.is_asked
     assert 99 < stop.deadline - drain - asyncio.get_running_loop().time() <= 100
-    assert not stop._drained.is_set()
     await stop.drained()
-    assert asyncio.get_running_loop().time() > stop.deadline - 100.1
+    if drain:
+        assert asyncio.get_running_loop().time() > stop.deadline - 100.1
     assert left == []
     stop.done()
 

@@ -17,6 +17,7 @@ import torch
 from maxsimd.api.config import SetupError
 from maxsimd.api.failures import ApiError
 from maxsimd.api.fleet import messages
+from maxsimd.api.fleet import roster as roster_module
 from maxsimd.api.fleet.address import UnixAddress
 from maxsimd.api.fleet.door import Door, Send
 from maxsimd.api.fleet.engine_answers import fingerprint_of
@@ -129,6 +130,8 @@ class StandIn:
             return messages.Introduction(
                 facts=facts, config=config, tokenizer=_PLAIN, fingerprint=fingerprint
             )
+        if isinstance(question, messages.ClearCache):
+            await self._prepare(question)
         try:
             if isinstance(question, EncodeQuery):
                 self.encoded.append(question)
@@ -191,13 +194,15 @@ async def test_a_silent_engine_gets_no_work_until_it_answers(tmp_path: Path) -> 
         result = await asyncio.wait_for(front.score("q", documents), 60)
         assert result.scores == [float(len(text)) for text in documents]
         assert (silent.asked, front.size) == ([], (1, 2))
-        with pytest.raises(ApiError, match="not cleared yet by replica 0; "):
-            await front.clear_cache()
+        await until(lambda: len(front._roster._links) == 2)
+        for _ in range(2):
+            with pytest.raises(ApiError, match="not cleared yet by replica 0; "):
+                await front.clear_cache()
         assert messages.ClearCache in other.seen
         silent.seen.clear()
         silent.answers.set()
         await until(lambda: front.size == (2, 2))
-        assert messages.ClearCache in silent.seen
+        assert silent.seen.count(messages.ClearCache) == 1
         await front.clear_cache()
         assert (await front.score("q", documents, cache="bypass")).scores == result.scores
         assert silent.asked
@@ -210,6 +215,55 @@ async def test_a_lone_engine_that_is_silent_does_its_work_later(tmp_path: Path) 
         await until(lambda: not front.is_healthy)
         engine.answers.set()
         assert [(await each).scores for each in asking] == [[3.0]] * 3
+
+
+async def test_an_engine_with_a_locked_cache_gets_no_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(roster_module, "_PAUSE_SECONDS", 0.01)
+    unlocked = asyncio.Event()
+
+    async def clear(engine: StandIn, question: object) -> None:
+        if len(engine.seen) < 5:
+            await unlocked.wait()
+        elif not unlocked.is_set():
+            raise RequestFailedError("the cache is locked")
+
+    async with fleet(tmp_path, 1, clear, messages.ClearCache, timeout=0.3) as (front, (engine,)):
+        engine.seen.clear()
+        for _ in range(2):
+            with pytest.raises(ApiError, match="not cleared yet by replica 0; "):
+                await front.clear_cache()
+        assert engine.seen.count(messages.ClearCache) == 1, "it is asked once at a time"
+        engine.seen += [messages.Ping] * 5
+        await engine.restart()
+        await until(lambda: engine.seen.count(messages.ClearCache) > 4)
+        assert not front.is_healthy
+        unlocked.set()
+        await until(lambda: front.is_healthy)
+    assert caplog.text.count("cannot clear its cache: the cache is locked") == 1
+
+
+async def test_a_leaving_engine_that_is_silent_is_given_up(tmp_path: Path) -> None:
+    async def wait(engine: StandIn, question: object) -> None:
+        await asyncio.sleep(100)
+
+    engines = [StandIn(str(tmp_path / str(i)), wait, messages.ClearCache) for i in range(2)]
+    await engines[0].door.open(engines[0].path)
+    listed = [Listed(slot, UnixAddress(engine.path)) for slot, engine in enumerate(engines)]
+    roster = Roster(listed[:1], timeout=0.3)
+    front = FleetEngine(roster)
+    await front.start()
+    roster.set_listed(listed[1:])
+    with pytest.raises(ApiError, match="not cleared yet by replica 0; "):
+        await front.clear_cache()
+    engines[0].answers.clear()
+    asking = asyncio.create_task(front.score("q", ["abc"]))
+    await engines[1].door.open(engines[1].path)
+    assert (await asyncio.wait_for(asking, 60)).scores == [3.0]
+    await front.stop()
+    for engine in engines:
+        await engine.die()
 
 
 def _documents(count: int, seed: int = 0) -> list[str]:

@@ -124,7 +124,7 @@ async def test_a_body_above_the_limit_is_read_no_further(caller: Caller) -> None
 
 async def test_the_body_is_not_read_for_those_who_are_turned_away(engine: RecordingEngine) -> None:
     guarded, plain, draining = Caller(engine, api_key=("one",)), Caller(engine), Caller(engine)
-    draining.state.draining = True
+    draining.state.closing = True
     for caller, method, path, status in (
         (guarded, "POST", "/rerank", 401),
         (plain, "POST", "/nope", 404),

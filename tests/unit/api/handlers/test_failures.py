@@ -79,7 +79,7 @@ async def _refusal(caller: Caller, method: str = "POST", path: str = "/rerank") 
 
 
 async def test_a_draining_server_refuses_work_on_every_route(caller: Caller) -> None:
-    caller.state.draining = True
+    caller.state.closing = True
     for path in POSTED:
         assert await _refusal(caller, "POST", path) == (503, "5", BUSY), path
     assert caller.engine.calls == []
@@ -102,7 +102,7 @@ async def test_probes_see_a_drain_and_work_in_flight_finishes(engine: RecordingE
     requests = [asyncio.create_task(caller.post("/rerank", body)) for _ in range(2)]
     await until(lambda: caller.metric("maxsimd_http_in_flight") == 2)
     await until(lambda: engine.queued_tokens > 0)
-    caller.state.draining = True
+    caller.state.closing = True
     quiet = asyncio.create_task(caller.state.until_quiet())
     assert await _probe(caller) == (200, 503, "draining")
     assert (await caller.post("/rerank", RERANK)).status == 503
@@ -133,6 +133,6 @@ async def test_a_dead_engine_says_when_to_retry(caller: Caller, monkeypatch: pyt
     for method, path in (("POST", "/rerank"), ("GET", "/v1/models"), ("DELETE", "/cache")):
         assert await _refusal(caller, method, path) == (503, "5", RESTARTING)
     caller.state.comes_back = False
-    caller.state.draining = True
+    caller.state.closing = True
     assert await _probe(caller) == (503, 503, "dead")
     assert await _refusal(caller) == (503, "30", DEAD)
