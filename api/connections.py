@@ -170,8 +170,8 @@ class Connection(web.RequestHandler):
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
         if request._message.upgrade:
-            # The header was not renamed, as when it came in two parts. The parser has dropped what followed, so
-            # the client must ask again.
+            # The header was not renamed, as when it came in two parts. The parser has dropped the requests
+            # behind it, so the client must repeat them.
             resp.force_close()
         if self._phase is not Phase.CLOSING:
             self._enter(Phase.ANSWERING, None)
