@@ -288,7 +288,9 @@ class SeveralModels:
         return {name: served.engine.metrics.registry for name, served in self._served.items()}
 
     def _are_served(self) -> dict[str, bool]:
-        return {name: self.state(name) == OK for name in self._setups}
+        """Whether each model is served that nobody has dropped."""
+        states = {name: self.state(name) for name in self._setups}
+        return {name: state == OK for name, state in states.items() if state != DROPPED}
 
 
 def _reason(state: str) -> str:
