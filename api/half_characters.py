@@ -1,7 +1,7 @@
 """Bodies with half of a character: JSON may escape a surrogate without its other half, but no text has one.
 
-msgspec refuses such a body as a whole. Here the field and the entry are found that have it; and where a
-request wants errors of its documents reported, such a document is one of these errors.
+msgspec refuses such a body as a whole. This module finds the field and the entry that has it. With
+`on_error` "report", such a document becomes an entry in `errors`.
 """
 
 import re
