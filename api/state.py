@@ -48,7 +48,7 @@ class ServerState:
         # Of several models, requests are answered in the state of one: see `serving`.
         self.engine = cast("ServedEngine", engine)
         self.config = config
-        self.keys = ApiKeys(config, set_tenants=engine.set_tenants)
+        self.keys = ApiKeys(config, set_tenants=engine.set_tenants, must_be_named=engine.caches_by_tenant)
         self.cross_origin = CrossOrigin(config.cors_origin)
         self.metrics = ServerMetrics(engine.metrics.registry)
         self.max_body_bytes = config.max_body_mb * 1024 * 1024

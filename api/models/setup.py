@@ -128,6 +128,11 @@ class Loadable:
         if folder is not None and (self._folder is None or not self._folder.is_dir()):
             raise SetupError(f"there is no folder {folder!r}; give one that holds models, or leave it out")
 
+    @property
+    def caches_by_tenant(self) -> bool:
+        configs = [self._options, *(setup.engine for setup in self._configured.values())]
+        return any(config.cache_by_tenant for config in configs)
+
     def setup_of(self, name: str) -> ModelSetup | None:
         """How a model is loaded; None for one that is not for this server."""
         if name in self._configured:

@@ -92,6 +92,11 @@ class SeveralModels:
         await self._is_left.wait()
 
     @property
+    def caches_by_tenant(self) -> bool:
+        """Whether any model does, or one that is loaded later."""
+        return self._loadable.caches_by_tenant
+
+    @property
     def is_healthy(self) -> bool:
         return self._is_started and any(self.state(name) == OK for name in self._setups)
 
