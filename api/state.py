@@ -153,6 +153,11 @@ class ServerState:
         one._notes, one._name_in_path = notes, name_in_path
         return one
 
+    def unread_name(self, name: str | None) -> tuple[UnreadField, ...]:
+        """The field with the name in the request's body, if the path names another model."""
+        is_other = bool(name) and bool(self._name_in_path) and name != self._name_in_path
+        return (UnreadField("model", None),) if is_other else ()
+
     def serving(self, name: str | None, wanted: Wanted) -> Self:
         """The state in which a request is answered that names this model, or none and wants something. Raises
         ApiError for a model that there is not, or that is not served now."""

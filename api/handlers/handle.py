@@ -204,6 +204,8 @@ def _work_of(state: ServerState, method: str, path: str, headers: Mapping[str, s
     methods = ROUTES.get(route)
     if methods is None:
         raise no_such_route()
+    if route in _AROUND_NAME and not _model_in(path):
+        raise no_such_route()
     if _changes_models(state, method, route):
         models.check_allowed(state, headers)
         return models.changing(method, _model_in(path))

@@ -123,7 +123,7 @@ def _with_body(
             whole = await read_body(state, body, held)
             request, found, unread = await _parse(state, whole, held, kind, read)
             del whole
-            state = state.telling_of(unread, path)
+            state = state.telling_of([*unread, *state.unread_name(model_of(request))], path)
             asked = wanted if isinstance(wanted, Wanted) else wanted(state, request)
             serving = state.serving(model_of(request), asked)
             with told_of(state.models, serving.called):
