@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
-from aiohttp.streams import StreamReader
+from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
 from aiohttp.web_protocol import _ErrInfo
 
 from maxsimd.api.connection_table import ConnectionTable, Phase
@@ -42,9 +42,12 @@ _LINGERING_SECONDS = 10.0
 _SECOND_LOOK_SECONDS = 0.02
 _NEVER = float("inf")
 _INT = Struct("i")
-# No protocol is switched to here. The header is renamed, since aiohttp's parser drops what a client has sent
-# behind a request with it. The length stays, in case that this is in a body, where no JSON has such a line.
+# The server never switches protocols. Rename the header, because aiohttp's parser drops requests that are
+# pipelined behind it.
 _UPGRADE, _NO_UPGRADE = re.compile(rb"\r\n(?i:upgrade):"), b"\r\nxpgrade:"
+# A parser that stops at 32 requests keeps the bytes behind them. Fewer than this are certain to be parsed.
+_MANY_REQUESTS = 16
+_END_OF_HEAD = re.compile(rb"\n\r?\n")
 # For SO_LINGER: nothing is sent any more.
 _RESET = Struct("ii").pack(1, 0)
 
@@ -72,6 +75,11 @@ class Connection(web.RequestHandler):
         self._config = config
         self._wire: asyncio.Transport | None = None
         self._body: StreamReader | None = None
+        # The body of the last request that the parser has found, and the last bytes that it was given.
+        self._parsed: StreamReader = EMPTY_PAYLOAD
+        self._last_bytes = b""
+        # Whether the parser may have kept bytes for later.
+        self._held_back = False
         self._phase = Phase.HEADERS
         self._deadline = _NEVER
         self._timer: asyncio.TimerHandle | None = None
@@ -110,9 +118,25 @@ class Connection(web.RequestHandler):
             self._received += len(data)
             if self._phase is Phase.IDLE:
                 self._enter(Phase.HEADERS, self._config.header_seconds)
-        super().data_received(_UPGRADE.sub(_NO_UPGRADE, data))
+        super().data_received(self._without_upgrade(data))
+        if self._messages:
+            self._parsed = self._messages[-1][1]
+            self._held_back |= len(self._messages) >= _MANY_REQUESTS
         if self._phase is Phase.BODY and self._is_malformed():
             self._fail_body(malformed_request(None))
+
+    def _without_upgrade(self, data: bytes) -> bytes:
+        """Renames `Upgrade` in the head of a request, never in a body. Leaves it if the parser may hold back
+        bytes, or if the end of the head is not certain."""
+        before = self._last_bytes
+        self._last_bytes = (before + data)[-2:]
+        if self._held_back or not self._parsed.is_eof():
+            return data
+        end = _END_OF_HEAD.search(before + data)
+        if end is None:
+            return _UPGRADE.sub(_NO_UPGRADE, data)
+        rest = max(0, end.start() - len(before))
+        return _UPGRADE.sub(_NO_UPGRADE, data[:rest]) + data[rest:]
 
     def begin(self, request: web.BaseRequest) -> None:
         body = self._body = request.content
@@ -146,7 +170,8 @@ class Connection(web.RequestHandler):
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
         if request._message.upgrade:
-            # The header came in two parts, and was not renamed. What followed is lost: the client asks again.
+            # The header was not renamed, as when it came in two parts. The parser has dropped the requests
+            # behind it, so the client must repeat them.
             resp.force_close()
         if self._phase is not Phase.CLOSING:
             self._enter(Phase.ANSWERING, None)

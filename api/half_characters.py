@@ -1,7 +1,7 @@
 """Bodies with half of a character: JSON may escape a surrogate without its other half, but no text has one.
 
-msgspec refuses such a body as a whole. Here the field and the entry are found that have it; and where a
-request wants errors of its documents reported, such a document is one of these errors.
+msgspec refuses such a body as a whole. This module finds the field and the entry that has it. With
+`on_error` "report", such a document becomes an entry in `errors`.
 """
 
 import re
@@ -34,7 +34,7 @@ def mended(body: bytearray, kind: type[T]) -> T:
     """Decodes a body that has halves of characters, which it changes: documents with one are `HALF`, if the
     request wants their errors reported. Raises InvalidRequestError that says where another is."""
     mark = _mark_in(body)
-    escaped = _escaped(mark)
+    escaped = re.compile(re.escape(_escaped(mark)))
     fields = msgspec.json.decode(body, type=Fields)
     known = _DOCUMENTS & {*getattr(kind, "__struct_fields__", _DOCUMENTS)}
     if _text(fields.get("on_error")) != "report" or _text(fields.get("rank_fields")) is not None:
@@ -73,16 +73,16 @@ def _escaped(mark: int) -> bytes:
     return rb"\u%04x" % mark
 
 
-def _has(value: msgspec.Raw, mark: bytes) -> bool:
+def _has(value: msgspec.Raw, mark: re.Pattern[bytes]) -> bool:
     # A copy of the value may be large.
-    return re.search(re.escape(mark), value) is not None
+    return mark.search(value) is not None
 
 
 def _begins(value: msgspec.Raw, character: bytes) -> bool:
     return bytes(memoryview(value)[:1]) == character
 
 
-def _places(value: msgspec.Raw, mark: bytes) -> Iterator[tuple[int, msgspec.Raw] | None]:
+def _places(value: msgspec.Raw, mark: re.Pattern[bytes]) -> Iterator[tuple[int, msgspec.Raw] | None]:
     """The entries of a list that have the mark, by their index; None where a value has it that is no list."""
     if not _has(value, mark):
         return
@@ -104,7 +104,7 @@ def _is_text(value: msgspec.Raw, mark: int) -> bool:
     return isinstance(text, str) and not has_pictures(document) and not has_more
 
 
-def _where(value: msgspec.Raw, path: str, mark: bytes) -> str:
+def _where(value: msgspec.Raw, path: str, mark: re.Pattern[bytes]) -> str:
     """What errors call the first text with the mark."""
     for _ in range(_DEEPEST):
         if _begins(value, b"["):

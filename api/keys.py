@@ -28,17 +28,24 @@ _NO_LIMITS = Tenant()
 
 class ApiKeys:
     """The keys that are accepted, and whose they are. Raises SetupError where the file of keys has none or
-    cannot be read. `set_tenants` is called with the tenants that the file names, at once and whenever the
-    file has changed."""
+    cannot be read, or if keys `must_be_named` and one is not. `set_tenants` is called with the tenants that
+    the file names, at once and whenever the file has changed."""
 
     def __init__(
         self,
         config: ServerConfig,
         clock: Callable[[], float] = time.monotonic,
         set_tenants: Callable[[Mapping[str, Tenant]], None] = lambda tenants: None,
+        must_be_named: bool = False,
     ) -> None:
         self._given = [digest_of(key.strip()) for key in config.api_key]
-        self._file = None if config.api_key_file is None else KeyFile(Path(config.api_key_file), clock)
+        path = config.api_key_file
+        self._file = None if path is None else KeyFile(Path(path), clock, must_be_named)
+        if must_be_named and (self._given or self._file is None):
+            raise SetupError(
+                "cache_by_tenant needs tenants with names: give all keys in --api-key-file, each with name=, "
+                "and none by --api-key or MAXSIMD_API_KEY"
+            )
         self._set_tenants = set_tenants
         self._table = _NO_TABLE if self._file is None else self._file.table()
         self._numbered = count(1)
@@ -100,13 +107,14 @@ class KeyFile:
     """The keys of a file with one a line. When the file changes they are read again; when it then has none,
     or cannot be read, those that were read before stay, with all that was said of them."""
 
-    def __init__(self, path: Path, clock: Callable[[], float]) -> None:
+    def __init__(self, path: Path, clock: Callable[[], float], must_be_named: bool) -> None:
         self._path = path
+        self._must_be_named = must_be_named
         self._clock = clock
         self._looked = clock()
         self._version = _version(path)
         try:
-            self._table = _read(path)
+            self._table = self._read()
         except (OSError, ValueError) as error:
             raise SetupError(
                 f"{_cannot_read(path, error)}; give a readable file with one key a line"
@@ -124,11 +132,17 @@ class KeyFile:
             return
         self._version = version
         try:
-            self._table = _read(self._path)
+            self._table = self._read()
         except (OSError, ValueError) as error:
             log.error("%s; the keys read before stay in use", _cannot_read(self._path, error))
         else:
             log.info("the file of keys has changed: %d keys are in it now", len(self._table.names))
+
+    def _read(self) -> KeyTable:
+        table = _read(self._path)
+        if self._must_be_named and table.nameless:
+            raise ValueError("a key has no name, which cache_by_tenant needs; put name= behind each key")
+        return table
 
 
 def _cannot_read(path: Path, error: Exception) -> str:

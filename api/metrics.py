@@ -43,7 +43,7 @@ class ServerMetrics:
             buckets=_SECONDS,
             registry=registry,
         )
-        self.ready = Gauge("maxsimd_ready", "Whether requests are taken, as /ready says", registry=registry)
+        self.ready = Gauge("maxsimd_ready", "1 if /ready answers 200, else 0", registry=registry)
         self.in_flight = Gauge("maxsimd_http_in_flight", "HTTP requests being answered", registry=registry)
         self.connections = Gauge("maxsimd_http_connections", "Connections of clients", registry=registry)
         self.cut_connections = Counter(

@@ -69,6 +69,10 @@ class ServedEngine(Protocol):
     def config(self) -> EngineConfig: ...
 
     @property
+    def caches_by_tenant(self) -> bool:
+        """Whether tenants need names, by which their cached entries are found. Known before the start."""
+
+    @property
     def is_healthy(self) -> bool: ...
 
     @property

@@ -48,7 +48,7 @@ class ServerState:
         # Of several models, requests are answered in the state of one: see `serving`.
         self.engine = cast("ServedEngine", engine)
         self.config = config
-        self.keys = ApiKeys(config, set_tenants=engine.set_tenants)
+        self.keys = ApiKeys(config, set_tenants=engine.set_tenants, must_be_named=engine.caches_by_tenant)
         self.cross_origin = CrossOrigin(config.cors_origin)
         self.metrics = ServerMetrics(engine.metrics.registry)
         self.max_body_bytes = config.max_body_mb * 1024 * 1024
@@ -152,6 +152,11 @@ class ServerState:
         one = copy.copy(self)
         one._notes, one._name_in_path = notes, name_in_path
         return one
+
+    def unread_name(self, name: str | None) -> tuple[UnreadField, ...]:
+        """The field with the name in the request's body, if the path names another model."""
+        is_other = bool(name) and bool(self._name_in_path) and name != self._name_in_path
+        return (UnreadField("model", None),) if is_other else ()
 
     def serving(self, name: str | None, wanted: Wanted) -> Self:
         """The state in which a request is answered that names this model, or none and wants something. Raises

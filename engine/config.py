@@ -185,9 +185,7 @@ class EngineConfig:
     cache_precision: Literal["auto", "float32", "bfloat16", "int8"] = option(
         "auto", "Precision that embeddings are cached in and documents scored with; auto is the model's."
     )
-    cache_by_tenant: bool = option(
-        False, "Cache for each tenant apart, so that none can tell what another has sent."
-    )
+    cache_by_tenant: bool = option(False, "Keep a separate cache for each tenant.")
     threads: int | None = option(
         None,
         "Threads for computing on the CPU; by default OMP_NUM_THREADS, else as many as there are cores, by "

@@ -98,6 +98,10 @@ class EngineLife:
             await self._dead.wait()
 
     @property
+    def caches_by_tenant(self) -> bool:
+        return self.config.cache_by_tenant
+
+    @property
     def is_healthy(self) -> bool:
         return self._running is not None and self.death is None
 

@@ -165,8 +165,8 @@ class ScoreOptions(TypedDict, total=False):
 class ScoreRequest:
     """Query i is scored against document i; one query is scored against every document. Either may come as
     its embedding, or have pictures. At most `explain` of the documents will have their scores
-    explained, with `maps` also by maps of their pictures. What is cached is found by the same `cache_owner`
-    alone."""
+    explained, with `maps` also by maps of their pictures. Only requests with the same `cache_owner`
+    share cached entries."""
 
     queries: tuple[Item, ...]
     documents: tuple[Item, ...]

@@ -32,13 +32,21 @@ class Front:
     raises SetupError."""
 
     async def __init__(  # type: ignore[misc]
-        self, scorers: DeploymentHandle, most_scorers: int, server_config: ServerConfig
+        self,
+        scorers: DeploymentHandle,
+        most_scorers: int,
+        server_config: ServerConfig,
+        caches_by_tenant: bool = False,
     ) -> None:
         set_up_logging(server_config.log_level, server_config.log_format)
-        ApiKeys(server_config, set_tenants=lambda tenants: check_limits(tenants, most_scorers))
+        ApiKeys(
+            server_config,
+            set_tenants=lambda tenants: check_limits(tenants, most_scorers),
+            must_be_named=caches_by_tenant,
+        )
         self._grace = server_config.grace_seconds
         self._roster = Roster(most=most_scorers, timeout=server_config.replica_timeout_seconds)
-        self._engine = FleetEngine(self._roster, _PATIENCE)
+        self._engine = FleetEngine(self._roster, _PATIENCE, caches_by_tenant=caches_by_tenant)
         self._state = ServerState(self._engine, server_config)
         self._others: dict[int, Address] = {}
         self._is_listed = False

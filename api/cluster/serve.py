@@ -51,7 +51,9 @@ def application(config: AppConfig, scorer: type[Scorer] = Scorer) -> Application
     fronts = serve.deployment(serve.ingress()(Front)).options(
         **ends, num_replicas=cluster.fronts, ray_actor_options={"num_cpus": min(1.0, cluster.num_cpus)}
     )
-    bound: Application = fronts.bind(scorers, cluster.max_replicas or cluster.replicas, server)
+    bound: Application = fronts.bind(
+        scorers, cluster.max_replicas or cluster.replicas, server, config.engine.cache_by_tenant
+    )
     return bound
 
 

@@ -33,7 +33,7 @@ _DECIDE_NOTHING = frozenset(
         *("offline", "device", "kernels", "maxsim", "attention", "cuda_graphs", "packing", "prefix_sharing"),
         *("max_batch_tokens", "max_batch_sequences", "max_queued_tokens", "max_wait_seconds"),
         *("max_request_tokens", "steps_in_flight", "step_timeout_seconds", "threads", "tokenizer_threads"),
-        *("cache_mb", "device_cache_mb", "cache_dir", "cache_disk_mb", "cache_by_tenant", "max_vectors"),
+        *("cache_mb", "device_cache_mb", "cache_dir", "cache_disk_mb", "max_vectors"),
     }
 )
 

@@ -70,8 +70,15 @@ class FleetEngine:
     raise the same errors. While no engine is there, requests without a timeout wait for `patience` seconds.
     For one event loop."""
 
-    def __init__(self, roster: Roster, patience: float = 30.0, spreader: Spreader | None = None) -> None:
+    def __init__(
+        self,
+        roster: Roster,
+        patience: float = 30.0,
+        spreader: Spreader | None = None,
+        caches_by_tenant: bool = False,
+    ) -> None:
         self._roster = roster
+        self.caches_by_tenant = caches_by_tenant
         self._spreader = Spreader(roster, patience) if spreader is None else spreader
         self._pool = WorkerPool(_THREADS, lambda: None)
         self._tenants: Mapping[str, Tenant] = {}

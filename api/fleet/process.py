@@ -67,7 +67,8 @@ async def _front(setup: Setup, started: float) -> int:
     except SetupError as error:
         log.error("%s", error)
         return 1
-    engine = FleetEngine(Roster.of_paths(setup.engine_paths, setup.server_config.replica_timeout_seconds))
+    roster = Roster.of_paths(setup.engine_paths, setup.server_config.replica_timeout_seconds)
+    engine = FleetEngine(roster, caches_by_tenant=setup.engine_config.cache_by_tenant)
     others = {slot: UnixAddress(path) for slot, path in enumerate(setup.front_paths) if slot != setup.slot}
     view = FrontView(engine, lambda: setup.slot, lambda: others)
     sockets = [socket.socket(fileno=number) for number in setup.sockets]

@@ -32,7 +32,7 @@ log = logging.getLogger("maxsimd.http")
 
 # What base URLs of clients end in, which then append paths of their own.
 _BASES = ("/v1", "/v2", infinity.BASE)
-# What stands before and behind the name of a model in the paths of routes that have one.
+# The text before and after `{name}` in each route that has a model name.
 _AROUND_NAME = {path: tuple(path.split("{name}")) for path in ROUTES if "{name}" in path}
 _LONGEST_LOGGED_PATH = 100
 _USABLE_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -88,6 +88,7 @@ async def handle(
         why = f" why={reason}" if reason else ""
         fields = {
             "method": method,
+            "path": shown,
             "route": label,
             "status": status,
             "duration_ms": round(seconds * 1e3, 1),
@@ -202,6 +203,8 @@ def _work_of(state: ServerState, method: str, path: str, headers: Mapping[str, s
     route = route_of(path)
     methods = ROUTES.get(route)
     if methods is None:
+        raise no_such_route()
+    if route in _AROUND_NAME and not _model_in(path):
         raise no_such_route()
     if _changes_models(state, method, route):
         models.check_allowed(state, headers)

@@ -123,7 +123,7 @@ def _with_body(
             whole = await read_body(state, body, held)
             request, found, unread = await _parse(state, whole, held, kind, read)
             del whole
-            state = state.telling_of(unread, path)
+            state = state.telling_of([*unread, *state.unread_name(model_of(request))], path)
             asked = wanted if isinstance(wanted, Wanted) else wanted(state, request)
             serving = state.serving(model_of(request), asked)
             with told_of(state.models, serving.called):
@@ -210,8 +210,8 @@ async def _parse(
     """The request, what is read of it, and the fields that are not."""
     most = state.config.max_documents
 
-    def parse() -> tuple[T, R, list[UnreadField]]:
-        request = _decoded(body, kind)
+    def parse(decode: Callable[[bytearray, type[T]], T]) -> tuple[T, R, list[UnreadField]]:
+        request = decode(body, kind)
         found = read(request, most)
         # The handlers of plain objects look for unread fields themselves.
         unread = unread_fields(request, _NAMES.decode(body)) if isinstance(request, msgspec.Struct) else []
@@ -220,12 +220,18 @@ async def _parse(
     try:
         # What is in a small body takes little memory, whatever it is.
         if len(body) <= LARGE_BODY:
-            return parse()
+            try:
+                return parse(_decoded)
+            except msgspec.DecodeError as error:
+                if not _is_about_half(error):
+                    raise
+            # To find where halves of characters stand takes long for the event loop.
+            return await state.engine.in_thread(lambda: parse(mended), len(body))
         most_shape = _most(state)
         shape = await state.engine.in_thread(lambda: shape_of(body, most_shape), len(body))
         _check_shape(shape, most_shape)
         held.add(max(0, shape.memory - len(body)))
-        return await state.engine.in_thread(parse, len(body))
+        return await state.engine.in_thread(lambda: parse(_decoded_or_mended), len(body))
     except UnicodeDecodeError as error:
         raise body_not_unicode(error.reason) from error
     except RecursionError as error:
@@ -233,14 +239,22 @@ async def _parse(
 
 
 def _decoded(body: bytearray, kind: type[T]) -> T:
+    # Not strict, as others take it too: "1" for a number, "true" or 1 for a yes.
+    return msgspec.json.decode(body, type=kind, strict=False)
+
+
+def _decoded_or_mended(body: bytearray, kind: type[T]) -> T:
     try:
-        # Not strict, as others take it too: "1" for a number, "true" or 1 for a yes.
-        return msgspec.json.decode(body, type=kind, strict=False)
+        return _decoded(body, kind)
     except msgspec.DecodeError as error:
-        # The second is said of a value that is skipped.
-        if "surrogate pair" not in str(error) and "end of hex escape" not in str(error):
+        if not _is_about_half(error):
             raise
         return mended(body, kind)
+
+
+def _is_about_half(error: msgspec.DecodeError) -> bool:
+    # The second is said of a value that is skipped.
+    return "surrogate pair" in str(error) or "end of hex escape" in str(error)
 
 
 def _most(state: ServerState) -> JsonShape:

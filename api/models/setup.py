@@ -1,6 +1,7 @@
 """The models of a server as they are configured: by arguments, by `models` of a YAML file, or by a folder."""
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -114,6 +115,20 @@ def _is_model(path: Path) -> bool:
         return False
 
 
+def _beside(file: Path) -> list[Path]:
+    """What is read beside a GGUF file: files that describe the model, and the folders of its modules."""
+    if not file.is_file():
+        return []
+    found = [each for each in file.parent.iterdir() if each.suffix in (".json", ".jinja")]
+    try:
+        modules = json.loads((file.parent / "modules.json").read_bytes())
+        paths = [module.get("path") or "" for module in modules]
+        found += [file.parent / path for path in paths if "/" not in path and path not in ("", "..")]
+    except (OSError, ValueError, TypeError, AttributeError):
+        pass  # Loading the model says what is wrong.
+    return [each for each in found if each.exists() or each.is_symlink()]
+
+
 class Loadable:
     """What may be loaded while the server runs: the models that were configured, and those in a folder, each
     by its path there, with the options that all have."""
@@ -128,6 +143,11 @@ class Loadable:
         if folder is not None and (self._folder is None or not self._folder.is_dir()):
             raise SetupError(f"there is no folder {folder!r}; give one that holds models, or leave it out")
 
+    @property
+    def caches_by_tenant(self) -> bool:
+        configs = [self._options, *(setup.engine for setup in self._configured.values())]
+        return any(config.cache_by_tenant for config in configs)
+
     def setup_of(self, name: str) -> ModelSetup | None:
         """How a model is loaded; None for one that is not for this server."""
         if name in self._configured:
@@ -138,14 +158,15 @@ class Loadable:
         return ModelSetup(name=name, engine=dataclasses.replace(self._options, model=str(path)))
 
     def link_out(self, name: str) -> str | None:
-        """Returns the path of a link in a model's folder that leads out of the folder of models, or nowhere;
-        None for none. What was configured may have links of any kind. Reads the file system."""
+        """Returns the path of a link in a model's folder, or beside a GGUF file, that leads out of the folder
+        of models, or nowhere; None for none. What was configured may have links of any kind. Reads the file
+        system."""
         path = None if name in self._configured else self._path_of(name)
         folders = [] if path is None else [path]
         seen = set(folders)
         while folders:
             folder = folders.pop()
-            for each in sorted(folder.iterdir()) if folder.is_dir() else ():
+            for each in sorted(folder.iterdir() if folder.is_dir() else _beside(folder)):
                 target = _resolved(each) if each.is_symlink() else each
                 if self._folder is None or target is None or not target.is_relative_to(self._folder):
                     return str(each.relative_to(self._folder or folder))

@@ -92,6 +92,11 @@ class SeveralModels:
         await self._is_left.wait()
 
     @property
+    def caches_by_tenant(self) -> bool:
+        """Whether any model does, or one that is loaded later."""
+        return self._loadable.caches_by_tenant
+
+    @property
     def is_healthy(self) -> bool:
         return self._is_started and any(self.state(name) == OK for name in self._setups)
 
@@ -288,7 +293,9 @@ class SeveralModels:
         return {name: served.engine.metrics.registry for name, served in self._served.items()}
 
     def _are_served(self) -> dict[str, bool]:
-        return {name: self.state(name) == OK for name in self._setups}
+        """Whether each model is served that nobody has dropped."""
+        states = {name: self.state(name) for name in self._setups}
+        return {name: state == OK for name, state in states.items() if state != DROPPED}
 
 
 def _reason(state: str) -> str:

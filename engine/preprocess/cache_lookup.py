@@ -22,8 +22,8 @@ class CacheKeys:
 class CacheLookup:
     """Looks up the documents of one request. With `refresh` nothing is found, and what is cached is dropped.
 
-    `own_length` is how much of a document the checkpoint reads, None for all of it. What an `owner` caches,
-    no other finds."""
+    `own_length` is how much of a document the checkpoint reads, None for all of it. Entries of one `owner`
+    are invisible to others."""
 
     def __init__(
         self,

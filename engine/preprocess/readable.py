@@ -1,4 +1,4 @@
-"""What of a score request can be prepared, where some of its documents cannot."""
+"""Prepares the documents of a score request that can be prepared, and finds out why the others cannot."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -11,6 +11,7 @@ from maxsimd.engine.preprocess.combine import Combine, NoScores, Scores
 from maxsimd.engine.preprocess.explain_pairs import renumbered
 from maxsimd.engine.preprocess.prepared import Prepared
 from maxsimd.engine.preprocess.request_ids import RequestIds
+from maxsimd.engine.preprocess.tokenization import is_broken
 from maxsimd.engine.requests import ScoreRequest, Value
 
 Prepare = Callable[[ScoreRequest, RequestIds], Prepared]
@@ -69,8 +70,19 @@ def _of_some(cache_scores: Callable[[Scores], None], positions: list[int]) -> Ca
 
 def _unreadable(prepare: Prepare, request: ScoreRequest, ids: RequestIds) -> Iterator[tuple[int, str]]:
     """The documents that cannot be read, and why."""
-    for start in range(0, len(request.documents), _TOGETHER):
-        positions = list(range(len(request.documents))[start : start + _TOGETHER])
+    reasons: dict[str, str | None] = {}
+    whole = []
+    for i, document in enumerate(request.documents):
+        if not (isinstance(document, str) and is_broken(document)):
+            whole.append(i)
+            continue
+        # Over HTTP, all documents with half of a character are the same text: try it once.
+        if document not in reasons:
+            reasons[document] = _why_not(prepare, only(request, [i]), ids)
+        if (reason := reasons[document]) is not None:
+            yield i, reason.replace("documents[0]", f"documents[{i}]")
+    for start in range(0, len(whole), _TOGETHER):
+        positions = whole[start : start + _TOGETHER]
         if _why_not(prepare, only(request, positions), ids) is not None:
             for i in positions:
                 reason = _why_not(prepare, only(request, [i]), ids)

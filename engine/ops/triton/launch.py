@@ -13,7 +13,7 @@ from maxsimd.engine.ops.nvidia import is_nvidia
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-# What to say of a device where `is_missing_on`.
+# The advice for a device for which `is_missing_on` is true.
 MISSING = 'triton is not installed: pip install "maxsimd[cuda]"'
 
 

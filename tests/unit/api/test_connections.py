@@ -117,6 +117,35 @@ async def test_a_connection_that_is_gone_does_not_come_back(room: Room) -> None:
     await asyncio.wait_for(room.table.until_empty(), 120)
 
 
+async def test_upgrade_is_renamed_in_heads_and_never_in_bodies(room: Room) -> None:
+    head = b"POST / HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n"
+    chunked = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    text = b"\r\nUpgrade: x\r\n\r\nUpgrade:"
+    chunk = b"%x\r\n%s\r\n" % (len(text), text)
+    upgrade = head + b"Content-Length: %d\r\n\r\n" % len(text) + text
+    get = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+    middle = head.index(b"grade: h2c")
+    # What arrives, how many requests these are, and whether they are whole.
+    for parts, upgrades in (
+        ([upgrade + get], [False, False]),
+        ([get, upgrade + get], [False, False, False]),
+        ([upgrade[:middle], upgrade[middle:]], [True]),
+        ([get * 32, upgrade], [*[False] * 32, True]),
+        ([chunked, chunk, b"0\r\n\r\n"], [False]),
+        ([chunked + chunk[:6], chunk[6:] + b"0\r\n\r\n"], [False]),
+        ([chunked[:-1], chunked[-1:] + chunk + b"0\r\n\r\n"], [False]),
+        ([chunked[:-3], chunked[-3:] + chunk + b"0\r\n\r\n"], [False]),
+    ):
+        server = web.Server(lambda request: None)  # type: ignore[arg-type, return-value]
+        connection = Connection(server, room.table, asyncio.get_running_loop())
+        for part in parts:
+            connection.data_received(part)
+        assert [message.upgrade for message, _ in connection._messages] == upgrades, parts
+        for _, body in connection._messages:
+            assert await body.read() in (b"", text)
+        connection.forget()
+
+
 def test_there_are_as_many_connections_as_descriptors_allow() -> None:
     without = resource.RLIM_INFINITY
     for asked_for, descriptors, most in (

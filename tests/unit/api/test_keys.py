@@ -121,6 +121,27 @@ def test_an_unusable_file_leaves_the_keys_as_they_are(
     assert not keys.owner("one")
 
 
+def test_caches_by_tenant_need_a_name_for_each_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file, engine = tmp_path / "keys", Engine(cache_by_tenant=True)
+    file.write_text("one name=a\ntwo\n")
+    for config in (
+        ServerConfig(),
+        ServerConfig(api_key=("one",)),
+        ServerConfig(api_key_file=str(file)),
+    ):
+        with pytest.raises(SetupError, match=r"cache_by_tenant.*name="):
+            ServerState(engine, config)
+    file.write_text("one name=a\ntwo name=b\n")
+    with pytest.raises(SetupError, match="none by --api-key or MAXSIMD_API_KEY"):
+        ServerState(engine, ServerConfig(api_key=("three",), api_key_file=str(file)))
+    clock = Clock()
+    keys = ApiKeys(ServerConfig(api_key_file=str(file)), clock, must_be_named=True)
+    file.write_text("one name=a\nfour\n")
+    clock.now = 1.0
+    assert [keys.accept(f"Bearer {key}") for key in ("one", "two", "four")] == ["a", "b", None]
+    assert "the keys read before stay in use" in caplog.text
+
+
 def test_a_pipe_is_read_once(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.write(writing, b"one\n")

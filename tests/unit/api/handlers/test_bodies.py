@@ -143,6 +143,8 @@ async def test_large_bodies_are_parsed_in_the_thread_pool(caller: Caller, engine
     assert engine.in_threads == 1  # which tokenises
     await caller.post("/tokenize", body.ljust(LARGE_BODY + 1))
     assert engine.in_threads == 4  # and which counts what the body has, and decodes it
+    await caller.error("/tokenize", {"text": "\ud83d"})
+    assert engine.in_threads == 5  # and which finds half of a character in a small body
 
 
 def large(body: Any) -> bytes:

@@ -389,6 +389,7 @@ async def test_a_model_may_be_named_by_either_name_and_no_other(caller: Caller) 
     for path in ("/v1/inference/{}", "/v1/retrieval/{}/reranking"):
         body = GOOD["POST", path.format("all-MiniLM-L6-v2")] | {"model": "nope"}
         assert (await caller.post(path.format("mine"), body)).status == 400  # which all requests are here
+        assert (await caller.post(path.format("%2F"), body | {"model": "mine"})).status == 404
         status, error = await caller.error(path.format("org%2Fnope"), body)
         assert (status, error["message"]) == (
             404,

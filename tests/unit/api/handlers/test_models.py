@@ -249,6 +249,7 @@ async def test_only_an_admin_loads_and_drops_models(asking: Asking, reranker: En
     )
     dropped = await asking("DELETE", f"/v1/models/{name}", {"force": True})
     assert (dropped.status, "`force`" in dropped.headers["x-maxsimd-warnings"]) == (204, True)
+    assert f'model_served{{model="{name}"}}' not in (await asking("GET", "/metrics")).body.decode()
     assert (await asking.json("/rerank", {**BODY, "model": path}))["model"] == "rerank"
     assert (await asking.error("/rerank", {**BODY, "model": name})) == (
         404,

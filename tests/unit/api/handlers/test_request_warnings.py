@@ -100,6 +100,7 @@ async def test_a_dropped_field_is_named_with_the_likely_one(caller: Caller) -> N
         ("/v1/reranking", TEXTS | {"return_input": True}, "`return_input`"),
         ("/v1/reranking", {"query": "q", "input": ["d"], "top_n": 1}, "`top_n` .* `top_k`"),
         ("/v1/inference/all-MiniLM-L6-v2", GOOD["POST", "/score"] | {"webhook": "u"}, "`webhook`"),
+        ("/v1/inference/all-MiniLM-L6-v2", GOOD["POST", "/score"] | {"model": "other"}, "`model`"),
         ("/api/embed", {"input": "d", "options": {"num_ctx": 8}}, "`options.num_ctx`"),
         ("/api/embed", {"input": "d", "keep_alive": "5m"}, "`keep_alive`"),
         ("/v1/embeddings", {"input": "d", "add_special_tokens": False}, "`add_special_tokens`"),

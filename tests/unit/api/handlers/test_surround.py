@@ -136,8 +136,8 @@ async def test_every_request_has_a_line_in_the_log(caller: Caller, lines: pytest
         route = {} if path == "/nope" else {"route": path}
         reason = {"reason": why.removeprefix(" why=")} if why else {}
         model = {} if path != "/rerank" or body == b"{" else {"model": "all-MiniLM-L6-v2"}
-        told = {"method": method, "route": "unknown", "status": status, "request_id": "mine"}
-        assert fields == told | route | model | reason
+        told = {"method": method, "path": path, "route": "unknown", "status": status}
+        assert fields == told | {"request_id": "mine"} | route | model | reason
         start, _, rest = line.getMessage().partition(f"{method} {path} {status} ")
         assert start == ""
         milliseconds, _, end = rest.partition(" ms ")

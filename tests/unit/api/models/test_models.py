@@ -44,6 +44,12 @@ def test_only_what_is_configured_or_in_the_folder_may_be_loaded(tmp_path: Path) 
     assert [loadable.link_out(name) for name in ("alias", "one.gguf", "mine")] == [None] * 3
     (folder / "empty" / "far.json").symlink_to(outside / "config.json")
     assert loadable.link_out("alias") == loadable.link_out("org/model") == "empty/far.json"
+    (folder / "modules.json").write_text('[{"path": ""}, {"path": "1_Pooling"}]')
+    (folder / "1_Pooling").symlink_to(outside)
+    assert loadable.link_out("one.gguf") == "1_Pooling"
+    (folder / "tokenizer.json").symlink_to(outside / "config.json")
+    (folder / "1_Pooling").unlink()
+    assert loadable.link_out("one.gguf") == "tokenizer.json"
     assert Loadable([configured]).setup_of("org/model") is None
     for nowhere in ("nowhere", "models/loop", "models/nowhere", "models/one.gguf", "a\0b"):
         with pytest.raises(SetupError, match="there is no folder"):
