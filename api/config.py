@@ -103,7 +103,7 @@ class ServerConfig:
     )
     grace_seconds: float = option(30.0, "After the drain, how long requests in flight may take to finish.")
     replica_timeout_seconds: float = option(
-        5.0, "How long a replica may not answer before it gets no more work, until it answers again."
+        5.0, "How long a replica may be silent before it gets no more work. It gets work once it answers."
     )
     restart_on_failure: bool = option(
         False,

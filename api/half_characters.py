@@ -18,7 +18,7 @@ Fields = dict[str, msgspec.Raw]
 
 # A document that the engine refuses: a text of nothing but half of a character.
 HALF = "\ud83d"
-# An escaped surrogate, and its other half if that is there. What is escaped by a backslash before it is text.
+# An escaped surrogate, and its other half if that is there. Behind an escaped backslash, `ud83d` is text.
 _SURROGATE = re.compile(
     rb"(?<!\\)(?:\\\\)*\\u[dD](?:[89abAB][0-9a-fA-F]{2}(\\u[dD][c-fC-F][0-9a-fA-F]{2})?|[c-fC-F][0-9a-fA-F]{2})"
 )
@@ -26,7 +26,7 @@ _LENGTH = len(rb"\ud83d")
 # Characters that no text should have (Unicode's noncharacters), which mark where halves stood.
 _MARKS = range(0xFDD0, 0xFDF0)
 _DOCUMENTS = frozenset({"documents", "items", "text_2", "data_2"})
-# Errors say where something is no deeper than this, as each level is parsed anew.
+# How many levels deep errors name the place: each level is parsed again.
 _DEEPEST = 4
 
 

@@ -141,7 +141,7 @@ class KeyFile:
     def _read(self) -> KeyTable:
         table = _read(self._path)
         if self._must_be_named and table.nameless:
-            raise ValueError("a key has no name, which cache_by_tenant needs; put name= behind each key")
+            raise ValueError("a key has no name, which cache_by_tenant needs; add name=... to each key")
         return table
 
 

@@ -38,10 +38,10 @@ class RequestNotes:
 
 
 class ServerState:
-    """Lives as long as the server, which may start before its engine does. `draining` says that it
-    is not ready, for load balancers, while it still accepts work; `closing` refuses new work while work in
-    flight is finished; `comes_back` says that an engine that dies is started again. Raises SetupError
-    if the configuration's file of API keys is invalid."""
+    """Lives as long as the server, which may start before its engine does. While `draining`, the server tells
+    load balancers that it is not ready, and still accepts work. While `closing`, it refuses new work and
+    finishes work in flight. `comes_back` says that an engine that dies is started again. Raises SetupError if
+    the configuration's file of API keys is invalid."""
 
     def __init__(self, engine: Serving, config: ServerConfig) -> None:
         self.models = engine if isinstance(engine, SeveralModels) else None

@@ -185,7 +185,9 @@ class EngineConfig:
     cache_precision: Literal["auto", "float32", "bfloat16", "int8"] = option(
         "auto", "Precision that embeddings are cached in and documents scored with; auto is the model's."
     )
-    cache_by_tenant: bool = option(False, "Keep a separate cache for each tenant.")
+    cache_by_tenant: bool = option(
+        False, "Share no cached entries between tenants. Each API key then needs a name."
+    )
     threads: int | None = option(
         None,
         "Threads for computing on the CPU; by default OMP_NUM_THREADS, else as many as there are cores, by "

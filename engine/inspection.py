@@ -169,7 +169,9 @@ def _scored(config: EngineConfig, expected: list[float] | None, is_exact: bool =
     allowed = 1e-3 * largest if is_exact else max(0.02 * largest, 0.2 * spread)
     if config.doc_token_pooling is None and not off <= allowed:  # NaN, too
         name = config.model or NAME
-        raise ModelLoadError(f"{name!r} is not scored as its own library scores it: {said}")
+        raise ModelLoadError(
+            f"{name!r} is not scored as its own library scores it: {said}; report this as a bug"
+        )
     return said
 
 

@@ -24,7 +24,7 @@ async def health(state: ServerState) -> Answer:
 
 
 async def ready(state: ServerState) -> Answer:
-    """For load balancers: 200 only while requests are taken."""
+    """For load balancers: 200 only while the server takes requests and does not drain."""
     if state.is_ready:
         return json_page(_status(state))
     return json_page(_status(state), status=503).with_headers(Retry_After="5")

@@ -158,9 +158,9 @@ class Loadable:
         return ModelSetup(name=name, engine=dataclasses.replace(self._options, model=str(path)))
 
     def link_out(self, name: str) -> str | None:
-        """Returns the path of a link in a model's folder, or beside a GGUF file, that leads out of the folder
-        of models, or nowhere; None for none. What was configured may have links of any kind. Reads the file
-        system."""
+        """Returns the first link in a model's folder, or beside its GGUF file, that leads out of the folder
+        of models, or nowhere; None if there is none. Links of configured models are not checked. Reads the
+        file system."""
         path = None if name in self._configured else self._path_of(name)
         folders = [] if path is None else [path]
         seen = set(folders)

@@ -93,7 +93,7 @@ class SeveralModels:
 
     @property
     def caches_by_tenant(self) -> bool:
-        """Whether any model does, or one that is loaded later."""
+        """Whether any model caches by tenant, or may when it is loaded later."""
         return self._loadable.caches_by_tenant
 
     @property
@@ -293,7 +293,7 @@ class SeveralModels:
         return {name: served.engine.metrics.registry for name, served in self._served.items()}
 
     def _are_served(self) -> dict[str, bool]:
-        """Whether each model is served that nobody has dropped."""
+        """Whether each model is served, without those that were dropped."""
         states = {name: self.state(name) for name in self._setups}
         return {name: state == OK for name, state in states.items() if state != DROPPED}
 

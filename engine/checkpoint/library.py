@@ -250,8 +250,8 @@ def _complete(
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Silences progress bars, reports of weights that belong to a head and not to the backbone. Also
-    silences the hub's warnings while offline: the log has said so."""
+    """Silences progress bars and reports of weights that belong to a head and not to the backbone. While
+    offline, also silences the hub's warnings, because the log has said so."""
     hub_verbosity = hub_logging.get_verbosity()
     if hub_constants.HF_HUB_OFFLINE:
         hub_logging.set_verbosity(logging.ERROR)

@@ -146,7 +146,7 @@ class Attempts:
         course, _ = found
         course.unanswered += counts
         if course.unanswered == _UNANSWERED:
-            message = "engines did not answer while they had this request; try again shortly"
+            message = "replicas did not answer while they had this request; try again shortly"
             return self._fail(FleetError("lost", message, retry_after=1.0))
         others = [other for other in _in_turn(course.part, alive) if other.name not in course.lost]
         if not others:
