@@ -381,6 +381,7 @@ def bench_files(documents: int, rounds: int, json_file: str | None) -> None:
     help="File whose first 100 lines rerank ranks. By default the license.",
 )
 @click.option("--rounds", type=int, default=5, show_default=True, help="Starts of each; medians count.")
+@click.option("--first", is_flag=True, help="Measure first starts: none finds what earlier ones have kept.")
 @click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
 def bench_startup(
     other: str | None,
@@ -388,14 +389,16 @@ def bench_startup(
     command: str,
     documents: str | None,
     rounds: int,
+    first: bool,
     json_file: str | None,
 ) -> None:
     """Start, memory and lone requests of a server, or the time of rerank; run it in a checkout."""
     from maxsimd.bench.startup import measure_startup
 
     folder, lines = None if other is None else Path(other), None if documents is None else Path(documents)
-    figures = measure_startup(Path.cwd(), folder, rounds, models, command, lines)
-    publish({"command": command, "models": list(models), "rounds": rounds}, figures, json_file)
+    figures = measure_startup(Path.cwd(), folder, rounds, models, command, lines, first)
+    settings = {"command": command, "models": list(models), "rounds": rounds, "first": first}
+    publish(settings, figures, json_file)
 
 
 @bench.command("plots")

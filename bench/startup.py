@@ -70,10 +70,12 @@ def measure_startup(
     models: Sequence[str] = (),
     command: str = "serve",
     documents: Path | None = None,
+    is_first: bool = False,
 ) -> dict[str, float]:
     """Medians for each of the models (folders; the default model without any). `other` is a checkout of
     another version, whose code is run by the same interpreter. `command` is serve or rerank; rerank ranks
-    the first 100 lines of `documents`."""
+    the first 100 lines of `documents`. `is_first`: no start finds what earlier ones have kept in the user's
+    cache folder."""
     checkouts = {"this": checkout, **({} if other is None else {"other": other})}
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="maxsimd-bench-") as folder:
@@ -84,11 +86,11 @@ def measure_startup(
             for round_ in range(rounds):
                 # Each comes first as often as the other.
                 for name in sorted(checkouts, reverse=round_ % 2 == 1):
-                    folder_of = checkouts[name]
-                    is_serve = command == "serve"
-                    found[name].append(
-                        _serve(folder_of, model) if is_serve else _rerank(folder_of, model, lines)
-                    )
+                    with _caches(is_first) as caches:
+                        measured = _Measured(checkouts[name], caches)
+                        found[name].append(
+                            _serve(measured, model) if command == "serve" else _rerank(measured, model, lines)
+                        )
             figures |= {f"{prefix}{name}": value for name, value in _medians(found).items()}
     return figures
 
@@ -115,13 +117,31 @@ def _first_lines(path: Path, folder: Path) -> Path:
     return target
 
 
+class _Measured(NamedTuple):
+    """A checkout, and what its process has in its environment besides."""
+
+    folder: Path
+    environment: Mapping[str, str]
+
+
+@contextmanager
+def _caches(are_new: bool) -> Iterator[Mapping[str, str]]:
+    """Names an empty cache folder of the user, if there is to be one."""
+    if not are_new:
+        yield {}
+        return
+    with tempfile.TemporaryDirectory(prefix="maxsimd-bench-") as folder:
+        yield {"XDG_CACHE_HOME": folder}
+
+
 @contextmanager
 def _process(
-    folder: Path, arguments: Sequence[str]
+    measured: _Measured, arguments: Sequence[str]
 ) -> Iterator[tuple["subprocess.Popen[bytes]", _FirstLine]]:
     """A command of the version in a checkout; its standard error is read."""
-    environment = os.environ | {
-        "PYTHONPATH": str(folder / "tests" / "typings"),
+    environment = os.environ | measured.environment
+    environment |= {
+        "PYTHONPATH": str(measured.folder / "tests" / "typings"),
         "MAXSIMD_DRAIN_SECONDS": "0",
     }
     with subprocess.Popen(
@@ -140,17 +160,17 @@ def _process(
             first.join()
 
 
-def _serve(folder: Path, model: str | None) -> _Found:
+def _serve(measured: _Measured, model: str | None) -> _Found:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     started = time.perf_counter()
     arguments = ["serve", *([] if model is None else [model]), "--port", str(port)]
-    with _process(folder, arguments) as (server, first):
+    with _process(measured, arguments) as (server, first):
         while not _is_ready(url):
             if server.poll() is not None or time.perf_counter() - started > _SECONDS:
-                raise RuntimeError(f"the server of {folder} did not become ready")
+                raise RuntimeError(f"the server of {measured.folder} did not become ready")
             time.sleep(0.02)
         ready = time.perf_counter() - started
         resident = _memory_mib(server.pid, "VmRSS")
@@ -162,14 +182,14 @@ def _serve(folder: Path, model: str | None) -> _Found:
     return _Found(first.at - started, ready, resident, peak, lone)
 
 
-def _rerank(folder: Path, model: str | None, lines: Path) -> _FoundOfRerank:
+def _rerank(measured: _Measured, model: str | None, lines: Path) -> _FoundOfRerank:
     started = time.perf_counter()
     arguments = ["rerank", *([] if model is None else [model])]
-    with _process(folder, [*arguments, "--query", _QUERY, "--documents", str(lines)]) as (process, first):
+    with _process(measured, [*arguments, "--query", _QUERY, "--documents", str(lines)]) as (process, first):
         status = process.wait(timeout=_SECONDS)
         seconds = time.perf_counter() - started
     if status != 0:
-        raise RuntimeError(f"maxsimd rerank of {folder} ended with {status}")
+        raise RuntimeError(f"maxsimd rerank of {measured.folder} ended with {status}")
     return _FoundOfRerank(first.at - started, seconds)
 
 
