@@ -129,7 +129,7 @@ class Connection(web.RequestHandler):
         """Renames `Upgrade` in the head of a request, never in a body. Leaves it if the parser may hold back
         bytes, or if the end of the head is not certain."""
         before = self._last_bytes
-        self._last_bytes = (before + data)[-2:]
+        self._last_bytes = (before + data[-2:])[-2:]
         if self._held_back or not self._parsed.is_eof():
             return data
         end = _END_OF_HEAD.search(before + data)

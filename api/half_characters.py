@@ -18,13 +18,15 @@ Fields = dict[str, msgspec.Raw]
 
 # A document that the engine refuses: a text of nothing but half of a character.
 HALF = "\ud83d"
-# An escaped surrogate, and its other half if that is there. Behind an escaped backslash, `ud83d` is text.
+# An escaped surrogate, and its other half if that is there. Behind an escaped backslash, `ud83d` is text. The
+# repeat gives nothing back, or a body of backslashes would take gigabytes.
 _SURROGATE = re.compile(
-    rb"(?<!\\)(?:\\\\)*\\u[dD](?:[89abAB][0-9a-fA-F]{2}(\\u[dD][c-fC-F][0-9a-fA-F]{2})?|[c-fC-F][0-9a-fA-F]{2})"
+    rb"(?<!\\)(?:\\\\)*+\\u[dD](?:[89abAB][0-9a-fA-F]{2}(\\u[dD][c-fC-F][0-9a-fA-F]{2})?|[c-fC-F][0-9a-fA-F]{2})"
 )
 _LENGTH = len(rb"\ud83d")
 # Characters that no text should have (Unicode's noncharacters), which mark where halves stood.
 _MARKS = range(0xFDD0, 0xFDF0)
+_ESCAPED_MARK = re.compile(rb"\\u([fF][dD][dDeE][0-9a-fA-F])")
 _DOCUMENTS = frozenset({"documents", "items", "text_2", "data_2"})
 # How many levels deep errors name the place: each level is parsed again.
 _DEEPEST = 4
@@ -55,18 +57,15 @@ def mended(body: bytearray, kind: type[T]) -> T:
 
 def _mark_in(body: bytearray) -> int:
     """Puts a mark in the place of each half, one that the body does not have; returns its code point."""
-    mark = next((each for each in _MARKS if not _is_in(body, each)), None)
+    # One search for all of them: each goes through the whole body.
+    escaped = {int(found[1], 16) for found in _ESCAPED_MARK.finditer(body)}
+    mark = next((each for each in _MARKS if each not in escaped and chr(each).encode() not in body), None)
     if mark is None:
         raise _refusal("the body", None)
-    halves = [found.end() for found in _SURROGATE.finditer(body) if found[1] is None]
-    for end in halves:
-        body[end - _LENGTH : end] = _escaped(mark)
+    for found in _SURROGATE.finditer(body):
+        if found[1] is None:
+            body[found.end() - _LENGTH : found.end()] = _escaped(mark)
     return mark
-
-
-def _is_in(body: bytearray, mark: int) -> bool:
-    """Whether a body has a character, escaped or not."""
-    return chr(mark).encode() in body or re.search(rb"(?i)\\u%04x" % mark, body) is not None
 
 
 def _escaped(mark: int) -> bytes:

@@ -49,7 +49,7 @@ class Link:
         self._numbered = 0
         self._is_lost = False
         self._lost_by: type[LostError] = LostError
-        self.num_received_bytes = 0
+        self._num_received = self._num_written = 0
         self._reading = asyncio.create_task(self._read(), name="maxsimd-link")
 
     @classmethod
@@ -104,6 +104,12 @@ class Link:
             raise InvalidRequestError("a number is too large; give one of at most 64 bits") from None
         self._writer.write(len(encoded).to_bytes(LENGTH_BYTES, "little"))
         self._writer.write(encoded)
+        self._num_written += LENGTH_BYTES + len(encoded)
+
+    @property
+    def num_moved_bytes(self) -> int:
+        """Bytes that have come, and those that have gone: a large question may take long to send."""
+        return self._num_received + self._num_written - self._writer.transport.get_write_buffer_size()
 
     async def _read(self) -> None:
         try:
@@ -135,7 +141,7 @@ class Link:
             piece = await self._reader.read(length)
             if not piece:
                 raise EOFError
-            self.num_received_bytes += len(piece)
+            self._num_received += len(piece)
             length -= len(piece)
             pieces.append(piece)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)

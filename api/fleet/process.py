@@ -63,7 +63,7 @@ def main() -> NoReturn:
 
 async def _front(setup: Setup, started: float) -> int:
     try:
-        _check(setup.server_config)
+        _check(setup.server_config, setup.engine_config.cache_by_tenant)
     except SetupError as error:
         log.error("%s", error)
         return 1
@@ -89,9 +89,13 @@ async def _connect(engine: FleetEngine, paths: Sequence[str]) -> None:
             await asyncio.wait_for(engine.start(), _CONNECTING_SECONDS)
 
 
-def _check(config: ServerConfig) -> None:
+def _check(config: ServerConfig, caches_by_tenant: bool) -> None:
     """Raises SetupError for what would keep a front from serving."""
-    ApiKeys(config, set_tenants=lambda tenants: check_limits(tenants, config.replicas))
+    ApiKeys(
+        config,
+        set_tenants=lambda tenants: check_limits(tenants, config.replicas),
+        must_be_named=caches_by_tenant,
+    )
     tls_context(config)
     max_connections(config.max_connections, raise_descriptor_limit())
     MediaSources(config)

@@ -326,9 +326,9 @@ class Roster:
         ping: asyncio.Task[None] | None = None
         ticks = 0
         while ticks < _SILENT_TICKS:
-            received = link.num_received_bytes
+            moved = link.num_moved_bytes
             await asyncio.sleep(self._timeout / _SILENT_TICKS)
-            if link.num_received_bytes > received:
+            if link.num_moved_bytes > moved:
                 ticks = 0
             elif ping is None or ping.done():
                 ticks, ping = 0, self._in_background(_ping(link))

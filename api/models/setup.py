@@ -122,7 +122,7 @@ def _beside(file: Path) -> list[Path]:
     found = [each for each in file.parent.iterdir() if each.suffix in (".json", ".jinja")]
     try:
         modules = json.loads((file.parent / "modules.json").read_bytes())
-        paths = [module.get("path") or "" for module in modules]
+        paths = [str(module.get("path") or "") for module in modules]
         found += [file.parent / path for path in paths if "/" not in path and path not in ("", "..")]
     except (OSError, ValueError, TypeError, AttributeError):
         pass  # Loading the model says what is wrong.

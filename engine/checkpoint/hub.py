@@ -136,7 +136,7 @@ def _ask_now(endpoint: str, model: str, revision: str | None) -> _Asked:
         reason = f"{endpoint} {what} ({_one_line(error) or type(error).__name__})"
         if not _is_cached(model, revision):
             return _asked_now(None, reason)
-        log.warning("%s; %s is read from the local cache. With --offline no hub is asked", reason, model)
+        log.warning("%s; %s is read from the local cache. With offline=True no hub is asked", reason, model)
         return _asked_now(None, reason, _REMEMBERED_CACHED_SECONDS)
     return _asked_now(frozenset(file.rfilename for file in info.siblings or ()))
 

@@ -75,18 +75,20 @@ class _Heads:
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._heads: dict[int, tuple[str, TokenIds]] = {}
+        # What texts have to begin with, and the part of it that is cut off.
+        self._heads: dict[int, tuple[str, str, TokenIds]] = {}
         self._last: dict[int, str] = {}
 
     def of(self, segment: int, text: str) -> tuple[str, TokenIds]:
         """The part with which a segment's text begins as it did for an earlier query, and its tokens; none
         for the first."""
-        head, ids = self._heads.get(segment, ("", _NONE))
-        if not head or not text.startswith(head):
+        common, head, ids = self._heads.get(segment, ("", "", _NONE))
+        # The head can be cut off where it is followed by the rest of `common`, and perhaps not elsewhere.
+        if not head or not text.startswith(common):
             common = _common_start(self._last.get(segment, ""), text)
             head = common[: max(self._tokenizer.breaks(common), default=0)]
             ids = self._tokenizer.encode([head], "queries")[0]
-            self._heads[segment] = head, ids
+            self._heads[segment] = common, head, ids
         self._last[segment] = text
         return head, ids
 

@@ -132,4 +132,4 @@ def test_a_cached_model_is_read_without_its_hub(
     assert len(asked) == 1
     (line,) = [record.getMessage() for record in caplog.records if record.name.startswith("maxsimd.")]
     assert said in line
-    assert line.endswith("some/model is read from the local cache. With --offline no hub is asked")
+    assert line.endswith("some/model is read from the local cache. With offline=True no hub is asked")

@@ -415,6 +415,7 @@ TEXTS = st.lists(WRITTEN).map("".join)
 @given(pairs=st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=3), one_query=st.booleans())
 @example(pairs=[("a b, c d.\n", "e f, g"), ("a b, c", "")], one_query=True)
 @example(pairs=[("a b, c d.\n", "e f, g"), ("a b, c", "")], one_query=False)
+@example(pairs=[(" c", ""), (" c", ""), ("", "")], one_query=False)
 def test_a_pair_has_its_segments_tokens(
     template: ScoreTemplate, pairs: list[tuple[str, str]], one_query: bool
 ) -> None:
