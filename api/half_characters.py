@@ -104,7 +104,7 @@ def _is_text(value: msgspec.Raw, mark: int) -> bool:
 
 
 def _where(value: msgspec.Raw, path: str, mark: re.Pattern[bytes]) -> str:
-    """What errors call the first text with the mark."""
+    """Returns the name that errors give to the first text with the mark."""
     for _ in range(_DEEPEST):
         if _begins(value, b"["):
             place = next(_places(value, mark), None)

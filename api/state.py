@@ -30,8 +30,7 @@ Phase = Literal["starting", "ok", "restarting", "draining", "dead"]
 
 @dataclass(slots=True)
 class RequestNotes:
-    """What the log says of a request beside its path and status, as far as it is known when the request
-    ends."""
+    """The log's fields of a request besides its path and status, as far as they are known at its end."""
 
     tenant: str = ""
     model: str = ""

@@ -126,7 +126,7 @@ class _Measured(NamedTuple):
 
 @contextmanager
 def _caches(are_new: bool) -> Iterator[Mapping[str, str]]:
-    """Names an empty cache folder of the user, if there is to be one."""
+    """Makes an empty cache folder, and gives the variable that names it; nothing if `are_new` is false."""
     if not are_new:
         yield {}
         return

@@ -18,7 +18,7 @@ SCORE_TYPES = ("auto", "late-interaction", "bi-encoder")
 
 
 def made_anew(score_types: Sequence[str] = SCORE_TYPES) -> Shipped:
-    """What is to come with the package for these types. Raises ModelLoadError where texts are read in another
+    """Returns what the package ships for these types. Raises ModelLoadError where texts are read in another
     way than by sentence-transformers."""
     recipes, texts = {}, []
     for score_type in score_types:

@@ -92,7 +92,7 @@ class Link:
     async def close(self, error: type[LostError] = LostError) -> None:
         """Ends the connection: what was asked fails by this error."""
         self._lost_by = error
-        # What has not been sent is of no use to one that does not read it.
+        # A peer that does not read needs nothing that is still unsent.
         self._writer.transport.abort()
         self._reading.cancel()
         await asyncio.wait({self._reading})

@@ -27,7 +27,7 @@ log = logging.getLogger("maxsimd.fleet")
 _MOST_FAILURES, _PAUSE_SECONDS = 5, 0.5
 # How much longer than its grace a front may take to end, and then the engines.
 _MARGIN_SECONDS, _ENGINE_SECONDS = 10.0, 5.0
-# What the names of folders for sockets begin with.
+# The prefix of the names of folders for sockets.
 _FOLDERS = "maxsimd-fleet-"
 # How often it looks whether a process is ready, in seconds.
 _LOOK_SECONDS = 0.02

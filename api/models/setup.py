@@ -116,7 +116,7 @@ def _is_model(path: Path) -> bool:
 
 
 def _beside(file: Path) -> list[Path]:
-    """What is read beside a GGUF file: files that describe the model, and the folders of its modules."""
+    """Lists the files beside a GGUF file that are read with it, and the folders of its modules."""
     if not file.is_file():
         return []
     found = [each for each in file.parent.iterdir() if each.suffix in (".json", ".jinja")]

@@ -148,7 +148,7 @@ def _asked_now(
 
 
 def _info(model: str, revision: str | None) -> "ModelInfo":
-    """What the hub says of a checkpoint. Raises what its client raises, and TimeoutError."""
+    """Returns the hub's record of a checkpoint. Raises its client's errors, and TimeoutError."""
     from huggingface_hub import HfApi
 
     info: Future[ModelInfo] = Future()

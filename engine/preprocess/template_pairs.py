@@ -75,7 +75,7 @@ class _Heads:
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
-        # What texts have to begin with, and the part of it that is cut off.
+        # For each segment: the beginning that texts must share, the part cut off from it, and its tokens.
         self._heads: dict[int, tuple[str, str, TokenIds]] = {}
         self._last: dict[int, str] = {}
 

@@ -52,7 +52,7 @@ async def test_int8_ranks_nearly_as_float32_does(
     pairs = pairs[:25]
     exact = await engines.scores(EngineConfig(model=model, dtype="float32"), pairs)
     rounded = await engines.scores(EngineConfig(model=model, quantization="int8"), pairs)
-    # Of random weights: rounding moves scores by some hundredths of their spread.
+    # The weights are random: rounding moves scores by some hundredths of their spread.
     assert spearmanr(exact, rounded).statistic >= 0.95
     usual = await engines.scores(EngineConfig(model=model), pairs)
     assert not np.array_equal(rounded, usual), "nothing was rounded"

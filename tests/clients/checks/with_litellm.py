@@ -30,7 +30,7 @@ _EMBEDDERS: dict[str, tuple[str, str, dict[str, str]]] = {
 
 def _check_ranks(ranker: tuple[str, str]) -> None:
     model, path = ranker
-    # NVIDIA's answers have logits, of which /rerank gives the sigmoid where the model is a classifier.
+    # NVIDIA's answers have logits. For a classifier, /rerank gives their sigmoid.
     for url in RANKING if model.startswith("nvidia_nim/") else ALL:
         asked = {"model": model, "query": QUERY, "documents": list(DOCUMENTS), "top_n": 3}
         answer = litellm.rerank(**asked, api_base=url + path, api_key="none")
