@@ -88,7 +88,8 @@ def test_promises_name_real_options_and_tests() -> None:
     assert len(promises) > 25
     for row in promises:
         tests = re.findall(r"`(tests/[\w/]+\.py)`", row)
-        assert tests and all((ROOT / test).is_file() for test in tests), row
+        assert tests, row
+        assert all((ROOT / test).is_file() for test in tests), row
 
 
 def test_each_statement_on_other_servers_has_its_source() -> None:
