@@ -1,5 +1,5 @@
-"""Writes the tables of docs/models.md and docs/internals/models-proven.md, and what `maxsimd inspect` prints for small
-checkpoints. Run `python -m tests.parity.models_page` after a change."""
+"""Writes the tables of docs/models.md, and all of docs/internals/models-proven.md but its prose.
+Run `python -m tests.parity.models_page` after a change."""
 
 import re
 import tempfile
