@@ -1,5 +1,5 @@
-"""Writes what is generated of docs/models.md: tables of families that are proven and of what is served, and
-what `maxsimd inspect` says of small checkpoints. Run `python -m tests.parity.models_page` after a change."""
+"""Writes the tables of docs/models.md, and all of docs/internals/models-proven.md but its prose.
+Run `python -m tests.parity.models_page` after a change."""
 
 import re
 import tempfile
@@ -14,10 +14,15 @@ from tests.checkpoints.shared import SharedCheckpoints
 from tests.parity.families import FAMILIES, FORMS, LISTWISE, Family
 from tests.parity.second_readers import READERS, VERSION, as_words
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE, PROOF = DOCS / "models.md", DOCS / "internals" / "models-proven.md"
 PAGE_FAMILIES = [*FAMILIES, LISTWISE, *FORMS]
 
-_HEAD = f"""\
+_SHORT = """\
+| family | kind | for example | format |
+| --- | --- | --- | --- |
+"""
+_PROVEN = f"""\
 | family | scored by | published as | format | run | proven by | vLLM {VERSION} |
 | --- | --- | --- | --- | --- | --- | --- |
 """
@@ -25,14 +30,19 @@ _HEAD = f"""\
 _INSPECTIONS = "Of the default model, in float32:\n\n"
 
 
-def page(checkpoints: SharedCheckpoints) -> str:
-    """The whole page, whose first three tables are generated, and all from the inspections on."""
-    prose, _, _ = PAGE.read_text(encoding="utf-8").partition(_INSPECTIONS)
+def page() -> str:
+    """docs/models.md, whose first three tables are generated."""
+    tables = _short([*FAMILIES, LISTWISE]), f"{as_markdown()}\n", _short(FORMS)
+    return _with_tables(PAGE.read_text(encoding="utf-8"), *tables)
+
+
+def proof(checkpoints: SharedCheckpoints) -> str:
+    """docs/internals/models-proven.md, whose tables are generated, and all from the inspections on."""
+    prose, _, _ = PROOF.read_text(encoding="utf-8").partition(_INSPECTIONS)
     prose = re.sub(r"vLLM [\d.]+ \(CPU", f"vLLM {VERSION} (CPU", prose)
-    parts = re.split(r"^((?:\|.*\n)+)", prose, flags=re.MULTILINE)
-    parts[1:6:2] = _table([*FAMILIES, LISTWISE]), f"{as_markdown()}\n", _table(FORMS)
+    prose = _with_tables(prose, _proven([*FAMILIES, LISTWISE]), _proven(FORMS))
     default = show(_inspected(EngineConfig(dtype="float32", device="cpu")))
-    sections = [f"{''.join(parts)}{_INSPECTIONS}```\n{default}\n```\n\nOf the tests' checkpoints:\n"]
+    sections = [f"{prose}{_INSPECTIONS}```\n{default}\n```\n\nOf the tests' checkpoints:\n"]
     for family in PAGE_FAMILIES:
         sections.append(_section(family.name, checkpoints(family.build), **family.settings))
     classifier = checkpoints(partial(cross_encoders.bert, labels=3))
@@ -41,6 +51,13 @@ def page(checkpoints: SharedCheckpoints) -> str:
     template = "{{ query }} {{ document }}"
     sections.append(_section("mxbai-rerank-v2 with --score-template", shortened, score_template=template))
     return "\n".join(sections)
+
+
+def _with_tables(prose: str, *tables: str) -> str:
+    """The prose with its first tables replaced."""
+    parts = re.split(r"^((?:\|.*\n)+)", prose, flags=re.MULTILINE)
+    parts[1 : 2 * len(tables) : 2] = tables
+    return "".join(parts)
 
 
 def _inspected(config: EngineConfig) -> dict[str, str | list[str]]:
@@ -56,8 +73,16 @@ def _section(name: str, path: str, **settings: object) -> str:
     return f"### {name}\n\n```\n{show(rows)}\n```\n"
 
 
-def _table(families: list[Family]) -> str:
-    return _HEAD + "".join(map(_row, families))
+def _short(families: list[Family]) -> str:
+    return _SHORT + "".join(f"| {' | '.join(_cells(family))} |\n" for family in families)
+
+
+def _proven(families: list[Family]) -> str:
+    return _PROVEN + "".join(map(_row, families))
+
+
+def _cells(family: Family) -> list[str]:
+    return [family.name, family.kind, family.published, family.format]
 
 
 def _row(family: Family) -> str:
@@ -65,10 +90,10 @@ def _row(family: Family) -> str:
     run += ", causal" if family.causal else ""
     name = f"{family.kind}: {family.name}"
     test = "test_listwise.py" if family is LISTWISE else f"test_families.py ...[{name}]"
-    cells = [family.name, family.kind, family.published, family.format, run, f"`{test}`"]
-    return f"| {' | '.join([*cells, as_words(READERS[family.name])])} |\n"
+    return f"| {' | '.join([*_cells(family), run, f'`{test}`', as_words(READERS[family.name])])} |\n"
 
 
 if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
     with tempfile.TemporaryDirectory() as folder:
-        PAGE.write_text(page(SharedCheckpoints(Path(folder))), encoding="utf-8")
+        PROOF.write_text(proof(SharedCheckpoints(Path(folder))), encoding="utf-8")

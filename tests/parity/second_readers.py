@@ -1,5 +1,5 @@
 """vLLM as a second reader: what it makes of each family's checkpoint. tests/oracles/test_vllm.py compares
-what is equal, and docs/models.md prints it."""
+what is equal, and docs/internals/models-proven.md prints it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -10,14 +10,18 @@ from maxsimd.api.cli import main
 from maxsimd.engine.checkpoint.embedded import embedded_model_path
 from maxsimd.engine.checkpoint.served import SERVED
 from tests.checkpoints.shared import SharedCheckpoints
-from tests.parity.models_page import PAGE, PAGE_FAMILIES, page
+from tests.parity.models_page import PAGE, PAGE_FAMILIES, PROOF, page, proof
 from tests.parity.second_readers import READERS, as_words
 
 
+def test_the_tables_are_those_of_the_families() -> None:
+    assert page() == PAGE.read_text(encoding="utf-8"), "run: python -m tests.parity.models_page"
+
+
 @pytest.mark.exhaustive
-def test_the_page_is_what_inspecting_every_checkpoint_says(checkpoints: SharedCheckpoints) -> None:
-    written = PAGE.read_text(encoding="utf-8")
-    assert page(checkpoints) == written, "run: python -m tests.parity.models_page"
+def test_the_proof_is_what_inspecting_every_checkpoint_prints(checkpoints: SharedCheckpoints) -> None:
+    written = PROOF.read_text(encoding="utf-8")
+    assert proof(checkpoints) == written, "run: python -m tests.parity.models_page"
 
 
 def test_each_family_has_one_line_about_a_second_reader() -> None:
@@ -31,7 +35,7 @@ def test_the_command_prints_what_the_page_shows() -> None:
     shown = CliRunner().invoke(main, ["inspect", "--dtype", "float32"])
     assert shown.exit_code == 0
     *of_model, device, kernels = shown.stdout.strip().split("\n")
-    assert "\n".join(of_model) in PAGE.read_text(encoding="utf-8")
+    assert "\n".join(of_model) in PROOF.read_text(encoding="utf-8")
     assert re.fullmatch(r"device +(cpu|cuda)", device)
     assert re.fullmatch(r"kernels +(plain torch: .+|attention by \w+, MaxSim by \w+)", kernels)
     as_json = CliRunner().invoke(main, ["inspect", embedded_model_path(), "--json"])

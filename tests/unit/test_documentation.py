@@ -29,8 +29,8 @@ from tests.clients.catalogue import CLIENTS
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 # The pages about maxsimd alone, which name no other programs' options.
-_OF_OTHERS = {"comparison", "promises", "clients"}
-_PAGES = (*(ROOT / "docs").glob("*.md"), ROOT / "SECURITY.md")
+_OF_OTHERS = {"comparison", "promises-compared", "clients"}
+_PAGES = (*(ROOT / "docs").glob("*.md"), *(ROOT / "docs/internals").glob("*.md"), ROOT / "SECURITY.md")
 _DOCS = {path.stem: path.read_text(encoding="utf-8") for path in _PAGES}
 _COMMANDS = re.compile(r"(?:`|```sh\n)(?:\.venv/bin/)?maxsimd ((?:bench )?[a-z][a-z-]*)")
 
@@ -78,34 +78,28 @@ def test_the_page_on_security_names_every_reason_to_cut() -> None:
         assert f"`{reason}`" in _DOCS["security"]
 
 
-PROMISES = _DOCS["promises"]
-
-
-def _cases(text: str) -> list[list[str]]:
-    """The rows of the tables: the case, and what maxsimd and the others do."""
-    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    return [row for row in rows if len(row) == 4 and row[0] not in ("| case", "| ---")]
-
-
-def test_the_page_on_promises_names_real_options_and_tests() -> None:
-    """Options of maxsimd's own column; the others belong to other programs."""
-    ours = " ".join(row[1] for row in _cases(PROMISES))
+def test_promises_name_real_options_and_tests() -> None:
+    options = set(re.findall(r"`(--[\w-]+)`", _DOCS["promises"]))
     shown = CliRunner().invoke(main, ["serve", "--help"]).output
-    names = set(re.findall(r"`(--[\w-]+)`", ours))
-    assert len(names) > 20
-    assert not [name for name in names if f"{name} " not in shown]
-    tests = set(re.findall(r"`(tests/[\w/]+\.py)`", PROMISES))
-    assert len(tests) > 20
-    assert not [test for test in tests if not (ROOT / test).is_file()]
+    assert len(options) > 20
+    assert not [name for name in options if f"{name} " not in shown]
+    rows = [line for line in _DOCS["promises"].splitlines() if line.startswith("| ")]
+    promises = [row for row in rows if not row.startswith(("| promise", "| ---"))]
+    assert len(promises) > 25
+    for row in promises:
+        tests = re.findall(r"`(tests/[\w/]+\.py)`", row)
+        assert tests, row
+        assert all((ROOT / test).is_file() for test in tests), row
 
 
-def test_each_statement_of_the_page_on_promises_has_its_source() -> None:
-    above, notes = PROMISES.split("## Notes")
+def test_each_statement_on_other_servers_has_its_source() -> None:
+    above, notes = _DOCS["promises-compared"].split("## Notes")
     used = set(re.findall(r"\[\^([\w-]+)\]", above))
     defined = re.findall(r"^\[\^([\w-]+)\]: .*https://", notes, flags=re.MULTILINE)
     assert len(defined) == len(set(defined))
     assert used == set(defined)
-    cases = _cases(above)
+    rows = [line.split(" | ") for line in above.splitlines() if line.startswith("| ")]
+    cases = [row for row in rows if len(row) == 4 and row[0] not in ("| case", "| ---")]
     assert len(cases) > 20
     for case, _, tei, vllm in cases:
         assert "[^t-" in tei, case
