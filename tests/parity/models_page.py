@@ -1,5 +1,4 @@
-"""Writes what is generated of docs/models.md: tables of families that are proven and of what is served, and
-what `maxsimd inspect` says of small checkpoints. Run `python -m tests.parity.models_page` after a change."""
+"""Writes the tables and inspections of docs/models.md: `python -m tests.parity.models_page`."""
 
 import re
 import tempfile
@@ -64,7 +63,7 @@ def _row(family: Family) -> str:
     run = "packed" if family.packed else "padded"
     run += ", causal" if family.causal else ""
     name = f"{family.kind}: {family.name}"
-    test = "test_listwise.py" if family is LISTWISE else f"test_families.py ...[{name}]"
+    test = "test_cross_encoders.py" if family is LISTWISE else f"test_families.py ...[{name}]"
     cells = [family.name, family.kind, family.published, family.format, run, f"`{test}`"]
     return f"| {' | '.join([*cells, as_words(READERS[family.name])])} |\n"
 

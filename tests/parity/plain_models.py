@@ -78,8 +78,7 @@ class PlainEncoder:
         return torch.cat(outputs, dim=-1)
 
     def turned(self, x: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
-        """Rotary positions: x [tokens, hidden], whose heads' two halves are turned by position times
-        `frequencies` [dims / 2]."""
+        """Turns the two halves of heads of x [tokens, hidden] by position times `frequencies` [dims / 2]."""
         angles = torch.arange(len(x)).float()[:, None] * frequencies
         first, second = x.unflatten(-1, (self.heads, 2, -1)).unbind(-2)  # [tokens, heads, dims / 2] each
         sine, cosine = angles.sin()[:, None], angles.cos()[:, None]
@@ -158,8 +157,7 @@ def nomic_moe_states(model: PlainEncoder, ids: torch.Tensor, types: torch.Tensor
 def jina_bert_states(
     model: PlainEncoder, ids: torch.Tensor, types: torch.Tensor, attended: int | None = None
 ) -> torch.Tensor:
-    """JinaBERT, of jinaai/jina-bert-implementation or jina-bert-v2-qk-post-norm: [tokens, hidden]. No token
-    attends to those from the `attended`-th on."""
+    """JinaBERT of both codes: [tokens, hidden]. No token attends to those from the `attended`-th on."""
     x = model.norm(model.embedded(ids, types), "embeddings.LayerNorm")
     positions = torch.arange(len(ids))
     apart = (positions[:, None] - positions[None, :]).abs()
@@ -201,8 +199,7 @@ def _mixed(model: PlainEncoder, name: str, token: torch.Tensor) -> torch.Tensor:
 
 
 def alibi_slopes(heads: int) -> torch.Tensor:
-    """The slopes of the paper's authors' code: a geometric sequence from 2^(-8 / heads) on, for heads that
-    are no power of two filled up from that of the next one."""
+    """A geometric sequence from 2^(-8 / heads) on, filled up from that of the next power of two."""
     below = 2 ** math.floor(math.log2(heads))
     start = 2 ** -(2 ** -(math.log2(below) - 3))
     slopes = [start * start**i for i in range(below)]
@@ -349,8 +346,7 @@ class JinaColbert(OneByOne):
 
 @torch.inference_mode()
 def gte_sparse(path: str, queries: Sequence[str], documents: Sequence[str]) -> Scores:
-    """gte-multilingual-base as its card has it: the products of the weights of the words that are in both.
-    Of each word, which is what a token is decoded as, the greatest weight counts."""
+    """gte-multilingual-base: the products of the greatest weights of the words that are in both."""
     model = _loaded(path, "new.")
     left_out = {model.tokenizer.token_to_id(token) for token in ("<s>", "</s>", "<pad>", "<unk>")}
 
@@ -402,8 +398,7 @@ class BothWays:
 
 
 def nemotron_rerank(path: str, queries: Sequence[str], documents: Sequence[str]) -> Scores:
-    """nvidia/llama-nemotron-rerank-1b-v2: the template of its card, the mean of all states, the score of that
-    divided by the temperature."""
+    """nvidia/llama-nemotron-rerank-1b-v2: the mean of all states, scored and divided by the temperature."""
     model, config = BothWays(path, "llama", "model."), _config(path)
     scores = []
     for query, document in zip(queries, documents, strict=True):
@@ -441,8 +436,7 @@ def gte_qwen2(path: str) -> PlainEmbedder:
 
 
 def jina_v5(path: str, task: str = "retrieval") -> PlainEmbedder:
-    """jinaai/jina-embeddings-v5-text: a task's adapter in the weights, the last state, "Query: " and
-    "Document: " in front."""
+    """jinaai/jina-embeddings-v5-text: a task's adapter in the weights, and the last state."""
     config, tensors = _config(path), tensors_of(path)
     del config["model_type"]
     kind = CONFIG_MAPPING["eurobert" if config.pop("is_decoder", True) is False else "qwen3"]

@@ -29,8 +29,7 @@ Reference = Callable[..., Scores]
 
 @lru_cache(maxsize=2)
 def loaded(kind: type[Any], path: str) -> Any:
-    """A model of sentence-transformers, kept for the next tests that ask about the same checkpoint. Pictures
-    are read by Pillow."""
+    """A model of sentence-transformers, kept for the next test; Pillow reads its pictures."""
     config = Path(path, "config.json")
     if not config.exists() or "vision_config" not in config.read_text(encoding="utf-8"):
         return kind(path, device="cpu")

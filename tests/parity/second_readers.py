@@ -1,5 +1,4 @@
-"""vLLM as a second reader: what it makes of each family's checkpoint. tests/oracles/test_vllm.py compares
-what is equal, and docs/models.md prints it."""
+"""What vLLM makes of each checkpoint: tests/oracles/test_vllm.py compares it, docs/models.md prints it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

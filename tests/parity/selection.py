@@ -9,8 +9,7 @@ from tests.parity.families import Family
 
 
 def with_default(cases: Iterable[Any], default: Collection[Any]) -> list[Any]:
-    """Parameters of which all but the `default` ones are marked exhaustive. A case that is a tuple is spread
-    over as many arguments; a function goes by its name."""
+    """Parameters of which all but the `default` ones are exhaustive; tuples are spread over arguments."""
     params = []
     for case in cases:
         values = case if isinstance(case, tuple) else (case,)

@@ -1,11 +1,13 @@
-"""Cross-encoders: logits, labels, prompts and limits, as sentence-transformers or the model's card has."""
+"""Cross-encoders as sentence-transformers or their card has them, and listwise models as their paper has."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from scipy.stats import spearmanr
 from sentence_transformers import CrossEncoder
 from sentence_transformers.base.modules import Transformer
 from transformers import AutoModelForCausalLM
@@ -15,7 +17,9 @@ from maxsimd.engine import CUT_LONG, Engine, EngineConfig, InvalidRequestError, 
 from tests.checkpoints import language_models, t5
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
+from tests.native_bfloat16 import needs_native_bfloat16
 from tests.parity import references
+from tests.parity.changes import settings
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -154,3 +158,64 @@ async def test_the_encoder_of_monot5_alone_is_a_choice(
     ours = (await (await engines(config)).embed(["some text"])).embeddings
     theirs = references.loaded(references.SentenceTransformer, config.model or "").encode(["some text"])
     np.testing.assert_allclose(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(checkpoints: SharedCheckpoints) -> str:
+    return checkpoints(language_models.jina_reranker_v3)
+
+
+async def _listwise(engines: Engines, path: str, documents: list[str], **options: Any) -> Any:
+    engine = await engines(EngineConfig(model=path, **{"dtype": "float32"} | options))
+    return np.array((await engine.score("how is a file opened", documents, truncation=CUT_LONG)).scores)
+
+
+@pytest.mark.parametrize("count", [5, pytest.param(200, marks=pytest.mark.exhaustive)])
+async def test_scores_equal_a_plain_reading_of_the_paper(
+    checkpoint: str, engines: Engines, pairs: list[Pair], count: int
+) -> None:
+    """200 documents fill more than one pass. Few are also run in small steps."""
+    documents = [pair.document for pair in pairs[:count]]
+    reference = references.jina_reranker_v3(checkpoint, "how is a file opened", documents)
+    assert reference.std() > 0.01
+    for options in [{}, {"max_batch_tokens": 200}] if count == 5 else [{}]:
+        ours = await _listwise(engines, checkpoint, documents, **options)
+        np.testing.assert_allclose(ours, reference, atol=1e-5)
+
+
+async def test_a_document_over_the_context_starts_a_new_pass(
+    changed: Callable[..., str], engines: Engines, pairs: list[Pair]
+) -> None:
+    """And a long one is cut."""
+    path = changed(
+        language_models.jina_reranker_v3, settings("tokenizer_config.json", model_max_length=3 * 2048)
+    )
+    long = " ".join(pair.document for pair in pairs[:60])
+    documents = [long, pairs[1].document, long, pairs[2].document]
+    ours = await _listwise(engines, path, documents)
+    reference = references.jina_reranker_v3(path, "how is a file opened", documents)
+    np.testing.assert_allclose(ours, reference, atol=1e-5)
+
+
+@needs_native_bfloat16
+async def test_bfloat16_ranks_as_float32_does(checkpoint: str, engines: Engines, pairs: list[Pair]) -> None:
+    documents = [pair.document for pair in pairs[:60]]
+    exact, rounded = [
+        await _listwise(engines, checkpoint, documents, dtype=dtype) for dtype in ("float32", "bfloat16")
+    ]
+    assert spearmanr(exact, rounded).statistic >= 0.995
+
+
+async def test_an_instruction_changes_the_scores(checkpoint: str) -> None:
+    async with Engine(EngineConfig(model=checkpoint, dtype="float32")) as engine:
+        plain = await engine.score("a", ["b", "c"])
+        instructed = await engine.score("a", ["b", "c"], instruction="prefer the letter c")
+        alone = await engine.score("a", ["b"])
+        by_pair = await engine.score(["a", "d"], ["b", "c"])
+        with pytest.raises(InvalidRequestError, match="cannot embed"):
+            await engine.embed(["a"])
+    assert np.abs(np.array(plain.scores) - np.array(instructed.scores)).max() > 1e-4
+    assert by_pair.scores[0] == pytest.approx(alone.scores[0], abs=1e-6)

@@ -449,8 +449,7 @@ def _others(key: str, value: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one key with another value: applied, irrelevant, or refused, and whether the reference's
-    scores changed."""
+    """Whether a key was applied, irrelevant or refused, and changed the reference's scores."""
 
     use: str
     changes: bool

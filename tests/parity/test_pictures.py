@@ -1,6 +1,4 @@
-"""Models that read pictures score texts, pictures and contents of both as their libraries do: alone and in
-any company, whole and cut between steps, new and cached; contents that a model does not read are refused by
-their names. `make test` has some, `make test-all` all."""
+"""Models that read pictures score them and texts as their libraries do, in any company, cut or cached."""
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence

@@ -1,5 +1,4 @@
-"""What is read of a checkpoint's files: tensors and tokenisers in other forms, settings that are said in
-several ways, and what is said of them. Scores are in test_families.py and test_variants.py."""
+"""What is read of a checkpoint's files, in whatever form and words, and what is said of it."""
 
 import itertools
 import shutil

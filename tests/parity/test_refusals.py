@@ -1,5 +1,4 @@
-"""Checkpoints that cannot be served exactly as their authors meant them are refused at load, with what is
-wrong by name: damaged files, settings that are not carried out, and options that do not apply."""
+"""Checkpoints that cannot be served exactly are refused at load, with what is wrong by name."""
 
 import json
 import os

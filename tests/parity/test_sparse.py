@@ -1,5 +1,4 @@
-"""Sparse vectors are those of sentence-transformers' `SparseEncoder`, and what bge-m3's layers give is what
-its authors' code gives. Scores are in test_families.py, and beside FlagEmbedding's in tests/oracles."""
+"""Sparse vectors are those of `SparseEncoder`, and those of bge-m3's layers its authors' code's."""
 
 import logging
 from collections.abc import Callable

@@ -1,6 +1,4 @@
-"""Scores equal the reference in whatever way a checkpoint of a proven family is set, stored or run: options,
-settings of its files, adapters, blocks of weights, and what files mean without saying it: padding tokens in
-texts, classifiers without a name. `make test` has some of each, `make test-all` all."""
+"""Scores equal the reference in whatever way a checkpoint of a proven family is set, stored, meant or run."""
 
 import json
 from collections.abc import Callable

@@ -124,9 +124,7 @@ def starter(folder: Path) -> Iterator[StartServer]:
         program: Sequence[str] = (),
         before: Callable[[], None] | None = None,
     ) -> Server:
-        """Starts the command; with `installed` or `program` as a new process of that program, else in one
-        that has everything imported, where a Python `file` may take the command's place. The process does
-        `before` first; `descriptors` is its limit on them."""
+        """Starts the command, or a `file` or `program` in its place, in a process that does `before`."""
         port = free_port()
         environment = {"MAXSIMD_DRAIN_SECONDS": "0"} | (environment or {})
         special = bool(descriptors or file or program or before)

@@ -1,5 +1,4 @@
-"""Checkpoints from a hub into a folder, and servers that reach no hub. The hub is a stand-in that speaks the
-real one's API; the client is huggingface_hub."""
+"""Checkpoints from a stand-in for the hub into a folder, and servers that reach no hub."""
 
 import hashlib
 import json

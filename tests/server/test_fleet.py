@@ -31,8 +31,7 @@ def _children(server: Server) -> dict[str, list[int]]:
 
 
 class _Copy:
-    """A process of a fleet as a copy of its parent, with the methods of `asyncio.subprocess.Process` that the
-    parent uses. It has its setup in a pipe, of which no other copy has the end that is written to."""
+    """A process of a fleet as a copy of its parent, with the methods of asyncio's that the parent uses."""
 
     _given: ClassVar[list[BinaryIO]] = []
 

@@ -95,8 +95,7 @@ def _deadly(deaths: list["StandIn"], most: int, comes_back: bool = True) -> Any:
 
 
 class StandIn:
-    """Scores each document by its length. `before` is awaited before it answers a question of one kind, and
-    may raise."""
+    """Scores each document by its length; `before` runs ahead of answers to one kind of question."""
 
     def __init__(self, path: str, before: Before = None, kind: type = Score) -> None:
         self.path = path

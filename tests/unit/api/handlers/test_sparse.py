@@ -1,5 +1,4 @@
-"""What routes answer where a model gives sparse vectors: text-embeddings-inference's /embed_sparse, and
-errors that name it on the others."""
+"""Routes where a model gives sparse vectors: /embed_sparse, and errors that name it on the others."""
 
 import json
 from collections.abc import AsyncIterator

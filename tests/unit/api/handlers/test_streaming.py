@@ -94,8 +94,7 @@ async def test_a_bad_request_is_refused_with_a_status(engine: RecordingEngine) -
 
 
 class _Sink:
-    """Notes what is sent, and how many bytes of bodies are held then; fails as if the client had gone away
-    after `most` parts."""
+    """Notes what is sent and how many bytes are held; fails after `most` parts, as a lost client does."""
 
     def __init__(self, caller: Caller, most: int = 1_000) -> None:
         self.begun: Answer | None = None
