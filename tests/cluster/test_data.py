@@ -32,8 +32,7 @@ ROWS = [{"id": f"r{i}", "query": query, "documents": DOCUMENTS[i:]} for i, query
 
 @pytest.fixture(scope="module")
 def local_ray() -> Iterator[Any]:
-    """Ray with two cores, in a folder of its own, until the module's tests are done; the module, which not
-    every process that collects tests need import."""
+    """Ray, imported here, with two cores in a folder of its own, until the module's tests are done."""
     with ray_session(None, num_cpus=2):
         import ray
 

@@ -1,5 +1,4 @@
-"""The documentation as Sphinx draws it: its links lead somewhere, it loads nothing from elsewhere, and people
-who cannot see it or use no mouse can read it."""
+"""The documentation as Sphinx draws it: links, what it loads, and whether all people can read it."""
 
 import json
 import re

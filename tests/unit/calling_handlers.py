@@ -1,5 +1,4 @@
-"""What the tests of the handlers share: a request for each route, a real engine that records its calls, and a
-caller of `handle`."""
+"""A request for each route, a real engine that records its calls, and a caller of `handle`."""
 
 import json
 from collections.abc import AsyncIterator, Iterable, Mapping

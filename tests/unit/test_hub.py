@@ -60,8 +60,7 @@ Found = Callable[..., str]
 
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Found:
-    """Reads three files of a checkpoint as a load does that asks the hub at a URL: their paths, or the error.
-    The hub's cache is in `tmp_path`."""
+    """Reads three files as a load does that asks the hub at a URL: their paths, or the error."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
 
     def find(url: str, model: str = "no-such/model", offline: bool = False) -> str:
