@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from maxsimd.bench.datasets import docstring_pairs
 from maxsimd.engine.checkpoint.embedded import embedded_model_path
 
+Words = tuple[str, ...]
 # Special tokens by their roles.
 XLM_R = {
     "bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "cls_token": "<s>", "sep_token": "</s>",
@@ -56,12 +57,7 @@ def xlm_roberta(folder: Path, **options: Any) -> int:
 
 
 def unigram(
-    folder: Path,
-    specials: dict[str, str],
-    single: str,
-    pair: str,
-    words: tuple[str, ...] = (),
-    **options: Any,
+    folder: Path, specials: dict[str, str], single: str, pair: str, words: Words = (), **options: Any
 ) -> int:
     """A SentencePiece unigram tokeniser (XLM-RoBERTa, DeBERTa-v2, Gemma, T5); returns its size.
 
@@ -79,12 +75,7 @@ def unigram(
 
 
 def byte_level_bpe(
-    folder: Path,
-    specials: dict[str, str],
-    single: str,
-    pair: str,
-    words: tuple[str, ...] = (),
-    **options: Any,
+    folder: Path, specials: dict[str, str], single: str, pair: str, words: Words = (), **options: Any
 ) -> int:
     """A byte-level BPE tokeniser with at most `most` tokens, `words` among them; returns its size."""
     ordered = list(dict.fromkeys(specials.values()))
@@ -102,7 +93,7 @@ def byte_level_bpe(
 
 @functools.cache
 def merges_of(
-    words: tuple[str, ...], specials: tuple[str, ...], size: int = 4000
+    words: Words, specials: Words, size: int = 4000
 ) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """A vocabulary and its merges, counted: the trainer gives another one each time."""
     split = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str

@@ -104,7 +104,7 @@ class DyingRows(ScoreRows):
 
 @pytest.mark.ray
 @pytest.mark.exhaustive
-def test_an_actor_whose_engine_has_died_is_started_anew(
+def test_an_actor_of_a_dead_engine_is_started_anew(
     local_ray: Any, config: EngineConfig, tmp_path: Path
 ) -> None:
     arguments = {"marker": str(tmp_path / "died"), "config": config}

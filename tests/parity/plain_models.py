@@ -31,6 +31,8 @@ from transformers.models.lfm2 import modeling_lfm2
 from tests.checkpoints.retrained import INSTRUCTION, VOYAGE, tensors_of
 
 Tensors = dict[str, torch.Tensor]
+Texts = Sequence[str]
+Model = Callable[[str], Any]
 
 
 class PlainEncoder:
@@ -61,21 +63,13 @@ class PlainEncoder:
         return x if learned is None else x + learned[types]
 
     def attend(
-        self,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        bias: torch.Tensor | None = None,
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: Any = 0
     ) -> torch.Tensor:
-        """Softmax attention of [tokens, hidden] each, head by head, with a bias [heads, tokens, tokens]."""
-        outputs = []
-        for head in range(self.heads):
-            part = slice(head * self.dims, (head + 1) * self.dims)
-            weights = queries[:, part] @ keys[:, part].T / math.sqrt(self.dims)
-            if bias is not None:
-                weights = weights + bias[head]
-            outputs.append(weights.softmax(dim=-1) @ values[:, part])
-        return torch.cat(outputs, dim=-1)
+        """Softmax attention of [tokens, hidden] each, with a bias [heads, tokens, tokens]."""
+        heads = (each.unflatten(-1, (self.heads, -1)).transpose(0, 1) for each in (queries, keys, values))
+        first, second, third = heads  # [heads, tokens, dims] each
+        weights = first @ second.mT / math.sqrt(self.dims) + bias
+        return (weights.softmax(dim=-1) @ third).transpose(0, 1).flatten(-2)
 
     def turned(self, x: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
         """Turns the two halves of heads of x [tokens, hidden] by position times `frequencies` [dims / 2]."""
@@ -225,11 +219,11 @@ class OneByOne:
         raise NotImplementedError
 
     @torch.inference_mode()
-    def encode_query(self, texts: Sequence[str]) -> list[torch.Tensor]:
+    def encode_query(self, texts: Texts) -> list[torch.Tensor]:
         return [self.vectors(text, "query") for text in texts]
 
     @torch.inference_mode()
-    def encode_document(self, texts: Sequence[str]) -> list[torch.Tensor]:
+    def encode_document(self, texts: Texts) -> list[torch.Tensor]:
         return [self.vectors(text, "document") for text in texts]
 
 
@@ -246,18 +240,14 @@ class PlainEmbedder(OneByOne):
         return normalize(made, dim=-1) if self._normalized else made
 
 
-def cosines(
-    path: str, queries: Sequence[str], documents: Sequence[str], model: Callable[[str], Any]
-) -> Scores:
+def cosines(path: str, queries: Texts, documents: Texts, model: Model) -> Scores:
     """The cosines of what a model makes of queries and documents."""
     embedder = model(path)
     first, second = embedder.encode_query(queries), embedder.encode_document(documents)
     return cosine_similarity(torch.stack(first), torch.stack(second)).numpy()
 
 
-def maxsims(
-    path: str, queries: Sequence[str], documents: Sequence[str], model: Callable[[str], Any]
-) -> Scores:
+def maxsims(path: str, queries: Texts, documents: Texts, model: Model) -> Scores:
     """MaxSim of the vectors that a model makes of queries and documents."""
     encoder = model(path)
     pairs = zip(encoder.encode_query(queries), encoder.encode_document(documents), strict=True)
@@ -297,14 +287,12 @@ nomic_v2_moe = partial(
 )
 
 
+_USUAL = ("pooler.dense", "classifier")
+
+
 @torch.inference_mode()
 def _classified(
-    path: str,
-    queries: Sequence[str],
-    documents: Sequence[str],
-    states: States,
-    prefix: str,
-    layers: tuple[str, str] = ("pooler.dense", "classifier"),
+    path: str, queries: Texts, documents: Texts, states: States, prefix: str, layers: tuple[str, str] = _USUAL
 ) -> Scores:
     """The probabilities that two layers on the first token's state give."""
     model, logits = _loaded(path, prefix), []
@@ -345,7 +333,7 @@ class JinaColbert(OneByOne):
 
 
 @torch.inference_mode()
-def gte_sparse(path: str, queries: Sequence[str], documents: Sequence[str]) -> Scores:
+def gte_sparse(path: str, queries: Texts, documents: Texts) -> Scores:
     """gte-multilingual-base: the products of the greatest weights of the words that are in both."""
     model = _loaded(path, "new.")
     left_out = {model.tokenizer.token_to_id(token) for token in ("<s>", "</s>", "<pad>", "<unk>")}
@@ -397,7 +385,7 @@ class BothWays:
         return states
 
 
-def nemotron_rerank(path: str, queries: Sequence[str], documents: Sequence[str]) -> Scores:
+def nemotron_rerank(path: str, queries: Texts, documents: Texts) -> Scores:
     """nvidia/llama-nemotron-rerank-1b-v2: the mean of all states, scored and divided by the temperature."""
     model, config = BothWays(path, "llama", "model."), _config(path)
     scores = []
@@ -466,7 +454,7 @@ def _text_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 @torch.inference_mode()
-def bge_minicpm(path: str, queries: Sequence[str], documents: Sequence[str], layer: int = 4) -> Scores:
+def bge_minicpm(path: str, queries: Texts, documents: Texts, layer: int = 4) -> Scores:
     """BAAI/bge-reranker-v2-minicpm-layerwise: MiniCPM (arXiv 2404.06395), a Llama whose embeddings are
     multiplied by `scale_emb`, and what each half of a layer adds by `scale_depth` / sqrt(layers). Here the
     last matrix of each half is."""
@@ -494,8 +482,8 @@ def bge_minicpm(path: str, queries: Sequence[str], documents: Sequence[str], lay
 @torch.inference_mode()
 def bge_gemma2(
     path: str,
-    queries: Sequence[str],
-    documents: Sequence[str],
+    queries: Texts,
+    documents: Texts,
     layer: int = 4,
     ratio: int = 1,
     compressed: Sequence[int] = (),

@@ -1,6 +1,5 @@
 """Cross-encoders as sentence-transformers or their card has them, and listwise models as their paper has."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from tests.engines import Engines
 from tests.native_bfloat16 import needs_native_bfloat16
 from tests.parity import references
 from tests.parity.changes import settings
+from tests.parity.conftest import Changed
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -52,18 +52,6 @@ async def test_without_activation_scores_are_logits(
     assert np.ptp(odds) > 0.01
 
 
-async def test_a_model_of_three_labels_classifies_and_scores_not(three_label_classifier: str) -> None:
-    async with Engine(EngineConfig(model=three_label_classifier, dtype="float32")) as engine:
-        with pytest.raises(InvalidRequestError, match=r"3 labels.*LABEL_0, LABEL_1.*option score_label"):
-            await engine.score("a", ["b"])
-        result = await engine.classify(["some text", "another one"], use_activation=False)
-    model = CrossEncoder(three_label_classifier, device="cpu")
-    features = model.tokenizer(["some text", "another one"], padding=True, return_tensors="pt")
-    with torch.inference_mode():
-        reference = model.model(**features).logits
-    np.testing.assert_allclose(result.scores, reference.numpy(), atol=1e-5)
-
-
 @pytest.mark.parametrize(
     "truncation", [pytest.param("longest_first", marks=pytest.mark.exhaustive), "only_second"]
 )
@@ -92,9 +80,6 @@ async def test_the_requests_instruction_takes_the_place_of_the_cards(
     ours = await engine.score(*asked, instruction="Find documents about snakes")
     expected = references.qwen3_reranker(qwen3_reranker, *asked, instruction="Find documents about snakes")
     np.testing.assert_allclose(ours.scores, expected, atol=1e-5)
-    engine = await engines(EngineConfig(model=bert_cross_encoder, dtype="float32"))
-    with pytest.raises(InvalidRequestError, match="takes no instruction"):
-        await engine.score("a", ["b"], instruction="c")
 
 
 async def test_a_template_may_be_a_file(qwen3_reranker: str, tmp_path: Path) -> None:
@@ -133,9 +118,7 @@ async def test_limits_count_the_tokens_of_texts_alone(qwen3_reranker: str, engin
     np.testing.assert_allclose(cut.scores, short.scores, atol=1e-5)
 
 
-async def test_a_reranker_with_an_untied_output_layer_in_bfloat16(
-    qwen3_reranker: str, tmp_path: Path
-) -> None:
+async def test_an_untied_output_layer_in_bfloat16(qwen3_reranker: str, tmp_path: Path) -> None:
     folder = language_models.qwen3_reranker(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(folder)
     model.config.tie_word_embeddings = False
@@ -151,9 +134,7 @@ async def test_a_reranker_with_an_untied_output_layer_in_bfloat16(
     np.testing.assert_allclose(ours, exact, atol=3e-2)
 
 
-async def test_the_encoder_of_monot5_alone_is_a_choice(
-    checkpoints: SharedCheckpoints, engines: Engines
-) -> None:
+async def test_the_encoder_of_monot5_alone(checkpoints: SharedCheckpoints, engines: Engines) -> None:
     config = EngineConfig(model=checkpoints(t5.monot5), dtype="float32", score_type="bi-encoder")
     ours = (await (await engines(config)).embed(["some text"])).embeddings
     theirs = references.loaded(references.SentenceTransformer, config.model or "").encode(["some text"])
@@ -186,8 +167,8 @@ async def test_scores_equal_a_plain_reading_of_the_paper(
         np.testing.assert_allclose(ours, reference, atol=1e-5)
 
 
-async def test_a_document_over_the_context_starts_a_new_pass(
-    changed: Callable[..., str], engines: Engines, pairs: list[Pair]
+async def test_too_long_a_list_takes_another_pass(
+    changed: Changed, engines: Engines, pairs: list[Pair]
 ) -> None:
     """And a long one is cut."""
     path = changed(

@@ -160,9 +160,7 @@ async def test_what_is_ranked_and_scored_is_explained(engine: Engine) -> None:
     assert not (await engine.score(QUERY, documents[2:])).explanations
 
 
-async def test_explanations_that_would_be_too_much_are_refused(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_too_many_explanations_are_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = len((await engine.embed_tokens([QUERY], input_type="query")).embeddings[0])
     monkeypatch.setattr(explain_limits, "MOST_EXPLAINED", 3 * tokens)
     await engine.rerank(QUERY, ["a", "b", "c", "d"], explain=True, top_n=3)

@@ -70,7 +70,7 @@ async def test_scores_equal_the_reference(
 
 
 @families(EMBEDDING, {"GTE-ModernColBERT", "EmbeddingGemma", "Qwen3-Embedding"})
-async def test_embeddings_equal_the_reference(
+async def test_embeddings_are_the_librarys(
     family: Family, path: str, engines: Engines, pairs: list[Pair]
 ) -> None:
     engine = await engines(_config(family, path))
@@ -104,7 +104,7 @@ async def test_bfloat16_ranks_as_float32_does(
 
 
 @families(CAUSAL, {"Qwen3-Reranker", "Qwen3-Embedding"})
-async def test_scores_do_not_depend_on_the_budget(
+async def test_no_budget_changes_scores(
     family: Family, path: str, engines: Engines, pairs: list[Pair]
 ) -> None:
     whole = await engines.scores(_config(family, path), pairs[:4])

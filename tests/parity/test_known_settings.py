@@ -13,7 +13,7 @@ import re
 import shutil
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
@@ -52,6 +52,7 @@ from maxsimd.engine.inspection import inspect_model
 from tests.checkpoints import bi_encoders, cross_encoders, language_models, late_interaction, sparse_encoders
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.parity.changes import CPU, Build, Edit, settings
+from tests.parity.conftest import Changed
 from tests.parity.families import FAMILIES, FORMS, LISTWISE, Family
 from tests.parity.selection import families
 
@@ -256,9 +257,7 @@ def test_no_key_of_a_family_is_unknown(family: Family, checkpoints: SharedCheckp
     assert check_settings(EngineConfig(model=checkpoints(family.build))) == ()
 
 
-def test_unknown_keys_are_named_at_every_start(
-    changed: Callable[..., str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unknown_keys_are_named_at_every_start(changed: Changed, caplog: pytest.LogCaptureFixture) -> None:
     """The second start builds the model from its recipe."""
     odd = {"new_norm": 1, "scale_logits": True}
     path = changed(
@@ -593,7 +592,7 @@ _FEW = (
 )
 
 
-def test_some_keys_have_the_same_effect_as_in_the_libraries(
+def test_some_keys_have_the_effect_that_libraries_give(
     checkpoints: SharedCheckpoints, tmp_path: Path
 ) -> None:
     walk = Walk(BASES["bi-encoder"], checkpoints, tmp_path)

@@ -33,7 +33,7 @@ LONG_QUERY = "how is a file read " * 40
 
 
 @on_one_loop
-async def test_embeddings_cut_between_steps_equal_encode(
+async def test_embeddings_may_be_cut_by_steps(
     qwen3_embedding: str, engines: Engines, pairs: list[Pair]
 ) -> None:
     """Those of the last token, their first dimensions, and those of all tokens."""
@@ -152,7 +152,7 @@ async def test_late_interaction_reads_the_tokens_of_all_windows(long_documents: 
             assert score == pytest.approx((rows @ np.concatenate(parts).T).max(axis=1).sum(), abs=1e-4)
 
 
-async def test_a_cross_encoder_scores_by_the_best_window(
+async def test_cross_encoders_score_by_the_best_window(
     bert_cross_encoder: str, long_documents: list[str]
 ) -> None:
     truncation = Truncation(max_tokens=60, windows=True, window_overlap=10)
@@ -319,9 +319,7 @@ async def test_scores_with_and_without_sharing_are_equal(causal: str, few_docume
         assert saved > 8 * (len(few_documents) - 1)
 
 
-async def test_a_request_that_is_cancelled_leaves_no_prefix_behind(
-    causal: str, few_documents: list[str]
-) -> None:
+async def test_a_cancelled_request_leaves_no_prefix_behind(causal: str, few_documents: list[str]) -> None:
     async with Engine(EngineConfig(model=causal, dtype="float32", max_batch_tokens=200)) as engine:
         for delay in (0, 0.005, 0.05):
             task = asyncio.create_task(engine.score(SHARED_QUERY, few_documents, truncation=CUT_LONG))

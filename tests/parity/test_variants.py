@@ -15,7 +15,7 @@ from sentence_transformers.multi_vector_encoder.modules import HierarchicalToken
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from maxsimd.bench.datasets import Pair
-from maxsimd.engine import CUT_LONG, Engine, EngineConfig
+from maxsimd.engine import CUT_LONG, Engine, EngineConfig, InvalidRequestError
 from maxsimd.engine.checkpoint.detect import with_architecture
 from maxsimd.engine.checkpoint.files import read_files
 from maxsimd.engine.several.cascade import Stage, run_cascade
@@ -36,6 +36,7 @@ from tests.checkpoints.tokenizers import WORDS
 from tests.engines import Engines
 from tests.parity import plain_models, references
 from tests.parity.changes import Build, Edit, added, converted, settings, without_settings
+from tests.parity.conftest import Changed
 from tests.parity.families import dequantised
 from tests.parity.selection import with_names
 from tests.unit.calling_handlers import Caller, RecordingEngine
@@ -400,7 +401,7 @@ VARIANTS = [
 async def test_scores_equal_the_reference(
     variant: Variant,
     checkpoints: SharedCheckpoints,
-    changed: Callable[..., str],
+    changed: Changed,
     engines: Engines,
     pairs: list[Pair],
 ) -> None:
@@ -453,9 +454,7 @@ async def test_another_adapter_of_jina_v5_is_named_by_its_folder(
     assert np.abs(other - expected).max() > 0.01
 
 
-async def test_convolutions_are_alike_packed_and_padded(
-    changed: Callable[..., str], engines: Engines, pairs: list[Pair]
-) -> None:
+async def test_convolutions_may_be_padded(changed: Changed, engines: Engines, pairs: list[Pair]) -> None:
     """Configs for later versions of transformers say which."""
     edit = settings(conv_zero_padding=True, model_type="lfm2_bidirectional")
     path, scores = changed(retrained.lfm2_5_colbert, edit), []
@@ -466,7 +465,7 @@ async def test_convolutions_are_alike_packed_and_padded(
     np.testing.assert_allclose(scores[0], scores[1], atol=1e-4)
 
 
-async def test_equal_scores_are_ranked_by_their_logits(changed: Callable[..., str]) -> None:
+async def test_equal_scores_are_ranked_by_their_logits(changed: Changed) -> None:
     """Of logits above 17, whose sigmoids are all 1 in float32."""
     path = changed(cross_encoders.bert, added("classifier.bias", torch.tensor([40.0])))
     documents = DOCUMENTS[::-1]
@@ -490,17 +489,19 @@ async def test_equal_scores_are_ranked_by_their_logits(changed: Callable[..., st
     assert orders == [best] * 5
 
 
-async def test_labels_are_those_of_the_weights(changed: Callable[..., str]) -> None:
+async def test_labels_are_those_of_the_weights(three_label_classifier: str, changed: Changed) -> None:
     edits = settings(architectures=None), without_settings("id2label", "label2id")
-    path = changed(partial(cross_encoders.bert, labels=3), *edits)
-    async with Engine(EngineConfig(model=path, dtype="float32")) as engine:
-        found = await engine.classify([*DOCUMENTS], use_activation=False)
-    assert found.labels == ("LABEL_0", "LABEL_1", "LABEL_2")
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=3).eval()
-    with torch.inference_mode():
-        expected = [model(**tokenizer(each, return_tensors="pt")).logits[0].numpy() for each in DOCUMENTS]
-    np.testing.assert_allclose(found.scores, expected, atol=1e-5)
+    for path in (three_label_classifier, changed(partial(cross_encoders.bert, labels=3), *edits)):
+        async with Engine(EngineConfig(model=path, dtype="float32")) as engine:
+            with pytest.raises(InvalidRequestError, match=r"3 labels.*LABEL_0, LABEL_1.*option score_label"):
+                await engine.score("a", ["b"])
+            found = await engine.classify([*DOCUMENTS], use_activation=False)
+        assert found.labels == ("LABEL_0", "LABEL_1", "LABEL_2")
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=3).eval()
+        with torch.inference_mode():
+            expected = [model(**tokenizer(each, return_tensors="pt")).logits[0].numpy() for each in DOCUMENTS]
+        np.testing.assert_allclose(found.scores, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -513,16 +514,12 @@ async def test_labels_are_those_of_the_weights(changed: Callable[..., str]) -> N
     ],
     ids=lambda each: getattr(each, "__name__", each),
 )
-async def test_other_classes_are_found_by_their_weights(
-    changed: Callable[..., str], build: Build, architecture: str
-) -> None:
+async def test_classes_are_found_by_their_weights(changed: Changed, build: Build, architecture: str) -> None:
     path = changed(build, settings(architectures=None))
     assert with_architecture(path, None, read_files(path, None)).architecture == architecture
 
 
-async def test_fewer_dimensions_are_only_rescaled_if_normalised(
-    checkpoints: SharedCheckpoints, engines: Engines
-) -> None:
+async def test_fewer_dimensions_may_stay_unscaled(checkpoints: SharedCheckpoints, engines: Engines) -> None:
     path = checkpoints(_bert(behind="dense behind normalize"))
     engine = await engines(EngineConfig(model=path, dtype="float32"))
     ours = await engine.embed(["a text"], dimensions=16)
@@ -535,7 +532,7 @@ async def test_the_probability_of_a_label_is_a_score(
     label: str | None,
     named: str | None,
     multi: bool,
-    changed: Callable[..., str],
+    changed: Changed,
     engines: Engines,
     pairs: list[Pair],
 ) -> None:

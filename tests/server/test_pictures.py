@@ -93,9 +93,7 @@ def score_of(server: Server, document: Any) -> float:
     return float(answer["data"][0]["score"])
 
 
-def test_a_picture_scores_the_same_wherever_it_comes_from(
-    pages: Server, media_host: str, media_dir: Path
-) -> None:
+def test_a_picture_scores_the_same_from_everywhere(pages: Server, media_host: str, media_dir: Path) -> None:
     shapes: list[Any] = [
         {"content": [part(FIRST)]},
         {"image": FIRST.partition(",")[2]},

@@ -99,9 +99,7 @@ def test_a_file_that_changes_is_read_again_within_a_second(tmp_path: Path) -> No
     assert not keys.owner("two")
 
 
-def test_an_unusable_file_leaves_the_keys_as_they_are(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unusable_file_leaves_the_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR, logger="maxsimd.keys")
     keys = Keys(tmp_path / "keys", f"one\n{SECRET}\n")
     for content in (b"", b"\xff\xfe", None, f"{SECRET} weight=none\n".encode()):

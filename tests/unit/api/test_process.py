@@ -157,9 +157,7 @@ with tempfile.NamedTemporaryFile() as file:
 @pytest.mark.parametrize(
     ("threads", "environment", "most"), [(1, {}, 2), (4, {}, 4), (1, {"MALLOC_ARENA_MAX": "5"}, 5)]
 )
-def test_there_are_no_more_heaps_than_threads_that_can_run(
-    threads: int, environment: dict[str, str], most: int
-) -> None:
+def test_there_are_no_more_heaps_than_cores(threads: int, environment: dict[str, str], most: int) -> None:
     ran = subprocess.run(
         [sys.executable, "-c", _PROGRAM, str(threads)],
         env={name: value for name, value in os.environ.items() if name != "MALLOC_ARENA_MAX"} | environment,
@@ -227,9 +225,7 @@ def left(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-async def test_a_signal_starts_the_drain_and_the_grace_period(
-    left: list[int], number: signal.Signals
-) -> None:
+async def test_a_signal_starts_drain_and_grace_period(left: list[int], number: signal.Signals) -> None:
     drain = 0.0 if number == signal.SIGINT else 0.2
     stop = Stop(grace=100, drain=0.2)
     asked = asyncio.create_task(stop.asked())

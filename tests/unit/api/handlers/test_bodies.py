@@ -172,7 +172,7 @@ async def test_a_body_of_more_than_documents_need_is_a_413(caller: Caller) -> No
     assert error["message"].startswith("the body has more than 400 strings, names of fields included; send")
 
 
-async def test_a_body_of_more_values_than_tokens_is_a_413(
+async def test_more_values_than_tokens_are_a_413(
     engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caller = Caller(engine, max_documents=10, accept_token_ids=True)
@@ -245,7 +245,7 @@ WITH_WARNINGS = {
 SAID = "the field `colour` is not read here"
 
 
-async def test_a_field_that_a_route_lacks_is_named_or_refused(
+async def test_unread_fields_are_named_or_refused(
     engine: RecordingEngine, lines: pytest.LogCaptureFixture
 ) -> None:
     caller = Caller(engine)
@@ -370,9 +370,7 @@ async def test_usual_clients_get_no_warning(engine: RecordingEngine) -> None:
         assert (answer.status, answer.headers.get("x-maxsimd-warnings")) == (200, None), answer.body
 
 
-async def test_made_up_names_fill_neither_header_nor_log(
-    caller: Caller, lines: pytest.LogCaptureFixture
-) -> None:
+async def test_made_up_names_fill_no_header_or_log(caller: Caller, lines: pytest.LogCaptureFixture) -> None:
     for i in range(24):
         names = {f"\U0001f600\r\n{i}.{j}{'x' * 900}": 1 for j in range(20)}
         answer = await caller.post("/rerank", RERANK | names)

@@ -73,9 +73,7 @@ async def test_a_request_is_its_keys_tenants_whatever_it_says(
     assert {call[2]["tenant"] for call in engine.calls} == {""}, "without keys there is one tenant"
 
 
-async def test_nothing_is_read_of_a_tenant_that_has_used_up_its_rate(
-    engine: RecordingEngine, tmp_path: Path
-) -> None:
+async def test_nothing_is_read_of_a_tenant_beyond_its_rate(engine: RecordingEngine, tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("one name=a requests_per_minute=1\ntwo name=b\n")
     caller = Caller(engine, api_key_file=str(file))

@@ -109,9 +109,7 @@ async def test_a_model_has_a_card_under_each_of_its_names(engine: RecordingEngin
     assert caller.metric("maxsimd_http_requests_total", route="/v1/models/{name}", status="200") == 2
 
 
-async def test_the_first_version_answers_lists_unless_types_are_named(
-    caller: Caller, engine: RecordingEngine
-) -> None:
+async def test_the_first_version_answers_lists_or_types(caller: Caller, engine: RecordingEngine) -> None:
     expected = (await engine.embed(TEXTS)).embeddings
     answer = await caller.json("/v1/embed", {"texts": TEXTS})
     np.testing.assert_allclose(answer["embeddings"], expected, atol=1e-6)
