@@ -126,6 +126,15 @@ class Caller:
         assert answer.status >= 400, answer.body
         return answer.status, json.loads(answer.body)["error"]
 
+    async def refused(
+        self, path: str, body: Any, status: int, param: str | None = None, says: str = ""
+    ) -> Any:
+        """The error of a request that must get this status, be about this field, and say that."""
+        found, error = await self.error(path, body)
+        assert (found, says in error["message"]) == (status, True), (path, body, error)
+        assert param in (None, error["param"]), (path, body, error)
+        return error
+
     def metric(self, name: str, **labels: str) -> float | None:
         return self.engine.metrics.registry.get_sample_value(name, labels)
 

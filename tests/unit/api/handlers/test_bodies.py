@@ -162,14 +162,13 @@ async def test_a_body_of_more_than_documents_need_is_a_413(caller: Caller) -> No
     """Ten documents may have 200 arrays and objects and 400 strings, names of fields included."""
     empty = {"query": "q", "documents": ["d"], "unknown": [{}] * 197}
     assert (await caller.post("/rerank", large(empty))).status == 200
-    status, error = await caller.error("/rerank", large(empty | {"more": {}}))
-    assert status == 413
-    assert error["message"].startswith("the body has more than 200 arrays and objects")
+    over = "the body has more than 200 arrays and objects"
+    await caller.refused("/rerank", large(empty | {"more": {}}), 413, says=over)
     record = {"text": "a", "c": 1} | {f"f{i}": "b" for i in range(197)}
     assert (await caller.post("/rerank", large({"query": "q", "documents": record}))).status == 200
-    status, error = await caller.error("/rerank", large({"query": "q", "documents": record | {"c": "d"}}))
-    assert (status, error["type"]) == (413, "RequestTooLargeError")
-    assert error["message"].startswith("the body has more than 400 strings, names of fields included; send")
+    over = "the body has more than 400 strings, names of fields included; send"
+    refused = large({"query": "q", "documents": record | {"c": "d"}})
+    assert (await caller.refused("/rerank", refused, 413, says=over))["type"] == "RequestTooLargeError"
 
 
 async def test_more_values_than_tokens_are_a_413(
@@ -178,9 +177,8 @@ async def test_more_values_than_tokens_are_a_413(
     caller = Caller(engine, max_documents=10, accept_token_ids=True)
     monkeypatch.setattr(engine, "config", dataclasses.replace(engine.config, max_request_tokens=1000))
     allowed = 1000 + 10 * 20 + 10 * 40
-    status, error = await caller.error("/v1/embeddings", large({"input": [101] * (allowed + 2)}))
-    assert (status, error["type"]) == (413, "RequestTooLargeError")
-    assert error["message"].startswith("the body has more than 1600 values; send fewer token ids")
+    over = "the body has more than 1600 values; send fewer token ids"
+    await caller.refused("/v1/embeddings", large({"input": [101] * (allowed + 2)}), 413, says=over)
     ids = {"input": [101] * allowed, "truncate_prompt_tokens": -1}
     assert (await caller.post("/v1/embeddings", large(ids))).status == 200
 
@@ -200,9 +198,8 @@ async def test_bodies_beyond_their_memory_are_a_429(engine: RecordingEngine) -> 
 async def test_a_body_that_is_too_deep_is_a_400(engine: RecordingEngine) -> None:
     for size in (5_000, 50_000):
         deep = b'{"input":' + b"[" * size + b"]" * size + b"}"
-        status, error = await Caller(engine).error("/v1/embeddings", deep)
-        assert status == 400
-        assert error["message"] == "the body has too many arrays or objects within each other"
+        said = "the body has too many arrays or objects within each other"
+        await Caller(engine).refused("/v1/embeddings", deep, 400, says=said)
 
 
 async def test_more_texts_than_are_allowed_are_a_413(caller: Caller) -> None:
@@ -214,11 +211,9 @@ async def test_more_texts_than_are_allowed_are_a_413(caller: Caller) -> None:
     ]
     for path, body, param, text in counted:
         assert (await caller.post(path, body | {param: [text] * 10})).status == expected(path)
-        status, error = await caller.error(path, body | {param: [text] * 11})
-        assert (status, error["param"]) == (413, param), path
+        await caller.refused(path, body | {param: [text] * 11}, 413, param)
     assert (await caller.post("/score", {"queries": ["q"] * 10, "documents": ["d"] * 10})).status == 200
-    status, error = await caller.error("/score", {"queries": ["q"] * 11, "documents": ["d"]})
-    assert (status, error["param"]) == (413, "queries")
+    await caller.refused("/score", {"queries": ["q"] * 11, "documents": ["d"]}, 413, "queries")
 
 
 def test_a_route_learns_its_type_before_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,9 +254,7 @@ async def test_unread_fields_are_named_or_refused(
     assert logged == [f"{route_of(path)}: {SAID}" for path in POSTED], "once each"
     strict = Caller(engine, strict_fields=True)
     for path in POSTED:
-        status, error = await strict.error(path, GOOD["POST", path] | {"colour": 1})
-        assert (status, error["param"]) == (400, "colour"), path
-        assert "--strict-fields" in error["message"]
+        await strict.refused(path, GOOD["POST", path] | {"colour": 1}, 400, "colour", "--strict-fields")
 
 
 PASSAGES = {"query": "q", "passages": ["d"]}
@@ -393,8 +386,7 @@ async def test_a_stream_and_an_error_line_have_the_warning(caller: Caller) -> No
 
 
 async def test_instruct_is_another_name_for_the_instruction(caller: Caller) -> None:
-    status, error = await caller.error("/rerank", RERANK | {"instruct": "a", "instruction": "b"})
-    assert (status, error["param"]) == (400, "instruct")
+    await caller.refused("/rerank", RERANK | {"instruct": "a", "instruction": "b"}, 400, "instruct")
 
 
 async def test_vectors_have_length_one_on_request(caller: Caller) -> None:

@@ -63,8 +63,8 @@ async def test_similarities_are_cosines(caller: Caller, engine: RecordingEngine)
         first, *others = (await engine.embed([SENTENCES["source_sentence"], *TEXTS])).embeddings
         cosines = [first @ each / np.linalg.norm(first) / np.linalg.norm(each) for each in others]
         assert answer == pytest.approx(cosines, abs=1e-5)
-        status, error = await caller.error(path, {"inputs": {"source_sentence": "a", "sentences": []}})
-        assert (status, error["message"]) == (400, "inputs.sentences is empty; give at least one text")
+        empty = {"inputs": {"source_sentence": "a", "sentences": []}}
+        await caller.refused(path, empty, 400, says="inputs.sentences is empty; give at least one text")
 
 
 async def test_decoding_skips_special_tokens_by_default(caller: Caller) -> None:
@@ -74,8 +74,7 @@ async def test_decoding_skips_special_tokens_by_default(caller: Caller) -> None:
     with_special = await caller.json("/decode", {"ids": ids, "skip_special_tokens": False})
     assert with_special == ["[CLS] hello world [SEP]"]
     assert await caller.json("/decode", {"ids": []}) == [""]
-    status, error = await caller.error("/decode", {"ids": [[1], [99_999_999]]})
-    assert (status, error["param"]) == (400, "ids")
+    await caller.refused("/decode", {"ids": [[1], [99_999_999]]}, 400, "ids")
 
 
 async def test_a_trailing_slash_or_a_base_is_ignored(engine: RecordingEngine) -> None:
@@ -208,11 +207,8 @@ async def test_what_is_no_request_is_refused(caller: Caller) -> None:
         ({"query": "q", "documents": []}, "documents is empty"),
         ({"queries": "q"}, "documents is missing"),
     ):
-        status, error = await caller.error("/invocations", body)
-        assert status == 400, body
-        assert message in error["message"]
-    status, error = await caller.error("/invocations", {"input": "a", "model": "none"})
-    assert (status, error["param"]) == (404, "model")
+        await caller.refused("/invocations", body, 400, says=message)
+    await caller.refused("/invocations", {"input": "a", "model": "none"}, 404, "model")
 
 
 async def test_fields_too_deep_for_their_kind_are_refused(caller: Caller) -> None:
@@ -254,15 +250,14 @@ async def test_the_tokens_of_a_long_text_are_those_that_are_run(caller: Caller) 
 
 async def test_a_text_that_cannot_be_tokenised_is_refused_by_its_name(caller: Caller) -> None:
     for name in ("text", "prompt"):
-        status, error = await caller.error("/tokenize", {name: "x" * (LONGEST_PIECE + 1)})
-        assert (status, error["param"]) == (400, name)
+        await caller.refused("/tokenize", {name: "x" * (LONGEST_PIECE + 1)}, 400, name)
 
 
 async def test_too_much_text_for_an_answer_is_a_413(caller: Caller) -> None:
     for body in ({"text": "a " * 1_000_001}, {"inputs": ["a " * 500_000, "a " * 500_001]}):
-        status, error = await caller.error("/tokenize", body)
-        assert status == 413
-        assert "has 2,000,002 characters, but at most 2,000,000 become tokens" in error["message"]
+        await caller.refused(
+            "/tokenize", body, 413, says="has 2,000,002 characters, but at most 2,000,000 become tokens"
+        )
 
 
 async def test_tokens_become_text(caller: Caller) -> None:
@@ -276,9 +271,7 @@ async def test_tokens_become_text(caller: Caller) -> None:
         ([0, size], f"tokens must be below {size}"),
         (too_many, f"has {MOST_DECODED + 1} tokens, but at most {MOST_DECODED} are decoded"),
     ):
-        status, error = await caller.error("/detokenize", {"tokens": tokens})
-        assert (status, error["param"]) == (400, "tokens")
-        assert message in error["message"]
+        await caller.refused("/detokenize", {"tokens": tokens}, 400, "tokens", message)
 
 
 async def test_inputs_become_tokens_with_their_characters(caller: Caller) -> None:
