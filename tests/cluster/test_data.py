@@ -104,9 +104,7 @@ class DyingRows(ScoreRows):
 
 @pytest.mark.ray
 @pytest.mark.exhaustive
-def test_an_actor_of_a_dead_engine_is_started_anew(
-    local_ray: Any, config: EngineConfig, tmp_path: Path
-) -> None:
+def test_an_actor_of_a_dead_engine_starts_anew(local_ray: Any, config: EngineConfig, tmp_path: Path) -> None:
     arguments = {"marker": str(tmp_path / "died"), "config": config}
     rows = [{"query": "a", "document": f"b {i}"} for i in range(20)]
     given = local_ray.data.from_items(rows, override_num_blocks=4)

@@ -167,9 +167,7 @@ async def test_scores_equal_a_plain_reading_of_the_paper(
         np.testing.assert_allclose(ours, reference, atol=1e-5)
 
 
-async def test_too_long_a_list_takes_another_pass(
-    changed: Changed, engines: Engines, pairs: list[Pair]
-) -> None:
+async def test_long_lists_take_another_pass(changed: Changed, engines: Engines, pairs: list[Pair]) -> None:
     """And a long one is cut."""
     path = changed(
         language_models.jina_reranker_v3, settings("tokenizer_config.json", model_max_length=3 * 2048)

@@ -328,7 +328,6 @@ BASES = {
 # Other values of keys, where the type of the present one does not tell; several where one might mean nothing.
 _VALUES: Mapping[str, tuple[Any, ...]] = {
     "similarity_fn_name": ("dot", "euclidean", "meanmaxsim"),
-    "activation_fn": ("torch.nn.modules.activation.Tanh",),
     "activation_function": ("torch.nn.modules.activation.Sigmoid",),
     "default_prompt_name": ("no",),
     "prompts": ({"query": "find: ", "document": "text: ", "no": "none "},),
@@ -365,7 +364,6 @@ _VALUES: Mapping[str, tuple[Any, ...]] = {
     "pooling_mode": ("cls", "lasttoken", ["mean", "max"]),
     "pooling_strategy": ("sum",),
     "tasks": (["query", "document"],),
-    "normalize_embeddings": (True, False),
     "bias": (False,),
     "model_input_names": (["input_ids", "attention_mask"], ["input_ids", "token_type_ids", "attention_mask"]),
     "chat_template": ("{% for m in messages %}{{ m.content }}[SEP]{% endfor %}",),
@@ -377,7 +375,6 @@ _VALUES: Mapping[str, tuple[Any, ...]] = {
     "tokenizer_class": ("PreTrainedTokenizerFast", "BertTokenizer", "XLMRobertaTokenizer"),
     "auto_map": ({"AutoTokenizer": ["mine.Tokenizer", None]},),
     "init_inputs": ([],),
-    "unk_id": (3,),
     "chat_control_tokens": (["the"],),
     "architectures": (["BertForMaskedLM"], None),
     "dtype": ("float16",),
@@ -386,9 +383,7 @@ _VALUES: Mapping[str, tuple[Any, ...]] = {
     "label2id": ({"relevant": 0}, {"a": 1, "b": 0}),
     "num_labels": (1, 3),
     "problem_type": ("regression", "multi_label_classification"),
-    "hidden_act": ("relu",),
     "hidden_activation": ("relu", "gelu_pytorch_tanh"),
-    "classifier_activation": ("relu",),
     "classifier_pooling": ("cls", "mean"),
     "pad_token_id": (5, None),
     "position_embedding_type": ("relative_key_query",),
@@ -397,15 +392,16 @@ _VALUES: Mapping[str, tuple[Any, ...]] = {
     "experts_implementation": ("eager",),
     "per_layer_config": ({"0": {"layer_norm_eps": 0.3}},),
     "sentence_transformers": ({"activation_fn": "torch.nn.modules.linear.Identity"},),
-    "sbert_ce_default_activation_function": ("torch.nn.modules.activation.Tanh",),
     "quantization_config": ({"quant_method": "gptq", "bits": 4},),
     "compression_config": ({"quant_method": "compressed-tensors", "format": "pack-quantized"},),
     "rope_scaling": ({"type": "linear", "factor": 4.0},),
     "rope_parameters": ({"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0},),
     "rope_theta": (500.0,),
-    "is_causal": (False, True),
-    "use_bidirectional_attention": (True, False),
-    "query_pre_attn_scalar": (3,),
+    **dict.fromkeys(("activation_fn", "sbert_ce_default_activation_function"),
+                    ("torch.nn.modules.activation.Tanh",)),
+    **dict.fromkeys(("normalize_embeddings", "is_causal", "use_bidirectional_attention"), (True, False)),
+    **dict.fromkeys(("hidden_act", "classifier_activation"), ("relu",)),
+    **dict.fromkeys(("query_pre_attn_scalar", "unk_id"), (3,)),
     "similarity": ("l2",),
     "interaction": ("flipr",),
     "kwargs": (["task"],),
@@ -592,9 +588,7 @@ _FEW = (
 )
 
 
-def test_some_keys_have_the_effect_that_libraries_give(
-    checkpoints: SharedCheckpoints, tmp_path: Path
-) -> None:
+def test_some_keys_do_what_they_do_in_libraries(checkpoints: SharedCheckpoints, tmp_path: Path) -> None:
     walk = Walk(BASES["bi-encoder"], checkpoints, tmp_path)
     known = {(file, key): each for file, key, each in walk.rows() if (file, key) in _FEW}
     found = [outcome for (file, key), each in known.items() for _, outcome in walk.outcomes(file, key, each)]

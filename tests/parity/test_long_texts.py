@@ -33,9 +33,7 @@ LONG_QUERY = "how is a file read " * 40
 
 
 @on_one_loop
-async def test_embeddings_may_be_cut_by_steps(
-    qwen3_embedding: str, engines: Engines, pairs: list[Pair]
-) -> None:
+async def test_embeddings_are_cut_by_steps(qwen3_embedding: str, engines: Engines, pairs: list[Pair]) -> None:
     """Those of the last token, their first dimensions, and those of all tokens."""
     texts = [*(pair.document[: 20 + 130 * i] for i, pair in enumerate(pairs[:4])), "one", "a few words"]
     engine = await engines(EngineConfig(model=qwen3_embedding, dtype="float32", max_batch_tokens=7))
@@ -152,7 +150,7 @@ async def test_late_interaction_reads_the_tokens_of_all_windows(long_documents: 
             assert score == pytest.approx((rows @ np.concatenate(parts).T).max(axis=1).sum(), abs=1e-4)
 
 
-async def test_cross_encoders_score_by_the_best_window(
+async def test_cross_encoders_take_the_best_window(
     bert_cross_encoder: str, long_documents: list[str]
 ) -> None:
     truncation = Truncation(max_tokens=60, windows=True, window_overlap=10)

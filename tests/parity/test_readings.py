@@ -62,9 +62,7 @@ def test_the_layout_of_a_jina_bert_is_told_by_its_tensors(changed: Changed, tmp_
         assert norms == (build is jina.embeddings_v2_code)
 
 
-def test_the_config_says_the_direction(
-    changed: Changed, checkpoints: SharedCheckpoints, tmp_path: Path
-) -> None:
+def test_configs_say_the_direction(changed: Changed, checkpoints: SharedCheckpoints, tmp_path: Path) -> None:
     assert load_model(EngineConfig(model=changed(retrained.gte_qwen2, settings(is_causal=True))), CPU).causal
     both_ways = cross_encoders.qwen2(tmp_path / "both ways")
     settings(is_causal=False)(tmp_path / "both ways")
@@ -145,9 +143,7 @@ TEXTS = [
 @pytest.mark.parametrize(
     "build", [gguf_models.qwen3, gguf_models.qwen3_embedding, gguf_models.bge, gguf_models.bge_reranker]
 )
-def test_texts_have_the_originals_tokens(
-    build: Any, checkpoints: SharedCheckpoints, pairs: list[Pair]
-) -> None:
+def test_texts_have_the_same_tokens(build: Any, checkpoints: SharedCheckpoints, pairs: list[Pair]) -> None:
     path = checkpoints(build)
     with from_gguf(path) as (folder, _):
         ours = AutoTokenizer.from_pretrained(folder)

@@ -539,9 +539,7 @@ def test_a_folder_that_cannot_be_listed_is_skipped(tmp_path: Path, monkeypatch: 
     assert "old/config.json of" in str(damage_of(str(tmp_path)))
 
 
-def test_a_file_without_permission_is_named(
-    checkpoints: SharedCheckpoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_files_are_named(checkpoints: SharedCheckpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     access = os.access
     monkeypatch.setattr(
         os, "access", lambda path, mode: "tokenizer.json" not in str(path) and access(path, mode)
@@ -748,9 +746,7 @@ def _file_of_backbone(folder: Path) -> str:
 
 @pytest.mark.parametrize("damage", with_default(DAMAGES, ("renamed", "with a NaN")))
 @families(_NAMED.values(), ONE_OF_EACH)
-def test_a_tensor_of_the_backbone_that_is_wrong_is_named(
-    family: Family, damage: str, changed: Changed
-) -> None:
+def test_a_wrong_tensor_of_the_backbone_is_named(family: Family, damage: str, changed: Changed) -> None:
     path = Path(changed(family.build))
     file = _file_of_backbone(path)
     found = load_file(path / file).items()
@@ -788,7 +784,7 @@ _BEHIND = [
         _BEHIND, [*_BEHIND[:4], *(each for each in _BEHIND if each[3] in ("renamed", "with a NaN"))]
     ),
 )
-def test_a_tensor_behind_the_backbone_that_is_wrong_is_named(
+def test_a_wrong_tensor_behind_the_backbone_is_named(
     name: str, file: str, tensor: str, damage: str, changed: Changed
 ) -> None:
     path = Path(changed(_NAMED[name].build))

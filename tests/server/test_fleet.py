@@ -247,9 +247,7 @@ def test_a_fleet_that_drains_accepts_work(start_server: StartServer) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.one_process  # other servers have a front more
-def test_the_only_front_comes_back_and_ends_with_its_parent(
-    start_server: StartServer, server: Server
-) -> None:
+def test_the_only_front_returns_and_ends_with_its_parent(start_server: StartServer, server: Server) -> None:
     alone = start_server("--dtype", "float32", "--replicas", "2")
     clients = Clients(alone.url, right_scores(server.url, DOCUMENTS))
     with clients.asking():

@@ -171,9 +171,7 @@ async def test_a_body_of_more_than_documents_need_is_a_413(caller: Caller) -> No
     assert (await caller.refused("/rerank", refused, 413, says=over))["type"] == "RequestTooLargeError"
 
 
-async def test_more_values_than_tokens_are_a_413(
-    engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_too_many_values_are_a_413(engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     caller = Caller(engine, max_documents=10, accept_token_ids=True)
     monkeypatch.setattr(engine, "config", dataclasses.replace(engine.config, max_request_tokens=1000))
     allowed = 1000 + 10 * 20 + 10 * 40
@@ -240,9 +238,7 @@ WITH_WARNINGS = {
 SAID = "the field `colour` is not read here"
 
 
-async def test_unread_fields_are_named_or_refused(
-    engine: RecordingEngine, lines: pytest.LogCaptureFixture
-) -> None:
+async def test_unread_fields_are_named(engine: RecordingEngine, lines: pytest.LogCaptureFixture) -> None:
     caller = Caller(engine)
     for path in (*POSTED, POSTED[-1]):
         answer = await caller.post(path, GOOD["POST", path] | {"colour": 1})

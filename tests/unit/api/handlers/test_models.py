@@ -198,7 +198,7 @@ async def test_pages_say_what_each_model_is_and_how_it_stands(asking: Asking) ->
     assert (refused.status, refused.headers["Allow"]) == (405, "DELETE, GET, HEAD, POST")
 
 
-async def test_a_link_out_of_its_folder_is_a_422(
+async def test_a_link_out_of_a_folder_is_a_422(
     asking: Asking, reranker: EngineConfig, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
@@ -249,9 +249,7 @@ async def test_without_admins_the_routes_are_off_and_not_listed(tmp_path: Path) 
     assert set(paths["/v1/models/{name}"]) == {"get"}
 
 
-async def test_a_dropped_model_fails_its_requests_alone(
-    asking: Asking, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_dropped_model_fails_its_own_alone(asking: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = asking.models.engine("rerank")
     assert engine is not None
     begun, rerank = asyncio.Event(), engine.rerank
