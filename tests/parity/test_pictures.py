@@ -332,9 +332,7 @@ async def test_the_best_cell_is_the_patch_that_maxsim_took(engine: Engine) -> No
     assert patches
 
 
-async def test_each_picture_of_a_document_has_a_map(
-    start: Start,
-) -> None:
+async def test_each_picture_of_a_document_has_a_map(start: Start) -> None:
     engine = await start(vision_language.colqwen2_merged)
     parts = [PillowPicture(PAGES[0]), "and", PillowPicture(PAGES[4])]
     result = await engine.score(QUERIES[2], [Content.of(parts), "a text"], explain="maps", cache="bypass")

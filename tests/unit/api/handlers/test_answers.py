@@ -1,5 +1,6 @@
 """What the routes answer: every field beside the engine's own results, in every shape that clients know."""
 
+import base64
 import itertools
 import json
 import platform
@@ -148,10 +149,13 @@ async def test_embeddings_are_the_engines(caller: Caller) -> None:
 
 async def test_pooling_gives_token_vectors_by_default(caller: Caller) -> None:
     expected = (await caller.engine.embed_tokens(["hello", "two words"])).embeddings
-    for task in ({}, {"task": "token_embed"}):
-        answer = await caller.json("/pooling", {"input": ["hello", "two words"]} | task)
+    for more in ({}, {"task": "token_embed"}, {"encoding_format": "base64"}):
+        answer = await caller.json("/pooling", {"input": ["hello", "two words"]} | more)
         for item, matrix in zip(answer["data"], expected, strict=True):
-            np.testing.assert_allclose(item["data"], matrix, atol=1e-5)
+            found = item["data"]
+            if "encoding_format" in more:
+                found = np.frombuffer(base64.b64decode(found), "<f4").reshape(matrix.shape)
+            np.testing.assert_allclose(found, matrix, atol=1e-5)
     assert [matrix.shape for matrix in expected] == [(3, 384), (4, 384)]
 
 
