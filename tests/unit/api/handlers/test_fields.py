@@ -202,7 +202,7 @@ ANSWERED = {
     # Of a chat.
     *("messages", "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs"),
 }
-# Fields of one vector a text: tested in test_encodings.
+# Fields of one vector a text: tested in test_answers.
 ONE_VECTOR = {"late_chunking", "chunks", "encoding", "muvera"}
 # Fields that hold the texts: tested below.
 TEXTS = {
