@@ -85,9 +85,7 @@ async def test_a_cached_document_scores_to_the_last_bit_as_a_new_one(
     build: Any, options: Any, checkpoints: SharedCheckpoints, pairs: list[Pair], tmp_path: Path
 ) -> None:
     """In bfloat16 too, whose numbers would round the ids of words."""
-    config = EngineConfig(
-        model=checkpoints(build), dtype="bfloat16", cache_dir=str(tmp_path / "cache"), **options
-    )
+    config = EngineConfig(model=checkpoints(build), dtype="bfloat16", cache_dir=str(tmp_path), **options)
     query, documents = pairs[0].query, [pair.document for pair in pairs[:4]]
     async with Engine(config) as engine:
         new = await engine.score(query, documents)

@@ -399,11 +399,7 @@ VARIANTS = [
 
 @pytest.mark.parametrize("variant", with_names(VARIANTS))
 async def test_scores_equal_the_reference(
-    variant: Variant,
-    checkpoints: SharedCheckpoints,
-    changed: Changed,
-    engines: Engines,
-    pairs: list[Pair],
+    variant: Variant, checkpoints: SharedCheckpoints, changed: Changed, engines: Engines, pairs: list[Pair]
 ) -> None:
     path = changed(variant.build, *variant.edits) if variant.edits else checkpoints(variant.build)
     config = EngineConfig(model=path, **{"dtype": "float32", **variant.options})
@@ -529,12 +525,7 @@ async def test_fewer_dimensions_may_stay_unscaled(checkpoints: SharedCheckpoints
 
 @pytest.mark.parametrize(("label", "named", "multi"), [(None, "yes", False), ("LABEL_2", None, True)])
 async def test_the_probability_of_a_label_is_a_score(
-    label: str | None,
-    named: str | None,
-    multi: bool,
-    changed: Changed,
-    engines: Engines,
-    pairs: list[Pair],
+    label: str | None, named: str | None, multi: bool, changed: Changed, engines: Engines, pairs: list[Pair]
 ) -> None:
     labels = {str(i): f"LABEL_{i}" for i in range(3)} | ({"1": named} if named else {})
     kind = {"problem_type": "multi_label_classification"} if multi else {}

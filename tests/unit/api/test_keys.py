@@ -122,11 +122,7 @@ def test_an_unusable_file_leaves_the_keys(tmp_path: Path, caplog: pytest.LogCapt
 def test_caches_by_tenant_need_a_name_for_each_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file, engine = tmp_path / "keys", Engine(cache_by_tenant=True)
     file.write_text("one name=a\ntwo\n")
-    for config in (
-        ServerConfig(),
-        ServerConfig(api_key=("one",)),
-        ServerConfig(api_key_file=str(file)),
-    ):
+    for config in (ServerConfig(), ServerConfig(api_key=("one",)), ServerConfig(api_key_file=str(file))):
         with pytest.raises(SetupError, match=r"cache_by_tenant.*name="):
             ServerState(engine, config)
     file.write_text("one name=a\ntwo name=b\n")
