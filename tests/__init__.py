@@ -7,8 +7,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 
 def share_cores(workers: int) -> None:
-    """Has this process, and every process that it starts, compute on its share of the cores. OpenMP and the
-    tokenisers read this at import. Threads that wait sleep, since another worker may need the core."""
+    """Gives this process and its children their share of the cores; threads that wait sleep."""
     share = str(max(1, (os.cpu_count() or 1) // workers))
     for name, value in {
         "OMP_NUM_THREADS": share,

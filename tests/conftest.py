@@ -13,8 +13,7 @@ from tests import forked, share_cores
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Gives the fixtures to processes that run tests. The one that hands out tests need not import much; its
-    workers are copies of a process that has imported everything."""
+    """Gives the fixtures to processes that run tests; workers are copies that have imported everything."""
     if hasattr(config, "workerinput") or config.getoption("dist", "no") == "no":
         config.pluginmanager.import_plugin("tests.fixtures")
     elif set(config.option.tx) == {"popen"} and Path.cwd() == config.rootpath:
@@ -56,8 +55,7 @@ def _is_exhaustive(value: object) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what is fast, begins with what is long, and puts the tests of a file that are about one family
-    side by side: they share its engines."""
+    """Marks what is fast, begins with what is long, and puts tests of one family side by side."""
     files: dict[str, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.nodeid.partition("::")[0], []).append(item)

@@ -40,29 +40,29 @@ def _truncate(part: Callable[[int], int]) -> Callable[[Path], None]:
     return lambda folder: os.truncate(folder / FILE, part((folder / FILE).stat().st_size))
 
 
-def _zero_second_half(folder: Path) -> None:
-    size = (folder / FILE).stat().st_size
-    _overwrite(folder, size // 2, bytes(size - size // 2))
+def _random(size: int) -> bytes:
+    return random.Random(0).randbytes(size)
 
 
-def _scramble_the_middle(folder: Path) -> None:
-    size = (folder / FILE).stat().st_size
-    _overwrite(folder, size // 3, random.Random(0).randbytes(size // 3))
+def _overwrite_part(parts: int, data: Callable[[int], bytes]) -> Callable[[Path], None]:
+    """The second of so many."""
+
+    def overwrite(folder: Path) -> None:
+        size = (folder / FILE).stat().st_size // parts
+        _overwrite(folder, size, data(size))
+
+    return overwrite
 
 
 def _append(folder: Path) -> None:
     with (folder / FILE).open("ab") as file:
-        file.write(random.Random(0).randbytes(3 * PAGE + 7))
+        file.write(_random(3 * PAGE + 7))
 
 
 def _make_directory(folder: Path) -> None:
     (folder / FILE).unlink()
     (folder / FILE).mkdir()
     (folder / FILE / "of a user").write_text("text")
-
-
-def _scramble_journal(folder: Path) -> None:
-    (folder / f"{FILE}-journal").write_bytes(random.Random(0).randbytes(2 * PAGE))
 
 
 def _forbid_writing(folder: Path) -> None:
@@ -100,11 +100,6 @@ def _overwrite_by_foreign(folder: Path) -> None:
     shutil.rmtree(foreign)
 
 
-def _ask_for_log(folder: Path) -> None:
-    """What makes SQLite map a file."""
-    _overwrite(folder, 18, b"\2\2")
-
-
 def _scramble_definitions(folder: Path) -> None:
     """What sqlite3 cannot even quote in an error."""
     table = (folder / FILE).read_bytes().index(b"TABLE entries")
@@ -116,15 +111,16 @@ def _make_pipe(folder: Path) -> None:
     os.mkfifo(folder / FILE)
 
 
-DAMAGES: dict[str, Callable[[Path], None]] = {
+DAMAGES: dict[str, Callable[[Path], object]] = {
     "truncated to nothing": _truncate(lambda size: 0),
     "truncated to half": _truncate(lambda size: size // 2),
     "truncated to a page": _truncate(lambda size: PAGE),
     "truncated to a few bytes": _truncate(lambda size: 80),
-    "second half zeroed": _zero_second_half,
-    "random bytes in the middle": _scramble_the_middle,
-    "header overwritten": lambda folder: _overwrite(folder, 0, random.Random(0).randbytes(100)),
-    "header asks for a log": _ask_for_log,
+    "second half zeroed": _overwrite_part(2, bytes),
+    "random bytes in the middle": _overwrite_part(3, _random),
+    "header overwritten": lambda folder: _overwrite(folder, 0, _random(100)),
+    # It makes SQLite map a file.
+    "header asks for a log": lambda folder: _overwrite(folder, 18, b"\2\2"),
     "header of a later format": lambda folder: _overwrite(folder, 44, b"\xff" * 4),
     "table definitions overwritten": _scramble_definitions,
     "garbage appended": _append,
@@ -132,7 +128,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "file replaced by a pipe": _make_pipe,
     "file deleted": lambda folder: (folder / FILE).unlink(),
     "folder deleted": shutil.rmtree,
-    "journal overwritten": _scramble_journal,
+    "journal overwritten": lambda folder: (folder / f"{FILE}-journal").write_bytes(_random(2 * PAGE)),
     "read-only": _forbid_writing,
     "earlier version beside it": _add_older_version,
     "file replaced by another program's": _make_foreign,

@@ -1,5 +1,4 @@
-"""Writes what comes with the package about the embedded model, its recipes and whose texts were compared:
-`python -m tests.embedded_recipes`."""
+"""Writes the recipes of the embedded model that the package ships: `python -m tests.embedded_recipes`."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,8 +17,7 @@ SCORE_TYPES = ("auto", "late-interaction", "bi-encoder")
 
 
 def made_anew(score_types: Sequence[str] = SCORE_TYPES) -> Shipped:
-    """Returns what the package ships for these types. Raises ModelLoadError where texts are read in another
-    way than by sentence-transformers."""
+    """What the package ships for these types. Raises ModelLoadError where texts are read otherwise."""
     recipes, texts = {}, []
     for score_type in score_types:
         config = EngineConfig(score_type=score_type)  # type: ignore[arg-type]

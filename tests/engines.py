@@ -15,8 +15,7 @@ MOST = 4
 
 
 class Engines:
-    """Started engines by their configuration, each started once, on one event loop. Documents that one test
-    scores are cached for the next; where that matters a test empties the cache."""
+    """Started engines by their configuration, on one event loop. Tests share their caches."""
 
     def __init__(self, most: int = MOST) -> None:
         self._most = most

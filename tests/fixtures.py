@@ -42,8 +42,7 @@ def cache_of_the_run(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_certificate_authority(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """httpx loads 140 certificates for each client, which takes 0.1 s of the processor. No test asks a server
-    that needs them."""
+    """httpx loads 140 certificates for each client, which takes 0.1 s; no test needs them."""
     bundle = Path(certifi.where()).read_text("utf-8")
     file = tmp_path_factory.mktemp("certificates") / "one.pem"
     file.write_text(bundle[: bundle.index("-----END") + len("-----END CERTIFICATE-----\n")], "utf-8")
@@ -60,8 +59,7 @@ def same_number_of_threads() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def memory_given_back() -> Iterator[None]:
-    """Gives back the gaps that loaded models leave in the heaps. Imported modules are frozen, because engines
-    collect garbage when they start and stop."""
+    """Gives back what loaded models leave in the heaps. Imported modules are frozen meanwhile."""
     gc.freeze()
     yield
     gc.unfreeze()

@@ -47,8 +47,7 @@ def parent() -> str:
 
 
 class Forked:
-    """A copy that calls a function of a module, with the methods of `subprocess.Popen` that tests use. It has
-    `files` for standard input, output and error."""
+    """A copy that calls a function, with the methods of `subprocess.Popen` and `files` for 0, 1 and 2."""
 
     def __init__(self, target: Callable[..., object], *arguments: object, files: Sequence[int]) -> None:
         self.returncode: int | None = None
@@ -111,8 +110,7 @@ def _connected(path: str) -> socket.socket:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A program for such a process: `maxsimd` with these arguments, or a Python file or module in its place.
-    `before` runs first; it must be a function of a module."""
+    """`maxsimd` with these arguments, or a file or module in its place, after a function `before`."""
 
     arguments: Sequence[str]
     file: Path | None = None

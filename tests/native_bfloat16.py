@@ -1,5 +1,4 @@
-"""Tests of bfloat16 for every family run where the processor multiplies it. Elsewhere it is emulated, slowly,
-and one checkpoint of each kind is tried in `tests/parity/test_execution.py`."""
+"""Every family is tried in bfloat16 where the processor multiplies it: emulation is slow."""
 
 import pytest
 

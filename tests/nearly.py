@@ -1,5 +1,4 @@
-"""Equality but for the rounding of float32: where our kernels do not run, the last bits of a score depend on
-what it was computed with."""
+"""Equality but for the last bits, which depend on what a score was computed with."""
 
 from dataclasses import asdict, is_dataclass
 from typing import Any

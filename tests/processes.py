@@ -6,8 +6,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process that is or was there; no other one has its number and its start. Its `title` is its command,
-    and the name that it has given itself."""
+    """A process that is or was there; its `title` is its command and the name that it has given itself."""
 
     pid: int
     parent: int

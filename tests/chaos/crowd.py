@@ -26,8 +26,7 @@ _RECOVERY_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """The requests that the clients of one process send, the seconds between two requests of a client, and
-    the share of requests that they abandon."""
+    """What the clients of a process send, their pauses in seconds, and the share that they abandon."""
 
     draw: Callable[[Pool, random.Random], Ask]
     clients: int

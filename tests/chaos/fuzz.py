@@ -219,8 +219,7 @@ class Answer:
 
 
 class Fuzzer:
-    """Sends batches to a server that is idle in between, and holds each answer to the promises. Requests that
-    break one are kept in a folder."""
+    """Sends batches to a server that is idle in between, and keeps requests that break a promise."""
 
     def __init__(self, server: Running, loop: asyncio.AbstractEventLoop, tokens_per_second: float) -> None:
         self._server, self._loop, self._speed = server, loop, tokens_per_second

@@ -1,5 +1,4 @@
-"""Sequences of which some break the model: exactly these fail, and all others score as they do without
-them."""
+"""Sequences of which some break the model: exactly these fail, and the others score as usual."""
 
 import asyncio
 import random

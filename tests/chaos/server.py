@@ -53,8 +53,7 @@ def malloc_bytes() -> int | None:
 
 
 class Stalls:
-    """Notes when the event loop stood still for too long, how much of that its thread was computing, and
-    where it stood meanwhile."""
+    """Notes when the event loop stood still, how much of that it was computing, and where it stood."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop

@@ -31,8 +31,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """One server's end. A request that was sent after the signal may find nobody there; one that was sent
-    before it is lost without an answer."""
+    """One server's end. Requests sent before the signal must be answered."""
 
     asked: float
     seconds: float
@@ -66,8 +65,7 @@ async def stop(server: Running, pool: Pool, seed: int) -> Stop:
 
 
 async def _client(server: Running, pool: Pool, draw: random.Random, requests: list[Request]) -> None:
-    """A request after the other on one connection, and on another when the server closes it, until it takes
-    no more connections."""
+    """A request after the other, until the server takes no more connections."""
     while True:
         try:
             reader, writer = await asyncio.open_connection("127.0.0.1", server.port)

@@ -25,9 +25,7 @@ def pool(server: Running) -> Pool:
 
 
 @pytest.mark.exhaustive
-async def test_nothing_is_lost_and_nothing_wrong_while_things_go_wrong(
-    stanford_colbert: str, pool: Pool
-) -> None:
+async def test_nothing_is_lost_or_wrong_while_things_go_wrong(stanford_colbert: str, pool: Pool) -> None:
     report = await disturb(stanford_colbert, pool, 6, processes=2, pause=0.1)
     assert not report.broken()
     assert report.count(Outcome.RIGHT) > 10

@@ -81,8 +81,7 @@ def _poisoned(words: list[str], draw: random.Random) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Texts with the scores [queries, documents] of all pairs, and the tokens and token vectors of the first
-    documents."""
+    """Texts, the scores [queries, documents] of all pairs, and tokens and vectors of the first documents."""
 
     texts: Texts
     scores: NDArray[np.float32]
@@ -142,8 +141,7 @@ async def read_answer(
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What the answer to a request that scores should be: the scores of all documents, those that break the
-    model, the ones that cannot be read, and what it asked for."""
+    """All scores, the documents that break the model, and what the request asked for."""
 
     scores: Sequence[float]
     broken: frozenset[int] = frozenset()

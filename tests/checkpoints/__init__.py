@@ -1,2 +1,1 @@
-"""Small random-weight checkpoints in the formats in which real ones are published: same files, same tensor
-names, same keys of their configs. `families` lists them."""
+"""Small random-weight checkpoints with the files, tensor names and configs of published ones."""

@@ -1,5 +1,4 @@
-"""LoRA folders, as peft saves them, over a small BERT classifier and a small GPT-2. Beside each lies the
-folder `merged`, its base with the weights that the formulas give."""
+"""LoRA folders, as peft saves them; `merged` beside each is its base with the weights it stands for."""
 
 import json
 import re
@@ -64,8 +63,7 @@ def bert(folder: Path, **settings: Any) -> str:
 
 
 def saved_by_name(folder: Path) -> str:
-    """The same with a classifier, saved with the adapter's name within those of its tensors, and with the
-    layer that it replaces."""
+    """The same with a classifier, saved with the adapter's name and the layer that it replaces."""
     adapter = bert(folder, modules_to_save=["classifier"])
     path = Path(adapter) / "adapter_model.safetensors"
     named = {

@@ -1,5 +1,4 @@
-"""Every architecture of transformers that scores or embeds text, built small with random weights, and what
-sentence-transformers makes of it."""
+"""Every architecture of transformers, small and random, and what sentence-transformers makes of it."""
 
 import functools
 import math
@@ -158,8 +157,7 @@ _KEPT_NEAR = re.compile(r"A_log|dt_bias|\.D$|time_decay|time_first|time_mix|recu
 
 @torch.no_grad()
 def randomise(model: Any) -> Any:
-    """Gives every parameter another value than a fresh model has: matrices that keep the size of what they
-    multiply, norms and biases about where they were."""
+    """Gives every parameter another value than a fresh model has, of about the same size."""
     torch.manual_seed(1)
     owners = {id(weight): part for part in model.modules() for weight in part.parameters(recurse=False)}
     for name, parameter in model.named_parameters():

@@ -13,20 +13,18 @@ from transformers import GPTNeoConfig, GPTNeoModel, MPNetTokenizerFast
 from transformers.activations import GELUActivation
 
 from tests.checkpoints.tokenizers import GEMMA, WORDS, byte_level_bpe, unigram, wordpiece, xlm_roberta
-from tests.checkpoints.weights import save_model, save_renamed, spread
+from tests.checkpoints.weights import save_model, save_own, save_renamed, spread
 
 INSTRUCTION = "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery:"
 
 
-def _saved(
-    folder: Path, pooling: str, *after: Any, prompts: dict[str, str] | None = None, **options: Any
-) -> str:
-    """A SentenceTransformer save of the backbone in `folder`/backbone."""
+def saved_pooled(folder: Path, pooling: Any, *after: Any, include_prompt: bool = True, **options: Any) -> str:
+    """A SentenceTransformer save of the backbone in `folder`/backbone, with modules behind its pooling."""
     transformer = Transformer(str(folder / "backbone"))
-    pool = Pooling(transformer.get_embedding_dimension(), pooling_mode=pooling, **options)
-    model = SentenceTransformer(modules=[transformer, pool, *after], prompts=prompts, device="cpu")
-    model.save_pretrained(str(folder / "saved"), create_model_card=False)
-    return str(folder / "saved")
+    dim = transformer.get_embedding_dimension()
+    pool = Pooling(dim, pooling_mode=pooling, include_prompt=include_prompt)
+    model = SentenceTransformer(modules=[transformer, pool, *after], device="cpu", **options)
+    return save_own(model, folder / "saved")
 
 
 def _bert(folder: Path) -> Path:
@@ -38,12 +36,12 @@ def _bert(folder: Path) -> Path:
 def bge(folder: Path) -> str:
     """BAAI/bge-base-en-v1.5: the first token, normalised; an instruction in front of queries."""
     prompts = {"query": "Represent this sentence for searching relevant passages: "}
-    return _saved(_bert(folder), "cls", Normalize(), prompts=prompts)
+    return saved_pooled(_bert(folder), "cls", Normalize(), prompts=prompts)
 
 
 def gte(folder: Path) -> str:
     """thenlper/gte-base: the mean, normalised, without prompts."""
-    return _saved(_bert(folder), "mean", Normalize())
+    return saved_pooled(_bert(folder), "mean", Normalize())
 
 
 def e5(folder: Path) -> str:
@@ -54,12 +52,11 @@ def e5(folder: Path) -> str:
 def without_prompt(folder: Path) -> str:
     """As hkunlp/instructor: the prompt's tokens take no part in the mean."""
     prompts = {"query": "Represent the question: ", "document": "Represent the document: "}
-    return _saved(_bert(folder), "mean", Normalize(), prompts=prompts, include_prompt=False)
+    return saved_pooled(_bert(folder), "mean", Normalize(), prompts=prompts, include_prompt=False)
 
 
 def bge_m3(folder: Path) -> str:
-    """BAAI/bge-m3: XLM-RoBERTa's first token, normalised, and beside it two layers in pickles, for weights of
-    tokens and for a vector of each."""
+    """BAAI/bge-m3: the first token, normalised, and two layers in pickles for weights and vectors."""
     save_model(
         folder / "backbone",
         "xlm-roberta",
@@ -68,7 +65,7 @@ def bge_m3(folder: Path) -> str:
         max_position_embeddings=514,
         type_vocab_size=1,
     )
-    saved = _saved(folder, "cls", Normalize())
+    saved = saved_pooled(folder, "cls", Normalize())
     random = torch.Generator().manual_seed(3)
     for name, rows in (("sparse_linear", 1), ("colbert_linear", 128)):
         weight = torch.randn(rows, 128, generator=random) * 0.03
@@ -88,7 +85,7 @@ def mpnet(folder: Path) -> str:
     tokenizer = MPNetTokenizerFast(str(folder / "backbone" / "vocab.txt"), model_max_length=512)
     tokenizer.save_pretrained(folder / "backbone")
     save_model(folder / "backbone", "mpnet", vocab_size=len(tokenizer), max_position_embeddings=514)
-    return _saved(folder, "mean", Normalize())
+    return saved_pooled(folder, "mean", Normalize())
 
 
 def nomic(folder: Path) -> str:
@@ -106,7 +103,7 @@ def nomic(folder: Path) -> str:
     )
     prompts = {"query": "search_query: ", "document": "search_document: ", "clustering": "clustering: "}
     wordpiece().save_pretrained(own / "backbone")
-    _saved(own, "mean", Normalize(), prompts=prompts)
+    saved_pooled(own, "mean", Normalize(), prompts=prompts)
 
     wordpiece().save_pretrained(published)
     save_renamed(model, published, _NOMIC_TERMS, fused="attn.Wqkv")
@@ -135,8 +132,7 @@ _NOMIC_TERMS = {
 
 
 def qwen3(folder: Path) -> str:
-    """Qwen/Qwen3-Embedding-0.6B: causal, an end-of-text token after each text, whose state is the embedding;
-    queries behind an instruction. Its tokeniser has a chat template, which is not used."""
+    """Qwen/Qwen3-Embedding-0.6B: causal, the state of an end token; queries behind an instruction."""
     return _qwen3(folder, "lasttoken")
 
 
@@ -145,19 +141,14 @@ def qwen3_mean(folder: Path) -> str:
     return _qwen3(folder, "mean")
 
 
-def _qwen3(folder: Path, pooling: str) -> str:
-    specials = {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
-    size = byte_level_bpe(
-        folder / "backbone",
-        specials,
-        "$A <|endoftext|>",
-        "$A $B <|endoftext|>",
-        padding_side="left",
-        model_max_length=1024,
-    )
+def _qwen3(folder: Path, pooling: str, prompt: str = INSTRUCTION, **options: Any) -> str:
+    end = "<|endoftext|>"
+    options = {"padding_side": "left", "model_max_length": 1024} | options
+    specials = {"eos_token": end, "pad_token": end}
+    size = byte_level_bpe(folder / "backbone", specials, f"$A {end}", f"$A $B {end}", **options)
     sizes = {"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 1024}
     save_model(folder / "backbone", "qwen3", vocab_size=size, **sizes)
-    return _saved(folder, pooling, Normalize(), prompts={"query": INSTRUCTION, "document": ""})
+    return saved_pooled(folder, pooling, Normalize(), prompts={"query": prompt, "document": ""})
 
 
 def embeddinggemma(folder: Path) -> str:
@@ -182,7 +173,7 @@ def embeddinggemma(folder: Path) -> str:
         "document": "title: none | text: ",
         "clustering": "task: clustering | query: ",
     }
-    return _saved(
+    return saved_pooled(
         folder, "mean", Dense(128, 512, **dense), Dense(512, 128, **dense), Normalize(), prompts=prompts
     )
 
@@ -201,7 +192,7 @@ def jina_v3(folder: Path) -> str:
         "query": "Represent the query for retrieving evidence documents: ",
         "document": "Represent the document for retrieval: ",
     }
-    return _saved(folder, "mean", Normalize(), prompts=prompts)
+    return saved_pooled(folder, "mean", Normalize(), prompts=prompts)
 
 
 def sgpt(folder: Path) -> str:
@@ -219,7 +210,7 @@ def sgpt(folder: Path) -> str:
         max_position_embeddings=512,
     )
     spread(GPTNeoModel(config)).save_pretrained(folder / "backbone")
-    return _saved(folder, "weightedmean")
+    return saved_pooled(folder, "weightedmean")
 
 
 # What stands behind pooling, by name; made anew for each save.
@@ -228,10 +219,7 @@ BEHIND_POOLING: dict[str, Callable[[], list[Any]]] = {
     "a residual": lambda: [Dense(128, 128, use_residual=True)],
     "residuals": lambda: [Dense(128, 128, use_residual=True), Dense(128, 48, use_residual=True), Normalize()],
     "dropout": lambda: [
-        Dropout(0.5),
-        Dense(128, 128, activation_function=GELUActivation()),
-        Normalize(),
-        Dropout(0.5),
+        *(Dropout(0.5), Dense(128, 128, activation_function=GELUActivation()), Normalize(), Dropout(0.5))
     ],
     "dense behind normalize": lambda: [Normalize(), Dense(128, 48, activation_function=torch.nn.Identity())],
     "a layer norm": lambda: [LayerNorm(128), Normalize()],
@@ -240,17 +228,10 @@ BEHIND_POOLING: dict[str, Callable[[], list[Any]]] = {
 
 
 def bert(folder: Path, pooling: str = "mean", behind: str = "nothing", **options: Any) -> str:
-    """A BERT with a pooling mode, or several joined by "+", and one of `BEHIND_POOLING`; `options` are those
-    of the save."""
-    transformer = Transformer(str(_bert(folder) / "backbone"))
-    modes = tuple(pooling.split("+"))
-    prompts = options.pop("include_prompt", True)
-    pool = Pooling(transformer.get_embedding_dimension(), pooling_mode=modes, include_prompt=prompts)
+    """A BERT with a pooling mode, or several joined by "+", and one of `BEHIND_POOLING`."""
+    _bert(folder)
     torch.manual_seed(4)
-    modules = [transformer, pool, *BEHIND_POOLING[behind]()]
-    model = SentenceTransformer(modules=modules, device="cpu", **options)
-    model.save_pretrained(str(folder / "saved"), create_model_card=False)
-    return str(folder / "saved")
+    return saved_pooled(folder, tuple(pooling.split("+")), *BEHIND_POOLING[behind](), **options)
 
 
 CHATML = (
@@ -260,20 +241,8 @@ CHATML = (
 
 
 def qwen3_in_chat(folder: Path) -> str:
-    """A causal Qwen3 whose texts are written by a chat template, as sentence-transformers saves one whose
-    tokenizer has such a template."""
-    chat = ["<|im_start|>", "<|im_end|>"]
-    specials = {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
-    size = byte_level_bpe(
-        folder / "backbone",
-        specials,
-        "$A <|endoftext|>",
-        "$A $B <|endoftext|>",
-        additional_special_tokens=chat,
-        padding_side="left",
-        model_max_length=512,
-    )
+    """A causal Qwen3 whose texts are written by its tokenizer's chat template."""
+    (folder / "backbone").mkdir(parents=True)
     (folder / "backbone" / "chat_template.jinja").write_text(CHATML)
-    sizes = {"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 1024}
-    save_model(folder / "backbone", "qwen3", vocab_size=size, **sizes)
-    return _saved(folder, "lasttoken", Normalize(), prompts={"query": "Find it.", "document": ""})
+    markers = {"additional_special_tokens": ["<|im_start|>", "<|im_end|>"], "model_max_length": 512}
+    return _qwen3(folder, "lasttoken", "Find it.", **markers)

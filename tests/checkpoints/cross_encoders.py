@@ -13,7 +13,7 @@ from tests.checkpoints.bi_encoders import CHATML
 from tests.checkpoints.language_models import ROLES_TEMPLATE
 from tests.checkpoints.tokenizers import ENDS, GEMMA, WORDS, XLM_R, byte_level_bpe, unigram, wordpiece
 from tests.checkpoints.tokenizers import xlm_roberta as xlm_roberta_tokenizer
-from tests.checkpoints.weights import change_config, save_model
+from tests.checkpoints.weights import change_config, save_model, save_own
 
 PROMPTS: dict[str, Any] = {
     "prompts": {"rank": "Is this an answer to it? ", "other": "Say: "},
@@ -48,13 +48,11 @@ def ms_marco_minilm(folder: Path) -> str:
 def prompted(folder: Path) -> str:
     """A save of CrossEncoder with prompts, one of which is for all queries."""
     plain = bert(folder.with_name(f"{folder.name}-plain"))
-    CrossEncoder(plain, device="cpu", **PROMPTS).save_pretrained(str(folder), create_model_card=False)
-    return str(folder)
+    return save_own(CrossEncoder(plain, device="cpu", **PROMPTS), folder)
 
 
 def electra(folder: Path, embedding: int = 64) -> str:
-    """With embeddings of other dimensions than its states, which a layer projects, as the small one has it;
-    the base one, and so cross-encoder/ms-marco-electra-base, has them alike."""
+    """The small one, whose embeddings a layer projects; those of the base one are as wide as states."""
     _with_wordpiece(folder, "electra", embedding_size=embedding)
     return change_config(folder, sbert_ce_default_activation_function=_IDENTITY)
 
@@ -87,15 +85,8 @@ def modernbert(folder: Path) -> str:
 
 
 def deberta_v2(folder: Path, changes: tuple[tuple[str, Any], ...] = ()) -> str:
-    """mixedbread-ai/mxbai-rerank-base-v1: relative positions inside attention, which has no interface; with
-    changes to its config."""
-    specials = {
-        "pad_token": "[PAD]",
-        "cls_token": "[CLS]",
-        "sep_token": "[SEP]",
-        "unk_token": "[UNK]",
-        "mask_token": "[MASK]",
-    }
+    """mixedbread-ai/mxbai-rerank-base-v1: relative positions inside attention, with changed settings."""
+    specials = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "cls", "sep", "unk", "mask")}
     settings: dict[str, Any] = {
         "vocab_size": unigram(folder, specials, "[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1"),
         "max_position_embeddings": 512, "type_vocab_size": 0, "relative_attention": True,
@@ -121,16 +112,14 @@ def qwen3(folder: Path) -> str:
 
 
 def chatting(folder: Path, pad: str = "<|endoftext|>", **prompts: Any) -> str:
-    """A Qwen3ForSequenceClassification as CrossEncoder saves it, with a chat template of roles, which ends in
-    its eos, and perhaps with prompts."""
+    """A Qwen3ForSequenceClassification saved by CrossEncoder, whose chat template ends in its eos."""
     plain = folder.with_name(f"{folder.name}-plain")
     size = byte_level_bpe(
         plain, _QWEN | {"pad_token": pad}, "$A", "$A $B", additional_special_tokens=["<|im_start|>"]
     )
     _decoder(plain, "qwen3", size, pad, num_key_value_heads=2, head_dim=32)
     (plain / "chat_template.jinja").write_text(ROLES_TEMPLATE + "yes<|im_end|>")
-    CrossEncoder(str(plain), device="cpu", **prompts).save_pretrained(str(folder), create_model_card=False)
-    return str(folder)
+    return save_own(CrossEncoder(str(plain), device="cpu", **prompts), folder)
 
 
 def padded_by_eos(folder: Path, kind: str = "qwen2", **settings: Any) -> str:
@@ -162,8 +151,7 @@ def _id(folder: Path, token: str) -> int:
 
 
 def scored_by_modules(folder: Path, columns: int = 1) -> str:
-    """A CrossEncoder as sentence-transformers' trainer makes one of a plain encoder: the mean of a pair's
-    tokens, and two Dense modules."""
+    """A CrossEncoder made of a plain encoder: the mean of a pair's tokens, and two Dense modules."""
     save_model(folder / "backbone", "bert", vocab_size=WORDS)
     wordpiece().save_pretrained(folder / "backbone")
     transformer = Transformer(str(folder / "backbone"))
@@ -173,9 +161,7 @@ def scored_by_modules(folder: Path, columns: int = 1) -> str:
         Dense(64, columns, activation_function=torch.nn.Identity(), module_output_name="scores"),
     ]
     modules = [transformer, Pooling(128), dense[0], Dropout(0.3), dense[1]]
-    model = CrossEncoder(modules=modules, device="cpu")
-    model.save_pretrained(str(folder / "saved"), create_model_card=False)
-    return str(folder / "saved")
+    return save_own(CrossEncoder(modules=modules, device="cpu"), folder / "saved")
 
 
 def qwen3_in_chat(folder: Path) -> str:

@@ -1,6 +1,4 @@
-"""Checkpoints as GGUF files, with names, metadata and changed values as llama.cpp's conversion scripts write
-them. Each function writes `model.gguf` into a folder, and beside it the folder `plain`, the checkpoint in
-transformers' format with the weights that the file's blocks stand for."""
+"""Checkpoints as llama.cpp converts them to GGUF; `plain` beside each has what its blocks stand for."""
 
 import json
 import shutil
@@ -25,7 +23,7 @@ from transformers import (
     Qwen3Model,
 )
 
-from tests.checkpoints.bi_encoders import _saved
+from tests.checkpoints.bi_encoders import saved_pooled
 from tests.checkpoints.tokenizers import GEMMA, byte_level_bpe, merges_of, unigram, wordpiece, xlm_roberta
 from tests.checkpoints.weights import SIZES, save_model, save_tensors, spread
 
@@ -37,8 +35,7 @@ _TYPED = ["<think>", "</think>"]
 
 
 def _qwen_tokenizer(folder: Path, end: bool = False) -> int:
-    """Qwen's, with a small vocabulary; with `end` it puts the end-of-text token behind each text, as
-    Qwen3-Embedding's does. Returns how many tokens it has."""
+    """Qwen's, small; with `end` a token stands behind each text. Returns how many tokens it has."""
     words = ("yes", "no", "Yes", "0", "1")
     vocabulary, merges = merges_of(words, (), FEW)
     tokenizer = Qwen2Tokenizer(vocab=vocabulary, merges=merges, model_max_length=4096)
@@ -70,8 +67,7 @@ def _qwen3(folder: Path, kind: type = Qwen3ForCausalLM, end: bool = False, **set
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """How a checkpoint is written: llama.cpp's number of its architecture, what is said about it, and what
-    is done to its tensors."""
+    """llama.cpp's number of an architecture, what is said about it, and what is done to its tensors."""
 
     arch: Any
     said: Mapping[str, Any]
@@ -410,7 +406,7 @@ def _written(
         save_tensors(tensors, plain)
     else:
         save_tensors(tensors, Path(source))
-        shutil.move(_saved(saved[1], saved[0], Normalize()), plain)
+        shutil.move(saved_pooled(saved[1], saved[0], Normalize()), plain)
     return str(path), stored
 
 

@@ -27,8 +27,7 @@ _CONFIG: dict[str, Any] = SIZES | {
 
 
 def multilingual(folder: Path) -> str:
-    """Alibaba-NLP/gte-multilingual-base: the first token, normalised; NTK scaling, tensors under `new.`, and
-    beside them the layer that weighs tokens for sparse vectors."""
+    """Alibaba-NLP/gte-multilingual-base: NTK scaling, and a layer that weighs tokens for sparse vectors."""
     config = _sentencepiece(folder) | {"architectures": ["NewForTokenClassification"]}
     save(folder, config, _backbone(config, "new.") | RandomTensors(5).linear("classifier", 1, 128))
     return save_modules(folder, "cls", normalize=True)
@@ -43,8 +42,7 @@ def multilingual_reranker(folder: Path) -> str:
 
 
 def snowflake(folder: Path) -> str:
-    """Snowflake/snowflake-arctic-embed-m-v2.0: the name `gte`, a larger base in place of the scaling,
-    tensors without a prefix, and a prompt for queries."""
+    """Snowflake/snowflake-arctic-embed-m-v2.0: a larger base for the scaling, no prefix, and a prompt."""
     code = "configuration_hf_alibaba_nlp_gte.GteConfig", "modeling_hf_alibaba_nlp_gte.GteModel"
     config = _sentencepiece(folder) | {
         "architectures": ["GteModel"],
@@ -60,8 +58,7 @@ def snowflake(folder: Path) -> str:
 
 
 def english(folder: Path, types: int = 2) -> str:
-    """Alibaba-NLP/gte-large-en-v1.5: BERT's tokeniser, and types of tokens that are learned. The base one has
-    none."""
+    """Alibaba-NLP/gte-large-en-v1.5: BERT's tokeniser, and learned types of tokens, or none as the base."""
     wordpiece().save_pretrained(folder)
     config = _CONFIG | {
         "architectures": ["NewModel"],

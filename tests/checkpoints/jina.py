@@ -11,8 +11,7 @@ from tests.checkpoints.weights import SIZES, RandomTensors, save, save_modules
 
 
 def reranker_v2(folder: Path) -> str:
-    """jinaai/jina-reranker-v2-base-multilingual: XLM-RoBERTa in the layout of its authors' code. Its config
-    names no type of model."""
+    """jinaai/jina-reranker-v2-base-multilingual: XLM-RoBERTa in its authors' layout, of no model type."""
     config: dict[str, Any] = SIZES | {
         "architectures": ["XLMRobertaForSequenceClassification"], "attention_probs_dropout_prob": 0.1,
         "auto_map": {
@@ -64,8 +63,7 @@ _JINA_BERT: dict[str, Any] = SIZES | {
 
 
 def embeddings_v2(folder: Path, feed_forward: str = "geglu") -> str:
-    """jinaai/jina-embeddings-v2-base-en: the mean, not normalised, over tensors without a prefix; with
-    ReLU in its gates by `reglu`."""
+    """jinaai/jina-embeddings-v2-base-en: the mean, not normalised, or ReLU in its gates by `reglu`."""
     config = _JINA_BERT | {"architectures": ["JinaBertForMaskedLM"], "feed_forward_type": feed_forward}
     save(folder, config, _layers(config))
     wordpiece().save_pretrained(folder)
@@ -73,8 +71,7 @@ def embeddings_v2(folder: Path, feed_forward: str = "geglu") -> str:
 
 
 def embeddings_v2_code(folder: Path) -> str:
-    """jinaai/jina-embeddings-v2-base-code: norms of queries and keys, other names, six heads, which is no
-    power of two, and a byte-level tokeniser."""
+    """jinaai/jina-embeddings-v2-base-code: normed queries and keys, six heads, byte-level tokens."""
     config = _JINA_BERT | {
         "_name_or_path": "jinaai/jina-bert-v2-qk-post-norm",
         "architectures": ["JinaBertForMaskedLM"],

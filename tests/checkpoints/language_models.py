@@ -68,8 +68,7 @@ def bge_reranker_v2_gemma(folder: Path) -> str:
 
 
 def zerank_2(folder: Path) -> str:
-    """zeroentropy/zerank-2: a Qwen3ForCausalLM saved by sentence-transformers, with a LogitScore of one word
-    and a chat template of roles."""
+    """zeroentropy/zerank-2: a Qwen3ForCausalLM with a LogitScore of one word and a template of roles."""
     qwen3_reranker(folder)
     true_id = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]["Yes"]
     (folder / "chat_template.jinja").write_text(ROLES_TEMPLATE)
@@ -106,8 +105,7 @@ def jina_reranker_v3(folder: Path) -> str:
 
 
 def jina_reranker_v3_with_published_ids(folder: Path) -> str:
-    """The same with the published one's ids of markers and number of dimensions, which vLLM takes for
-    granted."""
+    """The same with the ids of markers and the dimensions that vLLM takes for granted."""
     _qwen_tokenizer(folder, markers=_MARKERS, model_max_length=24_576)
     path = folder / "tokenizer.json"
     tokenizer = json.loads(path.read_text())

@@ -18,11 +18,17 @@ from tests.checkpoints.weights import (
     change_config,
     save_model,
     save_module_list,
+    save_own,
     save_renamed,
     save_tensors,
 )
 
 _BERT = {"hidden_size": 64, "intermediate_size": 128}
+# Of projections of each token's state.
+OF_TOKENS: dict[str, Any] = {
+    "activation_function": torch.nn.Identity(),
+    "module_input_name": "token_embeddings",
+}
 
 
 def stanford(folder: Path, attend: bool = False, dim: int = 32, heads: int = 4) -> str:
@@ -38,8 +44,7 @@ def stanford(folder: Path, attend: bool = False, dim: int = 32, heads: int = 4) 
 
 
 def native(folder: Path, token_pooling: bool = False, heads: int = 4) -> str:
-    """A sentence-transformers multi-vector save with every knob turned: prompts, lengths, expansion that
-    never cuts and is attended, a skip list for both sides, and token pooling if asked for."""
+    """A multi-vector save with every knob turned: prompts, lengths, attended expansion, a skip list."""
     backbone = folder / "backbone"
     save_model(backbone, "bert", vocab_size=WORDS, **_BERT | {"num_attention_heads": heads})
     wordpiece().save_pretrained(backbone)
@@ -49,9 +54,7 @@ def native(folder: Path, token_pooling: bool = False, heads: int = 4) -> str:
         document_length=128,
         query_expansion={"strategy": "min", "attend": True, "length": 24, "token": "[MASK]"},
     )
-    projection = Dense(
-        64, 48, bias=True, activation_function=torch.nn.Identity(), module_input_name="token_embeddings"
-    )
+    projection = Dense(64, 48, **OF_TOKENS)
     mask = MultiVectorMask(skiplist_words=[",", ".", "the"], skiplist_tasks=["query", "document"])
     modules = [transformer, projection, mask, Normalize(module_input_name="token_embeddings")]
     if token_pooling:
@@ -59,8 +62,7 @@ def native(folder: Path, token_pooling: bool = False, heads: int = 4) -> str:
     model = MultiVectorEncoder(
         modules=modules, prompts={"query": "search query: ", "document": "search document: "}, device="cpu"
     )
-    model.save_pretrained(str(folder / "saved"), create_model_card=False)
-    return str(folder / "saved")
+    return save_own(model, folder / "saved")
 
 
 def pooled(folder: Path) -> str:
@@ -69,8 +71,7 @@ def pooled(folder: Path) -> str:
 
 
 def pylate_modernbert(folder: Path, model_type: str | None = None) -> str:
-    """lightonai/GTE-ModernColBERT-v1: PyLate's first format, whose settings name no type of model; markers
-    are words of the vocabulary and the skip list is punctuation."""
+    """lightonai/GTE-ModernColBERT-v1: PyLate's first format, whose settings name no type of model."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = wordpiece()
     tokenizer.add_tokens(["[Q] ", "[D] "])
@@ -146,21 +147,14 @@ def jina_colbert_v2(folder: Path) -> str:
         document_length=300,
         query_expansion={"strategy": "fixed", "attend": True, "length": 32, "token": "<mask>"},
     )
-    dense = Dense(
-        128,
-        32,
-        bias=False,
-        activation_function=torch.nn.Identity(),
-        init_weight=projection,
-        module_input_name="token_embeddings",
-    )
+    dense = Dense(128, 32, bias=False, init_weight=projection, **OF_TOKENS)
     mask = MultiVectorMask(skiplist_words=list(string.punctuation))
     reference = MultiVectorEncoder(
         modules=[transformer, dense, mask, Normalize(module_input_name="token_embeddings")],
         prompts={"query": "[QueryMarker] ", "document": "[DocumentMarker] "},
         device="cpu",
     )
-    reference.save_pretrained(str(folder / "saved"), create_model_card=False)
+    save_own(reference, folder / "saved")
     return str(folder)
 
 

@@ -1,5 +1,4 @@
-"""Checkpoints whose matrices are quantised, as compressed-tensors and FP8 checkpoints have them. Beside each
-lies the folder `plain`, with the same weights dequantised."""
+"""Checkpoints whose matrices are quantised; `plain` beside each has the same weights dequantised."""
 
 import shutil
 from dataclasses import dataclass

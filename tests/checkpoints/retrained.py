@@ -43,8 +43,7 @@ def _llama(folder: Path, **settings: Any) -> None:
 
 
 def nemotron_rerank(folder: Path) -> str:
-    """nvidia/llama-nemotron-rerank-1b-v2: a Llama without a causal mask, average pooling, a score divided by
-    a temperature."""
+    """nvidia/llama-nemotron-rerank-1b-v2: a Llama that reads both ways, averaged, with a temperature."""
     _llama(folder, auto=AutoModelForSequenceClassification, num_labels=1)
     code = "llama_bidirectional_model.LlamaBidirectional"
     return change_config(
@@ -85,8 +84,7 @@ def _qwen(folder: Path, kind: str, specials: dict[str, str] = _QWEN, **settings:
 
 
 def voyage_4_nano(folder: Path) -> str:
-    """voyageai/voyage-4-nano: a Qwen3 without a causal mask whose config calls it a language model, and a
-    projection of each state to more dimensions."""
+    """voyageai/voyage-4-nano: a Qwen3 that reads both ways, and a projection to more dimensions."""
     model = _qwen(folder, "qwen3", head_dim=32)
     tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     save_tensors(tensors | {"linear.weight": torch.randn(192, 128) * 0.2}, folder)
@@ -102,8 +100,7 @@ def voyage_4_nano(folder: Path) -> str:
 
 
 def gte_qwen2(folder: Path) -> str:
-    """Alibaba-NLP/gte-Qwen2-1.5B-instruct: a Qwen2 without a causal mask whose config calls it a language
-    model; an end-of-text token that its tokeniser's settings ask for."""
+    """Alibaba-NLP/gte-Qwen2-1.5B-instruct: a Qwen2 that reads both ways, with an end-of-text token."""
     _qwen(folder, "qwen2")
     kinds = [f"tokenization_qwen.{kind}" for kind in ("Qwen2Tokenizer", "Qwen2TokenizerFast")]
     change_config(
@@ -186,8 +183,7 @@ def _heads(count: int) -> dict[str, torch.Tensor]:
 
 
 def bge_minicpm(folder: Path) -> str:
-    """BAAI/bge-reranker-v2-minicpm-layerwise: MiniCPM, whose tensors have Llama's names, with a score behind
-    each layer from the second on."""
+    """BAAI/bge-reranker-v2-minicpm-layerwise: MiniCPM, with a score behind each layer from the second."""
     size = unigram(folder, _BGE, "<s> $A", "<s> $A <s> $B", model_max_length=2048)
     sizes = SIZES | {"num_hidden_layers": 4}
     backbone = save_model(folder, "llama", vocab_size=size, num_key_value_heads=4, num_hidden_layers=4)
@@ -235,8 +231,7 @@ def bge_gemma2(folder: Path) -> str:
 
 
 def lfm2_colbert(folder: Path, both_ways: bool = False) -> str:
-    """LiquidAI/LFM2-ColBERT-350M: a PyLate save of an LFM2, whose short convolutions mix neighbouring tokens;
-    queries are filled up with the end-of-text token, as its tokeniser has no mask."""
+    """LiquidAI/LFM2-ColBERT-350M: an LFM2 saved by PyLate; eos fills queries up, as there is no mask."""
     specials = {"bos_token": "<|startoftext|>", "eos_token": "<|im_end|>", "pad_token": "<|pad|>"}
     size = byte_level_bpe(
         folder, specials, "<|startoftext|> $A", "<|startoftext|> $A $B", model_max_length=2048

@@ -1,5 +1,4 @@
-"""Checkpoints that are built once a run, whichever tests and workers ask for them. No test may change one:
-those that do take a copy."""
+"""Checkpoints that are built once a run. Tests that change one take a copy."""
 
 import functools
 import inspect
@@ -32,8 +31,7 @@ class SharedCheckpoints:
             return finished.read_text(encoding="utf-8")
 
     def copy(self, build: Build, target: Path) -> Path:
-        """A copy that a test may change. Names of other folders may be relative to the checkpoint, so
-        `target` must stand where nothing else is."""
+        """A copy that a test may change. `target` must stand where nothing else is."""
         return Path(shutil.copytree(self(build), target))
 
 

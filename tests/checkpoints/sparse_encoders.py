@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForMaskedLM
 from tests.checkpoints.cross_encoders import MODERNBERT
 from tests.checkpoints.tokenizers import WORDS, wordpiece
 from tests.checkpoints.tokenizers import xlm_roberta as xlm_roberta_tokenizer
-from tests.checkpoints.weights import sizes_of, spread
+from tests.checkpoints.weights import save_own, sizes_of, spread
 
 
 def _backbone(folder: Path, kind: str, size: int = WORDS, bias: float = -3.5, **settings: Any) -> Path:
@@ -30,9 +30,7 @@ def _backbone(folder: Path, kind: str, size: int = WORDS, bias: float = -3.5, **
 
 def _saved(folder: Path, pooling: SpladePooling, **options: Any) -> str:
     transformer = Transformer(str(folder / "backbone"), transformer_task="fill-mask")
-    model = SparseEncoder(modules=[transformer, pooling], device="cpu", **options)
-    model.save_pretrained(str(folder / "saved"), create_model_card=False)
-    return str(folder / "saved")
+    return save_own(SparseEncoder(modules=[transformer, pooling], device="cpu", **options), folder / "saved")
 
 
 def splade(folder: Path, decoder: bool = False) -> str:
@@ -69,8 +67,7 @@ def plain(folder: Path, decoder: bool = False) -> str:
 
 
 def opensearch_v3(folder: Path) -> str:
-    """opensearch-project/opensearch-neural-sparse-encoding-doc-v3-distill: documents by DistilBERT and two
-    logarithms, the words of queries looked up in a table of inverse document frequencies."""
+    """opensearch-neural-sparse-encoding-doc-v3-distill: documents by DistilBERT, queries by a table."""
     _backbone(folder, "distilbert", bias=-1.5, dim=128, n_layers=3, n_heads=4, hidden_dim=256)
     transformer = Transformer(str(folder / "backbone"), transformer_task="fill-mask")
     weights = torch.rand(len(transformer.tokenizer), generator=torch.Generator().manual_seed(2)) * 8
@@ -80,9 +77,7 @@ def opensearch_v3(folder: Path) -> str:
         document_modules=[transformer, SpladePooling("max", activation_function="log1p_relu")],
         default_route="document",
     )
-    model = SparseEncoder(modules=[router], device="cpu")
-    model.save_pretrained(str(folder / "saved"), create_model_card=False)
-    return str(folder / "saved")
+    return save_own(SparseEncoder(modules=[router], device="cpu"), folder / "saved")
 
 
 def modernbert(folder: Path) -> str:

@@ -4,9 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sentence_transformers import SentenceTransformer
-from sentence_transformers.base.modules import Dense, Normalize, Transformer
-from sentence_transformers.sentence_transformer.modules import Pooling
+from sentence_transformers.base.modules import Dense, Normalize
 from transformers import (
     MT5Config,
     MT5ForConditionalGeneration,
@@ -15,6 +13,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from tests.checkpoints.bi_encoders import saved_pooled
 from tests.checkpoints.tokenizers import unigram
 
 SIZES: dict[str, Any] = {
@@ -24,20 +23,15 @@ _SPECIALS = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
 def sentence_t5(folder: Path, gated: bool = False) -> str:
-    """sentence-transformers/sentence-t5-base and gtr-t5-base: an encoder alone, the mean, a projection
-    without bias, normalised; `gated` as T5 1.1 has it."""
+    """sentence-t5-base and gtr-t5-base: an encoder alone, the mean, projected; `gated` as T5 1.1."""
     feed_forward = "gated-gelu" if gated else "relu"
     size = _tokenizer(folder / "backbone")
     config = T5Config(vocab_size=size, feed_forward_proj=feed_forward, **SIZES)
     _with_positions(T5EncoderModel(config)).save_pretrained(folder / "backbone")
-    transformer = Transformer(str(folder / "backbone"))
     torch.manual_seed(2)
     dense = Dense(128, 96, bias=False, activation_function=torch.nn.Identity())
     torch.nn.init.normal_(dense.linear.weight, std=0.1)
-    modules = [transformer, Pooling(128, pooling_mode="mean"), dense, Normalize()]
-    model = SentenceTransformer(modules=modules, device="cpu")
-    model.save_pretrained(str(folder / "saved"), create_model_card=False)
-    return str(folder / "saved")
+    return saved_pooled(folder, "mean", dense, Normalize())
 
 
 def monot5(folder: Path) -> str:

@@ -1,5 +1,4 @@
-"""Tokenisers with the normalisers, pre-tokenisers and added tokens of published models, over small
-vocabularies. Byte-level patterns are those of the models' own files."""
+"""Tokenisers with the steps and patterns of published models, over small vocabularies."""
 
 import json
 import struct
@@ -184,8 +183,7 @@ _REPLACED = {
 
 
 def charsmap() -> Any:
-    """SentencePiece's normaliser, which is a trie of what is replaced: a double array, in which the children
-    of a node stand in a block of its own, at their first bytes."""
+    """SentencePiece's normaliser: a trie in a double array, with a block for the children of each node."""
     texts, values = b"", {}
     for old, new in _REPLACED.items():
         values[old.encode()] = len(texts)

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from maxsimd.bench.datasets import docstring_pairs
 from maxsimd.engine.checkpoint.embedded import embedded_model_path
 
+Words = tuple[str, ...]
 # Special tokens by their roles.
 XLM_R = {
     "bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "cls_token": "<s>", "sep_token": "</s>",
@@ -30,8 +31,7 @@ _TOKENS = ("poison", "query", "zebra")
 
 
 def wordpiece(size: int = WORDS) -> Any:
-    """BERT's, as the embedded model has it, with some of its words: the first, and those of the docstrings
-    that tests read."""
+    """BERT's, as the embedded model has it, with its first words and those that tests read."""
     whole, described, ordered = _bert_tokenizer()
     words = {word: number for number, word in enumerate(ordered[:size])}
     fewer = described | {"model": described["model"] | {"vocab": words}}
@@ -41,8 +41,7 @@ def wordpiece(size: int = WORDS) -> Any:
 
 @functools.cache
 def _bert_tokenizer() -> tuple[Any, dict[str, Any], list[str]]:
-    """The embedded model's tokenizer, what its file says, and its words in the order in which they are kept:
-    the most frequent ones first, under the ids that they have there."""
+    """The embedded model's tokenizer, what its file says, and its words, the most frequent ones first."""
     tokenizer = AutoTokenizer.from_pretrained(embedded_model_path())
     described = json.loads(tokenizer.backend_tokenizer.to_str())
     vocabulary = described["model"]["vocab"]
@@ -58,12 +57,7 @@ def xlm_roberta(folder: Path, **options: Any) -> int:
 
 
 def unigram(
-    folder: Path,
-    specials: dict[str, str],
-    single: str,
-    pair: str,
-    words: tuple[str, ...] = (),
-    **options: Any,
+    folder: Path, specials: dict[str, str], single: str, pair: str, words: Words = (), **options: Any
 ) -> int:
     """A SentencePiece unigram tokeniser (XLM-RoBERTa, DeBERTa-v2, Gemma, T5); returns its size.
 
@@ -81,15 +75,9 @@ def unigram(
 
 
 def byte_level_bpe(
-    folder: Path,
-    specials: dict[str, str],
-    single: str,
-    pair: str,
-    words: tuple[str, ...] = (),
-    **options: Any,
+    folder: Path, specials: dict[str, str], single: str, pair: str, words: Words = (), **options: Any
 ) -> int:
-    """A byte-level BPE tokeniser (RoBERTa, Qwen, Llama); returns its size. `words` are tokens of their own in
-    its vocabulary, as common ones are in a large one; it has at most `most` tokens."""
+    """A byte-level BPE tokeniser with at most `most` tokens, `words` among them; returns its size."""
     ordered = list(dict.fromkeys(specials.values()))
     vocabulary, merges = merges_of(words, tuple(ordered), options.pop("most", 4000))
     tokenizer = Tokenizer(models.BPE(vocabulary, merges))
@@ -105,10 +93,9 @@ def byte_level_bpe(
 
 @functools.cache
 def merges_of(
-    words: tuple[str, ...], specials: tuple[str, ...], size: int = 4000
+    words: Words, specials: Words, size: int = 4000
 ) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """A vocabulary and its merges: `words` and then frequent ones, each built up letter by letter. Counted,
-    not trained, because the trainer gives another vocabulary each time."""
+    """A vocabulary and its merges, counted: the trainer gives another one each time."""
     split = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str
     counts = Counter(word for pair in docstring_pairs()[:200] for word, _ in split(pair.document))
     ranked = [word for word, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))]
@@ -124,8 +111,7 @@ def merges_of(
 
 
 def pieces_of(specials: list[str], size: int = 3000) -> list[tuple[str, float]]:
-    """Frequent words and all characters with their log frequencies, after the special tokens. Counted, not
-    trained, because the trainer gives another vocabulary each time."""
+    """The special tokens, then frequent words and all characters with their log frequencies."""
     return [(token, 0.0) for token in [*specials, "\u2581"]] + _pieces(size)
 
 

@@ -19,7 +19,7 @@ from transformers import (
 
 from tests.checkpoints.tokenizers import byte_level_bpe, unigram
 from tests.checkpoints.visual import with_biases
-from tests.checkpoints.weights import spread
+from tests.checkpoints.weights import save_own, spread
 
 _TEXT = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
 _PICTURE = _TEXT | {"hidden_size": 96, "image_size": 64, "patch_size": 16}
@@ -42,9 +42,7 @@ def clip(folder: Path) -> str:
 def clip_saved(folder: Path) -> str:
     """sentence-transformers/clip-ViT-B-32 as it is saved today, with normalised embeddings."""
     transformer = Transformer(clip(folder / "plain"), processor_kwargs={"backend": "pil"})
-    model = SentenceTransformer(modules=[transformer, Normalize()])
-    model.save_pretrained(str(folder / "saved"), create_model_card=False)
-    return str(folder / "saved")
+    return save_own(SentenceTransformer(modules=[transformer, Normalize()]), folder / "saved")
 
 
 def siglip(folder: Path) -> str:

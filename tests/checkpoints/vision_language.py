@@ -1,5 +1,4 @@
-"""Vision-language models as sentence-transformers saves them, with a chat template that says how queries and
-pages are written."""
+"""Vision-language models as sentence-transformers saves them, with chat templates."""
 
 import json
 import shutil
@@ -29,6 +28,7 @@ from transformers import (
 )
 
 from maxsimd.engine.checkpoint.visual.processor import for_pictures_alone, without_videos
+from tests.checkpoints.late_interaction import OF_TOKENS
 from tests.checkpoints.tokenizers import byte_level_bpe
 from tests.checkpoints.visual import (
     QWEN_TOWER,
@@ -41,7 +41,7 @@ from tests.checkpoints.visual import (
     qwen_tokenizer,
     with_biases,
 )
-from tests.checkpoints.weights import SIZES, change_config, save_tensors, spread
+from tests.checkpoints.weights import SIZES, change_config, save_own, save_tensors, spread
 
 _TOWER = {**QWEN_TOWER, "hidden_size": 64, "out_hidden_size": SIZES["hidden_size"], "intermediate_size": 96}
 _PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -79,8 +79,7 @@ EMBEDDING_TEMPLATE = (
 
 
 def colqwen2_merged(folder: Path) -> str:
-    """vidore/colqwen2-v1.0-merged: colpali-engine's save with sentence-transformers' modules beside it, which
-    have a copy of its projection. Its weights are those of `colqwen2`."""
+    """vidore/colqwen2-v1.0-merged: the weights of `colqwen2`, whose projection the modules have too."""
     twin = ColQwen2ForRetrieval.from_pretrained(colqwen2(folder / "twin"))
     shutil.rmtree(folder / "twin")
     qwen_tokenizer(folder)
@@ -109,14 +108,12 @@ def colqwen2_5(folder: Path) -> str:
 
 def colqwen3(folder: Path) -> str:
     """A ColQwen3 of 80 dimensions: DeepStack, interleaved positions."""
-    model = Qwen3VLModel(_qwen3_vl(folder))
-    return _colqwen(folder, model, dim=80)
+    return _colqwen(folder, Qwen3VLModel(_qwen3_vl(folder)), dim=80)
 
 
 def colqwen3_of_pictures(folder: Path) -> str:
     """One that scores pages by the tokens of their pictures alone."""
-    model = Qwen3VLModel(_qwen3_vl(folder))
-    return _colqwen(folder, model, dim=32, only_pictures=True)
+    return _colqwen(folder, Qwen3VLModel(_qwen3_vl(folder)), dim=32, only_pictures=True)
 
 
 def colsmol(folder: Path) -> str:
@@ -161,9 +158,7 @@ def qwen3_vl_embedding(folder: Path) -> str:
     transformer = _transformer(folder, config, EMBEDDING_TEMPLATE)
     pooling = Pooling(transformer.get_embedding_dimension(), pooling_mode="lasttoken")
     prompts = {"query": "Retrieve images or text relevant to the user's query."}
-    model = SentenceTransformer(modules=[transformer, pooling, Normalize()], prompts=prompts)
-    model.save_pretrained(str(folder), create_model_card=False)
-    return str(folder)
+    return save_own(SentenceTransformer(modules=[transformer, pooling, Normalize()], prompts=prompts), folder)
 
 
 # As Qwen3-VL-Reranker has it: a template for conversations, and one of its own for pairs.
@@ -198,9 +193,7 @@ def qwen3_vl_reranker(folder: Path) -> str:
     )
     yes, no = (transformer.tokenizer.convert_tokens_to_ids(word) for word in ("yes", "no"))
     head = LogitScore(true_token_id=yes, false_token_id=no)
-    model = CrossEncoder(modules=[transformer, head], activation_fn=torch.nn.Sigmoid())
-    model.save_pretrained(str(folder), create_model_card=False)
-    return str(folder)
+    return save_own(CrossEncoder(modules=[transformer, head], activation_fn=torch.nn.Sigmoid()), folder)
 
 
 def jina_reranker_m0(folder: Path) -> str:
@@ -220,8 +213,7 @@ def jina_reranker_m0(folder: Path) -> str:
 
 
 def colqwen2_5_adapter(folder: Path) -> str:
-    """vidore/colqwen2.5-v0.2: LoRA matrices for a base, with sentence-transformers' modules. The base is in
-    the same folder, and `merged` has what comes of both."""
+    """vidore/colqwen2.5-v0.2: LoRA matrices for `base`; `merged` has what comes of both."""
     base, merged = folder / "base", folder / "merged"
     colqwen2_5(base)
     shutil.copytree(base, merged)
@@ -257,19 +249,12 @@ def _colqwen(folder: Path, model: Any, dim: int, only_pictures: bool = False) ->
 def _late_interaction(
     folder: Path, transformer: Any, projection: torch.nn.Linear, only_pictures: bool = False
 ) -> str:
-    dense = Dense(
-        projection.in_features,
-        projection.out_features,
-        bias=True,
-        activation_function=torch.nn.Identity(),
-        module_input_name="token_embeddings",
-    )
+    dense = Dense(projection.in_features, projection.out_features, **OF_TOKENS)
     dense.linear = projection
     token = transformer.processor.image_token_id
     mask = MultiVectorMask(keep_only_token_ids=[token] if only_pictures else None)
     modules = [transformer, dense, mask, Normalize("token_embeddings")]
-    MultiVectorEncoder(modules=modules).save_pretrained(str(folder), create_model_card=False)
-    return str(folder)
+    return save_own(MultiVectorEncoder(modules=modules), folder)
 
 
 def _transformer(folder: Path, config: Any, template: str, **options: Any) -> Any:

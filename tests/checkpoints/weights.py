@@ -43,8 +43,7 @@ def sizes_of(kind: str) -> dict[str, Any]:
 def save_model(
     folder: Path, kind: str, auto: Any = AutoModel, options: Mapping[str, Any] | None = None, **settings: Any
 ) -> Any:
-    """Saves a small model of a kind that transformers has, of the usual sizes unless `settings` of its config
-    are others, and returns it. `options` are for its class."""
+    """Saves and returns a small model of the usual sizes or `settings`; `options` are for its class."""
     config = CONFIG_MAPPING[kind](**sizes_of(kind) | settings)
     model = spread(auto.from_config(config, **options or {}))
     model.save_pretrained(folder)
@@ -64,6 +63,12 @@ def save_module_list(folder: Path, kinds: Mapping[str, str]) -> None:
         {"idx": i, "name": str(i), "path": path, "type": kind} for i, (path, kind) in enumerate(kinds.items())
     ]
     (folder / "modules.json").write_text(json.dumps(modules))
+
+
+def save_own(model: Any, folder: Path) -> str:
+    """Saves a model of sentence-transformers; returns the path."""
+    model.save_pretrained(str(folder), create_model_card=False)
+    return str(folder)
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
@@ -139,8 +144,7 @@ def save_modules(
     longest: int = 512,
     dim: int | None = None,
 ) -> str:
-    """Writes modules.json and what it names beside a transformer in `folder`, as older sentence-transformers
-    did; returns the path."""
+    """Writes the modules of an older sentence-transformers beside a transformer; returns the path."""
     paths = {"": "Transformer", "1_Pooling": "Pooling"} | ({"2_Normalize": "Normalize"} if normalize else {})
     save_module_list(folder, {path: f"sentence_transformers.models.{kind}" for path, kind in paths.items()})
     for path in paths:

@@ -1,5 +1,4 @@
-"""`python -m tests.clients [NAME ...]`: starts servers, has clients ask them and prints a table. A client
-runs its checks, and its examples of docs/clients.md and docs/rag.md."""
+"""`python -m tests.clients [NAME ...]` has clients run their checks and examples against servers."""
 
 import argparse
 import json

@@ -1,5 +1,4 @@
-"""The examples of docs/clients.md and docs/rag.md: each is run as it stands there, by its client's
-interpreter."""
+"""The examples of docs/clients.md and docs/rag.md, which their clients' interpreters run."""
 
 import re
 import subprocess

@@ -23,8 +23,7 @@ _ARGS = {"dtype": "float32", "num_cpus": 1, "max_wait_seconds": 600.0}
 
 @contextmanager
 def ray_session(cores: int = 16) -> Iterator[str]:
-    """A cluster with as many cores as it is told, whether or not this machine has them, and Serve on it;
-    gives the URL of its proxy. Everything is gone afterwards."""
+    """A cluster of as many cores as it is told, with Serve on it; gives its proxy's URL."""
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
     import ray
     from ray import serve
@@ -67,8 +66,7 @@ def deploy(name: str, url: str, *, replicas: int = 2, **args: Any) -> str:
 
 
 def deploy_file(name: str, url: str, *, scorers: int = 2, **args: Any) -> str:
-    """The same as `serve deploy` does it; or changes what runs, which leaves those there whose `args` are as
-    before. There is one application of files at a time."""
+    """The same as `serve deploy` does it, or a change of what runs; one application at a time."""
     deploy_as_file(_own(name), {**_ARGS, "replicas": 2, **args}, scorers)
     wait_for(lambda: num_ready(f"{url}/{_own(name)}") == scorers, READY_SECONDS)
     return f"{url}/{_own(name)}"

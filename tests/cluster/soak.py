@@ -28,8 +28,7 @@ from tests.waiting import wait_for
 
 
 def kill_scorers(name: str, url: str, right: Mapping[str, float], kills: int, seed: int = 0) -> Clients:
-    """Kills one of two scorers of an application, that many times, and waits each time until there are two
-    again; the clients say what they were answered meanwhile."""
+    """Kills one of two scorers again and again, and says what clients were answered meanwhile."""
     clients = Clients(url, right)
     rng = random.Random(seed)
     with clients.asking():
@@ -93,8 +92,7 @@ def direct_scores(rows: pa.Table) -> list[float]:
 def score_with_kills(
     source: Path, out: Path, batch_size: int, kills: Sequence[tuple[str, float]], seed: int = 0
 ) -> list[tuple[str, int]]:
-    """Runs the command to its end, again each time it is killed; says what was killed, and how many rows were
-    in the output by then. Nothing that it has started is left in the end."""
+    """Runs the command until it ends by itself; says what was killed, and after how many rows."""
     shards = -(-parquet.read_metadata(source).num_rows // batch_size)
     options = (*_OPTIONS, "--batch-size", str(batch_size))
     left, killed, choose = list(kills), [], random.Random(seed)
@@ -183,8 +181,7 @@ def compare(rows: pa.Table, out: Path, scores: Sequence[float]) -> Verdict:
 
 
 def soak_rows(count: int, batch_size: int, seed: int) -> tuple[str, bool]:
-    """Scores rows while actors and the command are killed: a table of what came of it, and whether each row
-    is there once with its score."""
+    """A table of rows scored while actors and the command are killed, and whether all are right."""
     with tempfile.TemporaryDirectory() as folder:
         source, out = Path(folder, "in.parquet"), Path(folder, "out")
         rows = pairs(count)

@@ -32,8 +32,7 @@ ROWS = [{"id": f"r{i}", "query": query, "documents": DOCUMENTS[i:]} for i, query
 
 @pytest.fixture(scope="module")
 def local_ray() -> Iterator[Any]:
-    """Ray with two cores, in a folder of its own, until the module's tests are done; the module, which not
-    every process that collects tests need import."""
+    """Ray, imported here, with two cores in a folder of its own, until the module's tests are done."""
     with ray_session(None, num_cpus=2):
         import ray
 
@@ -105,9 +104,7 @@ class DyingRows(ScoreRows):
 
 @pytest.mark.ray
 @pytest.mark.exhaustive
-def test_an_actor_whose_engine_has_died_is_started_anew(
-    local_ray: Any, config: EngineConfig, tmp_path: Path
-) -> None:
+def test_an_actor_of_a_dead_engine_starts_anew(local_ray: Any, config: EngineConfig, tmp_path: Path) -> None:
     arguments = {"marker": str(tmp_path / "died"), "config": config}
     rows = [{"query": "a", "document": f"b {i}"} for i in range(20)]
     given = local_ray.data.from_items(rows, override_num_blocks=4)

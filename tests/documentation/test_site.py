@@ -1,13 +1,11 @@
-"""The documentation as Sphinx draws it: its links lead somewhere, it loads nothing from elsewhere, and people
-who cannot see it or use no mouse can read it."""
+"""The documentation as Sphinx draws it: links, what it loads, and whether all people can read it."""
 
 import json
 import re
-import threading
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -20,6 +18,7 @@ from maxsimd.engine import Engine, EngineConfig, SyncEngine
 from tests.documentation.test_code_blocks import BESIDE_DOCS, ROOT
 from tests.forked import Program
 from tests.server.browser import VIEWS, chromium, opened
+from tests.server.conftest import web_server
 
 DOCS = ROOT / "docs"
 NAMES = sorted(path.relative_to(DOCS).with_suffix("").as_posix() for path in DOCS.glob("**/*.md"))
@@ -44,11 +43,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def site(folder: Path) -> Iterator[str]:
     """The site's address."""
-    handler = partial(SimpleHTTPRequestHandler, directory=str(folder))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    with web_server(partial(SimpleHTTPRequestHandler, directory=str(folder))) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,4 @@
-"""The families of models that are proven: how each is published, how a small one is built, and by what its
-scores are checked. The table in docs/models.md is generated from this list."""
+"""The families of models that are proven; the table in docs/models.md is generated from this list."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -73,8 +72,7 @@ def _plain(
     kind: str = BI,
     causal: bool = False,
 ) -> Family:
-    """A family whose embeddings the tests make by a plain reading, with methods like a model of
-    sentence-transformers."""
+    """A family whose embeddings the tests make by a plain reading of its code."""
     compare = plain_models.maxsims if kind == LATE else plain_models.cosines
 
     def embeddings(path: str, texts: Sequence[str], role: str) -> list[references.Scores]:

@@ -89,7 +89,7 @@ def _row(family: Family) -> str:
     run = "packed" if family.packed else "padded"
     run += ", causal" if family.causal else ""
     name = f"{family.kind}: {family.name}"
-    test = "test_listwise.py" if family is LISTWISE else f"test_families.py ...[{name}]"
+    test = "test_cross_encoders.py" if family is LISTWISE else f"test_families.py ...[{name}]"
     return f"| {' | '.join([*_cells(family), run, f'`{test}`', as_words(READERS[family.name])])} |\n"
 
 

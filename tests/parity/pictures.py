@@ -1,5 +1,4 @@
-"""Pages, and what the libraries of models that read pictures make of pages and texts, one by one: padding in
-a batch would be scored as well."""
+"""Pages, and what the libraries of models that read pictures make of them, one by one."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -67,8 +66,7 @@ class Embedder(Encoder):
 
 
 class ColModernVBert(Encoder):
-    """transformers' class, since sentence-transformers hands it texts and pictures without what belongs to
-    them."""
+    """transformers' class: sentence-transformers hands it texts and pictures without what belongs to them."""
 
     def __init__(self, path: str) -> None:
         self._model = ColModernVBertForRetrieval.from_pretrained(path).eval()

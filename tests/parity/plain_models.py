@@ -31,6 +31,8 @@ from transformers.models.lfm2 import modeling_lfm2
 from tests.checkpoints.retrained import INSTRUCTION, VOYAGE, tensors_of
 
 Tensors = dict[str, torch.Tensor]
+Texts = Sequence[str]
+Model = Callable[[str], Any]
 
 
 class PlainEncoder:
@@ -61,25 +63,16 @@ class PlainEncoder:
         return x if learned is None else x + learned[types]
 
     def attend(
-        self,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        bias: torch.Tensor | None = None,
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: Any = 0
     ) -> torch.Tensor:
-        """Softmax attention of [tokens, hidden] each, head by head, with a bias [heads, tokens, tokens]."""
-        outputs = []
-        for head in range(self.heads):
-            part = slice(head * self.dims, (head + 1) * self.dims)
-            weights = queries[:, part] @ keys[:, part].T / math.sqrt(self.dims)
-            if bias is not None:
-                weights = weights + bias[head]
-            outputs.append(weights.softmax(dim=-1) @ values[:, part])
-        return torch.cat(outputs, dim=-1)
+        """Softmax attention of [tokens, hidden] each, with a bias [heads, tokens, tokens]."""
+        heads = (each.unflatten(-1, (self.heads, -1)).transpose(0, 1) for each in (queries, keys, values))
+        first, second, third = heads  # [heads, tokens, dims] each
+        weights = first @ second.mT / math.sqrt(self.dims) + bias
+        return (weights.softmax(dim=-1) @ third).transpose(0, 1).flatten(-2)
 
     def turned(self, x: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
-        """Rotary positions: x [tokens, hidden], whose heads' two halves are turned by position times
-        `frequencies` [dims / 2]."""
+        """Turns the two halves of heads of x [tokens, hidden] by position times `frequencies` [dims / 2]."""
         angles = torch.arange(len(x)).float()[:, None] * frequencies
         first, second = x.unflatten(-1, (self.heads, 2, -1)).unbind(-2)  # [tokens, heads, dims / 2] each
         sine, cosine = angles.sin()[:, None], angles.cos()[:, None]
@@ -158,8 +151,7 @@ def nomic_moe_states(model: PlainEncoder, ids: torch.Tensor, types: torch.Tensor
 def jina_bert_states(
     model: PlainEncoder, ids: torch.Tensor, types: torch.Tensor, attended: int | None = None
 ) -> torch.Tensor:
-    """JinaBERT, of jinaai/jina-bert-implementation or jina-bert-v2-qk-post-norm: [tokens, hidden]. No token
-    attends to those from the `attended`-th on."""
+    """JinaBERT of both codes: [tokens, hidden]. No token attends to those from the `attended`-th on."""
     x = model.norm(model.embedded(ids, types), "embeddings.LayerNorm")
     positions = torch.arange(len(ids))
     apart = (positions[:, None] - positions[None, :]).abs()
@@ -201,8 +193,7 @@ def _mixed(model: PlainEncoder, name: str, token: torch.Tensor) -> torch.Tensor:
 
 
 def alibi_slopes(heads: int) -> torch.Tensor:
-    """The slopes of the paper's authors' code: a geometric sequence from 2^(-8 / heads) on, for heads that
-    are no power of two filled up from that of the next one."""
+    """A geometric sequence from 2^(-8 / heads) on, filled up from that of the next power of two."""
     below = 2 ** math.floor(math.log2(heads))
     start = 2 ** -(2 ** -(math.log2(below) - 3))
     slopes = [start * start**i for i in range(below)]
@@ -228,11 +219,11 @@ class OneByOne:
         raise NotImplementedError
 
     @torch.inference_mode()
-    def encode_query(self, texts: Sequence[str]) -> list[torch.Tensor]:
+    def encode_query(self, texts: Texts) -> list[torch.Tensor]:
         return [self.vectors(text, "query") for text in texts]
 
     @torch.inference_mode()
-    def encode_document(self, texts: Sequence[str]) -> list[torch.Tensor]:
+    def encode_document(self, texts: Texts) -> list[torch.Tensor]:
         return [self.vectors(text, "document") for text in texts]
 
 
@@ -249,18 +240,14 @@ class PlainEmbedder(OneByOne):
         return normalize(made, dim=-1) if self._normalized else made
 
 
-def cosines(
-    path: str, queries: Sequence[str], documents: Sequence[str], model: Callable[[str], Any]
-) -> Scores:
+def cosines(path: str, queries: Texts, documents: Texts, model: Model) -> Scores:
     """The cosines of what a model makes of queries and documents."""
     embedder = model(path)
     first, second = embedder.encode_query(queries), embedder.encode_document(documents)
     return cosine_similarity(torch.stack(first), torch.stack(second)).numpy()
 
 
-def maxsims(
-    path: str, queries: Sequence[str], documents: Sequence[str], model: Callable[[str], Any]
-) -> Scores:
+def maxsims(path: str, queries: Texts, documents: Texts, model: Model) -> Scores:
     """MaxSim of the vectors that a model makes of queries and documents."""
     encoder = model(path)
     pairs = zip(encoder.encode_query(queries), encoder.encode_document(documents), strict=True)
@@ -300,14 +287,12 @@ nomic_v2_moe = partial(
 )
 
 
+_USUAL = ("pooler.dense", "classifier")
+
+
 @torch.inference_mode()
 def _classified(
-    path: str,
-    queries: Sequence[str],
-    documents: Sequence[str],
-    states: States,
-    prefix: str,
-    layers: tuple[str, str] = ("pooler.dense", "classifier"),
+    path: str, queries: Texts, documents: Texts, states: States, prefix: str, layers: tuple[str, str] = _USUAL
 ) -> Scores:
     """The probabilities that two layers on the first token's state give."""
     model, logits = _loaded(path, prefix), []
@@ -348,9 +333,8 @@ class JinaColbert(OneByOne):
 
 
 @torch.inference_mode()
-def gte_sparse(path: str, queries: Sequence[str], documents: Sequence[str]) -> Scores:
-    """gte-multilingual-base as its card has it: the products of the weights of the words that are in both.
-    Of each word, which is what a token is decoded as, the greatest weight counts."""
+def gte_sparse(path: str, queries: Texts, documents: Texts) -> Scores:
+    """gte-multilingual-base: the products of the greatest weights of the words that are in both."""
     model = _loaded(path, "new.")
     left_out = {model.tokenizer.token_to_id(token) for token in ("<s>", "</s>", "<pad>", "<unk>")}
 
@@ -401,9 +385,8 @@ class BothWays:
         return states
 
 
-def nemotron_rerank(path: str, queries: Sequence[str], documents: Sequence[str]) -> Scores:
-    """nvidia/llama-nemotron-rerank-1b-v2: the template of its card, the mean of all states, the score of that
-    divided by the temperature."""
+def nemotron_rerank(path: str, queries: Texts, documents: Texts) -> Scores:
+    """nvidia/llama-nemotron-rerank-1b-v2: the mean of all states, scored and divided by the temperature."""
     model, config = BothWays(path, "llama", "model."), _config(path)
     scores = []
     for query, document in zip(queries, documents, strict=True):
@@ -441,8 +424,7 @@ def gte_qwen2(path: str) -> PlainEmbedder:
 
 
 def jina_v5(path: str, task: str = "retrieval") -> PlainEmbedder:
-    """jinaai/jina-embeddings-v5-text: a task's adapter in the weights, the last state, "Query: " and
-    "Document: " in front."""
+    """jinaai/jina-embeddings-v5-text: a task's adapter in the weights, and the last state."""
     config, tensors = _config(path), tensors_of(path)
     del config["model_type"]
     kind = CONFIG_MAPPING["eurobert" if config.pop("is_decoder", True) is False else "qwen3"]
@@ -472,7 +454,7 @@ def _text_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 @torch.inference_mode()
-def bge_minicpm(path: str, queries: Sequence[str], documents: Sequence[str], layer: int = 4) -> Scores:
+def bge_minicpm(path: str, queries: Texts, documents: Texts, layer: int = 4) -> Scores:
     """BAAI/bge-reranker-v2-minicpm-layerwise: MiniCPM (arXiv 2404.06395), a Llama whose embeddings are
     multiplied by `scale_emb`, and what each half of a layer adds by `scale_depth` / sqrt(layers). Here the
     last matrix of each half is."""
@@ -500,8 +482,8 @@ def bge_minicpm(path: str, queries: Sequence[str], documents: Sequence[str], lay
 @torch.inference_mode()
 def bge_gemma2(
     path: str,
-    queries: Sequence[str],
-    documents: Sequence[str],
+    queries: Texts,
+    documents: Texts,
     layer: int = 4,
     ratio: int = 1,
     compressed: Sequence[int] = (),

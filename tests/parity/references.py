@@ -22,15 +22,14 @@ from transformers import (
 )
 
 from maxsimd.engine.checkpoint.visual.processor import for_pictures_alone, without_videos
-from tests.parity.plain_models import DETERMINE, Scores
+from tests.parity.plain_models import DETERMINE, Scores, Texts
 
 Reference = Callable[..., Scores]
 
 
 @lru_cache(maxsize=2)
 def loaded(kind: type[Any], path: str) -> Any:
-    """A model of sentence-transformers, kept for the next tests that ask about the same checkpoint. Pictures
-    are read by Pillow."""
+    """A model of sentence-transformers, kept for the next test; Pillow reads its pictures."""
     config = Path(path, "config.json")
     if not config.exists() or "vision_config" not in config.read_text(encoding="utf-8"):
         return kind(path, device="cpu")
@@ -41,42 +40,42 @@ def loaded(kind: type[Any], path: str) -> Any:
     return model
 
 
-def cross_encoder(path: str, queries: Sequence[str], documents: Sequence[str]) -> Scores:
+def cross_encoder(path: str, queries: Texts, documents: Texts) -> Scores:
     model = loaded(CrossEncoder, path)
     texts = list(zip(queries, documents, strict=True))
     # One by one: padding on the left moves positions, whose float32 angles then round differently.
     return np.asarray(model.predict(texts, show_progress_bar=False, batch_size=1))
 
 
-def bi_encoder(path: str, queries: Sequence[str], documents: Sequence[str], **prompts: str) -> Scores:
+def bi_encoder(path: str, queries: Texts, documents: Texts, **prompts: str) -> Scores:
     model = loaded(SentenceTransformer, path)
     if prompts:
         model = SentenceTransformer(path, device="cpu", prompts=prompts)
     return _similarities(model, queries, documents)
 
 
-def embeddings(model: Any, texts: Sequence[str], role: str, prompt: str | None = None) -> list[Scores]:
+def embeddings(model: Any, texts: Texts, role: str, prompt: str | None = None) -> list[Scores]:
     """What a `SentenceTransformer` or a `MultiVectorEncoder` makes of texts: [dim] or [tokens, dim] each."""
     encode = model.encode_query if role == "query" else model.encode_document
     encoded = encode(list(texts)) if prompt is None else encode(list(texts), prompt=prompt)
     return [np.asarray(item) for item in encoded]
 
 
-def _similarities(model: Any, queries: Sequence[str], documents: Sequence[str]) -> Scores:
+def _similarities(model: Any, queries: Texts, documents: Texts) -> Scores:
     first, second = model.encode_query(list(queries)), model.encode_document(list(documents))
     scores: Scores = model.similarity_pairwise(first, second).numpy()
     return scores
 
 
-def multi_vector(path: str, queries: Sequence[str], documents: Sequence[str]) -> Scores:
+def multi_vector(path: str, queries: Texts, documents: Texts) -> Scores:
     return _similarities(loaded(MultiVectorEncoder, path), queries, documents)
 
 
-def sparse_encoder(path: str, queries: Sequence[str], documents: Sequence[str]) -> Scores:
+def sparse_encoder(path: str, queries: Texts, documents: Texts) -> Scores:
     return _similarities(loaded(SparseEncoder, path), queries, documents)
 
 
-def sparse_vectors(path: str, texts: Sequence[str], role: str | None) -> Scores:
+def sparse_vectors(path: str, texts: Texts, role: str | None) -> Scores:
     """The weight of every word for each text, [texts, words]."""
     model = loaded(SparseEncoder, path)
     encode = {"query": model.encode_query, "document": model.encode_document, None: model.encode}[role]
@@ -84,7 +83,7 @@ def sparse_vectors(path: str, texts: Sequence[str], role: str | None) -> Scores:
     return weights
 
 
-def plain_encoder(path: str, queries: Sequence[str], documents: Sequence[str]) -> Scores:
+def plain_encoder(path: str, queries: Texts, documents: Texts) -> Scores:
     """A bi-encoder's token states, normalised, compared by MaxSim."""
     return _similarities(token_states(path), queries, documents)
 
@@ -119,7 +118,7 @@ class BgeM3:
         normalize = torch.nn.functional.normalize
         return normalize(hidden[0], dim=0), tokens, normalize(vectors, dim=-1)
 
-    def scores(self, queries: Sequence[str], documents: Sequence[str]) -> Scores:
+    def scores(self, queries: Texts, documents: Texts) -> Scores:
         """The dense, sparse and multi-vector score of each pair, [pairs, 3]."""
         scores = []
         for query, document in zip(queries, documents, strict=True):
@@ -131,7 +130,7 @@ class BgeM3:
         return np.array(scores, dtype=np.float32)
 
 
-def bge_m3(path: str, queries: Sequence[str], documents: Sequence[str], weights: tuple[float, ...]) -> Scores:
+def bge_m3(path: str, queries: Texts, documents: Texts, weights: tuple[float, ...]) -> Scores:
     """The weighted mean of the three scores, by the weights of dense, sparse and multi-vector."""
     scores: Scores = _bge_m3(path).scores(queries, documents) @ np.array(weights) / sum(weights)
     return scores
@@ -172,7 +171,7 @@ QWEN3_INSTRUCTION = "Given a web search query, retrieve relevant passages that a
 
 
 def qwen3_reranker(
-    path: str, queries: Sequence[str], documents: Sequence[str], instruction: str = QWEN3_INSTRUCTION
+    path: str, queries: Texts, documents: Texts, instruction: str = QWEN3_INSTRUCTION
 ) -> Scores:
     """As the card of Qwen/Qwen3-Reranker-0.6B has it: softmax over the logits of no and yes."""
     before = (
@@ -184,12 +183,12 @@ def qwen3_reranker(
     return sigmoid(_answers(path, queries, documents, (before, asked, after), "yes", "no"))
 
 
-def qwen3_template(path: str, queries: Sequence[str], documents: Sequence[str], template: str) -> Scores:
+def qwen3_template(path: str, queries: Texts, documents: Texts, template: str) -> Scores:
     """The same asked in other words."""
     return sigmoid(_answers(path, queries, documents, (template,), "yes", "no"))
 
 
-def mxbai_rerank_v2(path: str, queries: Sequence[str], documents: Sequence[str]) -> Scores:
+def mxbai_rerank_v2(path: str, queries: Texts, documents: Texts) -> Scores:
     """As the package mxbai-rerank has it: logit of 1 less logit of 0, every part tokenised by itself."""
     parts = (
         "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
@@ -206,19 +205,14 @@ def mxbai_rerank_v2(path: str, queries: Sequence[str], documents: Sequence[str])
     return _answers(path, queries, documents, parts, "1", "0")
 
 
-def bge_reranker_v2_gemma(path: str, queries: Sequence[str], documents: Sequence[str]) -> Scores:
+def bge_reranker_v2_gemma(path: str, queries: Texts, documents: Texts) -> Scores:
     """As its model card has it: the logit of Yes."""
     parts = ("<bos>", "A: {query}", "\n", "B: {document}", "\n", DETERMINE)
     return _answers(path, queries, documents, parts, "Yes")
 
 
 def _answers(
-    path: str,
-    queries: Sequence[str],
-    documents: Sequence[str],
-    parts: Sequence[str],
-    yes: str,
-    no: str | None = None,
+    path: str, queries: Texts, documents: Texts, parts: Texts, yes: str, no: str | None = None
 ) -> Scores:
     """What a language model answers to each pair, put into its places in the parts of a prompt."""
     model, odds = LanguageModel(path), []
@@ -229,10 +223,7 @@ def _answers(
 
 
 def monot5(
-    path: str,
-    queries: Sequence[str],
-    documents: Sequence[str],
-    words: tuple[str, str] = ("\u2581true", "\u2581false"),
+    path: str, queries: Texts, documents: Texts, words: Texts = ("\u2581true", "\u2581false")
 ) -> Scores:
     """As pygaggle's `MonoT5` has it: the logarithm of the first word's share in the softmax over both, as the
     first word that the decoder says. Of a long pair pygaggle cuts the end, and with it what it asks; here the

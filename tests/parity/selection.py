@@ -9,8 +9,7 @@ from tests.parity.families import Family
 
 
 def with_default(cases: Iterable[Any], default: Collection[Any]) -> list[Any]:
-    """Parameters of which all but the `default` ones are marked exhaustive. A case that is a tuple is spread
-    over as many arguments; a function goes by its name."""
+    """Parameters of which all but the `default` ones are exhaustive; tuples are spread over arguments."""
     params = []
     for case in cases:
         values = case if isinstance(case, tuple) else (case,)
@@ -37,8 +36,7 @@ MAIN = {
     *("native multi-vector, token pooling", "BERT", "XLM-RoBERTa", "gte-multilingual-reranker"),
     *("jina-reranker-v2", "Qwen3-Reranker", "monoT5", "Qwen3-Embedding", "EmbeddingGemma"),
     *("nomic-embed-text-v2-moe", "SPLADE", "gte-multilingual, sparse", "bge-m3, all three"),
-    # Weights in forms of their own. test_readings.py, test_variants.py, test_as_meant.py and
-    # test_checkpoint_settings.py have others of both.
+    # Weights in forms of their own. test_readings.py and test_variants.py have others of both.
     *("Qwen3-Embedding, Q8_0", "compressed-tensors, w4a16"),
 }
 

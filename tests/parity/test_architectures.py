@@ -1,5 +1,4 @@
-"""Every architecture that transformers has scores and embeds as sentence-transformers does, one by one, or is
-refused at load for a reason that is written down: here, or beside what builds it."""
+"""Every architecture of transformers scores as sentence-transformers does, or is refused with a reason."""
 
 import tempfile
 from collections.abc import Iterator

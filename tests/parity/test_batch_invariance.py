@@ -1,5 +1,4 @@
-"""The same pair has the same score, bit for bit, whatever else is served beside it: on our kernels, in every
-precision, whole and through windows."""
+"""The same pair has the same score, bit for bit, whatever is served beside it, in every precision."""
 
 import asyncio
 import itertools
@@ -55,8 +54,7 @@ async def _score(engine: Engine, texts: list[str], reading: Truncation, **option
 async def _what_changes_bits(
     config: dict[str, Any], documents: list[str], reading: Truncation, budgets: tuple[int | None, ...]
 ) -> list[str]:
-    """The surroundings in which any of the documents' scores is another, to the last bit, than among all in
-    their order."""
+    """The surroundings in which a score has other bits than among all documents in their order."""
     changed: list[str] = []
     expected: np.ndarray | None = None
     for threads, budget in [(2, budgets[0]), (1, budgets[1]), (2, budgets[2])]:

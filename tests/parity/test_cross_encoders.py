@@ -1,4 +1,4 @@
-"""Cross-encoders: logits, labels, prompts and limits, as sentence-transformers or the model's card has."""
+"""Cross-encoders as sentence-transformers or their card has them, and listwise models as their paper has."""
 
 from pathlib import Path
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy.stats import spearmanr
 from sentence_transformers import CrossEncoder
 from sentence_transformers.base.modules import Transformer
 from transformers import AutoModelForCausalLM
@@ -15,7 +16,10 @@ from maxsimd.engine import CUT_LONG, Engine, EngineConfig, InvalidRequestError, 
 from tests.checkpoints import language_models, t5
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
+from tests.native_bfloat16 import needs_native_bfloat16
 from tests.parity import references
+from tests.parity.changes import settings
+from tests.parity.conftest import Changed
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -48,18 +52,6 @@ async def test_without_activation_scores_are_logits(
     assert np.ptp(odds) > 0.01
 
 
-async def test_a_model_of_three_labels_classifies_and_scores_not(three_label_classifier: str) -> None:
-    async with Engine(EngineConfig(model=three_label_classifier, dtype="float32")) as engine:
-        with pytest.raises(InvalidRequestError, match=r"3 labels.*LABEL_0, LABEL_1.*option score_label"):
-            await engine.score("a", ["b"])
-        result = await engine.classify(["some text", "another one"], use_activation=False)
-    model = CrossEncoder(three_label_classifier, device="cpu")
-    features = model.tokenizer(["some text", "another one"], padding=True, return_tensors="pt")
-    with torch.inference_mode():
-        reference = model.model(**features).logits
-    np.testing.assert_allclose(result.scores, reference.numpy(), atol=1e-5)
-
-
 @pytest.mark.parametrize(
     "truncation", [pytest.param("longest_first", marks=pytest.mark.exhaustive), "only_second"]
 )
@@ -88,9 +80,6 @@ async def test_the_requests_instruction_takes_the_place_of_the_cards(
     ours = await engine.score(*asked, instruction="Find documents about snakes")
     expected = references.qwen3_reranker(qwen3_reranker, *asked, instruction="Find documents about snakes")
     np.testing.assert_allclose(ours.scores, expected, atol=1e-5)
-    engine = await engines(EngineConfig(model=bert_cross_encoder, dtype="float32"))
-    with pytest.raises(InvalidRequestError, match="takes no instruction"):
-        await engine.score("a", ["b"], instruction="c")
 
 
 async def test_a_template_may_be_a_file(qwen3_reranker: str, tmp_path: Path) -> None:
@@ -129,9 +118,7 @@ async def test_limits_count_the_tokens_of_texts_alone(qwen3_reranker: str, engin
     np.testing.assert_allclose(cut.scores, short.scores, atol=1e-5)
 
 
-async def test_a_reranker_with_an_untied_output_layer_in_bfloat16(
-    qwen3_reranker: str, tmp_path: Path
-) -> None:
+async def test_an_untied_output_layer_in_bfloat16(qwen3_reranker: str, tmp_path: Path) -> None:
     folder = language_models.qwen3_reranker(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(folder)
     model.config.tie_word_embeddings = False
@@ -147,10 +134,67 @@ async def test_a_reranker_with_an_untied_output_layer_in_bfloat16(
     np.testing.assert_allclose(ours, exact, atol=3e-2)
 
 
-async def test_the_encoder_of_monot5_alone_is_a_choice(
-    checkpoints: SharedCheckpoints, engines: Engines
-) -> None:
+async def test_the_encoder_of_monot5_alone(checkpoints: SharedCheckpoints, engines: Engines) -> None:
     config = EngineConfig(model=checkpoints(t5.monot5), dtype="float32", score_type="bi-encoder")
     ours = (await (await engines(config)).embed(["some text"])).embeddings
     theirs = references.loaded(references.SentenceTransformer, config.model or "").encode(["some text"])
     np.testing.assert_allclose(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(checkpoints: SharedCheckpoints) -> str:
+    return checkpoints(language_models.jina_reranker_v3)
+
+
+async def _listwise(engines: Engines, path: str, documents: list[str], **options: Any) -> Any:
+    engine = await engines(EngineConfig(model=path, **{"dtype": "float32"} | options))
+    return np.array((await engine.score("how is a file opened", documents, truncation=CUT_LONG)).scores)
+
+
+@pytest.mark.parametrize("count", [5, pytest.param(200, marks=pytest.mark.exhaustive)])
+async def test_scores_equal_a_plain_reading_of_the_paper(
+    checkpoint: str, engines: Engines, pairs: list[Pair], count: int
+) -> None:
+    """200 documents fill more than one pass. Few are also run in small steps."""
+    documents = [pair.document for pair in pairs[:count]]
+    reference = references.jina_reranker_v3(checkpoint, "how is a file opened", documents)
+    assert reference.std() > 0.01
+    for options in [{}, {"max_batch_tokens": 200}] if count == 5 else [{}]:
+        ours = await _listwise(engines, checkpoint, documents, **options)
+        np.testing.assert_allclose(ours, reference, atol=1e-5)
+
+
+async def test_long_lists_take_another_pass(changed: Changed, engines: Engines, pairs: list[Pair]) -> None:
+    """And a long one is cut."""
+    path = changed(
+        language_models.jina_reranker_v3, settings("tokenizer_config.json", model_max_length=3 * 2048)
+    )
+    long = " ".join(pair.document for pair in pairs[:60])
+    documents = [long, pairs[1].document, long, pairs[2].document]
+    ours = await _listwise(engines, path, documents)
+    reference = references.jina_reranker_v3(path, "how is a file opened", documents)
+    np.testing.assert_allclose(ours, reference, atol=1e-5)
+
+
+@needs_native_bfloat16
+async def test_bfloat16_ranks_as_float32_does(checkpoint: str, engines: Engines, pairs: list[Pair]) -> None:
+    documents = [pair.document for pair in pairs[:60]]
+    exact, rounded = [
+        await _listwise(engines, checkpoint, documents, dtype=dtype) for dtype in ("float32", "bfloat16")
+    ]
+    assert spearmanr(exact, rounded).statistic >= 0.995
+
+
+async def test_an_instruction_changes_the_scores(checkpoint: str) -> None:
+    async with Engine(EngineConfig(model=checkpoint, dtype="float32")) as engine:
+        plain = await engine.score("a", ["b", "c"])
+        instructed = await engine.score("a", ["b", "c"], instruction="prefer the letter c")
+        alone = await engine.score("a", ["b"])
+        by_pair = await engine.score(["a", "d"], ["b", "c"])
+        with pytest.raises(InvalidRequestError, match="cannot embed"):
+            await engine.embed(["a"])
+    assert np.abs(np.array(plain.scores) - np.array(instructed.scores)).max() > 1e-4
+    assert by_pair.scores[0] == pytest.approx(alone.scores[0], abs=1e-6)

@@ -36,9 +36,7 @@ def _rank_alike(exact: np.ndarray, rounded: np.ndarray, unit: float) -> None:
 
 
 @on_one_loop
-async def test_bfloat16_by_torch_ranks_as_float32_does(
-    model: str | None, engines: Engines, pairs: list[Pair]
-) -> None:
+async def test_bfloat16_by_torch_ranks_alike(model: str | None, engines: Engines, pairs: list[Pair]) -> None:
     pairs = pairs[:25]
     exact = await engines.scores(EngineConfig(model=model, dtype="float32"), pairs)
     rounded = await engines.scores(EngineConfig(model=model, dtype="bfloat16", kernels="torch"), pairs)
@@ -46,9 +44,7 @@ async def test_bfloat16_by_torch_ranks_as_float32_does(
 
 
 @on_one_loop
-async def test_int8_ranks_nearly_as_float32_does(
-    model: str | None, engines: Engines, pairs: list[Pair]
-) -> None:
+async def test_int8_ranks_nearly_as_float32(model: str | None, engines: Engines, pairs: list[Pair]) -> None:
     pairs = pairs[:25]
     exact = await engines.scores(EngineConfig(model=model, dtype="float32"), pairs)
     rounded = await engines.scores(EngineConfig(model=model, quantization="int8"), pairs)

@@ -1,5 +1,4 @@
-"""What the engine says of its scores: beside plain products of the vectors that `embed_tokens` gives, and
-beside the scores of passages by themselves."""
+"""Explanations of scores, beside plain products of vectors and scores of passages by themselves."""
 
 import asyncio
 import math
@@ -95,8 +94,7 @@ async def test_matches_are_the_largest_products_of_the_vectors(
 
 
 def _says(token: str | None, span: tuple[int, int] | None, text: str) -> bool:
-    """Whether a token is what stands in the text at its span, or one that stands for nothing there: a marker,
-    expansion, the prompt."""
+    """Whether a token is what stands at its span, or a marker, expansion or prompt, which has none."""
     if span is None:
         return (
             token is not None
@@ -162,9 +160,7 @@ async def test_what_is_ranked_and_scored_is_explained(engine: Engine) -> None:
     assert not (await engine.score(QUERY, documents[2:])).explanations
 
 
-async def test_explanations_that_would_be_too_much_are_refused(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_too_many_explanations_are_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = len((await engine.embed_tokens([QUERY], input_type="query")).embeddings[0])
     monkeypatch.setattr(explain_limits, "MOST_EXPLAINED", 3 * tokens)
     await engine.rerank(QUERY, ["a", "b", "c", "d"], explain=True, top_n=3)
@@ -216,8 +212,7 @@ async def test_a_window_has_the_score_of_its_passage(
 
 
 async def _compare_windows(engine: Engine, document: str, explanation: Any, least: int) -> None:
-    """Windows follow each other through the whole document, and those that begin and end with a word have the
-    score of their passage alone."""
+    """Windows cover the document, and those of whole words have the score of their passage alone."""
     spans = [window.span for window in explanation.windows]
     assert len(spans) > 3
     assert (spans[0][0], spans[-1][1]) == (0, len(document))

@@ -47,7 +47,7 @@ def _config(family: Family, path: str, **settings: Any) -> EngineConfig:
 
 
 @families([*FAMILIES, *FORMS])
-async def test_scores_equal_the_reference(
+async def test_scores_are_the_librarys(
     family: Family, path: str, engines: Engines, pairs: list[Pair]
 ) -> None:
     pairs = pairs[:4]
@@ -70,7 +70,7 @@ async def test_scores_equal_the_reference(
 
 
 @families(EMBEDDING, {"GTE-ModernColBERT", "EmbeddingGemma", "Qwen3-Embedding"})
-async def test_embeddings_equal_the_reference(
+async def test_vectors_are_the_librarys(
     family: Family, path: str, engines: Engines, pairs: list[Pair]
 ) -> None:
     engine = await engines(_config(family, path))
@@ -95,16 +95,14 @@ def _embeddings(family: Family, path: str, texts: list[str], role: str) -> list[
 
 @needs_native_bfloat16
 @families([*FAMILIES, *FORMS], ROUNDED)
-async def test_bfloat16_ranks_as_float32_does(
-    family: Family, path: str, engines: Engines, pairs: list[Pair]
-) -> None:
+async def test_bfloat16_ranks_alike(family: Family, path: str, engines: Engines, pairs: list[Pair]) -> None:
     exact = await engines.scores(_config(family, path), pairs[:60])
     rounded = await engines.scores(_config(family, path, dtype="bfloat16"), pairs[:60])
     assert spearmanr(exact, rounded).statistic >= 0.98
 
 
 @families(CAUSAL, {"Qwen3-Reranker", "Qwen3-Embedding"})
-async def test_scores_do_not_depend_on_the_budget(
+async def test_budgets_change_no_score(
     family: Family, path: str, engines: Engines, pairs: list[Pair]
 ) -> None:
     whole = await engines.scores(_config(family, path), pairs[:4])

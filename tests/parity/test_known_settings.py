@@ -13,7 +13,7 @@ import re
 import shutil
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
@@ -52,6 +52,7 @@ from maxsimd.engine.inspection import inspect_model
 from tests.checkpoints import bi_encoders, cross_encoders, language_models, late_interaction, sparse_encoders
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.parity.changes import CPU, Build, Edit, settings
+from tests.parity.conftest import Changed
 from tests.parity.families import FAMILIES, FORMS, LISTWISE, Family
 from tests.parity.selection import families
 
@@ -256,9 +257,7 @@ def test_no_key_of_a_family_is_unknown(family: Family, checkpoints: SharedCheckp
     assert check_settings(EngineConfig(model=checkpoints(family.build))) == ()
 
 
-def test_unknown_keys_are_named_at_every_start(
-    changed: Callable[..., str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unknown_keys_are_named_at_every_start(changed: Changed, caplog: pytest.LogCaptureFixture) -> None:
     """The second start builds the model from its recipe."""
     odd = {"new_norm": 1, "scale_logits": True}
     path = changed(
@@ -329,7 +328,6 @@ BASES = {
 # Other values of keys, where the type of the present one does not tell; several where one might mean nothing.
 _VALUES: Mapping[str, tuple[Any, ...]] = {
     "similarity_fn_name": ("dot", "euclidean", "meanmaxsim"),
-    "activation_fn": ("torch.nn.modules.activation.Tanh",),
     "activation_function": ("torch.nn.modules.activation.Sigmoid",),
     "default_prompt_name": ("no",),
     "prompts": ({"query": "find: ", "document": "text: ", "no": "none "},),
@@ -366,7 +364,6 @@ _VALUES: Mapping[str, tuple[Any, ...]] = {
     "pooling_mode": ("cls", "lasttoken", ["mean", "max"]),
     "pooling_strategy": ("sum",),
     "tasks": (["query", "document"],),
-    "normalize_embeddings": (True, False),
     "bias": (False,),
     "model_input_names": (["input_ids", "attention_mask"], ["input_ids", "token_type_ids", "attention_mask"]),
     "chat_template": ("{% for m in messages %}{{ m.content }}[SEP]{% endfor %}",),
@@ -378,7 +375,6 @@ _VALUES: Mapping[str, tuple[Any, ...]] = {
     "tokenizer_class": ("PreTrainedTokenizerFast", "BertTokenizer", "XLMRobertaTokenizer"),
     "auto_map": ({"AutoTokenizer": ["mine.Tokenizer", None]},),
     "init_inputs": ([],),
-    "unk_id": (3,),
     "chat_control_tokens": (["the"],),
     "architectures": (["BertForMaskedLM"], None),
     "dtype": ("float16",),
@@ -387,9 +383,7 @@ _VALUES: Mapping[str, tuple[Any, ...]] = {
     "label2id": ({"relevant": 0}, {"a": 1, "b": 0}),
     "num_labels": (1, 3),
     "problem_type": ("regression", "multi_label_classification"),
-    "hidden_act": ("relu",),
     "hidden_activation": ("relu", "gelu_pytorch_tanh"),
-    "classifier_activation": ("relu",),
     "classifier_pooling": ("cls", "mean"),
     "pad_token_id": (5, None),
     "position_embedding_type": ("relative_key_query",),
@@ -398,15 +392,16 @@ _VALUES: Mapping[str, tuple[Any, ...]] = {
     "experts_implementation": ("eager",),
     "per_layer_config": ({"0": {"layer_norm_eps": 0.3}},),
     "sentence_transformers": ({"activation_fn": "torch.nn.modules.linear.Identity"},),
-    "sbert_ce_default_activation_function": ("torch.nn.modules.activation.Tanh",),
     "quantization_config": ({"quant_method": "gptq", "bits": 4},),
     "compression_config": ({"quant_method": "compressed-tensors", "format": "pack-quantized"},),
     "rope_scaling": ({"type": "linear", "factor": 4.0},),
     "rope_parameters": ({"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0},),
     "rope_theta": (500.0,),
-    "is_causal": (False, True),
-    "use_bidirectional_attention": (True, False),
-    "query_pre_attn_scalar": (3,),
+    **dict.fromkeys(("activation_fn", "sbert_ce_default_activation_function"),
+                    ("torch.nn.modules.activation.Tanh",)),
+    **dict.fromkeys(("normalize_embeddings", "is_causal", "use_bidirectional_attention"), (True, False)),
+    **dict.fromkeys(("hidden_act", "classifier_activation"), ("relu",)),
+    **dict.fromkeys(("query_pre_attn_scalar", "unk_id"), (3,)),
     "similarity": ("l2",),
     "interaction": ("flipr",),
     "kwargs": (["task"],),
@@ -449,8 +444,7 @@ def _others(key: str, value: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one key with another value: applied, irrelevant, or refused, and whether the reference's
-    scores changed."""
+    """Whether a key was applied, irrelevant or refused, and changed the reference's scores."""
 
     use: str
     changes: bool
@@ -594,9 +588,7 @@ _FEW = (
 )
 
 
-def test_some_keys_have_the_same_effect_as_in_the_libraries(
-    checkpoints: SharedCheckpoints, tmp_path: Path
-) -> None:
+def test_some_keys_do_what_they_do_in_libraries(checkpoints: SharedCheckpoints, tmp_path: Path) -> None:
     walk = Walk(BASES["bi-encoder"], checkpoints, tmp_path)
     known = {(file, key): each for file, key, each in walk.rows() if (file, key) in _FEW}
     found = [outcome for (file, key), each in known.items() for _, outcome in walk.outcomes(file, key, each)]

@@ -1,5 +1,4 @@
-"""Late chunking is a plain reading: the whole document through transformers, and then the mean of each
-chunk's tokens."""
+"""Late chunking: the whole document through transformers, then the mean of each chunk's tokens."""
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
@@ -31,8 +30,7 @@ Chunks = Sequence[tuple[int, int]]
 def plain(
     checkpoint: str, text: str, chunks: Chunks, prompt: str = "", skips_prompt: bool = False
 ) -> NDArray[Any]:
-    """One vector a chunk, token by token. Special tokens and a prompt count with the first token of the text,
-    or with the last where they stand behind it."""
+    """One vector a chunk. Special tokens and a prompt count with the nearest token of the text."""
     model = loaded(SentenceTransformer, checkpoint)
     read = model.tokenizer(
         prompt + text, return_offsets_mapping=True, return_special_tokens_mask=True, return_tensors="pt"

@@ -1,5 +1,4 @@
-"""Texts of any length: read as far as a checkpoint says, cut between steps, through windows, and beside short
-ones, with what sentence-transformers gives."""
+"""Texts of any length: read as the checkpoint says, cut between steps, through windows, and beside others."""
 
 import asyncio
 import json
@@ -22,8 +21,11 @@ from maxsimd.engine.checkpoint import load_model
 from maxsimd.engine.execution.selfcheck.rules import why_not_packed
 from tests.checkpoints import cross_encoders, language_models
 from tests.checkpoints.architectures import randomise, save_tokenizer
+from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
 from tests.parity.references import loaded
+from tests.parity.selection import with_default
+from tests.waiting import until
 
 on_one_loop = pytest.mark.asyncio(loop_scope="module")
 
@@ -31,9 +33,7 @@ LONG_QUERY = "how is a file read " * 40
 
 
 @on_one_loop
-async def test_embeddings_cut_between_steps_equal_encode(
-    qwen3_embedding: str, engines: Engines, pairs: list[Pair]
-) -> None:
+async def test_embeddings_are_cut_by_steps(qwen3_embedding: str, engines: Engines, pairs: list[Pair]) -> None:
     """Those of the last token, their first dimensions, and those of all tokens."""
     texts = [*(pair.document[: 20 + 130 * i] for i, pair in enumerate(pairs[:4])), "one", "a few words"]
     engine = await engines(EngineConfig(model=qwen3_embedding, dtype="float32", max_batch_tokens=7))
@@ -150,7 +150,7 @@ async def test_late_interaction_reads_the_tokens_of_all_windows(long_documents: 
             assert score == pytest.approx((rows @ np.concatenate(parts).T).max(axis=1).sum(), abs=1e-4)
 
 
-async def test_a_cross_encoder_scores_by_the_best_window(
+async def test_cross_encoders_take_the_best_window(
     bert_cross_encoder: str, long_documents: list[str]
 ) -> None:
     truncation = Truncation(max_tokens=60, windows=True, window_overlap=10)
@@ -271,3 +271,75 @@ def test_memory_does_not_grow_with_vocabulary_times_tokens(folder: Path) -> None
         [sys.executable, "-c", _MEASURE, checkpoint], capture_output=True, text=True, check=True, timeout=300
     )
     assert int(done.stdout.split()[-1]) < 400_000, "kilobytes"
+
+
+SHARED_QUERY = "How is a file opened for reading, and what is returned when there is none of that name?"
+
+
+BUILDS = [
+    language_models.qwen3_reranker,
+    language_models.mxbai_rerank_v2,
+    language_models.bge_reranker_v2_gemma,
+    cross_encoders.llama,
+    cross_encoders.qwen2,
+]
+
+
+@pytest.fixture(scope="module", params=with_default(BUILDS, [BUILDS[0]]))
+def causal(request: pytest.FixtureRequest, checkpoints: SharedCheckpoints) -> str:
+    return checkpoints(request.param)
+
+
+@pytest.fixture(scope="module")
+def few_documents(pairs: list[Pair]) -> list[str]:
+    return [pair.document[:300] for pair in pairs[:12]]
+
+
+async def _run(
+    causal: str, few_documents: list[str], sharing: str, budget: int = 2048
+) -> tuple[np.ndarray, int]:
+    config = EngineConfig(model=causal, dtype="float32", prefix_sharing=sharing, max_batch_tokens=budget)
+    async with Engine(config) as engine:
+        result = await engine.score(SHARED_QUERY, few_documents, truncation=CUT_LONG, use_activation=False)
+        # The last pair's results are there just before its prefix goes.
+        await until(lambda: engine.stats().device.prefill_kv == 0)
+        return np.array(result.scores), result.usage.cached_tokens
+
+
+async def test_scores_with_and_without_sharing_are_equal(causal: str, few_documents: list[str]) -> None:
+    """Also where the prefix or a pair is cut between steps."""
+    apart, none = await _run(causal, few_documents, "off")
+    assert none == 0
+    for budget in (37, 2048):
+        shared, saved = await _run(causal, few_documents, "auto", budget)
+        # Logits: float32 knows them to so many parts of their own size.
+        np.testing.assert_allclose(shared, apart, atol=1e-5 * max(1.0, np.abs(apart).max()), rtol=0)
+        assert saved > 8 * (len(few_documents) - 1)
+
+
+async def test_a_cancelled_request_leaves_no_prefix_behind(causal: str, few_documents: list[str]) -> None:
+    async with Engine(EngineConfig(model=causal, dtype="float32", max_batch_tokens=200)) as engine:
+        for delay in (0, 0.005, 0.05):
+            task = asyncio.create_task(engine.score(SHARED_QUERY, few_documents, truncation=CUT_LONG))
+            await until(lambda: engine.stats().device.prefill_kv > 0)
+            await asyncio.sleep(delay)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        await engine.score("a", ["b", "c"])
+        # The last pair's results are there just before its prefix goes.
+        await until(lambda: engine.stats().device.prefill_kv == 0)
+
+
+async def test_windows_share_their_prefix_too(causal: str, few_documents: list[str]) -> None:
+    long = [" ".join(few_documents[i : i + 6]) for i in range(0, 12, 6)]
+    results = []
+    for sharing in ("auto", "off"):
+        config = EngineConfig(
+            model=causal, dtype="float32", prefix_sharing=sharing, max_model_len=400, window_overlap=10
+        )
+        async with Engine(config) as engine:
+            results.append(await engine.score(SHARED_QUERY, long, truncation=WINDOW_LONG))
+    shared, apart = results
+    np.testing.assert_allclose(shared.scores, apart.scores, atol=1e-5, rtol=1e-5)
+    assert shared.usage.cached_tokens > 8 * len(long)
+    assert apart.usage.cached_tokens == 0

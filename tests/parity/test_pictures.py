@@ -1,6 +1,4 @@
-"""Models that read pictures score texts, pictures and contents of both as their libraries do: alone and in
-any company, whole and cut between steps, new and cached; contents that a model does not read are refused by
-their names. `make test` has some, `make test-all` all."""
+"""Models that read pictures score them and texts as their libraries do, in any company, cut or cached."""
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
@@ -31,6 +29,7 @@ from tests.checkpoints import two_towers, vision_language, visual
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
 from tests.parity.changes import settings
+from tests.parity.conftest import Changed, Start
 from tests.parity.pictures import (
     MODELS,
     PAGES,
@@ -91,9 +90,7 @@ async def scored(engine: Engine, query: Any, documents: Any, **options: Any) -> 
 
 
 @models()
-async def test_scores_and_vectors_equal_the_reference(
-    model: PictureModel, engine: Engine, reference: Any
-) -> None:
+async def test_scores_and_vectors_are_theirs(model: PictureModel, engine: Engine, reference: Any) -> None:
     prepared = engine.device_model.prepared
     assert prepared.execution == "packed"
     assert prepared.runner.chunked or not model.chunked
@@ -122,9 +119,7 @@ async def test_scores_and_vectors_equal_the_reference(
 
 
 @models(lambda model: model.mixed)
-async def test_contents_of_texts_and_pictures_equal_the_reference(
-    model: PictureModel, engine: Engine, reference: Any
-) -> None:
+async def test_contents_score_as_the_librarys(model: PictureModel, engine: Engine, reference: Any) -> None:
     contents, expected = [], []
     for text, page in [("a page about trains", PAGES[0]), ("", PAGES[2]), ("two\nlines ", PAGES[4])]:
         picture = PillowPicture(page)
@@ -147,9 +142,7 @@ async def test_contents_of_texts_and_pictures_equal_the_reference(
 
 
 @models(main=("qwen3_vl_reranker", "siglip"))
-async def test_in_any_company_they_score_as_alone(
-    model: PictureModel, engine: Engine, pairs: list[Pair]
-) -> None:
+async def test_they_score_in_company_as_alone(model: PictureModel, engine: Engine, pairs: list[Pair]) -> None:
     mixed = [Content.of([PillowPicture(page), "b"]) for page in PAGES[:2]] if model.mixed else []
     documents: list[Any] = [*PAGES, *mixed, *(pair.document[:300] for pair in pairs[:3])]
     queries: list[Any] = [PAGES[3], "What is it?"]
@@ -194,22 +187,16 @@ async def test_cached_contents_score_as_new_ones(model: PictureModel, engine: En
         np.testing.assert_allclose(each.scores, new.scores, atol=1e-6)
 
 
-async def _engine(engines: Engines, path: str, **options: Any) -> Engine:
-    return await engines(EngineConfig(model=path, dtype="float32", **options))
-
-
-async def test_a_prompt_stands_where_the_template_has_it(
-    checkpoints: SharedCheckpoints, engines: Engines
-) -> None:
+async def test_a_prompt_stands_in_its_place(checkpoints: SharedCheckpoints, start: Start) -> None:
     instruction = "Find the page that was drawn last."
     path = checkpoints(vision_language.qwen3_vl_embedding)
-    embedder, engine = Embedder(path), await _engine(engines, path)
+    embedder, engine = Embedder(path), await start(path)
     query = embedder.vectors("a", "query", prompt=instruction)
     expected = [maxsim(query, embedder.vectors(page, "document")) for page in PAGES]
     result = await scored(engine, "a", PAGES, instruction=instruction)
     np.testing.assert_allclose(result.scores, expected, atol=1e-5)
     path = checkpoints(vision_language.qwen3_vl_reranker)
-    reranker, engine = Pairs(path), await _engine(engines, path)
+    reranker, engine = Pairs(path), await start(path)
     expected = [reranker.score("a", page, prompt=instruction) for page in PAGES]
     result = await scored(engine, "a", PAGES, instruction=instruction)
     np.testing.assert_allclose(result.scores, expected, atol=1e-4)
@@ -217,24 +204,22 @@ async def test_a_prompt_stands_where_the_template_has_it(
     assert np.abs(np.subtract(result.scores, without.scores)).max() > 1e-4
 
 
-async def test_a_picture_as_the_query_is_run_once(checkpoints: SharedCheckpoints, engines: Engines) -> None:
+async def test_a_picture_as_the_query_is_run_once(start: Start) -> None:
     """All pairs begin with it: what is run again is a small part."""
-    engine = await _engine(engines, checkpoints(vision_language.qwen3_vl_reranker))
+    engine = await start(vision_language.qwen3_vl_reranker)
     usage = (await scored(engine, PAGES[4], [*PAGES[:3], *TEXTS])).usage
     assert usage.cached_tokens > 0.6 * usage.prompt_tokens
 
 
-async def test_jina_reranker_m0_has_its_cards_activation_and_template(
-    checkpoints: SharedCheckpoints, engines: Engines
-) -> None:
+async def test_jina_reranker_m0_is_as_its_card_says(checkpoints: SharedCheckpoints, start: Start) -> None:
     """Which the operator may write, too."""
     path, documents = checkpoints(vision_language.jina_reranker_m0), [*PAGES, *TEXTS]
-    engine = await _engine(engines, path)
+    engine = await start(path)
     logits = np.array((await scored(engine, "a", documents)).scores)
     result = await engine.score("a", documents, cache="bypass")
     np.testing.assert_allclose(result.scores, 1 / (1 + np.exp(2.65 - logits)), atol=1e-5)
     same = "**Document**:\n{{ document }}\n**Query**:\n{{ query }}"
-    other = await scored(await _engine(engines, path, score_template=same), "a", documents)
+    other = await scored(await start(path, score_template=same), "a", documents)
     np.testing.assert_allclose(other.scores, logits, atol=1e-5)
 
 
@@ -246,22 +231,20 @@ async def test_jina_reranker_m0_has_its_cards_activation_and_template(
     ],
 )
 async def test_settings_of_pictures_and_texts_are_taken(
-    changed: Callable[..., str], engines: Engines, pairs: list[Pair], image: dict[str, Any]
+    changed: Changed, start: Start, pairs: list[Pair], image: dict[str, Any]
 ) -> None:
     said = {"image": image, "text": {"max_length": 90}}
     edit = settings("sentence_bert_config.json", processing_kwargs=said)
     path = changed(vision_language.qwen3_vl_embedding, edit)
     items: list[Any] = [*PAGES, *(pair.document for pair in pairs[:5]), "short"]
-    found = (await (await _engine(engines, path)).embed(items, input_type="document")).embeddings
+    found = (await (await start(path)).embed(items, input_type="document")).embeddings
     embedder = Embedder(path)
     expected = np.concatenate([embedder.vectors(item, "document") for item in items])
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-async def test_what_is_cut_is_the_text_and_not_the_template(
-    checkpoints: SharedCheckpoints, engines: Engines
-) -> None:
-    engine = await _engine(engines, checkpoints(vision_language.qwen3_vl_embedding))
+async def test_what_is_cut_is_the_text_and_not_the_template(start: Start) -> None:
+    engine = await start(vision_language.qwen3_vl_embedding)
     texts = ["abc " * 90, "a completely different text " * 30]
     shortest = (await engine.embed(["a"])).usage.prompt_tokens
     for side in ("left", "right"):
@@ -275,20 +258,16 @@ async def test_what_is_cut_is_the_text_and_not_the_template(
         await engine.embed(texts, truncation=Truncation(max_tokens=12))
 
 
-async def test_clip_reads_to_the_first_end_of_a_text(
-    checkpoints: SharedCheckpoints, engines: Engines
-) -> None:
+async def test_clip_reads_to_the_first_end_of_a_text(checkpoints: SharedCheckpoints, start: Start) -> None:
     path, texts = checkpoints(two_towers.clip), ["a photo<|endoftext|>of two cats", "<|endoftext|>"]
-    found = (await (await _engine(engines, path)).embed(texts)).embeddings
+    found = (await (await start(path)).embed(texts)).embeddings
     expected = np.concatenate([TwoTowers(path).vectors(text, "") for text in texts])
     np.testing.assert_allclose(found, expected, atol=1e-4, rtol=1e-4)
 
 
-async def test_vectors_of_pages_are_merged_as_the_reference_does(
-    checkpoints: SharedCheckpoints, engines: Engines
-) -> None:
+async def test_vectors_of_pages_are_merged_alike(checkpoints: SharedCheckpoints, start: Start) -> None:
     path, pooling = checkpoints(visual.colpali), HierarchicalTokenPooling(3, num_protected_tokens=0)
-    engine, encoder = await _engine(engines, path, doc_token_pooling=3), Bare(path)
+    engine, encoder = await start(path, doc_token_pooling=3), Bare(path)
     merged = [pooling.pool_one(torch.from_numpy(encoder.vectors(page, "document"))).numpy() for page in PAGES]
     expected = list(map(partial(maxsim, encoder.vectors(QUERIES[0], "query")), merged))
     for _ in range(2):  # the second time they are cached
@@ -353,8 +332,8 @@ async def test_the_best_cell_is_the_patch_that_maxsim_took(engine: Engine) -> No
     assert patches
 
 
-async def test_each_picture_of_a_document_has_a_map(engines: Engines, checkpoints: SharedCheckpoints) -> None:
-    engine = await _engine(engines, checkpoints(vision_language.colqwen2_merged))
+async def test_each_picture_of_a_document_has_a_map(start: Start) -> None:
+    engine = await start(vision_language.colqwen2_merged)
     parts = [PillowPicture(PAGES[0]), "and", PillowPicture(PAGES[4])]
     result = await engine.score(QUERIES[2], [Content.of(parts), "a text"], explain="maps", cache="bypass")
     first, second = result.explanations[0].maps
@@ -370,10 +349,8 @@ async def test_each_picture_of_a_document_has_a_map(engines: Engines, checkpoint
             assert cell == pytest.approx(match.similarity, abs=1e-5)
 
 
-async def test_maps_are_there_if_they_are_asked_for_and_not_too_many(
-    checkpoints: SharedCheckpoints, engines: Engines, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = await _engine(engines, checkpoints(visual.colpali))
+async def test_maps_must_be_asked_for_and_not_too_many(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = await start(visual.colpali)
     result = await engine.score("a", PAGES[:1], explain=True, cache="bypass")
     assert result.explanations[0].maps == ()
     with pytest.raises(InvalidRequestError, match="explain 'map' is not known; use true, false or maps"):
@@ -399,10 +376,8 @@ def failing_on(tower: Any, digest: bytes) -> Any:
     return called
 
 
-async def test_a_picture_that_breaks_the_tower_fails_alone(
-    checkpoints: SharedCheckpoints, engines: Engines, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = await _engine(engines, checkpoints(vision_language.colqwen2_merged))
+async def test_a_picture_that_breaks_fails_alone(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = await start(vision_language.colqwen2_merged)
     expected = (await engine.score("what?", PAGES, cache="bypass")).scores
     assert engine.model.vision is not None
     tower = engine.model.vision.tower
@@ -419,10 +394,8 @@ async def test_a_picture_that_breaks_the_tower_fails_alone(
     await until(lambda: engine.stats().device.features == 0)
 
 
-async def test_requests_that_are_cancelled_leave_no_features(
-    checkpoints: SharedCheckpoints, engines: Engines
-) -> None:
-    engine = await _engine(engines, checkpoints(vision_language.colqwen2_merged), max_batch_tokens=64)
+async def test_requests_that_are_cancelled_leave_no_features(start: Start) -> None:
+    engine = await start(vision_language.colqwen2_merged, max_batch_tokens=64)
     for delay in (0.0, 0.003, 0.03):
         calls = [asyncio.create_task(engine.score("what?", PAGES * 2, cache="bypass")) for _ in range(3)]
         await asyncio.sleep(delay)
@@ -434,21 +407,17 @@ async def test_requests_that_are_cancelled_leave_no_features(
     await until(lambda: engine.stats().device.cut_sequences == 0)
 
 
-async def test_a_page_that_fits_no_step_is_refused_with_both_numbers(
-    checkpoints: SharedCheckpoints, engines: Engines
-) -> None:
-    engine = await _engine(engines, checkpoints(visual.colpali), max_batch_tokens=30)
+async def test_a_page_that_fits_no_step_is_refused_with_both_numbers(start: Start) -> None:
+    engine = await start(visual.colpali, max_batch_tokens=30)
     with pytest.raises(InvalidRequestError, match="has 31 tokens as a picture, and at most 30 can be run"):
         await engine.score("a", ["a text", PAGES[0]])
     assert len((await engine.score("a", ["a text"])).scores) == 1
 
 
-async def test_content_that_the_model_does_not_read_is_refused(
-    checkpoints: SharedCheckpoints, engines: Engines
-) -> None:
+async def test_content_that_the_model_does_not_read_is_refused(start: Start) -> None:
     picture = PillowPicture(PAGES[0])
-    engine = await _engine(engines, checkpoints(visual.colqwen2))
-    for each in (engine, await _engine(engines, checkpoints(two_towers.clip))):
+    engine = await start(visual.colqwen2)
+    for each in (engine, await start(two_towers.clip)):
         with pytest.raises(InvalidRequestError, match=r"documents\[1\] has 1 picture and 1 text"):
             await each.score("a", [PAGES[0], Content.of([picture, "a"])])
         # Else its processor would make gigabytes of it.
@@ -464,9 +433,7 @@ async def test_content_that_the_model_does_not_read_is_refused(
 
 
 @models(lambda model: model.mixed, main=("colqwen2_merged", "colsmol", "qwen3_vl_reranker"))
-async def test_contents_of_pictures_and_texts_are_refused_where_wrong(
-    model: PictureModel, engine: Engine
-) -> None:
+async def test_wrong_contents_of_pictures_and_texts_are_refused(model: PictureModel, engine: Engine) -> None:
     """By the name of a text with the token of pictures or without end, and of a picture that is too thin."""
     token = "<image>" if model.build is vision_language.colsmol else "<|image_pad|>"
     picture = PillowPicture(PAGES[0])

@@ -196,9 +196,7 @@ class WrongPrefixes(GroupedBackend):
 
 
 @pytest.mark.parametrize("wrong", [WrongChunks, WrongPrefixes])
-async def test_chunks_and_prefixes_that_are_wrong_are_not_used(
-    wrong: type[GroupedBackend], tmp_path: Path
-) -> None:
+async def test_wrong_chunks_and_prefixes_are_not_used(wrong: type[GroupedBackend], tmp_path: Path) -> None:
     """Such a model is packed still, but its sequences are not cut and share nothing."""
     model = load_model(EngineConfig(model=language_models.qwen3_reranker(tmp_path / "model")), CPU)
     model.backbone.float()

@@ -1,9 +1,7 @@
-"""What is read of a checkpoint's files: tensors and tokenisers in other forms, settings that are said in
-several ways, and what is said of them. Scores are in test_families.py and test_variants.py."""
+"""What is read of a checkpoint's files, in whatever form and words, and what is said of it."""
 
 import itertools
 import shutil
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +33,7 @@ from tests.checkpoints import (
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
 from tests.parity.changes import CPU, settings, without_settings
+from tests.parity.conftest import Changed
 from tests.parity.families import dequantised
 from tests.parity.pictures import PAGES
 
@@ -43,16 +42,14 @@ def _backbone(path: str, **options: Any) -> Any:
     return load_model(EngineConfig(model=path, **options), CPU).backbone
 
 
-def test_alibaba_configs_have_the_defaults_of_their_code(changed: Callable[..., str]) -> None:
+def test_alibaba_configs_have_the_defaults_of_their_code(changed: Changed) -> None:
     edit = without_settings("max_position_embeddings", "rope_theta", "rope_scaling")
     config = _backbone(changed(gte.multilingual, edit)).config
     assert config.max_position_embeddings == 2048
     assert config.rope_parameters == {"rope_type": "default", "rope_theta": 10_000.0}
 
 
-def test_the_layout_of_a_jina_bert_is_told_by_its_tensors(
-    changed: Callable[..., str], tmp_path: Path
-) -> None:
+def test_the_layout_of_a_jina_bert_is_told_by_its_tensors(changed: Changed, tmp_path: Path) -> None:
     """Or, where they are pickled, by its config."""
     edit = settings(_name_or_path="", auto_map={"AutoModel": "modeling_bert.JinaBertModel"})
     assert _backbone(changed(jina.embeddings_v2_code, edit)).config.norms_queries_and_keys
@@ -65,9 +62,7 @@ def test_the_layout_of_a_jina_bert_is_told_by_its_tensors(
         assert norms == (build is jina.embeddings_v2_code)
 
 
-def test_directions_are_read_from_the_config(
-    changed: Callable[..., str], checkpoints: SharedCheckpoints, tmp_path: Path
-) -> None:
+def test_configs_say_the_direction(changed: Changed, checkpoints: SharedCheckpoints, tmp_path: Path) -> None:
     assert load_model(EngineConfig(model=changed(retrained.gte_qwen2, settings(is_causal=True))), CPU).causal
     both_ways = cross_encoders.qwen2(tmp_path / "both ways")
     settings(is_causal=False)(tmp_path / "both ways")
@@ -80,7 +75,7 @@ def test_directions_are_read_from_the_config(
 
 
 def test_code_that_might_read_otherwise_is_mentioned(
-    changed: Callable[..., str], checkpoints: SharedCheckpoints, caplog: pytest.LogCaptureFixture
+    changed: Changed, checkpoints: SharedCheckpoints, caplog: pytest.LogCaptureFixture
 ) -> None:
     for build in (retrained.gte_qwen2, retrained.voyage_4_nano, retrained.lfm2_5_colbert):
         assert not load_model(EngineConfig(model=checkpoints(build)), CPU).causal
@@ -148,9 +143,7 @@ TEXTS = [
 @pytest.mark.parametrize(
     "build", [gguf_models.qwen3, gguf_models.qwen3_embedding, gguf_models.bge, gguf_models.bge_reranker]
 )
-def test_texts_have_the_tokens_of_the_original(
-    build: Any, checkpoints: SharedCheckpoints, pairs: list[Pair]
-) -> None:
+def test_texts_have_the_same_tokens(build: Any, checkpoints: SharedCheckpoints, pairs: list[Pair]) -> None:
     path = checkpoints(build)
     with from_gguf(path) as (folder, _):
         ours = AutoTokenizer.from_pretrained(folder)

@@ -1,12 +1,11 @@
-"""Checkpoints that cannot be served exactly as their authors meant them are refused at load, with what is
-wrong by name: damaged files, settings that are not carried out, and options that do not apply."""
+"""Checkpoints that cannot be served exactly are refused at load, with what is wrong by name."""
 
 import json
 import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,6 +66,7 @@ from tests.parity.changes import (
     without_settings,
     written,
 )
+from tests.parity.conftest import Changed
 from tests.parity.families import FAMILIES, LISTWISE, Family
 from tests.parity.selection import families, with_default
 
@@ -497,7 +497,7 @@ def test_it_says_in_one_line_what_is_wrong_and_what_to_do(
     options: dict[str, Any],
     message: str,
     checkpoints: SharedCheckpoints,
-    changed: Callable[..., str],
+    changed: Changed,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     said = refusal(checkpoints(build) if edit is None else changed(build, edit), **options)
@@ -506,7 +506,7 @@ def test_it_says_in_one_line_what_is_wrong_and_what_to_do(
     assert "never be run" not in capfd.readouterr().out
 
 
-def test_a_damaged_file_that_nobody_reads_does_no_harm(changed: Callable[..., str]) -> None:
+def test_a_damaged_file_that_nobody_reads_does_no_harm(changed: Changed) -> None:
     path = Path(changed(_BERT, written("results.json", ""), written("pytorch_model.bin", _POINTER.decode())))
     for file in ("onnx/config.json", "old/config.json", "checkpoint-500/model.safetensors"):
         (path / file).parent.mkdir()
@@ -523,9 +523,7 @@ def test_folders_that_routes_name_are_looked_at(tmp_path: Path) -> None:
         refuse_damaged_files(str(tmp_path))
 
 
-def test_a_folder_that_may_not_be_listed_is_passed_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_listed_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for folder in ("lost+found", "old"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "config.json").write_bytes(_POINTER)
@@ -541,9 +539,7 @@ def test_a_folder_that_may_not_be_listed_is_passed_over(
     assert "old/config.json of" in str(damage_of(str(tmp_path)))
 
 
-def test_a_file_that_may_not_be_read_is_named(
-    checkpoints: SharedCheckpoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_files_are_named(checkpoints: SharedCheckpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     access = os.access
     monkeypatch.setattr(
         os, "access", lambda path, mode: "tokenizer.json" not in str(path) and access(path, mode)
@@ -644,8 +640,8 @@ def test_half_of_an_adapters_base_is_refused(checkpoints: SharedCheckpoints, tmp
     assert "is for lm_head, whose weights are also another layer's" in refusal(adapter)
 
 
-def test_sparse_models_behind_a_router_must_be_one(
-    checkpoints: SharedCheckpoints, changed: Callable[..., str], tmp_path: Path
+def test_two_sparse_models_are_refused(
+    checkpoints: SharedCheckpoints, changed: Changed, tmp_path: Path
 ) -> None:
     routes = [list(SparseEncoder(checkpoints(sparse_encoders.splade), device="cpu")) for _ in range(2)]
     router = Router.for_query_document(query_modules=routes[0], document_modules=routes[1])
@@ -658,15 +654,13 @@ def test_sparse_models_behind_a_router_must_be_one(
     assert "allow_pickle" in refusal(path)
 
 
-def test_a_layer_of_bge_m3_is_missed_where_it_is_needed(changed: Callable[..., str]) -> None:
+def test_a_layer_of_bge_m3_is_missed_where_it_is_needed(changed: Changed) -> None:
     path = changed(bi_encoders.bge_m3, converted, removed("*.pt"), removed("colbert_linear.*"))
     for kind in ("hybrid", "late-interaction"):
         assert "has no colbert_linear" in refusal(path, score_type=kind)
 
 
-def test_wide_mt5_which_answers_in_other_words_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wide_mt5_with_other_answers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(t5.SIZES, "d_model", 1152)
     assert "answer with other words" in refusal(t5.mt5(tmp_path / "wide"), dtype="float32")
 
@@ -680,7 +674,7 @@ def test_wide_mt5_which_answers_in_other_words_is_refused(
     ],
 )
 async def test_what_cannot_be_run_is_refused_by_the_engine(
-    build: Build, edit: Edit | None, options: dict[str, Any], message: str, changed: Callable[..., str]
+    build: Build, edit: Edit | None, options: dict[str, Any], message: str, changed: Changed
 ) -> None:
     path = changed(build, *([] if edit is None else [edit]))
     with pytest.raises(ModelLoadError, match=message):
@@ -688,7 +682,7 @@ async def test_what_cannot_be_run_is_refused_by_the_engine(
             pass
 
 
-async def test_a_text_that_gives_nan_is_named_with_the_precision(changed: Callable[..., str]) -> None:
+async def test_a_text_that_gives_nan_is_named_with_the_precision(changed: Changed) -> None:
     path = Path(changed(bi_encoders.bge))
     zebra = Tokenizer.from_file(str(path / "tokenizer.json")).token_to_id("zebra")
     tensors(lambda found: found["embeddings.word_embeddings.weight"][zebra].fill_(3e38))(path)
@@ -703,9 +697,7 @@ async def test_a_text_that_gives_nan_is_named_with_the_precision(changed: Callab
     assert re.match(said, reported.errors[1])
 
 
-def test_an_unknown_architecture_is_answered_with_the_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_architecture_gets_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written("config.json", '{"model_type": "nothing", "architectures": ["NothingModel"]}')(tmp_path)
     message = refusal(tmp_path)
     assert "NothingModel" in message
@@ -754,9 +746,7 @@ def _file_of_backbone(folder: Path) -> str:
 
 @pytest.mark.parametrize("damage", with_default(DAMAGES, ("renamed", "with a NaN")))
 @families(_NAMED.values(), ONE_OF_EACH)
-def test_a_tensor_of_the_backbone_that_is_wrong_is_named(
-    family: Family, damage: str, changed: Callable[..., str]
-) -> None:
+def test_a_wrong_tensor_of_the_backbone_is_named(family: Family, damage: str, changed: Changed) -> None:
     path = Path(changed(family.build))
     file = _file_of_backbone(path)
     found = load_file(path / file).items()
@@ -770,7 +760,7 @@ def test_a_tensor_of_the_backbone_that_is_wrong_is_named(
 
 
 @families(_NAMED.values(), ONE_OF_EACH)
-def test_a_checkpoint_without_a_tokeniser_is_refused(family: Family, changed: Callable[..., str]) -> None:
+def test_a_checkpoint_without_a_tokeniser_is_refused(family: Family, changed: Changed) -> None:
     path = changed(family.build, *(removed(f"**/{name}") for name in VOCABULARIES))
     assert "has no tokeniser" in refusal(path, **family.settings)
 
@@ -794,8 +784,8 @@ _BEHIND = [
         _BEHIND, [*_BEHIND[:4], *(each for each in _BEHIND if each[3] in ("renamed", "with a NaN"))]
     ),
 )
-def test_a_tensor_behind_the_backbone_that_is_wrong_is_named(
-    name: str, file: str, tensor: str, damage: str, changed: Callable[..., str]
+def test_a_wrong_tensor_behind_the_backbone_is_named(
+    name: str, file: str, tensor: str, damage: str, changed: Changed
 ) -> None:
     path = Path(changed(_NAMED[name].build))
     (found,) = path.glob(file)

@@ -1,8 +1,6 @@
-"""Sparse vectors are those of sentence-transformers' `SparseEncoder`, and what bge-m3's layers give is what
-its authors' code gives. Scores are in test_families.py, and beside FlagEmbedding's in tests/oracles."""
+"""Sparse vectors are those of `SparseEncoder`, and those of bge-m3's layers its authors' code's."""
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
 from tests.parity import references
 from tests.parity.changes import CPU, converted, removed
+from tests.parity.conftest import Changed
 from tests.parity.families import FAMILIES, SPARSE, Family
 from tests.parity.selection import families
 from tests.unit.calling_handlers import Caller, RecordingEngine, error_of
@@ -86,9 +85,7 @@ async def test_a_cached_document_scores_to_the_last_bit_as_a_new_one(
     build: Any, options: Any, checkpoints: SharedCheckpoints, pairs: list[Pair], tmp_path: Path
 ) -> None:
     """In bfloat16 too, whose numbers would round the ids of words."""
-    config = EngineConfig(
-        model=checkpoints(build), dtype="bfloat16", cache_dir=str(tmp_path / "cache"), **options
-    )
+    config = EngineConfig(model=checkpoints(build), dtype="bfloat16", cache_dir=str(tmp_path), **options)
     query, documents = pairs[0].query, [pair.document for pair in pairs[:4]]
     async with Engine(config) as engine:
         new = await engine.score(query, documents)
@@ -103,9 +100,7 @@ async def test_a_cached_document_scores_to_the_last_bit_as_a_new_one(
     assert max(new.scores) > 0
 
 
-async def test_sparse_models_take_no_vectors_and_embed_no_texts(
-    checkpoints: SharedCheckpoints, engines: Engines
-) -> None:
+async def test_sparse_models_refuse_dense_vectors(checkpoints: SharedCheckpoints, engines: Engines) -> None:
     engine = await engines(EngineConfig(model=checkpoints(sparse_encoders.splade), dtype="float32"))
     with pytest.raises(InvalidRequestError, match="give its text"):
         await engine.score("a query", [np.ones((3, 2), dtype=np.float32)])
@@ -153,7 +148,7 @@ async def test_explanations_of_bge_m3_add_up(bge_m3: str, engines: Engines, pair
 
 
 async def test_layers_of_bge_m3_are_read_if_they_are_no_pickles(
-    bge_m3: str, changed: Callable[..., str], caplog: pytest.LogCaptureFixture
+    bge_m3: str, changed: Changed, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Or if pickles may be opened."""
     with caplog.at_level(logging.INFO):

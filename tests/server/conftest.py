@@ -7,9 +7,9 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -101,13 +101,12 @@ def installed_command() -> str:
 @contextmanager
 def web_server(handler: Callable[..., BaseHTTPRequestHandler]) -> Iterator[str]:
     """A server of another kind, in a thread; gives its URL."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, ThreadPoolExecutor(1) as threads:
+        threads.submit(server.serve_forever)
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
 
 
 def starter(folder: Path) -> Iterator[StartServer]:
@@ -124,9 +123,7 @@ def starter(folder: Path) -> Iterator[StartServer]:
         program: Sequence[str] = (),
         before: Callable[[], None] | None = None,
     ) -> Server:
-        """Starts the command; with `installed` or `program` as a new process of that program, else in one
-        that has everything imported, where a Python `file` may take the command's place. The process does
-        `before` first; `descriptors` is its limit on them."""
+        """Starts the command, or a `file` or `program` in its place, in a process that does `before`."""
         port = free_port()
         environment = {"MAXSIMD_DRAIN_SECONDS": "0"} | (environment or {})
         special = bool(descriptors or file or program or before)

@@ -202,7 +202,7 @@ def test_texts_are_embedded(tmp_path: Path, small: str, small_engine: SyncEngine
     assert "--out must end in .npy" in embed("--out", str(tokens), status=2).stderr
 
 
-def test_eval_measures_what_ir_measures_does(
+def test_eval_equals_ir_measures(
     tmp_path: Path, small: str, small_engine: SyncEngine, pairs: list[Pair]
 ) -> None:
     """12 queries over 20 documents in BEIR's files; grades 0 to 2."""
@@ -264,9 +264,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_each_picture_page_and_text_of_a_folder_is_a_document(
-    folder: Path, checkpoints: SharedCheckpoints
-) -> None:
+def test_each_page_and_text_of_a_folder_is_a_document(folder: Path, checkpoints: SharedCheckpoints) -> None:
     checkpoint = checkpoints(visual.colpali)
     with SyncEngine(EngineConfig(model=checkpoint, dtype="float32"), progress=False) as engine:
         pages = [page.read(PictureLimits()) for page in pages_of(folder / "report.pdf")]

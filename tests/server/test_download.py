@@ -1,5 +1,4 @@
-"""Checkpoints from a hub into a folder, and servers that reach no hub. The hub is a stand-in that speaks the
-real one's API; the client is huggingface_hub."""
+"""Checkpoints from a stand-in for the hub into a folder, and servers that reach no hub."""
 
 import hashlib
 import json
@@ -38,33 +37,29 @@ def hub(bert_cross_encoder: str) -> Iterator[Hub]:
     made = Hub()
 
     class Handler(BaseHTTPRequestHandler):
-        def do_HEAD(self) -> None:
-            self._answer(with_body=False)
-
         def do_GET(self) -> None:
-            self._answer(with_body=True)
-
-        def _answer(self, with_body: bool) -> None:
             made.asked.append(self.path)
             path = self.path.partition("?")[0]
             if path in (f"/api/models/{MODEL}", f"/api/models/{MODEL}/revision/main"):
                 siblings = [{"rfilename": name, "size": file.stat().st_size} for name, file in files.items()]
                 siblings += [{"rfilename": name, "size": 10**12} for name in OTHERS]
-                self._send(json.dumps({"id": MODEL, "sha": COMMIT, "siblings": siblings}).encode(), with_body)
+                self._send(json.dumps({"id": MODEL, "sha": COMMIT, "siblings": siblings}).encode())
                 return
             name = path.removeprefix(f"/{MODEL}/resolve/{COMMIT}/")
             if name not in files:
                 self.send_error(404)
                 return
-            self._send(files[name].read_bytes(), with_body)
+            self._send(files[name].read_bytes())
 
-        def _send(self, body: bytes, with_body: bool) -> None:
+        do_HEAD = do_GET
+
+        def _send(self, body: bytes) -> None:
             self.send_response(200)
             self.send_header("etag", f'"{hashlib.sha256(body).hexdigest()}"')
             self.send_header("x-repo-commit", COMMIT)
             self.send_header("content-length", str(len(body)))
             self.end_headers()
-            if with_body:
+            if self.command == "GET":
                 self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:

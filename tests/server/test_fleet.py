@@ -31,8 +31,7 @@ def _children(server: Server) -> dict[str, list[int]]:
 
 
 class _Copy:
-    """A process of a fleet as a copy of its parent, with the methods of `asyncio.subprocess.Process` that the
-    parent uses. It has its setup in a pipe, of which no other copy has the end that is written to."""
+    """A process of a fleet as a copy of its parent, with the methods of asyncio's that the parent uses."""
 
     _given: ClassVar[list[BinaryIO]] = []
 
@@ -139,9 +138,7 @@ EMBEDDED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def test_a_spread_request_is_answered_as_one_process_answers_it(
-    fleet: Server, colbert_server: Server
-) -> None:
+def test_a_spread_request_is_answered_as_by_one_process(fleet: Server, colbert_server: Server) -> None:
     for each in (fleet, colbert_server):
         assert httpx.delete(each.url + "/cache").status_code == 204, "another test may have filled it"
     for path, body in (*ASKED, *EMBEDDED):
@@ -250,9 +247,7 @@ def test_a_fleet_that_drains_accepts_work(start_server: StartServer) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.one_process  # other servers have a front more
-def test_the_only_front_comes_back_and_all_end_with_their_parent(
-    start_server: StartServer, server: Server
-) -> None:
+def test_the_only_front_returns_and_ends_with_its_parent(start_server: StartServer, server: Server) -> None:
     alone = start_server("--dtype", "float32", "--replicas", "2")
     clients = Clients(alone.url, right_scores(server.url, DOCUMENTS))
     with clients.asking():

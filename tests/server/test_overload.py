@@ -1,5 +1,4 @@
-"""What a server refuses at the door, and that it goes on serving, beside a text of many megabytes, too;
-tests/unit/engine/test_admission.py has every reason to refuse."""
+"""A server refuses what is too much and goes on serving, beside a text of many megabytes, too."""
 
 import asyncio
 import time

@@ -236,9 +236,7 @@ def test_it_can_be_taken_to_a_shell_and_to_python(page: Page, server: Server, tm
     assert [line.split(" ", 1)[1] for line in ran.stdout.splitlines()] == [documents[i] for i in expected]
 
 
-def test_a_server_with_keys_asks_for_one(
-    browser: Browser, start_server: StartServer, bert_cross_encoder: str
-) -> None:
+def test_a_key_is_asked_for(browser: Browser, start_server: StartServer, bert_cross_encoder: str) -> None:
     server = start_server(bert_cross_encoder, "--api-key", "secret")
     assert httpx.get(server.url + "/").status_code == 200
     assert httpx.post(server.url + "/", json={"inputs": "a"}).status_code == 401

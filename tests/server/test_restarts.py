@@ -41,9 +41,7 @@ def _probe(server: Server) -> tuple[int, int, str]:
 
 
 @pytest.mark.exhaustive
-def test_a_stuck_device_is_restarted_and_right_again(
-    start_server: StartServer, stanford_colbert: str
-) -> None:
+def test_a_stuck_device_is_right_after_a_restart(start_server: StartServer, stanford_colbert: str) -> None:
     server = start_server(stanford_colbert, *RESTARTING, file=FAILING)
     right = _warm_up(server)
     with ThreadPoolExecutor() as threads:
@@ -62,9 +60,7 @@ def test_a_stuck_device_is_restarted_and_right_again(
     assert server.terminate() == 0, "the stuck thread keeps no process from ending"
 
 
-def test_an_actor_and_a_device_that_fail_are_started_again(
-    start_server: StartServer, stanford_colbert: str
-) -> None:
+def test_failed_actors_and_devices_start_again(start_server: StartServer, stanford_colbert: str) -> None:
     server = start_server(stanford_colbert, *RESTARTING, file=FAILING)
     right = _warm_up(server)
     for restarts, word in enumerate(("die", "lose"), start=1):

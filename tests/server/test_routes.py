@@ -1,4 +1,4 @@
-"""Every route over HTTP, and that answers are right: beside the models' own library, and among themselves."""
+"""Every route over HTTP, real clients, and what is logged."""
 
 import json
 import os
@@ -9,17 +9,12 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from sentence_transformers import MultiVectorEncoder
 
-from maxsimd.bench.datasets import Pair
 from tests.clients.page import CURL, URL, examples, printed, run
 from tests.documentation.test_code_blocks import blocks_of
 from tests.server.conftest import Server
 from tests.unit.calling_handlers import GOOD, POSTED, expected
 from tests.waiting import wait_for
-
-QUERY = "What is the capital of France?"
-FILLER = "the weather was fair and nothing happened on that day " * 60
 
 
 def post(server: Server, path: str, body: Any, status: int = 200) -> Any:
@@ -54,27 +49,6 @@ def test_no_text_is_logged_and_unusual_text_does_no_harm(server: Server) -> None
     assert "secret" not in server.log
 
 
-def test_score_equals_multi_vector_encoder(
-    colbert_server: Server, stanford_colbert: str, pairs: list[Pair]
-) -> None:
-    model = MultiVectorEncoder(stanford_colbert, device="cpu")
-    documents = [pair.document for pair in pairs[:50]]
-    for pair in pairs[:2]:
-        reference = model.similarity(model.encode_query([pair.query]), model.encode_document(documents))[0]
-        body = {"queries": pair.query, "documents": documents, "truncate_prompt_tokens": -1}
-        scores = [item["score"] for item in post(colbert_server, "/score", body)["data"]]
-        np.testing.assert_allclose(scores, reference.numpy(), atol=1e-4)
-
-
-def test_pooled_token_vectors_give_the_score(server: Server) -> None:
-    query, document = (
-        np.array(post(server, "/pooling", {"input": text, "input_type": kind})["data"][0]["data"])
-        for text, kind in (("what is it", "query"), ("it is a thing", "document"))
-    )
-    answer = post(server, "/score", {"queries": "what is it", "documents": "it is a thing"})
-    assert answer["data"][0]["score"] == pytest.approx((query @ document.T).max(axis=1).sum(), abs=1e-4)
-
-
 def test_openais_client_gets_embeddings(server: Server) -> None:
     from openai import OpenAI  # which takes a second, in each worker if at the top
 
@@ -88,16 +62,6 @@ def test_openais_client_gets_embeddings(server: Server) -> None:
     cut = vectors[0, :64] / np.linalg.norm(vectors[0, :64])
     np.testing.assert_allclose(short.data[0].embedding, cut, atol=1e-4)
     assert answer.usage.prompt_tokens == 4 + 3
-
-
-def test_windows_find_what_truncation_misses(server: Server) -> None:
-    documents = [FILLER, FILLER + "Paris is the capital of France.", FILLER + FILLER]
-    body = {"query": QUERY, "documents": documents}
-    read, cut = (post(server, "/rerank", body | {"long_documents": long}) for long in ("window", "truncate"))
-    assert read["results"][0]["index"] == 1
-    assert "warnings" not in read
-    assert "truncated" in cut["warnings"][0]
-    assert read["usage"]["prompt_tokens"] > cut["usage"]["prompt_tokens"]
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")

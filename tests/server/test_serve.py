@@ -126,7 +126,7 @@ async def test_the_server_listens_where_it_should_until_it_has_drained(
     assert messages[-1] == "all requests are finished"
 
 
-async def test_a_dead_engine_ends_the_server_with_status_1(
+async def test_a_dead_engine_ends_its_server(
     caplog: pytest.LogCaptureFixture, bert_cross_encoder: str
 ) -> None:
     async with serving(bert_cross_encoder, host="0.0.0.0") as server:
@@ -213,9 +213,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return files
 
 
-async def test_a_server_with_a_certificate_speaks_https_alone(
-    certificate: tuple[str, str], bert_cross_encoder: str
-) -> None:
+async def test_a_certificate_means_https_alone(certificate: tuple[str, str], bert_cross_encoder: str) -> None:
     cert, key = certificate
     options = {"tls_cert": cert, "tls_key": key, "header_seconds": 0.5, "host": "localhost"}
     async with serving(bert_cross_encoder, **options) as server:

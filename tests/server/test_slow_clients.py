@@ -37,9 +37,7 @@ TOO_SLOW = [
 
 
 @pytest.mark.parametrize(("reason", "advice", "parts"), TOO_SLOW)
-def test_what_does_not_come_in_time_is_a_408(
-    strict_server: Server, reason: str, advice: str, parts: list[bytes]
-) -> None:
+def test_what_is_late_is_a_408(strict_server: Server, reason: str, advice: str, parts: list[bytes]) -> None:
     before = cut(strict_server, reason)
     received = RawClient(strict_server.url).send(*parts, every=0.1).receive()
     assert received.closed

@@ -55,9 +55,7 @@ def _attributes(span: Any) -> dict[str, Any]:
     return {each.key: each.value.string_value or each.value.int_value for each in span.attributes}
 
 
-def test_without_opentelemetry_nothing_is_traced(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_opentelemetry_is_optional(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://collector:4318")
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     assert tracing_of_environment() is None

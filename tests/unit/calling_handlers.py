@@ -1,5 +1,4 @@
-"""What the tests of the handlers share: a request for each route, a real engine that records its calls, and a
-caller of `handle`."""
+"""A request for each route, a real engine that records its calls, and a caller of `handle`."""
 
 import json
 from collections.abc import AsyncIterator, Iterable, Mapping
@@ -126,6 +125,15 @@ class Caller:
         answer = await self.post(path, body)
         assert answer.status >= 400, answer.body
         return answer.status, json.loads(answer.body)["error"]
+
+    async def refused(
+        self, path: str, body: Any, status: int, param: str | None = None, says: str = ""
+    ) -> Any:
+        """The error of a request that must get this status, be about this field, and say that."""
+        found, error = await self.error(path, body)
+        assert (found, says in error["message"]) == (status, True), (path, body, error)
+        assert param in (None, error["param"]), (path, body, error)
+        return error
 
     def metric(self, name: str, **labels: str) -> float | None:
         return self.engine.metrics.registry.get_sample_value(name, labels)

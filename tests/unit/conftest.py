@@ -6,6 +6,5 @@ import torch
 
 @pytest.fixture
 def two_threads() -> None:
-    """For kernels that divide their work among threads, of which a worker may have but one. The number is set
-    back after every test."""
+    """For kernels that divide their work among threads. The number is set back after every test."""
     torch.set_num_threads(2)

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from huggingface_hub import constants
 from maxsimd.engine.checkpoint import hub as hub_files
 from maxsimd.engine.checkpoint.files import find_file
 from maxsimd.engine.errors import ModelLoadError
+from tests.server.conftest import web_server
 
 FILES = ("config.json", "modules.json", "tokenizer.json")
 
@@ -41,18 +42,14 @@ def hub(status: int | None, headers: dict[str, str] | None = None) -> Iterator[t
         def log_message(self, format: str, *values: object) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+    with web_server(Handler) as url:
         try:
-            yield f"http://127.0.0.1:{server.server_port}", asked
+            yield url, asked
         finally:
             over.set()
             for each in threading.enumerate():
                 if each.name == "maxsimd-hub":  # it was left behind
                     each.join()
-            server.shutdown()
-            thread.join()
 
 
 Found = Callable[..., str]
@@ -60,8 +57,7 @@ Found = Callable[..., str]
 
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Found:
-    """Reads three files of a checkpoint as a load does that asks the hub at a URL: their paths, or the error.
-    The hub's cache is in `tmp_path`."""
+    """Reads three files as a load does that asks the hub at a URL: their paths, or the error."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
 
     def find(url: str, model: str = "no-such/model", offline: bool = False) -> str:

@@ -1,5 +1,4 @@
-"""What people do in Python: names and options in place of a configuration, notebooks, tables, processes that
-fork, one asyncio.run after the other. It works, or says at once what to do."""
+"""What people do in Python works, or says at once what to do."""
 
 import asyncio
 from collections.abc import Iterator

@@ -1,5 +1,4 @@
-"""What checks share: texts with an obvious answer, and what the servers say to plain HTTP. Needs no package,
-as it runs in the environment of each client."""
+"""What checks share, in the environment of each client: texts with an obvious answer, and plain HTTP."""
 
 import json
 import math
@@ -52,8 +51,7 @@ def check_vectors(
 
 
 def check_ranking(url: str, ranking: Sequence[tuple[int, float]], top: int = len(DOCUMENTS)) -> None:
-    """Indices of DOCUMENTS with their scores: they are those that /rerank gives, and the best is the obvious
-    one, where the model has learned anything."""
+    """Indices of DOCUMENTS with scores are those that /rerank gives, and the best is the obvious one."""
     plain = post(url, "/rerank", {"query": QUERY, "documents": DOCUMENTS, "top_n": top})["results"]
     expected = [(each["index"], each["relevance_score"]) for each in plain]
     assert [index for index, _ in ranking] == [index for index, _ in expected], f"{ranking} is not {expected}"

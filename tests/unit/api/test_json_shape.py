@@ -133,9 +133,7 @@ async def test_what_was_compressed_comes_back(text: bytes, kind: str, size: int)
 
 
 @given(st.binary(min_size=1, max_size=300), KINDS, st.integers(1, 400), st.data())
-async def test_a_body_that_breaks_off_is_refused(
-    text: bytes, kind: str, size: int, data: st.DataObject
-) -> None:
+async def test_a_truncated_body_is_refused(text: bytes, kind: str, size: int, data: st.DataObject) -> None:
     body, encoding = _compressed(text, kind)
     if kind == "two files":
         # Between two files it is whole.

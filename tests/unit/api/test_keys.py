@@ -99,9 +99,7 @@ def test_a_file_that_changes_is_read_again_within_a_second(tmp_path: Path) -> No
     assert not keys.owner("two")
 
 
-def test_an_unusable_file_leaves_the_keys_as_they_are(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unusable_file_leaves_the_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR, logger="maxsimd.keys")
     keys = Keys(tmp_path / "keys", f"one\n{SECRET}\n")
     for content in (b"", b"\xff\xfe", None, f"{SECRET} weight=none\n".encode()):
@@ -124,11 +122,7 @@ def test_an_unusable_file_leaves_the_keys_as_they_are(
 def test_caches_by_tenant_need_a_name_for_each_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file, engine = tmp_path / "keys", Engine(cache_by_tenant=True)
     file.write_text("one name=a\ntwo\n")
-    for config in (
-        ServerConfig(),
-        ServerConfig(api_key=("one",)),
-        ServerConfig(api_key_file=str(file)),
-    ):
+    for config in (ServerConfig(), ServerConfig(api_key=("one",)), ServerConfig(api_key_file=str(file))):
         with pytest.raises(SetupError, match=r"cache_by_tenant.*name="):
             ServerState(engine, config)
     file.write_text("one name=a\ntwo name=b\n")

@@ -101,9 +101,7 @@ async def test_it_is_given_up_where_starting_is_of_no_use(caplog: pytest.LogCapt
         assert message in caplog.text
 
 
-async def test_a_load_that_takes_far_longer_than_the_first_is_given_up(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_load_far_longer_than_the_first_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
     _, _, state, loading = _set_up(lambda: None, _never)
     assert await loading.first()
     async with asyncio.timeout(20):

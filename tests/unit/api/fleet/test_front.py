@@ -95,8 +95,7 @@ def _deadly(deaths: list["StandIn"], most: int, comes_back: bool = True) -> Any:
 
 
 class StandIn:
-    """Scores each document by its length. `before` is awaited before it answers a question of one kind, and
-    may raise."""
+    """Scores each document by its length; `before` runs ahead of answers to one kind of question."""
 
     def __init__(self, path: str, before: Before = None, kind: type = Score) -> None:
         self.path = path
@@ -186,6 +185,23 @@ async def fleet(
             await engine.die()
 
 
+@asynccontextmanager
+async def leaving(
+    folder: Path, before: Before, kind: type = Score, timeout: float = 60.0
+) -> AsyncIterator[tuple[FleetEngine, Roster, list[StandIn]]]:
+    """A front whose only engine leaves, and the one in its place, which has not come yet."""
+    engines = [StandIn(str(folder / str(i)), before, kind) for i in range(2)]
+    await engines[0].door.open(engines[0].path)
+    listed = [Listed(slot, UnixAddress(engine.path)) for slot, engine in enumerate(engines)]
+    front = FleetEngine(roster := Roster(listed[:1], timeout=timeout))
+    await front.start()
+    roster.set_listed(listed[1:])
+    yield front, roster, engines
+    await front.stop()
+    for engine in engines:
+        await engine.die()
+
+
 async def test_a_silent_engine_gets_no_work_until_it_answers(tmp_path: Path) -> None:
     async with fleet(tmp_path, 2, timeout=0.3) as (front, engines):
         silent, other = engines
@@ -248,22 +264,13 @@ async def test_a_leaving_engine_that_is_silent_is_given_up(tmp_path: Path) -> No
     async def wait(engine: StandIn, question: object) -> None:
         await asyncio.sleep(100)
 
-    engines = [StandIn(str(tmp_path / str(i)), wait, messages.ClearCache) for i in range(2)]
-    await engines[0].door.open(engines[0].path)
-    listed = [Listed(slot, UnixAddress(engine.path)) for slot, engine in enumerate(engines)]
-    roster = Roster(listed[:1], timeout=0.3)
-    front = FleetEngine(roster)
-    await front.start()
-    roster.set_listed(listed[1:])
-    with pytest.raises(ApiError, match="not cleared yet by replica 0; "):
-        await front.clear_cache()
-    engines[0].answers.clear()
-    asking = asyncio.create_task(front.score("q", ["abc"]))
-    await engines[1].door.open(engines[1].path)
-    assert (await asyncio.wait_for(asking, 60)).scores == [3.0]
-    await front.stop()
-    for engine in engines:
-        await engine.die()
+    async with leaving(tmp_path, wait, messages.ClearCache, 0.3) as (front, _, engines):
+        with pytest.raises(ApiError, match="not cleared yet by replica 0; "):
+            await front.clear_cache()
+        engines[0].answers.clear()
+        asking = asyncio.create_task(front.score("q", ["abc"]))
+        await engines[1].door.open(engines[1].path)
+        assert (await asyncio.wait_for(asking, 60)).scores == [3.0]
 
 
 def _documents(count: int, seed: int = 0) -> list[str]:
@@ -408,33 +415,24 @@ async def test_a_leaving_engine_serves_until_it_is_replaced(tmp_path: Path) -> N
         asked.set()
         await may_answer.wait()
 
-    engines = [StandIn(str(tmp_path / str(i)), wait) for i in range(2)]
-    await engines[0].door.open(engines[0].path)
-    listed = [Listed(slot, UnixAddress(engine.path)) for slot, engine in enumerate(engines)]
-    roster = Roster(listed[:1])
-    front = FleetEngine(roster)
-    await front.start()
-    roster.set_listed(listed[1:])
-    await asyncio.sleep(0.05)
-    assert front.is_healthy
-    first = asyncio.create_task(front.score("q", ["abc"], timeout=5))
-    await asked.wait()
-    await engines[1].door.open(engines[1].path)
-    while [member.slot for member in roster.members] != [1]:
+    async with leaving(tmp_path, wait) as (front, roster, engines):
+        await asyncio.sleep(0.05)
         assert front.is_healthy
-        await asyncio.sleep(0)
-    second = asyncio.create_task(front.score("q", ["ab"], timeout=5))
-    await until(lambda: bool(engines[1].asked))
-    may_answer.set()
-    assert (await first).scores == [3.0], "it answers what it was asked"
-    assert (await second).scores == [2.0]
-    assert [len(engine.asked) for engine in engines] == [1, 1]
-    await asyncio.wait_for(engines[0].door.until_left(), 120)
-    roster.set_listed([replace(listed[1], slot=7)])
-    assert [member.slot for member in roster.members] == [7]
-    await front.stop()
-    for engine in engines:
-        await engine.die()
+        first = asyncio.create_task(front.score("q", ["abc"], timeout=5))
+        await asked.wait()
+        await engines[1].door.open(engines[1].path)
+        while [member.slot for member in roster.members] != [1]:
+            assert front.is_healthy
+            await asyncio.sleep(0)
+        second = asyncio.create_task(front.score("q", ["ab"], timeout=5))
+        await until(lambda: bool(engines[1].asked))
+        may_answer.set()
+        assert (await first).scores == [3.0], "it answers what it was asked"
+        assert (await second).scores == [2.0]
+        assert [len(engine.asked) for engine in engines] == [1, 1]
+        await asyncio.wait_for(engines[0].door.until_left(), 120)
+        roster.set_listed([Listed(7, UnixAddress(engines[1].path))])
+        assert [member.slot for member in roster.members] == [7]
 
 
 async def test_who_has_not_the_secret_is_not_let_in() -> None:
@@ -606,11 +604,8 @@ def test_what_is_sent_is_received() -> None:
 
 
 def test_errors_survive_the_way() -> None:
-    kinds = (RequestTimeoutError, RequestFailedError, EngineNotReadyError)
-    for error in (
-        *(InvalidRequestError("m", "documents"), QueueFullError("m", 2.5, "wait")),
-        *(kind("m") for kind in kinds),
-    ):
+    plain = [kind("m") for kind in (RequestTimeoutError, RequestFailedError, EngineNotReadyError)]
+    for error in (InvalidRequestError("m", "documents"), QueueFullError("m", 2.5, "wait"), *plain):
         back = as_error(as_failed(error))
         assert (type(back), str(back), back.__dict__) == (type(error), str(error), error.__dict__)
     failed = as_failed(InvalidRequestError("documents[1] is like queries[1]", "documents"))

@@ -1,17 +1,20 @@
-"""What the routes answer: every field of every answer, beside the engine's own results."""
+"""What the routes answer: every field beside the engine's own results, in every shape that clients know."""
 
 import base64
+import itertools
 import json
 import platform
 import time
 from typing import Any
 
 import numpy as np
-import pytest
 import pytest_asyncio
 import torch
+from numpy.typing import NDArray
 
 import maxsimd
+from maxsimd.engine import Engine, EngineConfig, Muvera, RerankResult
+from tests.nearly import nearly
 from tests.unit.calling_handlers import Caller, RecordingEngine
 
 QUERY = "What is the capital of France?"
@@ -43,18 +46,15 @@ async def test_scores_are_the_engines_in_input_order(caller: Caller) -> None:
         _check_head(answer, "score")
         again = await caller.json(path, {"queries": QUERY, "documents": DOCUMENTS})
         assert again["id"] != answer["id"]
-        assert [set(item) for item in answer["data"]] == [{"index", "object", "score"}] * 3
-        assert [item["index"] for item in answer["data"]] == [0, 1, 2]
-        assert {item["object"] for item in answer["data"]} == {"score"}
-        assert [item["score"] for item in answer["data"]] == pytest.approx(expected, abs=1e-4)
+        items = [{"index": i, "object": "score", "score": score} for i, score in enumerate(expected)]
+        assert answer["data"] == nearly(items)
         assert max(expected) == expected[1]
 
 
-@pytest.mark.parametrize("path", RERANKS)
-async def test_documents_are_ranked_best_first(caller: Caller, path: str) -> None:
+async def test_documents_are_ranked_best_first(caller: Caller) -> None:
     expected = (await caller.engine.score(QUERY, DOCUMENTS)).scores
     order = sorted(range(3), key=lambda i: -expected[i])
-    for value in (None, True, False):
+    for path, value in itertools.product(RERANKS, (None, True, False)):
         answer = await caller.json(
             path, {"query": QUERY, "documents": DOCUMENTS, "return_documents": value, "top_n": 0}
         )
@@ -65,18 +65,15 @@ async def test_documents_are_ranked_best_first(caller: Caller, path: str) -> Non
             "billed_units": {"search_units": 1},
             "tokens": {"input_tokens": answer["usage"]["prompt_tokens"]},
         }
-        assert [item["index"] for item in answer["results"]] == order
-        for item in answer["results"]:
-            text = {} if value is False else {"document": {"text": DOCUMENTS[item["index"]]}}
-            score = pytest.approx(expected[item["index"]], abs=1e-4)
-            assert item == {"index": item["index"], "relevance_score": score} | text
+        for i, item in zip(order, answer["results"], strict=True):
+            text = {} if value is False else {"document": {"text": DOCUMENTS[i]}}
+            assert item == nearly({"index": i, "relevance_score": expected[i]}) | text
         bare = await caller.json(path, {"query": QUERY, "texts": DOCUMENTS, "return_text": value})
-        assert [item["index"] for item in bare] == order
-        for item in bare:
-            text = {"text": DOCUMENTS[item["index"]]} if value else {}
-            score = pytest.approx(expected[item["index"]], abs=1e-4)
-            assert item == {"index": item["index"], "score": score} | text
-    for top_n in (2, 4):
+        for i, item in zip(order, bare, strict=True):
+            assert item == nearly({"index": i, "score": expected[i]}) | (
+                {"text": DOCUMENTS[i]} if value else {}
+            )
+    for path, top_n in itertools.product(RERANKS, (2, 4)):
         best = order[:top_n]
         answer = await caller.json(path, {"query": QUERY, "documents": DOCUMENTS, "top_n": top_n})
         assert [item["index"] for item in answer["results"]] == best
@@ -119,9 +116,7 @@ async def test_an_input_above_the_models_length_is_cut_or_a_400(caller: Caller) 
         answer = json.loads(cut.body)
         if isinstance(answer, dict):
             assert answer["warnings"] == [cut.headers["x-maxsimd-warnings"]]
-        status, error = await caller.error(path, too_long | strict)
-        assert status == 400, path
-        assert "257 tokens, but at most 256 can be run" in error["message"]
+        await caller.refused(path, too_long | strict, 400, says="257 tokens, but at most 256 can be run")
 
 
 async def test_a_cut_by_the_requests_own_limit_names_it(caller: Caller) -> None:
@@ -132,8 +127,7 @@ async def test_a_cut_by_the_requests_own_limit_names_it(caller: Caller) -> None:
     ):
         cut = await caller.json(path, body | {name: value})
         assert f"1 input was longer than this request's {name} ({value})," in cut["warnings"][0]
-        status, error = await caller.error(path, body | {name: value, "long_documents": "error"})
-        assert (status, error["param"]) == (400, cut_field)
+        await caller.refused(path, body | {name: value, "long_documents": "error"}, 400, cut_field)
         assert "warnings" not in await caller.json(path, body | {name: value + 1, "long_documents": "error"})
 
 
@@ -146,10 +140,8 @@ async def test_embeddings_are_the_engines(caller: Caller) -> None:
         answer = await caller.json(path, {"input": ["hello", "two words"]} | change)
         assert set(answer) == {"id", "object", "created", "model", "data", "usage"}
         _check_head(answer, prefix)
-        assert [set(item) for item in answer["data"]] == [{"index", "object", name}] * 2
-        assert [item["index"] for item in answer["data"]] == [0, 1]
-        assert {item["object"] for item in answer["data"]} == {kind}
-        np.testing.assert_allclose([item[name] for item in answer["data"]], expected, atol=1e-5)
+        np.testing.assert_allclose([item.pop(name) for item in answer["data"]], expected, atol=1e-5)
+        assert answer["data"] == [{"index": i, "object": kind} for i in range(2)]
         short = await caller.json(path, {"input": "hello", "dimensions": 2} | change)
         cut = expected[0, :2] / np.linalg.norm(expected[0, :2])
         np.testing.assert_allclose(short["data"][0][name], cut, atol=1e-5)
@@ -157,21 +149,14 @@ async def test_embeddings_are_the_engines(caller: Caller) -> None:
 
 async def test_pooling_gives_token_vectors_by_default(caller: Caller) -> None:
     expected = (await caller.engine.embed_tokens(["hello", "two words"])).embeddings
-    for task in ({}, {"task": "token_embed"}):
-        answer = await caller.json("/pooling", {"input": ["hello", "two words"]} | task)
+    for more in ({}, {"task": "token_embed"}, {"encoding_format": "base64"}):
+        answer = await caller.json("/pooling", {"input": ["hello", "two words"]} | more)
         for item, matrix in zip(answer["data"], expected, strict=True):
-            np.testing.assert_allclose(item["data"], matrix, atol=1e-5)
+            found = item["data"]
+            if "encoding_format" in more:
+                found = np.frombuffer(base64.b64decode(found), "<f4").reshape(matrix.shape)
+            np.testing.assert_allclose(found, matrix, atol=1e-5)
     assert [matrix.shape for matrix in expected] == [(3, 384), (4, 384)]
-
-
-async def test_base64_is_little_endian_float32_in_row_order(caller: Caller) -> None:
-    for path, name in (("/v1/embeddings", "embedding"), ("/pooling", "data")):
-        body = {"input": ["hello", "two words"]}
-        floats = (await caller.json(path, body | {"encoding_format": "float"}))["data"]
-        encoded = (await caller.json(path, body | {"encoding_format": "base64"}))["data"]
-        for item, packed in zip(floats, encoded, strict=True):
-            values = np.frombuffer(base64.b64decode(packed[name]), dtype="<f4")
-            np.testing.assert_allclose(values, np.ravel(item[name]), atol=1e-6)
 
 
 async def test_more_vectors_than_an_answer_has_room_for_are_refused(engine: RecordingEngine) -> None:
@@ -180,10 +165,8 @@ async def test_more_vectors_than_an_answer_has_room_for_are_refused(engine: Reco
     body = {"input": ["a " * 54] * 2, "task": "token_embed"}  # of 56 tokens each
     assert len((await caller.json("/pooling", body))["data"]) == 2
     body["input"] = ["a " * 55] * 2
-    status, error = await caller.error("/pooling", body)
-    assert status == 413
     shown = "these texts have 114 tokens, a vector each, and an answer has room for 113 of them"
-    assert error["message"].startswith(shown)
+    await caller.refused("/pooling", body, 413, says=shown)
     assert len((await caller.json("/pooling", body | {"dimensions": 64}))["data"]) == 2
     texts, shown = ["a"] * 114, "114 vectors of 384 numbers would be made, and there is room for 113"
     for path, asked in (
@@ -191,8 +174,7 @@ async def test_more_vectors_than_an_answer_has_room_for_are_refused(engine: Reco
         ("/embed", {"inputs": texts}),
         ("/v2/embed", {"model": "all-MiniLM-L6-v2", "texts": texts, "input_type": "search_document"}),
     ):
-        status, error = await caller.error(path, asked)
-        assert (status, error["message"][: len(shown)]) == (413, shown)
+        await caller.refused(path, asked, 413, says=shown)
     assert len((await caller.json("/v1/embeddings", {"input": texts, "dimensions": 64}))["data"]) == 114
 
 
@@ -202,19 +184,19 @@ async def test_a_model_without_classifier_does_not_classify(caller: Caller) -> N
         ("/predict", {"inputs": ["a", "b"]}),
         ("/pooling", {"input": "a", "task": "classify"}),
     ):
-        status, error = await caller.error(path, body)
-        assert (status, error["param"]) == (400, "task")
-        assert error["message"] == "this model cannot classify; it can embed and token_embed"
+        await caller.refused(
+            path, body, 400, "task", "this model cannot classify; it can embed and token_embed"
+        )
     for task in (None, "token_embed", "embed"):
-        status, error = await caller.error("/pooling", {"input": "a", "task": task, "use_activation": False})
-        assert (status, error["param"]) == (400, "use_activation")
+        await caller.refused(
+            "/pooling", {"input": "a", "task": task, "use_activation": False}, 400, "use_activation"
+        )
         await caller.json("/pooling", {"input": "a", "task": task, "use_activation": True})
 
 
 async def test_a_model_without_a_template_reads_no_messages(caller: Caller) -> None:
     messages = [{"role": "user", "content": "a"}]
-    status, error = await caller.error("/v1/embeddings", {"messages": messages})
-    assert (status, "no chat template" in error["message"]) == (400, True)
+    await caller.refused("/v1/embeddings", {"messages": messages}, 400, says="no chat template")
 
 
 async def test_the_model_card_says_what_runs(caller: Caller) -> None:
@@ -266,3 +248,268 @@ async def test_the_cache_can_be_emptied(caller: Caller) -> None:
     assert (answer.status, answer.body) == (204, b"")
     assert "Content-Type" not in answer.headers
     assert "prompt_tokens_details" not in (await caller.json("/rerank", body))["usage"]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def ranked(engine: RecordingEngine) -> RerankResult:
+    return await engine.rerank(QUERY, DOCUMENTS)
+
+
+async def test_voyages_shape(caller: Caller, ranked: RerankResult) -> None:
+    body = {"query": QUERY, "documents": DOCUMENTS, "model": None, "top_k": 2, "truncation": True}
+    answer = await caller.json("/v1/rerank", body)
+    assert answer == nearly(
+        {
+            "object": "list",
+            "data": [{"index": one.index, "relevance_score": one.score} for one in ranked.results[:2]],
+            "model": caller.state.model_name,
+            "usage": answer["usage"] | {"total_tokens": ranked.usage.prompt_tokens},
+        }
+    )
+    answer = await caller.json("/v1/rerank", body | {"return_documents": True})
+    assert [item["document"] for item in answer["data"]] == [one.document for one in ranked.results[:2]]
+
+
+async def test_mixedbreads_shape(caller: Caller, ranked: RerankResult) -> None:
+    body = {"query": QUERY, "input": DOCUMENTS, "top_k": 2, "return_input": True}
+    answer = await caller.json("/v1/reranking", body)
+    assert answer["data"] == nearly(
+        [
+            {"index": one.index, "score": one.score, "input": one.document, "object": "rank_result"}
+            for one in ranked.results[:2]
+        ]
+    )
+    assert (answer["object"], answer["top_k"], answer["return_input"]) == ("list", 2, True)
+    del body["return_input"]
+    assert [item["input"] for item in (await caller.json("/v1/reranking", body))["data"]] == [None, None]
+    record = {"query": QUERY, "input": [{"title": DOCUMENTS[1], "x": "y"}], "rank_fields": ["title"]}
+    expected = await caller.engine.score(QUERY, f"title: {DOCUMENTS[1]}")
+    assert (await caller.json("/v1/reranking", record))["data"][0]["score"] == nearly(expected.scores[0])
+
+
+async def test_nvidias_shape(caller: Caller, ranked: RerankResult) -> None:
+    passages = [{"text": document} for document in DOCUMENTS]
+    answer = await caller.json("/v1/ranking", {"query": {"text": QUERY}, "passages": passages})
+    assert answer["rankings"] == nearly([{"index": one.index, "logit": one.score} for one in ranked.results])
+    assert answer["usage"]["prompt_tokens"] == ranked.usage.prompt_tokens
+
+
+async def test_llama_cpps_shape(caller: Caller, ranked: RerankResult) -> None:
+    body = {"query": QUERY, "documents": DOCUMENTS, "top_n": 2}
+    best = [{"index": one.index, "relevance_score": one.score} for one in ranked.results[:2]]
+    for path in ("/reranking", "/v1/reranking"):
+        answer = await caller.json(path, body)
+        assert answer == nearly(
+            {"model": caller.state.model_name, "object": "list", "usage": answer["usage"], "results": best}
+        )
+    answer = await caller.json("/reranking", body | {"return_documents": True})
+    assert [one["document"]["text"] for one in answer["results"]] == [one.text for one in ranked.results[:2]]
+    answer = await caller.json("/reranking", {"query": QUERY, "texts": DOCUMENTS, "top_n": 1})
+    assert answer == nearly([{"index": best[0]["index"], "score": best[0]["relevance_score"]}])
+
+
+async def test_deepinfras_shape(caller: Caller, ranked: RerankResult) -> None:
+    body = {"queries": [QUERY] * 3, "documents": DOCUMENTS}
+    answer = await caller.json("/v1/inference/all-MiniLM-L6-v2", body)
+    expected = {one.index: one.score for one in ranked.results}
+    assert answer["scores"] == nearly([expected[i] for i in range(3)])
+    status = answer["inference_status"]
+    assert (status["status"], status["tokens_input"]) == ("succeeded", answer["input_tokens"])
+    await caller.refused(
+        "/v1/inference/all-MiniLM-L6-v2", body | {"score_threshold": 0.5}, 400, "score_threshold"
+    )
+
+
+async def test_infinitys_shape(caller: Caller, ranked: RerankResult) -> None:
+    body = {"query": QUERY, "documents": DOCUMENTS, "top_n": 2, "return_documents": True}
+    answer = await caller.json("/infinity/rerank", body)
+    assert answer["results"] == nearly(
+        [
+            {"relevance_score": one.score, "index": one.index, "document": one.document}
+            for one in ranked.results[:2]
+        ]
+    )
+    assert answer["object"] == "rerank"
+    assert answer["usage"]["total_tokens"] == ranked.usage.prompt_tokens
+    del body["return_documents"]
+    assert [one["document"] for one in (await caller.json("/infinity/rerank", body))["results"]] == [None] * 2
+    answer = await caller.ask("GET", "/infinity/models")
+    (card,) = json.loads(answer.body)["data"]
+    assert (card["owned_by"], card["stats"]) == ("infinity", {"queue_absolute": 0, "results_pending": 0})
+
+
+async def test_what_has_no_place_in_a_shape_is_refused(caller: Caller) -> None:
+    for path, body in (
+        ("/rerank", {"texts": DOCUMENTS}),
+        ("/infinity/rerank", {"documents": DOCUMENTS}),
+        ("/rerank", {"documents": DOCUMENTS, "top_k": 1}),
+        ("/v1/reranking", {"input": DOCUMENTS}),
+        ("/reranking", {"documents": DOCUMENTS}),
+        ("/v1/inference/all-MiniLM-L6-v2", {"queries": QUERY, "documents": DOCUMENTS}),
+        ("/v1/ranking", {"passages": DOCUMENTS}),
+    ):
+        options = {"stream": True, "explain": True, "on_timeout": "partial", "on_error": "report"}
+        for name, value in options.items():
+            await caller.refused(path, {"query": QUERY, name: value} | body, 400, name)
+
+
+async def test_errors_are_in_the_words_of_the_request(caller: Caller) -> None:
+    for path, body, name, message in (
+        ("/score", {"queries": [], "documents": "d"}, "queries", "queries is empty; give at least one text"),
+        ("/score", {"text_1": ["q", "r"], "text_2": ["b"] * 3}, "text_2", "there are 2 queries and 3"),
+        ("/rerank", {"query": QUERY, "texts": []}, "texts", "texts is empty"),
+        ("/v1/reranking", {"query": QUERY, "input": []}, "input", "input is empty"),
+        ("/v1/ranking", {"query": QUERY, "passages": []}, "passages", "passages is empty"),
+        ("/v2/embed", {"texts": []}, "texts", "texts is empty"),
+        ("/v2/embed", {"inputs": []}, "inputs", "inputs is empty"),
+    ):
+        await caller.refused(path, body, 400, name, message)
+
+
+async def test_scores_below_a_threshold_are_left_out(caller: Caller, ranked: RerankResult) -> None:
+    best, second = ranked.results[0], ranked.results[1]
+    for threshold, count in ((best.score, 1), (second.score, 2), (best.score + 1, 0), (-1e3, 3)):
+        body = {"queries": QUERY, "documents": DOCUMENTS, "score_threshold": threshold}
+        data = (await caller.json("/score", body))["data"]
+        assert {item["index"] for item in data} == {one.index for one in ranked.results[:count]}
+
+
+async def test_the_server_may_normalize_by_default(engine: RecordingEngine) -> None:
+    """The server normalizes if the request does not say; `test_fields.py` has requests that do."""
+    caller = Caller(engine, normalize_scores=True)
+    body = {"query": QUERY, "documents": DOCUMENTS}
+    for change, normalizes in (({}, True), ({"normalize": False}, False), ({"raw_scores": True}, False)):
+        await caller.json("/rerank", body | change)
+        assert engine.calls[-1][2]["normalize"] is normalizes
+    await caller.refused("/rerank", body | {"normalize": True, "raw_scores": True}, 400, "normalize")
+
+
+async def test_an_answer_in_another_shape_says_where_the_time_went(caller: Caller) -> None:
+    answer = await caller.post("/rerank", {"query": QUERY, "texts": DOCUMENTS})
+    assert answer.headers["x-compute-type"] == "cpu"
+    assert answer.headers["x-compute-characters"] == str(len(QUERY) + sum(map(len, DOCUMENTS)))
+    for name in ("compute-time", "total-time", "tokenization-time", "queue-time", "inference-time"):
+        assert int(answer.headers[f"x-{name}"]) >= 0
+    assert int(answer.headers["x-compute-tokens"]) > 20
+    assert "model;dur=" in answer.headers["server-timing"]
+
+
+TEXTS = ["Berlin is the capital of Germany.", "It lies on the Spree.", "a", "Paris is the capital of France."]
+SMALL: dict[str, Any] = {"k_sim": 2, "r_reps": 3, "d_proj": 8}
+
+
+def vectors_of(answer: Any) -> NDArray[Any]:
+    return np.array([item["embedding"] for item in answer["data"]], dtype=np.float32)
+
+
+async def test_a_vector_is_that_of_the_token_vectors(caller: Caller) -> None:
+    for input_type in ("query", "document"):
+        body = {"input": TEXTS, "encoding": "muvera", "input_type": input_type}
+        answer = await caller.json("/v1/embeddings", body)
+        tokens = await caller.engine.embed_tokens(TEXTS, input_type=input_type)
+        expected = Muvera().encode(tokens.embeddings, input_type)
+        np.testing.assert_allclose(vectors_of(answer), expected, atol=1e-6)
+        assert answer["usage"]["prompt_tokens"] == tokens.usage.prompt_tokens
+        shown = {"name": "muvera", "k_sim": 3, "r_reps": 40, "d_proj": 32, "d_final": None}
+        assert answer["encoding"] == shown | {"full_length": True, "seed": 0}
+
+
+async def test_the_parameters_of_an_answer_can_be_sent_again(caller: Caller) -> None:
+    body = {"input": TEXTS, "encoding": "muvera", "input_type": "document"}
+    first = await caller.json("/v1/embeddings", {**body, "muvera": {**SMALL, "d_final": 20, "seed": 5}})
+    again = await caller.json("/v1/embeddings", {**body, "muvera": first["encoding"]})
+    assert vectors_of(first).shape == (4, 20)
+    np.testing.assert_array_equal(vectors_of(first), vectors_of(again))
+    unprojected = await caller.json("/v1/embeddings", {**body, "muvera": {**SMALL, "d_proj": 0}})
+    assert vectors_of(unprojected).shape == (4, 4 * 3 * 384)
+    assert unprojected["encoding"]["d_proj"] == 0
+    whole = await caller.post("/v1/embeddings", {**body, "muvera": SMALL, "encoding_format": "safetensors"})
+    length = int.from_bytes(whole.body[:8], "little")
+    about = json.loads(json.loads(whole.body[8 : 8 + length])["__metadata__"]["encoding"])
+    assert (about["k_sim"], about["d_final"]) == (2, None)
+
+
+async def test_a_wrong_request_is_refused(caller: Caller) -> None:
+    encoded = {"input": TEXTS, "encoding": "muvera", "input_type": "document"}
+    chunked = {"input": "ab", "late_chunking": True}
+    for path, body, param in (
+        ("/v1/embeddings", encoded | {"input_type": None}, "input_type"),
+        ("/v1/embeddings", encoded | {"dimensions": 8}, "dimensions"),
+        ("/v1/embeddings", encoded | {"late_chunking": True}, "late_chunking"),
+        ("/v1/embeddings", encoded | {"muvera": {"d_proj": 385}}, "muvera"),
+        ("/v1/embeddings", encoded | {"muvera": {"k_sim": 13}}, "muvera"),
+        ("/v1/embeddings", encoded | {"encoding": None, "muvera": {"k_sim": 3}}, "muvera"),
+        ("/v1/multi-vector", encoded, "encoding"),
+        ("/pooling", encoded | {"task": "token_embed"}, "encoding"),
+        ("/v1/embeddings", {"input": ["a", "b"], "chunks": [[0, 1]]}, "chunks"),
+        ("/v1/embeddings", chunked | {"chunks": [[0, 1]], "late_chunking": False}, "chunks"),
+        ("/v1/embeddings", chunked | {"chunks": [[0, 3]]}, "chunks"),
+        ("/v1/embeddings", chunked | {"input": ["a", " "]}, "input"),
+        ("/v1/embeddings", chunked | {"input": "word " * 300}, "input"),
+        ("/v1/embeddings", chunked | {"truncate_prompt_tokens": 10}, "truncate_prompt_tokens"),
+        ("/v1/multi-vector", chunked, "late_chunking"),
+        ("/pooling", chunked | {"task": "token_embed"}, "late_chunking"),
+    ):
+        status, error = await caller.error(path, body)
+        assert status == 400
+        assert error["param"].startswith(param)
+
+
+async def test_an_answer_has_no_more_numbers_than_there_is_room_for(engine: RecordingEngine) -> None:
+    caller = Caller(engine, max_bodies_mb=1)
+    body = {"input": TEXTS, "encoding": "muvera", "input_type": "document", "muvera": SMALL}
+    await caller.json("/v1/embeddings", body)
+    await caller.refused("/v1/embeddings", {**body, "input": ["a"] * 500}, 413, says="room for 455")
+    # However short it becomes in the end.
+    body["muvera"] = SMALL | {"k_sim": SMALL["k_sim"] + 3, "d_final": 8}
+    await caller.refused("/v1/embeddings", {**body, "input": ["a"] * 60}, 413, says="room for 56")
+    caller = Caller(engine, max_documents=2)
+    chunks = {"input": "a b c", "late_chunking": True, "chunks": [[0, 1], [2, 3], [4, 5]]}
+    assert (await caller.error("/v1/embeddings", chunks))[0] == 413
+
+
+async def test_cached_token_vectors_give_the_same_vectors() -> None:
+    config = EngineConfig(dtype="float32", threads=1, cache_precision="float32")
+    options: dict[str, Any] = {"encoding": Muvera(**SMALL)}
+    async with Engine(config) as engine:
+        run = await engine.embed(TEXTS, input_type="document", **options)
+        assert run.usage.cached_documents == 0
+        await engine.score("what is it", TEXTS[1:])
+        cached = await engine.embed(TEXTS, input_type="document", **options)
+        np.testing.assert_allclose(cached.embeddings, run.embeddings, atol=1e-5)
+        assert cached.usage.cached_documents == 3
+        assert cached.usage.prompt_tokens == run.usage.prompt_tokens
+        all_cached = await engine.embed(TEXTS[1:], input_type="document", **options)
+        assert all_cached.usage.cached_tokens == all_cached.usage.prompt_tokens
+        np.testing.assert_array_equal(all_cached.embeddings, cached.embeddings[1:])
+        # A document that was cached through windows is not reused.
+        long = "word " * 400
+        whole = await engine.embed([long], truncation="window", input_type="document", **options)
+        await engine.score("what is it", [long], truncation="window")
+        again = await engine.embed([long], truncation="window", input_type="document", **options)
+        np.testing.assert_allclose(again.embeddings, whole.embeddings, atol=1e-5)
+        as_query = await engine.embed(TEXTS[1:], input_type="query", **options)
+        assert as_query.usage.cached_documents == 0
+
+
+CHUNKS = ["Berlin is the capital of Germany. ", "It lies on the Spree", " and has many lakes."]
+
+
+async def test_chunks_come_as_texts_or_by_their_characters(caller: Caller) -> None:
+    ends = np.cumsum([len(chunk) for chunk in CHUNKS]).tolist()
+    spans = [*zip([0, *ends], ends, strict=False)]
+    by_text = await caller.json("/v1/embeddings", {"input": CHUNKS, "late_chunking": True})
+    by_character = await caller.json(
+        "/v1/embeddings", {"input": "".join(CHUNKS), "late_chunking": True, "chunks": spans}
+    )
+    whole = await caller.json("/v1/embeddings", {"input": "".join(CHUNKS)})
+    alone = await caller.json("/v1/embeddings", {"input": CHUNKS, "late_chunking": False})
+    vectors = [np.array([item["embedding"] for item in answer["data"]]) for answer in (by_text, by_character)]
+    np.testing.assert_allclose(vectors[0], vectors[1], atol=1e-6)
+    assert [item["index"] for item in by_text["data"]] == [0, 1, 2]
+    assert by_text["usage"] == whole["usage"]
+    assert np.abs(vectors[0] - [item["embedding"] for item in alone["data"]]).max() > 0.01
+    short = await caller.json("/v1/embeddings", {"input": CHUNKS, "late_chunking": True, "dimensions": 8})
+    cut = vectors[0][:, :8]
+    expected = cut / np.linalg.norm(cut, axis=1, keepdims=True)
+    np.testing.assert_allclose([item["embedding"] for item in short["data"]], expected, atol=1e-6)

@@ -90,9 +90,8 @@ async def test_infinitys_client_gets_all_labels_best_first(caller: Caller) -> No
 async def test_over_long_texts_are_cut_unless_the_request_forbids_it(caller: Caller) -> None:
     long = "word " * 600
     assert len((await caller.json("/classify", {"input": long}))["warnings"]) == 1
-    status, error = await caller.error("/classify", {"input": long, "long_documents": "error"})
-    assert (status, error["param"]) == (400, "input")
-    assert (await caller.error("/predict", {"inputs": long, "truncate": False}))[0] == 400
+    await caller.refused("/classify", {"input": long, "long_documents": "error"}, 400, "input")
+    await caller.refused("/predict", {"inputs": long, "truncate": False}, 400)
 
 
 async def test_pooling_classifies_where_the_models_scores_are_classes(caller: Caller) -> None:
@@ -112,6 +111,4 @@ async def test_a_classifier_of_three_labels_does_not_score_or_embed(caller: Call
         ("/v1/embeddings", {"input": "a"}, "this model cannot embed; it can classify"),
         ("/pooling", {"input": "a", "task": "embed"}, "this model cannot embed; it can classify"),
     ):
-        status, error = await caller.error(path, body)
-        assert status == 400
-        assert message in error["message"]
+        await caller.refused(path, body, 400, says=message)

@@ -19,20 +19,17 @@ async def test_every_route_has_a_request_here() -> None:
     assert offered == asked | {("HEAD", path) for method, path in asked if method == "GET"}
 
 
-async def test_every_route_answers_a_good_request(caller: Caller) -> None:
-    for method, path in GOOD:
-        answer = await caller.ask(method, path, GOOD[method, path])
-        assert answer.status == (204 if path == "/cache" else expected(path))
-        if method == "GET":
-            head = await caller.ask("HEAD", path)
-            assert head.status == 200
-            if path not in ("/metrics", "/v1/models", "/models"):  # which differ from call to call
-                assert head.body == answer.body
-
-
 async def test_an_unknown_path_is_a_404(caller: Caller) -> None:
     for path in (
-        *("/nope", "//", "", "*", "//rerank", "/v3/score", "/v1%2Fscore", "/RERANK", "/v1/v1/v1/score"),
+        "/nope",
+        "//",
+        "",
+        "*",
+        "//rerank",
+        "/v3/score",
+        "/v1%2Fscore",
+        "/RERANK",
+        "/v1/v1/v1/score",
     ):
         answer = await caller.post(path, RERANK)
         assert (answer.status, error_of(answer)["type"]) == (404, "NotFoundError"), path
@@ -70,14 +67,22 @@ async def test_openapi_has_every_route_and_valid_schemas(page: Any) -> None:
         jsonschema.Draft202012Validator.check_schema(schema)
 
 
-async def test_requests_and_answers_fit_their_schemas(engine: RecordingEngine, page: Any) -> None:
-    for method, path in (each for each in GOOD if each[1] not in REFUSING):
+async def test_every_route_answers_and_fits_its_schemas(engine: RecordingEngine, page: Any) -> None:
+    for method, path in GOOD:
         operation = page["paths"][route_of(path)][method.lower()]
         body = GOOD[method, path]
         if body is not None:
             sent = operation["requestBody"]["content"]["application/json"]["schema"]
             _validator(page, sent).validate(body)
         answer = await Caller(engine).ask(method, path, body)
+        assert answer.status == (204 if path == "/cache" else expected(path))
+        if method == "GET":
+            head = await Caller(engine).ask("HEAD", path)
+            # Metrics and models differ from call to call.
+            assert head.status == 200
+            assert path[-7:] in ("metrics", "/models") or head.body == answer.body
+        if path in REFUSING:
+            continue
         described = operation["responses"][str(answer.status)]
         if not answer.body:
             assert "content" not in described, path

@@ -10,31 +10,13 @@ from maxsimd.engine import CUT_LONG, WINDOW_LONG, Engine, InvalidRequestError, T
 from tests.unit.calling_handlers import GOOD, POSTED, Caller, RecordingEngine
 
 REFUSE = Truncation()
-PAIRS = {
-    "truncation": CUT_LONG,
-    "use_activation": True,
-    "normalize": False,
-    "instruction": None,
-    "cache": "use",
-    "priority": 0,
-    "tenant": "",
-    "timeout": None,
-    "on_timeout": "error",
-    "on_error": "fail",
-    "explain": False,
-}
+CLASSIFY = {"truncation": CUT_LONG, "use_activation": True, "priority": 0, "tenant": "", "timeout": None}
+PAIRS = CLASSIFY | {"normalize": False, "instruction": None, "cache": "use"}
+PAIRS |= {"on_timeout": "error", "on_error": "fail", "explain": False}
 RANK = PAIRS | {"top_n": None, "score_threshold": None}
 RAW_RANK = RANK | {"use_activation": False}
-EMBED = {
-    "input_type": None,
-    "prompt_name": None,
-    "dimensions": None,
-    "truncation": CUT_LONG,
-    "priority": 0,
-    "tenant": "",
-    "timeout": None,
-}
-CLASSIFY = {"truncation": CUT_LONG, "use_activation": True, "priority": 0, "tenant": "", "timeout": None}
+EMBED = {"truncation": CUT_LONG, "priority": 0, "tenant": "", "timeout": None}
+EMBED |= {"input_type": None, "prompt_name": None, "dimensions": None}
 COHERE_EMBED = {"input_type": None, "dimensions": None, "truncation": CUT_LONG, "tenant": ""}
 VOYAGE_EMBED = {"input_type": None, "truncation": CUT_LONG, "tenant": ""}
 TEI_EMBED = {"prompt_name": None, "truncation": CUT_LONG, "tenant": ""}
@@ -93,7 +75,9 @@ PAIRED = ("score", "deepinfra", *RERANKS)
 SCORING = (*PAIRED, *TEXTS_RERANKS)
 QUEUED = (*SCORING, *EMBEDS, *CLASSIFIES)
 TRUNCATING = (*PAIRED, *EMBEDS, *CLASSIFIES)
+VOYAGES = ("rerank", "reranking", "reranking documents", "multimodal")
 TOP_N = ("rerank", "reranking documents", "infinity", *TEXTS_RERANKS)
+STRICT = {"long_documents": "error"}
 LEFT = Truncation(side="left")
 CUT_LEFT = Truncation(max_tokens=-1, side="left")
 
@@ -117,28 +101,17 @@ Change = tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]
 CHANGES: list[Change] = [
     (TRUNCATING, {"truncate_prompt_tokens": 7}, _truncation(max_tokens=7)),
     (TRUNCATING, {"truncation_side": "left"}, _cut(side="left")),
-    (TRUNCATING, {"long_documents": "error"}, {"truncation": REFUSE}),
+    (TRUNCATING, STRICT, {"truncation": REFUSE}),
     (QUEUED, {"priority": 3}, {"priority": 3}),
     (QUEUED, {"priority": "batch"}, {"priority": "batch"}),
     (QUEUED, {"timeout": 17.5}, {"timeout": 17.5}),
-    (
-        PAIRED,
-        {"max_tokens_per_query": 5, "max_tokens_per_doc": 6, "window_overlap": 4},
-        _cut(max_query_tokens=5, max_document_tokens=6, window_overlap=4),
-    ),
+    (PAIRED, {"max_tokens_per_query": 5, "window_overlap": 4}, _cut(max_query_tokens=5, window_overlap=4)),
+    (PAIRED, {"max_tokens_per_doc": 6}, _cut(max_document_tokens=6)),
     (PAIRED, {"max_tokens_per_query": 0, "max_tokens_per_doc": 0}, {}),
-    (
-        PAIRED,
-        {"max_tokens_per_doc": 6, "long_documents": "error"},
-        _truncation(max_document_tokens=6, refuse=True),
-    ),
-    (
-        TRUNCATING,
-        {"truncate_prompt_tokens": 7, "long_documents": "error"},
-        _truncation(max_tokens=7, refuse=True),
-    ),
-    (SCORING, {"use_activation": False}, {"use_activation": False}),
-    (SCORING, {"raw_scores": True}, {"use_activation": False}),
+    (PAIRED, STRICT | {"max_tokens_per_doc": 6}, _truncation(max_document_tokens=6, refuse=True)),
+    (TRUNCATING, STRICT | {"truncate_prompt_tokens": 7}, _truncation(max_tokens=7, refuse=True)),
+    ((*SCORING, *CLASSIFIES), {"use_activation": False}, {"use_activation": False}),
+    ((*SCORING, "predict", "classify"), {"raw_scores": True}, {"use_activation": False}),
     (SCORING, {"raw_scores": True, "use_activation": True}, {"use_activation": True}),
     (SCORING, {"normalize": True}, {"normalize": True, "use_activation": True}),
     (SCORING, dict.fromkeys(("normalize", "explain", "stream"), False), {}),
@@ -156,47 +129,34 @@ CHANGES: list[Change] = [
     (("rerank", "rerank texts"), {"top_n": "1"}, {"top_n": 1}),
     (("rerank", "rerank texts"), {"top_n": 1.0}, {"top_n": 1}),
     (("rerank", "reranking", "ranking"), {"top_k": 1}, {"top_n": 1}),
-    (("rerank", "reranking", "reranking documents"), {"truncation": True}, {}),
-    (("rerank", "reranking", "reranking documents"), {"truncation": False}, {"truncation": REFUSE}),
-    (("ranking",), {"truncate": "NONE"}, {"truncation": REFUSE}),
+    ((*VOYAGES, *EMBEDS), {"truncation": True}, {}),
+    ((*VOYAGES, *EMBEDS), {"truncation": False}, {"truncation": REFUSE}),
+    (("ranking", *COHERE_EMBEDS), {"truncate": "NONE"}, {"truncation": REFUSE}),
     (("ranking",), {"truncate": "END"}, {}),
     ((*TEI, "ollama"), {"truncate": False}, {"truncation": REFUSE}),
     ((*TEI, "ollama"), {"truncate": True}, {}),
     (TEI, {"truncation_direction": "Left"}, {"truncation": CUT_LEFT}),
     (TEI, {"truncate": False, "truncation_direction": "Left"}, {"truncation": LEFT}),
-    ((*EMBEDS, "ollama"), {"dimensions": 3}, {"dimensions": 3}),
+    ((*EMBEDS, "ollama", "embed", "root"), {"dimensions": 3}, {"dimensions": 3}),
     ((*EMBEDS, "ollama"), {"dimensions": 0}, {}),
-    (EMBEDS, {"output_dimension": 3}, {"dimensions": 3}),
-    (EMBEDS, {"truncation": True}, {}),
-    (EMBEDS, {"truncation": False}, {"truncation": REFUSE}),
+    ((*EMBEDS, *COHERE_EMBEDS), {"output_dimension": 3}, {"dimensions": 3}),
     (OPENAI_EMBEDS, {"task": "retrieval.query"}, {"input_type": "query"}),
     (OPENAI_EMBEDS, {"task": "text-matching"}, {}),
-    (EMBEDS, {"prompt_name": "clustering"}, {"prompt_name": "clustering"}),
-    (EMBEDS, {"input_type": "search_query"}, {"input_type": "query"}),
+    ((*EMBEDS, *TEI_VECTORS), {"prompt_name": "clustering"}, {"prompt_name": "clustering"}),
+    ((*EMBEDS, *COHERE_EMBEDS), {"input_type": "search_query"}, {"input_type": "query"}),
     (EMBEDS, {"input_type": "passage"}, {"input_type": "document"}),
-    (CLASSIFIES, {"use_activation": False}, {"use_activation": False}),
     (CLASSIFIES, {"use_activation": True}, {}),
-    (TEI_VECTORS, {"prompt_name": "clustering"}, {"prompt_name": "clustering"}),
-    (COHERE_EMBEDS, {"output_dimension": 3}, {"dimensions": 3}),
-    (COHERE_EMBEDS, {"truncate": "NONE"}, {"truncation": REFUSE}),
     (COHERE_EMBEDS, {"truncate": "START"}, {"truncation": CUT_LEFT}),
     (COHERE_EMBEDS, {"truncate": "END"}, _cut(side="right")),
-    (COHERE_EMBEDS, {"input_type": "search_query"}, {"input_type": "query"}),
     (COHERE_EMBEDS, {"input_type": "search_document"}, {"input_type": "document"}),
     (COHERE_EMBEDS, {"input_type": "clustering"}, {}),
     (("multimodal",), {"input_type": "query"}, {"input_type": "query"}),
     (("multimodal",), {"input_type": "document"}, {"input_type": "document"}),
-    (("multimodal",), {"truncation": False}, {"truncation": REFUSE}),
-    (("multimodal",), {"truncation": True}, {}),
-    (("embed", "root"), {"dimensions": 3}, {"dimensions": 3}),
     (("embed", "root"), {"normalize": False}, {}),
     (SIMILARITIES, {"parameters": {"truncate": False}}, {"truncation": REFUSE}),
     (SIMILARITIES, {"parameters": {"truncation_direction": "Left"}}, {"truncation": CUT_LEFT}),
     (SIMILARITIES, {"parameters": {"prompt_name": "clustering"}}, {"prompt_name": "clustering"}),
-    (("predict",), {"raw_scores": True}, {"use_activation": False}),
-    (("predict",), {"raw_scores": False}, {}),
-    (("classify",), {"raw_scores": True}, {"use_activation": False}),
-    (("classify",), {"raw_scores": False}, {}),
+    (("predict", "classify"), {"raw_scores": False}, {}),
     (("predict",), {"parameters": {"top_k": 1}}, {}),
     *(
         (("predict",), {"parameters": {"function_to_apply": name}}, {"use_activation": False})
@@ -242,7 +202,7 @@ ANSWERED = {
     # Of a chat.
     *("messages", "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs"),
 }
-# Fields of one vector a text: tested in test_encodings.
+# Fields of one vector a text: tested in test_answers.
 ONE_VECTOR = {"late_chunking", "chunks", "encoding", "muvera"}
 # Fields that hold the texts: tested below.
 TEXTS = {
@@ -352,18 +312,16 @@ async def test_a_wrong_value_is_a_400_that_names_the_field(caller: Caller, path:
         if field in wire.IGNORED_FIELDS - {"options"}:
             continue
         for value in (*REFUSED_OF.get((path, field), REFUSED.get(field, ())), NOTHING):
-            status, error = await caller.error(path, BODIES[path] | {field: value})
-            shown = (status, error["param"], error["code"], error["type"])
-            assert shown == (400, field, 400, "BadRequestError"), (field, value)
-            assert field in error["message"]
+            error = await caller.refused(path, BODIES[path] | {field: value}, 400, field, field)
+            assert (error["code"], error["type"]) == (400, "BadRequestError"), (field, value)
             assert caller.engine.calls == [], (field, value)
 
 
 async def test_a_missing_field_is_a_400_that_names_it(caller: Caller) -> None:
     for path, body in BODIES.items():
         for field in body.keys() - {"queries"}:
-            status, error = await caller.error(path, {k: v for k, v in body.items() if k != field})
-            assert (status, error["param"], error["message"]) == (400, field, f"{field} is missing"), path
+            without = {name: value for name, value in body.items() if name != field}
+            await caller.refused(path, without, 400, field, f"{field} is missing")
 
 
 async def test_long_documents_of_the_server_hold_by_default(caller: Caller) -> None:
@@ -384,17 +342,14 @@ async def test_a_model_may_be_named_by_either_name_and_no_other(caller: Caller) 
         usual = (await caller.post(path, body)).status
         for name in ("mine", "all-MiniLM-L6-v2", "default/not-specified", "", None):
             assert (await caller.post(path, body | {"model": name})).status == usual
-        status, error = await caller.error(path, body | {"model": "nope"})
-        assert (status, error["type"], error["param"]) == (404, "NotFoundError", "model")
+        error = await caller.refused(path, body | {"model": "nope"}, 404, "model")
+        assert error["type"] == "NotFoundError"
     for path in ("/v1/inference/{}", "/v1/retrieval/{}/reranking"):
         body = GOOD["POST", path.format("all-MiniLM-L6-v2")] | {"model": "nope"}
         assert (await caller.post(path.format("mine"), body)).status == 400  # which all requests are here
         assert (await caller.post(path.format("%2F"), body | {"model": "mine"})).status == 404
-        status, error = await caller.error(path.format("org%2Fnope"), body)
-        assert (status, error["message"]) == (
-            404,
-            "The model `org/nope` does not exist; served here: `mine`.",
-        )
+        missing = "The model `org/nope` does not exist; served here: `mine`."
+        await caller.refused(path.format("org%2Fnope"), body, 404, says=missing)
 
 
 async def test_token_ids_need_a_server_that_accepts_them(engine: RecordingEngine) -> None:
@@ -405,8 +360,7 @@ async def test_token_ids_need_a_server_that_accepts_them(engine: RecordingEngine
             assert engine.calls[-1][1] == ([given] if isinstance(given, str) else given,)
         for ids in ([101, 102], [[101], [101, 102]]):
             engine.calls.clear()
-            status, error = await caller.error(path, {"input": ids})
-            assert (status, error["param"], engine.calls) == (400, "input", [])
-            assert "--accept-token-ids" in error["message"]
+            await caller.refused(path, {"input": ids}, 400, "input", "--accept-token-ids")
+            assert engine.calls == []
             await accepting.post(path, {"input": ids})
             assert engine.calls[0][1] == (ids if isinstance(ids[0], list) else [ids],)

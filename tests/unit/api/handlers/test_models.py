@@ -13,14 +13,13 @@ import pytest_asyncio
 
 from maxsimd.api.answer import Answer
 from maxsimd.api.config import ServerConfig
-from maxsimd.api.handlers import handle
 from maxsimd.api.models.setup import Loadable, ModelSetup
 from maxsimd.api.models.several import SeveralModels
 from maxsimd.api.state import ServerState
 from maxsimd.engine import EngineConfig, Engines
 from tests.checkpoints import cross_encoders
 from tests.checkpoints.shared import SharedCheckpoints
-from tests.unit.calling_handlers import GOOD, Pieces
+from tests.unit.calling_handlers import GOOD, Caller, error_of
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "threads": 1}
 DOCUMENTS = ["a cat sits", "a dog runs", "stocks fell", "cats and dogs", "rain", "a kitten"]
@@ -29,25 +28,18 @@ CASCADE = [{"model": "embed", "keep": 3}, {"model": "rerank"}]
 INSTRUCTED = {"model": "rerank", "instruction": "a"}
 
 
-class Asking:
+class Asking(Caller):
     """Asks the handlers of several models, as one of two keys."""
 
-    def __init__(self, models: SeveralModels, keys: Path, **options: Any) -> None:
+    def __init__(self, models: SeveralModels, keys: Path) -> None:
         self.models = models
-        self.state = ServerState(models, ServerConfig(api_key_file=str(keys), **options))
+        self.state = ServerState(models, ServerConfig(api_key_file=str(keys)))
 
-    async def __call__(self, method: str, path: str, body: Any = None, key: str = "boss") -> Answer:
-        sent = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
-        return await handle(self.state, method, path, {"authorization": f"Bearer {key}"}, Pieces([sent]))
+    async def __call__(self, method: str, path: str, body: Any = b"", key: str = "boss") -> Answer:
+        return await super().ask(method, path, body, {"authorization": f"Bearer {key}"})
 
-    async def json(self, path: str, body: Any) -> Any:
-        answer = await self("POST", path, body)
-        assert answer.status == 200, answer.body
-        return json.loads(answer.body)
-
-    async def error(self, path: str, body: Any, method: str = "POST", key: str = "boss") -> tuple[int, str]:
-        answer = await self(method, path, body, key)
-        return answer.status, json.loads(answer.body)["error"]["message"]
+    async def ask(self, method: str, path: str, body: Any = b"", headers: Any = None) -> Answer:
+        return await self(method, path, body)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +87,7 @@ async def test_requests_go_to_the_named_or_the_fitting_model(asking: Asking) -> 
     assert (await asking.json("/invocations", {"input": "cat"}))["model"] == "embed"
     assert await asking.json("/", {"inputs": "cat"}) == [vectors["data"][0]["embedding"]]
     encoded = {"input": "cat", "encoding": "muvera", "input_type": "document", "model": "embed"}
-    assert "late interaction" in (await asking.error("/v1/embeddings", encoded))[1]
+    await asking.refused("/v1/embeddings", encoded, 400, says="late interaction")
     assert (await asking.json("/tokenize", {"text": "cat"}))["max_model_len"] == 256
     assert (await asking.json("/tokenize", {"text": "cat", "model": "rerank"}))["max_model_len"] == 512
 
@@ -104,12 +96,10 @@ async def test_tei_routes_go_to_the_model_that_they_name(asking: Asking) -> None
     paths = ("/embed", "/embed_all", "/embed_sparse", "/similarity", "/predict", "/decode", "/rerank", "/")
     for path in paths:
         body = {"query": "q", "texts": ["d"]} if path in ("/rerank", "/") else GOOD["POST", path]
-        assert await asking.error(path, {**body, "model": "nope"}) == (
-            404,
-            "The model `nope` does not exist; served here: `embed`, `rerank`.",
-        )
-        assert (await asking.error(path, {**body, "model": "broken"}))[0] == 503
-        assert (await asking.error(path, {**body, "model": 3}))[0] == 400
+        missing = "The model `nope` does not exist; served here: `embed`, `rerank`."
+        await asking.refused(path, {**body, "model": "nope"}, 404, says=missing)
+        await asking.refused(path, {**body, "model": "broken"}, 503)
+        await asking.refused(path, {**body, "model": 3}, 400)
         of_embed, of_rerank = [
             (await asking("POST", path, {**body, "model": name})).status for name in ("embed", "rerank")
         ]
@@ -118,18 +108,15 @@ async def test_tei_routes_go_to_the_model_that_they_name(asking: Asking) -> None
     # The root does what the named model is for.
     ranking = {"query": "cat", "texts": DOCUMENTS}
     assert await asking.json("/", {**ranking, "model": "rerank"}) == await asking.json("/rerank", ranking)
-    assert await asking.error("/", ranking) == (400, "inputs is missing")
-    assert await asking.error("/", {"inputs": "cat", "model": "rerank"}) == (400, "query is missing")
+    await asking.refused("/", ranking, 400, says="inputs is missing")
+    await asking.refused("/", {"inputs": "cat", "model": "rerank"}, 400, says="query is missing")
 
 
 async def test_an_unloaded_model_fails_only_its_own_requests(asking: Asking) -> None:
-    reason = "the model `broken` is not served: there is no folder '/nowhere'"
-    answer = await asking.error("/v1/embeddings", {"input": "a", "model": "broken"})
-    assert answer == (503, f"{reason}; served here: `embed`, `rerank`")
+    reason = "the model `broken` is not served: there is no folder '/nowhere'; served here: `embed`, `rerank`"
+    await asking.refused("/v1/embeddings", {"input": "a", "model": "broken"}, 503, says=reason)
     # Whether it classifies is not known, and no other does.
-    status, message = await asking.error("/classify", {"input": "a"})
-    assert status == 503
-    assert "may be for `broken`" in message
+    await asking.refused("/classify", {"input": "a"}, 503, says="may be for `broken`")
 
 
 async def test_a_cascade_is_the_two_calls_by_hand(asking: Asking) -> None:
@@ -173,9 +160,7 @@ async def test_what_is_no_cascade_is_refused(asking: Asking) -> None:
             )
         ),
     ):
-        answer = await asking.error("/rerank", {**BODY, **added})
-        assert answer[0] == status
-        assert message in answer[1]
+        await asking.refused("/rerank", {**BODY, **added}, status, says=message)
 
 
 async def test_pages_say_what_each_model_is_and_how_it_stands(asking: Asking) -> None:
@@ -195,7 +180,7 @@ async def test_pages_say_what_each_model_is_and_how_it_stands(asking: Asking) ->
     for path in ("..", "%2F", "..%2Frerank", "%00", "rerank%25"):
         assert (await asking("GET", f"/v1/models/{path}")).status == 404
     assert (await asking("GET", "/v1/models/nope")).status == 404
-    assert "`a/b`" in (await asking.error("/v1/models/a%2Fb", None, "GET"))[1]
+    assert "`a/b`" in error_of(await asking("GET", "/v1/models/a%2Fb"))["message"]
     assert (await page("/health")) == {"status": "ok", "models": {"ready": 2, "of": 3}}
     assert (await asking("GET", "/ready")).status == 200
     assert (await page("/info"))["models"] == ["embed", "rerank"]
@@ -213,7 +198,7 @@ async def test_pages_say_what_each_model_is_and_how_it_stands(asking: Asking) ->
     assert (refused.status, refused.headers["Allow"]) == (405, "DELETE, GET, HEAD, POST")
 
 
-async def test_a_link_out_of_the_folder_is_a_422(
+async def test_a_link_out_of_a_folder_is_a_422(
     asking: Asking, reranker: EngineConfig, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
@@ -221,56 +206,50 @@ async def test_a_link_out_of_the_folder_is_a_422(
     folder.mkdir()
     try:
         (folder / "config.json").symlink_to(tmp_path / "config.json")
-        status, message = await asking.error(f"/v1/models/{folder.name}", None)
+        leads = f"the link {folder.name}/config.json leads out of"
+        await asking.refused(f"/v1/models/{folder.name}", b"", 422, says=leads)
     finally:
         shutil.rmtree(folder)
-    assert (status, f"the link {folder.name}/config.json leads out of" in message) == (422, True)
 
 
 async def test_only_an_admin_loads_and_drops_models(asking: Asking, reranker: EngineConfig) -> None:
     name = Path(str(reranker.model)).name
     for method in ("POST", "DELETE"):
-        status, message = await asking.error(f"/v1/models/{name}", None, method, "user")
-        assert (status, "admin=yes" in message) == (403, True)
-        assert (await asking(method, f"/v1/models/{name}", None, "nobody")).status == 401
-        assert (await asking.error("/v1/models/nope", None, method))[0] == 404
+        refused = await asking(method, f"/v1/models/{name}", key="user")
+        assert (refused.status, "admin=yes" in error_of(refused)["message"]) == (403, True)
+        assert (await asking(method, f"/v1/models/{name}", key="nobody")).status == 401
+        assert (await asking(method, "/v1/models/nope")).status == 404
         for unreadable in (b'{"\xff": 1}', b'{"a": %s}' % (b"[" * 9_999 + b"]" * 9_999)):
-            assert (await asking.error("/v1/models/nope", unreadable, method))[0] == 400
-    assert (await asking.error("/v1/models/broken", None))[0] == 422
+            assert (await asking(method, "/v1/models/nope", unreadable)).status == 400
+    await asking.refused("/v1/models/broken", b"", 422)
     loaded, again = await asyncio.gather(*(asking("POST", f"/v1/models/{name}") for _ in range(2)))
     assert (loaded.status, again.status) == (200, 200)
     assert json.loads(loaded.body)["score_type"] == "cross-encoder"
     expected = (await asking.json("/rerank", {**BODY, "model": "rerank"}))["results"]
     assert (await asking.json("/rerank", {**BODY, "model": name}))["results"] == expected
     path = str(reranker.model)
-    assert await asking.error("/rerank", {**BODY, "model": path}) == (
-        404,
-        f"several models are `{path}`; say which you mean by its name: `rerank`, `{name}`",
-    )
-    dropped = await asking("DELETE", f"/v1/models/{name}", {"force": True})
-    assert (dropped.status, "`force`" in dropped.headers["x-maxsimd-warnings"]) == (204, True)
+    which = f"several models are `{path}`; say which you mean by its name: `rerank`, `{name}`"
+    await asking.refused("/rerank", {**BODY, "model": path}, 404, says=which)
+    answer = await asking("DELETE", f"/v1/models/{name}", {"force": True})
+    assert (answer.status, "`force`" in answer.headers["x-maxsimd-warnings"]) == (204, True)
     assert f'model_served{{model="{name}"}}' not in (await asking("GET", "/metrics")).body.decode()
     assert (await asking.json("/rerank", {**BODY, "model": path}))["model"] == "rerank"
-    assert (await asking.error("/rerank", {**BODY, "model": name})) == (
-        404,
-        f"the model `{name}` has been dropped; served here: `embed`, `rerank`",
-    )
+    dropped = f"the model `{name}` has been dropped; served here: `embed`, `rerank`"
+    await asking.refused("/rerank", {**BODY, "model": name}, 404, says=dropped)
 
 
 async def test_without_admins_the_routes_are_off_and_not_listed(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("boss\n")
     without = Asking(_models({"rerank": EngineConfig()}), tmp_path / "keys")
     for method in ("POST", "DELETE"):
-        status, message = await without.error("/v1/models/rerank", None, method)
-        assert (status, "--api-key-file" in message) == (403, True)
+        answer = await without(method, "/v1/models/rerank")
+        assert (answer.status, "--api-key-file" in error_of(answer)["message"]) == (403, True)
     assert (await without("PUT", "/v1/models/rerank")).headers["Allow"] == "GET, HEAD"
     paths = json.loads((await without("GET", "/openapi.json")).body)["paths"]
     assert set(paths["/v1/models/{name}"]) == {"get"}
 
 
-async def test_dropping_a_model_fails_only_its_waiting_requests(
-    asking: Asking, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_dropped_model_fails_its_own_alone(asking: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = asking.models.engine("rerank")
     assert engine is not None
     begun, rerank = asyncio.Event(), engine.rerank
@@ -280,15 +259,16 @@ async def test_dropping_a_model_fails_only_its_waiting_requests(
         return await rerank(texts[0], [f"{i} {'word ' * 400}" for i in range(2000)], **options)
 
     monkeypatch.setattr(engine, "rerank", slow)
-    waiting = asyncio.create_task(asking.error("/rerank", {**BODY, "cache": "bypass"}))
+    gone = "the model `rerank` was dropped before the request was done"
+    waiting = asyncio.create_task(asking.refused("/rerank", {**BODY, "cache": "bypass"}, 503, says=gone))
     await begun.wait()
     await asyncio.sleep(0.05)
     dropping = asyncio.create_task(asking("DELETE", "/v1/models/rerank"))
     expected = (await asking.json("/rerank", {**BODY, "model": "embed"}))["results"]
-    assert await waiting == (503, "the model `rerank` was dropped before the request was done")
+    await waiting
     assert (await dropping).status == 204
     assert (await asking.json("/rerank", {**BODY, "model": "embed"}))["results"] == expected
-    status, message = await asking.error("/v1/models/embed", None, "DELETE")
-    assert (status, "the last model" in message) == (409, True)
+    last = await asking("DELETE", "/v1/models/embed")
+    assert (last.status, "the last model" in error_of(last)["message"]) == (409, True)
     assert (await asking("POST", "/v1/models/rerank")).status == 200
     assert (await asking.json("/rerank", {**BODY, "model": "rerank"}))["model"] == "rerank"

@@ -1,5 +1,4 @@
-"""What routes answer where a model gives sparse vectors: text-embeddings-inference's /embed_sparse, and
-errors that name it on the others."""
+"""Routes where a model gives sparse vectors: /embed_sparse, and errors that name it on the others."""
 
 import json
 from collections.abc import AsyncIterator
@@ -66,17 +65,12 @@ async def test_what_is_for_other_vectors_is_refused(caller: Caller, monkeypatch:
         ("/v1/multi-vector", "sparse_embed"),
         ("/pooling", "/embed_sparse"),
     ):
-        status, error = await caller.error(path, {"input": TEXTS})
-        assert status == 400
-        assert message in error["message"]
+        await caller.refused(path, {"input": TEXTS}, 400, says=message)
     for name, value in (("normalize", True), ("dimensions", 4), ("input_type", "poem")):
         path = "/embed_sparse" if name == "input_type" else "/"
-        status, error = await caller.error(path, {"inputs": TEXTS, name: value})
-        assert (status, error["param"]) == (400, name)
+        await caller.refused(path, {"inputs": TEXTS, name: value}, 400, name)
     monkeypatch.setattr(tei, "_BYTES_A_WORD", 1 << 40)
-    status, error = await caller.error("/embed_sparse", {"inputs": TEXTS})
-    assert status == 413
-    assert "send fewer texts" in error["message"]
+    await caller.refused("/embed_sparse", {"inputs": TEXTS}, 413, says="send fewer texts")
 
 
 async def test_an_engine_of_several_answers_its_front_alike(engine: RecordingEngine) -> None:

@@ -1,5 +1,4 @@
-"""The routes of text-embeddings-inference and Cohere answer with the engine's results, and /invocations as
-the route that a request is meant for."""
+"""Answers in the shapes of text-embeddings-inference, Cohere and others, and texts as tokens and back."""
 
 import base64
 import json
@@ -13,6 +12,8 @@ from maxsimd.api.handlers.forms import Form, answered_as
 from maxsimd.api.handlers.scoring import rerank
 from maxsimd.api.wire import RerankRequest
 from maxsimd.engine import EngineConfig
+from maxsimd.engine.preprocess.pieces import LONGEST_PIECE
+from maxsimd.engine.preprocess.tokenization import MOST_DECODED
 from tests.nearly import nearly
 from tests.unit.calling_handlers import Caller, RecordingEngine, error_of
 
@@ -62,8 +63,8 @@ async def test_similarities_are_cosines(caller: Caller, engine: RecordingEngine)
         first, *others = (await engine.embed([SENTENCES["source_sentence"], *TEXTS])).embeddings
         cosines = [first @ each / np.linalg.norm(first) / np.linalg.norm(each) for each in others]
         assert answer == pytest.approx(cosines, abs=1e-5)
-        status, error = await caller.error(path, {"inputs": {"source_sentence": "a", "sentences": []}})
-        assert (status, error["message"]) == (400, "inputs.sentences is empty; give at least one text")
+        empty = {"inputs": {"source_sentence": "a", "sentences": []}}
+        await caller.refused(path, empty, 400, says="inputs.sentences is empty; give at least one text")
 
 
 async def test_decoding_skips_special_tokens_by_default(caller: Caller) -> None:
@@ -73,8 +74,7 @@ async def test_decoding_skips_special_tokens_by_default(caller: Caller) -> None:
     with_special = await caller.json("/decode", {"ids": ids, "skip_special_tokens": False})
     assert with_special == ["[CLS] hello world [SEP]"]
     assert await caller.json("/decode", {"ids": []}) == [""]
-    status, error = await caller.error("/decode", {"ids": [[1], [99_999_999]]})
-    assert (status, error["param"]) == (400, "ids")
+    await caller.refused("/decode", {"ids": [[1], [99_999_999]]}, 400, "ids")
 
 
 async def test_a_trailing_slash_or_a_base_is_ignored(engine: RecordingEngine) -> None:
@@ -108,9 +108,7 @@ async def test_a_model_has_a_card_under_each_of_its_names(engine: RecordingEngin
     assert caller.metric("maxsimd_http_requests_total", route="/v1/models/{name}", status="200") == 2
 
 
-async def test_the_first_version_answers_lists_unless_types_are_named(
-    caller: Caller, engine: RecordingEngine
-) -> None:
+async def test_the_first_version_answers_lists_or_types(caller: Caller, engine: RecordingEngine) -> None:
     expected = (await engine.embed(TEXTS)).embeddings
     answer = await caller.json("/v1/embed", {"texts": TEXTS})
     np.testing.assert_allclose(answer["embeddings"], expected, atol=1e-6)
@@ -139,17 +137,6 @@ async def test_the_second_version_answers_by_type(caller: Caller, engine: Record
     bits = np.unpackbits(np.array(found["ubinary"], dtype=np.uint8), axis=1)
     np.testing.assert_array_equal(bits == 1, expected > 0)
     np.testing.assert_array_equal(np.array(found["binary"]) + 128, found["ubinary"])
-
-
-async def test_what_cannot_be_embedded_is_a_400_that_names_the_field(caller: Caller) -> None:
-    for body, param in (
-        ({"texts": []}, "texts"),
-        ({"inputs": []}, "inputs"),
-        ({"inputs": [{"content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "inputs"),
-        ({"texts": ["a"], "input_type": "image"}, "input_type"),
-    ):
-        status, error = await caller.error("/v2/embed", body)
-        assert (status, error["param"]) == (400, param)
 
 
 RANKING: dict[str, dict[str, Any]] = {
@@ -220,11 +207,8 @@ async def test_what_is_no_request_is_refused(caller: Caller) -> None:
         ({"query": "q", "documents": []}, "documents is empty"),
         ({"queries": "q"}, "documents is missing"),
     ):
-        status, error = await caller.error("/invocations", body)
-        assert status == 400, body
-        assert message in error["message"]
-    status, error = await caller.error("/invocations", {"input": "a", "model": "none"})
-    assert (status, error["param"]) == (404, "model")
+        await caller.refused("/invocations", body, 400, says=message)
+    await caller.refused("/invocations", {"input": "a", "model": "none"}, 404, "model")
 
 
 async def test_fields_too_deep_for_their_kind_are_refused(caller: Caller) -> None:
@@ -233,3 +217,78 @@ async def test_fields_too_deep_for_their_kind_are_refused(caller: Caller) -> Non
 
     with pytest.raises(ApiError, match="too many arrays or objects within each other"):
         await answered_as(Form(RerankRequest, read, rerank), caller.state, {"query": "q"}, "", "/")
+
+
+async def test_text_becomes_tokens(caller: Caller) -> None:
+    for name in ("text", "prompt"):
+        for shows in (True, False, None):
+            answer = await caller.json("/tokenize", {name: "Hello world", "return_token_strs": shows})
+            assert answer == {
+                "tokens": [101, 7592, 2088, 102],
+                "count": 4,
+                "max_model_len": 256,
+                "token_strs": ["[CLS]", "hello", "world", "[SEP]"] if shows else None,
+            }
+    answer = await caller.json("/tokenize", {"text": "hello world", "add_special_tokens": False})
+    assert answer["tokens"] == [7592, 2088]
+    answer = await caller.json("/tokenize", {"text": "", "prompt": "hello"})
+    assert answer["count"] == 2, "an empty text is a text, and comes first"
+
+
+async def test_the_tokens_of_a_long_text_are_those_that_are_run(caller: Caller) -> None:
+    """Piece by piece they are written, and one after the other; characters count from the beginning."""
+    text = "Hello world. " * 5000
+    answer = await caller.json("/tokenize", {"text": text, "return_token_strs": True})
+    (tokens,) = caller.engine.tokenizer.encode([text], "text")
+    assert answer["tokens"] == [101, *tokens.tolist(), 102]
+    assert answer["count"] == 15_002
+    assert answer["token_strs"] == ["[CLS]", *["hello", "world", "."] * 5000, "[SEP]"]
+    [of_tei] = await caller.json("/tokenize", {"inputs": [text], "add_special_tokens": False})
+    pieces = [text[token["start"] : token["stop"]] for token in of_tei]
+    assert pieces == [token["text"] for token in of_tei] == ["Hello", "world", "."] * 5000
+
+
+async def test_a_text_that_cannot_be_tokenised_is_refused_by_its_name(caller: Caller) -> None:
+    for name in ("text", "prompt"):
+        await caller.refused("/tokenize", {name: "x" * (LONGEST_PIECE + 1)}, 400, name)
+
+
+async def test_too_much_text_for_an_answer_is_a_413(caller: Caller) -> None:
+    for body in ({"text": "a " * 1_000_001}, {"inputs": ["a " * 500_000, "a " * 500_001]}):
+        await caller.refused(
+            "/tokenize", body, 413, says="has 2,000,002 characters, but at most 2,000,000 become tokens"
+        )
+
+
+async def test_tokens_become_text(caller: Caller) -> None:
+    answer = await caller.json("/detokenize", {"tokens": [7592, 2088]})
+    assert answer == {"text": "hello world", "prompt": "hello world"}
+    assert (await caller.json("/detokenize", {"tokens": []}))["text"] == ""
+    size = caller.engine.tokenizer.vocabulary_size
+    await caller.json("/detokenize", {"tokens": [0, size - 1]})
+    too_many = [101] * (MOST_DECODED + 1)
+    for tokens, message in (
+        ([0, size], f"tokens must be below {size}"),
+        (too_many, f"has {MOST_DECODED + 1} tokens, but at most {MOST_DECODED} are decoded"),
+    ):
+        await caller.refused("/detokenize", {"tokens": tokens}, 400, "tokens", message)
+
+
+async def test_inputs_become_tokens_with_their_characters(caller: Caller) -> None:
+    """text-embeddings-inference's shape."""
+    text = "Hello world"
+    [tokens] = await caller.json("/tokenize", {"inputs": text})
+    assert tokens[0] == {"id": 101, "text": "[CLS]", "special": True, "start": None, "stop": None}
+    assert tokens[1] == {"id": 7592, "text": "Hello", "special": False, "start": 0, "stop": 5}
+    assert tokens[2] == {"id": 2088, "text": "world", "special": False, "start": 6, "stop": 11}
+    assert tokens[3]["id"] == 102
+    bare = await caller.json("/tokenize", {"inputs": [text, ""], "add_special_tokens": False})
+    assert bare == [tokens[1:3], []]
+
+
+async def test_a_texts_own_token_ids_give_its_vector(engine: RecordingEngine) -> None:
+    caller = Caller(engine, accept_token_ids=True)
+    ids = (await caller.json("/tokenize", {"text": "hello world"}))["tokens"]
+    answer = await caller.json("/v1/embeddings", {"input": ids})
+    expected = await caller.json("/v1/embeddings", {"input": "hello world"})
+    np.testing.assert_allclose(answer["data"][0]["embedding"], expected["data"][0]["embedding"], atol=1e-6)
