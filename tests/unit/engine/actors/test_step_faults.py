@@ -337,9 +337,8 @@ async def test_a_failed_delivery_or_commit_ends_the_engine(
     assert tried, "no request came this way"
 
 
-@pytest.mark.parametrize(
-    ("error", "is_devices", "is_of_memory"),
-    [
+async def test_only_errors_of_the_device_itself_are_taken_for_such() -> None:
+    for error, is_devices, is_of_memory in (
         (RuntimeError("CUDA error: an illegal memory access was encountered"), True, False),
         (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), True, False),
         (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling cublasGemmEx"), True, False),
@@ -349,12 +348,8 @@ async def test_a_failed_delivery_or_commit_ends_the_engine(
         (torch.OutOfMemoryError("CUDA out of memory"), False, True),
         (MemoryError(), False, True),
         (RuntimeError("shapes cannot be multiplied"), False, False),
-    ],
-)
-async def test_only_errors_of_the_device_itself_are_taken_for_such(
-    error: BaseException, is_devices: bool, is_of_memory: bool
-) -> None:
-    assert (is_device_error(error), is_out_of_memory(error)) == (is_devices, is_of_memory)
+    ):
+        assert (is_device_error(error), is_out_of_memory(error)) == (is_devices, is_of_memory)
 
 
 @pytest.mark.parametrize("where", ["forward", "arrival"])

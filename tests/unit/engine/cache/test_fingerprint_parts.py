@@ -219,9 +219,8 @@ _A_TANH = _dense(lambda dense: setattr(dense, "activation_function", torch.nn.Ta
 _TWO_BUFFERS = (_buffer(1.0, "scale"), _buffer(2.0, "bias"))
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "changed"),
-    [
+def test_parts_of_some_models_count(plain: Given) -> None:
+    for one, other, changed in (
         (_buffer(1.0), _buffer(2.0), ["buffers"]),
         (_buffer(1.0, "scale"), _buffer(1.0, "bias"), ["buffers"]),
         # Their order does not matter.
@@ -230,15 +229,12 @@ _TWO_BUFFERS = (_buffer(1.0, "scale"), _buffer(2.0, "bias"))
         (_first(8, True), _first(8, False), ["dimensions"]),
         # A head that is cut short is described like the whole.
         (_first(8, True), _one_after_the_other(_A_TANH, _first(8, True)), ["head"]),
-    ],
-)
-def test_parts_of_some_models_count(plain: Given, one: Change, other: Change, changed: list[str]) -> None:
-    assert one(plain).changed(other(plain)) == changed
+    ):
+        assert one(plain).changed(other(plain)) == changed
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
+def test_what_no_embedding_depends_on_is_no_ingredient(plain: Given) -> None:
+    for change in (
         # No checkpoint holds it: it follows from what else is told.
         _buffer(7.0, persistent=False),
         _config(
@@ -248,10 +244,8 @@ def test_parts_of_some_models_count(plain: Given, one: Change, other: Change, ch
         _tokenizer(lambda one: one("a b c", truncation=True, max_length=3, padding="max_length")),
         _option(maxsim="reference", query_prompt="query: ", threads=1),
         lambda given: given.but(name="another", query=dataclasses.replace(given.model.query, prompt="q: ")),
-    ],
-)
-def test_what_no_embedding_depends_on_is_no_ingredient(plain: Given, change: Change) -> None:
-    assert plain.changed(change(plain)) == []
+    ):
+        assert plain.changed(change(plain)) == []
 
 
 def test_kernels_and_processor_tell_machines_apart(plain: Given, monkeypatch: pytest.MonkeyPatch) -> None:

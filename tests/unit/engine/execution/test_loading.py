@@ -84,21 +84,16 @@ def test_code_of_a_checkpoints_own_is_not_run(tmp_path: Path, checkpoints: Share
         _load(folder)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+def test_settings_that_a_model_cannot_take_are_refused(checkpoints: SharedCheckpoints) -> None:
+    for settings, message in (
         ({"score_type": "cross-encoder"}, "no classifier"),
         ({"dimensions": 1000}, "dimensions=1000 is more"),
         ({"doc_token_pooling": 2.0, "score_type": "bi-encoder"}, "late interaction"),
         ({"score_template": "{{ query }} {{ document }}"}, "query and document together"),
         ({"folder": "/no/such/folder"}, "no folder"),
-    ],
-)
-def test_settings_that_a_model_cannot_take_are_refused(
-    settings: dict[str, Any], message: str, checkpoints: SharedCheckpoints
-) -> None:
-    with pytest.raises(ModelLoadError, match=message):
-        _load(**{"folder": checkpoints(bi_encoders.gte)} | settings)
+    ):
+        with pytest.raises(ModelLoadError, match=message):
+            _load(**{"folder": checkpoints(bi_encoders.gte)} | settings)
 
 
 async def test_the_query_prompt_replaces_the_checkpoints(checkpoints: SharedCheckpoints) -> None:

@@ -283,83 +283,75 @@ def test_only_documents_with_a_key_are_rounded_and_staged() -> None:
     cache.close()
 
 
-@pytest.mark.parametrize(
-    ("precision", "dtype", "takes_int8"),
-    [
+def test_new_documents_duplicates_and_hits_score_identically() -> None:
+    for precision, dtype, takes_int8 in (
         ("float32", torch.float32, True),
         ("bfloat16", torch.float32, False),
         ("bfloat16", torch.bfloat16, True),
         ("int8", torch.float32, True),
         ("int8", torch.bfloat16, False),
-    ],
-)
-def test_new_documents_duplicates_and_hits_score_identically(
-    precision: Precision, dtype: torch.dtype, takes_int8: bool
-) -> None:
-    cache = cache_of(precision)
-    maxsim = ReadsInt8()
-    ours = Scorer("maxsim", maxsim, CPU, dtype, takes_int8=takes_int8, cache=cache)
-    slots = [ResultSlot(7, i) for i in range(5)]
-    item, other = rows(10, 9), rows(11, 4)
-    new = pooled(
-        (query(1, 7, 5), rows(1)),
-        (document(3, slots[4], 1, key=b"o"), other),
-        (document(2, slots[0], 1, key=b"k"), item),
-    )
-    made = ours.score([new], [Duplicate(document(4, slots[1], 1, key=b"k"))], [])
-    [arriving] = made.new_embeddings
-    cached = arriving.entry(1)
-    again = ours.score(
-        [], [CacheHit(document(5, slots[2], 1, key=b"k"), cached)], [cached_batch(1, [(slots[3], cached)])]
-    )
-    found = scores(made) | scores(again)
-    assert len({found[slot] for slot in slots[:4]}) == 1, found
-    assert found[slots[4]] != found[slots[0]]
-    for given in maxsim.given:
-        if takes_int8 and precision == "int8":
-            assert given.values.dtype is torch.int8
-            assert given.scales is not None
-            assert len(given.scales) == len(given.values)
-        else:
-            assert given.values.dtype is dtype
-            assert given.scales is None
-    cache.close()
+    ):
+        cache = cache_of(precision)
+        maxsim = ReadsInt8()
+        ours = Scorer("maxsim", maxsim, CPU, dtype, takes_int8=takes_int8, cache=cache)
+        slots = [ResultSlot(7, i) for i in range(5)]
+        item, other = rows(10, 9), rows(11, 4)
+        new = pooled(
+            (query(1, 7, 5), rows(1)),
+            (document(3, slots[4], 1, key=b"o"), other),
+            (document(2, slots[0], 1, key=b"k"), item),
+        )
+        made = ours.score([new], [Duplicate(document(4, slots[1], 1, key=b"k"))], [])
+        [arriving] = made.new_embeddings
+        cached = arriving.entry(1)
+        again = ours.score(
+            [],
+            [CacheHit(document(5, slots[2], 1, key=b"k"), cached)],
+            [cached_batch(1, [(slots[3], cached)])],
+        )
+        found = scores(made) | scores(again)
+        assert len({found[slot] for slot in slots[:4]}) == 1, found
+        assert found[slots[4]] != found[slots[0]]
+        for given in maxsim.given:
+            if takes_int8 and precision == "int8":
+                assert given.values.dtype is torch.int8
+                assert given.scales is not None
+                assert len(given.scales) == len(given.values)
+            else:
+                assert given.values.dtype is dtype
+                assert given.scales is None
+        cache.close()
 
 
 @pytest.mark.skipif(not kernels.is_available(), reason="this processor cannot run the kernel")
-@pytest.mark.parametrize(
-    ("precision", "dtype", "similarity"),
-    [
+def test_documents_score_alike_where_they_lie() -> None:
+    for precision, dtype, similarity in (
         ("float32", torch.float32, "maxsim"),
         ("float32", torch.bfloat16, "cosine"),
         ("bfloat16", torch.float32, "meanmaxsim"),
         ("int8", torch.float32, "cosine"),
         ("int8", torch.bfloat16, "meanmaxsim"),
-    ],
-)
-def test_documents_score_alike_where_they_lie(
-    precision: Precision, dtype: torch.dtype, similarity: str
-) -> None:
-    cache = cache_of(precision)
-    found = []
-    for apart in (None, maxsim_apart_avx512):
-        ours = Scorer(similarity, maxsim_avx512, CPU, dtype, maxsim_apart=apart, cache=cache)
-        slots = [ResultSlot(7, i) for i in range(4)]
-        length = 1 if similarity == "cosine" else 9
-        new = (document(2, slots[0], 1, key=b"k"), rows(10, length))
-        was_new = ours.score([pooled((query(1, 7, 4), rows(1, length)), new)])
-        cached = was_new.new_embeddings[0].entry(0)
-        hits = [CacheHit(document(3, slots[1], 1, key=b"k"), cached)]
-        # The second asks for a query that is no longer there.
-        batches = [cached_batch(1, [(slots[2], cached)]), cached_batch(99, [(slots[3], cached)])]
-        made = ours.score([], hits, batches)
-        assert [failure.request_id for failure in made.failures] == [7]
-        assert made.consumers == {1: 2}
-        found.append(scores(was_new) | scores(made))
-    assert found[0] == found[1]
-    assert list(found[0]) == slots[:3]
-    assert len(set(found[0].values())) == 1
-    cache.close()
+    ):
+        cache = cache_of(precision)
+        found = []
+        for apart in (None, maxsim_apart_avx512):
+            ours = Scorer(similarity, maxsim_avx512, CPU, dtype, maxsim_apart=apart, cache=cache)
+            slots = [ResultSlot(7, i) for i in range(4)]
+            length = 1 if similarity == "cosine" else 9
+            new = (document(2, slots[0], 1, key=b"k"), rows(10, length))
+            was_new = ours.score([pooled((query(1, 7, 4), rows(1, length)), new)])
+            cached = was_new.new_embeddings[0].entry(0)
+            hits = [CacheHit(document(3, slots[1], 1, key=b"k"), cached)]
+            # The second asks for a query that is no longer there.
+            batches = [cached_batch(1, [(slots[2], cached)]), cached_batch(99, [(slots[3], cached)])]
+            made = ours.score([], hits, batches)
+            assert [failure.request_id for failure in made.failures] == [7]
+            assert made.consumers == {1: 2}
+            found.append(scores(was_new) | scores(made))
+        assert found[0] == found[1]
+        assert list(found[0]) == slots[:3]
+        assert len(set(found[0].values())) == 1
+        cache.close()
 
 
 @pytest.mark.parametrize(("similarity", "factor"), [("cosine", 1), ("dot", 6)])
