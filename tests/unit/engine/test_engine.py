@@ -32,10 +32,8 @@ from maxsimd.engine import (
     Tenant,
     Truncation,
 )
-from maxsimd.engine.scoring.outcome import Output, Releases, StepOutcome
 from maxsimd.engine.stats import DeviceStats, EngineStats
-from maxsimd.pooling.ragged import Ragged
-from maxsimd.scheduler import ResultSlot, Step
+from maxsimd.scheduler import Step
 from tests.checkpoints import bi_encoders, language_models
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
@@ -343,30 +341,6 @@ class Pinned:
 class Arrival:
     def synchronize(self) -> None:
         """The block is there already."""
-
-
-def outcome(host: torch.Tensor) -> StepOutcome:
-    items = Ragged.from_lengths(torch.zeros(5, 2), (3, 2))
-    scores = Ragged.from_lengths(torch.zeros(2, 1), (1, 1))
-    slots = (ResultSlot(0, 0), ResultSlot(0, 1))
-    outputs = (Output(slots, items, scalar=False), Output(slots, scores, scalar=True))
-    return StepOutcome(outputs, host, (), Releases(), (), None)
-
-
-@pytest.mark.parametrize("is_pinned", [True, False])
-async def test_values_are_copies_of_pinned_memory_alone(
-    monkeypatch: pytest.MonkeyPatch, is_pinned: bool
-) -> None:
-    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: is_pinned)
-    host = torch.arange(12, dtype=torch.float32)
-    values = [result.value for result in outcome(host).results()]
-    np.testing.assert_array_equal(values[0], [[0, 1], [2, 3], [4, 5]])
-    np.testing.assert_array_equal(values[1], [[6, 7], [8, 9]])
-    assert values[2:] == [10.0, 11.0]
-    for value in values[:2]:
-        assert np.shares_memory(value, host.numpy()) is not is_pinned
-        assert isinstance(value, np.ndarray)
-        assert (value.base is None) is is_pinned, "nor does one hold the others"
 
 
 async def test_there_are_no_more_pinned_blocks_than_steps_in_flight(
