@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -217,17 +218,14 @@ def test_a_gpu_without_bfloat16_runs_float32_and_the_log_says_what_is_faster(
     assert choose_dtype("auto", ampere) is torch.bfloat16
     assert choose_dtype("auto", t4) is torch.float32
     assert choose_dtype("float16", t4) is torch.float16
-    monkeypatch.setattr(preparing, "choose_attention", stop)
+    stop = ModelLoadError("the rest is of no interest")
+    monkeypatch.setattr(preparing, "choose_attention", Mock(side_effect=stop))
     for device, dtype, is_said in ((t4, "auto", True), (t4, "float32", False), (ampere, "auto", False)):
         caplog.clear()
         with pytest.raises(ModelLoadError, match="the rest is of no interest"):
             preparing.prepare(model, EngineConfig(dtype=dtype), device)
         assert ("cuda:1 has no bfloat16" in caplog.text) is is_said
         assert ("dtype=float16 is faster" in caplog.text) is is_said
-
-
-def stop(*_: Any) -> Any:
-    raise ModelLoadError("the rest is of no interest")
 
 
 def test_the_budget_of_a_step_fits_into_what_a_gpu_has_free() -> None:
@@ -284,11 +282,8 @@ def test_graphs_are_for_steps_that_will_be_formed(
 
 def test_a_model_is_prepared_with_its_token_budget(model: LoadedModel) -> None:
     for configured, tokens in ((None, 2_048), (100, 100)):
-        config = EngineConfig(max_batch_tokens=configured, dtype="float32")
-        assert (
-            preparing.prepare(load_model(EngineConfig(model=model.name), CPU), config, CPU).step_tokens
-            == tokens
-        )
+        config = EngineConfig(model=model.name, max_batch_tokens=configured, dtype="float32")
+        assert preparing.prepare(load_model(config, CPU), config, CPU).step_tokens == tokens
 
 
 @pytest.fixture
@@ -336,24 +331,19 @@ def test_a_slab_takes_a_share_of_free_memory(
     assert open_slab.rows_within(1 << 20, 124, torch.int8) == 8192
 
 
-@pytest.mark.parametrize(
-    ("precision", "takes_int8", "expected"),
-    [("int8", True, torch.int8), ("int8", False, torch.bfloat16), ("float32", True, torch.bfloat16)],
-)
 def test_a_slab_holds_embeddings_as_they_are_scored(
-    monkeypatch: pytest.MonkeyPatch,
-    opened: Callable[..., Any],
-    precision: Precision,
-    takes_int8: bool,
-    expected: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch, opened: Callable[..., Any]
 ) -> None:
     with_free(monkeypatch, 80 << 30)
-    size = 64 + 4 if expected is torch.int8 else 128
-    assert opened(precision, takes_int8, device_cache_mb=0) is None
-    assert opened(precision, takes_int8) == ((1 << 20) // size, 64, expected)
-    assert opened(precision, takes_int8, device_cache_mb=8) == ((8 << 20) // size, 64, expected)
-    with pytest.raises(ModelLoadError, match=r"no 8 MiB left .* device_cache_mb lower"):
-        opened(precision, takes_int8, device_cache_mb=8, dim=77)
+    for precision, takes_int8, expected in (
+        *(("int8", True, torch.int8), ("int8", False, torch.bfloat16), ("float32", True, torch.bfloat16)),
+    ):
+        size = 64 + 4 if expected is torch.int8 else 128
+        assert opened(precision, takes_int8, device_cache_mb=0) is None
+        assert opened(precision, takes_int8) == ((1 << 20) // size, 64, expected)
+        assert opened(precision, takes_int8, device_cache_mb=8) == ((8 << 20) // size, 64, expected)
+        with pytest.raises(ModelLoadError, match=r"no 8 MiB left .* device_cache_mb lower"):
+            opened(precision, takes_int8, device_cache_mb=8, dim=77)
 
 
 SECOND = torch.device("cuda:1")
@@ -601,17 +591,6 @@ class BrokenRecorder(CallRecorder):
         return replay if len(self.replays) != 1 else lambda: None
 
 
-def test_a_size_that_differs_or_fails_is_left_out_alone(capture: Callable[..., Captured]) -> None:
-    recorder = BrokenRecorder()
-    graphed, mismatches = capture(recorder)
-    assert graphed.sizes == (SIZES[3], SIZES[2])
-    assert "differ by" in mismatches[SIZES[0]]
-    assert "not permitted" in mismatches[SIZES[1]]
-    for lengths in ([5, 5], [100]):
-        graphed.forward(make_step(lengths))
-    assert recorder.replays[0] == 0
-
-
 class FirstTokensBackend(VarlenBackend):
     """In graphs alone, tokens behind a sequence's first 100 are attended to wrongly."""
 
@@ -646,17 +625,22 @@ def test_only_what_is_captured_without_fault_is_used(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """Sizes that differ or fail are left out alone."""
+    recorder = BrokenRecorder()
+    gpu, plain = torch.device("cuda"), PackedRunner(small, CPU, backend)
     monkeypatch.setattr(cuda_graphs, "sizes_for", lambda *most: SIZES)
-    gpu = torch.device("cuda")
-    plain = PackedRunner(small, CPU, backend)
     monkeypatch.setattr(cuda_graphs, "GraphedRunner", lambda runner, device: GraphedRunner(runner, CPU))
-    monkeypatch.setattr(cuda_graphs, "CudaRecorder", BrokenRecorder)
+    monkeypatch.setattr(cuda_graphs, "CudaRecorder", lambda: recorder)
     most = CaptureSize(256, 40, 128)
     with caplog.at_level(logging.WARNING, logger="maxsimd"):
         found = cuda_graphs.with_graphs(plain, backend, gpu, texts_of(small), most)
     assert isinstance(found, GraphedRunner)
-    assert (
-        "not replayed as CUDA graphs of 256 rows and 40 sequences: their hidden states differ" in caplog.text
-    )
+    assert found.sizes == (SIZES[3], SIZES[2])
+    what = "not replayed as CUDA graphs of"
+    assert f"{what} 256 rows and 40 sequences: their hidden states differ" in caplog.text
+    assert "operation not permitted when the stream is capturing" in caplog.text
+    for lengths in ([5, 5], [100]):
+        found.forward(make_step(lengths))
+    assert recorder.replays[0] == 0
     assert cuda_graphs.with_graphs(plain, backend, CPU, texts_of(small), most) is plain
     assert cuda_graphs.with_graphs(plain, backend, gpu, [], most) is plain
