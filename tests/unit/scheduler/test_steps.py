@@ -51,14 +51,14 @@ def causal(tokens: int) -> Scheduler:
 
 
 def test_limits_that_make_no_sense_are_refused() -> None:
-    for tokens, sequences, beside_small, message in (
+    for budget, sequences, beside_small, message in (
         (0, 1, None, r"^a step must hold at least one token and one sequence$"),
         (1, 0, None, r"^a step must hold at least one token and one sequence$"),
         (100, 10, 0, "beside_small must be from 1 to 100, not 0"),
         (100, 10, 101, "beside_small must be from 1 to 100, not 101"),
     ):
         with pytest.raises(ValueError, match=message):
-            StepLimits(tokens, sequences, chunked=True, beside_small=beside_small)
+            StepLimits(budget, sequences, chunked=True, beside_small=beside_small)
 
 
 def test_a_sequence_that_can_never_fit_refuses_its_request() -> None:

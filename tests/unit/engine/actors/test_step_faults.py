@@ -40,6 +40,7 @@ from maxsimd.scheduler import Chunk, JoinedTokens, ResultSlot, Sequence, Step, T
 from tests.checkpoints import cross_encoders, language_models, late_interaction
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
+from tests.exhaustive import exhaustive
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -268,9 +269,7 @@ def _assert_right(found: list[Any], expected: list[Any], where: str) -> None:
             np.testing.assert_allclose(got, right, atol=1e-4, err_msg=where)
 
 
-WHICH = pytest.mark.parametrize(
-    "which", ["last statement", pytest.param("every statement", marks=pytest.mark.exhaustive)]
-)
+WHICH = pytest.mark.parametrize("which", ["last statement", *exhaustive("every statement")])
 
 
 @WHICH
@@ -301,8 +300,8 @@ async def test_a_step_that_fails_before_delivery_is_tried_again(
     [
         *((function, "cpu") for function in FINISH[:4]),
         (RunnerActor._finish, "gpu"),
-        *(pytest.param(function, "cpu", marks=pytest.mark.exhaustive) for function in FINISH[4:]),
-        *(pytest.param(function, "gpu", marks=pytest.mark.exhaustive) for function in FINISH[1:]),
+        *exhaustive(*((function, "cpu") for function in FINISH[4:])),
+        *exhaustive(*((function, "gpu") for function in FINISH[1:])),
     ],
     indirect=["delivery"],
     ids=lambda value: value if isinstance(value, str) else _name(value),
@@ -445,9 +444,7 @@ class Counting:
     scope="module",
     loop_scope="module",
     params=[
-        late_interaction.stanford,
-        pytest.param(cross_encoders.bert, marks=pytest.mark.exhaustive),
-        language_models.qwen3_reranker,
+        *(late_interaction.stanford, language_models.qwen3_reranker, *exhaustive(cross_encoders.bert)),
     ],
 )
 async def counting(request: pytest.FixtureRequest, checkpoints: SharedCheckpoints) -> AsyncIterator[Counting]:

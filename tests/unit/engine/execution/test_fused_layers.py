@@ -29,6 +29,7 @@ from maxsimd.engine.execution.fused_layers import bert, linears, replace, rotary
 from maxsimd.engine.execution.prepare import PreparedModel, prepare
 from maxsimd.engine.ops.triton import layer_norm, rms_norm, rotary, swiglu
 from tests.checkpoints import cross_encoders
+from tests.exhaustive import exhaustive
 from tests.unit.engine.execution.test_packed import laid_out
 from tests.unit.engine.ops.interpreted import run_interpreted
 
@@ -336,13 +337,7 @@ def _count(backbone: torch.nn.Module) -> dict[str, int]:
 pytest.importorskip("triton")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "bert",
-        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("qwen3", "modernbert", "gemma")),
-    ],
-)
+@pytest.mark.parametrize("name", ["bert", *exhaustive("qwen3", "modernbert", "gemma")])
 def test_a_model_with_fused_layers_scores_as_without(name: str) -> None:
     run_interpreted(check_scores, name)
 
@@ -351,10 +346,7 @@ def test_hooks_that_do_nothing_are_no_hindrance() -> None:
     run_interpreted(check_layers_whose_states_were_asked_for)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in MAIN else pytest.mark.exhaustive) for name in ROTARY],
-)
+@pytest.mark.parametrize("name", [*sorted(MAIN), *exhaustive(*sorted(ROTARY.keys() - MAIN))])
 def test_a_family_with_fused_layers_gives_what_its_library_gives(name: str) -> None:
     run_interpreted(check_family, name)
 
@@ -452,9 +444,10 @@ def refused(x: torch.Tensor, layer: torch.nn.Linear) -> torch.Tensor:
     raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
 
 
+COLUMN = torch.eye(256, dtype=torch.bfloat16)[-1]
 NOT_JOINED: dict[str, tuple[Callable[..., torch.Tensor], float, str]] = {
     "without bias": (lambda x, layer: torch.nn.functional.gelu(x @ layer.weight.T), 0.2, "is less exact"),
-    "one column": (lambda x, layer: by_tanh(x, layer) + 0.05 * torch.eye(256, dtype=x.dtype)[-1], 0.2, "is less exact"),
+    "one column": (lambda x, layer: by_tanh(x, layer) + 0.05 * COLUMN, 0.2, "is less exact"),
     "NaN": (lambda x, layer: by_tanh(x, layer) * torch.nan, 0.2, "the fused result is less exact"),
     "refused": (refused, 0.2, "the fused product failed: CUBLAS_STATUS_NOT_SUPPORTED"),
     "slow": (by_tanh, 0.3, "in two, by a short timing"),

@@ -22,6 +22,7 @@ from maxsimd.engine.execution import prepare
 from tests.checkpoints import bi_encoders, cross_encoders, language_models, late_interaction
 from tests.checkpoints.architectures import Architecture, build
 from tests.checkpoints.shared import Build, SharedCheckpoints
+from tests.exhaustive import exhaustive
 from tests.unit.calling_handlers import Caller, RecordingEngine
 
 CPU = torch.device("cpu")
@@ -174,10 +175,7 @@ BUILDS = [
     bi_encoders.bge,
     cross_encoders.bert,
     language_models.qwen3_reranker,
-    *(
-        pytest.param(build, marks=pytest.mark.exhaustive)
-        for build in (cross_encoders.qwen3, late_interaction.stanford)
-    ),
+    *exhaustive(cross_encoders.qwen3, late_interaction.stanford),
 ]
 
 
