@@ -100,8 +100,6 @@ def test_every_model_is_held() -> None:
 def test_small_steps_are_replayed_and_long_ones_are_not(
     name: str, backend: str, gpu: FakeGPU, loaded: Callable[[str], Loaded]
 ) -> None:
-    """Nothing within a graph is left to the host. A replay copies all that it reads at once, and makes no
-    more on the device than its result."""
     on = OnGPU(gpu, loaded(name), backend)
     with first_layers(on.model.backbone, 2):
         runner = on.graphed()

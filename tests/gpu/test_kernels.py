@@ -60,7 +60,6 @@ def test_documents_in_a_slab_score_as_their_embeddings(precision: str) -> None:
 def test_attention_equals_plain_attention(
     family: str, name: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Also with a window, grouped heads, chunks and prefixes, as the family has them."""
     path = getattr(cross_encoders, family)(tmp_path_factory.mktemp(family))
     device = torch.device("cuda")
     candidates = choice.candidates(device, torch.bfloat16)

@@ -81,7 +81,6 @@ RUNS = [(4, 1, (8,)), *((4, ratio, layers) for ratio in (2, 4) for layers in ((2
 async def test_token_compression_equals_flag_embedding(
     checkpoints: SharedCheckpoints, engines: Engines, pairs: list[Pair], tmp_path: Path
 ) -> None:
-    """With one layer and with two; a ratio of 1 is none."""
     path = checkpoints(retrained.bge_gemma2)
     copy = checkpoints.copy(retrained.bge_gemma2, tmp_path / "copy")
     # Earlier transformers do not know the class of its tokeniser.

@@ -103,7 +103,6 @@ def test_the_report_on_peers_shows_ratios_and_shares_of_the_peak() -> None:
 
 @pytest.mark.exhaustive
 async def test_systems_take_turns_with_one_checkpoint(bert_cross_encoder: str) -> None:
-    """Real processes: our server, and sentence-transformers beside it, which take the same requests."""
     systems: list[System] = [maxsimd("maxsimd"), SentenceTransformers("peer", "float32")]
     arena = Arena(systems)
     try:

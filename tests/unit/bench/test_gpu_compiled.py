@@ -97,7 +97,6 @@ def on_hopper(longest_query: int, documents: str = "bf16") -> tuple[MaxSimLaunch
 def test_a_turn_takes_few_instructions_and_others_run_beside_it(
     longest_query: int, documents: str, programs: int, instructions: int
 ) -> None:
-    """Of 64 document tokens, with all query tokens of the tile."""
     _, code = on_hopper(longest_query, documents)
     assert resident_programs(code, H100) >= programs
     assert len(code.main_loop) <= instructions
@@ -105,7 +104,6 @@ def test_a_turn_takes_few_instructions_and_others_run_beside_it(
 
 @pytest.mark.parametrize("longest_query", [32, 1024])
 def test_int8_documents_are_multiplied_at_once(longest_query: int) -> None:
-    """Unpacked in registers, without a detour through shared memory, and with one wait a turn."""
     _, code = on_hopper(longest_query, "i8")
     loop = code.main_loop
     assert len(loop.tensor) == 8

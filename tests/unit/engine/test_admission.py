@@ -122,7 +122,6 @@ async def test_a_request_that_would_wait_too_long_is_refused() -> None:
 
 
 async def test_a_request_may_wait_as_long_as_it_takes() -> None:
-    """What takes more than five seconds is a batch too."""
     for tokens, priority, times, message in (
         (500, "interactive", 1, r"for about 5\.3 seconds, more than the 5\.0"),
         (510, "interactive", 8, r"for about 41\.1 seconds, more than the 40\.8"),

@@ -253,7 +253,6 @@ async def test_a_cached_document_costs_its_tenant_next_to_nothing(config: Engine
 async def test_an_option_below_the_shortest_sequence_is_refused(
     stanford_colbert: str, checkpoints: SharedCheckpoints
 ) -> None:
-    """A query is filled up to 32 tokens."""
     reranker = checkpoints(language_models.qwen3_reranker)
     cases: tuple[tuple[str, dict[str, Any], str], ...] = (
         (stanford_colbert, {"max_batch_tokens": 16}, "a query of.*32 tokens.*than 16.*max_batch_tokens"),

@@ -48,7 +48,6 @@ def test_what_is_run_before_a_new_request(
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_scheduler_does_as_was_forecast(seed: int) -> None:
-    """Except for some steps: which request is the oldest changes, and whether it is overdue."""
     scheduler, draw = Scheduler(StepLimits(BUDGET, 1000, chunked=False)), random.Random(seed)
     for number in range(40):
         lengths = [draw.randint(1, BUDGET // 5) for _ in range(draw.choice((1, 5, 60)))]

@@ -123,7 +123,6 @@ def test_a_weight_or_a_share_that_means_nothing_is_refused() -> None:
 @settings(max_examples=40)
 @given(st.data(), st.booleans())
 def test_every_request_finishes_within_the_bound(data: st.DataObject, chunked: bool) -> None:
-    """Whatever else comes in every step: small requests that pass it, or long sequences that must be cut."""
     budget, share = 40, data.draw(st.sampled_from([1 / 8, 1 / 4, 1 / 2]))
     scheduler = Scheduler(StepLimits(budget, 10_000, chunked), oldest_share=share)
     longest = 3 * budget if chunked else budget

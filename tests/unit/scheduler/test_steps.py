@@ -175,14 +175,11 @@ def one_that_waits_to_be_cut(sequences: int = 1000, weights: dict[str, float] | 
     [(2, [[(2, 200, 250), (1, 0, 50)], [(1, 50, 150)]]), (1, [[(2, 200, 250)], [(1, 0, 100)]])],
 )
 def test_the_end_of_a_cut_sequence_leaves_room_to_the_oldest(sequences: int, expected: list[Spans]) -> None:
-    """Its turn came earlier in the step, when it could not be cut."""
     scheduler = one_that_waits_to_be_cut(sequences)
     assert [spans(scheduler.schedule()) for _ in range(2)] == expected
 
 
 def test_the_oldest_takes_the_next_cut_past_many_others() -> None:
-    """More than are looked at in a step; its short sequence goes before its cut. Others do once it is
-    cancelled."""
     scheduler = one_that_waits_to_be_cut(weights={"b": 100.0})
     scheduler.admit(1, texts(1, [1], 3))
     for number in range(100, 200):
@@ -244,7 +241,6 @@ def test_a_request_may_be_run_in_the_order_in_which_it_was_given() -> None:
 
 @given(st.data())
 def test_a_whole_request_is_run_as_one_admitted_in_parts(data: st.DataObject) -> None:
-    """What waits for a query is taken over in one go, or is added one by one once the query has run."""
     lengths = data.draw(st.lists(st.integers(1, 90), min_size=1, max_size=30))
     prices = data.draw(st.lists(st.integers(1, 120), max_size=5))
     alone = data.draw(st.lists(st.integers(1, 90), max_size=5))

@@ -213,7 +213,6 @@ def _write_for_ever(folder: Path) -> None:
 
 
 def test_killing_a_writer_never_leaves_anything_wrong(tmp_path: Path) -> None:
-    """Processes are killed while they write; every start after it works, every entry is right."""
     context, draw = multiprocessing.get_context("fork"), random.Random(0)
     for _ in range(4):
         writer = context.Process(target=_write_for_ever, args=(tmp_path / "cache",), daemon=True)

@@ -158,7 +158,6 @@ def test_a_folder_has_the_tables_that_other_versions_look_for(disk: DiskStore, f
 
 
 def test_what_a_process_left_that_died_creating_is_used(folder: Path) -> None:
-    """The page that exists before there are tables."""
     folder.mkdir(parents=True)
     with sql(folder) as connection:
         connection.execute(f"PRAGMA page_size = {PAGE}")

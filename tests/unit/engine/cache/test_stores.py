@@ -40,7 +40,6 @@ CHECKSUM = struct.Struct("<I")
 def test_an_entry_comes_back_from_its_bytes(
     precision: Precision, dtype: torch.dtype, tolerance: float
 ) -> None:
-    """Also one without rows, and one whose rows lie otherwise in memory."""
     rows = torch.nn.functional.normalize(entry(1, rows=3).rows, dim=-1)
     for given, truncated in ((rows, False), (rows.bfloat16(), True), (rows[:0], False), (rows.t(), True)):
         values, scales = rounded(given, precision)
@@ -333,7 +332,6 @@ def test_a_start_waits_for_a_slow_disk_only_for_so_long() -> None:
 
 @pytest.mark.parametrize("end", ["clear", "close"])
 def test_reading_at_a_start_ends_with_a_clear_or_a_close(end: str) -> None:
-    """Also among entries that are damaged, however many there are."""
 
     def damaged() -> Iterator[tuple[bytes, CachedEmbedding | None]]:
         while True:
@@ -432,7 +430,6 @@ def test_what_is_asked_for_now_replaces_what_was_before() -> None:
 
 
 def test_entries_of_any_size_never_take_more_than_the_limit() -> None:
-    """Also while they are dropped, and replaced by others of another size."""
     draw = random.Random(0)
     store = MemoryStore(40 * SIZE)
     for _ in range(3000):

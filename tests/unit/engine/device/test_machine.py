@@ -27,48 +27,44 @@ def machine(tmp_path: Path, mounts: str, groups: str, files: dict[str, str]) -> 
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("maxima", "quota"),
-    [
-        (["200000 100000\n"], 2.0),
-        (["50000 100000\n"], 0.5),
-        (["max 100000\n"], None),
-        (["max 100000\n", "150000 100000\n"], 1.5),
-        (["300000 100000\n", "max 100000\n"], 3.0),
-        (["300000 100000\n", "100000 50000\n", "max 100000\n"], 2.0),
-        ([], None),
-        (["nonsense"], None),
-    ],
-)
-def test_version_2_has_the_least_quota_of_all_groups_around(
-    tmp_path: Path, maxima: list[str], quota: float | None
-) -> None:
-    folder, files = "sys/fs/cgroup", {}
-    for maximum in maxima:
-        folder += "/group"
-        files[f"{folder}/cpu.max"] = maximum
-    groups = "0::/" + "/".join(["group"] * len(maxima)) + "\n"
-    assert cpu_quota(machine(tmp_path, V2.format(root="/"), groups, files)) == quota
+def groups_of(folder: str, files: list[dict[str, str]]) -> tuple[str, dict[str, str]]:
+    """The innermost of groups that lie in each other, and their files."""
+    made = {}
+    for depth, each in enumerate(files, 1):
+        made |= {f"{folder}{'/group' * depth}/{name}": text for name, text in each.items()}
+    return "/" + "/".join(["group"] * len(files)), made
 
 
-@pytest.mark.parametrize(
-    ("quotas", "quota"),
-    [
-        ([("200000", "100000")], 2.0),
-        ([("-1", "100000")], None),
-        ([("-1", "100000"), ("25000", "50000")], 0.5),
-    ],
-)
-def test_version_1_has_quota_and_period_in_files(
-    tmp_path: Path, quotas: list[tuple[str, str]], quota: float | None
-) -> None:
-    folder, files = "sys/fs/cgroup/cpu,cpuacct", {}
-    for us, period in quotas:
-        folder += "/group"
-        files |= {f"{folder}/cpu.cfs_quota_us": us, f"{folder}/cpu.cfs_period_us": period}
-    path = "/" + "/".join(["group"] * len(quotas))
-    groups = f"9:name=systemd:/other\n4:cpu,cpuacct:{path}\n0::/\n"
-    assert cpu_quota(machine(tmp_path, V1.format(root="/"), groups, files)) == quota
+def test_version_2_has_the_least_quota_of_all_groups_around(tmp_path: Path) -> None:
+    for i, (maxima, quota) in enumerate(
+        (
+            (["200000 100000\n"], 2.0),
+            (["50000 100000\n"], 0.5),
+            (["max 100000\n"], None),
+            (["max 100000\n", "150000 100000\n"], 1.5),
+            (["300000 100000\n", "max 100000\n"], 3.0),
+            (["300000 100000\n", "100000 50000\n", "max 100000\n"], 2.0),
+            ([], None),
+            (["nonsense"], None),
+        )
+    ):
+        group, files = groups_of("sys/fs/cgroup", [{"cpu.max": maximum} for maximum in maxima])
+        assert cpu_quota(machine(tmp_path / str(i), V2.format(root="/"), f"0::{group}\n", files)) == quota
+
+
+def test_version_1_has_quota_and_period_in_files(tmp_path: Path) -> None:
+    names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+    for i, (quotas, quota) in enumerate(
+        (
+            ([("200000", "100000")], 2.0),
+            ([("-1", "100000")], None),
+            ([("-1", "100000"), ("25000", "50000")], 0.5),
+        )
+    ):
+        files = [dict(zip(names, each, strict=True)) for each in quotas]
+        path, made = groups_of("sys/fs/cgroup/cpu,cpuacct", files)
+        groups = f"9:name=systemd:/other\n4:cpu,cpuacct:{path}\n0::/\n"
+        assert cpu_quota(machine(tmp_path / str(i), V1.format(root="/"), groups, made)) == quota
 
 
 @pytest.mark.parametrize("path", ["/docker/abc", "/docker/abc/inner", "/elsewhere", "/../x"])
@@ -81,13 +77,9 @@ def test_a_container_may_have_a_part_of_the_hosts_groups_mounted(tmp_path: Path,
 def test_there_are_as_many_threads_as_can_always_run() -> None:
     for affinity, quota, threads in ((4, None, 4), (4, 2.0, 2), (4, 1.9, 1), (4, 0.2, 1), (2, 64.0, 2)):
         assert Cores(affinity, quota).threads == threads
-
-
-@pytest.mark.parametrize(
-    ("device", "threads", "expected"), [("cpu", 64, 2), ("cuda", 64, 32), ("cuda", 2, 2), ("xpu", 13, 6)]
-)
-def test_beside_a_gpu_half_of_the_threads_tokenize(device: str, threads: int, expected: int) -> None:
-    assert tokenizer_threads(device, threads) == expected
+    # Beside a GPU half of them tokenize.
+    for device, threads, expected in (("cpu", 64, 2), ("cuda", 64, 32), ("cuda", 2, 2), ("xpu", 13, 6)):
+        assert tokenizer_threads(device, threads) == expected
 
 
 def test_a_real_quota_is_found(group_of_one_core: Path) -> None:

@@ -112,7 +112,6 @@ class NanBackend(OneByOneBackend):
 
 
 def test_every_part_of_attention_is_checked(model: LoadedModel) -> None:
-    """Chunks and prefixes only where a model has them."""
     assert find_mismatch(OneByOneBackend(), model, CPU, torch.float32) is None
     for broken in (NanBackend(), *map(DoublingBackend, ("full", "with_prefill_kv", "shared_prefix"))):
         is_used = model.causal or isinstance(broken, NanBackend) or "full" in vars(broken)
@@ -211,7 +210,6 @@ def test_maxsim_is_checked_in_every_length_and_type(caplog: pytest.LogCaptureFix
 def test_a_gpu_without_bfloat16_runs_float32_and_the_log_says_what_is_faster(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each GPU is asked, not the one that the thread uses at the moment."""
     capabilities = {0: (8, 0), 1: (7, 5)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[device.index])
     ampere, t4 = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -318,7 +316,6 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, int, tor
 def test_a_slab_takes_a_share_of_free_memory(
     monkeypatch: pytest.MonkeyPatch, opened: Callable[..., Any]
 ) -> None:
-    """It leaves room for a step in its own precision, also where embeddings are int8."""
     with_free(monkeypatch, 600 << 20)
     # 64 bytes a row, of a quarter of what 2,048 tokens of 32 KiB leave.
     assert opened("int8", True, dim=60, memory=1 << 30)[0] == (600 - 64) * (1 << 20) // 4 // 64
@@ -448,7 +445,6 @@ async def test_the_thread_that_waits_begins_no_work_on_another_gpu(cuda: Cuda) -
 
 
 async def test_a_device_thread_has_its_gpu_as_the_current_one(cuda: Cuda) -> None:
-    """Triton launches kernels on the current GPU, and torch records events there that name no stream."""
     shared = SharedDevice(SECOND, None)
     try:
         assert await shared.thread.call(torch.cuda.current_device) == 1
@@ -544,8 +540,6 @@ def capture(small: LoadedModel, backend: VarlenBackend) -> Callable[..., Capture
 def test_a_replayed_step_gives_what_it_gives_without_a_graph(
     build: Build, checkpoints: SharedCheckpoints, backend: VarlenBackend
 ) -> None:
-    """A step runs in the smallest graph that holds its tokens and its sequences, also after others have been
-    through the same graph."""
     model, recorder = packed_model(checkpoints(build), layers=1), CallRecorder()
     plain = PackedRunner(model, CPU, backend)
     graphed = GraphedRunner(plain, CPU)
@@ -625,7 +619,6 @@ def test_only_what_is_captured_without_fault_is_used(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Sizes that differ or fail are left out alone."""
     recorder = BrokenRecorder()
     gpu, plain = torch.device("cuda"), PackedRunner(small, CPU, backend)
     monkeypatch.setattr(cuda_graphs, "sizes_for", lambda *most: SIZES)

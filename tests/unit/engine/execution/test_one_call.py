@@ -88,7 +88,6 @@ def plainly(layer: Layer, hidden: torch.Tensor, sequences: torch.Tensor) -> torc
 def test_layers_in_one_call_equal_their_products_one_by_one(
     pack: Pack, lengths: list[int], count: int, firsts_only: bool, tiles: bool
 ) -> None:
-    """To the last bit, however rows or columns are divided among threads."""
     layers = [random_layer(pack, seed) for seed in range(2)]
     rows = sum(lengths)
     random = torch.Generator().manual_seed(rows)
@@ -168,7 +167,6 @@ def why_not(served: tuple[LoadedModel, PackedRunner], caplog: pytest.LogCaptureF
 def test_steps_give_the_bits_of_the_model_layer_by_layer(
     request: pytest.FixtureRequest, checkpoint: str | None, dtype: str, quantization: str
 ) -> None:
-    """With the first rows alone from the last layer for cross-encoders, and all rows of the embedded one."""
     path = None if checkpoint is None else request.getfixturevalue(checkpoint)
     model, plain = loaded(path, dtype, quantization=quantization)
     fast = one_call_of((model, plain))

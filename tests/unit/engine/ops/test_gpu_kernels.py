@@ -70,7 +70,6 @@ def test_attention_compiles_without_spilling_registers(
 def test_attention_on_an_h100_is_not_bound_by_instructions(
     head_dim: int, causal: bool, most_instructions: int, least_tflops: float, programs: int
 ) -> None:
-    """Blocks of 64 queries with several programs at a time, so that one multiplies while another computes."""
     code = compiled(AttentionLaunch(90, head_dim, causal=causal).source, 90)
     assert len(code.main_loop) <= most_instructions
     assert resident_programs(code, H100) >= programs

@@ -124,7 +124,6 @@ def test_linear_equals_the_plain_one(
 @given(SHAPES, st.booleans(), st.booleans())
 @settings(deadline=None)
 def test_int8_linear_equals_its_definition(shape: tuple[int, int, int], bias: bool, gelu: bool) -> None:
-    """Weights rounded by column, activations by row, both symmetrically to 127 steps."""
     x, weight, all_biases = random_layer(shape)
     x = torch.nn.functional.pad(x, (0, shape[1] % 2)).bfloat16()[:, : shape[1]]
     x[0], weight[-1] = 0, 0

@@ -143,7 +143,6 @@ def test_what_nobody_waits_for_is_neither_scored_nor_stored() -> None:
 
 
 def test_a_document_is_scored_when_its_last_window_has_come() -> None:
-    """It is cached with its windows in its own order, although they come in another."""
     cache = cache_of("float32")
     ours = scorer(cache)
     slot, whole_slot = ResultSlot(7, 0), ResultSlot(7, 1)

@@ -74,7 +74,6 @@ def problems(draw: st.DrawFn) -> Problem:
 @settings(max_examples=60)
 @given(problems(), st.sampled_from(["float32", "bfloat16", "int8"]))
 def test_every_backend_follows_the_definition(maxsim: MaxSim, problem: Problem, precision: str) -> None:
-    """bfloat16 embeddings score as their exact values, int8 ones as their decoded values."""
     queries, documents, pairs = problem
     exact = documents
     if precision == "bfloat16":
@@ -242,7 +241,6 @@ def test_apart_the_bits_are_those_end_to_end(problem: tuple[Ragged, list[Ragged]
 
 @needs_the_kernel
 def test_rows_and_queries_of_any_form_are_read() -> None:
-    """Rows that do not follow each other, and queries of which the kernel takes no dtype or dimension."""
     queries, wide = Ragged(torch.randn(5, 16), (0, 5)), torch.randn(9, 32)
     scores = maxsim_apart_avx512(queries, [(wide[:, ::2], None)], pairs_of([(0, 0)]))
     rows = Ragged(wide[:, ::2].contiguous(), (0, 9))
@@ -302,7 +300,6 @@ def test_a_similarity_follows_its_definition(
 
 
 def test_edges_of_similarities() -> None:
-    """Vectors of half precision are multiplied in float32; a query without tokens scores 0."""
     values = torch.randn(2, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     q, d = Ragged(values[:1], (0, 1)), Ragged(values[1:], (0, 1))
     none, two = Ragged(torch.zeros(0, 4), (0, 0)), Ragged(torch.ones(2, 4), (0, 2))
