@@ -355,71 +355,45 @@ class Cuda:
         self.used: list[tuple[str, int]] = []
         self.blocking: list[bool] = []
 
-    @property
     def current(self) -> int:
         return getattr(self._threads, "current", 0)
 
     def set_device(self, device: Any) -> None:
         self._threads.current = device if isinstance(device, int) else torch.device(device).index
 
-    def index(self, device: Any = None) -> int:
+    def use(self, what: str, device: Any = None) -> int:
         index = device if isinstance(device, int) else None if device is None else torch.device(device).index
-        return self.current if index is None else index
+        self.used.append((what, self.current() if index is None else index))
+        return self.used[-1][1]
 
-    def stream(self, device: Any = None) -> "Stream":
-        return Stream(self, self.index(device))
+    def stream(self, device: Any = None) -> Any:
+        return SimpleNamespace(device=self.use("stream", device))
 
-    def event(self, enable_timing: bool = False, blocking: bool = False) -> "Event":
+    def event(self, enable_timing: bool = False, blocking: bool = False) -> Any:
         self.blocking.append(blocking)
-        return Event(self)
-
-    def synchronize(self, device: Any = None) -> None:
-        self.used.append(("synchronize", self.index(device)))
+        return SimpleNamespace(
+            record=lambda stream=None: self.use("record", stream and stream.device),
+            synchronize=lambda: self.use("wait"),
+            elapsed_time=lambda end: 1.0,
+        )
 
     def asked(self, what: str, result: Any) -> Any:
-        def ask(device: Any = None) -> Any:
-            self.used.append((what, self.index(device)))
-            return result
-
-        return ask
-
-
-class Stream:
-    def __init__(self, cuda: Cuda, device: int) -> None:
-        self.cuda, self.device = cuda, device
-        cuda.used.append(("stream", device))
-
-
-class Event:
-    def __init__(self, cuda: Cuda) -> None:
-        self.cuda = cuda
-
-    def record(self, stream: Stream | None = None) -> None:
-        self.cuda.used.append(("record", self.cuda.current if stream is None else stream.device))
-
-    def synchronize(self) -> None:
-        self.cuda.used.append(("wait", self.cuda.current))
-
-    def elapsed_time(self, end: "Event") -> float:
-        return 1.0
+        return lambda device=None: (self.use(what, device), result)[1]
 
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     found = Cuda()
+    sizes = ("memory_allocated", "memory_reserved", "max_memory_allocated", "reset_peak_memory_stats")
     replaced = {
         "set_device": found.set_device,
-        "current_device": lambda: found.current,
-        "current_stream": found.stream,
-        "Stream": found.stream,
-        "Event": found.event,
-        "synchronize": found.synchronize,
+        "current_device": found.current,
         "graph_pool_handle": lambda: (0, 0),
-        "memory_allocated": found.asked("memory", 0),
-        "memory_reserved": found.asked("memory", 0),
-        "max_memory_allocated": found.asked("memory", 0),
-        "reset_peak_memory_stats": found.asked("memory", None),
         "mem_get_info": found.asked("memory", (1, 1)),
+        "synchronize": found.asked("synchronize", None),
+        **dict.fromkeys(("current_stream", "Stream"), found.stream),
+        "Event": found.event,
+        **dict.fromkeys(sizes, found.asked("memory", 0)),
     }
     for name, replacement in replaced.items():
         monkeypatch.setattr(torch.cuda, name, replacement)
@@ -439,7 +413,7 @@ def test_results_are_waited_for_on_the_stream_that_makes_them(cuda: Cuda) -> Non
 
 async def test_the_thread_that_waits_begins_no_work_on_another_gpu(cuda: Cuda) -> None:
     arrivals = Arrivals(SECOND)
-    await arrivals.until(Event(cuda))
+    await arrivals.until(cuda.event())
     arrivals.close()
     assert cuda.used == [("wait", 1)]
 
@@ -448,17 +422,13 @@ async def test_a_device_thread_has_its_gpu_as_the_current_one(cuda: Cuda) -> Non
     shared = SharedDevice(SECOND, None)
     try:
         assert await shared.thread.call(torch.cuda.current_device) == 1
-        await shared.thread.call(_measure)
+        await shared.thread.call(lambda: times_on_cuda(lambda: None))
+        await shared.thread.call(lambda: CudaRecorder().cost(lambda: None))
     finally:
         shared.close()
     assert {what for what, _ in cuda.used} >= {"record", "stream", "synchronize", "memory"}
     assert {device for _, device in cuda.used} == {1}
     assert torch.cuda.current_device() == 0, "this thread is not the device's"
-
-
-def _measure() -> None:
-    times_on_cuda(lambda: None)
-    CudaRecorder().cost(lambda: None)
 
 
 def test_each_thread_has_a_gpu_of_its_own(cuda: Cuda) -> None:
