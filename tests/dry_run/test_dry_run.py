@@ -9,7 +9,23 @@ import pytest
 import torch
 
 from tests.checkpoints.shared import SharedCheckpoints
-from tests.dry_run.driving import Ids, Loaded, OnGPU, drives, first_layers, load, pictures, run, step_of
+from tests.dry_run.driving import (
+    CHECKPOINTS,
+    MAY_WAIT,
+    ONE_OF_EACH,
+    TOWERS_WAIT,
+    Ids,
+    Loaded,
+    OnGPU,
+    cost_of,
+    drives,
+    first_layers,
+    held,
+    load,
+    pictures,
+    run,
+    step_of,
+)
 from tests.dry_run.gpu import (
     GPU,
     FakeGPU,
@@ -20,7 +36,6 @@ from tests.dry_run.gpu import (
     Race,
     fake_gpu,
 )
-from tests.dry_run.measured import CHECKPOINTS, MAY_WAIT, ONE_OF_EACH, TOWERS_WAIT, cost_of, held
 from tests.exhaustive import exhaustive
 
 BY_NAME = {each.name: each for each in CHECKPOINTS}

@@ -8,6 +8,7 @@ import random
 import textwrap
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -364,6 +365,10 @@ async def test_an_error_of_the_device_itself_is_not_tried_again(
 
     async with Engine(configs[0]) as engine:
         await workload.prepare(engine)
+        # Only a GPU cannot be used again.
+        running: Any = engine._running
+        device = torch.device("cuda" if where == "forward" else "cpu")
+        running.device_model = replace(running.device_model, device=device)
         if where == "forward":
             monkeypatch.setattr(engine.device_model.prepared.runner, "forward", broken)
         else:
@@ -374,6 +379,7 @@ async def test_an_error_of_the_device_itself_is_not_tried_again(
         assert [type(one) for one in found] == [EngineDeadError] * len(found)
         assert calls == 1 or where == "arrival"
         assert "illegal memory access" in (engine.death or "")
+        assert (engine.restart_obstacle is not None) == (where == "forward")
 
 
 POISON = "poison"
