@@ -479,7 +479,7 @@ CHECKPOINTS = [
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class StepCost:
     """Of one step of whole sequences: kernels a layer and outside of the layers, copies in both directions,
     bytes to the device a token, and how often the host waits."""
 
@@ -490,7 +490,7 @@ class Cost:
     waits: int
 
 
-def cost_of(on: OnGPU) -> Cost:
+def cost_of(on: OnGPU) -> StepCost:
     """A layer is what there is less when the last one is taken away. Where layers differ, `outside` has the
     difference, and may be negative."""
     step = plain_step(on.model)
@@ -498,7 +498,7 @@ def cost_of(on: OnGPU) -> Cost:
     whole = _counted(on, lambda: on.run(step))
     with first_layers(on.model.backbone, -1) as layers:
         layer = whole.launches.total() - _counted(on, lambda: on.run(step)).launches.total()
-    return Cost(
+    return StepCost(
         layer,
         whole.launches.total() - layer * layers,
         whole.to_device + whole.to_host,
@@ -513,7 +513,7 @@ def _counted(on: OnGPU, run: Callable[[], object]) -> Counts:
     return counts
 
 
-def measure_all(folder: Path) -> dict[str, Cost]:
+def measure_all(folder: Path) -> dict[str, StepCost]:
     """Builds all checkpoints; takes about a minute."""
     costs = {}
     for number, checkpoint in enumerate(CHECKPOINTS):
@@ -526,9 +526,9 @@ def measure_all(folder: Path) -> dict[str, Cost]:
     return costs
 
 
-def table_of(costs: dict[str, Cost]) -> str:
+def table_of(costs: dict[str, StepCost]) -> str:
     """A line a model, its name last."""
-    names = [each.name for each in fields(Cost)]
+    names = [each.name for each in fields(StepCost)]
     rows = ["  ".join(names)]
     for name, cost in costs.items():
         numbers = (str(number).rjust(len(x)) for number, x in zip(astuple(cost), names, strict=True))
@@ -536,10 +536,10 @@ def table_of(costs: dict[str, Cost]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def held() -> dict[str, Cost]:
+def held() -> dict[str, StepCost]:
     _, *rows = HELD.read_text(encoding="utf-8").splitlines()
     costs = {}
     for row in rows:
-        *numbers, name = row.split(maxsplit=len(fields(Cost)))
-        costs[name] = Cost(*map(int, numbers))
+        *numbers, name = row.split(maxsplit=len(fields(StepCost)))
+        costs[name] = StepCost(*map(int, numbers))
     return costs
