@@ -259,32 +259,30 @@ def test_a_folder_that_cannot_be_is_refused_and_stays(
     assert os.listdir(tmp_path) == [file.name]
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
+def test_another_programs_database_stays_as_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, without_pauses: None
+) -> None:
+    for statement in (
         "CREATE TABLE entries (sequence, key, data)",
         "PRAGMA application_id = 77",
         "PRAGMA journal_mode = WAL",
         "PRAGMA user_version = 2",
-    ],
-)
-def test_another_programs_database_stays_as_it_is(
-    folder: Path, statement: str, caplog: pytest.LogCaptureFixture, without_pauses: None
-) -> None:
-    later = "user_version" in statement
-    if later:
-        with closing(DiskStore(folder, 4 * MIB)) as store:
-            store.put([(key(1), entry(1))])
-    folder.mkdir(parents=True, exist_ok=True)
-    with sql(folder) as connection:
-        if "entries" not in statement and not later:
-            connection.execute("CREATE TABLE of_a_user (name)")
-        connection.execute(statement)
-    before = unchanged(folder)
-    log = refuses(folder, caplog)
-    assert ("was written by another version of maxsimd" if later else "belongs to another program") in log
-    assert "move it away, or name another folder (cache_dir)" in log
-    assert unchanged(folder) == before
+    ):
+        later, folder = "user_version" in statement, tmp_path / statement
+        caplog.clear()
+        if later:
+            with closing(DiskStore(folder, 4 * MIB)) as store:
+                store.put([(key(1), entry(1))])
+        folder.mkdir(parents=True, exist_ok=True)
+        with sql(folder) as connection:
+            if "entries" not in statement and not later:
+                connection.execute("CREATE TABLE of_a_user (name)")
+            connection.execute(statement)
+        before = unchanged(folder)
+        log = refuses(folder, caplog)
+        assert ("was written by another version of maxsimd" if later else "belongs to another program") in log
+        assert "move it away, or name another folder (cache_dir)" in log
+        assert unchanged(folder) == before
 
 
 # Damage: test_damaged_caches.py has every kind of it

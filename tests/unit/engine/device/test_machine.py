@@ -8,6 +8,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -104,25 +105,21 @@ GIB = 1024**3
 MEMINFO = "MemTotal:       16777216 kB\nMemFree:          100000 kB\nMemAvailable:    8388608 kB\n"
 
 
-@pytest.mark.parametrize(
-    ("meminfo", "groups", "free"),
-    [
+def test_free_is_the_least_of_machine_and_groups(tmp_path: Path) -> None:
+    cases: Any = (
         (None, {}, None),
         (MEMINFO, {}, 8 * GIB),
         ("nonsense\n", {}, None),
         (MEMINFO, {"a/b": ("max", GIB)}, 8 * GIB),
         (MEMINFO, {"a": (3 * GIB, GIB), "a/b": ("max", GIB)}, 2 * GIB),
         (MEMINFO, {"a/b": (10, 20)}, 0),
-    ],
-)
-def test_free_is_the_least_of_machine_and_groups(
-    tmp_path: Path, meminfo: str | None, groups: dict[str, tuple[object, int]], free: int | None
-) -> None:
-    files = {} if meminfo is None else {"proc/meminfo": meminfo}
-    for group, (most, current) in groups.items():
-        folder = f"sys/fs/cgroup/{group}/memory"
-        files |= {f"{folder}.max": f"{most}\n", f"{folder}.current": f"{current}\n"}
-    assert free_memory(machine(tmp_path, V2.format(root="/"), "0::/a/b\n", files)) == free
+    )
+    for i, (meminfo, groups, free) in enumerate(cases):
+        files = {} if meminfo is None else {"proc/meminfo": meminfo}
+        for group, (most, current) in groups.items():
+            folder = f"sys/fs/cgroup/{group}/memory"
+            files |= {f"{folder}.max": f"{most}\n", f"{folder}.current": f"{current}\n"}
+        assert free_memory(machine(tmp_path / str(i), V2.format(root="/"), "0::/a/b\n", files)) == free
 
 
 def test_version_1_has_other_files(tmp_path: Path) -> None:
@@ -137,17 +134,16 @@ def test_version_1_has_other_files(tmp_path: Path) -> None:
     assert free_memory(machine(tmp_path, mount, "4:memory:/a\n0::/\n", files)) == 4 * GIB
 
 
-@pytest.mark.parametrize(
-    ("free", "limit"), [(None, 64), (0, 64), (512 << 20, 64), (16 << 30, 1024), (1 << 40, 4096)]
-)
 def test_the_default_is_a_part_of_what_is_free(
-    free: int | None, limit: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(open_cache, "free_memory", lambda: free)
-    with caplog.at_level(logging.DEBUG):
-        assert open_cache.memory_limit(EngineConfig()) == limit << 20
-    assert f"{limit} MiB" in caplog.text
-    assert open_cache.memory_limit(EngineConfig(cache_mb=7)) == 7 << 20
+    for free, limit in ((None, 64), (0, 64), (512 << 20, 64), (16 << 30, 1024), (1 << 40, 4096)):
+        monkeypatch.setattr(open_cache, "free_memory", lambda free=free: free)
+        caplog.clear()
+        with caplog.at_level(logging.DEBUG):
+            assert open_cache.memory_limit(EngineConfig()) == limit << 20
+        assert f"{limit} MiB" in caplog.text
+        assert open_cache.memory_limit(EngineConfig(cache_mb=7)) == 7 << 20
 
 
 # Threads

@@ -244,38 +244,30 @@ def with_free(monkeypatch: pytest.MonkeyPatch, free: int, unused: int = 0) -> No
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1 << 30)
 
 
-@pytest.mark.parametrize(
-    ("free", "unused", "configured", "tokens"),
-    [
-        (80 << 30, 0, None, 16_384),
-        (256 << 20, 0, None, 4_096),
-        (128 << 20, 128 << 20, None, 4_096),
-        (256 << 20, 0, 512, 512),
-        (256 << 20, 0, 65_536, 65_536),
-    ],
-)
-def test_graphs_are_for_steps_that_will_be_formed(
-    monkeypatch: pytest.MonkeyPatch, free: int, unused: int, configured: int | None, tokens: int
-) -> None:
+def test_graphs_are_for_steps_that_will_be_formed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The token budget is decided first, by the memory that is free before graphs and a slab take theirs."""
-    gpu, asked = torch.device("cuda", 1), []
-    config = EngineConfig(max_batch_tokens=configured)
+    gpu, mib = torch.device("cuda", 1), 1 << 20
     sized = BertConfig(hidden_size=1024, intermediate_size=4096)
     model: Any = SimpleNamespace(backbone=SimpleNamespace(config=sized), max_tokens=512)
-    with_free(monkeypatch, free, unused)
-    found = budget.step_tokens(config, model, gpu, torch.bfloat16, chunked=False)
-    assert found == tokens
-
-    def with_graphs(runner: Any, backend: Any, device: torch.device, samples: Any, most: CaptureSize) -> Any:
-        asked.append(most)
-
-    monkeypatch.setattr(preparing, "with_graphs", with_graphs)
     runner: Any = SimpleNamespace(backend=None)
-    preparing._sped_up(runner, model, config, gpu, [], CaptureSize(found, 512, 512))
-    assert asked[0].rows == tokens
-    assert max(size.rows for size in sizes_for(asked[0].rows, asked[0].sequences, asked[0].longest)) == min(
-        tokens, 16_384
-    )
+    for free, unused, configured, tokens in (
+        (80 << 30, 0, None, 16_384),
+        (256 * mib, 0, None, 4_096),
+        (128 * mib, 128 * mib, None, 4_096),
+        (256 * mib, 0, 512, 512),
+        (256 * mib, 0, 65_536, 65_536),
+    ):
+        config = EngineConfig(max_batch_tokens=configured)
+        with_free(monkeypatch, free, unused)
+        assert budget.step_tokens(config, model, gpu, torch.bfloat16, chunked=False) == tokens
+        with_graphs = Mock()
+        monkeypatch.setattr(preparing, "with_graphs", with_graphs)
+        preparing._sped_up(runner, model, config, gpu, [], CaptureSize(tokens, 512, 512))
+        most = with_graphs.call_args.args[-1]
+        assert most.rows == tokens
+        assert max(size.rows for size in sizes_for(most.rows, most.sequences, most.longest)) == min(
+            tokens, 16_384
+        )
 
 
 def test_a_model_is_prepared_with_its_token_budget(model: LoadedModel) -> None:

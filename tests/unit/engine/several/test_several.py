@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -222,43 +223,26 @@ def _stages(names: tuple[str, str], keep: int | None = None, instruction: str | 
     return [Stage(names[0], keep=keep), Stage(names[1], instruction=instruction)]
 
 
-@pytest.mark.parametrize(
-    ("query", "documents", "stages", "options", "message"),
-    [
+async def test_certain_refusals_are_told_before_any_stage_runs(
+    both: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in both.names:
+        monkeypatch.setattr(both[name], "rerank", Mock(side_effect=AssertionError("a stage ran")))
+    too_long = {"truncation": Truncation(max_tokens=400)}
+    for query, documents, stages, options, message in (
         ("a", TEXTS, _stages(TO_RERANK, 1, "be kind"), {}, "this model takes no instruction"),
         (LONG, TEXTS, _stages(TO_EMBED, 1), {"truncation": "error"}, "queries[0] has "),
         ("a", [*TEXTS, LONG], _stages(TO_EMBED), {"truncation": "error"}, "documents[3] has 302 tokens"),
         ("a", ["a", LONG, LONG], _stages(TO_EMBED, 2), {"truncation": "error"}, "documents[1] has 302"),
-        (
-            "a",
-            TEXTS,
-            _stages(TO_EMBED, 1),
-            {"truncation": Truncation(max_tokens=400)},
-            "truncate_prompt_tokens is 400, more than the 256 tokens",
-        ),
+        ("a", TEXTS, _stages(TO_EMBED, 1), too_long, "truncate_prompt_tokens is 400, more than the 256"),
         (VECTOR, TEXTS, _stages(TO_RERANK, 1), {}, "queries[0] is an embedding, but this model"),
         ("a", ["a", VECTOR, VECTOR], _stages(TO_RERANK, 2), {}, "documents[1] is an embedding, but this"),
         (PAGE, TEXTS, _stages(TO_RERANK, 1), {}, "queries[0] is a picture; this model reads only text"),
-    ],
-)
-async def test_certain_refusals_are_told_before_any_stage_runs(
-    both: Engines,
-    monkeypatch: pytest.MonkeyPatch,
-    query: Any,
-    documents: list[Any],
-    stages: list[Stage],
-    options: dict[str, Any],
-    message: str,
-) -> None:
-    async def rerank(*texts: Any, **options: Any) -> None:
-        pytest.fail("a stage ran")
-
-    for name in both.names:
-        monkeypatch.setattr(both[name], "rerank", rerank)
-    with pytest.raises(InvalidRequestError) as refused:
-        await both.rerank(query, documents, stages, **options)
-    assert str(refused.value).startswith(message)
-    assert str(refused.value).endswith(f"(the model {stages[1].model!r} of the cascade)")
+    ):
+        with pytest.raises(InvalidRequestError) as refused:
+            await both.rerank(query, documents, stages, **options)
+        assert str(refused.value).startswith(message)
+        assert str(refused.value).endswith(f"(the model {stages[1].model!r} of the cascade)")
 
 
 async def test_possible_refusals_are_not_told_before(both: Engines) -> None:
