@@ -502,15 +502,9 @@ def test_caches_of_embeddings_and_of_scores_say_what_to_change(caplog: pytest.Lo
     embeddings.close()
 
 
-def test_the_key_of_a_score_depends_on_each_text() -> None:
-    keys = {
-        ScoreCache.key(*texts)
-        for texts in (("a", "bc", ""), ("ab", "c", ""), ("", "abc", ""), ("a", "b", "c"))
-    }
-    assert len(keys) == 4
-
-
-def test_scores_take_no_more_than_their_limit() -> None:
+def test_scores_have_keys_of_each_text_and_take_no_more_than_a_limit() -> None:
+    texts = (("a", "bc", ""), ("ab", "c", ""), ("", "abc", ""), ("a", "b", "c"))
+    assert len({ScoreCache.key(*each) for each in texts}) == 4
     cache = ScoreCache(10 * 512)
     cache.put((bytes([i]) * 32, CachedScore(float(i), 1, 0, False, 1)) for i in range(30))
     assert (cache.entries, cache.memory_bytes, cache.evictions) == (10, 5120, 20)

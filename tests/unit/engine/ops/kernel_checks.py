@@ -364,29 +364,20 @@ def behind_prefixes(draw: st.DrawFn, dims: Dims, dtypes: Dtypes) -> Attention:
     return Attention(Layout(True, shared_groups=tuple(groups)), qkv, contexts)
 
 
-def _check_attention(device: str, problems: Any, count: int) -> None:
+def check_attention(device: str) -> None:
+    """Of whole sequences, of chunks, and behind prefixes."""
     from maxsimd.engine.execution.attention.triton_kernel import TritonBackend
 
-    @examples(count, device)
-    @given(problems(DIMS, st.sampled_from(DTYPES)), SMALL_TILES)
-    def compare(problem: Attention, tiles: tuple[int, int, int, int] | None) -> None:
-        with tiled(tiles):
-            found = problem.by(TritonBackend(), device)
-        close(found, problem.exactly().nan_to_num(), problem.qkv.query.dtype)
+    for problems in (whole_sequences, chunks, behind_prefixes):
 
-    compare()
+        @examples(24, device)
+        @given(problems(DIMS, st.sampled_from(DTYPES)), SMALL_TILES)
+        def compare(problem: Attention, tiles: tuple[int, int, int, int] | None) -> None:
+            with tiled(tiles):
+                found = problem.by(TritonBackend(), device)
+            close(found, problem.exactly().nan_to_num(), problem.qkv.query.dtype)
 
-
-def check_attention_of_whole_sequences(device: str) -> None:
-    _check_attention(device, whole_sequences, 24)
-
-
-def check_attention_of_chunks(device: str) -> None:
-    _check_attention(device, chunks, 20)
-
-
-def check_attention_after_prefixes(device: str) -> None:
-    _check_attention(device, behind_prefixes, 20)
+        compare()
 
 
 def check_projection(device: str) -> None:
@@ -569,9 +560,7 @@ CHECKS = [
     check_maxsim_by_small_tiles,
     check_maxsim_of_slices,
     check_maxsim_beyond_32_bits,
-    check_attention_of_whole_sequences,
-    check_attention_of_chunks,
-    check_attention_after_prefixes,
+    check_attention,
     check_projection,
     check_layer_norm,
     check_rms_norm,

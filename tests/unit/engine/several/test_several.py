@@ -439,10 +439,7 @@ async def test_time_is_shared_by_weight_whatever_the_length_of_steps(weights: tu
     used = await _run(members, clock, [0.01, 0.2, 0.05][: len(weights)], 40.0)
     for seconds, weight in zip(used, weights, strict=True):
         assert seconds / sum(used) == pytest.approx(weight / sum(weights), rel=0.03)
-
-
-async def test_an_idle_one_costs_nothing_and_saves_up_a_moment() -> None:
-    clock = Clock()
+    # An idle one costs nothing, and saves up no more than a moment.
     turns = Turns(clock)
     busy, idle = turns.join(1.0), turns.join(1.0)
     assert await _run([busy], clock, [0.1], 20.0) == [pytest.approx(20.0, abs=0.2)]
@@ -450,7 +447,7 @@ async def test_an_idle_one_costs_nothing_and_saves_up_a_moment() -> None:
     assert used[1] == pytest.approx(5.0, abs=0.5)
 
 
-async def test_steps_that_overlap_are_paid_for_once() -> None:
+async def test_overlapping_steps_are_paid_for_once_by_a_weight() -> None:
     clock = Clock()
     turns = Turns(clock)
     first, second = turns.join(1.0), turns.join(1.0)
@@ -459,6 +456,9 @@ async def test_steps_that_overlap_are_paid_for_once() -> None:
     clock.now = 4.0
     assert second.charge(2.0) == 1.0
     assert first.charge(5.0) == 0.0
+    for weight in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="must be positive and finite"):
+            turns.join(weight)
 
 
 async def test_whoever_is_cancelled_holds_up_nobody() -> None:
@@ -481,9 +481,3 @@ async def test_whoever_is_cancelled_holds_up_nobody() -> None:
 async def _hold(turn: Turn) -> None:
     async with turn:
         await asyncio.sleep(0)
-
-
-async def test_a_weight_that_means_nothing_is_refused() -> None:
-    for weight in (0.0, -1.0, float("inf"), float("nan")):
-        with pytest.raises(ValueError, match="must be positive and finite"):
-            Turns(Clock()).join(weight)
