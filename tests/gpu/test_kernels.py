@@ -19,6 +19,8 @@ from tests.checkpoints import cross_encoders
 from tests.unit.engine.cache.test_slab import check_scores_from_a_slab
 from tests.unit.engine.ops.kernel_checks import CHECKS
 
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_a_kernel_equals_plain_torch(check: Callable[[str], None]) -> None:
