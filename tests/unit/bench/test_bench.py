@@ -43,19 +43,16 @@ def test_the_tokenizer_of_a_path_is_measured(tmp_path: Path) -> None:
     assert figures["threads_for_a_gpu"] == pytest.approx(needed, abs=1)
 
 
-def test_random_requests_have_the_lengths_asked_for() -> None:
+def test_requests_have_the_lengths_and_documents_asked_for() -> None:
+    counts = mixed_counts("2:0.9,50:0.1", 1000, seed=0)
+    assert set(counts) == {2, 50}
+    assert 60 <= counts.count(50) <= 140
     for shared, queries in ((True, 1), (False, 10)):
         requests = random_requests(10, 4, input_len=100, range_ratio=0.5, shared_query=shared, seed=0)
         assert len({request.query for request in requests}) == queries
         for request in requests:
             assert 24 <= len(request.query.split()) <= 74
             assert all(25 <= len(document.split()) <= 75 for document in request.documents)
-
-
-def test_a_mix_gives_requests_their_numbers_of_documents() -> None:
-    counts = mixed_counts("2:0.9,50:0.1", 1000, seed=0)
-    assert set(counts) == {2, 50}
-    assert 60 <= counts.count(50) <= 140
     requests = random_requests(3, [1, 5, 2], 20, 0.5, shared_query=False, seed=0)
     assert [len(request.documents) for request in requests] == [1, 5, 2]
     for wrong in ("2", "2:0.9", "0:0.5,1:0.5", "a:1"):

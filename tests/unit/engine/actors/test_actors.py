@@ -105,17 +105,13 @@ async def test_after_a_long_step_the_next_is_chosen_near_its_end() -> None:
     await device.actor.receive(message)
     assert len(device.steps) == 3
     assert 2 in {chunk.sequence.request_id for chunk in device.steps[2].chunks}, "it came in time"
-
-
-async def test_a_step_that_ends_early_is_followed_at_once() -> None:
-    device = Device(steps_in_flight=2, beside_small=8)
-    await device.admit(1, [8, 8, 8, 8])
-    await device.report(device.steps[0], 0, 1, 0.5)
+    # One that ends early is followed at once.
     device.actor.pace.observe(8_000_000, 1_000_000_000.0)
-    await device.actor.receive(StepEnding(device.steps[1].step_id))
-    assert len(device.steps) == 2
-    await device.report(device.steps[1], 0, 1, 0.5)
+    await device.actor.receive(StepEnding(device.steps[2].step_id))
     assert len(device.steps) == 3
+    await device.report(device.steps[1], 0, 1, 0.5)
+    await device.report(device.steps[2], 0, len(device.steps[2].chunks), 0.5)
+    assert len(device.steps) == 4
 
 
 async def test_waiting_for_other_models_delays_no_choice() -> None:

@@ -502,7 +502,7 @@ def test_caches_of_embeddings_and_of_scores_say_what_to_change(caplog: pytest.Lo
     embeddings.close()
 
 
-def test_scores_have_keys_of_each_text_and_take_no_more_than_a_limit() -> None:
+def test_scores_have_keys_of_their_texts_and_a_limit() -> None:
     texts = (("a", "bc", ""), ("ab", "c", ""), ("", "abc", ""), ("a", "b", "c"))
     assert len({ScoreCache.key(*each) for each in texts}) == 4
     cache = ScoreCache(10 * 512)

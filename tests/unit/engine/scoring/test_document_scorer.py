@@ -415,7 +415,7 @@ def test_windows_that_are_forgotten_must_come_again() -> None:
 
 
 @pytest.mark.parametrize("is_pinned", [True, False])
-def test_scalars_and_matrices_are_told_apart_and_copied_if_pinned(
+def test_scalars_and_matrices_are_told_apart_and_copied(
     monkeypatch: pytest.MonkeyPatch, is_pinned: bool
 ) -> None:
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: is_pinned)
