@@ -4,7 +4,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.dry_run.measured import HELD, measure_all, table_of
+from tests.dry_run.driving import HELD, measure_all, table_of
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:

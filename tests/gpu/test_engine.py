@@ -14,6 +14,8 @@ from maxsimd.engine.execution.cuda_graphs import GraphedRunner
 from tests.checkpoints import bi_encoders, cross_encoders, late_interaction
 from tests.parity.families import FAMILIES, Family
 
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+
 
 async def _score(config: EngineConfig, pairs: list[Pair]) -> np.ndarray:
     queries, documents = [pair.query for pair in pairs], [pair.document for pair in pairs]

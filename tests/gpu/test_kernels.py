@@ -18,10 +18,11 @@ from maxsimd.pooling.spans import Spans
 from tests.checkpoints import cross_encoders
 from tests.unit.engine.cache.test_slab import check_scores_from_a_slab
 from tests.unit.engine.ops.kernel_checks import CHECKS
-from tests.unit.engine.ops.test_layer_kernels import CHECKS as LAYER_CHECKS
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
 
-@pytest.mark.parametrize("check", [*CHECKS, *LAYER_CHECKS])
+@pytest.mark.parametrize("check", CHECKS)
 def test_a_kernel_equals_plain_torch(check: Callable[[str], None]) -> None:
     check("cuda")
 
@@ -61,7 +62,6 @@ def test_documents_in_a_slab_score_as_their_embeddings(precision: str) -> None:
 def test_attention_equals_plain_attention(
     family: str, name: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Also with a window, grouped heads, chunks and prefixes, as the family has them."""
     path = getattr(cross_encoders, family)(tmp_path_factory.mktemp(family))
     device = torch.device("cuda")
     candidates = choice.candidates(device, torch.bfloat16)

@@ -69,8 +69,6 @@ def documents(pairs: list[Pair]) -> list[str]:
 async def test_documents_that_fail_have_errors_and_the_rest_scores(
     engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One is too long, one is no Unicode, and two that are equal break the model. A thread makes the
-    result."""
     monkeypatch.setattr(postprocess, "_MANY", 40)
     short, too_long = [f"text {i}" for i in range(80)], "word " * 600
     whole = await engine.score("a query", short)
@@ -133,7 +131,6 @@ async def test_what_is_wrong_with_the_query_fails_the_request(engine: RecordingE
 async def test_when_the_time_is_up_what_is_scored_comes_back(
     engine: RecordingEngine, documents: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device is held up after some steps, until the answer is there."""
     whole = await engine.score("a query", documents, truncation=CUT_LONG)
     runner: Any = engine.device_model.prepared.runner
     forward: Callable[[Step], Any] = runner.forward

@@ -130,21 +130,15 @@ def test_parameters_that_make_no_sense_are_refused() -> None:
     for wrong in wrongs:
         with pytest.raises(ValueError, match="|".join(wrong)):
             Muvera(**wrong)
-
-
-def test_what_does_not_go_with_the_tokens_is_refused() -> None:
     rows = np.ones((2, 8), dtype=np.float32)
-    for encoding, said in (
-        (Muvera(d_proj=9), "d_proj is 9"),
-        (Muvera(d_proj=8, d_final=100_000), "d_final is 100000"),
-        (Muvera(k_sim=10, r_reps=200, d_proj=None), "smaller d_proj"),
+    unsaid: Any = "passage"
+    for encoding, matrices, input_type, said in (
+        (Muvera(d_proj=9), [rows], "query", "d_proj is 9"),
+        (Muvera(d_proj=8, d_final=100_000), [rows], "query", "d_final is 100000"),
+        (Muvera(k_sim=10, r_reps=200, d_proj=None), [rows], "query", "smaller d_proj"),
+        (Muvera(d_proj=8), [rows, rows[:, :7]], "query", "a token matrix has the shape"),
+        (Muvera(), [], "query", "at least one"),
+        (Muvera(d_proj=8), [rows], unsaid, "query or document"),
     ):
         with pytest.raises(ValueError, match=said):
-            encoding.encode([rows], "query")
-    with pytest.raises(ValueError, match="a token matrix has the shape"):
-        Muvera(d_proj=8).encode([rows, np.ones((2, 7), dtype=np.float32)], "query")
-    with pytest.raises(ValueError, match="at least one"):
-        Muvera().encode([], "query")
-    unsaid: Any = "passage"
-    with pytest.raises(ValueError, match="query or document"):
-        Muvera(d_proj=8).encode([rows], unsaid)
+            encoding.encode(matrices, input_type)

@@ -172,22 +172,6 @@ def _scaled(lengths: list[int]) -> Ragged:
 
 
 @settings(max_examples=40)
-@given(LENGTHS, LENGTHS, st.booleans())
-def test_joined_parts_have_all_items_in_order(first: list[int], second: list[int], scaled: bool) -> None:
-    parts = [_scaled(lengths) for lengths in (first, second)]
-    if not scaled:
-        parts = [Ragged(part.values, part.offsets) for part in parts]
-    joined = Ragged.join(parts)
-    assert joined.lengths == first + second
-    assert torch.equal(joined.values, torch.cat([part.values for part in parts]))
-    assert (joined.scales is not None) == scaled
-    exact = [item for part in parts for item in part.decoded(torch.float32)]
-    for i, (item, expected) in enumerate(zip(joined.decoded(torch.float32), exact, strict=True)):
-        assert torch.equal(item, expected)
-        assert torch.equal(joined.item(i).decoded(torch.float32).values, expected), "with its own scales"
-
-
-@settings(max_examples=40)
 @given(LENGTHS, st.integers(1, 7), st.sampled_from([torch.float32, torch.bfloat16]))
 def test_int8_rows_are_decoded_by_their_scales_whatever_the_tile(
     lengths: list[int], together: int, dtype: torch.dtype
@@ -202,14 +186,20 @@ def test_int8_rows_are_decoded_by_their_scales_whatever_the_tile(
 
 
 @settings(max_examples=40)
-@given(LENGTHS, st.data(), st.booleans())
-def test_items_are_taken_in_order_with_scales(lengths: list[int], data: st.DataObject, scaled: bool) -> None:
-    items = _scaled(lengths)
+@given(LENGTHS, LENGTHS, st.data(), st.booleans())
+def test_items_are_joined_and_taken_in_order_with_scales(
+    first: list[int], second: list[int], data: st.DataObject, scaled: bool
+) -> None:
+    parts = [_scaled(lengths) for lengths in (first, second)]
     if not scaled:
-        items = Ragged(items.values, items.offsets)
-    wanted = data.draw(st.lists(st.integers(0, len(lengths) - 1), max_size=8))
-    taken = items.take(wanted)
-    assert taken.lengths == [lengths[i] for i in wanted]
-    exact = [items.decoded(torch.float32)[i] for i in wanted]
-    for item, expected in zip(taken.decoded(torch.float32), exact, strict=True):
-        assert torch.equal(item, expected)
+        parts = [Ragged(part.values, part.offsets) for part in parts]
+    joined = Ragged.join(parts)
+    assert torch.equal(joined.values, torch.cat([part.values for part in parts]))
+    assert (joined.lengths, joined.scales is not None) == (first + second, scaled)
+    exact = [item for part in parts for item in part.decoded(torch.float32)]
+    wanted = data.draw(st.lists(st.integers(0, len(exact) - 1), max_size=8))
+    for items, numbers in ((joined, range(len(exact))), (joined.take(wanted), wanted)):
+        assert items.lengths == [len(exact[i]) for i in numbers]
+        for i, (item, number) in enumerate(zip(items.decoded(torch.float32), numbers, strict=True)):
+            assert torch.equal(item, exact[number])
+            assert torch.equal(items.item(i).decoded(torch.float32).values, item), "with its own scales"

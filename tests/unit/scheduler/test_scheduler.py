@@ -223,7 +223,6 @@ OPERATIONS = ["admit", "admit", "admit", "add", "cancel", "schedule", "schedule"
 @settings(max_examples=40)
 @given(limits(), st.data())
 def test_every_step_is_sound_and_the_counts_are_exact(step_limits: StepLimits, data: st.DataObject) -> None:
-    """Budget and number of sequences, every token once and in order, queries first, one partial prefill."""
     scheduler = Scheduler(
         step_limits, weights={"heavy": 3.0}, oldest_share=data.draw(st.sampled_from([0.05, 0.5]))
     )
@@ -309,7 +308,6 @@ def test_nothing_of_a_cancelled_request_is_scheduled_or_held(limits: StepLimits,
 @settings(max_examples=20)
 @given(st.integers(1, 64), st.integers(0, 30))
 def test_a_causal_model_fills_every_step_to_the_brim(budget: int, seed: int) -> None:
-    """Also where what fills a step is ready only once a query is complete in it."""
     lengths = [int(length) for length in np.random.default_rng(seed).integers(1, 200, 40)]
     scheduler = Scheduler(StepLimits(budget, 10_000, chunked=True))
     scheduler.admit(0, texts(0, lengths[:20]))

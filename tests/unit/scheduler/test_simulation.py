@@ -14,7 +14,7 @@ from maxsimd.bench.order_of_work import (
 )
 from maxsimd.bench.queue_orders import FirstComeFirstServed, RoundRobin, SchedulerOrder
 from maxsimd.engine.requests import priority_number
-from tests.unit.scheduler.scheduled_requests import exhaustive
+from tests.exhaustive import exhaustive
 
 
 @pytest.mark.parametrize("mix", [next(iter(MIXES)), *exhaustive(*list(MIXES)[1:])])
@@ -44,8 +44,6 @@ def test_equal_clients_wait_about_equally() -> None:
 
 
 def test_batches_take_what_requests_leave_and_no_more() -> None:
-    """Of 100 documents at a load of 0.6: hardly longer than alone, and far less than beside batches that
-    weigh as much as they do."""
     batch = beside_batches(100, 0.6, 60, priority_number("batch"))
     assert batch.latency["mean_s"] <= 1.5 * beside_batches(100, 0.6, 60, None).latency["mean_s"]
     assert batch.latency["mean_s"] < 0.4 * beside_batches(100, 0.6, 60, 0).latency["mean_s"]

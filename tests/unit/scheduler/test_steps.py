@@ -1,4 +1,5 @@
-"""What a step is, and how it is filled: queries and prefixes first, cuts, cached batches, reduced budgets."""
+"""How steps are filled: queries and prefixes first, cuts, cached batches, reduced budgets, and little of what
+is large while small requests come, so that nobody waits for a long step."""
 
 import numpy as np
 import pytest
@@ -15,10 +16,12 @@ from maxsimd.scheduler import (
     WaitingRequest,
     share_of,
 )
+from maxsimd.scheduler.small_requests import STEPS_BESIDE_SMALL
 from tests.unit.scheduler.scheduled_requests import (
     cached,
     cost,
     document,
+    pages,
     pairs,
     query,
     run_dry,
@@ -50,10 +53,15 @@ def causal(tokens: int) -> Scheduler:
     return Scheduler(StepLimits(tokens, 100, chunked=True))
 
 
-@pytest.mark.parametrize(("tokens", "sequences"), [(0, 1), (1, 0)])
-def test_limits_that_allow_nothing_are_refused(tokens: int, sequences: int) -> None:
-    with pytest.raises(ValueError, match=r"^a step must hold at least one token and one sequence$"):
-        StepLimits(tokens, sequences, chunked=True)
+def test_limits_that_make_no_sense_are_refused() -> None:
+    for budget, sequences, beside_small, message in (
+        (0, 1, None, r"^a step must hold at least one token and one sequence$"),
+        (1, 0, None, r"^a step must hold at least one token and one sequence$"),
+        (100, 10, 0, "beside_small must be from 1 to 100, not 0"),
+        (100, 10, 101, "beside_small must be from 1 to 100, not 101"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            StepLimits(budget, sequences, chunked=True, beside_small=beside_small)
 
 
 def test_a_sequence_that_can_never_fit_refuses_its_request() -> None:
@@ -92,15 +100,12 @@ def test_documents_follow_their_query_in_the_same_step() -> None:
     assert [sequence_id for sequence_id, _, _ in spans(scheduler.schedule())] == [10, 11], "in any order"
     scheduler.admit(2, [query(2, 12, 50, num_consumers=0)])
     assert spans(scheduler.schedule()) == [(12, 0, 50)], "it may have none"
-
-
-def test_a_query_is_started_only_when_nothing_that_is_ready_fits() -> None:
-    scheduler = bidirectional(100)
-    sequences, batches = two_stage(0, [10, 10], [30, 30, 30, 30], [20, 20])
-    scheduler.admit(0, sequences, batches)
-    steps = run_dry(scheduler)
-    assert [sequence_id for sequence_id, _, _ in spans(steps[0])] == [0, 2, 4, 1]
-    assert prices(steps[0]) == [20]
+    # Another query is started only when nothing that is ready fits.
+    sequences, batches = two_stage(3, [10, 10], [30, 30, 30, 30], [20, 20], 20)
+    scheduler.admit(3, sequences, batches)
+    step = scheduler.schedule()
+    assert [sequence_id for sequence_id, _, _ in spans(step)] == [20, 22, 24, 21]
+    assert prices(step) == [20]
 
 
 def test_documents_that_come_later_wait_for_a_query_that_waits() -> None:
@@ -173,21 +178,16 @@ def one_that_waits_to_be_cut(sequences: int = 1000, weights: dict[str, float] | 
     [(2, [[(2, 200, 250), (1, 0, 50)], [(1, 50, 150)]]), (1, [[(2, 200, 250)], [(1, 0, 100)]])],
 )
 def test_the_end_of_a_cut_sequence_leaves_room_to_the_oldest(sequences: int, expected: list[Spans]) -> None:
-    """Its turn came earlier in the step, when it could not be cut."""
     scheduler = one_that_waits_to_be_cut(sequences)
     assert [spans(scheduler.schedule()) for _ in range(2)] == expected
 
 
 def test_the_oldest_takes_the_next_cut_past_many_others() -> None:
-    """More than are looked at in a step; its short sequence goes before its cut."""
     scheduler = one_that_waits_to_be_cut(weights={"b": 100.0})
     scheduler.admit(1, texts(1, [1], 3))
     for number in range(100, 200):
         scheduler.admit(number, texts(number, [150], number), tenant="b")
     assert spans(scheduler.schedule()) == [(2, 200, 250), (3, 0, 1), (1, 0, 49)]
-
-
-def test_cancelling_leaves_the_next_cut_to_others() -> None:
     scheduler = one_that_waits_to_be_cut()
     scheduler.admit(3, texts(3, [150], 3), tenant="b")
     scheduler.cancel(1)
@@ -244,7 +244,6 @@ def test_a_request_may_be_run_in_the_order_in_which_it_was_given() -> None:
 
 @given(st.data())
 def test_a_whole_request_is_run_as_one_admitted_in_parts(data: st.DataObject) -> None:
-    """What waits for a query is taken over in one go, or is added one by one once the query has run."""
     lengths = data.draw(st.lists(st.integers(1, 90), min_size=1, max_size=30))
     prices = data.draw(st.lists(st.integers(1, 120), max_size=5))
     alone = data.draw(st.lists(st.integers(1, 90), max_size=5))
@@ -269,42 +268,34 @@ def test_a_whole_request_is_run_as_one_admitted_in_parts(data: st.DataObject) ->
     assert whole.waiting_tokens == whole.waiting_sequences == whole.waiting_cached == 0
 
 
-def test_tokens_are_one_or_more_and_attended_unless_said() -> None:
-    with pytest.raises(ValueError, match=r"^a sequence needs at least one token$"):
-        Tokens(np.zeros(0, dtype=np.int32))
+def test_tokens_are_one_or_more_attended_and_may_be_joined() -> None:
     assert tokens(5).num_attended == 5
     assert Tokens(np.zeros(5, dtype=np.int32), attended_len=3).num_attended == 3
-
-
-def test_joined_tokens_are_their_parts_which_are_not_copied() -> None:
     query, document = np.arange(3, dtype=np.int32), np.arange(7, 9, dtype=np.int32)
-    own_types = np.array([4, 5, 6], dtype=np.int32)
-    joined = JoinedTokens.of((query, document), (own_types, 1))
-    assert joined.parts[0] is query
+    joined = JoinedTokens.of((query, document), (np.array([4, 5, 6], dtype=np.int32), 1))
+    assert joined.parts[0] is query, "it is not copied"
     assert (joined.ids.tolist(), joined.type_ids.tolist()) == ([0, 1, 2, 7, 8], [4, 5, 6, 1, 1])
     assert (len(joined), joined.num_attended, joined.pooled_positions) == (5, 5, None)
-    with pytest.raises(ValueError, match=r"^a sequence needs at least one token$"):
-        JoinedTokens.of((query[:0],), (0,))
+    for none in (lambda: Tokens(query[:0]), lambda: JoinedTokens.of((query[:0],), (0,))):
+        with pytest.raises(ValueError, match=r"^a sequence needs at least one token$"):
+            none()
 
 
 def test_a_chunk_says_which_part_it_is() -> None:
-    for start, stop, expected in (
-        (0, 10, (True, True, True)),
-        (0, 9, (True, False, False)),
-        (1, 10, (False, True, False)),
-        (1, 9, (False, False, False)),
+    (text,), (prefix, pair) = texts(0, [10]), pairs(0, 1, [30])
+    names = ("is_first", "is_last", "is_whole", "is_prefix", "is_all_after_prefix")
+    for sequence, start, stop, expected in (
+        (text, 0, 10, {"is_first", "is_last", "is_whole"}),
+        (text, 0, 9, {"is_first"}),
+        (text, 1, 10, {"is_last"}),
+        (text, 1, 9, set()),
+        (prefix, 0, 1, {"is_first", "is_last", "is_whole", "is_prefix"}),
+        (pair, 1, 31, {"is_last", "is_all_after_prefix"}),
+        (pair, 1, 30, set()),
+        (pair, 2, 31, {"is_last"}),
     ):
-        chunk = Chunk(texts(0, [10])[0], start, stop)
-        assert (chunk.is_first, chunk.is_last, chunk.is_whole) == expected
-        assert not chunk.is_prefix
-        assert not chunk.is_all_after_prefix
-    prefix, pair = pairs(0, 1, [30])
-    assert Chunk(prefix, 0, 1).is_prefix
-    assert not Chunk(prefix, 0, 1).is_all_after_prefix
-    assert not Chunk(pair, 1, 31).is_prefix
-    assert Chunk(pair, 1, 31).is_all_after_prefix
-    assert not Chunk(pair, 1, 30).is_all_after_prefix
-    assert not Chunk(pair, 2, 31).is_all_after_prefix
+        chunk = Chunk(sequence, start, stop)
+        assert {name for name in names if getattr(chunk, name)} == expected, (start, stop)
 
 
 def test_a_document_counts_with_what_scoring_it_costs() -> None:
@@ -345,9 +336,7 @@ def test_a_step_is_run_in_stages_chunks_first() -> None:
     assert [stage.chunks for stage in stages] == [step.chunks, (), ()]
     assert [stage.cached for stage in stages] == [(), step.cached[:4], step.cached[4:]]
     assert {stage.step_id for stage in stages} == {4}
-
-
-def test_what_is_run_first_is_delivered_before_the_rest_is_run() -> None:
+    # What is to be run first is delivered before the rest is run.
     chunks = [Chunk(text, 0, 5) for request_id in (1, 2, 1) for text in texts(request_id, [5])]
     step = Step(4, tuple(chunks), (cached(1, 7), cached(2, 8)), first=frozenset({2}))
     stages = step.stages()
@@ -356,3 +345,108 @@ def test_what_is_run_first_is_delivered_before_the_rest_is_run() -> None:
     assert all(not stage.first for stage in stages)
     made = query(0, 0, 10)
     assert Step(1, (Chunk(made, 0, 4), Chunk(made, 6, 10)), (cached(0, 100),)).num_tokens == 8
+
+
+# Small requests
+
+
+def scheduled(scheduler: Scheduler) -> Step:
+    step = scheduler.schedule()
+    assert step is not None
+    return step
+
+
+def beside_small(chunked: bool = False) -> Scheduler:
+    return Scheduler(StepLimits(100, 1000, chunked, beside_small=40), oldest_share=0.125)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_large_requests_have_a_part_of_steps_while_small_come(chunked: bool) -> None:
+    scheduler = beside_small(chunked)
+    scheduler.admit(0, texts(0, [5] * 10_000))
+    assert scheduled(scheduler).num_tokens == 100
+    scheduler.admit(1, texts(1, [15]))
+    assert tokens_by_request(scheduled(scheduler)) == {0: 40, 1: 15}
+    for _ in range(STEPS_BESIDE_SMALL - 1):
+        assert scheduled(scheduler).num_tokens == 40
+    assert scheduled(scheduler).num_tokens == 100, "none has come for a while"
+    scheduler.admit(2, texts(2, [45]))
+    assert scheduled(scheduler).num_tokens == 100, "it is not small"
+
+
+def test_small_requests_fill_whole_steps() -> None:
+    scheduler = beside_small()
+    for request_id in range(40):
+        scheduler.admit(request_id, texts(request_id, [5]))
+    assert [step.num_tokens for step in run_dry(scheduler)] == [100, 100]
+    # And use what large ones may not.
+    scheduler.admit(0, texts(0, [5] * 100))
+    for request_id in range(1, 16):
+        scheduler.admit(request_id, texts(request_id, [5, 5]))
+    by_request = tokens_by_request(scheduled(scheduler))
+    assert sum(by_request.values()) == 100
+    assert by_request[0] <= 40
+
+
+def test_what_exceeds_the_part_of_large_ones_is_alone_or_cut() -> None:
+    for chunked, expected in ((False, [10, 90]), (True, [40, 40, 20])):
+        scheduler = beside_small(chunked)
+        scheduler.admit(0, texts(0, [90, 10]))
+        scheduler.admit(1, texts(1, [40]))
+        scheduler.cancel(1)
+        assert [step.num_tokens for step in run_dry(scheduler)] == expected
+
+
+def test_small_requests_are_run_before_the_others_of_their_step() -> None:
+    scheduler = beside_small()
+    scheduler.admit(0, texts(0, [5] * 100))
+    scheduler.admit(1, texts(1, [5, 5]))
+    scheduler.admit(2, texts(2, [5]))
+    first, second = scheduled(scheduler).stages()
+    assert tokens_by_request(first) == {1: 10, 2: 5}
+    assert tokens_by_request(second) == {0: 40}
+    # One of which little is left is not run before what it waits for.
+    scheduler = beside_small()
+    sequences = [query(0, 0, 30, num_consumers=2), *(document(0, i, 10, query_id=0) for i in (1, 2))]
+    scheduler.admit(0, sequences)
+    scheduler.admit(1, texts(1, [5], first_id=10))
+    first, second = scheduled(scheduler).stages()
+    assert tokens_by_request(first) == {1: 5}
+    assert [chunk.sequence.sequence_id for chunk in second.chunks] == [0, 1]
+
+
+def test_what_cannot_be_cut_is_run_behind_small_requests() -> None:
+    scheduler = beside_small()
+    scheduler.admit(0, texts(0, [90] * 10))
+    for request_id in range(1, 11):
+        scheduler.admit(request_id, texts(request_id, [30, 5]))
+        first, second = scheduled(scheduler).stages()
+        assert tokens_by_request(first) == {request_id: 35}
+        assert tokens_by_request(second) == {0: 90}, "one, and no more"
+    assert scheduler.waiting_tokens == 0
+
+
+def test_small_requests_are_served_whoever_stands_before_them() -> None:
+    scheduler = beside_small()
+    scheduler.admit(0, texts(0, [90] * 5), tenant="a")
+    scheduler.admit(1, texts(1, [5], first_id=10), tenant="b")
+    sequences, images = pages(2, 20, [[(10, 2)]], query_length=1, words=1)
+    scheduler.admit(2, sequences, images=images, tenant="c")
+    for request_id in range(3, 9):
+        scheduler.admit(request_id, texts(request_id, [5], first_id=100 * request_id), tenant="c")
+        assert request_id in scheduled(scheduler).request_ids
+
+
+def test_pages_are_encoded_and_read_in_different_steps() -> None:
+    scheduler = beside_small()
+    sequences, images = pages(0, 0, [[(60, 40)]] * 3, query_length=3, words=10)
+    scheduler.admit(0, sequences, images=images)
+    kinds = []
+    for request_id in range(1, 9):
+        scheduler.admit(request_id, texts(request_id, [5], first_id=100 * request_id))
+        step = scheduled(scheduler)
+        larger = [chunk for chunk in step.chunks if chunk.sequence.request_id == 0]
+        assert not (larger and step.images)
+        assert step.stages()[0].request_ids == {request_id}
+        kinds.append("pictures" if step.images else "sequences" if larger else "nothing")
+    assert kinds == ["sequences", *["pictures", "sequences"] * 3, "nothing"]

@@ -105,17 +105,13 @@ async def test_after_a_long_step_the_next_is_chosen_near_its_end() -> None:
     await device.actor.receive(message)
     assert len(device.steps) == 3
     assert 2 in {chunk.sequence.request_id for chunk in device.steps[2].chunks}, "it came in time"
-
-
-async def test_a_step_that_ends_early_is_followed_at_once() -> None:
-    device = Device(steps_in_flight=2, beside_small=8)
-    await device.admit(1, [8, 8, 8, 8])
-    await device.report(device.steps[0], 0, 1, 0.5)
+    # One that ends early is followed at once.
     device.actor.pace.observe(8_000_000, 1_000_000_000.0)
-    await device.actor.receive(StepEnding(device.steps[1].step_id))
-    assert len(device.steps) == 2
-    await device.report(device.steps[1], 0, 1, 0.5)
+    await device.actor.receive(StepEnding(device.steps[2].step_id))
     assert len(device.steps) == 3
+    await device.report(device.steps[1], 0, 1, 0.5)
+    await device.report(device.steps[2], 0, len(device.steps[2].chunks), 0.5)
+    assert len(device.steps) == 4
 
 
 async def test_waiting_for_other_models_delays_no_choice() -> None:
@@ -145,19 +141,17 @@ async def test_a_step_reported_in_parts_is_measured_once() -> None:
     assert device.actor.in_flight == 0
 
 
-@pytest.mark.parametrize(
-    "value", [math.nan, math.inf, -math.inf, np.array([[1.0, math.nan]]), np.array([[math.inf], [0.0]])]
-)
-async def test_a_value_that_is_not_finite_fails_its_request_alone(value: Any) -> None:
-    device = Device(steps_in_flight=2)
-    broken, whole = await device.admit(1, [4]), await device.admit(2, [4])
-    for request_id, given in ((1, value), (2, np.array([[1.0]]))):
-        result = Result(ResultSlot(request_id, 0), given)
-        await device.actor.receive(StepReport(device.steps[-1].step_id, 1, 4, 0, 0.1, (result,)))
-    with pytest.raises(RequestFailedError, match="not finite"):
-        broken.result()
-    assert whole.result().values == [np.array([[1.0]])]
-    assert device.actor.open_requests == 0
+async def test_a_value_that_is_not_finite_fails_its_request_alone() -> None:
+    for value in (math.nan, math.inf, -math.inf, np.array([[1.0, math.nan]]), np.array([[math.inf], [0.0]])):
+        device = Device(steps_in_flight=2)
+        broken, whole = await device.admit(1, [4]), await device.admit(2, [4])
+        for request_id, given in ((1, value), (2, np.array([[1.0]]))):
+            result = Result(ResultSlot(request_id, 0), given)
+            await device.actor.receive(StepReport(device.steps[-1].step_id, 1, 4, 0, 0.1, (result,)))
+        with pytest.raises(RequestFailedError, match="not finite"):
+            broken.result()
+        assert whole.result().values == [np.array([[1.0]])]
+        assert device.actor.open_requests == 0
 
 
 async def test_weights_hold_from_the_next_step_on_for_what_waits_too() -> None:

@@ -8,6 +8,7 @@ import random
 import textwrap
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,6 +41,7 @@ from maxsimd.scheduler import Chunk, JoinedTokens, ResultSlot, Sequence, Step, T
 from tests.checkpoints import cross_encoders, language_models, late_interaction
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
+from tests.exhaustive import exhaustive
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -268,9 +270,7 @@ def _assert_right(found: list[Any], expected: list[Any], where: str) -> None:
             np.testing.assert_allclose(got, right, atol=1e-4, err_msg=where)
 
 
-WHICH = pytest.mark.parametrize(
-    "which", ["last statement", pytest.param("every statement", marks=pytest.mark.exhaustive)]
-)
+WHICH = pytest.mark.parametrize("which", ["last statement", *exhaustive("every statement")])
 
 
 @WHICH
@@ -301,8 +301,8 @@ async def test_a_step_that_fails_before_delivery_is_tried_again(
     [
         *((function, "cpu") for function in FINISH[:4]),
         (RunnerActor._finish, "gpu"),
-        *(pytest.param(function, "cpu", marks=pytest.mark.exhaustive) for function in FINISH[4:]),
-        *(pytest.param(function, "gpu", marks=pytest.mark.exhaustive) for function in FINISH[1:]),
+        *exhaustive(*((function, "cpu") for function in FINISH[4:])),
+        *exhaustive(*((function, "gpu") for function in FINISH[1:])),
     ],
     indirect=["delivery"],
     ids=lambda value: value if isinstance(value, str) else _name(value),
@@ -337,9 +337,8 @@ async def test_a_failed_delivery_or_commit_ends_the_engine(
     assert tried, "no request came this way"
 
 
-@pytest.mark.parametrize(
-    ("error", "is_devices", "is_of_memory"),
-    [
+async def test_only_errors_of_the_device_itself_are_taken_for_such() -> None:
+    for error, is_devices, is_of_memory in (
         (RuntimeError("CUDA error: an illegal memory access was encountered"), True, False),
         (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), True, False),
         (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling cublasGemmEx"), True, False),
@@ -349,12 +348,8 @@ async def test_a_failed_delivery_or_commit_ends_the_engine(
         (torch.OutOfMemoryError("CUDA out of memory"), False, True),
         (MemoryError(), False, True),
         (RuntimeError("shapes cannot be multiplied"), False, False),
-    ],
-)
-async def test_only_errors_of_the_device_itself_are_taken_for_such(
-    error: BaseException, is_devices: bool, is_of_memory: bool
-) -> None:
-    assert (is_device_error(error), is_out_of_memory(error)) == (is_devices, is_of_memory)
+    ):
+        assert (is_device_error(error), is_out_of_memory(error)) == (is_devices, is_of_memory)
 
 
 @pytest.mark.parametrize("where", ["forward", "arrival"])
@@ -370,6 +365,10 @@ async def test_an_error_of_the_device_itself_is_not_tried_again(
 
     async with Engine(configs[0]) as engine:
         await workload.prepare(engine)
+        # Only a GPU cannot be used again.
+        running: Any = engine._running
+        device = torch.device("cuda" if where == "forward" else "cpu")
+        running.device_model = replace(running.device_model, device=device)
         if where == "forward":
             monkeypatch.setattr(engine.device_model.prepared.runner, "forward", broken)
         else:
@@ -380,6 +379,7 @@ async def test_an_error_of_the_device_itself_is_not_tried_again(
         assert [type(one) for one in found] == [EngineDeadError] * len(found)
         assert calls == 1 or where == "arrival"
         assert "illegal memory access" in (engine.death or "")
+        assert (engine.restart_obstacle is not None) == (where == "forward")
 
 
 POISON = "poison"
@@ -450,9 +450,7 @@ class Counting:
     scope="module",
     loop_scope="module",
     params=[
-        late_interaction.stanford,
-        pytest.param(cross_encoders.bert, marks=pytest.mark.exhaustive),
-        language_models.qwen3_reranker,
+        *(late_interaction.stanford, language_models.qwen3_reranker, *exhaustive(cross_encoders.bert)),
     ],
 )
 async def counting(request: pytest.FixtureRequest, checkpoints: SharedCheckpoints) -> AsyncIterator[Counting]:
@@ -491,14 +489,8 @@ async def test_the_second_time_nobody_else_is_run_twice(counting: Counting, pair
     found = await counting.score(mixed)
     assert not [answer for answer in found if isinstance(answer, BaseException)], "it runs, and is forgotten"
     assert len(_suspects(counting.engine)) == 0
-
-
-async def test_a_query_that_breaks_a_step_fails_its_documents_alone(
-    counting: Counting, pairs: list[Pair]
-) -> None:
-    good = _requests(pairs, 7)
+    # A query that breaks a step fails its documents alone.
     counting.error = RuntimeError("shapes cannot be multiplied")
-    expected = await counting.score(good)
     mixed = [*good[:4], (POISON, ["one", "two", "three"]), *good[4:]]
     await counting.score(mixed)
     found = await counting.score(mixed)

@@ -236,14 +236,3 @@ async def test_the_queue_limit_counts_cached_documents(small_steps: Engine, line
     assert served
     assert len(refused) + len(served) == len(crowd)
     await until(lambda: small_steps.stats() == EngineStats())
-
-
-async def test_cancelled_cached_documents_leave_the_queue(small_steps: Engine, lines: list[str]) -> None:
-    task = asyncio.create_task(small_steps.score("a query", lines, truncation=CUT_LONG))
-    async with asyncio.timeout(20):
-        while small_steps.stats().waiting_cached == 0:  # done within milliseconds
-            await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    await until(lambda: small_steps.stats() == EngineStats())

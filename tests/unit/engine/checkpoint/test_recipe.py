@@ -8,10 +8,12 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
 from maxsimd.engine.checkpoint import LoadedModel, library
@@ -33,7 +35,9 @@ from maxsimd.engine.models import bert
 from maxsimd.scheduler import ResultSlot, Sequence, Tokens
 from tests.checkpoints import bi_encoders, cross_encoders, late_interaction
 from tests.checkpoints.shared import SharedCheckpoints
+from tests.checkpoints.weights import change_config
 from tests.embedded_recipes import SCORE_TYPES, made_anew
+from tests.exhaustive import exhaustive
 
 CPU = torch.device("cpu")
 
@@ -43,15 +47,10 @@ WITH_RECIPES = [
     cross_encoders.xlm_roberta,
     late_interaction.stanford,
     late_interaction.native,
-    *(
-        pytest.param(build, marks=pytest.mark.exhaustive)
-        for build in (cross_encoders.ms_marco_minilm, cross_encoders.roberta)
-    ),
+    *exhaustive(cross_encoders.ms_marco_minilm, cross_encoders.roberta),
 ]
-WITHOUT_RECIPES: dict[str, Callable[[Path], str]] = {
-    "another family": cross_encoders.distilbert,
-    "token pooling of the checkpoint's own": partial(late_interaction.native, token_pooling=True),
-}
+# Another family, and token pooling of the checkpoint's own.
+WITHOUT_RECIPES = (cross_encoders.distilbert, partial(late_interaction.native, token_pooling=True))
 
 
 @pytest.fixture(autouse=True)
@@ -92,13 +91,18 @@ def kept(made_recipes: Path, cache_folder: Path) -> Path:
 
 @pytest.fixture
 def no_libraries(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    def refuse() -> None:
-        def fail(*args: object) -> None:
-            raise AssertionError("the libraries were asked")
+    fail = Mock(side_effect=AssertionError("the libraries were asked"))
+    return lambda: monkeypatch.setattr(library, "read_with_libraries", fail)
 
-        monkeypatch.setattr(library, "read_with_libraries", fail)
 
-    return refuse
+def _save(tensors: dict[str, torch.Tensor], folder: Path, file: str = "model.safetensors") -> None:
+    save_file(tensors, folder / file, metadata={"format": "pt"})
+
+
+def _source(path: Path | str, **options: object) -> Source:
+    source = source_of(EngineConfig(model=str(path), **options))  # type: ignore[arg-type]
+    assert source is not None
+    return source
 
 
 def _load(path: Path | str, **options: object) -> LoadedModel:
@@ -143,40 +147,27 @@ def test_the_second_load_needs_no_libraries(
     assert second.max_tokens == expected.max_tokens
 
 
-@pytest.mark.parametrize("build", WITHOUT_RECIPES.values(), ids=WITHOUT_RECIPES.keys())
-def test_what_a_recipe_cannot_hold_has_none(
-    build: Callable[[Path], str], checkpoints: SharedCheckpoints, cache_folder: Path
-) -> None:
-    assert not isinstance(_load(checkpoints(build)).backbone, bert.Encoder)
-    assert not cache_folder.exists()
-
-
-def _source(path: Path | str, **options: object) -> Source:
-    source = source_of(EngineConfig(model=str(path), **options))  # type: ignore[arg-type]
-    assert source is not None
-    return source
-
-
-def _key(path: Path | str, **options: object) -> str:
-    return _source(path, **options).key
+def test_what_a_recipe_cannot_hold_has_none(checkpoints: SharedCheckpoints, cache_folder: Path) -> None:
+    for build in WITHOUT_RECIPES:
+        assert not isinstance(_load(checkpoints(build)).backbone, bert.Encoder)
+        assert not cache_folder.exists()
 
 
 def test_files_options_and_versions_change_the_key(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = load_file(folder / "model.safetensors")
-    keys = [_key(folder), _key(folder, max_model_len=20)]
+    keys = [_source(folder).key, _source(folder, max_model_len=20).key]
     _save({name: tensor + 1 for name, tensor in tensors.items()}, folder)
     (folder / "README.md").write_text("Nobody reads this.")
-    assert _key(folder, device="cpu", threads=1, query_prompt="query: ") == keys[0]
-    keys += [_key(folder, trust_remote_code=True), _key(folder, allow_pickle=True)]
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"classifier_dropout": 0.5}))
-    keys.append(_key(folder))
+    assert _source(folder, device="cpu", threads=1, query_prompt="query: ").key == keys[0]
+    keys += [_source(folder, trust_remote_code=True).key, _source(folder, allow_pickle=True).key]
+    change_config(folder, classifier_dropout=0.5)
+    keys.append(_source(folder).key)
     (folder / "special_tokens_map.json").write_text("{}")
-    keys.append(_key(folder))
+    keys.append(_source(folder).key)
     _save(tensors | {"more": torch.zeros(1)}, folder)
-    keys.append(_key(folder))
+    keys.append(_source(folder).key)
     monkeypatch.setattr("maxsimd.engine.versions.version", lambda name: "0.0.1")
-    keys.append(_key(folder))
+    keys.append(_source(folder).key)
     assert len(set(keys)) == len(keys)
 
 
@@ -190,11 +181,6 @@ def test_new_weights_are_read_by_an_old_recipe(folder: Path, no_libraries: Calla
     found = _results(_load(folder))
     torch.testing.assert_close(found, expected)
     assert not torch.equal(found[0], before[0])
-
-
-@pytest.mark.usefixtures("kept")
-def test_weights_that_are_not_finite_are_refused(folder: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
     tensors["classifier.weight"][0, 0] = float("nan")
     _save(tensors, folder)
     with pytest.raises(ModelLoadError, match=r"not finite.*classifier\.weight"):
@@ -204,8 +190,7 @@ def test_weights_that_are_not_finite_are_refused(folder: Path) -> None:
 def test_half_precision_stays_half(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     _save({name: tensor.half() for name, tensor in tensors.items()}, folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"dtype": "float16"}))
+    change_config(folder, dtype="float16")
     for _ in range(2):
         model = _load(folder)
         assert isinstance(model.backbone, bert.Encoder)
@@ -214,13 +199,18 @@ def test_half_precision_stays_half(folder: Path) -> None:
         assert model.tasks["classify"].head(torch.zeros(1, 128)).dtype is torch.float32
 
 
-def test_damaged_recipes_are_made_anew(path: str, kept: Path) -> None:
+def test_damaged_recipes_are_made_anew_and_few_are_kept(
+    path: str, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept.write_bytes(kept.read_bytes()[:100])
     assert loading.find_recipe(_source(path)) is None
     assert isinstance(_load(path).backbone, bert.Encoder)
     assert msgspec.json.decode(kept.read_bytes(), type=Recipe).is_classifier
     kept.write_bytes(kept.read_bytes().replace(b"model.safetensors", b"x"))
     assert isinstance(_load(path).backbone, bert.Encoder)
+    monkeypatch.setattr("maxsimd.engine.checkpoint.recipe_store._MOST", 1)
+    _load(path, max_model_len=10)
+    assert len(list(kept.parent.iterdir())) == 1
 
 
 def test_recipes_are_private_and_else_not_read(
@@ -234,10 +224,6 @@ def test_recipes_are_private_and_else_not_read(
         assert "is not" in caplog.text
         private.chmod(mode)
     assert loading.find_recipe(_source(path)) is not None
-
-
-def _save(tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def test_nothing_is_kept_where_there_is_no_folder_for_it(
@@ -254,9 +240,7 @@ def test_nothing_is_kept_where_there_is_no_folder_for_it(
     assert not (tmp_path / "~").exists()
 
 
-@pytest.mark.parametrize(
-    "score_types", [SCORE_TYPES[:1], pytest.param(SCORE_TYPES[1:], marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("score_types", [SCORE_TYPES[:1], *exhaustive((SCORE_TYPES[1:],))])
 def test_the_embedded_model_comes_with_its_recipes(
     score_types: tuple[str, ...], no_libraries: Callable[[], None]
 ) -> None:
@@ -264,7 +248,7 @@ def test_the_embedded_model_comes_with_its_recipes(
     shipped = msgspec.json.decode(SHIPPED.read_bytes(), type=Shipped)
     made = made_anew(score_types)
     for content, recipe in made.recipes.items():
-        assert _without_proof(shipped.recipes[content]) == _without_proof(recipe)
+        assert replace(shipped.recipes[content], proof="") == replace(recipe, proof="")
     assert set(made.texts) <= set(shipped.texts)
     # A copy of its folder is not scored as the embedded model is, and has recipes of its own.
     assert _load(embedded_model_path()).score_type.value == "bi-encoder"
@@ -277,10 +261,6 @@ def test_the_embedded_model_comes_with_its_recipes(
         assert isinstance(model.backbone, bert.Encoder)
         assert model.score_type.value == score_type
         assert knows_texts(texts_content(config) or "")
-
-
-def _without_proof(recipe: Recipe) -> Recipe:
-    return msgspec.structs.replace(recipe, proof="")
 
 
 # What serving a model of these families does without.
@@ -324,19 +304,13 @@ def test_a_folder_with_much_beside_the_checkpoint_has_none(
     assert not isinstance(_load(path).backbone, bert.Encoder)
 
 
-def test_few_recipes_are_kept(path: str, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("maxsimd.engine.checkpoint.recipe_store._MOST", 1)
-    _load(path, max_model_len=10)
-    assert len(list(kept.parent.iterdir())) == 1
-
-
 def test_a_sharded_checkpoint_has_a_recipe(folder: Path, no_libraries: Callable[[], None]) -> None:
     tensors = load_file(folder / "model.safetensors")
     names = sorted(tensors)
     files = {name: f"model-0000{1 + (i % 2)}-of-00002.safetensors" for i, name in enumerate(names)}
     for file in set(files.values()):
         part = {name: tensors[name] for name in names if files[name] == file}
-        save_file(part, folder / file, metadata={"format": "pt"})
+        _save(part, folder, file)
     index = {"metadata": {"total_size": 1}, "weight_map": files}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "model.safetensors").unlink()

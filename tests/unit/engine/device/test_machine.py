@@ -1,16 +1,26 @@
-"""How many cores and how much memory a process may use, by what the kernel shows."""
+"""How many cores and how much memory a process may use, threads that wake up soon and sleep while they wait,
+and memory that goes back to the system."""
 
 import logging
+import os
+import platform
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from maxsimd.engine import EngineConfig
-from maxsimd.engine.device import open_cache
+from maxsimd.api.garbage import resident_bytes
+from maxsimd.engine import Engine, EngineConfig
+from maxsimd.engine.device import open_cache, time_slices
 from maxsimd.engine.device.cores import Cores, cpu_quota, tokenizer_threads
 from maxsimd.engine.device.memory import free_memory
+from maxsimd.engine.device.time_slices import take_short_slices
+from tests.checkpoints import bi_encoders
+from tests.checkpoints.shared import SharedCheckpoints
+from tests.forked import Program
 
 V1 = "31 23 0:28 {root} /sys/fs/cgroup/cpu,cpuacct rw,relatime shared:5 - cgroup cgroup rw,cpu,cpuacct\n"
 V2 = "31 23 0:28 {root} /sys/fs/cgroup rw,relatime shared:5 - cgroup2 cgroup rw,nsdelegate\n"
@@ -27,48 +37,44 @@ def machine(tmp_path: Path, mounts: str, groups: str, files: dict[str, str]) -> 
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("maxima", "quota"),
-    [
-        (["200000 100000\n"], 2.0),
-        (["50000 100000\n"], 0.5),
-        (["max 100000\n"], None),
-        (["max 100000\n", "150000 100000\n"], 1.5),
-        (["300000 100000\n", "max 100000\n"], 3.0),
-        (["300000 100000\n", "100000 50000\n", "max 100000\n"], 2.0),
-        ([], None),
-        (["nonsense"], None),
-    ],
-)
-def test_version_2_has_the_least_quota_of_all_groups_around(
-    tmp_path: Path, maxima: list[str], quota: float | None
-) -> None:
-    folder, files = "sys/fs/cgroup", {}
-    for maximum in maxima:
-        folder += "/group"
-        files[f"{folder}/cpu.max"] = maximum
-    groups = "0::/" + "/".join(["group"] * len(maxima)) + "\n"
-    assert cpu_quota(machine(tmp_path, V2.format(root="/"), groups, files)) == quota
+def groups_of(folder: str, files: list[dict[str, str]]) -> tuple[str, dict[str, str]]:
+    """The innermost of groups that lie in each other, and their files."""
+    made = {}
+    for depth, each in enumerate(files, 1):
+        made |= {f"{folder}{'/group' * depth}/{name}": text for name, text in each.items()}
+    return "/" + "/".join(["group"] * len(files)), made
 
 
-@pytest.mark.parametrize(
-    ("quotas", "quota"),
-    [
-        ([("200000", "100000")], 2.0),
-        ([("-1", "100000")], None),
-        ([("-1", "100000"), ("25000", "50000")], 0.5),
-    ],
-)
-def test_version_1_has_quota_and_period_in_files(
-    tmp_path: Path, quotas: list[tuple[str, str]], quota: float | None
-) -> None:
-    folder, files = "sys/fs/cgroup/cpu,cpuacct", {}
-    for us, period in quotas:
-        folder += "/group"
-        files |= {f"{folder}/cpu.cfs_quota_us": us, f"{folder}/cpu.cfs_period_us": period}
-    path = "/" + "/".join(["group"] * len(quotas))
-    groups = f"9:name=systemd:/other\n4:cpu,cpuacct:{path}\n0::/\n"
-    assert cpu_quota(machine(tmp_path, V1.format(root="/"), groups, files)) == quota
+def test_version_2_has_the_least_quota_of_all_groups_around(tmp_path: Path) -> None:
+    for i, (maxima, quota) in enumerate(
+        (
+            (["200000 100000\n"], 2.0),
+            (["50000 100000\n"], 0.5),
+            (["max 100000\n"], None),
+            (["max 100000\n", "150000 100000\n"], 1.5),
+            (["300000 100000\n", "max 100000\n"], 3.0),
+            (["300000 100000\n", "100000 50000\n", "max 100000\n"], 2.0),
+            ([], None),
+            (["nonsense"], None),
+        )
+    ):
+        group, files = groups_of("sys/fs/cgroup", [{"cpu.max": maximum} for maximum in maxima])
+        assert cpu_quota(machine(tmp_path / str(i), V2.format(root="/"), f"0::{group}\n", files)) == quota
+
+
+def test_version_1_has_quota_and_period_in_files(tmp_path: Path) -> None:
+    names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+    for i, (quotas, quota) in enumerate(
+        (
+            ([("200000", "100000")], 2.0),
+            ([("-1", "100000")], None),
+            ([("-1", "100000"), ("25000", "50000")], 0.5),
+        )
+    ):
+        files = [dict(zip(names, each, strict=True)) for each in quotas]
+        path, made = groups_of("sys/fs/cgroup/cpu,cpuacct", files)
+        groups = f"9:name=systemd:/other\n4:cpu,cpuacct:{path}\n0::/\n"
+        assert cpu_quota(machine(tmp_path / str(i), V1.format(root="/"), groups, made)) == quota
 
 
 @pytest.mark.parametrize("path", ["/docker/abc", "/docker/abc/inner", "/elsewhere", "/../x"])
@@ -78,20 +84,12 @@ def test_a_container_may_have_a_part_of_the_hosts_groups_mounted(tmp_path: Path,
     assert cpu_quota(root) == (2.0 if path.endswith("inner") else 3.0)
 
 
-@pytest.mark.parametrize(
-    ("affinity", "quota", "threads"), [(4, None, 4), (4, 2.0, 2), (4, 1.9, 1), (4, 0.2, 1), (2, 64.0, 2)]
-)
-def test_there_are_as_many_threads_as_can_always_run(
-    affinity: int, quota: float | None, threads: int
-) -> None:
-    assert Cores(affinity, quota).threads == threads
-
-
-@pytest.mark.parametrize(
-    ("device", "threads", "expected"), [("cpu", 64, 2), ("cuda", 64, 32), ("cuda", 2, 2), ("xpu", 13, 6)]
-)
-def test_beside_a_gpu_half_of_the_threads_tokenize(device: str, threads: int, expected: int) -> None:
-    assert tokenizer_threads(device, threads) == expected
+def test_there_are_as_many_threads_as_can_always_run() -> None:
+    for affinity, quota, threads in ((4, None, 4), (4, 2.0, 2), (4, 1.9, 1), (4, 0.2, 1), (2, 64.0, 2)):
+        assert Cores(affinity, quota).threads == threads
+    # Beside a GPU half of them tokenize.
+    for device, threads, expected in (("cpu", 64, 2), ("cuda", 64, 32), ("cuda", 2, 2), ("xpu", 13, 6)):
+        assert tokenizer_threads(device, threads) == expected
 
 
 def test_a_real_quota_is_found(group_of_one_core: Path) -> None:
@@ -107,25 +105,21 @@ GIB = 1024**3
 MEMINFO = "MemTotal:       16777216 kB\nMemFree:          100000 kB\nMemAvailable:    8388608 kB\n"
 
 
-@pytest.mark.parametrize(
-    ("meminfo", "groups", "free"),
-    [
+def test_free_is_the_least_of_machine_and_groups(tmp_path: Path) -> None:
+    cases: Any = (
         (None, {}, None),
         (MEMINFO, {}, 8 * GIB),
         ("nonsense\n", {}, None),
         (MEMINFO, {"a/b": ("max", GIB)}, 8 * GIB),
         (MEMINFO, {"a": (3 * GIB, GIB), "a/b": ("max", GIB)}, 2 * GIB),
         (MEMINFO, {"a/b": (10, 20)}, 0),
-    ],
-)
-def test_free_is_the_least_of_machine_and_groups(
-    tmp_path: Path, meminfo: str | None, groups: dict[str, tuple[object, int]], free: int | None
-) -> None:
-    files = {} if meminfo is None else {"proc/meminfo": meminfo}
-    for group, (most, current) in groups.items():
-        folder = f"sys/fs/cgroup/{group}/memory"
-        files |= {f"{folder}.max": f"{most}\n", f"{folder}.current": f"{current}\n"}
-    assert free_memory(machine(tmp_path, V2.format(root="/"), "0::/a/b\n", files)) == free
+    )
+    for i, (meminfo, groups, free) in enumerate(cases):
+        files = {} if meminfo is None else {"proc/meminfo": meminfo}
+        for group, (most, current) in groups.items():
+            folder = f"sys/fs/cgroup/{group}/memory"
+            files |= {f"{folder}.max": f"{most}\n", f"{folder}.current": f"{current}\n"}
+        assert free_memory(machine(tmp_path / str(i), V2.format(root="/"), "0::/a/b\n", files)) == free
 
 
 def test_version_1_has_other_files(tmp_path: Path) -> None:
@@ -140,14 +134,97 @@ def test_version_1_has_other_files(tmp_path: Path) -> None:
     assert free_memory(machine(tmp_path, mount, "4:memory:/a\n0::/\n", files)) == 4 * GIB
 
 
-@pytest.mark.parametrize(
-    ("free", "limit"), [(None, 64), (0, 64), (512 << 20, 64), (16 << 30, 1024), (1 << 40, 4096)]
-)
 def test_the_default_is_a_part_of_what_is_free(
-    free: int | None, limit: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(open_cache, "free_memory", lambda: free)
-    with caplog.at_level(logging.DEBUG):
-        assert open_cache.memory_limit(EngineConfig()) == limit << 20
-    assert f"{limit} MiB" in caplog.text
-    assert open_cache.memory_limit(EngineConfig(cache_mb=7)) == 7 << 20
+    for free, limit in ((None, 64), (0, 64), (512 << 20, 64), (16 << 30, 1024), (1 << 40, 4096)):
+        monkeypatch.setattr(open_cache, "free_memory", lambda free=free: free)
+        caplog.clear()
+        with caplog.at_level(logging.DEBUG):
+            assert open_cache.memory_limit(EngineConfig()) == limit << 20
+        assert f"{limit} MiB" in caplog.text
+        assert open_cache.memory_limit(EngineConfig(cache_mb=7)) == 7 << 20
+
+
+# Threads
+
+
+LINUX = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
+
+
+@pytest.mark.skipif(not LINUX, reason="Linux alone has slices of time for each thread")
+def test_a_thread_and_those_it_starts_take_short_slices() -> None:
+    printed = Program([], module=__name__).run().stdout
+    before, own, child, niceness = printed.split()
+    assert int(niceness) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 3), "as it was given"
+    assert own == child
+    # Before 6.12 the kernel takes no slices, and reports none.
+    assert before == "0" or int(own) < int(before)
+
+
+@pytest.mark.skipif(not LINUX, reason="Linux alone has policies for each thread")
+def test_a_thread_of_another_policy_keeps_its_slices() -> None:
+    def batch() -> bool:
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        return take_short_slices()
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(batch).result() is False
+
+
+@pytest.mark.parametrize(
+    ("given", "spins"),
+    [({}, "2000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+)
+def test_threads_of_openmp_sleep_unless_told_otherwise(given: dict[str, str], spins: str) -> None:
+    script = """
+import os, sys
+from maxsimd.api.cli import main
+assert "torch" not in sys.modules, "too late"
+main(["inspect", "--help"], standalone_mode=False)
+assert "torch" not in sys.modules, "too late"
+print(os.environ.get("GOMP_SPINCOUNT"))
+"""
+    environment = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    shown = subprocess.run(
+        [sys.executable, "-c", script], env=environment | given, capture_output=True, text=True, check=True
+    ).stdout
+    assert shown.splitlines()[-1] == spins
+
+
+def slice_of() -> int:
+    """The calling thread's slice in nanoseconds; 0 where the kernel has none."""
+    import ctypes
+
+    _, get_attributes = time_slices._CALLS[platform.machine()]
+    buffer = ctypes.create_string_buffer(time_slices._ATTRIBUTES.size)
+    assert not ctypes.CDLL(None).syscall(get_attributes, 0, buffer, time_slices._ATTRIBUTES.size, 0)
+    return int(time_slices._ATTRIBUTES.unpack(buffer.raw)[time_slices._RUNTIME])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the allocator is glibc's")
+async def test_an_engine_that_is_stopped_gives_back_what_is_free(checkpoints: SharedCheckpoints) -> None:
+    engine = Engine(model=checkpoints(bi_encoders.bge))
+    await engine.start()
+    pieces = [bytes(2000) for _ in range(100_000)]
+    between = pieces[::1000]
+    taken = resident_bytes()
+    del pieces
+    await engine.stop()
+    assert len(between) == 100
+    assert resident_bytes() < taken - (100 << 20)
+
+
+def _print_slices() -> None:
+    """Of the thread before and after it takes short ones, and of one that it starts, with its niceness."""
+    os.nice(3)
+    before = slice_of()
+    assert take_short_slices()
+    with ThreadPoolExecutor(1) as pool:
+        child = pool.submit(slice_of).result()
+        niceness = pool.submit(os.getpriority, os.PRIO_PROCESS, 0).result()
+    print(before, slice_of(), child, niceness)
+
+
+if __name__ == "__main__":
+    _print_slices()

@@ -1,4 +1,4 @@
-"""Fused layers: whole models with and without them, interpreted."""
+"""Fused layers and the head of late interaction as one kernel: models with and without them, interpreted."""
 
 import asyncio
 import functools
@@ -6,6 +6,7 @@ import logging
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sentence_transformers.base.modules import Dense, Normalize
 from transformers import AutoConfig, AutoModel
 from transformers.models.jina_embeddings_v3.modeling_jina_embeddings_v3 import JinaEmbeddingsV3Layer
 from transformers.models.modernbert.modeling_modernbert import ModernBertMLP
@@ -22,6 +24,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig
 from maxsimd.engine.checkpoint import load_model
+from maxsimd.engine.checkpoint.heads import FirstColumns, ModuleHead
 from maxsimd.engine.execution.attention import interface
 from maxsimd.engine.execution.attention.interface import StepAttention
 from maxsimd.engine.execution.attention.one_by_one import OneByOneBackend
@@ -29,6 +32,7 @@ from maxsimd.engine.execution.fused_layers import bert, linears, replace, rotary
 from maxsimd.engine.execution.prepare import PreparedModel, prepare
 from maxsimd.engine.ops.triton import layer_norm, rms_norm, rotary, swiglu
 from tests.checkpoints import cross_encoders
+from tests.exhaustive import exhaustive
 from tests.unit.engine.execution.test_packed import laid_out
 from tests.unit.engine.ops.interpreted import run_interpreted
 
@@ -336,13 +340,7 @@ def _count(backbone: torch.nn.Module) -> dict[str, int]:
 pytest.importorskip("triton")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "bert",
-        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("qwen3", "modernbert", "gemma")),
-    ],
-)
+@pytest.mark.parametrize("name", ["bert", *exhaustive("qwen3", "modernbert", "gemma")])
 def test_a_model_with_fused_layers_scores_as_without(name: str) -> None:
     run_interpreted(check_scores, name)
 
@@ -351,10 +349,7 @@ def test_hooks_that_do_nothing_are_no_hindrance() -> None:
     run_interpreted(check_layers_whose_states_were_asked_for)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in MAIN else pytest.mark.exhaustive) for name in ROTARY],
-)
+@pytest.mark.parametrize("name", [*sorted(MAIN), *exhaustive(*sorted(ROTARY.keys() - MAIN))])
 def test_a_family_with_fused_layers_gives_what_its_library_gives(name: str) -> None:
     run_interpreted(check_family, name)
 
@@ -365,9 +360,6 @@ def test_a_family_with_fused_layers_gives_what_its_library_gives(name: str) -> N
 )
 def test_only_layers_that_give_the_same_are_fused(check: Callable[[], None]) -> None:
     run_interpreted(check)
-
-
-Timed = tuple[float, float]
 
 
 @contextmanager
@@ -397,24 +389,6 @@ def by_tanh(x: torch.Tensor, layer: torch.nn.Linear) -> torch.Tensor:
     assert layer.bias is not None
     product = torch.nn.functional.linear(x.float(), layer.weight.float(), layer.bias.float())
     return torch.nn.functional.gelu(product, approximate="tanh").to(x.dtype)
-
-
-def without_bias(x: torch.Tensor, layer: torch.nn.Linear) -> torch.Tensor:
-    return torch.nn.functional.gelu(torch.nn.functional.linear(x, layer.weight))
-
-
-def wrong_in_one_column(x: torch.Tensor, layer: torch.nn.Linear) -> torch.Tensor:
-    made = by_tanh(x, layer)
-    made[:, -1] += 0.05
-    return made
-
-
-def of_nan(x: torch.Tensor, layer: torch.nn.Linear) -> torch.Tensor:
-    return by_tanh(x, layer) * float("nan")
-
-
-def failing(x: torch.Tensor, layer: torch.nn.Linear) -> torch.Tensor:
-    raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
 
 
 @torch.inference_mode()
@@ -469,20 +443,26 @@ def test_rotary_layers_take_gelu_as_part_of_the_product() -> None:
     run_interpreted(check_gelu_of_rotary_layers)
 
 
-@pytest.mark.parametrize(
-    ("product", "times", "reason"),
-    [
-        (without_bias, (0.2, 0.3), "the fused result is less exact"),
-        (wrong_in_one_column, (0.2, 0.3), "the fused result is less exact"),
-        (of_nan, (0.2, 0.3), "the fused result is less exact"),
-        (failing, (0.2, 0.3), "the fused product failed: CUBLAS_STATUS_NOT_SUPPORTED"),
-        (by_tanh, (0.3, 0.3), "in two, by a short timing"),
-    ],
-)
+def refused(x: torch.Tensor, layer: torch.nn.Linear) -> torch.Tensor:
+    raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
+
+
+COLUMN = torch.eye(256, dtype=torch.bfloat16)[-1]
+NOT_JOINED: dict[str, tuple[Callable[..., torch.Tensor], float, str]] = {
+    "without bias": (lambda x, layer: torch.nn.functional.gelu(x @ layer.weight.T), 0.2, "is less exact"),
+    "one column": (lambda x, layer: by_tanh(x, layer) + 0.05 * COLUMN, 0.2, "is less exact"),
+    "NaN": (lambda x, layer: by_tanh(x, layer) * torch.nan, 0.2, "the fused result is less exact"),
+    "refused": (refused, 0.2, "the fused product failed: CUBLAS_STATUS_NOT_SUPPORTED"),
+    "slow": (by_tanh, 0.3, "in two, by a short timing"),
+}
+
+
+@pytest.mark.parametrize("why", NOT_JOINED)
 def test_gelu_stays_apart_where_joined_it_is_wrong_or_not_faster(
-    product: Callable[..., torch.Tensor], times: Timed, reason: str, caplog: pytest.LogCaptureFixture
+    why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with joining(product, *times), caplog.at_level(logging.DEBUG, logger="maxsimd"):
+    product, milliseconds, reason = NOT_JOINED[why]
+    with joining(product, milliseconds, 0.3), caplog.at_level(logging.DEBUG, logger="maxsimd"):
         assert bert.fused_intermediate(intermediate()) is None
         layer: Any = intermediate().dense
         x = torch.randn(3, 64).bfloat16()
@@ -500,3 +480,76 @@ def test_only_the_exact_gelu_in_bfloat16_on_a_gpu_is_joined() -> None:
             intermediate(dtype=torch.float16),
         ):
             assert bert.fused_intermediate(other) is None
+
+
+# The head of late interaction as one kernel
+
+
+def _heads() -> list[tuple[Any, bool]]:
+    """Heads of 24 inputs, and whether one kernel can take their place."""
+    identity, norm = torch.nn.Identity(), Normalize(module_input_name="x")
+
+    def dense(**options: Any) -> Dense:
+        torch.manual_seed(0)
+        return Dense(24, 32, **{"activation_function": identity, "module_input_name": "x", **options})
+
+    whole = ModuleHead([dense(bias=False), norm], "x")
+    return [
+        (whole, True),
+        (ModuleHead([dense()], "x"), True),
+        (FirstColumns(ModuleHead([dense(), norm], "x"), 20, True), True),
+        (FirstColumns(ModuleHead([dense()], "x"), 20, False), True),
+        (FirstColumns(whole, 20, False), False),
+        (ModuleHead([norm], "x"), False),
+        (ModuleHead([dense(activation_function=torch.nn.Tanh()), norm], "x"), False),
+        (ModuleHead([dense(use_residual=True), norm], "x"), False),
+        (ModuleHead([dense(), norm, norm], "x"), False),
+    ]
+
+
+def check_fused_heads() -> None:
+    from maxsimd.engine.device.fused_head import FusedProjection, fused
+
+    hidden, rows = torch.randn(30, 24), np.array([0, 3, 29, 3])
+    for head, possible in _heads():
+        ours = fused(head, torch.float32, torch.float32)
+        assert isinstance(ours, FusedProjection) == possible, str(head)
+        if isinstance(ours, FusedProjection):
+            exact = head(hidden[rows]).detach()
+            torch.testing.assert_close(ours.gather(hidden, rows), exact, atol=1e-5, rtol=1e-5)
+            assert str(ours) == str(head)
+
+
+def test_a_fused_head_equals_the_plain_head() -> None:
+    run_interpreted(check_fused_heads)
+
+
+def plain_project(
+    hidden: torch.Tensor, rows: torch.Tensor, projection: Any, dtype: torch.dtype
+) -> torch.Tensor:
+    """What the kernel computes, in plain torch."""
+    out = torch.nn.functional.linear(hidden[rows].float(), projection.weight.float(), projection.bias)
+    if projection.epsilon is not None:
+        out = torch.nn.functional.normalize(out, dim=-1)
+    return out.to(dtype)
+
+
+def test_a_fused_head_that_is_wrong_or_fails_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from maxsimd.engine.device import fused_head
+
+    breaks: list[tuple[Callable[[torch.Tensor], torch.Tensor], str]] = [
+        (lambda out: 2 * out, "it differs from the plain head by"),
+        (lambda out: out.index_fill(0, torch.tensor(7), torch.nan), "it differs from the plain head by nan"),
+        (lambda out: out.flip(0), "it differs from the plain head by"),
+        (lambda out: out.view(3, 0), "it failed: shape"),
+    ]
+    for (broken, said), dtype in product(breaks, (torch.float32, torch.bfloat16)):
+        monkeypatch.setattr(
+            fused_head, "project", lambda *given, broken=broken: broken(plain_project(*given))
+        )
+        for head, possible in _heads():
+            caplog.clear()
+            assert fused_head.fused(head, dtype, dtype) is head
+            assert (f"the fused projection is not used: {said}" in caplog.text) == possible

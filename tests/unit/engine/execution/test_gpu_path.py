@@ -1,4 +1,5 @@
-"""What only GPUs do, with stand-ins for them: what is chosen and checked there, and one of several GPUs."""
+"""What only GPUs do, with stand-ins for them: what is chosen and checked there, one of several GPUs, and CUDA
+graphs: what is captured, compared, and replayed, with calls in the place of graphs."""
 
 import logging
 import sys
@@ -7,6 +8,7 @@ from collections.abc import Callable
 from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from maxsimd.engine.checkpoint import LoadedModel, load_model
 from maxsimd.engine.device import open_slab, warmup
 from maxsimd.engine.device.load import prepare_thread
 from maxsimd.engine.device.shared import SharedDevice
-from maxsimd.engine.execution import budget
+from maxsimd.engine.execution import budget, cuda_graphs
 from maxsimd.engine.execution.attention import select as choice
 from maxsimd.engine.execution.attention.base import AttentionMetadata, CaptureSize
 from maxsimd.engine.execution.attention.check import find_mismatch
@@ -30,32 +32,41 @@ from maxsimd.engine.execution.attention.timing import LENGTHS
 from maxsimd.engine.execution.attention.torch_grouped import GroupedBackend
 from maxsimd.engine.execution.attention.varlen import FlashBackend, VarlenBackend
 from maxsimd.engine.execution.budget import bytes_a_token, tokens_that_fit
-from maxsimd.engine.execution.device_clock import times_on_cuda
-from maxsimd.engine.execution.graph_recorder import CudaRecorder
+from maxsimd.engine.execution.cuda_graphs import GraphedRunner
+from maxsimd.engine.execution.device_clock import Times, times_on_cuda
+from maxsimd.engine.execution.graph_recorder import Cost, CudaRecorder
 from maxsimd.engine.execution.graph_sizes import sizes_for
 from maxsimd.engine.execution.modes import Packed, try_packed
+from maxsimd.engine.execution.packed_runner import PackedRunner
 from maxsimd.engine.execution.precision import choose_dtype
-from maxsimd.engine.execution.selfcheck.samples import make_samples
+from maxsimd.engine.execution.selfcheck.samples import make_samples, random_sequences
 from maxsimd.engine.ops.qkv import QKV
 from maxsimd.engine.scoring.maxsim import maxsim_reference, maxsim_tiled
 from maxsimd.pooling.ragged import Ragged
-from tests.checkpoints import cross_encoders
-from tests.checkpoints.shared import SharedCheckpoints
-from tests.unit.engine.execution.test_packed import plain_varlen
+from maxsimd.scheduler import Sequence
+from tests.checkpoints import cross_encoders, nomic
+from tests.checkpoints.shared import Build, SharedCheckpoints
+from tests.unit.engine.execution.test_packed import make_step, plain_varlen
 
 CPU = torch.device("cpu")
 # The package has a function of this name.
 preparing = sys.modules["maxsimd.engine.execution.prepare"]
 
 
+def packed_model(path: str, layers: int | None = None) -> LoadedModel:
+    """A checkpoint in float32, with packed attention, and all its layers or the first of them."""
+    model = load_model(EngineConfig(model=path), CPU)
+    backbone: Any = model.backbone.float()
+    if layers is not None:
+        del (backbone.layers if hasattr(backbone, "layers") else backbone.encoder.layer)[layers:]
+    grouped = GroupedBackend(supports_first_rows=False)
+    assert isinstance(try_packed(model, CPU, grouped, make_samples(model)), Packed)
+    return model
+
+
 @pytest.fixture(scope="module", params=["bert", "qwen3"])
 def model(request: pytest.FixtureRequest, checkpoints: SharedCheckpoints) -> LoadedModel:
-    found = load_model(EngineConfig(model=checkpoints(getattr(cross_encoders, request.param))), CPU)
-    found.backbone.float()
-    assert isinstance(
-        try_packed(found, CPU, GroupedBackend(supports_first_rows=False), make_samples(found)), Packed
-    )
-    return found
+    return packed_model(checkpoints(getattr(cross_encoders, request.param)))
 
 
 def test_what_an_old_torch_lacks_runs_by_our_own_way(
@@ -101,7 +112,6 @@ class NanBackend(OneByOneBackend):
 
 
 def test_every_part_of_attention_is_checked(model: LoadedModel) -> None:
-    """Chunks and prefixes only where a model has them."""
     assert find_mismatch(OneByOneBackend(), model, CPU, torch.float32) is None
     for broken in (NanBackend(), *map(DoublingBackend, ("full", "with_prefill_kv", "shared_prefix"))):
         is_used = model.causal or isinstance(broken, NanBackend) or "full" in vars(broken)
@@ -200,24 +210,20 @@ def test_maxsim_is_checked_in_every_length_and_type(caplog: pytest.LogCaptureFix
 def test_a_gpu_without_bfloat16_runs_float32_and_the_log_says_what_is_faster(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each GPU is asked, not the one that the thread uses at the moment."""
     capabilities = {0: (8, 0), 1: (7, 5)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[device.index])
     ampere, t4 = torch.device("cuda", 0), torch.device("cuda", 1)
     assert choose_dtype("auto", ampere) is torch.bfloat16
     assert choose_dtype("auto", t4) is torch.float32
     assert choose_dtype("float16", t4) is torch.float16
-    monkeypatch.setattr(preparing, "choose_attention", stop)
+    stop = ModelLoadError("the rest is of no interest")
+    monkeypatch.setattr(preparing, "choose_attention", Mock(side_effect=stop))
     for device, dtype, is_said in ((t4, "auto", True), (t4, "float32", False), (ampere, "auto", False)):
         caplog.clear()
         with pytest.raises(ModelLoadError, match="the rest is of no interest"):
             preparing.prepare(model, EngineConfig(dtype=dtype), device)
         assert ("cuda:1 has no bfloat16" in caplog.text) is is_said
         assert ("dtype=float16 is faster" in caplog.text) is is_said
-
-
-def stop(*_: Any) -> Any:
-    raise ModelLoadError("the rest is of no interest")
 
 
 def test_the_budget_of_a_step_fits_into_what_a_gpu_has_free() -> None:
@@ -238,47 +244,36 @@ def with_free(monkeypatch: pytest.MonkeyPatch, free: int, unused: int = 0) -> No
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1 << 30)
 
 
-@pytest.mark.parametrize(
-    ("free", "unused", "configured", "tokens"),
-    [
-        (80 << 30, 0, None, 16_384),
-        (256 << 20, 0, None, 4_096),
-        (128 << 20, 128 << 20, None, 4_096),
-        (256 << 20, 0, 512, 512),
-        (256 << 20, 0, 65_536, 65_536),
-    ],
-)
-def test_graphs_are_for_steps_that_will_be_formed(
-    monkeypatch: pytest.MonkeyPatch, free: int, unused: int, configured: int | None, tokens: int
-) -> None:
+def test_graphs_are_for_steps_that_will_be_formed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The token budget is decided first, by the memory that is free before graphs and a slab take theirs."""
-    gpu, asked = torch.device("cuda", 1), []
-    config = EngineConfig(max_batch_tokens=configured)
+    gpu, mib = torch.device("cuda", 1), 1 << 20
     sized = BertConfig(hidden_size=1024, intermediate_size=4096)
     model: Any = SimpleNamespace(backbone=SimpleNamespace(config=sized), max_tokens=512)
-    with_free(monkeypatch, free, unused)
-    found = budget.step_tokens(config, model, gpu, torch.bfloat16, chunked=False)
-    assert found == tokens
-
-    def with_graphs(runner: Any, backend: Any, device: torch.device, samples: Any, most: CaptureSize) -> Any:
-        asked.append(most)
-
-    monkeypatch.setattr(preparing, "with_graphs", with_graphs)
     runner: Any = SimpleNamespace(backend=None)
-    preparing._sped_up(runner, model, config, gpu, [], CaptureSize(found, 512, 512))
-    assert asked[0].rows == tokens
-    assert max(size.rows for size in sizes_for(asked[0].rows, asked[0].sequences, asked[0].longest)) == min(
-        tokens, 16_384
-    )
+    for free, unused, configured, tokens in (
+        (80 << 30, 0, None, 16_384),
+        (256 * mib, 0, None, 4_096),
+        (128 * mib, 128 * mib, None, 4_096),
+        (256 * mib, 0, 512, 512),
+        (256 * mib, 0, 65_536, 65_536),
+    ):
+        config = EngineConfig(max_batch_tokens=configured)
+        with_free(monkeypatch, free, unused)
+        assert budget.step_tokens(config, model, gpu, torch.bfloat16, chunked=False) == tokens
+        with_graphs = Mock()
+        monkeypatch.setattr(preparing, "with_graphs", with_graphs)
+        preparing._sped_up(runner, model, config, gpu, [], CaptureSize(tokens, 512, 512))
+        most = with_graphs.call_args.args[-1]
+        assert most.rows == tokens
+        assert max(size.rows for size in sizes_for(most.rows, most.sequences, most.longest)) == min(
+            tokens, 16_384
+        )
 
 
 def test_a_model_is_prepared_with_its_token_budget(model: LoadedModel) -> None:
     for configured, tokens in ((None, 2_048), (100, 100)):
-        config = EngineConfig(max_batch_tokens=configured, dtype="float32")
-        assert (
-            preparing.prepare(load_model(EngineConfig(model=model.name), CPU), config, CPU).step_tokens
-            == tokens
-        )
+        config = EngineConfig(model=model.name, max_batch_tokens=configured, dtype="float32")
+        assert preparing.prepare(load_model(config, CPU), config, CPU).step_tokens == tokens
 
 
 @pytest.fixture
@@ -313,7 +308,6 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, int, tor
 def test_a_slab_takes_a_share_of_free_memory(
     monkeypatch: pytest.MonkeyPatch, opened: Callable[..., Any]
 ) -> None:
-    """It leaves room for a step in its own precision, also where embeddings are int8."""
     with_free(monkeypatch, 600 << 20)
     # 64 bytes a row, of a quarter of what 2,048 tokens of 32 KiB leave.
     assert opened("int8", True, dim=60, memory=1 << 30)[0] == (600 - 64) * (1 << 20) // 4 // 64
@@ -326,24 +320,19 @@ def test_a_slab_takes_a_share_of_free_memory(
     assert open_slab.rows_within(1 << 20, 124, torch.int8) == 8192
 
 
-@pytest.mark.parametrize(
-    ("precision", "takes_int8", "expected"),
-    [("int8", True, torch.int8), ("int8", False, torch.bfloat16), ("float32", True, torch.bfloat16)],
-)
 def test_a_slab_holds_embeddings_as_they_are_scored(
-    monkeypatch: pytest.MonkeyPatch,
-    opened: Callable[..., Any],
-    precision: Precision,
-    takes_int8: bool,
-    expected: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch, opened: Callable[..., Any]
 ) -> None:
     with_free(monkeypatch, 80 << 30)
-    size = 64 + 4 if expected is torch.int8 else 128
-    assert opened(precision, takes_int8, device_cache_mb=0) is None
-    assert opened(precision, takes_int8) == ((1 << 20) // size, 64, expected)
-    assert opened(precision, takes_int8, device_cache_mb=8) == ((8 << 20) // size, 64, expected)
-    with pytest.raises(ModelLoadError, match=r"no 8 MiB left .* device_cache_mb lower"):
-        opened(precision, takes_int8, device_cache_mb=8, dim=77)
+    for precision, takes_int8, expected in (
+        *(("int8", True, torch.int8), ("int8", False, torch.bfloat16), ("float32", True, torch.bfloat16)),
+    ):
+        size = 64 + 4 if expected is torch.int8 else 128
+        assert opened(precision, takes_int8, device_cache_mb=0) is None
+        assert opened(precision, takes_int8) == ((1 << 20) // size, 64, expected)
+        assert opened(precision, takes_int8, device_cache_mb=8) == ((8 << 20) // size, 64, expected)
+        with pytest.raises(ModelLoadError, match=r"no 8 MiB left .* device_cache_mb lower"):
+            opened(precision, takes_int8, device_cache_mb=8, dim=77)
 
 
 SECOND = torch.device("cuda:1")
@@ -358,71 +347,45 @@ class Cuda:
         self.used: list[tuple[str, int]] = []
         self.blocking: list[bool] = []
 
-    @property
     def current(self) -> int:
         return getattr(self._threads, "current", 0)
 
     def set_device(self, device: Any) -> None:
         self._threads.current = device if isinstance(device, int) else torch.device(device).index
 
-    def index(self, device: Any = None) -> int:
+    def use(self, what: str, device: Any = None) -> int:
         index = device if isinstance(device, int) else None if device is None else torch.device(device).index
-        return self.current if index is None else index
+        self.used.append((what, self.current() if index is None else index))
+        return self.used[-1][1]
 
-    def stream(self, device: Any = None) -> "Stream":
-        return Stream(self, self.index(device))
+    def stream(self, device: Any = None) -> Any:
+        return SimpleNamespace(device=self.use("stream", device))
 
-    def event(self, enable_timing: bool = False, blocking: bool = False) -> "Event":
+    def event(self, enable_timing: bool = False, blocking: bool = False) -> Any:
         self.blocking.append(blocking)
-        return Event(self)
-
-    def synchronize(self, device: Any = None) -> None:
-        self.used.append(("synchronize", self.index(device)))
+        return SimpleNamespace(
+            record=lambda stream=None: self.use("record", stream and stream.device),
+            synchronize=lambda: self.use("wait"),
+            elapsed_time=lambda end: 1.0,
+        )
 
     def asked(self, what: str, result: Any) -> Any:
-        def ask(device: Any = None) -> Any:
-            self.used.append((what, self.index(device)))
-            return result
-
-        return ask
-
-
-class Stream:
-    def __init__(self, cuda: Cuda, device: int) -> None:
-        self.cuda, self.device = cuda, device
-        cuda.used.append(("stream", device))
-
-
-class Event:
-    def __init__(self, cuda: Cuda) -> None:
-        self.cuda = cuda
-
-    def record(self, stream: Stream | None = None) -> None:
-        self.cuda.used.append(("record", self.cuda.current if stream is None else stream.device))
-
-    def synchronize(self) -> None:
-        self.cuda.used.append(("wait", self.cuda.current))
-
-    def elapsed_time(self, end: "Event") -> float:
-        return 1.0
+        return lambda device=None: (self.use(what, device), result)[1]
 
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     found = Cuda()
+    sizes = ("memory_allocated", "memory_reserved", "max_memory_allocated", "reset_peak_memory_stats")
     replaced = {
         "set_device": found.set_device,
-        "current_device": lambda: found.current,
-        "current_stream": found.stream,
-        "Stream": found.stream,
-        "Event": found.event,
-        "synchronize": found.synchronize,
+        "current_device": found.current,
         "graph_pool_handle": lambda: (0, 0),
-        "memory_allocated": found.asked("memory", 0),
-        "memory_reserved": found.asked("memory", 0),
-        "max_memory_allocated": found.asked("memory", 0),
-        "reset_peak_memory_stats": found.asked("memory", None),
         "mem_get_info": found.asked("memory", (1, 1)),
+        "synchronize": found.asked("synchronize", None),
+        **dict.fromkeys(("current_stream", "Stream"), found.stream),
+        "Event": found.event,
+        **dict.fromkeys(sizes, found.asked("memory", 0)),
     }
     for name, replacement in replaced.items():
         monkeypatch.setattr(torch.cuda, name, replacement)
@@ -442,27 +405,22 @@ def test_results_are_waited_for_on_the_stream_that_makes_them(cuda: Cuda) -> Non
 
 async def test_the_thread_that_waits_begins_no_work_on_another_gpu(cuda: Cuda) -> None:
     arrivals = Arrivals(SECOND)
-    await arrivals.until(Event(cuda))
+    await arrivals.until(cuda.event())
     arrivals.close()
     assert cuda.used == [("wait", 1)]
 
 
 async def test_a_device_thread_has_its_gpu_as_the_current_one(cuda: Cuda) -> None:
-    """Triton launches kernels on the current GPU, and torch records events there that name no stream."""
     shared = SharedDevice(SECOND, None)
     try:
         assert await shared.thread.call(torch.cuda.current_device) == 1
-        await shared.thread.call(_measure)
+        await shared.thread.call(lambda: times_on_cuda(lambda: None))
+        await shared.thread.call(lambda: CudaRecorder().cost(lambda: None))
     finally:
         shared.close()
     assert {what for what, _ in cuda.used} >= {"record", "stream", "synchronize", "memory"}
     assert {device for _, device in cuda.used} == {1}
     assert torch.cuda.current_device() == 0, "this thread is not the device's"
-
-
-def _measure() -> None:
-    times_on_cuda(lambda: None)
-    CudaRecorder().cost(lambda: None)
 
 
 def test_each_thread_has_a_gpu_of_its_own(cuda: Cuda) -> None:
@@ -479,3 +437,165 @@ def test_each_thread_has_a_gpu_of_its_own(cuda: Cuda) -> None:
     assert found == {0: 0, 1: 1}
     prepare_thread(torch.device("cuda"), None)
     assert torch.cuda.current_device() == 0
+
+
+# CUDA graphs
+
+SIZES = (CaptureSize(256, 40, 128), CaptureSize(64, 32, 64), CaptureSize(64, 4, 64), CaptureSize(32, 4, 32))
+
+
+class CallRecorder:
+    """Calls in the place of graphs: `replays` counts those of each, in the order of their capture. Every run
+    takes these milliseconds and this share of the memory."""
+
+    def __init__(self, host: float = 1.0, device: float = 1.0, memory: float = 0.0) -> None:
+        self.replays: list[int] = []
+        self._cost = Cost(Times(host, device), memory)
+
+    def cost(self, run: Callable[[], object]) -> Cost:
+        return self._cost
+
+    def capture(self, run: Callable[[], object]) -> Callable[[], None]:
+        run()
+        number = len(self.replays)
+        self.replays.append(0)
+
+        def replay() -> None:
+            self.replays[number] += 1
+            run()
+
+        return replay
+
+
+def texts_of(model: LoadedModel) -> list[Sequence]:
+    return [sequence for sequence in random_sequences(model, model.score_task) if not sequence.tokens.images]
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> VarlenBackend:
+    """By torch's kernel for GPUs, with plain torch in its place."""
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", plain_varlen)
+    return VarlenBackend(CPU)
+
+
+@pytest.fixture(scope="module")
+def small(bert_cross_encoder: str) -> LoadedModel:
+    return packed_model(bert_cross_encoder, layers=1)
+
+
+Captured = tuple[GraphedRunner, Any]
+
+
+@pytest.fixture
+def capture(small: LoadedModel, backend: VarlenBackend) -> Callable[..., Captured]:
+    """Captures sizes, and gives the runner and the sizes that are left out."""
+
+    def captured(recorder: CallRecorder, sizes: Any = SIZES, **other: Any) -> Captured:
+        used, by = other.get("model", small), other.get("backend", backend)
+        graphed = GraphedRunner(PackedRunner(used, CPU, by), CPU)
+        return graphed, graphed.capture_all(by, sizes, texts_of(used), recorder)
+
+    return captured
+
+
+@pytest.mark.parametrize("build", [cross_encoders.bert, cross_encoders.qwen3])
+def test_a_replayed_step_gives_what_it_gives_without_a_graph(
+    build: Build, checkpoints: SharedCheckpoints, backend: VarlenBackend
+) -> None:
+    model, recorder = packed_model(checkpoints(build), layers=1), CallRecorder()
+    plain = PackedRunner(model, CPU, backend)
+    graphed = GraphedRunner(plain, CPU)
+    assert graphed.capture_all(backend, SIZES, texts_of(model), recorder) == {}
+    before = list(recorder.replays)
+    for lengths in ([9, 12, 1], [20], [3] * 4, [60, 4], [3] * 9, [128, 128], [2] * 41, [300], [5]):
+        ours, cursor = graphed.forward(make_step(lengths))
+        exact, expected = plain.forward(make_step(lengths))
+        assert cursor.starts == expected.starts
+        torch.testing.assert_close(ours, exact, atol=1e-5, rtol=1e-5)
+    assert [now - then for now, then in zip(recorder.replays, before, strict=True)] == [1, 1, 1, 4]
+
+
+def test_the_next_replay_leaves_hidden_states_as_they_were(capture: Callable[..., Captured]) -> None:
+    graphed, _ = capture(CallRecorder(host=3.0, device=1.0), SIZES[-1:])
+    # The host takes three times as long as the device takes for the largest size.
+    assert graphed.launch_tokens == 3 * SIZES[-1].rows
+    hidden, _ = graphed.forward(make_step([9, 3]))
+    before = hidden.clone()
+    graphed.forward(make_step([4, 8]))
+    assert torch.equal(hidden, before)
+
+
+def test_a_model_that_waits_for_the_device_has_no_graphs(
+    checkpoints: SharedCheckpoints, capture: Callable[..., Captured], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each expert is given the tokens that chose it, however many these are."""
+    experts = packed_model(checkpoints(nomic.v2_moe), layers=2)
+    recorder = CallRecorder()
+    with caplog.at_level(logging.DEBUG, logger="maxsimd"):
+        graphed, left_out = capture(recorder, model=experts)
+    assert (graphed.sizes, left_out, recorder.replays) == ((), {}, [])
+    assert "no CUDA graphs: the model waits for the device (aten.nonzero" in caplog.text
+
+
+class BrokenRecorder(CallRecorder):
+    """One graph does nothing when it is replayed, and one cannot be captured."""
+
+    def capture(self, run: Callable[[], object]) -> Callable[[], None]:
+        replay = super().capture(run)
+        if len(self.replays) == 2:
+            raise RuntimeError("operation not permitted when the stream is capturing")
+        return replay if len(self.replays) != 1 else lambda: None
+
+
+class FirstTokensBackend(VarlenBackend):
+    """In graphs alone, tokens behind a sequence's first 100 are attended to wrongly."""
+
+    def full(self, qkv: QKV, metadata: Any) -> torch.Tensor:
+        out = super().full(qkv, metadata)
+        if metadata.captured is not None and len(out) > 100:
+            out[100:] = 0
+        return out
+
+
+def test_every_size_is_compared_with_steps_that_fill_it(capture: Callable[..., Captured]) -> None:
+    _, mismatches = capture(CallRecorder(), backend=FirstTokensBackend(CPU))
+    assert list(mismatches) == [SIZES[0]]
+
+
+def test_graphs_that_are_no_help_are_not_captured(
+    capture: Callable[..., Captured], caplog: pytest.LogCaptureFixture
+) -> None:
+    for recorder, reason in (
+        (CallRecorder(host=1.0, device=9.0), "bound by the device"),
+        (CallRecorder(memory=0.5), "50% of the memory"),
+    ):
+        with caplog.at_level(logging.DEBUG, logger="maxsimd"):
+            graphed, left_out = capture(recorder, SIZES[-1:])
+        assert (graphed.sizes, left_out, recorder.replays) == ((), {}, [])
+        assert reason in caplog.text
+
+
+def test_only_what_is_captured_without_fault_is_used(
+    small: LoadedModel,
+    backend: VarlenBackend,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    recorder = BrokenRecorder()
+    gpu, plain = torch.device("cuda"), PackedRunner(small, CPU, backend)
+    monkeypatch.setattr(cuda_graphs, "sizes_for", lambda *most: SIZES)
+    monkeypatch.setattr(cuda_graphs, "GraphedRunner", lambda runner, device: GraphedRunner(runner, CPU))
+    monkeypatch.setattr(cuda_graphs, "CudaRecorder", lambda: recorder)
+    most = CaptureSize(256, 40, 128)
+    with caplog.at_level(logging.WARNING, logger="maxsimd"):
+        found = cuda_graphs.with_graphs(plain, backend, gpu, texts_of(small), most)
+    assert isinstance(found, GraphedRunner)
+    assert found.sizes == (SIZES[3], SIZES[2])
+    what = "not replayed as CUDA graphs of"
+    assert f"{what} 256 rows and 40 sequences: their hidden states differ" in caplog.text
+    assert "operation not permitted when the stream is capturing" in caplog.text
+    for lengths in ([5, 5], [100]):
+        found.forward(make_step(lengths))
+    assert recorder.replays[0] == 0
+    assert cuda_graphs.with_graphs(plain, backend, CPU, texts_of(small), most) is plain
+    assert cuda_graphs.with_graphs(plain, backend, gpu, [], most) is plain

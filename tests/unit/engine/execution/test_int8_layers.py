@@ -169,9 +169,6 @@ def test_nothing_above_the_cap_is_used(capped: Callable[[str], None], level: str
     allowed = [kernel for kernel in int8_linear.KERNELS if kernel.is_available()]
     assert allowed == [kernel for kernel in runnable if kernel in int8_linear.KERNELS[:count]]
     assert not instruction_sets.multiplies_bfloat16()
-
-
-def test_a_cap_that_is_no_level_is_refused(capped: Callable[[str], None]) -> None:
     capped("avx9")
     with pytest.raises(ValueError, match="must be one of default, avx2, avx512"):
         instruction_sets.cap()

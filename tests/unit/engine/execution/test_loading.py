@@ -22,6 +22,8 @@ from maxsimd.engine.execution import prepare
 from tests.checkpoints import bi_encoders, cross_encoders, language_models, late_interaction
 from tests.checkpoints.architectures import Architecture, build
 from tests.checkpoints.shared import Build, SharedCheckpoints
+from tests.checkpoints.weights import change_config
+from tests.exhaustive import exhaustive
 from tests.unit.calling_handlers import Caller, RecordingEngine
 
 CPU = torch.device("cpu")
@@ -30,11 +32,6 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def cross_encoder(tmp_path: Path, checkpoints: SharedCheckpoints) -> Path:
     return checkpoints.copy(cross_encoders.bert, tmp_path / "model")
-
-
-def _change(folder: Path, **settings: object) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
 
 
 def _load(folder: Path | str, **options: Any) -> LoadedModel:
@@ -79,26 +76,21 @@ def test_code_of_a_checkpoints_own_is_not_run(tmp_path: Path, checkpoints: Share
     folder = checkpoints.copy(late_interaction.jina_colbert_v2, tmp_path / "model")
     assert "auto_map" in json.loads((folder / "config.json").read_text())
     assert type(_load(folder).backbone).__name__ == "JinaEmbeddingsV3Model"
-    _change(folder, lora_adaptations=["retrieval.query"])
+    change_config(folder, lora_adaptations=["retrieval.query"])
     with pytest.raises(ModelLoadError, match="jina-embeddings-v3-hf"):  # adapters are woven into its weights
         _load(folder)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+def test_settings_that_a_model_cannot_take_are_refused(checkpoints: SharedCheckpoints) -> None:
+    for settings, message in (
         ({"score_type": "cross-encoder"}, "no classifier"),
         ({"dimensions": 1000}, "dimensions=1000 is more"),
         ({"doc_token_pooling": 2.0, "score_type": "bi-encoder"}, "late interaction"),
         ({"score_template": "{{ query }} {{ document }}"}, "query and document together"),
         ({"folder": "/no/such/folder"}, "no folder"),
-    ],
-)
-def test_settings_that_a_model_cannot_take_are_refused(
-    settings: dict[str, Any], message: str, checkpoints: SharedCheckpoints
-) -> None:
-    with pytest.raises(ModelLoadError, match=message):
-        _load(**{"folder": checkpoints(bi_encoders.gte)} | settings)
+    ):
+        with pytest.raises(ModelLoadError, match=message):
+            _load(**{"folder": checkpoints(bi_encoders.gte)} | settings)
 
 
 async def test_the_query_prompt_replaces_the_checkpoints(checkpoints: SharedCheckpoints) -> None:
@@ -141,7 +133,7 @@ def test_files_that_make_no_sense_are_refused_by_name(
     cross_encoder: Path, name: str, content: str | dict[str, Any], message: str
 ) -> None:
     if isinstance(content, dict):
-        _change(cross_encoder, **content)
+        change_config(cross_encoder, **content)
     else:
         (cross_encoder / name).write_text(content)
     with pytest.raises(ModelLoadError, match=message):
@@ -163,13 +155,13 @@ def test_a_tokeniser_without_words_is_refused(cross_encoder: Path) -> None:
 def test_a_bigbird_reads_to_where_its_attention_would_change(tmp_path: Path) -> None:
     """Beyond, what it makes of a text depends on the texts before it."""
     folder = build(Architecture("bi-encoder", "big_bird"), tmp_path)
-    _change(Path(folder), block_size=4, num_random_blocks=1, attention_type="block_sparse")
+    change_config(Path(folder), block_size=4, num_random_blocks=1, attention_type="block_sparse")
     assert _load(folder).max_tokens == 7 * 4
 
 
 def test_a_reformer_that_its_first_text_would_set_is_refused(tmp_path: Path) -> None:
     folder = Path(build(Architecture("bi-encoder", "reformer"), tmp_path))
-    _change(folder, num_buckets=None)
+    change_config(folder, num_buckets=None)
     with pytest.raises(ModelLoadError, match="num_buckets"):
         _load(folder)
 
@@ -179,10 +171,7 @@ BUILDS = [
     bi_encoders.bge,
     cross_encoders.bert,
     language_models.qwen3_reranker,
-    *(
-        pytest.param(build, marks=pytest.mark.exhaustive)
-        for build in (cross_encoders.qwen3, late_interaction.stanford)
-    ),
+    *exhaustive(cross_encoders.qwen3, late_interaction.stanford),
 ]
 
 

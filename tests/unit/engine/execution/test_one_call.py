@@ -88,7 +88,6 @@ def plainly(layer: Layer, hidden: torch.Tensor, sequences: torch.Tensor) -> torc
 def test_layers_in_one_call_equal_their_products_one_by_one(
     pack: Pack, lengths: list[int], count: int, firsts_only: bool, tiles: bool
 ) -> None:
-    """To the last bit, however rows or columns are divided among threads."""
     layers = [random_layer(pack, seed) for seed in range(2)]
     rows = sum(lengths)
     random = torch.Generator().manual_seed(rows)
@@ -155,34 +154,28 @@ def why_not(served: tuple[LoadedModel, PackedRunner], caplog: pytest.LogCaptureF
     return reason
 
 
-@pytest.mark.parametrize(
-    ("checkpoint", "dtype", "quantization"),
-    [
+def test_steps_give_the_bits_of_the_model_layer_by_layer(request: pytest.FixtureRequest) -> None:
+    for checkpoint, dtype, quantization in (
         ("bert_cross_encoder", "bfloat16", "none"),
         ("bert_cross_encoder", "bfloat16", "int8"),
         ("bert_cross_encoder", "float32", "none"),
         ("xlm_roberta_cross_encoder", "bfloat16", "none"),
         (None, "bfloat16", "none"),
-    ],
-)
-def test_steps_give_the_bits_of_the_model_layer_by_layer(
-    request: pytest.FixtureRequest, checkpoint: str | None, dtype: str, quantization: str
-) -> None:
-    """With the first rows alone from the last layer for cross-encoders, and all rows of the embedded one."""
-    path = None if checkpoint is None else request.getfixturevalue(checkpoint)
-    model, plain = loaded(path, dtype, quantization=quantization)
-    fast = one_call_of((model, plain))
-    random = torch.Generator().manual_seed(0)
-    for count, shortest in ((1, 1), (2, 1), (7, 1), (12, 90)):
-        lengths = torch.randint(shortest, shortest + 69, (count,), generator=random).tolist()
-        # Some tokens behind the first are not to be attended to.
-        step = make_step(lengths, [max(1, length - count) for length in lengths])
-        assert fast.takes(step)
-        (ours, cursor), (expected, plain_cursor) = fast.forward(step), plain.forward(step)
-        assert torch.equal(ours, expected)
-        assert cursor.starts == plain_cursor.starts
-        assert len(ours) == (count if checkpoint else step.num_tokens)
-    assert step.num_tokens > 2 * FEW_ROWS
+    ):
+        path = None if checkpoint is None else request.getfixturevalue(checkpoint)
+        model, plain = loaded(path, dtype, quantization=quantization)
+        fast = one_call_of((model, plain))
+        random = torch.Generator().manual_seed(0)
+        for count, shortest in ((1, 1), (2, 1), (7, 1), (12, 90)):
+            lengths = torch.randint(shortest, shortest + 69, (count,), generator=random).tolist()
+            # Some tokens behind the first are not to be attended to.
+            step = make_step(lengths, [max(1, length - count) for length in lengths])
+            assert fast.takes(step)
+            (ours, cursor), (expected, plain_cursor) = fast.forward(step), plain.forward(step)
+            assert torch.equal(ours, expected)
+            assert cursor.starts == plain_cursor.starts
+            assert len(ours) == (count if checkpoint else step.num_tokens)
+        assert step.num_tokens > 2 * FEW_ROWS
 
 
 def test_large_steps_run_as_is_faster_for_them(

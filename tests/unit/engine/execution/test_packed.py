@@ -146,7 +146,6 @@ def plain_varlen(
 @given(attention_problems())
 @settings(max_examples=40)
 def test_variable_length_attention_is_called_as_it_is_documented(problem: Problem) -> None:
-    """The kernel itself needs a GPU; its arguments are checked with a plain stand-in."""
     lengths, attended, kv_heads, repeats, causal, window = problem
     batch = laid_out(lengths, attended, OneByOneBackend(), causal=causal)
     q, k, v = (torch.randn(heads, sum(lengths), 8) for heads in (kv_heads * repeats, kv_heads, kv_heads))
@@ -188,7 +187,6 @@ def test_grouped_attention_equals_attention_one_by_one(problem: Problem) -> None
 def test_bfloat16_attention_equals_float32(
     native: bool, tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the processor has no products of bfloat16, only what comes out is rounded."""
     monkeypatch.setattr(torch_grouped, "multiplies_bfloat16", lambda: native)
     torch.manual_seed(0)
     batch = laid_out([40, 37, 12, 40, 5], [40, 30, 12, 33, 5])

@@ -1,21 +1,26 @@
-"""The compiled kernels for MaxSim, linear layers and attention against plain torch, on random input."""
+"""The compiled kernels for linear layers, attention and towers against plain torch, on random input."""
 
 import itertools
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from maxsimd.engine.execution import linear as layers
 from maxsimd.engine.execution.attention.cpu_kernel import CompiledBackend
 from maxsimd.engine.execution.attention.one_by_one import OneByOneBackend
 from maxsimd.engine.execution.layout import Layout
+from maxsimd.engine.execution.towers import NAME, PatchProduct, attend, attention_restored, use_kernels
 from maxsimd.engine.ops import cpu as kernels
+from maxsimd.engine.ops.cpu.finite import first_not_finite
 from maxsimd.engine.ops.cpu.instruction_sets import may_use
 from maxsimd.engine.ops.cpu.linear import (
     Norm,
@@ -28,11 +33,8 @@ from maxsimd.engine.ops.cpu.linear import (
     use_amx,
 )
 from maxsimd.engine.ops.qkv import QKV
-from maxsimd.engine.scoring.maxsim import maxsim_avx512, maxsim_reference
-from maxsimd.pooling.ragged import Ragged
 from tests.unit.engine.execution.test_packed import CPU, full, laid_out
-from tests.unit.engine.ops.kernel_checks import Attention, behind_prefixes, chunks, problems, whole_sequences
-from tests.unit.pairs import Pairs
+from tests.unit.engine.ops.kernel_checks import Attention, behind_prefixes, chunks, whole_sequences
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 needs_kernels = pytest.mark.skipif(not kernels.is_available(), reason="this processor cannot run the kernels")
@@ -44,21 +46,6 @@ def test_the_kernels_are_built_where_they_can_run() -> None:
     if not (capable and may_use("avx512_bf16")) or shutil.which("g++") is None:
         pytest.skip("there is no compiler, or the processor lacks AVX-512, or may not use it")
     assert kernels.is_available()
-
-
-@needs_kernels
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@given(problems())
-def test_maxsim_equals_the_reference(dtype: torch.dtype, problem: tuple[Ragged, Ragged, Pairs]) -> None:
-    """Sums are float32 throughout, so nothing is lost but what rounding the embeddings loses."""
-    queries, documents, pairs = problem
-    queries, documents = (items.decoded(dtype) for items in (queries, documents))
-    scores, exact = (maxsim(queries, documents, pairs) for maxsim in (maxsim_avx512, maxsim_reference))
-    atol, rtol = 1e-5, 1e-5
-    if dtype is torch.bfloat16:
-        # A dimension of an odd number goes another way, whose products are rounded to bfloat16.
-        atol, rtol = 1e-4 if documents.values.shape[1] % 2 == 0 else 0.2, 1e-3
-    torch.testing.assert_close(scores, exact, atol=atol, rtol=rtol)
 
 
 def exact_gelu(x: torch.Tensor) -> torch.Tensor:
@@ -85,18 +72,16 @@ SCALES = torch.cat([torch.linspace(-14, 14, 56001), torch.tensor([-3e38, -100.0,
 
 
 @needs_kernels
-@pytest.mark.parametrize(("pack", "atol", "rtol"), [(pack_float32, 2e-7, 2e-7), (pack_bfloat16, 5e-5, 2**-8)])
-def test_gelu_equals_the_exact_form_on_every_scale(
-    pack: Callable[[torch.Tensor], Weights], atol: float, rtol: float
-) -> None:
-    dtype = pack(torch.zeros(1, 1)).dtype
-    x = SCALES.to(dtype)
-    out = through_gelu(x, pack)
-    torch.testing.assert_close(out.double(), exact_gelu(x), atol=atol, rtol=rtol)
-    if dtype is torch.float32:
-        # torch's own is exact to a little more than a millionth.
-        torch.testing.assert_close(out, torch.nn.functional.gelu(x), atol=1.5e-6, rtol=1e-6)
-    assert through_gelu(torch.tensor([float("nan")], dtype=dtype), pack).isnan().all()
+def test_gelu_equals_the_exact_form_on_every_scale() -> None:
+    for pack, atol, rtol in ((pack_float32, 2e-7, 2e-7), (pack_bfloat16, 5e-5, 2**-8)):
+        dtype = pack(torch.zeros(1, 1)).dtype
+        x = SCALES.to(dtype)
+        out = through_gelu(x, pack)
+        torch.testing.assert_close(out.double(), exact_gelu(x), atol=atol, rtol=rtol)
+        if dtype is torch.float32:
+            # torch's own is exact to a little more than a millionth.
+            torch.testing.assert_close(out, torch.nn.functional.gelu(x), atol=1.5e-6, rtol=1e-6)
+        assert through_gelu(torch.tensor([float("nan")], dtype=dtype), pack).isnan().all()
 
 
 # rows, inputs, columns: of one tile, of several, with edges, with few rows and with many columns
@@ -141,7 +126,6 @@ def test_linear_equals_the_plain_one(
 @given(SHAPES, st.booleans(), st.booleans())
 @settings(deadline=None)
 def test_int8_linear_equals_its_definition(shape: tuple[int, int, int], bias: bool, gelu: bool) -> None:
-    """Weights rounded by column, activations by row, both symmetrically to 127 steps."""
     x, weight, all_biases = random_layer(shape)
     x = torch.nn.functional.pad(x, (0, shape[1] % 2)).bfloat16()[:, : shape[1]]
     x[0], weight[-1] = 0, 0
@@ -308,3 +292,144 @@ def test_a_sequence_attends_to_the_same_bits_in_a_crowd(
     for first, length in zip(itertools.accumulate([0, *lengths]), lengths, strict=False):
         rows = slice(first, first + length)
         assert torch.equal(full(OURS, qkv.of_rows(rows), side_by_side([length])), everything[rows])
+
+
+# The search for numbers that are not finite, beside torch's
+
+FINITE_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+WRONG = [float("nan"), -float("nan"), float("inf"), -float("inf")]
+
+
+@st.composite
+def arrays(draw: st.DrawFn) -> list[torch.Tensor]:
+    """The greatest numbers that there are, and a wrong one anywhere in some of them."""
+    made = []
+    for length, dtype in draw(
+        st.lists(st.tuples(st.integers(1, 150), st.sampled_from(FINITE_DTYPES)), max_size=5)
+    ):
+        array = torch.randn(length).sign().to(dtype) * torch.finfo(dtype).max
+        if draw(st.integers(0, 3)) == 0:
+            array[draw(st.integers(0, length - 1))] = draw(st.sampled_from(WRONG))
+        made.append(array)
+    return made
+
+
+@needs_kernels
+@pytest.mark.fast
+@given(arrays())
+def test_the_first_with_a_wrong_number_is_found(arrays: list[torch.Tensor]) -> None:
+    wrong = [i for i, array in enumerate(arrays) if not array.isfinite().all()]
+    assert first_not_finite(arrays) == (wrong[0] if wrong else None)
+
+
+@needs_kernels
+@pytest.mark.fast
+@pytest.mark.parametrize("dtype", FINITE_DTYPES)
+def test_every_lane_and_every_rest_is_looked_at(dtype: torch.dtype) -> None:
+    for wrong, length in itertools.product(WRONG, (1, 15, 16, 17, 31, 32, 33, 64, 95)):
+        for position in range(length):
+            array = torch.zeros(length, dtype=dtype)
+            array[position] = wrong
+            assert first_not_finite([torch.ones(3, dtype=dtype), array]) == 1
+
+
+# Attention and patches of towers
+
+
+TOWER_TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+@needs_kernels
+@settings(deadline=None, max_examples=60)
+@given(
+    pictures=st.integers(1, 4),
+    heads=st.integers(1, 3),
+    patches=st.integers(1, 70),
+    dims=st.sampled_from([8, 16, 24, 64, 72, 80]),
+    dtype=st.sampled_from([*TOWER_TOLERANCES]),
+    scaling=st.sampled_from([None, 0.1]),
+    are_rows_apart=st.booleans(),
+)
+def test_attention_of_towers_equals_torch(
+    pictures: int,
+    heads: int,
+    patches: int,
+    dims: int,
+    dtype: torch.dtype,
+    scaling: float | None,
+    are_rows_apart: bool,
+) -> None:
+    # As towers make them: views of one product, or tensors by themselves.
+    if are_rows_apart:
+        product = numbers(pictures, patches, 3, heads, dims, dtype=dtype)
+        query, key, value = product.permute(2, 0, 3, 1, 4).unbind(0)
+    else:
+        query, key, value = (numbers(pictures, heads, patches, dims, dtype=dtype) * i for i in (1, 2, 3))
+    made, weights = attend(nn.Identity(), query, key, value, None, scaling=scaling, is_causal=False)
+    expected = nn.functional.scaled_dot_product_attention(
+        query.float(), key.float(), value.float(), scale=scaling
+    )
+    assert weights is None
+    assert made.shape == (pictures, patches, heads, dims)
+    tolerance = TOWER_TOLERANCES[dtype] * float(value.abs().max())
+    torch.testing.assert_close(made.float(), expected.transpose(1, 2), atol=tolerance, rtol=0)
+
+
+@needs_kernels
+@pytest.mark.parametrize("what", ["mask", "causal"])
+def test_what_not_all_patches_see_goes_to_torch(what: str) -> None:
+    query, key, value = (numbers(2, 2, 9, 16) + i for i in range(3))
+    mask = torch.ones(9, 9, dtype=torch.bool).tril()
+    options: dict[str, Any] = {"is_causal": True} if what == "causal" else {}
+    module = SimpleNamespace(is_causal=False, num_key_value_groups=1)
+    made, _ = attend(module, query, key, value, mask if what == "mask" else None, **options)
+    expected = nn.functional.scaled_dot_product_attention(query, key, value, mask)
+    torch.testing.assert_close(made, expected.transpose(1, 2))
+
+
+@needs_kernels
+@settings(deadline=None, max_examples=40)
+@given(
+    sides=st.lists(st.integers(1, 4), min_size=2, max_size=3),
+    extra=st.lists(st.integers(0, 9), min_size=3, max_size=3),
+    bias=st.booleans(),
+)
+def test_a_product_of_patches_equals_the_convolution(sides: list[int], extra: list[int], bias: bool) -> None:
+    kind = nn.Conv2d if len(sides) == 2 else nn.Conv3d
+    convolution: Any = kind(3, 5, tuple(sides), stride=tuple(sides), bias=bias)
+    sizes = [side + more for side, more in zip(sides, extra, strict=False)]
+    x = numbers(2, 3, *sizes)
+    with torch.inference_mode():
+        torch.testing.assert_close(PatchProduct(convolution)(x), convolution(x), atol=1e-5, rtol=1e-5)
+
+
+class TinyAttention(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+
+
+@needs_kernels
+def test_only_convolutions_of_separate_patches_are_replaced() -> None:
+    config = SimpleNamespace(_attn_implementation="sdpa")
+    tower = nn.ModuleDict(
+        {
+            "patches": nn.Conv2d(3, 4, 2, stride=2),
+            "overlapping": nn.Conv2d(3, 4, 3, stride=2),
+            "padded": nn.Conv2d(3, 4, 2, stride=2, padding=1),
+            "in_words": nn.Conv2d(3, 4, 1, padding="same"),
+            "grouped": nn.Conv2d(4, 4, 2, stride=2, groups=2),
+            "spread": nn.Conv2d(3, 4, 2, stride=2, dilation=2),
+            "attention": TinyAttention(config),
+        }
+    )
+    with attention_restored([tower]):
+        use_kernels([tower])
+        assert config._attn_implementation == NAME
+    assert config._attn_implementation == "sdpa"
+    replaced = [name for name, module in tower.items() if isinstance(module, PatchProduct)]
+    assert replaced == ["patches"]

@@ -31,18 +31,15 @@ async def test_what_is_made_of_many_values_is_made_in_a_thread() -> None:
     own = threading.get_ident()
     assert await thread(0) == await thread(500) == own
     assert await thread(501) != own
+    for values in (1, 1000):
+        with pytest.raises(ZeroDivisionError):
+            await aside(lambda: 1 // 0, values)
 
 
 def test_numbers_in_arrays_are_less_work_than_as_many_values() -> None:
     assert work_in(Values([0.5] * 501, {})) == 501
     assert work_in(Values([np.zeros((1, 384), np.float32)] * 10, {})) == 19
     assert work_in(Values([np.zeros((512, 128), np.float32)] * 2, {})) == 655
-
-
-async def test_what_a_thread_raises_is_raised() -> None:
-    for values in (1, 1000):
-        with pytest.raises(ZeroDivisionError):
-            await aside(lambda: 1 // 0, values)
 
 
 @given(SCORES, st.none() | st.integers(0, 5))
@@ -60,15 +57,12 @@ def test_equal_scores_are_ranked_by_other_numbers() -> None:
     assert [(each.index, each.score) for each in ranked] == [(2, 1.0), (0, 1.0), (4, 1.0)]
 
 
-@pytest.mark.parametrize(
-    ("activation", "expected"),
-    [
+def test_an_activation_may_keep_the_order() -> None:
+    for activation, expected in (
         *((nn.Sigmoid(), True), (nn.Identity(), True), (nn.Tanh(), True), (nn.ReLU(), True)),
         *((torch.sigmoid, True), (nn.GELU(), False), (torch.sin, False), (torch.neg, False)),
-    ],
-)
-def test_an_activation_may_keep_the_order(activation: Any, expected: bool) -> None:
-    assert keeps_order(activation) is expected
+    ):
+        assert keeps_order(activation) is expected
 
 
 @pytest.mark.parametrize("rows", [0, 1, 63, 64, 65, 200])

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from maxsimd.engine import Engine, EngineConfig, EngineDeadError
 from maxsimd.engine.actors import scoring as scoring_module
@@ -137,22 +136,6 @@ async def test_a_stop_with_a_stuck_step_ends_all_the_same(sticking: Sticking, co
         assert num_left_behind() == 1
         with pytest.raises(EngineDeadError):
             await asked
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-async def test_an_error_of_a_gpu_itself_prevents_another_start(
-    device: str, monkeypatch: pytest.MonkeyPatch, config: EngineConfig
-) -> None:
-    def broken(step: Step) -> Any:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    async with Engine(config) as engine:
-        running: Any = engine._running
-        running.device_model.prepared.runner.forward = broken
-        running.device_model = replace(running.device_model, device=torch.device(device))
-        with pytest.raises(EngineDeadError):
-            await _score(engine)
-        assert (engine.restart_obstacle is not None) == (device == "cuda")
 
 
 async def test_what_died_is_freed_before_the_next_is_loaded(

@@ -62,7 +62,7 @@ def plain(queries: Ragged, documents: Ragged, pairs: Pairs) -> list[float]:
 
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
-    dim = draw(st.sampled_from([1, 2, 7, 16]))
+    dim = draw(st.sampled_from([1, 2, 7, 16, 48]))
     queries = draw(st.lists(st.integers(0, 18), min_size=1, max_size=4))
     documents = draw(st.lists(st.integers(0, 70), min_size=1, max_size=6))
     pair = st.tuples(st.integers(0, len(queries) - 1), st.integers(0, len(documents) - 1))
@@ -74,7 +74,6 @@ def problems(draw: st.DrawFn) -> Problem:
 @settings(max_examples=60)
 @given(problems(), st.sampled_from(["float32", "bfloat16", "int8"]))
 def test_every_backend_follows_the_definition(maxsim: MaxSim, problem: Problem, precision: str) -> None:
-    """bfloat16 embeddings score as their exact values, int8 ones as their decoded values."""
     queries, documents, pairs = problem
     exact = documents
     if precision == "bfloat16":
@@ -87,7 +86,11 @@ def test_every_backend_follows_the_definition(maxsim: MaxSim, problem: Problem, 
         exact = Ragged(rounded.double() * scales.double()[:, None], documents.offsets)
     scores = maxsim(queries, documents, pairs)
     assert (scores.dtype, scores.shape) == (torch.float32, (len(pairs),))
-    tolerance = {"abs": 0.5, "rel": 0.02} if precision == "bfloat16" else {"abs": 2e-3, "rel": 1e-5}
+    tolerance = {"abs": 2e-3, "rel": 1e-5}
+    if precision == "bfloat16":
+        # The compiled kernel sums in float32, but for dimensions of an odd number.
+        is_exact = maxsim is maxsim_avx512 and queries.values.shape[1] % 2 == 0
+        tolerance = {"abs": 5e-3, "rel": 1e-3} if is_exact else {"abs": 0.5, "rel": 0.02}
     assert scores.tolist() == pytest.approx(plain(queries, exact, pairs), **tolerance)
 
 
@@ -238,7 +241,6 @@ def test_apart_the_bits_are_those_end_to_end(problem: tuple[Ragged, list[Ragged]
 
 @needs_the_kernel
 def test_rows_and_queries_of_any_form_are_read() -> None:
-    """Rows that do not follow each other, and queries of which the kernel takes no dtype or dimension."""
     queries, wide = Ragged(torch.randn(5, 16), (0, 5)), torch.randn(9, 32)
     scores = maxsim_apart_avx512(queries, [(wide[:, ::2], None)], pairs_of([(0, 0)]))
     rows = Ragged(wide[:, ::2].contiguous(), (0, 9))
@@ -298,7 +300,6 @@ def test_a_similarity_follows_its_definition(
 
 
 def test_edges_of_similarities() -> None:
-    """Vectors of half precision are multiplied in float32; a query without tokens scores 0."""
     values = torch.randn(2, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     q, d = Ragged(values[:1], (0, 1)), Ragged(values[1:], (0, 1))
     none, two = Ragged(torch.zeros(0, 4), (0, 0)), Ragged(torch.ones(2, 4), (0, 2))

@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -222,61 +223,39 @@ def _stages(names: tuple[str, str], keep: int | None = None, instruction: str | 
     return [Stage(names[0], keep=keep), Stage(names[1], instruction=instruction)]
 
 
-@pytest.mark.parametrize(
-    ("query", "documents", "stages", "options", "message"),
-    [
+async def test_certain_refusals_are_told_before_any_stage_runs(
+    both: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in both.names:
+        monkeypatch.setattr(both[name], "rerank", Mock(side_effect=AssertionError("a stage ran")))
+    too_long = {"truncation": Truncation(max_tokens=400)}
+    for query, documents, stages, options, message in (
         ("a", TEXTS, _stages(TO_RERANK, 1, "be kind"), {}, "this model takes no instruction"),
         (LONG, TEXTS, _stages(TO_EMBED, 1), {"truncation": "error"}, "queries[0] has "),
         ("a", [*TEXTS, LONG], _stages(TO_EMBED), {"truncation": "error"}, "documents[3] has 302 tokens"),
         ("a", ["a", LONG, LONG], _stages(TO_EMBED, 2), {"truncation": "error"}, "documents[1] has 302"),
-        (
-            "a",
-            TEXTS,
-            _stages(TO_EMBED, 1),
-            {"truncation": Truncation(max_tokens=400)},
-            "truncate_prompt_tokens is 400, more than the 256 tokens",
-        ),
+        ("a", TEXTS, _stages(TO_EMBED, 1), too_long, "truncate_prompt_tokens is 400, more than the 256"),
         (VECTOR, TEXTS, _stages(TO_RERANK, 1), {}, "queries[0] is an embedding, but this model"),
         ("a", ["a", VECTOR, VECTOR], _stages(TO_RERANK, 2), {}, "documents[1] is an embedding, but this"),
         (PAGE, TEXTS, _stages(TO_RERANK, 1), {}, "queries[0] is a picture; this model reads only text"),
-    ],
-)
-async def test_certain_refusals_are_told_before_any_stage_runs(
-    both: Engines,
-    monkeypatch: pytest.MonkeyPatch,
-    query: Any,
-    documents: list[Any],
-    stages: list[Stage],
-    options: dict[str, Any],
-    message: str,
-) -> None:
-    async def rerank(*texts: Any, **options: Any) -> None:
-        pytest.fail("a stage ran")
-
-    for name in both.names:
-        monkeypatch.setattr(both[name], "rerank", rerank)
-    with pytest.raises(InvalidRequestError) as refused:
-        await both.rerank(query, documents, stages, **options)
-    assert str(refused.value).startswith(message)
-    assert str(refused.value).endswith(f"(the model {stages[1].model!r} of the cascade)")
+    ):
+        with pytest.raises(InvalidRequestError) as refused:
+            await both.rerank(query, documents, stages, **options)
+        assert str(refused.value).startswith(message)
+        assert str(refused.value).endswith(f"(the model {stages[1].model!r} of the cascade)")
 
 
-@pytest.mark.parametrize(
-    ("documents", "options"),
-    [
+async def test_possible_refusals_are_not_told_before(both: Engines) -> None:
+    """One may be of another kind, and does not come to the last stage; others are cut, or read in windows."""
+    for documents, options in (
         ([VECTOR * 0, *TEXTS], {}),
         ([LONG * 2, LONG * 3, LONG * 2], {}),
         ([LONG * 2, "", " "], {"truncation": "window"}),
-    ],
-)
-async def test_possible_refusals_are_not_told_before(
-    both: Engines, documents: list[Any], options: dict[str, Any]
-) -> None:
-    """One may be of another kind, and does not come to the last stage; others are cut, or read in windows."""
-    keep = len(documents) - 1
-    first = (await both["embed"].rerank("a cat", documents, top_n=keep, **options)).results
-    found = await both.rerank("a cat", documents, _stages(TO_RERANK, keep), **options)
-    assert {one.index for one in found.results} == {one.index for one in first}
+    ):
+        keep = len(documents) - 1
+        first = (await both["embed"].rerank("a cat", documents, top_n=keep, **options)).results
+        found = await both.rerank("a cat", documents, _stages(TO_RERANK, keep), **options)
+        assert {one.index for one in found.results} == {one.index for one in first}
 
 
 async def test_time_on_the_device_goes_by_weight_and_is_counted(config: EngineConfig) -> None:
@@ -460,10 +439,7 @@ async def test_time_is_shared_by_weight_whatever_the_length_of_steps(weights: tu
     used = await _run(members, clock, [0.01, 0.2, 0.05][: len(weights)], 40.0)
     for seconds, weight in zip(used, weights, strict=True):
         assert seconds / sum(used) == pytest.approx(weight / sum(weights), rel=0.03)
-
-
-async def test_an_idle_one_costs_nothing_and_saves_up_a_moment() -> None:
-    clock = Clock()
+    # An idle one costs nothing, and saves up no more than a moment.
     turns = Turns(clock)
     busy, idle = turns.join(1.0), turns.join(1.0)
     assert await _run([busy], clock, [0.1], 20.0) == [pytest.approx(20.0, abs=0.2)]
@@ -471,7 +447,7 @@ async def test_an_idle_one_costs_nothing_and_saves_up_a_moment() -> None:
     assert used[1] == pytest.approx(5.0, abs=0.5)
 
 
-async def test_steps_that_overlap_are_paid_for_once() -> None:
+async def test_overlapping_steps_are_paid_for_once_by_a_weight() -> None:
     clock = Clock()
     turns = Turns(clock)
     first, second = turns.join(1.0), turns.join(1.0)
@@ -480,6 +456,9 @@ async def test_steps_that_overlap_are_paid_for_once() -> None:
     clock.now = 4.0
     assert second.charge(2.0) == 1.0
     assert first.charge(5.0) == 0.0
+    for weight in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="must be positive and finite"):
+            turns.join(weight)
 
 
 async def test_whoever_is_cancelled_holds_up_nobody() -> None:
@@ -502,9 +481,3 @@ async def test_whoever_is_cancelled_holds_up_nobody() -> None:
 async def _hold(turn: Turn) -> None:
     async with turn:
         await asyncio.sleep(0)
-
-
-async def test_a_weight_that_means_nothing_is_refused() -> None:
-    for weight in (0.0, -1.0, float("inf"), float("nan")):
-        with pytest.raises(ValueError, match="must be positive and finite"):
-            Turns(Clock()).join(weight)

@@ -35,7 +35,6 @@ def test_the_busiest_engine_does_little_more_than_the_mean(members: int) -> None
 
 @pytest.mark.exhaustive
 def test_ten_engines_are_no_slower_than_eight() -> None:
-    """Two engines beyond a cell do not have to answer requests by themselves."""
     eight, ten = (simulate(FleetShape(members), 1_000) for members in (8, 10))
     assert ten["p99_ms"] <= 1.2 * eight["p99_ms"]
     assert ten["hits"] >= eight["hits"] - 0.01
@@ -49,14 +48,9 @@ def test_a_death_costs_no_request(healthy: dict[str, float]) -> None:
 
 
 @pytest.mark.exhaustive  # test_plan.py has the same of the table that these simulate
-@pytest.mark.parametrize("members", [1, 10, 100, 1_000])
-def test_a_member_that_comes_or_goes_moves_its_share(members: int) -> None:
-    for change, times in moves_times_members(members, 8).items():
-        assert times <= 1.2, change
-
-
-@pytest.mark.exhaustive
-def test_each_step_of_growth_moves_the_share_of_who_comes() -> None:
+def test_a_member_that_comes_or_goes_moves_its_share() -> None:
+    for members in (1, 10, 100, 1_000):
+        assert max(moves_times_members(members, 8).values()) <= 1.2, members
     assert max(moves_of_growth(10, 8)) <= 1.2
 
 
