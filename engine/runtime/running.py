@@ -192,6 +192,7 @@ class Running:
         """What the engine holds at the moment."""
         return EngineStats(
             requests=self._num_inside,
+            waiting_requests=self.admission.waiting_requests,
             open_requests=self.scheduler.open_requests,
             waiting_tokens=self.scheduler.waiting_tokens,
             waiting_sequences=self.scheduler.waiting_sequences,
@@ -309,6 +310,7 @@ class Running:
         """Returns when the request is queued; its values will be in the future."""
         came = time.perf_counter()
         with self.admission.permit(request, options) as permit:
+            await permit.granted()
 
             def check_and_prepare() -> tuple[Prepared, WaitingRequest, Timings]:
                 permit.check()
@@ -377,6 +379,7 @@ class Running:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self.scheduler.run())
+                group.create_task(self.admission.run())
                 group.create_task(self._run_on_device(actors))
                 group.create_task(self._watchdog.run())
         except* Exception as errors:
@@ -388,6 +391,7 @@ class Running:
             if self._is_stuck:
                 self._device.declare_stuck()
         finally:
+            self.admission.end_waits(self._reason)
             for future in list(self._awaited):
                 if not future.done():
                     future.set_exception(EngineDeadError(self._reason))
