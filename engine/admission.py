@@ -114,9 +114,9 @@ class PermitQueue:
     """The requests that wait for their permits, and their order. Owned by `Admission`, which decides when
     there is room.
 
-    Requests of one tenant and priority come first come first served. Among these groups the one that has been
-    granted least for its weight is next, as in the scheduler's `Shares`: start-time fair queueing. None passes
-    the next one, so a large request does not starve."""
+    Requests of one tenant and priority are served in the order in which they come. The group that has been
+    granted least for its weight is next, as in the scheduler's `Shares` (start-time fair queueing). No
+    request passes the next one, so large ones do not starve."""
 
     def __init__(self) -> None:
         self._groups: dict[Share, _Group] = {}
