@@ -39,7 +39,7 @@ from maxsimd.engine.preprocess import Prepared, Preprocessor, RequestIds, check_
 from maxsimd.engine.preprocess.pairs import PrefixSharing
 from maxsimd.engine.preprocess.workers import WithdrawnError, WorkerPool
 from maxsimd.engine.requests import EmbedRequest, RunOptions, ScoreRequest, Timings, Value, Values
-from maxsimd.engine.runtime.end import STUCK_SECONDS, end_threads
+from maxsimd.engine.runtime.end import STUCK_SECONDS, call_in_thread, end_threads
 from maxsimd.engine.scoring.price import ScoringPrice
 from maxsimd.engine.stats import EngineStats
 from maxsimd.engine.tenants import TenantLimits
@@ -257,7 +257,8 @@ class Running:
         self.admission.close()
         allowed = self._watchdog.allowance
         seconds = STUCK_SECONDS if self._is_stuck else None if allowed == math.inf else allowed
-        await asyncio.to_thread(end_threads, self._device, self._pool, self.device_model.cache, seconds)
+        cache = self.device_model.cache
+        await call_in_thread(partial(end_threads, self._device, self._pool, cache, seconds))
 
     async def _run(
         self,
