@@ -77,6 +77,8 @@ async def crowd(engine: Engine, calls: int) -> list["asyncio.Task[Any]"]:
     """Calls of which most wait for a permit."""
     tasks = [asyncio.create_task(engine.score(f"query {i}", DOCUMENTS)) for i in range(calls)]
     await until(lambda: engine.stats().waiting_requests > calls // 2)
+    read = engine.metrics.registry.get_sample_value
+    await until(lambda: read("maxsimd_preparing_requests") == 0)  # no more of them get a permit
     return tasks
 
 
