@@ -23,7 +23,7 @@ from maxsimd.api.interpreter import open_standard_files, waiting_threads_sleep
 from maxsimd.api.models.arguments import ModelsArgument, several_models
 from maxsimd.api.models.setup import ModelSetup, check_together
 from maxsimd.api.models.setup import shown as several_shown
-from maxsimd.api.options import config_from, keys_of_environment, options_from
+from maxsimd.api.options import SERVED, config_from, keys_of_environment, options_from
 from maxsimd.api.signals import leaving_when_asked, show_stacks_when_asked
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.errors import ModelLoadError
@@ -152,7 +152,7 @@ def calibrate(queries: str, documents: str, qrels: str, others: int, out: str, *
 @main.command()
 @click.argument("model", nargs=-1, envvar="MAXSIMD_MODEL", cls=ModelsArgument)
 @config_file_option
-@options_from(EngineConfig, exclude=frozenset({"model"}))
+@options_from(EngineConfig, exclude=frozenset({"model"}), defaults=SERVED)
 @options_from(ServerConfig)
 @click.option("--print-config", is_flag=True, help="Print all options as YAML (for --config) and end.")
 @click.pass_context

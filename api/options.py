@@ -6,7 +6,8 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import click
@@ -16,17 +17,22 @@ from maxsimd.engine.config import EngineConfig
 C = TypeVar("C")
 F = TypeVar("F", bound=Callable[..., Any])
 
+# What a server has by default in place of the engine's own: a client is refused rather than kept waiting.
+SERVED: Mapping[str, Any] = {"max_wait_seconds": 30.0}
 # Options whose variable is read elsewhere: it may hold several values.
 _OWN_VARIABLES = {"api_key"}
 _KEYS_VARIABLE = "MAXSIMD_API_KEY"
 
 
-def options_from(config: type, exclude: frozenset[str] = frozenset()) -> Callable[[F], F]:
-    """A decorator that gives a click command one option a field of a configuration dataclass."""
+def options_from(
+    config: type, exclude: frozenset[str] = frozenset(), defaults: Mapping[str, Any] = MappingProxyType({})
+) -> Callable[[F], F]:
+    """A decorator that gives a click command one option a field of a configuration dataclass. `defaults` are
+    the command's own, where they are not the dataclass's."""
 
     def decorate(command: F) -> F:
         for field in reversed(_fields(config, exclude)):
-            arguments = _click_arguments(config, field)
+            arguments = _click_arguments(config, field, defaults.get(field.name, field.default))
             if field.name not in _OWN_VARIABLES:
                 arguments["envvar"] = variable(field.name)
             command = click.option(flag(field.name), **arguments)(command)
@@ -50,11 +56,12 @@ def engine_options() -> tuple[str, ...]:
 
 
 def markdown_table(*configs: type) -> str:
-    """The table of options for the README."""
+    """The table of a server's options."""
     lines = ["| option | default | meaning |", "| --- | --- | --- |"]
     for config in configs:
         for field in _fields(config, frozenset({"model"})):
-            default = "" if field.default in (None, ()) else _shown(field.default)
+            value = SERVED.get(field.name, field.default)
+            default = "" if value in (None, ()) else _shown(value)
             lines.append(f"| `{flag(field.name)}` | {default} | {field.metadata['help']} |")
     return "\n".join(lines)
 
@@ -83,9 +90,9 @@ def _types_of(config: type) -> dict[str, Any]:
     return typing.get_type_hints(config)
 
 
-def _click_arguments(config: type, field: "dataclasses.Field[Any]") -> dict[str, Any]:
+def _click_arguments(config: type, field: "dataclasses.Field[Any]", default: Any) -> dict[str, Any]:
     kind = _types_of(config)[field.name]
-    arguments: dict[str, Any] = {"help": field.metadata["help"], "default": field.default}
+    arguments: dict[str, Any] = {"help": field.metadata["help"], "default": default}
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         kind = next(part for part in typing.get_args(kind) if part is not type(None))
     if typing.get_origin(kind) is typing.Literal:
@@ -96,7 +103,7 @@ def _click_arguments(config: type, field: "dataclasses.Field[Any]") -> dict[str,
         arguments["is_flag"] = True
     else:
         arguments["type"] = kind
-    arguments["show_default"] = field.default not in (None, (), False)
+    arguments["show_default"] = default not in (None, (), False)
     return arguments
 
 

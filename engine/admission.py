@@ -1,23 +1,26 @@
 """The door to the engine: which requests may come in, by what they cost and by what waits already.
 
 A request is looked at before it is prepared, again when a thread begins to prepare it, and once its tokens
-are counted. How a step is filled is not decided here.
+are counted. Without `max_wait_seconds` it waits for a permit instead, before it is prepared. How a step is
+filled is not decided here.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from maxsimd.engine.actors.scheduler import SchedulerActor
-from maxsimd.engine.errors import QueueFullError, RequestTooLargeError
+from maxsimd.engine.errors import EngineDeadError, QueueFullError, RequestTooLargeError
 from maxsimd.engine.metrics import EngineMetrics
 from maxsimd.engine.requests import EmbedRequest, RunOptions, ScoreRequest, Values
 from maxsimd.engine.scoring.price import EXPLAINED, ScoringPrice
 from maxsimd.engine.tenants import TenantLimits
 from maxsimd.pooling.vectors import Vectors
 from maxsimd.scheduler import Share, WaitErrors
+from maxsimd.scheduler.weights import part_of, weight_of
 
 # Any request may wait this many times as long as it runs (that of a batch longer), and this many steps, which
 # are in flight or next: with less, next to nothing would be let in while the device is busy.
@@ -36,20 +39,21 @@ _FIRST_RATIO, _REMAINING = 0.25, 0.9
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionLimits:
     """What a queue takes: at most `queued_tokens` in all and `request_tokens` in a request, and no request
-    whose wait is estimated at more than `wait_seconds`. No sequence has more than `sequence_tokens`, and a
-    step has `step_tokens`. Scoring costs what `scoring` says."""
+    whose wait is estimated at more than `wait_seconds`. If that is None, requests wait for a permit and none
+    is refused for what waits. No sequence has more than `sequence_tokens`, and a step has `step_tokens`.
+    Scoring costs what `scoring` says."""
 
     queued_tokens: int
     request_tokens: int
-    wait_seconds: float
+    wait_seconds: float | None
     sequence_tokens: int
     step_tokens: int
     scoring: ScoringPrice
 
 
 class Permit:
-    """A request's leave to be prepared. `tokens` is an estimate; the request is refused once it has a
-    `refusal`."""
+    """A request's leave to be prepared, once it is `granted`. `tokens` is an estimate; the request is refused
+    once it has a `refusal`."""
 
     def __init__(
         self, admission: "Admission", size: int, tokens: int, options: RunOptions, vector_tokens: int = 0
@@ -66,6 +70,11 @@ class Permit:
         self.share: Share = options.share
         self.refusal: QueueFullError | None = None
         self.forecast: float | None = None
+
+    async def granted(self) -> None:
+        """Returns when the request may be prepared: at once, unless requests wait for their permits. Raises
+        EngineDeadError if the engine ends before."""
+        await self._admission.granted(self)
 
     @property
     def seconds_left(self) -> float | None:
@@ -85,6 +94,96 @@ class Permit:
     def compare(self, values: asyncio.Future[Values]) -> None:
         """Has the wait that was forecast compared with when the values come, once the request is queued."""
         self._admission.compare(self, values)
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """The waiting requests of one tenant and priority, first come first. `virtual_time` is what they have
+    been granted, in tokens divided by their weight."""
+
+    virtual_time: float
+    number: int
+    turns: OrderedDict[Permit, asyncio.Future[None]] = field(default_factory=OrderedDict)
+
+    @property
+    def first(self) -> Permit:
+        return next(iter(self.turns))
+
+
+class PermitQueue:
+    """The requests that wait for their permits, and their order. Owned by `Admission`, which decides when
+    there is room.
+
+    Requests of one tenant and priority are served in the order in which they come. The group that has been
+    granted least for its weight is next, as in the scheduler's `Shares` (start-time fair queueing). No
+    request passes the next one, so large ones do not starve."""
+
+    def __init__(self) -> None:
+        self._groups: dict[Share, _Group] = {}
+        # The start of the last request that was granted, and who was ahead of it when they left.
+        self._now = 0.0
+        self._ahead: dict[Share, float] = {}
+        self._numbered = 0
+        self._end: str | None = None
+
+    def __len__(self) -> int:
+        return sum(len(group.turns) for group in self._groups.values())
+
+    def join(self, permit: Permit) -> asyncio.Future[None]:
+        """Takes in a request, whose future is done when it is granted its permit. It fails with
+        EngineDeadError at `close`, and this raises the same afterwards."""
+        if self._end is not None:
+            raise EngineDeadError(self._end)
+        group = self._groups.get(permit.share)
+        if group is None:
+            start = max(self._now, self._ahead.pop(permit.share, 0.0))
+            group = self._groups[permit.share] = _Group(start, self._numbered)
+            self._numbered += 1
+        turn = group.turns[permit] = asyncio.get_running_loop().create_future()
+        return turn
+
+    def leave(self, permit: Permit) -> None:
+        """Forgets a request, if it waits."""
+        group = self._groups.get(permit.share)
+        if group is None or group.turns.pop(permit, None) is None or group.turns:
+            return
+        del self._groups[permit.share]
+        if not self._groups:
+            self._ahead.clear()
+            self._now = 0.0
+        elif group.virtual_time > self._now:
+            self._ahead[permit.share] = group.virtual_time
+
+    def firsts(self) -> list[Permit]:
+        """The first request of each tenant and priority, the next one first."""
+        ordered = sorted(self._groups.values(), key=lambda group: (group.virtual_time, group.number))
+        return [group.first for group in ordered]
+
+    def grant(self, permit: Permit, weights: Mapping[str, float]) -> bool:
+        """Takes out the first request of a group and wakes it; says whether it still waited. A request that
+        is cancelled in the same turn of the event loop does not."""
+        group = self._groups[permit.share]
+        turn = group.turns[permit]
+        is_waiting = not turn.done()
+        if is_waiting:
+            turn.set_result(None)
+            tenant, priority = permit.share
+            together = sum(part_of(other) for name, other in self._groups if name == tenant)
+            weight = weight_of(weights.get(tenant, 1.0), priority, together)
+            self._now = max(self._now, group.virtual_time)
+            group.virtual_time += permit.tokens / weight
+            self._ahead = {share: time for share, time in self._ahead.items() if time > self._now}
+        self.leave(permit)
+        return is_waiting
+
+    def close(self, reason: str) -> None:
+        """Ends all waits with EngineDeadError, and refuses requests that come later."""
+        self._end = reason
+        for group in self._groups.values():
+            for turn in group.turns.values():
+                if not turn.done():
+                    turn.set_exception(EngineDeadError(reason))
+                    turn.exception()  # a request that is cancelled now never asks for it
 
 
 class Admission:
@@ -109,12 +208,18 @@ class Admission:
         self._scheduler = scheduler
         self._metrics = metrics
         self._tenants = tenants
+        # Those that wait for their permits, and those that have them: these are being prepared.
+        self._waiting = PermitQueue()
         self._permits: set[Permit] = set()
         self._preparing_tokens = 0
         self._counted_tokens = _FIRST_RATIO
         self._counted_size = 1.0
         self._wait_errors = WaitErrors()
-        self._gauges = (metrics.preparing_requests, metrics.preparing_tokens, metrics.wait_seconds)
+        self._gauges = (
+            *(metrics.waiting_requests, metrics.preparing_requests),
+            *(metrics.preparing_tokens, metrics.wait_seconds),
+        )
+        metrics.waiting_requests.set_function(lambda: len(self._waiting))
         metrics.preparing_requests.set_function(lambda: len(self._permits))
         metrics.preparing_tokens.set_function(lambda: self._preparing_tokens)
         metrics.wait_seconds.set_function(self._wait_of_a_step)
@@ -123,6 +228,22 @@ class Admission:
         """Lets the metrics forget the door, and with it all that it leads to: 0 from now on."""
         for gauge in self._gauges:
             gauge.set_function(lambda: 0)
+
+    @property
+    def waiting_requests(self) -> int:
+        """Requests that wait for their permits."""
+        return len(self._waiting)
+
+    async def run(self) -> None:
+        """Grants permits as room comes free, until cancelled."""
+        while True:
+            await self._scheduler.changed.wait()
+            self._scheduler.changed.clear()
+            self._grant_permits()
+
+    def end_waits(self, reason: str) -> None:
+        """Ends all waits for permits with EngineDeadError: the engine has died, or was stopped."""
+        self._waiting.close(reason)
 
     def check_rate(self, tenant: str) -> None:
         """Refuses a request that is not read yet, where its tenant has used up a rate."""
@@ -134,17 +255,18 @@ class Admission:
 
     @contextmanager
     def permit(self, request: ScoreRequest | EmbedRequest, options: RunOptions) -> Iterator[Permit]:
-        """Leave to prepare a request and to queue it. Raises QueueFullError where too much waits."""
+        """Leave to prepare a request and to queue it, once it is granted. Raises QueueFullError where too
+        much waits."""
         vector_tokens = self._price_of_vectors(request)
         estimate = self._estimate(request) + vector_tokens
         permit = Permit(self, request.size, estimate, options, vector_tokens)
         tenant = options.tenant
         self._metrics.tenants.count_request(tenant)
-        wait = self._wait_of_new(permit, estimate)
         permit.refusal = self._tenants.request_refusal(tenant)
-        permit.refusal = permit.refusal or self._refusal(permit, permit.tokens, wait, is_counted=False)
-        self._permits.add(permit)
-        self._preparing_tokens += estimate
+        if not self._waits:
+            wait = self._wait_of_new(permit, estimate)
+            permit.refusal = permit.refusal or self._refusal(permit, permit.tokens, wait, is_counted=False)
+            self._enter(permit)
         self._tenants.charge_requests(tenant, 1)
         try:
             permit.check()
@@ -157,8 +279,19 @@ class Admission:
             self._count_refusal(tenant, "size")
             raise
         finally:
-            self._permits.remove(permit)
-            self._preparing_tokens -= estimate
+            self._waiting.leave(permit)
+            if permit in self._permits:
+                self._permits.remove(permit)
+                self._preparing_tokens -= estimate
+            if self._waiting:
+                self._scheduler.changed.set()
+
+    async def granted(self, permit: Permit) -> None:
+        """See `Permit`."""
+        if self._waits:
+            turn = self._waiting.join(permit)
+            self._grant_permits()
+            await turn
 
     def confirm(self, permit: Permit, size: int, tokens: int, vector_tokens: int) -> None:
         """See `Permit`."""
@@ -201,25 +334,63 @@ class Admission:
                     waits[like] = self._wait(permit, permit.tokens)
                 permit.refusal = self._refusal(permit, permit.tokens, waits[like], is_counted=False)
 
+    @property
+    def _waits(self) -> bool:
+        """Whether requests wait for their permits, and none is refused for what waits."""
+        return self._limits.wait_seconds is None
+
+    def _enter(self, permit: Permit) -> None:
+        self._permits.add(permit)
+        self._preparing_tokens += permit.tokens
+
+    def _grant_permits(self) -> None:
+        """Lets in those that wait, one after the other, for as long as there is room for the next."""
+        weights = self._tenants.weights if self._waiting else {}
+        while True:
+            # A tenant above its own limit holds back no other.
+            first = next((each for each in self._waiting.firsts() if self._tenant_has_room(each)), None)
+            if first is None or not self._has_room(first):
+                return
+            if self._waiting.grant(first, weights):
+                self._enter(first)
+
+    def _has_room(self, permit: Permit) -> bool:
+        """Whether the queue has room for a request. It always has for one that is alone, however large."""
+        used = self._scheduler.waiting_tokens + self._preparing_tokens
+        return not used or used + permit.tokens <= self._most_queued(permit.tokens)
+
+    def _tenant_has_room(self, permit: Permit) -> bool:
+        """Whether a request's tenant may have it waiting; one that is alone it may."""
+        tenant = permit.share[0]
+        most = self._tenants[tenant].max_queued_tokens
+        if most is None:
+            return True
+        used = sum(each.tokens for each in self._permits if each.share[0] == tenant)
+        used += self._scheduler.waiting_of(tenant)
+        return not used or used + permit.tokens <= most
+
+    def _most_queued(self, tokens: int) -> int:
+        """How many tokens may wait, with those of a request that has so many."""
+        most = self._limits.queued_tokens
+        return most if tokens <= self._limits.step_tokens else int(most * (1 - _KEPT_FOR_SMALL))
+
     def _refusal(
         self, permit: Permit, tokens: int, wait: float | None, *, is_counted: bool
     ) -> QueueFullError | None:
         """Why a request has to be refused that would `wait` that many seconds; None for one that need not.
         Before its tokens are counted only for what waits already."""
-        waiting = self._scheduler.waiting_tokens
+        waiting, wait_seconds = self._scheduler.waiting_tokens, self._limits.wait_seconds
         refusal = self._tenants.token_refusal(permit.share[0])
-        if refusal is not None or not waiting:
+        if refusal is not None or wait_seconds is None or not waiting:
             return refusal
         if (refusal := self._tenant_refusal(permit, tokens, is_counted=is_counted)) is not None:
             return refusal
-        most = self._limits.queued_tokens
-        if tokens > self._limits.step_tokens:
-            most = int(most * (1 - _KEPT_FOR_SMALL))
+        most = self._most_queued(tokens)
         excess = waiting + (tokens if is_counted else 1) - most
         if excess > 0:
             return QueueFullError(
                 f"{waiting} tokens wait already and this request has about {tokens}, together more than the "
-                f"{most} that the queue has for requests of its size; try again later",
+                f"{most} that the queue has for requests of its size (max_queued_tokens); try again later",
                 retry_after=max(1.0, self._scheduler.rate.seconds(excess) or 0.0),
                 reason="queue",
             )
@@ -229,11 +400,11 @@ class Admission:
         steps = self._scheduler.rate.seconds(_WAITED_STEPS * self._limits.step_tokens) or 0.0
         is_batch = permit.share[1] > 0 or run > _BATCH_SECONDS
         waits = _WAITS_A_BATCH if is_batch else _WAITS_A_RUN
-        longest = max(self._limits.wait_seconds, waits * run, steps)
+        longest = max(wait_seconds, waits * run, steps)
         if wait > longest:
             return QueueFullError(
                 f"this request would wait for about {wait:.1f} seconds, more than the {longest:.1f} that it "
-                "may; try again later",
+                "may (max_wait_seconds); try again later",
                 retry_after=max(1.0, wait - longest),
                 reason="wait",
             )

@@ -74,14 +74,14 @@ class EngineConfig:
     max_batch_sequences: int = option(512, "Most sequences in one step.")
     max_queued_tokens: int = option(
         8_000_000,
-        "Requests are refused while more tokens than this wait, a quarter of it kept for small ones; a lone "
-        "request is never refused for it.",
+        "Requests are refused while more tokens than this wait, or wait themselves if max_wait_seconds is "
+        "None, as in Python by default; a quarter of it is kept for small ones, and a lone request comes in.",
     )
-    max_wait_seconds: float = option(
-        30.0,
-        "Requests are refused that would wait longer than this, by estimate; but any may wait for two "
-        "steps and for as long as it takes itself, or, where that is more than five seconds or its "
-        "priority is batch, for eight times as long.",
+    max_wait_seconds: float | None = option(
+        None,
+        "Requests are refused that would wait longer than this, by estimate, or never with inf; but any may "
+        "wait for two steps and for as long as it takes itself, or, where that is more than five seconds or "
+        "its priority is batch, for eight times as long. In Python the default is None: calls wait.",
     )
     max_request_tokens: int = option(10_000_000, "Most tokens of one request, whatever waits.")
     max_vectors: int = option(
@@ -234,9 +234,10 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ValueError(f"{name} must not be negative, not {value}")
-        for name in ("max_wait_seconds", "step_timeout_seconds"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be 0 or more, not {getattr(self, name)}")
+        if self.max_wait_seconds is not None and not self.max_wait_seconds >= 0:
+            raise ValueError(f"max_wait_seconds must be 0 or more, inf or None, not {self.max_wait_seconds}")
+        if not 0 <= self.step_timeout_seconds < math.inf:
+            raise ValueError(f"step_timeout_seconds must be 0 or more, not {self.step_timeout_seconds}")
         if self.hybrid_weights is not None:
             hybrid_weights_of(self.hybrid_weights)
         if self.doc_token_pooling is not None and self.doc_token_pooling < 1:

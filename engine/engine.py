@@ -72,9 +72,10 @@ class Engine(EngineLife):
     """Scores and embeds texts with one model. Use it as an async context manager, from one event loop.
 
     All methods raise InvalidRequestError for requests that make no sense, RequestTooLargeError for those that
-    are too much by themselves, QueueFullError when too much waits already, RequestTimeoutError when `timeout`
-    (seconds) passes, RequestFailedError when the model fails on this very request, EngineNotReadyError
-    outside of the context and EngineDeadError when the engine has died. Cancelling a call cancels its work.
+    are too much by themselves, RequestTimeoutError when `timeout` (seconds) passes, RequestFailedError when
+    the model fails on this very request, EngineNotReadyError outside of the context and EngineDeadError when
+    the engine has died. QueueFullError is raised when a tenant has used up its rate, or when too much waits
+    and `max_wait_seconds` is not None. Cancelling a call cancels its work.
     Tenants share the device by weight (`set_tenants`), however many requests each has, and a lower
     `priority` gets a larger share: "interactive" is 0, "batch" 4. `progress` is called on the event loop with
     how many of a call's values have come and how many there will be (one or more a document, text or pass);

@@ -24,8 +24,9 @@ class InvalidRequestError(MaxsimdError):
 
 
 class QueueFullError(MaxsimdError):
-    """Too much waits already for this request to come in, or its tenant has used up its rate; `retry_after`
-    (seconds) is when it might, and `reason` one of those of `Refusal`."""
+    """Too much waits already for this request to come in, or its tenant has used up its rate. The former is
+    never raised if `max_wait_seconds` is None, as in Python by default. `retry_after` (seconds) is when it
+    might come in, and `reason` one of those of `Refusal`."""
 
     def __init__(self, message: str, retry_after: float, reason: Refusal = "queue") -> None:
         super().__init__(message)

@@ -19,7 +19,7 @@ from maxsimd.engine.preprocess import Prepared
 from maxsimd.engine.preprocess.chat import chat_text
 from maxsimd.engine.preprocess.tokenization import TextTokenizer
 from maxsimd.engine.requests import EmbedRequest, RunOptions, ScoreRequest, Values
-from maxsimd.engine.runtime import Running, ValuesArrived, bury, launch
+from maxsimd.engine.runtime import Running, ValuesArrived, bury, call_in_thread, launch
 from maxsimd.engine.stats import EngineStats
 from maxsimd.engine.tenants import Tenant, TenantLimits
 from maxsimd.engine.validation import as_config, check_dimensions, check_task
@@ -90,7 +90,7 @@ class EngineLife:
             if self.death is None:
                 self._dead = asyncio.Event()
         del running
-        await asyncio.to_thread(give_back_memory)
+        await call_in_thread(give_back_memory)
 
     async def until_dead(self) -> None:
         """Returns when the engine has died; `death` then says of what."""

@@ -51,6 +51,9 @@ class EngineMetrics:
             "part",
         )
         self._seconds_of = {part: self._request_seconds.labels(part) for part in _PARTS}
+        self.waiting_requests = self._gauge(
+            "maxsimd_waiting_requests", "Requests that wait for room in the queue, before they are prepared"
+        )
         self.preparing_requests = self._gauge("maxsimd_preparing_requests", "Requests being prepared")
         self.preparing_tokens = self._gauge("maxsimd_preparing_tokens", "Tokens that they have, by estimate")
         self.wait_seconds = self._gauge(

@@ -5,6 +5,7 @@ import atexit
 import os
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence, Sized
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -38,12 +39,42 @@ T = TypeVar("T")
 SHORTEST_WITH_BAR = 256
 
 
+class _LoopThread:
+    """An event loop on a thread of its own, which in the end cancels what still runs there."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="maxsimd-sync", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def is_current(self) -> bool:
+        return self._thread is threading.current_thread()
+
+    def close(self) -> None:
+        with suppress(RuntimeError):  # it is closed
+            self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+
+    def _run(self) -> None:
+        # When the interpreter ends, it may be too late to start the thread that ends the others.
+        with suppress(RuntimeError), asyncio.Runner(loop_factory=lambda: self.loop) as runner:
+            runner.get_loop().run_forever()
+
+
 class SyncEngine:
     """As `Engine`, without async: every method blocks until its result is there.
 
     Use it as a context manager, or `start` it and `close` it in the end; it runs an event loop in a thread
     of its own. With `progress` a bar is shown for long lists, unless a call brings a `progress` of its own.
     Other arguments are those of `Engine`.
+
+    All methods may be called from any thread, but not from a call's own `progress`. A forked process has to
+    start an engine of its own, which may be one that was made, and not started, before the fork.
     """
 
     def __init__(
@@ -51,9 +82,12 @@ class SyncEngine:
     ) -> None:
         self._engine = Engine(config, **options)
         self._progress = progress
-        self._process = os.getpid()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
+        # The process in which it was started last.
+        self._process: int | None = None
+        self._thread: _LoopThread | None = None
+        self._is_exiting = False
+        # Held while it is started or closed, and while a call is handed to its thread.
+        self._change, self._handover = threading.RLock(), threading.Lock()
 
     def __enter__(self) -> Self:
         return self.start()
@@ -64,38 +98,53 @@ class SyncEngine:
         self.close()
 
     def start(self) -> Self:
-        """Loads the model. Raises ModelLoadError, and EngineRunningError where it runs already."""
-        if self._loop is not None:
-            raise EngineRunningError("the engine is running; close it first")
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="maxsimd-sync", daemon=True)
-        self._thread.start()
-        try:
-            self._wait(self._engine.start())
-        except BaseException:
-            self._close_loop()
-            raise
-        atexit.register(self._end_at_exit)
+        """Loads the model. Raises ModelLoadError, and EngineRunningError where it runs already. It can be
+        started again after an error and after Ctrl-C."""
+        self._check_caller()
+        with self._change:
+            if self._thread is not None:
+                raise EngineRunningError("the engine is running; close it first")
+            self._process = os.getpid()
+            atexit.register(self._end_at_exit)
+            try:
+                self._thread = _LoopThread()
+                self._wait(self._engine.start())
+            except BaseException:
+                self._end_thread()
+                raise
         return self
 
     def close(self) -> None:
-        """Frees everything; more than once does no harm."""
-        if self._loop is None:
+        """Frees everything, once all calls are done; more than once, or in several threads, does no harm. In
+        a process that was forked from the engine's, it does nothing."""
+        if self._is_forked:
             return
-        atexit.unregister(self._end_at_exit)
-        try:
-            self._wait(self._engine.stop())
-        finally:
-            self._close_loop()
+        self._check_caller()
+        with self._change:
+            if self._thread is None:
+                return
+            try:
+                self._wait(self._engine.stop())
+            finally:
+                self._end_thread()
 
     def _end_at_exit(self) -> None:
         """Ends the threads of an engine that nobody closed. A thread inside torch may abort the process while
         the interpreter goes away."""
-        if self._loop is None or self._process != os.getpid():
+        if self._is_forked or self._thread is None:
             return
+        self._is_exiting = True
         with suppress(Exception):
             self._wait(self._engine.stop(grace=0))
-        self._close_loop()
+        self._end_thread()
+
+    def _end_thread(self) -> None:
+        """Ends the event loop with what still runs there. Calls get EngineNotReadyError from now on."""
+        atexit.unregister(self._end_at_exit)
+        with self._handover:
+            thread, self._thread, self._process = self._thread, None, None
+        if thread is not None:
+            thread.close()
 
     @property
     def config(self) -> EngineConfig:
@@ -168,31 +217,50 @@ class SyncEngine:
             return self._wait(method(*arguments, **options, progress=_showing(bar, total)))
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        if os.getpid() != self._process:
+        try:
+            future = self._hand_over(work)
+        except BaseException:
             work.close()
-            raise EngineNotReadyError(
-                "the engine was made in the process that this one was forked from; make one in each, and "
-                'have processes started anew: multiprocessing.set_start_method("spawn")'
-            )
-        if self._loop is None or self._thread is None or not self._thread.is_alive():
-            work.close()
-            raise EngineNotReadyError(
-                "the engine is not running; use it as in: with SyncEngine() as engine, or call start()"
-            )
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+            raise
         try:
             return future.result()
         except KeyboardInterrupt:
             future.cancel()
             raise
+        except CancelledError:
+            raise EngineNotReadyError("the engine was closed before this call was done") from None
+        finally:
+            if self._is_exiting and threading.current_thread().daemon:
+                # The interpreter goes away. It aborts if a thread is printing an error by then.
+                threading.Event().wait()
 
-    def _close_loop(self) -> None:
-        assert self._loop is not None
-        assert self._thread is not None
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-        self._loop = self._thread = None
+    def _hand_over(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
+        """Starts some work on the engine's thread."""
+        self._check_caller()
+        with self._handover:
+            if self._thread is None or not self._thread.is_alive:
+                raise EngineNotReadyError(
+                    "the engine is not running; use it as in: with SyncEngine() as engine, or call start()"
+                )
+            return asyncio.run_coroutine_threadsafe(work, self._thread.loop)
+
+    @property
+    def _is_forked(self) -> bool:
+        """Whether it was started in another process, which this one was forked from."""
+        return self._process not in (None, os.getpid())
+
+    def _check_caller(self) -> None:
+        """Raises EngineNotReadyError where no answer would ever come."""
+        if self._is_forked:
+            raise EngineNotReadyError(
+                "the engine was started in the process that this one was forked from; start one in each, and "
+                'have processes started anew: multiprocessing.set_start_method("spawn")'
+            )
+        if self._thread is not None and self._thread.is_current:
+            raise EngineNotReadyError(
+                "a call from `progress` would wait for itself, since `progress` runs on the engine's thread; "
+                "call the engine from another thread, or use Engine"
+            )
 
 
 class SyncStream:

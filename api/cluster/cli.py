@@ -10,7 +10,7 @@ from maxsimd.api.cluster.score_command import score
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.config_file import config_file_option, models_in_file
 from maxsimd.api.models.arguments import ModelsArgument
-from maxsimd.api.options import keys_of_environment, options_from
+from maxsimd.api.options import SERVED, keys_of_environment, options_from
 from maxsimd.engine.config import EngineConfig
 
 
@@ -23,7 +23,7 @@ def _application(command: Any) -> Any:
     """The options of an application."""
     for decorate in (
         options_from(ServerConfig, exclude=RAYS_OWN | ONE_PROCESS),
-        options_from(EngineConfig, exclude=frozenset({"model"})),
+        options_from(EngineConfig, exclude=frozenset({"model"}), defaults=SERVED),
         options_from(ClusterConfig),
         config_file_option,
         click.argument("model", nargs=-1, envvar="MAXSIMD_MODEL", cls=ModelsArgument),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from maxsimd.api.config import ServerConfig
+from maxsimd.api.options import SERVED
 from maxsimd.engine.config import EngineConfig, option
 
 # Ray starts the processes, and its proxies hold the connections of clients.
@@ -67,7 +68,7 @@ class AppConfig:
             raise ValueError(f"{', '.join(refused)}: that is Ray's business here; see http_options of Serve")
         if several := sorted({*ONE_PROCESS, "models"} & left.keys()):
             raise ValueError(f"{', '.join(several)}: on Ray one model is served; leave that out")
-        engine = EngineConfig(**_taken(left, _names(EngineConfig)))
+        engine = EngineConfig(**{**SERVED, **_taken(left, _names(EngineConfig))})
         cluster = ClusterConfig(**_taken(left, _names(ClusterConfig)))
         server = ServerConfig(**_taken(left, _names(ServerConfig) - RAYS_OWN))
         if left:
@@ -83,7 +84,8 @@ class AppConfig:
         for config in (self.engine, self.server, self.cluster):
             for field in dataclasses.fields(config):
                 value = getattr(config, field.name)
-                if value != field.default and not (config is self.server and field.name in RAYS_OWN):
+                default = SERVED.get(field.name, field.default)
+                if value != default and not (config is self.server and field.name in RAYS_OWN):
                     given[field.name] = list(value) if isinstance(value, tuple) else value
         return given
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from maxsimd.api.config import ServerConfig, SetupError
 from maxsimd.api.config_file import values_of
+from maxsimd.api.options import SERVED
 from maxsimd.engine.config import EngineConfig
 
 # What stands beside an engine's options in what is said of a model.
@@ -138,7 +139,7 @@ class Loadable:
     ) -> None:
         """Raises SetupError where there is no such folder."""
         self._configured = {setup.name: setup for setup in configured}
-        self._options = options or EngineConfig()
+        self._options = options or EngineConfig(**SERVED)
         self._folder = None if folder is None else _resolved(Path(folder))
         if folder is not None and (self._folder is None or not self._folder.is_dir()):
             raise SetupError(f"there is no folder {folder!r}; give one that holds models, or leave it out")

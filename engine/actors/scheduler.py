@@ -48,7 +48,7 @@ class SchedulerActor(Actor[SchedulerMessage]):
     """Owns the `Scheduler` and the open requests; keeps up to `steps_in_flight` steps on the device.
 
     Other parts may read its properties, `rate`, `step_times` and `num_signs` (how often the device was heard
-    of), and ask for `work_ahead`; all else goes by message.
+    of), wait for `changed`, and ask for `work_ahead`; all else goes by message.
     """
 
     def __init__(
@@ -87,6 +87,8 @@ class SchedulerActor(Actor[SchedulerMessage]):
         self.pace = ServiceRate(scheduler.limits.tokens if small is None else small)
         self.step_times = StepTimes()
         self.num_signs = 0
+        # Set whenever less may wait than before; cleared by whoever waits for it.
+        self.changed = asyncio.Event()
 
     @property
     def waiting_tokens(self) -> int:
@@ -162,6 +164,7 @@ class SchedulerActor(Actor[SchedulerMessage]):
                 self._account(message)
         self._dispatch()
         self._show_queue()
+        self.changed.set()
 
     def _show_queue(self) -> None:
         waiting = self._scheduler.waiting_tokens, self._scheduler.waiting_sequences

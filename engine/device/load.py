@@ -2,7 +2,9 @@
 
 import logging
 import os
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -36,6 +38,30 @@ log = logging.getLogger(__name__)
 
 # How much longer a start may take so that the newest of what is on disk is in memory.
 _WARMING_SECONDS = 0.5
+
+
+class _Stages(threading.local):
+    """What this thread calls between the stages of a load; it may raise to end the load."""
+
+    check: Callable[[], None] | None = None
+
+
+_stages = _Stages()
+
+
+@contextmanager
+def stages(check: Callable[[], None]) -> Iterator[None]:
+    """Has `check` called on this thread before each stage of a load."""
+    _stages.check = check
+    try:
+        yield
+    finally:
+        _stages.check = None
+
+
+def _next_stage() -> None:
+    if _stages.check is not None:
+        _stages.check()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,13 +102,38 @@ def load_device_model(
         raise ModelLoadError(str(error)) from error
     content = texts_content(config)
     with while_reading or nullcontext():
+        _next_stage()
         model = load_model(config, device)
+        _next_stage()
         tokenizer = TextTokenizer(model.tokenizer, model.token_rows)
         check_texts(model, config, tokenizer, content)
     model = replace(model, reader=None)  # it holds the library's model
     calibration = open_calibration(config, model)
+    _next_stage()
     cache = open_cache(config, model, choose_dtype(config.dtype, device))
+    try:
+        loaded = _made_ready(config, model, device, (maxsim_name, maxsim), cache, tokenizer, calibration)
+        _next_stage()
+    except BaseException:
+        if cache is not None:
+            cache.close()
+        raise
+    return loaded
+
+
+def _made_ready(
+    config: EngineConfig,
+    model: LoadedModel,
+    device: torch.device,
+    named_maxsim: tuple[str, MaxSim],
+    cache: EmbeddingCache | None,
+    tokenizer: TextTokenizer,
+    calibration: Calibration | None,
+) -> DeviceModel:
+    """Prepares, checks and warms up a model that was read."""
+    maxsim_name, maxsim = named_maxsim
     prepared = prepare(model, config, device, probe_sequences(model, tokenizer))
+    _next_stage()
     as_int8 = cache is not None and cache.precision == "int8"
     compares_vectors = not model.similarity.startswith("sparse")
     if device.type == "cuda" and maxsim_name == "triton" and config.maxsim == "auto" and compares_vectors:
@@ -95,6 +146,7 @@ def load_device_model(
     # Embeddings leave a fused head as they are cached and scored; int8 is rounded from float32.
     results = torch.float32 if as_int8 else prepared.dtype
     pooler = _pooler(model, prepared, results if maxsim_name == "triton" else None)
+    _next_stage()
     if device.type != "cpu":
         warm_up(model, prepared.runner, pooler)
     if cache is not None:

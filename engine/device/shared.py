@@ -12,6 +12,7 @@ import torch
 from maxsimd.engine.actors.turns import Turn, Turns
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.load import DeviceModel, load_device_model, prepare_thread
+from maxsimd.engine.device.loading import ModelLoad, load_on_thread
 from maxsimd.engine.device.thread import DeviceThread
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution import choose_device
@@ -126,28 +127,27 @@ class Seat:
         read the checkpoint it takes a turn; on a GPU all of it is done in a turn on the device's thread,
         since what others launch meanwhile could get into the graphs that are recorded. Raises
         ModelLoadError."""
-        if self._shared.device.type != "cpu":
-            return await asyncio.wrap_future(self.run(self._load_in_turn(config)))
-        loader = DeviceThread()
-        try:
-            model = await loader.call(lambda: self._load(config))
-        except asyncio.CancelledError:
-            loader.close(0)  # it ends when it has loaded
-            raise
-        except BaseException:
+        if self._shared.device.type == "cpu":
+            loader, model = await load_on_thread(lambda: self._load(config))
             loader.close()
+            return model
+        load = ModelLoad(lambda: load_device_model(config))
+        try:
+            return await asyncio.wrap_future(self.run(self._load_in_turn(load)))
+        except asyncio.CancelledError:
+            load.give_up()
+            with suppress(RuntimeError):  # the thread has ended meanwhile
+                self.loop.call_soon_threadsafe(load.free)
             raise
-        loader.close()
-        return model
 
     def _load(self, config: EngineConfig) -> DeviceModel:
         with _LOADING:
             return load_device_model(config, self._turn_held())
 
-    async def _load_in_turn(self, config: EngineConfig) -> DeviceModel:
+    async def _load_in_turn(self, load: ModelLoad) -> DeviceModel:
         async with self._turn:
             with _LOADING:
-                return load_device_model(config)
+                return load.run()
 
     @contextmanager
     def _turn_held(self) -> Iterator[None]:

@@ -55,6 +55,10 @@ class DeviceThread:
         self._thread = threading.Thread(target=self._run, name=f"{_PREFIX}device", daemon=True)
         self._thread.start()
 
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
     def run(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Starts a coroutine on the device thread."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)

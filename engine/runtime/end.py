@@ -1,6 +1,8 @@
 """Ends an engine's threads."""
 
+import asyncio
 import logging
+from collections.abc import Callable
 
 from maxsimd.engine.cache import EmbeddingCache
 from maxsimd.engine.device.thread import Device
@@ -26,3 +28,14 @@ def end_threads(
     pool.close(seconds)
     if cache is not None:
         cache.close(seconds)
+
+
+async def call_in_thread(function: Callable[[], object]) -> None:
+    """Calls a function that blocks in a thread, or on this event loop if the interpreter is about to end and
+    starts no thread."""
+    try:
+        call = asyncio.get_running_loop().run_in_executor(None, function)
+    except RuntimeError:
+        function()
+    else:
+        await call

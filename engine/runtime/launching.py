@@ -6,6 +6,7 @@ import weakref
 
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.load import DeviceModel, load_device_model
+from maxsimd.engine.device.loading import load_on_thread
 from maxsimd.engine.device.shared import Seat
 from maxsimd.engine.device.thread import DeviceThread
 from maxsimd.engine.metrics import EngineMetrics
@@ -20,13 +21,9 @@ _MOST_LOOKS = 5
 
 async def launch(config: EngineConfig, metrics: EngineMetrics, died: Died, tenants: TenantLimits) -> Running:
     """Loads the model on a thread of its own and starts the actors. Raises ModelLoadError."""
-    device = DeviceThread()
+    device, device_model = await load_on_thread(lambda: load_device_model(config))
     try:
-        device_model = await device.call(lambda: load_device_model(config))
         return _running(config, metrics, device, device_model, died, tenants)
-    except asyncio.CancelledError:
-        device.close(0)  # it ends when it has loaded
-        raise
     except BaseException:
         device.close()
         raise

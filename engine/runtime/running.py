@@ -39,7 +39,7 @@ from maxsimd.engine.preprocess import Prepared, Preprocessor, RequestIds, check_
 from maxsimd.engine.preprocess.pairs import PrefixSharing
 from maxsimd.engine.preprocess.workers import WithdrawnError, WorkerPool
 from maxsimd.engine.requests import EmbedRequest, RunOptions, ScoreRequest, Timings, Value, Values
-from maxsimd.engine.runtime.end import STUCK_SECONDS, end_threads
+from maxsimd.engine.runtime.end import STUCK_SECONDS, call_in_thread, end_threads
 from maxsimd.engine.scoring.price import ScoringPrice
 from maxsimd.engine.stats import EngineStats
 from maxsimd.engine.tenants import TenantLimits
@@ -192,6 +192,7 @@ class Running:
         """What the engine holds at the moment."""
         return EngineStats(
             requests=self._num_inside,
+            waiting_requests=self.admission.waiting_requests,
             open_requests=self.scheduler.open_requests,
             waiting_tokens=self.scheduler.waiting_tokens,
             waiting_sequences=self.scheduler.waiting_sequences,
@@ -256,7 +257,8 @@ class Running:
         self.admission.close()
         allowed = self._watchdog.allowance
         seconds = STUCK_SECONDS if self._is_stuck else None if allowed == math.inf else allowed
-        await asyncio.to_thread(end_threads, self._device, self._pool, self.device_model.cache, seconds)
+        cache = self.device_model.cache
+        await call_in_thread(partial(end_threads, self._device, self._pool, cache, seconds))
 
     async def _run(
         self,
@@ -309,6 +311,7 @@ class Running:
         """Returns when the request is queued; its values will be in the future."""
         came = time.perf_counter()
         with self.admission.permit(request, options) as permit:
+            await permit.granted()
 
             def check_and_prepare() -> tuple[Prepared, WaitingRequest, Timings]:
                 permit.check()
@@ -377,6 +380,7 @@ class Running:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self.scheduler.run())
+                group.create_task(self.admission.run())
                 group.create_task(self._run_on_device(actors))
                 group.create_task(self._watchdog.run())
         except* Exception as errors:
@@ -388,6 +392,7 @@ class Running:
             if self._is_stuck:
                 self._device.declare_stuck()
         finally:
+            self.admission.end_waits(self._reason)
             for future in list(self._awaited):
                 if not future.done():
                     future.set_exception(EngineDeadError(self._reason))

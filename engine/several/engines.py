@@ -1,19 +1,17 @@
 """Several models in one process, by their names: the public face."""
 
 import asyncio
-import gc
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import NamedTuple, Self, Unpack
 
-import torch
 from prometheus_client import CollectorRegistry
 
 from maxsimd.engine.actors.turns import check_weight
 from maxsimd.engine.config import EngineConfig
-from maxsimd.engine.device.allocators import give_back_memory
+from maxsimd.engine.device.loading import free_memory
 from maxsimd.engine.device.shared import SharedDevices
 from maxsimd.engine.engine import Engine
 from maxsimd.engine.errors import (
@@ -260,7 +258,7 @@ class Engines:
         self._states[name] = Failed(engine.death)
         self._leave_budget(name)
         await engine.stop(grace=0)
-        await asyncio.to_thread(_free_memory)
+        await asyncio.to_thread(free_memory)
 
     async def _end(self, name: str, grace: float | None) -> None:
         """Frees a model that is not dropped yet, at once where this is cancelled."""
@@ -277,7 +275,7 @@ class Engines:
                 if watch is not None:
                     watch.cancel()
                 await state.engine.stop(grace)
-                await asyncio.to_thread(_free_memory)
+                await asyncio.to_thread(free_memory)
             elif watch is not None:  # it is freeing what one that has died has left
                 await asyncio.wait({watch})
         finally:
@@ -320,12 +318,3 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, asyncio.CancelledError):
         return "loading it was cancelled"
     return str(error) if isinstance(error, MaxsimdError) else repr(error)
-
-
-def _free_memory() -> None:
-    """Gives back what a model that is gone had. Some of it refers to each other: to count references frees
-    only the rest."""
-    gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-    give_back_memory()

@@ -42,7 +42,7 @@ def _file(tmp_path: Path, text: str) -> str:
 
 def test_without_anything_the_defaults_are_printed_and_no_key_is() -> None:
     config = _config()
-    for settings in (EngineConfig(), ServerConfig()):
+    for settings in (EngineConfig(max_wait_seconds=30.0), ServerConfig()):
         for name in settings.__dataclass_fields__.keys() - {"api_key"}:
             value = getattr(settings, name)
             assert config.pop(name) == (list(value) if isinstance(value, tuple) else value)

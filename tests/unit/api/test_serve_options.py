@@ -85,7 +85,7 @@ def test_every_option_reaches_its_configuration(served: Captured) -> None:
             served.clear()
             result = CliRunner().invoke(main, ["serve", "some/model", *arguments])
             assert result.exit_code == 7, result.output
-            expected: list[Any] = [EngineConfig(model="some/model"), ServerConfig()]
+            expected: list[Any] = [EngineConfig(model="some/model", max_wait_seconds=30.0), ServerConfig()]
             assert value != getattr(expected[index], field.name)
             expected[index] = dataclasses.replace(expected[index], **{field.name: value} | also)
             assert list(served[0][:2]) == expected
@@ -192,7 +192,12 @@ def test_the_table_of_options_has_a_row_for_each() -> None:
     names = [flag(field.name) for field in fields if field.name != "model"]
     assert [row.split("`")[1] for row in rows] == names
     defaults = {name: row.split(" | ")[1] for name, row in zip(names, rows, strict=True)}
-    for name, shown in (("--port", "8000"), ("--served-model-name", ""), ("--restart-on-failure", "off")):
+    for name, shown in (
+        ("--port", "8000"),
+        ("--served-model-name", ""),
+        ("--restart-on-failure", "off"),
+        ("--max-wait-seconds", "30.0"),
+    ):
         assert defaults[name] == shown
 
 

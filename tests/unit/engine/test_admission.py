@@ -1,7 +1,7 @@
 """Who may come in: by what waits, by the time it takes, by what a request costs."""
 
 import asyncio
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from maxsimd.engine import QueueFullError, RequestTooLargeError
 from maxsimd.engine.actors.actor import Mailbox
 from maxsimd.engine.actors.messages import Admit, RunnerMessage, SchedulerMessage
 from maxsimd.engine.actors.scheduler import SchedulerActor
-from maxsimd.engine.admission import Admission, AdmissionLimits
+from maxsimd.engine.admission import Admission, AdmissionLimits, Permit
 from maxsimd.engine.metrics import EngineMetrics
 from maxsimd.engine.requests import EmbedRequest, RunOptions, ScoreRequest, Truncation, Values
 from maxsimd.engine.scoring.price import ScoringPrice
@@ -70,9 +70,13 @@ class Door:
             values = asyncio.get_running_loop().create_future()
             self.actor.post(Admit(request=request, num_results=len(lengths), options=run, values=values))
 
+    def permit(self, tokens: int, **options: Any) -> AbstractContextManager[Permit]:
+        """The permit of a request that is estimated at `tokens`."""
+        return self.admission.permit(text_of(tokens), self.tenants.applied(RunOptions(**options)))
+
     def ask(self, tokens: int, counted: int | None = None, **options: Any) -> None:
         """Lets a request in as `Running` does, with an estimate of `tokens`."""
-        with self.admission.permit(text_of(tokens), self.tenants.applied(RunOptions(**options))) as permit:
+        with self.permit(tokens, **options) as permit:
             permit.confirm(tokens if counted is None else counted)
 
     def estimate(self, request: EmbedRequest | ScoreRequest = TEXT) -> float:

@@ -204,7 +204,13 @@ async def small_steps(
     monkeypatch.setattr(two_stage, "ON_HOST", two_stage.BatchLimits(rows=64, documents=512))
     monkeypatch.setattr(price, "ROWS_PER_TOKEN", 2)
     engine = await engines(
-        EngineConfig(model=stanford_colbert, dtype="float32", max_batch_tokens=64, max_queued_tokens=4000)
+        EngineConfig(
+            model=stanford_colbert,
+            dtype="float32",
+            max_batch_tokens=64,
+            max_queued_tokens=4000,
+            max_wait_seconds=30.0,
+        )
     )
     for start in range(0, len(lines), 20):
         await engine.score("warm up", lines[start : start + 20], truncation=CUT_LONG)

@@ -175,6 +175,7 @@ async def test_a_start_that_is_stuck_can_be_given_up(
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(engine.start(), 0.2)
         assert num_left_behind() == 1
+    monkeypatch.setattr("maxsimd.engine.device.loading._GIVEN_UP_SECONDS", 0.1)
     await engine.start()
     assert await _score(engine)
     await engine.stop()

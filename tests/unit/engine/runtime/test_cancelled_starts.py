@@ -1,0 +1,139 @@
+"""Starts that are cancelled or fail: they end what they began, and the engine can be started again."""
+
+import asyncio
+import threading
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from maxsimd.engine import Engine, EngineConfig, Engines, ModelLoadError
+from maxsimd.engine.device import load as load_module
+from maxsimd.engine.device import shared as shared_module
+from maxsimd.engine.runtime import launching as launch_module
+from tests.checkpoints import bi_encoders
+from tests.checkpoints.shared import SharedCheckpoints
+from tests.waiting import until
+
+
+@pytest.fixture(scope="module")
+def config(checkpoints: SharedCheckpoints) -> EngineConfig:
+    return EngineConfig(model=checkpoints(bi_encoders.bge), dtype="float32", threads=1)
+
+
+def threads() -> set[threading.Thread]:
+    """Threads of engines."""
+    return {each for each in threading.enumerate() if each.name.startswith("maxsimd-")}
+
+
+class Pause:
+    """Stops a load at one place until it may go on."""
+
+    def __init__(self) -> None:
+        self.is_there, self.may_go_on = threading.Event(), threading.Event()
+
+    def here(self) -> None:
+        self.is_there.set()
+        self.may_go_on.wait(60)
+
+
+async def cancelled(start: "asyncio.Task[Any]", pause: Pause) -> None:
+    """Cancels a start when its load is at the pause, which then goes on."""
+    await asyncio.to_thread(pause.is_there.wait, 60)
+    start.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    pause.may_go_on.set()
+
+
+async def test_a_cancelled_start_ends_its_load_at_the_next_stage(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, engine = threads(), Engine(config)
+    next_stage = load_module._next_stage
+    for place in range(1, 8):
+        pause, stages = Pause(), 0
+
+        def stage(pause: Pause = pause, place: int = place) -> None:
+            nonlocal stages
+            stages += 1
+            if stages == place:
+                pause.here()
+            next_stage()
+
+        with monkeypatch.context() as patched:
+            patched.setattr(load_module, "_next_stage", stage)
+            start = asyncio.create_task(engine.start())
+            if place == 7:
+                await start
+                assert stages == 6
+                break
+            await cancelled(start, pause)
+            await until(lambda: threads() == before)
+            assert stages == place, "no stage was begun after it"
+    assert (await engine.embed("text")).embeddings.shape == (1, 128)
+    await engine.stop()
+    assert threads() == before
+
+
+@pytest.mark.parametrize("kind", ["alone", "among several"])
+async def test_a_start_that_is_cancelled_once_all_is_loaded_frees_it(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    before, pause = threads(), Pause()
+    module = launch_module if kind == "alone" else shared_module
+    load: Any = module.load_device_model
+
+    def load_and_pause(*arguments: Any) -> Any:
+        loaded = load(*arguments)
+        pause.here()
+        return loaded
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "load_device_model", load_and_pause)
+        engine: Any = Engine(config) if kind == "alone" else Engines({"a": config})
+        await cancelled(asyncio.create_task(engine.start()), pause)
+        if kind == "among several":
+            await engine.stop()
+    await until(lambda: threads() == before)
+
+
+async def test_starts_after_cancelled_ones_load_one_model_at_a_time(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, engine, loading, at_a_time = threads(), Engine(config), [], []
+    load = launch_module.load_device_model
+
+    def count(config: EngineConfig) -> Any:
+        loading.append(config)
+        at_a_time.append(len(loading))
+        try:
+            return load(config)
+        finally:
+            loading.pop()
+
+    monkeypatch.setattr(launch_module, "load_device_model", count)
+    for i in range(12):
+        with suppress(TimeoutError):
+            await asyncio.wait_for(engine.start(), 0.02 * i)
+            await engine.stop()
+    assert set(at_a_time) == {1}
+    async with engine:
+        assert (await engine.embed("text")).embeddings.shape == (1, 128)
+    assert threads() == before
+
+
+async def test_a_start_that_fails_when_the_cache_is_open_closes_it(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, engine = threads(), Engine(config)
+
+    def fail(*_: Any) -> Any:
+        raise ModelLoadError("it cannot be prepared")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(load_module, "prepare", fail)
+        for _ in range(2):
+            with pytest.raises(ModelLoadError, match="cannot be prepared"):
+                await engine.start()
+    assert threads() == before

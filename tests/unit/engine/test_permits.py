@@ -1,0 +1,252 @@
+"""Requests that wait for a permit before they are prepared: their order, and who is never left behind."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from maxsimd.engine import EngineDeadError, QueueFullError, RequestTooLargeError
+from maxsimd.engine.actors.messages import Cancel
+from maxsimd.engine.tenants import Tenant
+from tests.unit.engine.test_admission import Door
+
+
+class WaitingDoor(Door):
+    """A door whose requests wait. It holds each that has its permit until it is let go."""
+
+    def __init__(self, queued_tokens: int = 1000, **options: Any) -> None:
+        super().__init__(wait_seconds=None, queued_tokens=queued_tokens, **options)
+        self.granted: list[str] = []
+        self._held: dict[str, asyncio.Event] = {}
+        self._calls: dict[str, asyncio.Task[None]] = {}
+
+    async def come(self, name: str, tokens: int, **options: Any) -> asyncio.Task[None]:
+        """A request of that many tokens, by estimate, that waits for its permit or has it."""
+        self._held[name] = asyncio.Event()
+
+        async def call() -> None:
+            with self.permit(tokens, **options) as permit:
+                await permit.granted()
+                self.granted.append(name)
+                await self._held[name].wait()
+
+        self._calls[name] = asyncio.create_task(call())
+        await settle()
+        return self._calls[name]
+
+    async def let_go(self, *names: str) -> None:
+        """Ends the preparation of requests."""
+        for name in names:
+            self._held[name].set()
+        await settle()
+
+    async def run_queue(self) -> None:
+        """Has the scheduler forget all that waits for a step."""
+        while not self.actor.mailbox._letters.empty():
+            await self.actor.receive((await self.actor.mailbox.next()).message)
+        for number in list(self.actor._open):
+            await self.actor.receive(Cancel(number))
+        await settle()
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def waiting_door(**options: Any) -> AsyncIterator[WaitingDoor]:
+    door = WaitingDoor(**options)
+    running = asyncio.create_task(door.admission.run())
+    try:
+        yield door
+        assert (door.metric("waiting_requests"), door.metric("preparing_tokens")) == (0, 0)
+    finally:
+        running.cancel()
+
+
+async def test_requests_wait_in_order_for_room_and_none_is_refused() -> None:
+    async with waiting_door(queued_tokens=1000) as door:
+        door.queue(1, 900)
+        for name in "abcd":
+            await door.come(name, 50)
+        assert door.granted == ["a", "b"]
+        assert (door.metric("waiting_requests"), door.metric("preparing_requests")) == (2, 2)
+        assert door.admission.waiting_requests == 2
+        await door.let_go("a")
+        assert door.granted == ["a", "b", "c"]
+        await door.run_queue()
+        assert door.granted == ["a", "b", "c", "d"]
+        await door.let_go("b", "c", "d")
+
+
+async def test_estimated_waits_and_timeouts_refuse_nobody() -> None:
+    async with waiting_door(queued_tokens=10_000) as door:
+        door.queue(70, 100)
+        with door.permit(100, timeout=2.0) as permit:
+            await permit.granted()
+            permit.confirm(100)
+            door.admission.review()
+            permit.check()
+        with pytest.raises(RequestTooLargeError), door.permit(100) as permit:  # noqa: PT012
+            await permit.granted()
+            permit.confirm(5001)
+
+
+async def test_a_large_request_is_not_passed_and_comes_in_when_the_rest_has_gone() -> None:
+    """It is larger than the whole queue, so it waits until nothing else is there. Then others wait for it."""
+    async with waiting_door(queued_tokens=1000) as door:
+        await door.come("first", 100)
+        await door.come("huge", 5000)
+        await door.come("small", 10)
+        assert door.granted == ["first"]
+        door.queue(1, 100)
+        await door.let_go("first")
+        assert door.granted == ["first"], "something waits for a step"
+        await door.run_queue()
+        assert door.granted == ["first", "huge"]
+        await door.let_go("huge")
+        assert door.granted == ["first", "huge", "small"]
+        await door.let_go("small")
+
+
+async def test_a_quarter_is_kept_for_requests_of_one_step() -> None:
+    async with waiting_door(queued_tokens=1000) as door:
+        door.queue(1, 700)
+        await door.come("two steps", 60, tenant="a")
+        await door.come("one step", 50, tenant="b")
+        assert door.granted == []
+        await door.run_queue()
+        await door.let_go("two steps", "one step")
+        door.queue(1, 700)
+        await door.come("small", 50)
+        assert door.granted == ["two steps", "one step", "small"]
+        await door.let_go("small")
+
+
+async def test_a_tenant_with_many_waiting_holds_back_no_other() -> None:
+    async with waiting_door(queued_tokens=100) as door:
+        await door.come("holding", 100)
+        crowd = [f"a{i}" for i in range(20)]
+        for name in crowd:
+            await door.come(name, 100, tenant="a")
+        await door.let_go("holding")
+        await door.come("b", 40, tenant="b")
+        await door.come("b again", 40, tenant="b")
+        for name in ["a0", "b", "b again", *crowd[1:]]:
+            await door.let_go(name)
+        assert door.granted[:5] == ["holding", "a0", "b", "b again", "a1"]
+
+
+async def test_a_tenant_that_comes_again_and_again_does_not_starve_others() -> None:
+    """Each time it leaves and comes back. What it was granted ahead of the others is remembered."""
+    async with waiting_door(queued_tokens=40) as door:
+        await door.come("holding", 40)
+        for i in range(3):
+            await door.come(f"a{i}", 40, tenant="a")
+        await door.let_go("holding")
+        now = "a0"
+        for i in range(4):
+            await door.come(f"b{i}", 40, tenant="b")
+            await door.let_go(now)
+            now = door.granted[-1]
+        assert door.granted == ["holding", "a0", "b0", "a1", "b1", "a2"]
+        for _ in range(6):
+            await door.let_go(*door.granted)
+
+
+async def test_weights_and_priorities_share_the_permits() -> None:
+    async with waiting_door(queued_tokens=10, tenants={"heavy": Tenant(weight=3)}) as door:
+        await door.come("holding", 10)
+        for tenant, priority in (("heavy", 0), ("light", 0), ("light", "batch")):
+            for i in range(12):
+                await door.come(f"{tenant} {priority} {i}", 10, tenant=tenant, priority=priority)
+        for _ in range(18):
+            await door.let_go(door.granted[-1])
+        kinds = [name.rsplit(" ", 1)[0] for name in door.granted[1:]]
+        assert 10 <= kinds.count("heavy 0") <= 13
+        assert kinds.count("light 0") > kinds.count("light batch") >= 1, "nobody starves"
+        for _ in range(20):
+            await door.let_go(*door.granted)
+
+
+async def test_a_tenant_waits_for_its_own_limit_and_holds_back_no_other() -> None:
+    async with waiting_door(tenants={"a": Tenant(max_queued_tokens=100)}) as door:
+        await door.come("first", 80, tenant="a")
+        await door.come("second", 80, tenant="a")
+        await door.come("other", 80)
+        assert door.granted == ["first", "other"]
+        door.queue(1, 30, tenant="a")
+        await door.let_go("first")
+        assert door.granted == ["first", "other"]
+        await door.run_queue()
+        assert door.granted == ["first", "other", "second"]
+        await door.let_go("second", "other")
+
+
+async def test_a_rate_still_refuses() -> None:
+    async with waiting_door(tenants={"a": Tenant(requests_per_minute=1)}) as door:
+        door.ask(10, tenant="a")
+        with pytest.raises(QueueFullError, match="used up the 1 requests"):
+            door.ask(10, tenant="a")
+
+
+async def test_a_request_cancelled_after_it_is_granted_gives_the_permit_back() -> None:
+    async with waiting_door(queued_tokens=50) as door:
+        holding, cancelled = await door.come("holding", 50), await door.come("cancelled", 50)
+        await door.come("next", 50)
+        door._held["holding"].set()
+        await holding
+        assert door.metric("waiting_requests") == 1, "it is granted"
+        assert door.granted == ["holding"], "and has not gone on"
+        cancelled.cancel()
+        await settle()
+        assert cancelled.cancelled()
+        assert door.granted == ["holding", "next"]
+        await door.let_go("next")
+
+
+async def test_a_request_cancelled_in_the_turn_of_its_grant_is_skipped() -> None:
+    """Its task has not run yet when another request comes, at which permits are granted."""
+    async with waiting_door(queued_tokens=50) as door:
+        with door.permit(50) as holding:
+            await holding.granted()
+            cancelled = await door.come("cancelled", 50)
+            await door.come("next", 50)
+            cancelled.cancel()
+        with door.permit(50) as newcomer:
+            coming = asyncio.create_task(newcomer.granted())
+            door.admission._grant_permits()
+            await settle()
+            assert cancelled.cancelled()
+            assert door.granted == ["next"]
+            await door.let_go("next")
+            await coming
+
+
+async def test_the_next_request_comes_in_when_one_that_blocked_it_goes_away() -> None:
+    async with waiting_door(queued_tokens=100) as door:
+        await door.come("holding", 50)
+        huge = await door.come("huge", 500)
+        await door.come("small", 50)
+        huge.cancel()
+        await settle()
+        assert door.granted == ["holding", "small"]
+        await door.let_go("holding", "small")
+
+
+async def test_all_who_wait_are_told_when_the_engine_ends() -> None:
+    async with waiting_door(queued_tokens=10) as door:
+        holding = await door.come("holding", 10)
+        waiting = [await door.come(f"{i}", 10, tenant=str(i % 3)) for i in range(9)]
+        waiting[4].cancel()
+        door.admission.end_waits("the engine has died")
+        await settle()
+        for call in [*waiting[:4], *waiting[5:], await door.come("late", 10)]:
+            with pytest.raises(EngineDeadError, match="the engine has died"):
+                await call
+        assert waiting[4].cancelled()
+        await door.let_go("holding")
+        await holding

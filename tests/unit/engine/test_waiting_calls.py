@@ -1,0 +1,295 @@
+"""Calls in process wait for room in the queue: all are served, and whoever gives up harms no other."""
+
+import asyncio
+import math
+import random
+import threading
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from maxsimd.engine import (
+    Engine,
+    EngineConfig,
+    EngineDeadError,
+    Engines,
+    QueueFullError,
+    RequestTimeoutError,
+    Stage,
+    SyncEngine,
+    Tenant,
+)
+from maxsimd.engine.stats import EngineStats
+from maxsimd.scheduler import Step
+from tests.checkpoints import bi_encoders, cross_encoders
+from tests.checkpoints.shared import SharedCheckpoints
+from tests.waiting import until
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+DOCUMENTS = [f"the document with the number {i}" for i in range(20)]
+
+
+@pytest.fixture(scope="module")
+def config(checkpoints: SharedCheckpoints) -> EngineConfig:
+    """A queue with room for about two of the calls below."""
+    return EngineConfig(
+        model=checkpoints(bi_encoders.bge),
+        score_type="late-interaction",
+        dtype="float32",
+        max_batch_tokens=128,
+        max_queued_tokens=1000,
+        cache_mb=0,
+        threads=1,
+    )
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(config: EngineConfig) -> AsyncIterator[Engine]:
+    async with Engine(config) as engine:
+        yield engine
+
+
+@contextmanager
+def stopped_device(engine: Engine) -> Iterator[threading.Event]:
+    """Holds the device's steps until the event is set, at the latest in the end."""
+    runner: Any = engine.device_model.prepared.runner
+    forward, goes = runner.forward, threading.Event()
+
+    def wait(step: Step) -> Any:
+        goes.wait(60)
+        return forward(step)
+
+    runner.forward = wait
+    try:
+        yield goes
+    finally:
+        goes.set()
+        runner.forward = forward
+
+
+async def crowd(engine: Engine, calls: int) -> list["asyncio.Task[Any]"]:
+    """Calls of which most wait for a permit."""
+    tasks = [asyncio.create_task(engine.score(f"query {i}", DOCUMENTS)) for i in range(calls)]
+    await until(lambda: engine.stats().waiting_requests > calls // 2)
+    read = engine.metrics.registry.get_sample_value
+    await until(lambda: read("maxsimd_preparing_requests") == 0)  # no more of them get a permit
+    return tasks
+
+
+async def at_rest(engine: Engine) -> None:
+    await until(lambda: engine.stats() == EngineStats())
+
+
+async def test_more_calls_than_the_queue_holds_are_all_served(engine: Engine) -> None:
+    calls = [engine.score(f"query {i % 7}", DOCUMENTS) for i in range(200)]
+    most = 0
+
+    async def watch() -> None:
+        nonlocal most
+        while True:
+            most = max(most, engine.stats().waiting_tokens)
+            await asyncio.sleep(0)
+
+    watching = asyncio.create_task(watch())
+    results = await asyncio.gather(*calls)
+    watching.cancel()
+    for i, result in enumerate(results):
+        assert result.scores == pytest.approx(results[i % 7].scores, abs=1e-5)
+    assert 0 < most <= 1000
+    await at_rest(engine)
+
+
+async def test_a_call_larger_than_the_queue_is_served_among_others(engine: Engine) -> None:
+    large = [f"{text} {i}" for i in range(20) for text in DOCUMENTS]
+    others = [engine.score("query", DOCUMENTS[:3]) for _ in range(30)]
+    results = await asyncio.gather(*others[:10], engine.score("query", large), *others[10:])
+    assert len(results[10].scores) == 400
+    await at_rest(engine)
+
+
+async def test_a_number_of_seconds_refuses_as_a_server_does(config: EngineConfig) -> None:
+    for seconds in (600.0, math.inf):
+        async with Engine(replace(config, max_wait_seconds=seconds)) as engine:
+            with stopped_device(engine):
+                calls = {asyncio.create_task(engine.score("query", DOCUMENTS)) for _ in range(30)}
+                await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+            answers = await asyncio.gather(*calls, return_exceptions=True)
+        refused = [answer for answer in answers if isinstance(answer, QueueFullError)]
+        assert refused
+        assert "max_queued_tokens" in str(refused[0])
+    for seconds in (-1, math.nan):
+        with pytest.raises(ValueError, match=r"^max_wait_seconds must be 0 or more, inf or None, not"):
+            EngineConfig(max_wait_seconds=seconds)
+
+
+async def test_a_timeout_counts_the_wait_for_a_permit(engine: Engine) -> None:
+    with stopped_device(engine) as goes:
+        calls = await crowd(engine, 20)
+        waiting = engine.stats().waiting_requests
+        failed, partial = await asyncio.gather(
+            engine.score("late", DOCUMENTS, timeout=0.2),
+            engine.score("late", DOCUMENTS, timeout=0.2, on_timeout="partial"),
+            return_exceptions=True,
+        )
+        assert isinstance(failed, RequestTimeoutError)
+        assert partial.unscored == tuple(range(20))
+        assert engine.stats().waiting_requests == waiting
+        assert engine.metrics.registry.get_sample_value("maxsimd_waiting_requests") == waiting
+        goes.set()
+        assert all(len(result.scores) == 20 for result in await asyncio.gather(*calls))
+    await at_rest(engine)
+
+
+async def test_a_tenants_only_call_passes_a_thousand_of_another(engine: Engine) -> None:
+    """At most one call of the other tenant, which is next already, goes before it."""
+    with stopped_device(engine) as goes:
+        many = [asyncio.create_task(engine.score("query", DOCUMENTS[:9], tenant="many")) for _ in range(1000)]
+        await until(lambda: engine.stats().waiting_requests > 900)
+        served = 1000 - engine.stats().waiting_requests
+        lone = asyncio.create_task(engine.score("query", DOCUMENTS[:9], tenant="lone"))
+        await asyncio.sleep(0)
+        goes.set()
+        await lone
+        assert sum(call.done() for call in many) < served + 20
+    for call in many:
+        call.cancel()
+    await asyncio.gather(*many, return_exceptions=True)
+    await at_rest(engine)
+
+
+async def test_a_progress_callback_may_start_calls(engine: Engine) -> None:
+    started: list[asyncio.Task[Any]] = []
+
+    def progress(done: int, total: int) -> None:
+        if len(started) < 50:
+            started.append(asyncio.create_task(engine.score("inner", DOCUMENTS)))
+
+    async with asyncio.timeout(60):
+        await asyncio.gather(*[engine.score("q", DOCUMENTS, progress=progress) for _ in range(20)])
+        await asyncio.gather(*started)
+    await at_rest(engine)
+
+
+async def test_streams_windows_and_encoded_queries_wait_too(engine: Engine) -> None:
+    async def stream(i: int) -> int:
+        async with engine.stream(f"query {i}", DOCUMENTS) as stream:
+            async for _ in stream:
+                await engine.score("inside", DOCUMENTS[:5])
+        return len(stream.result.scores)
+
+    async def encoded(i: int) -> int:
+        query = await engine.encode_query(f"query {i}")
+        long = await engine.score(query, ["word " * 900] * 3, truncation="window")
+        return len((await engine.rerank(query, DOCUMENTS)).results) + len(long.scores) - 3
+
+    async with asyncio.timeout(120):
+        found = await asyncio.gather(*[call(i) for i in range(15) for call in (stream, encoded)])
+    assert found == [20] * 30
+    await at_rest(engine)
+
+
+async def test_a_stop_ends_all_waits_at_once(config: EngineConfig) -> None:
+    engine = Engine(config)
+    await engine.start()
+    with stopped_device(engine) as goes:
+        calls = await crowd(engine, 40)
+        stopping = asyncio.create_task(engine.stop(grace=0.1))
+        answers = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 20)
+        assert {type(answer) for answer in answers} == {EngineDeadError}
+        assert {str(answer) for answer in answers} == {"the engine was stopped"}
+        goes.set()
+        await stopping
+    await engine.start()
+    assert len((await engine.score("query", DOCUMENTS)).scores) == 20
+    await engine.stop()
+
+
+async def test_a_stop_without_grace_lets_calls_that_wait_finish(config: EngineConfig) -> None:
+    async with Engine(config) as engine:
+        with stopped_device(engine):
+            calls = await crowd(engine, 40)
+    assert all(len(result.scores) == 20 for result in await asyncio.gather(*calls))
+
+
+async def test_a_death_ends_all_waits_at_once(config: EngineConfig) -> None:
+    engine = Engine(config)
+    await engine.start()
+    with stopped_device(engine) as goes:
+        calls = await crowd(engine, 40)
+        running: Any = engine._running
+        running.scheduler._account = None  # the next report of a step kills the actor
+        goes.set()
+        answers = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 20)
+    assert {type(answer) for answer in answers} == {EngineDeadError}
+    assert all("the engine has died" in str(answer) for answer in answers)
+    await engine.start()
+    assert len((await engine.score("query", DOCUMENTS)).scores) == 20
+    await engine.stop()
+
+
+async def test_models_on_one_device_do_not_hold_up_each_other(
+    config: EngineConfig, checkpoints: SharedCheckpoints
+) -> None:
+    second = EngineConfig(
+        model=checkpoints(cross_encoders.bert), dtype="float32", threads=1, max_queued_tokens=1000
+    )
+    async with Engines({"first": config, "second": second}) as models, asyncio.timeout(120):
+        stages = [Stage("first", keep=5), Stage("second")]
+        cascades = [models.rerank(f"query {i}", DOCUMENTS, stages) for i in range(30)]
+        calls = [models[name].score("query", DOCUMENTS) for name in ("first", "second") for _ in range(20)]
+        for result in await asyncio.gather(*cascades, *calls):
+            assert len(getattr(result, "results", DOCUMENTS[:5])) == 5
+
+
+async def test_calls_from_many_threads_wait(config: EngineConfig) -> None:
+    with SyncEngine(config, progress=False) as engine, ThreadPoolExecutor(40) as threads:
+        scores = list(threads.map(lambda i: engine.score(f"q{i % 3}", DOCUMENTS).scores, range(120)))
+    assert len(scores) == 120
+    for i, each in enumerate(scores):
+        assert each == pytest.approx(scores[i % 3], abs=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_calls_that_give_up_at_random_moments_harm_no_other(engine: Engine, seed: int) -> None:
+    chance = random.Random(seed)
+    engine.set_tenants({"slow": Tenant(weight=0.1), "small": Tenant(max_queued_tokens=300)})
+    expected = (await engine.score("query", DOCUMENTS)).scores
+    calls: list[tuple[asyncio.Task[Any], int, bool]] = []
+    for _ in range(300):
+        documents = chance.choice((1, 3, 9, 20))
+        ways: dict[str, Any] = {
+            "tenant": chance.choice(("", "slow", "small", "other")),
+            "priority": chance.choice(("interactive", "batch", -3)),
+        }
+        may_fail = chance.random() < 0.7
+        if may_fail and chance.random() < 0.3:
+            ways |= {"timeout": chance.choice((0.0001, 0.01, 0.1))}
+            ways |= {"on_timeout": chance.choice(("error", "partial"))}
+        call = asyncio.create_task(engine.score("query", DOCUMENTS[:documents], **ways))
+        calls.append((call, documents, may_fail))
+        if may_fail and "timeout" not in ways:
+            if chance.random() < 0.5:
+                asyncio.get_running_loop().call_later(chance.random(), call.cancel)
+            else:
+                for _ in range(chance.randrange(4)):
+                    await asyncio.sleep(0)
+                call.cancel()
+    async with asyncio.timeout(120):
+        answers = await asyncio.gather(*[call for call, _, _ in calls], return_exceptions=True)
+    for answer, (_, documents, may_fail) in zip(answers, calls, strict=True):
+        if not may_fail or not isinstance(answer, asyncio.CancelledError | RequestTimeoutError):
+            scored = [i for i in range(documents) if i not in answer.unscored]
+            assert scored == list(range(documents)) or may_fail
+            assert [answer.scores[i] for i in scored] == pytest.approx(
+                [expected[i] for i in scored], abs=1e-5
+            )
+    await at_rest(engine)
+    assert engine.is_healthy
+    assert engine.metrics.registry.get_sample_value("maxsimd_preparing_tokens") == 0
+    engine.set_tenants({})

@@ -1,0 +1,204 @@
+"""The blocking engine's life: interrupted, closed by several threads, forked, and ended by the process."""
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from maxsimd.engine import EngineNotReadyError, RequestFailedError, SyncEngine
+from maxsimd.engine.checkpoint import LoadedModel
+from maxsimd.engine.device import load as load_module
+from tests.checkpoints import bi_encoders
+from tests.checkpoints.shared import SharedCheckpoints
+from tests.forked import Program
+from tests.waiting import wait_for
+
+TEXTS = [f"the text with the number {i}" for i in range(20)]
+
+
+@pytest.fixture(scope="module")
+def model(checkpoints: SharedCheckpoints) -> str:
+    return checkpoints(bi_encoders.bge)
+
+
+def new_engine(model: str) -> SyncEngine:
+    return SyncEngine(model, dtype="float32", threads=1, progress=False)
+
+
+def interrupt_when(event: threading.Event) -> threading.Thread:
+    """Presses Ctrl-C once the event is set."""
+
+    def press() -> None:
+        event.wait(60)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    return thread
+
+
+def test_an_interrupted_start_can_be_repeated(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, before = new_engine(model), threading.active_count()
+    loading, may_go_on = threading.Event(), threading.Event()
+    load_model = load_module.load_model
+
+    def load_slowly(*arguments: Any) -> LoadedModel:
+        loading.set()
+        may_go_on.wait(60)
+        return load_model(*arguments)
+
+    with monkeypatch.context() as slow:
+        slow.setattr(load_module, "load_model", load_slowly)
+        pressing = interrupt_when(loading)
+        with pytest.raises(KeyboardInterrupt):
+            engine.start()
+        pressing.join()
+        may_go_on.set()
+    with pytest.raises(EngineNotReadyError, match="not running"):
+        engine.score("query", TEXTS)
+    with engine:
+        assert len(engine.score("query", TEXTS).scores) == 20
+    wait_for(lambda: threading.active_count() == before)
+
+
+def test_an_interrupted_call_leaves_the_engine_to_others(model: str) -> None:
+    began, may_go_on = threading.Event(), threading.Event()
+
+    def stop_here(done: int, total: int) -> None:
+        began.set()
+        may_go_on.wait(60)
+
+    with new_engine(model) as engine:
+        pressing = interrupt_when(began)
+        with pytest.raises(KeyboardInterrupt):
+            engine.score("query", TEXTS, progress=stop_here)
+        pressing.join()
+        may_go_on.set()
+        assert len(engine.score("query", TEXTS).scores) == 20
+        wait_for(lambda: engine.stats().requests == 0)
+
+
+def test_several_threads_may_close_it_at_once(model: str) -> None:
+    for _ in range(3):
+        engine = new_engine(model).start()
+        with ThreadPoolExecutor(8) as threads:
+            scores = [threads.submit(engine.score, "query", TEXTS) for _ in range(3)]
+            closes = [threads.submit(engine.close) for _ in range(5)]
+            for close in closes:
+                close.result(60)
+            for score in scores:  # it came in time, or is told why not
+                error = score.exception(60)
+                assert error is None or isinstance(error, EngineNotReadyError)
+        with pytest.raises(EngineNotReadyError, match="not running"):
+            engine.score("query", TEXTS)
+
+
+@pytest.mark.parametrize("call", ["score", "close", "start", "clear_cache"])
+def test_a_call_from_its_own_progress_is_refused(model: str, call: str) -> None:
+    with new_engine(model) as engine:
+        arguments = {"score": ("query", TEXTS)}.get(call, ())
+
+        def progress(done: int, total: int) -> None:
+            getattr(engine, call)(*arguments)
+
+        with pytest.raises(RequestFailedError, match="would wait for itself") as failed:
+            engine.score("query", TEXTS, progress=progress)
+        assert isinstance(failed.value.__cause__, EngineNotReadyError)
+        assert len(engine.score("query", TEXTS).scores) == 20
+
+
+def test_a_close_waits_for_a_start_in_another_thread(model: str) -> None:
+    engine = new_engine(model)
+    with ThreadPoolExecutor(2) as threads:
+        start = threads.submit(engine.start)
+        wait_for(lambda: engine._thread is not None or start.done())
+        engine.close()
+        assert start.result(60) is engine
+    with pytest.raises(EngineNotReadyError, match="not running"):
+        engine.score("query", TEXTS)
+
+
+FORKS = """
+import os, sys, warnings
+from maxsimd import SyncEngine
+from maxsimd.engine import EngineNotReadyError
+warnings.simplefilter("ignore", DeprecationWarning)
+
+
+def forked(function):
+    child = os.fork()
+    if not child:
+        try:
+            function()
+        except BaseException as error:
+            print(repr(error), file=sys.stderr)
+            os._exit(1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def runs():
+    with engine:
+        assert len(engine.score("query", ["a", "b"]).scores) == 2
+
+
+def is_refused():
+    engine.close()
+    try:
+        engine.start()
+    except EngineNotReadyError as error:
+        assert "forked from" in str(error)
+    else:
+        raise AssertionError("it was started")
+    engine.close()
+
+
+engine = SyncEngine(MODEL, dtype="float32", threads=1, progress=False)
+forked(runs)  # it was made before the fork, and not started
+runs()
+engine.start()
+forked(is_refused)
+assert len(engine.score("query", ["a", "b"]).scores) == 2
+engine.close()
+"""
+
+
+def test_an_engine_made_before_a_fork_runs_and_one_started_is_refused(model: str, tmp_path: Path) -> None:
+    program = tmp_path / "forks.py"
+    program.write_text(FORKS.replace("MODEL", repr(model)))
+    done = Program([], program).run()
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+ENDS = """
+import threading
+from maxsimd import SyncEngine
+
+engine = SyncEngine(MODEL, dtype="float32", threads=1, progress=False).start()
+called = threading.Semaphore(0)
+
+
+def score():
+    while True:
+        engine.score("query", ["word " * 400] * 50, cache="bypass", progress=lambda *_: called.release())
+
+
+for _ in range(4):
+    threading.Thread(target=score, daemon=True).start()
+for _ in range(20):
+    called.acquire()
+"""
+
+
+def test_a_process_ends_cleanly_while_daemon_threads_score(model: str, tmp_path: Path) -> None:
+    program = tmp_path / "ends.py"
+    program.write_text(ENDS.replace("MODEL", repr(model)))
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"(stopping with \d requests unfinished when the grace is over\n)?", done.stderr)
