@@ -145,7 +145,12 @@ def qwen3_mean(folder: Path) -> str:
     return _qwen3(folder, "mean")
 
 
-def _qwen3(folder: Path, pooling: str) -> str:
+def qwen3_wide(folder: Path) -> str:
+    """A small Qwen3 with vectors of 4,096 numbers, as those of Qwen3-Embedding-8B have."""
+    return _qwen3(folder, "lasttoken", Dense(128, 4096, activation_function=torch.nn.Identity()))
+
+
+def _qwen3(folder: Path, pooling: str, *behind: Any) -> str:
     specials = {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
     size = byte_level_bpe(
         folder / "backbone",
@@ -157,7 +162,7 @@ def _qwen3(folder: Path, pooling: str) -> str:
     )
     sizes = {"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 1024}
     save_model(folder / "backbone", "qwen3", vocab_size=size, **sizes)
-    return _saved(folder, pooling, Normalize(), prompts={"query": INSTRUCTION, "document": ""})
+    return _saved(folder, pooling, *behind, Normalize(), prompts={"query": INSTRUCTION, "document": ""})
 
 
 def embeddinggemma(folder: Path) -> str:
