@@ -8,7 +8,12 @@ from dataclasses import replace
 from typing import Literal, Unpack, cast
 
 from maxsimd.engine import media
-from maxsimd.engine.errors import EngineDeadError, EngineNotReadyError, InvalidRequestError
+from maxsimd.engine.errors import (
+    EngineDeadError,
+    EngineNotReadyError,
+    InvalidRequestError,
+    RequestTimeoutError,
+)
 from maxsimd.engine.explanations import Explanation
 from maxsimd.engine.life import EngineLife
 from maxsimd.engine.media import Content, OpenImage, PictureFile
@@ -35,7 +40,7 @@ from maxsimd.engine.requests import (
     Value,
     Values,
 )
-from maxsimd.engine.results.encodings import as_muvera, check_encoding, encoded_result
+from maxsimd.engine.results.encodings import as_muvera, check_encoding, encoded_result, encoding_price
 from maxsimd.engine.results.postprocess import (
     aside,
     classify_result,
@@ -260,10 +265,27 @@ class Engine(EngineLife):
 
     async def _encoded(self, request: EmbedRequest, muvera: Muvera, options: RunOptions) -> EmbedResult:
         """One vector of each text's token vectors."""
-        of_tokens = replace(request, task="token_embed", takes_cached=True)
+        assert request.input_type is not None
+        dim, num_texts = self.model.tasks["token_embed"].dim, request.num_texts
+        price = encoding_price(muvera, dim, request.input_type, num_texts)
+        of_tokens = replace(request, task="token_embed", takes_cached=True, more_tokens=price)
         is_query, cache = request.input_type == "query", self.device_model.cache
+        started = asyncio.get_running_loop().time()
         prepared, values = await self._texts(of_tokens, None, options)
-        return await asyncio.to_thread(encoded_result, prepared, values, muvera, is_query, cache)
+
+        def encode() -> EmbedResult:
+            return encoded_result(prepared, values, muvera, is_query, cache)
+
+        try:
+            async with asyncio.timeout_at(None if options.timeout is None else started + options.timeout):
+                try:
+                    return await self.in_thread(encode, num_texts * muvera.whole_length(dim))
+                except (EngineNotReadyError, EngineDeadError):
+                    # It has stopped meanwhile, and is not needed any more.
+                    return await asyncio.to_thread(encode)
+        except TimeoutError:
+            assert options.timeout is not None
+            raise RequestTimeoutError.after(options.timeout) from None
 
     async def embed_tokens(
         self,

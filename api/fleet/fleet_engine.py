@@ -152,7 +152,14 @@ class FleetEngine:
         """Engines check rates themselves."""
 
     async def in_thread(self, function: Callable[[], T], size: int) -> T:
-        return await asyncio.wrap_future(self._pool.submit(function, size).future)
+        work = self._pool.submit(function, size)
+        try:
+            return await asyncio.wrap_future(work.future)
+        except asyncio.CancelledError:
+            work.withdraw()
+            raise
+        finally:
+            del work  # it holds the error, which holds this frame
 
     async def clear_cache(self) -> None:
         """At every engine. Raises ApiError where some have not done so in time."""

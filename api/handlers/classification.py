@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from maxsimd.api import wire, wire_labels
 from maxsimd.api.answer import Answer, new_id, now, usage_of, wire_answer
+from maxsimd.api.handlers.embedding import check_labels
 from maxsimd.api.handlers.route import post_texts
 from maxsimd.api.handlers.tei_headers import TeiHeaders
 from maxsimd.api.models.choice import Wanted
@@ -28,6 +29,7 @@ _STEEP = 80.0
 async def classify(state: ServerState, body: wire.ClassifyRequest, inputs: Inputs, tenant: str) -> Answer:
     """vLLM's; in Infinity's words where `raw_scores` says either."""
     check_token_ids(inputs, state.config.accept_token_ids)
+    check_labels(state, len(inputs))
     model, wants_labels = state.model_name, body.raw_scores is not None
     result = await state.engine.classify(
         inputs,
@@ -53,7 +55,7 @@ async def classify(state: ServerState, body: wire.ClassifyRequest, inputs: Input
         ]
         return wire.ClassifyResponse(new_id("classify"), now(), model, data, usage, warnings=warnings)
 
-    answer = await wire_answer(build, len(result.scores))
+    answer = await wire_answer(build, result.scores.size)
     return answer.with_timings(result.timings).with_warnings(warnings)
 
 
@@ -68,6 +70,7 @@ async def predict(
     parameters = body.parameters or wire.PredictParameters()
     apply = parameters.function_to_apply
     headers = TeiHeaders(state, [*texts, *(text_pairs or ())])
+    check_labels(state, len(texts))
     result = await state.engine.classify(
         texts,
         text_pairs=text_pairs,
@@ -81,7 +84,7 @@ async def predict(
         answers = [_ranked(result.labels, row.tolist())[: parameters.top_k] for row in rows]
         return answers if is_batch or body.parameters is not None else answers[0]
 
-    answer = await wire_answer(build, len(result.scores))
+    answer = await wire_answer(build, result.scores.size)
     return headers.added_to(answer, result)
 
 

@@ -126,6 +126,7 @@ async def similarity(
 async def decode(state: ServerState, body: wire_tei.TeiDecodeRequest) -> Answer:
     """The texts of token ids, without special tokens unless the request wants them."""
     lists = _id_lists(body.ids)
+    check_count(lists, "ids", state.config.max_documents)
     check_number_decoded(sum(map(len, lists)), "ids")
     tokenizer, skip = state.engine.tokenizer, body.skip_special_tokens is not False
     texts = await state.engine.in_thread(

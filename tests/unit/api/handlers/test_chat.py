@@ -1,5 +1,7 @@
 """Messages of a chat in place of a text, beside what transformers makes of them."""
 
+import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,21 @@ def model(folder: Path) -> str:
 async def engine(model: str) -> AsyncIterator[RecordingEngine]:
     async with RecordingEngine(EngineConfig(model=model, dtype="float32", threads=1)) as engine:
         yield engine
+
+
+async def test_the_timeout_holds_for_writing_a_chat_too(
+    engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def write(*messages: object, **options: object) -> None:
+        await asyncio.sleep(30)
+
+    monkeypatch.setattr(engine, "conversation", write)
+    begun = time.monotonic()
+    body = {"messages": MESSAGES, "timeout": 0.1}
+    status, error = await Caller(engine).error("/v1/embeddings", body)
+    assert status == 504
+    assert "0.1" in error["message"]
+    assert time.monotonic() - begun < 10
 
 
 @pytest.mark.parametrize(

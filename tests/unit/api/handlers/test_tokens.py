@@ -42,6 +42,12 @@ async def test_a_text_that_cannot_be_tokenised_is_refused_by_its_name(caller: Ca
         assert (status, error["param"]) == (400, name)
 
 
+async def test_lists_of_ids_are_counted(engine: RecordingEngine) -> None:
+    answer = await Caller(engine, max_documents=3).error("/decode", {"ids": [[101]] * 4})
+    assert answer[0] == 413
+    assert "ids" in answer[1]["message"]
+
+
 async def test_too_much_text_for_an_answer_is_a_413(caller: Caller) -> None:
     for body in ({"text": "a " * 1_000_001}, {"inputs": ["a " * 500_000, "a " * 500_001]}):
         status, error = await caller.error("/tokenize", body)
