@@ -98,7 +98,9 @@ def _sizes_of(shape: Any, count: int) -> list[int]:
     if len(sizes) not in (1, 2):
         raise ValueError(f"shape has {len(sizes)} sizes; give [tokens, dimensions] or [dimensions]")
     if not all(type(size) is int for size in sizes):
-        raise ValueError("shape does not fit: it has something else than whole numbers; give [tokens, dimensions]")
+        raise ValueError(
+            "shape does not fit: it has something else than whole numbers; give [tokens, dimensions]"
+        )
     if not all(0 <= size <= count for size in sizes) or math.prod(sizes) != count:
         raise ValueError(f"shape {shape} does not fit the embedding, which has {count} numbers")
     return sizes

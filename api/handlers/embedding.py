@@ -218,8 +218,8 @@ def check_labels(state: ServerState, num_texts: int) -> None:
     most = (state.config.max_bodies_mb << 20) // (_BYTES_A_LABEL * max(1, num_labels))
     if num_texts > most:
         raise RequestTooLargeError(
-            f"{num_texts} texts would have {num_labels} labels each, and there is room for {most} such texts; "
-            "send fewer at a time, or raise --max-bodies-mb"
+            f"{num_texts} texts would have {num_labels} labels each, and there is room for {most} such "
+            "texts; send fewer at a time, or raise --max-bodies-mb"
         )
 
 

@@ -129,9 +129,7 @@ def _on_embedded() -> Iterator[Attack]:
     for rows in (1000, 6000):
         body = _json(query=_vectors(rows, dim), documents=documents, timeout=60)
         name = f"{rows:,} vectors over 1,500 documents"
-        yield Attack(
-            name, "/rerank", body, len(documents), 1, 60, must_succeed=rows == 1000, first=cached
-        )
+        yield Attack(name, "/rerank", body, len(documents), 1, 60, must_succeed=rows == 1000, first=cached)
     yield muvera(640)
     yield muvera(40)
     yield Attack("/tokenize of 30 MB", "/tokenize", _json(text="word " * 6_000_000))
@@ -278,7 +276,9 @@ def _attacked(server: Running, attack: Attack, alone: float) -> tuple[Row, list[
     def send(number: int) -> tuple[float, int, bytes]:
         began = time.monotonic()
         send_all = attack.holds is None
-        status, body = _post(server.port, attack.path, attack.body) if send_all else _hold(server.port, attack)
+        status, body = (
+            _post(server.port, attack.path, attack.body) if send_all else _hold(server.port, attack)
+        )
         return time.monotonic() - began, status, body
 
     with small.going_on(), ThreadPoolExecutor(attack.clients) as clients:
@@ -295,7 +295,13 @@ def _attacked(server: Running, attack: Attack, alone: float) -> tuple[Row, list[
     if attack.timeout is not None and seconds > attack.timeout + _LATE_SECONDS:
         broken.append(f"the answer took {seconds:.1f} s, with a timeout of {attack.timeout:g}")
     statuses = "/".join(map(str, sorted({status for _, status, _ in answers})))
-    row = (attack.name, statuses.replace("0", "-") if statuses == "0" else statuses, seconds, longest, taken / 1e6)
+    row = (
+        attack.name,
+        statuses.replace("0", "-") if statuses == "0" else statuses,
+        seconds,
+        longest,
+        taken / 1e6,
+    )
     return row, [f"{attack.name}: {each}" for each in broken]
 
 
