@@ -27,6 +27,8 @@ from maxsimd.bench.datasets import docstring_pairs
 from tests.chaos.findings import Found, Row, table
 from tests.chaos.running import Running, running
 from tests.checkpoints.bi_encoders import qwen3_wide
+from tests.checkpoints.cross_encoders import bert
+from tests.checkpoints.language_models import qwen3_reranker
 from tests.checkpoints.late_interaction import stanford
 from tests.checkpoints.two_towers import clip
 
@@ -118,7 +120,7 @@ def _on_embedded() -> Iterator[Attack]:
     yield ranked("shape of 60,000 numbers", {"embedding": vector, "shape": [10**18 + 1] * 60_000})
     yield ranked("shape of lists", {"embedding": vector, "shape": [[1] * 5_000_000, 1]})
     yield ranked("dtype of lists", {"embedding": vector, "dtype": [1] * 5_000_000})
-    yield ranked("embedding of 10 million numbers", {"embedding": [0.5] * 10_000_000})
+    yield ranked("embedding of 5 million numbers", {"embedding": [0.5] * 5_000_000})
     body = _json(query=_vectors(100, dim, 3e38), documents=[_vectors(100, dim, 3e38)])
     yield Attack("vectors that overflow", "/rerank", body, 1)
     many = _vectors(20_000, dim)
@@ -150,8 +152,6 @@ def _on_colbert() -> Iterator[Attack]:
         yield Attack(f"30,000 x 30,000, explain {explain}", "/rerank", body, 1)
     body = _json(query=_vectors(100, _COLBERT_DIM), documents=_texts(1000, 150), explain=True, timeout=60)
     yield Attack("100,000 matches explained", "/rerank", body, 1000, timeout=60)
-    body = _json(queries=_texts(2000, 20), documents=_texts(2000, 60), instruction="word " * 20_000)
-    yield Attack("N:N with a long instruction", "/score", body, 2000)
     records = [{f"f{i}": [j, {"a": i}] for j in range(20)} for i in range(10_000)]
     fields = [f"f{i}" for i in range(10_000)]
     yield Attack("10,000 rank_fields", "/rerank", _json(query="a", documents=records, rank_fields=fields))
@@ -164,13 +164,27 @@ def _on_colbert() -> Iterator[Attack]:
 def _on_wide() -> Iterator[Attack]:
     body = _json(input=["a" * 1_000_000])
     yield Attack("a million letters, eight at a time", "/v1/embeddings", body, 1, 8)
-    body = _json(queries=_texts(1000, 20), documents=_texts(1000, 60), instruction="word " * 20_000)
-    yield Attack("N:N with a long instruction", "/score", body, 1000)
     yield Attack("10,000 texts of 4,096 numbers", "/v1/embeddings", _json(input=_texts(10_000, 10)), 10_000)
     body = _json(input=_texts(512, 60))
     yield Attack("512 usual texts", "/v1/embeddings", body, 512, must_succeed=True)
     messages = [{"role": "user", "content": ""}] * 10_000
     yield Attack("a chat of 10,000 messages", "/v1/embeddings", _json(messages=messages))
+
+
+def _on_reranker() -> Iterator[Attack]:
+    """Pairs whose instruction each pair repeats."""
+    for words in (2000, 1_000_000):
+        body = _json(queries=_texts(2000, 20), documents=_texts(2000, 20), instruction="word " * words)
+        body = body[:-1] + b', "timeout": 10}'
+        yield Attack(f"N:N, instruction of {words:,} words", "/score", body, 2000, timeout=10)
+    body = _json(query="a", documents=_texts(2000, 20), instruction="word " * 1000, timeout=10)
+    yield Attack("one query, long instruction", "/rerank", body, 2000, timeout=10)
+
+
+def _on_labels() -> Iterator[Attack]:
+    texts = _texts(10_000, 3)
+    yield Attack("10,000 texts of 1,000 labels", "/classify", _json(input=texts), 10_000)
+    yield Attack("1,000 texts of 1,000 labels", "/predict", _json(inputs=[[text] for text in texts[:1000]]))
 
 
 def _on_clip() -> Iterator[Attack]:
@@ -185,6 +199,8 @@ _SERVERS: dict[str, tuple[Callable[[Path], str] | None, Callable[[], Iterator[At
     "ColBERT": (stanford, _on_colbert),
     "byte-level BPE, 4,096 numbers": (qwen3_wide, _on_wide),
     "CLIP": (clip, _on_clip),
+    "Qwen3 reranker": (qwen3_reranker, _on_reranker),
+    "classifier of 1,000 labels": (lambda folder: bert(folder, 1000), _on_labels),
 }
 
 
@@ -200,7 +216,7 @@ def _post(port: int, path: str, body: bytes) -> tuple[int, bytes]:
 
 
 def _hold(port: int, attack: Attack) -> tuple[int, bytes]:
-    """Sends that share of a request, and reads nothing. The status is that of an answer, 0 where none comes."""
+    """Sends that share of a request, and reads no more than the status of its answer, 0 where none comes."""
     assert attack.holds is not None
     end = time.monotonic() + _HELD_SECONDS
     head = f"POST {attack.path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(attack.body)}\r\n\r\n"
@@ -222,6 +238,7 @@ class SmallRequests:
     """Small requests one after another, every 0.2 seconds: how long each has waited, and what was wrong."""
 
     port: int
+    path: str = "/rerank"
     waits: list[float] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
@@ -239,8 +256,10 @@ class SmallRequests:
     def _send(self, over: threading.Event) -> None:
         while not over.is_set():
             began = time.monotonic()
-            documents = [f"{word} {random.random()}" for word in ("one", "two")]
-            status, body = _post(self.port, "/rerank", _json(query="which one", documents=documents))
+            texts = [f"{word} {random.random()}" for word in ("one", "two")]
+            ranked = _json(query="which one", documents=texts)
+            request = ranked if self.path == "/rerank" else _json(input=texts)
+            status, body = _post(self.port, self.path, request)
             waited = time.monotonic() - began
             self.waits.append(waited)
             if status != 200:
@@ -265,20 +284,19 @@ def _wrong(attack: Attack, status: int, body: bytes) -> str | None:
     return None if len(entries) == attack.results else f"{len(entries)} results, not {attack.results}"
 
 
-def _attacked(server: Running, attack: Attack, alone: float) -> tuple[Row, list[str]]:
+def _attacked(server: Running, attack: Attack, small: SmallRequests, alone: float) -> tuple[Row, list[str]]:
     """A row of the table, and the promises that were broken."""
     if attack.first is not None:
         _post(server.port, attack.path, attack.first)
     before = server.resident_bytes
     server.forget_peak()
-    small = SmallRequests(server.port)
 
     def send(number: int) -> tuple[float, int, bytes]:
         began = time.monotonic()
-        send_all = attack.holds is None
-        status, body = (
-            _post(server.port, attack.path, attack.body) if send_all else _hold(server.port, attack)
-        )
+        if attack.holds is None:
+            status, body = _post(server.port, attack.path, attack.body)
+        else:
+            status, body = _hold(server.port, attack)
         return time.monotonic() - began, status, body
 
     with small.going_on(), ThreadPoolExecutor(attack.clients) as clients:
@@ -294,14 +312,8 @@ def _attacked(server: Running, attack: Attack, alone: float) -> tuple[Row, list[
         broken.append(f"the server took {taken / 1e9:.2f} GB")
     if attack.timeout is not None and seconds > attack.timeout + _LATE_SECONDS:
         broken.append(f"the answer took {seconds:.1f} s, with a timeout of {attack.timeout:g}")
-    statuses = "/".join(map(str, sorted({status for _, status, _ in answers})))
-    row = (
-        attack.name,
-        statuses.replace("0", "-") if statuses == "0" else statuses,
-        seconds,
-        longest,
-        taken / 1e6,
-    )
+    statuses = "/".join(str(status or "-") for status in sorted({status for _, status, _ in answers}))
+    row = (attack.name, statuses, seconds, longest, taken / 1e6)
     return row, [f"{attack.name}: {each}" for each in broken]
 
 
@@ -316,13 +328,14 @@ def run(options: Namespace) -> Found:
                 continue
             model = None if build is None else build(Path(folder))
             with running(model, "--log-level", "error", hooked=False) as server:
-                small = SmallRequests(server.port)
+                path = "/classify" if attacks is _on_labels else "/rerank"
+                small = SmallRequests(server.port, path)
                 with small.going_on():
                     time.sleep(_ALONE_SECONDS)
                 alone = max(small.waits[1:])
                 rows.append(("(alone)", "-", _ALONE_SECONDS, alone, 0))
                 for attack in wanted:
-                    row, wrong = _attacked(server, attack, alone)
+                    row, wrong = _attacked(server, attack, SmallRequests(server.port, path), alone)
                     print(table([row]), file=sys.stderr, flush=True)
                     rows.append(row)
                     broken += [f"{name}: {each}" for each in wrong]
