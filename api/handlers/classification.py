@@ -21,6 +21,7 @@ from maxsimd.api.reading import (
 )
 from maxsimd.api.request_warnings import warnings_of
 from maxsimd.api.state import ServerState
+from maxsimd.api.vectors import written
 
 # Of a logit beyond this the exponential is not a float32.
 _STEEP = 80.0
@@ -45,12 +46,12 @@ async def classify(state: ServerState, body: wire.ClassifyRequest, inputs: Input
     def build() -> wire.ClassifyResponse | wire_labels.LabelsResponse:
         labels, usage = result.labels, usage_of(result.usage)
         if wants_labels:
-            ranked = [_ranked(labels, row.tolist()) for row in result.scores]
+            ranked = [written(_ranked(labels, row.tolist())) for row in result.scores]
             return wire_labels.LabelsResponse(
                 new_id("classify"), now(), model, ranked, usage, warnings=warnings
             )
         data = [
-            wire.Classification(i, labels[row.argmax()], row.tolist(), len(labels))
+            wire.Classification(i, labels[row.argmax()], written(row.tolist()), len(labels))
             for i, row in enumerate(result.scores)
         ]
         return wire.ClassifyResponse(new_id("classify"), now(), model, data, usage, warnings=warnings)
@@ -81,7 +82,7 @@ async def predict(
 
     def build() -> Any:
         rows = _applied(apply, result.scores)
-        answers = [_ranked(result.labels, row.tolist())[: parameters.top_k] for row in rows]
+        answers = [written(_ranked(result.labels, row.tolist())[: parameters.top_k]) for row in rows]
         return answers if is_batch or body.parameters is not None else answers[0]
 
     answer = await wire_answer(build, result.scores.size)

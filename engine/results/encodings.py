@@ -16,14 +16,15 @@ from maxsimd.engine.requests import EmbedResult, InputType, Value, Values
 from maxsimd.pooling.muvera import Muvera
 from maxsimd.pooling.ragged import Ragged, decoded
 
-# Making so many numbers of a document's vector, or of a query's, takes as long as running a token of a small
-# model (MiniLM-L6). An estimate.
-_NUMBERS_PER_TOKEN = {"document": 1_000, "query": 16_000}
+# Making so many numbers of a document's vector, or of a query's, or drawing so many random numbers, takes as
+# long as running a token of a small model (MiniLM-L6). An estimate.
+_NUMBERS_PER_TOKEN, _DRAWN_PER_TOKEN = {"document": 1_000, "query": 16_000}, 1_000
 
 
 def encoding_price(muvera: Muvera, dim: int, input_type: InputType, num_texts: int) -> int:
-    """The price, in tokens, of making one vector of the token vectors of each of some texts."""
-    return num_texts * muvera.whole_length(dim) // _NUMBERS_PER_TOKEN[input_type] + 1
+    """The price, in tokens, of making one vector of each text's token vectors, and of the random numbers."""
+    drawn = muvera.r_reps * (muvera.k_sim + (muvera.d_proj or 0)) * dim // _DRAWN_PER_TOKEN
+    return drawn + num_texts * muvera.whole_length(dim) // _NUMBERS_PER_TOKEN[input_type] + 1
 
 
 def as_muvera(encoding: Muvera | Literal["muvera"]) -> Muvera:

@@ -42,6 +42,19 @@ async def test_a_text_that_cannot_be_tokenised_is_refused_by_its_name(caller: Ca
         assert (status, error["param"]) == (400, name)
 
 
+async def test_names_have_a_length(caller: Caller) -> None:
+    for path, body, name in (
+        ("/v1/embeddings", {"input": "a"}, "input_type"),
+        ("/v1/embeddings", {"input": "a"}, "prompt_name"),
+        ("/rerank", {"query": "a", "documents": ["b"]}, "model"),
+        ("/v2/embed", {"texts": ["a"]}, "input_type"),
+    ):
+        status, error = await caller.error(path, {**body, name: "x" * 4097})
+        assert (status, error["param"]) == (400, name)
+        assert "4096" in error["message"]
+        assert "xx" not in error["message"]
+
+
 async def test_lists_of_ids_are_counted(engine: RecordingEngine) -> None:
     answer = await Caller(engine, max_documents=3).error("/decode", {"ids": [[101]] * 4})
     assert answer[0] == 413
