@@ -131,9 +131,9 @@ def _with_body(
             asked = wanted if isinstance(wanted, Wanted) else wanted(state, request)
             serving = state.serving(model_of(request), asked)
             with told_of(state.models, serving.called):
-                if serving.reads_pictures:
-                    found = await state.media.filled(found, held)
                 async with _timeout_of(request):
+                    if serving.reads_pictures:
+                        found = await state.media.filled(found, held)
                     answer = await handler(serving, request, found, tenant)
             answer = answer.with_field_warnings(serving.field_warnings)
             if answer.lines is None:
@@ -146,8 +146,9 @@ def _with_body(
 
 @asynccontextmanager
 async def _timeout_of(request: Any) -> AsyncIterator[None]:
-    """Ends work that goes on somewhat longer than the request's `timeout`, such as writing its chat or its
-    answer. The engine ends its own work at the timeout, and returns partial results then."""
+    """Ends work that goes on somewhat longer than the request's `timeout`, such as fetching its pictures and
+    writing its chat or its answer. The engine ends its own work at the timeout, and returns partial results
+    then."""
     timeout = getattr(request, "timeout", None)
     if timeout is None or getattr(request, "on_timeout", None) == "partial":
         yield

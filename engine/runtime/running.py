@@ -325,7 +325,8 @@ class Running:
             more_tokens = request.more_tokens if isinstance(request, EmbedRequest) else 0
             permit.confirm(waiting.work + more_tokens)
             values = self._queue(waiting, prepared, options, arrived)
-            permit.compare(values)
+            if not more_tokens:  # that work comes after the steps, by which forecasts are made
+                permit.compare(values)
         self.admission.review()
         return prepared, values, timings
 

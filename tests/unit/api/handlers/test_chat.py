@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 from transformers import AutoTokenizer
 
+from maxsimd.api.state import ServerState
 from maxsimd.engine import EngineConfig
 from tests.checkpoints import bi_encoders
 from tests.unit.calling_handlers import Caller, RecordingEngine
@@ -45,19 +46,22 @@ async def engine(model: str) -> AsyncIterator[RecordingEngine]:
         yield engine
 
 
-async def test_the_timeout_holds_for_writing_a_chat_too(
+async def test_the_timeout_holds_for_pictures_and_chats_too(
     engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def write(*messages: object, **options: object) -> None:
+    async def wait(*given: object, **options: object) -> None:
         await asyncio.sleep(30)
 
-    monkeypatch.setattr(engine, "conversation", write)
-    begun = time.monotonic()
-    body = {"messages": MESSAGES, "timeout": 0.1}
-    status, error = await Caller(engine).error("/v1/embeddings", body)
-    assert status == 504
-    assert "0.1" in error["message"]
-    assert time.monotonic() - begun < 10
+    caller = Caller(engine)
+    monkeypatch.setattr(engine, "conversation", wait)
+    monkeypatch.setattr(ServerState, "reads_pictures", property(lambda state: state.media.filled is wait))
+    for body in ({"messages": MESSAGES}, {"input": "a"}):
+        begun = time.monotonic()
+        status, error = await caller.error("/v1/embeddings", {**body, "timeout": 0.1})
+        assert status == 504
+        assert "0.1" in error["message"]
+        assert time.monotonic() - begun < 10
+        monkeypatch.setattr(caller.state.media, "filled", wait)
 
 
 @pytest.mark.parametrize(
