@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, Unpack, cast
 
+import numpy as np
+
 from maxsimd.engine import media
 from maxsimd.engine.errors import (
     EngineDeadError,
@@ -68,6 +70,8 @@ from maxsimd.engine.validation import (
 from maxsimd.pooling.muvera import Muvera
 from maxsimd.pooling.query_rows import QueryRows
 
+# To write down one match of an explanation is as much work as to read so many characters.
+_CHARACTERS_A_MATCH = 64
 # A picture to embed.
 Picture = Content | media.Picture | PictureFile | OpenImage
 Inputs = Picture | str | Sequence[Picture | str | Sequence[int]]
@@ -407,6 +411,9 @@ class Engine(EngineLife):
             return {}
         texts = scored.call.request.documents
         size = sum(len(text) for i in documents if isinstance(text := texts[i], str))
+        rows = scored.prepared.query_rows
+        if rows is not None:
+            size += _CHARACTERS_A_MATCH * int(rows[np.array(documents, dtype=np.int64)].sum())
         try:
             return await self.in_thread(lambda: scored.explanations(documents), size)
         except (EngineNotReadyError, EngineDeadError):

@@ -31,6 +31,7 @@ from maxsimd.engine import (
     Vectors,
 )
 from maxsimd.engine.preprocess import given_vectors
+from maxsimd.engine.results import scores
 from maxsimd.engine.scoring.price import ScoringPrice
 from tests.checkpoints import bi_encoders, cross_encoders, language_models, visual
 from tests.checkpoints.shared import SharedCheckpoints
@@ -288,6 +289,26 @@ async def test_what_is_no_embedding_gets_a_400(colbert: RecordingEngine) -> None
         error = error_of(answer)
         assert error["param"] == "documents"
         assert re.search(rf"documents\[1\].*{reason}", error["message"]), error
+
+
+async def test_smaller_work_goes_before_explanations_of_vectors(
+    colbert: RecordingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    yielded: list[None] = []
+    in_thread = colbert.in_thread
+
+    async def noted(function: Any, size: int) -> Any:
+        sizes.append(size)
+        return await in_thread(function, size)
+
+    monkeypatch.setattr(colbert, "in_thread", noted)
+    monkeypatch.setattr(scores, "yield_to_smaller", lambda: yielded.append(None))
+    rows = np.random.default_rng(0).standard_normal((50, colbert.model.tasks["token_embed"].dim))
+    result = await colbert.score(rows, [rows[:i] for i in range(1, 21)], explain=True)
+    assert sum(len(each.matches) for each in result.explanations.values()) == 50 * 20
+    assert sizes == [64 * 50 * 20]
+    assert len(yielded) == 20
 
 
 async def test_numbers_in_parts_are_those_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
