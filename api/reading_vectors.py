@@ -2,11 +2,13 @@
 
 import binascii
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from maxsimd.engine import InvalidRequestError, Vectors
+from maxsimd.engine.preprocess.workers import yield_to_smaller
 
 _DTYPES = {
     "float32": torch.float32,
@@ -14,6 +16,10 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
     "int8": torch.int8,
 }
+# Lists and base64 become numbers in parts of so many numbers or characters: each part holds Python's lock. A
+# multiple of the four characters that base64 has for three bytes.
+_PART = 1 << 18
+_LONGEST_SHOWN = 60
 
 
 def is_vectors(content: Any) -> bool:
@@ -40,7 +46,8 @@ def vectors_of(content: dict[str, Any], where: str, param: str) -> Vectors:
 
 def _dtype_of(name: Any) -> torch.dtype:
     if not isinstance(name, str) or name not in _DTYPES:
-        raise ValueError(f"dtype {name!r} is not known; use {', '.join(_DTYPES)}")
+        shown = repr(name[:_LONGEST_SHOWN]) if isinstance(name, str) else f"of type {type(name).__name__}"
+        raise ValueError(f"dtype {shown} is not known; use {', '.join(_DTYPES)}")
     return _DTYPES[name]
 
 
@@ -49,22 +56,39 @@ def _numbers(given: Any, dtype: torch.dtype, name: str) -> torch.Tensor:
 
 
 def _from_base64(text: str, dtype: torch.dtype, name: str) -> torch.Tensor:
+    raw = bytearray()
     try:
-        raw = binascii.a2b_base64(text, strict_mode=True)
+        for start in range(0, len(text), _PART):
+            part = text[start : start + _PART]
+            if part.endswith("=") and start + _PART < len(text):
+                raise ValueError("padding before the end")
+            raw += binascii.a2b_base64(part, strict_mode=True)
+            yield_to_smaller()
     except ValueError:
         raise ValueError(f"{name} is not base64; leave out line breaks and data: prefixes") from None
     if not raw or len(raw) % dtype.itemsize:
         raise ValueError(f"{name} has {len(raw)} bytes, and its numbers have {dtype.itemsize} each")
-    return torch.frombuffer(bytearray(raw), dtype=dtype)
+    return torch.frombuffer(raw, dtype=dtype)
 
 
 def _from_lists(values: Any, dtype: torch.dtype, name: str) -> torch.Tensor:
     try:
-        return torch.tensor(values, dtype=dtype)
+        if not isinstance(values, list):
+            return torch.tensor(values, dtype=dtype)
+        return torch.cat([torch.tensor(part, dtype=dtype) for part in _parts_of(values)])
     except (TypeError, ValueError, RuntimeError, OverflowError):
         raise ValueError(
             f"{name} is neither base64 nor lists of numbers, as many in each, in the range of {dtype}"
         ) from None
+
+
+def _parts_of(values: list[Any]) -> Iterator[list[Any]]:
+    """Parts of a list of numbers, or of lists of numbers."""
+    numbers_each = max(1, len(values[0])) if values and isinstance(values[0], list) else 1
+    count = max(1, _PART // numbers_each)
+    for start in range(0, max(1, len(values)), count):
+        yield values[start : start + count]
+        yield_to_smaller()
 
 
 def _sizes_of(shape: Any, count: int) -> list[int]:
@@ -73,6 +97,10 @@ def _sizes_of(shape: Any, count: int) -> list[int]:
     sizes = shape if isinstance(shape, list) else [shape]
     if len(sizes) not in (1, 2):
         raise ValueError(f"shape has {len(sizes)} sizes; give [tokens, dimensions] or [dimensions]")
-    if not all(type(size) is int and 0 <= size <= count for size in sizes) or math.prod(sizes) != count:
+    if not all(type(size) is int for size in sizes):
+        raise ValueError(
+            "shape does not fit: it has something else than whole numbers; give [tokens, dimensions]"
+        )
+    if not all(0 <= size <= count for size in sizes) or math.prod(sizes) != count:
         raise ValueError(f"shape {shape} does not fit the embedding, which has {count} numbers")
     return sizes

@@ -19,6 +19,8 @@ Contents = Annotated[
         description="Texts, or objects with text, pictures or an embedding of at most --max-vectors vectors."
     ),
 ]
+# Of a model, a prompt, a task or a kind of number. Errors repeat it.
+Name = Annotated[str, msgspec.Meta(max_length=4096)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 NotNegative = Annotated[int, msgspec.Meta(ge=0)]
 LongDocuments = Literal["truncate", "window", "error"]
@@ -36,7 +38,7 @@ IGNORED_FIELDS = frozenset({"user", "request_id", "options", "wait_for_model", "
 class Common(msgspec.Struct, kw_only=True):
     """Options that all requests share. Clients send null for what they leave open, so all of them take it."""
 
-    model: str | None = None
+    model: Name | None = None
     truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1)] | None = None
     truncation_side: Literal["left", "right"] | None = None
     long_documents: LongDocuments | None = None
@@ -80,7 +82,7 @@ class ScoreRequest(Scoring, kw_only=True):
 class CascadeStage(msgspec.Struct, kw_only=True):
     """A stage of a cascade: how many of the `model`'s best documents the next stage gets."""
 
-    model: str
+    model: Name
     keep: Positive | None = None
     instruction: str | None = None
 
@@ -106,7 +108,7 @@ class RerankRequest(Scoring, kw_only=True):
 class Message(msgspec.Struct, kw_only=True):
     """Of a chat; `content` is a text or content parts."""
 
-    role: str
+    role: Name
     content: str | list[Any]
 
 
@@ -147,16 +149,16 @@ class EmbeddingsRequest(Common, kw_only=True):
     output_dimension: Positive | None = None
     encoding_format: Literal["float", "base64", "safetensors"] | None = None
     # vLLM's, Voyage's and Jina's for the kind of numbers.
-    embed_dtype: str | None = None
-    output_dtype: str | None = None
-    embedding_type: str | list[str] | None = None
-    input_type: str | None = None
-    task: str | None = None
-    prompt_name: str | None = None
+    embed_dtype: Name | None = None
+    output_dtype: Name | None = None
+    embedding_type: Name | list[Name] | None = None
+    input_type: Name | None = None
+    task: Name | None = None
+    prompt_name: Name | None = None
     # Voyage's.
     truncation: bool | None = None
     # Infinity's: what the strings of `input` are.
-    modality: str | None = None
+    modality: Name | None = None
     # Jina's and mixedbread's: vectors of length 1.
     normalized: bool | None = None
     # Jina's: `input` are the chunks of one document, or it is one text with these `chunks`.
@@ -191,7 +193,7 @@ class PredictRequest(msgspec.Struct, kw_only=True):
     """text-embeddings-inference's: a text, a pair of texts, or a list of lists of either. Hugging Face's has
     `parameters`, which its client always sends, and is answered by a list for each text even if it is one."""
 
-    model: str | None = None
+    model: Name | None = None
     parameters: PredictParameters | None = None
     options: HubOptions | None = None
     inputs: Sequences
@@ -203,7 +205,7 @@ class PredictRequest(msgspec.Struct, kw_only=True):
 class TokenizeRequest(msgspec.Struct, kw_only=True):
     """vLLM's with `text` or `prompt`, text-embeddings-inference's with `inputs`."""
 
-    model: str | None = None
+    model: Name | None = None
     text: str | None = None
     prompt: str | None = None
     inputs: str | list[str] | None = None
@@ -213,7 +215,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
     tokens: list[NotNegative]
-    model: str | None = None
+    model: Name | None = None
 
 
 class TokensDetails(msgspec.Struct):

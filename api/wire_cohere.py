@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from maxsimd.api.wire import Content, Positive, Warned
+from maxsimd.api.wire import Content, Name, Positive, Warned
 
 EmbeddingType = Literal["float", "base64", "int8", "uint8", "binary", "ubinary"]
 
@@ -12,11 +12,11 @@ EmbeddingType = Literal["float", "base64", "int8", "uint8", "binary", "ubinary"]
 class CohereEmbedRequest(msgspec.Struct, kw_only=True):
     """`texts`, or `images`, or, in the second version, `inputs` of content parts."""
 
-    model: str | None = None
+    model: Name | None = None
     texts: list[str] | None = None
     inputs: list[Content] | None = None
     images: list[str] | None = None
-    input_type: str | None = None
+    input_type: Name | None = None
     embedding_types: list[EmbeddingType] | None = None
     output_dimension: Positive | None = None
     truncate: Literal["NONE", "START", "END"] | None = None

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from maxsimd.api.wire import NotNegative, Warned
+from maxsimd.api.wire import Name, NotNegative, Warned
 from maxsimd.api.wire_texts import Texts
 
 
@@ -13,7 +13,7 @@ class OllamaOptions(msgspec.Struct):
 
 
 class OllamaEmbedRequest(msgspec.Struct, kw_only=True):
-    model: str | None = None
+    model: Name | None = None
     input: Texts
     truncate: bool | None = None
     # 0 is for all, as in Ollama.

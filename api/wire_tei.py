@@ -3,7 +3,7 @@ in `wire`."""
 
 import msgspec
 
-from maxsimd.api.wire import Direction, HubOptions, NotNegative, Positive
+from maxsimd.api.wire import Direction, HubOptions, Name, NotNegative, Positive
 from maxsimd.api.wire_texts import Texts
 
 
@@ -12,14 +12,14 @@ class TeiTruncating(msgspec.Struct, kw_only=True):
 
     truncate: bool | None = None
     truncation_direction: Direction | None = None
-    prompt_name: str | None = None
+    prompt_name: Name | None = None
 
 
 class TeiEmbedAllRequest(TeiTruncating, kw_only=True):
     """Texts, or token ids. Of several models `model` says which answers; text-embeddings-inference, which
     serves one, has no such field."""
 
-    model: str | None = None
+    model: Name | None = None
     inputs: Texts
     options: HubOptions | None = None
 
@@ -32,7 +32,7 @@ class TeiEmbedRequest(TeiEmbedAllRequest, kw_only=True):
 class TeiEmbedSparseRequest(TeiEmbedAllRequest, kw_only=True):
     """With `input_type`, which is ours alone, for models that read queries otherwise than documents."""
 
-    input_type: str | None = None
+    input_type: Name | None = None
 
 
 def sparse_request_of(request: TeiEmbedRequest) -> TeiEmbedSparseRequest:
@@ -58,7 +58,7 @@ class Sentences(msgspec.Struct, kw_only=True):
 
 
 class TeiSimilarityRequest(msgspec.Struct, kw_only=True):
-    model: str | None = None
+    model: Name | None = None
     inputs: Sentences
     parameters: TeiTruncating | None = None
     options: HubOptions | None = None
@@ -71,7 +71,7 @@ class TeiVectorsRequest(TeiEmbedRequest, kw_only=True):
 
 
 class TeiDecodeRequest(msgspec.Struct, kw_only=True):
-    model: str | None = None
+    model: Name | None = None
     ids: list[NotNegative | list[NotNegative]]
     skip_special_tokens: bool | None = None
 

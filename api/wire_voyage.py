@@ -4,15 +4,15 @@ from typing import Any, Literal
 
 import msgspec
 
-from maxsimd.api.wire import Content, Usage, Warned
+from maxsimd.api.wire import Content, Name, Usage, Warned
 
 
 class MultimodalRequest(msgspec.Struct, kw_only=True):
     """Inputs of parts: texts and pictures."""
 
     inputs: list[Content]
-    model: str | None = None
-    input_type: str | None = None
+    model: Name | None = None
+    input_type: Name | None = None
     truncation: bool | None = None
     output_encoding: Literal["base64"] | None = None
 

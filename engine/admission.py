@@ -483,10 +483,10 @@ class Admission:
         return self._scheduler.rate.seconds(ahead) or 0.0
 
     def _price_of_vectors(self, request: ScoreRequest | EmbedRequest) -> int:
-        """Returns the price, in tokens, of scoring documents that were sent as embeddings. It is known before
-        anything is prepared; a query that is a text counts as a usual one."""
+        """Returns the price, in tokens, of scoring documents that were sent as embeddings, or of what is made
+        of vectors. It is known before anything is prepared; a query that is a text counts as a usual one."""
         if isinstance(request, EmbedRequest):
-            return 0
+            return request.more_tokens
         times = 1 + EXPLAINED if request.explain else 1
         queries = [len(each) if isinstance(each, Vectors) else 1 for each in request.queries]
         rows = [

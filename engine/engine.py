@@ -7,8 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, Unpack, cast
 
+import numpy as np
+
 from maxsimd.engine import media
-from maxsimd.engine.errors import EngineDeadError, EngineNotReadyError, InvalidRequestError
+from maxsimd.engine.errors import (
+    EngineDeadError,
+    EngineNotReadyError,
+    InvalidRequestError,
+    RequestTimeoutError,
+)
 from maxsimd.engine.explanations import Explanation
 from maxsimd.engine.life import EngineLife
 from maxsimd.engine.media import Content, OpenImage, PictureFile
@@ -35,7 +42,7 @@ from maxsimd.engine.requests import (
     Value,
     Values,
 )
-from maxsimd.engine.results.encodings import as_muvera, check_encoding, encoded_result
+from maxsimd.engine.results.encodings import as_muvera, check_encoding, encoded_result, encoding_price
 from maxsimd.engine.results.postprocess import (
     aside,
     classify_result,
@@ -63,6 +70,8 @@ from maxsimd.engine.validation import (
 from maxsimd.pooling.muvera import Muvera
 from maxsimd.pooling.query_rows import QueryRows
 
+# To write down one match of an explanation is as much work as to read so many characters.
+_CHARACTERS_A_MATCH = 64
 # A picture to embed.
 Picture = Content | media.Picture | PictureFile | OpenImage
 Inputs = Picture | str | Sequence[Picture | str | Sequence[int]]
@@ -261,10 +270,27 @@ class Engine(EngineLife):
 
     async def _encoded(self, request: EmbedRequest, muvera: Muvera, options: RunOptions) -> EmbedResult:
         """One vector of each text's token vectors."""
-        of_tokens = replace(request, task="token_embed", takes_cached=True)
+        assert request.input_type is not None
+        dim, num_texts = self.model.tasks["token_embed"].dim, request.num_texts
+        price = encoding_price(muvera, dim, request.input_type, num_texts)
+        of_tokens = replace(request, task="token_embed", takes_cached=True, more_tokens=price)
         is_query, cache = request.input_type == "query", self.device_model.cache
+        started = asyncio.get_running_loop().time()
         prepared, values = await self._texts(of_tokens, None, options)
-        return await asyncio.to_thread(encoded_result, prepared, values, muvera, is_query, cache)
+
+        def encode() -> EmbedResult:
+            return encoded_result(prepared, values, muvera, is_query, cache)
+
+        try:
+            async with asyncio.timeout_at(None if options.timeout is None else started + options.timeout):
+                try:
+                    return await self.in_thread(encode, num_texts * muvera.whole_length(dim))
+                except (EngineNotReadyError, EngineDeadError):
+                    # It has stopped meanwhile, and is not needed any more.
+                    return await asyncio.to_thread(encode)
+        except TimeoutError:
+            assert options.timeout is not None
+            raise RequestTimeoutError.after(options.timeout) from None
 
     async def embed_tokens(
         self,
@@ -386,6 +412,9 @@ class Engine(EngineLife):
             return {}
         texts = scored.call.request.documents
         size = sum(len(text) for i in documents if isinstance(text := texts[i], str))
+        rows = scored.prepared.query_rows
+        if rows is not None:
+            size += _CHARACTERS_A_MATCH * int(rows[np.array(documents, dtype=np.int64)].sum())
         try:
             return await self.in_thread(lambda: scored.explanations(documents), size)
         except (EngineNotReadyError, EngineDeadError):

@@ -26,6 +26,9 @@ from maxsimd.engine.validation import as_config, check_dimensions, check_task
 
 T = TypeVar("T")
 
+# Characters that a chat template writes around each message, about.
+_AROUND_A_MESSAGE = 64
+
 
 class EngineLife:
     """Owns what runs while the engine does. Used as `Engine`."""
@@ -156,7 +159,8 @@ class EngineLife:
                 return template.conversation(messages, **flags)
             return chat_text(model.tokenizer, messages, **flags)
 
-        size = sum(len(message["content"]) for message in messages)
+        # What stands around a message is written, too.
+        size = sum(len(message["content"]) + _AROUND_A_MESSAGE for message in messages)
         return await self.in_thread(write, size), template is not None
 
     def set_tenants(self, tenants: Mapping[str, Tenant]) -> None:

@@ -213,7 +213,7 @@ class EmbedRequest:
     model that reads them there may be pictures. Texts that have more than `max_tokens` together are refused.
     Of one text with `chunks` each of these has a vector (late chunking). With `takes_cached` the token
     vectors of texts that are cached as documents, by the same `cache_owner`, are taken from there, in the
-    precision that they have."""
+    precision that they have. What is made of the vectors afterwards costs `more_tokens`."""
 
     texts: tuple[str | tuple[int, ...] | Content, ...]
     task: Literal["embed", "token_embed", "sparse_embed", "classify"]
@@ -224,6 +224,7 @@ class EmbedRequest:
     chunks: Chunks | None = None
     takes_cached: bool = False
     cache_owner: str = ""
+    more_tokens: int = 0
 
     @property
     def size(self) -> int:

@@ -5,7 +5,7 @@ Source: Dhulipala, Hadian, Jayaram, Lee & Mirrokni 2024, "MUVERA: Multi-Vector R
 Encodings" (arXiv 2405.19504).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -21,8 +21,8 @@ from maxsimd.pooling.vectors import Embedding, Vectors
 # Numbers of an encoding, hyperplanes of a repetition, and random vectors of all repetitions, at most: they
 # take memory for each dimension of a token.
 LONGEST, MOST_PLANES, MOST_RANDOM = 262_144, 12, 8_192
-# Matrices are encoded together up to as many, and as many rows.
-_TOGETHER, _ROWS_TOGETHER = 64, 16_384
+# Matrices are encoded together up to as many, as many rows, and as many numbers of their vectors.
+_TOGETHER, _ROWS_TOGETHER, _NUMBERS_TOGETHER = 64, 16_384, 1 << 21
 # Which random numbers are which.
 _HYPERPLANES, _PROJECTIONS, _SKETCH = 0, 1, 2
 # Farther than any token; a bit that differs counts more than any index of a token.
@@ -97,9 +97,13 @@ class Muvera:
         return whole if self.d_final is None else self.d_final
 
     def encode(
-        self, matrices: Sequence[Embedding], input_type: Literal["query", "document"]
+        self,
+        matrices: Sequence[Embedding],
+        input_type: Literal["query", "document"],
+        between: Callable[[], object] = lambda: None,
     ) -> NDArray[np.float32]:
-        """One vector a token matrix, float32 [matrices, length]; of a matrix without rows, zeros.
+        """One vector a token matrix, float32 [matrices, length]; of a matrix without rows, zeros. `between`
+        is called after every few matrices; an error that it raises ends the work.
 
         Each is [tokens, dim], in any form that `Engine.score` takes embeddings in. Raises ValueError for
         matrices of another shape, or of different dimensions."""
@@ -112,7 +116,8 @@ class Muvera:
         length = self.length(dim)
         out = np.empty((len(given), length), dtype=np.float32)
         drawn = _drawn(self, dim)
-        for part in _parts([len(each) for each in given]):
+        for part in _parts([len(each) for each in given], self.whole_length(dim)):
+            between()
             together = [_rows(each, dim) for each in given[part]]
             encoded = self._encode(Ragged.from_items(together), drawn, input_type == "document")
             out[part] = encoded.numpy()
@@ -219,11 +224,12 @@ def _rows(given: Vectors, dim: int) -> torch.Tensor:
     return rows.float() if scales is None else rows * scales[:, None]
 
 
-def _parts(lengths: Sequence[int]) -> Iterator[slice]:
-    """Runs of matrices that are encoded together."""
+def _parts(lengths: Sequence[int], numbers: int) -> Iterator[slice]:
+    """Runs of matrices that are encoded together, of which each gives a vector of so many `numbers`."""
     first = rows = 0
+    most = max(1, min(_TOGETHER, _NUMBERS_TOGETHER // numbers))
     for i, length in enumerate(lengths):
-        if i > first and (i - first == _TOGETHER or rows + length > _ROWS_TOGETHER):
+        if i > first and (i - first == most or rows + length > _ROWS_TOGETHER):
             yield slice(first, i)
             first, rows = i, 0
         rows += length

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, Unpack, cast
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Gauge
 
 from maxsimd.api.failures import ApiError
 from maxsimd.api.fleet.embedding import EmbedJob, num_characters, run_of
@@ -83,6 +83,11 @@ class FleetEngine:
         self._pool = WorkerPool(_THREADS, lambda: None)
         self._tenants: Mapping[str, Tenant] = {}
         self.metrics = SimpleNamespace(registry=CollectorRegistry())
+        Gauge(
+            "maxsimd_replicas_silent",
+            "Replicas that did not answer in time and get no work until they do",
+            registry=self.metrics.registry,
+        ).set_function(lambda: roster.num_silent)
         self.death: str | None = None
         self.restart_obstacle: str | None = None
 
@@ -152,7 +157,14 @@ class FleetEngine:
         """Engines check rates themselves."""
 
     async def in_thread(self, function: Callable[[], T], size: int) -> T:
-        return await asyncio.wrap_future(self._pool.submit(function, size).future)
+        work = self._pool.submit(function, size)
+        try:
+            return await asyncio.wrap_future(work.future)
+        except asyncio.CancelledError:
+            work.withdraw()
+            raise
+        finally:
+            del work  # it holds the error, which holds this frame
 
     async def clear_cache(self) -> None:
         """At every engine. Raises ApiError where some have not done so in time."""

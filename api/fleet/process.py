@@ -30,7 +30,7 @@ from maxsimd.api.logs import set_up_logging
 from maxsimd.api.media.sources import MediaSources
 from maxsimd.api.metrics import DroppedEvents
 from maxsimd.api.serve import run_server
-from maxsimd.api.signals import Stop, leave_at_once, show_stacks_when_asked
+from maxsimd.api.signals import Stop, leave_at_once, leaving_when_asked, show_stacks_when_asked
 from maxsimd.api.sockets import max_connections, raise_descriptor_limit
 from maxsimd.api.tls import tls_context
 from maxsimd.engine import Engine, ModelLoadError
@@ -75,7 +75,8 @@ async def _front(setup: Setup, started: float) -> int:
     own = setup.front_paths[setup.slot]
     remove(own)  # a front before this one may have left it
     await view.door.open(own)
-    await _connect(engine, setup.engine_paths)
+    with leaving_when_asked():
+        await _connect(engine, setup.engine_paths)
     try:
         return await run_server(engine, setup.server_config, started, sockets, view)
     finally:
@@ -110,14 +111,14 @@ async def _engine(setup: Setup, started: float) -> int:
     door = Door(EngineAnswers(engine), lambda: engine.stats().waiting_tokens if engine.is_healthy else 0)
     await door.open(setup.engine_paths[setup.slot])
     seconds = time.perf_counter() - started
-    log.info("engine %d is ready after %.1f s: %s", setup.slot, seconds, engine.facts.how_it_runs)
+    log.info("replica %d is ready after %.1f s: %s", setup.slot, seconds, engine.facts.how_it_runs)
     with garbage_left_alone():
         collecting = asyncio.create_task(collect_when_quiet(lambda: _is_idle(engine), resident_bytes))
         ends = {asyncio.create_task(engine.until_dead()), asyncio.create_task(stop.asked())}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         collecting.cancel()
     if engine.death is not None:
-        log.error("engine %d has died: %s", setup.slot, engine.death)
+        log.error("replica %d has died: %s", setup.slot, engine.death)
     await door.close()
     await engine.stop(grace=0)
     stop.done()

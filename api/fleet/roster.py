@@ -137,6 +137,11 @@ class Roster:
         return len(self._listed)
 
     @property
+    def num_silent(self) -> int:
+        """How many engines did not answer in time and have not answered since."""
+        return len(self._silent)
+
+    @property
     def members(self) -> tuple[Member, ...]:
         """The engines that can be asked now, all of one fingerprint."""
         return () if self.served is None else self.alike(self.served.fingerprint)
@@ -188,8 +193,9 @@ class Roster:
 
     async def clear_caches(self) -> list[int]:
         """Clears the caches of all engines that can be reached. Returns the slots of those that have not done
-        so in time: they clear theirs as soon as they answer. Raises the error of one that cannot."""
-        self._uncleared |= self._silent
+        so in time: they clear theirs as soon as they answer. Raises the error of one that cannot. An engine
+        that starts meanwhile may have a cache on disk, and clears it before it gets work."""
+        self._uncleared |= self._silent | (self._listed.keys() - self._links.keys())
         # Others that are late are not asked twice at a time: they may keep every question for long.
         late = self._silent | {each for each, task in self._clearing.items() if not task.done()}
         asked = {
@@ -233,7 +239,7 @@ class Roster:
             if isinstance(error, LostError):
                 raise error
             if error is not None:
-                message = "an engine is not used because it cannot clear its cache: %s"
+                message = "a replica is not used because it cannot clear its cache: %s"
                 self._cannot_clear.warning(message, error)
                 await asyncio.sleep(_PAUSE_SECONDS)
 
@@ -298,11 +304,11 @@ class Roster:
         self._silent.discard(address)
         slot = self._listed[address]
         self._connected[address] = Connected(Member(slot, f"{slot}.{self._joined}", fingerprint), link)
-        log.info("engine %d is there", slot)
+        log.info("replica %d is there", slot)
         self._let_unlisted_go()
         self._change()
         if self.served is not None and self.served.fingerprint != fingerprint:
-            log.warning("engine %d serves something else than the others and is not used", slot)
+            log.warning("replica %d serves something else than the others and is not used", slot)
         lost = asyncio.create_task(link.until_lost())
         silent = asyncio.create_task(self._until_silent(link))
         unlisted = asyncio.create_task(self._unlisted[address].wait())
@@ -345,7 +351,7 @@ class Roster:
     def _remove(self, address: Address, reason: str = "is gone") -> None:
         connected = self._connected.pop(address, None)
         if connected is not None:
-            log.warning("engine %d %s", connected.member.slot, reason)
+            log.warning("replica %d %s", connected.member.slot, reason)
             self._change()
 
     def _change(self) -> None:
@@ -362,7 +368,7 @@ async def _tell(link: Link, tenants: dict[str, Tenant]) -> None:
     try:
         await link.ask(SetTenants(tenants))
     except LostError:
-        log.debug("an engine is gone before it knew its tenants")
+        log.debug("a replica is gone before it knew its tenants")
 
 
 async def _ping(link: Link) -> None:

@@ -183,7 +183,7 @@ class _Process:
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        self._name = f"{'front' if setup.is_front else 'engine'} {setup.slot}"
+        self._name = f"{'front' if setup.is_front else 'replica'} {setup.slot}"
         self._process: asyncio.subprocess.Process | None = None
         self._ending = asyncio.Event()
         self._is_ready = False

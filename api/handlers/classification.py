@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from maxsimd.api import wire, wire_labels
 from maxsimd.api.answer import Answer, new_id, now, usage_of, wire_answer
+from maxsimd.api.handlers.embedding import check_labels
 from maxsimd.api.handlers.route import post_texts
 from maxsimd.api.handlers.tei_headers import TeiHeaders
 from maxsimd.api.models.choice import Wanted
@@ -20,6 +21,7 @@ from maxsimd.api.reading import (
 )
 from maxsimd.api.request_warnings import warnings_of
 from maxsimd.api.state import ServerState
+from maxsimd.api.vectors import written
 
 # Of a logit beyond this the exponential is not a float32.
 _STEEP = 80.0
@@ -28,6 +30,7 @@ _STEEP = 80.0
 async def classify(state: ServerState, body: wire.ClassifyRequest, inputs: Inputs, tenant: str) -> Answer:
     """vLLM's; in Infinity's words where `raw_scores` says either."""
     check_token_ids(inputs, state.config.accept_token_ids)
+    check_labels(state, len(inputs))
     model, wants_labels = state.model_name, body.raw_scores is not None
     result = await state.engine.classify(
         inputs,
@@ -43,17 +46,17 @@ async def classify(state: ServerState, body: wire.ClassifyRequest, inputs: Input
     def build() -> wire.ClassifyResponse | wire_labels.LabelsResponse:
         labels, usage = result.labels, usage_of(result.usage)
         if wants_labels:
-            ranked = [_ranked(labels, row.tolist()) for row in result.scores]
+            ranked = [written(_ranked(labels, row.tolist())) for row in result.scores]
             return wire_labels.LabelsResponse(
                 new_id("classify"), now(), model, ranked, usage, warnings=warnings
             )
         data = [
-            wire.Classification(i, labels[row.argmax()], row.tolist(), len(labels))
+            wire.Classification(i, labels[row.argmax()], written(row.tolist()), len(labels))
             for i, row in enumerate(result.scores)
         ]
         return wire.ClassifyResponse(new_id("classify"), now(), model, data, usage, warnings=warnings)
 
-    answer = await wire_answer(build, len(result.scores))
+    answer = await wire_answer(build, result.scores.size)
     return answer.with_timings(result.timings).with_warnings(warnings)
 
 
@@ -68,6 +71,7 @@ async def predict(
     parameters = body.parameters or wire.PredictParameters()
     apply = parameters.function_to_apply
     headers = TeiHeaders(state, [*texts, *(text_pairs or ())])
+    check_labels(state, len(texts))
     result = await state.engine.classify(
         texts,
         text_pairs=text_pairs,
@@ -78,10 +82,10 @@ async def predict(
 
     def build() -> Any:
         rows = _applied(apply, result.scores)
-        answers = [_ranked(result.labels, row.tolist())[: parameters.top_k] for row in rows]
+        answers = [written(_ranked(result.labels, row.tolist())[: parameters.top_k]) for row in rows]
         return answers if is_batch or body.parameters is not None else answers[0]
 
-    answer = await wire_answer(build, len(result.scores))
+    answer = await wire_answer(build, result.scores.size)
     return headers.added_to(answer, result)
 
 

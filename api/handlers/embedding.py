@@ -33,8 +33,8 @@ from maxsimd.engine import (
 )
 from maxsimd.engine.results.postprocess import aside
 
-# What a number of an answer takes as text, and as much again while that is made.
-_BYTES_A_NUMBER = 24
+# Bytes that a number of an answer takes as text, and as much again while that is made; and a label.
+_BYTES_A_NUMBER, _BYTES_A_LABEL = 24, 160
 
 _SHORTEST = 1e-12
 NORMALIZES_ANYWAY = "{} false has no effect: the model's own last layer normalizes; leave it out"
@@ -131,6 +131,7 @@ async def _run(
     use_activation = body.use_activation if isinstance(body, wire.PoolingRequest) else None
     _check_task(body, task)
     if task == "classify":
+        check_labels(state, len(inputs))
         return await engine.classify(inputs, use_activation=use_activation is not False, **options)
     if task == "sparse_embed":
         raise InvalidRequestError("this model gives sparse vectors; use /embed_sparse", "model")
@@ -209,6 +210,17 @@ def check_embeddings(state: ServerState, num_vectors: int, dimensions: int | Non
     if task is not None and (dimensions is None or 1 <= dimensions <= task.dim):
         _check_room(state, num_vectors, dimensions or task.dim, "ask for shorter vectors")
     # else the engine says what is wrong
+
+
+def check_labels(state: ServerState, num_texts: int) -> None:
+    """Refuses more texts than there is room for the scores of all labels of."""
+    num_labels = len(state.engine.facts.labels)
+    most = (state.config.max_bodies_mb << 20) // (_BYTES_A_LABEL * max(1, num_labels))
+    if num_texts > most:
+        raise RequestTooLargeError(
+            f"{num_texts} texts would have {num_labels} labels each, and there is room for {most} such "
+            "texts; send fewer at a time, or raise --max-bodies-mb"
+        )
 
 
 def _check_room(state: ServerState, num_vectors: int, length: int, remedy: str) -> None:

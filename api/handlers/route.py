@@ -3,9 +3,10 @@
 What takes time with the size of a body is done in the thread pool for large ones.
 """
 
+import asyncio
 import codecs
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -29,6 +30,7 @@ from maxsimd.api.models.routing import told_of
 from maxsimd.api.models.several import SeveralModels
 from maxsimd.api.request_warnings import UnreadField, unread_fields
 from maxsimd.api.state import ServerState
+from maxsimd.engine import RequestTimeoutError
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -47,6 +49,8 @@ LARGE_BODY = 64 * 1024
 _CONTAINERS_A_DOCUMENT, _STRINGS_A_DOCUMENT = 20, 40
 # The values are views of the body, not decoded: that takes little time beside decoding all of it.
 _NAMES = msgspec.json.Decoder(dict[str, msgspec.Raw])
+# How much longer than its timeout a request may take beside the work of the engine.
+_LATE_SECONDS = 0.5
 # Of a character in JSON, in bytes: two escapes like \ud83d.
 _LONGEST_ESCAPE = 12
 
@@ -127,9 +131,10 @@ def _with_body(
             asked = wanted if isinstance(wanted, Wanted) else wanted(state, request)
             serving = state.serving(model_of(request), asked)
             with told_of(state.models, serving.called):
-                if serving.reads_pictures:
-                    found = await state.media.filled(found, held)
-                answer = await handler(serving, request, found, tenant)
+                async with _timeout_of(request):
+                    if serving.reads_pictures:
+                        found = await state.media.filled(found, held)
+                    answer = await handler(serving, request, found, tenant)
             answer = answer.with_field_warnings(serving.field_warnings)
             if answer.lines is None:
                 return answer
@@ -137,6 +142,22 @@ def _with_body(
             return replace(answer, lines=lines)
 
     return work
+
+
+@asynccontextmanager
+async def _timeout_of(request: Any) -> AsyncIterator[None]:
+    """Ends work that goes on somewhat longer than the request's `timeout`, such as fetching its pictures and
+    writing its chat or its answer. The engine ends its own work at the timeout, and returns partial results
+    then."""
+    timeout = getattr(request, "timeout", None)
+    if timeout is None or getattr(request, "on_timeout", None) == "partial":
+        yield
+        return
+    try:
+        async with asyncio.timeout(timeout + _LATE_SECONDS):
+            yield
+    except TimeoutError:
+        raise RequestTimeoutError.after(timeout) from None
 
 
 def model_of(request: Any) -> str | None:

@@ -26,7 +26,7 @@ from maxsimd.api.reading import (
     texts_to_rank,
 )
 from maxsimd.api.state import ServerState
-from maxsimd.api.vectors import encode_rows
+from maxsimd.api.vectors import encode_rows, written
 from maxsimd.engine import EmbedResult, InvalidRequestError, RequestTooLargeError
 from maxsimd.engine.config import ScoreType
 from maxsimd.engine.device.facts import ModelFacts
@@ -97,9 +97,9 @@ async def embed_sparse(
             "texts at a time"
         )
 
-    def build() -> list[list[wire_tei.SparseValue]]:
+    def build() -> Any:
         return [
-            [*map(wire_tei.SparseValue, vector.indices.tolist(), vector.values.tolist())]
+            written([*map(wire_tei.SparseValue, vector.indices.tolist(), vector.values.tolist())])
             for vector in result.embeddings
         ]
 
@@ -126,6 +126,7 @@ async def similarity(
 async def decode(state: ServerState, body: wire_tei.TeiDecodeRequest) -> Answer:
     """The texts of token ids, without special tokens unless the request wants them."""
     lists = _id_lists(body.ids)
+    check_count(lists, "ids", state.config.max_documents)
     check_number_decoded(sum(map(len, lists)), "ids")
     tokenizer, skip = state.engine.tokenizer, body.skip_special_tokens is not False
     texts = await state.engine.in_thread(

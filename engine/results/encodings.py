@@ -11,9 +11,20 @@ from maxsimd.engine.cache import EmbeddingCache
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.preprocess import Prepared, usage_of
+from maxsimd.engine.preprocess.workers import yield_to_smaller
 from maxsimd.engine.requests import EmbedResult, InputType, Value, Values
 from maxsimd.pooling.muvera import Muvera
 from maxsimd.pooling.ragged import Ragged, decoded
+
+# Making so many numbers of a document's vector, or of a query's, or drawing so many random numbers, takes as
+# long as running a token of a small model (MiniLM-L6). An estimate.
+_NUMBERS_PER_TOKEN, _DRAWN_PER_TOKEN = {"document": 1_000, "query": 16_000}, 1_000
+
+
+def encoding_price(muvera: Muvera, dim: int, input_type: InputType, num_texts: int) -> int:
+    """The price, in tokens, of making one vector of each text's token vectors, and of the random numbers."""
+    drawn = muvera.r_reps * (muvera.k_sim + (muvera.d_proj or 0)) * dim // _DRAWN_PER_TOKEN
+    return drawn + num_texts * muvera.whole_length(dim) // _NUMBERS_PER_TOKEN[input_type] + 1
 
 
 def as_muvera(encoding: Muvera | Literal["muvera"]) -> Muvera:
@@ -54,7 +65,7 @@ def encoded_result(
     prepared: Prepared, values: Values, muvera: Muvera, are_queries: bool, cache: EmbeddingCache | None
 ) -> EmbedResult:
     """One vector a text. Documents are encoded in the precision of the cache, if there is one, whether they
-    were in it or not."""
+    were in it or not. On a thread of the pool, smaller work goes first."""
     run = iter(values.values)
     num_texts = len(values.values) + len(prepared.cached_rows)
     matrices: list[torch.Tensor] = []
@@ -65,7 +76,7 @@ def encoded_result(
         else:
             rows = torch.from_numpy(np.array(_rows(next(run)), dtype=np.float32))
             matrices.append(rows if cache is None or are_queries else _rounded(rows, cache))
-    vectors = muvera.encode(matrices, "query" if are_queries else "document")
+    vectors = muvera.encode(matrices, "query" if are_queries else "document", yield_to_smaller)
     return EmbedResult(vectors, usage_of(prepared), prepared.truncated, values.timings, muvera)
 
 

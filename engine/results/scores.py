@@ -13,6 +13,7 @@ from maxsimd.engine.device.load import DeviceModel
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.explanations import Explanation
 from maxsimd.engine.preprocess import Prepared, usage_of
+from maxsimd.engine.preprocess.workers import yield_to_smaller
 from maxsimd.engine.requests import RunOptions, ScoreOptions, ScoreRequest, ScoreResult, Value, Values
 from maxsimd.engine.results.postprocess import (
     Bounded,
@@ -181,6 +182,7 @@ class ScoredPairs:
         explained: dict[int, Explanation] = {}
         values = self.call.scored(self.values)
         for index in documents:
+            yield_to_smaller()
             explanation = explain(values, index)
             if explanation is not None:
                 explained[index] = self._with_finished_windows(explanation, index)

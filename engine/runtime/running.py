@@ -325,9 +325,11 @@ class Running:
             prepared, waiting, timings = await self._soon(check_and_prepare, request.reading, options.timeout)
             self._metrics.preprocess_seconds.observe(timings.queue + timings.tokenise)
             self._metrics.truncated.inc(prepared.truncated - prepared.encoded_before.truncated)
-            permit.confirm(waiting.work)
+            more_tokens = request.more_tokens if isinstance(request, EmbedRequest) else 0
+            permit.confirm(waiting.work + more_tokens)
             values = self._queue(waiting, prepared, options, arrived)
-            permit.compare(values)
+            if not more_tokens:  # that work comes after the steps, by which forecasts are made
+                permit.compare(values)
         self.admission.review()
         return prepared, values, timings
 

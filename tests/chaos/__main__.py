@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.chaos.findings import Found
 from tests.checkpoints.late_interaction import stanford
 
-NAMES = ("faults", "poisoned", "disconnects", "stops", "idle", "fuzz")
+NAMES = ("faults", "poisoned", "disconnects", "stops", "idle", "fuzz", "amplify")
 
 
 def main() -> int:
@@ -23,6 +23,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", help="folder of a checkpoint; by default a small one with random weights")
     parser.add_argument("--plot", type=Path, help="file to draw memory over time in, .svg or .png (faults)")
+    parser.add_argument("--only", help="run attacks with this in their name (amplify)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="maxsimd-chaos-") as folder:
         options.model = options.model or stanford(Path(folder))

@@ -77,14 +77,15 @@ class Running(Server):
 
 @contextmanager
 def running(
-    model: str, *options: str, hooked: bool = True, before: Callable[[], None] | None = None
+    model: str | None, *options: str, hooked: bool = True, before: Callable[[], None] | None = None
 ) -> Iterator[Running]:
-    """A server in float32 that is ready, stopped in the end. `before` is what its process does first."""
+    """A server in float32 that is ready, stopped in the end, of the embedded model if none is named. `before`
+    is what its process does first."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         module = "tests.chaos.server" if hooked else None
         port = free_port()
-        words = ["serve", model, "--dtype", "float32", "--port", str(port), *options]
+        words = ["serve", *filter(None, [model]), "--dtype", "float32", "--port", str(port), *options]
         log_file = folder / "log"
         log_file.touch()
         environment = {"HF_HUB_OFFLINE": "1", "MAXSIMD_DRAIN_SECONDS": "0"}

@@ -141,14 +141,19 @@ def qwen3_mean(folder: Path) -> str:
     return _qwen3(folder, "mean")
 
 
-def _qwen3(folder: Path, pooling: str, prompt: str = INSTRUCTION, **options: Any) -> str:
+def qwen3_wide(folder: Path) -> str:
+    """A small Qwen3 with vectors of 4,096 numbers, as those of Qwen3-Embedding-8B have."""
+    return _qwen3(folder, "lasttoken", Dense(128, 4096, activation_function=torch.nn.Identity()))
+
+
+def _qwen3(folder: Path, pooling: str, *behind: Any, prompt: str = INSTRUCTION, **options: Any) -> str:
     end = "<|endoftext|>"
     options = {"padding_side": "left", "model_max_length": 1024} | options
     specials = {"eos_token": end, "pad_token": end}
     size = byte_level_bpe(folder / "backbone", specials, f"$A {end}", f"$A $B {end}", **options)
     sizes = {"num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 1024}
     save_model(folder / "backbone", "qwen3", vocab_size=size, **sizes)
-    return saved_pooled(folder, pooling, Normalize(), prompts={"query": prompt, "document": ""})
+    return saved_pooled(folder, pooling, *behind, Normalize(), prompts={"query": prompt, "document": ""})
 
 
 def embeddinggemma(folder: Path) -> str:
@@ -245,4 +250,4 @@ def qwen3_in_chat(folder: Path) -> str:
     (folder / "backbone").mkdir(parents=True)
     (folder / "backbone" / "chat_template.jinja").write_text(CHATML)
     markers = {"additional_special_tokens": ["<|im_start|>", "<|im_end|>"], "model_max_length": 512}
-    return _qwen3(folder, "lasttoken", "Find it.", **markers)
+    return _qwen3(folder, "lasttoken", prompt="Find it.", **markers)

@@ -13,9 +13,13 @@ from typing import Any, BinaryIO, ClassVar
 import httpx
 import pytest
 
+from maxsimd.api.config import ServerConfig
 from maxsimd.api.fleet import process
+from maxsimd.api.fleet.setup import Setup
 from maxsimd.api.signals import SIGNALS
+from maxsimd.engine import EngineConfig
 from tests.clients_under_load import ASKED, DOCUMENTS, Clients, numbers_of, right_scores, shape_of
+from tests.forked import Program
 from tests.processes import descendants
 from tests.server.conftest import Server, StartServer
 from tests.waiting import wait_for
@@ -23,7 +27,7 @@ from tests.waiting import wait_for
 
 def _children(server: Server) -> dict[str, list[int]]:
     """The processes of a fleet: engines and fronts."""
-    found: dict[str, list[int]] = {"engine": [], "front": []}
+    found: dict[str, list[int]] = {"replica": [], "front": []}
     for each in descendants(server.process.pid):
         for kind in found.keys() & set(each.title.split()):
             found[kind].append(each.pid)
@@ -176,15 +180,15 @@ def clients(fleet: Server, right: dict[str, float]) -> Clients:
 def test_an_engine_that_is_killed_loses_nothing(fleet: Server, clients: Clients) -> None:
     with clients.asking():
         time.sleep(0.5)
-        engines = _children(fleet)["engine"]
+        engines = _children(fleet)["replica"]
         os.kill(engines[0], signal.SIGKILL)
-        wait_for(lambda: len({*_children(fleet)["engine"]} - {*engines}) == 1, 60)
+        wait_for(lambda: len({*_children(fleet)["replica"]} - {*engines}) == 1, 60)
         wait_for(lambda: _num_engines(fleet) == 2, 60)
     clients.check()
 
 
 def test_an_engine_that_is_stopped_loses_nothing_and_returns(fleet: Server, clients: Clients) -> None:
-    stopped = _children(fleet)["engine"][0]
+    stopped = _children(fleet)["replica"][0]
     os.kill(stopped, signal.SIGSTOP)
     try:
         with clients.asking():
@@ -196,7 +200,7 @@ def test_an_engine_that_is_stopped_loses_nothing_and_returns(fleet: Server, clie
     assert "the cache is not cleared yet by replica " in cleared.json()["error"]["message"]
     clients.check()
     wait_for(lambda: _num_engines(fleet) == 2, 60)
-    assert stopped in _children(fleet)["engine"], "it was not killed"
+    assert stopped in _children(fleet)["replica"], "it was not killed"
     wait_for(lambda: httpx.delete(fleet.url + "/cache", timeout=60).status_code == 204, 60)
 
 
@@ -232,6 +236,24 @@ def test_a_fleet_finishes_its_work_and_then_ends(fleet: Server) -> None:
         assert fleet.process.wait(60) == 0
         assert asked.result().status_code == 200, "what is in flight is finished"
     assert not [pid for pid in processes if os.path.exists(f"/proc/{pid}")]
+
+
+@pytest.mark.one_process
+def test_a_front_that_connects_ends_without_a_traceback(tmp_path: Path) -> None:
+    given, log, own, engine = (tmp_path / name for name in ("given", "log", "front-0", "engine-0"))
+    os.mkfifo(given)
+    engine.touch()  # nobody listens there
+    log.touch()
+    setup = Setup(True, 0, (str(engine),), (str(own),), (), EngineConfig(), ServerConfig())
+    with open(os.open(given, os.O_RDWR), "wb", buffering=0) as writing:
+        writing.write(setup.encoded())
+        front = Program(["front", "0"], module="maxsimd.api.fleet.process").start(log, given=given)
+        wait_for(own.exists, 60)
+        time.sleep(0.3)
+        assert front.poll() is None
+        front.send_signal(signal.SIGINT)
+        assert front.wait(60) == 0, log.read_text()
+    assert "Traceback" not in log.read_text()
 
 
 @pytest.mark.exhaustive

@@ -16,6 +16,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from maxsimd.api.cli import main
 from maxsimd.api.config import ServerConfig
+from maxsimd.api.fleet.fleet_engine import FleetEngine
+from maxsimd.api.fleet.roster import Roster
 from maxsimd.api.handlers.routes import OPEN_ROUTES, PAGES, ROUTES
 from maxsimd.api.key_file import ATTRIBUTES, read_keys
 from maxsimd.api.options import variable
@@ -162,12 +164,14 @@ def _yaml(name: str) -> list[Any]:
 
 
 def _metrics() -> set[str]:
-    """The names of all samples that a server of several models, with a cache, may have."""
+    """The names of all samples that a server of several models, with a cache, or of several processes may
+    have."""
     state = ServerState(Engine(EngineConfig()), ServerConfig())
     names = {"process_resident_memory_bytes", "process_start_time_seconds", "maxsimd_model_served"}
     endings = {"counter": ("_total",), "histogram": ("_bucket", "_count", "_sum"), "info": ("_info",)}
     state.engine.metrics.watch(ScoreCache(1))
-    for family in state.engine.metrics.registry.collect():
+    registries = (state.engine.metrics.registry, FleetEngine(Roster()).metrics.registry)
+    for family in (family for registry in registries for family in registry.collect()):
         names |= {family.name + ending for ending in endings.get(family.type, ("",))}
     return names
 
@@ -221,6 +225,7 @@ _WELL = {
     'maxsimd_event_loop_lag_seconds_bucket{le="0.25"}': "0+1000x30",
     'maxsimd_event_loop_lag_seconds_bucket{le="+Inf"}': "0+1000x30",
     "maxsimd_engine_restarts_total{}": "1x30",
+    "maxsimd_replicas_silent{}": "0x30",
     "process_start_time_seconds{}": "1x30",
     "maxsimd_log_dropped_total{}": "1x30",
 }
@@ -234,6 +239,7 @@ _ILL = {
     "MaxsimdWaitHigh": {'maxsimd_request_seconds_bucket{part="queue",le="5.0"}': "0+900x30"},
     "MaxsimdEventLoopLag": {'maxsimd_event_loop_lag_seconds_bucket{le="0.1"}': "0+900x30"},
     "MaxsimdEngineRestarts": {"maxsimd_engine_restarts_total{}": "0x25 1x5"},
+    "MaxsimdReplicaSilent": {"maxsimd_replicas_silent{}": "1x30"},
     "MaxsimdProcessRestarts": {"process_start_time_seconds{}": "1x10 2x10 3x10"},
     "MaxsimdLogLinesDropped": {"maxsimd_log_dropped_total{}": "0x25 1x5"},
 }

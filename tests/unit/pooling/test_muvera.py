@@ -108,6 +108,23 @@ def test_encodings_are_the_papers(encoding: Muvera, lengths: list[int], seed: in
             assert found.shape == (len(matrices), encoding.length(6))
 
 
+def test_what_is_called_between_matrices_may_end_the_work() -> None:
+    matrices = [np.ones((2, 384), dtype=np.float32)] * 100
+    calls: list[None] = []
+
+    def end() -> None:
+        calls.append(None)
+        if len(calls) == 3:
+            raise InterruptedError
+
+    # Of vectors that are so long few are made together.
+    with pytest.raises(InterruptedError):
+        Muvera(k_sim=12, r_reps=64, d_proj=1).encode(matrices[:40], "query", end)
+    assert len(calls) == 3
+    Muvera().encode(matrices, "query", lambda: calls.append(None))
+    assert len(calls) == 5
+
+
 def test_matrices_come_in_all_forms_of_embeddings() -> None:
     rows = np.random.default_rng(0).standard_normal((5, 40)).astype(np.float32)
     encoding = Muvera()

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import random
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -44,6 +45,7 @@ from maxsimd.engine.config import ScoreType
 from maxsimd.engine.device.facts import ModelFacts, Scales, TaskFacts
 from maxsimd.engine.engine import SCORE_DEFAULTS
 from maxsimd.engine.media import Content, EncodedPicture, MissingPicture, PictureFile
+from maxsimd.engine.preprocess.workers import yield_to_smaller
 from maxsimd.engine.requests import ScoreResult, Usage
 from maxsimd.engine.scoring.scale import ScoreScale
 from maxsimd.engine.tenants import Tenant
@@ -210,6 +212,8 @@ async def test_a_silent_engine_gets_no_work_until_it_answers(tmp_path: Path) -> 
         result = await asyncio.wait_for(front.score("q", documents), 60)
         assert result.scores == [float(len(text)) for text in documents]
         assert (silent.asked, front.size) == ([], (1, 2))
+        registry = front.metrics.registry
+        assert registry.get_sample_value("maxsimd_replicas_silent") == 1
         await until(lambda: len(front._roster._links) == 2)
         for _ in range(2):
             with pytest.raises(ApiError, match="not cleared yet by replica 0; "):
@@ -222,6 +226,42 @@ async def test_a_silent_engine_gets_no_work_until_it_answers(tmp_path: Path) -> 
         await front.clear_cache()
         assert (await front.score("q", documents, cache="bypass")).scores == result.scores
         assert silent.asked
+        assert registry.get_sample_value("maxsimd_replicas_silent") == 0
+
+
+async def test_an_engine_that_restarts_clears_its_cache_before_it_gets_work(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 2) as (front, engines):
+        restarting, _ = engines
+        await restarting.die()
+        await until(lambda: front.size == (1, 2))
+        restarting.seen.clear()
+        await front.clear_cache()
+        await restarting.restart()
+        await until(lambda: front.size == (2, 2))
+        assert restarting.seen[0] is messages.ClearCache
+        restarting.seen.clear()
+        await restarting.restart()
+        await until(lambda: messages.Introduce in restarting.seen)
+        assert messages.ClearCache not in restarting.seen
+
+
+async def test_a_front_withdraws_work_that_nobody_waits_for(tmp_path: Path) -> None:
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def work() -> None:
+        end = time.monotonic() + 30
+        try:
+            while time.monotonic() < end:
+                time.sleep(0.01)
+                yield_to_smaller()
+        finally:
+            loop.call_soon_threadsafe(ended.set)
+
+    async with fleet(tmp_path, 1) as (front, _):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(front.in_thread(work, 1), 0.2)
+        await asyncio.wait_for(ended.wait(), 10)
 
 
 async def test_a_lone_engine_that_is_silent_does_its_work_later(tmp_path: Path) -> None:
@@ -262,7 +302,8 @@ async def test_an_engine_with_a_locked_cache_gets_no_work(
 
 async def test_a_leaving_engine_that_is_silent_is_given_up(tmp_path: Path) -> None:
     async def wait(engine: StandIn, question: object) -> None:
-        await asyncio.sleep(100)
+        if engine is engines[0]:
+            await asyncio.sleep(100)
 
     async with leaving(tmp_path, wait, messages.ClearCache, 0.3) as (front, _, engines):
         with pytest.raises(ApiError, match="not cleared yet by replica 0; "):

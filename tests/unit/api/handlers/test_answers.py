@@ -1,5 +1,6 @@
 """What the routes answer: every field beside the engine's own results, in every shape that clients know."""
 
+import asyncio
 import base64
 import itertools
 import json
@@ -8,12 +9,16 @@ import time
 from typing import Any
 
 import numpy as np
+import pytest
 import pytest_asyncio
 import torch
 from numpy.typing import NDArray
 
 import maxsimd
-from maxsimd.engine import Engine, EngineConfig, Muvera, RerankResult
+from maxsimd.engine import Engine, EngineConfig, Muvera, RequestTooLargeError, RerankResult
+from maxsimd.engine import engine as engine_module
+from maxsimd.engine.preprocess.workers import yield_to_smaller
+from maxsimd.engine.tenants import Tenant
 from tests.nearly import nearly
 from tests.unit.calling_handlers import Caller, RecordingEngine
 
@@ -466,6 +471,41 @@ async def test_an_answer_has_no_more_numbers_than_there_is_room_for(engine: Reco
     caller = Caller(engine, max_documents=2)
     chunks = {"input": "a b c", "late_chunking": True, "chunks": [[0, 1], [2, 3], [4, 5]]}
     assert (await caller.error("/v1/embeddings", chunks))[0] == 413
+
+
+async def test_making_vectors_ends_at_the_timeout(
+    engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[float] = []
+
+    def slow(*arguments: object) -> None:
+        begun = time.monotonic()
+        try:
+            while time.monotonic() < begun + 10:
+                time.sleep(0.01)
+                yield_to_smaller()
+        finally:
+            ended.append(time.monotonic() - begun)
+
+    monkeypatch.setattr(engine_module, "encoded_result", slow)
+    body = {"input": "a", "encoding": "muvera", "input_type": "query", "timeout": 0.5}
+    answer = await Caller(engine).ask("POST", "/v1/embeddings", body)
+    assert answer.status == 504
+    while not ended:
+        await asyncio.sleep(0.01)
+    assert ended[0] < 5
+
+
+async def test_long_vectors_have_a_price(engine: RecordingEngine) -> None:
+    texts = ["a"] * 40
+    long = Muvera(k_sim=12, r_reps=64, d_proj=1)
+    engine.set_tenants({"": Tenant(max_request_tokens=5000)})
+    try:
+        with pytest.raises(RequestTooLargeError, match="tokens, more than the 5000"):
+            await engine.embed(texts, input_type="document", encoding=long)
+        assert len((await engine.embed(texts, input_type="document", encoding="muvera")).embeddings) == 40
+    finally:
+        engine.set_tenants({})
 
 
 async def test_cached_token_vectors_give_the_same_vectors() -> None:

@@ -1,5 +1,7 @@
 """Messages of a chat in place of a text, beside what transformers makes of them."""
 
+import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ import pytest
 import pytest_asyncio
 from transformers import AutoTokenizer
 
+from maxsimd.api.state import ServerState
 from maxsimd.engine import EngineConfig
 from tests.checkpoints import bi_encoders
 from tests.unit.calling_handlers import Caller, RecordingEngine
@@ -41,6 +44,24 @@ def model(folder: Path) -> str:
 async def engine(model: str) -> AsyncIterator[RecordingEngine]:
     async with RecordingEngine(EngineConfig(model=model, dtype="float32", threads=1)) as engine:
         yield engine
+
+
+async def test_the_timeout_holds_for_pictures_and_chats_too(
+    engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def wait(*given: object, **options: object) -> None:
+        await asyncio.sleep(30)
+
+    caller = Caller(engine)
+    monkeypatch.setattr(engine, "conversation", wait)
+    monkeypatch.setattr(ServerState, "reads_pictures", property(lambda state: state.media.filled is wait))
+    for body in ({"messages": MESSAGES}, {"input": "a"}):
+        begun = time.monotonic()
+        status, error = await caller.error("/v1/embeddings", {**body, "timeout": 0.1})
+        assert status == 504
+        assert "0.1" in error["message"]
+        assert time.monotonic() - begun < 10
+        monkeypatch.setattr(caller.state.media, "filled", wait)
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,20 @@ async def test_classify_gives_the_engines_rows_with_labels(caller: Caller) -> No
             assert (sum(item["probs"]) == pytest.approx(1, abs=1e-4)) == (activated is not False)
 
 
+async def test_labels_are_no_more_than_there_is_room_for(engine: RecordingEngine) -> None:
+    small = Caller(engine, max_bodies_mb=1)
+    texts = ["a"] * 2185
+    for path, body in (
+        ("/classify", {"input": texts}),
+        ("/pooling", {"input": texts, "task": "classify"}),
+        ("/predict", {"inputs": [[text] for text in texts]}),
+    ):
+        status, error = await small.error(path, body)
+        assert status == 413
+        shown = "2185 texts would have 3 labels each, and there is room for 2184 such texts"
+        assert shown in error["message"]
+
+
 async def test_predict_gives_all_labels_best_first(caller: Caller) -> None:
     for raw in (True, False, None):
         row = (await caller.engine.classify(TEXTS[0], use_activation=not raw)).scores[0]

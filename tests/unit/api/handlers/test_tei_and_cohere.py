@@ -260,6 +260,25 @@ async def test_too_much_text_for_an_answer_is_a_413(caller: Caller) -> None:
         )
 
 
+async def test_names_have_a_length(caller: Caller) -> None:
+    for path, body, name in (
+        ("/v1/embeddings", {"input": "a"}, "input_type"),
+        ("/v1/embeddings", {"input": "a"}, "prompt_name"),
+        ("/rerank", {"query": "a", "documents": ["b"]}, "model"),
+        ("/v2/embed", {"texts": ["a"]}, "input_type"),
+    ):
+        status, error = await caller.error(path, {**body, name: "x" * 4097})
+        assert (status, error["param"]) == (400, name)
+        assert "4096" in error["message"]
+        assert "xx" not in error["message"]
+
+
+async def test_lists_of_ids_are_counted(engine: RecordingEngine) -> None:
+    answer = await Caller(engine, max_documents=3).error("/decode", {"ids": [[101]] * 4})
+    assert answer[0] == 413
+    assert "ids" in answer[1]["message"]
+
+
 async def test_tokens_become_text(caller: Caller) -> None:
     answer = await caller.json("/detokenize", {"tokens": [7592, 2088]})
     assert answer == {"text": "hello world", "prompt": "hello world"}

@@ -19,6 +19,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from maxsimd.api import reading_vectors
 from maxsimd.engine import (
     Engine,
     EngineConfig,
@@ -30,6 +31,7 @@ from maxsimd.engine import (
     Vectors,
 )
 from maxsimd.engine.preprocess import given_vectors
+from maxsimd.engine.results import scores
 from maxsimd.engine.scoring.price import ScoringPrice
 from tests.checkpoints import bi_encoders, cross_encoders, language_models, visual
 from tests.checkpoints.shared import SharedCheckpoints
@@ -263,11 +265,13 @@ async def test_what_is_no_embedding_gets_a_400(colbert: RecordingEngine) -> None
         ({"embedding": [["a"]]}, "neither base64 nor lists"),
         ({"embedding": [[1e300]], "shape": None}, "has the shape"),
         ({"dtype": "float8"}, "dtype 'float8' is not known; use float32"),
-        ({"dtype": ["float32"]}, "is not known"),
+        ({"dtype": ["float32"] * 100_000}, "dtype of type list is not known"),
+        ({"dtype": "x" * 1000}, f"dtype '{'x' * 60}' is not known"),
         ({"shape": [1, 1]}, r"shape \[1, 1\] does not fit"),
         ({"shape": [-1]}, "does not fit"),
         ({"shape": "a"}, "does not fit"),
         ({"shape": [True]}, "does not fit"),
+        ({"shape": [[1] * 1_000_000, 1]}, "something else than whole numbers"),
         ({"shape": [int("9" * 19)] * 60_000}, "shape has 60000 sizes; give"),
         ({"shape": [1, 2, 1]}, "shape has 3 sizes; give"),
         ({"shape": [int("9" * 19), 0]}, "does not fit"),
@@ -285,6 +289,38 @@ async def test_what_is_no_embedding_gets_a_400(colbert: RecordingEngine) -> None
         error = error_of(answer)
         assert error["param"] == "documents"
         assert re.search(rf"documents\[1\].*{reason}", error["message"]), error
+
+
+async def test_smaller_work_goes_before_explanations_of_vectors(
+    colbert: RecordingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    yielded: list[None] = []
+    in_thread = colbert.in_thread
+
+    async def noted(function: Any, size: int) -> Any:
+        sizes.append(size)
+        return await in_thread(function, size)
+
+    monkeypatch.setattr(colbert, "in_thread", noted)
+    monkeypatch.setattr(scores, "yield_to_smaller", lambda: yielded.append(None))
+    rows = np.random.default_rng(0).standard_normal((50, colbert.model.tasks["token_embed"].dim))
+    result = await colbert.score(rows, [rows[:i] for i in range(1, 21)], explain=True)
+    assert sum(len(each.matches) for each in result.explanations.values()) == 50 * 20
+    assert sizes == [64 * 50 * 20]
+    assert len(yielded) == 20
+
+
+async def test_numbers_in_parts_are_those_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = np.random.default_rng(0).standard_normal((7, 6)).astype(np.float32)
+    text = base64.b64encode(rows.tobytes()).decode()
+    wrong = {"embedding": text[:12] + "QQ==" + text[12:]}
+    monkeypatch.setattr(reading_vectors, "_PART", 16)
+    for given in (text, rows.tolist(), rows.ravel().tolist()):
+        read = reading_vectors.vectors_of({"embedding": given, "shape": [7, 6]}, "it", "documents")
+        assert torch.equal(read.values, torch.from_numpy(rows))
+    with pytest.raises(InvalidRequestError, match="is not base64"):
+        reading_vectors.vectors_of(wrong, "it", "documents")
 
 
 async def test_parts_of_a_long_query_add_up(
