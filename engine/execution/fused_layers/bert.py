@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from maxsimd.engine.execution.attention.interface import attend
-from maxsimd.engine.execution.fused_layers.linears import GeluLinear, JoinedLinear, is_plain
+from maxsimd.engine.execution.fused_layers.linears import GeluLinear, is_plain, joined_linear
 from maxsimd.engine.execution.fused_layers.trial import (
     ROWS,
     agrees,
@@ -29,7 +29,7 @@ class FusedSelfAttention(nn.Module):
 
     def __init__(self, replaced: Any, asked: QKV) -> None:
         super().__init__()
-        self.product = JoinedLinear([replaced.query, replaced.key, replaced.value])
+        self.product = joined_linear([replaced.query, replaced.key, replaced.value])
         self.heads, _, self.head_dim = asked.query.shape
         self.scaling, self.window = asked.scaling, asked.window
         self._replaced = (replaced,)  # out of the module tree
