@@ -21,12 +21,9 @@ from tests.dry_run.gpu import (
     fake_gpu,
 )
 from tests.dry_run.measured import CHECKPOINTS, MAY_WAIT, ONE_OF_EACH, TOWERS_WAIT, cost_of, held
+from tests.exhaustive import exhaustive
 
 BY_NAME = {each.name: each for each in CHECKPOINTS}
-
-
-def exhaustive(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.exhaustive)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +44,7 @@ def gpu() -> Iterator[FakeGPU]:
         yield gpu
 
 
-@pytest.mark.parametrize("name", [name if name in ONE_OF_EACH else exhaustive(name) for name in BY_NAME])
+@pytest.mark.parametrize("name", [*sorted(ONE_OF_EACH), *exhaustive(*sorted(BY_NAME.keys() - ONE_OF_EACH))])
 def test_a_step_neither_waits_nor_costs_more(name: str, loaded: Callable[[str], Loaded]) -> None:
     """No step mixes devices or waits: of whole, cut, shared, cached and explained sequences, and of pictures.
     The towers of some models wait in code that is not ours. Costs are what
@@ -69,10 +66,10 @@ def test_a_step_neither_waits_nor_costs_more(name: str, loaded: Callable[[str], 
     ("name", "backend", "precision"),
     [
         ("ColBERT", "triton", "int8"),
-        exhaustive("ColBERT", "torch", "float32"),
-        exhaustive("GTE-ModernColBERT", "triton", "bfloat16"),
-        exhaustive("EmbeddingGemma", "triton", "bfloat16"),
-        exhaustive("Qwen3", "triton", "bfloat16"),
+        *exhaustive(("ColBERT", "torch", "float32")),
+        *exhaustive(
+            *((name, "triton", "bfloat16") for name in ("GTE-ModernColBERT", "EmbeddingGemma", "Qwen3"))
+        ),
     ],
 )
 def test_nor_with_another_attention_or_cache(
@@ -96,10 +93,8 @@ def test_every_model_is_held() -> None:
         # An encoder, and a decoder.
         ("ColBERT", "triton"),
         ("Qwen3-Reranker", "varlen"),
-        exhaustive("ColBERT", "varlen"),
-        exhaustive("Qwen3-Reranker", "triton"),
-        exhaustive("GTE-ModernColBERT", "triton"),
-        exhaustive("EmbeddingGemma", "triton"),
+        *exhaustive(("ColBERT", "varlen"), ("Qwen3-Reranker", "triton")),
+        *exhaustive(("GTE-ModernColBERT", "triton"), ("EmbeddingGemma", "triton")),
     ],
 )
 def test_small_steps_are_replayed_and_long_ones_are_not(

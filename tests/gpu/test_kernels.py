@@ -18,10 +18,9 @@ from maxsimd.pooling.spans import Spans
 from tests.checkpoints import cross_encoders
 from tests.unit.engine.cache.test_slab import check_scores_from_a_slab
 from tests.unit.engine.ops.kernel_checks import CHECKS
-from tests.unit.engine.ops.test_layer_kernels import CHECKS as LAYER_CHECKS
 
 
-@pytest.mark.parametrize("check", [*CHECKS, *LAYER_CHECKS])
+@pytest.mark.parametrize("check", CHECKS)
 def test_a_kernel_equals_plain_torch(check: Callable[[str], None]) -> None:
     check("cuda")
 

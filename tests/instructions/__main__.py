@@ -13,7 +13,6 @@ _FILES = (
     "tests/unit/engine/execution/test_int8_layers.py",
     "tests/unit/engine/ops/test_kernels.py",
     "tests/unit/engine/scoring/test_maxsim.py",
-    "tests/unit/engine/ops/test_finite.py",
     "tests/unit/engine/execution/test_packed.py",
     "tests/unit/engine/execution/test_one_call.py",
     "tests/parity/test_batch_invariance.py",

@@ -1,4 +1,4 @@
-"""Encodes queries and pages with colpali-engine. Run by test_colpali_engine.py in that package's environment,
+"""Encodes queries and pages with colpali-engine. Run by test_authors.py in that package's environment,
 so it imports nothing of ours.
 
 Reads one JSON object from standard input: the `family` (a class of colpali-engine), the `checkpoint`,

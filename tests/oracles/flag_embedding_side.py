@@ -1,4 +1,4 @@
-"""Scores pairs with FlagEmbedding, whose authors trained the models. Run by test_flag_embedding.py in
+"""Scores pairs with FlagEmbedding, whose authors trained the models. Run by test_authors.py in
 environments of their own, so it imports nothing of ours.
 
 Reads one JSON object from standard input: the `checkpoint`, `pairs` of query and document, and `output`,

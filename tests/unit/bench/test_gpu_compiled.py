@@ -12,7 +12,6 @@ from maxsimd.api.cli import main
 from maxsimd.bench.gpu import compiled as table
 from maxsimd.bench.gpu.ahead_of_time import MachineCode, compiled
 from maxsimd.bench.gpu.bounds import H100, H200, resident_programs
-from maxsimd.bench.gpu.first_day.tiles import INT8_VARIANTS, VARIANTS
 from maxsimd.bench.gpu.maxsim_compiled import (
     COLBERT,
     COLPALI,
@@ -21,7 +20,8 @@ from maxsimd.bench.gpu.maxsim_compiled import (
     forecast,
     maxsim_launches,
 )
-from maxsimd.engine.ops.triton.maxsim_tiles import QUERY_CLASSES, Tiles
+from maxsimd.engine.ops.triton.maxsim_tiles import QUERY_CLASSES
+from tests.exhaustive import exhaustive
 
 pytest.importorskip("triton")
 
@@ -38,16 +38,6 @@ FEW = (
 )
 
 
-def timed() -> list[MaxSimLaunch]:
-    """Tiles that are timed against those of the table."""
-    return [
-        MaxSimLaunch(90, query, documents=documents, other=Tiles(query, document, 128, *others), split=split)
-        for documents, variants in (("bf16", VARIANTS), ("i8", INT8_VARIANTS))
-        for query, document, *others in variants
-        for split in (False, True)
-    ]
-
-
 def launches() -> list[MaxSimLaunch]:
     """All that the table has, and float16, which has the tiles of bfloat16, where it differs: with int8."""
     found = [launch for capability in (80, 90, 100) for launch in maxsim_launches(capability)]
@@ -58,7 +48,6 @@ def launches() -> list[MaxSimLaunch]:
         for query in QUERY_CLASSES
         for dtype in ("bf16", "i8")
     ]
-    found += timed()
     # Cards with less shared memory than those of data centres.
     return [*found, MaxSimLaunch(86, 1024), MaxSimLaunch(86, 32, 1024), MaxSimLaunch(86, 1024, 512)]
 
@@ -85,9 +74,7 @@ def test_maxsim_fits_into_registers_and_shared_memory(launch: MaxSimLaunch) -> N
         assert code.main_loop.tensor
 
 
-@pytest.mark.parametrize(
-    "query", [32, *(pytest.param(query, marks=pytest.mark.exhaustive) for query in (64, 128, 256))]
-)
+@pytest.mark.parametrize("query", [32, *exhaustive(64, 128, 256)])
 def test_the_sum_over_splits_fits_into_registers(query: int) -> None:
     assert compiled(MaxSimLaunch(90, query).sum_source, 90).spills == 0
 
@@ -104,9 +91,7 @@ def on_hopper(longest_query: int, documents: str = "bf16") -> tuple[MaxSimLaunch
         (1024, "bf16", 2, 240),
         (32, "i8", 6, 260),
         (1024, "i8", 2, 340),
-        pytest.param(64, "bf16", 4, 140, marks=pytest.mark.exhaustive),
-        pytest.param(128, "bf16", 2, 240, marks=pytest.mark.exhaustive),
-        pytest.param(64, "i8", 4, 290, marks=pytest.mark.exhaustive),
+        *exhaustive((64, "bf16", 4, 140), (128, "bf16", 2, 240), (64, "i8", 4, 290)),
     ],
 )
 def test_a_turn_takes_few_instructions_and_others_run_beside_it(

@@ -1,9 +1,6 @@
 """Requests for the scheduler's tests, and marks of those that take long."""
 
-from typing import Any
-
 import numpy as np
-import pytest
 
 from maxsimd.scheduler import (
     CachedBatch,
@@ -115,7 +112,3 @@ def tokens_by_request(step: Step | None) -> dict[int, int]:
     for batch in step.cached if step is not None else ():
         given[batch.request_id] = given.get(batch.request_id, 0) + batch.price
     return given
-
-
-def exhaustive(*values: object) -> list[Any]:
-    return [pytest.param(value, marks=pytest.mark.exhaustive) for value in values]

@@ -62,6 +62,13 @@ def test_work_that_is_added_raises_the_class() -> None:
     scheduler.admit(1, texts(1, [10, 10]))
     scheduler.admit(0, texts(0, [10] * 7))
     assert finishing_order(run_dry(scheduler)) == [1, 0, -1]
+    # What waits of a tenant is counted.
+    scheduler.admit(0, texts(0, [10] * 20), tenant="a")
+    scheduler.admit(1, texts(1, [10] * 5), [cached(1, 7)], priority=3, tenant="a")
+    scheduler.admit(2, texts(2, [10] * 9), tenant="b")
+    assert [scheduler.waiting_of(tenant) for tenant in ("a", "b", "")] == [257, 90, 0]
+    scheduler.schedule()
+    assert scheduler.waiting_of("a") + scheduler.waiting_of("b") == scheduler.waiting_tokens
 
 
 def given_to(scheduler: Scheduler, steps: int) -> dict[int, int]:
@@ -101,16 +108,6 @@ def test_who_is_ahead_when_weights_change_stays_so_by_tokens(is_back: bool) -> N
     scheduler.oldest_share = 0.01
     given = given_to(scheduler, 60)
     assert sum(given.get(request_id, 0) for request_id in (0, 2)) > 2500
-
-
-def test_what_waits_of_a_tenant_is_counted() -> None:
-    scheduler = scheduler_of(100)
-    scheduler.admit(0, texts(0, [10] * 20), tenant="a")
-    scheduler.admit(1, texts(1, [10] * 5), [cached(1, 7)], priority=3, tenant="a")
-    scheduler.admit(2, texts(2, [10] * 9), tenant="b")
-    assert [scheduler.waiting_of(tenant) for tenant in ("a", "b", "")] == [257, 90, 0]
-    scheduler.schedule()
-    assert scheduler.waiting_of("a") + scheduler.waiting_of("b") == scheduler.waiting_tokens
 
 
 def test_a_weight_or_a_share_that_means_nothing_is_refused() -> None:

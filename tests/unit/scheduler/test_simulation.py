@@ -14,7 +14,7 @@ from maxsimd.bench.order_of_work import (
 )
 from maxsimd.bench.queue_orders import FirstComeFirstServed, RoundRobin, SchedulerOrder
 from maxsimd.engine.requests import priority_number
-from tests.unit.scheduler.scheduled_requests import exhaustive
+from tests.exhaustive import exhaustive
 
 
 @pytest.mark.parametrize("mix", [next(iter(MIXES)), *exhaustive(*list(MIXES)[1:])])

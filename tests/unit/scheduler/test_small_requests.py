@@ -107,9 +107,3 @@ def test_pages_are_encoded_and_read_in_different_steps() -> None:
         assert step.stages()[0].request_ids == {request_id}
         kinds.append("pictures" if step.images else "sequences" if larger else "nothing")
     assert kinds == ["sequences", *["pictures", "sequences"] * 3, "nothing"]
-
-
-@pytest.mark.parametrize("tokens", [0, 101])
-def test_the_part_beside_small_requests_is_a_part_of_a_step(tokens: int) -> None:
-    with pytest.raises(ValueError, match=f"beside_small must be from 1 to 100, not {tokens}"):
-        StepLimits(100, 10, chunked=False, beside_small=tokens)

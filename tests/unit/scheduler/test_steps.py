@@ -50,10 +50,15 @@ def causal(tokens: int) -> Scheduler:
     return Scheduler(StepLimits(tokens, 100, chunked=True))
 
 
-@pytest.mark.parametrize(("tokens", "sequences"), [(0, 1), (1, 0)])
-def test_limits_that_allow_nothing_are_refused(tokens: int, sequences: int) -> None:
-    with pytest.raises(ValueError, match=r"^a step must hold at least one token and one sequence$"):
-        StepLimits(tokens, sequences, chunked=True)
+def test_limits_that_make_no_sense_are_refused() -> None:
+    for budget, sequences, beside_small, message in (
+        (0, 1, None, r"^a step must hold at least one token and one sequence$"),
+        (1, 0, None, r"^a step must hold at least one token and one sequence$"),
+        (100, 10, 0, "beside_small must be from 1 to 100, not 0"),
+        (100, 10, 101, "beside_small must be from 1 to 100, not 101"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            StepLimits(budget, sequences, chunked=True, beside_small=beside_small)
 
 
 def test_a_sequence_that_can_never_fit_refuses_its_request() -> None:
@@ -92,15 +97,12 @@ def test_documents_follow_their_query_in_the_same_step() -> None:
     assert [sequence_id for sequence_id, _, _ in spans(scheduler.schedule())] == [10, 11], "in any order"
     scheduler.admit(2, [query(2, 12, 50, num_consumers=0)])
     assert spans(scheduler.schedule()) == [(12, 0, 50)], "it may have none"
-
-
-def test_a_query_is_started_only_when_nothing_that_is_ready_fits() -> None:
-    scheduler = bidirectional(100)
-    sequences, batches = two_stage(0, [10, 10], [30, 30, 30, 30], [20, 20])
-    scheduler.admit(0, sequences, batches)
-    steps = run_dry(scheduler)
-    assert [sequence_id for sequence_id, _, _ in spans(steps[0])] == [0, 2, 4, 1]
-    assert prices(steps[0]) == [20]
+    # Another query is started only when nothing that is ready fits.
+    sequences, batches = two_stage(3, [10, 10], [30, 30, 30, 30], [20, 20], 20)
+    scheduler.admit(3, sequences, batches)
+    step = scheduler.schedule()
+    assert [sequence_id for sequence_id, _, _ in spans(step)] == [20, 22, 24, 21]
+    assert prices(step) == [20]
 
 
 def test_documents_that_come_later_wait_for_a_query_that_waits() -> None:
@@ -179,15 +181,13 @@ def test_the_end_of_a_cut_sequence_leaves_room_to_the_oldest(sequences: int, exp
 
 
 def test_the_oldest_takes_the_next_cut_past_many_others() -> None:
-    """More than are looked at in a step; its short sequence goes before its cut."""
+    """More than are looked at in a step; its short sequence goes before its cut. Others do once it is
+    cancelled."""
     scheduler = one_that_waits_to_be_cut(weights={"b": 100.0})
     scheduler.admit(1, texts(1, [1], 3))
     for number in range(100, 200):
         scheduler.admit(number, texts(number, [150], number), tenant="b")
     assert spans(scheduler.schedule()) == [(2, 200, 250), (3, 0, 1), (1, 0, 49)]
-
-
-def test_cancelling_leaves_the_next_cut_to_others() -> None:
     scheduler = one_that_waits_to_be_cut()
     scheduler.admit(3, texts(3, [150], 3), tenant="b")
     scheduler.cancel(1)
@@ -269,42 +269,34 @@ def test_a_whole_request_is_run_as_one_admitted_in_parts(data: st.DataObject) ->
     assert whole.waiting_tokens == whole.waiting_sequences == whole.waiting_cached == 0
 
 
-def test_tokens_are_one_or_more_and_attended_unless_said() -> None:
-    with pytest.raises(ValueError, match=r"^a sequence needs at least one token$"):
-        Tokens(np.zeros(0, dtype=np.int32))
+def test_tokens_are_one_or_more_attended_and_may_be_joined() -> None:
     assert tokens(5).num_attended == 5
     assert Tokens(np.zeros(5, dtype=np.int32), attended_len=3).num_attended == 3
-
-
-def test_joined_tokens_are_their_parts_which_are_not_copied() -> None:
     query, document = np.arange(3, dtype=np.int32), np.arange(7, 9, dtype=np.int32)
-    own_types = np.array([4, 5, 6], dtype=np.int32)
-    joined = JoinedTokens.of((query, document), (own_types, 1))
-    assert joined.parts[0] is query
+    joined = JoinedTokens.of((query, document), (np.array([4, 5, 6], dtype=np.int32), 1))
+    assert joined.parts[0] is query, "it is not copied"
     assert (joined.ids.tolist(), joined.type_ids.tolist()) == ([0, 1, 2, 7, 8], [4, 5, 6, 1, 1])
     assert (len(joined), joined.num_attended, joined.pooled_positions) == (5, 5, None)
-    with pytest.raises(ValueError, match=r"^a sequence needs at least one token$"):
-        JoinedTokens.of((query[:0],), (0,))
+    for none in (lambda: Tokens(query[:0]), lambda: JoinedTokens.of((query[:0],), (0,))):
+        with pytest.raises(ValueError, match=r"^a sequence needs at least one token$"):
+            none()
 
 
 def test_a_chunk_says_which_part_it_is() -> None:
-    for start, stop, expected in (
-        (0, 10, (True, True, True)),
-        (0, 9, (True, False, False)),
-        (1, 10, (False, True, False)),
-        (1, 9, (False, False, False)),
+    (text,), (prefix, pair) = texts(0, [10]), pairs(0, 1, [30])
+    names = ("is_first", "is_last", "is_whole", "is_prefix", "is_all_after_prefix")
+    for sequence, start, stop, expected in (
+        (text, 0, 10, {"is_first", "is_last", "is_whole"}),
+        (text, 0, 9, {"is_first"}),
+        (text, 1, 10, {"is_last"}),
+        (text, 1, 9, set()),
+        (prefix, 0, 1, {"is_first", "is_last", "is_whole", "is_prefix"}),
+        (pair, 1, 31, {"is_last", "is_all_after_prefix"}),
+        (pair, 1, 30, set()),
+        (pair, 2, 31, {"is_last"}),
     ):
-        chunk = Chunk(texts(0, [10])[0], start, stop)
-        assert (chunk.is_first, chunk.is_last, chunk.is_whole) == expected
-        assert not chunk.is_prefix
-        assert not chunk.is_all_after_prefix
-    prefix, pair = pairs(0, 1, [30])
-    assert Chunk(prefix, 0, 1).is_prefix
-    assert not Chunk(prefix, 0, 1).is_all_after_prefix
-    assert not Chunk(pair, 1, 31).is_prefix
-    assert Chunk(pair, 1, 31).is_all_after_prefix
-    assert not Chunk(pair, 1, 30).is_all_after_prefix
-    assert not Chunk(pair, 2, 31).is_all_after_prefix
+        chunk = Chunk(sequence, start, stop)
+        assert {name for name in names if getattr(chunk, name)} == expected, (start, stop)
 
 
 def test_a_document_counts_with_what_scoring_it_costs() -> None:
@@ -345,9 +337,7 @@ def test_a_step_is_run_in_stages_chunks_first() -> None:
     assert [stage.chunks for stage in stages] == [step.chunks, (), ()]
     assert [stage.cached for stage in stages] == [(), step.cached[:4], step.cached[4:]]
     assert {stage.step_id for stage in stages} == {4}
-
-
-def test_what_is_run_first_is_delivered_before_the_rest_is_run() -> None:
+    # What is to be run first is delivered before the rest is run.
     chunks = [Chunk(text, 0, 5) for request_id in (1, 2, 1) for text in texts(request_id, [5])]
     step = Step(4, tuple(chunks), (cached(1, 7), cached(2, 8)), first=frozenset({2}))
     stages = step.stages()

@@ -40,6 +40,7 @@ from maxsimd.scheduler import Chunk, JoinedTokens, ResultSlot, Sequence, Step, T
 from tests.checkpoints import cross_encoders, language_models, late_interaction
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
+from tests.exhaustive import exhaustive
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -268,9 +269,7 @@ def _assert_right(found: list[Any], expected: list[Any], where: str) -> None:
             np.testing.assert_allclose(got, right, atol=1e-4, err_msg=where)
 
 
-WHICH = pytest.mark.parametrize(
-    "which", ["last statement", pytest.param("every statement", marks=pytest.mark.exhaustive)]
-)
+WHICH = pytest.mark.parametrize("which", ["last statement", *exhaustive("every statement")])
 
 
 @WHICH
@@ -301,8 +300,8 @@ async def test_a_step_that_fails_before_delivery_is_tried_again(
     [
         *((function, "cpu") for function in FINISH[:4]),
         (RunnerActor._finish, "gpu"),
-        *(pytest.param(function, "cpu", marks=pytest.mark.exhaustive) for function in FINISH[4:]),
-        *(pytest.param(function, "gpu", marks=pytest.mark.exhaustive) for function in FINISH[1:]),
+        *exhaustive(*((function, "cpu") for function in FINISH[4:])),
+        *exhaustive(*((function, "gpu") for function in FINISH[1:])),
     ],
     indirect=["delivery"],
     ids=lambda value: value if isinstance(value, str) else _name(value),
@@ -337,9 +336,8 @@ async def test_a_failed_delivery_or_commit_ends_the_engine(
     assert tried, "no request came this way"
 
 
-@pytest.mark.parametrize(
-    ("error", "is_devices", "is_of_memory"),
-    [
+async def test_only_errors_of_the_device_itself_are_taken_for_such() -> None:
+    for error, is_devices, is_of_memory in (
         (RuntimeError("CUDA error: an illegal memory access was encountered"), True, False),
         (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), True, False),
         (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling cublasGemmEx"), True, False),
@@ -349,12 +347,8 @@ async def test_a_failed_delivery_or_commit_ends_the_engine(
         (torch.OutOfMemoryError("CUDA out of memory"), False, True),
         (MemoryError(), False, True),
         (RuntimeError("shapes cannot be multiplied"), False, False),
-    ],
-)
-async def test_only_errors_of_the_device_itself_are_taken_for_such(
-    error: BaseException, is_devices: bool, is_of_memory: bool
-) -> None:
-    assert (is_device_error(error), is_out_of_memory(error)) == (is_devices, is_of_memory)
+    ):
+        assert (is_device_error(error), is_out_of_memory(error)) == (is_devices, is_of_memory)
 
 
 @pytest.mark.parametrize("where", ["forward", "arrival"])
@@ -450,9 +444,7 @@ class Counting:
     scope="module",
     loop_scope="module",
     params=[
-        late_interaction.stanford,
-        pytest.param(cross_encoders.bert, marks=pytest.mark.exhaustive),
-        language_models.qwen3_reranker,
+        *(late_interaction.stanford, language_models.qwen3_reranker, *exhaustive(cross_encoders.bert)),
     ],
 )
 async def counting(request: pytest.FixtureRequest, checkpoints: SharedCheckpoints) -> AsyncIterator[Counting]:

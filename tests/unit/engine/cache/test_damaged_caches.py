@@ -31,51 +31,29 @@ MOMENTS = ("at start", "while serving", "in a clear")
 SIZES = (3, 300, 1300, 4000)
 NUMBER = 60  # of entries
 NOT_OURS = "move it away, or name another folder"
-WRITING = "cannot be written to: "
-REPLACED = "was removed or replaced"
 # What is expected after each damage: whether the cache works again by itself, and what the log says of it,
 # which is None where it may say nothing. A connection reads the header and the definitions of tables when it
 # is opened, and a second one is opened only where two threads use the database at once.
 EXPECTED: dict[str, tuple[bool, str | None]] = {
+    **dict.fromkeys(DAMAGES, (True, "was damaged")),
     "truncated to nothing": (True, "no such table"),
-    "truncated to half": (True, "was damaged"),
-    "truncated to a page": (True, "was damaged"),
-    "truncated to a few bytes": (True, "was damaged"),
-    "second half zeroed": (True, "was damaged"),
-    "random bytes in the middle": (True, "was damaged"),
-    "header overwritten": (True, "was damaged"),
-    "header asks for a log": (True, None),
-    "header of a later format": (True, None),
+    **dict.fromkeys(("header asks for a log", "header of a later format"), (True, None)),
     "table definitions overwritten": (True, None),
-    "garbage appended": (True, ""),
-    "file replaced by a directory": (False, NOT_OURS),
-    "file replaced by a pipe": (False, NOT_OURS),
-    "file deleted": (True, REPLACED),
-    "folder deleted": (True, REPLACED),
-    "journal overwritten": (True, ""),
-    "read-only": (False, WRITING),
-    "earlier version beside it": (True, ""),
-    "file replaced by another program's": (False, NOT_OURS),
-    "file overwritten by another program's": (False, NOT_OURS),
-    "other tables": (True, "was damaged"),
-    "number of entries lost": (True, "was damaged"),
+    **dict.fromkeys(("garbage appended", "journal overwritten", "earlier version beside it"), (True, "")),
+    **dict.fromkeys((damage for damage in DAMAGES if " by a" in damage), (False, NOT_OURS)),
+    **dict.fromkeys(("file deleted", "folder deleted"), (True, "was removed or replaced")),
+    "read-only": (False, "cannot be written to: "),
 }
 # At a start some of it is seen otherwise, and a folder that is not there is none that was removed.
 EXPECTED_AT_START = EXPECTED | {
-    "truncated to nothing": (True, ""),
-    "header asks for a log": (True, "was damaged"),
-    "header of a later format": (True, "was damaged"),
-    "table definitions overwritten": (True, "was damaged"),
-    "file deleted": (True, ""),
-    "folder deleted": (True, ""),
+    **dict.fromkeys(("truncated to nothing", "file deleted", "folder deleted"), (True, "")),
+    **dict.fromkeys((damage for damage in EXPECTED if EXPECTED[damage][1] is None), (True, "was damaged")),
     "earlier version beside it": (True, "holds data.mdb and lock.mdb of an earlier version"),
 }
 # What is damaged in the middle of a database may be dropped before it is noticed.
-EXPECTED_IN_A_CLEAR = EXPECTED | {
-    "second half zeroed": (True, None),
-    "random bytes in the middle": (True, None),
-    "other tables": (True, None),
-}
+EXPECTED_IN_A_CLEAR = EXPECTED | dict.fromkeys(
+    ("second half zeroed", "random bytes in the middle", "other tables"), (True, None)
+)
 EXPECTED_AT = {"at start": EXPECTED_AT_START, "while serving": EXPECTED, "in a clear": EXPECTED_IN_A_CLEAR}
 # Nothing is lost of these, until a clear.
 HARMLESS = ("garbage appended", "journal overwritten", "read-only", "earlier version beside it")

@@ -291,11 +291,6 @@ def test_another_programs_database_stays_as_it_is(
 # Damage: test_damaged_caches.py has every kind of it
 
 
-def damage(folder: Path) -> None:
-    with (folder / FILE).open("r+b") as file:
-        file.truncate(PAGE)
-
-
 def test_a_damaged_database_is_set_aside_and_the_last_such_stays(
     disk: DiskStore, folder: Path, caplog: pytest.LogCaptureFixture, without_pauses: None
 ) -> None:

@@ -34,6 +34,7 @@ from maxsimd.scheduler import ResultSlot, Sequence, Tokens
 from tests.checkpoints import bi_encoders, cross_encoders, late_interaction
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.embedded_recipes import SCORE_TYPES, made_anew
+from tests.exhaustive import exhaustive
 
 CPU = torch.device("cpu")
 
@@ -43,10 +44,7 @@ WITH_RECIPES = [
     cross_encoders.xlm_roberta,
     late_interaction.stanford,
     late_interaction.native,
-    *(
-        pytest.param(build, marks=pytest.mark.exhaustive)
-        for build in (cross_encoders.ms_marco_minilm, cross_encoders.roberta)
-    ),
+    *exhaustive(cross_encoders.ms_marco_minilm, cross_encoders.roberta),
 ]
 WITHOUT_RECIPES: dict[str, Callable[[Path], str]] = {
     "another family": cross_encoders.distilbert,
@@ -254,9 +252,7 @@ def test_nothing_is_kept_where_there_is_no_folder_for_it(
     assert not (tmp_path / "~").exists()
 
 
-@pytest.mark.parametrize(
-    "score_types", [SCORE_TYPES[:1], pytest.param(SCORE_TYPES[1:], marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("score_types", [SCORE_TYPES[:1], *exhaustive((SCORE_TYPES[1:],))])
 def test_the_embedded_model_comes_with_its_recipes(
     score_types: tuple[str, ...], no_libraries: Callable[[], None]
 ) -> None:

@@ -1,4 +1,5 @@
-"""What only GPUs do, with stand-ins for them: what is chosen and checked there, and one of several GPUs."""
+"""What only GPUs do, with stand-ins for them: what is chosen and checked there, one of several GPUs, and CUDA
+graphs: what is captured, compared, and replayed, with calls in the place of graphs."""
 
 import logging
 import sys
@@ -7,6 +8,7 @@ from collections.abc import Callable
 from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from maxsimd.engine.checkpoint import LoadedModel, load_model
 from maxsimd.engine.device import open_slab, warmup
 from maxsimd.engine.device.load import prepare_thread
 from maxsimd.engine.device.shared import SharedDevice
-from maxsimd.engine.execution import budget
+from maxsimd.engine.execution import budget, cuda_graphs
 from maxsimd.engine.execution.attention import select as choice
 from maxsimd.engine.execution.attention.base import AttentionMetadata, CaptureSize
 from maxsimd.engine.execution.attention.check import find_mismatch
@@ -30,32 +32,41 @@ from maxsimd.engine.execution.attention.timing import LENGTHS
 from maxsimd.engine.execution.attention.torch_grouped import GroupedBackend
 from maxsimd.engine.execution.attention.varlen import FlashBackend, VarlenBackend
 from maxsimd.engine.execution.budget import bytes_a_token, tokens_that_fit
-from maxsimd.engine.execution.device_clock import times_on_cuda
-from maxsimd.engine.execution.graph_recorder import CudaRecorder
+from maxsimd.engine.execution.cuda_graphs import GraphedRunner
+from maxsimd.engine.execution.device_clock import Times, times_on_cuda
+from maxsimd.engine.execution.graph_recorder import Cost, CudaRecorder
 from maxsimd.engine.execution.graph_sizes import sizes_for
 from maxsimd.engine.execution.modes import Packed, try_packed
+from maxsimd.engine.execution.packed_runner import PackedRunner
 from maxsimd.engine.execution.precision import choose_dtype
-from maxsimd.engine.execution.selfcheck.samples import make_samples
+from maxsimd.engine.execution.selfcheck.samples import make_samples, random_sequences
 from maxsimd.engine.ops.qkv import QKV
 from maxsimd.engine.scoring.maxsim import maxsim_reference, maxsim_tiled
 from maxsimd.pooling.ragged import Ragged
-from tests.checkpoints import cross_encoders
-from tests.checkpoints.shared import SharedCheckpoints
-from tests.unit.engine.execution.test_packed import plain_varlen
+from maxsimd.scheduler import Sequence
+from tests.checkpoints import cross_encoders, nomic
+from tests.checkpoints.shared import Build, SharedCheckpoints
+from tests.unit.engine.execution.test_packed import make_step, plain_varlen
 
 CPU = torch.device("cpu")
 # The package has a function of this name.
 preparing = sys.modules["maxsimd.engine.execution.prepare"]
 
 
+def packed_model(path: str, layers: int | None = None) -> LoadedModel:
+    """A checkpoint in float32, with packed attention, and all its layers or the first of them."""
+    model = load_model(EngineConfig(model=path), CPU)
+    backbone: Any = model.backbone.float()
+    if layers is not None:
+        del (backbone.layers if hasattr(backbone, "layers") else backbone.encoder.layer)[layers:]
+    grouped = GroupedBackend(supports_first_rows=False)
+    assert isinstance(try_packed(model, CPU, grouped, make_samples(model)), Packed)
+    return model
+
+
 @pytest.fixture(scope="module", params=["bert", "qwen3"])
 def model(request: pytest.FixtureRequest, checkpoints: SharedCheckpoints) -> LoadedModel:
-    found = load_model(EngineConfig(model=checkpoints(getattr(cross_encoders, request.param))), CPU)
-    found.backbone.float()
-    assert isinstance(
-        try_packed(found, CPU, GroupedBackend(supports_first_rows=False), make_samples(found)), Packed
-    )
-    return found
+    return packed_model(checkpoints(getattr(cross_encoders, request.param)))
 
 
 def test_what_an_old_torch_lacks_runs_by_our_own_way(
@@ -207,17 +218,14 @@ def test_a_gpu_without_bfloat16_runs_float32_and_the_log_says_what_is_faster(
     assert choose_dtype("auto", ampere) is torch.bfloat16
     assert choose_dtype("auto", t4) is torch.float32
     assert choose_dtype("float16", t4) is torch.float16
-    monkeypatch.setattr(preparing, "choose_attention", stop)
+    stop = ModelLoadError("the rest is of no interest")
+    monkeypatch.setattr(preparing, "choose_attention", Mock(side_effect=stop))
     for device, dtype, is_said in ((t4, "auto", True), (t4, "float32", False), (ampere, "auto", False)):
         caplog.clear()
         with pytest.raises(ModelLoadError, match="the rest is of no interest"):
             preparing.prepare(model, EngineConfig(dtype=dtype), device)
         assert ("cuda:1 has no bfloat16" in caplog.text) is is_said
         assert ("dtype=float16 is faster" in caplog.text) is is_said
-
-
-def stop(*_: Any) -> Any:
-    raise ModelLoadError("the rest is of no interest")
 
 
 def test_the_budget_of_a_step_fits_into_what_a_gpu_has_free() -> None:
@@ -274,11 +282,8 @@ def test_graphs_are_for_steps_that_will_be_formed(
 
 def test_a_model_is_prepared_with_its_token_budget(model: LoadedModel) -> None:
     for configured, tokens in ((None, 2_048), (100, 100)):
-        config = EngineConfig(max_batch_tokens=configured, dtype="float32")
-        assert (
-            preparing.prepare(load_model(EngineConfig(model=model.name), CPU), config, CPU).step_tokens
-            == tokens
-        )
+        config = EngineConfig(model=model.name, max_batch_tokens=configured, dtype="float32")
+        assert preparing.prepare(load_model(config, CPU), config, CPU).step_tokens == tokens
 
 
 @pytest.fixture
@@ -326,24 +331,19 @@ def test_a_slab_takes_a_share_of_free_memory(
     assert open_slab.rows_within(1 << 20, 124, torch.int8) == 8192
 
 
-@pytest.mark.parametrize(
-    ("precision", "takes_int8", "expected"),
-    [("int8", True, torch.int8), ("int8", False, torch.bfloat16), ("float32", True, torch.bfloat16)],
-)
 def test_a_slab_holds_embeddings_as_they_are_scored(
-    monkeypatch: pytest.MonkeyPatch,
-    opened: Callable[..., Any],
-    precision: Precision,
-    takes_int8: bool,
-    expected: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch, opened: Callable[..., Any]
 ) -> None:
     with_free(monkeypatch, 80 << 30)
-    size = 64 + 4 if expected is torch.int8 else 128
-    assert opened(precision, takes_int8, device_cache_mb=0) is None
-    assert opened(precision, takes_int8) == ((1 << 20) // size, 64, expected)
-    assert opened(precision, takes_int8, device_cache_mb=8) == ((8 << 20) // size, 64, expected)
-    with pytest.raises(ModelLoadError, match=r"no 8 MiB left .* device_cache_mb lower"):
-        opened(precision, takes_int8, device_cache_mb=8, dim=77)
+    for precision, takes_int8, expected in (
+        *(("int8", True, torch.int8), ("int8", False, torch.bfloat16), ("float32", True, torch.bfloat16)),
+    ):
+        size = 64 + 4 if expected is torch.int8 else 128
+        assert opened(precision, takes_int8, device_cache_mb=0) is None
+        assert opened(precision, takes_int8) == ((1 << 20) // size, 64, expected)
+        assert opened(precision, takes_int8, device_cache_mb=8) == ((8 << 20) // size, 64, expected)
+        with pytest.raises(ModelLoadError, match=r"no 8 MiB left .* device_cache_mb lower"):
+            opened(precision, takes_int8, device_cache_mb=8, dim=77)
 
 
 SECOND = torch.device("cuda:1")
@@ -479,3 +479,168 @@ def test_each_thread_has_a_gpu_of_its_own(cuda: Cuda) -> None:
     assert found == {0: 0, 1: 1}
     prepare_thread(torch.device("cuda"), None)
     assert torch.cuda.current_device() == 0
+
+
+# CUDA graphs
+
+SIZES = (CaptureSize(256, 40, 128), CaptureSize(64, 32, 64), CaptureSize(64, 4, 64), CaptureSize(32, 4, 32))
+
+
+class CallRecorder:
+    """Calls in the place of graphs: `replays` counts those of each, in the order of their capture. Every run
+    takes these milliseconds and this share of the memory."""
+
+    def __init__(self, host: float = 1.0, device: float = 1.0, memory: float = 0.0) -> None:
+        self.replays: list[int] = []
+        self._cost = Cost(Times(host, device), memory)
+
+    def cost(self, run: Callable[[], object]) -> Cost:
+        return self._cost
+
+    def capture(self, run: Callable[[], object]) -> Callable[[], None]:
+        run()
+        number = len(self.replays)
+        self.replays.append(0)
+
+        def replay() -> None:
+            self.replays[number] += 1
+            run()
+
+        return replay
+
+
+def texts_of(model: LoadedModel) -> list[Sequence]:
+    return [sequence for sequence in random_sequences(model, model.score_task) if not sequence.tokens.images]
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> VarlenBackend:
+    """By torch's kernel for GPUs, with plain torch in its place."""
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", plain_varlen)
+    return VarlenBackend(CPU)
+
+
+@pytest.fixture(scope="module")
+def small(bert_cross_encoder: str) -> LoadedModel:
+    return packed_model(bert_cross_encoder, layers=1)
+
+
+Captured = tuple[GraphedRunner, Any]
+
+
+@pytest.fixture
+def capture(small: LoadedModel, backend: VarlenBackend) -> Callable[..., Captured]:
+    """Captures sizes, and gives the runner and the sizes that are left out."""
+
+    def captured(recorder: CallRecorder, sizes: Any = SIZES, **other: Any) -> Captured:
+        used, by = other.get("model", small), other.get("backend", backend)
+        graphed = GraphedRunner(PackedRunner(used, CPU, by), CPU)
+        return graphed, graphed.capture_all(by, sizes, texts_of(used), recorder)
+
+    return captured
+
+
+@pytest.mark.parametrize("build", [cross_encoders.bert, cross_encoders.qwen3])
+def test_a_replayed_step_gives_what_it_gives_without_a_graph(
+    build: Build, checkpoints: SharedCheckpoints, backend: VarlenBackend
+) -> None:
+    """A step runs in the smallest graph that holds its tokens and its sequences, also after others have been
+    through the same graph."""
+    model, recorder = packed_model(checkpoints(build), layers=1), CallRecorder()
+    plain = PackedRunner(model, CPU, backend)
+    graphed = GraphedRunner(plain, CPU)
+    assert graphed.capture_all(backend, SIZES, texts_of(model), recorder) == {}
+    before = list(recorder.replays)
+    for lengths in ([9, 12, 1], [20], [3] * 4, [60, 4], [3] * 9, [128, 128], [2] * 41, [300], [5]):
+        ours, cursor = graphed.forward(make_step(lengths))
+        exact, expected = plain.forward(make_step(lengths))
+        assert cursor.starts == expected.starts
+        torch.testing.assert_close(ours, exact, atol=1e-5, rtol=1e-5)
+    assert [now - then for now, then in zip(recorder.replays, before, strict=True)] == [1, 1, 1, 4]
+
+
+def test_the_next_replay_leaves_hidden_states_as_they_were(capture: Callable[..., Captured]) -> None:
+    graphed, _ = capture(CallRecorder(host=3.0, device=1.0), SIZES[-1:])
+    # The host takes three times as long as the device takes for the largest size.
+    assert graphed.launch_tokens == 3 * SIZES[-1].rows
+    hidden, _ = graphed.forward(make_step([9, 3]))
+    before = hidden.clone()
+    graphed.forward(make_step([4, 8]))
+    assert torch.equal(hidden, before)
+
+
+def test_a_model_that_waits_for_the_device_has_no_graphs(
+    checkpoints: SharedCheckpoints, capture: Callable[..., Captured], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each expert is given the tokens that chose it, however many these are."""
+    experts = packed_model(checkpoints(nomic.v2_moe), layers=2)
+    recorder = CallRecorder()
+    with caplog.at_level(logging.DEBUG, logger="maxsimd"):
+        graphed, left_out = capture(recorder, model=experts)
+    assert (graphed.sizes, left_out, recorder.replays) == ((), {}, [])
+    assert "no CUDA graphs: the model waits for the device (aten.nonzero" in caplog.text
+
+
+class BrokenRecorder(CallRecorder):
+    """One graph does nothing when it is replayed, and one cannot be captured."""
+
+    def capture(self, run: Callable[[], object]) -> Callable[[], None]:
+        replay = super().capture(run)
+        if len(self.replays) == 2:
+            raise RuntimeError("operation not permitted when the stream is capturing")
+        return replay if len(self.replays) != 1 else lambda: None
+
+
+class FirstTokensBackend(VarlenBackend):
+    """In graphs alone, tokens behind a sequence's first 100 are attended to wrongly."""
+
+    def full(self, qkv: QKV, metadata: Any) -> torch.Tensor:
+        out = super().full(qkv, metadata)
+        if metadata.captured is not None and len(out) > 100:
+            out[100:] = 0
+        return out
+
+
+def test_every_size_is_compared_with_steps_that_fill_it(capture: Callable[..., Captured]) -> None:
+    _, mismatches = capture(CallRecorder(), backend=FirstTokensBackend(CPU))
+    assert list(mismatches) == [SIZES[0]]
+
+
+def test_graphs_that_are_no_help_are_not_captured(
+    capture: Callable[..., Captured], caplog: pytest.LogCaptureFixture
+) -> None:
+    for recorder, reason in (
+        (CallRecorder(host=1.0, device=9.0), "bound by the device"),
+        (CallRecorder(memory=0.5), "50% of the memory"),
+    ):
+        with caplog.at_level(logging.DEBUG, logger="maxsimd"):
+            graphed, left_out = capture(recorder, SIZES[-1:])
+        assert (graphed.sizes, left_out, recorder.replays) == ((), {}, [])
+        assert reason in caplog.text
+
+
+def test_only_what_is_captured_without_fault_is_used(
+    small: LoadedModel,
+    backend: VarlenBackend,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Sizes that differ or fail are left out alone."""
+    recorder = BrokenRecorder()
+    gpu, plain = torch.device("cuda"), PackedRunner(small, CPU, backend)
+    monkeypatch.setattr(cuda_graphs, "sizes_for", lambda *most: SIZES)
+    monkeypatch.setattr(cuda_graphs, "GraphedRunner", lambda runner, device: GraphedRunner(runner, CPU))
+    monkeypatch.setattr(cuda_graphs, "CudaRecorder", lambda: recorder)
+    most = CaptureSize(256, 40, 128)
+    with caplog.at_level(logging.WARNING, logger="maxsimd"):
+        found = cuda_graphs.with_graphs(plain, backend, gpu, texts_of(small), most)
+    assert isinstance(found, GraphedRunner)
+    assert found.sizes == (SIZES[3], SIZES[2])
+    what = "not replayed as CUDA graphs of"
+    assert f"{what} 256 rows and 40 sequences: their hidden states differ" in caplog.text
+    assert "operation not permitted when the stream is capturing" in caplog.text
+    for lengths in ([5, 5], [100]):
+        found.forward(make_step(lengths))
+    assert recorder.replays[0] == 0
+    assert cuda_graphs.with_graphs(plain, backend, CPU, texts_of(small), most) is plain
+    assert cuda_graphs.with_graphs(plain, backend, gpu, [], most) is plain

@@ -22,6 +22,7 @@ from maxsimd.engine.execution import prepare
 from tests.checkpoints import bi_encoders, cross_encoders, language_models, late_interaction
 from tests.checkpoints.architectures import Architecture, build
 from tests.checkpoints.shared import Build, SharedCheckpoints
+from tests.exhaustive import exhaustive
 from tests.unit.calling_handlers import Caller, RecordingEngine
 
 CPU = torch.device("cpu")
@@ -84,21 +85,16 @@ def test_code_of_a_checkpoints_own_is_not_run(tmp_path: Path, checkpoints: Share
         _load(folder)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+def test_settings_that_a_model_cannot_take_are_refused(checkpoints: SharedCheckpoints) -> None:
+    for settings, message in (
         ({"score_type": "cross-encoder"}, "no classifier"),
         ({"dimensions": 1000}, "dimensions=1000 is more"),
         ({"doc_token_pooling": 2.0, "score_type": "bi-encoder"}, "late interaction"),
         ({"score_template": "{{ query }} {{ document }}"}, "query and document together"),
         ({"folder": "/no/such/folder"}, "no folder"),
-    ],
-)
-def test_settings_that_a_model_cannot_take_are_refused(
-    settings: dict[str, Any], message: str, checkpoints: SharedCheckpoints
-) -> None:
-    with pytest.raises(ModelLoadError, match=message):
-        _load(**{"folder": checkpoints(bi_encoders.gte)} | settings)
+    ):
+        with pytest.raises(ModelLoadError, match=message):
+            _load(**{"folder": checkpoints(bi_encoders.gte)} | settings)
 
 
 async def test_the_query_prompt_replaces_the_checkpoints(checkpoints: SharedCheckpoints) -> None:
@@ -179,10 +175,7 @@ BUILDS = [
     bi_encoders.bge,
     cross_encoders.bert,
     language_models.qwen3_reranker,
-    *(
-        pytest.param(build, marks=pytest.mark.exhaustive)
-        for build in (cross_encoders.qwen3, late_interaction.stanford)
-    ),
+    *exhaustive(cross_encoders.qwen3, late_interaction.stanford),
 ]
 
 

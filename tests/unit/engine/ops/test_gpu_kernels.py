@@ -3,7 +3,6 @@
 import importlib.metadata
 from collections.abc import Callable
 from itertools import product
-from typing import Any
 
 import pytest
 
@@ -11,20 +10,20 @@ from maxsimd.bench.gpu.ahead_of_time import compiled
 from maxsimd.bench.gpu.attention_compiled import AttentionLaunch
 from maxsimd.bench.gpu.bounds import H100, most_tflops, resident_programs
 from maxsimd.bench.gpu.compiled import projection_source
+from maxsimd.bench.gpu.layer_kernels import variants
 from maxsimd.bench.gpu.maxsim_compiled import LIMITS
 from maxsimd.engine.ops.triton.launch import Limits, next_power_of_two
+from tests.exhaustive import exhaustive
 from tests.unit.engine.ops.interpreted import run_interpreted
 from tests.unit.engine.ops.kernel_checks import CHECKS, check_maxsim_of_all_sizes
 
 pytest.importorskip("triton")
+SLOW = (check_maxsim_of_all_sizes,)
 
 
 @pytest.mark.parametrize(
     "check",
-    [
-        pytest.param(check, marks=pytest.mark.exhaustive if check is check_maxsim_of_all_sizes else ())
-        for check in CHECKS
-    ],
+    [*(check for check in CHECKS if check not in SLOW), *exhaustive(*SLOW)],
 )
 def test_a_kernel_equals_plain_torch_when_interpreted(check: Callable[[str], None]) -> None:
     run_interpreted(check, "cpu")
@@ -34,33 +33,23 @@ def test_a_kernel_equals_plain_torch_when_interpreted(check: Callable[[str], Non
 
 # All that a sequence can be: with both causal variants a prefix, which a program passes over as well.
 ALL_ATTENTION = [(True, True, True), (True, False, True), (False, True, False)]
-FEW_ATTENTION = [("bf16", 64, 90), ("bf16", 128, 100), ("fp32", 128, 80)]
+FEW_ATTENTION = [
+    (*each, *ALL_ATTENTION[0]) for each in (("bf16", 64, 90), ("bf16", 128, 100), ("fp32", 128, 80))
+]
+PROJECTIONS = product(("fp32", "bf16", "fp16"), (80, 90, 100), (128, 1024))
 FEW_PROJECTIONS = [("bf16", 90, 128), ("fp32", 80, 1024)]
 
 
-def exhaustive_unless(few: bool) -> Any:
-    return () if few else pytest.mark.exhaustive
-
-
-ATTENTION_VARIANTS = [
-    pytest.param(
-        dtype,
-        head_dim,
-        capability,
-        *variant,
-        marks=exhaustive_unless(
-            (dtype, head_dim, capability) in FEW_ATTENTION and variant == ALL_ATTENTION[0]
-        ),
-    )
+ATTENTION = [
+    (dtype, head_dim, capability, *variant)
     for dtype, heads in (("bf16", (64, 80, 128, 256)), ("fp16", (64,)), ("fp32", (64, 128, 256)))
-    for head_dim in heads
-    for capability in LIMITS
-    for variant in ALL_ATTENTION
+    for head_dim, capability, variant in product(heads, LIMITS, ALL_ATTENTION)
 ]
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "capability", "causal", "windowed", "prefixed"), ATTENTION_VARIANTS
+    ("dtype", "head_dim", "capability", "causal", "windowed", "prefixed"),
+    [*FEW_ATTENTION, *exhaustive(*(each for each in ATTENTION if each not in FEW_ATTENTION))],
 )
 def test_attention_compiles_without_spilling_registers(
     dtype: str, head_dim: int, capability: int, causal: bool, windowed: bool, prefixed: bool
@@ -101,12 +90,21 @@ def test_attention_has_tiles_for_every_head_and_device() -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "capability", "dim"),
-    [
-        pytest.param(*each, marks=exhaustive_unless(each in FEW_PROJECTIONS))
-        for each in product(("fp32", "bf16", "fp16"), (80, 90, 100), (128, 1024))
-    ],
+    [*FEW_PROJECTIONS, *exhaustive(*(each for each in PROJECTIONS if each not in FEW_PROJECTIONS))],
 )
 def test_projection_compiles(dtype: str, capability: int, dim: int) -> None:
     code = compiled(projection_source(capability, dim, dtype), capability)
     assert code.spills == 0
     assert code.shared <= LIMITS[capability].shared_memory
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("capability", "dtype"), product((80, 90, 100), ("bf16", "fp16", "fp32")))
+def test_kernels_of_layers_compile_without_spills(capability: int, dtype: str) -> None:
+    tried = 0
+    for variant in variants(dtype):
+        code = compiled(variant.source, capability)
+        assert code.spills == 0, variant.name
+        assert code.shared <= LIMITS[capability].shared_memory, variant.name
+        tried += 1
+    assert tried >= 30

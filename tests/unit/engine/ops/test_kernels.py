@@ -1,4 +1,4 @@
-"""The compiled kernels for MaxSim, linear layers and attention against plain torch, on random input."""
+"""The compiled kernels for linear layers and attention against plain torch, on random input."""
 
 import itertools
 import shutil
@@ -16,6 +16,7 @@ from maxsimd.engine.execution.attention.cpu_kernel import CompiledBackend
 from maxsimd.engine.execution.attention.one_by_one import OneByOneBackend
 from maxsimd.engine.execution.layout import Layout
 from maxsimd.engine.ops import cpu as kernels
+from maxsimd.engine.ops.cpu.finite import first_not_finite
 from maxsimd.engine.ops.cpu.instruction_sets import may_use
 from maxsimd.engine.ops.cpu.linear import (
     Norm,
@@ -28,11 +29,8 @@ from maxsimd.engine.ops.cpu.linear import (
     use_amx,
 )
 from maxsimd.engine.ops.qkv import QKV
-from maxsimd.engine.scoring.maxsim import maxsim_avx512, maxsim_reference
-from maxsimd.pooling.ragged import Ragged
 from tests.unit.engine.execution.test_packed import CPU, full, laid_out
-from tests.unit.engine.ops.kernel_checks import Attention, behind_prefixes, chunks, problems, whole_sequences
-from tests.unit.pairs import Pairs
+from tests.unit.engine.ops.kernel_checks import Attention, behind_prefixes, chunks, whole_sequences
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 needs_kernels = pytest.mark.skipif(not kernels.is_available(), reason="this processor cannot run the kernels")
@@ -44,21 +42,6 @@ def test_the_kernels_are_built_where_they_can_run() -> None:
     if not (capable and may_use("avx512_bf16")) or shutil.which("g++") is None:
         pytest.skip("there is no compiler, or the processor lacks AVX-512, or may not use it")
     assert kernels.is_available()
-
-
-@needs_kernels
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@given(problems())
-def test_maxsim_equals_the_reference(dtype: torch.dtype, problem: tuple[Ragged, Ragged, Pairs]) -> None:
-    """Sums are float32 throughout, so nothing is lost but what rounding the embeddings loses."""
-    queries, documents, pairs = problem
-    queries, documents = (items.decoded(dtype) for items in (queries, documents))
-    scores, exact = (maxsim(queries, documents, pairs) for maxsim in (maxsim_avx512, maxsim_reference))
-    atol, rtol = 1e-5, 1e-5
-    if dtype is torch.bfloat16:
-        # A dimension of an odd number goes another way, whose products are rounded to bfloat16.
-        atol, rtol = 1e-4 if documents.values.shape[1] % 2 == 0 else 0.2, 1e-3
-    torch.testing.assert_close(scores, exact, atol=atol, rtol=rtol)
 
 
 def exact_gelu(x: torch.Tensor) -> torch.Tensor:
@@ -308,3 +291,42 @@ def test_a_sequence_attends_to_the_same_bits_in_a_crowd(
     for first, length in zip(itertools.accumulate([0, *lengths]), lengths, strict=False):
         rows = slice(first, first + length)
         assert torch.equal(full(OURS, qkv.of_rows(rows), side_by_side([length])), everything[rows])
+
+
+# The search for numbers that are not finite, beside torch's
+
+FINITE_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+WRONG = [float("nan"), -float("nan"), float("inf"), -float("inf")]
+
+
+@st.composite
+def arrays(draw: st.DrawFn) -> list[torch.Tensor]:
+    """The greatest numbers that there are, and a wrong one anywhere in some of them."""
+    made = []
+    for length, dtype in draw(
+        st.lists(st.tuples(st.integers(1, 150), st.sampled_from(FINITE_DTYPES)), max_size=5)
+    ):
+        array = torch.randn(length).sign().to(dtype) * torch.finfo(dtype).max
+        if draw(st.integers(0, 3)) == 0:
+            array[draw(st.integers(0, length - 1))] = draw(st.sampled_from(WRONG))
+        made.append(array)
+    return made
+
+
+@needs_kernels
+@pytest.mark.fast
+@given(arrays())
+def test_the_first_with_a_wrong_number_is_found(arrays: list[torch.Tensor]) -> None:
+    wrong = [i for i, array in enumerate(arrays) if not array.isfinite().all()]
+    assert first_not_finite(arrays) == (wrong[0] if wrong else None)
+
+
+@needs_kernels
+@pytest.mark.fast
+@pytest.mark.parametrize("dtype", FINITE_DTYPES)
+def test_every_lane_and_every_rest_is_looked_at(dtype: torch.dtype) -> None:
+    for wrong, length in itertools.product(WRONG, (1, 15, 16, 17, 31, 32, 33, 64, 95)):
+        for position in range(length):
+            array = torch.zeros(length, dtype=dtype)
+            array[position] = wrong
+            assert first_not_finite([torch.ones(3, dtype=dtype), array]) == 1

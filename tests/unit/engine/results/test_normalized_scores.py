@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from maxsimd.engine import CUT_LONG, Engine, EngineConfig, InvalidRequestError
+from maxsimd.engine import CUT_LONG, EngineConfig, InvalidRequestError
 from maxsimd.engine.results.postprocess import bounded_by
 from maxsimd.engine.scoring.scale import ScoreScale, has_bounds, score_scale
 from tests.engines import Engines
@@ -21,26 +21,39 @@ QUERIES = [QUERY, "sort"]
 DOCUMENTS = ["Open a file and return a stream.", "Sort a list in place.", "x"] * 2
 
 
-async def _raw_and_normalized(engine: Engine, queries: Any, documents: list[str]) -> tuple[Any, Any]:
-    raw = await engine.score(queries, documents, use_activation=False, truncation=CUT_LONG)
-    normalized = await engine.score(queries, documents, normalize=True, truncation=CUT_LONG)
-    assert all(0 <= score <= 1 for score in normalized.scores)
-    return np.array(raw.scores), np.array(normalized.scores)
+SCALES = {
+    "stanford_colbert": ScoreScale("maxsim", None, None),
+    "native_multi_vector": ScoreScale("maxsim", None, None),
+    "qwen3_embedding": ScoreScale("cosine", -1.0, 1.0),
+    "bert_cross_encoder": ScoreScale("sigmoid", 0.0, 1.0),
+}
 
 
-@pytest.mark.parametrize("fixture", ["stanford_colbert", "native_multi_vector"])
-async def test_maxsim_is_the_mean_over_the_querys_tokens(
+@pytest.mark.parametrize("fixture", SCALES)
+async def test_normalized_scores_are_made_of_raw_ones(
     fixture: str, request: pytest.FixtureRequest, engines: Engines
 ) -> None:
+    """MaxSim as the mean over the query's tokens, cosines without negative ones, logits as probabilities."""
     engine = await engines(EngineConfig(model=request.getfixturevalue(fixture), dtype="float32"))
-    vectors = await engine.embed_tokens(QUERIES, input_type="query")
-    rows = [len(matrix) for matrix in vectors.embeddings]
-    raw, normalized = await _raw_and_normalized(engine, QUERIES[0], DOCUMENTS)
-    np.testing.assert_allclose(normalized, np.clip(raw / rows[0], 0, 1), rtol=1e-6)
-    pairs = [QUERIES[i % 2] for i in range(len(DOCUMENTS))]
-    raw, normalized = await _raw_and_normalized(engine, pairs, DOCUMENTS)
-    expected = np.clip(raw / [rows[i % 2] for i in range(len(DOCUMENTS))], 0, 1)
-    np.testing.assert_allclose(normalized, expected, rtol=1e-6)
+    scale, normal = SCALES[fixture], score_scale(engine.model, normalize=True)
+    assert (score_scale(engine.model), normal.least, normal.most) == (scale, 0.0, 1.0)
+    for queries in (QUERY, QUERIES * 3):
+
+        async def scores(queries: Any = queries, **options: Any) -> np.ndarray:
+            return np.array((await engine.score(queries, DOCUMENTS, truncation=CUT_LONG, **options)).scores)
+
+        raw, normalized = await scores(use_activation=False), await scores(normalize=True)
+        plain = await scores()
+        assert scale.least is None or plain.min() >= scale.least
+        assert scale.most is None or plain.max() <= scale.most
+        expected = np.clip(raw, 0, 1)
+        if scale.transform == "sigmoid":
+            expected = 1 / (1 + np.exp(-raw))
+        elif scale.transform == "maxsim":
+            vectors = await engine.embed_tokens(QUERIES, input_type="query")
+            rows = [len(matrix) for matrix in vectors.embeddings]
+            expected = np.clip(raw / (rows * 3 if queries != QUERY else rows[0]), 0, 1)
+        np.testing.assert_allclose(normalized, expected, rtol=1e-5)
 
 
 async def test_an_unreadable_document_shifts_no_queries(native_multi_vector: str, engines: Engines) -> None:
@@ -50,51 +63,6 @@ async def test_an_unreadable_document_shifts_no_queries(native_multi_vector: str
     found = await engine.score(queries, documents, normalize=True, on_error="report")
     assert list(found.errors) == [1]
     np.testing.assert_allclose([found.scores[i] for i in (0, 2)], [one.scores[0] for one in alone], rtol=1e-5)
-
-
-async def test_cosines_lose_their_negative_part(qwen3_embedding: str, engines: Engines) -> None:
-    engine = await engines(EngineConfig(model=qwen3_embedding, dtype="float32"))
-    raw, normalized = await _raw_and_normalized(engine, QUERIES[0], DOCUMENTS)
-    np.testing.assert_allclose(normalized, np.clip(raw, 0, 1), rtol=1e-6)
-
-
-async def test_of_classifiers_they_are_probabilities(bert_cross_encoder: str, engines: Engines) -> None:
-    engine = await engines(EngineConfig(model=bert_cross_encoder, dtype="float32"))
-    raw, normalized = await _raw_and_normalized(engine, QUERIES[0], DOCUMENTS)
-    np.testing.assert_allclose(normalized, 1 / (1 + np.exp(-raw)), rtol=1e-5)
-
-
-async def test_scores_without_bounds_are_refused(qwen3_embedding: str, engines: Engines) -> None:
-    engine = await engines(EngineConfig(model=qwen3_embedding, dtype="float32"))
-    model = engine.model
-    tasks = {name: replace(task, normalised=False) for name, task in model.tasks.items()}
-    for similarity in ("dot", "maxsim", "meanmaxsim"):
-        with pytest.raises(InvalidRequestError, match="no bounds"):
-            bounded_by(replace(model, tasks=tasks, similarity=similarity))
-    bounded_by(replace(model, tasks=tasks, similarity="cosine"))
-    bounded_by(replace(model, similarity="dot"))
-
-
-@pytest.mark.parametrize(
-    ("fixture", "expected"),
-    [
-        ("stanford_colbert", ScoreScale("maxsim", None, None)),
-        ("qwen3_embedding", ScoreScale("cosine", -1.0, 1.0)),
-        ("bert_cross_encoder", ScoreScale("sigmoid", 0.0, 1.0)),
-    ],
-)
-async def test_scores_are_in_their_scale(
-    fixture: str, expected: ScoreScale, request: pytest.FixtureRequest, engines: Engines
-) -> None:
-    engine = await engines(EngineConfig(model=request.getfixturevalue(fixture), dtype="float32"))
-    assert score_scale(engine.model) == expected
-    for normalize in (False, True):
-        scale = score_scale(engine.model, normalize=normalize)
-        scores = (await engine.score(QUERY, DOCUMENTS, normalize=normalize)).scores
-        assert scale.least is None or min(scores) >= scale.least
-        assert scale.most is None or max(scores) <= scale.most
-        if normalize:
-            assert (scale.least, scale.most) == (0.0, 1.0)
 
 
 async def test_logits_and_dots_of_vectors_have_no_bounds(
@@ -107,10 +75,15 @@ async def test_logits_and_dots_of_vectors_have_no_bounds(
     assert score_scale(replace(model, activation=torch.nn.Softplus())) == ScoreScale("softplus", 0.0, None)
     model = (await engines(EngineConfig(model=qwen3_embedding, dtype="float32"))).model
     tasks = {name: replace(task, normalised=False) for name, task in model.tasks.items()}
-    model = replace(model, tasks=tasks, similarity="dot")
-    assert score_scale(model) == ScoreScale("dot", None, None)
-    assert not has_bounds(model)
-    assert has_bounds(replace(model, similarity="cosine"))
+    for similarity in ("dot", "maxsim", "meanmaxsim"):
+        unbounded = replace(model, tasks=tasks, similarity=similarity)
+        assert score_scale(unbounded) == ScoreScale(similarity, None, None)
+        assert not has_bounds(unbounded)
+        with pytest.raises(InvalidRequestError, match="no bounds"):
+            bounded_by(unbounded)
+    for bounded in (replace(model, tasks=tasks, similarity="cosine"), replace(model, similarity="dot")):
+        bounded_by(bounded)
+        assert has_bounds(bounded)
 
 
 async def test_answers_say_it(bert_cross_encoder: str, three_label_classifier: str) -> None:

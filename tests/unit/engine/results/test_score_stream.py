@@ -51,10 +51,14 @@ async def _streamed(engine: Engine, *texts: Any, **options: Any) -> tuple[list[l
 @pytest.mark.parametrize(
     "options", [{}, {"explain": True, "normalize": True}, {"truncation": WINDOWS, "cache": "bypass"}], ids=str
 )
-async def test_parts_have_what_comes_all_at_once(engine: Engine, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("queries", [QUERY, [f"{QUERY} {i}" for i in range(50)]], ids=["1:N", "N:N"])
+async def test_parts_have_what_comes_all_at_once(
+    engine: Engine, queries: str | list[str], options: dict[str, Any]
+) -> None:
     documents = [*DOCUMENTS, DOCUMENTS[0], " ".join(DOCUMENTS[:9])]
-    for _ in range(2):  # the second time from the cache
-        parts, result = await _streamed(engine, QUERY, documents, **options)
+    await engine.score(QUERY, documents[:20])
+    for _ in range(2):  # first some documents come from the cache, then all
+        parts, result = await _streamed(engine, queries, documents, **options)
         found = [one for part in parts for one in part]
         assert sorted(one.index for one in found) == list(range(len(documents)))
         assert all([one.index for one in part] == sorted(one.index for one in part) for part in parts)
@@ -62,7 +66,7 @@ async def test_parts_have_what_comes_all_at_once(engine: Engine, options: dict[s
         assert {one.index: one.score for one in found} == dict(enumerate(result.scores))
         assert all((one.explanation is not None) == ("explain" in options) for one in found)
         assert not result.unscored
-        whole = await engine.score(QUERY, documents, **(options | {"explain": False}))
+        whole = await engine.score(queries, documents, **(options | {"explain": False}))
         assert whole.scores == pytest.approx(result.scores, abs=1e-5)
         assert whole.usage.prompt_tokens == result.usage.prompt_tokens
 
@@ -76,15 +80,6 @@ async def test_the_first_part_is_there_long_before_the_last(engine: Engine) -> N
             waiting.append(running.scheduler.waiting_tokens)
     assert waiting[0] > 0, "documents are still to be run"
     assert waiting[-1] == 0
-
-
-async def test_queries_of_their_own_and_cached_documents(engine: Engine) -> None:
-    queries = [f"{QUERY} {i}" for i in range(len(DOCUMENTS))]
-    await engine.score(queries[:20], DOCUMENTS[:20])
-    parts, _ = await _streamed(engine, queries, DOCUMENTS)
-    expected = await engine.score(queries, DOCUMENTS)
-    scores = {one.index: one.score for part in parts for one in part}
-    assert [scores[i] for i in range(len(DOCUMENTS))] == pytest.approx(expected.scores, abs=1e-5)
 
 
 async def test_leaving_early_cancels_the_rest(engine: Engine) -> None:
@@ -115,9 +110,7 @@ async def test_errors_are_raised_by_the_iteration(engine: Engine) -> None:
             await _streamed(engine, QUERY, documents, **options)
     with pytest.raises(TypeError, match="no argument top_n"):
         engine.stream(QUERY, DOCUMENTS, top_n=3)  # type: ignore[call-arg]
-
-
-async def test_documents_without_a_score_are_left_out(engine: Engine) -> None:
+    # Documents without a score are left out.
     parts, result = await _streamed(engine, QUERY, ["a", "\ud800", "b"], on_error="report")
     assert [one.index for part in parts for one in part] == [0, 2]
     assert list(result.errors) == [1]

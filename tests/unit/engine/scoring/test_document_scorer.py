@@ -1,6 +1,8 @@
 """The document scorer against plain MaxSim: what each step scores, holds, releases, fails and stages, and the
 stores of what it holds between steps."""
 
+import random
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +30,7 @@ pytestmark = pytest.mark.fast
 
 DIM = 8
 CPU = torch.device("cpu")
+SLOT = ResultSlot(0, 0)
 
 
 def rows(seed: int, count: int = 3) -> torch.Tensor:
@@ -119,34 +122,14 @@ def near(query_rows: torch.Tensor, *parts: torch.Tensor) -> Any:
     return pytest.approx(plain(query_rows, torch.cat(parts)), abs=1e-5)
 
 
-def test_new_documents_of_many_requests_are_scored_in_one_batch() -> None:
-    ours = scorer()
-    slots = [ResultSlot(7, 0), ResultSlot(8, 4), ResultSlot(7, 1), ResultSlot(8, 5)]
-    queries = {1: rows(1, 2), 2: rows(2, 4), 3: rows(3, 1)}
-    asked = [2, 3, 1, 2]
-    items = [rows(10 + i, 1 + i) for i in range(4)]
-    step = [(query(2, 7, 2), queries[2]), (query(1, 7, 1), queries[1])]
-    # Without a cache, a key makes no difference.
-    step += [(document(20 + i, slots[i], asked[i], key=b"k" if i else None), items[i]) for i in range(4)]
-    step.append((query(3, 8, 1), queries[3]))
-    made = ours.score([pooled(*step)])
-    assert [output.slots for output in made.outputs] == [tuple(slots)]
-    assert list(scores(made).values()) == pytest.approx(
-        [plain(queries[q], item) for q, item in zip(asked, items, strict=True)], abs=1e-5
-    )
-    assert made.failures == []
-    assert made.new_embeddings == []
-    assert dict(made.releases.queries) == {1: 1, 2: 2, 3: 1}
-    assert made.releases.documents == frozenset()
-
-
 def test_what_nobody_waits_for_is_neither_scored_nor_stored() -> None:
     ours = scorer()
     slot = ResultSlot(7, 1)
     text = Sequence.text(5, ResultSlot(9, 0), "token_embed", tokens(3))
     step = [(text, rows(5)), (query(4, 9, 0), rows(4)), (query(1, 7, 2), rows(1)), (text, rows(6))]
-    made = ours.score([pooled(*step, (document(2, slot, 1), rows(2)))])
+    made = ours.score([pooled(*step, (document(2, slot, 1, key=b"k"), rows(2)))])
     assert scores(made) == {slot: near(rows(1), rows(2))}
+    assert made.new_embeddings == [], "there is no cache"
     assert len(ours.queries) == 1
     assert ours.score([pooled((text, rows(5)))]).outputs == []
     # The query stays for a document of a later step.
@@ -183,41 +166,6 @@ def test_a_document_is_scored_when_its_last_window_has_come() -> None:
     assert (len(ours.queries), len(ours.windows)) == (1, 1)
     ours.commit(made.releases)
     assert (len(ours.queries), len(ours.windows)) == (0, 0)
-    cache.close()
-
-
-def test_cached_documents_are_scored_against_their_query() -> None:
-    ours = scorer()
-    first = [(ResultSlot(7, i), entry(rows(10 + i, i + 1), "float32")) for i in range(3)]
-    second = [(ResultSlot(8, 0), entry(rows(20), "float32"))]
-    queries = pooled((query(1, 7, 3), rows(1)), (query(2, 8, 1), rows(2)))
-    made = ours.score([queries], [], [cached_batch(1, first), cached_batch(2, second)])
-    expected = [plain(rows(1), rows(10 + i, i + 1)) for i in range(3)] + [plain(rows(2), rows(20))]
-    assert list(scores(made).values()) == pytest.approx(expected, abs=1e-5)
-    assert list(scores(made)) == [slot for slot, _ in first + second]
-    assert dict(made.releases.queries) == {1: 3, 2: 1}
-    assert made.new_embeddings == [], "what is cached is not cached again"
-
-
-def test_duplicates_and_hits_are_scored_by_their_own_query() -> None:
-    cache = cache_of("float32")
-    ours = scorer(cache)
-    slots = [ResultSlot(7, 0), ResultSlot(8, 0), ResultSlot(7, 1), ResultSlot(8, 1), ResultSlot(7, 2)]
-    items = [rows(10, 2), rows(11, 5), rows(12, 4)]
-    queries = [(query(1, 7, 3), rows(1)), (query(2, 8, 2), rows(2))]
-    new = [(document(10, slots[0], 1, key=b"a"), items[0]), (document(11, slots[1], 2, key=b"b"), items[1])]
-    skipped = [
-        CacheHit(document(14, slots[4], 1, key=b"c"), entry(items[2], "float32")),
-        Duplicate(document(12, slots[2], 1, key=b"b")),
-        Duplicate(document(13, slots[3], 2, key=b"a")),
-    ]
-    made = ours.score([pooled(*queries, *new)], skipped, [])
-    wanted = [(1, 0), (2, 1), (1, 1), (2, 0), (1, 2)]
-    expected = [plain(rows(seed), items[item]) for seed, item in wanted]
-    assert [scores(made)[slot] for slot in slots] == pytest.approx(expected, abs=1e-5)
-    assert dict(made.releases.queries) == {1: 3, 2: 2}
-    [arriving] = made.new_embeddings
-    assert arriving.keys == [b"a", b"b"]
     cache.close()
 
 
@@ -260,29 +208,6 @@ def test_a_request_that_ended_leaves_nothing_and_others_all() -> None:
     assert scores(made) == {ResultSlot(8, 0): near(rows(1), rows(2), rows(3))}
 
 
-def test_only_documents_with_a_key_are_rounded_and_staged() -> None:
-    cache = cache_of("int8")
-    ours = scorer(cache)
-    slots = [ResultSlot(7, i) for i in range(4)]
-    items = [rows(10 + i, 2 + i) for i in range(4)]
-    keys = [None, b"one", None, b"three"]
-    documents = [
-        document(10 + i, slots[i], 1, key=keys[i], truncated=i == 3, length=20 + i) for i in range(4)
-    ]
-    made = ours.score([pooled((query(1, 7, 4), rows(1)), *zip(documents, items, strict=True))])
-    [arriving] = made.new_embeddings
-    assert arriving.keys == [b"one", b"three"]
-    exact = items.copy()
-    for number, i in enumerate((1, 3)):
-        staged, rounded = arriving.entry(number), entry(items[i], "int8")
-        assert torch.equal(staged.rows, rounded.rows)
-        assert (staged.tokens, staged.truncated) == (20 + i, i == 3)
-        exact[i] = Ragged(rounded.rows, (0, len(items[i])), rounded.scales).decoded(torch.float32).values
-    expected = [plain(rows(1), item) for item in exact]
-    assert [scores(made)[slot] for slot in slots] == pytest.approx(expected, abs=1e-5)
-    cache.close()
-
-
 @pytest.mark.parametrize(
     ("precision", "dtype", "takes_int8"),
     [
@@ -293,73 +218,92 @@ def test_only_documents_with_a_key_are_rounded_and_staged() -> None:
         ("int8", torch.bfloat16, False),
     ],
 )
-def test_new_documents_duplicates_and_hits_score_identically(
+def test_documents_of_every_kind_score_as_plain_maxsim(
     precision: Precision, dtype: torch.dtype, takes_int8: bool
 ) -> None:
-    cache = cache_of(precision)
-    maxsim = ReadsInt8()
-    ours = Scorer("maxsim", maxsim, CPU, dtype, takes_int8=takes_int8, cache=cache)
-    slots = [ResultSlot(7, i) for i in range(5)]
-    item, other = rows(10, 9), rows(11, 4)
-    new = pooled(
-        (query(1, 7, 5), rows(1)),
-        (document(3, slots[4], 1, key=b"o"), other),
-        (document(2, slots[0], 1, key=b"k"), item),
-    )
-    made = ours.score([new], [Duplicate(document(4, slots[1], 1, key=b"k"))], [])
-    [arriving] = made.new_embeddings
-    cached = arriving.entry(1)
-    again = ours.score(
-        [], [CacheHit(document(5, slots[2], 1, key=b"k"), cached)], [cached_batch(1, [(slots[3], cached)])]
-    )
-    found = scores(made) | scores(again)
-    assert len({found[slot] for slot in slots[:4]}) == 1, found
-    assert found[slots[4]] != found[slots[0]]
-    for given in maxsim.given:
-        if takes_int8 and precision == "int8":
-            assert given.values.dtype is torch.int8
-            assert given.scales is not None
-            assert len(given.scales) == len(given.values)
-        else:
-            assert given.values.dtype is dtype
-            assert given.scales is None
+    """New ones, which are rounded and staged if they have a key, their duplicates, hits, and cached ones, of
+    queries of two requests: those of one key and query to the same bits."""
+    draw, cache = random.Random(0), cache_of(precision)
+    queries = {1: rows(1, 2), 2: rows(2, 4), 3: rows(3, 1)}
+    keys = [None, b"one", None, b"three", b"four", None]
+    for _ in range(5):
+        maxsim = ReadsInt8()
+        ours = Scorer("maxsim", maxsim, CPU, dtype, takes_int8=takes_int8, cache=cache)
+        items = [rows(10 + i, draw.randint(1, 9)) for i in range(6)]
+        asked: dict[ResultSlot, tuple[int, int]] = {}
+
+        def ask(item: int, query_id: int, asked: Any = asked) -> Sequence:
+            slot = ResultSlot(7 + query_id // 2, len(asked))
+            asked[slot] = query_id, item
+            options: Any = {"key": keys[item], "truncated": item % 2 == 0, "length": 20 + item}
+            return document(100 + slot.index, slot, query_id, **options)
+
+        step = [(ask(i, draw.choice((1, 2, 3))), item) for i, item in enumerate(items)]
+        step += [(query(i, 7 + i // 2, 9), each) for i, each in queries.items()]
+        draw.shuffle(step)
+        again = [(i, draw.choice((1, 2, 3))) for i in draw.choices((1, 3, 4), k=4)]
+        made = ours.score([pooled(*step)], [Duplicate(ask(*each)) for each in again])
+        assert (made.failures, made.releases.documents) == ([], frozenset())
+        assert dict(made.releases.queries) == Counter(query_id for query_id, _ in asked.values())
+        [arriving] = made.new_embeddings
+        staged = {name: arriving.entry(i) for i, name in enumerate(arriving.keys)}
+        assert len(maxsim.given) == 3, "one batch for all requests: without a key, with one, and again"
+
+        hits = [CacheHit(ask(i, i % 3 + 1), staged[keys[i]]) for i in (3, 4)]
+        batches = [
+            cached_batch(i, [(ask(item, i).payload.slot, staged[keys[item]]) for item in (1, 4, 3)])
+            for i in (1, 3)
+        ]
+        later = ours.score([], hits, batches)
+        assert later.new_embeddings == [], "what is cached is not cached again"
+        found, bits = scores(made) | scores(later), defaultdict(set)
+        for slot, (query_id, item) in asked.items():
+            exact = items[item]
+            if keys[item] is not None:
+                kept, rounded = staged[keys[item]], entry(exact, precision)
+                assert torch.equal(kept.rows, rounded.rows)
+                assert (kept.tokens, kept.truncated) == (20 + item, item % 2 == 0)
+                exact = Ragged(kept.rows, (0, len(kept.rows)), kept.scales).decoded(torch.float32).values
+            tolerance = 1e-5 if dtype is torch.float32 else 5e-2
+            assert found[slot] == pytest.approx(plain(queries[query_id], exact), abs=tolerance)
+            bits[query_id, item].add(found[slot])
+        assert {len(each) for each in bits.values()} == {1}
+        for i, given in enumerate(maxsim.given):
+            is_int8 = takes_int8 and precision == "int8" and i > 0
+            assert given.values.dtype is (torch.int8 if is_int8 else dtype)
+            assert (given.scales is None) != is_int8
     cache.close()
 
 
 @pytest.mark.skipif(not kernels.is_available(), reason="this processor cannot run the kernel")
-@pytest.mark.parametrize(
-    ("precision", "dtype", "similarity"),
-    [
+def test_documents_score_alike_where_they_lie() -> None:
+    for precision, dtype, similarity in (
         ("float32", torch.float32, "maxsim"),
         ("float32", torch.bfloat16, "cosine"),
         ("bfloat16", torch.float32, "meanmaxsim"),
         ("int8", torch.float32, "cosine"),
         ("int8", torch.bfloat16, "meanmaxsim"),
-    ],
-)
-def test_documents_score_alike_where_they_lie(
-    precision: Precision, dtype: torch.dtype, similarity: str
-) -> None:
-    cache = cache_of(precision)
-    found = []
-    for apart in (None, maxsim_apart_avx512):
-        ours = Scorer(similarity, maxsim_avx512, CPU, dtype, maxsim_apart=apart, cache=cache)
-        slots = [ResultSlot(7, i) for i in range(4)]
-        length = 1 if similarity == "cosine" else 9
-        new = (document(2, slots[0], 1, key=b"k"), rows(10, length))
-        was_new = ours.score([pooled((query(1, 7, 4), rows(1, length)), new)])
-        cached = was_new.new_embeddings[0].entry(0)
-        hits = [CacheHit(document(3, slots[1], 1, key=b"k"), cached)]
-        # The second asks for a query that is no longer there.
-        batches = [cached_batch(1, [(slots[2], cached)]), cached_batch(99, [(slots[3], cached)])]
-        made = ours.score([], hits, batches)
-        assert [failure.request_id for failure in made.failures] == [7]
-        assert made.consumers == {1: 2}
-        found.append(scores(was_new) | scores(made))
-    assert found[0] == found[1]
-    assert list(found[0]) == slots[:3]
-    assert len(set(found[0].values())) == 1
-    cache.close()
+    ):
+        cache = cache_of(precision)
+        found = []
+        for apart in (None, maxsim_apart_avx512):
+            ours = Scorer(similarity, maxsim_avx512, CPU, dtype, maxsim_apart=apart, cache=cache)
+            slots = [ResultSlot(7, i) for i in range(4)]
+            length = 1 if similarity == "cosine" else 9
+            new = (document(2, slots[0], 1, key=b"k"), rows(10, length))
+            was_new = ours.score([pooled((query(1, 7, 4), rows(1, length)), new)])
+            cached = was_new.new_embeddings[0].entry(0)
+            hits = [CacheHit(document(3, slots[1], 1, key=b"k"), cached)]
+            # The second asks for a query that is no longer there.
+            batches = [cached_batch(1, [(slots[2], cached)]), cached_batch(99, [(slots[3], cached)])]
+            made = ours.score([], hits, batches)
+            assert [failure.request_id for failure in made.failures] == [7]
+            assert made.consumers == {1: 2}
+            found.append(scores(was_new) | scores(made))
+        assert found[0] == found[1]
+        assert list(found[0]) == slots[:3]
+        assert len(set(found[0].values())) == 1
+        cache.close()
 
 
 @pytest.mark.parametrize(("similarity", "factor"), [("cosine", 1), ("dot", 6)])
@@ -416,22 +360,11 @@ def test_matches_are_found_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.allclose(tiled, found, atol=1e-5)
 
 
-def _query(sequence_id: int, num_consumers: int, request_id: int = 0) -> Sequence:
-    tokens = Tokens(np.zeros(2, dtype=np.int32))
-    return Sequence.query(sequence_id, request_id, "token_embed", tokens, num_consumers)
-
-
-def _window(sequence_id: int, window: Window, request_id: int = 0, length: int = 2) -> Sequence:
-    tokens = Tokens(np.zeros(length, dtype=np.int32))
-    payload = DocumentPayload(0, None, False, window)
-    return Sequence.document(sequence_id, ResultSlot(request_id, 0), "token_embed", tokens, payload)
-
-
 def test_a_query_is_a_copy_and_goes_with_its_last_consumer() -> None:
     store = QueryStore()
     step = torch.ones(6, 4)
-    store.put(_query(1, 3), step[2:4])
-    store.put(_query(2, 1), torch.ones(2, 4))
+    store.put(query(1, 0, 3), step[2:4])
+    store.put(query(2, 0, 1), torch.ones(2, 4))
     step.zero_()
     store.release(1)
     store.release(1)
@@ -445,9 +378,9 @@ def test_a_query_is_a_copy_and_goes_with_its_last_consumer() -> None:
     store.release(2, consumers=5)
     assert len(store) == 0
     # Put again, it has all its consumers and its latest embedding.
-    store.put(_query(1, 2), torch.zeros(2, 4))
+    store.put(query(1, 0, 2), torch.zeros(2, 4))
     store.release(1)
-    store.put(_query(1, 2), torch.ones(2, 4))
+    store.put(query(1, 0, 2), torch.ones(2, 4))
     store.release(1)
     assert torch.equal(store.get(1), torch.ones(2, 4))
 
@@ -457,10 +390,10 @@ def test_a_window_put_twice_counts_once_and_is_a_copy() -> None:
     window = Window(5, 2)
     step = torch.ones(2, 4)
     for _ in range(2):
-        assert store.put(_window(5, window, length=3), window, step) is None
+        assert store.put(document(5, SLOT, 0, length=3), window, step) is None
     step.zero_()
     assert store.tokens(5) == 3
-    whole = store.put(_window(6, window, length=4), window, torch.zeros(1, 4))
+    whole = store.put(document(6, SLOT, 0, length=4), window, torch.zeros(1, 4))
     assert whole is not None
     assert whole[:, 0].tolist() == [1, 1, 0]
     assert store.tokens(5) == 7
@@ -469,20 +402,24 @@ def test_a_window_put_twice_counts_once_and_is_a_copy() -> None:
 def test_windows_that_are_forgotten_must_come_again() -> None:
     store = WindowStore()
     first, second = Window(1, 2), Window(5, 2)
-    store.put(_window(1, first), first, torch.ones(1, 4))
-    store.put(_window(2, first), first, torch.ones(1, 4))
-    store.put(_window(5, second, length=7), second, torch.full((1, 4), 5.0))
-    store.put(_window(6, second), second, torch.ones(1, 4))
+    store.put(document(1, SLOT, 0), first, torch.ones(1, 4))
+    store.put(document(2, SLOT, 0), first, torch.ones(1, 4))
+    store.put(document(5, SLOT, 0, length=7), second, torch.full((1, 4), 5.0))
+    store.put(document(6, SLOT, 0), second, torch.ones(1, 4))
     store.forget({1, 2, 6, 99})
     assert len(store) == 1, "of the first document nothing is left"
     assert store.tokens(5) == 7
-    whole = store.put(_window(6, second), second, torch.full((2, 4), 6.0))
+    whole = store.put(document(6, SLOT, 0), second, torch.full((2, 4), 6.0))
     assert whole is not None
     assert whole[:, 0].tolist() == [5, 6, 6]
-    assert store.put(_window(1, first), first, torch.ones(1, 4)) is None
+    assert store.put(document(1, SLOT, 0), first, torch.ones(1, 4)) is None
 
 
-def test_scalars_and_matrices_of_several_outputs_are_told_apart() -> None:
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_scalars_and_matrices_are_told_apart_and_copied_if_pinned(
+    monkeypatch: pytest.MonkeyPatch, is_pinned: bool
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: is_pinned)
     matrices = Ragged.from_lengths(torch.arange(12.0).reshape(4, 3), [3, 1])
     scores = Ragged(torch.tensor([[0.5], [-2.0]]), (0, 1, 2))
     wide = Ragged.from_lengths(torch.arange(100.0, 110.0).reshape(2, 5), [0, 2])
@@ -498,3 +435,6 @@ def test_scalars_and_matrices_of_several_outputs_are_told_apart() -> None:
     for result, wanted in zip(results, expected, strict=True):
         assert isinstance(result.value, float if isinstance(wanted, float) else np.ndarray)
         np.testing.assert_array_equal(result.value, wanted)
+        if isinstance(result.value, np.ndarray) and result.value.size:
+            assert np.shares_memory(result.value, host.numpy()) is not is_pinned
+            assert (result.value.base is None) is is_pinned, "nor does one hold the others"

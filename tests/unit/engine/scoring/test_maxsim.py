@@ -62,7 +62,7 @@ def plain(queries: Ragged, documents: Ragged, pairs: Pairs) -> list[float]:
 
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
-    dim = draw(st.sampled_from([1, 2, 7, 16]))
+    dim = draw(st.sampled_from([1, 2, 7, 16, 48]))
     queries = draw(st.lists(st.integers(0, 18), min_size=1, max_size=4))
     documents = draw(st.lists(st.integers(0, 70), min_size=1, max_size=6))
     pair = st.tuples(st.integers(0, len(queries) - 1), st.integers(0, len(documents) - 1))
@@ -87,7 +87,11 @@ def test_every_backend_follows_the_definition(maxsim: MaxSim, problem: Problem, 
         exact = Ragged(rounded.double() * scales.double()[:, None], documents.offsets)
     scores = maxsim(queries, documents, pairs)
     assert (scores.dtype, scores.shape) == (torch.float32, (len(pairs),))
-    tolerance = {"abs": 0.5, "rel": 0.02} if precision == "bfloat16" else {"abs": 2e-3, "rel": 1e-5}
+    tolerance = {"abs": 2e-3, "rel": 1e-5}
+    if precision == "bfloat16":
+        # The compiled kernel sums in float32, but for dimensions of an odd number.
+        is_exact = maxsim is maxsim_avx512 and queries.values.shape[1] % 2 == 0
+        tolerance = {"abs": 5e-3, "rel": 1e-3} if is_exact else {"abs": 0.5, "rel": 0.02}
     assert scores.tolist() == pytest.approx(plain(queries, exact, pairs), **tolerance)
 
 

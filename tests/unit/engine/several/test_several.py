@@ -261,22 +261,17 @@ async def test_certain_refusals_are_told_before_any_stage_runs(
     assert str(refused.value).endswith(f"(the model {stages[1].model!r} of the cascade)")
 
 
-@pytest.mark.parametrize(
-    ("documents", "options"),
-    [
+async def test_possible_refusals_are_not_told_before(both: Engines) -> None:
+    """One may be of another kind, and does not come to the last stage; others are cut, or read in windows."""
+    for documents, options in (
         ([VECTOR * 0, *TEXTS], {}),
         ([LONG * 2, LONG * 3, LONG * 2], {}),
         ([LONG * 2, "", " "], {"truncation": "window"}),
-    ],
-)
-async def test_possible_refusals_are_not_told_before(
-    both: Engines, documents: list[Any], options: dict[str, Any]
-) -> None:
-    """One may be of another kind, and does not come to the last stage; others are cut, or read in windows."""
-    keep = len(documents) - 1
-    first = (await both["embed"].rerank("a cat", documents, top_n=keep, **options)).results
-    found = await both.rerank("a cat", documents, _stages(TO_RERANK, keep), **options)
-    assert {one.index for one in found.results} == {one.index for one in first}
+    ):
+        keep = len(documents) - 1
+        first = (await both["embed"].rerank("a cat", documents, top_n=keep, **options)).results
+        found = await both.rerank("a cat", documents, _stages(TO_RERANK, keep), **options)
+        assert {one.index for one in found.results} == {one.index for one in first}
 
 
 async def test_time_on_the_device_goes_by_weight_and_is_counted(config: EngineConfig) -> None:
