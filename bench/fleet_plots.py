@@ -1,4 +1,4 @@
-"""The figures of `maxsimd bench fleet` as a picture; docs/several-processes.md shows it."""
+"""The figures of `maxsimd bench fleet` as a picture; docs/internals/fleet.md shows it."""
 
 from pathlib import Path
 from typing import Any
