@@ -30,8 +30,10 @@ def joined_linear(layers: Sequence[nn.Linear]) -> nn.Linear:
     of their weights."""
     joined = nn.Linear(layers[0].in_features, sum(layer.out_features for layer in layers), device="meta")
     joined.weight = _constant(torch.cat([layer.weight.detach() for layer in layers]))
-    has_bias = any(layer.bias is not None for layer in layers)
-    joined.bias = _constant(torch.cat([_bias_of(layer) for layer in layers])) if has_bias else None
+    if any(layer.bias is not None for layer in layers):
+        joined.bias = _constant(torch.cat([_bias_of(layer) for layer in layers]))
+    else:
+        joined.register_parameter("bias", None)
     return joined
 
 

@@ -13,7 +13,6 @@ import torch
 import triton
 import triton.language as tl
 
-from maxsimd.engine.ops.elementwise import LARGEST_WIDTH
 from maxsimd.engine.ops.triton.rows import row_tile
 
 
@@ -53,11 +52,6 @@ def layer_norm_kernel(  # type: ignore[no-untyped-def]
     if BIASED:
         normed += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * width + columns, normed.to(out.dtype.element_ty), mask=inside)
-
-
-def is_supported(width: int) -> bool:
-    """Whether a program can hold a row of `width` numbers."""
-    return width <= LARGEST_WIDTH
 
 
 def layer_norm(
