@@ -12,11 +12,16 @@ import torch
 from torch import nn
 
 from maxsimd.engine.execution.embeddings import compile_embeddings
+from maxsimd.engine.ops import elementwise
 from maxsimd.engine.ops.cpu.layers import Product
 from maxsimd.engine.ops.cpu.linear import (
+    LANES,
     Norm,
     Weights,
+    gated_order,
     linear,
+    linear_added,
+    linear_gated,
     linear_norm,
     pack_bfloat16,
     pack_float32,
@@ -45,6 +50,10 @@ class CompiledLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self.product.weights, self.product.bias, self.gelu)
 
+    def plus(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """The layer's output for `x` plus the residual, in one call. For layers without GELU."""
+        return linear_added(x, self.product.weights, self.product.bias, residual)
+
 
 class CompiledOutput(nn.Module):
     """Replaces the module that ends the attention and the feed-forward part of a BERT layer: a linear layer,
@@ -58,6 +67,34 @@ class CompiledOutput(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
         return linear_norm(hidden_states, input_tensor, self.product.weights, self.product.bias, self.norm)
+
+
+class Gated(nn.Module):
+    """The first products of a feed-forward as one, whose first half is activated and gates the second."""
+
+    def __init__(self, up: nn.Linear, activation: elementwise.Activation) -> None:
+        super().__init__()
+        self.up, self.activation = up, activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] to [rows, inner]."""
+        return elementwise.gated(self.up(x), self.activation)
+
+
+class CompiledGated(nn.Module):
+    """Replaces a `Gated` by our own kernels: the gate is applied before anything leaves the registers."""
+
+    def __init__(self, replaced: Gated, pack: Pack) -> None:
+        super().__init__()
+        self.activation = replaced.activation
+        order = gated_order(replaced.up.out_features // 2)
+        bias = replaced.up.bias
+        in_order = None if bias is None else bias.detach().float()[order]
+        self.product = Product(pack(replaced.up.weight.detach()[order]), in_order)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] to [rows, inner]."""
+        return linear_gated(x, self.product.weights, self.product.bias, self.activation)
 
 
 def compile_float32(module: nn.Module) -> int:
@@ -114,7 +151,13 @@ def _product(layer: nn.Linear, pack: Pack) -> Product:
 
 def _compile(backbone: nn.Module, pack: Pack, fits: Callable[[nn.Linear], bool] = lambda layer: True) -> int:
     compile_embeddings(backbone)
-    return replace_layers(
+    replaced = 0
+    for parent in list(backbone.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, Gated) and fits(child.up) and child.up.out_features % (2 * LANES) == 0:
+                replaced += child.up.weight.numel()
+                setattr(parent, name, CompiledGated(child, pack))
+    return replaced + replace_layers(
         backbone,
         lambda layer, gelu: CompiledLinear(layer, gelu, pack),
         lambda output: CompiledOutput(output, pack),

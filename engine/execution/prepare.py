@@ -122,20 +122,23 @@ def _prepare(
             fusible = proven_fused(model, make_runner(execution, model, device, in_proof), samples)
         elif not isinstance(execution, OneByOne) and device.type == "cpu":
             runner = make_runner(execution, model, device, in_proof)
-            mismatch = why_not_replaced(model, runner, samples, compiled)
+            if compiled and isinstance(execution, Packed):
+                fusible = proven_fused(model, runner, samples)
+            known = fusible if isinstance(fusible, frozenset) else ()
+            mismatch = why_not_replaced(model, runner, samples, compiled, known)
     proof_seconds = time.perf_counter() - started
     if isinstance(execution, OneByOne):
         return _one_by_one(model, execution, config, samples, proof_seconds)
     for module in model.encoders:
         cast(module, dtype)
     quantized = 0
-    if fused:
+    if fusible and mismatch is None:
         _fuse(model, fusible)
-    elif mismatch is None:
+    if not fused and mismatch is None:
         quantized = lay_out_weights(model, device, dtype, config, compiled)
-    elif config.quantization == "int8":
+    elif mismatch is not None and config.quantization == "int8":
         raise ModelLoadError(f"the linear layers of {model.name!r} cannot have int8 weights: {mismatch}")
-    else:
+    elif mismatch is not None:
         log.warning("linear layers are left as they are, which is slower: %s", mismatch)
     runner = make_runner(execution, model, device, backend)
     with layers(model):

@@ -3,7 +3,7 @@ linear layers, whose weights are laid out for the kernels that multiply them, an
 models read their layers' weights instead of calling the layers.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -20,17 +20,23 @@ from maxsimd.engine.execution.selfcheck.samples import Sample
 
 
 def why_not_replaced(
-    model: LoadedModel, runner: ModelRunner, samples: Sequence[Sample], compiled: bool
+    model: LoadedModel,
+    runner: ModelRunner,
+    samples: Sequence[Sample],
+    compiled: bool,
+    fusible: Collection[Fused] = (),
 ) -> str | None:
     """None if the model, in float32, gives the expected items for the samples with its linear layers
-    replaced and, where kernels are compiled, its tower run by them; else a description of the mismatch.
-    Leaves all as it was."""
+    replaced, behind the fusing of layers of the kinds given, and, where kernels are compiled, its tower run
+    by them; else a description of the mismatch. Leaves all as it was."""
     replace: Callable[[nn.Module], int] = linear.compile_float32 if compiled else linear.hide
     roots = [*model.encoders, *_head_modules(model)]
     try:
         with towers.attention_restored(_towers(model)), _restored(roots):
             if compiled:
                 towers.use_kernels(_towers(model))
+            if fusible:
+                fuse(model.backbone, fusible)
             for root in roots:
                 replace(root)
             comparison = compare(runner, pooler_for(model.tasks), samples)

@@ -8,22 +8,24 @@ from itertools import product
 import torch
 
 from maxsimd.bench.gpu.first_day.cases import DTYPES, Case, compare
-from maxsimd.engine.ops.triton.layer_norm import (
+from maxsimd.engine.ops.elementwise import (
+    ACTIVATIONS,
+    HeadNorms,
     add_layer_norm,
     add_layer_norm_reference,
+    add_rms_norm,
+    add_rms_norm_reference,
+    gated,
+    gated_reference,
     layer_norm,
     layer_norm_reference,
+    norm_rotary_,
+    norm_rotary_reference,
+    rms_norm,
+    rms_norm_reference,
     sum_and_layer_norm,
     sum_and_layer_norm_reference,
 )
-from maxsimd.engine.ops.triton.rms_norm import (
-    add_rms_norm,
-    add_rms_norm_reference,
-    rms_norm,
-    rms_norm_reference,
-)
-from maxsimd.engine.ops.triton.rotary import HeadNorms, norm_rotary_, norm_rotary_reference
-from maxsimd.engine.ops.triton.swiglu import ACTIVATIONS, gated, gated_reference
 
 # Both sides round once, perhaps to neighbours: as a share of the largest number.
 _TOLERANCE = {"bf16": 1e-2, "fp16": 2e-3, "fp32": 2e-5}

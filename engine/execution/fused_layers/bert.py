@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from maxsimd.engine.execution.attention.interface import attend
-from maxsimd.engine.execution.fused_layers.linears import GeluLinear, JoinedLinear, is_plain
+from maxsimd.engine.execution.fused_layers.linears import GeluLinear, is_plain, joined_linear
 from maxsimd.engine.execution.fused_layers.trial import (
     ROWS,
     agrees,
@@ -19,6 +19,7 @@ from maxsimd.engine.execution.fused_layers.trial import (
     recorded,
 )
 from maxsimd.engine.execution.linear import is_exact_gelu
+from maxsimd.engine.ops import elementwise
 from maxsimd.engine.ops.qkv import QKV
 
 
@@ -29,7 +30,7 @@ class FusedSelfAttention(nn.Module):
 
     def __init__(self, replaced: Any, asked: QKV) -> None:
         super().__init__()
-        self.product = JoinedLinear([replaced.query, replaced.key, replaced.value])
+        self.product = joined_linear([replaced.query, replaced.key, replaced.value])
         self.heads, _, self.head_dim = asked.query.shape
         self.scaling, self.window = asked.scaling, asked.window
         self._replaced = (replaced,)  # out of the module tree
@@ -79,11 +80,9 @@ class FusedOutput(nn.Module):
         self.dense, self.LayerNorm = replaced.dense, replaced.LayerNorm
 
     def forward(self, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
-        from maxsimd.engine.ops.triton.layer_norm import add_layer_norm
-
         norm = self.LayerNorm
         made = self.dense(hidden_states[0])
-        return add_layer_norm(made, input_tensor[0], norm.weight, norm.bias, norm.eps)[None]
+        return elementwise.add_layer_norm(made, input_tensor[0], norm.weight, norm.bias, norm.eps)[None]
 
 
 def fused_self_attention(module: Any) -> FusedSelfAttention | None:
@@ -120,15 +119,13 @@ def fused_intermediate(module: Any) -> FusedIntermediate | None:
 def fused_output(module: Any) -> FusedOutput | None:
     """What replaces the module that ends the attention or the feed-forward of BERT's structure; None for any
     other module."""
-    from maxsimd.engine.ops.triton.layer_norm import is_supported
-
     if _children(module) != {"dense", "LayerNorm", "dropout"} or not is_plain(module.dense):
         return None
     norm = module.LayerNorm
     if type(norm) is not nn.LayerNorm or norm.weight is None or norm.bias is None:
         return None
     width = module.dense.out_features
-    if norm.normalized_shape != (width,) or not is_supported(width):
+    if norm.normalized_shape != (width,) or width > elementwise.LARGEST_WIDTH:
         return None
     fused = FusedOutput(module)
     return fused if _give_the_same(fused, module, (module.dense.in_features, width)) else None

@@ -25,21 +25,16 @@ _COMPARED_ROWS = (3, 253)
 _ERROR_SHARE = 1.1
 
 
-class JoinedLinear(nn.Module):
-    """Linear layers of one input as one product, whose outputs stand side by side in each row.
-
-    It has copies of their weights."""
-
-    def __init__(self, layers: Sequence[nn.Linear]) -> None:
-        super().__init__()
-        self.weight = _constant(torch.cat([layer.weight.detach() for layer in layers]))
-        self.bias: nn.Parameter | None = None
-        if any(layer.bias is not None for layer in layers):
-            self.bias = _constant(torch.cat([_bias_of(layer) for layer in layers]))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, inputs] to [rows, outputs of all]."""
-        return nn.functional.linear(x, self.weight, self.bias)
+def joined_linear(layers: Sequence[nn.Linear]) -> nn.Linear:
+    """Linear layers of one input as one product, whose outputs stand side by side in each row. It has copies
+    of their weights."""
+    joined = nn.Linear(layers[0].in_features, sum(layer.out_features for layer in layers), device="meta")
+    joined.weight = _constant(torch.cat([layer.weight.detach() for layer in layers]))
+    if any(layer.bias is not None for layer in layers):
+        joined.bias = _constant(torch.cat([_bias_of(layer) for layer in layers]))
+    else:
+        joined.register_parameter("bias", None)
+    return joined
 
 
 class GeluLinear(nn.Module):

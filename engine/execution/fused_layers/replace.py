@@ -1,7 +1,7 @@
 """Finds the modules of a backbone that fused ones may take the position of, tries each, and replaces it."""
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -15,15 +15,14 @@ from maxsimd.engine.execution.fused_layers.bert import (
 )
 from maxsimd.engine.execution.fused_layers.linears import has_hooks
 from maxsimd.engine.execution.fused_layers.rotary_layers import FusedRotaryLayer, fused_rotary_layer
+from maxsimd.engine.ops import triton
 
 log = logging.getLogger(__name__)
 
-_MAKERS: tuple[Callable[[Any], nn.Module | None], ...] = (
-    fused_rotary_layer,
-    fused_self_attention,
-    fused_intermediate,
-    fused_output,
-)
+_Maker: TypeAlias = Callable[[Any], nn.Module | None]
+_MAKERS: tuple[_Maker, ...] = (fused_rotary_layer, fused_self_attention, fused_intermediate, fused_output)
+# On a CPU, layers built as BERT's are all run in one call.
+_MAKERS_ON_CPU: tuple[_Maker, ...] = (fused_rotary_layer,)
 
 
 # A module's type and that of the module which has taken its position.
@@ -39,6 +38,7 @@ def fuse(backbone: nn.Module, known: Collection[Fused] | None = None) -> list[Fu
     One module after the other, so that only one has its weights twice in memory."""
     replaced: list[Fused] = []
     failures: set[str] = set()
+    makers = _MAKERS if triton.runs_on(next(backbone.parameters()).device) else _MAKERS_ON_CPU
     for name in [name for name, _ in backbone.named_modules() if name]:
         owner, _, attribute = name.rpartition(".")
         try:
@@ -46,7 +46,7 @@ def fuse(backbone: nn.Module, known: Collection[Fused] | None = None) -> list[Fu
             module: Any = parent._modules[attribute]
         except (AttributeError, KeyError):
             continue  # it was part of a module that is replaced by now
-        fused = _fused(module, failures)
+        fused = _fused(module, makers, failures)
         if fused is None:
             continue
         kind = (type(module), type(fused))
@@ -60,12 +60,12 @@ def fuse(backbone: nn.Module, known: Collection[Fused] | None = None) -> list[Fu
     return replaced
 
 
-def _fused(module: Any, failures: set[str]) -> nn.Module | None:
+def _fused(module: Any, makers: Sequence[_Maker], failures: set[str]) -> nn.Module | None:
     """What may take a module's position; None if there is nothing that does the same. Adds to `failures`
     what failed with modules that are built as expected."""
     if has_hooks(module):
         return None
-    for make in _MAKERS:
+    for make in makers:
         try:
             fused = make(module)
         except Exception as error:  # its forward takes other arguments, or the kernels failed

@@ -20,10 +20,10 @@ from torch import nn
 from maxsimd.engine.execution.attention.interface import attend
 from maxsimd.engine.execution.fused_layers.linears import (
     GeluLinear,
-    JoinedLinear,
     add_product_,
     has_hooks,
     is_plain,
+    joined_linear,
 )
 from maxsimd.engine.execution.fused_layers.trial import (
     ROWS,
@@ -32,7 +32,10 @@ from maxsimd.engine.execution.fused_layers.trial import (
     random_like,
     recorded,
 )
-from maxsimd.engine.execution.linear import is_exact_gelu
+from maxsimd.engine.execution.linear import CompiledLinear, Gated, is_exact_gelu
+from maxsimd.engine.ops import elementwise
+from maxsimd.engine.ops.cpu.linear import Norm, linear_norm
+from maxsimd.engine.ops.elementwise import ACTIVATIONS, HeadNorms
 from maxsimd.engine.ops.qkv import QKV
 
 _Angles: TypeAlias = tuple[torch.Tensor, torch.Tensor]
@@ -120,24 +123,19 @@ class _LayerNorm(nn.Module):
 
     def __init__(self, replaced: nn.LayerNorm) -> None:
         super().__init__()
-        self.weight, self.bias, self.epsilon = replaced.weight, replaced.bias, replaced.eps
+        self.weight, self.epsilon = _as_read(replaced.weight), replaced.eps
+        self.bias = None if replaced.bias is None else _as_read(replaced.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        from maxsimd.engine.ops.triton.layer_norm import layer_norm
-
-        return layer_norm(x, self.weight, self.bias, self.epsilon)
+        return elementwise.layer_norm(x, self.weight, self.bias, self.epsilon)
 
     def of_sum(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """The norm of `x + residual`."""
-        from maxsimd.engine.ops.triton.layer_norm import add_layer_norm
-
-        return add_layer_norm(x, residual, self.weight, self.bias, self.epsilon)
+        return elementwise.add_layer_norm(x, residual, self.weight, self.bias, self.epsilon)
 
     def with_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`x + residual`, and its norm."""
-        from maxsimd.engine.ops.triton.layer_norm import sum_and_layer_norm
-
-        return sum_and_layer_norm(x, residual, self.weight, self.bias, self.epsilon)
+        return elementwise.sum_and_layer_norm(x, residual, self.weight, self.bias, self.epsilon)
 
 
 class _RMSNorm(nn.Module):
@@ -145,12 +143,10 @@ class _RMSNorm(nn.Module):
 
     def __init__(self, weight: nn.Parameter, epsilon: float) -> None:
         super().__init__()
-        self.weight, self.epsilon = weight, epsilon
+        self.weight, self.epsilon = _as_read(weight), epsilon
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        from maxsimd.engine.ops.triton.rms_norm import rms_norm
-
-        return rms_norm(x, self.weight, self.epsilon)
+        return elementwise.rms_norm(x, self.weight, self.epsilon)
 
     def of_sum(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """The norm of `x + residual`."""
@@ -158,9 +154,14 @@ class _RMSNorm(nn.Module):
 
     def with_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`x + residual`, and its norm."""
-        from maxsimd.engine.ops.triton.rms_norm import add_rms_norm
+        return elementwise.add_rms_norm(x, residual, self.weight, self.epsilon)
 
-        return add_rms_norm(x, residual, self.weight, self.epsilon)
+
+def _as_read(weight: nn.Parameter) -> nn.Parameter:
+    """A norm's weight as its kernel reads it: that for CPUs reads float32."""
+    if weight.device.type != "cpu":
+        return weight
+    return nn.Parameter(weight.detach().float().contiguous(), requires_grad=False)
 
 
 class _Plain(nn.Module):
@@ -176,21 +177,7 @@ class _Plain(nn.Module):
         return activated
 
 
-class _Gated(nn.Module):
-    """The first products of a feed-forward as one, whose first half is activated and gates the second."""
-
-    def __init__(self, up: nn.Module, activation: Any) -> None:
-        super().__init__()
-        self.up, self.activation = up, activation
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden] to [rows, inner]."""
-        from maxsimd.engine.ops.triton.swiglu import gated
-
-        return gated(self.up(x), self.activation)
-
-
-_Wide: TypeAlias = GeluLinear | _Plain | _Gated
+_Wide: TypeAlias = GeluLinear | _Plain | Gated
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -256,24 +243,25 @@ class FusedRotaryLayer(nn.Module):
             sliding_window=self.window,
             **kwargs,
         )
-        made = self.out(attended.reshape(len(hidden), -1))
+        attended = attended.reshape(len(hidden), -1)
         if not self.is_normed_before:
-            x = self.after_attention.of_sum(made, hidden)
-            total = self.after_feed_forward.of_sum(self.down(self.wide(x)), x)
-        elif not self.is_normed_after:
-            total, x = self.before_feed_forward.with_sum(made, hidden)
-            add_product_(total, self.wide(x), self.down)
-        else:
-            total, x = self.before_feed_forward.with_sum(self.after_attention(made), hidden)
+            x = _normed_sum(self.out, attended, hidden, self.after_attention)
+            total = _normed_sum(self.down, self.wide(x), x, self.after_feed_forward)
+        elif self.is_normed_after:
+            total, x = self.before_feed_forward.with_sum(self.after_attention(self.out(attended)), hidden)
             total += self.after_feed_forward(self.down(self.wide(x)))
+        elif isinstance(self.out, CompiledLinear) and isinstance(self.down, CompiledLinear):
+            total = self.out.plus(attended, hidden)
+            total = self.down.plus(self.wide(self.before_feed_forward(total)), total)
+        else:
+            total, x = self.before_feed_forward.with_sum(self.out(attended), hidden)
+            add_product_(total, self.wide(x), self.down)
         given: torch.Tensor = total[None]
         return given
 
     def _turned(self, product: torch.Tensor, position_embeddings: _Angles) -> torch.Tensor:
         """Queries, keys and values [rows, all heads, head_dim], where the product wrote them. ValueError for
         positions that are not one for each row."""
-        from maxsimd.engine.ops.triton.rotary import HeadNorms, norm_rotary_
-
         rows = len(product)
         cos, sin = position_embeddings
         if cos.shape != (1, rows, self.head_dim) or sin.shape != cos.shape:
@@ -284,8 +272,17 @@ class FusedRotaryLayer(nn.Module):
         if self.q_norm is not None:
             norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.epsilon)
         qkv = product.view(rows, self.heads[0] + 2 * self.heads[1], self.head_dim)
-        norm_rotary_(qkv, cos[0], sin[0], self.heads, norms)
+        elementwise.norm_rotary_(qkv, cos[0], sin[0], self.heads, norms)
         return qkv
+
+
+def _normed_sum(layer: nn.Module, x: torch.Tensor, residual: torch.Tensor, norm: Any) -> torch.Tensor:
+    """The norm of a linear layer's output for `x` plus the residual, in one call where there is one."""
+    if isinstance(layer, CompiledLinear) and isinstance(norm, _LayerNorm) and norm.bias is not None:
+        product, as_read = layer.product, Norm(norm.weight, norm.bias, norm.epsilon)
+        return linear_norm(x, residual, product.weights, product.bias, as_read)
+    normed: torch.Tensor = norm.of_sum(layer(x), residual)
+    return normed
 
 
 def fused_rotary_layer(layer: Any) -> FusedRotaryLayer | None:
@@ -328,8 +325,6 @@ def fused_rotary_layer(layer: Any) -> FusedRotaryLayer | None:
 
 def _parts_of(layer: Any) -> _Parts | None:
     """The parts of a layer that has the children of such a layer, and rows that the kernels hold."""
-    from maxsimd.engine.ops.triton.rows import LARGEST_WIDTH
-
     names = _names_of(layer, _LAYERS)
     if names is None or any(has_hooks(module) for module in layer.modules()):
         return None
@@ -344,7 +339,10 @@ def _parts_of(layer: Any) -> _Parts | None:
     out, down = getattr(attention, of_attention.out), getattr(feed_forward, of_feed_forward.down)
     if not all(is_plain(linear) for linear in (*qkv, out, *up, down)):
         return None
-    if len({parameter.dtype for parameter in layer.parameters()}) != 1 or out.out_features > LARGEST_WIDTH:
+    if (
+        len({parameter.dtype for parameter in layer.parameters()}) != 1
+        or out.out_features > elementwise.LARGEST_WIDTH
+    ):
         return None
     activation = of_feed_forward.activation
     wide = _wide_of(up, getattr(feed_forward, activation) if activation else None, down.in_features)
@@ -388,13 +386,11 @@ def _wide_of(up: tuple[nn.Linear, ...], activation: nn.Module | None, inner: int
         product = GeluLinear(up[0]) if is_exact_gelu(activation) else None
         return product if product is not None and product.joined else _Plain(up[0], activation)
     name = _activation_name(activation)
-    return _Gated(_joined(up), name) if made == 2 * inner and name is not None else None
+    return Gated(_joined(up), name) if made == 2 * inner and name is not None else None
 
 
 def _activation_name(module: nn.Module | None) -> Any:
     """The kernel's name for an activation, found by comparing outputs; None if it has none."""
-    from maxsimd.engine.ops.triton.swiglu import ACTIVATIONS, activated_reference
-
     if module is None:
         return "silu"
     x = torch.linspace(-8, 8, 1001)
@@ -402,19 +398,22 @@ def _activation_name(module: nn.Module | None) -> Any:
         found = module(x)
     # GELU and its approximation differ by 5e-4.
     return next(
-        (name for name in ACTIVATIONS if torch.allclose(found, activated_reference(x, name), atol=1e-5)), None
+        (
+            name
+            for name in ACTIVATIONS
+            if torch.allclose(found, elementwise.activated_reference(x, name), atol=1e-5)
+        ),
+        None,
     )
 
 
-def _joined(layers: tuple[nn.Linear, ...]) -> nn.Module:
-    return layers[0] if len(layers) == 1 else JoinedLinear(layers)
+def _joined(layers: tuple[nn.Linear, ...]) -> nn.Linear:
+    return layers[0] if len(layers) == 1 else joined_linear(layers)
 
 
 def _norm_of(module: Any) -> _LayerNorm | _RMSNorm | None:
     """Our version of a LayerNorm, or of an RMSNorm with one weight for each column, to which it may add one;
     None for any other module."""
-    from maxsimd.engine.ops.triton.rms_norm import rms_norm_reference
-
     if type(module) is nn.LayerNorm:
         return _LayerNorm(module) if module.weight is not None and module.weight.dim() == 1 else None
     parameters, epsilon = dict(module.named_parameters()), _epsilon_of(module)
@@ -426,7 +425,10 @@ def _norm_of(module: Any) -> _LayerNorm | _RMSNorm | None:
     plus_one = nn.Parameter(weight.detach().float() + 1, requires_grad=False)
     with torch.inference_mode():
         found = module(x)
-        made = {candidate: rms_norm_reference(x, candidate, epsilon) for candidate in (weight, plus_one)}
+        made = {
+            candidate: elementwise.rms_norm_reference(x, candidate, epsilon)
+            for candidate in (weight, plus_one)
+        }
     # Beside a few large weights, both may agree in 16 bits.
     nearest = min(made, key=lambda candidate: float((made[candidate].float() - found.float()).norm()))
     return _RMSNorm(nearest, epsilon) if agrees(made[nearest], found) else None
@@ -438,14 +440,12 @@ def _epsilon_of(norm: Any) -> float | None:
 
 def _has_heads(parts: _Parts, asked: QKV) -> bool:
     """Whether queries, keys and values are heads of one size that stand side by side in the products."""
-    from maxsimd.engine.ops.triton.rotary import is_supported
-
     heads, _, head_dim = asked.query.shape
     kv_heads = asked.key.shape[0]
     widths = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
     found = [linear.out_features for linear in parts.qkv]
     return (
-        is_supported(head_dim)
+        elementwise.is_rotary_supported(head_dim)
         and asked.value.shape == asked.key.shape
         and found == (widths if len(found) == 3 else [sum(widths)])
         and all(norm.weight.shape == (head_dim,) for norm in parts.head_norms)

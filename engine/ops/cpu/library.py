@@ -20,7 +20,7 @@ _NUMBER, _POINTER = ctypes.c_int64, ctypes.c_void_p
 _LINEAR: list[Any] = [
     _POINTER, *[_NUMBER] * 3,  # x with its stride, rows and inputs
     _POINTER, _NUMBER, *[_POINTER] * 3, _NUMBER,  # weights with units, scales and sums, bias, columns
-    ctypes.c_int, _POINTER, _NUMBER,  # GELU, residual with its stride
+    ctypes.c_int, *[_POINTER, _NUMBER] * 2,  # activation, what is added and the residual with their strides
     *[_POINTER] * 2, ctypes.c_float, _POINTER,  # weight, bias and epsilon of the norm, output
 ]  # fmt: skip
 
@@ -31,6 +31,14 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "maxsim_apart_bfloat16": [_POINTER] * 7 + [_NUMBER] * 2 + [_POINTER],
     "pack": [_POINTER, _NUMBER, _NUMBER, _POINTER],
     "linear": [ctypes.c_int, *_LINEAR],  # kind of number
+    "norm": [
+        ctypes.c_int, *[_POINTER, _NUMBER] * 2, *[_NUMBER] * 2,  # kind, x and residual, rows and columns
+        *[_POINTER] * 2, ctypes.c_float, ctypes.c_int, _POINTER,  # weight, bias, epsilon, centered, output
+    ],
+    "norm_rotary": [
+        ctypes.c_int, _POINTER, *[_NUMBER] * 5,  # kind, heads with their stride, rows, counts and size
+        *[_POINTER] * 4, ctypes.c_float,  # cosines, sines, weights of norms, epsilon
+    ],
     "attention": [
         ctypes.c_int, *[_POINTER] * 4, *[_NUMBER] * 3, *[_POINTER, _NUMBER] * 2,
         _POINTER, ctypes.c_int, _NUMBER, ctypes.c_float, _POINTER,

@@ -15,6 +15,8 @@ from maxsimd.engine.ops.cpu.library import BFLOAT16, FLOAT32, INT8, kernels
 LANES = 16  # columns of a packed block; columns are padded to a multiple of this many units
 PANEL = 32  # layers are padded to a multiple of this many columns
 INT8_MAX = 127
+# The activations of gates, in the order in which the kernel counts them after none and GELU.
+GATES = ("silu", "gelu", "gelu_tanh", "relu")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,7 +81,24 @@ def linear(x: torch.Tensor, weights: Weights, bias: torch.Tensor | None, gelu: b
     the precision that the weights were packed for, and the bias is float32.
 
     With int8 weights, each row of x is rounded to int8 with a scale of its own."""
-    return _linear(x, weights, bias, gelu, _NO_NORM)
+    return _linear(x, weights, bias, int(gelu))
+
+
+def linear_gated(
+    x: torch.Tensor, weights: Weights, bias: torch.Tensor | None, activation: str
+) -> torch.Tensor:
+    """`activation(gate) * up` of a layer that makes both: [..., inputs] -> [..., columns / 2]. Weights and
+    bias are in the order of `gated_order`, and the activation is one of `GATES`."""
+    return _linear(x, weights, bias, 2 + GATES.index(activation))
+
+
+def linear_added(
+    x: torch.Tensor, weights: Weights, bias: torch.Tensor | None, added: torch.Tensor
+) -> torch.Tensor:
+    """`linear(x) + added`, rounded once, where `added` is [..., columns] with the rows and the precision of
+    x."""
+    rows = _as_rows(added, weights.columns, weights.dtype)
+    return _linear(x, weights, bias, 0, (rows.data_ptr(), rows.stride(0)))
 
 
 def linear_norm(
@@ -88,7 +107,15 @@ def linear_norm(
     """`norm(linear(x) + residual)`, where residual is [..., columns] with the rows and the precision of x."""
     rows = _as_rows(residual, weights.columns, weights.dtype)
     norm_args = (rows.data_ptr(), rows.stride(0), norm.weight.data_ptr(), norm.bias.data_ptr(), norm.epsilon)
-    return _linear(x, weights, bias, False, norm_args)
+    return _linear(x, weights, bias, 0, norm_args=norm_args)
+
+
+def gated_order(width: int) -> torch.Tensor:
+    """The order of the 2 `width` columns of a gated layer, gates first, as the kernel takes them: 16 gates
+    and what they multiply, and so on. Raises ValueError for a width that is no multiple of 16."""
+    if width % LANES:
+        raise ValueError(f"a gated layer of {width} columns is not a multiple of {LANES}")
+    return torch.arange(2 * width).view(2, -1, LANES).transpose(0, 1).reshape(-1)
 
 
 def use_amx(wanted: bool) -> bool:
@@ -101,11 +128,13 @@ def _linear(
     x: torch.Tensor,
     weights: Weights,
     bias: torch.Tensor | None,
-    gelu: bool,
-    norm_args: _NormArgs,
+    activation: int,
+    added: tuple[int | None, int] = (None, 0),
+    norm_args: _NormArgs = _NO_NORM,
 ) -> torch.Tensor:
     rows = _as_rows(x, weights.inputs, weights.dtype)
-    out = torch.empty(len(rows), weights.columns, dtype=weights.dtype)
+    columns = weights.columns // 2 if activation > 1 else weights.columns
+    out = torch.empty(len(rows), columns, dtype=weights.dtype)
     kernels().maxsimd_linear(
         weights.kind,
         rows.data_ptr(),
@@ -118,11 +147,12 @@ def _linear(
         None if weights.sums is None else weights.sums.data_ptr(),
         None if bias is None else bias.data_ptr(),
         weights.columns,
-        gelu,
+        activation,
+        *added,
         *norm_args,
         out.data_ptr(),
     )
-    return out.view(*x.shape[:-1], weights.columns)
+    return out.view(*x.shape[:-1], columns)
 
 
 def _as_rows(x: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:

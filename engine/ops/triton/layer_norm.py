@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from maxsimd.engine.ops.triton.rows import LARGEST_WIDTH, row_tile
+from maxsimd.engine.ops.triton.rows import row_tile
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -54,11 +54,6 @@ def layer_norm_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + row * width + columns, normed.to(out.dtype.element_ty), mask=inside)
 
 
-def is_supported(width: int) -> bool:
-    """Whether a program can hold a row of `width` numbers."""
-    return width <= LARGEST_WIDTH
-
-
 def layer_norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float
 ) -> torch.Tensor:
@@ -95,38 +90,6 @@ def sum_and_layer_norm(
     total, out = x.new_empty(x.shape), x.new_empty(x.shape)
     _launch(x, residual, weight, bias, total, out, epsilon)
     return total, out
-
-
-def layer_norm_reference(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float
-) -> torch.Tensor:
-    """The same as `layer_norm` by plain torch, with the same roundings."""
-    wide_bias = None if bias is None else bias.float()
-    normed = torch.nn.functional.layer_norm(x.float(), x.shape[-1:], weight.float(), wide_bias, epsilon)
-    return normed.to(x.dtype)
-
-
-def add_layer_norm_reference(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    epsilon: float,
-) -> torch.Tensor:
-    """The same as `add_layer_norm` by plain torch, with the same roundings."""
-    return layer_norm_reference(x.float() + residual.float(), weight, bias, epsilon).to(x.dtype)
-
-
-def sum_and_layer_norm_reference(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    epsilon: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same as `sum_and_layer_norm` by plain torch, with the same roundings."""
-    total = x + residual
-    return total, layer_norm_reference(total, weight, bias, epsilon)
 
 
 def _launch(

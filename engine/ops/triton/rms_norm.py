@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from maxsimd.engine.ops.triton.rows import LARGEST_WIDTH, row_tile
+from maxsimd.engine.ops.triton.rows import row_tile
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -45,11 +45,6 @@ def rms_norm_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + row * width + columns, normed.to(out.dtype.element_ty), mask=inside)
 
 
-def is_supported(width: int) -> bool:
-    """Whether a program can hold a row of `width` numbers."""
-    return width <= LARGEST_WIDTH
-
-
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """The norm of the rows of `x` [rows, width], which may be apart; contiguous, in the precision of `x`."""
     out = x.new_empty(x.shape)
@@ -65,19 +60,6 @@ def add_rms_norm(
     total, out = x.new_empty(x.shape), x.new_empty(x.shape)
     _launch(x, residual, weight, total, out, epsilon)
     return total, out
-
-
-def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """The same as `rms_norm` by plain torch, with the same roundings."""
-    return torch.nn.functional.rms_norm(x.float(), x.shape[-1:], weight.float(), epsilon).to(x.dtype)
-
-
-def add_rms_norm_reference(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same as `add_rms_norm` by plain torch, with the same roundings."""
-    total = x + residual
-    return total, rms_norm_reference(total, weight, epsilon)
 
 
 def _launch(

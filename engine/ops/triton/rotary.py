@@ -16,9 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from maxsimd.engine.ops.elementwise import HeadNorms
 from maxsimd.engine.ops.triton.launch import next_power_of_two
-
-LARGEST_HEAD = 256
 
 # Numbers that a program of two warps holds: 16 a thread.
 _NUMBERS = 1024
@@ -31,15 +30,6 @@ class Blocks:
 
     heads: int
     half: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class HeadNorms:
-    """The RMSNorm of each head of queries and of keys: weights [head_dim]."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    epsilon: float
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -88,11 +78,6 @@ def norm_rotary_kernel(  # type: ignore[no-untyped-def]
     tl.store(at + half, turned_second.to(qkv.dtype.element_ty), mask=inside)
 
 
-def is_supported(head_dim: int) -> bool:
-    """Whether the kernel takes heads of this size."""
-    return head_dim % 2 == 0 and head_dim <= LARGEST_HEAD
-
-
 def blocks_for(heads: int, head_dim: int) -> Blocks:
     """The blocks for rows of that many heads of queries and keys together."""
     half = next_power_of_two(head_dim // 2)
@@ -129,22 +114,3 @@ def norm_rotary_(
         BLOCK_HALF=blocks.half,
         num_warps=WARPS,
     )
-
-
-def norm_rotary_reference(
-    qkv: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    heads: tuple[int, int],
-    norms: HeadNorms | None,
-) -> torch.Tensor:
-    """The same by plain torch, with the same roundings, as a new tensor."""
-    queries, together = heads[0], sum(heads)
-    values = qkv[:, :together].float()
-    if norms is not None:
-        repeated = [norms.query.float()] * queries + [norms.key.float()] * heads[1]
-        mean = values.square().mean(dim=-1, keepdim=True)
-        values = values * torch.rsqrt(mean + norms.epsilon) * torch.stack(repeated)
-    first, second = values.chunk(2, dim=-1)
-    turned = values * cos.float()[:, None] + torch.cat([-second, first], dim=-1) * sin.float()[:, None]
-    return torch.cat([turned.to(qkv.dtype), qkv[:, together:]], dim=1)

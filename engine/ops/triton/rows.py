@@ -6,9 +6,6 @@ from dataclasses import dataclass
 
 from maxsimd.engine.ops.triton.launch import next_power_of_two
 
-# 16 warps then hold 16 numbers a thread and tensor, which the compiler does without spills.
-LARGEST_WIDTH = 8192
-
 # What a warp of 32 threads loads at a time: 8 numbers of 16 bits a thread.
 _OF_A_WARP = 256
 _MOST_WARPS = 16

@@ -9,15 +9,11 @@ Order of roundings: activation and product are float32, and the result is rounde
 after the activation too.
 """
 
-from typing import Literal, TypeAlias, get_args
-
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu"]
-ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+from maxsimd.engine.ops.elementwise import Activation
 
 # Numbers of a row that a program may compute, and those of each of its warps: 8 a thread, a load of 16 bytes.
 _BLOCKS = (1024, 512, 256)
@@ -80,18 +76,3 @@ def gated(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
             num_warps=block // NUMBERS_OF_A_WARP,
         )
     return out
-
-
-def gated_reference(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """The same by plain torch, with the same roundings."""
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    return (activated_reference(gate, activation) * up).to(gate_up.dtype)
-
-
-def activated_reference(x: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """An activation by plain torch."""
-    if activation == "silu":
-        return F.silu(x)
-    if activation == "relu":
-        return F.relu(x)
-    return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")

@@ -57,4 +57,29 @@ inline __m512 gelu<Float32>(__m512 x) {
     return _mm512_fnmadd_ps(a, share, _mm512_max_ps(_mm512_setzero_ps(), x));
 }
 
+// 1 / (1 + exp(-x)).
+template <class Number>
+inline __m512 logistic(__m512 x) {
+    const __m512 one = _mm512_set1_ps(1);
+    const __m512 falling = power_of_two<Number>(_mm512_mul_ps(_mm512_abs_ps(x), _mm512_set1_ps(-1.44269504f)));
+    const __m512 above = _mm512_div_ps(one, _mm512_add_ps(one, falling));
+    const __mmask16 negative = _mm512_movepi32_mask(_mm512_castps_si512(x));
+    return _mm512_mask_mul_ps(above, negative, falling, above);
+}
+
+template <class Number>
+inline __m512 silu(__m512 x) {
+    return _mm512_mul_ps(x, logistic<Number>(x));
+}
+
+// GELU's approximation by tanh: (1 + tanh(u)) / 2 is the logistic function of 2 u.
+template <class Number>
+inline __m512 gelu_by_tanh(__m512 x) {
+    const __m512 cubic = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_mul_ps(x, x), x), _mm512_set1_ps(0.044715f), x);
+    return _mm512_mul_ps(x, logistic<Number>(_mm512_mul_ps(cubic, _mm512_set1_ps(1.5957691f))));
+}
+
+// NaN stays NaN.
+inline __m512 relu(__m512 x) { return _mm512_max_ps(_mm512_setzero_ps(), x); }
+
 }  // namespace maxsimd

@@ -234,7 +234,7 @@ class Thread {
                                     (const int32_t*)product.sums,
                                     (const float*)product.bias,
                                     product.columns,
-                                    gelu,
+                                    gelu ? Activation::GELU : Activation::NONE,
                                     out,
                                     after};
         if (block.alone)

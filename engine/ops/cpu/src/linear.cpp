@@ -1,5 +1,5 @@
-// Linear layers with bias, followed by GELU or by residual and layer norm: float32 with weights in float32, or
-// bfloat16 with weights in bfloat16 or int8.
+// Linear layers with bias, followed by an activation, a gate, a sum, or a sum and its layer norm: float32 with weights in
+// float32, or bfloat16 with weights in bfloat16 or int8.
 //
 // A task computes a block of rows for a range of columns, a panel of 32 columns at a time. A row's sums run over its
 // inputs in order, so that its results are the same to the last bit whatever other rows there are.
@@ -23,8 +23,8 @@ class Vectors {
   public:
     static constexpr int TILE_ROWS = 12;
     static constexpr int64_t MOST_ROWS = 8 * TILE_ROWS;  // of a task, so that they stay in the second-level cache
-    static constexpr int64_t AT_ONCE = 192 << 10;        // bytes of weights, as `run_task` says
-    static constexpr int64_t BETWEEN = 64;               // units that are multiplied between two prefetches
+    static constexpr int64_t AT_ONCE = 192 << 10;  // bytes of weights, as `run_task` says
+    static constexpr int64_t BETWEEN = 64;  // units that are multiplied between two prefetches
 
     Vectors(const Linear<Number>& linear, int64_t most)
         : linear_(linear), in_place_(is_in_place()), rows_(in_place_ ? 0 : most, linear.units()) {}
@@ -225,18 +225,33 @@ void maxsimd_pack(const void* rows, int64_t count, int64_t units, void* packed) 
 
 // x [rows][inputs] -> out [rows][columns], float32 if `kind` is 0, bfloat16 if it is 1 or, with int8 weights, 2.
 // x_stride is in elements. Weights are packed and padded with zeros to `packed_units` a column, a multiple of 16, and
-// to a multiple of 32 columns. With a residual [rows][columns], whose rows are residual_stride apart, out is the layer
-// norm of the sum of the layer's output and the residual.
+// to a multiple of 32 columns. `activation` is as `Activation` counts them; with gates, columns are a multiple of 32 and
+// out has half of them. `added` [rows][columns], whose rows are added_stride apart, is added to the output. With a
+// residual, likewise, out is the layer norm of the sum of the layer's output and the residual.
 void maxsimd_linear(int kind, const void* x, int64_t x_stride, int64_t rows, int64_t inputs, const void* weights,
                     int64_t packed_units, const float* weight_scales, const int32_t* weight_sums, const float* bias,
-                    int64_t columns, int gelu, const void* residual, int64_t residual_stride, const float* norm_weight,
-                    const float* norm_bias, float epsilon, void* out) {
+                    int64_t columns, int activation, const void* added, int64_t added_stride, const void* residual,
+                    int64_t residual_stride, const float* norm_weight, const float* norm_bias, float epsilon,
+                    void* out) {
     using namespace maxsimd;
     const auto compute = [&](auto number) {
         using Number = decltype(number);
         using Value = typename Number::Value;
-        run<Number>({(const Value*)x, x_stride, rows, inputs, (const Unit*)weights, packed_units, weight_scales,
-                     weight_sums, bias, columns, gelu != 0, (Value*)out},
+        run<Number>({(const Value*)x,
+                     x_stride,
+                     rows,
+                     inputs,
+                     (const Unit*)weights,
+                     packed_units,
+                     weight_scales,
+                     weight_sums,
+                     bias,
+                     columns,
+                     (Activation)activation,
+                     (Value*)out,
+                     {},
+                     (const Value*)added,
+                     added_stride},
                     {(const Value*)residual, residual_stride, norm_weight, norm_bias, epsilon});
     };
     if (kind == 0)

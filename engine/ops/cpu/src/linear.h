@@ -1,5 +1,5 @@
-// The arguments of a linear layer, and its epilogue: scales, bias and GELU, or residual and layer norm. The epilogue
-// reads one row at a time.
+// The arguments of a linear layer, and its epilogue: scales and bias, then an activation, a gate, a sum, or a sum and
+// its layer norm. The epilogue reads one row at a time.
 #pragma once
 
 #include <algorithm>
@@ -19,6 +19,9 @@ struct Stretch {
     int64_t lines = 0;  // of a cache
 };
 
+// What follows the bias. Gates come in the first 16 of each 32 columns, and what they multiply in the other 16.
+enum class Activation { NONE, GELU, GATED_SILU, GATED_GELU, GATED_GELU_TANH, GATED_RELU };
+
 template <class Number>
 struct Linear {
     using Value = typename Number::Value;
@@ -30,9 +33,11 @@ struct Linear {
     const int32_t* weight_sums;  // [columns], int8 only
     const float* bias;           // [columns] or null
     int64_t columns;
-    bool gelu;
-    Value* out;        // [rows][columns]
+    Activation activation;
+    Value* out;        // [rows][columns], or half of the columns if there are gates
     Stretch upcoming;  // the weights of the layer that the same thread computes next, if it is known
+    const Value* added = nullptr;  // [rows], added_stride apart: added to the output; or null
+    int64_t added_stride = 0;
 
     int64_t units() const { return (inputs + Number::PER_UNIT - 1) / Number::PER_UNIT; }
     const Unit* block(int64_t column) const { return weights + column * packed_units; }
@@ -99,17 +104,46 @@ struct Edge<Int8> {
     }
 };
 
+template <class Number>
+inline __m512 activated(Activation activation, __m512 x) {
+    switch (activation) {
+        case Activation::GELU:
+        case Activation::GATED_GELU:
+            return gelu<Number>(x);
+        case Activation::GATED_SILU:
+            return silu<Number>(x);
+        case Activation::GATED_GELU_TANH:
+            return gelu_by_tanh<Number>(x);
+        case Activation::GATED_RELU:
+            return relu(x);
+        default:
+            return x;
+    }
+}
+
 // Sums [count][PANEL] of rows into the output at `row` and `column`; int8 rows have scales.
 template <class Number>
 __attribute__((noinline)) void finish(const Linear<Number>& linear, const Unit* sums, const float* scales,
                                       int64_t count, int64_t row, int64_t column) {
     const Edge<Number> edges[] = {{linear, column}, {linear, column + LANES}};
+    if (linear.activation > Activation::GELU) {
+        for (int64_t i = 0; i < count; i++) {
+            const __m512 gate = edges[0].end(sums + i * PANEL, scales, i);
+            const __m512 y = _mm512_mul_ps(activated<Number>(linear.activation, gate),
+                                           edges[1].end(sums + i * PANEL + LANES, scales, i));
+            store(linear.out + (row + i) * (linear.columns / 2) + column / 2, 0xffff, y);
+        }
+        return;
+    }
     for (int64_t i = 0; i < count; i++)
 #pragma GCC unroll 2
         for (int block = 0; block < 2; block++) {
+            const int64_t at = column + block * LANES;
             __m512 y = edges[block].end(sums + i * PANEL + block * LANES, scales, i);
-            if (linear.gelu) y = gelu<Number>(y);
-            store(linear.out + (row + i) * linear.columns + column + block * LANES, edges[block].mask, y);
+            if (linear.activation == Activation::GELU) y = gelu<Number>(y);
+            if (linear.added)
+                y = _mm512_add_ps(y, load(linear.added + (row + i) * linear.added_stride + at, edges[block].mask));
+            store(linear.out + (row + i) * linear.columns + at, edges[block].mask, y);
         }
 }
 

@@ -30,7 +30,7 @@ from maxsimd.engine.execution.attention.interface import StepAttention
 from maxsimd.engine.execution.attention.one_by_one import OneByOneBackend
 from maxsimd.engine.execution.fused_layers import bert, linears, replace, rotary_layers, trial
 from maxsimd.engine.execution.prepare import PreparedModel, prepare
-from maxsimd.engine.ops.triton import layer_norm, rms_norm, rotary, swiglu
+from maxsimd.engine.ops import elementwise
 from tests.checkpoints import cross_encoders
 from tests.exhaustive import exhaustive
 from tests.unit.engine.execution.test_packed import laid_out
@@ -59,13 +59,13 @@ def check_broken_kernels() -> None:
     """Modules whose kernel gives something else or fails stay as they are. A failure is warned of."""
 
     def wrong(*given: Any) -> torch.Tensor:
-        return 1.01 * layer_norm.add_layer_norm_reference(*given)
+        return 1.01 * elementwise.add_layer_norm_reference(*given)
 
     def failing(*given: Any) -> torch.Tensor:
         raise RuntimeError("no kernel image")
 
     for broken in (wrong, failing):
-        with plain_kernels(), patch.object(layer_norm, "add_layer_norm", broken), warnings() as warned:
+        with plain_kernels(), patch.object(elementwise, "add_layer_norm", broken), warnings() as warned:
             assert _fused_modules(_checkpoint("bert"), kernels="auto") == {"FusedSelfAttention": 3}
     expected = "layers are left as they are, which is slower: Output: RuntimeError: no kernel image"
     assert expected in warned
@@ -269,19 +269,13 @@ def plain_kernels() -> Iterator[None]:
     that the interpreter takes."""
 
     def turn_(qkv: torch.Tensor, *given: Any) -> None:
-        qkv.copy_(rotary.norm_rotary_reference(qkv, *given))
+        qkv.copy_(elementwise.norm_rotary_reference(qkv, *given))
 
+    names = ("layer_norm", "add_layer_norm", "sum_and_layer_norm", "rms_norm", "add_rms_norm", "gated")
     with ExitStack() as patches:
-        patches.enter_context(patch.object(rotary, "norm_rotary_", turn_))
-        for module, name in (
-            (layer_norm, "layer_norm"),
-            (layer_norm, "add_layer_norm"),
-            (layer_norm, "sum_and_layer_norm"),
-            (rms_norm, "rms_norm"),
-            (rms_norm, "add_rms_norm"),
-            (swiglu, "gated"),
-        ):
-            patches.enter_context(patch.object(module, name, getattr(module, f"{name}_reference")))
+        patches.enter_context(patch.object(elementwise, "norm_rotary_", turn_))
+        for name in names:
+            patches.enter_context(patch.object(elementwise, name, getattr(elementwise, f"{name}_reference")))
         yield
 
 

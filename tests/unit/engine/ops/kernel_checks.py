@@ -16,6 +16,7 @@ from maxsimd.engine.execution.attention.one_by_one import OneByOneBackend
 from maxsimd.engine.execution.lay_out import lay_out
 from maxsimd.engine.execution.layout import Layout, PrefillChunk, SharedGroup
 from maxsimd.engine.execution.prefill_kv import PrefillKV
+from maxsimd.engine.ops import elementwise, triton
 from maxsimd.engine.ops.qkv import KV, QKV
 from maxsimd.engine.ops.triton.launch import Limits
 from maxsimd.engine.scoring.maxsim import maxsim_reference
@@ -440,14 +441,22 @@ def numbers(*shape: int, dtype: torch.dtype, seed: int, apart: int = 0) -> torch
     return wide[..., : shape[-1]]
 
 
-def check_layer_norm(device: str) -> None:
-    from maxsimd.engine.ops.triton import layer_norm as norms
+def layer_dtypes(device: str) -> list[torch.dtype]:
+    """Those of the kernels that run there; the compiled ones have no float16."""
+    return DTYPES if triton.runs_on(torch.device(device)) else [torch.float32, torch.bfloat16]
 
+
+def as_read(weight: torch.Tensor, device: str) -> torch.Tensor:
+    """A norm's weight as the kernels that run there read it."""
+    return weight.to(device) if triton.runs_on(torch.device(device)) else weight.float()
+
+
+def check_layer_norm(device: str) -> None:
     @examples(40, device)
     @given(
         ROWS,
         WIDTHS,
-        st.sampled_from(DTYPES),
+        st.sampled_from(layer_dtypes(device)),
         st.sampled_from([0, 16]),
         st.sampled_from([0.0, 30.0]),
         st.booleans(),
@@ -458,38 +467,43 @@ def check_layer_norm(device: str) -> None:
         weight, some_bias = (numbers(width, dtype=dtype, seed=seed) for seed in (3, 4))
         bias = some_bias if biased else None
         there = x.to(device), residual.to(device)
-        norm = weight.to(device), some_bias.to(device) if biased else None, 1e-5
-        same(norms.layer_norm(there[0], *norm), norms.layer_norm_reference(x, weight, bias, 1e-5))
-        exact = norms.add_layer_norm_reference(x, residual, weight, bias, 1e-5)
-        same(norms.add_layer_norm(*there, *norm), exact)
-        total, normed = norms.sum_and_layer_norm(*there, *norm)
-        same(total, norms.sum_and_layer_norm_reference(x, residual, weight, bias, 1e-5)[0])
+        norm = as_read(weight, device), as_read(some_bias, device) if biased else None, 1e-5
+        same(elementwise.layer_norm(there[0], *norm), elementwise.layer_norm_reference(x, weight, bias, 1e-5))
+        exact = elementwise.add_layer_norm_reference(x, residual, weight, bias, 1e-5)
+        same(elementwise.add_layer_norm(*there, *norm), exact)
+        total, normed = elementwise.sum_and_layer_norm(*there, *norm)
+        same(total, elementwise.sum_and_layer_norm_reference(x, residual, weight, bias, 1e-5)[0])
         # Computed from the rounded sum; the interpreter rounds bfloat16 differently.
-        same(normed, norms.layer_norm_reference(total.cpu(), weight, bias, 1e-5))
+        same(normed, elementwise.layer_norm_reference(total.cpu(), weight, bias, 1e-5))
 
     compare()
 
 
 def check_rms_norm(device: str) -> None:
-    from maxsimd.engine.ops.triton.rms_norm import (
-        add_rms_norm,
-        add_rms_norm_reference,
-        rms_norm,
-        rms_norm_reference,
-    )
-
     @examples(40, device)
-    @given(ROWS, WIDTHS, st.sampled_from(DTYPES), st.sampled_from([0, 16]), st.sampled_from([1e-6, 0.5]))
+    @given(
+        ROWS,
+        WIDTHS,
+        st.sampled_from(layer_dtypes(device)),
+        st.sampled_from([0, 16]),
+        st.sampled_from([1e-6, 0.5]),
+    )
     def compare(rows: int, width: int, dtype: torch.dtype, apart: int, epsilon: float) -> None:
         x = numbers(rows, width, dtype=dtype, seed=1, apart=apart)
         residual = numbers(rows, width, dtype=dtype, seed=2, apart=2 * apart)
         weight = numbers(width, dtype=dtype, seed=3)
-        there = [each.to(device) for each in (x, residual, weight)]
-        same(rms_norm(there[0], there[2], epsilon), rms_norm_reference(x, weight, epsilon))
+        there = [x.to(device), residual.to(device), as_read(weight, device)]
+        same(
+            elementwise.rms_norm(there[0], there[2], epsilon),
+            elementwise.rms_norm_reference(x, weight, epsilon),
+        )
         wide = weight.float() + 1  # as Gemma has it
-        same(rms_norm(there[0], wide.to(device), epsilon), rms_norm_reference(x, wide, epsilon))
-        total, normed = add_rms_norm(*there, epsilon)
-        exact_total, exact = add_rms_norm_reference(x, residual, weight, epsilon)
+        same(
+            elementwise.rms_norm(there[0], wide.to(device), epsilon),
+            elementwise.rms_norm_reference(x, wide, epsilon),
+        )
+        total, normed = elementwise.add_rms_norm(*there, epsilon)
+        exact_total, exact = elementwise.add_rms_norm_reference(x, residual, weight, epsilon)
         same(total, exact_total)  # the interpreter rounds to bfloat16 in its own way
         same(normed, exact)
 
@@ -497,14 +511,12 @@ def check_rms_norm(device: str) -> None:
 
 
 def check_norm_rotary(device: str) -> None:
-    from maxsimd.engine.ops.triton.rotary import HeadNorms, norm_rotary_, norm_rotary_reference
-
     @examples(40, device)
     @given(
         st.integers(0, 4),
         st.tuples(st.integers(1, 9), st.integers(1, 5)),
         st.sampled_from([16, 32, 64, 80, 128, 256]),
-        st.sampled_from(DTYPES),
+        st.sampled_from(layer_dtypes(device)),
         st.booleans(),
     )
     def compare(rows: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype, normed: bool) -> None:
@@ -514,12 +526,16 @@ def check_norm_rotary(device: str) -> None:
         cos, sin = (numbers(rows, head_dim, dtype=dtype, seed=seed) for seed in (2, 3))
         norms = None
         if normed:
-            norms = HeadNorms(*(numbers(head_dim, dtype=dtype, seed=seed) for seed in (4, 5)), 1e-6)
-        exact = norm_rotary_reference(qkv, cos, sin, heads, norms)
+            norms = elementwise.HeadNorms(
+                *(numbers(head_dim, dtype=dtype, seed=seed) for seed in (4, 5)), 1e-6
+            )
+        exact = elementwise.norm_rotary_reference(qkv, cos, sin, heads, norms)
         there = qkv.to(device, copy=True)
         if norms is not None:
-            norms = HeadNorms(norms.query.to(device), norms.key.to(device), norms.epsilon)
-        norm_rotary_(there, cos.to(device), sin.to(device), heads, norms)
+            norms = elementwise.HeadNorms(
+                as_read(norms.query, device), as_read(norms.key, device), norms.epsilon
+            )
+        elementwise.norm_rotary_(there, cos.to(device), sin.to(device), heads, norms)
         same(there, exact)
         values = slice(sum(heads), None)
         assert torch.equal(there[:, values].cpu(), qkv[:, values])
@@ -528,18 +544,21 @@ def check_norm_rotary(device: str) -> None:
 
 
 def check_gated(device: str) -> None:
-    from maxsimd.engine.ops.triton.swiglu import ACTIVATIONS, gated, gated_reference
-
     @examples(30, device)
-    @given(ROWS, st.sampled_from([1, 48, 1024, 1500]), st.sampled_from(DTYPES), st.sampled_from([1.0, 60.0]))
+    @given(
+        ROWS,
+        st.sampled_from([1, 48, 1024, 1500]),
+        st.sampled_from(layer_dtypes(device)),
+        st.sampled_from([1.0, 60.0]),
+    )
     def compare(rows: int, width: int, dtype: torch.dtype, scale: float) -> None:
         gate_up = numbers(rows, 2 * width, dtype=dtype, seed=rows, apart=16) * scale
         gate, up = gate_up.float().chunk(2, dim=-1)
         # 1 + erf(x) and the like are rounded to float32 where they are small, beside 1.
         lost = 4 * torch.finfo(torch.float32).eps * (gate * up).abs()
-        for activation in ACTIVATIONS:
-            exact = gated_reference(gate_up, activation)
-            found = gated(gate_up.to(device), activation)
+        for activation in elementwise.ACTIVATIONS:
+            exact = elementwise.gated_reference(gate_up, activation)
+            found = elementwise.gated(gate_up.to(device), activation)
             assert found.dtype is exact.dtype
             apart = (found.float().cpu() - exact.float()).abs()
             allowed = lost + LAYER_TOLERANCE[dtype] * exact.float().abs() + torch.finfo(dtype).smallest_normal
@@ -547,8 +566,8 @@ def check_gated(device: str) -> None:
 
     compare()
     broken = torch.tensor([[torch.nan, 1.0, 1.0, torch.nan]], device=device)
-    for activation in ACTIVATIONS:
-        assert gated(broken, activation).isnan().all()
+    for activation in elementwise.ACTIVATIONS:
+        assert elementwise.gated(broken, activation).isnan().all()
 
 
 CHECKS = [

@@ -20,12 +20,17 @@ from maxsimd.engine.execution.attention.one_by_one import OneByOneBackend
 from maxsimd.engine.execution.layout import Layout
 from maxsimd.engine.execution.towers import NAME, PatchProduct, attend, attention_restored, use_kernels
 from maxsimd.engine.ops import cpu as kernels
+from maxsimd.engine.ops import elementwise
 from maxsimd.engine.ops.cpu.finite import first_not_finite
 from maxsimd.engine.ops.cpu.instruction_sets import may_use
 from maxsimd.engine.ops.cpu.linear import (
+    GATES,
     Norm,
     Weights,
+    gated_order,
     linear,
+    linear_added,
+    linear_gated,
     linear_norm,
     pack_bfloat16,
     pack_float32,
@@ -34,7 +39,15 @@ from maxsimd.engine.ops.cpu.linear import (
 )
 from maxsimd.engine.ops.qkv import QKV
 from tests.unit.engine.execution.test_packed import CPU, full, laid_out
-from tests.unit.engine.ops.kernel_checks import Attention, behind_prefixes, chunks, whole_sequences
+from tests.unit.engine.ops.kernel_checks import (
+    Attention,
+    behind_prefixes,
+    check_layer_norm,
+    check_norm_rotary,
+    check_rms_norm,
+    chunks,
+    whole_sequences,
+)
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 needs_kernels = pytest.mark.skipif(not kernels.is_available(), reason="this processor cannot run the kernels")
@@ -164,6 +177,65 @@ def test_a_fused_layer_norm_equals_the_plain_one(
     spread = total.std(dim=1, correction=0, keepdim=True).clamp(max=1)
     step = {torch.float32: 1e-5, torch.bfloat16: 6e-2}[dtype]
     torch.testing.assert_close(ours * spread, expected * spread, atol=step, rtol=step)
+
+
+@needs_kernels
+@pytest.mark.parametrize(("pack", "atol", "rtol"), [(pack_float32, 2e-6, 2e-6), (pack_bfloat16, 1e-3, 2**-7)])
+@given(SHAPES, st.booleans(), st.sampled_from(GATES), st.booleans())
+@settings(deadline=None)
+def test_gates_and_sums_in_a_layer_equal_the_plain_ones(
+    pack: Callable[[torch.Tensor], Weights],
+    atol: float,
+    rtol: float,
+    shape: tuple[int, int, int],
+    bias: bool,
+    gate: str,
+    tiles: bool,
+) -> None:
+    rows, inputs, columns = shape
+    columns = 32 * -(-columns // 32)
+    x, weight, biases = random_layer((rows, inputs, columns), pack(torch.zeros(1, 1)).dtype)
+    order = gated_order(columns // 2)
+    wide = x.double() @ weight.double().T + (biases if bias else 0)
+    gates, others = wide.chunk(2, dim=-1)
+    residual = torch.randn(rows, columns + 4, generator=torch.Generator().manual_seed(rows)).to(x.dtype)[
+        :, 4:
+    ]
+    with amx(tiles):
+        gated = linear_gated(x, pack(weight[order]), biases[order] if bias else None, gate)
+        added = linear_added(x, pack(weight), biases if bias else None, residual)
+    expected = elementwise.activated_reference(gates, gate) * others  # type: ignore[arg-type]
+    # An activation's error is multiplied.
+    torch.testing.assert_close(gated.double(), expected, atol=4 * atol, rtol=4 * rtol)
+    torch.testing.assert_close(added.double(), wide + residual, atol=2 * atol, rtol=2 * rtol)
+    row = rows // 2
+    alone = linear_gated(x[row : row + 1], pack(weight[order]), biases[order] if bias else None, gate)
+    if not tiles:
+        assert torch.equal(alone[0], gated[row])
+
+
+def test_a_gated_layer_has_whole_groups_of_columns() -> None:
+    assert gated_order(32).tolist() == [*range(16), *range(32, 48), *range(16, 32), *range(48, 64)]
+    with pytest.raises(ValueError, match="20 columns"):
+        gated_order(20)
+
+
+@needs_kernels
+@pytest.mark.parametrize("check", [check_layer_norm, check_rms_norm, check_norm_rotary])
+def test_norms_and_rotations_equal_plain_torch(check: Callable[[str], None]) -> None:
+    check("cpu")
+
+
+@needs_kernels
+def test_rows_are_normed_and_turned_to_the_same_bits_alone() -> None:
+    random = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(9, 100, generator=random).bfloat16(), torch.randn(100, generator=random)
+    assert torch.equal(elementwise.rms_norm(x, weight, 1e-6)[4:5], elementwise.rms_norm(x[4:5], weight, 1e-6))
+    qkv, angles = torch.randn(9, 6, 64, generator=random), torch.randn(2, 9, 64, generator=random)
+    alone = qkv[4:5].clone()
+    elementwise.norm_rotary_(qkv, *angles, (4, 1), None)
+    elementwise.norm_rotary_(alone, *angles[:, 4:5], (4, 1), None)
+    assert torch.equal(qkv[4:5], alone)
 
 
 @needs_kernels

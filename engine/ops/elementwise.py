@@ -1,0 +1,203 @@
+"""What stands between the products of a layer: norms with the sum before them, rotary positions, gates.
+
+Each function runs a Triton kernel on a GPU, or where Triton interprets it, and else a compiled kernel for
+CPUs. Each has its reference in plain torch, with the same order of roundings: norms, rotations and gates are
+float32, and the result is rounded once. A sum that is returned is rounded first, as transformers does.
+
+Sources: layer norm, Ba, Kiros & Hinton 2016 (arXiv 1607.06450), equations 3 and 4; RMSNorm, Zhang & Sennrich
+2019 (arXiv 1910.07467), equation 4; rotary positions, Su et al. 2021 (arXiv 2104.09864), equation 34, with
+halves in place of neighbors as in transformers; the norm of heads, Qwen3 (arXiv 2505.09388), section 2;
+gates, Shazeer 2020 (arXiv 2002.05202), equations 5 and 6.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+import torch
+import torch.nn.functional as F
+
+from maxsimd.engine.ops import triton
+from maxsimd.engine.ops.cpu import elementwise as cpu
+
+Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu"]
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+
+# A Triton program holds a row, or a head, in its registers: 16 warps hold 16 numbers a thread and tensor
+# without spills.
+LARGEST_WIDTH, LARGEST_HEAD = 8192, 256
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadNorms:
+    """The RMSNorm of each head of queries and of keys: weights [head_dim]."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    epsilon: float
+
+
+def is_rotary_supported(head_dim: int) -> bool:
+    """Whether the kernels take heads of this size."""
+    return head_dim % 2 == 0 and head_dim <= LARGEST_HEAD
+
+
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float
+) -> torch.Tensor:
+    """The layer norm of `x` [rows, width], whose rows may be apart; contiguous, in the precision of `x`."""
+    if not triton.runs_on(x.device):
+        return cpu.layer_norm(x, weight, bias, epsilon)
+    from maxsimd.engine.ops.triton import layer_norm as kernel
+
+    return kernel.layer_norm(x, weight, bias, epsilon)
+
+
+def add_layer_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float
+) -> torch.Tensor:
+    """The layer norm of `x + residual`, [rows, width] each, whose rows may be apart; contiguous."""
+    if not triton.runs_on(x.device):
+        return cpu.layer_norm(x, weight, bias, epsilon, residual)
+    from maxsimd.engine.ops.triton import layer_norm as kernel
+
+    return kernel.add_layer_norm(x, residual, weight, bias, epsilon)
+
+
+def sum_and_layer_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x + residual` and its layer norm, [rows, width] each, contiguous."""
+    if not triton.runs_on(x.device):
+        total = x + residual
+        return total, cpu.layer_norm(total, weight, bias, epsilon)
+    from maxsimd.engine.ops.triton import layer_norm as kernel
+
+    return kernel.sum_and_layer_norm(x, residual, weight, bias, epsilon)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """RMSNorm of `x` [rows, width], whose rows may be apart; contiguous, in the precision of `x`."""
+    if not triton.runs_on(x.device):
+        return cpu.rms_norm(x, weight, epsilon)
+    from maxsimd.engine.ops.triton import rms_norm as kernel
+
+    return kernel.rms_norm(x, weight, epsilon)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x + residual` and its RMSNorm, [rows, width] each, contiguous."""
+    if not triton.runs_on(x.device):
+        total = x + residual
+        return total, cpu.rms_norm(total, weight, epsilon)
+    from maxsimd.engine.ops.triton import rms_norm as kernel
+
+    return kernel.add_rms_norm(x, residual, weight, epsilon)
+
+
+def norm_rotary_(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    heads: tuple[int, int],
+    norms: HeadNorms | None,
+) -> None:
+    """Norms and turns in place the queries and keys in `qkv` [rows, all heads, head_dim], of which the first
+    `heads[0]` are queries and the next `heads[1]` keys; `cos` and `sin` are [rows, head_dim]."""
+    if not triton.runs_on(qkv.device):
+        weights = None if norms is None else (norms.query, norms.key, norms.epsilon)
+        cpu.norm_rotary_(qkv, cos, sin, heads, weights)
+        return
+    from maxsimd.engine.ops.triton import rotary as kernel
+
+    kernel.norm_rotary_(qkv, cos, sin, heads, norms)
+
+
+def gated(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """`activation(gate) * up` [rows, width], for [rows, 2 width] with the gate first. On a CPU this is plain
+    torch; `linear_gated` has it in the product."""
+    if not triton.runs_on(gate_up.device):
+        return gated_reference(gate_up, activation)
+    from maxsimd.engine.ops.triton import swiglu as kernel
+
+    return kernel.gated(gate_up, activation)
+
+
+def layer_norm_reference(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float
+) -> torch.Tensor:
+    """The same as `layer_norm` by plain torch, with the same roundings."""
+    wide_bias = None if bias is None else bias.float()
+    normed = torch.nn.functional.layer_norm(x.float(), x.shape[-1:], weight.float(), wide_bias, epsilon)
+    return normed.to(x.dtype)
+
+
+def add_layer_norm_reference(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    epsilon: float,
+) -> torch.Tensor:
+    """The same as `add_layer_norm` by plain torch, with the same roundings."""
+    return layer_norm_reference(x.float() + residual.float(), weight, bias, epsilon).to(x.dtype)
+
+
+def sum_and_layer_norm_reference(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    epsilon: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same as `sum_and_layer_norm` by plain torch, with the same roundings."""
+    total = x + residual
+    return total, layer_norm_reference(total, weight, bias, epsilon)
+
+
+def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """The same as `rms_norm` by plain torch, with the same roundings."""
+    return torch.nn.functional.rms_norm(x.float(), x.shape[-1:], weight.float(), epsilon).to(x.dtype)
+
+
+def add_rms_norm_reference(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same as `add_rms_norm` by plain torch, with the same roundings."""
+    total = x + residual
+    return total, rms_norm_reference(total, weight, epsilon)
+
+
+def norm_rotary_reference(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    heads: tuple[int, int],
+    norms: HeadNorms | None,
+) -> torch.Tensor:
+    """The same as `norm_rotary_` by plain torch, with the same roundings, as a new tensor."""
+    queries, together = heads[0], sum(heads)
+    values = qkv[:, :together].float()
+    if norms is not None:
+        repeated = [norms.query.float()] * queries + [norms.key.float()] * heads[1]
+        mean = values.square().mean(dim=-1, keepdim=True)
+        values = values * torch.rsqrt(mean + norms.epsilon) * torch.stack(repeated)
+    first, second = values.chunk(2, dim=-1)
+    turned = values * cos.float()[:, None] + torch.cat([-second, first], dim=-1) * sin.float()[:, None]
+    return torch.cat([turned.to(qkv.dtype), qkv[:, together:]], dim=1)
+
+
+def gated_reference(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """The same as `gated` by plain torch, with the same roundings."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (activated_reference(gate, activation) * up).to(gate_up.dtype)
+
+
+def activated_reference(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """An activation by plain torch."""
+    if activation == "silu":
+        return F.silu(x)
+    if activation == "relu":
+        return F.relu(x)
+    return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
