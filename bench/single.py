@@ -1,5 +1,5 @@
-"""A lone request with all layers in one call of the library, layer by layer, and in another version of
-maxsimd, each in a process of its own, in turns."""
+"""A lone request with all layers in one call of the library if the model allows it, layer by layer, and in
+another version of maxsimd, each in a process of its own, in turns."""
 
 import contextlib
 import json
@@ -30,8 +30,8 @@ def measure_single(
     often one call gave the same scores as layer by layer. Without a model, one as MiniLM-L6 cross-encoders
     are, with random weights. `other` is a checkout of another version, whose kernels are compiled.
 
-    Raises ClickException where the engine runs all steps layer by layer, so that there is nothing to compare,
-    and where the other version lacks its kernels."""
+    Raises ClickException where there is nothing to compare, because the engine runs all steps layer by layer
+    and no other version is given, and where the other version lacks its kernels."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         config = {"model": model or minilm_l6(Path(folder) / "model"), "device": "cpu", **settings}
         ways = ["one_call", "layer_by_layer", *([] if other is None else ["other"])]
@@ -39,7 +39,9 @@ def measure_single(
             way: stack.enter_context(_Engine(way, config, other if way == "other" else None)) for way in ways
         }
         if not engines["one_call"].state["one_call"]:
-            raise click.ClickException("this processor, or this model, runs all steps layer by layer")
+            if other is None:
+                raise click.ClickException("this processor, or this model, runs all steps layer by layer")
+            engines.pop("one_call").stop()
         if other is not None and not engines["other"].state["kernels"]:
             raise click.ClickException(f"the kernels of {other} are not compiled: pip install it, editable")
         figures: dict[str, Any] = {}
@@ -69,6 +71,10 @@ class _Engine:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Ends the process, if it has not ended."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
@@ -102,10 +108,13 @@ def _in_turns(engines: dict[str, _Engine], documents: int, count: int) -> dict[s
             seconds[way] += answer["seconds"]
             scores[way] += answer["scores"]
             tokens = answer["tokens"]
-    same = sum(one == other for one, other in zip(scores["one_call"], scores["layer_by_layer"], strict=True))
     medians = {way: statistics.median(taken) for way, taken in seconds.items()}
-    figures: dict[str, Any] = {"tokens": tokens, "same_scores": f"{same} of {count}"}
+    first, *others = medians
+    figures: dict[str, Any] = {"tokens": tokens}
+    if "one_call" in scores:
+        same = map(list.__eq__, scores["one_call"], scores["layer_by_layer"])
+        figures["same_scores"] = f"{sum(same)} of {count}"
     figures |= {f"{way}_ms": round(1e3 * median, 2) for way, median in medians.items()}
-    for way in list(medians)[1:]:
-        figures[f"one_call_over_{way}"] = round(medians["one_call"] / medians[way], 3)
+    for way in others:
+        figures[f"{first}_over_{way}"] = round(medians[first] / medians[way], 3)
     return figures
