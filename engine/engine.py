@@ -12,8 +12,8 @@ from maxsimd.engine.errors import EngineDeadError, EngineNotReadyError, InvalidR
 from maxsimd.engine.explanations import Explanation
 from maxsimd.engine.life import EngineLife
 from maxsimd.engine.media import Content, OpenImage, PictureFile
-from maxsimd.engine.preprocess import Prepared
-from maxsimd.engine.preprocess.late_chunking import as_document
+from maxsimd.engine.processors import Prepared
+from maxsimd.engine.processors.late_chunking import as_document
 from maxsimd.engine.requests import (
     CacheMode,
     ClassifyResult,

@@ -15,9 +15,9 @@ from maxsimd.engine.device.facts import ModelFacts
 from maxsimd.engine.device.load import DeviceModel
 from maxsimd.engine.errors import EngineDeadError, EngineNotReadyError, EngineRunningError
 from maxsimd.engine.metrics import EngineMetrics
-from maxsimd.engine.preprocess import Prepared
-from maxsimd.engine.preprocess.chat import chat_text
-from maxsimd.engine.preprocess.tokenization import TextTokenizer
+from maxsimd.engine.processors import Prepared
+from maxsimd.engine.processors.text.chat import chat_text
+from maxsimd.engine.processors.text.tokenization import TextTokenizer
 from maxsimd.engine.requests import EmbedRequest, RunOptions, ScoreRequest, Values
 from maxsimd.engine.runtime import Running, ValuesArrived, bury, launch
 from maxsimd.engine.stats import EngineStats

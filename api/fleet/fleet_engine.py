@@ -40,8 +40,7 @@ from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.facts import ModelFacts
 from maxsimd.engine.engine import SCORE_DEFAULTS
 from maxsimd.engine.errors import EngineNotReadyError, InvalidRequestError
-from maxsimd.engine.preprocess.tokenization import TextTokenizer
-from maxsimd.engine.preprocess.workers import WorkerPool
+from maxsimd.engine.processors.text.tokenization import TextTokenizer
 from maxsimd.engine.requests import (
     ClassifyResult,
     EmbedResult,
@@ -56,6 +55,7 @@ from maxsimd.engine.results.postprocess import aside, rank
 from maxsimd.engine.stats import EngineStats
 from maxsimd.engine.tenants import Tenant
 from maxsimd.engine.validation import as_inputs, as_scored, check_task
+from maxsimd.engine.workers import WorkerPool
 from maxsimd.scheduler.fleet import Split
 
 T = TypeVar("T")

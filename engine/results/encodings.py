@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from maxsimd.engine.cache import EmbeddingCache
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.errors import InvalidRequestError
-from maxsimd.engine.preprocess import Prepared, usage_of
+from maxsimd.engine.processors import Prepared, usage_of
 from maxsimd.engine.requests import EmbedResult, InputType, Value, Values
 from maxsimd.pooling.muvera import Muvera
 from maxsimd.pooling.ragged import Ragged, decoded

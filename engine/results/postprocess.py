@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.config import ScoreType
 from maxsimd.engine.errors import InvalidRequestError
-from maxsimd.engine.preprocess import Prepared, usage_of
+from maxsimd.engine.processors import Prepared, usage_of
 from maxsimd.engine.requests import (
     ClassifyResult,
     EmbedResult,

@@ -12,7 +12,7 @@ from maxsimd.engine.config import ScoreType
 from maxsimd.engine.device.load import DeviceModel
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.explanations import Explanation
-from maxsimd.engine.preprocess import Prepared, usage_of
+from maxsimd.engine.processors import Prepared, usage_of
 from maxsimd.engine.requests import RunOptions, ScoreOptions, ScoreRequest, ScoreResult, Value, Values
 from maxsimd.engine.results.postprocess import (
     Bounded,

@@ -4,7 +4,7 @@ import logging
 
 from maxsimd.engine.cache import EmbeddingCache
 from maxsimd.engine.device.thread import Device
-from maxsimd.engine.preprocess.workers import WorkerPool
+from maxsimd.engine.workers import WorkerPool
 
 log = logging.getLogger(__name__)
 

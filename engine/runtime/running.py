@@ -35,14 +35,14 @@ from maxsimd.engine.errors import (
 )
 from maxsimd.engine.execution.budget import beside_small_requests
 from maxsimd.engine.metrics import EngineMetrics
-from maxsimd.engine.preprocess import Prepared, Preprocessor, RequestIds, check_room, nothing_of
-from maxsimd.engine.preprocess.pairs import PrefixSharing
-from maxsimd.engine.preprocess.workers import WithdrawnError, WorkerPool
+from maxsimd.engine.processors import Prepared, Preprocessor, RequestIds, check_room, nothing_of
+from maxsimd.engine.processors.pairs import PrefixSharing
 from maxsimd.engine.requests import EmbedRequest, RunOptions, ScoreRequest, Timings, Value, Values
 from maxsimd.engine.runtime.end import STUCK_SECONDS, end_threads
 from maxsimd.engine.scoring.price import ScoringPrice
 from maxsimd.engine.stats import EngineStats
 from maxsimd.engine.tenants import TenantLimits
+from maxsimd.engine.workers import WithdrawnError, WorkerPool
 from maxsimd.scheduler import Scheduler, StepLimits, WaitingRequest
 
 log = logging.getLogger(__name__)

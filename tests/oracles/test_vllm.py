@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig
-from maxsimd.engine.preprocess import Preprocessor, RequestIds
-from maxsimd.engine.preprocess.tokenization import TextTokenizer
+from maxsimd.engine.processors import Preprocessor, RequestIds
+from maxsimd.engine.processors.text.tokenization import TextTokenizer
 from maxsimd.engine.requests import EmbedRequest, InputType, ScoreRequest
 from maxsimd.pooling.sparse import WordsHead
 from maxsimd.scheduler import Sequence

@@ -15,7 +15,7 @@ import pytest_asyncio
 
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import Engine, EngineConfig, RequestTooLargeError, Truncation, Vectors
-from maxsimd.engine.preprocess import explain_limits
+from maxsimd.engine.processors import explain_limits
 from tests.checkpoints import bi_encoders, cross_encoders, language_models
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines

@@ -19,10 +19,10 @@ from maxsimd.engine import (
     InvalidRequestError,
     RequestFailedError,
 )
-from maxsimd.engine.preprocess.combine import NoScores
-from maxsimd.engine.preprocess.prepared import Prepared
-from maxsimd.engine.preprocess.readable import prepare_readable
-from maxsimd.engine.preprocess.request_ids import RequestIds
+from maxsimd.engine.processors.combine import NoScores
+from maxsimd.engine.processors.prepared import Prepared
+from maxsimd.engine.processors.readable import prepare_readable
+from maxsimd.engine.processors.request_ids import RequestIds
 from maxsimd.engine.requests import ScoreRequest
 from maxsimd.engine.results import postprocess
 from maxsimd.engine.stats import EngineStats

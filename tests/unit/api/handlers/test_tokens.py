@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from maxsimd.engine.preprocess.pieces import LONGEST_PIECE
-from maxsimd.engine.preprocess.tokenization import MOST_DECODED
+from maxsimd.engine.processors.text.pieces import LONGEST_PIECE
+from maxsimd.engine.processors.text.tokenization import MOST_DECODED
 from tests.unit.calling_handlers import Caller, RecordingEngine
 
 

@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig, InvalidRequestError, QueueFullError
-from maxsimd.engine.preprocess import two_stage
+from maxsimd.engine.processors import two_stage
 from maxsimd.engine.scoring import price
 from maxsimd.engine.stats import EngineStats
 from tests.checkpoints import bi_encoders, language_models

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from maxsimd.engine.explanations import Explanation
-from maxsimd.engine.preprocess import Prepared
+from maxsimd.engine.processors import Prepared
 from maxsimd.engine.requests import RunOptions, Values
 from maxsimd.engine.results.postprocess import activate, aside, keeps_order, rank, work_in
 from maxsimd.engine.results.scores import ScoreCall, ScoredPairs, ScoreLabel
-from tests.unit.engine.preprocess.preprocessing import score_request
+from tests.unit.engine.processors.preprocessing import score_request
 
 # Few values, so that there are ties; both zeros are one.
 SCORES = st.lists(

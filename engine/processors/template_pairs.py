@@ -1,0 +1,321 @@
+"""Pairs that a checkpoint's score template puts together: language models that are asked about a pair."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from maxsimd.engine.checkpoint.score_template import Frame, ScoreTemplate
+from maxsimd.engine.errors import InvalidRequestError, ModelLoadError
+from maxsimd.engine.explanations import Span
+from maxsimd.engine.processors.pair_joiner import JoinedPair
+from maxsimd.engine.processors.strategy import SHORTEST_TEXT
+from maxsimd.engine.processors.text.long_inputs import Fitted, InputName, LongInputs, Room, no_room, too_long
+from maxsimd.engine.processors.text.origins import extent
+from maxsimd.engine.processors.text.tokenization import PART_TEXTS, Around, TextTokenizer, cut
+from maxsimd.engine.requests import ScoreRequest
+from maxsimd.engine.workers import yield_to_smaller
+from maxsimd.scheduler import JoinedTokens
+from maxsimd.scheduler.payload import TokenIds
+
+_NONE = np.empty(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Surroundings:
+    """What stands around the documents of a query: the token ids `before` and `after` a text of which the
+    document is a part, because it may merge with what is `left` and `right` of it there. `prefix` is what
+    pairs of the query begin with, whatever the document. `types` are the type ids of what is before, of the
+    text, and of what is after."""
+
+    before: TokenIds
+    left: str
+    right: str
+    after: TokenIds
+    prefix: TokenIds
+    types: tuple[TokenIds | int, int, TokenIds | int]
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens the sequence has beside that text."""
+        return len(self.before) + len(self.after)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Query:
+    """A query of a request as it is put into the template, and what then stands `around` its documents; None
+    where the template does not write a document once, as it is."""
+
+    text: str
+    instruction: str | None
+    around: _Surroundings | None
+    frames: list[Frame] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    name: InputName
+    query: _Query
+    around: _Surroundings
+    document: str
+
+    @property
+    def text(self) -> str:
+        return f"{self.around.left}{self.document}{self.around.right}"
+
+    @property
+    def span(self) -> range:
+        """Where the document is in the text."""
+        start = len(self.around.left)
+        return range(start, start + len(self.document))
+
+
+class _Heads:
+    """Segments begin alike for all queries, with the instruction: that part is tokenised once."""
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._tokenizer = tokenizer
+        # For each segment: the beginning that texts must share, the part cut off from it, and its tokens.
+        self._heads: dict[int, tuple[str, str, TokenIds]] = {}
+        self._last: dict[int, str] = {}
+
+    def of(self, segment: int, text: str) -> tuple[str, TokenIds]:
+        """The part with which a segment's text begins as it did for an earlier query, and its tokens; none
+        for the first."""
+        common, head, ids = self._heads.get(segment, ("", "", _NONE))
+        # The head can be cut off where it is followed by the rest of `common`, and perhaps not elsewhere.
+        if not head or not text.startswith(common):
+            common = _common_start(self._last.get(segment, ""), text)
+            head = common[: max(self._tokenizer.breaks(common), default=0)]
+            ids = self._tokenizer.encode([head], "queries")[0]
+            self._heads[segment] = common, head, ids
+        self._last[segment] = text
+        return head, ids
+
+
+def _common_start(first: str, second: str) -> str:
+    different = (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    return first[: next(different, min(len(first), len(second)))]
+
+
+def _refused_instruction(error: ModelLoadError) -> InvalidRequestError:
+    return InvalidRequestError(f"the instruction: {error}; change it, or leave it out", "instruction")
+
+
+class TemplateJoiner:
+    """Joins pairs by a score template; `instruction` is the one that the checkpoint is used with.
+
+    What stands around the documents of a query is tokenised once. Unless the template is plain, each pair is
+    also written as a whole, and where the two differ it is tokenised as a whole."""
+
+    def __init__(self, tokenizer: TextTokenizer, template: ScoreTemplate, instruction: str | None) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self._instruction = instruction
+        self._trailing = np.array(template.trailing_ids, dtype=np.int32)
+
+    def join(
+        self, request: ScoreRequest, queries: list[Fitted[np.int32]], long_inputs: LongInputs
+    ) -> Iterator[JoinedPair]:
+        heads = _Heads(self._tokenizer)
+        query = self._query(request, 0, queries[0], heads)
+        # Some at a time, because what stands around each document may be long.
+        for start in range(0, len(request.documents), PART_TEXTS):
+            pairs: list[_Pair] = []
+            whole: dict[int, JoinedPair] = {}
+            for i, document in enumerate(request.document_texts[start : start + PART_TEXTS], start):
+                if i and request.query_of(i) == i:
+                    query = self._query(request, i, queries[i], heads)
+                name = InputName("documents", i)
+                if query.around is not None and self._holds(query, document, name):
+                    pairs.append(_Pair(name, query, query.around, document))
+                else:
+                    whole[i] = self._as_a_whole(query, document, name, long_inputs)
+            fitted = self._fitted(pairs, long_inputs)
+            for i in range(start, start + len(pairs) + len(whole)):
+                yield whole[i] if i in whole else next(fitted)
+
+    def shortest_pair(self) -> int:
+        segments = self._template.written(SHORTEST_TEXT, SHORTEST_TEXT, self._instruction)
+        return sum(len(ids) for ids in self._tokenizer.encode(segments, "text")) + len(self._trailing)
+
+    def _joined(self, pair: _Pair, parts: list[TokenIds], truncated: bool) -> JoinedPair:
+        before, after = pair.around.before, pair.around.after
+        windows = [JoinedTokens.of((before, part, after), pair.around.types) for part in parts]
+        return JoinedPair(windows, pair.around.prefix, truncated)
+
+    def _query(self, request: ScoreRequest, index: int, fitted: Fitted[np.int32], heads: _Heads) -> _Query:
+        text = request.query_texts[index]
+        if fitted.truncated:
+            text = self._tokenizer.decode(fitted.tokens.tolist())
+        try:
+            frames = self._template.frames(text, request.instruction)
+        except ModelLoadError as error:
+            raise _refused_instruction(error) from error
+        around = None if frames is None else self._surroundings(frames, heads)
+        return _Query(text, request.instruction, around, frames)
+
+    def _holds(self, query: _Query, document: str, name: InputName) -> bool:
+        """Whether the template writes a pair as the frames of its query say."""
+        if self._template.is_plain:
+            return True
+        assert query.frames is not None
+        framed = [
+            frame.before if frame.after is None else f"{frame.before}{document}{frame.after}"
+            for frame in query.frames
+        ]
+        return framed == self._written(query, document, name)
+
+    def _written(self, query: _Query, document: str, name: InputName) -> list[str]:
+        """The segments of a pair. Raises InvalidRequestError where the template does not take its texts."""
+        try:
+            return self._template.written(query.text, document, query.instruction)
+        except ModelLoadError as error:
+            raise InvalidRequestError(f"{name} and its query: {error}", name.param) from error
+
+    def _as_a_whole(
+        self, query: _Query, document: str, name: InputName, long_inputs: LongInputs
+    ) -> JoinedPair:
+        """A pair that is tokenised as the template writes it. One that is too long is cut as
+        sentence-transformers cuts it: at one end; its last tokens then become those that the template writes
+        at the end of all."""
+        yield_to_smaller()
+        most = long_inputs.max_document_tokens
+        is_cut = False
+        if most is not None:
+            (ids,) = self._tokenizer.encode([document], "documents", most + 1, long_inputs.side, [name])
+            within = long_inputs.document(ids, name)
+            if is_cut := within.truncated:
+                document = self._tokenizer.decode(within.tokens.tolist())
+        segments = self._written(query, document, name)
+        around = None if query.around is None else query.around.prefix
+        prefix = _NONE if around is None else around
+        limit = long_inputs.limit - len(self._trailing)
+        if limit < 1:
+            raise no_room(long_inputs.limit, len(self._trailing))
+        names = [name] * len(segments)
+        ids = np.concatenate(
+            self._tokenizer.encode(segments, "documents", limit + 1, long_inputs.side, names)
+        )
+        if len(ids) > limit:
+            if long_inputs.uses_windows:
+                raise InvalidRequestError(
+                    f"{name} is too long and cannot be read through windows: this model's template may "
+                    'change documents; shorten it, or send long_documents "truncate"',
+                    "long_documents",
+                )
+            if not long_inputs.may_cut:
+                raise too_long(name, len(ids), long_inputs.limit)
+            ids, is_cut = cut(ids, limit, long_inputs.side).copy(), True
+            end = self._end(query.instruction)[-limit:] if self._template.restores_end else _NONE
+            ids[limit - len(end) :] = end
+        tokens = JoinedTokens.of((ids, self._trailing), (0, 0))
+        return JoinedPair([tokens], prefix, is_cut)
+
+    def _end(self, instruction: str | None) -> TokenIds:
+        """The tokens that the template writes at the end of all pairs, as sentence-transformers finds
+        them. Raises InvalidRequestError for an instruction that the template does not take."""
+        try:
+            written = [self._template.written(text, text, instruction) for text in ("0", "1 2 3 4")]
+        except ModelLoadError as error:
+            raise _refused_instruction(error) from error
+        first, second = (np.concatenate(self._tokenizer.encode(each, "text")) for each in written)
+        shorter = min(len(first), len(second))
+        alike = first[len(first) - shorter :] == second[len(second) - shorter :]
+        count = shorter - int(np.flatnonzero(~alike)[-1]) - 1 if not alike.all() else 0
+        return first[len(first) - count :]
+
+    def _surroundings(self, frames: list[Frame], heads: _Heads) -> _Surroundings:
+        position = next(i for i, frame in enumerate(frames) if frame.after is not None)
+        left, right = frames[position].before, frames[position].after or ""
+        # What cannot merge with a document is tokenised once, not once for each document.
+        others = [heads.of(i, frame.before) for i, frame in enumerate(frames[:position])]
+        head, head_ids = heads.of(position, left)
+        apart = len(head) + max(self._tokenizer.breaks(left[len(head) :]), default=0)
+        beside = min(self._tokenizer.breaks(right), default=len(right))
+        rests = [frame.before[len(begun) :] for frame, (begun, _) in zip(frames, others, strict=False)]
+        *encoded, middle, last = self._tokenizer.encode(
+            [*rests, left[len(head) : apart], left[apart:]], "queries"
+        )
+        ids = [part for (_, begun), rest in zip(others, encoded, strict=True) for part in (begun, rest)]
+        ids += [head_ids, middle]
+        texts = [right[beside:], *(frame.before for frame in frames[position + 1 :])]
+        after = [*self._tokenizer.encode(texts, "queries"), self._trailing]
+        # The last token may merge with a document's first characters: it is no part of the prefix.
+        return _Surroundings(
+            np.concatenate(ids),
+            left[apart:],
+            right[:beside],
+            np.concatenate(after),
+            np.concatenate([*ids, last[:-1]]),
+            self._types(ids, after),
+        )
+
+    def _types(
+        self, before: list[TokenIds], after: list[TokenIds]
+    ) -> tuple[TokenIds | int, int, TokenIds | int]:
+        """The type ids around a document: the last two parts before it, and the first after it, are of its
+        segment."""
+        if not self._template.marks_document:
+            return 0, 0, 0
+        of_segment = [0] * (len(before) - 2) + [1, 1]
+        lengths = [len(part) for part in before], [len(part) for part in after]
+        return (
+            np.repeat(np.array(of_segment, np.int32), lengths[0]),
+            1,
+            np.repeat(np.array([1] + [0] * (len(after) - 1), np.int32), lengths[1]),
+        )
+
+    def _fitted(self, pairs: list[_Pair], long_inputs: LongInputs) -> Iterator[JoinedPair]:
+        """Each pair, as one sequence or with each window of the document in one."""
+        limit = long_inputs.limit
+        if long_inputs.max_document_tokens is not None:
+            yield from (self._cut(pair, long_inputs) for pair in pairs)
+            return
+        texts, names = (pair.text for pair in pairs), (pair.name for pair in pairs)
+        encoded = self._tokenizer.encode(texts, "documents", limit + 1, names=names)
+        # Of what these leave of a pair, no document is all that is missing.
+        at_one_end = not self._template.restores_end or long_inputs.side == "left"
+        at_one_end &= long_inputs.cuts_as_usual and long_inputs.may_cut
+        for pair, ids in zip(pairs, encoded, strict=True):
+            if pair.around.num_tokens + len(ids) <= limit:
+                yield self._joined(pair, [ids], False)
+            elif at_one_end:
+                yield self._as_a_whole(pair.query, pair.document, pair.name, long_inputs)
+            else:
+                yield self._cut(pair, long_inputs)
+
+    def window_spans(
+        self, request: ScoreRequest, index: int, query_tokens: int, long_inputs: LongInputs
+    ) -> list[Span]:
+        query = request.query_of(index)
+        most = None if long_inputs.max_query_tokens is None else long_inputs.max_query_tokens + 1
+        (encoded,) = self._tokenizer.encode([request.query_texts[query]], "queries", most, long_inputs.side)
+        fitted = long_inputs.query(encoded, InputName("queries", query))
+        asked = self._query(request, query, fitted, _Heads(self._tokenizer))
+        document = request.document_texts[index]
+        name = InputName("documents", index)
+        if asked.around is None or not self._holds(asked, document, name):
+            return [(0, len(document))]
+        pair = _Pair(name, asked, asked.around, document)
+        tokens, room = self._read_apart(pair, long_inputs)
+        limited = long_inputs.document(tokens.spans - len(asked.around.left), pair.name)
+        windows = long_inputs.windows(limited.tokens, room, pair.name)
+        return [extent(np.clip(window.tokens, 0, len(pair.document))) or (0, 0) for window in windows]
+
+    def _read_apart(self, pair: _Pair, long_inputs: LongInputs) -> tuple[Around, Room]:
+        """The tokens of a pair's text that are the document's and those around them, and the room there is
+        for the former."""
+        most = long_inputs.most_of_document(long_inputs.limit)
+        tokens = self._tokenizer.encode_around(
+            pair.text, pair.span, "documents", most, long_inputs.side, pair.name
+        )
+        others = pair.around.num_tokens + len(tokens.before) + len(tokens.after)
+        return tokens, Room(long_inputs.limit - others, others)
+
+    def _cut(self, pair: _Pair, long_inputs: LongInputs) -> JoinedPair:
+        tokens, room = self._read_apart(pair, long_inputs)
+        limited = long_inputs.document(tokens.inside, pair.name)
+        windows = long_inputs.windows(limited.tokens, room, pair.name)
+        parts = [np.concatenate([tokens.before, window.tokens, tokens.after]) for window in windows]
+        return self._joined(pair, parts, limited.truncated or any(window.truncated for window in windows))
