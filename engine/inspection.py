@@ -18,7 +18,7 @@ from maxsimd.engine.device.facts import kernels_in_words
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution import PreparedModel, choose_device, prepare
 from maxsimd.engine.media import Picture
-from maxsimd.engine.processors import check_room
+from maxsimd.engine.processors.registry import check_room
 from maxsimd.engine.processors.text.tokenization import TextTokenizer
 from maxsimd.engine.processors.text_check import check_texts, in_library_terms, probe_sequences
 from maxsimd.engine.scoring.maxsim import choose_maxsim

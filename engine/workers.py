@@ -4,16 +4,18 @@ Small work goes first. Large work calls `yield_to_smaller` as it goes along. Whi
 do, large work goes slowly, because it takes processor time and Python's lock from the device's threads.
 """
 
+import asyncio
 import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 Item = TypeVar("Item")
 T = TypeVar("T")
+P = ParamSpec("P")
 
 # So that large work is not put off for ever, every fourth piece of work is the one that has waited longest.
 _OLDEST_EVERY = 4
@@ -24,6 +26,8 @@ _LARGE, _HUGE = 8, 10
 _REST, _LONGEST_NAP = 4, 0.05
 # Results that may wait to be read, give or take a few: their reader may stop because a request has too many.
 _MOST_UNREAD = 8
+# A result of more values than this would keep the event loop busy for milliseconds.
+_MANY_VALUES = 500
 
 
 class WithdrawnError(Exception):
@@ -103,6 +107,16 @@ def yield_to_smaller() -> None:
     work.pool.run_smaller(work.size_class)
     if work.is_large:
         work.pool.rest()
+
+
+async def run_in_thread_if_large(
+    num_values: int, function: Callable[P, T], *args: P.args, **options: P.kwargs
+) -> T:
+    """Calls a function that makes a result: in a thread if it is made of many values. The function needs
+    nothing of an engine, which may stop meanwhile."""
+    if num_values > _MANY_VALUES:
+        return await asyncio.to_thread(function, *args, **options)
+    return function(*args, **options)
 
 
 def start_helper(function: Callable[[], object]) -> threading.Thread | None:

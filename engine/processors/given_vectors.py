@@ -2,12 +2,10 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from maxsimd.engine.cache import CachedEmbedding
 from maxsimd.engine.checkpoint import LoadedModel
@@ -71,36 +69,28 @@ class GivenVectors:
         return rows, scales
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class OverflowCheck:
-    """Finds the embedding in a request whose numbers are so large that a score is not finite. The values of
-    different document i begin at `starts[i]`; `firsts[i]` is its first index in the request."""
+def overflow_error(
+    request: ScoreRequest, document: int, largest_of_queries: dict[int, float]
+) -> InvalidRequestError | None:
+    """Returns the error for the embedding that makes a document's score infinite or NaN; None if the numbers
+    of the embeddings are too small for that, or no embedding was sent.
 
-    request: ScoreRequest
-    starts: NDArray[np.int64]
-    firsts: NDArray[np.int64]
-    # Of queries, by their index.
-    largest: dict[int, float] = field(default_factory=dict)
-
-    def __call__(self, value: int) -> InvalidRequestError | None:
-        """Returns the error for the embedding that makes this value infinite or NaN; None if the numbers of
-        the embeddings are too small for that."""
-        index = int(self.firsts[np.searchsorted(self.starts, value, side="right") - 1])
-        query = self.request.query_of(index)
-        largest: dict[tuple[str, int], float] = {}
-        dim = 0
-        if isinstance(document := self.request.documents[index], Vectors):
-            largest["documents", index], dim = document.largest, np.shape(document.values)[-1]
-        if isinstance(given := self.request.queries[query], Vectors):
-            if query not in self.largest:
-                self.largest[query] = given.largest
-            largest["queries", query], dim = self.largest[query], np.shape(given.values)[-1]
-        # The vectors of a text are taken to have numbers of at most 1.
-        if dim * math.prod(largest.values()) <= _USUAL:
-            return None
-        param, i = name = max(largest, key=lambda each: largest[each])
-        what = f"has numbers up to {largest[name]:.3g}, so that a score is not finite; normalize it"
-        return _wrong(param, i, what)
+    `largest_of_queries` keeps the largest number of each query that was sent as an embedding."""
+    query = request.query_of(document)
+    largest: dict[tuple[str, int], float] = {}
+    dim = 0
+    if isinstance(given := request.documents[document], Vectors):
+        largest["documents", document], dim = given.largest, np.shape(given.values)[-1]
+    if isinstance(given := request.queries[query], Vectors):
+        if query not in largest_of_queries:
+            largest_of_queries[query] = given.largest
+        largest["queries", query], dim = largest_of_queries[query], np.shape(given.values)[-1]
+    # The vectors of a text are taken to have numbers of at most 1.
+    if dim * math.prod(largest.values()) <= _USUAL:
+        return None
+    param, index = name = max(largest, key=lambda each: largest[each])
+    what = f"has numbers up to {largest[name]:.3g}, so that a score is not finite; normalize it"
+    return _wrong(param, index, what)
 
 
 def _check_finite(arrays: Sequence[torch.Tensor], param: str, indexes: Sequence[int]) -> None:

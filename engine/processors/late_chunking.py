@@ -13,17 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from maxsimd.engine.checkpoint import LoadedModel, RoleRules
 from maxsimd.engine.errors import InvalidRequestError
-from maxsimd.engine.processors.prepared import Prepared
-from maxsimd.engine.processors.request_ids import RequestIds
-from maxsimd.engine.processors.text.long_inputs import LengthLimits
 from maxsimd.engine.processors.text.origins import Spans
-from maxsimd.engine.processors.text.texts import TextBuilder
-from maxsimd.engine.processors.text.tokenization import TextTokenizer
-from maxsimd.engine.requests import REFUSE_LONG, Chunks, EmbedRequest
-from maxsimd.pooling.passages import PASSAGES
-from maxsimd.scheduler import Sequence as TokenSequence
+from maxsimd.engine.requests import Chunks, EmbedRequest
 
 # Chunks may overlap, but have together at most this many times the tokens of their document.
 _MOST_TIMES = 8
@@ -77,39 +69,18 @@ def _checked(chunks: Any, length: int) -> Chunks:
     return tuple((int(start), int(stop)) for start, stop in pairs)
 
 
-class LateChunking:
-    """Turns documents with chunks into sequences for one model. Thread-safe."""
-
-    def __init__(self, model: LoadedModel, tokenizer: TextTokenizer, limits: LengthLimits) -> None:
-        self._model = model
-        self._tokenizer = tokenizer
-        self._limits = limits
-
-    def prepare(self, request: EmbedRequest, rules: RoleRules, ids: RequestIds) -> Prepared:
-        """The one sequence of a document, which gives a row for each of its chunks. Raises
-        InvalidRequestError for a model that pools otherwise than by the mean, for a document that is too
-        long, and for a chunk without a token."""
-        pooling = self._model.tasks["embed"].pooling
-        if pooling != "mean":
-            reason = _REASONS.get(pooling, f"this model pools by {pooling}")
-            raise InvalidRequestError(
-                f"late_chunking is for models that pool by the mean: {reason}; leave it out", "late_chunking"
-            )
-        if request.truncation.max_tokens not in (None, -1):
-            raise InvalidRequestError(
-                "late_chunking reads the whole document; leave out truncate_prompt_tokens",
-                "truncate_prompt_tokens",
-            )
-        (document,) = request.texts
-        assert isinstance(document, str)
-        assert request.chunks is not None
-        builder = TextBuilder(self._tokenizer, rules, self._limits.applied_to(REFUSE_LONG, ids), "input")
-        built, origins = builder.whole(document)
-        passages = passages_of(document, origins.spans, request.chunks)
-        sequence = TokenSequence.passages(
-            ids.next_sequence_id(), ids.slot(0), PASSAGES, built.tokens, passages
+def check_late_chunking(request: EmbedRequest, pooling: str) -> None:
+    """Raises InvalidRequestError for a model whose `pooling` is not the mean, and for truncation."""
+    if pooling != "mean":
+        reason = _REASONS.get(pooling, f"this model pools by {pooling}")
+        raise InvalidRequestError(
+            f"late_chunking is for models that pool by the mean: {reason}; leave it out", "late_chunking"
         )
-        return Prepared([sequence], 1, 0)
+    if request.truncation.max_tokens not in (None, -1):
+        raise InvalidRequestError(
+            "late_chunking reads the whole document; leave out truncate_prompt_tokens",
+            "truncate_prompt_tokens",
+        )
 
 
 def passages_of(text: str, spans: Spans, chunks: Chunks) -> NDArray[np.int64]:

@@ -1,24 +1,25 @@
-"""Score requests to a listwise model: which documents go into one prompt with the query, and its wording.
+"""Listwise models: many documents in one prompt, each scored beside the others.
 
 Source: jina-reranker-v3, "Last but Not Late Interaction for Document Reranking", arXiv 2509.25085; the
 wording of the prompt and the rule by which documents are packed are its model card's.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
-from maxsimd.engine.checkpoint import ListwiseRules
+from maxsimd.engine.checkpoint import ListwiseRules, LoadedModel
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.explanations import Explanation
-from maxsimd.engine.processors.combine import BlockCosines
-from maxsimd.engine.processors.prepared import PairFacts, Prepared
+from maxsimd.engine.processors.plan import ScorePlan, Scores
+from maxsimd.engine.processors.processor import ProcessorContext, ScoreProcessor
 from maxsimd.engine.processors.request_ids import RequestIds
-from maxsimd.engine.processors.strategy import SHORTEST_TEXT
-from maxsimd.engine.processors.text.long_inputs import Fitted, InputName, LengthLimits, LongInputs, Room
-from maxsimd.engine.processors.text.tokenization import TextTokenizer, cut
-from maxsimd.engine.requests import ScoreRequest, Values
+from maxsimd.engine.processors.score_lookup import FoundScores, RunFacts, ScoreLookup
+from maxsimd.engine.processors.text.long_inputs import Fitted, InputName, LongInputs, Room
+from maxsimd.engine.processors.text.tokenization import SHORTEST_TEXT, TextTokenizer, cut
+from maxsimd.engine.requests import ScoreOptions, ScoreRequest, Value
 from maxsimd.scheduler import Sequence as TokenSequence
 from maxsimd.scheduler import Tokens
 from maxsimd.scheduler.payload import TokenIds
@@ -33,22 +34,82 @@ _SYSTEM = (
 _ASSISTANT = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
-class ListwiseStrategy:
-    """One sequence a block of documents that are ranked together. Its rows that count are those of the
-    documents' markers, in order, and the query's.
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class ListwisePlan(ScorePlan):
+    """One value a block, float32 [documents + 1, dim], the query last. `num_blocks[i]` blocks in a row are
+    list i: a query and the documents that are ranked together for it. `texts` are the documents as read."""
 
-    `instruction` is the one that the checkpoint is used with."""
+    found: FoundScores
+    facts: list[RunFacts]
+    num_blocks: tuple[int, ...] = ()
+    texts: Sequence["_Text"] = ()
 
-    def __init__(
-        self, rules: ListwiseRules, instruction: str | None, tokenizer: TextTokenizer, limits: LengthLimits
-    ) -> None:
-        self._rules = rules
-        self._instruction = instruction
-        self._tokenizer = tokenizer
-        self._limits = limits
-        self._markers = [tokenizer.token_id(rules.document_marker), tokenizer.token_id(rules.query_marker)]
+    def raw_scores(self, values: Sequence[Value | None]) -> Scores:
+        blocks = iter(values)
+        of_lists = [
+            merge_blocks([np.asarray(next(blocks)) for _ in range(count)]) for count in self.num_blocks
+        ]
+        return self.found.with_new(np.concatenate(of_lists) if of_lists else np.empty(0, dtype=np.float32))
 
-    def prepare(self, request: ScoreRequest, ids: RequestIds) -> Prepared:
+    def final_scores(self, raw: Scores) -> Scores:
+        return raw if self.normalization is None else self.normalization.apply(raw)
+
+    def documents_of(self, value: int) -> Sequence[int]:
+        return range(self.request.num_documents)
+
+    def input_of(self, value: int) -> str:
+        return "documents"
+
+    def cache_scores(self, raw: Scores) -> None:
+        self.found.put(raw, self.facts)
+
+    def explanations(
+        self, values: Sequence[Value | None], documents: Iterable[int]
+    ) -> dict[int, Explanation]:
+        texts = ((document, self.texts[document]) for document in documents)
+        return {document: Explanation(text.tokens, text.truncated, cached=False) for document, text in texts}
+
+
+class ListwiseProcessor(ScoreProcessor):
+    """Makes one sequence for each block of documents that are ranked together. The tokens that are pooled are
+    the documents' markers, in order, and the query's."""
+
+    scores_together = True
+
+    def __init__(self, context: ProcessorContext) -> None:
+        super().__init__(context)
+        assert context.model.listwise is not None
+        self._rules = context.model.listwise
+        self._lookup = ScoreLookup(context.score_cache, together=True)
+        markers = self._rules.document_marker, self._rules.query_marker
+        self._markers = [self._tokenizer.token_id(marker) for marker in markers]
+
+    @classmethod
+    def is_for(cls, model: LoadedModel) -> bool:
+        return model.listwise is not None
+
+    def check_options(self, options: ScoreOptions) -> None:
+        if options["on_timeout"] == "partial" or options["on_error"] == "report":
+            raise InvalidRequestError(
+                "a listwise model scores documents by each other: leave out on_timeout and on_error",
+                "on_timeout" if options["on_timeout"] == "partial" else "on_error",
+            )
+
+    def plan(self, request: ScoreRequest, ids: RequestIds) -> ListwisePlan:
+        found = self._lookup.find(request)
+        normalization = self._normalization(request)
+        if not found.new:
+            return ListwisePlan(
+                sequences=[],
+                num_values=0,
+                truncated=found.truncated(request),
+                cached_documents=len(found.cached),
+                cached_tokens=found.cached_tokens,
+                request=request,
+                normalization=normalization,
+                found=found,
+                facts=[],
+            )
         long_inputs = self._limits.applied_to(request.truncation, ids)
         rules = replace(self._rules, context=min(self._rules.context, long_inputs.limit))
         reader = _TextReader(rules, self._tokenizer, long_inputs)
@@ -71,28 +132,46 @@ class ListwiseStrategy:
             TokenSequence.text(ids.next_sequence_id(), ids.slot(i), "rank", self._tokens(block))
             for i, block in enumerate(blocks)
         ]
-        none = [0] * (len(request.documents) - 1)
-        facts = PairFacts(
-            [sum(map(len, blocks)), *none],
-            [truncated, *none],
-            [False] * len(request.documents),
-            [1] * len(request.documents),
+        # The first document stands for all, which are run together.
+        facts = [RunFacts(sum(map(len, blocks)), truncated, False, 1)]
+        facts += [RunFacts(0, 0, False, 1)] * (len(texts) - 1)
+        return ListwisePlan(
+            sequences=sequences,
+            num_values=len(sequences),
+            truncated=truncated,
+            request=request,
+            normalization=normalization,
+            found=found,
+            facts=facts,
+            num_blocks=tuple(num_blocks),
+            texts=texts,
         )
-        combine = BlockCosines(tuple(num_blocks))
-
-        def explain(values: Values, index: int) -> Explanation:
-            return Explanation(texts[index].tokens, texts[index].truncated, cached=False)
-
-        prepared = Prepared(sequences, len(sequences), truncated, combine, facts=facts)
-        return replace(prepared, explain=explain) if request.explain else prepared
 
     def shortest_sequences(self) -> dict[str, int]:
-        prompt = listwise_prompt(SHORTEST_TEXT, [SHORTEST_TEXT], self._instruction, self._rules)
+        prompt = listwise_prompt(SHORTEST_TEXT, [SHORTEST_TEXT], self._model.instruction, self._rules)
         return {"a query with one document": len(self._tokenizer.encode([prompt], "text")[0])}
 
     def _tokens(self, ids: TokenIds) -> Tokens:
         pooled = np.flatnonzero(np.isin(ids, self._markers))
         return Tokens(ids, np.zeros_like(ids), pooled_positions=pooled)
+
+
+def merge_blocks(blocks: Sequence[NDArray[np.float32]]) -> Scores:
+    """Returns the score of each document of one query: its cosine with the query.
+
+    A block is float32 [documents + 1, dim], the query last. The query is the mean of its vectors in all
+    blocks, weighted by the best cosine of each block, mapped to 0 to 1."""
+    documents = [_unit(block[:-1]) for block in blocks]
+    weights = [
+        float((1 + unit @ _unit(block[-1])).max() / 2) for unit, block in zip(documents, blocks, strict=True)
+    ]
+    query = np.average([block[-1] for block in blocks], axis=0, weights=weights)
+    return np.concatenate(documents) @ _unit(query).astype(np.float32)
+
+
+def _unit(rows: NDArray[np.float32]) -> NDArray[np.float32]:
+    norm = np.linalg.norm(rows, axis=-1, keepdims=True)
+    return np.asarray(rows / np.maximum(norm, 1e-12))
 
 
 def in_blocks(lengths: Sequence[int], query_tokens: int, rules: ListwiseRules) -> list[int]:

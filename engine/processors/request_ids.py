@@ -1,4 +1,4 @@
-"""By which numbers the engine names a request, its sequences and its results; and how large it may become."""
+"""The ids of a request and of its sequences, and how many tokens the request may have."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,16 +18,17 @@ class RequestIds:
     most_tokens: int
 
     def next_sequence_id(self) -> int:
-        """An id that no other sequence of the engine has."""
+        """Returns an id that no other sequence of the engine has."""
         return next(self.sequence_ids)
 
     def slot(self, index: int) -> ResultSlot:
-        """Where result `index` of the request goes."""
+        """Returns where value `index` of the request goes."""
         return ResultSlot(self.request_id, index)
 
     def check_tokens(self, tokens: int) -> None:
-        """For work that is being prepared and has that many tokens so far: what few bytes ask for is refused
-        before all of it has been made. Raises RequestTooLargeError."""
+        """Raises RequestTooLargeError if a request that is being prepared has too many tokens so far.
+
+        Called while sequences are built, because a few bytes can ask for many tokens."""
         if tokens > self.most_tokens:
             raise RequestTooLargeError(
                 f"this request has more than the {self.most_tokens} tokens that one may have; send it in "

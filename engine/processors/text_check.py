@@ -20,9 +20,10 @@ from maxsimd.engine.checkpoint.recipe_store import knows_texts, remember_texts, 
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.errors import InvalidRequestError, ModelLoadError
 from maxsimd.engine.processors.listwise import listwise_prompt
-from maxsimd.engine.processors.preprocessor import Preprocessor
+from maxsimd.engine.processors.processor import ProcessorContext
+from maxsimd.engine.processors.registry import Processors, check_room
 from maxsimd.engine.processors.request_ids import RequestIds
-from maxsimd.engine.processors.shortest import check_room
+from maxsimd.engine.processors.text.long_inputs import LengthLimits
 from maxsimd.engine.processors.text.tokenization import TextTokenizer
 from maxsimd.engine.requests import CUT_LONG, EmbedRequest, ScoreRequest
 from maxsimd.scheduler import JoinedTokens, ResultSlot, Role, Sequence, Tokens
@@ -354,7 +355,8 @@ class _Preprocessed:
 
     def __init__(self, model: LoadedModel, tokenizer: TextTokenizer, longest: int) -> None:
         self._model = model
-        self._preprocessor = Preprocessor(model, tokenizer, longest, 0, None, None)
+        limits = LengthLimits(longest, window_overlap=0, side=model.truncation_side)
+        self._processors = Processors(ProcessorContext(model, tokenizer, limits))
         self._sequence_ids = count()
 
     def text(
@@ -368,7 +370,8 @@ class _Preprocessed:
         if role is None:
             task: Any = self._model.score_task
             request = EmbedRequest(texts=(text,), task=task, prompt_name=prompt_name, truncation=CUT_LONG)
-            (sequence,) = self._preprocessor.embed(request, self._ids).sequences
+            texts = self._processors.classification if task == "classify" else self._processors.embedding
+            (sequence,) = texts.prepare(request, self._ids).sequences
             return sequence.payload.tokens
         query, document = (text, _DOCUMENT) if role == "query" else (_QUERY, text)
         wanted = Role.QUERY if role == "query" else Role.DOCUMENT
@@ -389,7 +392,7 @@ class _Preprocessed:
         request = ScoreRequest(
             queries=queries, documents=documents, truncation=CUT_LONG, instruction=instruction
         )
-        return self._preprocessor.score(request, self._ids).sequences
+        return self._processors.scores.prepare(request, self._ids).sequences
 
     @property
     def _ids(self) -> RequestIds:

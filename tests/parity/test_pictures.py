@@ -378,7 +378,7 @@ async def test_maps_are_there_if_they_are_asked_for_and_not_too_many(
     assert result.explanations[0].maps == ()
     with pytest.raises(InvalidRequestError, match="explain 'map' is not known; use true, false or maps"):
         await engine.score("a", PAGES[:1], explain="map")  # type: ignore[arg-type]
-    monkeypatch.setattr("maxsimd.engine.processors.explain_limits.MOST_MAPPED", 100)
+    monkeypatch.setattr("maxsimd.engine.processors.dual_encoder.MOST_MAPPED", 100)
     with pytest.raises(RequestTooLargeError, match=r"explain would map \d+ similarities .* at most 100 are"):
         await engine.score("a", PAGES, explain="maps", cache="bypass")
 

@@ -40,6 +40,8 @@ PART_TEXTS, PART_CHARACTERS = 256, 65_536
 # Of a text that is cut to a number of tokens, this many characters for each are tokenised at first, and as
 # many again while they are too few.
 _CHARACTERS_A_TOKEN, _FEWEST_CHARACTERS = 8, 1024
+# A text of one token, or of hardly more.
+SHORTEST_TEXT = "a"
 # The most tokens that are decoded at once, within two seconds or so.
 MOST_DECODED = 1_048_576
 # The breaks of the latest tokenizers by the digests of their descriptions: finding them takes half a second.

@@ -211,8 +211,8 @@ async def test_a_small_request_is_done_before_a_large_one(
 ) -> None:
     """Each document of the large one is a step by itself, and the small one comes behind the first."""
     query, rows = vectors
-    strategy = colbert._require().preprocessor._scores
-    monkeypatch.setattr(strategy, "_price", ScoringPrice(0.001))
+    processor = colbert._require().processors.scores
+    monkeypatch.setattr(processor, "_price", ScoringPrice(0.001))
     began = asyncio.Event()
     documents = [rows[0] + i for i in range(40)]
     large = asyncio.create_task(colbert.score(query, documents, progress=lambda done, total: began.set()))
@@ -292,19 +292,19 @@ async def test_parts_of_a_long_query_add_up(
 ) -> None:
     query, rows = vectors
     await colbert.score(QUERY, DOCUMENTS)
-    strategy = colbert._require().preprocessor._scores
+    processor = colbert._require().processors.scores
     scorer = colbert._require()._actors._scorer
     asked: list[int] = []
     add = scorer._add
     for similarity in ("maxsim", "meanmaxsim"):
-        monkeypatch.setattr(strategy, "_price", ScoringPrice(1000))
-        for each in (scorer, strategy):
+        monkeypatch.setattr(processor, "_price", ScoringPrice(1000))
+        for each in (scorer, processor):
             monkeypatch.setattr(each, "_similarity", similarity)
         for given in (query, QUERY):
             request = given, [rows[1], *DOCUMENTS, rows[0]]
             expected = await colbert.score(*request, explain=True)
             with monkeypatch.context() as patched:
-                patched.setattr(strategy, "_price", ScoringPrice(len(rows[0]) * len(query) / 50_000))
+                patched.setattr(processor, "_price", ScoringPrice(len(rows[0]) * len(query) / 50_000))
                 patched.setattr(scorer, "_add", lambda scores, *rest: asked.append(1) or add(scores, *rest))
                 parted = await colbert.score(*request, explain=True)
                 plain = await colbert.score(*request)
@@ -322,7 +322,7 @@ async def test_too_much_scoring_gets_a_413(
     """By vectors of the query x those of the documents, whether these were sent or cached."""
     query, rows = vectors
     await colbert.score(QUERY, DOCUMENTS[3])
-    monkeypatch.setattr(colbert._require().preprocessor._scores, "_price", ScoringPrice(1e-8))
+    monkeypatch.setattr(colbert._require().processors.scores, "_price", ScoringPrice(1e-8))
     for documents in ([_sent(rows[0], "float16")], [DOCUMENTS[3]]):
         body = {"query": _sent(query, "float16"), "documents": documents}
         answer = await Caller(colbert).ask("POST", "/rerank", body)

@@ -5,12 +5,10 @@ import pytest
 
 from maxsimd.engine.checkpoint import ListwiseRules
 from maxsimd.engine.errors import InvalidRequestError
-from maxsimd.engine.processors import Prepared
-from maxsimd.engine.processors.combine import BlockCosines
-from maxsimd.engine.processors.listwise import in_blocks, listwise_prompt
+from maxsimd.engine.processors.listwise import ListwisePlan, in_blocks, listwise_prompt, merge_blocks
 from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, Truncation
 from maxsimd.scheduler import ResultSlot
-from tests.unit.engine.processors.preprocessing import (
+from tests.unit.engine.processors.small_models import (
     DOCUMENT,
     DOCUMENT_MARKER,
     FIRST_WORD,
@@ -18,7 +16,7 @@ from tests.unit.engine.processors.preprocessing import (
     document,
     ids,
     model,
-    preprocessor,
+    processors,
     refused,
     request_ids,
     score_request,
@@ -44,16 +42,18 @@ def score(
     instruction: str | None = None,
     default: str | None = None,
     max_tokens: int = 5000,
-) -> Prepared:
+) -> ListwisePlan:
     described = model(score_task="rank", listwise=ranked_by, instruction=default, max_tokens=max_tokens)
     request = score_request(queries, documents, truncation, instruction=instruction)
-    return preprocessor(described).score(request, request_ids())
+    plan = processors(described).scores.prepare(request, request_ids())
+    assert isinstance(plan, ListwisePlan)
+    return plan
 
 
-def texts_of(prepared: Prepared) -> list[list[list[int]]]:
+def texts_of(plan: ListwisePlan) -> list[list[list[int]]]:
     """For each sequence its texts' words: those before each marker, the query last."""
     found = []
-    for sequence in prepared.sequences:
+    for sequence in plan.sequences:
         texts: list[list[int]] = []
         text: list[int] = []
         for token in sequence.tokens.ids.tolist():
@@ -70,22 +70,22 @@ def prompt_length(query: str, documents: list[str], ranked_by: ListwiseRules = R
 
 def test_documents_share_prompts_with_the_query_block_by_block() -> None:
     documents = [words(i + 1, DOCUMENT) for i in range(7)]
-    prepared = score(["w1"], documents)
+    plan = score(["w1"], documents)
     query = ids(1, 1)
-    assert texts_of(prepared) == [
+    assert texts_of(plan) == [
         [ids(1, DOCUMENT), ids(2, DOCUMENT), ids(3, DOCUMENT), query],
         [ids(4, DOCUMENT), ids(5, DOCUMENT), ids(6, DOCUMENT), query],
         [ids(7, DOCUMENT), query],
     ]
-    assert [sequence.payload.slot for sequence in prepared.sequences] == [ResultSlot(7, i) for i in range(3)]
-    assert (prepared.results, prepared.combine) == (3, BlockCosines((3,)))
-    tokens = prepared.sequences[2].tokens
+    assert [sequence.payload.slot for sequence in plan.sequences] == [ResultSlot(7, i) for i in range(3)]
+    assert (plan.num_values, plan.num_blocks) == (3, (3,))
+    tokens = plan.sequences[2].tokens
     assert tokens.pooled_positions is not None
     assert tokens.ids[tokens.pooled_positions].tolist() == [DOCUMENT_MARKER, QUERY_MARKER]
     # N queries are ranked each with its own document.
-    prepared = score(["w1", "w2", "w3"], ["w4", "w5", "w6"])
-    assert texts_of(prepared) == [[ids(1, 4 + i), ids(1, 1 + i)] for i in range(3)]
-    assert prepared.combine == BlockCosines((1, 1, 1))
+    plan = score(["w1", "w2", "w3"], ["w4", "w5", "w6"])
+    assert texts_of(plan) == [[ids(1, 4 + i), ids(1, 1 + i)] for i in range(3)]
+    assert plan.num_blocks == (1, 1, 1)
 
 
 def test_the_requests_instruction_goes_before_the_checkpoints() -> None:
@@ -100,23 +100,23 @@ def test_the_requests_instruction_goes_before_the_checkpoints() -> None:
 
 def test_texts_are_cut_to_the_models_lengths_and_the_requests() -> None:
     for truncation in (Truncation(), CUT_LONG):
-        prepared = score([words(7)], [document(11), document(10)], truncation)
-        assert texts_of(prepared) == [[ids(10, DOCUMENT), ids(10, DOCUMENT), ids(6)]]
-        assert prepared.truncated == 0
+        plan = score([words(7)], [document(11), document(10)], truncation)
+        assert texts_of(plan) == [[ids(10, DOCUMENT), ids(10, DOCUMENT), ids(6)]]
+        assert plan.truncated == 0
     limits = Truncation(max_query_tokens=2, max_document_tokens=3, side="left")
-    prepared = score([words(3)], [document(4), document(3), document(5)], limits)
+    plan = score([words(3)], [document(4), document(3), document(5)], limits)
     expected = [ids(3, DOCUMENT + 1), ids(3, DOCUMENT), ids(3, DOCUMENT + 2), ids(2, 1)]
-    assert texts_of(prepared) == [expected]
-    assert prepared.truncated == 3, "the query, and two documents"
+    assert texts_of(plan) == [expected]
+    assert plan.truncated == 3, "the query, and two documents"
     pairs = score([words(3)] * 2, [document(3), document(4)], limits)
     assert pairs.truncated == 3, "both queries, and a document"
 
 
 def test_a_document_asked_for_in_windows_is_cut_and_counted() -> None:
     windows = Truncation(max_tokens=-1, windows=True)
-    prepared = score(["w1"], [document(11), document(10)], windows)
-    assert texts_of(prepared) == [[ids(10, DOCUMENT), ids(10, DOCUMENT), ids(1, 1)]]
-    assert prepared.truncated == 1
+    plan = score(["w1"], [document(11), document(10)], windows)
+    assert texts_of(plan) == [[ids(10, DOCUMENT), ids(10, DOCUMENT), ids(1, 1)]]
+    assert plan.truncated == 1
     for queries in (["w1"], ["w1", "w1"]):
         with pytest.raises(InvalidRequestError, match=r"^documents\[1\] has 11 tokens, but at most 10"):
             score(queries, ["w2", words(11)], Truncation(windows=True))
@@ -131,7 +131,7 @@ def test_a_prompt_that_does_not_fit_the_context_is_halved() -> None:
     halved = score(["w1"], documents, ranked_by=less)
     read = [ids(2, DOCUMENT + 2 * i) for i in range(5)]
     assert texts_of(halved) == [[*read[:2], ids(1, 1)], [*read[2:], ids(1, 1)]]
-    assert halved.combine == BlockCosines((2,))
+    assert halved.num_blocks == (2,)
 
 
 def test_the_request_s_and_the_model_s_limits_bound_the_context() -> None:
@@ -169,5 +169,5 @@ def test_the_query_is_a_mean_over_the_blocks_of_its_list() -> None:
     second = _block([-2, 0], [0, 4])  # its only cosine is 0: weight 0.5
     query = np.array([0.9 * 3, 0.9 * 4 + 0.5 * 4]) / 1.4
     query /= np.linalg.norm(query)
-    scores = BlockCosines((2, 1))([first, second, _block([1, 1], [1, 0])])
+    scores = np.concatenate([merge_blocks([first, second]), merge_blocks([_block([1, 1], [1, 0])])])
     np.testing.assert_allclose(scores, [query[0], query[1], -query[0], np.sqrt(0.5)], atol=1e-6)

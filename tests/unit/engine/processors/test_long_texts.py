@@ -34,7 +34,7 @@ from maxsimd.engine.processors.text.tokenization import Side, TextTokenizer, cut
 from maxsimd.engine.requests import EmbedRequest, ScoreRequest, Truncation
 from maxsimd.engine.workers import WithdrawnError, WorkerPool
 from tests.checkpoints.tokenizer_kinds import CUT, bert, llama_2
-from tests.unit.engine.processors.preprocessing import model, preprocessor, refused, request_ids
+from tests.unit.engine.processors.small_models import model, processors, refused, request_ids
 from tests.unit.engine.processors.split_texts import KINDS as CUT_KINDS
 from tests.unit.engine.processors.split_texts import num_characters, text_tokenizer, tokenized
 
@@ -140,12 +140,13 @@ def test_texts_beyond_the_requests_limits_may_be_refused(described: LoadedModel)
     two_words = {"queries": ("w1 w2",), "documents": ("w1", "w1 w2")}
     for limit, where in (("max_query_tokens", "queries[0]"), ("max_document_tokens", "documents[1]")):
         cut_short = ScoreRequest(**two_words, truncation=Truncation(max_tokens=-1, **{limit: 1}))
-        assert preprocessor(described).score(cut_short, request_ids()).truncated == 1
+        assert processors(described).scores.prepare(cut_short, request_ids()).truncated == 1
         truncation = Truncation(max_tokens=-1, **{limit: 1}, refuse=True)
         with refused(where[:-3], rf"^{re.escape(where)} has more than 1 tokens"):
-            preprocessor(described).score(ScoreRequest(**two_words, truncation=truncation), request_ids())
+            request = ScoreRequest(**two_words, truncation=truncation)
+            processors(described).scores.prepare(request, request_ids())
         longer = Truncation(max_tokens=-1, **{limit: 2}, refuse=True)
-        preprocessor(described).score(ScoreRequest(**two_words, truncation=longer), request_ids())
+        processors(described).scores.prepare(ScoreRequest(**two_words, truncation=longer), request_ids())
     assert LongInputs(truncation, 9, 0).signature != LongInputs(cut_short.truncation, 9, 0).signature
 
 
@@ -154,13 +155,13 @@ def test_texts_beyond_the_requests_limits_may_be_refused(described: LoadedModel)
 def test_the_text_that_cannot_be_cut_is_named(described: LoadedModel, truncation: Truncation) -> None:
     request = ScoreRequest(queries=("w1", ENDLESS), documents=("w1", "w2"), truncation=truncation)
     with refused("queries", r"^queries\[1\] holds more than"):
-        preprocessor(described).score(request, request_ids())
+        processors(described).scores.prepare(request, request_ids())
     request = ScoreRequest(queries=("w1",), documents=("w1", "w1 w2", ENDLESS), truncation=truncation)
     with refused("documents", r"^documents\[2\] holds more than"):
-        preprocessor(described).score(request, request_ids())
+        processors(described).scores.prepare(request, request_ids())
     embedded = EmbedRequest(task="token_embed", texts=((8, 9), "w1", ENDLESS))
     with pytest.raises(InvalidRequestError, match=r"^input\[2\] holds more than"):
-        preprocessor(described).embed(embedded, request_ids())
+        processors(described).embedding.prepare(embedded, request_ids())
 
 
 def test_text_without_breaks_may_be_cut_off() -> None:

@@ -15,7 +15,7 @@ from maxsimd.engine.processors.late_chunking import as_document, passages_of
 from maxsimd.engine.processors.text.origins import Origins
 from maxsimd.engine.processors.text.pieces import PIECE
 from tests.checkpoints.tokenizer_kinds import CUT
-from tests.unit.engine.processors.preprocessing import refused
+from tests.unit.engine.processors.small_models import refused
 from tests.unit.engine.processors.split_texts import KINDS, SCRIPTS, text_tokenizer
 
 WORDS = [

@@ -20,7 +20,7 @@ from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution import prepare
 from maxsimd.engine.execution.packed_runner import PackedRunner
 from maxsimd.engine.processors import text_check
-from maxsimd.engine.processors.preprocessor import Preprocessor
+from maxsimd.engine.processors.processor import ProcessorContext
 from maxsimd.engine.processors.text import tokenization
 from maxsimd.engine.processors.text.tokenization import Template, TextTokenizer, Tokenizer
 from maxsimd.engine.processors.text_check import check_texts, probe_sequences
@@ -67,17 +67,19 @@ def _other_template(patch: Patch, model: LoadedModel) -> LoadedModel:
 
 
 def _without_instruction(patch: Patch, model: LoadedModel) -> None:
-    patch.setattr(Preprocessor, "_instructed", lambda self, request: replace(request, instruction=None))
+    patch.setattr(
+        ProcessorContext, "with_instruction", lambda self, request: replace(request, instruction=None)
+    )
 
 
 def _stripped(patch: Patch, model: LoadedModel) -> None:
-    as_asked = Preprocessor._instructed
+    as_asked = ProcessorContext.with_instruction
 
-    def stripped(self: Preprocessor, request: ScoreRequest) -> ScoreRequest:
+    def stripped(self: ProcessorContext, request: ScoreRequest) -> ScoreRequest:
         request = as_asked(self, request)
         return replace(request, documents=tuple(text.strip() for text in request.document_texts))
 
-    patch.setattr(Preprocessor, "_instructed", stripped)
+    patch.setattr(ProcessorContext, "with_instruction", stripped)
 
 
 def _template(change: Callable[[Template], Template]) -> Fault:

@@ -15,15 +15,15 @@ from maxsimd.engine.checkpoint.model import Expansion
 from maxsimd.engine.checkpoint.score_template import ScoreTemplate
 from maxsimd.engine.errors import InvalidRequestError, ModelLoadError
 from maxsimd.engine.media import Picture
-from maxsimd.engine.processors import Prepared, Preprocessor, check_room
+from maxsimd.engine.processors.embedding import EmbeddingPlan
 from maxsimd.engine.processors.pages import OpenContent
-from maxsimd.engine.processors.shortest import shortest_sequences
+from maxsimd.engine.processors.registry import Processors, check_room, shortest_sequences
 from maxsimd.engine.processors.text.long_inputs import LongInputs
 from maxsimd.engine.processors.text.texts import TextBuilder
 from maxsimd.engine.processors.text.tokenization import PART_TEXTS, TextTokenizer, longest_first
 from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, EmbedRequest, Truncation
 from maxsimd.scheduler import ResultSlot, Role
-from tests.unit.engine.processors.preprocessing import (
+from tests.unit.engine.processors.small_models import (
     CLS,
     DOCUMENT_PROMPT,
     MASK,
@@ -36,7 +36,7 @@ from tests.unit.engine.processors.preprocessing import (
     fast_tokenizer,
     ids,
     model,
-    preprocessor,
+    processors,
     refused,
     request_ids,
     score_request,
@@ -53,13 +53,13 @@ ROLES = {
 
 
 def embed(
-    made: Preprocessor,
+    made: Processors,
     texts: list[str | tuple[int, ...]],
     truncation: Truncation = REFUSE_LONG,
     **options: str,
-) -> Prepared:
+) -> EmbeddingPlan:
     request = EmbedRequest(texts=tuple(texts), task="embed", truncation=truncation, **options)  # type: ignore[arg-type]
-    return made.embed(request, request_ids())
+    return made.embedding.prepare(request, request_ids())
 
 
 def one(
@@ -70,15 +70,15 @@ def one(
     special_tokens: bool = True,
 ) -> tuple[list[int], list[int] | None, int, int]:
     """A text's token ids, the positions that are pooled, how many are attended, and whether it was cut."""
-    made = preprocessor(model(text=rules, max_tokens=max_tokens), special_tokens=special_tokens)
-    prepared = embed(made, [text], truncation)
-    tokens = prepared.sequences[0].tokens
+    made = processors(model(text=rules, max_tokens=max_tokens), special_tokens=special_tokens)
+    plan = embed(made, [text], truncation)
+    tokens = plan.sequences[0].tokens
     pooled = None if tokens.pooled_positions is None else tokens.pooled_positions.tolist()
-    return tokens.ids.tolist(), pooled, tokens.num_attended, prepared.truncated
+    return tokens.ids.tolist(), pooled, tokens.num_attended, plan.truncated
 
 
 def test_a_named_prompt_takes_the_place_of_the_roles_own() -> None:
-    made = preprocessor(model(**ROLES))
+    made = processors(model(**ROLES))
     text = ids(2)
     assert tokens_of(embed(made, [words(2)])) == [[CLS, *text, SEP]]
     assert tokens_of(embed(made, [words(2)], input_type="query")) == [[CLS, QUERY_PROMPT, *text, SEP]]
@@ -86,30 +86,30 @@ def test_a_named_prompt_takes_the_place_of_the_roles_own() -> None:
     for input_type in ({}, {"input_type": "document"}):
         named = embed(made, [words(2)], prompt_name="named", **input_type)
         assert tokens_of(named) == [[CLS, *ids(2, 900), *text, SEP]]
-    limited = preprocessor(model(query=RoleRules("query: ", max_tokens=5), prompts={"named": "w900 "}))
-    prepared = embed(limited, [words(9)], input_type="query", prompt_name="named")
-    assert tokens_of(prepared) == [[CLS, *ids(1, 900), *ids(2), SEP]], "with the other rules of the role"
+    limited = processors(model(query=RoleRules("query: ", max_tokens=5), prompts={"named": "w900 "}))
+    plan = embed(limited, [words(9)], input_type="query", prompt_name="named")
+    assert tokens_of(plan) == [[CLS, *ids(1, 900), *ids(2), SEP]], "with the other rules of the role"
 
 
 def test_a_prompt_that_the_model_lacks_is_refused() -> None:
     for described, named in ((model(**ROLES), "named, query"), (model(), "none")):
         with refused("prompt_name", f"'other'; this model has: {named}"):
-            embed(preprocessor(described), ["a"], prompt_name="other")
+            embed(processors(described), ["a"], prompt_name="other")
 
 
 def test_texts_and_token_ids_come_out_in_their_order() -> None:
-    prepared = embed(preprocessor(model()), [words(1), (5, 6, 7), words(3)], input_type="document")
-    assert tokens_of(prepared) == [[CLS, *ids(1), SEP], [5, 6, 7], [CLS, *ids(3), SEP]]
-    assert [sequence.payload.slot for sequence in prepared.sequences] == [ResultSlot(7, i) for i in range(3)]
-    assert (prepared.results, prepared.truncated, prepared.num_new_tokens) == (3, 0, 11)
+    plan = embed(processors(model()), [words(1), (5, 6, 7), words(3)], input_type="document")
+    assert tokens_of(plan) == [[CLS, *ids(1), SEP], [5, 6, 7], [CLS, *ids(3), SEP]]
+    assert [sequence.payload.slot for sequence in plan.sequences] == [ResultSlot(7, i) for i in range(3)]
+    assert (plan.num_values, plan.truncated, plan.num_new_tokens) == (3, 0, 11)
     for input_type, role in (("document", Role.DOCUMENT), ("query", Role.QUERY), (None, Role.TEXT)):
-        prepared = embed(preprocessor(model()), ["a"], input_type=input_type)  # type: ignore[arg-type]
-        assert prepared.sequences[0].payload.role is role
+        plan = embed(processors(model()), ["a"], input_type=input_type)  # type: ignore[arg-type]
+        assert plan.sequences[0].payload.role is role
 
 
 def test_a_text_that_does_not_fit_is_refused_or_cut() -> None:
     for taken, longest in ((10, 12), (12, 10)):
-        made = preprocessor(model(max_tokens=taken), longest=longest)
+        made = processors(model(max_tokens=taken), longest=longest)
         for truncation in (REFUSE_LONG, CUT_LONG):
             fits = embed(made, [words(8)], truncation)
             assert (tokens_of(fits), fits.truncated) == ([[CLS, *ids(8), SEP]], 0)
@@ -172,7 +172,7 @@ def test_a_query_is_filled_up_to_the_length_of_its_expansion(attended: bool) -> 
     cut = one(rules, words(9), Truncation(max_tokens=5))
     assert cut == ([CLS, *ids(3), SEP, MASK], None, 6 if attended else 5, 1)
     assert one(rules, (20, 21))[0] == [20, 21, MASK, MASK, MASK, MASK]
-    types = embed(preprocessor(model(text=rules)), ["a"]).sequences[0].tokens.type_ids
+    types = embed(processors(model(text=rules)), ["a"]).sequences[0].tokens.type_ids
     assert types is not None
     assert types.tolist() == [0] * 6
 
@@ -293,7 +293,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def prepare(kind: str, queries: list[str], documents: list[str], **options: str) -> None:
     request = score_request(queries, documents, **options)  # type: ignore[arg-type]
-    preprocessor(model(**MODELS[kind])).score(request, request_ids())
+    processors(model(**MODELS[kind])).scores.prepare(request, request_ids())
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -308,7 +308,8 @@ def test_a_text_that_is_not_unicode_is_refused_by_its_field(kind: str) -> None:
         with refused("instruction", "^instruction has half of a character"):
             prepare(kind, ["w1"], ["w2"], instruction=NOT_UNICODE)
     with refused("input", r"^input\[1\] has half of a character"):
-        preprocessor(model()).embed(EmbedRequest(texts=("w1", NOT_UNICODE), task="embed"), request_ids())
+        request = EmbedRequest(texts=("w1", NOT_UNICODE), task="embed")
+        processors(model()).embedding.prepare(request, request_ids())
 
 
 PROMPTED = model(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig, InvalidRequestError
-from maxsimd.engine.results.postprocess import bounded_by
+from maxsimd.engine.processors.plan import Normalization
 from maxsimd.engine.scoring.scale import ScoreScale, has_bounds, score_scale
 from tests.engines import Engines
 from tests.unit.calling_handlers import Caller, RecordingEngine
@@ -70,9 +70,9 @@ async def test_scores_without_bounds_are_refused(qwen3_embedding: str, engines: 
     tasks = {name: replace(task, normalised=False) for name, task in model.tasks.items()}
     for similarity in ("dot", "maxsim", "meanmaxsim"):
         with pytest.raises(InvalidRequestError, match="no bounds"):
-            bounded_by(replace(model, tasks=tasks, similarity=similarity))
-    bounded_by(replace(model, tasks=tasks, similarity="cosine"))
-    bounded_by(replace(model, similarity="dot"))
+            Normalization.of(replace(model, tasks=tasks, similarity=similarity))
+    Normalization.of(replace(model, tasks=tasks, similarity="cosine"))
+    Normalization.of(replace(model, similarity="dot"))
 
 
 @pytest.mark.parametrize(

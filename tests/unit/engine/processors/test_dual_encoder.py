@@ -13,15 +13,15 @@ from maxsimd.engine.cache import EmbeddingCache
 from maxsimd.engine.cache.slab import EmbeddingSlab
 from maxsimd.engine.checkpoint import RoleRules
 from maxsimd.engine.errors import RequestTooLargeError
-from maxsimd.engine.processors import Prepared, Preprocessor, usage_of
+from maxsimd.engine.processors.dual_encoder import IN_SLAB, ON_HOST, in_batches
+from maxsimd.engine.processors.plan import ScorePlan
 from maxsimd.engine.processors.text.long_inputs import LongInputs
 from maxsimd.engine.processors.text.texts import TextBuilder
-from maxsimd.engine.processors.two_stage import IN_SLAB, ON_HOST, in_batches
 from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, CacheMode, Truncation
 from maxsimd.engine.scoring.documents import CachedDocument
 from maxsimd.engine.scoring.price import DOCUMENTS_PER_TOKEN, ROWS_PER_TOKEN, ScoringPrice
 from maxsimd.scheduler import ResultSlot, Role, Sequence, Window
-from tests.unit.engine.processors.preprocessing import (
+from tests.unit.engine.processors.small_models import (
     CLS,
     DOCUMENT_PROMPT,
     INSTRUCT_LABEL,
@@ -31,11 +31,10 @@ from tests.unit.engine.processors.preprocessing import (
     empty_cache,
     ids,
     model,
-    preprocessor,
+    processors,
     refused,
     request_ids,
     score_request,
-    tokenizer,
     tokens_of,
     words,
 )
@@ -52,61 +51,61 @@ def score(
     instruction: str | None = None,
     cache: EmbeddingCache | None = None,
     **changes: object,
-) -> Prepared:
-    made = preprocessor(model(score_task=task, **changes), cache=cache)
+) -> ScorePlan:
+    made = processors(model(score_task=task, **changes), cache=cache)
     request = score_request(queries, documents, truncation, instruction=instruction)
-    return made.score(request, request_ids())
+    return made.scores.prepare(request, request_ids())
 
 
-def documents_of(prepared: Prepared) -> list[Sequence]:
-    return [sequence for sequence in prepared.sequences if sequence.payload.role is Role.DOCUMENT]
+def documents_of(plan: ScorePlan) -> list[Sequence]:
+    return [sequence for sequence in plan.sequences if sequence.payload.role is Role.DOCUMENT]
 
 
-def slots_of(prepared: Prepared) -> list[int]:
-    return [one.payload.slot.index for one in documents_of(prepared) if one.payload.slot]
+def slots_of(plan: ScorePlan) -> list[int]:
+    return [one.payload.slot.index for one in documents_of(plan) if one.payload.slot]
 
 
 @pytest.mark.parametrize("task", [LATE_INTERACTION, BI_ENCODER])
 def test_queries_come_first_and_documents_wait_for_theirs(task: str) -> None:
-    prepared = score(["w1", "w2 w3"], ["w4", "w5 w6 w7"], task=task)
+    plan = score(["w1", "w2 w3"], ["w4", "w5 w6 w7"], task=task)
     texts = [ids(1, 1), ids(2, 2), ids(1, 4), ids(3, 5)]
-    assert tokens_of(prepared) == [[CLS, *text, SEP] for text in texts]
-    assert [sequence.sequence_id for sequence in prepared.sequences] == [100, 101, 102, 103]
-    roles = [sequence.payload.role for sequence in prepared.sequences]
+    assert tokens_of(plan) == [[CLS, *text, SEP] for text in texts]
+    assert [sequence.sequence_id for sequence in plan.sequences] == [100, 101, 102, 103]
+    roles = [sequence.payload.role for sequence in plan.sequences]
     assert roles == [Role.QUERY, Role.QUERY, Role.DOCUMENT, Role.DOCUMENT]
-    assert {(sequence.request_id, sequence.payload.task) for sequence in prepared.sequences} == {(7, task)}
-    assert [sequence.num_consumers for sequence in prepared.sequences] == [1, 1, 0, 0]
-    assert [sequence.waits_for for sequence in prepared.sequences] == [None, None, 100, 101]
-    assert slots_of(prepared) == [0, 1]
-    assert (prepared.results, prepared.combine([3, 4]).tolist()) == (2, [3, 4])
-    assert usage_of(prepared).prompt_tokens == 3 + 4 + 3 + 5
+    assert {(sequence.request_id, sequence.payload.task) for sequence in plan.sequences} == {(7, task)}
+    assert [sequence.num_consumers for sequence in plan.sequences] == [1, 1, 0, 0]
+    assert [sequence.waits_for for sequence in plan.sequences] == [None, None, 100, 101]
+    assert slots_of(plan) == [0, 1]
+    assert (plan.num_values, plan.raw_scores([3, 4]).tolist()) == (2, [3, 4])
+    assert plan.usage.prompt_tokens == 3 + 4 + 3 + 5
 
 
 def test_equal_documents_of_a_query_share_a_score() -> None:
-    prepared = score(["w1"], ["w4", "w5", "w4", "w4"])
-    assert tokens_of(prepared)[1:] == [[CLS, *ids(1, 4), SEP], [CLS, *ids(1, 5), SEP]]
-    assert prepared.sequences[0].num_consumers == 2
-    assert prepared.results == 2
-    assert prepared.combine([3, 8]).tolist() == [3, 8, 3, 3]
+    plan = score(["w1"], ["w4", "w5", "w4", "w4"])
+    assert tokens_of(plan)[1:] == [[CLS, *ids(1, 4), SEP], [CLS, *ids(1, 5), SEP]]
+    assert plan.sequences[0].num_consumers == 2
+    assert plan.num_values == 2
+    assert plan.raw_scores([3, 8]).tolist() == [3, 8, 3, 3]
     # Under two queries it is scored against each.
-    prepared = score(["w1", "w2", "w1"], ["w4", "w4", "w4"])
-    found = [(one.waits_for, one.tokens.ids.tolist()) for one in documents_of(prepared)]
+    plan = score(["w1", "w2", "w1"], ["w4", "w4", "w4"])
+    found = [(one.waits_for, one.tokens.ids.tolist()) for one in documents_of(plan)]
     assert found == [(query, [CLS, *ids(1, 4), SEP]) for query in (100, 101, 102)]
-    assert prepared.combine([1, 2, 3]).tolist() == [1, 2, 3]
+    assert plan.raw_scores([1, 2, 3]).tolist() == [1, 2, 3]
 
 
 def test_late_interaction_scores_all_windows_as_one() -> None:
     truncation = Truncation(max_tokens=6, windows=True, window_overlap=1)
-    prepared = score(["w1"], [words(9), "w4", words(6)], truncation)
-    documents = documents_of(prepared)
+    plan = score(["w1"], [words(9), "w4", words(6)], truncation)
+    documents = documents_of(plan)
     bodies = [ids(4), ids(4, 3), ids(3, 6), ids(1, 4), ids(4), ids(3, 3)]
     assert [one.tokens.ids.tolist() for one in documents] == [[CLS, *body, SEP] for body in bodies]
-    assert slots_of(prepared) == [0, 0, 0, 1, 2, 2]
+    assert slots_of(plan) == [0, 0, 0, 1, 2, 2]
     windows = [one.payload.document.window for one in documents if one.payload.document]
     assert windows == [Window(101, 3)] * 3 + [None] + [Window(105, 2)] * 2
     assert [one.sequence_id for one in documents] == [101, 102, 103, 104, 105, 106]
-    assert prepared.sequences[0].num_consumers == 6
-    assert (prepared.results, prepared.combine([1, 2, 3]).tolist()) == (3, [1, 2, 3])
+    assert plan.sequences[0].num_consumers == 6
+    assert (plan.num_values, plan.raw_scores([1, 2, 3]).tolist()) == (3, [1, 2, 3])
 
 
 @pytest.mark.parametrize("task", [LATE_INTERACTION, BI_ENCODER])
@@ -122,7 +121,7 @@ def test_too_many_windows_are_refused_at_once(task: str, monkeypatch: pytest.Mon
         return complete(builder, *given, **options)
 
     monkeypatch.setattr(TextBuilder, "_completed", counting)
-    prepare = preprocessor(model(score_task=task)).score
+    prepare = processors(model(score_task=task)).scores.prepare
     assert len(prepare(request, request_ids(most_tokens=120)).sequences) == 1 + 30
     for most, windows in ((119, 30), (79, 20), (36, 10), (35, 0)):
         made.clear()
@@ -133,12 +132,12 @@ def test_too_many_windows_are_refused_at_once(task: str, monkeypatch: pytest.Mon
 
 def test_a_bi_encoder_scores_every_window_and_the_best_counts() -> None:
     truncation = Truncation(max_tokens=6, windows=True)
-    prepared = score(["w1"], [words(9), "w4", words(5), words(9)], truncation, task=BI_ENCODER)
-    documents = documents_of(prepared)
-    assert slots_of(prepared) == [0, 1, 2, 3, 4, 5]
+    plan = score(["w1"], [words(9), "w4", words(5), words(9)], truncation, task=BI_ENCODER)
+    documents = documents_of(plan)
+    assert slots_of(plan) == [0, 1, 2, 3, 4, 5]
     assert all(one.payload.document and one.payload.document.window is None for one in documents)
-    assert (prepared.sequences[0].num_consumers, prepared.results) == (6, 6)
-    np.testing.assert_array_equal(prepared.combine([1, 7, 2, -3, 4, 5]), [7, -3, 5, 7])
+    assert (plan.sequences[0].num_consumers, plan.num_values) == (6, 6)
+    np.testing.assert_array_equal(plan.raw_scores([1, 7, 2, -3, 4, 5]), [7, -3, 5, 7])
 
 
 def test_an_instruction_takes_the_place_of_the_prompts_own() -> None:
@@ -149,9 +148,9 @@ def test_an_instruction_takes_the_place_of_the_prompts_own() -> None:
         ("w30", None, ids(1, 30)),
     ):
         request = score_request(["w1"], ["w2"], instruction=of_request)
-        prepared = preprocessor(model(**rules, instruction=own)).score(request, request_ids())
+        plan = processors(model(**rules, instruction=own)).scores.prepare(request, request_ids())
         query = [CLS, INSTRUCT_LABEL, *written, QUERY_LABEL, *ids(1, 1), SEP]
-        assert tokens_of(prepared) == [query, [CLS, DOCUMENT_PROMPT, *ids(1, 2), SEP]]
+        assert tokens_of(plan) == [query, [CLS, DOCUMENT_PROMPT, *ids(1, 2), SEP]]
     with refused("instruction", "takes no instruction"):
         score(["w1"], ["w2"], instruction="w20")
 
@@ -159,9 +158,9 @@ def test_an_instruction_takes_the_place_of_the_prompts_own() -> None:
 @pytest.mark.parametrize("task", [LATE_INTERACTION, BI_ENCODER])
 def test_what_is_cut_counts_for_each_document_of_the_request(task: str) -> None:
     documents = [words(9), "w1", words(8), words(9)]
-    prepared = score([words(9)], documents, Truncation(max_tokens=6), task=task)
-    assert prepared.truncated == 4, "the query, and three documents, two of them equal"
-    cut = [one.payload.document.truncated for one in documents_of(prepared) if one.payload.document]
+    plan = score([words(9)], documents, Truncation(max_tokens=6), task=task)
+    assert plan.truncated == 4, "the query, and three documents, two of them equal"
+    cut = [one.payload.document.truncated for one in documents_of(plan) if one.payload.document]
     assert cut == [True, False, True]
     limits = Truncation(max_query_tokens=2, max_document_tokens=4, side="left")
     limited = score([words(3)], [words(6), words(4)], limits, task=task)
@@ -182,28 +181,28 @@ def test_cached_documents_are_scored_in_batches_of_their_query(task: str) -> Non
     cache = empty_cache()
     cache.put([(cache.key("w5", "as it is"), embedding(rows=1, tokens=3))])
     cache.put([(cache.key("w7", "as it is"), embedding(rows=200, tokens=5, truncated=True))])
-    prepared = score(["w1"], ["w4", "w5", "w6 w6", "w7", "w5"], cache=cache, task=task)
+    plan = score(["w1"], ["w4", "w5", "w6 w6", "w7", "w5"], cache=cache, task=task)
     expected = [[CLS, *ids(1, 4), SEP], [CLS, *ids(1, 6), *ids(1, 6), SEP]]
-    assert [one.tokens.ids.tolist() for one in documents_of(prepared)] == expected
-    assert slots_of(prepared) == [0, 2]
-    (batch,) = prepared.cached
+    assert [one.tokens.ids.tolist() for one in documents_of(plan)] == expected
+    assert slots_of(plan) == [0, 2]
+    (batch,) = plan.cached
     assert (batch.request_id, batch.waits_for, batch.price) == (7, 100, 3)
     assert batch.documents.slots == (ResultSlot(7, 1), ResultSlot(7, 3))
     assert [embedding.tokens for embedding in batch.documents.embeddings] == [3, 5]
-    assert (prepared.sequences[0].num_consumers, prepared.results) == (4, 4)
-    assert prepared.combine([1, 2, 3, 4]).tolist() == [1, 2, 3, 4, 2]
-    assert prepared.truncated == 1, "cut when it was cached"
-    usage = usage_of(prepared)
+    assert (plan.sequences[0].num_consumers, plan.num_values) == (4, 4)
+    assert plan.raw_scores([1, 2, 3, 4]).tolist() == [1, 2, 3, 4, 2]
+    assert plan.truncated == 1, "cut when it was cached"
+    usage = plan.usage
     assert (usage.prompt_tokens, usage.cached_tokens, usage.cached_documents) == (3 + 3 + 4 + 8, 8, 2)
-    assert prepared.num_new_tokens == 10
+    assert plan.num_new_tokens == 10
 
 
 def test_cached_documents_are_in_batches_by_query_and_size() -> None:
     cache = empty_cache()
     cache.put([(cache.key("w5", "as it is"), embedding())])
-    prepared = score(["w1", "w2"], ["w5", "w5"], cache=cache)
-    assert [batch.waits_for for batch in prepared.cached] == [100, 101]
-    assert [[slot.index for slot in batch.documents.slots] for batch in prepared.cached] == [[0], [1]]
+    plan = score(["w1", "w2"], ["w5", "w5"], cache=cache)
+    assert [batch.waits_for for batch in plan.cached] == [100, 101]
+    assert [[slot.index for slot in batch.documents.slots] for batch in plan.cached] == [[0], [1]]
     # They are larger where embeddings stay on the device.
     cache.put([(cache.key(f"w{i}", "as it is"), embedding(rows=ON_HOST.rows)) for i in range(3)])
     assert len(score(["w3"], ["w0", "w1", "w2"], cache=cache).cached) == 3
@@ -217,16 +216,16 @@ def test_documents_beside_a_long_query_cost_more_than_tokens(task: str) -> None:
     price = ScoringPrice.of(model(score_task=task))
     usual = int(price.usual_query_rows)
     for length, expected in ((usual - 2, 0), (10 * usual - 2, (10 - 1) * 640 // 128 - 1)):
-        prepared = score([words(length)], [words(638)], task=task, max_tokens=10_000)
-        (one,) = documents_of(prepared)
+        plan = score([words(length)], [words(638)], task=task, max_tokens=10_000)
+        (one,) = documents_of(plan)
         assert one.scoring in (expected, expected + 1)
         assert one.price == 640 + one.scoring
 
 
 def test_a_pair_has_at_most_the_square_of_max_vectors() -> None:
     described = model(max_tokens=10_000)
-    prepare = Preprocessor(described, tokenizer(), 10_000, 0, None, None, most_vectors=20).score
-    assert prepare(score_request([words(38)], ["w1", words(8)]), request_ids()).results == 2
+    prepare = processors(described, most_vectors=20).scores.prepare
+    assert prepare(score_request([words(38)], ["w1", words(8)]), request_ids()).num_values == 2
     with refused("documents", r"^documents\[2\] has 11 vectors and its query 40, and at most 400 pairs"):
         prepare(score_request([words(38)], ["w1", "w1", words(9)]), request_ids())
 
@@ -291,10 +290,10 @@ def looked_up(
     mode: CacheMode = "use",
     own_length: int | None = None,
     task: str = "token_embed",
-) -> Prepared:
+) -> ScorePlan:
     rules = RoleRules(max_tokens=own_length)
-    made = preprocessor(model(max_tokens=LONGEST, document=rules, score_task=task), overlap=1, cache=cache)
-    return made.score(score_request(["w1"], [document], truncation, cache=mode), request_ids())
+    made = processors(model(max_tokens=LONGEST, document=rules, score_task=task), overlap=1, cache=cache)
+    return made.scores.prepare(score_request(["w1"], [document], truncation, cache=mode), request_ids())
 
 
 def plain(cache: EmbeddingCache, document: str) -> bytes:
@@ -305,18 +304,18 @@ def as_requested(cache: EmbeddingCache, document: str, truncation: Truncation) -
     return cache.key(document, LongInputs(truncation, LONGEST, 1).signature)
 
 
-def key_of(prepared: Prepared) -> bytes | None:
+def key_of(plan: ScorePlan) -> bytes | None:
     """The key under which the request's document will be cached."""
     (key,) = {
         sequence.payload.document.cache_key
-        for sequence in prepared.sequences
+        for sequence in plan.sequences
         if sequence.payload.role is Role.DOCUMENT and sequence.payload.document
     }
     return key
 
 
-def hit(prepared: Prepared) -> bool:
-    return bool(prepared.cached)
+def hit(plan: ScorePlan) -> bool:
+    return bool(plan.cached)
 
 
 def test_the_key_says_how_a_document_is_read(cache: EmbeddingCache) -> None:
@@ -349,8 +348,8 @@ def test_hits_and_misses_are_counted_once_a_different_document(cache: EmbeddingC
     cache.put([(plain(cache, "w2"), embedding()), (plain(cache, "w3"), embedding())])
     bypassed = looked_up(cache, "w2", mode="bypass")
     assert (hit(bypassed), key_of(bypassed), cache.hits, cache.misses) == (False, None, 0, 0)
-    made = preprocessor(model(), cache=cache)
-    made.score(score_request(["w1"], ["w2", "w3", "w4", "w2"]), request_ids())
+    made = processors(model(), cache=cache)
+    made.scores.prepare(score_request(["w1"], ["w2", "w3", "w4", "w2"]), request_ids())
     assert (cache.hits, cache.misses) == (2, 1)
 
 

@@ -16,16 +16,14 @@ from maxsimd.engine.checkpoint import ListwiseRules, LoadedModel, PairRules
 from maxsimd.engine.checkpoint.score_template import ScoreTemplate
 from maxsimd.engine.errors import InvalidRequestError, RequestTooLargeError
 from maxsimd.engine.media import Content
-from maxsimd.engine.processors import Prepared, Preprocessor, usage_of
-from maxsimd.engine.processors.pair_joiner import JoinedPair
-from maxsimd.engine.processors.pairs import PrefixSharing, shared_tokens
-from maxsimd.engine.processors.picture_pairs import PicturePairJoiner
-from maxsimd.engine.processors.template_pairs import TemplateJoiner
+from maxsimd.engine.processors.pairs import BuiltPair, PicturePairBuilder, TemplatePairBuilder
+from maxsimd.engine.processors.plan import ScorePlan
+from maxsimd.engine.processors.prefix_sharing import PrefixSharing, shared_tokens
 from maxsimd.engine.processors.text.tokenization import cut, longest_first
 from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, WINDOW_LONG, Truncation
 from maxsimd.scheduler import JoinedTokens, ResultSlot, Role
 from tests.checkpoints.tokenizer_kinds import qwen
-from tests.unit.engine.processors.preprocessing import (
+from tests.unit.engine.processors.small_models import (
     CLS,
     DOCUMENT,
     DOCUMENT_PROMPT,
@@ -38,7 +36,7 @@ from tests.unit.engine.processors.preprocessing import (
     document,
     ids,
     model,
-    preprocessor,
+    processors,
     refused,
     request_ids,
     score_request,
@@ -71,10 +69,10 @@ def score(
     instruction: str | None = None,
     default: str | None = None,
     **made: Any,
-) -> Prepared:
+) -> ScorePlan:
     described = model(score_task="classify", pairs=pairs, instruction=default, max_tokens=max_tokens)
     request = score_request(queries, documents, truncation, instruction=instruction)
-    return preprocessor(described, **made).score(request, request_ids())
+    return processors(described, **made).scores.prepare(request, request_ids())
 
 
 def ask(
@@ -84,7 +82,7 @@ def ask(
     *,
     template: ScoreTemplate = THREE_SEGMENTS,
     **options: Any,
-) -> Prepared:
+) -> ScorePlan:
     return score(queries, documents, truncation, pairs=PairRules(template=template), **options)
 
 
@@ -101,7 +99,7 @@ def asked(query: list[int], read: list[int], instruction: int = 904) -> list[int
 JOINED_BY = pytest.mark.parametrize(
     ("score", "joined"), [(score, pair), (ask, asked)], ids=["tokenizer", "template"]
 )
-Score = Callable[..., Prepared]
+Score = Callable[..., ScorePlan]
 Joined = Callable[[list[int], list[int]], list[int]]
 
 
@@ -110,13 +108,13 @@ def test_one_query_joins_every_document_and_n_each_its_own(score: Score, joined:
     one = score([words(2)], [document(3), document(1)])
     assert tokens_of(one) == [joined(ids(2), ids(3, DOCUMENT)), joined(ids(2), ids(1, DOCUMENT))]
     assert [sequence.payload.slot for sequence in one.sequences] == [ResultSlot(7, 0), ResultSlot(7, 1)]
-    assert one.combine([1.0, 3.0]).tolist() == [1, 3]
+    assert one.raw_scores([1.0, 3.0]).tolist() == [1, 3]
     two = score(["w1", "w2"], [document(3), document(1)])
     assert tokens_of(two) == [joined(ids(1, 1), ids(3, DOCUMENT)), joined(ids(1, 2), ids(1, DOCUMENT))]
     types = two.sequences[0].tokens.type_ids
     assert types is not None
     assert types.tolist() == ([0] * 3 + [1] * 4 if joined is pair else [0] * 12)
-    usage = usage_of(two)
+    usage = two.usage
     assert usage.prompt_tokens == sum(len(tokens) for tokens in tokens_of(two))
     assert (usage.cached_tokens, usage.cached_documents) == (0, 0)
 
@@ -138,9 +136,9 @@ def test_a_pair_that_does_not_fit_is_refused_or_cut(score: Score, joined: Joined
 @JOINED_BY
 def test_the_requests_limits_cut_both_texts_and_are_counted(score: Score, joined: Joined) -> None:
     limits = Truncation(max_query_tokens=2, max_document_tokens=4)
-    prepared = score([words(3)], [document(4), document(5), document(6)], limits)
-    assert tokens_of(prepared) == [joined(ids(2), ids(4, DOCUMENT))] * 3
-    assert prepared.truncated == 3, "the query once, and two documents"
+    plan = score([words(3)], [document(4), document(5), document(6)], limits)
+    assert tokens_of(plan) == [joined(ids(2), ids(4, DOCUMENT))] * 3
+    assert plan.truncated == 3, "the query once, and two documents"
     left = Truncation(max_query_tokens=2, max_document_tokens=4, side="left")
     assert tokens_of(score([words(3)], [document(6)], left)) == [joined(ids(2, 1), ids(4, DOCUMENT + 2))]
     assert score([words(2)], [document(4)], limits).truncated == 0
@@ -155,17 +153,17 @@ def test_the_requests_limits_cut_both_texts_and_are_counted(score: Score, joined
 def test_windows_stand_where_the_document_does(score: Score, joined: Joined) -> None:
     """The best of each document's windows is its score."""
     truncation = Truncation(max_tokens=len(joined(ids(2), ids(4))), windows=True)
-    prepared = score([words(2)], [document(9), document(4), document(5)], truncation, overlap=1)
+    plan = score([words(2)], [document(9), document(4), document(5)], truncation, overlap=1)
     windows = [(0, 4), (3, 4), (6, 3), (0, 4), (0, 4), (3, 2)]
-    assert tokens_of(prepared) == [joined(ids(2), ids(n, DOCUMENT + first)) for first, n in windows]
-    assert (prepared.truncated, prepared.results) == (0, 6)
-    assert prepared.combine([1, 2, 3, -9, 5, 4]).tolist() == [3, -9, 5]
-    assert usage_of(prepared).prompt_tokens == sum(len(sequence) for sequence in prepared.sequences)
+    assert tokens_of(plan) == [joined(ids(2), ids(n, DOCUMENT + first)) for first, n in windows]
+    assert (plan.truncated, plan.num_values) == (0, 6)
+    assert plan.raw_scores([1, 2, 3, -9, 5, 4]).tolist() == [3, -9, 5]
+    assert plan.usage.prompt_tokens == sum(len(sequence) for sequence in plan.sequences)
 
 
 def test_a_pair_that_cannot_be_made_is_refused_by_its_field() -> None:
     windows = Truncation(max_tokens=16, windows=True)
-    assert score([words(11)], [document(9)], windows).results == 5
+    assert score([words(11)], [document(9)], windows).num_values == 5
     with pytest.raises(InvalidRequestError, match=r"documents\[0\] .* windows of 1 tokens beside 15 others"):
         score([words(12)], [document(9)], windows)
     with refused("documents", r"^documents\[1\] and its query have no tokens; leave them out$"):
@@ -201,8 +199,8 @@ def test_what_pairs_have_in_common_is_tokenized_once(monkeypatch: pytest.MonkeyP
         assert tokens_of(together)[99] == tokens_of(alone)[0]
     encoded = tokenized(monkeypatch, text_tokenizer(qwen))
     query = "what is it? " * 500
-    prepared = score_long(long_model(JUDGED), [query], [f"document {i}" for i in range(1000)])
-    assert len(prepared.sequences) == 1000
+    plan = score_long(long_model(JUDGED), [query], [f"document {i}" for i in range(1000)])
+    assert len(plan.sequences) == 1000
     assert num_characters(encoded) < 10 * len(query)
 
 
@@ -211,18 +209,18 @@ def test_a_request_too_large_is_refused_before_it_is_made(monkeypatch: pytest.Mo
     described = model(score_task="classify", pairs=PairRules(template=THREE_SEGMENTS))
     request = score_request(["w1"] * pairs, ["w2"] * pairs)
     exact = request_ids(most_tokens=pairs * each)
-    assert len(preprocessor(described).score(request, exact).sequences) == pairs
+    assert len(processors(described).scores.prepare(request, exact).sequences) == pairs
     made: list[int] = []
-    join = TemplateJoiner.join
+    build = TemplatePairBuilder.build
 
-    def counting(*given: Any) -> Iterator[JoinedPair]:
-        for pair in join(*given):
+    def counting(*given: Any) -> Iterator[BuiltPair]:
+        for pair in build(*given):
             made.append(1)
             yield pair
 
-    monkeypatch.setattr(TemplateJoiner, "join", counting)
+    monkeypatch.setattr(TemplatePairBuilder, "build", counting)
     with pytest.raises(RequestTooLargeError, match=rf"more than the {3 * each} tokens .* raise max_"):
-        preprocessor(described).score(request, request_ids(most_tokens=3 * each))
+        processors(described).scores.prepare(request, request_ids(most_tokens=3 * each))
     assert len(made) == 4
 
 
@@ -263,12 +261,12 @@ def test_texts_by_pictures_the_template_cannot_take_are_refused() -> None:
     template = ScoreTemplate(("{{ query }} {{ document }} {% if 'w1' in query %}{{ 1 / 0 }}{% endif %}",))
     pages: Any = SimpleNamespace(image_token="<image>", split=lambda *given: (["w1", None], []))
     pages.opened = pages.check_texts = lambda *given: None
-    texts: Any = SimpleNamespace(join=lambda request, *given: [None] * len(request.documents))
-    joiner = PicturePairJoiner(texts, template, None, tokenizer(), pages, 64)
+    texts: Any = SimpleNamespace(build=lambda request, *given: [None] * len(request.documents))
+    builder = PicturePairBuilder(texts, template, None, tokenizer(), pages, 64)
     anything: Any = [None]
     request = replace(score_request(["q"], ["d"]), queries=(Content(("w1",)),))
     with refused("documents", r"^documents\[0\] and its query: .*division by zero"):
-        list(joiner.join(request, anything, anything))
+        list(builder.build(request, anything, anything))
 
 
 def test_a_token_shared_with_the_template_is_not_cut() -> None:
@@ -280,30 +278,30 @@ def test_a_token_shared_with_the_template_is_not_cut() -> None:
     assert (tokens_of(cut), cut.truncated) == ([[*whole[:5], *whole[6:]]], 1)
 
 
-def split(prepared: Prepared) -> list[tuple[int, list[int]]]:
+def split(plan: ScorePlan) -> list[tuple[int, list[int]]]:
     """Each pair's prefix, by the prefix's id (0 for none), and the pair's tokens."""
     return [
         (sequence.waits_for or 0, sequence.tokens.ids.tolist())
-        for sequence in prepared.sequences
+        for sequence in plan.sequences
         if sequence.payload.role is Role.PAIR
     ]
 
 
 def test_tokens_before_the_document_are_run_once_for_all_pairs() -> None:
     # instruct: w904 query: + 4 of the query + passage: = 8, and w900 may merge with the document.
-    prepared = ask([words(4)], [document(3), document(2)], sharing=PrefixSharing())
-    prefix, *pairs = prepared.sequences
+    plan = ask([words(4)], [document(3), document(2)], sharing=PrefixSharing())
+    prefix, *pairs = plan.sequences
     assert prefix.tokens.ids.tolist() == asked(ids(4), [])[:8]
     assert prefix.tokens.type_ids is not None
     assert prefix.tokens.type_ids.tolist() == [0] * 8
     assert (prefix.sequence_id, prefix.request_id, prefix.num_consumers) == (100, 7, 2)
-    assert split(prepared) == [(100, asked(ids(4), ids(3, DOCUMENT))), (100, asked(ids(4), ids(2, DOCUMENT)))]
+    assert split(plan) == [(100, asked(ids(4), ids(3, DOCUMENT))), (100, asked(ids(4), ids(2, DOCUMENT)))]
     assert [pair.shared_prefix_len for pair in pairs] == [8, 8]
     assert [pair.payload.slot for pair in pairs] == [ResultSlot(7, 0), ResultSlot(7, 1)]
     # The usage counts both pairs whole, of which the prefix was run for one.
-    usage = usage_of(prepared)
+    usage = plan.usage
     assert (usage.prompt_tokens, usage.cached_tokens) == (15 + 14, 8)
-    assert (prepared.num_new_tokens, prepared.results) == (8 + 7 + 6, 2)
+    assert (plan.num_new_tokens, plan.num_values) == (8 + 7 + 6, 2)
     # A prefix of 7 is too short to be worth it.
     assert len(ask([words(3)], [document(3)], sharing=PrefixSharing()).sequences) == 1
     assert len(ask([words(4)], [document(3)], sharing=None).sequences) == 1
@@ -311,17 +309,17 @@ def test_tokens_before_the_document_are_run_once_for_all_pairs() -> None:
 
 def test_equal_queries_share_a_prefix_and_others_have_their_own() -> None:
     queries = [words(5), words(4) + " w9", words(5), "w1"]
-    prepared = ask(queries, [document(i + 1) for i in range(4)], sharing=PrefixSharing())
-    prefixes = [sequence for sequence in prepared.sequences if sequence.is_prefix]
+    plan = ask(queries, [document(i + 1) for i in range(4)], sharing=PrefixSharing())
+    prefixes = [sequence for sequence in plan.sequences if sequence.is_prefix]
     assert [(prefix.sequence_id, prefix.num_consumers) for prefix in prefixes] == [(100, 2), (101, 1)]
-    assert [prefix for prefix, _ in split(prepared)] == [100, 101, 100, 0]
-    firsts = [prepared.sequences.index(prefix) for prefix in prefixes]
+    assert [prefix for prefix, _ in split(plan)] == [100, 101, 100, 0]
+    firsts = [plan.sequences.index(prefix) for prefix in prefixes]
     assert firsts == [0, 2], "each before the first pair that begins with it"
     # All windows of a document share one.
     truncation = Truncation(max_tokens=len(asked(ids(4), [])) + 4, windows=True)
-    prepared = ask([words(4)], [document(9), document(2)], truncation, sharing=PrefixSharing())
-    assert prepared.sequences[0].num_consumers == 4
-    assert [prefix for prefix, _ in split(prepared)] == [100] * 4
+    plan = ask([words(4)], [document(9), document(2)], truncation, sharing=PrefixSharing())
+    assert plan.sequences[0].num_consumers == 4
+    assert [prefix for prefix, _ in split(plan)] == [100] * 4
 
 
 @pytest.mark.parametrize(
@@ -346,13 +344,13 @@ def test_a_prefix_that_is_not_worth_it_is_run_with_each_pair() -> None:
     """8 tokens are saved, in a step of 21."""
     asked_for = [words(4)], [document(3), document(2)]
     assert len(ask(*asked_for, sharing=PrefixSharing(28)).sequences) == 3
-    prepared = ask(*asked_for, sharing=PrefixSharing(29))
-    assert [prefix for prefix, _ in split(prepared)] == [0, 0]
-    assert usage_of(prepared).cached_tokens == 0
+    plan = ask(*asked_for, sharing=PrefixSharing(29))
+    assert [prefix for prefix, _ in split(plan)] == [0, 0]
+    assert plan.usage.cached_tokens == 0
     # One of two queries may share its prefix, and the other not.
     queries = [words(5), words(5), words(4) + " w9"]
-    prepared = ask(queries, [document(3)] * 3, sharing=PrefixSharing(20))
-    assert [prefix for prefix, _ in split(prepared)] == [100, 100, 0]
+    plan = ask(queries, [document(3)] * 3, sharing=PrefixSharing(20))
+    assert [prefix for prefix, _ in split(plan)] == [100, 100, 0]
 
 
 def test_a_pair_that_begins_otherwise_is_run_whole() -> None:
@@ -363,18 +361,18 @@ def test_a_pair_that_begins_otherwise_is_run_whole() -> None:
     assert shared_tokens(other_end, prefix) == 0
     # Here the last word of the template and the document's first are one token.
     template = ScoreTemplate((words(9, 800) + " {{ query }} passage:{{ document }} w1",))
-    prepared = ask(["w0"], [document(2), ""], template=template, sharing=PrefixSharing())
+    plan = ask(["w0"], [document(2), ""], template=template, sharing=PrefixSharing())
     shared = [*ids(9, 800), *ids(1)]
-    assert prepared.sequences[0].tokens.ids.tolist() == shared
-    assert split(prepared) == [
+    assert plan.sequences[0].tokens.ids.tolist() == shared
+    assert split(plan) == [
         (100, [*shared, UNKNOWN, *ids(1, DOCUMENT + 1), *ids(1, 1)]),
         (100, [*shared, DOCUMENT_PROMPT, *ids(1, 1)]),
     ]
 
 
 def test_pairs_of_the_tokenizer_share_a_prefix_too() -> None:
-    prepared = score([words(6)], [document(3), document(2)], sharing=PrefixSharing())
-    prefix = prepared.sequences[0]
+    plan = score([words(6)], [document(3), document(2)], sharing=PrefixSharing())
+    prefix = plan.sequences[0]
     assert prefix.is_prefix
     assert prefix.tokens.ids.tolist() == [CLS, *ids(6), SEP]
     # One token of the query fewer, and the prefix is too short to be worth it.
@@ -397,9 +395,9 @@ MERGING = ScoreTemplate(("a{{ query }}b", "{{ query }}{{ document }}{{ query }}"
 
 def score_long(
     described: LoadedModel, queries: list[str], documents: list[str], truncation: Truncation = REFUSE_LONG
-) -> Prepared:
-    made = Preprocessor(described, text_tokenizer(qwen), 100_000, 0, None, None)
-    return made.score(score_request(queries, documents, truncation), request_ids())
+) -> ScorePlan:
+    made = processors(described, text_tokenizer=text_tokenizer(qwen), longest=100_000)
+    return made.scores.prepare(score_request(queries, documents, truncation), request_ids())
 
 
 def long_model(template: ScoreTemplate, max_tokens: int = 100_000) -> LoadedModel:
@@ -439,9 +437,9 @@ def test_pairs_hold_their_query_once() -> None:
         (model(score_task="classify", max_tokens=100), 80),  # cut for each
     ):
         documents = [f"document {i}" for i in range(5)]
-        prepared = score_long(described, ["what is it? " * 500], documents, CUT_LONG)
+        plan = score_long(described, ["what is it? " * 500], documents, CUT_LONG)
         longest = []
-        for sequence in prepared.sequences:
+        for sequence in plan.sequences:
             assert isinstance(sequence.tokens, JoinedTokens)
             longest.append(max(sequence.tokens.parts, key=len))
         assert all(np.shares_memory(part, longest[0]) for part in longest)
@@ -460,9 +458,9 @@ def test_a_cut_pair_is_what_the_whole_texts_would_be_cut_to(
 ) -> None:
     """Also where both are far longer, and the odd token goes to the longer one."""
     truncation = Truncation(max_tokens=limit, side=side, max_document_tokens=most)  # type: ignore[arg-type]
-    made = preprocessor(model(score_task="classify", max_tokens=limit))
+    made = processors(model(score_task="classify", max_tokens=limit))
     texts = score_request([words(query)], [words(document, DOCUMENT)], truncation)
-    prepared = made.score(texts, request_ids())
+    plan = made.scores.prepare(texts, request_ids())
     limited = document if most is None else min(document, most)
     first, second = longest_first(query, limited, limit - 3)
     wanted = cut(np.array(ids(document, DOCUMENT), np.int32), limited, side)  # type: ignore[arg-type]
@@ -470,17 +468,17 @@ def test_a_cut_pair_is_what_the_whole_texts_would_be_cut_to(
         *(CLS, *cut(np.array(ids(query), np.int32), first, side), SEP),  # type: ignore[arg-type]
         *(*cut(wanted, second, side), SEP),  # type: ignore[arg-type]
     ]
-    assert tokens_of(prepared) == [expected]
-    assert prepared.truncated == (limited < document or query + limited > limit - 3)
+    assert tokens_of(plan) == [expected]
+    assert plan.truncated == (limited < document or query + limited > limit - 3)
 
 
 def test_an_instruction_that_fills_a_sequence_is_refused() -> None:
     described = long_model(JUDGED, max_tokens=50)
-    made = Preprocessor(described, text_tokenizer(qwen), 100_000, 0, None, None)
+    made = processors(described, text_tokenizer=text_tokenizer(qwen), longest=100_000)
     for length, is_refused in ((49, False), (50, True), (100_000, True)):
         request = score_request(["a"], ["b"], instruction="a" + " a" * (length - 1))
         with pytest.raises(InvalidRequestError) as error:
-            made.score(request, request_ids())
+            made.scores.prepare(request, request_ids())
         assert (error.value.param == "instruction") == is_refused
     said = "instruction has 50 tokens or more, and no more can be run in a sequence; shorten it"
     assert str(error.value) == said
@@ -492,11 +490,11 @@ def test_what_a_listwise_model_does_not_read_is_not_tokenised(monkeypatch: pytes
     small = tokenizer()
     encoded = tokenized(monkeypatch, small)
     text = f"{words(100)} " * 500
-    made = Preprocessor(described, small, 10_000, 0, None, None)
+    made = processors(described, text_tokenizer=small)
     # Its own length is no reason to refuse a text.
     for request in (score_request([text], [text, text], CUT_LONG), score_request(["a"], [text])):
         encoded.clear()
-        made.score(request, request_ids())
+        made.scores.prepare(request, request_ids())
         assert num_characters(encoded) < 10_000
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache
@@ -17,8 +18,12 @@ from maxsimd.engine.cache.memory import MemoryStore
 from maxsimd.engine.checkpoint import LoadedModel, RoleRules
 from maxsimd.engine.config import ScoreType
 from maxsimd.engine.errors import InvalidRequestError
-from maxsimd.engine.processors import Prepared, Preprocessor, RequestIds
-from maxsimd.engine.processors.pairs import PrefixSharing
+from maxsimd.engine.processors.plan import Plan
+from maxsimd.engine.processors.prefix_sharing import PrefixSharing
+from maxsimd.engine.processors.processor import ProcessorContext
+from maxsimd.engine.processors.registry import Processors
+from maxsimd.engine.processors.request_ids import RequestIds
+from maxsimd.engine.processors.text.long_inputs import LengthLimits
 from maxsimd.engine.processors.text.tokenization import TextTokenizer
 from maxsimd.engine.requests import REFUSE_LONG, ScoreRequest, Truncation
 
@@ -54,7 +59,7 @@ def fast_tokenizer(special_tokens: bool = True) -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens([AddedToken(token) for token in ("[QUERY]", "[DOCUMENT]")])
     if special_tokens:
-        tokenizer.post_processor = processors.TemplateProcessing(
+        tokenizer.post_processor = TemplateProcessing(
             single="[CLS] $A [SEP]",
             pair="[CLS] $A [SEP] $B:1 [SEP]:1",
             special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)],
@@ -89,16 +94,21 @@ def model(**changes: Any) -> LoadedModel:
     return LoadedModel(**settings | changes)
 
 
-def preprocessor(
+def processors(
     described: LoadedModel,
     *,
     special_tokens: bool = True,
     longest: int = 10_000,
     overlap: int = 0,
+    most_vectors: int | None = None,
     cache: EmbeddingCache | None = None,
     sharing: PrefixSharing | None = None,
-) -> Preprocessor:
-    return Preprocessor(described, tokenizer(special_tokens), longest, overlap, cache, sharing)
+    text_tokenizer: TextTokenizer | None = None,
+) -> Processors:
+    longest = min(longest, described.max_tokens)
+    limits = LengthLimits(longest, overlap, described.truncation_side, most_vectors)
+    used = text_tokenizer or tokenizer(special_tokens)
+    return Processors(ProcessorContext(described, used, limits, cache, sharing))
 
 
 def request_ids(request_id: int = 7, first: int = 100, most_tokens: int = 10_000_000) -> RequestIds:
@@ -113,8 +123,8 @@ def score_request(
     return ScoreRequest(queries=tuple(queries), documents=tuple(documents), truncation=truncation, **options)
 
 
-def tokens_of(prepared: Prepared) -> list[list[int]]:
-    return [sequence.tokens.ids.tolist() for sequence in prepared.sequences]
+def tokens_of(plan: Plan) -> list[list[int]]:
+    return [sequence.tokens.ids.tolist() for sequence in plan.sequences]
 
 
 def empty_cache() -> EmbeddingCache:

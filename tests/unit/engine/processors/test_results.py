@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from maxsimd.engine.explanations import Explanation
-from maxsimd.engine.processors import Prepared
-from maxsimd.engine.requests import RunOptions, Values
-from maxsimd.engine.results.postprocess import activate, aside, keeps_order, rank, work_in
-from maxsimd.engine.results.scores import ScoreCall, ScoredPairs, ScoreLabel
-from tests.unit.engine.processors.preprocessing import score_request
+from maxsimd.engine.processors.classification import activate, keeps_order
+from maxsimd.engine.processors.cross_encoder import CrossEncoderPlan, ScoreLabel
+from maxsimd.engine.processors.score_lookup import FoundScores, RunFacts
+from maxsimd.engine.requests import Value, Values, rank
+from maxsimd.engine.workers import run_in_thread_if_large
+from tests.unit.engine.processors.small_models import score_request
 
 # Few values, so that there are ties; both zeros are one.
 SCORES = st.lists(
@@ -26,7 +26,7 @@ SCORES = st.lists(
 
 async def test_what_is_made_of_many_values_is_made_in_a_thread() -> None:
     async def thread(values: int) -> int:
-        return await aside(threading.get_ident, values)
+        return await run_in_thread_if_large(values, threading.get_ident)
 
     own = threading.get_ident()
     assert await thread(0) == await thread(500) == own
@@ -34,15 +34,15 @@ async def test_what_is_made_of_many_values_is_made_in_a_thread() -> None:
 
 
 def test_numbers_in_arrays_are_less_work_than_as_many_values() -> None:
-    assert work_in(Values([0.5] * 501, {})) == 501
-    assert work_in(Values([np.zeros((1, 384), np.float32)] * 10, {})) == 19
-    assert work_in(Values([np.zeros((512, 128), np.float32)] * 2, {})) == 655
+    assert Values([0.5] * 501, {}).work == 501
+    assert Values([np.zeros((1, 384), np.float32)] * 10, {}).work == 19
+    assert Values([np.zeros((512, 128), np.float32)] * 2, {}).work == 655
 
 
 async def test_what_a_thread_raises_is_raised() -> None:
     for values in (1, 1000):
         with pytest.raises(ZeroDivisionError):
-            await aside(lambda: 1 // 0, values)
+            await run_in_thread_if_large(values, lambda: 1 // 0)
 
 
 @given(SCORES, st.none() | st.integers(0, 5))
@@ -92,23 +92,23 @@ def test_labels_are_made_one_number_once_for_all_documents(
         made.append(len(logits))
         return logits_of(label, logits)
 
-    def explain(values: Values, index: int) -> Explanation | None:
-        score = values.values[index]
-        assert score is None or isinstance(score, float)
-        found.append(score)
-        return None
-
     monkeypatch.setattr(ScoreLabel, "logits_of", counting)
-    found: list[float | None] = []
-    request = score_request(["q"], ["d"] * 10)
-    call = ScoreCall(request, RunOptions(), label=ScoreLabel(1, exclusive))
-    values = Values([*rows[:4], None, *rows[4:]], {})
-    ScoredPairs(call, Prepared([], 10, 0, explain=explain), values).explanations(range(10))
-    assert made == [9]
-    assert found.pop(4) is None
+    request = score_request(["q"], ["d"] * 10, explain=10)
+    plan = CrossEncoderPlan(
+        sequences=[],
+        num_values=10,
+        request=request,
+        found=FoundScores.none(request),
+        facts=[RunFacts(1, 0, False, 1)] * 10,
+        label=ScoreLabel(1, exclusive),
+    )
+    values: list[Value | None] = [*rows[:4], None, *rows[4:]]
+    assert set(plan.explanations(values, range(10))) == {0, 1, 2, 3, 5, 6, 7, 8, 9}
+    assert made == [9], "once for all documents"
+    scores = plan.raw_scores(values)
+    assert np.isnan(scores[4])
     logits = torch.from_numpy(rows).double()
     others = logits[:, [0, 2, 3]].logsumexp(dim=1)
     expected = logits[:, 1] - others if exclusive else logits[:, 1]
-    np.testing.assert_allclose(found, expected, rtol=1e-9)
-    nothing = Values([None], {})
-    assert call.scored(nothing) is nothing
+    np.testing.assert_allclose(np.delete(scores, 4), expected, rtol=1e-6)
+    assert np.isnan(plan.raw_scores([None] * 10)).all()
