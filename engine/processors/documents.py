@@ -124,9 +124,9 @@ class Documents:
 
     @property
     def truncated(self) -> int:
-        """How many of the request's documents were cut."""
-        cut = [document.truncated for document in self.different]
-        return sum(cut[position] for position in self.position_of)
+        """How many of the request's documents are truncated."""
+        truncated = [document.truncated for document in self.different]
+        return sum([truncated[position] for position in self.position_of])
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,11 +214,12 @@ class CacheLookup:
         return self._cache.key(text, self._long_inputs.signature + self._owned)
 
     def _is_plain(self, tokens: int) -> bool:
-        """Whether any request would read a document as this one does that comes to this number of `tokens`.
-        One of the checkpoint's own length may have been cut to it, at the usual side and not into windows."""
+        """Whether any request would read a document of this number of `tokens` as this one does.
+
+        A document of the checkpoint's own length may have been truncated to it."""
         if self._long_inputs.max_document_tokens is not None:
             return False
-        return self._own_length is None or tokens < self._own_length or self._long_inputs.cuts_as_usual
+        return self._own_length is None or tokens < self._own_length or self._long_inputs.truncates_as_usual
 
 
 @dataclass(frozen=True, slots=True, eq=False)

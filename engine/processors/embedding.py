@@ -44,7 +44,7 @@ _ROLES = {"query": Role.QUERY, "document": Role.DOCUMENT}
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class EmbeddingPlan(Plan):
-    """One value for each text to run. `found` are the token vectors of texts that are cached, by their index."""
+    """One value for each text to run. `found` are the cached token vectors of texts, by their index."""
 
     model: LoadedModel
     task: str

@@ -18,7 +18,7 @@ from maxsimd.engine.processors.processor import ProcessorContext, ScoreProcessor
 from maxsimd.engine.processors.request_ids import RequestIds
 from maxsimd.engine.processors.score_lookup import FoundScores, RunFacts, ScoreLookup
 from maxsimd.engine.processors.text.long_inputs import Fitted, InputName, LongInputs, Room
-from maxsimd.engine.processors.text.tokenization import SHORTEST_TEXT, TextTokenizer, cut
+from maxsimd.engine.processors.text.tokenization import SHORTEST_TEXT, TextTokenizer, truncate
 from maxsimd.engine.requests import ScoreOptions, ScoreRequest, Value
 from maxsimd.scheduler import Sequence as TokenSequence
 from maxsimd.scheduler import Tokens
@@ -258,7 +258,7 @@ class _Text:
 
 
 class _TextReader:
-    """Reads texts as the model's own code does, which cuts those that are longer than it takes."""
+    """Reads texts as the model's own code does, which truncates those that are longer than it takes."""
 
     def __init__(self, rules: ListwiseRules, tokenizer: TextTokenizer, long_inputs: LongInputs) -> None:
         self._rules = rules
@@ -270,12 +270,12 @@ class _TextReader:
         name = InputName("queries", index)
         ids = self._tokenizer.encode([text], "queries", length + 1, side, [name])[0]
         # Reading no more than the model does is no truncation.
-        read = cut(ids, length, side)
+        read = truncate(ids, length, side)
         return self._clean(text, ids, self._long_inputs.query(read, name))
 
     def document(self, text: str, index: int) -> _Text:
         length = self._rules.max_document_tokens
-        # There are no windows here: for a request that wants them the document counts as cut.
+        # There are no windows here: for a request that wants them the document counts as truncated.
         own_length = None if self._long_inputs.uses_windows else length
         room, max_tokens = Room(length, 0), self._long_inputs.max_document_tokens
         most = self._long_inputs.most_of_text(length, own_length, max_tokens)

@@ -20,8 +20,8 @@ from maxsimd.engine.processors.text.tokenization import (
     SHORTEST_TEXT,
     Around,
     TextTokenizer,
-    cut,
     longest_first,
+    truncate,
 )
 from maxsimd.engine.requests import Item, ScoreRequest
 from maxsimd.engine.workers import yield_to_smaller
@@ -38,7 +38,7 @@ class BuiltPair:
     """A query and a document in one sequence, or in one for each window of the document.
 
     `prefix` is what stands before the document in all pairs of the query; a pair whose document merges with
-    it begins otherwise. `truncated` says whether the document, or the query for its sake, was cut. The
+    it begins otherwise. `truncated` says whether the document, or the query for its sake, was truncated. The
     pictures of a pair have no ids yet."""
 
     windows: Sequence[JoinedTokens | Tokens]
@@ -53,23 +53,24 @@ class PairBuilder(ABC):
     def build(
         self, request: ScoreRequest, queries: list[Fitted[np.int32]], long_inputs: LongInputs
     ) -> Iterator[BuiltPair]:
-        """The pairs of a request in the order of its documents; `queries` are its queries' tokens."""
+        """Yields the pairs of a request in the order of its documents; `queries` are its queries' tokens."""
 
     @abstractmethod
     def window_spans(
         self, request: ScoreRequest, index: int, query_tokens: int, long_inputs: LongInputs
     ) -> list[Span]:
-        """The characters of each window through which document `index` is read, with a query of
+        """Returns the characters of each window through which document `index` is read, with a query of
         `query_tokens` tokens."""
 
     @abstractmethod
     def shortest_pair(self) -> int:
-        """How many tokens the shortest pair has."""
+        """Returns how many tokens the shortest pair has."""
 
 
 class TokenizerPairBuilder(PairBuilder):
-    """Joins pairs by the tokeniser's template; `truncation` is the tokenizers library's name for how a pair
-    that is too long is cut."""
+    """Joins pairs by the tokenizer's template, BERT's [CLS] query [SEP] document [SEP] and its like.
+
+    `truncation` is the tokenizers library's name for how a pair that is too long is truncated."""
 
     def __init__(self, tokenizer: TextTokenizer, truncation: TruncationStrategy) -> None:
         self._tokenizer = tokenizer
@@ -81,7 +82,7 @@ class TokenizerPairBuilder(PairBuilder):
     ) -> Iterator[BuiltPair]:
         before, between, _ = self._template.ids
         prefixes = [np.concatenate([before, query.tokens, between]) for query in queries]
-        # Where both are cut to halves, it counts which of them is longer.
+        # If both are truncated to half, the longer one matters.
         longest_query = max(len(query.tokens) for query in queries)
         most = long_inputs.most_of_document(max(long_inputs.limit, longest_query))
         names = [InputName("documents", i) for i in range(len(request.documents))]
@@ -91,8 +92,8 @@ class TokenizerPairBuilder(PairBuilder):
             document = long_inputs.document(text, name)
             if self._template.special_tokens + len(queries[query].tokens) + len(document.tokens) == 0:
                 raise InvalidRequestError(f"{name} and its query have no tokens; leave them out", name.param)
-            windows, cut_to_fit = self._windows(queries[query].tokens, document.tokens, name, long_inputs)
-            yield BuiltPair(windows, prefixes[query], document.truncated or cut_to_fit)
+            windows, is_truncated = self._windows(queries[query].tokens, document.tokens, name, long_inputs)
+            yield BuiltPair(windows, prefixes[query], document.truncated or is_truncated)
 
     def window_spans(
         self, request: ScoreRequest, index: int, query_tokens: int, long_inputs: LongInputs
@@ -111,7 +112,7 @@ class TokenizerPairBuilder(PairBuilder):
     def _windows(
         self, query: TokenIds, document: TokenIds, name: InputName, long_inputs: LongInputs
     ) -> tuple[list[JoinedTokens], bool]:
-        """A pair as one sequence or as windows, and whether it was cut."""
+        """Returns a pair as one sequence or as windows, and whether it was truncated."""
         special_tokens = self._template.special_tokens
         room = long_inputs.limit - special_tokens
         if len(query) + len(document) <= room:
@@ -119,18 +120,18 @@ class TokenizerPairBuilder(PairBuilder):
         if long_inputs.uses_windows:
             windows = long_inputs.windows(document, self._beside(len(query), long_inputs), name)
             return [self._template.join(query, window.tokens) for window in windows], False
-        if not long_inputs.may_cut:
+        if not long_inputs.may_truncate:
             raise too_long(name, len(query) + len(document) + special_tokens, long_inputs.limit)
-        first, second = self._cut_lengths(len(query), len(document), room, name)
+        first, second = self._truncated_lengths(len(query), len(document), room, name)
         side = long_inputs.side
-        return [self._template.join(cut(query, first, side), cut(document, second, side))], True
+        return [self._template.join(truncate(query, first, side), truncate(document, second, side))], True
 
     def _beside(self, query: int, long_inputs: LongInputs) -> Room:
         """The room for a document beside a query of this many tokens."""
         others = self._template.special_tokens + query
         return Room(long_inputs.limit - others, others)
 
-    def _cut_lengths(self, query: int, document: int, room: int, name: InputName) -> tuple[int, int]:
+    def _truncated_lengths(self, query: int, document: int, room: int, name: InputName) -> tuple[int, int]:
         """How much of both texts is read within `room` tokens together."""
         if self._truncation == "longest_first":
             return longest_first(query, document, room)
@@ -168,7 +169,7 @@ class _Surroundings:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Query:
+class _TemplateQuery:
     """A query of a request as it is put into the template, and what then stands `around` its documents; None
     where the template does not write a document once, as it is."""
 
@@ -179,9 +180,9 @@ class _Query:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pair:
+class _TemplatePair:
     name: InputName
-    query: _Query
+    query: _TemplateQuery
     around: _Surroundings
     document: str
 
@@ -196,12 +197,12 @@ class _Pair:
         return range(start, start + len(self.document))
 
 
-class _Heads:
-    """Segments begin alike for all queries, with the instruction: that part is tokenised once."""
+class _SegmentHeads:
+    """Tokenizes the part with which segments begin for all queries once: it ends with the instruction."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
-        # For each segment: the beginning that texts must share, the part cut off from it, and its tokens.
+        # For each segment: the beginning that texts must share, the part split off from it, and its tokens.
         self._heads: dict[int, tuple[str, str, TokenIds]] = {}
         self._last: dict[int, str] = {}
 
@@ -209,7 +210,7 @@ class _Heads:
         """The part with which a segment's text begins as it did for an earlier query, and its tokens; none
         for the first."""
         common, head, ids = self._heads.get(segment, ("", "", _NO_TOKENS))
-        # The head can be cut off where it is followed by the rest of `common`, and perhaps not elsewhere.
+        # The head can be split off where the rest of `common` follows, and perhaps not elsewhere.
         if not head or not text.startswith(common):
             common = _common_start(self._last.get(segment, ""), text)
             head = common[: max(self._tokenizer.breaks(common), default=0)]
@@ -243,21 +244,21 @@ class TemplatePairBuilder(PairBuilder):
     def build(
         self, request: ScoreRequest, queries: list[Fitted[np.int32]], long_inputs: LongInputs
     ) -> Iterator[BuiltPair]:
-        heads = _Heads(self._tokenizer)
+        heads = _SegmentHeads(self._tokenizer)
         query = self._query(request, 0, queries[0], heads)
         # Some at a time, because what stands around each document may be long.
         for start in range(0, len(request.documents), PART_TEXTS):
-            pairs: list[_Pair] = []
+            pairs: list[_TemplatePair] = []
             whole: dict[int, BuiltPair] = {}
             for i, document in enumerate(request.document_texts[start : start + PART_TEXTS], start):
                 if i and request.query_of(i) == i:
                     query = self._query(request, i, queries[i], heads)
                 name = InputName("documents", i)
-                if query.around is not None and self._holds(query, document, name):
-                    pairs.append(_Pair(name, query, query.around, document))
+                if query.around is not None and self._is_framed(query, document, name):
+                    pairs.append(_TemplatePair(name, query, query.around, document))
                 else:
-                    whole[i] = self._as_a_whole(query, document, name, long_inputs)
-            fitted = self._fitted(pairs, long_inputs)
+                    whole[i] = self._build_written(query, document, name, long_inputs)
+            fitted = self._build_framed(pairs, long_inputs)
             for i in range(start, start + len(pairs) + len(whole)):
                 yield whole[i] if i in whole else next(fitted)
 
@@ -265,12 +266,14 @@ class TemplatePairBuilder(PairBuilder):
         segments = self._template.written(SHORTEST_TEXT, SHORTEST_TEXT, self._instruction)
         return sum(len(ids) for ids in self._tokenizer.encode(segments, "text")) + len(self._trailing)
 
-    def _joined(self, pair: _Pair, parts: list[TokenIds], truncated: bool) -> BuiltPair:
+    def _joined(self, pair: _TemplatePair, parts: list[TokenIds], truncated: bool) -> BuiltPair:
         before, after = pair.around.before, pair.around.after
         windows = [JoinedTokens.of((before, part, after), pair.around.types) for part in parts]
         return BuiltPair(windows, pair.around.prefix, truncated)
 
-    def _query(self, request: ScoreRequest, index: int, fitted: Fitted[np.int32], heads: _Heads) -> _Query:
+    def _query(
+        self, request: ScoreRequest, index: int, fitted: Fitted[np.int32], heads: _SegmentHeads
+    ) -> _TemplateQuery:
         text = request.query_texts[index]
         if fitted.truncated:
             text = self._tokenizer.decode(fitted.tokens.tolist())
@@ -279,9 +282,9 @@ class TemplatePairBuilder(PairBuilder):
         except ModelLoadError as error:
             raise _refused_instruction(error) from error
         around = None if frames is None else self._surroundings(frames, heads)
-        return _Query(text, request.instruction, around, frames)
+        return _TemplateQuery(text, request.instruction, around, frames)
 
-    def _holds(self, query: _Query, document: str, name: InputName) -> bool:
+    def _is_framed(self, query: _TemplateQuery, document: str, name: InputName) -> bool:
         """Whether the template writes a pair as the frames of its query say."""
         if self._template.is_plain:
             return True
@@ -292,26 +295,27 @@ class TemplatePairBuilder(PairBuilder):
         ]
         return framed == self._written(query, document, name)
 
-    def _written(self, query: _Query, document: str, name: InputName) -> list[str]:
+    def _written(self, query: _TemplateQuery, document: str, name: InputName) -> list[str]:
         """The segments of a pair. Raises InvalidRequestError where the template does not take its texts."""
         try:
             return self._template.written(query.text, document, query.instruction)
         except ModelLoadError as error:
             raise InvalidRequestError(f"{name} and its query: {error}", name.param) from error
 
-    def _as_a_whole(
-        self, query: _Query, document: str, name: InputName, long_inputs: LongInputs
+    def _build_written(
+        self, query: _TemplateQuery, document: str, name: InputName, long_inputs: LongInputs
     ) -> BuiltPair:
-        """A pair that is tokenised as the template writes it. One that is too long is cut as
-        sentence-transformers cuts it: at one end; its last tokens then become those that the template writes
-        at the end of all."""
+        """Builds a pair that is tokenized as the template writes it.
+
+        One that is too long is truncated at one end, as sentence-transformers does. Its last tokens then
+        become those that the template writes at the end of all pairs."""
         yield_to_smaller()
         most = long_inputs.max_document_tokens
-        is_cut = False
+        is_truncated = False
         if most is not None:
             (ids,) = self._tokenizer.encode([document], "documents", most + 1, long_inputs.side, [name])
             within = long_inputs.document(ids, name)
-            if is_cut := within.truncated:
+            if is_truncated := within.truncated:
                 document = self._tokenizer.decode(within.tokens.tolist())
         segments = self._written(query, document, name)
         around = None if query.around is None else query.around.prefix
@@ -330,13 +334,13 @@ class TemplatePairBuilder(PairBuilder):
                     'change documents; shorten it, or send long_documents "truncate"',
                     "long_documents",
                 )
-            if not long_inputs.may_cut:
+            if not long_inputs.may_truncate:
                 raise too_long(name, len(ids), long_inputs.limit)
-            ids, is_cut = cut(ids, limit, long_inputs.side).copy(), True
+            ids, is_truncated = truncate(ids, limit, long_inputs.side).copy(), True
             end = self._end(query.instruction)[-limit:] if self._template.restores_end else _NO_TOKENS
             ids[limit - len(end) :] = end
         tokens = JoinedTokens.of((ids, self._trailing), (0, 0))
-        return BuiltPair([tokens], prefix, is_cut)
+        return BuiltPair([tokens], prefix, is_truncated)
 
     def _end(self, instruction: str | None) -> TokenIds:
         """The tokens that the template writes at the end of all pairs, as sentence-transformers finds
@@ -351,7 +355,7 @@ class TemplatePairBuilder(PairBuilder):
         count = shorter - int(np.flatnonzero(~alike)[-1]) - 1 if not alike.all() else 0
         return first[len(first) - count :]
 
-    def _surroundings(self, frames: list[Frame], heads: _Heads) -> _Surroundings:
+    def _surroundings(self, frames: list[Frame], heads: _SegmentHeads) -> _Surroundings:
         position = next(i for i, frame in enumerate(frames) if frame.after is not None)
         left, right = frames[position].before, frames[position].after or ""
         # What cannot merge with a document is tokenised once, not once for each document.
@@ -392,24 +396,24 @@ class TemplatePairBuilder(PairBuilder):
             np.repeat(np.array([1] + [0] * (len(after) - 1), np.int32), lengths[1]),
         )
 
-    def _fitted(self, pairs: list[_Pair], long_inputs: LongInputs) -> Iterator[BuiltPair]:
+    def _build_framed(self, pairs: list[_TemplatePair], long_inputs: LongInputs) -> Iterator[BuiltPair]:
         """Each pair, as one sequence or with each window of the document in one."""
         limit = long_inputs.limit
         if long_inputs.max_document_tokens is not None:
-            yield from (self._cut(pair, long_inputs) for pair in pairs)
+            yield from (self._build_from_parts(pair, long_inputs) for pair in pairs)
             return
         texts, names = (pair.text for pair in pairs), (pair.name for pair in pairs)
         encoded = self._tokenizer.encode(texts, "documents", limit + 1, names=names)
         # Of what these leave of a pair, no document is all that is missing.
         at_one_end = not self._template.restores_end or long_inputs.side == "left"
-        at_one_end &= long_inputs.cuts_as_usual and long_inputs.may_cut
+        at_one_end &= long_inputs.truncates_as_usual and long_inputs.may_truncate
         for pair, ids in zip(pairs, encoded, strict=True):
             if pair.around.num_tokens + len(ids) <= limit:
                 yield self._joined(pair, [ids], False)
             elif at_one_end:
-                yield self._as_a_whole(pair.query, pair.document, pair.name, long_inputs)
+                yield self._build_written(pair.query, pair.document, pair.name, long_inputs)
             else:
-                yield self._cut(pair, long_inputs)
+                yield self._build_from_parts(pair, long_inputs)
 
     def window_spans(
         self, request: ScoreRequest, index: int, query_tokens: int, long_inputs: LongInputs
@@ -418,18 +422,18 @@ class TemplatePairBuilder(PairBuilder):
         most = None if long_inputs.max_query_tokens is None else long_inputs.max_query_tokens + 1
         (encoded,) = self._tokenizer.encode([request.query_texts[query]], "queries", most, long_inputs.side)
         fitted = long_inputs.query(encoded, InputName("queries", query))
-        asked = self._query(request, query, fitted, _Heads(self._tokenizer))
+        asked = self._query(request, query, fitted, _SegmentHeads(self._tokenizer))
         document = request.document_texts[index]
         name = InputName("documents", index)
-        if asked.around is None or not self._holds(asked, document, name):
+        if asked.around is None or not self._is_framed(asked, document, name):
             return [(0, len(document))]
-        pair = _Pair(name, asked, asked.around, document)
+        pair = _TemplatePair(name, asked, asked.around, document)
         tokens, room = self._read_apart(pair, long_inputs)
         limited = long_inputs.document(tokens.spans - len(asked.around.left), pair.name)
         windows = long_inputs.windows(limited.tokens, room, pair.name)
         return [extent(np.clip(window.tokens, 0, len(pair.document))) or (0, 0) for window in windows]
 
-    def _read_apart(self, pair: _Pair, long_inputs: LongInputs) -> tuple[Around, Room]:
+    def _read_apart(self, pair: _TemplatePair, long_inputs: LongInputs) -> tuple[Around, Room]:
         """The tokens of a pair's text that are the document's and those around them, and the room there is
         for the former."""
         most = long_inputs.most_of_document(long_inputs.limit)
@@ -439,7 +443,7 @@ class TemplatePairBuilder(PairBuilder):
         others = pair.around.num_tokens + len(tokens.before) + len(tokens.after)
         return tokens, Room(long_inputs.limit - others, others)
 
-    def _cut(self, pair: _Pair, long_inputs: LongInputs) -> BuiltPair:
+    def _build_from_parts(self, pair: _TemplatePair, long_inputs: LongInputs) -> BuiltPair:
         tokens, room = self._read_apart(pair, long_inputs)
         limited = long_inputs.document(tokens.inside, pair.name)
         windows = long_inputs.windows(limited.tokens, room, pair.name)
@@ -456,7 +460,7 @@ class _PictureSide:
 
 
 class PicturePairBuilder(PairBuilder):
-    """Joins pairs with pictures, which are not cut, by a score template; `texts` joins all others."""
+    """Joins pairs with pictures, which are not truncated, by a score template; `texts` joins all others."""
 
     def __init__(
         self,

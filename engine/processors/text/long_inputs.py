@@ -1,4 +1,4 @@
-"""What is done with inputs that are too long: refused, cut, or read through overlapping windows."""
+"""Inputs that are too long: refused, truncated, or read through overlapping windows."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.processors.request_ids import RequestIds
-from maxsimd.engine.processors.text.tokenization import IdType, Side, cut
+from maxsimd.engine.processors.text.tokenization import IdType, Side, truncate
 from maxsimd.engine.requests import Truncation
 
 # Of a window's tokens at least one in eight is the document's. As neighbours share at most half of these, a
@@ -18,9 +18,10 @@ _SMALLEST_SHARE = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fitted(Generic[IdType]):
-    """A text that fits, and whether the request or the model's maximum has cut it. What the checkpoint itself
-    sets as the length of a query or document is how it is meant to be read: reading that much of it is no
-    truncation."""
+    """A text that fits, and whether the request or the model's maximum has truncated it.
+
+    The length that the checkpoint itself sets for a query or document is how it is meant to be read: reading
+    that much of it is no truncation."""
 
     tokens: NDArray[IdType]
     truncated: bool = False
@@ -50,8 +51,8 @@ class LongInputs:
     """What one request does with long texts, applied text by text. Nothing in it changes.
 
     `longest` is the most tokens that can be run in one sequence and `limit` the most of this request's.
-    `overlap` is how many tokens windows share where the request does not say, but at most half of each.
-    `own_side` is the end at which texts are cut where the request does not say.
+    `overlap` is how many tokens windows share if the request does not say, but at most half of each.
+    `own_side` is the end at which texts are truncated if the request does not say.
     `check_tokens` raises RequestTooLargeError for more tokens than the request may have.
     """
 
@@ -67,22 +68,22 @@ class LongInputs:
         self._check_tokens = check_tokens
         self._overlap = overlap if truncation.window_overlap is None else truncation.window_overlap
         self.limit = _limit(truncation, longest)
-        # The end at which texts are cut.
+        # The end at which texts are truncated.
         self.side: Side = own_side if truncation.side is None else truncation.side
-        self.cuts_as_usual = self.side == own_side and not truncation.windows
+        self.truncates_as_usual = self.side == own_side and not truncation.windows
 
     @property
     def signature(self) -> str:
         """All that decides how a document is read, beside the document and the checkpoint."""
         given = self._truncation
-        cuts = (given.max_tokens is not None, self.side, given.max_document_tokens)
+        truncates = (given.max_tokens is not None, self.side, given.max_document_tokens)
         # Part of the keys of caches on disk.
-        read = ("as asked", self.limit, cuts, given.windows and ("at most half", self._overlap))
+        read = ("as asked", self.limit, truncates, given.windows and ("at most half", self._overlap))
         return repr((*read, "refuse") if given.refuse else read)
 
     @property
-    def may_cut(self) -> bool:
-        """Whether a text that is too long is cut rather than refused."""
+    def may_truncate(self) -> bool:
+        """Whether a text that is too long is truncated rather than refused."""
         return self._truncation.max_tokens is not None and not self._truncation.refuse
 
     @property
@@ -98,20 +99,21 @@ class LongInputs:
         return self._truncation.max_document_tokens
 
     def most_of_text(self, room: int, own_length: int | None, max_tokens: int | None) -> int | None:
-        """How many tokens of a text must be read to know what `fit` makes of it, None for all: one more than
-        are left, unless it is refused by its length."""
+        """Returns how many tokens of a text must be read to know what `fit` makes of it; None for all.
+
+        That is one more than are kept, unless the text is refused by its length."""
         limits = [limit for limit in (own_length, max_tokens) if limit is not None]
-        if self.may_cut:
+        if self.may_truncate:
             limits.append(room)
         elif limits and min(limits) > room:
             return None
         return max(0, min(limits)) + 1 if limits else None
 
     def most_of_document(self, room: int) -> int | None:
-        """How many tokens of a document must be read to know what is left of it within `max_document_tokens`
-        and, if it is cut, within its room; None for all."""
+        """Returns how many tokens of a document must be read to know what is kept of it within
+        `max_document_tokens` and, if it is truncated, within its room; None for all."""
         limits = [] if self.max_document_tokens is None else [self.max_document_tokens]
-        if self.may_cut and not self.uses_windows:
+        if self.may_truncate and not self.uses_windows:
             limits.append(room)
         return max(0, min(limits)) + 1 if limits else None
 
@@ -129,7 +131,7 @@ class LongInputs:
         if max_tokens is None or len(text) <= max_tokens:
             return Fitted(text)
         self._check_own_limit(len(text), max_tokens, name)
-        return Fitted(cut(text, max_tokens, self.side), truncated=True)
+        return Fitted(truncate(text, max_tokens, self.side), truncated=True)
 
     def _check_own_limit(self, length: int, max_tokens: int, name: InputName) -> None:
         if self._truncation.refuse and length > max_tokens:
@@ -148,18 +150,18 @@ class LongInputs:
         own_length: int | None = None,
         max_tokens: int | None = None,
     ) -> Fitted[IdType]:
-        """A text cut to its room, if the request allows it to be cut.
+        """Returns a text truncated to its room, if the request allows that.
 
         `own_length` is how much of a text the checkpoint reads in this role, which refuses no text, and
         `max_tokens` how much of one the request wants. Raises InvalidRequestError for a text that is too long
-        for its room or for the request, and may not be cut."""
+        for its room or for the request, and may not be truncated."""
         meant = len(text) if own_length is None else min(len(text), own_length)
         length = meant
         if max_tokens is not None:
             self._check_own_limit(meant, max_tokens, name)
             length = min(meant, max_tokens)
         if length > room.tokens:
-            if not self.may_cut:
+            if not self.may_truncate:
                 raise too_long(name, len(text) + room.others, room.tokens + room.others)
             if room.tokens < 1:
                 raise InvalidRequestError(
@@ -167,7 +169,7 @@ class LongInputs:
                     "queries",
                 )
             length = room.tokens
-        return Fitted(cut(text, length, self.side), truncated=length < meant)
+        return Fitted(truncate(text, length, self.side), truncated=length < meant)
 
     def windows(self, text: NDArray[IdType], room: Room, name: InputName) -> list[Fitted[IdType]]:
         """A document as windows of at most `room.tokens` tokens, of which neighbours share as many as the
@@ -202,10 +204,11 @@ class LongInputs:
 
 @dataclass(frozen=True, slots=True)
 class LengthLimits:
-    """What the engine can run: at most `longest_sequence` tokens in one sequence. The windows of a long
-    document share `window_overlap` tokens where the request names no number, and texts are cut at `side`
-    where it names none. A query or document sent as vectors has at most `most_vectors`, and every pair at
-    most the square of that in comparisons; None for no limit."""
+    """What the engine can run: at most `longest_sequence` tokens in one sequence.
+
+    The windows of a long document share `window_overlap` tokens if the request names no number, and texts are
+    truncated at `side` if it names none. A query or document sent as vectors has at most `most_vectors`, and
+    every pair at most the square of that in comparisons; None for no limit."""
 
     longest_sequence: int
     window_overlap: int

@@ -1,5 +1,6 @@
-"""A long text in pieces, each of which is tokenised by itself. Whether that gives the tokens of the whole is
-proven on a sample when a model is loaded; where it does not, texts are read whole.
+"""Splits a long text into pieces that are tokenized separately.
+
+A sample proves at load that this gives the tokens of the whole. If it does not, texts are read whole.
 """
 
 import hashlib
@@ -18,15 +19,15 @@ from maxsimd.engine.versions import versions_of
 
 log = logging.getLogger(__name__)
 
-# Characters of a piece, or some more: tokenised within some milliseconds and a few megabytes.
+# Characters of a piece, or some more: tokenized within some milliseconds and a few megabytes.
 PIECE = 16_384
-# The most characters that are tokenised in one go where nothing cuts them: within a second or so, and about
+# The most characters that are tokenized in one go where nothing splits them: within a second or so, and about
 # 150 bytes of memory for each byte.
 LONGEST_PIECE = 1_048_576
 # Where a piece may begin is looked for from its end backwards, in steps that grow from this.
 _STEP = 256
 
-# What is cut at every break and compared with the whole, with some of the tokeniser's added tokens behind it.
+# Split at every break and compared with the whole, with some of the tokenizer's added tokens behind it.
 _SAMPLE = (
     'The quick brown fox, 3.14 of 1,000,000: "it\'s" (so-called) e-mail a@b.c/d?e=f#g; x{y}[z]|~w!\n'
     "don't  two  spaces \n\n lines\nand\ttabs .punctuation ,\n,begins A.B.C.\n"
@@ -45,7 +46,7 @@ _ADDED_TOKENS = 64
 
 
 class LongPieceError(Exception):
-    """Raised for text that cannot be cut for more than `LONGEST_PIECE` characters."""
+    """Raised for text that cannot be split for more than `LONGEST_PIECE` characters."""
 
 
 def remembered_breaks(tokenizer: Tokenizer, description: str) -> Breaks | None:
@@ -69,7 +70,7 @@ def remembered_breaks(tokenizer: Tokenizer, description: str) -> Breaks | None:
 
 
 def proven_breaks(tokenizer: Tokenizer) -> Breaks | None:
-    """A tokeniser's breaks; None where texts are read whole."""
+    """Returns a tokenizer's breaks; None if texts are read whole."""
     breaks = find_breaks(tokenizer)
     if breaks is None:
         log.info(
@@ -89,7 +90,7 @@ def proven_breaks(tokenizer: Tokenizer) -> Breaks | None:
 
 
 def _are_proven(breaks: Breaks, tokenizer: Tokenizer) -> bool:
-    """Whether the pieces of a sample, cut at every break, have the tokens of the whole."""
+    """Whether the pieces of a sample, split at every break, have the tokens of the whole."""
     added = [token.content for token in tokenizer.get_added_tokens_decoder().values()][:_ADDED_TOKENS]
     sample = _SAMPLE + " ".join(f"a{token}b {token} c, {token}.d" for token in added)
     ends = [*breaks.all(sample), len(sample)]
@@ -99,8 +100,8 @@ def _are_proven(breaks: Breaks, tokenizer: Tokenizer) -> bool:
     return bool(whole == [token for piece in pieces for token in piece])
 
 
-def cut_up(text: str, size: int, breaks: Breaks | None) -> Iterator[tuple[int, int]]:
-    """Where pieces of about `size` characters begin and end, first to last."""
+def piece_bounds(text: str, size: int, breaks: Breaks | None) -> Iterator[tuple[int, int]]:
+    """Yields where pieces of about `size` characters begin and end, first to last."""
     start = 0
     while len(text) - start > size:
         most = start + LONGEST_PIECE
@@ -113,8 +114,8 @@ def cut_up(text: str, size: int, breaks: Breaks | None) -> Iterator[tuple[int, i
     yield start, len(text)
 
 
-def cut_up_backwards(text: str, size: int, breaks: Breaks | None) -> Iterator[tuple[int, int]]:
-    """Where pieces of about `size` characters begin and end, last to first."""
+def piece_bounds_backwards(text: str, size: int, breaks: Breaks | None) -> Iterator[tuple[int, int]]:
+    """Yields where pieces of about `size` characters begin and end, last to first."""
     stop = len(text)
     while stop > size:
         start = None if breaks is None else _last_start(text, stop, size, breaks)

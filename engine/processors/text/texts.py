@@ -71,7 +71,7 @@ class TextBuilder:
         return self._encode(texts, self._most, indices)
 
     def build(self, text: TokenIds, index: int) -> BuiltText:
-        """One text's sequence, cut if it must be and may be."""
+        """Returns one text's sequence, truncated if it must be and may be."""
         name = InputName(self._param, index)
         return self._filled(self._one(text, name), name)
 
@@ -96,8 +96,8 @@ class TextBuilder:
         return [*self._origins(text, name, self._most_for_windows, self._windows)]
 
     def whole(self, text: str) -> tuple[BuiltText, Origins]:
-        """The sequence of the field's one text, of which nothing is cut, and which characters its rows stand
-        for. Raises InvalidRequestError for one that is too long."""
+        """Returns the sequence of the field's one text, not truncated, and the characters of its rows. Raises
+        InvalidRequestError for a text that is too long."""
         prompt = self._before
         room = self._room.tokens if self._own_room is None else min(self._room.tokens, self._own_room)
         ids, spans = self._tokenizer.encode_with_spans(prompt + text, self._param, room + 1)
@@ -239,7 +239,7 @@ class TextBuilder:
             types = np.concatenate([types, np.zeros(missing, dtype=np.int32)])
             attended_len = len(ids) if expansion.attended else attended_len
         skipped = np.zeros(len(ids), dtype=bool)
-        # A text that was cut within its prompt has nothing else to pool.
+        # A text that was truncated within its prompt has nothing else to pool.
         if prompt_end < len(ids):
             skipped[:prompt_end] = True
         if not self.rules.pool_first:

@@ -1,8 +1,8 @@
-"""Texts to token ids, exactly as the checkpoint's tokeniser does it, but each text only once.
+"""Texts to token ids, exactly as the checkpoint's tokenizer does it, but each text only once.
 
-A pair is put together from two texts tokenised apart, so that a query is not tokenised again for every
-document, and truncation is arithmetic on lengths. The special tokens around texts are learned from the
-tokeniser itself.
+A pair is put together from two texts that are tokenized separately. So a query is not tokenized again for
+every document, and truncation is arithmetic on lengths. The special tokens around texts are learned from
+the tokenizer itself.
 """
 
 from collections import deque
@@ -24,8 +24,8 @@ from maxsimd.engine.processors.text.pieces import (
     LONGEST_PIECE,
     PIECE,
     LongPieceError,
-    cut_up,
-    cut_up_backwards,
+    piece_bounds,
+    piece_bounds_backwards,
     remembered_breaks,
 )
 from maxsimd.engine.workers import yield_to_smaller
@@ -35,10 +35,10 @@ from maxsimd.scheduler.payload import TokenIds
 Side = Literal["left", "right"]
 IdType = TypeVar("IdType", np.int32, np.int64)
 
-# Texts are tokenised in parts of this size, which take some milliseconds.
+# Texts are tokenized in parts of this size, which take some milliseconds.
 PART_TEXTS, PART_CHARACTERS = 256, 65_536
-# Of a text that is cut to a number of tokens, this many characters for each are tokenised at first, and as
-# many again while they are too few.
+# For a text that is truncated to a number of tokens, this many characters for each are tokenized at first,
+# and as many again while they are too few.
 _CHARACTERS_A_TOKEN, _FEWEST_CHARACTERS = 8, 1024
 # A text of one token, or of hardly more.
 SHORTEST_TEXT = "a"
@@ -91,9 +91,9 @@ class Around:
 class TextTokenizer:
     """A checkpoint's tokenizer, without padding and truncation. Thread-safe: nothing in it changes.
 
-    Long texts are tokenised in pieces, between which other work goes on. Texts that are not Unicode, or that
-    nothing cuts for more than `LONGEST_PIECE` characters, are refused: `param` is the field in errors, and a
-    `name` what they call a text where the field has several. So are texts with a token whose id is `rows` or
+    Long texts are tokenized in pieces, between which other work goes on. Texts that are not Unicode, or that
+    nothing splits for more than `LONGEST_PIECE` characters, are refused: `param` is the field in errors, and
+    a `name` what they call a text where the field has several. So are texts with a token whose id is `rows` or
     more, for which the model has no embedding; `read` alone takes them."""
 
     def __init__(self, tokenizer: Any, rows: int | None = None) -> None:
@@ -128,8 +128,10 @@ class TextTokenizer:
         side: Side = "right",
         names: Iterable[object] | None = None,
     ) -> list[TokenIds]:
-        """The token ids of each text, without special tokens. A text of more than `most` is cut to as many at
-        the given side, and what is cut off is not read. There are as many `names` as texts, or more."""
+        """Returns the token ids of each text, without special tokens.
+
+        A text of more than `most` tokens is truncated at the given side, and the rest is not read. There are
+        as many `names` as texts, or more."""
         size = PIECE if most is None else min(PIECE, max(_FEWEST_CHARACTERS, _CHARACTERS_A_TOKEN * most))
         rests: deque[tuple[Iterator[str], object]] = deque()
 
@@ -163,11 +165,11 @@ class TextTokenizer:
         side: Side = "right",
         name: object = None,
     ) -> Around:
-        """The tokens of a text by where they stand: `inside` are those from the first that holds one of the
-        characters in `span` to the last, cut like a text by itself if they are more than `most`."""
+        """Returns the tokens of a text by where they stand. `inside` are those from the first that holds one
+        of the characters in `span` to the last, truncated like a text by itself to `most` tokens."""
         parts: list[tuple[TokenIds, TokenIds, TokenIds, Spans]] = []
         num_inside = 0
-        for start, stop in self._cut_up(text, PIECE, side, param, name or param):
+        for start, stop in self._piece_bounds(text, PIECE, side, param, name or param):
             if most is not None and num_inside >= most and span.start < start and stop < span.stop:
                 continue
             yield_to_smaller()
@@ -191,7 +193,7 @@ class TextTokenizer:
         ids: list[TokenIds] = []
         spans: list[Spans] = []
         num_tokens = 0
-        for start, stop in self._cut_up(text, PIECE, side, param, name or param):
+        for start, stop in self._piece_bounds(text, PIECE, side, param, name or param):
             yield_to_smaller()
             (encoding,) = self._encode_batch([text[start:stop]], param, complete=True, names=[name or param])
             ids.append(_ids(encoding))
@@ -203,7 +205,7 @@ class TextTokenizer:
 
     def read(self, text: str, param: str) -> Iterator[tuple[int, Encoding]]:
         """A text as encoded pieces, without special tokens, each behind the characters before it."""
-        for start, stop in self._cut_up(text, PIECE, "right", param, param):
+        for start, stop in self._piece_bounds(text, PIECE, "right", param, param):
             yield_to_smaller()
             (encoding,) = self._encode_batch([text[start:stop]], param, complete=True)
             yield start, encoding
@@ -220,7 +222,7 @@ class TextTokenizer:
         return ids
 
     def breaks(self, text: str) -> list[int]:
-        """Where a text can be cut so that each part has the same tokens alone, whatever stands around it."""
+        """Returns where a text can be split so that each part has the same tokens alone."""
         return [] if self._breaks is None else self._breaks.all(text)
 
     def token(self, token_id: int) -> str:
@@ -238,15 +240,15 @@ class TextTokenizer:
         return self._tokenizer.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
 
     def _pieces(self, text: str, size: int, side: Side, param: str, name: object) -> Iterator[str]:
-        return (text[start:stop] for start, stop in self._cut_up(text, size, side, param, name))
+        return (text[start:stop] for start, stop in self._piece_bounds(text, size, side, param, name))
 
-    def _cut_up(
+    def _piece_bounds(
         self, text: str, size: int, side: Side, param: str, name: object
     ) -> Iterator[tuple[int, int]]:
-        """Where a text's pieces begin and end, from the side that is left when it is cut at the given one."""
-        cut_into = cut_up if side == "right" else cut_up_backwards
+        """Yields where a text's pieces begin and end, from the side that is kept when it is truncated."""
+        bounds = piece_bounds if side == "right" else piece_bounds_backwards
         try:
-            yield from cut_into(text, size, self._breaks)
+            yield from bounds(text, size, self._breaks)
         except LongPieceError:
             if self._breaks is None:
                 wrong, remedy = "text", "this model's tokeniser takes no more at once; split the text"
@@ -308,10 +310,10 @@ def _spans(encoding: Encoding, start: int) -> Spans:
 
 
 def _joined(read: list[NDArray[np.int32]], most: int | None, side: Side) -> NDArray[np.int32]:
-    """The tokens, or their spans, of pieces that were read from the other side, cut if they are more than
-    `most`."""
+    """Joins the tokens, or their spans, of pieces that were read from the other side. More than `most` are
+    truncated."""
     ids = read[0] if len(read) == 1 else np.concatenate(read if side == "right" else read[::-1])
-    return ids if most is None or len(ids) <= most else cut(ids, most, side).copy()
+    return ids if most is None or len(ids) <= most else truncate(ids, most, side).copy()
 
 
 def _holding(offsets: list[tuple[int, int]], start: int, stop: int) -> tuple[int, int]:
@@ -344,17 +346,18 @@ def _learn_template(encoding: Encoding, texts: int) -> Template:
     )
 
 
-def cut(text: NDArray[IdType], length: int, side: Side) -> NDArray[IdType]:
-    """At most `length` tokens of a text, cut at the given side."""
+def truncate(text: NDArray[IdType], length: int, side: Side) -> NDArray[IdType]:
+    """Returns at most `length` tokens of a text, truncated at the given side."""
     if len(text) <= length:
         return text
     return text[:length] if side == "right" else text[len(text) - length :]
 
 
 def longest_first(first: int, second: int, room: int) -> tuple[int, int]:
-    """The lengths of two texts cut to `room` tokens together, as the tokenizers library's longest_first
-    strategy has it: the longer one is cut to what the shorter leaves, and where that is less than half
-    both are cut to halves."""
+    """Returns the lengths of two texts truncated to `room` tokens together.
+
+    As the tokenizers library's longest_first strategy: the longer text gets what the shorter leaves. If that
+    is less than half, both get half."""
     if first + second <= room:
         return first, second
     short, long = min(first, second), max(first, second)

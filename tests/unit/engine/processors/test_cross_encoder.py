@@ -19,7 +19,7 @@ from maxsimd.engine.media import Content
 from maxsimd.engine.processors.pairs import BuiltPair, PicturePairBuilder, TemplatePairBuilder
 from maxsimd.engine.processors.plan import ScorePlan
 from maxsimd.engine.processors.prefix_sharing import PrefixSharing, shared_tokens
-from maxsimd.engine.processors.text.tokenization import cut, longest_first
+from maxsimd.engine.processors.text.tokenization import longest_first, truncate
 from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, WINDOW_LONG, Truncation
 from maxsimd.scheduler import JoinedTokens, ResultSlot, Role
 from tests.checkpoints.tokenizer_kinds import qwen
@@ -463,10 +463,10 @@ def test_a_cut_pair_is_what_the_whole_texts_would_be_cut_to(
     plan = made.scores.prepare(texts, request_ids())
     limited = document if most is None else min(document, most)
     first, second = longest_first(query, limited, limit - 3)
-    wanted = cut(np.array(ids(document, DOCUMENT), np.int32), limited, side)  # type: ignore[arg-type]
+    wanted = truncate(np.array(ids(document, DOCUMENT), np.int32), limited, side)  # type: ignore[arg-type]
     expected = [
-        *(CLS, *cut(np.array(ids(query), np.int32), first, side), SEP),  # type: ignore[arg-type]
-        *(*cut(wanted, second, side), SEP),  # type: ignore[arg-type]
+        *(CLS, *truncate(np.array(ids(query), np.int32), first, side), SEP),  # type: ignore[arg-type]
+        *(*truncate(wanted, second, side), SEP),  # type: ignore[arg-type]
     ]
     assert tokens_of(plan) == [expected]
     assert plan.truncated == (limited < document or query + limited > limit - 3)

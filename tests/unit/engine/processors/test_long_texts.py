@@ -25,12 +25,12 @@ from maxsimd.engine.processors.text.long_inputs import InputName, LongInputs, Ro
 from maxsimd.engine.processors.text.pieces import (
     LONGEST_PIECE,
     PIECE,
-    cut_up,
-    cut_up_backwards,
+    piece_bounds,
+    piece_bounds_backwards,
     proven_breaks,
     remembered_breaks,
 )
-from maxsimd.engine.processors.text.tokenization import Side, TextTokenizer, cut
+from maxsimd.engine.processors.text.tokenization import Side, TextTokenizer, truncate
 from maxsimd.engine.requests import EmbedRequest, ScoreRequest, Truncation
 from maxsimd.engine.workers import WithdrawnError, WorkerPool
 from tests.checkpoints.tokenizer_kinds import CUT, bert, llama_2
@@ -81,7 +81,7 @@ def test_a_long_text_has_the_tokens_that_it_has_whole(
         text_tokenizer(KINDS[name]).encode(texts, "documents", most, side), texts, strict=True
     ):
         expected = whole(name, each)
-        assert tokens.tolist() == cut(expected, len(expected) if most is None else most, side).tolist()
+        assert tokens.tolist() == truncate(expected, len(expected) if most is None else most, side).tolist()
         assert tokens.dtype == np.int32
 
 
@@ -120,7 +120,7 @@ def test_text_without_breaks_is_refused_with_a_remedy() -> None:
             tokenizer.encode(["a", text], "documents")
         with refused("text", rf"^text holds more than .*{remedy}$"):
             list(tokenizer.read(text, "text"))
-    for cut_into in (cut_up, cut_up_backwards):
+    for cut_into in (piece_bounds, piece_bounds_backwards):
         assert list(cut_into(ENDLESS[1:], PIECE, None)) == [(0, LONGEST_PIECE)]
 
 
@@ -189,7 +189,7 @@ def test_a_span_of_a_text_has_the_tokens_that_hold_it(
         expected = encoding.ids[held[0] : held[-1] + 1]
         limit = len(expected) if most is None else most
         assert (before, after) == (encoding.ids[: held[0]], encoding.ids[held[-1] + 1 :])
-        assert inside == cut(np.array(expected), limit, side).tolist()
+        assert inside == truncate(np.array(expected), limit, side).tolist()
     else:
         assert inside == [], "a space is in no token"
         assert before + after == encoding.ids
@@ -313,7 +313,7 @@ def test_as_much_of_a_text_is_read_as_is_needed(
 
     read = inputs.most_of_text(room, own, most)
     text = _text(length)
-    assert fitted(text if read is None else cut(text, read, side)) == fitted(text)
+    assert fitted(text if read is None else truncate(text, read, side)) == fitted(text)
     if may_cut:
         assert read is not None
         assert read <= room + 1
