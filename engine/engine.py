@@ -357,7 +357,7 @@ class Engine(EngineLife):
 
     @property
     def score_processor(self) -> ScoreProcessor:
-        """What reads and prepares the score requests to the loaded model."""
+        """The processor of score requests to the loaded model."""
         return self._require().processors.scores
 
     async def _score(

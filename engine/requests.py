@@ -266,12 +266,12 @@ class EmbedRequest:
 
 def _unpacking(texts: Sequence[Item | tuple[int, ...]]) -> int:
     """One picture may take a thread as long as the largest text, during which it does nothing else."""
-    return sum(_PICTURE for text in texts if isinstance(text, Content) and text.has_pictures)
+    return sum([_PICTURE for text in texts if isinstance(text, Content) and text.has_pictures])
 
 
 def _size(texts: Sequence[Item | tuple[int, ...]]) -> int:
     """Vectors take so little that they count as nothing beside texts."""
-    return sum(len(text) for text in texts if not isinstance(text, Vectors)) + 64 * len(texts)
+    return sum([len(text) for text in texts if not isinstance(text, Vectors)]) + 64 * len(texts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -295,7 +295,7 @@ class _SharedCalls(Generic[Item, T]):
         self._changed = threading.Condition()
 
     def run(self) -> None:
-        """What the helper does, as long as the device has not enough to do."""
+        """Calls the function in the helper, as long as the device has not enough to do."""
         while not has_enough() and self._may_go_on() and self._call_next():
             pass
 

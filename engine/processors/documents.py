@@ -21,9 +21,8 @@ from maxsimd.scheduler import Tokens
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DocumentInCache:
-    """A document whose embedding is cached, or came in place of its text. `query` is the index of the query
-    that it is scored against. Of one that is to be explained there are the `windows` through which it was
-    read."""
+    """A document whose embedding is cached, or was sent in place of its text. `query` is the index of the
+    query that it is scored against. A document to explain has the `windows` through which it was read."""
 
     query: int
     embedding: CachedEmbedding
@@ -86,7 +85,7 @@ class DocumentToRun:
     @property
     def tokens(self) -> int:
         """How many are run for it."""
-        return sum(len(window.tokens) for window in self.windows)
+        return sum([len(window.tokens) for window in self.windows])
 
     @property
     def is_cached(self) -> bool:
@@ -99,7 +98,7 @@ class DocumentToRun:
     @property
     def num_rows(self) -> int:
         """How many vectors it has."""
-        return sum(window.num_rows for window in self.windows)
+        return sum([window.num_rows for window in self.windows])
 
     @property
     def window_rows(self) -> tuple[int, ...]:
@@ -160,14 +159,14 @@ class CacheLookup:
         self._owned = f" for {owner!r}" if owner else ""
 
     def find(self, texts: Sequence[str]) -> list[CachedEmbedding | CacheKeys]:
-        """For each text its embedding, or the keys to cache it under. Counts hits and misses."""
+        """Returns the embedding of each text, or the keys to cache it under. Counts hits and misses."""
         find = self._drop if self._refresh else self._find
         found: list[CachedEmbedding | CacheKeys] = []
         for text in texts:
             yield_to_smaller()
             found.append(find(text))
         if not self._refresh:
-            hits = sum(isinstance(entry, CachedEmbedding) for entry in found)
+            hits = sum([isinstance(entry, CachedEmbedding) for entry in found])
             self._cache.count(hits, len(found) - hits)
         return found
 
@@ -230,14 +229,15 @@ class _NewPage:
     cache_key: bytes | None
 
 
-# What there is of a document before its text is tokenised.
+# A document before its text is tokenized: its embedding, its keys, or its page; None if no cache is in use.
 _Found: TypeAlias = CachedEmbedding | CacheKeys | DocumentInCache | _NewPage | None
 
 
 class DocumentReader:
-    """Checks the embeddings that came along, finds those that are cached and builds windows for the rest, and
-    sequences of pictures. `lookup` is None where no cache is in use, and `pages` where the model reads only
-    text."""
+    """Reads the documents of one request: checks embeddings that were sent, finds cached ones, and builds
+    windows and pages of the rest.
+
+    `lookup` is None if no cache is in use, and `pages` if the model reads only text."""
 
     def __init__(
         self,
@@ -252,7 +252,9 @@ class DocumentReader:
         self._pages = pages
 
     def read(self, request: ScoreRequest, ids: RequestIds) -> Documents:
-        """Raises InvalidRequestError for a document that is too long, by its index in the request, and
+        """Reads each different document once.
+
+        Raises InvalidRequestError for a document that is too long, by its index in the request, and
         RequestTooLargeError as soon as windows have too many tokens."""
         positions: dict[tuple[int, Item], int] = {}
         # The index in the request of each different document.
@@ -266,7 +268,7 @@ class DocumentReader:
             position_of.append(positions[pair])
         found = self._find({i: request.documents[i] for i in firsts}, ids, bool(request.explain))
         texts = {i: text for i in firsts if isinstance(text := request.documents[i], str)}
-        # Of what is to be explained tokens are needed even if nothing is run.
+        # Documents to explain need their tokens even if nothing is run.
         missing = {
             i: text
             for i, text in texts.items()
@@ -289,7 +291,7 @@ class DocumentReader:
             elif isinstance(entry, CachedEmbedding):
                 different.append(DocumentInCache(query, entry, windows))
             else:
-                num_tokens += sum(len(window.tokens) for window in windows)
+                num_tokens += sum([len(window.tokens) for window in windows])
                 if len(windows) > 1:
                     # Through windows a document has many times its own tokens.
                     ids.check_tokens(num_tokens)
@@ -297,7 +299,7 @@ class DocumentReader:
         return Documents(different, position_of)
 
     def _find(self, documents: Mapping[int, Item], ids: RequestIds, explain: bool) -> dict[int, _Found]:
-        """What there is of each document, by its index, in the same order."""
+        """Looks up each document by its index, and returns what is found in the same order."""
         texts = {i: document for i, document in documents.items() if isinstance(document, str)}
         cached = [None] * len(texts) if self._lookup is None else self._lookup.find([*texts.values()])
         found: dict[int, _Found] = dict(zip(texts, cached, strict=True))

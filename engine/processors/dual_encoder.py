@@ -29,6 +29,7 @@ from maxsimd.engine.processors.documents import (
 from maxsimd.engine.processors.given_vectors import GivenVectors, overflow_error
 from maxsimd.engine.processors.pages import PageBuilder, image_jobs, maps_of, page_builder, patch_of
 from maxsimd.engine.processors.plan import (
+    NO_PRIOR_ENCODING,
     Plan,
     PriorEncoding,
     ScorePlan,
@@ -63,8 +64,9 @@ _MOST_SHOWN = 100
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """How many rows, as `ScoringPrice` counts them, and documents a batch of cached documents has at most, so
-    that scoring it takes little new memory and little time."""
+    """The most rows, as `ScoringPrice` counts them, and documents of a batch of cached documents.
+
+    Scoring such a batch takes little new memory and little time."""
 
     rows: int
     documents: int
@@ -74,8 +76,8 @@ class BatchLimits:
 Part: TypeAlias = tuple[int, int | None, int] | None
 
 ON_HOST = BatchLimits(16_384, 512)
-# Where the embeddings are on the device, a batch costs little more than its launch: of fewer there would be
-# less to do on the device than before it. They take 128 MiB in float32 of 128 dimensions where they are not.
+# With embeddings on the device, a batch costs little more than its launch, so batches are large. Embeddings
+# that are not there take 128 MiB a batch, in float32 of 128 dimensions.
 IN_SLAB = BatchLimits(262_144, 4096)
 
 
@@ -86,7 +88,7 @@ class Query:
 
     id: int
     built: BuiltText | torch.Tensor
-    prior: PriorEncoding = field(default_factory=PriorEncoding)
+    prior: PriorEncoding = NO_PRIOR_ENCODING
 
     @property
     def given(self) -> torch.Tensor | None:
@@ -174,7 +176,7 @@ class QueryProcessor(Processor[ScoreRequest, QueryPlan]):
 
     def _given_query(self, vectors: Vectors, index: int, ids: RequestIds) -> Query:
         rows = self._given.query(vectors, index)
-        prior = PriorEncoding()
+        prior = NO_PRIOR_ENCODING
         if isinstance(vectors, QueryRows):
             prior = PriorEncoding(vectors.tokens, int(vectors.truncated))
         return Query(ids.next_sequence_id(), rows, prior)
@@ -326,10 +328,10 @@ class DualEncoderProcessor(ScoreProcessor):
         explainer = None
         if request.explain:
             check_explained(request, documents, query_rows)
-            sides = Side(request.queries, builder), Side(request.documents, reader.builder)
+            fields = FieldTexts(request.queries, builder), FieldTexts(request.documents, reader.builder)
             is_mean = self._similarity == "meanmaxsim"
-            explainer = MatchExplainer(request, *sides, documents, self._tokenizer, first_values, is_mean)
-        truncated_queries = sum(query.truncated for query in queries)
+            explainer = MatchExplainer(request, *fields, documents, self._tokenizer, first_values, is_mean)
+        truncated_queries = sum([query.truncated for query in queries])
         return DualEncoderPlan(
             sequences=sequences,
             num_values=first_values[-1],
@@ -387,7 +389,8 @@ class DualEncoderProcessor(ScoreProcessor):
                 )
 
     def _how_explained(self, request: ScoreRequest, document: Document) -> Explained | None:
-        """By the rows of a document's windows, if its matches are asked for, and by maps of its pictures."""
+        """Returns how the score of a document is explained: by matches of its windows, and maps of its
+        pictures."""
         if not request.explain or not self._windows_as_one:
             return None
         return Explained(document.window_rows, with_map=request.maps and document.tokens_of_page is not None)
@@ -477,12 +480,12 @@ def in_batches(
     query_part: tuple[int, int | None] | None = None,
     limits: BatchLimits = ON_HOST,
 ) -> Iterator[CachedBatch]:
-    """Cached documents of one query in batches within the limits, or of one document. They are compared with
-    `query_rows` rows of it: all, or the `query_part`."""
+    """Puts cached documents of one query into batches within the limits, or of one document. They are
+    compared with `query_rows` rows of it: all, or the `query_part`."""
     batch: list[CachedDocument] = []
     rows = 0.0
 
-    def priced() -> CachedBatch:
+    def closed() -> CachedBatch:
         request_id, columns = batch[0].slot.request_id, CachedDocuments.of(batch)
         tokens = price.tokens(rows, len(batch))
         return CachedBatch(request_id, query_id, tokens, columns, given_query, query_part)
@@ -491,47 +494,48 @@ def in_batches(
         times = 1 if document.explained is None else 1 + EXPLAINED
         counted = price.rows(query_rows, len(document.embedding.rows), times)
         if batch and (rows + counted > limits.rows or len(batch) == limits.documents):
-            yield priced()
+            yield closed()
             batch, rows = [], 0.0
         batch.append(document)
         rows += counted
     if batch:
-        yield priced()
+        yield closed()
 
 
 def _parts_of(query: Query, count: int) -> list[Part]:
-    """A query's rows in so many parts of nearly the same size; [None] for one. The last has all that is
-    left."""
+    """Divides a query's rows into parts of nearly the same size; [None] for one part. The last has the
+    rest."""
     if count == 1:
         return [None]
-    cuts = [query.num_rows * i // count for i in range(count + 1)]
-    stops = [*cuts[1:-1], None]
-    return [(start, stop, end - start) for start, stop, end in zip(cuts, stops, cuts[1:], strict=False)]
+    bounds = [query.num_rows * i // count for i in range(count + 1)]
+    stops = [*bounds[1:-1], None]
+    return [(start, stop, end - start) for start, stop, end in zip(bounds, stops, bounds[1:], strict=False)]
 
 
 def _query_rows(request: ScoreRequest, queries: Sequence[Query]) -> NDArray[np.int64]:
-    """Of the query of each document, how many tokens are scored."""
+    """Returns how many tokens are scored of the query of each document."""
     rows = np.array([query.num_rows for query in queries])
     return rows if len(rows) > 1 else np.repeat(rows, len(request.documents))
 
 
 def _prior_of(queries: Sequence[Query]) -> PriorEncoding:
     """Returns what earlier requests ran for all of the queries together."""
-    return PriorEncoding(
-        sum(query.prior.tokens for query in queries), sum(query.prior.truncated for query in queries)
-    )
+    given = [query.prior for query in queries if query.given is not None]
+    if not given:
+        return NO_PRIOR_ENCODING
+    return PriorEncoding(sum([prior.tokens for prior in given]), sum([prior.truncated for prior in given]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Side:
-    """The texts of one field, by what their sequences are built, and the rows that were looked up last."""
+class FieldTexts:
+    """The texts of one field, the builder of their sequences, and the rows that were looked up last."""
 
     texts: Sequence[Item]
     builder: TextBuilder
     last: dict[int, list[Origins]] = field(default_factory=dict)
 
     def text(self, index: int) -> str | None:
-        """None for what came as its embedding, or is a picture."""
+        """Returns a text; None for a picture, and for a text that was sent as its embedding."""
         text = self.texts[index]
         return text if isinstance(text, str) else None
 
@@ -555,8 +559,8 @@ class MatchExplainer:
     scores of its windows. With `is_mean` scores are the mean of similarities, not their sum."""
 
     request: ScoreRequest
-    queries: Side
-    documents: Side
+    queries: FieldTexts
+    documents: FieldTexts
     read: Documents
     tokenizer: TextTokenizer
     first_values: Sequence[int]
@@ -565,16 +569,18 @@ class MatchExplainer:
     explained: dict[int, Explanation] = field(default_factory=dict)
 
     def explain(self, values: Sequence[Value | None], index: int) -> Explanation | None:
-        """The explanation of document `index` of the request; None where it has no score."""
+        """Explains document `index` of the request; None if it has no score."""
         position = self.read.position_of[index]
         if position not in self.explained:
-            made = self._made(values, index, position)
+            made = self._new_explanation(values, index, position)
             if made is None:
                 return None
             self.explained[position] = made
         return self.explained[position]
 
-    def _made(self, values: Sequence[Value | None], index: int, position: int) -> Explanation | None:
+    def _new_explanation(
+        self, values: Sequence[Value | None], index: int, position: int
+    ) -> Explanation | None:
         document = self.read.different[position]
         first = self.first_values[position]
         value = values[first]
@@ -604,7 +610,7 @@ class MatchExplainer:
         return Explanation(document.tokens, document.truncated, document.is_cached, matches, windows, maps)
 
     def _windows(self, index: int, scores: Sequence[float]) -> tuple[WindowScore, ...]:
-        """None of a document that is one sequence."""
+        """Returns the scores of windows; none for a document that is one sequence."""
         if len(scores) < 2:
             return ()
         extents = [origins.extent for origins in self.documents.rows(index, as_document=True)]
@@ -649,7 +655,7 @@ class MatchExplainer:
 
 
 def _best_of_windows(found: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Of each query token [Lq, windows, 2] the best window's match, [Lq, 2]."""
+    """Returns the best window's match [Lq, 2] of each query token, from [Lq, windows, 2]."""
     there = np.where(found[:, :, 0] < 0, -np.inf, found[:, :, 1])
     best: NDArray[np.float32] = found[np.arange(len(found)), there.argmax(axis=1)]
     return best
@@ -668,7 +674,7 @@ def check_explained(request: ScoreRequest, read: Documents, query_rows: NDArray[
         of_pages = [0 if each.tokens_of_page is None else sum(each.window_rows) for each in read.different]
         _check_mapped(row * of_pages[position] for row, position in zip(rows, read.position_of, strict=True))
     if query_rows is not None:
-        # Of equal documents, which have one position, the query is the same.
+        # Equal documents have one position and the same query.
         rows_of = dict(zip(read.position_of, rows, strict=True))
         _check_noted([rows_of[position] for position in range(len(windows))], windows)
 

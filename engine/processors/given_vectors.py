@@ -102,7 +102,7 @@ def _check_finite(arrays: Sequence[torch.Tensor], param: str, indexes: Sequence[
 
 
 def _first_not_finite(arrays: Sequence[torch.Tensor]) -> int | None:
-    """In plain torch. A NaN among the numbers is the least and the greatest of them."""
+    """Does the same in plain torch. A NaN among the numbers is the least and the greatest of them."""
     for i, array in enumerate(arrays):
         if not all(math.isfinite(each) for each in torch.aminmax(array)):
             return i

@@ -108,8 +108,8 @@ def passages_of(text: str, spans: Spans, chunks: Chunks) -> NDArray[np.int64]:
 
 
 def _first_characters(text: str, spans: Spans) -> NDArray[np.int64]:
-    """Of each token the first visible character that it stands for, or its first if none is visible,
-    ascending. Raises InvalidRequestError for a text without tokens."""
+    """Returns the first visible character of each token, or its first if none is visible, ascending. Raises
+    InvalidRequestError for a text without tokens."""
     own = np.flatnonzero(spans[:, 0] >= 0)
     if not len(own):
         raise InvalidRequestError("the document has no tokens; leave it out", "input")
@@ -120,6 +120,6 @@ def _first_characters(text: str, spans: Spans) -> NDArray[np.int64]:
     found = np.where(next_visible[starts] < spans[own, 1], next_visible[starts], starts)
     characters = np.empty(len(spans), dtype=np.int64)
     characters[own] = np.maximum.accumulate(found)
-    # Whatever is not the text's goes with the token of the text before it, or with the first.
+    # Tokens that are not the text's go with the token of the text before it, or with the first.
     nearest = np.searchsorted(own, np.arange(len(spans)), side="right") - 1
     return characters[own[np.maximum(nearest, 0)]]

@@ -191,7 +191,7 @@ def in_blocks(lengths: Sequence[int], query_tokens: int, rules: ListwiseRules) -
 
 
 def listwise_prompt(query: str, documents: list[str], instruction: str | None, rules: ListwiseRules) -> str:
-    """What the model is asked about a query and a block of documents."""
+    """Writes the prompt about a query and a block of documents."""
     instruct = f"<instruct>\n{instruction}\n</instruct>\n" if instruction else ""
     passages = "\n".join(
         f'<passage id="{i}">\n{text}{rules.document_marker}\n</passage>' for i, text in enumerate(documents)

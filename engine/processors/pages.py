@@ -23,7 +23,7 @@ from maxsimd.scheduler import ImageJob, PlacedImage, Tokens
 from maxsimd.scheduler import Sequence as TokenSequence
 from maxsimd.scheduler.payload import TokenIds
 
-# Of a picture that is not yet part of a request's sequence.
+# The id of a picture that is not yet part of a request's sequence.
 _NO_ID = -1
 _OpenPart: TypeAlias = str | Picture | ImageInputs
 
@@ -67,7 +67,7 @@ class PageBuilder:
 
     @property
     def image_token(self) -> str:
-        """What stands in a written text for a picture."""
+        """The token that stands for a picture in a written text."""
         return self._vision.image_token
 
     @property

@@ -150,10 +150,11 @@ class TokenizerPairBuilder(PairBuilder):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Surroundings:
-    """What stands around the documents of a query: the token ids `before` and `after` a text of which the
-    document is a part, because it may merge with what is `left` and `right` of it there. `prefix` is what
-    pairs of the query begin with, whatever the document. `types` are the type ids of what is before, of the
-    text, and of what is after."""
+    """The tokens around the documents of a query.
+
+    `before` and `after` are the token ids around a text that is the document between `left` and `right`, with
+    which its tokens may merge. All pairs of the query begin with `prefix`. `types` are the type ids before
+    the text, of it, and after it."""
 
     before: TokenIds
     left: str
@@ -170,8 +171,8 @@ class _Surroundings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _TemplateQuery:
-    """A query of a request as it is put into the template, and what then stands `around` its documents; None
-    where the template does not write a document once, as it is."""
+    """A query as it is put into the template, and what then stands `around` its documents; None if the
+    template does not write a document once, as it is."""
 
     text: str
     instruction: str | None
@@ -192,7 +193,7 @@ class _TemplatePair:
 
     @property
     def span(self) -> range:
-        """Where the document is in the text."""
+        """The document's place in the text."""
         start = len(self.around.left)
         return range(start, start + len(self.document))
 
@@ -232,8 +233,8 @@ def _refused_instruction(error: ModelLoadError) -> InvalidRequestError:
 class TemplatePairBuilder(PairBuilder):
     """Joins pairs by a score template; `instruction` is the one that the checkpoint is used with.
 
-    What stands around the documents of a query is tokenised once. Unless the template is plain, each pair is
-    also written as a whole, and where the two differ it is tokenised as a whole."""
+    What stands around the documents of a query is tokenized once. Unless the template is plain, each pair is
+    also written as a whole, and where the two differ it is tokenized as a whole."""
 
     def __init__(self, tokenizer: TextTokenizer, template: ScoreTemplate, instruction: str | None) -> None:
         self._tokenizer = tokenizer
@@ -358,7 +359,7 @@ class TemplatePairBuilder(PairBuilder):
     def _surroundings(self, frames: list[Frame], heads: _SegmentHeads) -> _Surroundings:
         position = next(i for i, frame in enumerate(frames) if frame.after is not None)
         left, right = frames[position].before, frames[position].after or ""
-        # What cannot merge with a document is tokenised once, not once for each document.
+        # Text that cannot merge with a document is tokenized once, not once for each document.
         others = [heads.of(i, frame.before) for i, frame in enumerate(frames[:position])]
         head, head_ids = heads.of(position, left)
         apart = len(head) + max(self._tokenizer.breaks(left[len(head) :]), default=0)
@@ -404,7 +405,7 @@ class TemplatePairBuilder(PairBuilder):
             return
         texts, names = (pair.text for pair in pairs), (pair.name for pair in pairs)
         encoded = self._tokenizer.encode(texts, "documents", limit + 1, names=names)
-        # Of what these leave of a pair, no document is all that is missing.
+        # Such a pair loses more than tokens of its document.
         at_one_end = not self._template.restores_end or long_inputs.side == "left"
         at_one_end &= long_inputs.truncates_as_usual and long_inputs.may_truncate
         for pair, ids in zip(pairs, encoded, strict=True):

@@ -1,4 +1,4 @@
-"""What a processor makes of a request: the sequences to run, and how their values become a result."""
+"""Plans: the sequences to run for a request, and how their values become its result."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,12 +34,12 @@ class PriorEncoding:
     truncated: int = 0
 
 
-_NONE_PRIOR = PriorEncoding()
+NO_PRIOR_ENCODING = PriorEncoding()
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Plan(ABC):
-    """What the engine runs for one request.
+    """The sequences, cached documents and pictures that the engine runs for one request.
 
     `sequences` are queries first, `cached` are batches of documents whose embeddings are cached or were sent,
     and `images` are the pictures of the sequences in the same order. Together they give `num_values` values.
@@ -53,7 +53,7 @@ class Plan(ABC):
     images: list[ImageJob] = field(default_factory=list)
     cached_documents: int = 0
     cached_tokens: int = 0
-    prior: PriorEncoding = _NONE_PRIOR
+    prior: PriorEncoding = NO_PRIOR_ENCODING
 
     @abstractmethod
     def input_of(self, value: int) -> str:
@@ -75,7 +75,7 @@ class Plan(ABC):
 
     @property
     def usage(self) -> Usage:
-        """What the request uses, in tokens."""
+        """The tokens that the request uses."""
         tokens = of_queries = new_tokens = 0
         for sequence in self.sequences:
             length = len(sequence)
@@ -131,7 +131,7 @@ class Normalization:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ScorePlan(Plan):
-    """What the engine runs for a score request, and how the values become scores.
+    """The plan of a score request, which makes scores of its values and explains them.
 
     `truncated_queries` are among the `truncated`. `errors` are the reasons of documents that cannot be read.
     `normalization` is there if the request asks for it."""

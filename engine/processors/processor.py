@@ -28,7 +28,7 @@ PlanT = TypeVar("PlanT", bound=Plan)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProcessorContext:
-    """What the processors of one model share.
+    """The model, tokenizer, limits and cache that the processors of one model share.
 
     The `cache` has embeddings if documents are encoded without their query, else scores. With `sharing`,
     tokens that all pairs of a query begin with are run once. `calibration` makes probabilities of scores."""

@@ -22,7 +22,7 @@ SCORE_PROCESSORS: tuple[type[ScoreProcessor], ...] = (
 
 
 class Processors:
-    """What prepares the requests to one model, and makes their results. Thread-safe."""
+    """The processors of all requests to one model. Thread-safe."""
 
     def __init__(self, context: ProcessorContext) -> None:
         model = context.model

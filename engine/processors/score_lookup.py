@@ -16,7 +16,7 @@ from maxsimd.engine.requests import ScoreRequest
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What running a document for its query takes: tokens, truncated inputs, whether the query is truncated,
+    """The cost of running a document for its query: tokens, truncated inputs, whether the query is truncated,
     and windows. If documents are run together, the first has the numbers of all."""
 
     tokens: int
@@ -100,7 +100,8 @@ class ScoreLookup:
             entries = iter(self._cache.find([key for key in keys if key is not None]))
             found = [None if key is None else next(entries) for key in keys]
         if request.explain:
-            # Of windows only the best score is cached, and of documents that are run together no tokens.
+            # The cache has only the best score of several windows, and no tokens of documents that are run
+            # together.
             found = [
                 None if entry is None or entry.windows > 1 or self._together else entry for entry in found
             ]

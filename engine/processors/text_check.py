@@ -351,7 +351,7 @@ class _Check:
 
 
 class _Preprocessed:
-    """What the functions that requests go through make of single texts and pairs."""
+    """Reads single texts and pairs with the processors that requests go through."""
 
     def __init__(self, model: LoadedModel, tokenizer: TextTokenizer, longest: int) -> None:
         self._model = model

@@ -14,7 +14,7 @@ from typing import Literal
 
 Kind = Literal["letter", "mark", "sign"]
 
-# How many characters are normalised in one call, and what stands between them.
+# How many characters are normalized in one call, and what stands between them.
 _AT_ONCE, _BETWEEN = 1024, " x "
 # What Unicode calls whitespace.
 SPACES = (
@@ -48,9 +48,9 @@ _JOINED = {
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """What a piece can end with, each a class of characters of a pattern, by what it is when normalised:
-    `letters` and digits, `marked` letters, which become a letter and a mark, the `marks` that may stand
-    behind either, `signs`, which are punctuation and symbols, and `newer` letters."""
+    """The characters that a piece can end with, each a class of characters of a pattern, by what it is when
+    normalized: `letters` and digits, `marked` letters, which become a letter and a mark, the `marks` that may
+    stand behind either, `signs`, which are punctuation and symbols, and `newer` letters."""
 
     letters: str
     marked: str
@@ -68,8 +68,8 @@ def kind_of(character: str) -> Kind | None:
 
 
 def ends_of(normalize: Callable[[str], str], is_mark: Callable[[str], bool], no_ends: set[str]) -> Ends:
-    """What the pieces of a tokeniser can end with. `is_mark` says whether the tokeniser takes a mark for one
-    that newer versions of Unicode have. Nothing ends a piece that has one of `no_ends` at its end."""
+    """Finds what the pieces of a tokenizer can end with. `is_mark` says whether the tokenizer takes a mark
+    for one that newer versions of Unicode have. Nothing ends a piece that has one of `no_ends` at its end."""
     found: dict[str, list[str]] = {"letters": [], "marked": [], "marks": [], "signs": [], "newer": []}
     kinds = _characters()
     for letter, shown in _shown_each(normalize, kinds["letter"]):
@@ -90,7 +90,7 @@ def ends_of(normalize: Callable[[str], str], is_mark: Callable[[str], bool], no_
 
 
 def as_class(characters: Iterable[str]) -> str:
-    """What stands between the brackets of a pattern, for characters in their order."""
+    """Writes characters, in their order, as they stand between the brackets of a pattern."""
     ranges: list[list[int]] = []
     for code in map(ord, characters):
         if ranges and ranges[-1][1] == code - 1:
@@ -116,14 +116,14 @@ def _characters() -> dict[Kind | Literal["newer"], str]:
 
 
 def _shown_each(normalize: Callable[[str], str], characters: str) -> Iterator[tuple[str, str]]:
-    """Each character, and as it is normalised; BERT sets spaces around ideographs."""
+    """Each character, and as it is normalized; BERT sets spaces around ideographs."""
     for character, shown in zip(characters, _normalized_each(normalize, characters), strict=True):
         yield character, character if shown.strip() == character else shown
 
 
 def _normalized_each(normalize: Callable[[str], str], texts: Sequence[str]) -> list[str]:
-    """Each text, which has no spaces, as it is normalised by itself. Many are normalised in one call, as the
-    words of a text; fewer where the normaliser changes what stands between them."""
+    """Each text, which has no spaces, as it is normalized by itself. Many are normalized in one call, as the
+    words of a text; fewer where the normalizer changes what stands between them."""
     if len(texts) > _AT_ONCE:
         parts = [texts[start : start + _AT_ONCE] for start in range(0, len(texts), _AT_ONCE)]
     elif len(shown := normalize(_BETWEEN.join(texts)).split(_BETWEEN)) == len(texts):
@@ -136,7 +136,7 @@ def _normalized_each(normalize: Callable[[str], str], texts: Sequence[str]) -> l
 
 
 def _is_visible(shown: str) -> bool:
-    """Whether a normalised text has characters, all of them such that one sees them or their marks."""
+    """Whether a normalized text has characters, all of them such that one sees them or their marks."""
     return bool(shown) and all(
         kind_of(character) is not None or unicodedata.category(character)[0] == "M" for character in shown
     )

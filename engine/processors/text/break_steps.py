@@ -1,6 +1,5 @@
-"""What a tokeniser does with a text, from its own description: its normalisers, pre-tokenisers, added tokens
-and model. Only the steps on the lists below are known to treat both sides of a break apart as they treat them
-together.
+"""The steps of a tokenizer, from its own description: normalizers, pre-tokenizers, added tokens and model.
+Only the steps on the lists below are known to treat both sides of a break apart as they treat them together.
 """
 
 import json
@@ -12,7 +11,7 @@ from tokenizers import Tokenizer
 
 from maxsimd.engine.processors.text.break_characters import IDEOGRAPHS, SIGNS, SPACE_SIGN, SPACES, kind_of
 
-# Normalisers that look no further than a grapheme cluster, or a letter and its marks. A break is at the end
+# Normalizers that look no further than a grapheme cluster, or a letter and its marks. A break is at the end
 # of both, and no separator changes with what stands before it. Nor does what matches these patterns, which
 # begins with a space.
 _LOCAL_NORMALIZERS = {
@@ -22,10 +21,10 @@ _LOCAL_NORMALIZERS = {
 _REPLACED = {r" {2,}", r"\s+"}
 # What a BPE model may do to a text that is not split, beside merging what stands side by side.
 _MORE_THAN_MERGES = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges")
-# Pre-tokenisers that split by the class of each character, and those that do so within a word, at the end.
+# Pre-tokenizers that split by the class of each character, and those that do so within a word, at the end.
 _BY_CLASS = {"BertPreTokenizer", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit"}
 _LAST = {"ByteLevel", "Metaspace"}
-# Alternatives of the patterns by which byte-level tokenisers split. None matches a letter or digit with a
+# Alternatives of the patterns by which byte-level tokenizers split. None matches a letter or digit with a
 # separator behind it, or anything with a space behind it but the end of a line. None looks further than to
 # the end of a run of whitespace, and none looks back. So a word ends at each break, and the words on either
 # side do not depend on the other.
@@ -46,7 +45,7 @@ _ALTERNATIVES = {
 
 @dataclass(frozen=True, slots=True)
 class AddedToken:
-    """A token that is found in texts before they are split, as it is written or as it is normalised."""
+    """A token that is found in texts before they are split, as it is written or as it is normalized."""
 
     contents: set[str]
     lstrip: bool
@@ -58,7 +57,7 @@ class AddedToken:
         return any(re.search(rf"\S[{separators}]", content) for content in self.contents)
 
     def looks_across(self, separator: str, shown: str) -> bool:
-        """Whether it depends on the other side of a break before a separator, `shown` when normalised. One
+        """Whether it depends on the other side of a break before a separator, `shown` when normalized. One
         that takes the spaces behind it and ends with a sign does not: that sign ends no piece."""
         return any(
             (self.single_word and content[:1] in (separator, shown))
@@ -77,7 +76,7 @@ class AddedToken:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """What a tokeniser does with a text. `merged` are the tokens of a model that makes them by merges alone,
+    """The steps of a tokenizer. `merged` are the tokens of a model that makes them by merges alone,
     each between zeros, and "" for other models."""
 
     normalizers: list[dict[str, Any]]
@@ -141,7 +140,7 @@ class Steps:
 
     @property
     def token_starts(self) -> set[str]:
-        """What added tokens begin with."""
+        """The characters that added tokens begin with."""
         return {content[0] for token in self.added_tokens for content in token.contents if content}
 
     def merge_nothing_across(self, separator: str, ends: str) -> bool:
@@ -167,7 +166,7 @@ class Steps:
 
 
 def steps_of(tokenizer: Tokenizer) -> Steps:
-    """What a tokeniser does, read from its description."""
+    """Reads the steps of a tokenizer from its description."""
     description = json.loads(tokenizer.to_str())
     model = description["model"]
     is_merged = model["type"] == "BPE" and not any(map(model.get, _MORE_THAN_MERGES))
@@ -188,7 +187,7 @@ def steps_of(tokenizer: Tokenizer) -> Steps:
 
 
 def normalized(tokenizer: Tokenizer, text: str) -> str:
-    """A text as a tokeniser's normaliser leaves it."""
+    """A text as a tokenizer's normalizer leaves it."""
     return text if tokenizer.normalizer is None else str(tokenizer.normalizer.normalize_str(text))
 
 

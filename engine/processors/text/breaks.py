@@ -1,7 +1,7 @@
-"""Breaks: where a text can be cut so that its pieces, tokenised one by one, have the tokens of the whole.
+"""Breaks: where a text can be split so that its pieces, tokenized one by one, have the tokens of the whole.
 
-Derived from the tokeniser's own description: `break_steps.py` says which steps treat both sides of a break
-apart as they treat them together. A tokeniser that has anything else gets no breaks.
+Derived from the tokenizer's own description: `break_steps.py` says which steps treat both sides of a break
+apart as they treat them together. A tokenizer that has anything else gets no breaks.
 
 A break is in one of three positions:
 - Before whitespace that follows a letter, a letter with marks, or a sign. No normal form joins whitespace to
@@ -9,7 +9,7 @@ A break is in one of three positions:
   some patterns join the end of a line. A run of whitespace stays whole: a piece begins with it.
 - Between a letter or digit and a sign.
 - Between the end of a line and something visible.
-Which whitespace, signs and line ends these are is tried with the tokeniser.
+Which whitespace, signs and line ends these are is tried with the tokenizer.
 """
 
 import re
@@ -45,7 +45,7 @@ _REST = ("a", "1", ".", "\u4e00", " a", "  a", "\n", "\n\na", "\r\n.", "\ta", ""
 
 @dataclass(frozen=True, slots=True)
 class Breaks:
-    """The breaks of one tokeniser: at the end of each match of `pattern`."""
+    """The breaks of one tokenizer: at the end of each match of `pattern`."""
 
     pattern: re.Pattern[str]
 
@@ -60,7 +60,7 @@ class Breaks:
 
 
 def find_breaks(tokenizer: Tokenizer) -> Breaks | None:
-    """The breaks of a tokeniser; None where none are certain."""
+    """The breaks of a tokenizer; None where none are certain."""
     steps = steps_of(tokenizer)
     if not steps.are_local:
         return None
@@ -87,7 +87,7 @@ class _Position:
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """Tries a tokeniser with short texts, as far as its model is not needed."""
+    """Tries a tokenizer with short texts, as far as its model is not needed."""
 
     tokenizer: Tokenizer
     steps: Steps
@@ -98,14 +98,14 @@ class _Trial:
         return self.words(f"{end}{following}") == self.words(end) + self.words(following)
 
     def words(self, text: str) -> list[str]:
-        """What the model tokenises, each by itself."""
+        """Returns the words that the model tokenizes, each by itself."""
         shown = normalized(self.tokenizer, text)
         if self.tokenizer.pre_tokenizer is None:
             return [shown]
         return [word for word, _ in self.tokenizer.pre_tokenizer.pre_tokenize_str(shown)]
 
     def takes_for_mark(self, mark: str) -> bool:
-        """Whether a mark is one to the tokeniser too: it ends words before a line's end as others do."""
+        """Whether a mark is one to the tokenizer too: it ends words before a line's end as others do."""
         return self._lengths(f"x{mark}\na") in [self._lengths(f"x{other}\na") for other in "\u0301\u093f"]
 
     def _lengths(self, text: str) -> list[int]:
@@ -164,7 +164,7 @@ class _Trial:
         ]
 
     def _stays(self, separator: str, others: str) -> bool:
-        """Whether a separator is one character of its kind when normalised, and no added token reaches it."""
+        """Whether a separator is one character of its kind when normalized, and no added token reaches it."""
         shown = self._shown(separator)
         if len(shown) != 1 or shown not in others:
             return False

@@ -15,7 +15,7 @@ def chat_text(
     add_generation_prompt: bool,
     continue_final_message: bool,
 ) -> str:
-    """Messages of "role" and "content" as the template of a checkpoint's tokeniser writes them, special
+    """Messages of "role" and "content" as the template of a checkpoint's tokenizer writes them, special
     tokens included. Raises InvalidRequestError where there is no template, or none for such messages."""
     if not getattr(tokenizer, "chat_template", None):
         raise InvalidRequestError("this model has no chat template; send the text as input", "messages")

@@ -11,7 +11,7 @@ from maxsimd.engine.processors.request_ids import RequestIds
 from maxsimd.engine.processors.text.tokenization import IdType, Side, truncate
 from maxsimd.engine.requests import Truncation
 
-# Of a window's tokens at least one in eight is the document's. As neighbours share at most half of these, a
+# At least one in eight of a window's tokens is the document's. Neighbors share at most half of these, so a
 # document costs at most 16 times its own tokens.
 _SMALLEST_SHARE = 8
 
@@ -29,7 +29,7 @@ class Fitted(Generic[IdType]):
 
 @dataclass(frozen=True, slots=True)
 class InputName:
-    """What errors call a text: text `index` of the request's field `param`."""
+    """The name of a text in errors: text `index` of the request's field `param`."""
 
     param: str
     index: int
@@ -48,7 +48,7 @@ class Room:
 
 
 class LongInputs:
-    """What one request does with long texts, applied text by text. Nothing in it changes.
+    """Truncates the texts of one request, or divides them into windows. Nothing in it changes.
 
     `longest` is the most tokens that can be run in one sequence and `limit` the most of this request's.
     `overlap` is how many tokens windows share if the request does not say, but at most half of each.
@@ -204,7 +204,7 @@ class LongInputs:
 
 @dataclass(frozen=True, slots=True)
 class LengthLimits:
-    """What the engine can run: at most `longest_sequence` tokens in one sequence.
+    """The lengths that the engine can run: at most `longest_sequence` tokens in one sequence.
 
     The windows of a long document share `window_overlap` tokens if the request names no number, and texts are
     truncated at `side` if it names none. A query or document sent as vectors has at most `most_vectors`, and
@@ -216,7 +216,7 @@ class LengthLimits:
     most_vectors: int | None = None
 
     def applied_to(self, truncation: Truncation, ids: RequestIds) -> LongInputs:
-        """What a request with this truncation does with long texts. Raises InvalidRequestError for a request
+        """Applies these limits to a request with this truncation. Raises InvalidRequestError for a request
         that asks for more than can be run."""
         return LongInputs(truncation, self.longest_sequence, self.window_overlap, ids.check_tokens, self.side)
 

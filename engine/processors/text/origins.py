@@ -14,10 +14,10 @@ from maxsimd.scheduler.payload import TokenIds
 Spans = NDArray[np.int32]
 # In place of the span of a token that stands for no characters.
 _NONE = -1
-# What a reader sees as one character has hardly more than this many.
+# One visible character hardly has more code points than this.
 _LONGEST_CLUSTER = 16
 _JOINER = "\u200d"
-# Of Korean: all letters, and those that do not begin a syllable.
+# Korean letters, and those of them that do not begin a syllable.
 _JAMO, _VOWELS_AND_ENDS = ("\u1100", "\u11ff"), ("\u1160", "\u11ff")
 _SKIN_TONES = "\U0001f3fb\U0001f3fc\U0001f3fd\U0001f3fe\U0001f3ff"
 
@@ -32,7 +32,7 @@ class Origins:
 
     @property
     def extent(self) -> Span | None:
-        """From the first character to the last that any of the tokens stands for."""
+        """The characters from the first to the last that any of the tokens stands for."""
         return extent(self.spans)
 
     @classmethod
@@ -43,7 +43,7 @@ class Origins:
 
     def span(self, row: int, text: str) -> Span | None:
         """The characters of `text` that a token stands for, as people count them: without the spaces around
-        them that tokenisers count to the token, and with the accents and joiners of the first and the last,
+        them that tokenizers count to the token, and with the accents and joiners of the first and the last,
         for which there may be tokens of their own."""
         start, stop = map(int, self.spans[row])
         if start < 0:
@@ -74,7 +74,7 @@ def _is_between(character: str, bounds: tuple[str, str]) -> bool:
 
 
 def extent(spans: Spans) -> Span | None:
-    """From the first character of the spans to the last; None where none has any."""
+    """Returns the characters from the first of the spans to the last; None if no span has any."""
     there = spans[spans[:, 0] != _NONE]
     return (int(there[:, 0].min()), int(there[:, 1].max())) if len(there) else None
 
@@ -88,7 +88,7 @@ def around(spans: Spans, before: int, length: int) -> Spans:
 
 
 def behind_prompt(spans: Spans, characters: int) -> Spans:
-    """The spans in a text of those in the text behind a prompt of as many `characters`."""
+    """Converts spans in a text behind a prompt of that many `characters` to spans in the text itself."""
     moved = np.maximum(spans - characters, 0)
     moved[spans[:, 1] <= characters] = _NONE
     return moved

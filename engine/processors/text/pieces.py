@@ -74,7 +74,7 @@ def proven_breaks(tokenizer: Tokenizer) -> Breaks | None:
     breaks = find_breaks(tokenizer)
     if breaks is None:
         log.info(
-            "nothing is known of where this tokeniser's texts can be cut: they are read whole, and those of "
+            "nothing is known of where this tokenizer's texts can be cut: they are read whole, and those of "
             "more than %d characters are refused",
             LONGEST_PIECE,
         )

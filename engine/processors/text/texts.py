@@ -147,14 +147,14 @@ class TextBuilder:
         return None if self._max_tokens is None else self._max_tokens + 1
 
     def _one(self, text: NDArray[np.int32], name: InputName) -> Fitted[np.int32]:
-        """What one sequence has of a text, its tokens or their spans."""
+        """Returns the part of a text that one sequence has: its tokens or their spans."""
         return self._long_inputs.fit(text, self._room, name, self._own_room, self._max_tokens)
 
     def _alone(self, text: NDArray[np.int32], name: InputName) -> list[Fitted[np.int32]]:
         return [self._one(text, name)]
 
     def _windows(self, text: NDArray[np.int32], name: InputName) -> list[Fitted[np.int32]]:
-        """What each sequence of a document has of it, its tokens or their spans."""
+        """Returns the part of a document that each of its sequences has: its tokens or their spans."""
         if not self._long_inputs.uses_windows:
             return self._alone(text, name)
         limited = self._long_inputs.within(text, self._max_tokens, name)
@@ -263,7 +263,7 @@ class TextBuilder:
 
 
 def _leading(rules: RoleRules, tokenizer: TextTokenizer, param: str) -> tuple[TokenIds, str]:
-    """The tokens that stand before every text, however long it is, and what is tokenised with it."""
+    """The tokens that stand before every text, however long it is, and what is tokenized with it."""
     if rules.chat is None:
         return _NONE if rules.leading_ids is None else rules.leading_ids, rules.before
     fixed, joined = rules.chat.parts_before(rules.prompt)

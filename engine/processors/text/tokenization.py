@@ -7,7 +7,7 @@ the tokenizer itself.
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import repeat
 from typing import Any, Literal, TypeVar
@@ -57,10 +57,11 @@ class Template:
     ids: tuple[TokenIds, ...]
     types: tuple[TokenIds, ...]
     text_types: tuple[int, ...]
+    special_tokens: int = field(init=False)
 
-    @property
-    def special_tokens(self) -> int:
-        return sum(len(part) for part in self.ids)
+    def __post_init__(self) -> None:
+        # A field, because every text of every request asks for it.
+        object.__setattr__(self, "special_tokens", sum(map(len, self.ids)))
 
     def fill(self, *texts: TokenIds) -> tuple[TokenIds, TokenIds]:
         """The token ids and type ids of one sequence."""
@@ -93,13 +94,13 @@ class TextTokenizer:
 
     Long texts are tokenized in pieces, between which other work goes on. Texts that are not Unicode, or that
     nothing splits for more than `LONGEST_PIECE` characters, are refused: `param` is the field in errors, and
-    a `name` what they call a text where the field has several. So are texts with a token whose id is `rows` or
-    more, for which the model has no embedding; `read` alone takes them."""
+    a `name` what they call a text where the field has several. Texts with a token whose id is `rows` or more,
+    for which the model has no embedding, are refused too; only `read` takes them."""
 
     def __init__(self, tokenizer: Any, rows: int | None = None) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
-            raise InvalidRequestError(f"{type(tokenizer).__name__} has no fast tokeniser, which is required")
+            raise InvalidRequestError(f"{type(tokenizer).__name__} has no fast tokenizer, which is required")
         description = backend.to_str()
         # transformers sets padding and truncation of its tokenizers at each call.
         is_ours = isinstance(tokenizer, PlainTokenizer)
@@ -251,7 +252,7 @@ class TextTokenizer:
             yield from bounds(text, size, self._breaks)
         except LongPieceError:
             if self._breaks is None:
-                wrong, remedy = "text", "this model's tokeniser takes no more at once; split the text"
+                wrong, remedy = "text", "this model's tokenizer takes no more at once; split the text"
             else:
                 wrong, remedy = "text without a break", "put spaces or line breaks into it"
             raise InvalidRequestError(
