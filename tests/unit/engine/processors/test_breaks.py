@@ -9,8 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 
-from maxsimd.engine.processors.text.break_characters import SPACES
-from maxsimd.engine.processors.text.breaks import find_breaks
+from maxsimd.engine.processors.text.breaks import SPACES, find_breaks
 from tests.checkpoints.tokenizer_kinds import QWEN, WHOLE, Kind, bert, byte_level, charsmap, sentencepiece
 from tests.unit.engine.processors.split_texts import (
     DIVIDERS,

@@ -11,13 +11,13 @@ import torch
 
 from maxsimd.engine.cache import EmbeddingCache
 from maxsimd.engine.cache.slab import EmbeddingSlab
-from maxsimd.engine.checkpoint import RoleRules
+from maxsimd.engine.checkpoint import RoleRules, Task
 from maxsimd.engine.errors import RequestTooLargeError
 from maxsimd.engine.processors.dual_encoder import IN_SLAB, ON_HOST, in_batches
 from maxsimd.engine.processors.plan import ScorePlan
 from maxsimd.engine.processors.text.long_inputs import LongInputs
 from maxsimd.engine.processors.text.texts import TextBuilder
-from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, CacheMode, Truncation
+from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, CacheMode, Truncation, Values
 from maxsimd.engine.scoring.documents import CachedDocument
 from maxsimd.engine.scoring.price import DOCUMENTS_PER_TOKEN, ROWS_PER_TOKEN, ScoringPrice
 from maxsimd.scheduler import ResultSlot, Role, Sequence, Window
@@ -138,6 +138,25 @@ def test_a_bi_encoder_scores_every_window_and_the_best_counts() -> None:
     assert all(one.payload.document and one.payload.document.window is None for one in documents)
     assert (plan.sequences[0].num_consumers, plan.num_values) == (6, 6)
     np.testing.assert_array_equal(plan.raw_scores([1, 7, 2, -3, 4, 5]), [7, -3, 5, 7])
+    assert [plan.documents_of(value) for value in range(6)] == [[0, 3]] * 3 + [[1], [2], [2]]
+    assert plan.input_of(4) == "documents[2]"
+
+
+def test_documents_that_cannot_be_read_have_errors_beside_the_scores_of_the_others() -> None:
+    request = score_request(["w1"], ["w2", "\ud83d", "w3", "w2"], skip_unreadable=True, normalize=True)
+    similar = {
+        "tasks": {"token_embed": Task("all", torch.nn.Identity(), 8, normalised=True)},
+        "similarity": "maxsim",
+    }
+    plan = processors(model(**similar)).scores.prepare(request, request_ids())
+    assert (list(plan.errors), plan.num_values, plan.usage.prompt_tokens) == ([1], 2, 9)
+    np.testing.assert_array_equal(plan.raw_scores([1.5, 3]), [1.5, np.nan, 3, 1.5])
+    np.testing.assert_allclose(plan.scores([1.5, 3]), [0.5, np.nan, 1, 0.5])
+    assert [plan.documents_of(value) for value in range(2)] == [[0, 3], [2]]
+    result = plan.result(Values([1.5, None], {1: "the model failed on it"}))
+    assert result.errors == {1: plan.errors[1], 2: "the model failed on it"}
+    assert result.unscored == ()
+    assert plan.result(Values([1.5, None], {})).unscored == (2,)
 
 
 def test_an_instruction_takes_the_place_of_the_prompts_own() -> None:

@@ -79,6 +79,7 @@ def test_documents_share_prompts_with_the_query_block_by_block() -> None:
     ]
     assert [sequence.payload.slot for sequence in plan.sequences] == [ResultSlot(7, i) for i in range(3)]
     assert (plan.num_values, plan.num_blocks) == (3, (3,))
+    assert plan.input_of(1) == "documents", "a block has many"
     tokens = plan.sequences[2].tokens
     assert tokens.pooled_positions is not None
     assert tokens.ids[tokens.pooled_positions].tolist() == [DOCUMENT_MARKER, QUERY_MARKER]

@@ -272,7 +272,7 @@ def test_the_tokenizers_own_padding_and_truncation_do_not_count() -> None:
     made = TextTokenizer(original)
     assert [len(tokens) for tokens in made.encode(["w0", words(7)], "documents")] == [1, 7]
     assert made.single.special_tokens == 2
-    with pytest.raises(InvalidRequestError, match="object has no fast tokeniser"):
+    with pytest.raises(InvalidRequestError, match="object has no fast tokenizer"):
         TextTokenizer(object())
 
 
