@@ -1,7 +1,7 @@
 """Cross-encoders: query and document are read together, and a classifier's logit is the score."""
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -106,8 +106,9 @@ class CrossEncoderPlan(ScorePlan):
         logits = iter(self.label.logits_of(np.array(rows).reshape(len(rows), -1)).tolist())
         return [None if value is None else next(logits) for value in values]
 
-    def documents_of(self, value: int) -> Sequence[int]:
-        return (self.found.new[bisect_right(self._first_values, value) - 1],)
+    def documents_of(self, values: Collection[int]) -> Sequence[int]:
+        first_values = self._first_values
+        return [self.found.new[bisect_right(first_values, value) - 1] for value in values]
 
     def cache_scores(self, raw: Scores) -> None:
         self.found.put(raw, self.facts)

@@ -116,10 +116,13 @@ Document: TypeAlias = DocumentInCache | DocumentToRun
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Documents:
-    """The different documents of a request; document i of the request is `different[position_of[i]]`."""
+    """The different documents of a request; document i of the request is `different[position_of[i]]`.
+
+    `firsts` has the first index in the request of each different document."""
 
     different: list[Document]
     position_of: list[int]
+    firsts: list[int]
 
     @property
     def truncated(self) -> int:
@@ -257,7 +260,6 @@ class DocumentReader:
         Raises InvalidRequestError for a document that is too long, by its index in the request, and
         RequestTooLargeError as soon as windows have too many tokens."""
         positions: dict[tuple[int, Item], int] = {}
-        # The index in the request of each different document.
         firsts: list[int] = []
         position_of = []
         for i, text in enumerate(request.documents):
@@ -296,7 +298,7 @@ class DocumentReader:
                     # Through windows a document has many times its own tokens.
                     ids.check_tokens(num_tokens)
                 different.append(DocumentToRun(query, windows, self._cache_key(entry, windows)))
-        return Documents(different, position_of)
+        return Documents(different, position_of, firsts)
 
     def _find(self, documents: Mapping[int, Item], ids: RequestIds, explain: bool) -> dict[int, _Found]:
         """Looks up each document by its index, and returns what is found in the same order."""

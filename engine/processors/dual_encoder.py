@@ -5,7 +5,7 @@ score(q, d) = sum over i of max over j of <q_i, d_j> (Khattab and Zaharia 2020, 
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TypeAlias
@@ -229,13 +229,12 @@ class DualEncoderPlan(ScorePlan):
     def final_scores(self, raw: Scores) -> Scores:
         return raw if self.normalization is None else self.normalization.apply(raw, self.query_rows)
 
-    def documents_of(self, value: int) -> Sequence[int]:
-        position = bisect_right(self.first_values, value) - 1
-        return [i for i, other in enumerate(self.documents.position_of) if other == position]
+    def documents_of(self, values: Collection[int]) -> Sequence[int]:
+        positions = {self._position_of(value) for value in values}
+        return [i for i, position in enumerate(self.documents.position_of) if position in positions]
 
     def refusal_of(self, value: int) -> InvalidRequestError | None:
-        position = bisect_right(self.first_values, value) - 1
-        document = self.documents.position_of.index(position)
+        document = self.documents.firsts[self._position_of(value)]
         return overflow_error(self.request, document, self.largest)
 
     def explanations(
@@ -248,6 +247,10 @@ class DualEncoderPlan(ScorePlan):
             if explanation is not None:
                 explained[document] = self._with_final_windows(explanation, document)
         return explained
+
+    def _position_of(self, value: int) -> int:
+        """Returns which different document a value is of."""
+        return bisect_right(self.first_values, value) - 1
 
     def _with_final_windows(self, explanation: Explanation, document: int) -> Explanation:
         if not explanation.windows:
@@ -382,7 +385,7 @@ class DualEncoderProcessor(ScoreProcessor):
         for position, document in enumerate(documents.different):
             if query_rows[document.query] * document.num_rows > most:
                 raise InvalidRequestError(
-                    f"documents[{documents.position_of.index(position)}] has {document.num_rows} vectors and "
+                    f"documents[{documents.firsts[position]}] has {document.num_rows} vectors and "
                     f"its query {query_rows[document.query]}, and at most {most} pairs of them are compared; "
                     "shorten either, or raise max_vectors",
                     "documents",

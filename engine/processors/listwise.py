@@ -4,7 +4,7 @@ Source: jina-reranker-v3, "Last but Not Late Interaction for Document Reranking"
 wording of the prompt and the rule by which documents are packed are its model card's.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -54,7 +54,7 @@ class ListwisePlan(ScorePlan):
     def final_scores(self, raw: Scores) -> Scores:
         return raw if self.normalization is None else self.normalization.apply(raw)
 
-    def documents_of(self, value: int) -> Sequence[int]:
+    def documents_of(self, values: Collection[int]) -> Sequence[int]:
         return range(self.request.num_documents)
 
     def input_of(self, value: int) -> str:

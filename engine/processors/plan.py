@@ -1,7 +1,7 @@
 """Plans: the sequences to run for a request, and how their values become its result."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import nlargest
 from typing import Self, TypeAlias
@@ -150,8 +150,8 @@ class ScorePlan(Plan):
         """Returns scores as callers get them: with activation and normalization, where they apply."""
 
     @abstractmethod
-    def documents_of(self, value: int) -> Sequence[int]:
-        """Returns the documents whose score a value is part of."""
+    def documents_of(self, values: Collection[int]) -> Sequence[int]:
+        """Returns the documents whose scores are made of any of these values."""
 
     @abstractmethod
     def explanations(
@@ -168,7 +168,7 @@ class ScorePlan(Plan):
         return True
 
     def input_of(self, value: int) -> str:
-        return f"documents[{self.documents_of(value)[0]}]"
+        return f"documents[{self.documents_of([value])[0]}]"
 
     def scores(self, values: Sequence[Value | None]) -> list[float]:
         """Returns the score of each document, NaN where values are still missing."""
@@ -198,7 +198,7 @@ class ScorePlan(Plan):
         of_documents: dict[int, str] = {}
         for reason in dict.fromkeys(errors.values()):
             values = [value for value, other in errors.items() if other == reason]
-            of_documents |= {document: reason for value in values for document in self.documents_of(value)}
+            of_documents |= dict.fromkeys(self.documents_of(values), reason)
         return of_documents
 
 
@@ -216,7 +216,7 @@ class UnscoredPlan(ScorePlan):
     def final_scores(self, raw: Scores) -> Scores:
         return raw
 
-    def documents_of(self, value: int) -> Sequence[int]:
+    def documents_of(self, values: Collection[int]) -> Sequence[int]:
         return ()
 
     def explanations(
@@ -254,8 +254,8 @@ class ReadablePlan(ScorePlan):
     def final_scores(self, raw: Scores) -> Scores:
         return self._among_all(self.inner.final_scores(raw[self.positions]))
 
-    def documents_of(self, value: int) -> Sequence[int]:
-        return [self.positions[i] for i in self.inner.documents_of(value)]
+    def documents_of(self, values: Collection[int]) -> Sequence[int]:
+        return [self.positions[i] for i in self.inner.documents_of(values)]
 
     def refusal_of(self, value: int) -> InvalidRequestError | None:
         return self.inner.refusal_of(value)

@@ -158,7 +158,7 @@ def test_windows_stand_where_the_document_does(score: Score, joined: Joined) -> 
     assert tokens_of(plan) == [joined(ids(2), ids(n, DOCUMENT + first)) for first, n in windows]
     assert (plan.truncated, plan.num_values) == (0, 6)
     assert plan.raw_scores([1, 2, 3, -9, 5, 4]).tolist() == [3, -9, 5]
-    assert [plan.documents_of(value) for value in range(6)] == [(0,)] * 3 + [(1,), (2,), (2,)]
+    assert plan.documents_of(range(6)) == [0, 0, 0, 1, 2, 2]
     assert plan.usage.prompt_tokens == sum(len(sequence) for sequence in plan.sequences)
 
 

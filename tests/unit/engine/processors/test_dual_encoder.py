@@ -138,7 +138,8 @@ def test_a_bi_encoder_scores_every_window_and_the_best_counts() -> None:
     assert all(one.payload.document and one.payload.document.window is None for one in documents)
     assert (plan.sequences[0].num_consumers, plan.num_values) == (6, 6)
     np.testing.assert_array_equal(plan.raw_scores([1, 7, 2, -3, 4, 5]), [7, -3, 5, 7])
-    assert [plan.documents_of(value) for value in range(6)] == [[0, 3]] * 3 + [[1], [2], [2]]
+    assert [plan.documents_of([value]) for value in range(6)] == [[0, 3]] * 3 + [[1], [2], [2]]
+    assert plan.documents_of([0, 2, 3]) == [0, 1, 3]
     assert plan.input_of(4) == "documents[2]"
 
 
@@ -152,7 +153,7 @@ def test_documents_that_cannot_be_read_have_errors_beside_the_scores_of_the_othe
     assert (list(plan.errors), plan.num_values, plan.usage.prompt_tokens) == ([1], 2, 9)
     np.testing.assert_array_equal(plan.raw_scores([1.5, 3]), [1.5, np.nan, 3, 1.5])
     np.testing.assert_allclose(plan.scores([1.5, 3]), [0.5, np.nan, 1, 0.5])
-    assert [plan.documents_of(value) for value in range(2)] == [[0, 3], [2]]
+    assert [plan.documents_of([value]) for value in range(2)] == [[0, 3], [2]]
     result = plan.result(Values([1.5, None], {1: "the model failed on it"}))
     assert result.errors == {1: plan.errors[1], 2: "the model failed on it"}
     assert result.unscored == ()
