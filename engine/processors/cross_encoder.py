@@ -25,7 +25,7 @@ from maxsimd.engine.processors.plan import ScorePlan, Scores, check_explained_li
 from maxsimd.engine.processors.processor import ProcessorContext, ScoreProcessor
 from maxsimd.engine.processors.request_ids import RequestIds
 from maxsimd.engine.processors.score_lookup import FoundScores, RunFacts, ScoreLookup
-from maxsimd.engine.processors.text.long_inputs import Fitted, InputName, LongInputs
+from maxsimd.engine.processors.text.truncation import Fitted, InputName, LongInputs
 from maxsimd.engine.requests import ScoreOptions, ScoreRequest, Value
 from maxsimd.engine.workers import yield_to_smaller
 from maxsimd.pooling.methods import Head

@@ -11,8 +11,8 @@ from maxsimd.engine.media import Content
 from maxsimd.engine.processors.given_vectors import GivenVectors
 from maxsimd.engine.processors.pages import PageBuilder
 from maxsimd.engine.processors.request_ids import RequestIds
-from maxsimd.engine.processors.text.long_inputs import InputName, LongInputs
-from maxsimd.engine.processors.text.texts import BuiltText, TextBuilder
+from maxsimd.engine.processors.text.builder import BuiltText, TextBuilder
+from maxsimd.engine.processors.text.truncation import InputName, LongInputs
 from maxsimd.engine.requests import Item, ScoreRequest
 from maxsimd.engine.workers import called_on_each, yield_to_smaller
 from maxsimd.pooling.vectors import Vectors

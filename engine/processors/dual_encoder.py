@@ -39,10 +39,10 @@ from maxsimd.engine.processors.plan import (
 )
 from maxsimd.engine.processors.processor import Processor, ProcessorContext, ScoreProcessor
 from maxsimd.engine.processors.request_ids import RequestIds
-from maxsimd.engine.processors.text.long_inputs import InputName, LongInputs
+from maxsimd.engine.processors.text.builder import BuiltText, TextBuilder, shortest_text
 from maxsimd.engine.processors.text.origins import Origins
-from maxsimd.engine.processors.text.texts import BuiltText, TextBuilder, shortest_text
 from maxsimd.engine.processors.text.tokenization import TextTokenizer
+from maxsimd.engine.processors.text.truncation import InputName, LongInputs
 from maxsimd.engine.requests import Item, ScoreRequest, Value, Values
 from maxsimd.engine.scoring.documents import CachedDocument, CachedDocuments
 from maxsimd.engine.scoring.matches import matches_of, similarities_of

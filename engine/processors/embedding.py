@@ -19,8 +19,8 @@ from maxsimd.engine.processors.pages import image_jobs, page_builder
 from maxsimd.engine.processors.plan import Plan
 from maxsimd.engine.processors.processor import Processor, ProcessorContext
 from maxsimd.engine.processors.request_ids import RequestIds
-from maxsimd.engine.processors.text.long_inputs import InputName
-from maxsimd.engine.processors.text.texts import BuiltText, TextBuilder, shortest_text
+from maxsimd.engine.processors.text.builder import BuiltText, TextBuilder, shortest_text
+from maxsimd.engine.processors.text.truncation import InputName
 from maxsimd.engine.requests import (
     REFUSE_LONG,
     EmbedRequest,

@@ -17,8 +17,8 @@ from maxsimd.engine.processors.plan import ScorePlan, Scores
 from maxsimd.engine.processors.processor import ProcessorContext, ScoreProcessor
 from maxsimd.engine.processors.request_ids import RequestIds
 from maxsimd.engine.processors.score_lookup import FoundScores, RunFacts, ScoreLookup
-from maxsimd.engine.processors.text.long_inputs import Fitted, InputName, LongInputs, Room
 from maxsimd.engine.processors.text.tokenization import SHORTEST_TEXT, TextTokenizer, truncate
+from maxsimd.engine.processors.text.truncation import Fitted, InputName, LongInputs, Room
 from maxsimd.engine.requests import ScoreOptions, ScoreRequest, Value
 from maxsimd.scheduler import Sequence as TokenSequence
 from maxsimd.scheduler import Tokens

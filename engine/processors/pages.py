@@ -15,9 +15,9 @@ from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.explanations import Patch
 from maxsimd.engine.media import AnyPicture, Content, Picture, PictureError, PictureLimits
 from maxsimd.engine.processors.request_ids import RequestIds
-from maxsimd.engine.processors.text.long_inputs import InputName
-from maxsimd.engine.processors.text.texts import BuiltText
+from maxsimd.engine.processors.text.builder import BuiltText
 from maxsimd.engine.processors.text.tokenization import TextTokenizer
+from maxsimd.engine.processors.text.truncation import InputName
 from maxsimd.engine.workers import yield_to_smaller
 from maxsimd.scheduler import ImageJob, PlacedImage, Tokens
 from maxsimd.scheduler import Sequence as TokenSequence

@@ -12,8 +12,8 @@ from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.processors.plan import Normalization, Plan, ReadablePlan, ScorePlan, UnscoredPlan
 from maxsimd.engine.processors.prefix_sharing import PrefixSharing
 from maxsimd.engine.processors.request_ids import RequestIds
-from maxsimd.engine.processors.text.long_inputs import LengthLimits
 from maxsimd.engine.processors.text.tokenization import TextTokenizer, is_broken
+from maxsimd.engine.processors.text.truncation import LengthLimits
 from maxsimd.engine.requests import EmbedRequest, ScoreOptions, ScoreRequest
 from maxsimd.engine.scoring.calibration import Calibration
 from maxsimd.engine.validation import Scored, as_scored, as_truncation, check_paired

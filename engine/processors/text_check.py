@@ -23,8 +23,8 @@ from maxsimd.engine.processors.listwise import listwise_prompt
 from maxsimd.engine.processors.processor import ProcessorContext
 from maxsimd.engine.processors.registry import Processors, check_room
 from maxsimd.engine.processors.request_ids import RequestIds
-from maxsimd.engine.processors.text.long_inputs import LengthLimits
 from maxsimd.engine.processors.text.tokenization import TextTokenizer
+from maxsimd.engine.processors.text.truncation import LengthLimits
 from maxsimd.engine.requests import CUT_LONG, EmbedRequest, ScoreRequest
 from maxsimd.scheduler import JoinedTokens, ResultSlot, Role, Sequence, Tokens
 from maxsimd.scheduler.payload import AnyTokens

@@ -39,7 +39,7 @@ from maxsimd.engine.processors.prefix_sharing import PrefixSharing
 from maxsimd.engine.processors.processor import PlanT, Processor, ProcessorContext, RequestT
 from maxsimd.engine.processors.registry import Processors, check_room
 from maxsimd.engine.processors.request_ids import RequestIds
-from maxsimd.engine.processors.text.long_inputs import LengthLimits
+from maxsimd.engine.processors.text.truncation import LengthLimits
 from maxsimd.engine.requests import RunOptions, ScoreRequest, Timings, Value, Values
 from maxsimd.engine.runtime.end import STUCK_SECONDS, end_threads
 from maxsimd.engine.scoring.price import ScoringPrice

@@ -24,8 +24,8 @@ from maxsimd.engine.processors.plan import Plan
 from maxsimd.engine.processors.processor import ProcessorContext
 from maxsimd.engine.processors.registry import Processors
 from maxsimd.engine.processors.request_ids import RequestIds
-from maxsimd.engine.processors.text.long_inputs import LengthLimits
 from maxsimd.engine.processors.text.tokenization import TextTokenizer
+from maxsimd.engine.processors.text.truncation import LengthLimits
 from maxsimd.engine.requests import EmbedRequest, InputType, ScoreRequest
 from maxsimd.pooling.sparse import WordsHead
 from maxsimd.scheduler import Sequence

@@ -24,7 +24,7 @@ from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.processors.plan import UnscoredPlan
 from maxsimd.engine.processors.processor import ProcessorContext, ScoreProcessor
 from maxsimd.engine.processors.request_ids import RequestIds
-from maxsimd.engine.processors.text.long_inputs import LengthLimits
+from maxsimd.engine.processors.text.truncation import LengthLimits
 from maxsimd.engine.requests import ScoreRequest
 from maxsimd.engine.stats import EngineStats
 from maxsimd.scheduler import Step

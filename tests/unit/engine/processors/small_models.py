@@ -23,8 +23,8 @@ from maxsimd.engine.processors.prefix_sharing import PrefixSharing
 from maxsimd.engine.processors.processor import ProcessorContext
 from maxsimd.engine.processors.registry import Processors
 from maxsimd.engine.processors.request_ids import RequestIds
-from maxsimd.engine.processors.text.long_inputs import LengthLimits
 from maxsimd.engine.processors.text.tokenization import TextTokenizer
+from maxsimd.engine.processors.text.truncation import LengthLimits
 from maxsimd.engine.requests import REFUSE_LONG, ScoreRequest, Truncation
 
 PAD, UNKNOWN, CLS, SEP, MASK, QUERY_MARKER, DOCUMENT_MARKER = range(7)

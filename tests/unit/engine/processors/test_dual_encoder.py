@@ -15,8 +15,8 @@ from maxsimd.engine.checkpoint import RoleRules, Task
 from maxsimd.engine.errors import RequestTooLargeError
 from maxsimd.engine.processors.dual_encoder import IN_SLAB, ON_HOST, in_batches
 from maxsimd.engine.processors.plan import ScorePlan
-from maxsimd.engine.processors.text.long_inputs import LongInputs
-from maxsimd.engine.processors.text.texts import TextBuilder
+from maxsimd.engine.processors.text.builder import TextBuilder
+from maxsimd.engine.processors.text.truncation import LongInputs
 from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, CacheMode, Truncation, Values
 from maxsimd.engine.scoring.documents import CachedDocument
 from maxsimd.engine.scoring.price import DOCUMENTS_PER_TOKEN, ROWS_PER_TOKEN, ScoringPrice

@@ -21,7 +21,6 @@ from maxsimd.engine.checkpoint.score_template import ScoreTemplate
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.processors.text import pieces
 from maxsimd.engine.processors.text.breaks import Breaks
-from maxsimd.engine.processors.text.long_inputs import InputName, LongInputs, Room
 from maxsimd.engine.processors.text.pieces import (
     LONGEST_PIECE,
     PIECE,
@@ -31,6 +30,7 @@ from maxsimd.engine.processors.text.pieces import (
     remembered_breaks,
 )
 from maxsimd.engine.processors.text.tokenization import Side, TextTokenizer, truncate
+from maxsimd.engine.processors.text.truncation import InputName, LongInputs, Room
 from maxsimd.engine.requests import EmbedRequest, ScoreRequest, Truncation
 from maxsimd.engine.workers import WithdrawnError, WorkerPool
 from tests.checkpoints.tokenizer_kinds import CUT, bert, llama_2

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from maxsimd.engine.checkpoint import RoleRules
 from maxsimd.engine.errors import InvalidRequestError
-from maxsimd.engine.processors.text.long_inputs import Fitted, InputName, LongInputs, Room, no_room
 from maxsimd.engine.processors.text.origins import Origins, around, behind_prompt
 from maxsimd.engine.processors.text.tokenization import SHORTEST_TEXT, TextTokenizer
+from maxsimd.engine.processors.text.truncation import Fitted, InputName, LongInputs, Room, no_room
 from maxsimd.engine.workers import yield_to_smaller
 from maxsimd.scheduler import Tokens
 from maxsimd.scheduler.payload import TokenIds
