@@ -12,7 +12,7 @@ import msgspec
 from maxsimd.api import wire
 from maxsimd.engine import Usage
 from maxsimd.engine.requests import Timings
-from maxsimd.engine.results.postprocess import aside
+from maxsimd.engine.workers import run_in_thread_if_large
 
 # As many characters of a text are as much work as an item of an answer is, a score or a number.
 _CHARACTERS_AN_ITEM = 200
@@ -75,7 +75,8 @@ class Answer:
 async def wire_answer(build: Callable[[], Any], items: int, characters: int = 0) -> Answer:
     """As JSON what is built, a wire type or a list of them: beside the event loop where it has many `items`,
     or `characters` in its texts. It needs nothing of the engine, which may have died since."""
-    encoded = await aside(lambda: msgspec.json.encode(build()), max(items, characters // _CHARACTERS_AN_ITEM))
+    size = max(items, characters // _CHARACTERS_AN_ITEM)
+    encoded = await run_in_thread_if_large(size, lambda: msgspec.json.encode(build()))
     return Answer(200, {"Content-Type": "application/json"}, encoded)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from maxsimd.engine import InvalidRequestError, Vectors
-from maxsimd.engine.preprocess.workers import yield_to_smaller
+from maxsimd.engine.workers import yield_to_smaller
 
 _DTYPES = {
     "float32": torch.float32,

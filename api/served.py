@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 from maxsimd.api.models.several import SeveralModels
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.facts import ModelFacts
-from maxsimd.engine.preprocess.tokenization import TextTokenizer
+from maxsimd.engine.processors.text.tokenization import TextTokenizer
 from maxsimd.engine.requests import (
     ClassifyResult,
     EmbedResult,

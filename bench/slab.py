@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache
 from maxsimd.engine.cache.memory import MemoryStore
 from maxsimd.engine.cache.slab import EmbeddingSlab
-from maxsimd.engine.preprocess.two_stage import IN_SLAB, ON_HOST, BatchLimits, in_batches
+from maxsimd.engine.processors.dual_encoder import IN_SLAB, ON_HOST, BatchLimits, in_batches
 from maxsimd.engine.scoring.document_scorer import DocumentScorer
 from maxsimd.engine.scoring.documents import CachedDocument
 from maxsimd.engine.scoring.maxsim.triton import bounds_of

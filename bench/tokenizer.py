@@ -18,7 +18,7 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, pr
 
 from maxsimd.bench.datasets import docstring_pairs
 from maxsimd.engine.checkpoint.embedded import embedded_model_path
-from maxsimd.engine.preprocess.tokenization import TextTokenizer
+from maxsimd.engine.processors.text.tokenization import TextTokenizer
 
 # About the speed of XLM-RoBERTa large on an H100.
 GPU_TOKENS_A_SECOND = 700_000

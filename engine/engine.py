@@ -3,11 +3,14 @@ once on its way out."""
 
 import asyncio
 import inspect
+import math
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Literal, Unpack, cast
-
-import numpy as np
+from functools import partial
+from types import TracebackType
+from typing import Literal, Self, Unpack, cast
 
 from maxsimd.engine import media
 from maxsimd.engine.errors import (
@@ -19,8 +22,10 @@ from maxsimd.engine.errors import (
 from maxsimd.engine.explanations import Explanation
 from maxsimd.engine.life import EngineLife
 from maxsimd.engine.media import Content, OpenImage, PictureFile
-from maxsimd.engine.preprocess import Prepared
-from maxsimd.engine.preprocess.late_chunking import as_document
+from maxsimd.engine.processors.embedding import EmbeddingPlan, as_muvera, check_encoding, encoding_price
+from maxsimd.engine.processors.late_chunking import as_document
+from maxsimd.engine.processors.plan import ScorePlan, UnscoredPlan
+from maxsimd.engine.processors.processor import ScoreProcessor
 from maxsimd.engine.requests import (
     CacheMode,
     ClassifyResult,
@@ -32,6 +37,7 @@ from maxsimd.engine.requests import (
     OnTimeout,
     Priority,
     Progress,
+    RankedDocument,
     RerankResult,
     RunOptions,
     ScoreOptions,
@@ -41,20 +47,9 @@ from maxsimd.engine.requests import (
     TokenEmbedResult,
     Value,
     Values,
-)
-from maxsimd.engine.results.encodings import as_muvera, check_encoding, encoded_result, encoding_price
-from maxsimd.engine.results.postprocess import (
-    aside,
-    classify_result,
-    embed_result,
-    query_rows,
     rank,
-    sparse_embed_result,
-    token_embed_result,
-    work_in,
 )
-from maxsimd.engine.results.scores import ScoredPairs, score_call
-from maxsimd.engine.results.stream import Arrived, ScoreStream
+from maxsimd.engine.runtime import ValuesArrived
 from maxsimd.engine.validation import (
     Scorable,
     Scored,
@@ -63,15 +58,17 @@ from maxsimd.engine.validation import (
     as_scored,
     as_texts,
     as_truncation,
+    check_dimensions,
     check_options,
     check_paired,
     check_task,
 )
+from maxsimd.engine.workers import run_in_thread_if_large
 from maxsimd.pooling.muvera import Muvera
 from maxsimd.pooling.query_rows import QueryRows
 
-# To write down one match of an explanation is as much work as to read so many characters.
-_CHARACTERS_A_MATCH = 64
+# A stream looks through what has come at most this often, because that takes time with many documents.
+_SECONDS_BETWEEN_LOOKS = 0.05
 # A picture to embed.
 Picture = Content | media.Picture | PictureFile | OpenImage
 Inputs = Picture | str | Sequence[Picture | str | Sequence[int]]
@@ -143,9 +140,10 @@ class Engine(EngineLife):
             "progress": progress,
             "explain": explain,
         }
-        scored = await self._scored(queries, documents, options)
-        result = await aside(scored.result, scored.call.num_documents)
-        explanations = await self._why(scored, range(scored.call.num_documents))
+        plan, values = await self._score(queries, documents, options)
+        num_documents = plan.request.num_documents
+        result = await run_in_thread_if_large(num_documents, plan.result, values)
+        explanations = await self._explanations(plan, values.values, range(num_documents))
         return replace(result, explanations=explanations) if explanations else result
 
     async def rerank(
@@ -164,19 +162,19 @@ class Engine(EngineLife):
             raise InvalidRequestError(f"top_n must not be negative, not {top_n}", "top_n")
         check_options("rerank", options)
         given = as_scored(documents, "documents", takes_vectors=True, takes_pictures=True)
-        scored = await self._scored(query, given, {**SCORE_DEFAULTS, **options}, top_n)
-        result = await aside(scored.result, len(given))
-        ranked = await aside(
-            lambda: rank(result.scores, given, top_n, score_threshold, result.ranking_scores), len(given)
+        plan, values = await self._score(query, given, {**SCORE_DEFAULTS, **options}, top_n)
+        result = await run_in_thread_if_large(len(given), plan.result, values)
+        ranked = await run_in_thread_if_large(
+            len(given), rank, result.scores, given, top_n, score_threshold, result.ranking_scores
         )
-        explanations = await self._why(scored, [one.index for one in ranked])
+        explanations = await self._explanations(plan, values.values, [one.index for one in ranked])
         if explanations:
             ranked = [replace(one, explanation=explanations.get(one.index)) for one in ranked]
         return RerankResult(
             ranked, result.usage, result.truncated, result.unscored, result.errors, result.timings
         )
 
-    def stream(self, queries: Scored, documents: Scored, **options: Unpack[ScoreOptions]) -> ScoreStream:
+    def stream(self, queries: Scored, documents: Scored, **options: Unpack[ScoreOptions]) -> "ScoreStream":
         """Scores documents as `score` does, and gives them as they are ready::
 
             async with engine.stream(query, documents) as stream:
@@ -186,10 +184,7 @@ class Engine(EngineLife):
 
         Leaving it early cancels what is left."""
         check_options("stream", options)
-        complete: ScoreOptions = {**SCORE_DEFAULTS, **options}
-        return ScoreStream(
-            lambda arrived: self._scored(queries, documents, complete, arrived=arrived), self._why
-        )
+        return ScoreStream(self, queries, documents, {**SCORE_DEFAULTS, **options})
 
     async def encode_query(
         self,
@@ -208,17 +203,14 @@ class Engine(EngineLife):
         query's `truncation` are settled with this. For late interaction and bi-encoders; raises
         InvalidRequestError for models that read query and document together."""
         running = self._require()
-        loaded = self.device_model
-        model = loaded.model
-        queries = as_query(query, model.vision is not None)
+        loaded = running.device_model
+        queries = as_query(query, loaded.model.vision is not None)
         request = ScoreRequest(
             queries=queries, documents=(), truncation=as_truncation(truncation), instruction=instruction
         )
         options = RunOptions(priority, tenant, timeout)
-        prepared, values = await running.run(
-            lambda ids: running.preprocessor.encode_query(request, ids), request, options
-        )
-        return query_rows(prepared, values, model, loaded.prepared.dtype)
+        plan, values = await running.run(running.processors.queries, request, options)
+        return plan.result(values, loaded.prepared.dtype)
 
     async def embed(
         self,
@@ -264,9 +256,8 @@ class Engine(EngineLife):
             muvera = as_muvera(encoding)
             check_encoding(muvera, model, input_type, others)
             return await self._encoded(request, muvera, options)
-        prepared, values = await self._texts(request, dimensions, options)
-        normalised = model.tasks["embed"].normalised
-        return await aside(lambda: embed_result(prepared, values, dimensions, normalised), work_in(values))
+        plan, values = await self._embed(request, dimensions, options)
+        return await run_in_thread_if_large(values.work, plan.vectors, values, dimensions)
 
     async def _encoded(self, request: EmbedRequest, muvera: Muvera, options: RunOptions) -> EmbedResult:
         """One vector of each text's token vectors."""
@@ -276,17 +267,14 @@ class Engine(EngineLife):
         of_tokens = replace(request, task="token_embed", takes_cached=True, more_tokens=price)
         is_query, cache = request.input_type == "query", self.device_model.cache
         started = asyncio.get_running_loop().time()
-        prepared, values = await self._texts(of_tokens, None, options)
-
-        def encode() -> EmbedResult:
-            return encoded_result(prepared, values, muvera, is_query, cache)
-
+        plan, values = await self._embed(of_tokens, None, options)
+        encode = partial(plan.encoded, values, muvera, is_query, cache)
         try:
             async with asyncio.timeout_at(None if options.timeout is None else started + options.timeout):
                 try:
                     return await self.in_thread(encode, num_texts * muvera.whole_length(dim))
                 except (EngineNotReadyError, EngineDeadError):
-                    # It has stopped meanwhile, and is not needed any more.
+                    # The engine has stopped meanwhile, and is not needed any more.
                     return await asyncio.to_thread(encode)
         except TimeoutError:
             assert options.timeout is not None
@@ -316,12 +304,9 @@ class Engine(EngineLife):
             truncation=as_truncation(truncation),
             max_tokens=max_tokens,
         )
-        model, options = self.model, RunOptions(priority, tenant, timeout, progress)
-        prepared, values = await self._texts(request, dimensions, options)
-        normalised = model.tasks["token_embed"].normalised
-        return await aside(
-            lambda: token_embed_result(prepared, values, dimensions, normalised), work_in(values)
-        )
+        options = RunOptions(priority, tenant, timeout, progress)
+        plan, values = await self._embed(request, dimensions, options)
+        return await run_in_thread_if_large(values.work, plan.token_vectors, values, dimensions)
 
     async def embed_sparse(
         self,
@@ -345,8 +330,8 @@ class Engine(EngineLife):
             truncation=as_truncation(truncation),
         )
         options = RunOptions(priority, tenant, timeout, progress)
-        prepared, values = await self._texts(request, None, options)
-        return await aside(lambda: sparse_embed_result(prepared, values), work_in(values))
+        plan, values = await self._embed(request, None, options)
+        return await run_in_thread_if_large(values.work, plan.sparse_vectors, values)
 
     async def classify(
         self,
@@ -367,10 +352,12 @@ class Engine(EngineLife):
         check_task("classify", model.tasks)
         options = RunOptions(priority, tenant, timeout, progress)
         long_inputs = as_truncation(truncation)
+        running = self._require()
         if text_pairs is None:
             inputs = as_inputs(texts, takes_pictures=False)
-            texts_alone = EmbedRequest(texts=inputs, task="classify", truncation=long_inputs)
-            prepared, values = await self._texts(texts_alone, None, options)
+            request = EmbedRequest(texts=inputs, task="classify", truncation=long_inputs)
+            self.metrics.request_documents.observe(len(inputs))
+            plan, values = await running.run(running.processors.classification, request, options)
         else:
             pairs = ScoreRequest(
                 queries=as_texts(cast("Sequence[str]", texts), "queries"),
@@ -379,47 +366,157 @@ class Engine(EngineLife):
                 cache="bypass",
             )
             check_paired(pairs.queries, pairs.documents)
-            prepared, values = await self._pairs(pairs, options)
-        activation = model.probabilities if use_activation else None
-        return await aside(
-            lambda: classify_result(prepared, values, activation, model.labels), work_in(values)
-        )
+            self.metrics.request_documents.observe(len(pairs.documents))
+            plan, values = await running.run(running.processors.pair_classification, pairs, options)
+        return await run_in_thread_if_large(values.work, plan.result, values, use_activation)
 
-    async def _scored(
+    @property
+    def score_processor(self) -> ScoreProcessor:
+        """The processor of score requests to the loaded model."""
+        return self._require().processors.scores
+
+    async def _score(
         self,
         queries: Scored,
         documents: Scored,
         options: ScoreOptions,
         top_n: int | None = None,
-        arrived: Arrived | None = None,
-    ) -> ScoredPairs:
-        """Runs a score request, of which at most `top_n` documents are to be explained, if any are; `arrived`
-        is told of what there is so far."""
-        call = score_call(self.device_model, queries, documents, options, top_n)
-
-        def tell(prepared: Prepared, values: list[Value | None]) -> None:
-            if arrived is not None:
-                arrived(ScoredPairs(call, prepared, Values(values, {})))
-
-        # A listwise model scores documents by each other: before all are there, none is.
-        tells = arrived is not None and self.model.listwise is None
-        prepared, values = await self._pairs(call.request, call.run_options, tell if tells else None)
-        return ScoredPairs(call, prepared, values)
-
-    async def _why(self, scored: ScoredPairs, documents: Sequence[int]) -> Mapping[int, Explanation]:
-        """How documents came to their scores, for a request that asks for that."""
-        if not scored.call.request.explain:
-            return {}
-        texts = scored.call.request.documents
-        size = sum(len(text) for i in documents if isinstance(text := texts[i], str))
-        rows = scored.prepared.query_rows
-        if rows is not None:
-            size += _CHARACTERS_A_MATCH * int(rows[np.array(documents, dtype=np.int64)].sum())
+        arrived: ValuesArrived[ScorePlan] | None = None,
+    ) -> tuple[ScorePlan, Values]:
+        """Runs a score request, of which at most `top_n` documents will be explained. `arrived` is called
+        with the values so far, if the model scores documents one by one."""
+        running = self._require()
+        processor = running.processors.scores
+        request = processor.read(queries, documents, options, top_n)
+        if self.config.cache_by_tenant:
+            request = replace(request, cache_owner=options["tenant"])
+        self.metrics.request_documents.observe(request.num_documents)
+        run_options = RunOptions(
+            options["priority"],
+            options["tenant"],
+            options["timeout"],
+            options["progress"],
+            options["on_timeout"],
+            options["on_error"],
+        )
+        if processor.scores_together:
+            arrived = None
         try:
-            return await self.in_thread(lambda: scored.explanations(documents), size)
+            return await running.run(processor, request, run_options, arrived)
+        except RequestTimeoutError:
+            if run_options.on_timeout == "error":
+                raise
+            return UnscoredPlan.of(request), Values([], {})
+
+    async def _embed(
+        self, request: EmbedRequest, dimensions: int | None, options: RunOptions
+    ) -> tuple[EmbeddingPlan, Values]:
+        """Runs a request for embeddings, of which `dimensions` columns will be returned."""
+        running = self._require()
+        if self.config.cache_by_tenant:
+            request = replace(request, cache_owner=options.tenant)
+        tasks = running.device_model.model.tasks
+        check_task(request.task, tasks)
+        check_dimensions(dimensions, tasks[request.task].dim)
+        self.metrics.request_documents.observe(len(request.texts))
+        return await running.run(running.processors.embedding, request, options)
+
+    async def _explanations(
+        self, plan: ScorePlan, values: list[Value | None], documents: Sequence[int]
+    ) -> Mapping[int, Explanation]:
+        """Explains the scores of documents, if the request asks for it."""
+        if not plan.request.explain:
+            return {}
+        explain = partial(plan.explanations, values, documents)
+        try:
+            return await self.in_thread(explain, plan.explanation_size(documents))
         except (EngineNotReadyError, EngineDeadError):
-            # It has stopped meanwhile, and is not needed any more.
-            return await asyncio.to_thread(scored.explanations, documents)
+            # The engine has stopped meanwhile, and is not needed any more.
+            return await asyncio.to_thread(explain)
+
+
+class ScoreStream:
+    """The documents of one request as they are scored: each iteration gives those that are new, by their
+    index. Use it as an async context manager; leaving it early cancels what is left. When the iteration has
+    ended, `result` is there: what `Engine.score` would have returned. Errors are raised by the iteration."""
+
+    def __init__(self, engine: Engine, queries: Scored, documents: Scored, options: ScoreOptions) -> None:
+        self._engine = engine
+        self._asked = queries, documents, options
+        self._latest: tuple[ScorePlan, list[Value | None]] | None = None
+        self._news = asyncio.Event()
+        self._given: set[int] = set()
+        self._looked = -math.inf
+        self._task: asyncio.Task[tuple[ScorePlan, Values]] | None = None
+        self._result: ScoreResult | None = None
+
+    @property
+    def result(self) -> ScoreResult:
+        """All scores. Raises RuntimeError while documents may still come."""
+        if self._result is None:
+            raise RuntimeError("the result is there when the iteration has ended")
+        return self._result
+
+    async def __aenter__(self) -> Self:
+        scored = self._engine._score(*self._asked, arrived=self._arrived)
+        self._task = asyncio.create_task(scored, name="maxsimd-stream")
+        self._task.add_done_callback(lambda task: self._news.set())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._task is not None
+        if not self._task.done():
+            self._task.cancel()
+            # What it fails with after that concerns nobody.
+            with suppress(asyncio.CancelledError, Exception):
+                await self._task
+        elif not self._task.cancelled():
+            self._task.exception()  # it has been raised, or nobody asked
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> list[RankedDocument]:
+        if self._task is None:
+            raise RuntimeError("use it as in: async with engine.stream(...) as stream")
+        while self._result is None:
+            await self._news.wait()
+            rest = self._looked + _SECONDS_BETWEEN_LOOKS - time.monotonic()
+            if rest > 0 and not self._task.done():
+                await asyncio.wait({self._task}, timeout=rest)
+            self._news.clear()
+            self._looked = time.monotonic()
+            if self._task.done():
+                plan, values = self._task.result()
+                self._latest = plan, values.values
+                work = _work_in(plan, values.values)
+                self._result = await run_in_thread_if_large(work, plan.result, values)
+            if documents := await self._new_documents():
+                return documents
+        self._latest = None  # it holds all that was prepared
+        raise StopAsyncIteration
+
+    def _arrived(self, plan: ScorePlan, values: list[Value | None]) -> None:
+        self._latest = plan, values
+        self._news.set()
+
+    async def _new_documents(self) -> list[RankedDocument]:
+        if self._latest is None:
+            return []
+        plan, values = self._latest
+        scores = await run_in_thread_if_large(_work_in(plan, values), plan.scores, values)
+        new = [i for i, score in enumerate(scores) if not math.isnan(score) and i not in self._given]
+        self._given.update(new)
+        explanations = await self._engine._explanations(plan, values, new)
+        texts = plan.request.documents
+        return [RankedDocument(i, scores[i], texts[i], explanations.get(i)) for i in new]
+
+
+def _work_in(plan: ScorePlan, values: Sequence[Value | None]) -> int:
+    """How much work it is to make scores of values, in values."""
+    return max(plan.request.num_documents, len(values))
 
 
 # What `rerank` has where its caller leaves out an option of `score`.

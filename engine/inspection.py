@@ -18,9 +18,9 @@ from maxsimd.engine.device.facts import kernels_in_words
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution import PreparedModel, choose_device, prepare
 from maxsimd.engine.media import Picture
-from maxsimd.engine.preprocess import check_room
-from maxsimd.engine.preprocess.text_check import check_texts, in_library_terms, probe_sequences
-from maxsimd.engine.preprocess.tokenization import TextTokenizer
+from maxsimd.engine.processors.registry import check_room
+from maxsimd.engine.processors.text.tokenization import TextTokenizer
+from maxsimd.engine.processors.text_check import check_texts, in_library_terms, probe_sequences
 from maxsimd.engine.scoring.maxsim import choose_maxsim
 from maxsimd.engine.scoring.maxsim.reference import maxsim_reference
 from maxsimd.engine.scoring.similarity import score_pairs

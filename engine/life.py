@@ -4,7 +4,6 @@ What it is for, scoring and embedding, is in `engine`; how that is run, here."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -15,14 +14,13 @@ from maxsimd.engine.device.facts import ModelFacts
 from maxsimd.engine.device.load import DeviceModel
 from maxsimd.engine.errors import EngineDeadError, EngineNotReadyError, EngineRunningError
 from maxsimd.engine.metrics import EngineMetrics
-from maxsimd.engine.preprocess import Prepared
-from maxsimd.engine.preprocess.chat import chat_text
-from maxsimd.engine.preprocess.tokenization import TextTokenizer
-from maxsimd.engine.requests import EmbedRequest, RunOptions, ScoreRequest, Values
-from maxsimd.engine.runtime import Running, ValuesArrived, bury, call_in_thread, launch
+from maxsimd.engine.processors.text.chat import chat_text
+from maxsimd.engine.processors.text.tokenization import TextTokenizer
+from maxsimd.engine.requests import ScoreRequest
+from maxsimd.engine.runtime import Running, bury, call_in_thread, launch
 from maxsimd.engine.stats import EngineStats
 from maxsimd.engine.tenants import Tenant, TenantLimits
-from maxsimd.engine.validation import as_config, check_dimensions, check_task
+from maxsimd.engine.validation import as_config
 
 T = TypeVar("T")
 
@@ -189,28 +187,6 @@ class EngineLife:
         """Runs something that blocks in the engine's thread pool, where small work goes before large; `size`
         is about how many characters it reads or writes."""
         return await self._require().in_pool(function, size)
-
-    async def _texts(
-        self, request: EmbedRequest, dimensions: int | None, options: RunOptions
-    ) -> tuple[Prepared, Values]:
-        running = self._require()
-        if self.config.cache_by_tenant:
-            request = replace(request, cache_owner=options.tenant)
-        check_task(request.task, self.model.tasks)
-        check_dimensions(dimensions, self.model.tasks[request.task].dim)
-        self.metrics.request_documents.observe(len(request.texts))
-        return await running.run(lambda ids: running.preprocessor.embed(request, ids), request, options)
-
-    async def _pairs(
-        self, request: ScoreRequest, options: RunOptions, arrived: ValuesArrived | None = None
-    ) -> tuple[Prepared, Values]:
-        running = self._require()
-        if self.config.cache_by_tenant:
-            request = replace(request, cache_owner=options.tenant)
-        self.metrics.request_documents.observe(len(request.documents))
-        return await running.run(
-            lambda ids: running.preprocessor.score(request, ids, options.on_error), request, options, arrived
-        )
 
     async def _launch(self) -> Running:
         return await launch(self.config, self.metrics, self._died, self._tenants)

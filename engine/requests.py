@@ -1,10 +1,11 @@
 """What callers ask of the engine and what they get back.
 
-Plain data: texts in, numbers out. The engine turns a request into sequences; see `preprocess`.
+Plain data: texts in, numbers out. The engine turns a request into sequences; see `processors`.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias, TypedDict, cast
 
 import numpy as np
@@ -19,6 +20,8 @@ from maxsimd.scheduler import Share, share_of
 
 InputType = Literal["query", "document"]
 
+# Numbers in an array that are as much work as one value by itself.
+_NUMBERS_A_VALUE = 200
 # What unpacking a picture may take, as characters of a text would.
 _PICTURE = 1 << 20
 # A query or a document to score: a text, an embedding, or content with pictures.
@@ -103,6 +106,12 @@ class Values:
     errors: Mapping[int, str]
     timings: Timings = Timings()
 
+    @property
+    def work(self) -> int:
+        """How much work it is to make a result of these values, which may be arrays, in values."""
+        numbers = sum(value.size if isinstance(value, np.ndarray) else 1 for value in self.values)
+        return max(len(self.values), numbers // _NUMBERS_A_VALUE)
+
     def with_preparation(self, timings: Timings) -> "Values":
         """The same, with the time that preparing the request took."""
         spent = self.timings
@@ -166,16 +175,24 @@ class ScoreRequest:
     """Query i is scored against document i; one query is scored against every document. Either may come as
     its embedding, or have pictures. At most `explain` of the documents will have their scores
     explained, with `maps` also by maps of their pictures. Only requests with the same `cache_owner`
-    share cached entries."""
+    share cached entries. With `skip_unreadable` documents that cannot be read have errors, and the others
+    scores."""
 
     queries: tuple[Item, ...]
     documents: tuple[Item, ...]
     truncation: Truncation = REFUSE_LONG
     instruction: str | None = None
+    use_activation: bool = True
+    normalize: bool = False
     cache: CacheMode = "use"
     cache_owner: str = ""
     explain: int = 0
     maps: bool = False
+    skip_unreadable: bool = False
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.documents)
 
     @property
     def size(self) -> int:
@@ -203,6 +220,13 @@ class ScoreRequest:
 
     def query_of(self, document: int) -> int:
         return 0 if len(self.queries) == 1 else document
+
+    def only(self, positions: Sequence[int]) -> "ScoreRequest":
+        """Returns the request with some of its documents, and their queries."""
+        documents = tuple(self.documents[i] for i in positions)
+        if len(self.queries) == 1:
+            return replace(self, documents=documents)
+        return replace(self, documents=documents, queries=tuple(self.queries[i] for i in positions))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,12 +267,12 @@ class EmbedRequest:
 
 def _unpacking(texts: Sequence[Item | tuple[int, ...]]) -> int:
     """One picture may take a thread as long as the largest text, during which it does nothing else."""
-    return sum(_PICTURE for text in texts if isinstance(text, Content) and text.has_pictures)
+    return sum([_PICTURE for text in texts if isinstance(text, Content) and text.has_pictures])
 
 
 def _size(texts: Sequence[Item | tuple[int, ...]]) -> int:
     """Vectors take so little that they count as nothing beside texts."""
-    return sum(len(text) for text in texts if not isinstance(text, Vectors)) + 64 * len(texts)
+    return sum([len(text) for text in texts if not isinstance(text, Vectors)]) + 64 * len(texts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +325,24 @@ class RankedDocument:
     @property
     def text(self) -> str | None:
         return self.document if isinstance(self.document, str) else None
+
+
+def rank(
+    scores: Sequence[float],
+    documents: Sequence[Item],
+    top_n: int | None,
+    threshold: float | None = None,
+    by: Sequence[float] | None = None,
+) -> list[RankedDocument]:
+    """Ranks documents best first, ties in input order: the first `top_n`, or all for None or 0.
+
+    They are ranked `by` these numbers if given, else by their scores. Documents whose score is NaN or below
+    the `threshold` are left out."""
+    keys = np.asarray(scores if by is None else by, dtype=np.float64)
+    order = np.argsort(-keys, kind="stable").tolist()  # NaN last
+    least = -math.inf if threshold is None else threshold
+    scored = [i for i in order if scores[i] >= least]
+    return [RankedDocument(i, scores[i], documents[i]) for i in scored[: top_n or None]]
 
 
 @dataclass(frozen=True, slots=True)

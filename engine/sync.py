@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.config import EngineConfig
-from maxsimd.engine.engine import Engine, Inputs
+from maxsimd.engine.engine import Engine, Inputs, ScoreStream
 from maxsimd.engine.errors import EngineNotReadyError, EngineRunningError
 from maxsimd.engine.requests import (
     ClassifyResult,
@@ -26,7 +26,6 @@ from maxsimd.engine.requests import (
     SparseEmbedResult,
     TokenEmbedResult,
 )
-from maxsimd.engine.results.stream import ScoreStream
 from maxsimd.engine.stats import EngineStats
 from maxsimd.engine.tenants import Tenant
 from maxsimd.engine.validation import Scorable, Scored

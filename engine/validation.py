@@ -23,8 +23,6 @@ from maxsimd.engine.requests import (
     WINDOW_LONG,
     Item,
     LongInputPolicy,
-    OnError,
-    OnTimeout,
     ScoreOptions,
     Truncation,
 )
@@ -35,8 +33,6 @@ from maxsimd.pooling.vectors import Embedding, Vectors
 Scorable: TypeAlias = str | Embedding | Content | Picture | PictureFile | OpenImage
 Scored: TypeAlias = Scorable | Sequence[Scorable]
 
-# How many labels of a model an error names.
-_NAMED_LABELS = 4
 _POLICIES = {"cut": CUT_LONG, "error": REFUSE_LONG, "window": WINDOW_LONG}
 
 
@@ -186,24 +182,6 @@ def check_dimensions(dimensions: int | None, dim: int) -> None:
     """Refuses more embedding columns than the model has, and fewer than one."""
     if dimensions is not None and not 1 <= dimensions <= dim:
         raise InvalidRequestError(f"dimensions must be from 1 to {dim}, not {dimensions}", "dimensions")
-
-
-def check_scores(
-    labels: Sequence[str], has_score: bool, is_listwise: bool, on_timeout: OnTimeout, on_error: OnError
-) -> None:
-    """Refuses scores that a model with these labels does not give."""
-    if not has_score:
-        named = ", ".join(labels[:_NAMED_LABELS]) + (", ..." if len(labels) > _NAMED_LABELS else "")
-        raise InvalidRequestError(
-            f"this model has {len(labels)} labels ({named}) but no single score; name the one that "
-            "means relevance by the option score_label, or classify (POST /classify)",
-            "model",
-        )
-    if is_listwise and (on_timeout == "partial" or on_error == "report"):
-        raise InvalidRequestError(
-            "a listwise model scores documents by each other: leave out on_timeout and on_error",
-            "on_timeout" if on_timeout == "partial" else "on_error",
-        )
 
 
 def check_task(task: str, tasks: Collection[str]) -> None:

@@ -10,8 +10,8 @@ from maxsimd.engine.checkpoint.library import read_with_libraries
 from maxsimd.engine.checkpoint.recipe import make_recipe
 from maxsimd.engine.checkpoint.recipe_store import SHIPPED, Shipped, source_of, texts_content
 from maxsimd.engine.config import EngineConfig
-from maxsimd.engine.preprocess.text_check import check_texts
-from maxsimd.engine.preprocess.tokenization import TextTokenizer
+from maxsimd.engine.processors.text.tokenization import TextTokenizer
+from maxsimd.engine.processors.text_check import check_texts
 
 SCORE_TYPES = ("auto", "late-interaction", "bi-encoder")
 

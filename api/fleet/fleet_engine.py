@@ -40,8 +40,7 @@ from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.facts import ModelFacts
 from maxsimd.engine.engine import SCORE_DEFAULTS
 from maxsimd.engine.errors import EngineNotReadyError, InvalidRequestError
-from maxsimd.engine.preprocess.tokenization import TextTokenizer
-from maxsimd.engine.preprocess.workers import WorkerPool
+from maxsimd.engine.processors.text.tokenization import TextTokenizer
 from maxsimd.engine.requests import (
     ClassifyResult,
     EmbedResult,
@@ -51,11 +50,12 @@ from maxsimd.engine.requests import (
     ScoreResult,
     SparseEmbedResult,
     TokenEmbedResult,
+    rank,
 )
-from maxsimd.engine.results.postprocess import aside, rank
 from maxsimd.engine.stats import EngineStats
 from maxsimd.engine.tenants import Tenant
 from maxsimd.engine.validation import as_inputs, as_scored, check_task
+from maxsimd.engine.workers import WorkerPool, run_in_thread_if_large
 from maxsimd.scheduler.fleet import Split
 
 T = TypeVar("T")
@@ -207,7 +207,7 @@ class FleetEngine:
         async def scored_by_one_kind(left: float | None) -> ScoreResult:
             scored = ScoreJob(self.facts, queries, documents, {**complete, "timeout": left})
             await self._run(scored.job(), scored.most_tokens)
-            return await aside(scored.result, len(scored.documents))
+            return await run_in_thread_if_large(len(scored.documents), scored.result)
 
         return await _until_not_replaced(scored_by_one_kind, complete["timeout"])
 
@@ -227,8 +227,8 @@ class FleetEngine:
             return await self._explained(query, documents, top_n, score_threshold, complete)
         given = as_scored(documents, "documents", takes_vectors=True, takes_pictures=True)
         result = await self.score(query, given, **complete)
-        ranked = await aside(
-            lambda: rank(result.scores, given, top_n, score_threshold, result.ranking_scores), len(given)
+        ranked = await run_in_thread_if_large(
+            len(given), rank, result.scores, given, top_n, score_threshold, result.ranking_scores
         )
         return RerankResult(
             ranked, result.usage, result.truncated, result.unscored, result.errors, result.timings
@@ -269,7 +269,7 @@ class FleetEngine:
             await self._run(scored.job(arrived), scored.most_tokens)
         except ReplacedError:  # what has been given cannot be taken back
             raise EngineNotReadyError("another model has taken over; ask again") from None
-        return await aside(scored.result, len(scored.documents))
+        return await run_in_thread_if_large(len(scored.documents), scored.result)
 
     async def embed(self, texts: Any, **options: Any) -> EmbedResult:
         check_task("embed" if options.get("encoding") is None else "token_embed", self.facts.tasks)
@@ -282,7 +282,7 @@ class FleetEngine:
         async def embedded_by_one_kind(left: float | None) -> EmbedResult:
             embedding = EmbedJob(given, {**options, "timeout": left})
             await self._run(embedding.job(), embedding.most_tokens)
-            return await aside(embedding.result, len(embedding.texts))
+            return await run_in_thread_if_large(len(embedding.texts), embedding.result)
 
         return await _until_not_replaced(embedded_by_one_kind, options.get("timeout"))
 

@@ -16,7 +16,7 @@ from maxsimd.api.fleet.messages import (
     SentVectors,
 )
 from maxsimd.engine.media import Content, EncodedPicture, MissingPicture, PictureFile
-from maxsimd.engine.preprocess.tokenization import is_broken
+from maxsimd.engine.processors.text.tokenization import is_broken
 from maxsimd.engine.requests import Item
 from maxsimd.pooling.query_rows import QueryRows
 from maxsimd.pooling.vectors import Vectors

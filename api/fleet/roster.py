@@ -23,7 +23,7 @@ from maxsimd.api.fleet.messages import (
 from maxsimd.api.logs import SeldomLogger
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.facts import ModelFacts
-from maxsimd.engine.preprocess.tokenization import TextTokenizer
+from maxsimd.engine.processors.text.tokenization import TextTokenizer
 from maxsimd.engine.tenants import Tenant
 from maxsimd.scheduler.fleet import Member
 

@@ -31,7 +31,7 @@ from maxsimd.engine import (
     RequestTooLargeError,
     TokenEmbedResult,
 )
-from maxsimd.engine.results.postprocess import aside
+from maxsimd.engine.workers import run_in_thread_if_large
 
 # Bytes that a number of an answer takes as text, and as much again while that is made; and a label.
 _BYTES_A_NUMBER, _BYTES_A_LABEL = 24, 160
@@ -97,7 +97,7 @@ async def _vectors(
         about = {"model": model, "prompt_tokens": str(result.usage.prompt_tokens)}
         if made_by is not None:
             about["encoding"] = msgspec.json.encode(described(made_by)).decode()
-        whole = await aside(lambda: file_of(list(vectors), numbers, about), size)
+        whole = await run_in_thread_if_large(size, file_of, list(vectors), numbers, about)
         answer = Answer(200, {"Content-Type": _SAFETENSORS}, whole)
     else:
 

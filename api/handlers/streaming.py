@@ -16,8 +16,8 @@ from maxsimd.api.served import ServedStream
 from maxsimd.api.state import ServerState
 from maxsimd.api.wire_explanations import on_wire
 from maxsimd.engine import RankedDocument, RerankResult, ScoreResult
-from maxsimd.engine.requests import Item
-from maxsimd.engine.results.postprocess import aside, rank
+from maxsimd.engine.requests import Item, rank
+from maxsimd.engine.workers import run_in_thread_if_large
 
 MEDIA_TYPE = "application/x-ndjson"
 _HEADERS = {"Content-Type": MEDIA_TYPE}
@@ -102,9 +102,10 @@ async def _parts(
             documents = [document for document in new if document.score >= least]
             if documents:
                 matches = num_matches(document.explanation for document in documents)
-                yield await aside(lambda there=documents: encoded(there), len(documents) + matches)  # type: ignore[misc]
+                yield await run_in_thread_if_large(len(documents) + matches, encoded, documents)
         result = stream.result
-        yield await aside(lambda: msgspec.json.encode(last(result)) + b"\n", len(result.scores))
+        size = len(result.scores)
+        yield await run_in_thread_if_large(size, lambda: msgspec.json.encode(last(result)) + b"\n")
 
 
 class _Lines:

@@ -10,7 +10,7 @@ from maxsimd.api.handlers.route import post
 from maxsimd.api.reading import check_count
 from maxsimd.api.state import ServerState
 from maxsimd.engine import InvalidRequestError, RequestTooLargeError
-from maxsimd.engine.preprocess.tokenization import MOST_DECODED, TextTokenizer
+from maxsimd.engine.processors.text.tokenization import MOST_DECODED, TextTokenizer
 
 _MOST_CHARACTERS = 2_000_000
 

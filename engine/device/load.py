@@ -26,8 +26,8 @@ from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution import PreparedModel, choose_device, choose_dtype, prepare
 from maxsimd.engine.execution.devices import use_device
 from maxsimd.engine.ops.nvidia import runs_plain_torch
-from maxsimd.engine.preprocess.text_check import check_texts, probe_sequences
-from maxsimd.engine.preprocess.tokenization import TextTokenizer
+from maxsimd.engine.processors.text.tokenization import TextTokenizer
+from maxsimd.engine.processors.text_check import check_texts, probe_sequences
 from maxsimd.engine.scoring.calibration import Calibration
 from maxsimd.engine.scoring.maxsim import MaxSim, choose_maxsim
 from maxsimd.pooling.dispatch import DispatchPooler, pooling_method

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from maxsimd.engine.cache import EmbeddingCache
 from maxsimd.engine.device.thread import Device
-from maxsimd.engine.preprocess.workers import WorkerPool
+from maxsimd.engine.workers import WorkerPool
 
 log = logging.getLogger(__name__)
 

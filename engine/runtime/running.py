@@ -7,11 +7,10 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import TypeAlias, TypeVar
-
-import numpy as np
 
 from maxsimd.engine.actors.actor import Mailbox
 from maxsimd.engine.actors.messages import Admit, Cancel, EndEarly, SchedulerMessage, SetWeights
@@ -35,14 +34,18 @@ from maxsimd.engine.errors import (
 )
 from maxsimd.engine.execution.budget import beside_small_requests
 from maxsimd.engine.metrics import EngineMetrics
-from maxsimd.engine.preprocess import Prepared, Preprocessor, RequestIds, check_room, nothing_of
-from maxsimd.engine.preprocess.pairs import PrefixSharing
-from maxsimd.engine.preprocess.workers import WithdrawnError, WorkerPool
+from maxsimd.engine.processors.plan import Plan
+from maxsimd.engine.processors.prefix_sharing import PrefixSharing
+from maxsimd.engine.processors.processor import PlanT, Processor, ProcessorContext, RequestT
+from maxsimd.engine.processors.registry import Processors, check_room
+from maxsimd.engine.processors.request_ids import RequestIds
+from maxsimd.engine.processors.text.truncation import LengthLimits
 from maxsimd.engine.requests import EmbedRequest, RunOptions, ScoreRequest, Timings, Value, Values
 from maxsimd.engine.runtime.end import STUCK_SECONDS, call_in_thread, end_threads
 from maxsimd.engine.scoring.price import ScoringPrice
 from maxsimd.engine.stats import EngineStats
 from maxsimd.engine.tenants import TenantLimits
+from maxsimd.engine.workers import WithdrawnError, WorkerPool
 from maxsimd.scheduler import Scheduler, StepLimits, WaitingRequest
 
 log = logging.getLogger(__name__)
@@ -55,8 +58,8 @@ _ENOUGH_STEPS = 2
 _AT_ONCE = 2048
 # Seconds within which they are for certain.
 _MOMENT = 0.1
-# Told of the values of a request that have come, None for the others, whenever some have.
-ValuesArrived: TypeAlias = Callable[[Prepared, list[Value | None]], None]
+# Called with the values of a request that have come, None for the others, whenever some have.
+ValuesArrived: TypeAlias = Callable[[PlanT, list[Value | None]], None]
 # Told of an engine's death: the reason, and what stands against another start in this process, if anything.
 Died = Callable[[str, str | None], None]
 
@@ -102,14 +105,21 @@ class Running:
         self.max_tokens = model.max_tokens if prepared.runner.chunked else min(model.max_tokens, budget)
         self.facts = facts_of(device_model, self.max_tokens, budget)
         shares = prepared.runner.chunked and config.prefix_sharing == "auto"
-        self.preprocessor = Preprocessor(
-            model,
-            self.tokenizer,
-            self.max_tokens,
+        length_limits = LengthLimits(
+            min(model.max_tokens, self.max_tokens),
             config.window_overlap,
-            self.cache,
-            PrefixSharing(prepared.launch_tokens) if shares else None,
+            model.truncation_side,
             config.max_vectors,
+        )
+        self.processors = Processors(
+            ProcessorContext(
+                model,
+                self.tokenizer,
+                length_limits,
+                self.cache,
+                PrefixSharing(prepared.launch_tokens) if shares else None,
+                device_model.calibration,
+            )
         )
         small = beside_small_requests(budget, device_model.device)
         limits = StepLimits(budget, config.max_batch_sequences, prepared.runner.chunked, small)
@@ -140,25 +150,23 @@ class Running:
 
     async def run(
         self,
-        prepare: Callable[[RequestIds], Prepared],
-        request: ScoreRequest | EmbedRequest,
+        processor: Processor[RequestT, PlanT],
+        request: RequestT,
         options: RunOptions,
-        arrived: ValuesArrived | None = None,
-    ) -> tuple[Prepared, Values]:
-        """Prepares a request in the thread pool, queues it and waits for its values.
+        arrived: ValuesArrived[PlanT] | None = None,
+    ) -> tuple[PlanT, Values]:
+        """Has the processor prepare a request in the thread pool, queues it and waits for its values.
 
         `arrived` and `options.progress` are called on this loop whenever some have come. Raises
         QueueFullError, RequestTooLargeError and RequestTimeoutError; when it is cancelled, so is its work.
-        What is to have a partial result raises no RequestTimeoutError."""
+        A request with `on_timeout` "partial" times out only while it is prepared."""
         self._check_caller()
         options = self._tenants.applied(options)
         with self._new_request() as ids:
             try:
-                return await self._run(ids, prepare, request, options, arrived)
+                return await self._run(ids, processor, request, options, arrived)
             except TimeoutError:
                 self._abandon(ids.request_id)
-                if options.on_timeout == "partial":
-                    return nothing_of(request), Values([], {})
                 assert options.timeout is not None
                 raise RequestTimeoutError.after(options.timeout) from None
             except asyncio.CancelledError:
@@ -168,7 +176,8 @@ class Running:
     async def check_readable(self, request: ScoreRequest) -> None:
         """Prepares a request and leaves it at that. Raises InvalidRequestError and RequestTooLargeError."""
         ids = RequestIds(next(self._request_ids), self._sequence_ids, self._most_tokens)
-        await self.in_pool(lambda: self.preprocessor.score(request, ids), request.reading)
+        request = replace(request, skip_unreadable=False)
+        await self.in_pool(lambda: self.processors.scores.prepare(request, ids), request.reading)
 
     def _check_caller(self) -> None:
         """Raises EngineNotReadyError where no answer would ever come: in a forked process, which has none of
@@ -263,22 +272,22 @@ class Running:
     async def _run(
         self,
         ids: RequestIds,
-        prepare: Callable[[RequestIds], Prepared],
-        request: ScoreRequest | EmbedRequest,
+        processor: Processor[RequestT, PlanT],
+        request: RequestT,
         options: RunOptions,
-        arrived: ValuesArrived | None,
-    ) -> tuple[Prepared, Values]:
+        arrived: ValuesArrived[PlanT] | None,
+    ) -> tuple[PlanT, Values]:
         """Raises TimeoutError, where nothing of a partial result is wanted or there is nothing yet."""
         started = time.perf_counter()
         values: asyncio.Future[Values] | None = None
-        prepared: Prepared | None = None
+        plan: PlanT | None = None
         try:
             async with asyncio.timeout(options.timeout):
-                prepared, values, timings = await self._prepare_and_queue(
-                    ids, prepare, request, options, arrived
+                plan, values, timings = await self._prepare_and_queue(
+                    ids, processor, request, options, arrived
                 )
                 if options.on_timeout == "error":
-                    return prepared, self._noted((await values).with_preparation(timings), started)
+                    return plan, self._noted((await values).with_preparation(timings), started)
             left = None if options.timeout is None else options.timeout - (time.perf_counter() - started)
             try:
                 await asyncio.wait({values}, timeout=left)
@@ -287,11 +296,11 @@ class Running:
                 raise
             if not values.done():
                 self.scheduler.mailbox.post(EndEarly(ids.request_id))
-            return prepared, self._noted((await values).with_preparation(timings), started)
+            return plan, self._noted((await values).with_preparation(timings), started)
         except RequestFailedError as error:
-            if prepared is None or error.value is None:
+            if plan is None or error.value is None:
                 raise
-            raise RequestFailedError(f"{_named(error.value, prepared, request)}: {error}") from None
+            raise RequestFailedError(f"{plan.input_of(error.value)}: {error}") from None
         finally:
             values = None  # it holds the error, which holds this frame
 
@@ -303,49 +312,53 @@ class Running:
     async def _prepare_and_queue(
         self,
         ids: RequestIds,
-        prepare: Callable[[RequestIds], Prepared],
-        request: ScoreRequest | EmbedRequest,
+        processor: Processor[RequestT, PlanT],
+        request: RequestT,
         options: RunOptions,
-        arrived: ValuesArrived | None,
-    ) -> tuple[Prepared, asyncio.Future[Values], Timings]:
+        arrived: ValuesArrived[PlanT] | None,
+    ) -> tuple[PlanT, asyncio.Future[Values], Timings]:
         """Returns when the request is queued; its values will be in the future."""
         came = time.perf_counter()
         with self.admission.permit(request, options) as permit:
             await permit.granted()
 
-            def check_and_prepare() -> tuple[Prepared, WaitingRequest, Timings]:
+            def check_and_prepare() -> tuple[PlanT, WaitingRequest, Timings]:
                 permit.check()
                 begun = time.perf_counter()
-                prepared = prepare(ids)
+                plan = processor.prepare(request, ids)
                 waiting = WaitingRequest(ids.request_id, options.share, options.on_timeout == "partial")
-                waiting.add(prepared.sequences, prepared.cached, prepared.images)
+                waiting.add(plan.sequences, plan.cached, plan.images)
                 timings = Timings(queue=begun - came, tokenise=time.perf_counter() - begun)
-                return prepared, waiting, timings
+                return plan, waiting, timings
 
-            prepared, waiting, timings = await self._soon(check_and_prepare, request.reading, options.timeout)
+            plan, waiting, timings = await self._soon(check_and_prepare, request.reading, options.timeout)
             self._metrics.preprocess_seconds.observe(timings.queue + timings.tokenise)
-            self._metrics.truncated.inc(prepared.truncated - prepared.encoded_before.truncated)
+            self._metrics.truncated.inc(plan.newly_truncated)
             more_tokens = request.more_tokens if isinstance(request, EmbedRequest) else 0
             permit.confirm(waiting.work + more_tokens)
-            values = self._queue(waiting, prepared, options, arrived)
+            values = self._queue(waiting, plan, options, None if arrived is None else partial(arrived, plan))
             if not more_tokens:  # that work comes after the steps, by which forecasts are made
                 permit.compare(values)
         self.admission.review()
-        return prepared, values, timings
+        return plan, values, timings
 
     def _queue(
-        self, request: WaitingRequest, prepared: Prepared, options: RunOptions, arrived: ValuesArrived | None
+        self,
+        request: WaitingRequest,
+        plan: Plan,
+        options: RunOptions,
+        arrived: Callable[[list[Value | None]], None] | None,
     ) -> asyncio.Future[Values]:
         """Queues a request that is prepared; its values will be in the future."""
         values = self._future()
         self.scheduler.post(
             Admit(
                 request=request,
-                num_results=prepared.results,
+                num_results=plan.num_values,
                 options=options,
                 values=values,
-                arrived=None if arrived is None else partial(arrived, prepared),
-                refusal_of=prepared.overflow_check,
+                arrived=arrived,
+                refusal_of=plan.refusal_of,
             )
         )
         return values
@@ -409,17 +422,6 @@ class Running:
 
     async def _run_on_device(self, actors: DeviceActors) -> None:
         await asyncio.wrap_future(self._device.run(actors.run()))
-
-
-def _named(value: int, prepared: Prepared, request: ScoreRequest | EmbedRequest) -> str:
-    """The document or text that a value is of."""
-    if isinstance(request, EmbedRequest):
-        return f"input[{value}]"
-    missing: list[Value] = [math.nan if i == value else 0.0 for i in range(prepared.results)]
-    try:
-        return f"documents[{int(np.flatnonzero(np.isnan(prepared.combine(missing)))[0])}]"
-    except (IndexError, AttributeError, TypeError, ValueError):  # a pass over many documents
-        return "documents"
 
 
 def _admission_limits(

@@ -7,7 +7,6 @@ from maxsimd.engine.engine import SCORE_DEFAULTS, Engine
 from maxsimd.engine.errors import InvalidRequestError, RequestTooLargeError
 from maxsimd.engine.media import Content
 from maxsimd.engine.requests import Item, ScoreOptions
-from maxsimd.engine.results.scores import score_call
 from maxsimd.engine.validation import Scorable
 
 # Hardly any text has fewer tokens.
@@ -54,13 +53,12 @@ async def _refusal(
     """Why the model does not take a document, as far as that is known without opening a picture. Raises
     InvalidRequestError for what is wrong with anything else."""
     try:
-        call = score_call(
-            engine.device_model, query, [document], {**SCORE_DEFAULTS, **options, "cache": "bypass"}
-        )
+        complete: ScoreOptions = {**SCORE_DEFAULTS, **options, "cache": "bypass"}
+        request = engine.score_processor.read(query, [document], complete)
         if isinstance(document, str):
             # Beside a picture there is no more room than beside the shortest text.
-            queries = [_SHORTEST_TEXT if isinstance(each, Content) else each for each in call.request.queries]
-            await engine.check_readable(replace(call.request, queries=tuple(queries)))
+            queries = [_SHORTEST_TEXT if isinstance(each, Content) else each for each in request.queries]
+            await engine.check_readable(replace(request, queries=tuple(queries)))
     except RequestTooLargeError:
         return None
     except InvalidRequestError as error:

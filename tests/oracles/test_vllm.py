@@ -20,8 +20,12 @@ from numpy.typing import NDArray
 
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig
-from maxsimd.engine.preprocess import Preprocessor, RequestIds
-from maxsimd.engine.preprocess.tokenization import TextTokenizer
+from maxsimd.engine.processors.plan import Plan
+from maxsimd.engine.processors.processor import ProcessorContext
+from maxsimd.engine.processors.registry import Processors
+from maxsimd.engine.processors.request_ids import RequestIds
+from maxsimd.engine.processors.text.tokenization import TextTokenizer
+from maxsimd.engine.processors.text.truncation import LengthLimits
 from maxsimd.engine.requests import EmbedRequest, InputType, ScoreRequest
 from maxsimd.pooling.sparse import WordsHead
 from maxsimd.scheduler import Sequence
@@ -178,12 +182,16 @@ class Asked:
 def _inputs(engine: Engine, request: EmbedRequest | ScoreRequest) -> list[Input]:
     """What the engine runs for a request, in the order of its results."""
     model = engine.model
-    made = Preprocessor(model, TextTokenizer(model.tokenizer), model.max_tokens, 0, None, None)
+    limits = LengthLimits(model.max_tokens, window_overlap=0, side=model.truncation_side)
+    made = Processors(ProcessorContext(model, TextTokenizer(model.tokenizer), limits))
     ids = RequestIds(0, count(), 1_000_000)
-    prepared = made.embed(request, ids) if isinstance(request, EmbedRequest) else made.score(request, ids)
-    sequences = {
-        each.payload.slot.index: each for each in prepared.sequences if each.payload.slot is not None
-    }
+    plan: Plan
+    if isinstance(request, ScoreRequest):
+        plan = made.scores.prepare(request, ids)
+    else:
+        texts = made.classification if request.task == "classify" else made.embedding
+        plan = texts.prepare(request, ids)
+    sequences = {each.payload.slot.index: each for each in plan.sequences if each.payload.slot is not None}
     return [Input.of(sequences[i], model.takes_type_ids) for i in range(len(sequences))]
 
 

@@ -355,7 +355,7 @@ async def test_maps_must_be_asked_for_and_not_too_many(start: Start, monkeypatch
     assert result.explanations[0].maps == ()
     with pytest.raises(InvalidRequestError, match="explain 'map' is not known; use true, false or maps"):
         await engine.score("a", PAGES[:1], explain="map")  # type: ignore[arg-type]
-    monkeypatch.setattr("maxsimd.engine.preprocess.explain_limits.MOST_MAPPED", 100)
+    monkeypatch.setattr("maxsimd.engine.processors.dual_encoder.MOST_MAPPED", 100)
     with pytest.raises(RequestTooLargeError, match=r"explain would map \d+ similarities .* at most 100 are"):
         await engine.score("a", PAGES, explain="maps", cache="bypass")
 

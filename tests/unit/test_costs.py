@@ -12,9 +12,10 @@ from maxsimd.api.handlers import cascade, models, routes, tokens
 from maxsimd.api.wire import Name
 from maxsimd.engine import EngineConfig
 from maxsimd.engine.media.decoding import _MAX_ASPECT_RATIO, PictureLimits
-from maxsimd.engine.preprocess import late_chunking
-from maxsimd.engine.preprocess.explain_limits import MOST_EXPLAINED, MOST_MAPPED, MOST_NOTED
-from maxsimd.engine.preprocess.tokenization import MOST_DECODED
+from maxsimd.engine.processors import late_chunking
+from maxsimd.engine.processors.dual_encoder import MOST_MAPPED, MOST_NOTED
+from maxsimd.engine.processors.plan import MOST_EXPLAINED
+from maxsimd.engine.processors.text.tokenization import MOST_DECODED
 from maxsimd.engine.scoring.price import EXPLAINED
 from maxsimd.pooling.muvera import LONGEST, MOST_PLANES, MOST_RANDOM
 

@@ -84,7 +84,7 @@ def test_in_a_notebook_it_is_started_and_closed() -> None:
 
 def test_the_methods_are_those_of_the_engine() -> None:
     own = {"start", "stop", "until_dead", "check_rate", "in_thread"}
-    own |= {"device_model", "tokenizer", "is_healthy"}
+    own |= {"device_model", "tokenizer", "is_healthy", "score_processor"}
     public = {name for name in vars(Engine) if not name.startswith("_")} - own
     assert public <= {name for name in vars(SyncEngine) if not name.startswith("_")}
 

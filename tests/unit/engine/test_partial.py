@@ -18,18 +18,20 @@ from maxsimd.engine import (
     EngineConfig,
     InvalidRequestError,
     RequestFailedError,
+    workers,
 )
-from maxsimd.engine.preprocess.combine import NoScores
-from maxsimd.engine.preprocess.prepared import Prepared
-from maxsimd.engine.preprocess.readable import prepare_readable
-from maxsimd.engine.preprocess.request_ids import RequestIds
+from maxsimd.engine.checkpoint import LoadedModel
+from maxsimd.engine.processors.plan import UnscoredPlan
+from maxsimd.engine.processors.processor import ProcessorContext, ScoreProcessor
+from maxsimd.engine.processors.request_ids import RequestIds
+from maxsimd.engine.processors.text.truncation import LengthLimits
 from maxsimd.engine.requests import ScoreRequest
-from maxsimd.engine.results import postprocess
 from maxsimd.engine.stats import EngineStats
 from maxsimd.scheduler import Step
 from tests.checkpoints import bi_encoders, cross_encoders, language_models
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.unit.calling_handlers import Caller, RecordingEngine
+from tests.unit.engine.processors.small_models import model, tokenizer
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -69,7 +71,7 @@ def documents(pairs: list[Pair]) -> list[str]:
 async def test_documents_that_fail_have_errors_and_the_rest_scores(
     engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(postprocess, "_MANY", 40)
+    monkeypatch.setattr(workers, "_MANY_VALUES", 40)
     short, too_long = [f"text {i}" for i in range(80)], "word " * 600
     whole = await engine.score("a query", short)
     mixed = [*short[:40], too_long, *short[40:], POISON, "\ud800", POISON]
@@ -102,16 +104,24 @@ async def test_documents_that_fail_have_errors_and_the_rest_scores(
 async def test_a_broken_document_is_tried_once() -> None:
     tried = []
 
-    def prepare(request: ScoreRequest, ids: Any) -> Prepared:
-        tried.append(request.documents)
-        if "\ud83d" in request.documents:
-            raise InvalidRequestError("documents[0] is broken", "documents")
-        return Prepared([], 0, 0, NoScores(len(request.documents)))
+    class Recording(ScoreProcessor):
+        @classmethod
+        def is_for(cls, model: LoadedModel) -> bool:
+            return True
+
+        def plan(self, request: ScoreRequest, ids: RequestIds) -> UnscoredPlan:
+            tried.append(request.documents)
+            if "\ud83d" in request.documents:
+                raise InvalidRequestError("documents[0] is broken", "documents")
+            return UnscoredPlan.of(request)
+
+        def shortest_sequences(self) -> dict[str, int]:
+            return {}
 
     documents = ("a", *["\ud83d"] * 100, "b")
-    found = prepare_readable(
-        prepare, ScoreRequest(queries=("q",), documents=documents), RequestIds(0, count(), 9)
-    )
+    request = ScoreRequest(queries=("q",), documents=documents, skip_unreadable=True)
+    processor = Recording(ProcessorContext(model(), tokenizer(), LengthLimits(10, 0)))
+    found = processor.prepare(request, RequestIds(0, count(), 9))
     assert found.errors == {i: f"documents[{i}] is broken" for i in range(1, 101)}
     assert tried == [documents, ("\ud83d",), ("a", "b"), ("a", "b")]
 

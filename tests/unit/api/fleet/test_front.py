@@ -45,10 +45,10 @@ from maxsimd.engine.config import ScoreType
 from maxsimd.engine.device.facts import ModelFacts, Scales, TaskFacts
 from maxsimd.engine.engine import SCORE_DEFAULTS
 from maxsimd.engine.media import Content, EncodedPicture, MissingPicture, PictureFile
-from maxsimd.engine.preprocess.workers import yield_to_smaller
 from maxsimd.engine.requests import ScoreResult, Usage
 from maxsimd.engine.scoring.scale import ScoreScale
 from maxsimd.engine.tenants import Tenant
+from maxsimd.engine.workers import yield_to_smaller
 from maxsimd.pooling.query_rows import QueryRows
 from maxsimd.pooling.vectors import Vectors
 from tests.waiting import until

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 import maxsimd
 from maxsimd.engine import Engine, EngineConfig, Muvera, RequestTooLargeError, RerankResult
-from maxsimd.engine import engine as engine_module
-from maxsimd.engine.preprocess.workers import yield_to_smaller
+from maxsimd.engine.processors.embedding import EmbeddingPlan
 from maxsimd.engine.tenants import Tenant
+from maxsimd.engine.workers import yield_to_smaller
 from tests.nearly import nearly
 from tests.unit.calling_handlers import Caller, RecordingEngine
 
@@ -487,7 +487,7 @@ async def test_making_vectors_ends_at_the_timeout(
         finally:
             ended.append(time.monotonic() - begun)
 
-    monkeypatch.setattr(engine_module, "encoded_result", slow)
+    monkeypatch.setattr(EmbeddingPlan, "encoded", slow)
     body = {"input": "a", "encoding": "muvera", "input_type": "query", "timeout": 0.5}
     answer = await Caller(engine).ask("POST", "/v1/embeddings", body)
     assert answer.status == 504

@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig, InvalidRequestError, QueueFullError
-from maxsimd.engine.preprocess import two_stage
+from maxsimd.engine.processors import dual_encoder
 from maxsimd.engine.scoring import price
 from maxsimd.engine.stats import EngineStats
 from tests.checkpoints import bi_encoders, language_models
@@ -201,7 +201,7 @@ async def small_steps(
     engines: Engines, stanford_colbert: str, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> Engine:
     """An engine that takes few tokens into its queue and into a step, with all lines cached."""
-    monkeypatch.setattr(two_stage, "ON_HOST", two_stage.BatchLimits(rows=64, documents=512))
+    monkeypatch.setattr(dual_encoder, "ON_HOST", dual_encoder.BatchLimits(rows=64, documents=512))
     monkeypatch.setattr(price, "ROWS_PER_TOKEN", 2)
     engine = await engines(
         EngineConfig(

@@ -22,7 +22,7 @@ from maxsimd.engine.checkpoint.score_template import ScoreTemplate
 from maxsimd.engine.device.open_calibration import model_digest
 from maxsimd.engine.scoring.calibration import Calibration
 from tests.unit.calling_handlers import Caller, RecordingEngine
-from tests.unit.engine.preprocess.preprocessing import model
+from tests.unit.engine.processors.small_models import model
 
 
 def test_it_is_scikit_learns_isotonic_regression(tmp_path: Path) -> None:

@@ -1,0 +1,102 @@
+"""Classification: texts, or pairs of texts, to a score for each label."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from maxsimd.engine.checkpoint import LoadedModel
+from maxsimd.engine.processors.embedding import InputReader
+from maxsimd.engine.processors.plan import Plan, ScorePlan
+from maxsimd.engine.processors.processor import Processor, ProcessorContext, ScoreProcessor
+from maxsimd.engine.processors.request_ids import RequestIds
+from maxsimd.engine.requests import ClassifyResult, EmbedRequest, ScoreRequest, Values
+from maxsimd.pooling.methods import Head
+
+# Rows that an activation is applied to at a time. torch computes whole vectors of numbers in one way and the
+# rest in another, which may differ in the last bit. With this number of rows there is no rest.
+_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class ClassificationPlan(Plan):
+    """One value a text or pair: the logits of all labels. `pairs` is the plan of pairs, if they are such."""
+
+    model: LoadedModel
+    pairs: ScorePlan | None = None
+
+    def input_of(self, value: int) -> str:
+        return f"input[{value}]" if self.pairs is None else self.pairs.input_of(value)
+
+    def result(self, values: Values, use_activation: bool = True) -> ClassifyResult:
+        """Makes one row a text: probabilities, or logits without the activation."""
+        scores = np.array(values.values, dtype=np.float32).reshape(len(values.values), -1)
+        if use_activation:
+            scores = activate(scores, self.model.probabilities)
+        return ClassifyResult(scores, self.model.labels, self.usage, self.truncated, values.timings)
+
+
+class ClassificationProcessor(Processor[EmbedRequest, ClassificationPlan]):
+    """Makes one sequence a text."""
+
+    def __init__(self, context: ProcessorContext) -> None:
+        super().__init__(context)
+        self._inputs = InputReader(context)
+
+    def prepare(self, request: EmbedRequest, ids: RequestIds) -> ClassificationPlan:
+        built = self._inputs.read(request, ids)
+        built = [replace(text, tokens=self._model.for_classifier(text.tokens)) for text in built]
+        sequences = self._inputs.sequences(request, built, ids)
+        return ClassificationPlan(
+            sequences=sequences,
+            num_values=len(sequences),
+            truncated=sum(text.truncated for text in built),
+            model=self._model,
+        )
+
+    def shortest_sequences(self) -> dict[str, int]:
+        return self._inputs.shortest_sequences()
+
+
+class PairClassificationProcessor(Processor[ScoreRequest, ClassificationPlan]):
+    """Classifies pairs as the processor of `scores` reads them."""
+
+    def __init__(self, context: ProcessorContext, scores: ScoreProcessor) -> None:
+        super().__init__(context)
+        self._scores = scores
+
+    def prepare(self, request: ScoreRequest, ids: RequestIds) -> ClassificationPlan:
+        pairs = self._scores.prepare(request, ids)
+        return ClassificationPlan(
+            sequences=pairs.sequences,
+            num_values=pairs.num_values,
+            truncated=pairs.truncated,
+            images=pairs.images,
+            model=self._model,
+            pairs=pairs,
+        )
+
+    def shortest_sequences(self) -> dict[str, int]:
+        return self._scores.shortest_sequences()
+
+
+@lru_cache(maxsize=64)
+def keeps_order(activation: Head) -> bool:
+    """Whether a larger logit never has a smaller score, apart from rounding. Tried on numbers, because a
+    checkpoint may name any function."""
+    scores = activation(torch.linspace(-40, 40, 641)[:, None])  # [641, 1]
+    return bool((scores.diff(dim=0) >= -1e-6).all())
+
+
+def activate(logits: NDArray[np.float32], activation: Head) -> NDArray[np.float32]:
+    """Applies an activation to logits [n, labels]. Each row has the same bits, whatever the other rows."""
+    filled = np.zeros((len(logits) + -len(logits) % _ROWS, logits.shape[1]), dtype=np.float32)
+    filled[: len(logits)] = logits
+    # Without rows there is one part, which is empty.
+    parts: Sequence[torch.Tensor] = [
+        torch.from_numpy(filled[i : i + _ROWS]) for i in range(0, max(1, len(filled)), _ROWS)
+    ]
+    return np.concatenate([activation(part).numpy() for part in parts])[: len(logits)]

@@ -1,0 +1,339 @@
+"""Documents that are encoded without their query: each different one once, as its embedding if that is cached
+or was sent, else as windows or as a page."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache
+from maxsimd.engine.media import Content
+from maxsimd.engine.processors.given_vectors import GivenVectors
+from maxsimd.engine.processors.pages import PageBuilder
+from maxsimd.engine.processors.request_ids import RequestIds
+from maxsimd.engine.processors.text.builder import BuiltText, TextBuilder
+from maxsimd.engine.processors.text.truncation import InputName, LongInputs
+from maxsimd.engine.requests import Item, ScoreRequest
+from maxsimd.engine.workers import called_on_each, yield_to_smaller
+from maxsimd.pooling.vectors import Vectors
+from maxsimd.scheduler import Tokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DocumentInCache:
+    """A document whose embedding is cached, or was sent in place of its text. `query` is the index of the
+    query that it is scored against. A document to explain has the `windows` through which it was read."""
+
+    query: int
+    embedding: CachedEmbedding
+    windows: list[BuiltText]
+
+    @property
+    def truncated(self) -> bool:
+        return self.embedding.truncated
+
+    @property
+    def num_consumers(self) -> int:
+        """How often it uses its query's embedding."""
+        return 1
+
+    @property
+    def tokens(self) -> int:
+        """How many were run for it when it was cached."""
+        return self.embedding.tokens
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether tokens were run for it."""
+        return self.tokens > 0
+
+    @property
+    def tokens_of_page(self) -> Tokens | None:
+        return _tokens_of_page(self.windows)
+
+    @property
+    def num_rows(self) -> int:
+        """How many vectors it has."""
+        return len(self.embedding.rows)
+
+    @property
+    def window_rows(self) -> tuple[int, ...]:
+        """How many vectors each of its windows has."""
+        if not self.windows:
+            return (len(self.embedding.rows),)
+        return tuple(window.num_rows for window in self.windows)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DocumentToRun:
+    """A document to be run through its `windows`, or as the one sequence that it is, and then to be cached
+    under `cache_key` if there is one. `query` is the index of the query that it is scored against."""
+
+    query: int
+    windows: list[BuiltText]
+    cache_key: bytes | None
+
+    @property
+    def truncated(self) -> bool:
+        return any(window.truncated for window in self.windows)
+
+    @property
+    def num_consumers(self) -> int:
+        """How often it uses its query's embedding: once a window."""
+        return len(self.windows)
+
+    @property
+    def tokens(self) -> int:
+        """How many are run for it."""
+        return sum([len(window.tokens) for window in self.windows])
+
+    @property
+    def is_cached(self) -> bool:
+        return False
+
+    @property
+    def tokens_of_page(self) -> Tokens | None:
+        return _tokens_of_page(self.windows)
+
+    @property
+    def num_rows(self) -> int:
+        """How many vectors it has."""
+        return sum([window.num_rows for window in self.windows])
+
+    @property
+    def window_rows(self) -> tuple[int, ...]:
+        """How many vectors each of its windows has."""
+        return tuple(window.num_rows for window in self.windows)
+
+
+def _tokens_of_page(windows: list[BuiltText]) -> Tokens | None:
+    """The tokens of a document that has pictures."""
+    return windows[0].tokens if windows and windows[0].tokens.images else None
+
+
+Document: TypeAlias = DocumentInCache | DocumentToRun
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Documents:
+    """The different documents of a request; document i of the request is `different[position_of[i]]`.
+
+    `firsts` has the first index in the request of each different document."""
+
+    different: list[Document]
+    position_of: list[int]
+    firsts: list[int]
+
+    @property
+    def truncated(self) -> int:
+        """How many of the request's documents are truncated."""
+        truncated = [document.truncated for document in self.different]
+        return sum([truncated[position] for position in self.position_of])
+
+
+@dataclass(frozen=True, slots=True)
+class CacheKeys:
+    """The keys of one document. It is cached as `plain` if any request would read it alike: it fits, or is
+    read to the checkpoint's own length. Else it is cached `as_requested`: for requests that say the same of
+    documents that do not fit."""
+
+    plain: bytes
+    as_requested: bytes
+
+
+class CacheLookup:
+    """Looks up the documents of one request. With `refresh` nothing is found, and what is cached is dropped.
+
+    `own_length` is how much of a document the checkpoint reads, None for all of it. Entries of one `owner`
+    are invisible to others."""
+
+    def __init__(
+        self,
+        cache: EmbeddingCache,
+        refresh: bool,
+        long_inputs: LongInputs,
+        own_length: int | None,
+        owner: str,
+    ) -> None:
+        self._cache = cache
+        self._refresh = refresh
+        self._long_inputs = long_inputs
+        self._own_length = own_length
+        self._owned = f" for {owner!r}" if owner else ""
+
+    def find(self, texts: Sequence[str]) -> list[CachedEmbedding | CacheKeys]:
+        """Returns the embedding of each text, or the keys to cache it under. Counts hits and misses."""
+        find = self._drop if self._refresh else self._find
+        found: list[CachedEmbedding | CacheKeys] = []
+        for text in texts:
+            yield_to_smaller()
+            found.append(find(text))
+        if not self._refresh:
+            hits = sum([isinstance(entry, CachedEmbedding) for entry in found])
+            self._cache.count(hits, len(found) - hits)
+        return found
+
+    def page_key(self, digest: bytes) -> bytes:
+        """The key of a picture, by the digest of its pixels."""
+        return self._cache.key(digest.hex(), "a picture" + self._owned)
+
+    def find_page(self, key: bytes) -> CachedEmbedding | None:
+        """The embedding of a picture, if there is one. Counts a hit or a miss."""
+        if self._refresh:
+            self._cache.drop(key)
+            return None
+        entry = self._cache.get(key)
+        self._cache.count(int(entry is not None), int(entry is None))
+        return entry
+
+    def key_for(self, keys: CacheKeys, windows: Sequence[BuiltText]) -> bytes:
+        """The key for a document that is read through `windows`, or through one sequence."""
+        whole = len(windows) == 1 and not windows[0].truncated
+        return keys.plain if whole and self._is_plain(len(windows[0].tokens)) else keys.as_requested
+
+    def _find(self, text: str) -> CachedEmbedding | CacheKeys:
+        plain_key = self._plain_key(text)
+        if self._long_inputs.max_document_tokens is None:
+            plain = self._cache.get(plain_key)
+            if plain is not None and plain.tokens <= self._long_inputs.limit and self._is_plain(plain.tokens):
+                return plain
+        keys = CacheKeys(plain_key, self._key_as_requested(text))
+        entry = self._cache.get(keys.as_requested)
+        return keys if entry is None else entry
+
+    def _drop(self, text: str) -> CacheKeys:
+        keys = CacheKeys(self._plain_key(text), self._key_as_requested(text))
+        self._cache.drop(keys.plain)
+        self._cache.drop(keys.as_requested)
+        return keys
+
+    # The words and signatures that follow are part of the keys of caches on disk.
+
+    def _plain_key(self, text: str) -> bytes:
+        return self._cache.key(text, "as it is" + self._owned)
+
+    def _key_as_requested(self, text: str) -> bytes:
+        return self._cache.key(text, self._long_inputs.signature + self._owned)
+
+    def _is_plain(self, tokens: int) -> bool:
+        """Whether any request would read a document of this number of `tokens` as this one does.
+
+        A document of the checkpoint's own length may have been truncated to it."""
+        if self._long_inputs.max_document_tokens is not None:
+            return False
+        return self._own_length is None or tokens < self._own_length or self._long_inputs.truncates_as_usual
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _NewPage:
+    """A content that is not cached, as its sequence, and the key to cache it under."""
+
+    built: BuiltText
+    cache_key: bytes | None
+
+
+# A document before its text is tokenized: its embedding, its keys, or its page; None if no cache is in use.
+_Found: TypeAlias = CachedEmbedding | CacheKeys | DocumentInCache | _NewPage | None
+
+
+class DocumentReader:
+    """Reads the documents of one request: checks embeddings that were sent, finds cached ones, and builds
+    windows and pages of the rest.
+
+    `lookup` is None if no cache is in use, and `pages` if the model reads only text."""
+
+    def __init__(
+        self,
+        builder: TextBuilder,
+        lookup: CacheLookup | None,
+        given: GivenVectors,
+        pages: PageBuilder | None,
+    ) -> None:
+        self.builder = builder
+        self._lookup = lookup
+        self._given = given
+        self._pages = pages
+
+    def read(self, request: ScoreRequest, ids: RequestIds) -> Documents:
+        """Reads each different document once.
+
+        Raises InvalidRequestError for a document that is too long, by its index in the request, and
+        RequestTooLargeError as soon as windows have too many tokens."""
+        positions: dict[tuple[int, Item], int] = {}
+        firsts: list[int] = []
+        position_of = []
+        for i, text in enumerate(request.documents):
+            pair = (request.query_of(i), text)
+            if pair not in positions:
+                positions[pair] = len(firsts)
+                firsts.append(i)
+            position_of.append(positions[pair])
+        found = self._find({i: request.documents[i] for i in firsts}, ids, bool(request.explain))
+        texts = {i: text for i in firsts if isinstance(text := request.documents[i], str)}
+        # Documents to explain need their tokens even if nothing is run.
+        missing = {
+            i: text
+            for i, text in texts.items()
+            if request.explain or not isinstance(found[i], CachedEmbedding)
+        }
+        encoded = dict(
+            zip(missing, self.builder.encode_for_windows([*missing.values()], missing), strict=True)
+        )
+        different: list[Document] = []
+        num_tokens = 0
+        for first, entry in found.items():
+            query = request.query_of(first)
+            windows = self.builder.windows(encoded.pop(first), first) if first in encoded else []
+            if isinstance(entry, DocumentInCache):
+                different.append(replace(entry, query=query))
+            elif isinstance(entry, _NewPage):
+                num_tokens += len(entry.built.tokens)
+                ids.check_tokens(num_tokens)
+                different.append(DocumentToRun(query, [entry.built], entry.cache_key))
+            elif isinstance(entry, CachedEmbedding):
+                different.append(DocumentInCache(query, entry, windows))
+            else:
+                num_tokens += sum([len(window.tokens) for window in windows])
+                if len(windows) > 1:
+                    # Through windows a document has many times its own tokens.
+                    ids.check_tokens(num_tokens)
+                different.append(DocumentToRun(query, windows, self._cache_key(entry, windows)))
+        return Documents(different, position_of, firsts)
+
+    def _find(self, documents: Mapping[int, Item], ids: RequestIds, explain: bool) -> dict[int, _Found]:
+        """Looks up each document by its index, and returns what is found in the same order."""
+        texts = {i: document for i, document in documents.items() if isinstance(document, str)}
+        cached = [None] * len(texts) if self._lookup is None else self._lookup.find([*texts.values()])
+        found: dict[int, _Found] = dict(zip(texts, cached, strict=True))
+        if len(texts) == len(documents):
+            return found
+        given = {i: document for i, document in documents.items() if isinstance(document, Vectors)}
+        found.update(self._given.documents(given))
+        contents = [(i, document) for i, document in documents.items() if isinstance(document, Content)]
+        num_tokens = 0
+        with closing(called_on_each(lambda each: self._page(*each, ids, explain), contents)) as pages:
+            for (i, _), page in zip(contents, pages, strict=True):
+                found[i] = page
+                if isinstance(page, _NewPage):
+                    # Few bytes may be many pages: before all are read, too many are refused.
+                    num_tokens += len(page.built.tokens)
+                    ids.check_tokens(num_tokens)
+        return {i: found[i] for i in documents}
+
+    def _page(self, index: int, content: Content, ids: RequestIds, explain: bool) -> _Found:
+        """One content: the pixels of its pictures are there only while it is read."""
+        assert self._pages is not None
+        name = InputName("documents", index)
+        opened = self._pages.opened(content, name)
+        key = None
+        if self._lookup is not None:
+            key = self._lookup.page_key(opened.digest)
+            if (entry := self._lookup.find_page(key)) is not None:
+                built = [self._pages.built(opened, self.builder.rules, name, ids)] if explain else []
+                return DocumentInCache(0, entry, built)
+        return _NewPage(self._pages.built(opened, self.builder.rules, name, ids), key)
+
+    def _cache_key(self, keys: _Found, windows: list[BuiltText]) -> bytes | None:
+        if self._lookup is None or not isinstance(keys, CacheKeys):
+            return None
+        return self._lookup.key_for(keys, windows)

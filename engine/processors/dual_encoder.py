@@ -1,0 +1,714 @@
+"""Dual encoders: late interaction, bi-encoders and sparse models.
+
+Queries and documents are encoded separately, and a score compares their embeddings. Late interaction:
+score(q, d) = sum over i of max over j of <q_i, d_j> (Khattab and Zaharia 2020, arXiv 2004.12832).
+"""
+
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from maxsimd.engine.checkpoint import LoadedModel, RoleRules
+from maxsimd.engine.errors import InvalidRequestError, RequestTooLargeError
+from maxsimd.engine.explanations import Explanation, TokenMatch, WindowScore
+from maxsimd.engine.media import Content
+from maxsimd.engine.processors.documents import (
+    CacheLookup,
+    Document,
+    DocumentInCache,
+    DocumentReader,
+    Documents,
+    DocumentToRun,
+)
+from maxsimd.engine.processors.given_vectors import GivenVectors, overflow_error
+from maxsimd.engine.processors.pages import PageBuilder, image_jobs, maps_of, page_builder, patch_of
+from maxsimd.engine.processors.plan import (
+    NO_PRIOR_ENCODING,
+    Plan,
+    PriorEncoding,
+    ScorePlan,
+    Scores,
+    check_explained_lines,
+    with_window_scores,
+)
+from maxsimd.engine.processors.processor import Processor, ProcessorContext, ScoreProcessor
+from maxsimd.engine.processors.request_ids import RequestIds
+from maxsimd.engine.processors.text.builder import BuiltText, TextBuilder, shortest_text
+from maxsimd.engine.processors.text.origins import Origins
+from maxsimd.engine.processors.text.tokenization import TextTokenizer
+from maxsimd.engine.processors.text.truncation import InputName, LongInputs
+from maxsimd.engine.requests import Item, ScoreRequest, Value, Values
+from maxsimd.engine.scoring.documents import CachedDocument, CachedDocuments
+from maxsimd.engine.scoring.matches import matches_of, similarities_of
+from maxsimd.engine.scoring.maxsim.reference import EMPTY_DOCUMENT_SCORE
+from maxsimd.engine.scoring.price import EXPLAINED, ScoringPrice
+from maxsimd.engine.workers import yield_to_smaller
+from maxsimd.pooling.query_rows import QueryRows
+from maxsimd.pooling.vectors import Vectors
+from maxsimd.scheduler import CachedBatch, DocumentPayload, Explained, Role, Window
+from maxsimd.scheduler import Sequence as TokenSequence
+
+# Writing one match of an explanation takes as long as reading this many characters.
+_CHARACTERS_PER_MATCH = 64
+
+# Matches that may be noted for all documents of a request, in each of their windows; a few bytes each.
+MOST_NOTED = 2_000_000
+# Numbers in the maps of all documents of a request.
+MOST_MAPPED = 2_000_000
+# No more characters of a token are shown: some tokenizers make one of any long word. Its span has all.
+_MOST_SHOWN = 100
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    """The most rows, as `ScoringPrice` counts them, and documents of a batch of cached documents.
+
+    Scoring such a batch takes little new memory and little time."""
+
+    rows: int
+    documents: int
+
+
+# The first row of a part of a query, the one after its last or None, and how many it has; None for all rows.
+Part: TypeAlias = tuple[int, int | None, int] | None
+
+ON_HOST = BatchLimits(16_384, 512)
+# With embeddings on the device, a batch costs little more than its launch, so batches are large. Embeddings
+# that are not there take 128 MiB a batch, in float32 of 128 dimensions.
+IN_SLAB = BatchLimits(262_144, 4096)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Query:
+    """A query under its sequence id: built from a text or a picture, to be run, or sent as rows [tokens,
+    dim], which an earlier request may have encoded (`prior`)."""
+
+    id: int
+    built: BuiltText | torch.Tensor
+    prior: PriorEncoding = NO_PRIOR_ENCODING
+
+    @property
+    def given(self) -> torch.Tensor | None:
+        return None if isinstance(self.built, BuiltText) else self.built
+
+    @property
+    def truncated(self) -> bool:
+        return self.built.truncated if isinstance(self.built, BuiltText) else self.prior.truncated > 0
+
+    @property
+    def num_rows(self) -> int:
+        """How many of its tokens are scored."""
+        return self.built.num_rows if isinstance(self.built, BuiltText) else len(self.built)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class QueryPlan(Plan):
+    """A query to encode by itself."""
+
+    model: LoadedModel
+
+    def input_of(self, value: int) -> str:
+        return f"queries[{value}]"
+
+    def result(self, values: Values, dtype: torch.dtype) -> QueryRows:
+        """Makes the query's embedding. Token vectors are in the precision `dtype`, in which they are compared
+        later. One vector is in float32."""
+        rows = torch.from_numpy(np.array(values.values[0], dtype=np.float32))
+        return QueryRows(
+            rows.to(dtype) if self.model.score_task == "token_embed" else rows,
+            tokens=self.usage.query_tokens,
+            truncated=self.truncated > 0,
+            fingerprint=self.model.fingerprint,
+        )
+
+
+class QueryProcessor(Processor[ScoreRequest, QueryPlan]):
+    """Builds the sequences of queries, and checks those that are sent as embeddings."""
+
+    def __init__(self, context: ProcessorContext, given: GivenVectors, pages: PageBuilder | None) -> None:
+        super().__init__(context)
+        self._given = given
+        self._pages = pages
+
+    def prepare(self, request: ScoreRequest, ids: RequestIds) -> QueryPlan:
+        """Returns the plan for the queries of a request that has no documents."""
+        request = self._context.with_instruction(request)
+        builder = self.builder(request, self._limits.applied_to(request.truncation, ids))
+        built = [each.built for each in self.read(request, builder, ids) if isinstance(each.built, BuiltText)]
+        task = self._model.score_task
+        sequences = [
+            TokenSequence.text(ids.next_sequence_id(), ids.slot(i), task, each.tokens, Role.QUERY)
+            for i, each in enumerate(built)
+        ]
+        return QueryPlan(
+            sequences=sequences,
+            num_values=len(built),
+            truncated=sum(each.truncated for each in built),
+            images=image_jobs(self._model.vision, sequences),
+            model=self._model,
+        )
+
+    def shortest_sequences(self) -> dict[str, int]:
+        return {"a query": shortest_text(self._model.query, self._tokenizer)}
+
+    def builder(self, request: ScoreRequest, long_inputs: LongInputs) -> TextBuilder:
+        """Returns what builds the texts among the queries of a request."""
+        rules = self._model.query
+        if request.instruction is not None:
+            rules = rules.instructed(request.instruction)
+        return TextBuilder(self._tokenizer, rules, long_inputs, "queries", long_inputs.max_query_tokens)
+
+    def read(self, request: ScoreRequest, builder: TextBuilder, ids: RequestIds) -> list[Query]:
+        """Reads the queries of a request, in its order."""
+        texts = {i: text for i, text in enumerate(request.queries) if isinstance(text, str)}
+        encoded = builder.encode([*texts.values()], texts)
+        built = {i: builder.build(text, i) for i, text in zip(texts, encoded, strict=True)}
+        built |= self._read_pages(request, builder.rules, ids)
+        return [
+            self._given_query(query, i, ids)
+            if isinstance(query, Vectors)
+            else Query(ids.next_sequence_id(), built[i])
+            for i, query in enumerate(request.queries)
+        ]
+
+    def _given_query(self, vectors: Vectors, index: int, ids: RequestIds) -> Query:
+        rows = self._given.query(vectors, index)
+        prior = NO_PRIOR_ENCODING
+        if isinstance(vectors, QueryRows):
+            prior = PriorEncoding(vectors.tokens, int(vectors.truncated))
+        return Query(ids.next_sequence_id(), rows, prior)
+
+    def _read_pages(self, request: ScoreRequest, rules: RoleRules, ids: RequestIds) -> dict[int, BuiltText]:
+        """The queries that have pictures, by their index."""
+        pages: dict[int, BuiltText] = {}
+        for i, query in enumerate(request.queries):
+            if isinstance(query, Content):
+                assert self._pages is not None
+                name = InputName("queries", i)
+                opened = self._pages.opened(query, name)
+                pages[i] = self._pages.built(opened, rules, name, ids)
+                ids.check_tokens(sum(len(page.tokens) for page in pages.values()))
+        return pages
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class DualEncoderPlan(ScorePlan):
+    """The values of different document i begin at `first_values[i]` and end where those of the next begin.
+
+    With `windows_as_one` the score of a document is the sum of its values, one for each part of a long query,
+    and `query_rows` has how many token vectors the query of each document has. Else a document has one value
+    for each of its windows, and the best counts. `explainer` is there for requests with `explain`."""
+
+    documents: Documents
+    first_values: Sequence[int]
+    windows_as_one: bool
+    query_rows: NDArray[np.int64] | None
+    explainer: "MatchExplainer | None" = None
+    # The largest numbers of queries that were sent as embeddings, by their index; they take long to find.
+    largest: dict[int, float] = field(default_factory=dict)
+
+    def raw_scores(self, values: Sequence[Value | None]) -> Scores:
+        if self.explainer is not None:
+            # Matches stand behind the score.
+            values = [float(value.flat[0]) if isinstance(value, np.ndarray) else value for value in values]
+        position_of = self.documents.position_of
+        scores: Scores
+        if self.num_values == len(self.documents.different):
+            scores = np.array(values, dtype=np.float32)
+        elif self.windows_as_one:
+            sums = np.add.reduceat(np.array(values, dtype=np.float64), self.first_values[:-1])
+            scores = sums.astype(np.float32)
+        else:
+            scores = np.maximum.reduceat(np.array(values, dtype=np.float32), self.first_values[:-1])
+        # Equal documents share a score.
+        return scores if len(scores) == len(position_of) else scores[position_of]
+
+    def final_scores(self, raw: Scores) -> Scores:
+        return raw if self.normalization is None else self.normalization.apply(raw, self.query_rows)
+
+    def documents_of(self, values: Collection[int]) -> Sequence[int]:
+        positions = {self._position_of(value) for value in values}
+        return [i for i, position in enumerate(self.documents.position_of) if position in positions]
+
+    def refusal_of(self, value: int) -> InvalidRequestError | None:
+        document = self.documents.firsts[self._position_of(value)]
+        return overflow_error(self.request, document, self.largest)
+
+    def explanations(
+        self, values: Sequence[Value | None], documents: Iterable[int]
+    ) -> dict[int, Explanation]:
+        assert self.explainer is not None
+        explained: dict[int, Explanation] = {}
+        for document in documents:
+            yield_to_smaller()
+            explanation = self.explainer.explain(values, document)
+            if explanation is not None:
+                explained[document] = self._with_final_windows(explanation, document)
+        return explained
+
+    def explanation_size(self, documents: Iterable[int]) -> int:
+        indices = np.fromiter(documents, dtype=np.int64)
+        size = ScorePlan.explanation_size(self, indices.tolist())
+        if self.query_rows is None:
+            return size
+        return size + _CHARACTERS_PER_MATCH * int(self.query_rows[indices].sum())
+
+    def _position_of(self, value: int) -> int:
+        """Returns which different document a value is of."""
+        return bisect_right(self.first_values, value) - 1
+
+    def _with_final_windows(self, explanation: Explanation, document: int) -> Explanation:
+        if not explanation.windows:
+            return explanation
+        scores = np.array([window.score for window in explanation.windows], dtype=np.float32)
+        if self.normalization is not None:
+            rows = None if self.query_rows is None else np.full(len(scores), self.query_rows[document])
+            scores = self.normalization.apply(scores, rows)
+        return with_window_scores(explanation, scores)
+
+
+class DualEncoderProcessor(ScoreProcessor):
+    """Runs queries first, then the new documents. Documents with cached embeddings are scored in batches.
+
+    With token embeddings the windows of a document are scored as one, which is exact: MaxSim is a maximum
+    over the union of their tokens. Else each window has a score, and the best counts."""
+
+    takes_vectors = True
+
+    def __init__(self, context: ProcessorContext) -> None:
+        super().__init__(context)
+        model = context.model
+        assert context.score_cache is None
+        self._cache = context.embedding_cache
+        self._windows_as_one = model.score_task == "token_embed"
+        self._batches = ON_HOST if self._cache is None or self._cache.slab is None else IN_SLAB
+        self._given = GivenVectors(model, context.limits.most_vectors)
+        self._price = ScoringPrice.of(model)
+        self._pages = page_builder(model, context.tokenizer, context.limits.longest_sequence)
+        self._similarity = model.similarity
+        self.queries = QueryProcessor(context, self._given, self._pages)
+
+    @classmethod
+    def is_for(cls, model: LoadedModel) -> bool:
+        return model.score_task != "classify" and model.listwise is None
+
+    def plan(self, request: ScoreRequest, ids: RequestIds) -> DualEncoderPlan:
+        if request.explain:
+            self._check_can_explain()
+        long_inputs = self._limits.applied_to(request.truncation, ids)
+        builder = self.queries.builder(request, long_inputs)
+        reader = self._reader(request, long_inputs)
+        documents = reader.read(request, ids)
+        queries = self.queries.read(request, builder, ids)
+        if self._windows_as_one:
+            self._check_pairs(documents, [query.num_rows for query in queries])
+        num_parts = [self._num_parts(request, document, queries) for document in documents.different]
+        num_consumers = [0] * len(queries)
+        for document, parts in zip(documents.different, num_parts, strict=True):
+            num_consumers[document.query] += document.num_consumers * parts
+        task = self._model.score_task
+        sequences = [
+            TokenSequence.query(query.id, ids.request_id, task, query.built.tokens, consumers)
+            for query, consumers in zip(queries, num_consumers, strict=True)
+            if isinstance(query.built, BuiltText)
+        ]
+        cached: dict[tuple[Query, torch.dtype, Part], list[CachedDocument]] = {}
+        num_values = num_parts
+        if not self._windows_as_one:
+            num_values = [document.num_consumers for document in documents.different]
+        first_values = list(accumulate(num_values, initial=0))
+        for document, parts, first in zip(documents.different, num_parts, first_values, strict=False):
+            query = queries[document.query]
+            if isinstance(document, DocumentInCache):
+                explained = self._how_explained(request, document)
+                for i, part in enumerate(_parts_of(query, parts)):
+                    found = CachedDocument(ids.slot(first + i), document.embedding, explained)
+                    # Those that were sent may be in other numbers than those that are cached.
+                    cached.setdefault((query, document.embedding.rows.dtype, part), []).append(found)
+            elif self._windows_as_one:
+                explained = self._how_explained(request, document)
+                sequences += self._scored_as_one(document, query, first, ids, explained)
+            else:
+                sequences += self._scored_separately(document, query, first, ids)
+        query_rows = None
+        if self._windows_as_one and (request.normalize or request.explain):
+            query_rows = _query_rows(request, queries)
+        explainer = None
+        if request.explain:
+            check_explained(request, documents, query_rows)
+            fields = FieldTexts(request.queries, builder), FieldTexts(request.documents, reader.builder)
+            is_mean = self._similarity == "meanmaxsim"
+            explainer = MatchExplainer(request, *fields, documents, self._tokenizer, first_values, is_mean)
+        truncated_queries = sum([query.truncated for query in queries])
+        return DualEncoderPlan(
+            sequences=sequences,
+            num_values=first_values[-1],
+            truncated=truncated_queries + documents.truncated,
+            cached=self._in_batches(cached),
+            images=image_jobs(self._model.vision, sequences),
+            prior=_prior_of(queries),
+            request=request,
+            truncated_queries=truncated_queries,
+            normalization=self._normalization(request),
+            documents=documents,
+            first_values=first_values,
+            windows_as_one=self._windows_as_one,
+            query_rows=query_rows,
+            explainer=explainer,
+        )
+
+    def shortest_sequences(self) -> dict[str, int]:
+        shortest_document = shortest_text(self._model.document, self._tokenizer)
+        return {**self.queries.shortest_sequences(), "a document": shortest_document}
+
+    def _check_can_explain(self) -> None:
+        """Raises InvalidRequestError if the model merges vectors, so that they stand for no token."""
+        if self._model.token_pooling is not None:
+            raise InvalidRequestError(
+                "explain is not possible: this model's vectors of documents are merged (token pooling) and "
+                "stand for no single token; leave it out",
+                "explain",
+            )
+
+    def _num_parts(self, request: ScoreRequest, document: Document, queries: Sequence[Query]) -> int:
+        """Returns in how many parts of its query a document is scored: more than one only if its embedding is
+        cached or was sent, and the comparison exceeds the limit of a batch."""
+        if not self._windows_as_one or not isinstance(document, DocumentInCache):
+            return 1
+        query_rows = queries[document.query].num_rows
+        if query_rows <= self._price.usual_query_rows and not request.explain:
+            return 1
+        times = 1 + EXPLAINED if request.explain else 1
+        return self._price.parts(query_rows, document.num_rows, self._batches.rows, times)
+
+    def _check_pairs(self, documents: Documents, query_rows: Sequence[int]) -> None:
+        """Refuses a document that has too many vectors to be compared with those of its query at once. Raises
+        InvalidRequestError."""
+        if self._limits.most_vectors is None:
+            return
+        most = self._limits.most_vectors**2
+        for position, document in enumerate(documents.different):
+            if query_rows[document.query] * document.num_rows > most:
+                raise InvalidRequestError(
+                    f"documents[{documents.firsts[position]}] has {document.num_rows} vectors and "
+                    f"its query {query_rows[document.query]}, and at most {most} pairs of them are compared; "
+                    "shorten either, or raise max_vectors",
+                    "documents",
+                )
+
+    def _how_explained(self, request: ScoreRequest, document: Document) -> Explained | None:
+        """Returns how the score of a document is explained: by matches of its windows, and maps of its
+        pictures."""
+        if not request.explain or not self._windows_as_one:
+            return None
+        return Explained(document.window_rows, with_map=request.maps and document.tokens_of_page is not None)
+
+    def _in_batches(
+        self, cached: dict[tuple[Query, torch.dtype, Part], list[CachedDocument]]
+    ) -> list[CachedBatch]:
+        """Puts cached documents that are compared with the same rows of a query into batches."""
+        return [
+            batch
+            for (query, _, part), found in cached.items()
+            for batch in in_batches(
+                found,
+                query.id,
+                query.num_rows if part is None else part[2],
+                self._price,
+                given_query=query.given,
+                query_part=None if part is None else part[:2],
+                limits=self._batches,
+            )
+        ]
+
+    def _reader(self, request: ScoreRequest, long_inputs: LongInputs) -> DocumentReader:
+        builder = TextBuilder(
+            self._tokenizer, self._model.document, long_inputs, "documents", long_inputs.max_document_tokens
+        )
+        if self._cache is None or request.cache == "bypass":
+            return DocumentReader(builder, None, self._given, self._pages)
+        refresh, owner = request.cache == "refresh", request.cache_owner
+        lookup = CacheLookup(self._cache, refresh, long_inputs, builder.own_length, owner)
+        return DocumentReader(builder, lookup, self._given, self._pages)
+
+    def _scored_as_one(
+        self,
+        document: DocumentToRun,
+        query: Query,
+        index: int,
+        ids: RequestIds,
+        explained: Explained | None,
+    ) -> list[TokenSequence]:
+        """The sequences of a document of which all windows together have the score `index`."""
+        sequence_ids = [ids.next_sequence_id() for _ in document.windows]
+        times = 1 if explained is None else 1 + EXPLAINED
+        window = Window(sequence_ids[0], len(sequence_ids)) if len(sequence_ids) > 1 else None
+        payload = DocumentPayload(
+            query.id, document.cache_key, document.truncated, window, query.given, explained
+        )
+        return [
+            TokenSequence.document(
+                sequence_id,
+                ids.slot(index),
+                self._model.score_task,
+                built.tokens,
+                payload,
+                self._price.extra_tokens(query.num_rows, built.num_rows, times),
+            )
+            for sequence_id, built in zip(sequence_ids, document.windows, strict=True)
+        ]
+
+    def _scored_separately(
+        self, document: DocumentToRun, query: Query, first: int, ids: RequestIds
+    ) -> list[TokenSequence]:
+        """The sequences of a document of which each window has a score, from the score `first` on. A document
+        is cached only where it is one sequence."""
+        cache_key = document.cache_key if len(document.windows) == 1 else None
+        payload = DocumentPayload(query.id, cache_key, document.truncated, given_query=query.given)
+        return [
+            TokenSequence.document(
+                ids.next_sequence_id(),
+                ids.slot(first + i),
+                self._model.score_task,
+                built.tokens,
+                payload,
+                self._price.extra_tokens(query.num_rows, built.num_rows),
+            )
+            for i, built in enumerate(document.windows)
+        ]
+
+
+def in_batches(
+    documents: Sequence[CachedDocument],
+    query_id: int,
+    query_rows: int,
+    price: ScoringPrice,
+    *,
+    given_query: torch.Tensor | None = None,
+    query_part: tuple[int, int | None] | None = None,
+    limits: BatchLimits = ON_HOST,
+) -> Iterator[CachedBatch]:
+    """Puts cached documents of one query into batches within the limits, or of one document. They are
+    compared with `query_rows` rows of it: all, or the `query_part`."""
+    batch: list[CachedDocument] = []
+    rows = 0.0
+
+    def closed() -> CachedBatch:
+        request_id, columns = batch[0].slot.request_id, CachedDocuments.of(batch)
+        tokens = price.tokens(rows, len(batch))
+        return CachedBatch(request_id, query_id, tokens, columns, given_query, query_part)
+
+    for document in documents:
+        times = 1 if document.explained is None else 1 + EXPLAINED
+        counted = price.rows(query_rows, len(document.embedding.rows), times)
+        if batch and (rows + counted > limits.rows or len(batch) == limits.documents):
+            yield closed()
+            batch, rows = [], 0.0
+        batch.append(document)
+        rows += counted
+    if batch:
+        yield closed()
+
+
+def _parts_of(query: Query, count: int) -> list[Part]:
+    """Divides a query's rows into parts of nearly the same size; [None] for one part. The last has the
+    rest."""
+    if count == 1:
+        return [None]
+    bounds = [query.num_rows * i // count for i in range(count + 1)]
+    stops = [*bounds[1:-1], None]
+    return [(start, stop, end - start) for start, stop, end in zip(bounds, stops, bounds[1:], strict=False)]
+
+
+def _query_rows(request: ScoreRequest, queries: Sequence[Query]) -> NDArray[np.int64]:
+    """Returns how many tokens are scored of the query of each document."""
+    rows = np.array([query.num_rows for query in queries])
+    return rows if len(rows) > 1 else np.repeat(rows, len(request.documents))
+
+
+def _prior_of(queries: Sequence[Query]) -> PriorEncoding:
+    """Returns what earlier requests ran for all of the queries together."""
+    given = [query.prior for query in queries if query.given is not None]
+    if not given:
+        return NO_PRIOR_ENCODING
+    return PriorEncoding(sum([prior.tokens for prior in given]), sum([prior.truncated for prior in given]))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FieldTexts:
+    """The texts of one field, the builder of their sequences, and the rows that were looked up last."""
+
+    texts: Sequence[Item]
+    builder: TextBuilder
+    last: dict[int, list[Origins]] = field(default_factory=dict)
+
+    def text(self, index: int) -> str | None:
+        """Returns a text; None for a picture, and for a text that was sent as its embedding."""
+        text = self.texts[index]
+        return text if isinstance(text, str) else None
+
+    def rows(self, index: int, as_document: bool) -> list[Origins]:
+        text = self.text(index)
+        if text is None:
+            return []
+        if index not in self.last:
+            yield_to_smaller()
+            builder = self.builder
+            found = builder.window_origins(text, index) if as_document else [builder.origins(text, index)]
+            self.last.clear()
+            self.last[index] = found
+        return self.last[index]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MatchExplainer:
+    """Explains documents of one request. The values of different document i begin at `first_values[i]`: one
+    with matches behind the score, or one for each part of a long query; or, for vectors of whole texts, the
+    scores of its windows. With `is_mean` scores are the mean of similarities, not their sum."""
+
+    request: ScoreRequest
+    queries: FieldTexts
+    documents: FieldTexts
+    read: Documents
+    tokenizer: TextTokenizer
+    first_values: Sequence[int]
+    is_mean: bool
+    # By their positions: equal documents share one.
+    explained: dict[int, Explanation] = field(default_factory=dict)
+
+    def explain(self, values: Sequence[Value | None], index: int) -> Explanation | None:
+        """Explains document `index` of the request; None if it has no score."""
+        position = self.read.position_of[index]
+        if position not in self.explained:
+            made = self._new_explanation(values, index, position)
+            if made is None:
+                return None
+            self.explained[position] = made
+        return self.explained[position]
+
+    def _new_explanation(
+        self, values: Sequence[Value | None], index: int, position: int
+    ) -> Explanation | None:
+        document = self.read.different[position]
+        first = self.first_values[position]
+        value = values[first]
+        maps: tuple[NDArray[np.float32], ...] = ()
+        if isinstance(value, np.ndarray):
+            rows = document.window_rows
+            tokens = document.tokens_of_page
+            how = Explained(rows, with_map=self.request.maps and tokens is not None)
+            # One for each part of a long query.
+            parts = values[first : self.first_values[position + 1]]
+            if any(part is None for part in parts):
+                return None
+            found = np.concatenate([matches_of(np.asarray(part), how) for part in parts])
+            if tokens is not None and how.with_map:
+                similarities = [similarities_of(np.asarray(part), how) for part in parts]
+                maps = maps_of(tokens, np.concatenate(similarities))
+            sums = found[:, :, 1].sum(axis=0, dtype=np.float64) / (len(found) if self.is_mean else 1)
+            # A window without a vector has the score of an empty document.
+            scores = np.where(np.array(rows) > 0, sums, EMPTY_DOCUMENT_SCORE).tolist()
+            matches = self._matches(index, _best_of_windows(found))
+        else:
+            scores = values[first : first + document.num_consumers]
+            matches = ()
+        if None in scores:
+            return None
+        windows = self._windows(index, scores)
+        return Explanation(document.tokens, document.truncated, document.is_cached, matches, windows, maps)
+
+    def _windows(self, index: int, scores: Sequence[float]) -> tuple[WindowScore, ...]:
+        """Returns the scores of windows; none for a document that is one sequence."""
+        if len(scores) < 2:
+            return ()
+        extents = [origins.extent for origins in self.documents.rows(index, as_document=True)]
+        return tuple(
+            WindowScore(extent or (0, 0), score) for extent, score in zip(extents, scores, strict=True)
+        )
+
+    def _matches(self, index: int, best: NDArray[np.float32]) -> tuple[TokenMatch, ...]:
+        """The matches of a document, of which `best` [Lq, 2] has the row of each and its similarity."""
+        if len(best) == 0 or (best[:, 0] < 0).any():
+            return ()
+        asked = self.request.query_of(index)
+        query, document = self.queries.text(asked), self.documents.text(index)
+        query_rows = self.queries.rows(asked, as_document=False)
+        document_rows = self.documents.rows(index, as_document=True)
+        page = self.read.different[self.read.position_of[index]].tokens_of_page
+        of_query = Origins.join(query_rows) if query_rows else None
+        of_document = Origins.join(document_rows) if document_rows else None
+        total = float(best[:, 1].sum(dtype=np.float64))
+        matches = []
+        for i, (row, similarity) in enumerate(best.tolist()):
+            query_token, query_span = self._token(of_query, i, query)
+            token, span = self._token(of_document, int(row), document)
+            share = similarity / total if total else 0.0
+            patch = None if page is None else patch_of(page, int(row))
+            matches.append(
+                TokenMatch(query_token, query_span, token, span, int(row), similarity, share, patch)
+            )
+        return tuple(matches)
+
+    def _token(
+        self, origins: Origins | None, row: int, text: str | None
+    ) -> tuple[str | None, tuple[int, int] | None]:
+        """A token as it is written in its text, or as the vocabulary has it, and its span."""
+        if origins is None or text is None:
+            return None, None
+        span = origins.span(row, text)
+        if span is None:
+            return self.tokenizer.token(int(origins.ids[row])), None
+        start, stop = span
+        return text[start : min(stop, start + _MOST_SHOWN)], span
+
+
+def _best_of_windows(found: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Returns the best window's match [Lq, 2] of each query token, from [Lq, windows, 2]."""
+    there = np.where(found[:, :, 0] < 0, -np.inf, found[:, :, 1])
+    best: NDArray[np.float32] = found[np.arange(len(found)), there.argmax(axis=1)]
+    return best
+
+
+def check_explained(request: ScoreRequest, read: Documents, query_rows: NDArray[np.int64] | None) -> None:
+    """Refuses a request whose explanations would be too much. `query_rows` says how many vectors the query of
+    each document has, where they are matched."""
+    windows = [len(each.window_rows) for each in read.different]
+    of_each = [windows[position] for position in read.position_of]
+    rows = [0] * len(of_each) if query_rows is None else query_rows.tolist()
+    check_explained_lines(
+        request.explain, (row + (count if count > 1 else 0) for row, count in zip(rows, of_each, strict=True))
+    )
+    if query_rows is not None and request.maps:
+        of_pages = [0 if each.tokens_of_page is None else sum(each.window_rows) for each in read.different]
+        _check_mapped(row * of_pages[position] for row, position in zip(rows, read.position_of, strict=True))
+    if query_rows is not None:
+        # Equal documents have one position and the same query.
+        rows_of = dict(zip(read.position_of, rows, strict=True))
+        _check_noted([rows_of[position] for position in range(len(windows))], windows)
+
+
+def _check_mapped(numbers: Iterable[int]) -> None:
+    """Refuses a request whose maps would have too much, by the `numbers` in those of each document."""
+    mapped = sum(numbers)
+    if mapped > MOST_MAPPED:
+        raise RequestTooLargeError(
+            f"explain would map {mapped} similarities for these documents, and at most {MOST_MAPPED} are "
+            "mapped; send fewer documents, or explain without maps"
+        )
+
+
+def _check_noted(query_rows: Sequence[int], windows: Sequence[int]) -> None:
+    """Refuses a request for whose documents too many matches would be noted: each vector of the query in each
+    window."""
+    noted = sum(rows * count for rows, count in zip(query_rows, windows, strict=True))
+    if noted > MOST_NOTED:
+        raise RequestTooLargeError(
+            f"explain would note {noted} matches for these documents, and at most {MOST_NOTED} are noted; "
+            "send fewer documents, or leave explain out"
+        )

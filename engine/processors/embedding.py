@@ -1,0 +1,317 @@
+"""Embedding: texts and pictures to one vector, one vector a token, weights of words, or an encoding of all
+token vectors."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache
+from maxsimd.engine.checkpoint import LoadedModel, RoleRules
+from maxsimd.engine.errors import InvalidRequestError, RequestTooLargeError
+from maxsimd.engine.media import Content
+from maxsimd.engine.processors.documents import CacheLookup
+from maxsimd.engine.processors.late_chunking import check_late_chunking, passages_of
+from maxsimd.engine.processors.pages import image_jobs, page_builder
+from maxsimd.engine.processors.plan import Plan
+from maxsimd.engine.processors.processor import Processor, ProcessorContext
+from maxsimd.engine.processors.request_ids import RequestIds
+from maxsimd.engine.processors.text.builder import BuiltText, TextBuilder, shortest_text
+from maxsimd.engine.processors.text.truncation import InputName
+from maxsimd.engine.requests import (
+    REFUSE_LONG,
+    EmbedRequest,
+    EmbedResult,
+    InputType,
+    SparseEmbedResult,
+    SparseVector,
+    TokenEmbedResult,
+    Value,
+    Values,
+)
+from maxsimd.engine.workers import called_on_each, yield_to_smaller
+from maxsimd.pooling.muvera import Muvera
+from maxsimd.pooling.passages import PASSAGES
+from maxsimd.pooling.ragged import Ragged, decoded
+from maxsimd.scheduler import Role
+from maxsimd.scheduler import Sequence as TokenSequence
+
+# Making so many numbers of a document's vector, or of a query's, or drawing so many random numbers, takes as
+# long as running a token of a small model (MiniLM-L6). An estimate.
+_NUMBERS_PER_TOKEN, _DRAWN_PER_TOKEN = {"document": 1_000, "query": 16_000}, 1_000
+
+_ROLES = {"query": Role.QUERY, "document": Role.DOCUMENT}
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class EmbeddingPlan(Plan):
+    """One value for each text to run. `found` are the cached token vectors of texts, by their index."""
+
+    model: LoadedModel
+    task: str
+    found: Mapping[int, CachedEmbedding] = field(default_factory=dict)
+
+    def input_of(self, value: int) -> str:
+        return f"input[{value}]"
+
+    @property
+    def _is_normalized(self) -> bool:
+        """Whether the model gives vectors of length 1."""
+        return self.model.tasks[self.task].normalised
+
+    def vectors(self, values: Values, dimensions: int | None) -> EmbedResult:
+        """Makes one vector a text, or a chunk."""
+        rows = np.concatenate([np.asarray(value) for value in values.values])
+        vectors = shorten(rows, dimensions, self._is_normalized)
+        return EmbedResult(vectors, self.usage, self.truncated, values.timings)
+
+    def token_vectors(self, values: Values, dimensions: int | None) -> TokenEmbedResult:
+        """Makes one matrix a text, with a row a token."""
+        matrices = [shorten(np.asarray(value), dimensions, self._is_normalized) for value in values.values]
+        return TokenEmbedResult(matrices, self.usage, self.truncated, values.timings)
+
+    def sparse_vectors(self, values: Values) -> SparseEmbedResult:
+        """Makes one sparse vector a text."""
+        vectors = [_sparse_vector(np.asarray(value)) for value in values.values]
+        return SparseEmbedResult(vectors, self.usage, self.truncated, values.timings)
+
+    def encoded(
+        self, values: Values, muvera: Muvera, are_queries: bool, cache: EmbeddingCache | None
+    ) -> EmbedResult:
+        """Makes one vector of each text's token vectors. Documents are encoded in the precision of the cache,
+        whether they were in it or not. On a thread of the pool, smaller work goes first."""
+        run = iter(values.values)
+        matrices: list[torch.Tensor] = []
+        for i in range(len(values.values) + len(self.found)):
+            entry = self.found.get(i)
+            if entry is not None:
+                matrices.append(decoded(entry.rows, entry.scales, torch.float32))
+            else:
+                rows = torch.from_numpy(np.array(_token_rows(next(run)), dtype=np.float32))
+                matrices.append(rows if cache is None or are_queries else _rounded(rows, cache))
+        vectors = muvera.encode(matrices, "query" if are_queries else "document", yield_to_smaller)
+        return EmbedResult(vectors, self.usage, self.truncated, values.timings, muvera)
+
+
+class InputReader:
+    """Reads the texts, token ids and pictures of requests that have nothing else. Thread-safe."""
+
+    def __init__(self, context: ProcessorContext) -> None:
+        self._model = context.model
+        self._tokenizer = context.tokenizer
+        self._limits = context.limits
+        self._pages = page_builder(context.model, context.tokenizer, context.limits.longest_sequence)
+
+    def read(
+        self,
+        request: EmbedRequest,
+        ids: RequestIds,
+        found: Mapping[int, CachedEmbedding] | None = None,
+    ) -> list[BuiltText]:
+        """Builds all texts in their order, but for those that are `found`."""
+        builder = self.builder(request, ids)
+        left = {i: text for i, text in enumerate(request.texts) if not found or i not in found}
+        indexed = {i: text for i, text in left.items() if isinstance(text, str)}
+        encoded = iter(builder.encode([*indexed.values()], indexed))
+        pages = self._read_pages(request, builder.rules, ids)
+        built: list[BuiltText] = []
+        num_tokens = 0
+        for i, text in left.items():
+            match text:
+                case str():
+                    built.append(builder.build(next(encoded), i))
+                case Content():
+                    built.append(next(pages))
+                    num_tokens += len(built[-1].tokens)
+                    ids.check_tokens(num_tokens)
+                case _:
+                    built.append(builder.build_from_ids(text, i))
+        _check_tokens(sum(len(text.tokens) for text in built), request.max_tokens)
+        return built
+
+    def builder(self, request: EmbedRequest, ids: RequestIds) -> TextBuilder:
+        """Returns what builds the texts of a request."""
+        long_inputs = self._limits.applied_to(request.truncation, ids)
+        return TextBuilder(self._tokenizer, self.rules(request), long_inputs, "input")
+
+    def rules(self, request: EmbedRequest) -> RoleRules:
+        """Returns the rules of the request's role, with the prompt that it names."""
+        rules = self._model.rules(request.input_type)
+        if request.prompt_name is None:
+            return rules
+        prompts = self._model.prompts
+        if request.prompt_name not in prompts:
+            names = ", ".join(sorted(prompts)) or "none"
+            raise InvalidRequestError(
+                f"there is no prompt named {request.prompt_name!r}; this model has: {names}", "prompt_name"
+            )
+        return replace(rules, prompt=prompts[request.prompt_name])
+
+    def sequences(
+        self, request: EmbedRequest, built: list[BuiltText], ids: RequestIds
+    ) -> list[TokenSequence]:
+        """Returns one sequence a text."""
+        role = _ROLES.get(request.input_type or "", Role.TEXT)
+        return [
+            TokenSequence.text(ids.next_sequence_id(), ids.slot(i), request.task, text.tokens, role)
+            for i, text in enumerate(built)
+        ]
+
+    def shortest_sequences(self) -> dict[str, int]:
+        return {"a text": shortest_text(self._model.text, self._tokenizer)}
+
+    def _read_pages(self, request: EmbedRequest, rules: RoleRules, ids: RequestIds) -> Iterator[BuiltText]:
+        """Builds the contents with pictures."""
+        pages = self._pages
+        contents = [(i, text) for i, text in enumerate(request.texts) if isinstance(text, Content)]
+        if pages is None:
+            assert not contents
+            return iter(())
+
+        def read(indexed: tuple[int, Content]) -> BuiltText:
+            name = InputName("input", indexed[0])
+            return pages.built(pages.opened(indexed[1], name), rules, name, ids)
+
+        return called_on_each(read, contents)
+
+
+class EmbeddingProcessor(Processor[EmbedRequest, EmbeddingPlan]):
+    """Makes one sequence a text or picture, or one of a text with chunks."""
+
+    def __init__(self, context: ProcessorContext) -> None:
+        super().__init__(context)
+        self._cache = context.embedding_cache
+        self._inputs = InputReader(context)
+
+    def prepare(self, request: EmbedRequest, ids: RequestIds) -> EmbeddingPlan:
+        if request.chunks is not None:
+            return self._with_chunks(request, ids)
+        found = self._find(request, ids)
+        built = self._inputs.read(request, ids, found)
+        sequences = self._inputs.sequences(request, built, ids)
+        return EmbeddingPlan(
+            sequences=sequences,
+            num_values=len(sequences),
+            truncated=sum(text.truncated for text in built)
+            + sum(entry.truncated for entry in found.values()),
+            images=image_jobs(self._model.vision, sequences),
+            cached_documents=len(found),
+            cached_tokens=sum(entry.tokens for entry in found.values()),
+            model=self._model,
+            task=request.task,
+            found=found,
+        )
+
+    def shortest_sequences(self) -> dict[str, int]:
+        return self._inputs.shortest_sequences()
+
+    def _find(self, request: EmbedRequest, ids: RequestIds) -> dict[int, CachedEmbedding]:
+        """Returns the cached token vectors of texts, by their index, for a request that takes them. Such
+        texts must be read as documents are that are scored."""
+        is_document = request.input_type == "document" and request.prompt_name is None
+        # Documents that are scored through windows, or of which some tokens are read, are cached as such.
+        is_document &= not request.truncation.windows and request.truncation.max_document_tokens is None
+        if self._cache is None or not (request.takes_cached and is_document):
+            return {}
+        long_inputs = self._limits.applied_to(request.truncation, ids)
+        own_length = self._inputs.rules(request).max_tokens
+        lookup = CacheLookup(self._cache, False, long_inputs, own_length, request.cache_owner)
+        indexed = {i: text for i, text in enumerate(request.texts) if isinstance(text, str)}
+        found = zip(indexed, lookup.find([*indexed.values()]), strict=True)
+        return {i: entry for i, entry in found if isinstance(entry, CachedEmbedding)}
+
+    def _with_chunks(self, request: EmbedRequest, ids: RequestIds) -> EmbeddingPlan:
+        """Makes one sequence of a document, which gives a row for each of its chunks (late chunking)."""
+        check_late_chunking(request, self._model.tasks["embed"].pooling)
+        (document,) = request.texts
+        assert isinstance(document, str)
+        assert request.chunks is not None
+        builder = self._inputs.builder(replace(request, truncation=REFUSE_LONG), ids)
+        built, origins = builder.whole(document)
+        passages = passages_of(document, origins.spans, request.chunks)
+        sequence = TokenSequence.passages(
+            ids.next_sequence_id(), ids.slot(0), PASSAGES, built.tokens, passages
+        )
+        return EmbeddingPlan(sequences=[sequence], num_values=1, model=self._model, task=request.task)
+
+
+def encoding_price(muvera: Muvera, dim: int, input_type: InputType, num_texts: int) -> int:
+    """Returns the price, in tokens, of one vector for each text, and of the random numbers that it needs."""
+    drawn = muvera.r_reps * (muvera.k_sim + (muvera.d_proj or 0)) * dim // _DRAWN_PER_TOKEN
+    return drawn + num_texts * muvera.whole_length(dim) // _NUMBERS_PER_TOKEN[input_type] + 1
+
+
+def as_muvera(encoding: Muvera | Literal["muvera"]) -> Muvera:
+    """Returns an encoding by its name, with default parameters, or as it is given. Raises InvalidRequestError
+    for a name that is not known."""
+    found = Muvera() if encoding == "muvera" else encoding
+    if not isinstance(found, Muvera):
+        raise InvalidRequestError(f"encoding {encoding!r} is not known; use muvera", "encoding")
+    return found
+
+
+def check_encoding(
+    muvera: Muvera, model: LoadedModel, input_type: InputType | None, others: Mapping[str, bool]
+) -> None:
+    """Raises InvalidRequestError if a request cannot have its texts encoded.
+
+    That is so if the model's scores are not MaxSim, if its vectors do not fit the parameters, if `input_type`
+    is missing, and for any of the `others`, options that exclude an encoding."""
+    if model.score_task != "token_embed":
+        raise InvalidRequestError(
+            "encoding is for models that score by late interaction, and this one does not; leave it out, or "
+            "run the model with score_type late-interaction",
+            "encoding",
+        )
+    if input_type is None:
+        raise InvalidRequestError(
+            "queries and documents are encoded unlike; say which they are by input_type query or document",
+            "input_type",
+        )
+    for name, is_given in others.items():
+        if is_given:
+            raise InvalidRequestError(f"{name} and encoding exclude each other; leave out one", name)
+    try:
+        muvera.length(model.tasks["token_embed"].dim)
+    except ValueError as error:
+        raise InvalidRequestError(str(error), "encoding") from None
+
+
+def shorten(rows: NDArray[np.float32], dimensions: int | None, normalized: bool) -> NDArray[np.float32]:
+    """Returns the first `dimensions` columns of each row, L2-normalized again if the model normalizes.
+
+    Source: matryoshka embeddings, Kusupati et al. 2022 (arXiv 2205.13147)."""
+    if dimensions is None or dimensions == rows.shape[-1]:
+        return rows
+    rows = rows[..., :dimensions]
+    if normalized:
+        rows = rows / np.maximum(np.linalg.norm(rows, axis=-1, keepdims=True), 1e-12)
+    return rows
+
+
+def _sparse_vector(entries: NDArray[np.float32]) -> SparseVector:
+    """Makes a sparse vector of entries [n, 2], each a token's id and its weight."""
+    entries = entries[entries[:, 1] != 0]
+    entries = entries[np.argsort(entries[:, 0], kind="stable")]
+    return SparseVector(entries[:, 0].astype(np.int64), entries[:, 1].copy())
+
+
+def _token_rows(value: Value | None) -> NDArray[np.float32]:
+    assert isinstance(value, np.ndarray)
+    return value
+
+
+def _rounded(rows: torch.Tensor, cache: EmbeddingCache) -> torch.Tensor:
+    """Returns rows in the precision of the cache."""
+    return cache.rounded(Ragged(rows, (0, len(rows)))).decoded(torch.float32).values
+
+
+def _check_tokens(tokens: int, most: int | None) -> None:
+    if most is not None and tokens > most:
+        raise RequestTooLargeError(
+            f"these texts have {tokens} tokens, a vector each, and an answer has room for {most} of them; "
+            "send fewer texts at a time, or ask for fewer dimensions"
+        )

@@ -1,0 +1,291 @@
+"""Listwise models: many documents in one prompt, each scored beside the others.
+
+Source: jina-reranker-v3, "Last but Not Late Interaction for Document Reranking", arXiv 2509.25085; the
+wording of the prompt and the rule by which documents are packed are its model card's.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from maxsimd.engine.checkpoint import ListwiseRules, LoadedModel
+from maxsimd.engine.errors import InvalidRequestError
+from maxsimd.engine.explanations import Explanation
+from maxsimd.engine.processors.plan import ScorePlan, Scores
+from maxsimd.engine.processors.processor import ProcessorContext, ScoreProcessor
+from maxsimd.engine.processors.request_ids import RequestIds
+from maxsimd.engine.processors.score_lookup import FoundScores, RunFacts, ScoreLookup
+from maxsimd.engine.processors.text.tokenization import SHORTEST_TEXT, TextTokenizer, truncate
+from maxsimd.engine.processors.text.truncation import Fitted, InputName, LongInputs, Room
+from maxsimd.engine.requests import ScoreOptions, ScoreRequest, Value
+from maxsimd.scheduler import Sequence as TokenSequence
+from maxsimd.scheduler import Tokens
+from maxsimd.scheduler.payload import TokenIds
+
+_SYSTEM = (
+    "<|im_start|>system\nYou are a search relevance expert who can determine a ranking of the passages based "
+    "on how relevant they are to the query. If the query is a question, how relevant a passage is depends on "
+    "how well it answers the question. If not, try to analyze the intent of the query and assess how well "
+    "each passage satisfies the intent. If an instruction is provided, you should follow the instruction "
+    "when determining the ranking.<|im_end|>\n<|im_start|>user\n"
+)
+_ASSISTANT = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class ListwisePlan(ScorePlan):
+    """One value a block, float32 [documents + 1, dim], the query last. `num_blocks[i]` blocks in a row are
+    list i: a query and the documents that are ranked together for it. `texts` are the documents as read."""
+
+    found: FoundScores
+    facts: list[RunFacts]
+    num_blocks: tuple[int, ...] = ()
+    texts: Sequence["_Text"] = ()
+
+    def raw_scores(self, values: Sequence[Value | None]) -> Scores:
+        blocks = iter(values)
+        of_lists = [
+            merge_blocks([np.asarray(next(blocks)) for _ in range(count)]) for count in self.num_blocks
+        ]
+        return self.found.with_new(np.concatenate(of_lists) if of_lists else np.empty(0, dtype=np.float32))
+
+    def final_scores(self, raw: Scores) -> Scores:
+        return raw if self.normalization is None else self.normalization.apply(raw)
+
+    def documents_of(self, values: Collection[int]) -> Sequence[int]:
+        return range(self.request.num_documents)
+
+    def input_of(self, value: int) -> str:
+        return "documents"
+
+    def cache_scores(self, raw: Scores) -> None:
+        self.found.put(raw, self.facts)
+
+    def explanations(
+        self, values: Sequence[Value | None], documents: Iterable[int]
+    ) -> dict[int, Explanation]:
+        texts = ((document, self.texts[document]) for document in documents)
+        return {document: Explanation(text.tokens, text.truncated, cached=False) for document, text in texts}
+
+
+class ListwiseProcessor(ScoreProcessor):
+    """Makes one sequence for each block of documents that are ranked together. The tokens that are pooled are
+    the documents' markers, in order, and the query's."""
+
+    scores_together = True
+
+    def __init__(self, context: ProcessorContext) -> None:
+        super().__init__(context)
+        assert context.model.listwise is not None
+        self._rules = context.model.listwise
+        self._lookup = ScoreLookup(context.score_cache, together=True)
+        markers = self._rules.document_marker, self._rules.query_marker
+        self._markers = [self._tokenizer.token_id(marker) for marker in markers]
+
+    @classmethod
+    def is_for(cls, model: LoadedModel) -> bool:
+        return model.listwise is not None
+
+    def check_options(self, options: ScoreOptions) -> None:
+        if options["on_timeout"] == "partial" or options["on_error"] == "report":
+            raise InvalidRequestError(
+                "a listwise model scores documents by each other: leave out on_timeout and on_error",
+                "on_timeout" if options["on_timeout"] == "partial" else "on_error",
+            )
+
+    def plan(self, request: ScoreRequest, ids: RequestIds) -> ListwisePlan:
+        found = self._lookup.find(request)
+        normalization = self._normalization(request)
+        if not found.new:
+            return ListwisePlan(
+                sequences=[],
+                num_values=0,
+                truncated=found.truncated(request),
+                cached_documents=len(found.cached),
+                cached_tokens=found.cached_tokens,
+                request=request,
+                normalization=normalization,
+                found=found,
+                facts=[],
+            )
+        long_inputs = self._limits.applied_to(request.truncation, ids)
+        rules = replace(self._rules, context=min(self._rules.context, long_inputs.limit))
+        reader = _TextReader(rules, self._tokenizer, long_inputs)
+        blocks: list[TokenIds] = []
+        num_blocks = []
+        texts: list[_Text] = []
+        truncated = 0
+        for ranked in _lists(request):
+            query = reader.query(ranked.query, ranked.first)
+            documents = [reader.document(text, ranked.first + i) for i, text in enumerate(ranked.documents)]
+            texts += documents
+            truncated += sum(text.truncated for text in (query, *documents))
+            prompter = _Prompter(query.text, request.instruction, rules, self._tokenizer)
+            before, start = len(blocks), 0
+            for size in in_blocks([document.tokens for document in documents], query.tokens, rules):
+                blocks += prompter.blocks([document.text for document in documents[start : start + size]])
+                start += size
+            num_blocks.append(len(blocks) - before)
+        sequences = [
+            TokenSequence.text(ids.next_sequence_id(), ids.slot(i), "rank", self._tokens(block))
+            for i, block in enumerate(blocks)
+        ]
+        # The first document stands for all, which are run together.
+        facts = [RunFacts(sum(map(len, blocks)), truncated, False, 1)]
+        facts += [RunFacts(0, 0, False, 1)] * (len(texts) - 1)
+        return ListwisePlan(
+            sequences=sequences,
+            num_values=len(sequences),
+            truncated=truncated,
+            request=request,
+            normalization=normalization,
+            found=found,
+            facts=facts,
+            num_blocks=tuple(num_blocks),
+            texts=texts,
+        )
+
+    def shortest_sequences(self) -> dict[str, int]:
+        prompt = listwise_prompt(SHORTEST_TEXT, [SHORTEST_TEXT], self._model.instruction, self._rules)
+        return {"a query with one document": len(self._tokenizer.encode([prompt], "text")[0])}
+
+    def _tokens(self, ids: TokenIds) -> Tokens:
+        pooled = np.flatnonzero(np.isin(ids, self._markers))
+        return Tokens(ids, np.zeros_like(ids), pooled_positions=pooled)
+
+
+def merge_blocks(blocks: Sequence[NDArray[np.float32]]) -> Scores:
+    """Returns the score of each document of one query: its cosine with the query.
+
+    A block is float32 [documents + 1, dim], the query last. The query is the mean of its vectors in all
+    blocks, weighted by the best cosine of each block, mapped to 0 to 1."""
+    documents = [_unit(block[:-1]) for block in blocks]
+    weights = [
+        float((1 + unit @ _unit(block[-1])).max() / 2) for unit, block in zip(documents, blocks, strict=True)
+    ]
+    query = np.average([block[-1] for block in blocks], axis=0, weights=weights)
+    return np.concatenate(documents) @ _unit(query).astype(np.float32)
+
+
+def _unit(rows: NDArray[np.float32]) -> NDArray[np.float32]:
+    norm = np.linalg.norm(rows, axis=-1, keepdims=True)
+    return np.asarray(rows / np.maximum(norm, 1e-12))
+
+
+def in_blocks(lengths: Sequence[int], query_tokens: int, rules: ListwiseRules) -> list[int]:
+    """How many documents go into each block, in order.
+
+    A block is closed once it is full, or once what is left of the context, with room for the query twice, may
+    not take a longest document."""
+    sizes, size = [], 0
+    room = rules.context - 2 * query_tokens
+    for length in lengths:
+        size += 1
+        room -= length
+        if size >= rules.block_documents or room <= rules.max_document_tokens:
+            sizes.append(size)
+            size, room = 0, rules.context - 2 * query_tokens
+    return [*sizes, size] if size else sizes
+
+
+def listwise_prompt(query: str, documents: list[str], instruction: str | None, rules: ListwiseRules) -> str:
+    """Writes the prompt about a query and a block of documents."""
+    instruct = f"<instruct>\n{instruction}\n</instruct>\n" if instruction else ""
+    passages = "\n".join(
+        f'<passage id="{i}">\n{text}{rules.document_marker}\n</passage>' for i, text in enumerate(documents)
+    )
+    return (
+        f"{_SYSTEM}I will provide you with {len(documents)} passages, each indicated by a numerical "
+        f"identifier. Rank the passages based on their relevance to query: {query}\n{instruct}{passages}\n"
+        f"<query>\n{query}{rules.query_marker}\n</query>{_ASSISTANT}"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _RankedList:
+    """A query and the documents that are ranked together for it. `first` is the index in the request of the
+    first of them, and of the query."""
+
+    first: int
+    query: str
+    documents: tuple[str, ...]
+
+
+def _lists(request: ScoreRequest) -> Iterator[_RankedList]:
+    """All documents for the one query, or each of N pairs by itself."""
+    if len(request.queries) == 1:
+        yield _RankedList(0, request.query_texts[0], request.document_texts)
+    else:
+        for i, (query, document) in enumerate(zip(request.query_texts, request.document_texts, strict=True)):
+            yield _RankedList(i, query, (document,))
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompter:
+    """Makes the prompts about one query."""
+
+    query: str
+    instruction: str | None
+    rules: ListwiseRules
+    tokenizer: TextTokenizer
+
+    def blocks(self, documents: list[str]) -> list[TokenIds]:
+        """The token ids of a block's prompt; of its halves' where the wording around short documents, which
+        the packing rule does not count, is more than the context takes."""
+        prompt = listwise_prompt(self.query, documents, self.instruction, self.rules)
+        ids = self.tokenizer.encode([prompt], "documents")[0]
+        if len(ids) <= self.rules.context:
+            return [ids]
+        if len(documents) == 1:
+            raise InvalidRequestError(
+                f"a pass over one document has {len(ids)} tokens, but at most {self.rules.context} can be "
+                "run; shorten the query or the documents",
+                "documents",
+            )
+        half = len(documents) // 2
+        return [*self.blocks(documents[:half]), *self.blocks(documents[half:])]
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """A text free of markers, within the model's length, with its number of tokens."""
+
+    text: str
+    tokens: int
+    truncated: bool
+
+
+class _TextReader:
+    """Reads texts as the model's own code does, which truncates those that are longer than it takes."""
+
+    def __init__(self, rules: ListwiseRules, tokenizer: TextTokenizer, long_inputs: LongInputs) -> None:
+        self._rules = rules
+        self._tokenizer = tokenizer
+        self._long_inputs = long_inputs
+
+    def query(self, text: str, index: int) -> _Text:
+        length, side = self._rules.max_query_tokens, self._long_inputs.side
+        name = InputName("queries", index)
+        ids = self._tokenizer.encode([text], "queries", length + 1, side, [name])[0]
+        # Reading no more than the model does is no truncation.
+        read = truncate(ids, length, side)
+        return self._clean(text, ids, self._long_inputs.query(read, name))
+
+    def document(self, text: str, index: int) -> _Text:
+        length = self._rules.max_document_tokens
+        # There are no windows here: for a request that wants them the document counts as truncated.
+        own_length = None if self._long_inputs.uses_windows else length
+        room, max_tokens = Room(length, 0), self._long_inputs.max_document_tokens
+        most = self._long_inputs.most_of_text(length, own_length, max_tokens)
+        name = InputName("documents", index)
+        ids = self._tokenizer.encode([text], "documents", most, self._long_inputs.side, [name])[0]
+        return self._clean(text, ids, self._long_inputs.fit(ids, room, name, own_length, max_tokens))
+
+    def _clean(self, text: str, ids: TokenIds, fitted: Fitted[np.int32]) -> _Text:
+        if len(fitted.tokens) < len(ids):
+            text = self._tokenizer.decode(fitted.tokens.tolist())
+        for marker in (self._rules.query_marker, self._rules.document_marker):
+            text = text.replace(marker, "")
+        return _Text(text, len(fitted.tokens), fitted.truncated)

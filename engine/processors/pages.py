@@ -1,0 +1,260 @@
+"""Queries and documents with pictures: their sequences, and which part of a picture a vector stands for."""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, floor
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from maxsimd.engine.checkpoint import LoadedModel, RoleRules
+from maxsimd.engine.checkpoint.visual.vision import ImageInputs, Vision
+from maxsimd.engine.errors import InvalidRequestError
+from maxsimd.engine.explanations import Patch
+from maxsimd.engine.media import AnyPicture, Content, Picture, PictureError, PictureLimits
+from maxsimd.engine.processors.request_ids import RequestIds
+from maxsimd.engine.processors.text.builder import BuiltText
+from maxsimd.engine.processors.text.tokenization import TextTokenizer
+from maxsimd.engine.processors.text.truncation import InputName
+from maxsimd.engine.workers import yield_to_smaller
+from maxsimd.scheduler import ImageJob, PlacedImage, Tokens
+from maxsimd.scheduler import Sequence as TokenSequence
+from maxsimd.scheduler.payload import TokenIds
+
+# The id of a picture that is not yet part of a request's sequence.
+_NO_ID = -1
+_OpenPart: TypeAlias = str | Picture | ImageInputs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenContent:
+    """A content whose pictures are read from their files. Where it has several, only what the tower needs of
+    each is still there."""
+
+    parts: tuple[_OpenPart, ...]
+
+    @property
+    def digest(self) -> bytes:
+        """Tells it from every content with other texts or pixels."""
+        if len(self.parts) == 1 and not isinstance(self.parts[0], str):
+            return self.parts[0].digest
+        digest = hashlib.blake2b(digest_size=32)
+        for part in self.parts:
+            if isinstance(part, str):
+                kind, data = b"text", part.encode("utf-8", "surrogatepass")
+            else:
+                kind, data = b"image", part.digest
+            digest.update(kind + len(data).to_bytes(8, "big") + data)
+        return digest.digest()
+
+
+class PageBuilder:
+    """Builds the sequences of contents with pictures for one model: a picture by itself, with what the
+    checkpoint puts beside it, or what its chat template makes of texts and pictures. Thread-safe.
+
+    `longest` is the most tokens that can be run in one sequence. All methods raise InvalidRequestError, by
+    the name of what is wrong."""
+
+    def __init__(
+        self, vision: Vision, tokenizer: TextTokenizer, longest: int, limits: PictureLimits | None = None
+    ) -> None:
+        self._vision = vision
+        self._tokenizer = tokenizer
+        self._longest = longest
+        self._limits = PictureLimits() if limits is None else limits
+
+    @property
+    def image_token(self) -> str:
+        """The token that stands for a picture in a written text."""
+        return self._vision.image_token
+
+    @property
+    def image_token_id(self) -> int | None:
+        return self._vision.image_token_id
+
+    def opened(self, content: Content, name: InputName) -> OpenContent:
+        """The content, with its pictures read from their files."""
+        pictures, texts = content.pictures, content.texts
+        if not self._vision.image_token and (len(pictures) != 1 or texts):
+            numbers = f"{_number(len(pictures), 'picture')} and {_number(len(texts), 'text')}"
+            raise InvalidRequestError(
+                f"{name} has {numbers}; this model reads one picture, or text, at a time", name.param
+            )
+        parts: list[_OpenPart] = []
+        for part in content.parts:
+            yield_to_smaller()
+            if isinstance(part, str):
+                parts.append(part)
+            else:
+                picture = self._read(part, name)
+                parts.append(picture if len(pictures) == 1 else self._inputs(picture, name))
+        return OpenContent(tuple(parts))
+
+    def built(self, content: OpenContent, rules: RoleRules, name: InputName, ids: RequestIds) -> BuiltText:
+        """The sequence of a content in a role."""
+        texts, images = self.split(content, name)
+        if rules.chat is None:
+            page = self._vision.reader.page(images[0])
+            tokens = self._vision.tokens_of(page, _NO_ID, images[0])
+        else:
+            tokens = self.written(rules.chat.content(texts, rules.prompt), images, name)
+        limit = self._longest if rules.max_tokens is None else min(self._longest, rules.max_tokens)
+        self.check_length(tokens, limit, name)
+        if rules.skipped_ids is not None:
+            pooled = np.flatnonzero(~np.isin(tokens.ids, rules.skipped_ids))
+            tokens = replace(tokens, pooled_positions=pooled)
+        return BuiltText(tokens.behind(0, ids.sequence_ids), truncated=False)
+
+    def split(self, content: OpenContent, name: InputName) -> tuple[list[str | None], list[ImageInputs]]:
+        """The texts of a content, None in place of each picture, and the pictures."""
+        parts = [self._inputs(part, name) if isinstance(part, Picture) else part for part in content.parts]
+        texts = [part if isinstance(part, str) else None for part in parts]
+        return texts, [part for part in parts if isinstance(part, ImageInputs)]
+
+    def written(
+        self, text: str, images: Sequence[ImageInputs], name: InputName, trailing_ids: tuple[int, ...] = ()
+    ) -> Tokens:
+        """The tokens of a text in which the picture's token stands once for each of the images, with as many
+        for each as it has features, and then those that no text has. The images have no ids yet."""
+        most = self._longest + 1 + sum(image.features for image in images)
+
+        def encoded(text: str) -> TokenIds:
+            (ids,) = self._tokenizer.encode([text], name.param, most, names=[name])
+            if len(ids) == most:
+                raise InvalidRequestError(
+                    f"{name} has more than {self._longest} tokens beside its pictures, and no more can be "
+                    "run in one sequence here; send shorter texts",
+                    name.param,
+                )
+            return np.concatenate([ids, np.array(trailing_ids, dtype=np.int32)])
+
+        tokens = self._vision.with_features(text, images, encoded)
+        if tokens is None:
+            raise InvalidRequestError(
+                f"a text of {name} holds {self._vision.image_token!r}, in whose place this model reads "
+                "pictures; leave it out",
+                name.param,
+            )
+        return tokens
+
+    def check_texts(self, texts: Sequence[str | None], name: InputName) -> None:
+        """Raises InvalidRequestError for a text that holds the picture's token."""
+        if any(text is not None and self.image_token in text for text in texts):
+            raise InvalidRequestError(
+                f"a text of {name} holds {self.image_token!r}, in whose place this model reads pictures; "
+                "leave it out",
+                name.param,
+            )
+
+    def check_length(self, tokens: Tokens, limit: int, name: InputName) -> None:
+        """Raises InvalidRequestError for a sequence with pictures of more tokens than the limit."""
+        if len(tokens) > limit:
+            as_a_picture = " as a picture" if len(tokens.images) == 1 else ""
+            raise InvalidRequestError(
+                f"{name} has {len(tokens)} tokens{as_a_picture}, and at most {limit} can be run in "
+                "one sequence here; send a smaller picture, or raise max_batch_tokens or max_model_len",
+                name.param,
+            )
+
+    def _read(self, picture: AnyPicture, name: InputName) -> Picture:
+        try:
+            return picture.read(self._limits)
+        except PictureError as error:
+            raise InvalidRequestError(f"{name} {error}", name.param) from None
+
+    def _inputs(self, picture: Picture, name: InputName) -> ImageInputs:
+        try:
+            return self._vision.reader.read(picture)
+        except ValueError as error:  # as processors refuse what is much longer than wide
+            size = f"{picture.width} x {picture.height} pixels"
+            raise InvalidRequestError(
+                f"{name}, of {size}, cannot be read by this model: {error}", name.param
+            ) from None
+
+
+def page_builder(model: LoadedModel, tokenizer: TextTokenizer, longest: int) -> PageBuilder | None:
+    """The builder for a model; None for one that reads only text."""
+    return None if model.vision is None else PageBuilder(model.vision, tokenizer, longest)
+
+
+def image_jobs(vision: Vision | None, sequences: Iterable[TokenSequence]) -> list[ImageJob]:
+    """The pictures of sequences, in their order."""
+    return [] if vision is None else [job for sequence in sequences for job in _jobs(vision, sequence)]
+
+
+def _jobs(vision: Vision, sequence: TokenSequence) -> Iterator[ImageJob]:
+    images = sequence.tokens.images
+    features = sum(len(image.positions) for image in images)
+    for i, image in enumerate(images):
+        yield ImageJob(
+            image.image_id,
+            sequence.request_id,
+            vision.price(image.inputs),
+            0 if i else features,
+            image.inputs,
+            sequence.payload.slot,
+        )
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count or 'no'} {what}{'' if count == 1 else 's'}"
+
+
+def patch_of(tokens: Tokens, row: int) -> Patch | None:
+    """The patch that a vector of a sequence stands for, counted among those that are pooled; None for a token
+    beside its pictures, and for one of a small copy of a whole picture."""
+    token = row if tokens.pooled_positions is None else int(tokens.pooled_positions[row])
+    for number, image in enumerate(tokens.images):
+        feature = int(np.searchsorted(image.positions, token))
+        if feature < len(image.positions) and image.positions[feature] == token:
+            cell = cells_of(image)[feature]
+            return None if cell[0] < 0 else _patch(image.inputs, number, *cell.tolist())
+    return None
+
+
+def maps_of(tokens: Tokens, similarities: NDArray[np.float32]) -> tuple[NDArray[np.float32], ...]:
+    """The similarities [Lq, vectors] of a sequence's vectors where they are in its pictures: [Lq, rows,
+    columns] for each, NaN where a token takes no part."""
+    row_of = np.full(len(tokens), -1)
+    pooled = np.arange(len(tokens)) if tokens.pooled_positions is None else tokens.pooled_positions
+    row_of[pooled] = np.arange(len(pooled))
+    maps = []
+    for image in tokens.images:
+        cells, rows = cells_of(image), row_of[image.positions]
+        shown = (cells[:, 0] >= 0) & (rows >= 0)
+        grid = np.full((len(similarities), *image.inputs.grid), np.nan, dtype=np.float32)
+        grid[:, cells[shown, 0], cells[shown, 1]] = similarities[:, rows[shown]]
+        maps.append(grid)
+    return tuple(maps)
+
+
+def cells_of(image: PlacedImage) -> NDArray[np.int64]:
+    """The row and column [features, 2] of each feature of a picture in the grid of what the model reads; -1
+    for those of a small copy of the whole."""
+    inputs: ImageInputs = image.inputs
+    rows, columns = inputs.grid
+    features = np.arange(len(image.positions))
+    side = inputs.tile_side
+    if side is None:
+        return np.stack(np.divmod(features, columns), axis=1)
+    tile, inside = np.divmod(features, side * side)
+    tile_row, tile_column = np.divmod(tile, columns // side)
+    row, column = np.divmod(inside, side)
+    cells = np.stack([tile_row * side + row, tile_column * side + column], axis=1)
+    cells[cells[:, 0] >= rows] = -1
+    return cells
+
+
+def _patch(inputs: ImageInputs, picture: int, row: int, column: int) -> Patch:
+    rows, columns = inputs.grid
+    width, height = inputs.size
+    left, right = _span(column, columns, width)
+    top, bottom = _span(row, rows, height)
+    return Patch(row, column, (left, top, right, bottom), picture)
+
+
+def _span(index: int, count: int, pixels: int) -> tuple[int, int]:
+    """The pixels that one of `count` equal parts covers, at least one."""
+    return floor(index * pixels / count), max(1, ceil((index + 1) * pixels / count))

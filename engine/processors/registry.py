@@ -1,0 +1,77 @@
+"""The processors of a model, and whether the shortest requests to it can be run.
+
+A new kind of model registers its processor here."""
+
+from maxsimd.engine.checkpoint import LoadedModel
+from maxsimd.engine.errors import InvalidRequestError, ModelLoadError
+from maxsimd.engine.processors.classification import ClassificationProcessor, PairClassificationProcessor
+from maxsimd.engine.processors.cross_encoder import CrossEncoderProcessor
+from maxsimd.engine.processors.dual_encoder import DualEncoderProcessor, QueryProcessor
+from maxsimd.engine.processors.embedding import EmbeddingProcessor
+from maxsimd.engine.processors.listwise import ListwiseProcessor
+from maxsimd.engine.processors.processor import ProcessorContext, ScoreProcessor
+from maxsimd.engine.processors.text.tokenization import TextTokenizer
+from maxsimd.engine.processors.text.truncation import LengthLimits
+
+# Each kind of model that scores documents.
+SCORE_PROCESSORS: tuple[type[ScoreProcessor], ...] = (
+    DualEncoderProcessor,
+    CrossEncoderProcessor,
+    ListwiseProcessor,
+)
+
+
+class Processors:
+    """The processors of all requests to one model. Thread-safe."""
+
+    def __init__(self, context: ProcessorContext) -> None:
+        model = context.model
+        self.scores = next(kind for kind in SCORE_PROCESSORS if kind.is_for(model))(context)
+        self.embedding = EmbeddingProcessor(context)
+        self.classification = ClassificationProcessor(context)
+        self.pair_classification = PairClassificationProcessor(context, self.scores)
+
+    @property
+    def queries(self) -> QueryProcessor:
+        """Raises InvalidRequestError for a model that reads query and document together."""
+        if not isinstance(self.scores, DualEncoderProcessor):
+            raise InvalidRequestError(
+                "this model reads query and document together, so that a query has no embedding by itself; "
+                "score its text",
+                "queries",
+            )
+        return self.scores.queries
+
+
+def check_room(model: LoadedModel, tokenizer: TextTokenizer, budget: int, chunked: bool) -> None:
+    """Checks at start that the shortest sequence of each kind can be run.
+
+    Raises ModelLoadError if one is longer than the model takes, or than a step's `budget` of tokens unless
+    it can be run in chunks, and if the model's template has tokens without an embedding."""
+    try:
+        shortest_of = shortest_sequences(model, tokenizer)
+    except InvalidRequestError as error:
+        raise ModelLoadError(f"what {model.name!r} puts around texts cannot be run: {error}") from error
+    for kind, tokens in shortest_of.items():
+        shortest = f"{kind} of {model.name!r} has at least {tokens} tokens with all that stands around it"
+        if tokens > model.max_tokens:
+            raise ModelLoadError(
+                f"{shortest}, but the longest input is {model.max_tokens} tokens; leave out max_model_len "
+                "or raise it"
+            )
+        if not chunked and tokens > budget:
+            raise ModelLoadError(
+                f"{shortest}, but a step takes no more than {budget}; raise max_batch_tokens to at least "
+                f"{tokens}"
+            )
+
+
+def shortest_sequences(model: LoadedModel, tokenizer: TextTokenizer) -> dict[str, int]:
+    """Returns how many tokens the shortest sequence of each kind has, by its name in errors."""
+    limits = LengthLimits(model.max_tokens, window_overlap=0)
+    processors = Processors(ProcessorContext(model, tokenizer, limits))
+    shortest = processors.scores.shortest_sequences()
+    # A listwise model takes no texts by themselves.
+    if model.listwise is None:
+        shortest |= processors.embedding.shortest_sequences()
+    return shortest

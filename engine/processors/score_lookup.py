@@ -1,0 +1,130 @@
+"""Looks up cached scores, so that only the other documents of a request are run."""
+
+import hashlib
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Self
+
+import numpy as np
+
+from maxsimd.engine.cache.scores import CachedScore, ScoreCache
+from maxsimd.engine.explanations import Explanation
+from maxsimd.engine.processors.plan import Scores
+from maxsimd.engine.requests import ScoreRequest
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """The cost of running a document for its query: tokens, truncated inputs, whether the query is truncated,
+    and windows. If documents are run together, the first has the numbers of all."""
+
+    tokens: int
+    truncated: int
+    query_truncated: bool
+    windows: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FoundScores:
+    """The documents of a request that have cached scores, and those to run: `new`, in order.
+
+    New scores go into the `cache` under `keys`, one for each new document; None for one that is not to be
+    cached."""
+
+    num_documents: int
+    new: list[int]
+    cached: dict[int, CachedScore] = field(default_factory=dict)
+    keys: list[bytes | None] = field(default_factory=list)
+    cache: ScoreCache | None = None
+
+    @classmethod
+    def none(cls, request: ScoreRequest) -> Self:
+        """Nothing is looked up, and nothing will be cached."""
+        return cls(request.num_documents, list(range(request.num_documents)))
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(entry.tokens for entry in self.cached.values())
+
+    def truncated(self, request: ScoreRequest) -> int:
+        """Returns how many inputs were truncated for the cached scores. Queries that are run again for new
+        documents do not count."""
+        run_again = {request.query_of(i) for i in self.new}
+        queries = {request.query_of(i) for i, entry in self.cached.items() if entry.query_truncated}
+        return sum(entry.truncated for entry in self.cached.values()) + len(queries - run_again)
+
+    def with_new(self, scores: Scores) -> Scores:
+        """Returns the scores of all documents, from those of the new ones."""
+        if not self.cached:
+            return scores
+        found = np.empty(self.num_documents, dtype=np.float32)
+        found[[*self.cached]] = [entry.score for entry in self.cached.values()]
+        found[self.new] = scores
+        return found
+
+    def put(self, scores: Scores, facts: Iterable[RunFacts]) -> None:
+        """Caches the new ones among the raw `scores` of all documents. `facts` are those of the new ones."""
+        if self.cache is None or not self.new:
+            return
+        of_new = zip(self.keys, scores[self.new].tolist(), facts, strict=True)
+        self.cache.put(
+            (key, CachedScore(score, one.tokens, one.truncated, one.query_truncated, one.windows))
+            for key, score, one in of_new
+            if key is not None and math.isfinite(score)
+        )
+
+    def explanation(self, document: int) -> Explanation | None:
+        """Explains a document whose score is cached; None for another."""
+        entry = self.cached.get(document)
+        return None if entry is None else Explanation(entry.tokens, bool(entry.truncated), cached=True)
+
+
+class ScoreLookup:
+    """Finds the cached scores of requests to one model; with no `cache`, none.
+
+    With `together` a document's score depends on the others of its request: either all documents of a
+    request are found, or none."""
+
+    def __init__(self, cache: ScoreCache | None, together: bool) -> None:
+        self._cache = cache
+        self._together = together
+
+    def find(self, request: ScoreRequest) -> FoundScores:
+        """Looks up all documents of a request."""
+        if self._cache is None or request.cache == "bypass":
+            return FoundScores.none(request)
+        keys = self._keys(self._cache, request)
+        found: list[CachedScore | None] = [None] * len(keys)
+        if request.cache == "use":
+            entries = iter(self._cache.find([key for key in keys if key is not None]))
+            found = [None if key is None else next(entries) for key in keys]
+        if request.explain:
+            # The cache has only the best score of several windows, and no tokens of documents that are run
+            # together.
+            found = [
+                None if entry is None or entry.windows > 1 or self._together else entry for entry in found
+            ]
+        if self._together and None in found:
+            found = [None] * len(keys)
+        new = [i for i, entry in enumerate(found) if entry is None]
+        cached = {i: entry for i, entry in enumerate(found) if entry is not None}
+        return FoundScores(len(keys), new, cached, [keys[i] for i in new], self._cache)
+
+    def _keys(self, cache: ScoreCache, request: ScoreRequest) -> list[bytes | None]:
+        """Returns the key of each document's score; None for pairs with pictures, which are not cached."""
+        how = f"{request.truncation!r} {request.instruction!r} {request.cache_owner!r}"
+        if self._together and len(request.queries) == 1:
+            all_documents = hashlib.blake2b(digest_size=32)
+            for given in request.document_texts:
+                text = given.encode("utf-8", "surrogatepass")
+                all_documents.update(len(text).to_bytes(8, "big") + text)
+            how = f"{how} {all_documents.hexdigest()}"
+        keys: list[bytes | None] = []
+        for i, document in enumerate(request.documents):
+            query = request.queries[request.query_of(i)]
+            if isinstance(query, str) and isinstance(document, str):
+                keys.append(cache.key(query, document, how))
+            else:
+                keys.append(None)
+        return keys

@@ -1,0 +1,584 @@
+"""Breaks: where a text can be split so that its pieces, tokenized one by one, have the tokens of the whole.
+
+Derived from the tokenizer's own description. The lists of steps below name normalizers, pre-tokenizers and
+patterns that are known to treat both sides of a break apart as they treat them together. A tokenizer that has
+any other step gets no breaks.
+
+A break is in one of three positions:
+- Before whitespace that follows a letter, a letter with marks, or a sign. No normal form joins whitespace to
+  what stands before it, a grapheme cluster ends there, and no word goes on there; only to a mark or sign do
+  some patterns join the end of a line. A run of whitespace stays whole: a piece begins with it.
+- Between a letter or digit and a sign.
+- Between the end of a line and something visible.
+Which whitespace, signs and line ends these are is tried with the tokenizer.
+
+Libraries know Unicode in different versions. Only those letters, digits and signs count as such that are in
+Unicode 3.2 of 2002 and in Python's version: every library has them in the same class. Newer letters count as
+what may be letters or signs. All stand in the first plane, where most scripts in use today are.
+"""
+
+import functools
+import json
+import re
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, Literal
+
+from tokenizers import Tokenizer
+
+Kind = Literal["letter", "mark", "sign"]
+
+# How many characters are normalized in one call, and what stands between them.
+_AT_ONCE, _BETWEEN = 1024, " x "
+# What Unicode calls whitespace.
+SPACES = (
+    " \t\n\x0b\x0c\r\x85\xa0\u1680"
+    + "".join(map(chr, range(0x2000, 0x200B)))
+    + "\u2028\u2029\u202f\u205f\u3000"
+)
+# SentencePiece's sign for a space.
+SPACE_SIGN = "\u2581"
+IDEOGRAPHS = "\u4e00-\u9fa5"
+CHINESE_SIGNS = "\u3001\u3002\u300c\u300d\uff01\uff08\uff09\uff0c\uff1a\uff1b\uff1f"
+SIGNS = '"#$%&()*+,-./:;?@[]{}!|~' + CHINESE_SIGNS
+
+_KINDS: dict[str, Kind] = {
+    **dict.fromkeys(["Lu", "Ll", "Lt", "Lm", "Lo", "Nd"], "letter"),
+    **dict.fromkeys(["Mn", "Mc", "Me"], "mark"),
+    **dict.fromkeys(["Pc", "Pd", "Ps", "Pe", "Pi", "Pf", "Po", "Sm", "Sc", "Sk", "So"], "sign"),
+}
+# Letters that are part of a cluster with what stands before them, as a mark is: vowels of Thai and Lao, and
+# voiced sound marks. Then those that versions of Unicode joined with what stands behind them: vowels of Thai
+# and Lao that are written before their consonants, and a letter of Malayalam.
+_JOINED = {
+    "\u0d4e",
+    "\u0e33",
+    "\u0eb3",
+    "\uff9e",
+    "\uff9f",
+    *map(chr, [*range(0xE40, 0xE45), *range(0xEC0, 0xEC5)]),
+}
+
+# Normalizers that look no further than a grapheme cluster, or a letter and its marks. A break is at the end
+# of both, and no separator changes with what stands before it. Nor does what matches these patterns, which
+# begins with a space.
+_LOCAL_NORMALIZERS = {
+    *("BertNormalizer", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Precompiled", "Strip"),
+    "StripAccents",
+}
+_REPLACED = {r" {2,}", r"\s+"}
+# What a BPE model may do to a text that is not split, beside merging what stands side by side.
+_MORE_THAN_MERGES = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges")
+# Pre-tokenizers that split by the class of each character, and those that do so within a word, at the end.
+_BY_CLASS = {"BertPreTokenizer", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit"}
+_LAST = {"ByteLevel", "Metaspace"}
+# Alternatives of the patterns by which byte-level tokenizers split. None matches a letter or digit with a
+# separator behind it, or anything with a space behind it but the end of a line. None looks further than to
+# the end of a run of whitespace, and none looks back. So a word ends at each break, and the words on either
+# side do not depend on the other.
+_CONTRACTIONS = ("'s", "'t", "'re", "'ve", "'m", "'ll", "'d")
+_CONTRACTED = f"(?i:{'|'.join(_CONTRACTIONS)})"
+_CAPITALS, _SMALL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_NO_LETTER = r"[^\r\n\p{L}\p{N}]?"
+_ALTERNATIVES = {
+    *(*_CONTRACTIONS, _CONTRACTED, "'(?i:[sdmt]|ll|ve|re)"),
+    *(r" ?\p{L}+", _NO_LETTER + r"\p{L}+", _NO_LETTER + r"+\p{L}+", _NO_LETTER + r"[\p{L}\p{M}]+"),
+    *(f"{_NO_LETTER}{_CAPITALS}*{_SMALL}+{end}" for end in ("", f"{_CONTRACTED}?")),
+    *(f"{_NO_LETTER}{_CAPITALS}+{_SMALL}*{end}" for end in ("", f"{_CONTRACTED}?")),
+    *(r" ?\p{N}+", r"\p{N}", r"\p{N}{1,3}"),
+    *(rf" ?[^\s\p{{L}}\p{{N}}]{end}" for end in ("+", r"+[\r\n]*", r"++[\r\n]*", r"+[\r\n/]*")),
+    *(r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*", r"\s*[\r\n]+", r"\s*[\r\n]", r"\s+(?!\S)", r"\s+"),
+}
+
+# Marks of one letter that are looked back over, at most.
+_MOST_MARKS = 5
+_LINE_ENDS = ("\r\n\r\n", "\n\n", "\r\n", "\n")
+# Of what each class of ends holds, some of every kind that a pattern may tell apart.
+_LETTERS = ("a", "A", "1", "\u3042", "\u4e00")
+_MARKED = ("e\u0301", "x\u0301", "\u0939\u093f", "\u0e17\u0e34", "\u05d0\u05b8")
+_SIGNS = (".", ",", "!", "-", "_", "'", '"', ")", "+", "\u2014", "\u3002", "\u0964", "\u20ac")
+# What these are at the end of a token: letters, bytes and what is unknown; or anything but spaces.
+_LETTER_ENDS, _ANY_ENDS = r"\w>\]", rf"^\0\s{SPACE_SIGN}"
+# And of what may follow whitespace.
+_REST = ("a", "1", ".", "\u4e00", " a", "  a", "\n", "\n\na", "\r\n.", "\ta", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """The characters that a piece can end with, each a class of characters of a pattern, by what it is when
+    normalized: `letters` and digits, `marked` letters, which become a letter and a mark, the `marks` that may
+    stand behind either, `signs`, which are punctuation and symbols, and `newer` letters."""
+
+    letters: str
+    marked: str
+    marks: str
+    signs: str
+    newer: str
+
+
+@functools.cache
+def kind_of(character: str) -> Kind | None:
+    """The kind of a character; None where libraries may differ, and for what is not seen."""
+    now = _KINDS.get(unicodedata.category(character))
+    then = _KINDS.get(unicodedata.ucd_3_2_0.category(character))
+    return now if now == then and character not in _JOINED and character != SPACE_SIGN else None
+
+
+def ends_of(normalize: Callable[[str], str], is_mark: Callable[[str], bool], no_ends: set[str]) -> Ends:
+    """Finds what the pieces of a tokenizer can end with. `is_mark` says whether the tokenizer takes a mark
+    for one that newer versions of Unicode have. Nothing ends a piece that has one of `no_ends` at its end."""
+    found: dict[str, list[str]] = {"letters": [], "marked": [], "marks": [], "signs": [], "newer": []}
+    kinds = _characters()
+    for letter, shown in _shown_each(normalize, kinds["letter"]):
+        if shown == letter:
+            found["letters"].append(letter)
+        elif _is_visible(shown) and kind_of(shown[0]) == "letter" and kind_of(shown[-1]) != "sign":
+            found["letters" if kind_of(shown[-1]) == "letter" else "marked"].append(letter)
+    for sign, shown in _shown_each(normalize, kinds["sign"]):
+        if _is_visible(shown) and kind_of(shown[-1]) == "sign" and shown[-1] not in no_ends:
+            found["signs"].append(sign)
+    marked = _normalized_each(normalize, [f"a{mark}" for mark in kinds["mark"]])
+    for mark, shown in zip(kinds["mark"], marked, strict=True):
+        # A mark may also be removed, or become one with its letter.
+        if _is_visible(shown) and (kind_of(mark) or is_mark(mark)):
+            found["marks"].append(mark)
+    found["newer"] = [letter for letter, shown in _shown_each(normalize, kinds["newer"]) if shown == letter]
+    return Ends(**{name: as_class(characters) for name, characters in found.items()})
+
+
+def as_class(characters: Iterable[str]) -> str:
+    """Writes characters, in their order, as they stand between the brackets of a pattern."""
+    ranges: list[list[int]] = []
+    for code in map(ord, characters):
+        if ranges and ranges[-1][1] == code - 1:
+            ranges[-1][1] = code
+        else:
+            ranges.append([code, code])
+    return "".join("-".join(re.escape(chr(code)) for code in dict.fromkeys(each)) for each in ranges)
+
+
+@functools.cache
+def _characters() -> dict[Kind | Literal["newer"], str]:
+    """The characters of each kind, marks that only Python's version of Unicode has, and such letters."""
+    found: dict[Kind | Literal["newer"], list[str]] = {"letter": [], "mark": [], "sign": [], "newer": []}
+    for character in map(chr, range(0x21, 0xFFFE)):
+        kind = kind_of(character)
+        if kind is not None:
+            found[kind].append(character)
+        elif unicodedata.ucd_3_2_0.category(character) == "Cn" and character not in _JOINED:
+            now = _KINDS.get(unicodedata.category(character))
+            if now in ("letter", "mark"):
+                found["mark" if now == "mark" else "newer"].append(character)
+    return {kind: "".join(characters) for kind, characters in found.items()}
+
+
+def _shown_each(normalize: Callable[[str], str], characters: str) -> Iterator[tuple[str, str]]:
+    """Each character, and as it is normalized; BERT sets spaces around ideographs."""
+    for character, shown in zip(characters, _normalized_each(normalize, characters), strict=True):
+        yield character, character if shown.strip() == character else shown
+
+
+def _normalized_each(normalize: Callable[[str], str], texts: Sequence[str]) -> list[str]:
+    """Each text, which has no spaces, as it is normalized by itself. Many are normalized in one call, as the
+    words of a text; fewer where the normalizer changes what stands between them."""
+    if len(texts) > _AT_ONCE:
+        parts = [texts[start : start + _AT_ONCE] for start in range(0, len(texts), _AT_ONCE)]
+    elif len(shown := normalize(_BETWEEN.join(texts)).split(_BETWEEN)) == len(texts):
+        return shown
+    elif len(texts) == 1:
+        return [normalize(texts[0])]
+    else:
+        parts = [texts[: len(texts) // 2], texts[len(texts) // 2 :]]
+    return [shown for part in parts for shown in _normalized_each(normalize, part)]
+
+
+def _is_visible(shown: str) -> bool:
+    """Whether a normalized text has characters, all of them such that one sees them or their marks."""
+    return bool(shown) and all(
+        kind_of(character) is not None or unicodedata.category(character)[0] == "M" for character in shown
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class AddedToken:
+    """A token that is found in texts before they are split, as it is written or as it is normalized."""
+
+    contents: set[str]
+    lstrip: bool
+    rstrip: bool
+    single_word: bool
+
+    def spans(self, separators: str) -> bool:
+        """Whether it can lie across a break before one of the separators, a class of characters."""
+        return any(re.search(rf"\S[{separators}]", content) for content in self.contents)
+
+    def looks_across(self, separator: str, shown: str) -> bool:
+        """Whether it depends on the other side of a break before a separator, `shown` when normalized. One
+        that takes the spaces behind it and ends with a sign does not: that sign ends no piece."""
+        return any(
+            (self.single_word and content[:1] in (separator, shown))
+            or (self.rstrip and separator in SPACES and kind_of(content[-1:] or " ") != "sign")
+            for content in self.contents
+        )
+
+    @property
+    def concerns_lines(self) -> bool:
+        """Whether it can lie across the end of a line, takes it away, or depends on what lies behind it."""
+        return self.lstrip or any(
+            re.search(r"\s\S", content) or (self.single_word and content[-1:].isspace())
+            for content in self.contents
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """The steps of a tokenizer. `merged` are the tokens of a model that makes them by merges alone,
+    each between zeros, and "" for other models."""
+
+    normalizers: list[dict[str, Any]]
+    pre_tokenizers: list[dict[str, Any]]
+    added_tokens: list[AddedToken]
+    merged: str
+
+    @property
+    def are_local(self) -> bool:
+        """Whether what happens on one side of a break has nothing to do with the other."""
+        if self.strip_spaces and not self._give_spaces_back:
+            return False
+        last = len(self.pre_tokenizers) - 1
+        return all(map(_is_local_normalizer, self.normalizers)) and all(
+            _is_local_split(step) or (i == last and step["type"] in _LAST)
+            for i, step in enumerate(self.pre_tokenizers)
+        )
+
+    @property
+    def strip_spaces(self) -> bool:
+        """Whether a piece loses the spaces that it begins with."""
+        return any(step["type"] == "Strip" and step["strip_left"] for step in self.normalizers)
+
+    @property
+    def set_ideographs_apart(self) -> bool:
+        """Whether each Chinese character is a word, as BERT has it."""
+        return (
+            any(
+                step["type"] == "BertNormalizer" and step["handle_chinese_chars"] for step in self.normalizers
+            )
+            and [step["type"] for step in self.pre_tokenizers] == ["BertPreTokenizer"]
+            and not any(token.spans(IDEOGRAPHS) for token in self.added_tokens)
+        )
+
+    @property
+    def leave_lines_alone(self) -> bool:
+        """Whether nothing happens to the end of a line that depends on whether the text ends there."""
+        return not (
+            self.give_spaces
+            or any(step["type"] == "Strip" for step in self.normalizers)
+            or any(token.concerns_lines for token in self.added_tokens)
+        )
+
+    @property
+    def join_slashes_to_lines(self) -> bool:
+        """Whether line ends and slashes may be one match of a pattern."""
+        return any(
+            "/" in step["pattern"].get("Regex", "") for step in self.pre_tokenizers if "pattern" in step
+        )
+
+    @property
+    def give_spaces(self) -> bool:
+        """Whether a piece that does not begin with a space may be given one."""
+        end = self._end
+        return end["type"] == "Metaspace" or (end["type"] == "ByteLevel" and bool(end["add_prefix_space"]))
+
+    @property
+    def no_ends(self) -> set[str]:
+        """Signs at the end of tokens that take the spaces behind them."""
+        return {content[-1:] for token in self.added_tokens if token.rstrip for content in token.contents}
+
+    @property
+    def token_starts(self) -> set[str]:
+        """The characters that added tokens begin with."""
+        return {content[0] for token in self.added_tokens for content in token.contents if content}
+
+    def merge_nothing_across(self, separator: str, ends: str) -> bool:
+        """Whether text that is not split has no token in which the separator follows one of `ends`, a class
+        of characters that holds all that pieces end with, and the ends of tokens for bytes or for what is
+        unknown."""
+        if self._end["type"] in _LAST or f"\0{separator}\0" not in self.merged:
+            return False
+        return re.search(f"[{ends}]{re.escape(separator)}", self.merged) is None
+
+    @property
+    def _end(self) -> dict[str, Any]:
+        return self.pre_tokenizers[-1] if self.pre_tokenizers else {"type": None}
+
+    @property
+    def _give_spaces_back(self) -> bool:
+        """Whether each piece that begins with a word or sign begins with a space in the end, and no added
+        token is a word or begins with a space that is lost."""
+        always = self._end["type"] == "Metaspace" and self._end["prepend_scheme"] == "always"
+        return always and not any(
+            re.match(r"[\w\s]", text) for token in self.added_tokens for text in token.contents
+        )
+
+
+def steps_of(tokenizer: Tokenizer) -> Steps:
+    """Reads the steps of a tokenizer from its description."""
+    description = json.loads(tokenizer.to_str())
+    model = description["model"]
+    is_merged = model["type"] == "BPE" and not any(map(model.get, _MORE_THAN_MERGES))
+    return Steps(
+        _in_order(description["normalizer"], "normalizers"),
+        _in_order(description["pre_tokenizer"], "pretokenizers"),
+        [
+            AddedToken(
+                {token["content"], normalized(tokenizer, token["content"])},
+                token["lstrip"],
+                token["rstrip"],
+                token["single_word"],
+            )
+            for token in description["added_tokens"]
+        ],
+        "\0".join(["", *model["vocab"], ""]) if is_merged else "",
+    )
+
+
+def normalized(tokenizer: Tokenizer, text: str) -> str:
+    """A text as a tokenizer's normalizer leaves it."""
+    return text if tokenizer.normalizer is None else str(tokenizer.normalizer.normalize_str(text))
+
+
+def _in_order(step: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
+    """The steps of a component, those of sequences within sequences laid out."""
+    if step is None:
+        return []
+    return [inner for part in step[name] for inner in _in_order(part, name)] if name in step else [step]
+
+
+def _is_local_normalizer(step: dict[str, Any]) -> bool:
+    if step["type"] != "Replace":
+        return step["type"] in _LOCAL_NORMALIZERS
+    pattern = step["pattern"]
+    if "Regex" in pattern:
+        return pattern["Regex"] in _REPLACED
+    found, content = pattern["String"], step["content"]
+    # What takes the place of more than one character must be seen where these end a piece. What takes the
+    # place of one is tried for each.
+    is_seen = len(found) == 1 or kind_of(content[-1:] or " ") is not None
+    return is_seen and not set(found[1:]) & {*SPACES, *SIGNS, SPACE_SIGN}
+
+
+def _is_local_split(step: dict[str, Any]) -> bool:
+    if step["type"] != "Split":
+        return step["type"] in _BY_CLASS and step.get("behavior", "Isolated") == "Isolated"
+    pattern, matches = step["pattern"], (step["behavior"], step["invert"])
+    if "Regex" in pattern:
+        alternatives = re.split(r"\|(?![^(]*\))", pattern["Regex"])
+        return matches in (("Isolated", False), ("Removed", True)) and _ALTERNATIVES.issuperset(alternatives)
+    return len(pattern["String"]) == 1 and not pattern["String"].isalnum()
+
+
+@dataclass(frozen=True, slots=True)
+class Breaks:
+    """The breaks of one tokenizer: at the end of each match of `pattern`."""
+
+    pattern: re.Pattern[str]
+
+    def first(self, text: str, start: int, stop: int) -> int | None:
+        """The first break from `start` on and before `stop`; None if there is none."""
+        found = self.pattern.search(text, max(0, start - 1), stop + 1)
+        return found.end() if found and found.end() < stop else None
+
+    def all(self, text: str) -> list[int]:
+        """All breaks of a text."""
+        return [found.end() for found in self.pattern.finditer(text)]
+
+
+def find_breaks(tokenizer: Tokenizer) -> Breaks | None:
+    """The breaks of a tokenizer; None where none are certain."""
+    steps = steps_of(tokenizer)
+    if not steps.are_local:
+        return None
+    trial = _Trial(tokenizer, steps)
+    ends = ends_of(lambda text: normalized(tokenizer, text), trial.takes_for_mark, steps.no_ends)
+    breaks = [*_before_spaces(trial, ends), *_before_signs(trial, ends), *_behind_lines(trial, ends)]
+    if not breaks:
+        return None
+    # Two classes are compared at each character of a text; the rest only where there may be a break.
+    last = "".join([ends.letters, ends.marked, ends.marks, ends.signs, ends.newer])
+    following = "".join(position.following for position in breaks)
+    patterns = "|".join(position.pattern for position in breaks)
+    return Breaks(re.compile(f"[{last}](?=[{following}])(?:{patterns})"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Position:
+    """A kind of position of breaks: a pattern that is compared behind a character that a piece can end with,
+    looks back at it, and moves on to the break. `following` is the class of what it begins with."""
+
+    following: str
+    pattern: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """Tries a tokenizer with short texts, as far as its model is not needed."""
+
+    tokenizer: Tokenizer
+    steps: Steps
+
+    def divides(self, end: str, separator: str, rest: str) -> bool:
+        """Whether a word ends before the separator, and what follows has the words that it has alone."""
+        following = f"{separator}{rest}"
+        return self.words(f"{end}{following}") == self.words(end) + self.words(following)
+
+    def words(self, text: str) -> list[str]:
+        """Returns the words that the model tokenizes, each by itself."""
+        shown = normalized(self.tokenizer, text)
+        if self.tokenizer.pre_tokenizer is None:
+            return [shown]
+        return [word for word, _ in self.tokenizer.pre_tokenizer.pre_tokenize_str(shown)]
+
+    def takes_for_mark(self, mark: str) -> bool:
+        """Whether a mark is one to the tokenizer too: it ends words before a line's end as others do."""
+        return self._lengths(f"x{mark}\na") in [self._lengths(f"x{other}\na") for other in "\u0301\u093f"]
+
+    def _lengths(self, text: str) -> list[int]:
+        shown = normalized(self.tokenizer, text)
+        if self.tokenizer.pre_tokenizer is None:
+            return [len(shown)]
+        return [stop - start for _, (start, stop) in self.tokenizer.pre_tokenizer.pre_tokenize_str(shown)]
+
+    def spaces(self, ends: tuple[str, ...], in_tokens: str) -> str:
+        """The whitespace before which all of the ends, in tokens a class of characters, are divided from
+        whatever follows."""
+        # A piece that loses its spaces begins with a word or sign behind them, as the pattern has it.
+        rests = ("a", "1", ".") if self.steps.strip_spaces else _REST
+        found = [
+            space
+            for space in SPACES
+            if self._stays(space, f"{SPACES}{SPACE_SIGN}")
+            and (
+                self.steps.merge_nothing_across(self._shown(space), in_tokens)
+                or all(self.divides(end, space, rest) for end in ends for rest in rests)
+            )
+        ]
+        return "".join(found)
+
+    def collapses(self, spaces: str) -> bool:
+        """Whether a run of these spaces counts as one."""
+        return all(self.divides("a", first, f"{second}a") for first, second in product(spaces, repeat=2))
+
+    def signs(self) -> str:
+        """The signs before which letters and digits are divided from what follows."""
+        if self.steps.strip_spaces or self.steps.give_spaces:
+            return ""
+        found = [
+            sign
+            for sign in SIGNS
+            if self._stays(sign, SIGNS)
+            and (
+                self.steps.merge_nothing_across(self._shown(sign), _LETTER_ENDS)
+                or all(self.divides(letter, sign, letter) for letter in _LETTERS)
+            )
+        ]
+        return "".join(found)
+
+    def line_ends(self) -> list[str]:
+        """The ends of lines behind which a text can be cut."""
+        if not self.steps.leave_lines_alone:
+            return []
+        return [
+            line_end
+            for line_end in _LINE_ENDS
+            if all(
+                self.words(f"{last}{line_end}{first}") == self.words(f"{last}{line_end}") + self.words(first)
+                for last in (*_LETTERS, *_MARKED, *_SIGNS)
+                for first in ("b", "B", "1", ".", "<", "\u4e00")
+            )
+        ]
+
+    def _stays(self, separator: str, others: str) -> bool:
+        """Whether a separator is one character of its kind when normalized, and no added token reaches it."""
+        shown = self._shown(separator)
+        if len(shown) != 1 or shown not in others:
+            return False
+        if (self.steps.strip_spaces or self.steps.give_spaces) and shown != " ":
+            return False
+        reached = re.escape(separator + shown)
+        return not any(
+            token.spans(reached) or token.looks_across(separator, shown) for token in self.steps.added_tokens
+        )
+
+    def _shown(self, separator: str) -> str:
+        return normalized(self.tokenizer, f"a{separator}a")[1:-1]
+
+
+def _before_spaces(trial: _Trial, ends: Ends) -> list[_Position]:
+    """The breaks before whitespace, by what they look back at. A space at the end of a text stays with the
+    last word."""
+    behind = _behind(ends)
+    spaces = {
+        "letters": trial.spaces(_LETTERS, _LETTER_ENDS),
+        "marks": trial.spaces(_MARKED, _ANY_ENDS),
+        "signs": trial.spaces(_SIGNS, _ANY_ENDS),
+    }
+    spaces["newer"] = "".join(space for space in spaces["letters"] if space in spaces["signs"])
+    return [
+        _Position(
+            as_class(found),
+            f"(?=[{as_class(found)}](?s:.)){behind[name]}{_after_lost_spaces(trial, found, ends)}",
+        )
+        for name, found in spaces.items()
+        if found and name in behind
+    ]
+
+
+def _after_lost_spaces(trial: _Trial, spaces: str, ends: Ends) -> str:
+    """The pattern of what must follow a break where a piece loses its spaces and gets one back: a word or
+    sign, but not the beginning of an added token."""
+    if not trial.steps.strip_spaces:
+        return ""
+    run = "+" if trial.collapses(spaces) else ""
+    starts = as_class(sorted(trial.steps.token_starts))
+    no_token = f"(?![{starts}])" if starts else ""
+    return f"(?=[{as_class(spaces)}]{run}{no_token}[{ends.letters}{ends.newer}{ends.signs}])"
+
+
+def _before_signs(trial: _Trial, ends: Ends) -> list[_Position]:
+    """The breaks between a letter and a sign; with BERT, also before ideographs."""
+    signs = as_class(trial.signs()) + (IDEOGRAPHS if trial.steps.set_ideographs_apart else "")
+    if not (signs and ends.letters):
+        return []
+    return [_Position(signs, f"(?=[{signs}]{_visible(ends)})(?<=[{ends.letters}])")]
+
+
+def _behind_lines(trial: _Trial, ends: Ends) -> list[_Position]:
+    """The breaks between the end of a line and the next line."""
+    line_ends, behind = "|".join(trial.line_ends()), "|".join(_behind(ends).values())
+    no_slash = "(?!/)" if trial.steps.join_slashes_to_lines else ""
+    if not (line_ends and behind):
+        return []
+    return [_Position("\n\r", f"(?=[\n\r])(?:{behind})(?:{line_ends})(?={no_slash}{_visible(ends)})")]
+
+
+def _behind(ends: Ends) -> dict[str, str]:
+    """Patterns that look back at an end of each class that has any."""
+    patterns = {}
+    letters = ends.letters + ends.marked + ends.newer
+    if ends.letters:
+        patterns["letters"] = f"(?<=[{ends.letters}])"
+    if letters and ends.marks:
+        marked = [f"(?<=[{letters}][{ends.marks}]{{{count}}})" for count in range(1, _MOST_MARKS + 1)]
+        marked += [f"(?<=[{ends.marked}])"] if ends.marked else []
+        patterns["marks"] = f"(?:{'|'.join(marked)})"
+    if ends.signs:
+        patterns["signs"] = f"(?<=[{ends.signs}])"
+    if ends.newer:
+        patterns["newer"] = f"(?<=[{ends.newer}])"
+    return patterns
+
+
+def _visible(ends: Ends) -> str:
+    return f"[!-~{CHINESE_SIGNS}{ends.letters}]"

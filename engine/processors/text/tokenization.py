@@ -1,0 +1,369 @@
+"""Texts to token ids, exactly as the checkpoint's tokenizer does it, but each text only once.
+
+A pair is put together from two texts that are tokenized separately. So a query is not tokenized again for
+every document, and truncation is arithmetic on lengths. The special tokens around texts are learned from
+the tokenizer itself.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from itertools import repeat
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Encoding, Tokenizer
+
+from maxsimd.engine.checkpoint.tokenizer import PlainTokenizer
+from maxsimd.engine.errors import InvalidRequestError
+from maxsimd.engine.processors.text.breaks import Breaks
+from maxsimd.engine.processors.text.origins import Spans
+from maxsimd.engine.processors.text.pieces import (
+    LONGEST_PIECE,
+    PIECE,
+    LongPieceError,
+    piece_bounds,
+    piece_bounds_backwards,
+    remembered_breaks,
+)
+from maxsimd.engine.workers import yield_to_smaller
+from maxsimd.scheduler import JoinedTokens
+from maxsimd.scheduler.payload import TokenIds
+
+Side = Literal["left", "right"]
+IdType = TypeVar("IdType", np.int32, np.int64)
+
+# Texts are tokenized in parts of this size, which take some milliseconds.
+PART_TEXTS, PART_CHARACTERS = 256, 65_536
+# For a text that is truncated to a number of tokens, this many characters for each are tokenized at first,
+# and as many again while they are too few.
+_CHARACTERS_A_TOKEN, _FEWEST_CHARACTERS = 8, 1024
+# A text of one token, or of hardly more.
+SHORTEST_TEXT = "a"
+# The most tokens that are decoded at once, within two seconds or so.
+MOST_DECODED = 1_048_576
+# The breaks of the latest tokenizers by the digests of their descriptions: finding them takes half a second.
+_BREAKS: dict[bytes, Breaks | None] = {}
+_MOST_BREAKS = 32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Template:
+    """The special tokens around one text or two: `ids[i]` and `types[i]` come before text i, the last
+    ones after the last text. `text_types[i]` is the type of text i's own tokens."""
+
+    ids: tuple[TokenIds, ...]
+    types: tuple[TokenIds, ...]
+    text_types: tuple[int, ...]
+    special_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        # A field, because every text of every request asks for it.
+        object.__setattr__(self, "special_tokens", sum(map(len, self.ids)))
+
+    def fill(self, *texts: TokenIds) -> tuple[TokenIds, TokenIds]:
+        """The token ids and type ids of one sequence."""
+        joined = self.join(*texts)
+        return joined.ids, joined.type_ids
+
+    def join(self, *texts: TokenIds) -> JoinedTokens:
+        """The tokens of one sequence, of which the texts' are not copied. Raises ValueError for none."""
+        parts: list[TokenIds] = [self.ids[0]]
+        types: list[TokenIds | int] = [self.types[0]]
+        for i, text in enumerate(texts):
+            parts += [text, self.ids[i + 1]]
+            types += [self.text_types[i], self.types[i + 1]]
+        return JoinedTokens.of(parts, types)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Around:
+    """The tokens of a part of a text, and those that stand before and after it. `spans` are the characters
+    in the text of the tokens `inside`."""
+
+    before: TokenIds
+    inside: TokenIds
+    after: TokenIds
+    spans: Spans
+
+
+class TextTokenizer:
+    """A checkpoint's tokenizer, without padding and truncation. Thread-safe: nothing in it changes.
+
+    Long texts are tokenized in pieces, between which other work goes on. Texts that are not Unicode, or that
+    nothing splits for more than `LONGEST_PIECE` characters, are refused: `param` is the field in errors, and
+    a `name` what they call a text where the field has several. Texts with a token whose id is `rows` or more,
+    for which the model has no embedding, are refused too; only `read` takes them."""
+
+    def __init__(self, tokenizer: Any, rows: int | None = None) -> None:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise InvalidRequestError(f"{type(tokenizer).__name__} has no fast tokenizer, which is required")
+        description = backend.to_str()
+        # transformers sets padding and truncation of its tokenizers at each call.
+        is_ours = isinstance(tokenizer, PlainTokenizer)
+        self._tokenizer: Tokenizer = backend if is_ours else Tokenizer.from_str(description)
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        digest = sha256(description.encode()).digest()
+        if digest not in _BREAKS:
+            while len(_BREAKS) >= _MOST_BREAKS:
+                _BREAKS.pop(next(iter(_BREAKS)), None)
+            _BREAKS[digest] = remembered_breaks(self._tokenizer, description)
+        self._breaks = _BREAKS[digest]
+        self.single = _learn_template(self._tokenizer.encode("a"), texts=1)
+        self.pair = _learn_template(self._tokenizer.encode("a", "b"), texts=2)
+        self._rows = rows
+
+    @property
+    def vocabulary_size(self) -> int:
+        return self._tokenizer.get_vocab_size()
+
+    def encode(
+        self,
+        texts: Iterable[str],
+        param: str,
+        most: int | None = None,
+        side: Side = "right",
+        names: Iterable[object] | None = None,
+    ) -> list[TokenIds]:
+        """Returns the token ids of each text, without special tokens.
+
+        A text of more than `most` tokens is truncated at the given side, and the rest is not read. There are
+        as many `names` as texts, or more."""
+        size = PIECE if most is None else min(PIECE, max(_FEWEST_CHARACTERS, _CHARACTERS_A_TOKEN * most))
+        rests: deque[tuple[Iterator[str], object]] = deque()
+
+        def firsts() -> Iterator[str]:
+            for text, name in zip(texts, repeat(param) if names is None else names, strict=False):
+                pieces = self._pieces(text, size, side, param, name)
+                rests.append((pieces, name))
+                yield next(pieces)
+
+        token_ids: list[TokenIds] = []
+        for part in in_parts(firsts()):
+            yield_to_smaller()
+            for first in self._encode_batch(part, param, names=(name for _, name in rests)):
+                rest, name = rests.popleft()
+                read = [_ids(first)]
+                num_tokens = len(read[0])
+                while (most is None or num_tokens < most) and (piece := next(rest, None)):
+                    yield_to_smaller()
+                    (encoding,) = self._encode_batch([piece], param, names=[name])
+                    read.append(_ids(encoding))
+                    num_tokens += len(read[-1])
+                token_ids.append(self.known(_joined(read, most, side), param, name))
+        return token_ids
+
+    def encode_around(
+        self,
+        text: str,
+        span: range,
+        param: str,
+        most: int | None = None,
+        side: Side = "right",
+        name: object = None,
+    ) -> Around:
+        """Returns the tokens of a text by where they stand. `inside` are those from the first that holds one
+        of the characters in `span` to the last, truncated like a text by itself to `most` tokens."""
+        parts: list[tuple[TokenIds, TokenIds, TokenIds, Spans]] = []
+        num_inside = 0
+        for start, stop in self._piece_bounds(text, PIECE, side, param, name or param):
+            if most is not None and num_inside >= most and span.start < start and stop < span.stop:
+                continue
+            yield_to_smaller()
+            (encoding,) = self._encode_batch([text[start:stop]], param, complete=True, names=[name or param])
+            ids = _ids(encoding)
+            first, last = _holding(encoding.offsets, span.start - start, span.stop - start)
+            parts.append((ids[:first], ids[first:last], ids[last:], _spans(encoding, start)[first:last]))
+            num_inside += last - first
+        before, inside, after, spans = (list(each) for each in zip(*parts, strict=True))
+        return Around(
+            self.known(_joined(before, None, side), param, name or param),
+            self.known(_joined(inside, most, side), param, name or param),
+            self.known(_joined(after, None, side), param, name or param),
+            _joined(spans, most, side),
+        )
+
+    def encode_with_spans(
+        self, text: str, param: str, most: int | None = None, side: Side = "right", name: object = None
+    ) -> tuple[TokenIds, Spans]:
+        """The token ids that `encode` has for a text, and which of its characters each stands for."""
+        ids: list[TokenIds] = []
+        spans: list[Spans] = []
+        num_tokens = 0
+        for start, stop in self._piece_bounds(text, PIECE, side, param, name or param):
+            yield_to_smaller()
+            (encoding,) = self._encode_batch([text[start:stop]], param, complete=True, names=[name or param])
+            ids.append(_ids(encoding))
+            spans.append(_spans(encoding, start))
+            num_tokens += len(ids[-1])
+            if most is not None and num_tokens >= most:
+                break
+        return self.known(_joined(ids, most, side), param, name or param), _joined(spans, most, side)
+
+    def read(self, text: str, param: str) -> Iterator[tuple[int, Encoding]]:
+        """A text as encoded pieces, without special tokens, each behind the characters before it."""
+        for start, stop in self._piece_bounds(text, PIECE, "right", param, param):
+            yield_to_smaller()
+            (encoding,) = self._encode_batch([text[start:stop]], param, complete=True)
+            yield start, encoding
+
+    def known(self, ids: TokenIds, param: str, name: object) -> TokenIds:
+        """The same token ids. Raises InvalidRequestError for one without an embedding: a GPU would end the
+        process for it."""
+        if self._rows is not None and len(ids) and ids.max() >= self._rows:
+            token = self.token(int(ids.max()))
+            raise InvalidRequestError(
+                f"{name} holds the token {token!r}, for which the model has no embedding; leave it out",
+                param,
+            )
+        return ids
+
+    def breaks(self, text: str) -> list[int]:
+        """Returns where a text can be split so that each part has the same tokens alone."""
+        return [] if self._breaks is None else self._breaks.all(text)
+
+    def token(self, token_id: int) -> str:
+        """A token of the vocabulary by its id."""
+        return str(self._tokenizer.id_to_token(token_id))
+
+    def token_id(self, token: str) -> int:
+        """The id of a token of the vocabulary."""
+        token_id = self._tokenizer.token_to_id(token)
+        assert token_id is not None, token
+        return int(token_id)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """The text of at most `MOST_DECODED` tokens."""
+        return self._tokenizer.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
+
+    def _pieces(self, text: str, size: int, side: Side, param: str, name: object) -> Iterator[str]:
+        return (text[start:stop] for start, stop in self._piece_bounds(text, size, side, param, name))
+
+    def _piece_bounds(
+        self, text: str, size: int, side: Side, param: str, name: object
+    ) -> Iterator[tuple[int, int]]:
+        """Yields where a text's pieces begin and end, from the side that is kept when it is truncated."""
+        bounds = piece_bounds if side == "right" else piece_bounds_backwards
+        try:
+            yield from bounds(text, size, self._breaks)
+        except LongPieceError:
+            if self._breaks is None:
+                wrong, remedy = "text", "this model's tokenizer takes no more at once; split the text"
+            else:
+                wrong, remedy = "text without a break", "put spaces or line breaks into it"
+            raise InvalidRequestError(
+                f"{name} holds more than {LONGEST_PIECE} characters of {wrong}; {remedy}", param
+            ) from None
+
+    def _encode_batch(
+        self, texts: list[str], param: str, complete: bool = False, names: Iterable[object] = ()
+    ) -> list[Encoding]:
+        """Encodings with token ids, and if they are to be complete, strings and offsets. Errors call a
+        text by its name among `names`, or else `param`."""
+        # Unlike `encode`, both let other threads run meanwhile.
+        encode = self._tokenizer.encode_batch if complete else self._tokenizer.encode_batch_fast
+        try:
+            return encode(texts, add_special_tokens=False)
+        except (TypeError, UnicodeEncodeError) as error:
+            name = next((name for text, name in zip(texts, names, strict=False) if is_broken(text)), param)
+            raise InvalidRequestError(
+                f"{name} has half of a character, like \\ud83d alone; send whole characters, or leave it out",
+                param,
+            ) from error
+
+
+def is_broken(text: str) -> bool:
+    """Whether a text has half of a character, a lone surrogate: then it is not Unicode."""
+    if text.isascii():
+        return False
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def in_parts(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Texts in parts of at most `PART_TEXTS` texts and `PART_CHARACTERS` characters, or of one text."""
+    part: list[str] = []
+    characters = 0
+    for text in texts:
+        if part and (characters + len(text) > PART_CHARACTERS or len(part) == PART_TEXTS):
+            yield part
+            part, characters = [], 0
+        part.append(text)
+        characters += len(text)
+    if part:
+        yield part
+
+
+def _ids(encoding: Encoding) -> TokenIds:
+    return np.array(encoding.ids, dtype=np.int32)
+
+
+def _spans(encoding: Encoding, start: int) -> Spans:
+    """The characters of each token, of a text in which the piece that was encoded begins at `start`."""
+    return np.array(encoding.offsets, dtype=np.int32).reshape(-1, 2) + np.int32(start)
+
+
+def _joined(read: list[NDArray[np.int32]], most: int | None, side: Side) -> NDArray[np.int32]:
+    """Joins the tokens, or their spans, of pieces that were read from the other side. More than `most` are
+    truncated."""
+    ids = read[0] if len(read) == 1 else np.concatenate(read if side == "right" else read[::-1])
+    return ids if most is None or len(ids) <= most else truncate(ids, most, side).copy()
+
+
+def _holding(offsets: list[tuple[int, int]], start: int, stop: int) -> tuple[int, int]:
+    """The first token that holds one of the characters `start` to `stop`, and the one after the last; where
+    none does, both are the first after these characters."""
+    inside = [i for i, (begin, end) in enumerate(offsets) if end > start and begin < stop]
+    if inside:
+        return inside[0], inside[-1] + 1
+    before = sum(end <= start for _, end in offsets)
+    return before, before
+
+
+def _learn_template(encoding: Encoding, texts: int) -> Template:
+    """Learns from an encoded sample which tokens stand around and between its texts."""
+    ids: list[list[int]] = [[] for _ in range(texts + 1)]
+    types: list[list[int]] = [[] for _ in range(texts + 1)]
+    text_types = [0] * texts
+    texts_before = 0
+    for token, type_id, text in zip(encoding.ids, encoding.type_ids, encoding.sequence_ids, strict=True):
+        if text is None:
+            ids[texts_before].append(token)
+            types[texts_before].append(type_id)
+        else:
+            texts_before = text + 1
+            text_types[text] = type_id
+    return Template(
+        tuple(np.array(part, dtype=np.int32) for part in ids),
+        tuple(np.array(part, dtype=np.int32) for part in types),
+        tuple(text_types),
+    )
+
+
+def truncate(text: NDArray[IdType], length: int, side: Side) -> NDArray[IdType]:
+    """Returns at most `length` tokens of a text, truncated at the given side."""
+    if len(text) <= length:
+        return text
+    return text[:length] if side == "right" else text[len(text) - length :]
+
+
+def longest_first(first: int, second: int, room: int) -> tuple[int, int]:
+    """Returns the lengths of two texts truncated to `room` tokens together.
+
+    As the tokenizers library's longest_first strategy: the longer text gets what the shorter leaves. If that
+    is less than half, both get half."""
+    if first + second <= room:
+        return first, second
+    short, long = min(first, second), max(first, second)
+    long = max(short, room - short)
+    if short + long > room:
+        short = room // 2
+        long = short + room % 2
+    return (short, long) if first <= second else (long, short)

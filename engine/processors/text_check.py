@@ -1,0 +1,499 @@
+"""Checks preprocessing at load: compares the tokens of difficult texts with those of the checkpoint's own
+library. Also makes the sequences of such texts for the self-check of execution.
+"""
+
+import logging
+import time
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from maxsimd.engine.checkpoint import LoadedModel, RoleRules
+from maxsimd.engine.checkpoint.load import library_reader
+from maxsimd.engine.checkpoint.reading import Reader, Reading, TextRole
+from maxsimd.engine.checkpoint.recipe_store import knows_texts, remember_texts, texts_content
+from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.errors import InvalidRequestError, ModelLoadError
+from maxsimd.engine.processors.listwise import listwise_prompt
+from maxsimd.engine.processors.processor import ProcessorContext
+from maxsimd.engine.processors.registry import Processors, check_room
+from maxsimd.engine.processors.request_ids import RequestIds
+from maxsimd.engine.processors.text.tokenization import TextTokenizer
+from maxsimd.engine.processors.text.truncation import LengthLimits
+from maxsimd.engine.requests import CUT_LONG, EmbedRequest, ScoreRequest
+from maxsimd.scheduler import JoinedTokens, ResultSlot, Role, Sequence, Tokens
+from maxsimd.scheduler.payload import AnyTokens
+
+log = logging.getLogger(__name__)
+
+# Sequences that the model is tried with have no more tokens.
+_LONGEST_SAMPLE = 512
+# Special tokens that are tried one by one, and added ones that are tried together.
+_SPECIAL, _ADDED = 12, 48
+# Tokenizers and configs without a limit have a number of at least this size, and the model then takes this
+# many tokens.
+_NO_LIMIT, _DEFAULT_LIMIT = 1_000_000, 512
+_NEITHER = "a text"
+_QUERY = "how is a file opened"
+_DOCUMENT = "Paris is the capital of France; some 2,100,000 people live there."
+_INSTRUCTION = "Find the passage that answers"
+# Texts of words like these have as many tokens as words.
+_WORDS = ("a", "the", "w1", "1", "e")
+
+
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    """A text to be read, and what messages call it."""
+
+    name: str
+    text: str
+
+
+def check_texts(
+    model: LoadedModel, config: EngineConfig, tokenizer: TextTokenizer, content: str | None
+) -> str | None:
+    """Compares what preprocessing makes of texts with what the checkpoint's own library makes of them, and
+    says how many were compared. `content` is the `texts_content` from before the model was read: returns None
+    where it has been compared before. With None it is compared anyway, and not remembered.
+
+    Raises ModelLoadError where a text is read in another way."""
+    if content is not None and knows_texts(content):
+        return None
+    started = time.perf_counter()
+    check_room(model, tokenizer, budget=0, chunked=True)  # says best why no text can be read
+    reader = library_reader(config) if model.reader is None else model.reader
+    check = _Check(model, config, tokenizer, reader)
+    compared = check.run()
+    log.debug("%d texts are read as by %s: %.2f s", compared, reader.library, time.perf_counter() - started)
+    # Files may have been replaced meanwhile, and a reader may have failed for want of memory.
+    if content is not None and check.is_whole and content == texts_content(config):
+        remember_texts(content)
+    return f"{compared} texts and pairs, the same token ids, types and masks"
+
+
+def in_library_terms(
+    model: LoadedModel, config: EngineConfig, query: str, instruction: str | None
+) -> tuple[str, str | None]:
+    """The query and the instruction with which a reader reads a pair as it is read here. None for the
+    instruction leaves the checkpoint's own."""
+    used = config.instruction if instruction is None else instruction
+    if model.pairs.template is not None:
+        return (config.query_prompt or "") + query, used
+    if used is not None and model.query.takes_instruction:
+        return query, model.query.instructed(used).prompt
+    return query, config.query_prompt
+
+
+class _Check:
+    """The comparison of one model's preprocessing with a reader."""
+
+    def __init__(
+        self, model: LoadedModel, config: EngineConfig, tokenizer: TextTokenizer, reader: Reader
+    ) -> None:
+        self._model = model
+        self._config = config
+        self._reader = reader
+        self._tokenizer = tokenizer
+        self._ours = _Preprocessed(model, tokenizer, model.max_tokens)
+        self._limit = _limit_of(model, config)
+        self._compared: Counter[str] = Counter()
+        self._refusal = ""
+        # By kind of text, what the library says of the first that it does not read.
+        self._failures: dict[str, str] = {}
+        # Whether no reading failed but of a text that the library does not take.
+        self.is_whole = True
+
+    def run(self) -> int:
+        """Compares all probes; returns how many. Raises ModelLoadError."""
+        if self._model.listwise is not None:
+            self._listwise()
+        elif self._model.score_task == "classify":
+            self._pairs()
+        else:
+            self._apart()
+        for kind, failure in self._failures.items():
+            if self._compared[kind]:
+                continue
+            reason = f"{self._reader.library} does not read {kind}: {failure}"
+            if kind != _NEITHER:
+                raise ModelLoadError(f"{self._model.name!r} is not served: {reason}; check its configuration")
+            # No score depends on these.
+            log.warning("embed texts of %s as queries or documents: %s", self._model.name, reason)
+        if not self._compared:
+            raise ModelLoadError(f"none of the texts of the self-check can be read: {self._refusal}")
+        return self._compared.total()
+
+    # Queries and documents that are read apart, and texts that are neither.
+
+    def _apart(self) -> None:
+        model, config = self._model, self._config
+        prompts = {"query": config.query_prompt, "document": config.document_prompt}
+        if config.instruction is not None:
+            prompts["query"] = model.query.instructed(config.instruction).prompt
+        roles: tuple[TextRole | None, ...] = ("query", "document", None)
+        for role in roles:
+            kind = _NEITHER if role is None else f"a {role}"
+            prompt = None if role is None else prompts[role]
+            same = role is None and _same_rules(model.text, model.document)
+            probes = self._probes[:2] if same else [*self._probes, *self._long_texts(role)]
+            for probe in probes:
+                self._text(probe, kind, role, prompt)
+        for name, prompt in model.prompts.items():
+            self._named(name, prompt)
+        if model.query.takes_instruction:
+            prompt = model.query.instructed(_INSTRUCTION).prompt
+            self._text(self._probes[0], "a query with an instruction", "query", prompt, _INSTRUCTION)
+
+    def _text(
+        self,
+        probe: _Probe,
+        kind: str,
+        role: TextRole | None,
+        prompt: str | None,
+        instruction: str | None = None,
+    ) -> None:
+        self._compare(
+            probe.name,
+            kind,
+            lambda: self._ours.text(probe.text, role, instruction),
+            lambda: self._reader.text(probe.text, role, prompt, self._limit_in(role)),
+            self._model.rules(role),
+        )
+
+    def _limit_in(self, role: TextRole | None) -> int:
+        """The most tokens of a text in a role. Where the library looks up tokens without special ones, these
+        take their room here."""
+        rules = self._model.rules(role)
+        around = 0 if rules.pool_specials else self._tokenizer.single.special_tokens
+        # Lengths of roles are the library's own; a longer one has raised the tokenizer's limit.
+        own = rules.max_tokens if role is None else None
+        return min(self._limit - around, own or self._limit)
+
+    def _named(self, name: str, prompt: str) -> None:
+        self._compare(
+            "a short text",
+            f"a text behind the prompt {name!r}",
+            lambda: self._ours.text(_DOCUMENT, None, prompt_name=name),
+            lambda: self._reader.text(_DOCUMENT, None, prompt, self._limit_in(None)),
+            self._model.text,
+        )
+
+    # Queries and documents that are read together.
+
+    def _pairs(self) -> None:
+        texts = self._probes
+        for probe, other in zip(texts, [*texts[1:], texts[0]], strict=True):
+            self._pair(f"{probe.name}, and {other.name}", probe.text, other.text)
+        for name, query, document in self._long_pairs():
+            self._pair(name, query, document)
+        if self._model.takes_instruction:
+            self._pair("an instruction", _QUERY, _DOCUMENT, _INSTRUCTION)
+
+    def _pair(self, name: str, query: str, document: str, instruction: str | None = None) -> None:
+        asked, used = in_library_terms(self._model, self._config, query, instruction)
+        self._compare(
+            name,
+            "a pair",
+            lambda: self._ours.pair(query, document, instruction),
+            lambda: self._reader.pair(asked, document, used, self._limit),
+            self._model.text,
+        )
+
+    def _listwise(self) -> None:
+        rules = self._model.listwise
+        assert rules is not None
+        for probe in self._probes:
+            # The model's own code takes its markers out of texts.
+            text = probe.text.replace(rules.query_marker, "").replace(rules.document_marker, "")
+            prompt = listwise_prompt(_QUERY, [text, _DOCUMENT], self._config.instruction, rules)
+            self._compare(
+                probe.name,
+                "a document",
+                lambda probe=probe: self._ours.listed(_QUERY, [probe.text, _DOCUMENT]),  # type: ignore[misc]
+                lambda prompt=prompt: self._reader.text(prompt, None, None, self._limit),  # type: ignore[misc]
+                self._model.text,
+            )
+
+    def _compare(
+        self,
+        name: str,
+        kind: str,
+        ours: Callable[[], AnyTokens],
+        theirs: Callable[[], Reading],
+        rules: RoleRules,
+    ) -> None:
+        """Raises ModelLoadError where both read a text in other ways. A text that one of them refuses is
+        never served, or never scored by the other."""
+        try:
+            found = ours()
+        except InvalidRequestError as error:
+            self._refusal = self._refusal or str(error)
+            return
+        try:
+            expected = theirs()
+        except Exception as error:
+            if isinstance(error, ValueError):
+                self._failures.setdefault(kind, str(error))
+            self.is_whole = self.is_whole and isinstance(error, ValueError)
+            log.debug("%s does not read %s as %s: %s", self._reader.library, name, kind, error)
+            return
+        if len(expected.ids) > self._limit:  # the library does not truncate, and its model cannot read it
+            return
+        if self._model.score_task == "classify":
+            expected = self._for_classifier(expected)
+        difference = self._difference(found, expected, rules)
+        if difference is not None:
+            raise ModelLoadError(
+                f"{self._model.name!r} is not served: {self._reader.library} reads {kind} ({name}) "
+                "differently: "
+                f"{difference}; use {self._reader.library} for it, or report it with this message"
+            )
+        self._compared[kind] += 1
+
+    def _for_classifier(self, reading: Reading) -> Reading:
+        """A reading up to the token that the classifier reads, as requests are prepared."""
+        types = np.zeros_like(reading.ids) if reading.type_ids is None else reading.type_ids
+        tokens = self._model.for_classifier(Tokens(reading.ids, types))
+        attended = min(reading.attended, len(tokens))
+        return Reading(tokens.ids, tokens.type_ids, attended, tokens.pooled_positions)
+
+    def _difference(self, found: AnyTokens, expected: Reading, rules: RoleRules) -> str | None:
+        """The first difference between a sequence and a reading, in words."""
+        ids = found.ids
+        types = np.zeros_like(ids) if found.type_ids is None else found.type_ids
+        wanted, attended = expected.ids, expected.attended
+        if not rules.pool_specials and found.pooled_positions is not None:
+            # The library reads such texts without special tokens, which are not scored here.
+            ids, types = ids[found.pooled_positions], types[found.pooled_positions]
+        if rules.last_id is not None and rules.last_id in wanted:
+            wanted = wanted[: int(np.argmax(wanted == rules.last_id)) + 1]
+            attended = min(attended, len(wanted))
+        if not np.array_equal(ids, wanted):
+            return self._first_id(ids, wanted)
+        if self._model.takes_type_ids:
+            wanted_types = np.zeros_like(wanted) if expected.type_ids is None else expected.type_ids
+            if not np.array_equal(types, wanted_types[: len(types)]):
+                at = int(np.argmax(types != wanted_types[: len(types)]))
+                return f"token {at} has type {types[at]}, not {wanted_types[at]}"
+        if not rules.pool_specials:
+            return None
+        if found.num_attended != attended:
+            return f"{found.num_attended} tokens are attended to, not {attended}"
+        if rules.pool_first and self._model.listwise is None:
+            pooled, scored = (
+                np.arange(len(ids)) if positions is None else positions
+                for positions in (found.pooled_positions, expected.scored)
+            )
+            if not np.array_equal(pooled, scored):
+                return f"{len(pooled)} tokens are pooled, not {len(scored)}, or others"
+        return None
+
+    def _first_id(self, ids: np.ndarray, wanted: np.ndarray) -> str:
+        both = min(len(ids), len(wanted))
+        apart = np.flatnonzero(ids[:both] != wanted[:both])
+        if not len(apart):
+            return f"it has {len(wanted)} tokens, not {len(ids)}"
+        at = int(apart[0])
+        ours, theirs = (f"{each[at]} {self._tokenizer.token(int(each[at]))!r}" for each in (ids, wanted))
+        return f"token {at} is {theirs}, not {ours}"
+
+    @property
+    def _probes(self) -> list[_Probe]:
+        return _short_probes(self._model)
+
+    def _long_texts(self, role: TextRole | None) -> Iterator[_Probe]:
+        """Texts of exactly as many tokens as are read in a role, of one more and one less, and of many
+        more."""
+        rules = self._model.rules(role)
+        limit = self._limit if rules.max_tokens is None else min(self._limit, rules.max_tokens)
+        word = self._word()
+        if word is None:
+            return
+        around = self._tokenizer.single.special_tokens + rules.num_fixed_ids
+        around += len(self._tokenizer.encode([rules.before], "text")[0]) if rules.before else 0
+        for words in (limit - around - 1, limit - around, limit - around + 1, limit + limit // 4 + 8):
+            if words > 0:
+                yield _Probe(f"{words} words", " ".join([word] * words))
+
+    def _long_pairs(self) -> Iterator[tuple[str, str, str]]:
+        """Pairs of exactly as many tokens as are read, of one more, and with long queries and documents."""
+        word = self._word()
+        if word is None:
+            return
+        limit = self._limit
+        try:
+            around = len(self._ours.pair(word, word, None)) - 2
+        except InvalidRequestError:
+            return
+        room = limit - around
+        sizes = [(3, room - 4), (3, room - 3), (3, room - 2), (3, limit + 8)]
+        # Where a template joins them, the document is truncated for the query's sake.
+        if self._model.pairs.template is None:
+            half = room // 2
+            sizes += [(limit + 8, 3), (room, room), (half, half + 2), (half + 2, half), (half + 2, half - 2)]
+        for first, second in sizes:
+            if first > 0 and second > 0:
+                texts = " ".join([word] * first), " ".join([word] * second)
+                yield (f"{first} and {second} words", *texts)
+
+    def _word(self) -> str | None:
+        """A word that is one token wherever it is repeated."""
+        for word in _WORDS:
+            few, more = self._tokenizer.encode([" ".join([word] * 8), " ".join([word] * 16)], "text")
+            if len(few) == 8 and len(more) == 16:
+                return word
+        return None
+
+
+class _Preprocessed:
+    """Reads single texts and pairs with the processors that requests go through."""
+
+    def __init__(self, model: LoadedModel, tokenizer: TextTokenizer, longest: int) -> None:
+        self._model = model
+        limits = LengthLimits(longest, window_overlap=0, side=model.truncation_side)
+        self._processors = Processors(ProcessorContext(model, tokenizer, limits))
+        self._sequence_ids = count()
+
+    def text(
+        self,
+        text: str,
+        role: TextRole | None,
+        instruction: str | None = None,
+        prompt_name: str | None = None,
+    ) -> AnyTokens:
+        """A query or a document as it is scored, or a text as it is embedded."""
+        if role is None:
+            task: Any = self._model.score_task
+            request = EmbedRequest(texts=(text,), task=task, prompt_name=prompt_name, truncation=CUT_LONG)
+            texts = self._processors.classification if task == "classify" else self._processors.embedding
+            (sequence,) = texts.prepare(request, self._ids).sequences
+            return sequence.payload.tokens
+        query, document = (text, _DOCUMENT) if role == "query" else (_QUERY, text)
+        wanted = Role.QUERY if role == "query" else Role.DOCUMENT
+        sequences = self._score((query,), (document,), instruction)
+        return next(each.payload.tokens for each in sequences if each.payload.role is wanted)
+
+    def pair(self, query: str, document: str, instruction: str | None) -> AnyTokens:
+        (sequence,) = self._score((query,), (document,), instruction)
+        return sequence.payload.tokens
+
+    def listed(self, query: str, documents: list[str]) -> AnyTokens:
+        """The first block of documents that are ranked together."""
+        return self._score((query,), tuple(documents), None)[0].payload.tokens
+
+    def _score(
+        self, queries: tuple[str, ...], documents: tuple[str, ...], instruction: str | None
+    ) -> list[Sequence]:
+        request = ScoreRequest(
+            queries=queries, documents=documents, truncation=CUT_LONG, instruction=instruction
+        )
+        return self._processors.scores.prepare(request, self._ids).sequences
+
+    @property
+    def _ids(self) -> RequestIds:
+        return RequestIds(0, self._sequence_ids, most_tokens=1 << 40)
+
+
+def probe_sequences(model: LoadedModel, tokenizer: TextTokenizer) -> tuple[Sequence, ...]:
+    """Sequences for the proof of execution, of at most 512 tokens, as requests with special tokens in their
+    texts have them. None where such a text is refused."""
+    ours = _Preprocessed(model, tokenizer, min(model.max_tokens, _LONGEST_SAMPLE))
+    specials = _special_tokens(model)
+    mixed = " ".join(f"{token} {word}" for token, word in zip(specials, _QUERY.split() * 3, strict=False))
+    ending = "".join(["Zürich ", *specials])
+    wanted: list[Callable[[], AnyTokens]]
+    if model.listwise is not None:
+        wanted = [lambda: ours.listed(_QUERY, [mixed, ending, ""])]
+    elif model.score_task == "classify" and model.pairs.template is not None:
+        wanted = [lambda: ours.pair("opened?", ending, None)]
+    elif model.score_task == "classify":
+        wanted = [lambda: ours.pair(mixed, "a file", None), lambda: ours.pair("opened?", ending, None)]
+        wanted.append(lambda: ours.text(ending, None))
+    else:
+        wanted = [lambda: ours.text(mixed, "query"), lambda: ours.text(ending, "document")]
+        wanted.append(lambda: ours.text("a", None))
+    sequences = []
+    for make in wanted:
+        try:
+            tokens = make()
+        except InvalidRequestError as error:
+            log.debug("a text of the self-check is refused: %s", error)
+            continue
+        if isinstance(tokens, JoinedTokens):
+            tokens = Tokens(tokens.ids, tokens.type_ids)
+        sequences.append(Sequence.text(0, ResultSlot(0, 0), model.score_task, tokens))
+    return tuple(sequences)
+
+
+def _short_probes(model: LoadedModel) -> list[_Probe]:
+    umlauts = "Zürich grüßt: ÄÖÜ, naïve café"
+    letters = " ".join("abcdefghijklmnopqrstuvwxyz")
+    probes = [
+        _Probe("a short text", _QUERY),
+        _Probe("a sentence", _DOCUMENT),
+        _Probe("an empty text", ""),
+        _Probe("blanks around", "  two words \n"),
+        _Probe("upper case", "HOW Is A FILE OPENED?"),
+        _Probe("composed umlauts", unicodedata.normalize("NFC", umlauts)),
+        _Probe("decomposed umlauts", unicodedata.normalize("NFD", umlauts)),
+        _Probe("emoji with joiners", "done 👩‍💻 👨‍👩‍👧‍👦 ✅️!"),
+        _Probe("right to left", "שלום עולם، مرحبا بالعالم ٣٤"),
+        _Probe("digits", "12.5 + 2,100,000 = 1e6; 0x1F 2024-11-27"),
+        _Probe("a long word", "Donaudampfschifffahrtsgesellschaft" * 4),
+        _Probe("single letters", f"{letters} {letters.upper()}"),
+        _Probe("letters that are rare", "ſ ꙮ 𐍈 ᚠ Ŋ 東京 ﬁ ½ €"),
+        _Probe("lines", "one\n\ntwo\r\n\tthree "),
+    ]
+    specials = _special_tokens(model)
+    for token in specials:
+        probes.append(_Probe(f"the token {token} in it", f"{token} a file{token}opened {token} now"))
+        probes.append(_Probe(f"the token {token} at its end", f"a file {token}"))
+    added = model.tokenizer.backend_tokenizer.get_added_tokens_decoder()
+    rows = model.token_rows
+    others = [added[each].content for each in sorted(added) if rows is None or each < rows]
+    others = [token for token in others if token not in specials and token != _picture_token(model)]
+    if others:
+        probes.append(_Probe("added tokens", " a ".join(others[:_ADDED])))
+    if _picture_token(model):
+        probes.append(_Probe("the token of pictures", f"a {_picture_token(model)} b"))
+    return probes
+
+
+def _special_tokens(model: LoadedModel) -> list[str]:
+    """The first special tokens of the tokenizer that texts may have."""
+    backend = model.tokenizer.backend_tokenizer
+    rows = model.token_rows
+    ids = [each for each in model.tokenizer.all_special_ids if rows is None or each < rows]
+    tokens = [backend.id_to_token(each) for each in dict.fromkeys(ids)]
+    return [token for token in tokens if token and token != _picture_token(model)][:_SPECIAL]
+
+
+def _picture_token(model: LoadedModel) -> str:
+    return "" if model.vision is None else model.vision.image_token
+
+
+def _same_rules(one: RoleRules, other: RoleRules) -> bool:
+    """Whether texts in two roles become the same tokens."""
+    plain = one.expansion is None and other.expansion is None and one.chat is None and other.chat is None
+    return plain and (one.prompt, one.max_tokens) == (other.prompt, other.max_tokens)
+
+
+def _limit_of(model: LoadedModel, config: EngineConfig) -> int:
+    """The most tokens that the library may be given, where it would read more than the model has positions
+    for, or than are asked for."""
+    settings = model.backbone.config
+    limits = [int(model.tokenizer.model_max_length)]
+    positions = getattr(settings, "max_position_embeddings", None)
+    if isinstance(positions, int) and positions > 0:
+        limits.append(positions - model.position_offset)
+    if config.max_model_len is not None:
+        limits.append(config.max_model_len)
+    if getattr(settings, "attention_type", None) == "block_sparse":
+        limits.append(model.max_tokens)
+    limit = min(limits)
+    return limit if 0 < limit < _NO_LIMIT else _DEFAULT_LIMIT

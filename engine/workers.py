@@ -1,0 +1,356 @@
+"""The threads for work that blocks: preparing requests, reading large bodies, writing large answers.
+
+Small work goes first. Large work calls `yield_to_smaller` as it goes along. While the device has enough to
+do, large work goes slowly, because it takes processor time and Python's lock from the device's threads.
+"""
+
+import asyncio
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any, Generic, ParamSpec, TypeVar
+
+Item = TypeVar("Item")
+T = TypeVar("T")
+P = ParamSpec("P")
+
+# So that large work is not put off for ever, every fourth piece of work is the one that has waited longest.
+_OLDEST_EVERY = 4
+# Work of these classes and above is large, from 32,768 characters on, and huge, from 524,288 on.
+_LARGE, _HUGE = 8, 10
+# While the device has enough to do, large work rests this many times as long as it has worked, but at most
+# 0.05 seconds at a time.
+_REST, _LONGEST_NAP = 4, 0.05
+# Results that may wait to be read, give or take a few: their reader may stop because a request has too many.
+_MOST_UNREAD = 8
+# A result of more values than this would keep the event loop busy for milliseconds.
+_MANY_VALUES = 500
+
+
+class WithdrawnError(Exception):
+    """Raised in work, by `yield_to_smaller`, when nobody waits for its result any more."""
+
+
+class Work(Generic[T]):
+    """A function to be called in a pool's threads; `future` is for its result. Larger work has a higher
+    `size_class`: each class is for sizes up to four times those of the one before."""
+
+    def __init__(self, pool: "WorkerPool", function: Callable[[], T], size: int, number: int) -> None:
+        self.pool = pool
+        self.function = function
+        self.size_class = size.bit_length() // 2
+        self.number = number
+        self.future: Future[T] = Future()
+        self.is_withdrawn = False
+
+    @property
+    def is_large(self) -> bool:
+        return self.size_class >= _LARGE
+
+    @property
+    def is_huge(self) -> bool:
+        return self.size_class >= _HUGE
+
+    def withdraw(self) -> None:
+        """Says that nobody waits for the result any more: it is not begun, or ends where it next yields."""
+        self.is_withdrawn = True
+        self.future.cancel()
+
+    def run(self) -> None:
+        """Calls the function on this thread, unless it was withdrawn before it began."""
+        if not self.future.set_running_or_notify_cancel():
+            return
+        outer = _running.work, _running.resumed
+        _running.work, _running.resumed = self, time.perf_counter()
+        try:
+            _call(self.function, self.future)
+        finally:
+            _running.work, _running.resumed = outer
+
+
+def _call(function: Callable[[], T], future: Future[T]) -> None:
+    """Puts what a function returns or raises into the future. An error keeps the frames that it came through,
+    and those what the function had read: all that is let go of here, or only the garbage collector would free
+    a large body of a request that failed."""
+    try:
+        future.set_result(function())
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)
+        future.set_exception(error)
+    finally:
+        del function, future
+
+
+class _Running(threading.local):
+    """The work that this thread runs, None for threads that are no pool's, and when it was begun here or last
+    went on (perf_counter)."""
+
+    work: Work[Any] | None = None
+    resumed = 0.0
+
+
+_running = _Running()
+
+
+def yield_to_smaller() -> None:
+    """Lets one piece of smaller work that waits go first, on this thread. For work to call every millisecond
+    or so. Raises WithdrawnError once nobody waits for the result; does nothing outside of a pool's threads.
+    """
+    work = _running.work
+    if work is None:
+        return
+    if work.is_withdrawn:
+        raise WithdrawnError
+    work.pool.run_smaller(work.size_class)
+    if work.is_large:
+        work.pool.rest()
+
+
+async def run_in_thread_if_large(
+    num_values: int, function: Callable[P, T], *args: P.args, **options: P.kwargs
+) -> T:
+    """Calls a function that makes a result: in a thread if it is made of many values. The function needs
+    nothing of an engine, which may stop meanwhile."""
+    if num_values > _MANY_VALUES:
+        return await asyncio.to_thread(function, *args, **options)
+    return function(*args, **options)
+
+
+def start_helper(function: Callable[[], object]) -> threading.Thread | None:
+    """A thread that calls a function as a part of the work that this one does. None on a thread that is no
+    pool's, while the device has enough to do, and where as many help already as the pool has threads but one.
+    """
+    work = _running.work
+    return None if work is None else work.pool.start_helper(work, function)
+
+
+def has_enough() -> bool:
+    """Whether the device of the pool whose work this thread does has enough to do."""
+    work = _running.work
+    return work is not None and work.pool.has_enough()
+
+
+class WorkerPool:
+    """A number of threads, started as work comes, each of which calls `initialise` first. All of them but one
+    may do huge work at once, or the only one. `has_enough` says whether the device has enough to do."""
+
+    def __init__(
+        self, threads: int, initialise: Callable[[], object], has_enough: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._initialise = initialise
+        self.has_enough = has_enough
+        self._num_threads = threads
+        self._helpers = threading.Semaphore(threads - 1)
+        self._threads: list[threading.Thread] = []
+        self._changed = threading.Condition()
+        self._waiting: dict[int, deque[Work[Any]]] = {}
+        self._at_work: set[Work[Any]] = set()
+        self._num_submitted = 0
+        self._num_taken = 0
+        self._num_huge = 0
+        self._is_closed = False
+
+    def submit(self, function: Callable[[], T], size: int) -> Work[T]:
+        """Has a function called by a thread, before larger work. `size` is about how many characters it reads
+        or writes. Once the pool is closed, the work's future is cancelled at once."""
+        with self._changed:
+            self._num_submitted += 1
+            work = Work(self, function, size, self._num_submitted)
+            if self._is_closed:
+                work.withdraw()
+                return work
+            self._waiting.setdefault(work.size_class, deque()).append(work)
+            if len(self._threads) < self._num_threads:
+                name = f"maxsimd-pool_{len(self._threads)}"
+                self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
+                self._threads[-1].start()
+            # All, because those that rest wait for the same as those that have nothing to do.
+            self._changed.notify_all()
+        return work
+
+    def run_smaller(self, size_class: int) -> None:
+        """Runs one piece of work that waits and is of a lower class, if there is one."""
+        if not self._waiting:
+            return
+        with self._changed:
+            smaller = [each for each in self._waiting if each < size_class]
+            work = self._take(min(smaller)) if smaller else None
+        if work is not None:
+            self._run(work)
+
+    def rest(self) -> None:
+        """Keeps the large work of this thread waiting for a while, or until other work comes, if the device
+        has enough to do."""
+        worked = time.perf_counter() - _running.resumed
+        if worked < 0.001:
+            return
+        if self.has_enough():
+            with self._changed:
+                self._changed.wait(min(_REST * worked, _LONGEST_NAP))
+        _running.resumed = time.perf_counter()
+
+    def start_helper(self, work: Work[Any], function: Callable[[], object]) -> threading.Thread | None:
+        """A thread that calls a function as a part of some work, if there may be one more."""
+        if self.has_enough() or not self._helpers.acquire(blocking=False):
+            return None
+
+        def help_with() -> None:
+            _running.work, _running.resumed = work, time.perf_counter()
+            try:
+                function()
+            finally:
+                self._helpers.release()
+
+        thread = threading.Thread(target=help_with, name="maxsimd-pool-helper", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the system has no thread to give
+            self._helpers.release()
+            return None
+        return thread
+
+    def close(self, seconds: float | None = None) -> None:
+        """Cancels what waits, withdraws what is under way, and returns once all threads have ended, or none
+        has for so long."""
+        with self._changed:
+            self._is_closed = True
+            stopped = [*self._at_work, *(work for queue in self._waiting.values() for work in queue)]
+            self._waiting.clear()
+            self._changed.notify_all()
+        for work in stopped:
+            work.withdraw()
+        for thread in self._threads:
+            thread.join(seconds)
+
+    def _work(self) -> None:
+        self._initialise()
+        while (work := self._next()) is not None:
+            self._run(work)
+
+    def _run(self, work: Work[Any]) -> None:
+        try:
+            work.run()
+        finally:
+            with self._changed:
+                self._at_work.discard(work)
+                if work.is_huge:
+                    self._num_huge -= 1
+                    self._changed.notify_all()
+
+    def _next(self) -> Work[Any] | None:
+        """Waits for the work that is next; None once the pool is closed."""
+        with self._changed:
+            while not self._is_closed:
+                may_be_huge = self._num_huge < max(1, self._num_threads - 1)
+                classes = [each for each in self._waiting if may_be_huge or each < _HUGE]
+                if not classes:
+                    self._changed.wait()
+                    continue
+                self._num_taken += 1
+                if self._num_taken % _OLDEST_EVERY:
+                    return self._take(min(classes))
+                return self._take(min(classes, key=lambda each: self._waiting[each][0].number))
+            return None
+
+    def _take(self, size_class: int) -> Work[Any]:
+        queue = self._waiting[size_class]
+        work = queue.popleft()
+        if not queue:
+            del self._waiting[size_class]
+        self._at_work.add(work)
+        self._num_huge += work.is_huge
+        return work
+
+
+def called_on_each(function: Callable[[Item], T], items: Sequence[Item]) -> Generator[T]:
+    """The results of a function for each item, in their order. A helper of this thread calls it for some of
+    them, if there may be one. Raises what the function raises, where its result would come."""
+    calls = _SharedCalls(function, items)
+    helper = start_helper(calls.run) if len(items) > 1 else None
+    if helper is None:
+        yield from map(function, items)
+        return
+    try:
+        yield from calls.results()
+    finally:
+        calls.stop()
+        helper.join()
+        calls.forget_errors()
+
+
+class _SharedCalls(Generic[Item, T]):
+    """Calls of a function that two threads share. Each takes the next when it has done one, until one
+    fails."""
+
+    def __init__(self, function: Callable[[Item], T], items: Sequence[Item]) -> None:
+        self._function = function
+        self._items = items
+        self._results: dict[int, T | BaseException] = {}
+        self._num_taken = 0
+        self._num_read = 0
+        self._is_stopped = False
+        self._changed = threading.Condition()
+
+    def run(self) -> None:
+        """Calls the function in the helper, as long as the device has not enough to do."""
+        while not has_enough() and self._may_go_on() and self._call_next():
+            pass
+
+    def results(self) -> Iterator[T]:
+        for i in range(len(self._items)):
+            while i not in self._results:
+                if not self._call_next():
+                    self._wait_for(i)
+            result = self._results.pop(i)
+            if isinstance(result, BaseException):
+                raise result
+            with self._changed:
+                self._num_read = i + 1
+                self._changed.notify()
+            yield result
+
+    def stop(self) -> None:
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify()
+
+    def forget_errors(self) -> None:
+        """Lets go of what is held by errors that nobody has read."""
+        for result in self._results.values():
+            if isinstance(result, BaseException):
+                traceback.clear_frames(result.__traceback__)
+
+    def _may_go_on(self) -> bool:
+        """Waits until no more than some results are there that nobody has read."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._is_stopped or self._num_taken - self._num_read <= _MOST_UNREAD
+            )
+            return not self._is_stopped
+
+    def _wait_for(self, i: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: i in self._results)
+
+    def _call_next(self) -> bool:
+        """Calls the function for the next item; says whether there was one."""
+        with self._changed:
+            i = self._num_taken
+            if i == len(self._items) or self._is_stopped:
+                return False
+            self._num_taken += 1
+        result = self._called(i)
+        with self._changed:
+            self._results[i] = result
+            self._is_stopped |= isinstance(result, BaseException)
+            self._changed.notify()
+        return True
+
+    def _called(self, i: int) -> T | BaseException:
+        try:
+            return self._function(self._items[i])
+        except BaseException as error:
+            return error
