@@ -10,6 +10,7 @@ from dataclasses import astuple, dataclass, field, fields, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -41,6 +42,7 @@ from maxsimd.engine.execution.prepare import PreparedModel, _samples
 from maxsimd.engine.execution.relative import has_relative_positions
 from maxsimd.engine.execution.selfcheck.pictures import random_pages
 from maxsimd.engine.execution.selfcheck.samples import random_sequences
+from maxsimd.engine.ops.triton import launch
 from maxsimd.engine.scoring.documents import (
     CachedDocument,
     CachedDocuments,
@@ -123,8 +125,8 @@ class OnGPU:
             for module in self.model.encoders:
                 cast(module, DTYPE)
             if self.is_packed:
-                # On the CPU trials compare real numbers, with plain torch for the kernels.
-                with plain_kernels():
+                # On the CPU trials compare real numbers, with plain torch for a GPU's kernels.
+                with plain_kernels(), patch.object(launch, "INTERPRETED", True):
                     fuse(self.model.backbone)
         move(
             [*self.model.encoders, *(m for task in self.model.tasks.values() for m in modules_of(task.head))]

@@ -33,7 +33,7 @@ from maxsimd.engine.execution.fused_layers.trial import (
     recorded,
 )
 from maxsimd.engine.execution.linear import CompiledLinear, Gated, is_exact_gelu
-from maxsimd.engine.ops import elementwise
+from maxsimd.engine.ops import elementwise, triton
 from maxsimd.engine.ops.cpu.linear import Norm, linear_norm
 from maxsimd.engine.ops.elementwise import ACTIVATIONS, HeadNorms
 from maxsimd.engine.ops.qkv import QKV
@@ -158,8 +158,8 @@ class _RMSNorm(nn.Module):
 
 
 def _as_read(weight: nn.Parameter) -> nn.Parameter:
-    """A norm's weight as its kernel reads it: that for CPUs reads float32."""
-    if weight.device.type != "cpu":
+    """A norm's weight as its kernel reads it: the compiled one for CPUs reads float32."""
+    if triton.runs_on(weight.device):
         return weight
     return nn.Parameter(weight.detach().float().contiguous(), requires_grad=False)
 
