@@ -126,13 +126,16 @@ def _prepare(
                 fusible = proven_fused(model, runner, samples)
             known = fusible if isinstance(fusible, frozenset) else ()
             mismatch = why_not_replaced(model, runner, samples, compiled, known)
+            if mismatch is not None and known:
+                fusible = f"with their weights laid out, {mismatch}"
+                mismatch = why_not_replaced(model, runner, samples, compiled)
     proof_seconds = time.perf_counter() - started
     if isinstance(execution, OneByOne):
         return _one_by_one(model, execution, config, samples, proof_seconds)
     for module in model.encoders:
         cast(module, dtype)
     quantized = 0
-    if fusible and mismatch is None:
+    if (fused or fusible) and mismatch is None:
         _fuse(model, fusible)
     if not fused and mismatch is None:
         quantized = lay_out_weights(model, device, dtype, config, compiled)

@@ -55,6 +55,8 @@ def proven_fused(
     try:
         with _restored([model.backbone]):
             kinds = frozenset(fuse(model.backbone))
+            if not kinds:
+                return kinds
             comparisons = [compare(runner, pooler, samples)]
             if runner.chunked:
                 longest = max(samples, key=lambda sample: len(sample.sequence))

@@ -3,9 +3,11 @@ faster. Compiled embeddings: the sum of three tables' rows and its norm, and the
 
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,14 +18,17 @@ from transformers.models.albert.modeling_albert import AlbertEmbeddings
 from transformers.models.bert.modeling_bert import BertEmbeddings
 from transformers.models.xlm_roberta.modeling_xlm_roberta import XLMRobertaEmbeddings
 
-from maxsimd.engine import EngineConfig
+from maxsimd.engine import Engine, EngineConfig
 from maxsimd.engine.checkpoint import LoadedModel, load_model
 from maxsimd.engine.execution import one_call
 from maxsimd.engine.execution.embeddings import CompiledEmbeddings, compile_embeddings
+from maxsimd.engine.execution.fused_layers.rotary_layers import FusedRotaryLayer
+from maxsimd.engine.execution.linear import CompiledGated
 from maxsimd.engine.execution.one_call import FEW_ROWS, MOST_ROWS, OneCallRunner, with_one_call
 from maxsimd.engine.execution.packed_runner import PackedRunner
 from maxsimd.engine.execution.prepare import prepare
 from maxsimd.engine.execution.selfcheck.samples import random_sequences
+from maxsimd.engine.ops import elementwise
 from maxsimd.engine.ops.cpu.attention import attention
 from maxsimd.engine.ops.cpu.layers import Layer, Layers, Product
 from maxsimd.engine.ops.cpu.linear import (
@@ -36,6 +41,8 @@ from maxsimd.engine.ops.cpu.linear import (
     pack_int8,
 )
 from maxsimd.engine.ops.qkv import QKV
+from tests.checkpoints import cross_encoders
+from tests.checkpoints.shared import Build, SharedCheckpoints
 from tests.unit.engine.execution.test_packed import CPU, make_step
 from tests.unit.engine.ops.test_kernels import amx, needs_kernels, threads
 
@@ -308,3 +315,36 @@ def test_a_module_that_does_anything_else_stays(change: str) -> None:
     backbone = nn.ModuleDict({"embeddings": module})
     compile_embeddings(backbone)
     assert backbone["embeddings"] is module
+
+
+QUERY, DOCUMENTS = "what is a fox", ["the quick brown fox jumps over the dog", "the moon", "a fox " * 40]
+
+
+async def _scores(path: str, **options: Any) -> tuple[list[float], dict[type[nn.Module], int]]:
+    """Scores of a checkpoint, and the kinds of its modules."""
+    async with Engine(EngineConfig(model=path, device="cpu", **options)) as engine:
+        scores = (await engine.score(QUERY, DOCUMENTS)).scores
+        return scores, Counter(map(type, engine.model.backbone.modules()))
+
+
+@pytest.mark.parametrize("build", [cross_encoders.qwen3, cross_encoders.modernbert, cross_encoders.gemma])
+async def test_rotary_layers_run_compiled(build: Build, checkpoints: SharedCheckpoints) -> None:
+    path = checkpoints(build)
+    expected, plain = await _scores(path, dtype="float32", kernels="torch")
+    scores, modules = await _scores(path, dtype="float32")
+    assert modules[FusedRotaryLayer] == modules[CompiledGated] > 1
+    assert not plain[FusedRotaryLayer]
+    assert modules[nn.Linear] == 0
+    np.testing.assert_allclose(scores, expected, atol=1e-5, rtol=1e-5)
+
+
+async def test_layers_that_give_something_else_stay(
+    checkpoints: SharedCheckpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoints(cross_encoders.qwen3)
+    expected, _ = await _scores(path, dtype="float32", kernels="torch")
+    right = elementwise.rms_norm
+    monkeypatch.setattr(elementwise, "rms_norm", lambda *given: 1.01 * right(*given))
+    scores, modules = await _scores(path, dtype="float32")
+    assert not modules[FusedRotaryLayer]
+    np.testing.assert_allclose(scores, expected, atol=1e-5, rtol=1e-5)
