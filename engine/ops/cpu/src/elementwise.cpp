@@ -104,8 +104,8 @@ void maxsimd_norm(int kind, const void* x, int64_t x_stride, const void* residua
     const auto compute = [&](auto number) {
         using Value = typename decltype(number)::Value;
         const RowNorm<Value> norm{
-            (const Value*)x, (const Value*)residual, x_stride,      residual_stride, rows, columns, weight, bias,
-            epsilon,         centered != 0, (Value*)out};
+            (const Value*)x, (const Value*)residual, x_stride,   residual_stride, rows, columns, weight, bias,
+            epsilon,         centered != 0,          (Value*)out};
 #pragma omp parallel
         {
             std::vector<float> sums(round_up(columns, LANES));
