@@ -29,6 +29,7 @@ from tests.clients import page as clients
 from tests.clients.catalogue import CLIENTS
 
 ROOT = Path(__file__).parents[2]
+ROOMS = ("api", "bench", "docs", "engine", "pooling", "scheduler", "tests")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 # The pages about maxsimd alone, which name no other programs' options.
 _OF_OTHERS = {"comparison", "promises-compared", "clients"}
@@ -78,6 +79,28 @@ def test_the_page_on_security_names_every_reason_to_cut() -> None:
     assert len(reasons) == 6
     for reason in reasons:
         assert f"`{reason}`" in _DOCS["security"]
+
+
+def test_the_table_of_what_to_change_is_complete() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = [
+        line.split(" | ")
+        for line in page.split("## What to change")[1].splitlines()
+        if line.startswith("| a")
+    ]
+    files = [
+        path for room in ROOMS for path in (ROOT / room).rglob("*.*") if path.suffix in (".py", ".cpp", ".md")
+    ]
+    texts = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in files}
+    assert len(rows) == 8
+    for row in rows:
+        (example,) = re.findall(r"`(.+?)`", row[1])
+        listed = re.findall(r"`([\w./-]+/[\w.-]*|pyproject\.toml)`", " ".join(row[2:]))
+        assert all((ROOT / name).exists() for name in listed), row
+        named = [name for name, text in texts.items() if re.search(rf"{example}\b", text)]
+        assert named, example
+        missing = [name for name in named if not name.startswith(tuple(listed))]
+        assert not missing, (example, missing)
 
 
 def test_promises_name_real_options_and_tests() -> None:
