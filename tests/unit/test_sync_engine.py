@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,14 @@ def model(checkpoints: SharedCheckpoints) -> str:
 
 def new_engine(model: str) -> SyncEngine:
     return SyncEngine(model, dtype="float32", threads=1, progress=False)
+
+
+@pytest.fixture(autouse=True)
+def _interrupts() -> Iterator[None]:
+    """SIGINT interrupts, also where the tests were started in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def interrupt_when(event: threading.Event) -> threading.Thread:
