@@ -32,6 +32,9 @@ _KEPT_FOR_SMALL = 0.25
 # Estimates may be this many times too low or too high. Who would be refused then once its tokens are counted
 # is refused at once.
 _ESTIMATED_WITHIN = 1.25
+# Where requests wait for permits, at most this many have one. More bring nothing, because fewer threads
+# prepare requests. Those that wait stay in order, and what is counted corrects their estimates.
+_MOST_PREPARING = 32
 # Tokens a character of text until some have been counted, and what each request leaves of those before it.
 _FIRST_RATIO, _REMAINING = 0.25, 0.9
 
@@ -278,6 +281,10 @@ class Admission:
         except RequestTooLargeError:
             self._count_refusal(tenant, "size")
             raise
+        except (asyncio.CancelledError, EngineDeadError):
+            if permit not in self._permits:  # it only waited
+                self._tenants.charge_requests(tenant, -1)
+            raise
         finally:
             self._waiting.leave(permit)
             if permit in self._permits:
@@ -326,6 +333,8 @@ class Admission:
 
     def review(self) -> None:
         """Refuses requests that are not prepared yet and came while there was room that others have taken."""
+        if self._waits:
+            return
         waits: dict[tuple[Share, int], float | None] = {}
         for permit in self._permits:
             if permit.refusal is None:
@@ -346,16 +355,26 @@ class Admission:
     def _grant_permits(self) -> None:
         """Lets in those that wait, one after the other, for as long as there is room for the next."""
         weights = self._tenants.weights if self._waiting else {}
-        while True:
-            # A tenant above its own limit holds back no other.
-            first = next((each for each in self._waiting.firsts() if self._tenant_has_room(each)), None)
-            if first is None or not self._has_room(first):
-                return
+        while (first := self._next_permit()) is not None and self._has_room(first):
             if self._waiting.grant(first, weights):
+                # The tenant may have used up its rate since the request came.
+                first.refusal = self._tenants.token_refusal(first.share[0])
                 self._enter(first)
+
+    def _next_permit(self) -> Permit | None:
+        """The request that is let in next. A tenant above its own limit holds back no other, but its own."""
+        held: set[str] = set()
+        for permit in self._waiting.firsts():
+            tenant = permit.share[0]
+            if tenant not in held and self._tenant_has_room(permit):
+                return permit
+            held.add(tenant)
+        return None
 
     def _has_room(self, permit: Permit) -> bool:
         """Whether the queue has room for a request. It always has for one that is alone, however large."""
+        if len(self._permits) >= _MOST_PREPARING:
+            return False
         used = self._scheduler.waiting_tokens + self._preparing_tokens
         return not used or used + permit.tokens <= self._most_queued(permit.tokens)
 

@@ -1,4 +1,4 @@
-"""What stands between the products of a layer: norms with the sum before them, rotary positions, gates.
+"""The work between the products of a layer: norms with the sum before them, rotary positions, gates.
 
 Each function runs a Triton kernel on a GPU, or where Triton interprets it, and else a compiled kernel for
 CPUs. Each has its reference in plain torch, with the same order of roundings: norms, rotations and gates are

@@ -154,10 +154,9 @@ def has_hooks(module: nn.Module) -> bool:
 def add_product_(total: torch.Tensor, x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
     """Adds a linear layer's output for `x` [rows, inputs] to `total` [rows, outputs]. Without a bias the
     product does it, in float32 and rounded once; otherwise its output is rounded first."""
-    bias: torch.Tensor | None = layer.bias
-    if bias is None:
+    if type(layer) is nn.Linear and layer.bias is None:
         return total.addmm_(x, layer.weight.t())
-    return total.add_(layer(x))
+    return total.add_(layer(x))  # such as one with int8 weights
 
 
 def _bias_of(layer: nn.Linear) -> torch.Tensor:

@@ -39,8 +39,10 @@ def norm_rotary_(
     `heads[0]` are queries and the next `heads[1]` keys. `cos` and `sin` are [rows, head_dim], in the
     precision of `qkv`. The norms are float32 weights [head_dim] for queries and for keys, and epsilon."""
     rows, _, head_dim = qkv.shape
-    if qkv.stride(2) != 1 or qkv.stride(1) != head_dim or head_dim % 2:
+    if qkv.stride(2) != 1 or qkv.stride(1) != head_dim or head_dim % 2 or sum(heads) > qkv.shape[1]:
         raise ValueError("heads must lie side by side and have an even size")
+    if cos.shape != (rows, head_dim) or sin.shape != cos.shape:
+        raise ValueError(f"cosines and sines must be {(rows, head_dim)}, not {tuple(cos.shape)}")
     cos, sin = cos.to(qkv.dtype).contiguous(), sin.to(qkv.dtype).contiguous()
     query, key, epsilon = (None, None, 0.0) if norms is None else norms
     _check_weights(head_dim, query, key)

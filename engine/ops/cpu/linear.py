@@ -89,6 +89,8 @@ def linear_gated(
 ) -> torch.Tensor:
     """`activation(gate) * up` of a layer that makes both: [..., inputs] -> [..., columns / 2]. Weights and
     bias are in the order of `gated_order`, and the activation is one of `GATES`."""
+    if weights.columns % PANEL:
+        raise ValueError(f"a gated layer of {weights.columns} columns is not a multiple of {PANEL}")
     return _linear(x, weights, bias, 2 + GATES.index(activation))
 
 
@@ -97,7 +99,7 @@ def linear_added(
 ) -> torch.Tensor:
     """`linear(x) + added`, rounded once, where `added` is [..., columns] with the rows and the precision of
     x."""
-    rows = _as_rows(added, weights.columns, weights.dtype)
+    rows = _rows_like(added, x, weights)
     return _linear(x, weights, bias, 0, (rows.data_ptr(), rows.stride(0)))
 
 
@@ -105,7 +107,10 @@ def linear_norm(
     x: torch.Tensor, residual: torch.Tensor, weights: Weights, bias: torch.Tensor | None, norm: Norm
 ) -> torch.Tensor:
     """`norm(linear(x) + residual)`, where residual is [..., columns] with the rows and the precision of x."""
-    rows = _as_rows(residual, weights.columns, weights.dtype)
+    rows = _rows_like(residual, x, weights)
+    for each in (norm.weight, norm.bias):
+        if each.dtype is not torch.float32 or each.shape != (weights.columns,):
+            raise ValueError(f"a norm's weight and bias must be {weights.columns} float32 numbers")
     norm_args = (rows.data_ptr(), rows.stride(0), norm.weight.data_ptr(), norm.bias.data_ptr(), norm.epsilon)
     return _linear(x, weights, bias, 0, norm_args=norm_args)
 
@@ -153,6 +158,13 @@ def _linear(
         out.data_ptr(),
     )
     return out.view(*x.shape[:-1], columns)
+
+
+def _rows_like(added: torch.Tensor, x: torch.Tensor, weights: Weights) -> torch.Tensor:
+    """What is added to the output for x, as rows. Raises ValueError unless there are as many as x has."""
+    if added.shape[:-1] != x.shape[:-1]:
+        raise ValueError(f"rows of {tuple(added.shape)} cannot be added to those of {tuple(x.shape)}")
+    return _as_rows(added, weights.columns, weights.dtype)
 
 
 def _as_rows(x: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:

@@ -186,6 +186,34 @@ async def test_a_tenant_waits_for_its_own_limit_and_holds_back_no_other() -> Non
         await door.let_go("second", "other")
 
 
+async def test_few_requests_are_prepared_at_once_and_others_keep_their_order() -> None:
+    async with waiting_door(queued_tokens=1_000_000) as door:
+        names = [f"a{i}" for i in range(100)]
+        for name in names:
+            await door.come(name, 1, tenant="a")
+        assert door.metric("preparing_requests") == 32
+        await door.come("b", 1, tenant="b")
+        await door.let_go("a0", "a1")
+        assert door.granted[-1] == "b" or door.granted[-2] == "b"
+        await door.let_go("b", *names)
+        assert sorted(door.granted) == sorted([*names, "b"])
+
+
+async def test_a_tenants_own_small_requests_do_not_pass_its_next_one() -> None:
+    async with waiting_door() as door:
+        door.tenants.set({"a": Tenant(max_queued_tokens=100)})
+        await door.come("first", 50, tenant="a", priority=4)
+        await door.come("large", 90, tenant="a")
+        await door.come("small", 10, tenant="a", priority=4)
+        await door.come("other", 10, tenant="b")
+        assert door.granted == ["first", "other"]
+        await door.let_go("first")
+        assert door.granted == ["first", "other", "large"]
+        await door.let_go("large", "other")
+        assert door.granted == ["first", "other", "large", "small"]
+        await door.let_go("small")
+
+
 async def test_a_rate_still_refuses() -> None:
     async with waiting_door(tenants={"a": Tenant(requests_per_minute=1)}) as door:
         door.ask(10, tenant="a")

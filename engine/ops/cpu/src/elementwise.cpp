@@ -1,4 +1,4 @@
-// What stands between the products of a layer, a pass over its rows each: norms with the sum before them, and the
+// The work between the products of a layer, a pass over its rows each: norms with the sum before them, and the
 // rotary positions of queries and keys with the norm of each head.
 //
 // A row is computed by itself, so that its results are the same to the last bit whatever other rows there are.
@@ -106,7 +106,7 @@ void maxsimd_norm(int kind, const void* x, int64_t x_stride, const void* residua
         const RowNorm<Value> norm{
             (const Value*)x, (const Value*)residual, x_stride,   residual_stride, rows, columns, weight, bias,
             epsilon,         centered != 0,          (Value*)out};
-#pragma omp parallel
+#pragma omp parallel if (rows > 1)
         {
             std::vector<float> sums(round_up(columns, LANES));
 #pragma omp for schedule(static)
@@ -131,7 +131,7 @@ void maxsimd_norm_rotary(int kind, void* qkv, int64_t stride, int64_t rows, int6
         const Rotation<Value> rotation{
             (Value*)qkv,       stride,       rows,       query_heads, heads, head_dim, (const Value*)cos,
             (const Value*)sin, query_weight, key_weight, epsilon};
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(static) if (rows > 1)
         for (int64_t row = 0; row < rows; row++)
             for (int64_t head = 0; head < heads; head++) turn(rotation, row, head);
     };

@@ -338,6 +338,14 @@ async def test_rotary_layers_run_compiled(build: Build, checkpoints: SharedCheck
     np.testing.assert_allclose(scores, expected, atol=1e-5, rtol=1e-5)
 
 
+async def test_rotary_layers_take_int8_in_float32(checkpoints: SharedCheckpoints) -> None:
+    path = checkpoints(cross_encoders.qwen3)
+    expected, _ = await _scores(path, dtype="float32", quantization="int8", kernels="torch")
+    scores, modules = await _scores(path, dtype="float32", quantization="int8")
+    assert modules[FusedRotaryLayer]
+    np.testing.assert_allclose(scores, expected, atol=5e-2)
+
+
 async def test_layers_that_give_something_else_stay(
     checkpoints: SharedCheckpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:

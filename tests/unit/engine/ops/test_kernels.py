@@ -214,6 +214,20 @@ def test_gates_and_sums_in_a_layer_equal_the_plain_ones(
         assert torch.equal(alone[0], gated[row])
 
 
+@needs_kernels
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    x, weights = torch.ones(5, 8), pack_float32(torch.ones(16, 8))
+    with pytest.raises(ValueError, match="multiple of 32"):
+        linear_gated(x, weights, None, "silu")
+    with pytest.raises(ValueError, match="cannot be added"):
+        linear_added(x, weights, None, torch.ones(1, 16))
+    norm = Norm(torch.ones(16).bfloat16(), torch.ones(16), 1e-5)
+    with pytest.raises(ValueError, match="float32"):
+        linear_norm(x, torch.ones(5, 16), weights, None, norm)
+    with pytest.raises(ValueError, match="cosines"):
+        elementwise.norm_rotary_(torch.ones(4, 3, 16), torch.ones(1, 16), torch.ones(1, 16), (1, 1), None)
+
+
 def test_a_gated_layer_has_whole_groups_of_columns() -> None:
     assert gated_order(32).tolist() == [*range(16), *range(32, 48), *range(16, 32), *range(48, 64)]
     with pytest.raises(ValueError, match="20 columns"):
