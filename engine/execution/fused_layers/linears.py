@@ -151,10 +151,10 @@ def has_hooks(module: nn.Module) -> bool:
     return any(hook.__module__ != "transformers.utils.output_capturing" for hook in hooks)
 
 
-def add_product_(total: torch.Tensor, x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
+def add_product_(total: torch.Tensor, x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
     """Adds a linear layer's output for `x` [rows, inputs] to `total` [rows, outputs]. Without a bias the
     product does it, in float32 and rounded once; otherwise its output is rounded first."""
-    if type(layer) is nn.Linear and layer.bias is None:
+    if type(layer) is nn.Linear and layer._parameters["bias"] is None:
         return total.addmm_(x, layer.weight.t())
     return total.add_(layer(x))  # such as one with int8 weights
 
