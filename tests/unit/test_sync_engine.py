@@ -211,3 +211,35 @@ def test_a_process_ends_cleanly_while_daemon_threads_score(model: str, tmp_path:
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"(stopping with \d requests unfinished when the grace is over\n)?", done.stderr)
+
+
+GIVES_UP = """
+import os, signal, threading, time
+from maxsimd import SyncEngine
+from maxsimd.engine.device import load as load_module
+
+load_model = load_module.load_model
+
+
+def interrupt_and_load(*arguments):
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+    time.sleep(1)
+    loaded = load_model(*arguments)
+    os.write(1, b"loaded")
+    return loaded
+
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+load_module.load_model = interrupt_and_load
+try:
+    SyncEngine(MODEL, dtype="float32", threads=1, progress=False).start()
+except KeyboardInterrupt:
+    pass
+"""
+
+
+def test_a_process_waits_at_its_end_for_a_load_that_was_given_up(model: str, tmp_path: Path) -> None:
+    program = tmp_path / "gives_up.py"
+    program.write_text(GIVES_UP.replace("MODEL", repr(model)))
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "loaded", "")
