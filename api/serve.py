@@ -29,6 +29,7 @@ from maxsimd.engine import Engine, EngineConfig, Engines
 from maxsimd.engine.checkpoint.embedded import NAME
 from maxsimd.engine.device.cores import usable_cores
 from maxsimd.engine.device.facts import ModelFacts
+from maxsimd.engine.device.loading import num_given_up
 from maxsimd.engine.device.thread import num_left_behind
 from maxsimd.engine.device.time_slices import take_short_slices
 
@@ -76,7 +77,7 @@ def _run(engine: Serving, server_config: ServerConfig, started: float) -> int:
     share_heaps(usable_cores().threads)
     with switching_often():
         status = uvloop.run(run_server(engine, server_config, started))
-    if num_left_behind():
+    if num_left_behind() or num_given_up():
         # A thread that is stuck in a library may keep an interpreter from ending.
         leave_at_once(status)
     return status

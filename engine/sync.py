@@ -5,7 +5,7 @@ import atexit
 import os
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence, Sized
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, wait
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -36,6 +36,8 @@ T = TypeVar("T")
 
 # Shorter lists are done before a progress bar could be read.
 SHORTEST_WITH_BAR = 256
+# Once an engine has stopped, the results of its last calls have this long to be made.
+_RESULT_SECONDS = 60.0
 
 
 class _LoopThread:
@@ -87,6 +89,8 @@ class SyncEngine:
         self._is_exiting = False
         # Held while it is started or closed, and while a call is handed to its thread.
         self._change, self._handover = threading.RLock(), threading.Lock()
+        # Of all calls that are not done.
+        self._futures: set[Future[Any]] = set()
 
     def __enter__(self) -> Self:
         return self.start()
@@ -114,8 +118,9 @@ class SyncEngine:
         return self
 
     def close(self) -> None:
-        """Frees everything, once all calls are done; more than once, or in several threads, does no harm. In
-        a process that was forked from the engine's, it does nothing."""
+        """Frees everything, once all calls are done; more than once, or in several threads, does no harm. An
+        open stream gets EngineNotReadyError from then on, but may be left as usual. In a process that was
+        forked from the engine's, this does nothing."""
         if self._is_forked:
             return
         self._check_caller()
@@ -124,6 +129,8 @@ class SyncEngine:
                 return
             try:
                 self._wait(self._engine.stop())
+                # Their values are there, but their results may not be made yet.
+                wait(self._futures.copy(), _RESULT_SECONDS)
             finally:
                 self._end_thread()
 
@@ -241,7 +248,10 @@ class SyncEngine:
                 raise EngineNotReadyError(
                     "the engine is not running; use it as in: with SyncEngine() as engine, or call start()"
                 )
-            return asyncio.run_coroutine_threadsafe(work, self._thread.loop)
+            future = asyncio.run_coroutine_threadsafe(work, self._thread.loop)
+            self._futures.add(future)
+        future.add_done_callback(self._futures.discard)
+        return future
 
     @property
     def _is_forked(self) -> bool:
@@ -258,7 +268,7 @@ class SyncEngine:
         if self._thread is not None and self._thread.is_current:
             raise EngineNotReadyError(
                 "a call from `progress` would wait for itself, since `progress` runs on the engine's thread; "
-                "call the engine from another thread, or use Engine"
+                "return from it first and call the engine once this call is done, or use Engine"
             )
 
 
@@ -284,7 +294,8 @@ class SyncStream:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._stream is not None
-        self._wait(self._stream.__aexit__(kind, error, trace))
+        with suppress(EngineNotReadyError):  # the engine was closed, which has ended the stream
+            self._wait(self._stream.__aexit__(kind, error, trace))
 
     def __iter__(self) -> Self:
         return self

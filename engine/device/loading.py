@@ -1,6 +1,7 @@
 """Loads of models that can be given up: they end at the next stage, with all that they have begun."""
 
 import asyncio
+import atexit
 import gc
 import threading
 import time
@@ -16,7 +17,10 @@ from maxsimd.engine.device.thread import DeviceThread
 # One that is stuck in a stage does not hold it up for longer.
 _GIVEN_UP_SECONDS = 30.0
 _LOOK_SECONDS = 0.02
-_given_up: list[DeviceThread] = []
+# The end of the process waits this long for them.
+_EXIT_SECONDS = 5.0
+# Event loops of several threads may change it, each by operations that are atomic.
+_given_up: set[DeviceThread] = set()
 
 
 class LoadGivenUpError(Exception):
@@ -63,8 +67,8 @@ async def load_on_thread(load: Callable[[], DeviceModel]) -> tuple[DeviceThread,
         model_load.give_up()
         # It runs once the load has ended, and the thread's end comes after it.
         thread.loop.call_soon_threadsafe(model_load.free)
-        thread.close(0)
-        _given_up.append(thread)
+        thread.end_soon()
+        _given_up.add(thread)
         raise
     except BaseException:
         thread.close()
@@ -74,10 +78,26 @@ async def load_on_thread(load: Callable[[], DeviceModel]) -> tuple[DeviceThread,
 async def _until_given_up_have_ended() -> None:
     deadline = time.monotonic() + _GIVEN_UP_SECONDS
     while True:
-        _given_up[:] = [thread for thread in _given_up if thread.is_alive]
-        if not _given_up or time.monotonic() > deadline:
+        if num_given_up() == 0 or time.monotonic() > deadline:
             return
         await asyncio.sleep(_LOOK_SECONDS)
+
+
+def num_given_up() -> int:
+    """How many loads of this process were given up and have not ended yet."""
+    for thread in _given_up.copy():
+        if not thread.is_alive:
+            _given_up.discard(thread)
+    return len(_given_up)
+
+
+@atexit.register
+def _join_given_up() -> None:
+    """Waits for loads that were given up. A thread inside torch may abort the process while the interpreter
+    goes away."""
+    deadline = time.monotonic() + _EXIT_SECONDS
+    for thread in _given_up.copy():
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def free_memory() -> None:

@@ -75,12 +75,20 @@ class DeviceThread:
         """Cancels what still runs there and joins the thread, for at most that long; says whether it ended.
 
         One that did not is left behind with all that it holds. It ends if ever it goes on."""
+        self.end_soon()
+        if not self.join(seconds):
+            _left_behind.append(self._thread)
+        return not self.is_alive
+
+    def end_soon(self) -> None:
+        """Has the thread end once it has done what was handed to it before, without waiting for that."""
         self.is_closing = True
         self.loop.call_soon_threadsafe(self.loop.stop)
+
+    def join(self, seconds: float | None = None) -> bool:
+        """Waits for the thread's end, for at most that long; says whether it ended."""
         self._thread.join(seconds)
-        if self._thread.is_alive():
-            _left_behind.append(self._thread)
-        return not self._thread.is_alive()
+        return not self.is_alive
 
     def declare_stuck(self) -> None:
         """Nobody else waits for this thread."""

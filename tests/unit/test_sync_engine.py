@@ -1,18 +1,20 @@
 """The blocking engine's life: interrupted, closed by several threads, forked, and ended by the process."""
 
+import asyncio
 import re
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from maxsimd.engine import EngineNotReadyError, RequestFailedError, SyncEngine
+from maxsimd.engine import engine as engine_module
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.device import load as load_module
 from tests.checkpoints import bi_encoders
@@ -106,6 +108,43 @@ def test_several_threads_may_close_it_at_once(model: str) -> None:
                 assert error is None or isinstance(error, EngineNotReadyError)
         with pytest.raises(EngineNotReadyError, match="not running"):
             engine.score("query", TEXTS)
+
+
+def test_a_close_waits_for_results_that_are_being_made(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    making, may_go_on = threading.Event(), threading.Event()
+
+    async def make_slowly(size: int, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        making.set()
+        await asyncio.to_thread(may_go_on.wait, 60)
+        return function(*arguments, **options)
+
+    monkeypatch.setattr(engine_module, "run_in_thread_if_large", make_slowly)
+    engine = new_engine(model).start()
+    with ThreadPoolExecutor(2) as threads:
+        score = threads.submit(engine.score, "query", TEXTS)
+        making.wait(60)
+        close = threads.submit(engine.close)
+        wait_for(lambda: not engine._engine.is_healthy and engine._engine._stopping is None)
+        assert not wait([close], 0.3).done
+        may_go_on.set()
+        assert len(score.result(60).scores) == 20
+        close.result(60)
+
+
+def test_a_stream_may_be_left_after_a_close(model: str) -> None:
+    engine = new_engine(model).start()
+    with engine.stream("query", TEXTS) as stream:
+        engine.close()
+        with pytest.raises(EngineNotReadyError, match="not running"):
+            next(stream)
+
+    def fail_after_close() -> None:
+        with engine.start().stream("query", TEXTS):
+            engine.close()
+            raise KeyError("the caller's own")
+
+    with pytest.raises(KeyError, match="the caller's own"):
+        fail_after_close()
 
 
 @pytest.mark.parametrize("call", ["score", "close", "start", "clear_cache"])
@@ -211,3 +250,35 @@ def test_a_process_ends_cleanly_while_daemon_threads_score(model: str, tmp_path:
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"(stopping with \d requests unfinished when the grace is over\n)?", done.stderr)
+
+
+GIVES_UP = """
+import os, signal, threading, time
+from maxsimd import SyncEngine
+from maxsimd.engine.device import load as load_module
+
+load_model = load_module.load_model
+
+
+def interrupt_and_load(*arguments):
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+    time.sleep(1)
+    loaded = load_model(*arguments)
+    os.write(1, b"loaded")
+    return loaded
+
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+load_module.load_model = interrupt_and_load
+try:
+    SyncEngine(MODEL, dtype="float32", threads=1, progress=False).start()
+except KeyboardInterrupt:
+    pass
+"""
+
+
+def test_a_process_waits_at_its_end_for_a_load_that_was_given_up(model: str, tmp_path: Path) -> None:
+    program = tmp_path / "gives_up.py"
+    program.write_text(GIVES_UP.replace("MODEL", repr(model)))
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "loaded", "")
