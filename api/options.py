@@ -17,7 +17,7 @@ from maxsimd.engine.config import EngineConfig
 C = TypeVar("C")
 F = TypeVar("F", bound=Callable[..., Any])
 
-# What a server has by default in place of the engine's own: a client is refused rather than kept waiting.
+# A server's own defaults. It refuses a client rather than let it wait.
 SERVED: Mapping[str, Any] = {"max_wait_seconds": 30.0}
 # Options whose variable is read elsewhere: it may hold several values.
 _OWN_VARIABLES = {"api_key"}

@@ -19,7 +19,7 @@ Contents = Annotated[
         description="Texts, or objects with text, pictures or an embedding of at most --max-vectors vectors."
     ),
 ]
-# Of a model, a prompt, a task or a kind of number. Errors repeat it.
+# A name of a model, a prompt, a task or a kind of number. Errors repeat it.
 Name = Annotated[str, msgspec.Meta(max_length=4096)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 NotNegative = Annotated[int, msgspec.Meta(ge=0)]

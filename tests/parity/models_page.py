@@ -27,7 +27,7 @@ _PROVEN = f"""\
 | --- | --- | --- | --- | --- | --- | --- |
 """
 # What stands before the inspections, which end the page.
-_INSPECTIONS = "Of the default model, in float32:\n\n"
+_INSPECTIONS = "The default model, in float32:\n\n"
 
 
 def page() -> str:
@@ -42,7 +42,7 @@ def proof(checkpoints: SharedCheckpoints) -> str:
     prose = re.sub(r"vLLM [\d.]+ \(CPU", f"vLLM {VERSION} (CPU", prose)
     prose = _with_tables(prose, _proven([*FAMILIES, LISTWISE]), _proven(FORMS))
     default = show(_inspected(EngineConfig(dtype="float32", device="cpu")))
-    sections = [f"{prose}{_INSPECTIONS}```\n{default}\n```\n\nOf the tests' checkpoints:\n"]
+    sections = [f"{prose}{_INSPECTIONS}```\n{default}\n```\n\nThe tests' checkpoints:\n"]
     for family in PAGE_FAMILIES:
         sections.append(_section(family.name, checkpoints(family.build), **family.settings))
     classifier = checkpoints(partial(cross_encoders.bert, labels=3))
