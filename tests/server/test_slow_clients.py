@@ -182,7 +182,7 @@ def test_more_clients_than_descriptors_shut_nobody_out(small_server: Server) -> 
 def test_a_process_without_descriptors_says_so_and_goes_on(small_server: Server) -> None:
     server = small_server
     assert "cannot accept" not in server.log
-    in_use = len(list(Path(f"/proc/{server.process.pid}/fd").iterdir()))
+    in_use = _descriptors_at_rest(server)
     resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (in_use + 4, 64))
     try:
         held = [RawClient(server.url) for _ in range(12)]
@@ -197,6 +197,19 @@ def test_a_process_without_descriptors_says_so_and_goes_on(small_server: Server)
         resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (64, 64))
     for client in held:
         client.close()
+
+
+def _descriptors_at_rest(server: Server) -> int:
+    """How many descriptors the server has, once connections of earlier tests are closed."""
+    counts: list[int] = []
+
+    def is_stable() -> bool:
+        counts.append(len(list(Path(f"/proc/{server.process.pid}/fd").iterdir())))
+        time.sleep(0.1)
+        return len(counts) >= 20 and len(set(counts[-20:])) == 1
+
+    wait_for(is_stable)
+    return counts[-1]
 
 
 def _processor_seconds(server: Server) -> float:

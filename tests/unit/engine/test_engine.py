@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import threading
+import time
 import weakref
 from dataclasses import replace
 from functools import partial
@@ -115,6 +116,14 @@ async def test_running_out_of_memory_makes_steps_smaller(config: EngineConfig, p
 async def test_what_is_running_when_the_engine_stops_is_finished(config: EngineConfig) -> None:
     texts = [f"text {i}" for i in range(600)]  # with so many, the result is made in a thread
     async with Engine(config) as engine:
+        runner: Any = engine.device_model.prepared.runner
+        forward = runner.forward
+
+        def slowly(step: Step) -> Any:
+            time.sleep(0.1)  # or all steps are done before anyone looks
+            return forward(step)
+
+        runner.forward = slowly
         reranked = asyncio.create_task(engine.rerank("query", texts))
         embedded = asyncio.create_task(engine.embed_tokens(texts))
         await until(lambda: engine.stats().steps_in_flight > 0 and engine.stats().open_requests == 2)
