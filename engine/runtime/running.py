@@ -4,6 +4,7 @@ import asyncio
 import logging
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -219,7 +220,11 @@ class Running:
             log.warning("stopping with %d requests unfinished when the grace is over", self._num_inside)
         finally:
             self._grace = None
-            await asyncio.shield(self._free())
+            end = self._end_of_threads()
+            free = asyncio.create_task(self._free(end))
+            # The end of the event loop cancels all tasks, also one that has not begun.
+            free.add_done_callback(lambda done: end() if done.cancelled() else None)
+            await asyncio.shield(free)
 
     def hasten(self, grace: float | None) -> None:
         """While this is being closed: gives the requests that are not done `grace` seconds from now, unless
@@ -258,16 +263,26 @@ class Running:
             return function()
         return await self.in_pool(function, size)
 
-    async def _free(self) -> None:
+    async def _free(self, end: Callable[[], None]) -> None:
         """Ends actors and threads, and closes the cache once nothing reads it any more."""
         self._supervisor.cancel()
         await asyncio.gather(self._supervisor, return_exceptions=True)
         self._metrics.watch(None)
         self.admission.close()
+        await call_in_thread(end)
+
+    def _end_of_threads(self) -> Callable[[], None]:
+        """Returns a function that ends the threads when it is first called. It holds nothing of the model."""
         allowed = self._watchdog.allowance
         seconds = STUCK_SECONDS if self._is_stuck else None if allowed == math.inf else allowed
-        cache = self.device_model.cache
-        await call_in_thread(partial(end_threads, self._device, self._pool, cache, seconds))
+        device, pool, cache = self._device, self._pool, self.device_model.cache
+        begun = threading.Lock()
+
+        def end() -> None:
+            if begun.acquire(blocking=False):
+                end_threads(device, pool, cache, seconds)
+
+        return end
 
     async def _run(
         self,

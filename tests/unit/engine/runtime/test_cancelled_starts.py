@@ -1,4 +1,5 @@
-"""Starts that are cancelled or fail: they end what they began, and the engine can be started again."""
+"""Starts and stops that are cancelled, and starts that fail: they end what they began, and the engine can be
+started again."""
 
 import asyncio
 import threading
@@ -137,3 +138,19 @@ async def test_a_start_that_fails_when_the_cache_is_open_closes_it(
             with pytest.raises(ModelLoadError, match="cannot be prepared"):
                 await engine.start()
     assert threads() == before
+
+
+def test_a_stop_that_the_end_of_the_event_loop_cancels_ends_the_threads(config: EngineConfig) -> None:
+    before = threads()
+
+    async def stop_halfway(turns: int) -> None:
+        engine = Engine(config)
+        await engine.start()
+        stop = asyncio.create_task(engine.stop())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        assert not stop.done()
+
+    for turns in range(1, 7):
+        asyncio.run(stop_halfway(turns))
+        assert threads() == before, turns
