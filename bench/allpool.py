@@ -10,7 +10,7 @@ from maxsimd.bench.timing import medians
 from maxsimd.engine.execution import choose_device
 from maxsimd.pooling.cursor import PoolingCursor
 from maxsimd.pooling.methods import AllPool
-from maxsimd.scheduler import Chunk, ResultSlot, Sequence, Tokens
+from maxsimd.scheduler import Chunk, ResultSlot, Tokens, TokenSequence
 
 
 def measure_allpool(sequences: int, tokens: int, hidden: int, device: str, rounds: int) -> None:
@@ -19,7 +19,11 @@ def measure_allpool(sequences: int, tokens: int, hidden: int, device: str, round
     draw = random.Random(0)
     lengths = [draw.randint(max(1, tokens // 2), tokens * 3 // 2) for _ in range(sequences)]
     chunks = tuple(
-        Chunk(Sequence.text(i, ResultSlot(0, i), "all", Tokens(np.zeros(length, dtype=np.int32))), 0, length)
+        Chunk(
+            TokenSequence.text(i, ResultSlot(0, i), "all", Tokens(np.zeros(length, dtype=np.int32))),
+            0,
+            length,
+        )
         for i, length in enumerate(lengths)
     )
     starts = tuple(int(start) for start in np.cumsum([0, *lengths[:-1]]))

@@ -5,20 +5,27 @@ All of them only for whole sequences that wait for nothing.
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Mapping
-from collections.abc import Sequence as Lengths
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
-from maxsimd.scheduler import OLDEST_SHARE, OVERDUE_SHARE, ResultSlot, Scheduler, Sequence, StepLimits, Tokens
+from maxsimd.scheduler import (
+    OLDEST_SHARE,
+    OVERDUE_SHARE,
+    ResultSlot,
+    Scheduler,
+    StepLimits,
+    Tokens,
+    TokenSequence,
+)
 
 
 class Order(Protocol):
     """Which waiting sequences come next."""
 
-    def admit(self, request_id: int, lengths: Lengths[int]) -> None: ...
+    def admit(self, request_id: int, lengths: Sequence[int]) -> None: ...
 
     def step(self) -> dict[int, int]:
         """The tokens of each request in the next step."""
@@ -32,7 +39,7 @@ class FirstComeFirstServed:
         self._budget = budget
         self._waiting: dict[int, list[int]] = {}
 
-    def admit(self, request_id: int, lengths: Lengths[int]) -> None:
+    def admit(self, request_id: int, lengths: Sequence[int]) -> None:
         self._waiting[request_id] = sorted(lengths)
 
     def step(self) -> dict[int, int]:
@@ -65,7 +72,7 @@ class RoundRobin:
         self._turns: dict[int, _Turn] = {}
         self._rotation: deque[int] = deque()
 
-    def admit(self, request_id: int, lengths: Lengths[int]) -> None:
+    def admit(self, request_id: int, lengths: Sequence[int]) -> None:
         self._turns[request_id] = _Turn(sorted(lengths))
         self._rotation.append(request_id)
 
@@ -110,13 +117,13 @@ class SchedulerOrder:
         self._tokens: dict[int, Tokens] = {}
         self._num_sequences = 0
 
-    def admit(self, request_id: int, lengths: Lengths[int], tenant: str = "", priority: int = 0) -> None:
+    def admit(self, request_id: int, lengths: Sequence[int], tenant: str = "", priority: int = 0) -> None:
         slot = ResultSlot(request_id, 0)
         sequences = []
         for length in lengths:
             if length not in self._tokens:
                 self._tokens[length] = Tokens(np.zeros(length, dtype=np.int32))
-            sequences.append(Sequence.text(self._num_sequences, slot, "", self._tokens[length]))
+            sequences.append(TokenSequence.text(self._num_sequences, slot, "", self._tokens[length]))
             self._num_sequences += 1
         self.scheduler.admit(request_id, sequences, (), priority, tenant)
 

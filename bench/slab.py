@@ -19,7 +19,7 @@ from maxsimd.engine.scoring.price import ScoringPrice
 from maxsimd.pooling.ragged import Ragged
 from maxsimd.pooling.spans import Spans
 from maxsimd.pooling.transfer import to_device
-from maxsimd.scheduler import ResultSlot, Sequence, Tokens
+from maxsimd.scheduler import ResultSlot, Tokens, TokenSequence
 
 _QUERY, _QUERY_TOKENS, _REQUEST = 1, 32, 7
 # Batches that a step scores together.
@@ -60,7 +60,7 @@ def _timed(
     scorer = DocumentScorer(
         "maxsim", _zeros, device, torch.bfloat16, takes_int8=True, maxsim_spans=_zeros_of_spans, cache=cache
     )
-    query = Sequence.query(_QUERY, _REQUEST, "token_embed", Tokens(np.zeros(3, dtype=np.int32)), 1 << 30)
+    query = TokenSequence.query(_QUERY, _REQUEST, "token_embed", Tokens(np.zeros(3, dtype=np.int32)), 1 << 30)
     embedding = torch.randn(_QUERY_TOKENS, found[0].embedding.rows.shape[1]).bfloat16()
     scorer.queries.put(query, embedding.to(device))
     batches = list(in_batches(found, _QUERY, _QUERY_TOKENS, ScoringPrice(_QUERY_TOKENS), limits=limits))

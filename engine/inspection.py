@@ -26,7 +26,7 @@ from maxsimd.engine.scoring.maxsim.reference import maxsim_reference
 from maxsimd.engine.scoring.similarity import score_pairs
 from maxsimd.engine.sync import SyncEngine
 from maxsimd.pooling.ragged import Ragged
-from maxsimd.scheduler import ResultSlot, Sequence, Tokens
+from maxsimd.scheduler import ResultSlot, Tokens, TokenSequence
 
 # A small picture, and an A4 page at 150 dots an inch.
 _PAGES = ((448, 448), (1240, 1754))
@@ -125,7 +125,7 @@ def _expected_scores(model: LoadedModel, config: EngineConfig) -> list[float] | 
     def item(reading: Reading) -> torch.Tensor:
         tokens = Tokens(reading.ids, reading.type_ids, reading.attended, None)
         assert task.reference is not None
-        rows = task.reference(Sequence.text(0, ResultSlot(0, 0), model.score_task, tokens)).float()
+        rows = task.reference(TokenSequence.text(0, ResultSlot(0, 0), model.score_task, tokens)).float()
         rows = after_reference(task.head)(rows)
         if model.score_task != "token_embed":
             return rows

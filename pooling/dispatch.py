@@ -11,7 +11,7 @@ from maxsimd.pooling.ragged import Ragged
 from maxsimd.pooling.sparse import SPARSE_METHODS
 from maxsimd.pooling.token_pooling import TokenPooling
 from maxsimd.pooling.token_weights import TOKEN_WEIGHT_METHODS
-from maxsimd.scheduler import Sequence
+from maxsimd.scheduler import TokenSequence
 
 # The task whose items are one vector a token.
 TOKENS = "token_embed"
@@ -29,10 +29,10 @@ class Pooled:
     """The finished sequences of one task in one step; item i of `items` belongs to `sequences[i]`."""
 
     task: str
-    sequences: tuple[Sequence, ...]
+    sequences: tuple[TokenSequence, ...]
     items: Ragged
 
-    def __iter__(self) -> Iterator[tuple[Sequence, torch.Tensor]]:
+    def __iter__(self) -> Iterator[tuple[TokenSequence, torch.Tensor]]:
         return zip(self.sequences, self.items, strict=True)
 
 
@@ -64,7 +64,7 @@ class DispatchPooler:
                 pooled.append(Pooled(task, sequences, items))
         return pooled
 
-    def comparable(self, pooled: Pooled) -> Iterator[tuple[Sequence, torch.Tensor]]:
+    def comparable(self, pooled: Pooled) -> Iterator[tuple[TokenSequence, torch.Tensor]]:
         """The sequences with their items in the form in which these can be compared, number by number."""
         method = self._methods[pooled.task]
         return ((sequence, method.comparable(item)) for sequence, item in pooled)

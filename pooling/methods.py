@@ -6,8 +6,7 @@ Which method a sequence takes, and what is done with the item, is decided elsewh
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from collections.abc import Sequence as ListOf
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from maxsimd.pooling.cursor import PoolingCursor, take_rows
 from maxsimd.pooling.ragged import Ragged
 from maxsimd.pooling.transfer import to_device
-from maxsimd.scheduler import Sequence
+from maxsimd.scheduler import TokenSequence
 
 Head = Callable[[torch.Tensor], torch.Tensor]
 
@@ -298,7 +297,7 @@ class MeanPool(_OneRowPool):
         """The values of the pooled rows, each times its weight; row i is `rows[i]` of chunk `owner[i]`."""
         return values
 
-    def _total(self, sequence: Sequence) -> float:
+    def _total(self, sequence: TokenSequence) -> float:
         """The sum of a whole sequence's weights."""
         pooled = sequence.tokens.pooled_positions
         return len(sequence) if pooled is None else len(pooled)
@@ -320,7 +319,7 @@ class WeightedMeanPool(MeanPool):
         positions = rows + first[owner] + 1 if len(rows) else rows
         return values * to_device(positions, values.device)[:, None]
 
-    def _total(self, sequence: Sequence) -> float:
+    def _total(self, sequence: TokenSequence) -> float:
         pooled = sequence.tokens.pooled_positions
         return float(((np.arange(len(sequence)) if pooled is None else pooled) + 1).sum())
 
@@ -328,14 +327,14 @@ class WeightedMeanPool(MeanPool):
 class MeanSqrtLenPool(MeanPool):
     """The sum of the rows that are pooled, divided by the square root of their number."""
 
-    def _total(self, sequence: Sequence) -> float:
+    def _total(self, sequence: TokenSequence) -> float:
         return math.sqrt(super()._total(sequence))
 
 
 class ConcatenatedPool(_OneRowPool):
     """The rows of several methods, one behind the other: [1, methods * dim] a sequence."""
 
-    def __init__(self, head: Head, methods: ListOf[type[PoolingMethod]]) -> None:
+    def __init__(self, head: Head, methods: Sequence[type[PoolingMethod]]) -> None:
         super().__init__(head)
         self._methods = [method(torch.nn.Identity()) for method in methods]
 

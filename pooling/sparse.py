@@ -15,7 +15,7 @@ from maxsimd.pooling.cursor import PoolingCursor, take_rows
 from maxsimd.pooling.methods import Head, PoolingMethod
 from maxsimd.pooling.ragged import Ragged
 from maxsimd.pooling.transfer import to_device
-from maxsimd.scheduler import Role, Sequence
+from maxsimd.scheduler import Role, TokenSequence
 
 # The columns of an item.
 COLUMNS = 2
@@ -75,10 +75,10 @@ class WordsPool(PoolingMethod):
         order = [next(of_static if self._is_static(each) else of_read) for each in complete]
         return Ragged.join([read, looked_up]).take(order)
 
-    def _is_static(self, sequence: Sequence) -> bool:
+    def _is_static(self, sequence: TokenSequence) -> bool:
         return sequence.payload.role in self._head.static_roles
 
-    def _looked_up(self, sequences: list[Sequence]) -> Ragged:
+    def _looked_up(self, sequences: list[TokenSequence]) -> Ragged:
         """The static weights of each sequence's tokens."""
         weights = self._head.static_weights
         assert weights is not None
@@ -209,7 +209,7 @@ SPARSE_METHODS: dict[str, type[PoolingMethod]] = {
 }
 
 
-def _pooled_ids(sequence: Sequence) -> NDArray[np.int64]:
+def _pooled_ids(sequence: TokenSequence) -> NDArray[np.int64]:
     """The tokens of a sequence that take part in pooling."""
     tokens = sequence.tokens
     positions = tokens.pooled_positions

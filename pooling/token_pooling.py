@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from maxsimd.pooling.ragged import Ragged
-from maxsimd.scheduler import Role, Sequence
+from maxsimd.scheduler import Role, TokenSequence
 
 if TYPE_CHECKING:
     from sentence_transformers.multi_vector_encoder.modules import HierarchicalTokenPooling
@@ -21,7 +21,7 @@ class TokenPooling:
     method: "HierarchicalTokenPooling"
     roles: frozenset[Role]
 
-    def pool(self, items: Ragged, sequences: tuple[Sequence, ...]) -> Ragged:
+    def pool(self, items: Ragged, sequences: tuple[TokenSequence, ...]) -> Ragged:
         """Items [tokens, dim] of these sequences, those in the roles with fewer rows."""
         if not any(sequence.payload.role in self.roles for sequence in sequences):
             return items

@@ -14,7 +14,7 @@ from maxsimd.pooling.cursor import PoolingCursor, take_rows
 from maxsimd.pooling.methods import Head, PoolingMethod
 from maxsimd.pooling.ragged import Ragged, offsets_of
 from maxsimd.pooling.transfer import to_device
-from maxsimd.scheduler import Sequence
+from maxsimd.scheduler import TokenSequence
 
 
 class TokenWeights(ABC):
@@ -69,7 +69,7 @@ class _WholeSequences(PoolingMethod):
         return len(self._chunks)
 
     @abstractmethod
-    def _items(self, rows: torch.Tensor, sequences: list[Sequence]) -> Ragged:
+    def _items(self, rows: torch.Tensor, sequences: list[TokenSequence]) -> Ragged:
         """The items of whole sequences, of their rows [tokens of all, hidden] end to end."""
 
 
@@ -79,7 +79,7 @@ class TokenWeightsPool(_WholeSequences):
 
     Source: the lexical weights of BGE M3, Chen et al. 2024 (arXiv 2402.03216), section 3.2."""
 
-    def _items(self, rows: torch.Tensor, sequences: list[Sequence]) -> Ragged:
+    def _items(self, rows: torch.Tensor, sequences: list[TokenSequence]) -> Ragged:
         assert isinstance(self.head, TokenWeights)
         heaviest = heaviest_of(sequences, self.head(rows)[:, 0], self.head.weightless, self.head.words)
         ids = to_device(heaviest.ids.astype(np.float32), rows.device)
@@ -94,7 +94,7 @@ class HybridPool(_WholeSequences):
     """A row a token, [tokens, dim + 2]: its vector, its id, and its weight where it is the first of its id,
     else 0. The first row has the vector of the whole sequence in place of its own."""
 
-    def _items(self, rows: torch.Tensor, sequences: list[Sequence]) -> Ragged:
+    def _items(self, rows: torch.Tensor, sequences: list[TokenSequence]) -> Ragged:
         head = self.head
         assert isinstance(head, HybridHead)
         lengths = [len(sequence) for sequence in sequences]
@@ -125,7 +125,7 @@ class Heaviest(NamedTuple):
 
 
 def heaviest_of(
-    sequences: list[Sequence],
+    sequences: list[TokenSequence],
     weights: torch.Tensor,
     weightless: NDArray[np.int64],
     words: NDArray[np.int64] | None = None,

@@ -18,7 +18,7 @@ from maxsimd.scheduler.payload import (
     Window,
 )
 from maxsimd.scheduler.policy import OLDEST_SHARE, OVERDUE_SHARE, Scheduler
-from maxsimd.scheduler.sequence import CachedBatch, Chunk, Sequence, Step
+from maxsimd.scheduler.sequence import CachedBatch, Chunk, Step, TokenSequence
 from maxsimd.scheduler.waiting import WaitingRequest
 from maxsimd.scheduler.weights import Share, share_of
 
@@ -36,12 +36,12 @@ __all__ = [
     "ResultSlot",
     "Role",
     "Scheduler",
-    "Sequence",
     "ServiceRate",
     "Share",
     "Step",
     "StepLimits",
     "StepTimes",
+    "TokenSequence",
     "Tokens",
     "WaitErrors",
     "WaitingRequest",

@@ -6,7 +6,7 @@ Which part comes next is the policy's choice.
 from dataclasses import dataclass
 
 from maxsimd.scheduler.image import ImageJob
-from maxsimd.scheduler.sequence import CachedBatch, Chunk, Sequence, Step
+from maxsimd.scheduler.sequence import CachedBatch, Chunk, Step, TokenSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class Filling:
             self._larger.add(ImageJob if isinstance(part, ImageJob) else Chunk)
         return cost
 
-    def lengthen(self, sequence: Sequence, start: int, most: int) -> int:
+    def lengthen(self, sequence: TokenSequence, start: int, most: int) -> int:
         """Adds up to `most` tokens of a sequence from `start` on: to its chunk, where the step has one
         already, else as a chunk, where one more is allowed. Returns how many tokens it added."""
         more = min(most, self.room_of(sequence.request_id), len(sequence) - start)

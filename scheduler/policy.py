@@ -13,7 +13,7 @@ from maxsimd.scheduler.filling import Filling, StepLimits
 from maxsimd.scheduler.forecast import work_ahead
 from maxsimd.scheduler.held_features import HeldFeatures
 from maxsimd.scheduler.image import ImageJob
-from maxsimd.scheduler.sequence import CachedBatch, Chunk, Sequence, Step
+from maxsimd.scheduler.sequence import CachedBatch, Chunk, Step, TokenSequence
 from maxsimd.scheduler.shares import Shares
 from maxsimd.scheduler.small_requests import SmallRequests
 from maxsimd.scheduler.step_budget import StepBudget
@@ -30,7 +30,7 @@ OLDEST_SHARE = 1 / 8
 # docstrings at twice the load that can be served; with one giant in a hundred at a load of 0.95, they have
 # mean latencies of 0.52, 0.54 and 0.66 s and p99 of 1.4, 1.7 and 4.4 s.
 OVERDUE_SHARE = 1 / 4
-Part: TypeAlias = Sequence | CachedBatch | ImageJob
+Part: TypeAlias = TokenSequence | CachedBatch | ImageJob
 
 # How many requests of which nothing fits are looked at to fill a step; it bounds the time of a step.
 _MAX_MISSES = 64
@@ -157,7 +157,7 @@ class Scheduler:
     def admit(
         self,
         request_id: int,
-        sequences: Iterable[Sequence],
+        sequences: Iterable[TokenSequence],
         cached: Iterable[CachedBatch] = (),
         priority: int = 0,
         tenant: str = "",
@@ -359,7 +359,7 @@ class Scheduler:
                 given = filling.add(part)
             case ImageJob():
                 given = filling.add(part)
-            case Sequence():
+            case TokenSequence():
                 self._sequences -= 1
                 given = filling.add(Chunk(part, part.shared_prefix_len, len(part)))
         self._account(request, given)

@@ -15,7 +15,7 @@ from maxsimd.scheduler.payload import AnyTokens, DocumentPayload, Payload, Resul
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sequence:
+class TokenSequence:
     """One tokenised text or pair. The scheduler reads all but the payload; made by the named constructors.
 
     `sequence_id` is unique in the engine. A sequence with `waits_for` is scheduled after the sequence of that
@@ -48,7 +48,7 @@ class Sequence:
     @classmethod
     def text(
         cls, sequence_id: int, slot: ResultSlot, task: str, tokens: AnyTokens, role: Role = Role.TEXT
-    ) -> "Sequence":
+    ) -> "TokenSequence":
         """A text, or one with pictures, whose pooled output is the result."""
         waits_for = tokens.images[-1].image_id if tokens.images else None
         return cls(sequence_id, slot.request_id, Payload(role, task, tokens, slot), waits_for)
@@ -56,7 +56,7 @@ class Sequence:
     @classmethod
     def passages(
         cls, sequence_id: int, slot: ResultSlot, task: str, tokens: AnyTokens, passages: NDArray[np.int64]
-    ) -> "Sequence":
+    ) -> "TokenSequence":
         """A text that is read as a whole, of which the result has a row for each of its passages."""
         payload = Payload(Role.TEXT, task, tokens, slot, passages=passages)
         return cls(sequence_id, slot.request_id, payload)
@@ -67,8 +67,8 @@ class Sequence:
         sequence_id: int,
         slot: ResultSlot,
         tokens: AnyTokens,
-        prefix: "Sequence | None" = None,
-    ) -> "Sequence":
+        prefix: "TokenSequence | None" = None,
+    ) -> "TokenSequence":
         """A query and a document in one sequence, for a cross-encoder; run behind `prefix` if given, whose
         pictures are not among those of the tokens."""
         payload = Payload(Role.PAIR, "classify", tokens, slot)
@@ -80,14 +80,16 @@ class Sequence:
         return cls(sequence_id, slot.request_id, payload, waits_for, 0, len(prefix), prefix_id)
 
     @classmethod
-    def prefix(cls, sequence_id: int, request_id: int, tokens: AnyTokens, num_consumers: int) -> "Sequence":
+    def prefix(
+        cls, sequence_id: int, request_id: int, tokens: AnyTokens, num_consumers: int
+    ) -> "TokenSequence":
         """The tokens that `num_consumers` pairs begin with: run for their keys and values alone."""
         return cls(sequence_id, request_id, Payload(Role.PREFIX, "", tokens), None, num_consumers)
 
     @classmethod
     def query(
         cls, sequence_id: int, request_id: int, task: str, tokens: AnyTokens, num_consumers: int
-    ) -> "Sequence":
+    ) -> "TokenSequence":
         """A query whose embedding `num_consumers` documents (each window counted) are scored against."""
         return cls(sequence_id, request_id, Payload(Role.QUERY, task, tokens), None, num_consumers)
 
@@ -100,7 +102,7 @@ class Sequence:
         tokens: AnyTokens,
         document: DocumentPayload,
         scoring: int = 0,
-    ) -> "Sequence":
+    ) -> "TokenSequence":
         """A document, or a window of one, to be scored against a query of the same request."""
         payload = Payload(Role.DOCUMENT, task, tokens, slot, document)
         waits_for = tokens.images[-1].image_id if tokens.images else document.query_id
@@ -144,7 +146,7 @@ class CachedBatch:
 class Chunk:
     """The tokens `start` to `stop` of a sequence, to be run in one step."""
 
-    sequence: Sequence
+    sequence: TokenSequence
     start: int
     stop: int
 

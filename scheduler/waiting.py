@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Generic, TypeVar
 
 from maxsimd.scheduler.image import ImageJob
-from maxsimd.scheduler.sequence import CachedBatch, Sequence
+from maxsimd.scheduler.sequence import CachedBatch, TokenSequence
 from maxsimd.scheduler.weights import Share
 
 Item = TypeVar("Item")
@@ -95,10 +95,10 @@ class _Ready:
     """Sequences and cached batches that may be run, or may be once a query is."""
 
     def __init__(self, in_order: bool) -> None:
-        self.sequences: BySize[Sequence] | InOrder[Sequence] = InOrder() if in_order else BySize()
+        self.sequences: BySize[TokenSequence] | InOrder[TokenSequence] = InOrder() if in_order else BySize()
         self.cached: BySize[CachedBatch] = BySize()
 
-    def add(self, item: Sequence | CachedBatch) -> None:
+    def add(self, item: TokenSequence | CachedBatch) -> None:
         if isinstance(item, CachedBatch):
             self.cached.add(item, item.price)
         else:
@@ -132,12 +132,12 @@ class WaitingRequest:
         self.num_sequences = 0
         self.num_cached = 0
         self.features = 0
-        self.partial: tuple[Sequence, int] | None = None
+        self.partial: tuple[TokenSequence, int] | None = None
         self._in_order = in_order
         self._ready = _Ready(in_order)
         # Queries, prefixes and pictures, in the order in which they are scheduled: a picture before the query
         # that has it or after that of its document, and those of one sequence one after the other.
-        self._leading: deque[Sequence | ImageJob] = deque()
+        self._leading: deque[TokenSequence | ImageJob] = deque()
         # By the id of the query, prefix or picture that they wait for.
         self._blocked: dict[int, _Ready] = {}
         # Pictures of the step that is being formed.
@@ -152,7 +152,7 @@ class WaitingRequest:
 
     def add(
         self,
-        sequences: Iterable[Sequence],
+        sequences: Iterable[TokenSequence],
         cached: Iterable[CachedBatch],
         images: Iterable[ImageJob] = (),
     ) -> None:
@@ -182,7 +182,7 @@ class WaitingRequest:
         self._blocked[image.image_id] = _Ready(self._in_order)
         self.work += image.price
 
-    def take(self, room: int) -> Sequence | CachedBatch | None:
+    def take(self, room: int) -> TokenSequence | CachedBatch | None:
         """Removes and returns what best uses `room` tokens, or None when nothing fits.
 
         The longest ready sequence goes first, so that short ones are left to fill the gaps of later steps, or
@@ -236,7 +236,7 @@ class WaitingRequest:
             self._account(batch)
         return batch
 
-    def take_longest(self) -> Sequence | None:
+    def take_longest(self) -> TokenSequence | None:
         """Removes and returns the longest ready sequence, or the first where that is the order, else the
         next query, else None."""
         if (sequence := self._ready.sequences.pop()) is not None:
@@ -274,21 +274,21 @@ class WaitingRequest:
         self._release(sequence.sequence_id)
         return True
 
-    def _next_leading(self) -> Sequence | ImageJob | None:
+    def _next_leading(self) -> TokenSequence | ImageJob | None:
         """What comes next of that for which others wait. Nothing comes before all of a query that is
         mid-prefill: a document whose pictures are done may wait for that too."""
         if not self._leading or (self.partial is not None and self.partial[0].num_consumers):
             return None
         leading = self._leading[0]
-        has_images = isinstance(leading, Sequence) and leading.tokens.images
+        has_images = isinstance(leading, TokenSequence) and leading.tokens.images
         return None if has_images and self._encoding else leading
 
-    def _next_query(self) -> Sequence | None:
+    def _next_query(self) -> TokenSequence | None:
         """The query or prefix that comes next, if it is not a picture's turn."""
         leading = self._next_leading()
-        return leading if isinstance(leading, Sequence) else None
+        return leading if isinstance(leading, TokenSequence) else None
 
-    def _take_query(self, query: Sequence) -> Sequence:
+    def _take_query(self, query: TokenSequence) -> TokenSequence:
         self._leading.popleft()
         self._account(query)
         self._release(query.sequence_id)
@@ -299,15 +299,15 @@ class WaitingRequest:
         if (released := self._blocked.pop(leading_id, None)) is not None:
             self._ready.take_over(released)
 
-    def _forget_features(self, sequence: Sequence) -> None:
+    def _forget_features(self, sequence: TokenSequence) -> None:
         for image in sequence.tokens.images:
             self.features -= self._features.pop(image.image_id, 0)
 
-    def _block_or_ready(self, item: Sequence | CachedBatch) -> None:
+    def _block_or_ready(self, item: TokenSequence | CachedBatch) -> None:
         blocked = None if item.waits_for is None else self._blocked.get(item.waits_for)
         (self._ready if blocked is None else blocked).add(item)
 
-    def _account(self, item: Sequence | CachedBatch) -> None:
+    def _account(self, item: TokenSequence | CachedBatch) -> None:
         if isinstance(item, CachedBatch):
             self.work -= item.price
             self.num_cached -= 1

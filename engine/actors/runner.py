@@ -38,7 +38,7 @@ from maxsimd.engine.execution import ModelRunner
 from maxsimd.engine.scoring.documents import CachedDocuments, CacheHit, Duplicate, SkippedSequence
 from maxsimd.engine.scoring.outcome import Arrival, RequestFailure, Result, StepOutcome
 from maxsimd.pooling.dispatch import Pooled
-from maxsimd.scheduler import CachedBatch, Chunk, ImageJob, Sequence, Step
+from maxsimd.scheduler import CachedBatch, Chunk, ImageJob, Step, TokenSequence
 
 log = logging.getLogger(__name__)
 
@@ -239,7 +239,7 @@ class RunnerActor(Actor[RunnerMessage]):
             return
         log.error("a step of one part (%d tokens) cannot be run:\n%s", step.num_tokens, described)
         part = step.chunks[0].sequence if step.chunks else step.others[0]
-        if isinstance(part, Sequence) and not out_of_memory:
+        if isinstance(part, TokenSequence) and not out_of_memory:
             self._suspects.add(part)
         reason = (
             "the device has not enough memory for this input" if out_of_memory else "the model failed on it"
@@ -249,7 +249,7 @@ class RunnerActor(Actor[RunnerMessage]):
         self._scheduler.post(StepReport(step.step_id, 1, failures=(failure,), device_seconds=used))
 
 
-def _indexes_of(part: Sequence | CachedBatch | ImageJob) -> tuple[int, ...]:
+def _indexes_of(part: TokenSequence | CachedBatch | ImageJob) -> tuple[int, ...]:
     """Which of its request's values are made of it alone; none for queries and prefixes."""
     if isinstance(part, CachedBatch):
         documents: CachedDocuments = part.documents

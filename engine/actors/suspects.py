@@ -3,7 +3,7 @@
 import hashlib
 from collections import Counter, OrderedDict
 
-from maxsimd.scheduler import Chunk, Sequence, Step
+from maxsimd.scheduler import Chunk, Step, TokenSequence
 
 # How many sequences are remembered; those that broke a step longest ago are forgotten first.
 _MOST = 1_024
@@ -22,7 +22,7 @@ class Suspects:
     def __len__(self) -> int:
         return len(self._lengths_by_digest)
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: TokenSequence) -> None:
         """Remembers a sequence that has broken a step alone."""
         self.discard(sequence)
         self._lengths_by_digest[_digest(sequence)] = len(sequence)
@@ -30,12 +30,12 @@ class Suspects:
         if len(self) > self._most:
             self._forget(next(iter(self._lengths_by_digest)))
 
-    def discard(self, sequence: Sequence) -> None:
+    def discard(self, sequence: TokenSequence) -> None:
         """Forgets a sequence that has run well, if it was one of them."""
         if sequence in self:
             self._forget(_digest(sequence))
 
-    def __contains__(self, sequence: Sequence) -> bool:
+    def __contains__(self, sequence: TokenSequence) -> bool:
         return len(sequence) in self._lengths and _digest(sequence) in self._lengths_by_digest
 
     def isolate(self, stage: Step) -> list[Step]:
@@ -66,7 +66,7 @@ class Suspects:
             del self._lengths[length]
 
 
-def _digest(sequence: Sequence) -> bytes:
+def _digest(sequence: TokenSequence) -> bytes:
     tokens = sequence.tokens
     digest = hashlib.blake2b(f"{sequence.payload.role} {sequence.payload.task} ".encode(), digest_size=16)
     digest.update(f"{tokens.num_attended} ".encode())

@@ -14,7 +14,7 @@ from maxsimd.engine.checkpoint.reading import TemplateReader, TokenizerReader
 from maxsimd.engine.checkpoint.reference import inputs_of
 from maxsimd.engine.checkpoint.score_template import ScoreTemplate
 from maxsimd.engine.errors import ModelLoadError
-from maxsimd.scheduler import Sequence
+from maxsimd.scheduler import TokenSequence
 
 _METHODS = {"avg": "mean", "cls": "cls", "last": "last"}
 _ACTIVATIONS = {"Identity": torch.nn.Identity, "Sigmoid": torch.nn.Sigmoid}
@@ -83,7 +83,7 @@ class _PooledReference:
         self._pooling = pooling
         self._head = head
 
-    def __call__(self, sequence: Sequence) -> torch.Tensor:
+    def __call__(self, sequence: TokenSequence) -> torch.Tensor:
         inputs = inputs_of(sequence, self._tokenizer, self._backbone)
         states = self._backbone(**inputs).last_hidden_state[0].float()  # [tokens, hidden]
         pooled = {"mean": states.mean(0), "cls": states[0], "last": states[-1]}[self._pooling]

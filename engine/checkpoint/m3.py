@@ -31,7 +31,7 @@ from maxsimd.engine.config import ScoreType
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.pooling.sparse import COLUMNS
 from maxsimd.pooling.token_weights import HybridHead, TokenWeights
-from maxsimd.scheduler import Sequence
+from maxsimd.scheduler import TokenSequence
 
 log = logging.getLogger(__name__)
 
@@ -271,7 +271,7 @@ class _WeightsReference:
         self._tokenizer = tokenizer
         self._head = head
 
-    def __call__(self, sequence: Sequence) -> torch.Tensor:
+    def __call__(self, sequence: TokenSequence) -> torch.Tensor:
         inputs = inputs_of(sequence, self._tokenizer, self._backbone)
         weights = self._head(self._backbone(**inputs).last_hidden_state[0].float())[:, 0]
         greatest: dict[int, torch.Tensor] = {}
@@ -293,7 +293,7 @@ class _HybridReference:
         self._tokenizer = tokenizer
         self._head = head
 
-    def __call__(self, sequence: Sequence) -> torch.Tensor:
+    def __call__(self, sequence: TokenSequence) -> torch.Tensor:
         inputs = inputs_of(sequence, self._tokenizer, self._backbone)
         hidden = self._backbone(**inputs).last_hidden_state[0].float()
         made = self._head(hidden).clone()

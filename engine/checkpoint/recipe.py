@@ -43,8 +43,7 @@ from maxsimd.engine.checkpoint.reference import (
 from maxsimd.engine.checkpoint.tokenizer import PlainTokenizer, TokenizerFacts, facts_of
 from maxsimd.engine.config import ScoreType
 from maxsimd.engine.models import bert
-from maxsimd.scheduler import ResultSlot, Tokens
-from maxsimd.scheduler import Sequence as TokenSequence
+from maxsimd.scheduler import ResultSlot, Tokens, TokenSequence
 
 # How far results may differ from the libraries', as a share of the largest number: float32 rounding.
 _TOLERANCE = 1e-5

@@ -4,26 +4,25 @@ engine's execution of a model is proven against them; where that fails, they run
 
 import inspect
 import math
-from collections.abc import Callable
-from collections.abc import Sequence as ListOf
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import torch
 
 from maxsimd.engine.checkpoint.visual.vision import Tower
 from maxsimd.pooling.methods import CONCATENATED
-from maxsimd.scheduler import Sequence
+from maxsimd.scheduler import TokenSequence
 
 
 class Reference(Protocol):
     """The item of one sequence, float32 on the model's device: [1, dim] for tasks with one vector a sequence,
     [tokens, dim] for tasks with one vector a token."""
 
-    def __call__(self, sequence: Sequence) -> torch.Tensor: ...
+    def __call__(self, sequence: TokenSequence) -> torch.Tensor: ...
 
 
 # What a model takes for the pictures of a sequence beside its token ids; None for one that reads only text.
-MorePictures: TypeAlias = Callable[[Sequence], dict[str, torch.Tensor]] | None
+MorePictures: TypeAlias = Callable[[TokenSequence], dict[str, torch.Tensor]] | None
 
 
 class ClassifierReference:
@@ -33,7 +32,7 @@ class ClassifierReference:
         self.model = model
         self._tokenizer = tokenizer
 
-    def __call__(self, sequence: Sequence) -> torch.Tensor:
+    def __call__(self, sequence: TokenSequence) -> torch.Tensor:
         inputs = inputs_of(sequence, self._tokenizer, self.model)
         logits: torch.Tensor = self.model(**inputs).logits
         return logits.float()
@@ -49,7 +48,7 @@ class LastStateReference:
         self._tokenizer = tokenizer
         self._head = head
 
-    def __call__(self, sequence: Sequence) -> torch.Tensor:
+    def __call__(self, sequence: TokenSequence) -> torch.Tensor:
         inputs = inputs_of(sequence, self._tokenizer, self._backbone)
         if self.pictures is not None:
             inputs |= self.pictures(sequence)
@@ -68,7 +67,7 @@ class WordLogitsReference:
         self._model = model
         self._tokenizer = tokenizer
 
-    def __call__(self, sequence: Sequence) -> torch.Tensor:
+    def __call__(self, sequence: TokenSequence) -> torch.Tensor:
         inputs: dict[str, Any] = dict(inputs_of(sequence, self._tokenizer, self._model))
         if self.pictures is not None:
             inputs |= self.pictures(sequence)
@@ -88,7 +87,7 @@ class FirstWordReference:
         self._model = model
         self._tokenizer = tokenizer
 
-    def __call__(self, sequence: Sequence) -> torch.Tensor:
+    def __call__(self, sequence: TokenSequence) -> torch.Tensor:
         inputs = inputs_of(sequence, self._tokenizer, self._model)
         start = torch.full((1, 1), self._model.config.decoder_start_token_id)
         inputs["decoder_input_ids"] = start.to(inputs["input_ids"].device)
@@ -101,13 +100,13 @@ class ModulesReference:
     sentence_embedding [1, dim] or token_embeddings [tokens, dim]. `pictures` makes the inputs for those of a
     sequence."""
 
-    def __init__(self, modules: ListOf[torch.nn.Module], tokenizer: Any, feature: str) -> None:
+    def __init__(self, modules: Sequence[torch.nn.Module], tokenizer: Any, feature: str) -> None:
         self.pictures: MorePictures = None
         self._modules = list(modules)
         self._tokenizer = tokenizer
         self._feature = feature
 
-    def __call__(self, sequence: Sequence) -> torch.Tensor:
+    def __call__(self, sequence: TokenSequence) -> torch.Tensor:
         transformer: Any = self._modules[0]
         features: dict[str, Any] = dict(inputs_of(sequence, self._tokenizer, transformer.auto_model))
         if self.pictures is not None:
@@ -132,7 +131,7 @@ class VisualReference:
         # Where there are types, those of 0 attend to all.
         self._takes_type_ids = declares(model.vlm, "token_type_ids")
 
-    def __call__(self, sequence: Sequence) -> torch.Tensor:
+    def __call__(self, sequence: TokenSequence) -> torch.Tensor:
         parameter = next(self._model.parameters())
         ids = torch.from_numpy(sequence.tokens.ids).long()
         images = sequence.tokens.images
@@ -161,7 +160,7 @@ class HiddenStatesReference:
         self._tokenizer = tokenizer
         self._head = head
 
-    def __call__(self, sequence: Sequence) -> torch.Tensor:
+    def __call__(self, sequence: TokenSequence) -> torch.Tensor:
         inputs = inputs_of(sequence, self._tokenizer, self._backbone)
         rows: torch.Tensor = self._head(self._backbone(**inputs).last_hidden_state[0].float())
         return rows
@@ -177,7 +176,7 @@ class PooledReference:
         self._pooling = pooling
         self._head = head
 
-    def __call__(self, sequence: Sequence) -> torch.Tensor:
+    def __call__(self, sequence: TokenSequence) -> torch.Tensor:
         inputs = inputs_of(sequence, self._tokenizer, self._backbone)
         rows = self._backbone(**inputs).last_hidden_state[0].float()  # [tokens, hidden]
         positions = torch.arange(sequence.tokens.num_attended, device=rows.device)
@@ -212,7 +211,7 @@ def _pooled(rows: torch.Tensor, positions: torch.Tensor, method: str) -> torch.T
     raise ValueError(f"unknown pooling {method!r}")
 
 
-def inputs_of(sequence: Sequence, tokenizer: Any, model: Any) -> dict[str, torch.Tensor]:
+def inputs_of(sequence: TokenSequence, tokenizer: Any, model: Any) -> dict[str, torch.Tensor]:
     """The inputs that the library would make of a sequence: int64 [1, tokens] each, those that both the
     tokeniser makes and the model takes."""
     device = next(model.parameters()).device

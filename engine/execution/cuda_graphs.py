@@ -25,8 +25,7 @@ from maxsimd.engine.execution.host_waits import waits_in
 from maxsimd.engine.execution.packed_runner import PackedRunner
 from maxsimd.engine.execution.static_graph import StaticGraph
 from maxsimd.pooling.cursor import PoolingCursor
-from maxsimd.scheduler import Chunk, ImageJob, Step
-from maxsimd.scheduler import Sequence as TokenSequence
+from maxsimd.scheduler import Chunk, ImageJob, Step, TokenSequence
 
 log = logging.getLogger(__name__)
 

@@ -5,8 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from maxsimd.engine.execution.attention.base import CaptureSize
-from maxsimd.scheduler import Chunk, ResultSlot, Step, Tokens
-from maxsimd.scheduler import Sequence as TokenSequence
+from maxsimd.scheduler import Chunk, ResultSlot, Step, Tokens, TokenSequence
 from maxsimd.scheduler.payload import AnyTokens
 
 

@@ -19,8 +19,7 @@ from maxsimd.engine.execution.fused_layers.packed_layers import packed_layers
 from maxsimd.engine.execution.packed_runner import PackedRunner
 from maxsimd.engine.ops.cpu.layers import Layers
 from maxsimd.pooling.cursor import PoolingCursor
-from maxsimd.scheduler import Chunk, ImageJob, Step
-from maxsimd.scheduler import Sequence as TokenSequence
+from maxsimd.scheduler import Chunk, ImageJob, Step, TokenSequence
 
 log = logging.getLogger(__name__)
 

@@ -2,8 +2,7 @@
 which neither packed nor padded execution is proven.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence as ListOf
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -33,7 +32,7 @@ class OwnForwardRunner:
         starts = (0, *accumulate(len(item) for item in items[:-1]))
         return torch.cat(items), PoolingCursor(step.chunks, starts)
 
-    def encode(self, images: ListOf[ImageJob]) -> None:
+    def encode(self, images: Sequence[ImageJob]) -> None:
         """The model encodes a sequence's pictures itself, when it runs that."""
 
     def free(self, sequence_id: int) -> None:

@@ -41,7 +41,7 @@ from maxsimd.engine.execution.selfcheck.threads import one_thread
 from maxsimd.engine.execution.weights import lay_out_weights, proven_fused, why_not_replaced
 from maxsimd.engine.ops import triton as triton_ops
 from maxsimd.engine.ops.nvidia import runs_plain_torch
-from maxsimd.scheduler import Sequence as TokenSequence
+from maxsimd.scheduler import TokenSequence
 
 log = logging.getLogger(__name__)
 

@@ -29,8 +29,7 @@ from maxsimd.engine.processors.text.truncation import Fitted, InputName, LongInp
 from maxsimd.engine.requests import ScoreOptions, ScoreRequest, Value
 from maxsimd.engine.workers import yield_to_smaller
 from maxsimd.pooling.methods import Head
-from maxsimd.scheduler import JoinedTokens, Tokens
-from maxsimd.scheduler import Sequence as TokenSequence
+from maxsimd.scheduler import JoinedTokens, Tokens, TokenSequence
 
 # An error names no more of a model's labels.
 _NAMED_LABELS = 4

@@ -51,8 +51,7 @@ from maxsimd.engine.scoring.price import EXPLAINED, ScoringPrice
 from maxsimd.engine.workers import yield_to_smaller
 from maxsimd.pooling.query_rows import QueryRows
 from maxsimd.pooling.vectors import Vectors
-from maxsimd.scheduler import CachedBatch, DocumentPayload, Explained, Role, Window
-from maxsimd.scheduler import Sequence as TokenSequence
+from maxsimd.scheduler import CachedBatch, DocumentPayload, Explained, Role, TokenSequence, Window
 
 # Writing one match of an explanation takes as long as reading this many characters.
 _CHARACTERS_PER_MATCH = 64

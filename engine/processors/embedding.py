@@ -36,8 +36,7 @@ from maxsimd.engine.workers import called_on_each, yield_to_smaller
 from maxsimd.pooling.muvera import Muvera
 from maxsimd.pooling.passages import PASSAGES
 from maxsimd.pooling.ragged import Ragged, decoded
-from maxsimd.scheduler import Role
-from maxsimd.scheduler import Sequence as TokenSequence
+from maxsimd.scheduler import Role, TokenSequence
 
 # Making so many numbers of a document's vector, or of a query's, or drawing so many random numbers, takes as
 # long as running a token of a small model (MiniLM-L6). An estimate.

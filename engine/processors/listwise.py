@@ -20,8 +20,7 @@ from maxsimd.engine.processors.score_lookup import FoundScores, RunFacts, ScoreL
 from maxsimd.engine.processors.text.tokenization import SHORTEST_TEXT, TextTokenizer, truncate
 from maxsimd.engine.processors.text.truncation import Fitted, InputName, LongInputs, Room
 from maxsimd.engine.requests import ScoreOptions, ScoreRequest, Value
-from maxsimd.scheduler import Sequence as TokenSequence
-from maxsimd.scheduler import Tokens
+from maxsimd.scheduler import Tokens, TokenSequence
 from maxsimd.scheduler.payload import TokenIds
 
 _SYSTEM = (

@@ -19,8 +19,7 @@ from maxsimd.engine.processors.text.builder import BuiltText
 from maxsimd.engine.processors.text.tokenization import TextTokenizer
 from maxsimd.engine.processors.text.truncation import InputName
 from maxsimd.engine.workers import yield_to_smaller
-from maxsimd.scheduler import ImageJob, PlacedImage, Tokens
-from maxsimd.scheduler import Sequence as TokenSequence
+from maxsimd.scheduler import ImageJob, PlacedImage, Tokens, TokenSequence
 from maxsimd.scheduler.payload import TokenIds
 
 # The id of a picture that is not yet part of a request's sequence.

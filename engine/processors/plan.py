@@ -16,8 +16,7 @@ from maxsimd.engine.explanations import Explanation
 from maxsimd.engine.requests import ScoreRequest, ScoreResult, Usage, Value, Values
 from maxsimd.engine.scoring.calibration import Calibration
 from maxsimd.engine.scoring.scale import has_bounds
-from maxsimd.scheduler import CachedBatch, ImageJob, Role
-from maxsimd.scheduler import Sequence as TokenSequence
+from maxsimd.scheduler import CachedBatch, ImageJob, Role, TokenSequence
 
 # Lines that one request's explanations may have together, a match or a window each.
 MOST_EXPLAINED = 100_000

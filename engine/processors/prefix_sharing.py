@@ -8,8 +8,7 @@ import numpy as np
 from maxsimd.engine.processors.pairs import BuiltPair
 from maxsimd.engine.processors.request_ids import RequestIds
 from maxsimd.engine.workers import yield_to_smaller
-from maxsimd.scheduler import Sequence as TokenSequence
-from maxsimd.scheduler import Tokens
+from maxsimd.scheduler import Tokens, TokenSequence
 from maxsimd.scheduler.payload import TokenIds
 
 # Fewer tokens are run again rather than shared.

@@ -26,7 +26,7 @@ from maxsimd.engine.processors.request_ids import RequestIds
 from maxsimd.engine.processors.text.tokenization import TextTokenizer
 from maxsimd.engine.processors.text.truncation import LengthLimits
 from maxsimd.engine.requests import CUT_LONG, EmbedRequest, ScoreRequest
-from maxsimd.scheduler import JoinedTokens, ResultSlot, Role, Sequence, Tokens
+from maxsimd.scheduler import JoinedTokens, ResultSlot, Role, Tokens, TokenSequence
 from maxsimd.scheduler.payload import AnyTokens
 
 log = logging.getLogger(__name__)
@@ -388,7 +388,7 @@ class _Preprocessed:
 
     def _score(
         self, queries: tuple[str, ...], documents: tuple[str, ...], instruction: str | None
-    ) -> list[Sequence]:
+    ) -> list[TokenSequence]:
         request = ScoreRequest(
             queries=queries, documents=documents, truncation=CUT_LONG, instruction=instruction
         )
@@ -399,7 +399,7 @@ class _Preprocessed:
         return RequestIds(0, self._sequence_ids, most_tokens=1 << 40)
 
 
-def probe_sequences(model: LoadedModel, tokenizer: TextTokenizer) -> tuple[Sequence, ...]:
+def probe_sequences(model: LoadedModel, tokenizer: TextTokenizer) -> tuple[TokenSequence, ...]:
     """Sequences for the proof of execution, of at most 512 tokens, as requests with special tokens in their
     texts have them. None where such a text is refused."""
     ours = _Preprocessed(model, tokenizer, min(model.max_tokens, _LONGEST_SAMPLE))
@@ -426,7 +426,7 @@ def probe_sequences(model: LoadedModel, tokenizer: TextTokenizer) -> tuple[Seque
             continue
         if isinstance(tokens, JoinedTokens):
             tokens = Tokens(tokens.ids, tokens.type_ids)
-        sequences.append(Sequence.text(0, ResultSlot(0, 0), model.score_task, tokens))
+        sequences.append(TokenSequence.text(0, ResultSlot(0, 0), model.score_task, tokens))
     return tuple(sequences)
 
 

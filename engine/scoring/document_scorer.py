@@ -2,8 +2,7 @@
 they are complete, and documents whose embeddings are cached."""
 
 from collections import Counter
-from collections.abc import Callable, Collection
-from collections.abc import Sequence as ListOf
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,7 +21,7 @@ from maxsimd.pooling.dispatch import Pooled
 from maxsimd.pooling.ragged import Ragged, decoded
 from maxsimd.pooling.spans import Spans
 from maxsimd.pooling.transfer import joined_on, to_device
-from maxsimd.scheduler import CachedBatch, DocumentPayload, Explained, ResultSlot, Sequence
+from maxsimd.scheduler import CachedBatch, DocumentPayload, Explained, ResultSlot, TokenSequence
 
 _NO_QUERY = "the query's embedding is no longer stored"
 
@@ -91,7 +90,7 @@ class DocumentScorer:
         self.windows = WindowStore()
 
     def score(
-        self, pooled: ListOf[Pooled], skipped: ListOf[SkippedSequence], cached: ListOf[CachedBatch]
+        self, pooled: Sequence[Pooled], skipped: Sequence[SkippedSequence], cached: Sequence[CachedBatch]
     ) -> ScoredDocuments:
         """Scores all documents that a step completes: one batch a task, whatever requests they belong to.
 
@@ -131,7 +130,9 @@ class DocumentScorer:
             if sequence.num_consumers:
                 self.queries.put(sequence, pooled.items[i])
 
-    def _complete_documents(self, pooled: Pooled, made: ScoredDocuments) -> tuple[list[Sequence], Ragged]:
+    def _complete_documents(
+        self, pooled: Pooled, made: ScoredDocuments
+    ) -> tuple[list[TokenSequence], Ragged]:
         """The documents that are complete with this step, and their embeddings. A document that is read
         through windows is complete when its last window is there."""
         payloads = [sequence.payload.document for sequence in pooled.sequences]
@@ -154,11 +155,11 @@ class DocumentScorer:
 
     def _quantise_and_stage_for_cache(
         self,
-        documents: list[Sequence],
+        documents: list[TokenSequence],
         items: Ragged,
         new_rows: dict[bytes, tuple[Ragged, int]],
         made: ScoredDocuments,
-    ) -> list[tuple[list[Sequence], Ragged]]:
+    ) -> list[tuple[list[TokenSequence], Ragged]]:
         """Starts copying new embeddings to the host for the cache, and to the slab.
 
         Returns the rows to score with: cacheable documents in the cache's precision (so that a hit and a miss
@@ -182,7 +183,7 @@ class DocumentScorer:
             self._slab.put(arriving.keys, rounded)
         return [*parts, (documents, rounded)]
 
-    def _about(self, sequence: Sequence) -> About:
+    def _about(self, sequence: TokenSequence) -> About:
         document = _document(sequence)
         tokens = len(sequence)
         if document.window is not None:
@@ -191,7 +192,7 @@ class DocumentScorer:
 
     def _score_skipped(
         self,
-        skipped: ListOf[SkippedSequence],
+        skipped: Sequence[SkippedSequence],
         new_rows: dict[bytes, tuple[Ragged, int]],
         made: ScoredDocuments,
     ) -> None:
@@ -225,8 +226,8 @@ class DocumentScorer:
     def _score_cached(
         self,
         asked: Asked,
-        entries: ListOf[CachedEmbedding],
-        keys: ListOf[bytes | None],
+        entries: Sequence[CachedEmbedding],
+        keys: Sequence[bytes | None],
         made: ScoredDocuments,
     ) -> None:
         if self._slab is None:
@@ -253,7 +254,9 @@ class DocumentScorer:
         )
         self._add(scores, asked, lambda i: documents.item(i).decoded(self._dtype).values, made)
 
-    def _score_from_host(self, asked: Asked, entries: ListOf[CachedEmbedding], made: ScoredDocuments) -> None:
+    def _score_from_host(
+        self, asked: Asked, entries: Sequence[CachedEmbedding], made: ScoredDocuments
+    ) -> None:
         if self._maxsim_apart is None:
             self._score_asked(asked, self._end_to_end(entries), made)
         elif len(asked.pairs):
@@ -263,7 +266,7 @@ class DocumentScorer:
             scores = as_named(self._similarity, scores, queries, asked.pairs)
             self._add(scores, asked, lambda i: decoded(*rows[i], self._dtype), made)
 
-    def _end_to_end(self, entries: ListOf[CachedEmbedding]) -> Ragged:
+    def _end_to_end(self, entries: Sequence[CachedEmbedding]) -> Ragged:
         """Cached embeddings end to end on the device. They travel in the cache's precision."""
         scales = [entry.scales for entry in entries if entry.scales is not None]
         return Ragged.from_lengths(
@@ -348,23 +351,23 @@ class DocumentScorer:
         return Asked(embeddings, np.array(pairs, dtype=np.int64).reshape(-1, 2), tuple(slots), explained)
 
 
-def _target(sequence: Sequence) -> _Target:
+def _target(sequence: TokenSequence) -> _Target:
     document = _document(sequence)
     assert sequence.payload.slot is not None
     slot, explained = sequence.payload.slot, document.explained
     return _Target(document.query_id, slot, document.num_windows, document.given_query, explained)
 
 
-def _document(sequence: Sequence) -> DocumentPayload:
+def _document(sequence: TokenSequence) -> DocumentPayload:
     assert sequence.payload.document is not None
     return sequence.payload.document
 
 
-def _cache_key(sequence: Sequence) -> bytes | None:
+def _cache_key(sequence: TokenSequence) -> bytes | None:
     return _document(sequence).cache_key
 
 
-def _required_key(sequence: Sequence) -> bytes:
+def _required_key(sequence: TokenSequence) -> bytes:
     key = _cache_key(sequence)
     assert key is not None
     return key

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Self, TypeAlias
 
 from maxsimd.engine.cache.entry import CachedEmbedding
-from maxsimd.scheduler import Explained, ResultSlot
-from maxsimd.scheduler import Sequence as TokenSequence
+from maxsimd.scheduler import Explained, ResultSlot, TokenSequence
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from maxsimd.scheduler import Sequence
+from maxsimd.scheduler import TokenSequence
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +25,7 @@ class QueryStore:
     def __len__(self) -> int:
         return len(self._queries)
 
-    def put(self, query: Sequence, embedding: torch.Tensor) -> None:
+    def put(self, query: TokenSequence, embedding: torch.Tensor) -> None:
         # A clone, so that one query does not hold the whole step's tensor alive.
         stored = _StoredQuery(embedding.clone(), query.request_id, query.num_consumers)
         self._queries[query.sequence_id] = stored

@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 import torch
 
-from maxsimd.scheduler import Sequence, Window
+from maxsimd.scheduler import TokenSequence, Window
 
 
 class WindowStore:
@@ -20,7 +20,7 @@ class WindowStore:
     def __len__(self) -> int:
         return len(self._held)
 
-    def put(self, sequence: Sequence, window: Window, embedding: torch.Tensor) -> torch.Tensor | None:
+    def put(self, sequence: TokenSequence, window: Window, embedding: torch.Tensor) -> torch.Tensor | None:
         """The embeddings of the whole document [tokens, dim] once its last window is there, else None."""
         self._requests[window.document_id] = sequence.request_id
         document = self._held.setdefault(window.document_id, {})

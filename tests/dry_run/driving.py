@@ -60,9 +60,9 @@ from maxsimd.scheduler import (
     Explained,
     ImageJob,
     ResultSlot,
-    Sequence,
     Step,
     Tokens,
+    TokenSequence,
     Window,
 )
 from tests.checkpoints import two_towers, vision_language, visual
@@ -267,20 +267,24 @@ class Ids:
         ids = (np.arange(length) * 7 % self.vocabulary).astype(np.int32)
         return Tokens(ids, np.zeros_like(ids), **others)
 
-    def text(self, length: int, task: str | None = None, **others: Any) -> Sequence:
+    def text(self, length: int, task: str | None = None, **others: Any) -> TokenSequence:
         key = next(self.next)
         tokens = self.tokens(length, **others)
-        return Sequence.text(key, ResultSlot(0, key), self.task if task is None else task, tokens)
+        return TokenSequence.text(key, ResultSlot(0, key), self.task if task is None else task, tokens)
 
-    def query(self, length: int, num_consumers: int, **others: Any) -> Sequence:
-        return Sequence.query(next(self.next), 0, self.task, self.tokens(length, **others), num_consumers)
+    def query(self, length: int, num_consumers: int, **others: Any) -> TokenSequence:
+        return TokenSequence.query(
+            next(self.next), 0, self.task, self.tokens(length, **others), num_consumers
+        )
 
-    def document(self, length: int, payload: DocumentPayload, **others: Any) -> Sequence:
+    def document(self, length: int, payload: DocumentPayload, **others: Any) -> TokenSequence:
         key = next(self.next)
-        return Sequence.document(key, ResultSlot(0, key), self.task, self.tokens(length, **others), payload)
+        return TokenSequence.document(
+            key, ResultSlot(0, key), self.task, self.tokens(length, **others), payload
+        )
 
 
-def step_of(*parts: Sequence | Chunk, **others: Any) -> Step:
+def step_of(*parts: TokenSequence | Chunk, **others: Any) -> Step:
     """Sequences whole, or as the chunks say."""
     chunks = (x if isinstance(x, Chunk) else Chunk(x, x.shared_prefix_len, len(x)) for x in parts)
     return Step(0, tuple(chunks), **others)
@@ -317,11 +321,11 @@ def cut(on: OnGPU) -> None:
 def prefixes(on: OnGPU) -> None:
     """Pairs behind a prefix of the same step and of an earlier one, whole and cut."""
     ids = Ids(on.model)
-    prefix = Sequence.prefix(next(ids.next), 0, ids.tokens(20), 4)
+    prefix = TokenSequence.prefix(next(ids.next), 0, ids.tokens(20), 4)
     pairs = []
     for length in (31, 25, 30, 70):
         key = next(ids.next)
-        pairs.append(Sequence.pair(key, ResultSlot(0, key), ids.tokens(length), prefix))
+        pairs.append(TokenSequence.pair(key, ResultSlot(0, key), ids.tokens(length), prefix))
     on.run(step_of(prefix, *pairs[:2], ids.text(11)))
     on.run(step_of(pairs[2], Chunk(pairs[3], 20, 50)))
     on.run(step_of(Chunk(pairs[3], 50, 70)))

@@ -28,7 +28,7 @@ from maxsimd.engine.processors.text.tokenization import TextTokenizer
 from maxsimd.engine.processors.text.truncation import LengthLimits
 from maxsimd.engine.requests import EmbedRequest, InputType, ScoreRequest
 from maxsimd.pooling.sparse import WordsHead
-from maxsimd.scheduler import Sequence
+from maxsimd.scheduler import TokenSequence
 from tests.checkpoints import cross_encoders, language_models, late_interaction, sparse_encoders
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
@@ -90,7 +90,7 @@ class Input:
     texts: list[str] | None = None
 
     @classmethod
-    def of(cls, sequence: Sequence, takes_types: bool) -> "Input":
+    def of(cls, sequence: TokenSequence, takes_types: bool) -> "Input":
         tokens = sequence.payload.tokens
         types = tokens.type_ids if takes_types else None
         second = None if types is None or not np.any(types) else int(np.argmax(types))

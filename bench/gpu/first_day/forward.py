@@ -16,7 +16,7 @@ from maxsimd.bench.timing import timings
 from maxsimd.engine import EngineConfig
 from maxsimd.engine.device.load import DeviceModel, load_device_model
 from maxsimd.engine.execution.selfcheck.proof import step_of
-from maxsimd.scheduler import ResultSlot, Sequence, Step, Tokens
+from maxsimd.scheduler import ResultSlot, Step, Tokens, TokenSequence
 
 _MODELS = {"jina": JINA, "xlm-roberta": XLM_ROBERTA, "modernbert": MODERNBERT}
 _STEPS = ((128, 128), (32, 512), (16, 1024), (8, 2048), (1, 512), (2, 1024))
@@ -63,7 +63,7 @@ def _step(model: DeviceModel, count: int, tokens: int) -> Step:
     random = np.random.default_rng(0)
     ids = random.integers(1000, 20_000, (count, tokens)).astype(np.int32)
     sequences = [
-        Sequence.text(i, ResultSlot(0, i), model.model.score_task, Tokens(row, np.zeros_like(row)))
+        TokenSequence.text(i, ResultSlot(0, i), model.model.score_task, Tokens(row, np.zeros_like(row)))
         for i, row in enumerate(ids)
     ]
     return step_of(sequences)

@@ -15,7 +15,7 @@ from maxsimd.engine.checkpoint.visual.vision import (
     attention_a_patch,
     tokens_a_patch,
 )
-from maxsimd.scheduler import Sequence
+from maxsimd.scheduler import TokenSequence
 
 # How the models write a picture.
 PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -52,7 +52,7 @@ class PictureInputs:
         self._vision = vision
         self._device = device
 
-    def __call__(self, sequence: Sequence) -> dict[str, torch.Tensor]:
+    def __call__(self, sequence: TokenSequence) -> dict[str, torch.Tensor]:
         inputs: dict[str, torch.Tensor] = {}
         if self._vision.mrope:
             types = np.zeros((1, len(sequence)), dtype=np.int64)

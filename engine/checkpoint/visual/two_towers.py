@@ -32,7 +32,7 @@ from maxsimd.engine.checkpoint.visual.vision import (
     tokens_a_patch,
 )
 from maxsimd.engine.errors import ModelLoadError
-from maxsimd.scheduler import Sequence
+from maxsimd.scheduler import TokenSequence
 
 CLIP, SIGLIP = "clip", "siglip"
 _PROBES = ("a", "a photo of two cats", "two\nlines, and numbers: 1.5", " a space in front")
@@ -141,7 +141,7 @@ class _PictureInputs:
         self._tower = tower
         self._device = device
 
-    def __call__(self, sequence: Sequence) -> dict[str, Any]:
+    def __call__(self, sequence: TokenSequence) -> dict[str, Any]:
         images = [image.inputs for image in sequence.tokens.images]
         return {"modality": "image", **self._tower.inputs(images, self._device)} if images else {}
 

@@ -1,8 +1,7 @@
 """Vision-language models as sentence-transformers saves them: Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Idefics3.
 What they make of a text or a picture is the language model's; pictures come in as features of a tower."""
 
-from collections.abc import Iterator
-from collections.abc import Sequence as ListOf
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
@@ -124,7 +123,7 @@ def _check_pairs(transformer: Any, template: ScoreTemplate, vision: Vision) -> N
 
 
 def _check_written(
-    transformer: Any, vision: Vision, text: str, sizes: ListOf[tuple[int, int]], made: Any
+    transformer: Any, vision: Vision, text: str, sizes: Sequence[tuple[int, int]], made: Any
 ) -> None:
     """Raises ModelLoadError unless a text with black pictures of some sizes has the tokens that were made of
     it."""

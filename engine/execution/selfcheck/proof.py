@@ -16,8 +16,7 @@ from maxsimd.pooling.cursor import PoolingCursor
 from maxsimd.pooling.dispatch import DispatchPooler, pooling_method
 from maxsimd.pooling.methods import Head
 from maxsimd.pooling.sparse import WordsHead
-from maxsimd.scheduler import Chunk, ImageJob, Step, Tokens
-from maxsimd.scheduler import Sequence as TokenSequence
+from maxsimd.scheduler import Chunk, ImageJob, Step, Tokens, TokenSequence
 
 # How far float32 rounding moves hidden states, as a share of the largest. Heads that make small numbers of
 # large states amplify it.

@@ -1,8 +1,7 @@
 """Samples: sequences like those that a model will be given, with the item that its own library makes of
 each."""
 
-from collections.abc import Iterator
-from collections.abc import Sequence as ListOf
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +15,7 @@ from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution.selfcheck.comparison import comparison
 from maxsimd.engine.execution.selfcheck.pictures import random_pages
 from maxsimd.engine.execution.selfcheck.rules import LONGEST_WINDOW, window_of
-from maxsimd.scheduler import ResultSlot, Sequence, Tokens
+from maxsimd.scheduler import ResultSlot, Tokens, TokenSequence
 
 # Tokens of the longest random document where there is no window to reach beyond.
 _SHORT = 23
@@ -26,12 +25,12 @@ _SHORT = 23
 class Sample:
     """A sequence and its item [n, dim], float32, from the reference of its task."""
 
-    sequence: Sequence
+    sequence: TokenSequence
     expected: torch.Tensor
 
 
 @torch.inference_mode()
-def make_samples(model: LoadedModel, probes: ListOf[Sequence] = ()) -> tuple[Sample, ...]:
+def make_samples(model: LoadedModel, probes: Sequence[TokenSequence] = ()) -> tuple[Sample, ...]:
     """Samples for every task of a model in float32: of the `probes`, which preprocessing has made of texts,
     and of random sequences.
 
@@ -50,7 +49,7 @@ def make_samples(model: LoadedModel, probes: ListOf[Sequence] = ()) -> tuple[Sam
             if bool(expected.isfinite().all()):
                 number = len(samples)
                 tokens = model.for_classifier(sequence.tokens) if name == "classify" else sequence.tokens
-                numbered = Sequence.text(number, ResultSlot(0, number), name, tokens)
+                numbered = TokenSequence.text(number, ResultSlot(0, number), name, tokens)
                 samples.append(Sample(numbered, expected))
         if len(samples) == before:
             raise ModelLoadError(f"{model.name!r} cannot be run on any of some random texts: {failure}")
@@ -61,7 +60,7 @@ def make_samples(model: LoadedModel, probes: ListOf[Sequence] = ()) -> tuple[Sam
     return tuple(samples)
 
 
-def _expected(task: Task, sequence: Sequence) -> torch.Tensor:
+def _expected(task: Task, sequence: TokenSequence) -> torch.Tensor:
     """The item [n, dim] of a sequence by the task's reference, which makes a row of every token where those
     of some are pooled."""
     assert task.reference is not None
@@ -73,7 +72,7 @@ def _expected(task: Task, sequence: Sequence) -> torch.Tensor:
     return finished
 
 
-def _given(model: LoadedModel, task: str, probes: ListOf[Sequence]) -> Iterator[Sequence]:
+def _given(model: LoadedModel, task: str, probes: Sequence[TokenSequence]) -> Iterator[TokenSequence]:
     """The probes for a task. The tokens that are pooled are named where its reference is told of them."""
     all_pooled = model.document.pool_first and model.document.pool_specials and model.query.pool_specials
     for probe in probes:
@@ -85,7 +84,7 @@ def _given(model: LoadedModel, task: str, probes: ListOf[Sequence]) -> Iterator[
         yield _of_task(task, tokens)
 
 
-def random_sequences(model: LoadedModel, task: str, num_probes: int = 0) -> list[Sequence]:
+def random_sequences(model: LoadedModel, task: str, num_probes: int = 0) -> list[TokenSequence]:
     """Random sequences for a task: texts or pairs as the tokeniser joins them, or plain token ids where a
     template joins them. Some are longer than the model's window, if it has one. Beside probes fewer are
     needed: behind a template these are long."""
@@ -120,7 +119,9 @@ def _plain_types(model: LoadedModel, ids: NDArray[np.int32], first: int) -> NDAr
     return types
 
 
-def _special_readings(model: LoadedModel, task: str, sequences: list[Sequence]) -> Iterator[Sequence]:
+def _special_readings(
+    model: LoadedModel, task: str, sequences: list[TokenSequence]
+) -> Iterator[TokenSequence]:
     """Sequences with the special rules of a checkpoint: with tokens at the end that no token attends to
     (query expansion), and with a prompt that takes no part in pooling."""
     expansion = model.query.expansion
@@ -157,7 +158,7 @@ def _text(model: LoadedModel, tokens: int, random: np.random.Generator) -> str:
     return str(model.tokenizer.decode(_random_ids(model, tokens, random).tolist()))
 
 
-def _encoded(model: LoadedModel, task: str, *texts: str) -> Sequence:
+def _encoded(model: LoadedModel, task: str, *texts: str) -> TokenSequence:
     encoded = model.tokenizer(*texts)
     ids = np.array(encoded["input_ids"], dtype=np.int32)
     types = encoded.get("token_type_ids")
@@ -166,10 +167,12 @@ def _encoded(model: LoadedModel, task: str, *texts: str) -> Sequence:
     )
 
 
-def _sequence(model: LoadedModel, task: str, ids: NDArray[np.int32], types: NDArray[np.int32]) -> Sequence:
+def _sequence(
+    model: LoadedModel, task: str, ids: NDArray[np.int32], types: NDArray[np.int32]
+) -> TokenSequence:
     most = model.max_tokens
     return _of_task(task, Tokens(ids[:most], types[:most]))
 
 
-def _of_task(task: str, tokens: Tokens) -> Sequence:
-    return Sequence.text(0, ResultSlot(0, 0), task, tokens)
+def _of_task(task: str, tokens: Tokens) -> TokenSequence:
+    return TokenSequence.text(0, ResultSlot(0, 0), task, tokens)

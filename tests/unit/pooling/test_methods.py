@@ -18,13 +18,13 @@ from maxsimd.pooling.passages import PASSAGES, PassageMeanPool
 from maxsimd.pooling.ragged import Ragged
 from maxsimd.pooling.sparse import WordsHead, dense_of, entries_of
 from maxsimd.pooling.token_weights import HybridHead, heaviest_of
-from maxsimd.scheduler import Chunk, ResultSlot, Sequence, Tokens
+from maxsimd.scheduler import Chunk, ResultSlot, Tokens, TokenSequence
 
 HIDDEN, WORDS, DIM = 8, 9, 4
 WEIGHT = torch.randn(HIDDEN, DIM, generator=torch.Generator().manual_seed(0))
 TO_WORDS = torch.randn(HIDDEN, WORDS, generator=torch.Generator().manual_seed(0))
 WEIGHTLESS = np.array([0, 2])
-CutSequences = tuple[list[Sequence], list[list[Chunk]]]
+CutSequences = tuple[list[TokenSequence], list[list[Chunk]]]
 States = dict[int, torch.Tensor]
 
 
@@ -51,7 +51,7 @@ def cut_sequences(draw: st.DrawFn, task: st.SearchStrategy[str], may_be_none: bo
     return sequences, [step for step in steps if step]
 
 
-def _a_sequence(draw: st.DrawFn, key: int, task: str, may_be_none: bool) -> Sequence:
+def _a_sequence(draw: st.DrawFn, key: int, task: str, may_be_none: bool) -> TokenSequence:
     """Of a random length and few different tokens, of which some are pooled. Passages may overlap."""
     ids = draw(st.lists(st.integers(0, WORDS - 1), min_size=1, max_size=14))
     length, slot = len(ids), ResultSlot(0, key)
@@ -61,14 +61,14 @@ def _a_sequence(draw: st.DrawFn, key: int, task: str, may_be_none: bool) -> Sequ
     positions = None if pooled is None else np.array(sorted(pooled), dtype=np.int64)
     tokens = Tokens(np.array(ids, dtype=np.int32), pooled_positions=positions)
     if task != PASSAGES:
-        return Sequence.text(key, slot, task, tokens)
+        return TokenSequence.text(key, slot, task, tokens)
     count = length if pooled is None else len(pooled)
     bounds = st.tuples(st.integers(0, count - 1), st.integers(1, count))
     passages = draw(st.lists(bounds.filter(lambda each: each[0] < each[1]), min_size=1, max_size=6))
-    return Sequence.passages(key, slot, PASSAGES, tokens, np.array(passages))
+    return TokenSequence.passages(key, slot, PASSAGES, tokens, np.array(passages))
 
 
-def random_states(sequences: list[Sequence], seed: int = 0) -> States:
+def random_states(sequences: list[TokenSequence], seed: int = 0) -> States:
     """The hidden states of each sequence."""
     random = torch.Generator().manual_seed(seed)
     return {each.sequence_id: torch.randn(len(each), HIDDEN, generator=random) for each in sequences}
@@ -108,24 +108,24 @@ def wide_head(rows: torch.Tensor) -> torch.Tensor:
     return head(rows[:, :HIDDEN] - rows[:, HIDDEN:])
 
 
-def _pooled(states: torch.Tensor, sequence: Sequence) -> torch.Tensor:
+def _pooled(states: torch.Tensor, sequence: TokenSequence) -> torch.Tensor:
     positions = sequence.tokens.pooled_positions
     return states if positions is None else states[torch.from_numpy(positions)]
 
 
-def _weighted_mean(states: torch.Tensor, sequence: Sequence) -> torch.Tensor:
+def _weighted_mean(states: torch.Tensor, sequence: TokenSequence) -> torch.Tensor:
     weights = _pooled(torch.arange(1.0, len(states) + 1)[:, None], sequence)
     return (_pooled(states, sequence) * weights).sum(dim=0, keepdim=True) / weights.sum()
 
 
-def _passages(states: torch.Tensor, sequence: Sequence) -> torch.Tensor:
+def _passages(states: torch.Tensor, sequence: TokenSequence) -> torch.Tensor:
     """Passage by passage, as the paper has it."""
     rows = _pooled(states, sequence)
     assert sequence.payload.passages is not None
     return torch.cat([head(rows[start:stop].mean(dim=0)[None]) for start, stop in sequence.payload.passages])
 
 
-PLAIN: dict[str, Callable[[torch.Tensor, Sequence], torch.Tensor]] = {
+PLAIN: dict[str, Callable[[torch.Tensor, TokenSequence], torch.Tensor]] = {
     "all": lambda states, sequence: head(_pooled(states, sequence)),
     "cls": lambda states, sequence: head(states[:1]),
     "last": lambda states, sequence: head(_pooled(states, sequence)[-1:]),
@@ -196,7 +196,7 @@ def test_each_sparse_method_equals_its_definition(name: str, cut: CutSequences, 
 def test_word_weights_are_never_there_for_a_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse, "_PIECE_BYTES", 4 * WORDS * 50)
     tokens, words = Tokens(np.zeros(500, dtype=np.int32)), Words()
-    sequences = [Sequence.text(i, ResultSlot(0, i), "embed", tokens) for i in range(4)]
+    sequences = [TokenSequence.text(i, ResultSlot(0, i), "embed", tokens) for i in range(4)]
     cursor = PoolingCursor(tuple(Chunk(each, 0, 500) for each in sequences), (0, 500, 1000, 1500))
     pooling_method("max", words).pool(torch.randn(2000, HIDDEN), cursor)
     assert words.rows == 50
@@ -263,7 +263,7 @@ def test_tokens_of_one_word_count_by_the_heaviest_of_them(texts: list[list[int]]
     own = np.arange(WORDS)
     words = np.where(np.isin(own, WEIGHTLESS) | np.isin(drawn, WEIGHTLESS), own, drawn)
     sequences = [
-        Sequence.text(key, ResultSlot(0, key), "any", Tokens(np.array(ids, dtype=np.int32)))
+        TokenSequence.text(key, ResultSlot(0, key), "any", Tokens(np.array(ids, dtype=np.int32)))
         for key, ids in enumerate(texts)
     ]
     weights = torch.rand(sum(map(len, texts)), generator=torch.Generator().manual_seed(0))

@@ -14,7 +14,7 @@ from maxsimd.pooling.dispatch import TOKENS, DispatchPooler
 from maxsimd.pooling.methods import METHODS, AllPool, GatheringHead, LastPool, MeanPool, WeightedMeanPool
 from maxsimd.pooling.ragged import Ragged
 from maxsimd.pooling.token_pooling import TokenPooling, merging_documents
-from maxsimd.scheduler import Chunk, DocumentPayload, ResultSlot, Role, Sequence, Tokens
+from maxsimd.scheduler import Chunk, DocumentPayload, ResultSlot, Role, Tokens, TokenSequence
 
 pytestmark = pytest.mark.fast
 
@@ -24,11 +24,11 @@ def tokens(length: int, positions: list[int] | None = None) -> Tokens:
     return Tokens(np.zeros(length, dtype=np.int32), pooled_positions=pooled)
 
 
-def text(key: int, length: int, positions: list[int] | None = None, task: str = "all") -> Sequence:
-    return Sequence.text(key, ResultSlot(0, key), task, tokens(length, positions))
+def text(key: int, length: int, positions: list[int] | None = None, task: str = "all") -> TokenSequence:
+    return TokenSequence.text(key, ResultSlot(0, key), task, tokens(length, positions))
 
 
-def whole(sequence: Sequence) -> Chunk:
+def whole(sequence: TokenSequence) -> Chunk:
     return Chunk(sequence, 0, len(sequence))
 
 
@@ -42,8 +42,8 @@ def numbered(rows: int) -> torch.Tensor:
 
 
 def test_prefixes_are_not_pooled_and_need_no_method() -> None:
-    prefix = Sequence.prefix(1, 0, tokens(3), 1)
-    pair = Sequence.pair(2, ResultSlot(0, 0), tokens(5), prefix)
+    prefix = TokenSequence.prefix(1, 0, tokens(3), 1)
+    pair = TokenSequence.pair(2, ResultSlot(0, 0), tokens(5), prefix)
     pooler = DispatchPooler({"classify": LastPool(as_is)})
     [pooled] = pooler.pool(numbered(5), PoolingCursor((whole(prefix), Chunk(pair, 3, 5)), (0, 3)))
     assert pooled.sequences == (pair,)
@@ -81,8 +81,8 @@ def test_token_embeddings_alone_are_merged_by_role() -> None:
         (TOKENS, set(), [4, 5]),
         ("all", {Role.QUERY, Role.DOCUMENT}, [4, 5]),
     ):
-        query = Sequence.query(1, 0, task, tokens(4), 1)
-        document = Sequence.document(2, ResultSlot(0, 0), task, tokens(5), DocumentPayload(1))
+        query = TokenSequence.query(1, 0, task, tokens(4), 1)
+        document = TokenSequence.document(2, ResultSlot(0, 0), task, tokens(5), DocumentPayload(1))
         pooler = DispatchPooler({task: AllPool(as_is)}, _merging(roles))
         [pooled] = pooler.pool(numbered(9), PoolingCursor((whole(query), whole(document)), (0, 4)))
         assert pooled.items.lengths == lengths
@@ -96,8 +96,8 @@ def test_a_document_is_merged_to_a_vector_for_every_few_tokens() -> None:
     random = torch.Generator().manual_seed(0)
     rows = torch.nn.functional.normalize(torch.randn(21, 8, generator=random), dim=-1)
     pooler = DispatchPooler({TOKENS: AllPool(as_is)}, pooling)
-    query = Sequence.query(1, 0, TOKENS, tokens(10), 1)
-    document = Sequence.document(2, ResultSlot(0, 0), TOKENS, tokens(11), DocumentPayload(1))
+    query = TokenSequence.query(1, 0, TOKENS, tokens(10), 1)
+    document = TokenSequence.document(2, ResultSlot(0, 0), TOKENS, tokens(11), DocumentPayload(1))
     [pooled] = pooler.pool(rows, PoolingCursor((whole(query), whole(document)), (0, 10)))
     assert torch.equal(pooled.items[0], rows[:10])
     merged = pooled.items[1]

@@ -9,9 +9,9 @@ from maxsimd.scheduler import (
     PlacedImage,
     ResultSlot,
     Scheduler,
-    Sequence,
     Step,
     Tokens,
+    TokenSequence,
 )
 
 WORDS = np.zeros(100_000, dtype=np.int32)
@@ -21,21 +21,25 @@ def tokens(length: int) -> Tokens:
     return Tokens(WORDS[:length])
 
 
-def texts(request_id: int, lengths: list[int], first_id: int = 0) -> list[Sequence]:
+def texts(request_id: int, lengths: list[int], first_id: int = 0) -> list[TokenSequence]:
     """Sequences that wait for nothing."""
     return [
-        Sequence.text(first_id + i, ResultSlot(request_id, i), "embed", tokens(length))
+        TokenSequence.text(first_id + i, ResultSlot(request_id, i), "embed", tokens(length))
         for i, length in enumerate(lengths)
     ]
 
 
-def document(request_id: int, sequence_id: int, length: int, query_id: int, scoring: int = 0) -> Sequence:
+def document(
+    request_id: int, sequence_id: int, length: int, query_id: int, scoring: int = 0
+) -> TokenSequence:
     slot = ResultSlot(request_id, sequence_id)
-    return Sequence.document(sequence_id, slot, "embed", tokens(length), DocumentPayload(query_id), scoring)
+    return TokenSequence.document(
+        sequence_id, slot, "embed", tokens(length), DocumentPayload(query_id), scoring
+    )
 
 
-def query(request_id: int, sequence_id: int, length: int, num_consumers: int = 1) -> Sequence:
-    return Sequence.query(sequence_id, request_id, "embed", tokens(length), num_consumers)
+def query(request_id: int, sequence_id: int, length: int, num_consumers: int = 1) -> TokenSequence:
+    return TokenSequence.query(sequence_id, request_id, "embed", tokens(length), num_consumers)
 
 
 def cached(request_id: int, price: int, query_id: int = -1) -> CachedBatch:
@@ -45,7 +49,7 @@ def cached(request_id: int, price: int, query_id: int = -1) -> CachedBatch:
 
 def two_stage(
     request_id: int, queries: list[int], lengths: list[int], prices: list[int], first_id: int = 0
-) -> tuple[list[Sequence], list[CachedBatch]]:
+) -> tuple[list[TokenSequence], list[CachedBatch]]:
     """Queries of the given lengths, with documents and cached batches that go round them."""
     count = len(queries)
     consumers = [len(lengths[i::count]) + len(prices[i::count]) for i in range(count)]
@@ -57,11 +61,13 @@ def two_stage(
     return sequences, [cached(request_id, price, first_id + i % count) for i, price in enumerate(prices)]
 
 
-def pairs(request_id: int, prefix_length: int, lengths: list[int], first_id: int = 0) -> list[Sequence]:
+def pairs(request_id: int, prefix_length: int, lengths: list[int], first_id: int = 0) -> list[TokenSequence]:
     """A prefix, and pairs with `lengths` tokens of their own behind it."""
-    prefix = Sequence.prefix(first_id, request_id, tokens(prefix_length), len(lengths))
+    prefix = TokenSequence.prefix(first_id, request_id, tokens(prefix_length), len(lengths))
     return [prefix] + [
-        Sequence.pair(first_id + 1 + i, ResultSlot(request_id, i), tokens(prefix_length + length), prefix)
+        TokenSequence.pair(
+            first_id + 1 + i, ResultSlot(request_id, i), tokens(prefix_length + length), prefix
+        )
         for i, length in enumerate(lengths)
     ]
 
@@ -72,7 +78,7 @@ Picture = tuple[int, int]
 
 def pages(
     request_id: int, first_id: int, documents: list[list[Picture]], query_length: int, words: int = 3
-) -> tuple[list[Sequence], list[ImageJob]]:
+) -> tuple[list[TokenSequence], list[ImageJob]]:
     """A query and documents, each with pictures and some words behind them."""
     sequences, images = [query(request_id, first_id, query_length, max(1, len(documents)))], []
     next_id = first_id + 1
@@ -85,7 +91,7 @@ def pages(
             images.append(ImageJob(next_id, request_id, price, together, None, slot))
             next_id, length = next_id + 1, length + features
         tokens = Tokens(WORDS[: length + words], images=tuple(placed))
-        sequences.append(Sequence.document(next_id, slot, "embed", tokens, DocumentPayload(first_id)))
+        sequences.append(TokenSequence.document(next_id, slot, "embed", tokens, DocumentPayload(first_id)))
         next_id += 1
     return sequences, images
 

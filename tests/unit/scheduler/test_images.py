@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxsimd.scheduler import Scheduler, Sequence, Step, StepLimits
+from maxsimd.scheduler import Scheduler, Step, StepLimits, TokenSequence
 from tests.unit.scheduler.scheduled_requests import Picture, pages, run_dry, texts
 
 PICTURES = st.tuples(st.integers(1, 60), st.integers(1, 60))
@@ -35,7 +35,7 @@ def test_every_sequence_runs_once_after_its_pictures(
 ) -> None:
     limits = StepLimits(budget if chunked else 400, most_sequences, chunked, beside_small, features=features)
     scheduler = Scheduler(limits)
-    every: dict[int, Sequence] = {}
+    every: dict[int, TokenSequence] = {}
     encoded: dict[int, int] = {}
     first: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -81,7 +81,7 @@ def test_every_sequence_runs_once_after_its_pictures(
     assert scheduler.waiting_tokens == scheduler.held_features == 0
 
 
-def _features(sequence: Sequence) -> int:
+def _features(sequence: TokenSequence) -> int:
     return sum(len(image.positions) for image in sequence.tokens.images)
 
 

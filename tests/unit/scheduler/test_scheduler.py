@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxsimd.scheduler import CachedBatch, ResultSlot, Scheduler, Sequence, Step, StepLimits, Tokens
+from maxsimd.scheduler import CachedBatch, ResultSlot, Scheduler, Step, StepLimits, Tokens, TokenSequence
 from tests.unit.scheduler.scheduled_requests import (
     cached,
     cost,
@@ -22,7 +22,7 @@ from tests.unit.scheduler.scheduled_requests import (
     two_stage,
 )
 
-Work = tuple[list[Sequence], list[CachedBatch]]
+Work = tuple[list[TokenSequence], list[CachedBatch]]
 
 
 @st.composite
@@ -53,13 +53,13 @@ class Waiting:
     """What must be waiting, worked out the plain way from what was admitted, cancelled and scheduled."""
 
     limits: StepLimits
-    sequences: dict[int, Sequence] = field(default_factory=dict)
+    sequences: dict[int, TokenSequence] = field(default_factory=dict)
     done: dict[int, int] = field(default_factory=dict)
     cached: list[CachedBatch] = field(default_factory=list)
     divisor: int = 1
     reduced_steps: int = 0
 
-    def admit(self, sequences: list[Sequence], batches: list[CachedBatch]) -> None:
+    def admit(self, sequences: list[TokenSequence], batches: list[CachedBatch]) -> None:
         for sequence in sequences:
             self.sequences[sequence.sequence_id] = sequence
             self.done[sequence.sequence_id] = sequence.shared_prefix_len
@@ -288,8 +288,8 @@ def test_nothing_of_a_cancelled_request_is_scheduled_or_held(limits: StepLimits,
         ids = np.zeros(data.draw(st.integers(1, limits.tokens)), dtype=np.int32)
         references.append(weakref.ref(ids))
         shared = Tokens(ids)
-        sequences = [Sequence.text(i, ResultSlot(request_id, i), "", shared) for i in range(3)]
-        sequences.append(Sequence.query(3, request_id, "", shared, 2))
+        sequences = [TokenSequence.text(i, ResultSlot(request_id, i), "", shared) for i in range(3)]
+        sequences.append(TokenSequence.query(3, request_id, "", shared, 2))
         scheduler.admit(request_id, sequences, [cached(request_id, 5, 3)])
         del ids, shared, sequences
     for _ in range(data.draw(st.integers(0, 4))):

@@ -37,7 +37,7 @@ from maxsimd.engine.scoring.similarity import score_pairs
 from maxsimd.engine.scoring.window_store import WindowStore
 from maxsimd.engine.stats import EngineStats
 from maxsimd.pooling.dispatch import DispatchPooler
-from maxsimd.scheduler import Chunk, JoinedTokens, ResultSlot, Sequence, Step, Tokens
+from maxsimd.scheduler import Chunk, JoinedTokens, ResultSlot, Step, Tokens, TokenSequence
 from tests.checkpoints import cross_encoders, language_models, late_interaction
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
@@ -385,8 +385,8 @@ async def test_an_error_of_the_device_itself_is_not_tried_again(
 POISON = "poison"
 
 
-def _text(sequence_id: int, ids: list[int], task: str = "embed") -> Sequence:
-    return Sequence.text(sequence_id, ResultSlot(1, 0), task, Tokens(np.array(ids, dtype=np.int32)))
+def _text(sequence_id: int, ids: list[int], task: str = "embed") -> TokenSequence:
+    return TokenSequence.text(sequence_id, ResultSlot(1, 0), task, Tokens(np.array(ids, dtype=np.int32)))
 
 
 async def test_the_latest_are_remembered_until_they_are_forgotten() -> None:
@@ -402,15 +402,15 @@ async def test_the_latest_are_remembered_until_they_are_forgotten() -> None:
 async def test_what_the_model_reads_is_what_counts() -> None:
     ids, types = np.array([1, 2], dtype=np.int32), np.array([0, 1], dtype=np.int32)
     suspects = Suspects()
-    suspects.add(Sequence.text(1, ResultSlot(1, 0), "embed", Tokens(ids)))
-    assert Sequence.text(2, ResultSlot(2, 5), "embed", Tokens(ids.copy())) in suspects
-    assert Sequence.text(2, ResultSlot(1, 0), "token_embed", Tokens(ids)) not in suspects
-    assert Sequence.text(2, ResultSlot(1, 0), "embed", Tokens(ids, types)) not in suspects
-    assert Sequence.text(2, ResultSlot(1, 0), "embed", Tokens(ids, attended_len=1)) not in suspects
+    suspects.add(TokenSequence.text(1, ResultSlot(1, 0), "embed", Tokens(ids)))
+    assert TokenSequence.text(2, ResultSlot(2, 5), "embed", Tokens(ids.copy())) in suspects
+    assert TokenSequence.text(2, ResultSlot(1, 0), "token_embed", Tokens(ids)) not in suspects
+    assert TokenSequence.text(2, ResultSlot(1, 0), "embed", Tokens(ids, types)) not in suspects
+    assert TokenSequence.text(2, ResultSlot(1, 0), "embed", Tokens(ids, attended_len=1)) not in suspects
     joined = JoinedTokens.of([ids[:1], ids[1:]], [0, 1])
-    assert Sequence.text(2, ResultSlot(1, 0), "embed", joined) not in suspects
-    suspects.add(Sequence.text(3, ResultSlot(1, 0), "embed", Tokens(ids, types)))
-    assert Sequence.text(2, ResultSlot(1, 0), "embed", joined) in suspects
+    assert TokenSequence.text(2, ResultSlot(1, 0), "embed", joined) not in suspects
+    suspects.add(TokenSequence.text(3, ResultSlot(1, 0), "embed", Tokens(ids, types)))
+    assert TokenSequence.text(2, ResultSlot(1, 0), "embed", joined) in suspects
 
 
 class Counting:

@@ -17,7 +17,7 @@ from maxsimd.engine.scoring.documents import CachedDocument, CachedDocuments
 from maxsimd.engine.scoring.maxsim import choose_maxsim, choose_maxsim_spans, maxsim_reference
 from maxsimd.pooling.dispatch import Pooled
 from maxsimd.pooling.ragged import Ragged
-from maxsimd.scheduler import CachedBatch, DocumentPayload, ResultSlot, Sequence, Tokens
+from maxsimd.scheduler import CachedBatch, DocumentPayload, ResultSlot, Tokens, TokenSequence
 from tests.unit.engine.ops.interpreted import run_interpreted
 from tests.unit.pairs import pairs_of
 
@@ -62,14 +62,16 @@ class Scored:
             cache=self.cache,
         )
         self.query = unit_rows(0, 5).to(self.dtype)
-        self.scorer.queries.put(Sequence.query(1, 7, TASK, _tokens(5), 1 << 30), self.query.to(self.device))
+        self.scorer.queries.put(
+            TokenSequence.query(1, 7, TASK, _tokens(5), 1 << 30), self.query.to(self.device)
+        )
         self.host: dict[bytes, CachedEmbedding] = {}
 
     def run(self, seeds: dict[bytes, tuple[int, int]]) -> None:
         """New documents under these keys, of these seeds and lengths: scored, and put into the slab."""
         embeddings = {key: unit_rows(*how).to(self.dtype) for key, how in seeds.items()}
         documents = [
-            Sequence.document(100 + i, ResultSlot(7, i), TASK, _tokens(3), DocumentPayload(1, key))
+            TokenSequence.document(100 + i, ResultSlot(7, i), TASK, _tokens(3), DocumentPayload(1, key))
             for i, key in enumerate(seeds)
         ]
         items = Ragged.from_items([rows.to(self.device) for rows in embeddings.values()])

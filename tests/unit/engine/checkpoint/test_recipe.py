@@ -32,7 +32,7 @@ from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.load import load_device_model
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.models import bert
-from maxsimd.scheduler import ResultSlot, Sequence, Tokens
+from maxsimd.scheduler import ResultSlot, Tokens, TokenSequence
 from tests.checkpoints import bi_encoders, cross_encoders, late_interaction
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.checkpoints.weights import change_config
@@ -116,7 +116,7 @@ def _results(model: LoadedModel) -> list[torch.Tensor]:
     results = []
     for name, task in model.tasks.items():
         assert task.reference is not None
-        results.append(task.reference(Sequence.text(0, ResultSlot(0, 0), name, Tokens(ids, ids * 0))))
+        results.append(task.reference(TokenSequence.text(0, ResultSlot(0, 0), name, Tokens(ids, ids * 0))))
     return results
 
 

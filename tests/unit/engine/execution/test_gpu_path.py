@@ -43,7 +43,7 @@ from maxsimd.engine.execution.selfcheck.samples import make_samples, random_sequ
 from maxsimd.engine.ops.qkv import QKV
 from maxsimd.engine.scoring.maxsim import maxsim_reference, maxsim_tiled
 from maxsimd.pooling.ragged import Ragged
-from maxsimd.scheduler import Sequence
+from maxsimd.scheduler import TokenSequence
 from tests.checkpoints import cross_encoders, nomic
 from tests.checkpoints.shared import Build, SharedCheckpoints
 from tests.unit.engine.execution.test_packed import make_step, plain_varlen
@@ -467,7 +467,7 @@ class CallRecorder:
         return replay
 
 
-def texts_of(model: LoadedModel) -> list[Sequence]:
+def texts_of(model: LoadedModel) -> list[TokenSequence]:
     return [sequence for sequence in random_sequences(model, model.score_task) if not sequence.tokens.images]
 
 

@@ -29,7 +29,7 @@ from maxsimd.engine.execution.selfcheck.samples import make_samples
 from maxsimd.engine.ops import cpu as kernels
 from maxsimd.engine.ops.qkv import KV, QKV
 from maxsimd.engine.ops.relative import PositionBias, PositionContent, RelativePositions
-from maxsimd.scheduler import Chunk, ResultSlot, Sequence, Step, Tokens
+from maxsimd.scheduler import Chunk, ResultSlot, Step, Tokens, TokenSequence
 
 GROUPED = GroupedBackend()
 RAGGED = OneByOneBackend.arrangement
@@ -46,7 +46,9 @@ def make_step(lengths: list[int], attended: list[int] | None = None) -> Step:
         ids = (np.arange(length, dtype=np.int32) + 7 * key) % 97 + 1
         seen = attended[key] if attended else length
         chunks.append(
-            Chunk(Sequence.text(key, ResultSlot(0, key), "all", Tokens(ids, attended_len=seen)), 0, length)
+            Chunk(
+                TokenSequence.text(key, ResultSlot(0, key), "all", Tokens(ids, attended_len=seen)), 0, length
+            )
         )
     return Step(0, tuple(chunks))
 
@@ -84,7 +86,7 @@ def test_the_cursor_finds_every_token_where_the_layout_put_it(
 def test_padding_tokens_of_texts_are_not_counted(start: int, stop: int, expected: list[int]) -> None:
     """As RoBERTa has it, also behind a cut."""
     tokens = Tokens(np.array([5, 1, 1, 7, 8, 1, 9], dtype=np.int32))
-    step = Step(0, (Chunk(Sequence.text(0, ResultSlot(0, 0), "embed", tokens), start, stop),))
+    step = Step(0, (Chunk(TokenSequence.text(0, ResultSlot(0, 0), "embed", tokens), start, stop),))
     options: dict[str, Any] = {"causal": False, "arrangement": RAGGED, "position_offset": 2}
     batch = lay_out(step, {0: PrefillKV()}, **options, uncounted_id=1)
     assert batch.position_ids.tolist() == expected

@@ -20,7 +20,7 @@ from maxsimd.engine.processors.text.truncation import LongInputs
 from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, CacheMode, Truncation, Values
 from maxsimd.engine.scoring.documents import CachedDocument
 from maxsimd.engine.scoring.price import DOCUMENTS_PER_TOKEN, ROWS_PER_TOKEN, ScoringPrice
-from maxsimd.scheduler import ResultSlot, Role, Sequence, Window
+from maxsimd.scheduler import ResultSlot, Role, TokenSequence, Window
 from tests.unit.engine.processors.small_models import (
     CLS,
     DOCUMENT_PROMPT,
@@ -57,7 +57,7 @@ def score(
     return made.scores.prepare(request, request_ids())
 
 
-def documents_of(plan: ScorePlan) -> list[Sequence]:
+def documents_of(plan: ScorePlan) -> list[TokenSequence]:
     return [sequence for sequence in plan.sequences if sequence.payload.role is Role.DOCUMENT]
 
 

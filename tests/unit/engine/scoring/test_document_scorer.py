@@ -23,7 +23,7 @@ from maxsimd.engine.scoring.query_store import QueryStore
 from maxsimd.engine.scoring.window_store import WindowStore
 from maxsimd.pooling.dispatch import Pooled
 from maxsimd.pooling.ragged import Ragged
-from maxsimd.scheduler import CachedBatch, DocumentPayload, ResultSlot, Sequence, Tokens, Window
+from maxsimd.scheduler import CachedBatch, DocumentPayload, ResultSlot, Tokens, TokenSequence, Window
 from tests.unit.pairs import Pairs
 
 pytestmark = pytest.mark.fast
@@ -42,8 +42,8 @@ def tokens(count: int) -> Tokens:
     return Tokens(np.zeros(count, dtype=np.int32))
 
 
-def query(sequence_id: int, request_id: int, num_consumers: int) -> Sequence:
-    return Sequence.query(sequence_id, request_id, "token_embed", tokens(2), num_consumers)
+def query(sequence_id: int, request_id: int, num_consumers: int) -> TokenSequence:
+    return TokenSequence.query(sequence_id, request_id, "token_embed", tokens(2), num_consumers)
 
 
 def document(
@@ -55,12 +55,12 @@ def document(
     truncated: bool = False,
     window: Window | None = None,
     length: int = 3,
-) -> Sequence:
+) -> TokenSequence:
     payload = DocumentPayload(query_id, key, truncated, window)
-    return Sequence.document(sequence_id, slot, "token_embed", tokens(length), payload)
+    return TokenSequence.document(sequence_id, slot, "token_embed", tokens(length), payload)
 
 
-def pooled(*items: tuple[Sequence, torch.Tensor]) -> Pooled:
+def pooled(*items: tuple[TokenSequence, torch.Tensor]) -> Pooled:
     sequences = tuple(sequence for sequence, _ in items)
     return Pooled("token_embed", sequences, Ragged.from_items([item for _, item in items]))
 
@@ -125,7 +125,7 @@ def near(query_rows: torch.Tensor, *parts: torch.Tensor) -> Any:
 def test_what_nobody_waits_for_is_neither_scored_nor_stored() -> None:
     ours = scorer()
     slot = ResultSlot(7, 1)
-    text = Sequence.text(5, ResultSlot(9, 0), "token_embed", tokens(3))
+    text = TokenSequence.text(5, ResultSlot(9, 0), "token_embed", tokens(3))
     step = [(text, rows(5)), (query(4, 9, 0), rows(4)), (query(1, 7, 2), rows(1)), (text, rows(6))]
     made = ours.score([pooled(*step, (document(2, slot, 1, key=b"k"), rows(2)))])
     assert scores(made) == {slot: near(rows(1), rows(2))}
@@ -231,7 +231,7 @@ def test_documents_of_every_kind_score_as_plain_maxsim(
         items = [rows(10 + i, draw.randint(1, 9)) for i in range(6)]
         asked: dict[ResultSlot, tuple[int, int]] = {}
 
-        def ask(item: int, query_id: int, asked: Any = asked) -> Sequence:
+        def ask(item: int, query_id: int, asked: Any = asked) -> TokenSequence:
             slot = ResultSlot(7 + query_id // 2, len(asked))
             asked[slot] = query_id, item
             options: Any = {"key": keys[item], "truncated": item % 2 == 0, "length": 20 + item}
