@@ -59,7 +59,7 @@ async def _one(engine: Engine) -> float:
 
 def _timed_passes(engine: Engine) -> list[float]:
     """How long each pass of the vision tower takes from now on."""
-    runner: Any = engine.device_model.prepared.runner
+    runner: Any = engine.device_model.runner
     passes: list[float] = []
     encode = runner.encode
 

@@ -92,7 +92,7 @@ async def _working_set(front: FleetEngine) -> list[str]:
     texts = [pair.document for pair in docstring_pairs() if 200 < len(pair.document) < 1_200]
     result = await front.score(QUERY, texts[:200], cache="bypass")
     tokens = (result.usage.prompt_tokens - result.usage.query_tokens) / 200
-    width = front.facts.tasks[front.facts.score_task].dim
+    width = front.facts.dims[front.facts.score_task]
     of_one = tokens * width * 2  # bytes, in bfloat16
     count = int(_WORKING_SET * _CACHE_MB * 2**20 / of_one)
     assert count <= len(texts), "there are too few docstrings for such caches"

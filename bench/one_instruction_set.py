@@ -68,7 +68,7 @@ async def measure(
 
 def _path(engine: Engine, name: str) -> str:
     """What multiplies the weights of an engine's linear layers."""
-    dtype = engine.device_model.prepared.dtype
+    dtype = engine.device_model.dtype
     if is_compiled_supported(_CPU, dtype) and (name != "int8" or dtype is torch.bfloat16):
         return _OURS
     if name == "int8":

@@ -85,8 +85,8 @@ async def measure_packed(shape: str, dtype: str, pairs: list[Pair], plan: Plan) 
 def _refuse_other_ways(engines: dict[str, Engine]) -> None:
     """Raises RuntimeError for an engine that does not run its model as its name says."""
     for name, engine in engines.items():
-        if engine.device_model.prepared.execution != name:
-            raise RuntimeError(f"this model is not run {name}, but {engine.device_model.prepared.execution}")
+        if engine.device_model.execution != name:
+            raise RuntimeError(f"this model is not run {name}, but {engine.device_model.execution}")
 
 
 async def _in_turns(runs: dict[str, _Run], pairs: list[Pair], rounds: int) -> dict[str, float]:

@@ -54,7 +54,7 @@ def _has_kernels() -> bool:
 
 def _runs_in_one_call(engine: Engine) -> bool:
     """Whether the engine chose, at load, to run all layers in one call."""
-    return type(engine.device_model.prepared.runner).__name__ == "OneCallRunner"
+    return type(engine.device_model.runner).__name__ == "OneCallRunner"
 
 
 def main() -> None:

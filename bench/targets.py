@@ -28,13 +28,13 @@ async def run_engine(config: EngineConfig, requests: list[Request], workload: di
             "model": engine.model.name,
             "score_type": engine.model.score_type.value,
             "doc_token_pooling": config.doc_token_pooling,
-            "dtype": str(engine.device_model.prepared.dtype).removeprefix("torch."),
+            "dtype": str(engine.device_model.dtype).removeprefix("torch."),
             "quantization": None if config.quantization == "none" else config.quantization,
             **_shown(workload),
         }
         loading = {
             "model_ready_s": round(ready, 2),
-            "packing_proof_s": round(engine.device_model.prepared.proof_seconds, 3),
+            "packing_proof_s": round(engine.device_model.proof_seconds, 3),
         }
         return await _measure(send, requests, workload, settings, loading)
 

@@ -210,7 +210,7 @@ class Engine(EngineLife):
         )
         options = RunOptions(priority, tenant, timeout)
         plan, values = await running.run(running.processors.queries, request, options)
-        return plan.result(values, loaded.prepared.dtype)
+        return plan.result(values, loaded.dtype)
 
     async def embed(
         self,

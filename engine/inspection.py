@@ -15,13 +15,13 @@ from maxsimd.engine.checkpoint.recipe import in_float32
 from maxsimd.engine.checkpoint.recipe_store import texts_content
 from maxsimd.engine.config import EngineConfig, ScoreType
 from maxsimd.engine.device.facts import kernels_in_words
+from maxsimd.engine.device.load import DeviceModel, prepare
 from maxsimd.engine.errors import ModelLoadError
-from maxsimd.engine.execution import PreparedModel, choose_device, prepare
+from maxsimd.engine.execution import choose_device
 from maxsimd.engine.media import Picture
 from maxsimd.engine.processors.registry import check_room
 from maxsimd.engine.processors.text.tokenization import TextTokenizer
 from maxsimd.engine.processors.text_check import check_texts, in_library_terms, probe_sequences
-from maxsimd.engine.scoring.maxsim import choose_maxsim
 from maxsimd.engine.scoring.maxsim.reference import maxsim_reference
 from maxsimd.engine.scoring.similarity import score_pairs
 from maxsimd.engine.sync import SyncEngine
@@ -70,9 +70,8 @@ def inspect_model(config: EngineConfig, check: bool = False) -> dict[str, str | 
     model = replace(model, reader=None)  # it holds the library's model
     named = {name: parameter.numel() for name, parameter in model.backbone.named_parameters()}
     of_tower = sum(each.numel() for module in model.encoders[1:] for each in module.parameters())
-    prepared = prepare(model, config, device, probe_sequences(model, tokenizer))
-    budget = prepared.step_tokens
-    check_room(model, tokenizer, budget, prepared.runner.chunked)
+    prepared = prepare(model, config, device, probe_sequences(model, tokenizer), tokenizer)
+    check_room(model, tokenizer, prepared.step_tokens, prepared.runner.chunked)
     # A pooler goes where the heads do its work, and layers are laid out anew: what is left shows in names.
     left = {name for name, _ in model.backbone.named_children()}
     weights = sum(count for name, count in named.items() if name.split(".")[0] in left or "." not in name)
@@ -92,7 +91,7 @@ def inspect_model(config: EngineConfig, check: bool = False) -> dict[str, str | 
         "precision": _precision(prepared, model),
         "weights": f"{weights / 1e6:.1f} million, {_bytes(prepared, weights) / 1e6:.1f} MB",
         "device": str(device),
-        "kernels": _kernels(config, device, prepared),
+        "kernels": kernels_in_words(device, prepared.attention, prepared.maxsim_name),
         "unknown keys": list(model.unknown_keys),
     }
     if check:
@@ -296,23 +295,18 @@ def _attention(model: LoadedModel) -> str:
     return "causal, whole sequences" if model.causal else "bidirectional, whole sequences"
 
 
-def _kernels(config: EngineConfig, device: torch.device, prepared: PreparedModel) -> str:
-    maxsim, _ = choose_maxsim(config.maxsim, device, config.kernels == "auto")
-    return kernels_in_words(device, prepared.attention, maxsim)
-
-
-def _execution(prepared: PreparedModel) -> str:
+def _execution(prepared: DeviceModel) -> str:
     reason = "" if prepared.not_packed is None else f": {prepared.not_packed}"
     return f"{prepared.execution}{reason}"
 
 
-def _precision(prepared: PreparedModel, model: LoadedModel) -> str:
+def _precision(prepared: DeviceModel, model: LoadedModel) -> str:
     linear = ", linear layers int8" if prepared.quantized else ""
     stored = model.stored_as or _name(model.file_dtype)
-    return f"{_name(prepared.dtype)}{linear} (in the file: {stored})"
+    return f"{prepared.dtype_name}{linear} (in the file: {stored})"
 
 
-def _bytes(prepared: PreparedModel, weights: int) -> int:
+def _bytes(prepared: DeviceModel, weights: int) -> int:
     return (weights - prepared.quantized) * prepared.dtype.itemsize + prepared.quantized
 
 

@@ -272,7 +272,7 @@ class FleetEngine:
         return await run_in_thread_if_large(len(scored.documents), scored.result)
 
     async def embed(self, texts: Any, **options: Any) -> EmbedResult:
-        check_task("embed" if options.get("encoding") is None else "token_embed", self.facts.tasks)
+        check_task("embed" if options.get("encoding") is None else "token_embed", self.facts.dims)
         given = as_inputs(texts, self.facts.reads_pictures)
         if options.get("late_chunking") or options.get("chunks") is not None:
             # All texts are one document, which one engine reads.
@@ -287,13 +287,13 @@ class FleetEngine:
         return await _until_not_replaced(embedded_by_one_kind, options.get("timeout"))
 
     async def embed_tokens(self, texts: Any, **options: Any) -> TokenEmbedResult:
-        check_task("token_embed", self.facts.tasks)
+        check_task("token_embed", self.facts.dims)
         embedding = EmbedJob(as_inputs(texts, self.facts.reads_pictures), options)
         answer = await self._whole(embedding.question_of_all("token_embed"), options.get("timeout"))
         return cast("EmbeddedTokens", answer).result
 
     async def embed_sparse(self, texts: Any, **options: Any) -> SparseEmbedResult:
-        check_task("sparse_embed", self.facts.tasks)
+        check_task("sparse_embed", self.facts.dims)
         embedding = EmbedJob(as_inputs(texts, self.facts.reads_pictures), options)
         answer = await self._whole(embedding.question_of_all("sparse_embed"), options.get("timeout"))
         return cast("EmbeddedSparse", answer).result
@@ -306,7 +306,7 @@ class FleetEngine:
         use_activation: bool = True,
         **options: Any,
     ) -> ClassifyResult:
-        check_task("classify", self.facts.tasks)
+        check_task("classify", self.facts.dims)
         question = Classify(
             texts=sent_inputs(as_inputs(texts, takes_pictures=False)),
             text_pairs=None if text_pairs is None else list(text_pairs),

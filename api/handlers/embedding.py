@@ -82,14 +82,14 @@ async def _vectors(
     else:
         check_token_ids(inputs, state.config.accept_token_ids)
     state = state.telling_of(_unused_for(task, body), f"task {task}")
-    unit = state.engine.facts.tasks.get("embed") if body.normalized is not None and task == "embed" else None
+    normalises = "embed" in state.engine.facts.normalised
     result = await _run(state, body, inputs, tenant, task)
     vectors = result.scores if isinstance(result, ClassifyResult) else result.embeddings
     warnings = warnings_of(result.truncated, state.field_warnings, body)
-    if unit is not None and isinstance(result, EmbedResult):
-        if body.normalized and not unit.normalised:
+    if body.normalized is not None and task == "embed" and isinstance(result, EmbedResult):
+        if body.normalized and not normalises:
             vectors = in_unit_length(result.embeddings)
-        elif unit.normalised and not body.normalized:
+        elif normalises and not body.normalized:
             warnings = [*(warnings or ()), NORMALIZES_ANYWAY.format("normalized")]
     size = sum(each.size for each in vectors)
     made_by = result.encoding if isinstance(result, EmbedResult) else None
@@ -191,14 +191,14 @@ def _of_one_vector(state: ServerState, body: wire.EmbeddingsRequest, num_texts: 
     if (encoding := encoding_of(body)) is None:
         check_embeddings(state, num_vectors, body.dimensions or body.output_dimension)
         return options
-    task = state.engine.facts.tasks.get("token_embed")
-    if task is not None:  # else the engine says so
+    dim = state.engine.facts.dims.get("token_embed")
+    if dim is not None:  # else the engine says so
         try:
-            encoding.length(task.dim)
+            encoding.length(dim)
         except ValueError as error:
             raise InvalidRequestError(str(error), "muvera") from None
         # A vector that is shortened is made at its whole length first.
-        length = encoding.whole_length(task.dim)
+        length = encoding.whole_length(dim)
         _check_room(state, num_vectors, length, "ask for a smaller k_sim, r_reps or d_proj")
     return options | {"encoding": encoding}
 
@@ -206,9 +206,9 @@ def _of_one_vector(state: ServerState, body: wire.EmbeddingsRequest, num_texts: 
 def check_embeddings(state: ServerState, num_vectors: int, dimensions: int | None) -> None:
     """Refuses more vectors than there is room for. Without `dimensions` they are as long as the model makes
     them."""
-    task = state.engine.facts.tasks.get("embed")
-    if task is not None and (dimensions is None or 1 <= dimensions <= task.dim):
-        _check_room(state, num_vectors, dimensions or task.dim, "ask for shorter vectors")
+    dim = state.engine.facts.dims.get("embed")
+    if dim is not None and (dimensions is None or 1 <= dimensions <= dim):
+        _check_room(state, num_vectors, dimensions or dim, "ask for shorter vectors")
     # else the engine says what is wrong
 
 
@@ -250,10 +250,10 @@ async def _read_chat(state: ServerState, body: wire.EmbeddingsRequest, chat: Cha
 def most_vectors(state: ServerState, dimensions: int | None) -> int | None:
     """How many vectors of a token each an answer may have, so that it takes no more memory than bodies may
     together; None where the model has none."""
-    task = state.engine.facts.tasks.get("token_embed")
-    if task is None or (dimensions is not None and not 1 <= dimensions <= task.dim):
+    dim = state.engine.facts.dims.get("token_embed")
+    if dim is None or (dimensions is not None and not 1 <= dimensions <= dim):
         return None
-    return (state.config.max_bodies_mb << 20) // (_BYTES_A_NUMBER * (dimensions or task.dim))
+    return (state.config.max_bodies_mb << 20) // (_BYTES_A_NUMBER * (dimensions or dim))
 
 
 _ANSWERS = (wire.VectorsResponse, _SAFETENSORS)

@@ -133,10 +133,7 @@ def _tei_kind(model: ModelFacts) -> dict[str, Any]:
         return ranking
     if model.labels:
         return {**ranking, "classifier": _labels(model)}
-    if model.tasks.keys() == {"sparse_embed"}:
-        pooling = "splade"
-    else:
-        pooling = model.tasks["embed"].pooling if "embed" in model.tasks else "none"
+    pooling = "splade" if model.dims.keys() == {"sparse_embed"} else model.embed_pooling or "none"
     embedding = {"embedding": {"pooling": pooling}}
     is_for_ranking = model.score_type is ScoreType.LATE_INTERACTION
     return {**ranking, **embedding} if is_for_ranking else {**embedding, **ranking}

@@ -37,11 +37,11 @@ _BYTES_A_WORD = 120
 
 async def embed(state: ServerState, body: wire_tei.TeiEmbedRequest, inputs: Inputs, tenant: str) -> Answer:
     """One vector a text, of length 1 unless `normalize` is false and the model itself does not normalise."""
-    task = state.engine.facts.tasks.get("embed")
+    normalises = "embed" in state.engine.facts.normalised
     headers = TeiHeaders(state, inputs)
     check_embeddings(state, len(inputs), body.dimensions)
     result = await _embedded(state, body, inputs, tenant, dimensions=body.dimensions)
-    stay_as_they_are = task is None or task.normalised or body.normalize is False
+    stay_as_they_are = normalises or "embed" not in state.engine.facts.dims or body.normalize is False
 
     def build() -> Any:
         rows = result.embeddings if stay_as_they_are else in_unit_length(result.embeddings)
@@ -49,7 +49,7 @@ async def embed(state: ServerState, body: wire_tei.TeiEmbedRequest, inputs: Inpu
 
     answer = await wire_answer(build, result.embeddings.size)
     # Haystack's client sends it by default, so that it is no reason to refuse.
-    is_vain = task is not None and task.normalised and body.normalize is False
+    is_vain = normalises and body.normalize is False
     return headers.added_to(answer, result, *([NORMALIZES_ANYWAY.format("normalize")] if is_vain else []))
 
 
@@ -77,7 +77,7 @@ async def embed_sparse(
     state: ServerState, body: wire_tei.TeiEmbedSparseRequest, inputs: Inputs, tenant: str
 ) -> Answer:
     """Words with their weights, by the ids of their tokens."""
-    if "sparse_embed" not in state.engine.facts.tasks:
+    if "sparse_embed" not in state.engine.facts.dims:
         raise InvalidRequestError("this model gives no sparse vectors; use /embed or /embed_all", "model")
     check_token_ids(inputs, state.config.accept_token_ids, "inputs")
     headers = TeiHeaders(state, inputs)
@@ -190,7 +190,7 @@ async def embed_or_compare(
     inputs, compared = found
     if compared is not None:
         return await similarity(state, compared, inputs, tenant)
-    if state.engine.facts.tasks.keys() == {"sparse_embed"}:
+    if state.engine.facts.dims.keys() == {"sparse_embed"}:
         for name in ("normalize", "dimensions"):
             if getattr(body, name) not in (None, False):
                 raise InvalidRequestError(

@@ -52,7 +52,7 @@ def _classifies(facts: ModelFacts) -> bool:
 
 
 def _gives(*tasks: str) -> _Fits:
-    return lambda facts: any(task in facts.tasks for task in tasks)
+    return lambda facts: any(task in facts.dims for task in tasks)
 
 
 # The first of these that fits any model decides, and of the models that it fits the first.

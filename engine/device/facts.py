@@ -12,15 +12,6 @@ from maxsimd.engine.scoring.scale import ScoreScale, has_bounds, score_scale
 
 
 @dataclass(frozen=True, slots=True)
-class TaskFacts:
-    """One of the tasks of a model: how hidden states are pooled, and how many numbers come of that."""
-
-    pooling: str
-    dim: int
-    normalised: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Scales:
     """The scale of scores as they are by default, `raw` without the activation, and `normalized`."""
 
@@ -37,15 +28,18 @@ class Scales:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """A model that is served. `max_tokens` is the longest sequence that can be run, and
-    `step_tokens` the budget of one step. `normalizes` says whether
-    its scores have bounds, between which they can be normalised. `precision`, `execution`, `kernels` and
-    `findings` say how it is run, and what was found out when that was proven."""
+    """A served model as plain data, for processes that do not run it.
+
+    `dims` has the number of columns of each task's items, and `normalised` names the tasks with unit vectors.
+    `max_tokens` is the longest sequence that can be run, `step_tokens` the budget of one step. `normalizes`
+    says whether scores have bounds and can be normalised. `findings` say what was compared at load."""
 
     name: str
     score_type: ScoreType
     score_task: str
-    tasks: dict[str, TaskFacts]
+    dims: dict[str, int]
+    normalised: tuple[str, ...]
+    embed_pooling: str | None
     labels: tuple[str, ...]
     max_tokens: int
     step_tokens: int
@@ -71,22 +65,21 @@ class ModelFacts:
         return f"{self.score_type.value}, {how}, {self.kernels}"
 
 
-def facts_of(loaded: DeviceModel, max_tokens: int, step_tokens: int) -> ModelFacts:
-    """The facts of a model that is ready on its device, and of the limits that its engine has."""
-    model, prepared = loaded.model, loaded.prepared
+def facts_of(loaded: DeviceModel, max_tokens: int) -> ModelFacts:
+    """The facts of a model that is ready on its device. Its engine runs sequences of up to `max_tokens`."""
+    model = loaded.model
     is_calibrated = loaded.calibration is not None
-    precision = str(prepared.dtype).removeprefix("torch.")
     return ModelFacts(
         name=model.name,
         score_type=model.score_type,
         score_task=model.score_task,
-        tasks={
-            name: TaskFacts(task.pooling, task.dim, task.normalised) for name, task in model.tasks.items()
-        },
+        dims={name: task.dim for name, task in model.tasks.items()},
+        normalised=tuple(name for name, task in model.tasks.items() if task.normalised),
+        embed_pooling=model.tasks["embed"].pooling if "embed" in model.tasks else None,
         labels=model.labels,
         has_score=model.has_score,
         max_tokens=max_tokens,
-        step_tokens=step_tokens,
+        step_tokens=loaded.step_tokens,
         reads_pictures=model.vision is not None,
         scales=Scales(
             score_scale(model, calibrated=is_calibrated),
@@ -95,10 +88,10 @@ def facts_of(loaded: DeviceModel, max_tokens: int, step_tokens: int) -> ModelFac
         ),
         normalizes=has_bounds(model),
         device=str(loaded.device),
-        kernels=kernels_in_words(loaded.device, loaded.prepared.attention, loaded.maxsim_name),
-        precision=f"{precision} with int8 weights" if prepared.quantized else precision,
-        execution=prepared.execution,
-        findings=tuple(map(str, prepared.findings)),
+        kernels=kernels_in_words(loaded.device, loaded.attention, loaded.maxsim_name),
+        precision=f"{loaded.dtype_name} with int8 weights" if loaded.quantized else loaded.dtype_name,
+        execution=loaded.execution,
+        findings=tuple(map(str, loaded.findings)),
     )
 
 

@@ -3,14 +3,17 @@
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from maxsimd.engine.cache import EmbeddingCache
-from maxsimd.engine.checkpoint import LoadedModel, load_model
+from maxsimd.engine.checkpoint import LoadedModel, Task, load_model
+from maxsimd.engine.checkpoint.load import LOADING
 from maxsimd.engine.checkpoint.model import HYBRID_EMBED
 from maxsimd.engine.checkpoint.recipe_store import texts_content
 from maxsimd.engine.config import EngineConfig
@@ -23,8 +26,33 @@ from maxsimd.engine.device.scoring_check import refuse_wrong_scores
 from maxsimd.engine.device.time_slices import take_short_slices
 from maxsimd.engine.device.warmup import checked_maxsim, warm_up
 from maxsimd.engine.errors import ModelLoadError
-from maxsimd.engine.execution import PreparedModel, choose_device, choose_dtype, prepare
-from maxsimd.engine.execution.devices import use_device
+from maxsimd.engine.execution.attention.base import AttentionBackend, CaptureSize
+from maxsimd.engine.execution.attention.cpu_kernel import is_compiled_supported
+from maxsimd.engine.execution.attention.select import choose_attention
+from maxsimd.engine.execution.attention.torch_grouped import GroupedBackend
+from maxsimd.engine.execution.budget import step_tokens
+from maxsimd.engine.execution.cuda_graphs import GraphedRunner, with_graphs
+from maxsimd.engine.execution.devices import choose_device, use_device
+from maxsimd.engine.execution.fused_layers import Fused, fuse
+from maxsimd.engine.execution.modes import (
+    OneByOne,
+    Packed,
+    choose_execution,
+    make_runner,
+    tasks_for,
+)
+from maxsimd.engine.execution.one_call import with_one_call
+from maxsimd.engine.execution.packed_runner import ModelRunner, PackedRunner
+from maxsimd.engine.execution.precision import cast, choose_dtype, dtype_name, lacks_bfloat16
+from maxsimd.engine.execution.selfcheck.beside_cpu import refuse_unlike_cpu
+from maxsimd.engine.execution.selfcheck.findings import Finding, findings_of
+from maxsimd.engine.execution.selfcheck.float32 import in_float32
+from maxsimd.engine.execution.selfcheck.rules import why_not_float16
+from maxsimd.engine.execution.selfcheck.sample_layers import sample_layers
+from maxsimd.engine.execution.selfcheck.samples import Sample, make_samples
+from maxsimd.engine.execution.selfcheck.threads import one_thread
+from maxsimd.engine.execution.weights import lay_out_weights, proven_fused, why_not_replaced
+from maxsimd.engine.ops import triton as triton_ops
 from maxsimd.engine.ops.nvidia import runs_plain_torch
 from maxsimd.engine.processors.text.tokenization import TextTokenizer
 from maxsimd.engine.processors.text_check import check_texts, probe_sequences
@@ -33,11 +61,14 @@ from maxsimd.engine.scoring.maxsim import MaxSim, choose_maxsim
 from maxsimd.pooling.dispatch import DispatchPooler, pooling_method
 from maxsimd.pooling.methods import PoolingMethod
 from maxsimd.pooling.passages import PASSAGES, PassageMeanPool
+from maxsimd.scheduler import TokenSequence
 
 log = logging.getLogger(__name__)
 
 # How much longer a start may take so that the newest of what is on disk is in memory.
 _WARMING_SECONDS = 0.5
+
+Backend = AttentionBackend[Any]
 
 
 class _Stages(threading.local):
@@ -64,29 +95,43 @@ def _next_stage() -> None:
         _stages.check()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class DeviceModel:
-    """The model as it stands ready on its device."""
+    """A model as it runs on its device.
+
+    `tasks` pool the runner's rows. `execution` is packed, padded or one by one. `attention` names the backend
+    of packed execution, and `not_packed` is the reason for any other. `findings` say what was compared, which
+    took `proof_seconds`. `quantized` is the number of int8 weights. `step_tokens` is the token budget of a
+    step, `launch_tokens` a `GraphedRunner`'s, None where steps are not replayed."""
 
     model: LoadedModel
-    prepared: PreparedModel
-    pooler: DispatchPooler
+    tokenizer: TextTokenizer
     device: torch.device
+    runner: ModelRunner
+    tasks: Mapping[str, Task]
+    pooler: DispatchPooler
+    dtype: torch.dtype
+    execution: str
+    attention: str | None
+    not_packed: str | None
+    findings: tuple[Finding, ...]
+    proof_seconds: float
+    quantized: int
+    step_tokens: int
+    launch_tokens: int | None = None
     maxsim_name: str
     maxsim: MaxSim
-    cache: EmbeddingCache | None
-    tokenizer: TextTokenizer
+    cache: EmbeddingCache | None = None
     calibration: Calibration | None = None
+
+    @property
+    def dtype_name(self) -> str:
+        return dtype_name(self.dtype)
 
     @property
     def scored_in(self) -> torch.dtype:
         """The precision in which items are compared."""
-        return scored_in(self.model, self.prepared)
-
-
-def scored_in(model: LoadedModel, prepared: PreparedModel) -> torch.dtype:
-    """The precision in which a model's items are compared."""
-    return torch.float32 if model.items_have_ids else prepared.dtype
+        return torch.float32 if self.model.items_have_ids else self.dtype
 
 
 def load_device_model(
@@ -96,10 +141,7 @@ def load_device_model(
     checkpoint is read inside of `while_reading`. Raises ModelLoadError."""
     device = choose_device(config.device)
     prepare_thread(device, config.threads)
-    try:
-        maxsim_name, maxsim = choose_maxsim(config.maxsim, device, config.kernels == "auto")
-    except ValueError as error:
-        raise ModelLoadError(str(error)) from error
+    _choose_maxsim(config, device)  # fails before the model is read
     content = texts_content(config)
     with while_reading or nullcontext():
         _next_stage()
@@ -112,7 +154,9 @@ def load_device_model(
     _next_stage()
     cache = open_cache(config, model, choose_dtype(config.dtype, device))
     try:
-        loaded = _made_ready(config, model, device, (maxsim_name, maxsim), cache, tokenizer, calibration)
+        loaded = prepare(model, config, device, probe_sequences(model, tokenizer), tokenizer)
+        _next_stage()
+        loaded = _made_ready(replace(loaded, cache=cache, calibration=calibration), config)
         _next_stage()
     except BaseException:
         if cache is not None:
@@ -121,56 +165,58 @@ def load_device_model(
     return loaded
 
 
-def _made_ready(
-    config: EngineConfig,
-    model: LoadedModel,
-    device: torch.device,
-    named_maxsim: tuple[str, MaxSim],
-    cache: EmbeddingCache | None,
-    tokenizer: TextTokenizer,
-    calibration: Calibration | None,
-) -> DeviceModel:
-    """Prepares, checks and warms up a model that was read."""
-    maxsim_name, maxsim = named_maxsim
-    prepared = prepare(model, config, device, probe_sequences(model, tokenizer))
-    _next_stage()
+def _made_ready(loaded: DeviceModel, config: EngineConfig) -> DeviceModel:
+    """Checks a prepared model's scores, warms it up and opens its slab."""
+    model, device, cache = loaded.model, loaded.device, loaded.cache
+    maxsim_name, maxsim = loaded.maxsim_name, loaded.maxsim
+    dim = model.tasks["token_embed" if model.score_task == HYBRID_EMBED else model.score_task].dim
     as_int8 = cache is not None and cache.precision == "int8"
     compares_vectors = not model.similarity.startswith("sparse")
     if device.type == "cuda" and maxsim_name == "triton" and config.maxsim == "auto" and compares_vectors:
-        maxsim_name, maxsim = checked_maxsim(
-            maxsim_name, maxsim, _compared_dim(model), device, scored_in(model, prepared), int8=as_int8
-        )
+        maxsim_name, maxsim = checked_maxsim(maxsim_name, maxsim, dim, device, loaded.scored_in, int8=as_int8)
     if runs_plain_torch(device):
-        dim = _compared_dim(model)
-        refuse_wrong_scores(model, maxsim, dim, device, scored_in(model, prepared))
+        refuse_wrong_scores(model, maxsim, dim, device, loaded.scored_in)
     # Embeddings leave a fused head as they are cached and scored; int8 is rounded from float32.
-    results = torch.float32 if as_int8 else prepared.dtype
-    pooler = _pooler(model, prepared, results if maxsim_name == "triton" else None)
+    results = torch.float32 if as_int8 else loaded.dtype
+    pooler = _pooler(model, loaded.tasks, loaded.dtype, results if maxsim_name == "triton" else None)
     _next_stage()
     if device.type != "cpu":
-        warm_up(model, prepared.runner, pooler)
+        warm_up(model, loaded.runner, pooler)
     if cache is not None:
         cache.slab = open_slab(
-            config,
-            model,
-            cache,
-            device,
-            scored_in(model, prepared),
-            maxsim_name == "triton",
-            prepared.step_tokens,
+            config, model, cache, device, loaded.scored_in, maxsim_name == "triton", loaded.step_tokens
         )
         cache.wait_until_warm(_WARMING_SECONDS)
-    return DeviceModel(
-        _without_references(model),
-        prepared,
-        pooler,
-        device,
-        maxsim_name,
-        maxsim,
-        cache,
-        tokenizer,
-        calibration,
+    # Weights that only the references need are freed.
+    tasks = {name: replace(task, reference=None) for name, task in model.tasks.items()}
+    return replace(
+        loaded, model=replace(model, tasks=tasks), pooler=pooler, maxsim_name=maxsim_name, maxsim=maxsim
     )
+
+
+def _choose_maxsim(config: EngineConfig, device: torch.device) -> tuple[str, MaxSim]:
+    try:
+        return choose_maxsim(config.maxsim, device, config.kernels == "auto")
+    except ValueError as error:
+        raise ModelLoadError(str(error)) from error
+
+
+def _pooler(
+    model: LoadedModel, tasks: Mapping[str, Task], dtype: torch.dtype, results: torch.dtype | None
+) -> DispatchPooler:
+    """The pooling of a model's tasks; with `results`, heads for all tokens are one kernel that writes
+    these."""
+    methods: dict[str, PoolingMethod] = {}
+    for name, task in tasks.items():
+        head = task.head
+        if task.pooling == "all" and results is not None:
+            from maxsimd.engine.device.fused_head import fused
+
+            head = fused(head, dtype, results)
+        methods[name] = pooling_method(task.pooling, head)
+        if name == "embed" and task.pooling == "mean":
+            methods[PASSAGES] = PassageMeanPool(head)
+    return DispatchPooler(methods, model.token_pooling)
 
 
 def prepare_thread(device: torch.device, threads: int | None) -> None:
@@ -181,12 +227,6 @@ def prepare_thread(device: torch.device, threads: int | None) -> None:
     if device.type == "cpu":
         settle_allocators()
         take_short_slices()
-
-
-def _compared_dim(model: LoadedModel) -> int:
-    """How many dimensions the vectors of a model have that are compared, if any are."""
-    hybrid = model.score_task == HYBRID_EMBED
-    return model.tasks["token_embed" if hybrid else model.score_task].dim
 
 
 def _choose_threads(asked: int | None) -> None:
@@ -202,22 +242,220 @@ def _choose_threads(asked: int | None) -> None:
             log.debug("threads for computing: %d (%d cores, %s)", cores.threads, cores.affinity, quota)
 
 
-def _without_references(model: LoadedModel) -> LoadedModel:
-    """The model without what it was proven against, so that weights which only that needs are freed."""
-    return replace(model, tasks={name: replace(task, reference=None) for name, task in model.tasks.items()})
+def prepare(
+    model: LoadedModel,
+    config: EngineConfig,
+    device: torch.device,
+    probes: Sequence[TokenSequence] = (),
+    tokenizer: TextTokenizer | None = None,
+) -> DeviceModel:
+    """Decides precision and execution. The execution is proven in float32, whatever the model then runs in,
+    on the `probes`, sequences as requests make them, and on random ones.
+
+    Raises ModelLoadError where int8 weights are asked for and cannot be multiplied here, and for a model that
+    cannot be run or whose results are not finite."""
+    with LOADING:
+        try:
+            tokenizer = tokenizer or TextTokenizer(model.tokenizer, model.token_rows)
+            return _prepare(model, config, device, probes, tokenizer)
+        except ModelLoadError:
+            raise
+        except Exception as error:
+            precision = dtype_name(choose_dtype(config.dtype, device))
+            raise ModelLoadError(
+                f"{model.name!r} cannot be run in {precision}: {type(error).__name__}: {error}; try another "
+                'dtype, or kernels="torch"'
+            ) from error
 
 
-def _pooler(model: LoadedModel, prepared: PreparedModel, results: torch.dtype | None) -> DispatchPooler:
-    """The pooling of a model's tasks; with `results`, heads for all tokens are one kernel that writes
-    these."""
-    methods: dict[str, PoolingMethod] = {}
-    for name, task in prepared.tasks.items():
-        head = task.head
-        if task.pooling == "all" and results is not None:
-            from maxsimd.engine.device.fused_head import fused
+def _prepare(
+    model: LoadedModel,
+    config: EngineConfig,
+    device: torch.device,
+    probes: Sequence[TokenSequence],
+    tokenizer: TextTokenizer,
+) -> DeviceModel:
+    maxsim_name, maxsim = _choose_maxsim(config, device)
+    dtype = choose_dtype(config.dtype, device)
+    compiled = config.kernels == "auto" and is_compiled_supported(device, dtype)
+    overflow = why_not_float16(model) if dtype is torch.float16 else None
+    if overflow is not None:
+        raise ModelLoadError(f"{model.name!r} cannot be run in float16: {overflow}")
+    _refuse_quantization(config, device)
+    if config.dtype == "auto" and lacks_bfloat16(device):
+        log.warning(
+            "%s has no bfloat16, so the model runs in float32; dtype=float16 is faster, but some models "
+            "overflow in it",
+            device,
+        )
+    backend = choose_attention(config.attention, model, device, dtype, compiled)
+    use_device(device)
+    started = time.perf_counter()
+    with one_thread(), _samples(model, probes) as (samples, layers):
+        if runs_plain_torch(device):
+            with _samples(load_model(config, torch.device("cpu")), probes) as (on_cpu, _):
+                refuse_unlike_cpu(model.name, device, samples, on_cpu)
+        in_proof = _in_float32(backend)
+        execution = choose_execution(model, device, in_proof, samples, config.packing == "auto")
+        fused = isinstance(execution, Packed) and _may_fuse(config, device)
+        mismatch: str | None = None
+        fusible: frozenset[Fused] | str = ""
+        if fused:
+            fusible = proven_fused(model, make_runner(execution, model, device, in_proof), samples)
+        elif not isinstance(execution, OneByOne) and device.type == "cpu":
+            runner = make_runner(execution, model, device, in_proof)
+            if compiled and isinstance(execution, Packed) and not triton_ops.runs_on(device):
+                fusible = proven_fused(model, runner, samples)
+            known = fusible if isinstance(fusible, frozenset) else ()
+            mismatch = why_not_replaced(model, runner, samples, compiled, known)
+            if mismatch is not None and known:
+                fusible = f"with their weights laid out, {mismatch}"
+                mismatch = why_not_replaced(model, runner, samples, compiled)
+    proof_seconds = time.perf_counter() - started
+    if isinstance(execution, OneByOne):
+        dtype, backend, quantized = torch.float32, GroupedBackend(), 0
+        runner, findings = _one_by_one(model, execution, config, samples)
+    else:
+        for module in model.encoders:
+            cast(module, dtype)
+        quantized = 0
+        if (fused or fusible) and mismatch is None:
+            _fuse(model, fusible)
+        if not fused and mismatch is None:
+            quantized = lay_out_weights(model, device, dtype, config, compiled)
+        elif mismatch is not None and config.quantization == "int8":
+            raise ModelLoadError(f"the linear layers of {model.name!r} cannot have int8 weights: {mismatch}")
+        elif mismatch is not None:
+            log.warning("linear layers are left as they are, which is slower: %s", mismatch)
+        runner = make_runner(execution, model, device, backend)
+        with layers(model):
+            findings = findings_of(model, execution, dtype, runner, samples, quantized > 0)
+    budget = step_tokens(config, model, device, dtype, runner.chunked)
+    if isinstance(runner, PackedRunner):
+        most = CaptureSize(budget, config.max_batch_sequences, model.max_tokens)
+        runner = _sped_up(runner, model, config, device, [sample.sequence for sample in samples], most)
+    is_packed = isinstance(execution, Packed)
+    tasks = tasks_for(execution, model)
+    return DeviceModel(
+        model=model,
+        tokenizer=tokenizer,
+        device=device,
+        runner=runner,
+        tasks=tasks,
+        pooler=_pooler(model, tasks, dtype, None),
+        dtype=dtype,
+        execution="one by one" if isinstance(execution, OneByOne) else "packed" if is_packed else "padded",
+        attention=backend.name if is_packed else None,
+        not_packed=None if isinstance(execution, Packed) else execution.not_packed,
+        findings=findings,
+        proof_seconds=proof_seconds,
+        quantized=quantized,
+        step_tokens=budget,
+        launch_tokens=runner.launch_tokens if isinstance(runner, GraphedRunner) else None,
+        maxsim_name=maxsim_name,
+        maxsim=maxsim,
+    )
 
-            head = fused(head, prepared.dtype, results)
-        methods[name] = pooling_method(task.pooling, head)
-        if name == "embed" and task.pooling == "mean":
-            methods[PASSAGES] = PassageMeanPool(head)
-    return DispatchPooler(methods, model.token_pooling)
+
+def _one_by_one(
+    model: LoadedModel, execution: OneByOne, config: EngineConfig, samples: Sequence[Sample]
+) -> tuple[ModelRunner, tuple[Finding, ...]]:
+    """The runner of a model in float32, the only precision in which its own library surely runs with float32
+    heads, and what was found out."""
+    if config.quantization == "int8":
+        raise ModelLoadError(
+            f"a model that is run one by one cannot have int8 weights: {execution.not_packed}"
+        )
+    if config.dtype not in ("auto", "float32"):
+        log.warning("a model that is run one by one is run in float32, not in %s", config.dtype)
+    _widen(model)
+    runner = make_runner(execution, model, next(model.backbone.parameters()).device, GroupedBackend())
+    found = f"through the model's own library; it ran {len(samples)} random sequences"
+    return runner, (Finding("one by one", found),)
+
+
+def _sped_up(
+    runner: PackedRunner,
+    model: LoadedModel,
+    config: EngineConfig,
+    device: torch.device,
+    sequences: Sequence[TokenSequence],
+    most: CaptureSize,
+) -> ModelRunner:
+    """The runner with what makes steps of up to the size `most` faster on its device."""
+    if device.type == "cpu":
+        return with_one_call(runner, model.backbone, sequences)
+    if config.cuda_graphs != "auto":
+        return runner
+    return with_graphs(runner, runner.backend, device, sequences, most)
+
+
+def _may_fuse(config: EngineConfig, device: torch.device) -> bool:
+    """Whether our kernels for whole layers are wanted and run here; they multiply no int8 weights."""
+    return config.kernels == "auto" and config.quantization == "none" and triton_ops.runs_on(device)
+
+
+def _fuse(model: LoadedModel, fusible: frozenset[Fused] | str) -> None:
+    """Fuses the layers of a backbone that is as it will run, of the kinds that may be, or says why not."""
+    if isinstance(fusible, str):
+        log.warning("layers are not fused, which is slower: %s", fusible)
+    else:
+        log.debug("%d modules are fused", len(fuse(model.backbone, fusible)))
+
+
+def _refuse_quantization(config: EngineConfig, device: torch.device) -> None:
+    if config.quantization == "int8" and device.type != "cpu":
+        raise ModelLoadError(
+            f"int8 weights are multiplied on a CPU alone, not on {device}: leave out quantization, or"
+            " the device"
+        )
+
+
+# Leaves a model's encoders with some of their layers inside a context: a sample of them, or all.
+_Layers = Callable[[LoadedModel], ExitStack]
+
+
+@contextmanager
+def _samples(
+    model: LoadedModel, probes: Sequence[TokenSequence] = ()
+) -> Iterator[tuple[tuple[Sample, ...], _Layers]]:
+    """The model's samples, with its encoders in float32 while they are compared, and the context manager that
+    leaves them with the layers that the samples come from: a few, or all if the model's own library fails
+    with fewer."""
+    with _some_layers(model) as context:
+        for module in model.encoders:
+            context.enter_context(in_float32(module))
+        try:
+            samples = make_samples(model, probes)
+        except ModelLoadError:
+            samples = ()
+        if samples:
+            yield samples, _some_layers
+            return
+    _widen(model)
+    yield make_samples(model, probes), lambda _: ExitStack()
+
+
+def _some_layers(model: LoadedModel) -> ExitStack:
+    """The encoders with a sample of their layers each, until this is closed."""
+    with ExitStack() as context:
+        for module in model.encoders:
+            context.enter_context(sample_layers(module))
+        return context.pop_all()
+
+
+def _widen(model: LoadedModel) -> None:
+    for module in model.encoders:
+        module.float()
+
+
+def _in_float32(backend: Backend) -> Backend:
+    """The backend itself, or if it lacks float32 plain torch in its place, with which layout, positions and
+    masks are proven."""
+    if backend.supports_float32:
+        return backend
+    return GroupedBackend(
+        backend.arrangement,
+        supports_first_rows=backend.supports_first_rows,
+        supports_causal_ends=backend.supports_causal_ends,
+    )

@@ -148,7 +148,7 @@ class DeviceActors:
         pooling = PoolingActor(Mailbox(loop), device_model.pooler)
         runner = RunnerActor(
             Mailbox(loop),
-            device_model.prepared.runner,
+            device_model.runner,
             pooling.mailbox,
             scoring.mailbox,
             scheduler,
@@ -169,8 +169,8 @@ class DeviceActors:
             queries=len(self._scorer.queries),
             documents=len(self._scorer.windows),
             cut_sequences=len(self._cut_sequences),
-            prefill_kv=self._device_model.prepared.runner.num_prefill_kv,
-            features=self._device_model.prepared.runner.num_features,
+            prefill_kv=self._device_model.runner.num_prefill_kv,
+            features=self._device_model.runner.num_features,
             pooling_states=self._device_model.pooler.num_states,
             staged_embeddings=0 if cache is None else cache.num_staged,
         )

@@ -8,6 +8,5 @@ needs to know.
 from maxsimd.engine.execution.devices import choose_device
 from maxsimd.engine.execution.packed_runner import ModelRunner
 from maxsimd.engine.execution.precision import choose_dtype
-from maxsimd.engine.execution.prepare import PreparedModel, prepare
 
-__all__ = ["ModelRunner", "PreparedModel", "choose_device", "choose_dtype", "prepare"]
+__all__ = ["ModelRunner", "choose_device", "choose_dtype"]

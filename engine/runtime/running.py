@@ -82,10 +82,10 @@ class Running:
         died: Died,
         tenants: TenantLimits,
     ) -> None:
-        model, prepared = device_model.model, device_model.prepared
-        budget = prepared.step_tokens
+        model = device_model.model
+        budget = device_model.step_tokens
         self.tokenizer = device_model.tokenizer
-        check_room(model, self.tokenizer, budget, prepared.runner.chunked)
+        check_room(model, self.tokenizer, budget, device_model.runner.chunked)
         self.device_model = device_model
         self._metrics = metrics
         # Of embeddings, or of scores where documents are not encoded by themselves.
@@ -103,9 +103,9 @@ class Running:
             take_short_slices,
             lambda: self.scheduler.waiting_tokens > _ENOUGH_STEPS * budget,
         )
-        self.max_tokens = model.max_tokens if prepared.runner.chunked else min(model.max_tokens, budget)
-        self.facts = facts_of(device_model, self.max_tokens, budget)
-        shares = prepared.runner.chunked and config.prefix_sharing == "auto"
+        self.max_tokens = model.max_tokens if device_model.runner.chunked else min(model.max_tokens, budget)
+        self.facts = facts_of(device_model, self.max_tokens)
+        shares = device_model.runner.chunked and config.prefix_sharing == "auto"
         length_limits = LengthLimits(
             min(model.max_tokens, self.max_tokens),
             config.window_overlap,
@@ -118,12 +118,12 @@ class Running:
                 self.tokenizer,
                 length_limits,
                 self.cache,
-                PrefixSharing(prepared.launch_tokens) if shares else None,
+                PrefixSharing(device_model.launch_tokens) if shares else None,
                 device_model.calibration,
             )
         )
         small = beside_small_requests(budget, device_model.device)
-        limits = StepLimits(budget, config.max_batch_sequences, prepared.runner.chunked, small)
+        limits = StepLimits(budget, config.max_batch_sequences, device_model.runner.chunked, small)
         self._device = device
         self._died = died
         self._reason = "the engine was stopped"
@@ -140,7 +140,7 @@ class Running:
             actors.mailbox,
             config.steps_in_flight,
             metrics,
-            str(device_model.prepared.dtype).removeprefix("torch."),
+            device_model.dtype_name,
         )
         self._tenants = tenants
         admission_limits = _admission_limits(config, self.max_tokens, budget, model)
@@ -160,7 +160,7 @@ class Running:
 
         `arrived` and `options.progress` are called on this loop whenever some have come. Raises
         QueueFullError, RequestTooLargeError and RequestTimeoutError; when it is cancelled, so is its work.
-        A request with `on_timeout` "partial" times out only while it is prepared."""
+        A request with `on_timeout` "partial" times out only while it is device_model."""
         self._check_caller()
         options = self._tenants.applied(options)
         with self._new_request() as ids:

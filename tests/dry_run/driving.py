@@ -25,7 +25,7 @@ from maxsimd.engine.cache.memory import MemoryStore
 from maxsimd.engine.cache.slab import EmbeddingSlab
 from maxsimd.engine.checkpoint import LoadedModel, load_model
 from maxsimd.engine.checkpoint.heads import modules_of
-from maxsimd.engine.device.load import DeviceModel, _pooler
+from maxsimd.engine.device.load import DeviceModel, _pooler, _samples
 from maxsimd.engine.device.thread import DeviceActors
 from maxsimd.engine.execution.attention.base import AttentionBackend, CapturableBackend, CaptureSize
 from maxsimd.engine.execution.attention.torch_grouped import GroupedBackend
@@ -38,7 +38,6 @@ from maxsimd.engine.execution.graph_recorder import Cost, Run
 from maxsimd.engine.execution.modes import Execution, Packed, choose_execution, make_runner, tasks_for
 from maxsimd.engine.execution.packed_runner import ModelRunner, PackedRunner
 from maxsimd.engine.execution.precision import cast
-from maxsimd.engine.execution.prepare import PreparedModel, _samples
 from maxsimd.engine.execution.relative import has_relative_positions
 from maxsimd.engine.execution.selfcheck.pictures import random_pages
 from maxsimd.engine.execution.selfcheck.samples import random_sequences
@@ -139,14 +138,29 @@ class OnGPU:
             dim = self.model.tasks[self.model.score_task].dim
             self.cache.slab = EmbeddingSlab(1024, dim, torch.int8 if precision == "int8" else DTYPE, GPU)
         tasks = tasks_for(self.execution, self.model)
-        prepared = PreparedModel(
-            self.runner, tasks, DTYPE, "packed", self.backend.name, None, (), 0.0, 0, 16_384
-        )
-        self.pooler = _pooler(self.model, prepared, torch.float32 if precision == "int8" else DTYPE)
+        self.pooler = _pooler(self.model, tasks, DTYPE, torch.float32 if precision == "int8" else DTYPE)
         name, maxsim = choose_maxsim("auto", GPU)
         self._loop = asyncio.new_event_loop()
         tokenizer: Any = None  # which the device thread does not ask
-        model = DeviceModel(self.model, prepared, self.pooler, GPU, name, maxsim, self.cache, tokenizer)
+        model = DeviceModel(
+            model=self.model,
+            tokenizer=tokenizer,
+            device=GPU,
+            runner=self.runner,
+            tasks=tasks,
+            pooler=self.pooler,
+            dtype=DTYPE,
+            execution="packed",
+            attention=self.backend.name,
+            not_packed=None,
+            findings=(),
+            proof_seconds=0.0,
+            quantized=0,
+            step_tokens=16_384,
+            maxsim_name=name,
+            maxsim=maxsim,
+            cache=self.cache,
+        )
         # The actors of the device thread, which are asked here one after the other.
         _, self._pooling, self._scoring = DeviceActors(self._loop, model, Mailbox(self._loop))._actors
 

@@ -71,7 +71,7 @@ async def test_no_step_waits_for_the_device(
 async def test_small_steps_are_replayed_and_score_the_same(tmp_path: Path, pairs: list[Pair]) -> None:
     config = EngineConfig(model=cross_encoders.bert(tmp_path / "model"), device="cuda")
     async with Engine(config) as engine, Engine(replace(config, cuda_graphs="off")) as plain:
-        assert isinstance(engine.device_model.prepared.runner, GraphedRunner)
+        assert isinstance(engine.device_model.runner, GraphedRunner)
         for pair in pairs[:20]:
             ours, exact = [
                 (await each.score(pair.query, pair.document, truncation=CUT_LONG)).scores

@@ -125,7 +125,7 @@ async def test_an_untied_output_layer_in_bfloat16(qwen3_reranker: str, tmp_path:
     model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight) * 0.1)
     model.to(torch.bfloat16).save_pretrained(folder)
     async with Engine(EngineConfig(model=folder)) as engine:
-        assert engine.device_model.prepared.execution == "packed"
+        assert engine.device_model.execution == "packed"
         ours = (await engine.score("q", ["one", "two"])).scores
     exact, tied = (
         references.qwen3_reranker(path, ["q"] * 2, ["one", "two"]) for path in (folder, qwen3_reranker)

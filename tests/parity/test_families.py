@@ -53,7 +53,7 @@ async def test_scores_are_the_librarys(
     pairs = pairs[:4]
     ours = await engines.scores(_config(family, path), pairs)
     engine = await engines(_config(family, path))
-    assert (engine.device_model.prepared.not_packed is None) == family.packed
+    assert (engine.device_model.not_packed is None) == family.packed
     assert engine.model.causal == family.causal
     assert engine.model.score_type.value == family.kind
     assert bool(engine.model.stored_as) == (family in FORMS)

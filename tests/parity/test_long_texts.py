@@ -217,7 +217,7 @@ async def test_a_text_beside_a_long_one_is_embedded_as_alone(
     alone = SentenceTransformer(str(tmp_path), device="cpu")
     expected = np.stack([alone.encode(text) for text in texts])
     async with Engine(EngineConfig(model=str(tmp_path), dtype="float32", score_type="bi-encoder")) as engine:
-        assert engine.device_model.prepared.execution == execution, engine.device_model.prepared.not_packed
+        assert engine.device_model.execution == execution, engine.device_model.not_packed
         ours = (await engine.embed(texts)).embeddings
     assert alone.tokenizer([texts[1]])["input_ids"][0][100:], "one must be long, or this test shows nothing"
     np.testing.assert_allclose(ours, expected, atol=1e-5 * np.abs(expected).max())

@@ -91,7 +91,7 @@ async def scored(engine: Engine, query: Any, documents: Any, **options: Any) -> 
 
 @models()
 async def test_scores_and_vectors_are_theirs(model: PictureModel, engine: Engine, reference: Any) -> None:
-    prepared = engine.device_model.prepared
+    prepared = engine.device_model
     assert prepared.execution == "packed"
     assert prepared.runner.chunked or not model.chunked
     queries, documents = [*QUERIES, PAGES[1]], [*PAGES, *TEXTS]

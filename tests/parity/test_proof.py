@@ -170,7 +170,7 @@ async def test_what_is_broken_is_noticed_and_scores_are_right(
         patch.setenv("XDG_CACHE_HOME", str(tmp_path))
         break_it(patch)
         async with Engine(EngineConfig(model=checkpoints[kind], dtype="float32", **settings)) as engine:
-            prepared = engine.device_model.prepared
+            prepared = engine.device_model
             scores = await _scores(engine, few)
     assert prepared.execution == expected, prepared
     assert "slower" in caplog.text

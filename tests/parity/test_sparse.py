@@ -120,7 +120,7 @@ async def test_one_by_one_gives_the_same_as_packed(
     packed = await engines.scores(EngineConfig(model=path, dtype="float32"), pairs[:3])
     monkeypatch.setattr("maxsimd.engine.execution.modes.why_one_by_one", lambda model: "a test wants it")
     async with Engine(EngineConfig(model=path, dtype="float32")) as engine:
-        assert engine.device_model.prepared.execution == "one by one"
+        assert engine.device_model.execution == "one by one"
         alone = await engine.score([p.query for p in pairs[:3]], [p.document for p in pairs[:3]])
     np.testing.assert_allclose(alone.scores, packed, atol=1e-4, rtol=0)
     with pytest.raises(ModelLoadError, match="cannot be run one by one"):

@@ -404,7 +404,7 @@ async def test_scores_equal_the_reference(
     path = changed(variant.build, *variant.edits) if variant.edits else checkpoints(variant.build)
     config = EngineConfig(model=path, **{"dtype": "float32", **variant.options})
     engine = await engines(config)
-    assert variant.execution in (None, engine.device_model.prepared.execution)
+    assert variant.execution in (None, engine.device_model.execution)
     few = [Pair(pair.query, pair.document[:500]) for pair in pairs[:6]]
     if variant.kind is not None:
         few = [Pair(pair.query, f" {pair.document[:700]} ") for pair in pairs[:4]]
@@ -456,7 +456,7 @@ async def test_convolutions_may_be_padded(changed: Changed, engines: Engines, pa
     path, scores = changed(retrained.lfm2_5_colbert, edit), []
     for packing, execution in (("auto", "packed"), ("off", "padded")):
         config = EngineConfig(model=path, dtype="float32", packing=packing)  # type: ignore[arg-type]
-        assert (await engines(config)).device_model.prepared.execution == execution
+        assert (await engines(config)).device_model.execution == execution
         scores.append(await engines.scores(config, pairs[:6]))
     np.testing.assert_allclose(scores[0], scores[1], atol=1e-4)
 

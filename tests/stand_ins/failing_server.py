@@ -58,7 +58,7 @@ def _patched(load: Callable[..., Any]) -> Callable[..., Any]:
         device_model = load(config, *others)
         tokenizer = TextTokenizer(device_model.model.tokenizer)
         words = {word: int(tokenizer.encode([word], "texts")[0][0]) for word in (*ACTIONS, FATAL)}
-        runner = device_model.prepared.runner
+        runner = device_model.runner
         forward = runner.forward
 
         def failing(step: Step) -> Any:

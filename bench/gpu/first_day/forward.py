@@ -36,7 +36,7 @@ def main(model: str, rounds: int, dry: bool) -> None:
     loaded = _loaded(model, config)
     device = loaded.device
     for count, tokens in _DRY if dry else _STEPS:
-        run = partial(loaded.prepared.runner.forward, _step(loaded, count, tokens))
+        run = partial(loaded.runner.forward, _step(loaded, count, tokens))
         taken = timings({model: run}, device, 1 if dry else rounds)[model]
         title = f"forward, {model}, as it is, {count} x {tokens:,} tokens"
         show(f"{title}: ms", round(taken.streamed * 1e3, 4))
@@ -53,8 +53,8 @@ def _loaded(model: str, config: EngineConfig) -> DeviceModel:
     loaded = load_device_model(config)
     title = f"forward, {model}"
     show(f"{title}: seconds to load", round(time.perf_counter() - started, 2))
-    show(f"{title}: attention", loaded.prepared.attention)
-    show(f"{title}: runner", type(loaded.prepared.runner).__name__)
+    show(f"{title}: attention", loaded.attention)
+    show(f"{title}: runner", type(loaded.runner).__name__)
     return loaded
 
 

@@ -97,7 +97,7 @@ async def test_running_out_of_memory_makes_steps_smaller(config: EngineConfig, p
     sizes: list[int] = []
 
     async with Engine(config) as engine:
-        runner: Any = engine.device_model.prepared.runner
+        runner: Any = engine.device_model.runner
         forward = runner.forward
 
         def small_memory(step: Step) -> Any:
@@ -116,7 +116,7 @@ async def test_running_out_of_memory_makes_steps_smaller(config: EngineConfig, p
 async def test_what_is_running_when_the_engine_stops_is_finished(config: EngineConfig) -> None:
     texts = [f"text {i}" for i in range(600)]  # with so many, the result is made in a thread
     async with Engine(config) as engine:
-        runner: Any = engine.device_model.prepared.runner
+        runner: Any = engine.device_model.runner
         forward = runner.forward
 
         def slowly(step: Step) -> Any:

@@ -49,7 +49,7 @@ async def engine(
         kind = {"model": checkpoints(bi_encoders.bge), "score_type": "late-interaction"}
     config = EngineConfig(dtype="float32", max_batch_tokens=512, cache_mb=0, **kind)
     async with RecordingEngine(config) as engine:
-        runner: Any = engine.device_model.prepared.runner
+        runner: Any = engine.device_model.runner
         forward: Callable[[Step], Any] = runner.forward
         poison = engine.tokenizer.encode([POISON], "texts")[0][0]
 
@@ -142,7 +142,7 @@ async def test_when_the_time_is_up_what_is_scored_comes_back(
     engine: RecordingEngine, documents: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = await engine.score("a query", documents, truncation=CUT_LONG)
-    runner: Any = engine.device_model.prepared.runner
+    runner: Any = engine.device_model.runner
     forward: Callable[[Step], Any] = runner.forward
     steps, answered = count(), threading.Event()
 

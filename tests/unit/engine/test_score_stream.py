@@ -54,7 +54,7 @@ async def _streamed(engine: Engine, *texts: Any, **options: Any) -> tuple[list[l
 @pytest.fixture
 def slow_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps take so long that a part is there before the last step, however fast the machine is."""
-    runner = type(engine.device_model.prepared.runner)
+    runner = type(engine.device_model.runner)
     forward = runner.forward
 
     def slow(self: Any, step: Any) -> Any:

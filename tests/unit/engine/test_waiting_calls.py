@@ -58,7 +58,7 @@ async def engine(config: EngineConfig) -> AsyncIterator[Engine]:
 @contextmanager
 def stopped_device(engine: Engine) -> Iterator[threading.Event]:
     """Holds the device's steps until the event is set, at the latest in the end."""
-    runner: Any = engine.device_model.prepared.runner
+    runner: Any = engine.device_model.runner
     forward, goes = runner.forward, threading.Event()
 
     def wait(step: Step) -> Any:

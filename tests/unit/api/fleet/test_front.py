@@ -42,7 +42,7 @@ from maxsimd.engine import (
     RequestTimeoutError,
 )
 from maxsimd.engine.config import ScoreType
-from maxsimd.engine.device.facts import ModelFacts, Scales, TaskFacts
+from maxsimd.engine.device.facts import ModelFacts, Scales
 from maxsimd.engine.engine import SCORE_DEFAULTS
 from maxsimd.engine.media import Content, EncodedPicture, MissingPicture, PictureFile
 from maxsimd.engine.requests import ScoreResult, Usage
@@ -62,7 +62,9 @@ _FACTS = ModelFacts(
     name="stand-in",
     score_type=ScoreType.LATE_INTERACTION,
     score_task="token_embed",
-    tasks={"token_embed": TaskFacts("all", 4, True)},
+    dims={"token_embed": 4},
+    normalised=("token_embed",),
+    embed_pooling=None,
     labels=(),
     max_tokens=512,
     step_tokens=2_048,

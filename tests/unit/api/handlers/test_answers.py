@@ -210,7 +210,7 @@ async def test_the_model_card_says_what_runs(caller: Caller) -> None:
     assert listed["object"] == "list"
     (card,) = listed["data"]
     assert abs(card.pop("created") - time.time()) < 5
-    findings = caller.engine.device_model.prepared.findings
+    findings = caller.engine.device_model.findings
     assert card.pop("checked") == [str(finding) for finding in findings]
     assert card == {
         "id": "mine",

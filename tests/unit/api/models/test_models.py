@@ -72,7 +72,7 @@ class _Facts:
 
     def __init__(self, score_type: str, *tasks: str, labels: int = 0) -> None:
         self.score_type = ScoreType(score_type)
-        self.tasks = dict.fromkeys(tasks)
+        self.dims = dict.fromkeys(tasks)
         self.score_task = tasks[0]
         self.is_classifier = labels > 1
 

@@ -370,7 +370,7 @@ async def test_an_error_of_the_device_itself_is_not_tried_again(
         device = torch.device("cuda" if where == "forward" else "cpu")
         running.device_model = replace(running.device_model, device=device)
         if where == "forward":
-            monkeypatch.setattr(engine.device_model.prepared.runner, "forward", broken)
+            monkeypatch.setattr(engine.device_model.runner, "forward", broken)
         else:
             _arrive_by(monkeypatch, broken)
         async with asyncio.timeout(20):
@@ -421,7 +421,7 @@ class Counting:
         self.error: Exception | None = RuntimeError("shapes cannot be multiplied")
         # By the ids of request and sequence.
         self.runs: dict[tuple[int, int], int] = {}
-        runner: Any = engine.device_model.prepared.runner
+        runner: Any = engine.device_model.runner
         self._forward, runner.forward = runner.forward, self._run
 
     def _run(self, step: Step) -> Any:

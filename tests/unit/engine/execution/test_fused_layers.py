@@ -25,11 +25,11 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig
 from maxsimd.engine.checkpoint import load_model
 from maxsimd.engine.checkpoint.heads import FirstColumns, ModuleHead
+from maxsimd.engine.device.load import DeviceModel, prepare
 from maxsimd.engine.execution.attention import interface
 from maxsimd.engine.execution.attention.interface import StepAttention
 from maxsimd.engine.execution.attention.one_by_one import OneByOneBackend
 from maxsimd.engine.execution.fused_layers import bert, linears, replace, rotary_layers, trial
-from maxsimd.engine.execution.prepare import PreparedModel, prepare
 from maxsimd.engine.ops import elementwise
 from tests.checkpoints import cross_encoders
 from tests.exhaustive import exhaustive
@@ -321,7 +321,7 @@ def _scores(
 def _fused_modules(path: str, **options: Any) -> dict[str, int]:
     config = _config(path, **options)
     model = load_model(config, CPU)
-    prepared: PreparedModel = prepare(model, config, CPU)
+    prepared: DeviceModel = prepare(model, config, CPU)
     assert prepared.execution == "packed"
     return _count(model.backbone)
 

@@ -2,7 +2,6 @@
 graphs: what is captured, compared, and replayed, with calls in the place of graphs."""
 
 import logging
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import closing
@@ -20,7 +19,7 @@ from maxsimd.engine.actors.scoring import record_arrival
 from maxsimd.engine.cache import EmbeddingCache, Precision
 from maxsimd.engine.cache.memory import MemoryStore
 from maxsimd.engine.checkpoint import LoadedModel, load_model
-from maxsimd.engine.device import open_slab, warmup
+from maxsimd.engine.device import load, open_slab, warmup
 from maxsimd.engine.device.load import prepare_thread
 from maxsimd.engine.device.shared import SharedDevice
 from maxsimd.engine.execution import budget, cuda_graphs
@@ -49,8 +48,6 @@ from tests.checkpoints.shared import Build, SharedCheckpoints
 from tests.unit.engine.execution.test_packed import make_step, plain_varlen
 
 CPU = torch.device("cpu")
-# The package has a function of this name.
-preparing = sys.modules["maxsimd.engine.execution.prepare"]
 
 
 def packed_model(path: str, layers: int | None = None) -> LoadedModel:
@@ -217,11 +214,11 @@ def test_a_gpu_without_bfloat16_runs_float32_and_the_log_says_what_is_faster(
     assert choose_dtype("auto", t4) is torch.float32
     assert choose_dtype("float16", t4) is torch.float16
     stop = ModelLoadError("the rest is of no interest")
-    monkeypatch.setattr(preparing, "choose_attention", Mock(side_effect=stop))
+    monkeypatch.setattr(load, "choose_attention", Mock(side_effect=stop))
     for device, dtype, is_said in ((t4, "auto", True), (t4, "float32", False), (ampere, "auto", False)):
         caplog.clear()
         with pytest.raises(ModelLoadError, match="the rest is of no interest"):
-            preparing.prepare(model, EngineConfig(dtype=dtype), device)
+            load.prepare(model, EngineConfig(dtype=dtype), device)
         assert ("cuda:1 has no bfloat16" in caplog.text) is is_said
         assert ("dtype=float16 is faster" in caplog.text) is is_said
 
@@ -261,8 +258,8 @@ def test_graphs_are_for_steps_that_will_be_formed(monkeypatch: pytest.MonkeyPatc
         with_free(monkeypatch, free, unused)
         assert budget.step_tokens(config, model, gpu, torch.bfloat16, chunked=False) == tokens
         with_graphs = Mock()
-        monkeypatch.setattr(preparing, "with_graphs", with_graphs)
-        preparing._sped_up(runner, model, config, gpu, [], CaptureSize(tokens, 512, 512))
+        monkeypatch.setattr(load, "with_graphs", with_graphs)
+        load._sped_up(runner, model, config, gpu, [], CaptureSize(tokens, 512, 512))
         most = with_graphs.call_args.args[-1]
         assert most.rows == tokens
         assert max(size.rows for size in sizes_for(most.rows, most.sequences, most.longest)) == min(
@@ -273,7 +270,7 @@ def test_graphs_are_for_steps_that_will_be_formed(monkeypatch: pytest.MonkeyPatc
 def test_a_model_is_prepared_with_its_token_budget(model: LoadedModel) -> None:
     for configured, tokens in ((None, 2_048), (100, 100)):
         config = EngineConfig(model=model.name, max_batch_tokens=configured, dtype="float32")
-        assert preparing.prepare(load_model(config, CPU), config, CPU).step_tokens == tokens
+        assert load.prepare(load_model(config, CPU), config, CPU).step_tokens == tokens
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.device.load import _refuse_quantization
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution import torch_linear
 from maxsimd.engine.execution.int8.choose import PLAIN, Path, candidates, choose, is_right
@@ -18,7 +19,6 @@ from maxsimd.engine.execution.int8.rounding import (
     TorchProduct,
     round_weights,
 )
-from maxsimd.engine.execution.prepare import _refuse_quantization
 from maxsimd.engine.execution.selfcheck.float32 import in_float32
 from maxsimd.engine.ops.cpu import instruction_sets, int8_linear, library
 from maxsimd.engine.ops.cpu.int8_linear import Kernel

@@ -20,13 +20,13 @@ from transformers.models.xlm_roberta.modeling_xlm_roberta import XLMRobertaEmbed
 
 from maxsimd.engine import Engine, EngineConfig
 from maxsimd.engine.checkpoint import LoadedModel, load_model
+from maxsimd.engine.device.load import prepare
 from maxsimd.engine.execution import one_call
 from maxsimd.engine.execution.embeddings import CompiledEmbeddings, compile_embeddings
 from maxsimd.engine.execution.fused_layers.rotary_layers import FusedRotaryLayer
 from maxsimd.engine.execution.linear import CompiledGated
 from maxsimd.engine.execution.one_call import FEW_ROWS, MOST_ROWS, OneCallRunner, with_one_call
 from maxsimd.engine.execution.packed_runner import PackedRunner
-from maxsimd.engine.execution.prepare import prepare
 from maxsimd.engine.execution.selfcheck.samples import random_sequences
 from maxsimd.engine.ops import elementwise
 from maxsimd.engine.ops.cpu.attention import attention

@@ -16,8 +16,8 @@ from maxsimd.engine.checkpoint import LoadedModel, load_model, recipe_store
 from maxsimd.engine.checkpoint.model import PairRules
 from maxsimd.engine.checkpoint.recipe_store import texts_content
 from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.device.load import prepare
 from maxsimd.engine.errors import ModelLoadError
-from maxsimd.engine.execution import prepare
 from maxsimd.engine.execution.packed_runner import PackedRunner
 from maxsimd.engine.processors import text_check
 from maxsimd.engine.processors.processor import ProcessorContext

@@ -41,7 +41,7 @@ class Sticking:
         self.released.wait()
 
     def stick(self, engine: Engine) -> None:
-        runner: Any = engine.device_model.prepared.runner
+        runner: Any = engine.device_model.runner
         forward = runner.forward
 
         def stuck(step: Step) -> Any:
