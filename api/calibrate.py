@@ -11,7 +11,7 @@ import numpy as np
 from maxsimd.api.flags import in_flags
 from maxsimd.api.judgements import Judgements, read_judgements, read_texts
 from maxsimd.engine import Engine, EngineConfig, MaxsimdError
-from maxsimd.engine.device.open_calibration import digest_of
+from maxsimd.engine.device.stores import digest_of
 from maxsimd.engine.scoring.calibration import Calibration
 
 # Of one part of the queries the calibration is fitted, and of the other it is judged, in turns.

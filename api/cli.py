@@ -25,9 +25,8 @@ from maxsimd.api.models.setup import ModelSetup, check_together
 from maxsimd.api.models.setup import shown as several_shown
 from maxsimd.api.options import SERVED, config_from, keys_of_environment, options_from
 from maxsimd.api.signals import leaving_when_asked, show_stacks_when_asked
-from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.config import EngineConfig, refuse_missing_folder, shown_name
 from maxsimd.engine.errors import ModelLoadError
-from maxsimd.engine.model_names import refuse_missing_folder, shown_name
 
 _FILE = click.Path(exists=True, dir_okay=False)
 

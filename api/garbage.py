@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from maxsimd.engine.device.allocators import give_back_memory
+from maxsimd.engine.device.host import give_back_memory
 
 # More collections of young objects than there ever are between two full ones.
 _NEVER = 1_000_000_000

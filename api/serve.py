@@ -27,11 +27,10 @@ from maxsimd.api.state import ServerState
 from maxsimd.api.tls import tls_context
 from maxsimd.engine import Engine, EngineConfig, Engines
 from maxsimd.engine.checkpoint.embedded import NAME
-from maxsimd.engine.device.cores import usable_cores
 from maxsimd.engine.device.facts import ModelFacts
-from maxsimd.engine.device.loading import num_given_up
-from maxsimd.engine.device.thread import num_left_behind
-from maxsimd.engine.device.time_slices import take_short_slices
+from maxsimd.engine.device.host import usable_cores
+from maxsimd.engine.device.thread import num_given_up, num_left_behind
+from maxsimd.engine.workers import take_short_slices
 
 log = logging.getLogger("maxsimd.serve")
 

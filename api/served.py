@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry
 from maxsimd.api.models.several import SeveralModels
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.facts import ModelFacts
+from maxsimd.engine.metrics import EngineStats
 from maxsimd.engine.processors.text.tokenization import TextTokenizer
 from maxsimd.engine.requests import (
     ClassifyResult,
@@ -19,7 +20,6 @@ from maxsimd.engine.requests import (
     SparseEmbedResult,
     TokenEmbedResult,
 )
-from maxsimd.engine.stats import EngineStats
 from maxsimd.engine.tenants import Tenant
 
 T = TypeVar("T")

@@ -8,8 +8,7 @@ import torch
 
 from maxsimd.bench.timing import medians
 from maxsimd.engine.execution import choose_device
-from maxsimd.pooling.cursor import PoolingCursor
-from maxsimd.pooling.methods import AllPool
+from maxsimd.pooling.methods import AllPool, PoolingCursor
 from maxsimd.scheduler import Chunk, ResultSlot, Tokens, TokenSequence
 
 

@@ -19,7 +19,7 @@ from maxsimd.api.garbage import resident_bytes
 from maxsimd.bench.datasets import docstring_pairs
 from maxsimd.bench.text_models import SHAPES
 from maxsimd.engine import EngineConfig, Engines
-from maxsimd.engine.device.allocators import give_back_memory
+from maxsimd.engine.device.host import give_back_memory
 
 _MIB = 1 << 20
 _NAMES = ("first", "second")

@@ -16,9 +16,7 @@ from maxsimd.engine.scoring.documents import CachedDocument
 from maxsimd.engine.scoring.maxsim.triton import bounds_of
 from maxsimd.engine.scoring.outcome import StepOutcome
 from maxsimd.engine.scoring.price import ScoringPrice
-from maxsimd.pooling.ragged import Ragged
-from maxsimd.pooling.spans import Spans
-from maxsimd.pooling.transfer import to_device
+from maxsimd.pooling.ragged import Ragged, Spans, to_device
 from maxsimd.scheduler import ResultSlot, Tokens, TokenSequence
 
 _QUERY, _QUERY_TOKENS, _REQUEST = 1, 32, 7

@@ -20,7 +20,7 @@ from maxsimd.engine.scoring.price import EXPLAINED, ScoringPrice
 from maxsimd.engine.tenants import TenantLimits
 from maxsimd.pooling.vectors import Vectors
 from maxsimd.scheduler import Share, WaitErrors
-from maxsimd.scheduler.weights import part_of, weight_of
+from maxsimd.scheduler.waiting import part_of, weight_of
 
 # Any request may wait this many times as long as it runs (that of a batch longer), and this many steps, which
 # are in flight or next: with less, next to nothing would be let in while the device is busy.

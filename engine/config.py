@@ -6,7 +6,10 @@ The command line and the table of options in the README are generated from it.
 import math
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from maxsimd.engine.errors import ModelLoadError
 
 
 class ScoreType(Enum):
@@ -271,3 +274,24 @@ def hybrid_weights_of(given: str) -> tuple[float, float, float]:
             f"{given!r}"
         )
     return dense, sparse, tokens
+
+
+# The model that is served when none is named.
+EMBEDDED_MODEL = "all-MiniLM-L6-v2"
+
+
+def shown_name(model: str | None) -> str:
+    """The name of a model in messages; None is the embedded one."""
+    return EMBEDDED_MODEL if model is None else model.rstrip("/")
+
+
+def refuse_missing_folder(model: str | None) -> None:
+    """Raises ModelLoadError if the name is a path, and nothing is there. Other names may be hub ids."""
+    if model is None or not model.startswith(("/", "./", "../", "~")):
+        return
+    try:
+        is_there = Path(model).exists()
+    except OSError as error:
+        raise ModelLoadError(f"{model!r} cannot be read: {error.strerror}; let this user read it") from error
+    if not is_there:
+        raise ModelLoadError(f"there is no folder {model!r}")

@@ -16,19 +16,20 @@ from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.engine import Engine, Inputs, ScoreStream
 from maxsimd.engine.errors import EngineNotReadyError, EngineRunningError
+from maxsimd.engine.metrics import EngineStats
 from maxsimd.engine.requests import (
     ClassifyResult,
     EmbedResult,
     Progress,
     RankedDocument,
     RerankResult,
+    Scorable,
+    Scored,
     ScoreResult,
     SparseEmbedResult,
     TokenEmbedResult,
 )
-from maxsimd.engine.stats import EngineStats
 from maxsimd.engine.tenants import Tenant
-from maxsimd.engine.validation import Scorable, Scored
 from maxsimd.pooling.query_rows import QueryRows
 from maxsimd.pooling.vectors import Embedding
 

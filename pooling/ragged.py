@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
@@ -117,3 +118,108 @@ def offsets_of(lengths: NDArray[np.int64] | Sequence[int]) -> NDArray[np.int64]:
     offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(np.asarray(lengths, dtype=np.int64), out=offsets[1:])
     return offsets
+
+
+# Pinned memory is dear and stays with the process: what is larger goes through it in pieces.
+_PIECE_BYTES = 32 * 1024 * 1024
+
+
+def to_device(numbers: NDArray[np.generic] | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of host numbers on the device; on the CPU the numbers themselves.
+
+    A CUDA device copies from pinned memory, on its stream, while the caller goes on; for copies to other
+    devices the caller waits."""
+    tensor = numbers if isinstance(numbers, torch.Tensor) else torch.from_numpy(numbers)
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of device numbers in pinned host memory, there once the work launched so far is done; from other
+    devices than CUDA's a copy for which the caller waits; on the CPU the numbers themselves."""
+    if tensor.device.type != "cuda":
+        return tensor.cpu()
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def joined_on(device: torch.device, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A copy of host tensors [rows, ...], end to end, on the device, as `join_into` makes it."""
+    if device.type != "cuda":
+        return torch.cat(list(parts)).to(device)
+    out = torch.empty(
+        sum(part.shape[0] for part in parts), *parts[0].shape[1:], dtype=parts[0].dtype, device=device
+    )
+    join_into(parts, out)
+    return out
+
+
+def join_into(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Copies host tensors [rows, ...], end to end, into `out` of the same rows and precision on a device.
+
+    A GPU copies from pinned memory, on its stream, while the caller goes on. Each piece is joined in pinned
+    memory while the one before it is copied."""
+    if out.device.type != "cuda":
+        torch.cat(list(parts), out=out)
+        return
+    done = 0
+    for piece in _pieces(parts, _PIECE_BYTES):
+        rows = sum(part.shape[0] for part in piece)
+        pinned = torch.empty(rows, *out.shape[1:], dtype=out.dtype, pin_memory=True)
+        torch.cat(piece, out=pinned)
+        out[done : done + rows].copy_(pinned, non_blocking=True)
+        done += rows
+
+
+def _pieces(parts: Sequence[torch.Tensor], most: int) -> Iterator[list[torch.Tensor]]:
+    """Runs of parts of at most `most` bytes together, or of one larger part."""
+    piece: list[torch.Tensor] = []
+    room = most
+    for part in parts:
+        if piece and part.nbytes > room:
+            yield piece
+            piece, room = [], most
+        piece.append(part)
+        room -= part.nbytes
+    if piece:
+        yield piece
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spans:
+    """Item i is `values[starts[i]:stops[i]]`: `values` is [rows, dim], the bounds are int64 [items], on the
+    CPU. Rows may belong to several items or to none. With `scales`, float32 [rows], the values are int8, and
+    stand for themselves times their row's scale."""
+
+    values: torch.Tensor
+    starts: NDArray[np.int64]
+    stops: NDArray[np.int64]
+    scales: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, items: Ragged) -> Self:
+        """The same items, where they lie."""
+        return cls(items.values, items.offsets[:-1], items.offsets[1:], items.scales)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        lengths: NDArray[np.int64] = self.stops - self.starts
+        return lengths
+
+    def item(self, index: int) -> Ragged:
+        """One item by itself, with its scales, not copied."""
+        start, stop = int(self.starts[index]), int(self.stops[index])
+        scales = None if self.scales is None else self.scales[start:stop]
+        return Ragged(self.values[start:stop], (0, stop - start), scales)
+
+    def gathered(self) -> Ragged:
+        """A copy of the items, end to end."""
+        lengths = self.lengths
+        offsets = offsets_of(lengths)
+        rows = np.repeat(self.starts - offsets[:-1], lengths) + np.arange(offsets[-1])
+        index = to_device(rows, self.values.device)
+        scales = None if self.scales is None else self.scales.index_select(0, index)
+        return Ragged(self.values.index_select(0, index), offsets, scales)

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from maxsimd.scheduler.shares import size_class
-from maxsimd.scheduler.weights import Share, part_of, weight_of
+from maxsimd.scheduler.waiting import Share, part_of, size_class, weight_of
 
 # The longer all takes, the more the oldest get meanwhile: how often that is worked out anew at most.
 _ROUNDS = 100

@@ -15,8 +15,7 @@ from hypothesis import settings
 
 from maxsimd.api.heaps import share_heaps
 from maxsimd.bench.datasets import Pair, docstring_pairs
-from maxsimd.engine.device.allocators import give_back_memory
-from maxsimd.engine.device.cores import usable_cores
+from maxsimd.engine.device.host import give_back_memory, usable_cores
 from tests.checkpoints import bi_encoders, cross_encoders, late_interaction
 from tests.checkpoints.shared import SharedCheckpoints, shared_checkpoints
 from tests.engines import Engines

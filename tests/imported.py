@@ -21,7 +21,7 @@ MODULES = (
     "maxsimd.api.serve",
     "maxsimd.bench.datasets",
     "maxsimd.engine.checkpoint.library",
-    "maxsimd.engine.life",
+    "maxsimd.engine.engine",
     "maxsimd.api.fleet.process",
     "gguf",
     "hypothesis",

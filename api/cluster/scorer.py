@@ -18,8 +18,8 @@ from maxsimd.api.interpreter import switching_often
 from maxsimd.api.logs import set_up_logging
 from maxsimd.api.metrics import DroppedEvents
 from maxsimd.engine import Engine, EngineConfig
-from maxsimd.engine.device.cores import usable_cores
-from maxsimd.engine.device.time_slices import take_short_slices
+from maxsimd.engine.device.host import usable_cores
+from maxsimd.engine.workers import take_short_slices
 
 log = logging.getLogger("maxsimd.cluster")
 

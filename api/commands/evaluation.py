@@ -13,8 +13,7 @@ from maxsimd.api.commands.progress import Progress
 from maxsimd.api.config_file import config_file_option
 from maxsimd.api.judgements import Grades, read_candidates, read_grades, read_texts
 from maxsimd.api.options import config_from, options_from
-from maxsimd.engine.config import EngineConfig
-from maxsimd.engine.model_names import shown_name
+from maxsimd.engine.config import EngineConfig, shown_name
 
 _FILE = click.Path(exists=True, dir_okay=False)
 _MEASURES = ("nDCG@10", "RR", "R@100")

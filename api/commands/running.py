@@ -12,7 +12,7 @@ from maxsimd.api.commands.progress import Progress
 from maxsimd.api.commands.records import Record
 from maxsimd.api.flags import in_flags
 from maxsimd.engine import Engine, EngineConfig, MaxsimdError
-from maxsimd.engine.model_names import shown_name
+from maxsimd.engine.config import shown_name
 
 T = TypeVar("T")
 

@@ -11,8 +11,7 @@ from maxsimd.api.fleet.messages import Answer, Classify, Converse, Embed, Embedd
 from maxsimd.api.fleet.scoring import MOST_AROUND, digest_of_content, size_of, slowest
 from maxsimd.api.fleet.spread import Job, estimated_tokens
 from maxsimd.engine.media import Content
-from maxsimd.engine.requests import EmbedResult, Usage
-from maxsimd.engine.validation import as_truncation
+from maxsimd.engine.requests import EmbedResult, Usage, as_truncation
 from maxsimd.scheduler.fleet import Split, digest_of
 
 _OF_THE_RUN = frozenset({"truncation", "priority", "tenant", "timeout"})

@@ -40,6 +40,7 @@ from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.facts import ModelFacts
 from maxsimd.engine.engine import SCORE_DEFAULTS
 from maxsimd.engine.errors import EngineNotReadyError, InvalidRequestError
+from maxsimd.engine.metrics import EngineStats
 from maxsimd.engine.processors.text.tokenization import TextTokenizer
 from maxsimd.engine.requests import (
     ClassifyResult,
@@ -50,11 +51,12 @@ from maxsimd.engine.requests import (
     ScoreResult,
     SparseEmbedResult,
     TokenEmbedResult,
+    as_inputs,
+    as_scored,
+    check_task,
     rank,
 )
-from maxsimd.engine.stats import EngineStats
 from maxsimd.engine.tenants import Tenant
-from maxsimd.engine.validation import as_inputs, as_scored, check_task
 from maxsimd.engine.workers import WorkerPool, run_in_thread_if_large
 from maxsimd.scheduler.fleet import Split
 

@@ -34,8 +34,8 @@ from maxsimd.api.signals import Stop, leave_at_once, leaving_when_asked, show_st
 from maxsimd.api.sockets import max_connections, raise_descriptor_limit
 from maxsimd.api.tls import tls_context
 from maxsimd.engine import Engine, ModelLoadError
-from maxsimd.engine.device.cores import usable_cores
-from maxsimd.engine.device.time_slices import take_short_slices
+from maxsimd.engine.device.host import usable_cores
+from maxsimd.engine.workers import take_short_slices
 
 log = logging.getLogger("maxsimd.fleet")
 

@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 from maxsimd.api.fleet.items import sent_item
 from maxsimd.api.fleet.messages import Answer, EncodedQuery, EncodeQuery, Run, SentItem
 from maxsimd.api.fleet.spread import Job, estimated_tokens
-from maxsimd.engine.requests import Item, ScoreOptions
-from maxsimd.engine.validation import as_truncation
+from maxsimd.engine.requests import Item, ScoreOptions, as_truncation
 from maxsimd.scheduler.fleet import Split
 
 _DEADLY = "three engines died while they encoded the query; send another one"

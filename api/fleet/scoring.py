@@ -16,8 +16,7 @@ from maxsimd.engine.config import ScoreType
 from maxsimd.engine.device.facts import ModelFacts
 from maxsimd.engine.explanations import Explanation
 from maxsimd.engine.media import AnyPicture, Content, EncodedPicture, PictureFile
-from maxsimd.engine.requests import Item, ScoreOptions, ScoreResult, Timings, Usage
-from maxsimd.engine.validation import as_scored, as_truncation
+from maxsimd.engine.requests import Item, ScoreOptions, ScoreResult, Timings, Usage, as_scored, as_truncation
 from maxsimd.pooling.vectors import Vectors
 from maxsimd.scheduler.fleet import Merge, Split, digest_of
 

@@ -18,7 +18,7 @@ from maxsimd.api.fleet.setup import Setup, remove
 from maxsimd.api.signals import handled_signals, leave_at_once, show_stacks_when_asked
 from maxsimd.api.sockets import open_sockets
 from maxsimd.engine.config import EngineConfig
-from maxsimd.engine.device.cores import usable_cores
+from maxsimd.engine.device.host import usable_cores
 
 log = logging.getLogger("maxsimd.fleet")
 

@@ -6,21 +6,25 @@ results are delivered; then one commit releases queries, windows, prefixes, and 
 """
 
 import asyncio
+import hashlib
 import logging
+import queue
+import threading
 import time
 import traceback
+from collections import Counter, OrderedDict
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
 
-from maxsimd.engine.actors.actor import Actor, Mailbox
-from maxsimd.engine.actors.arrivals import Arrivals
-from maxsimd.engine.actors.cut_sequences import CutSequences
-from maxsimd.engine.actors.messages import (
+from maxsimd.engine.actors.actor import (
+    Actor,
     Commit,
     DropRequest,
     ForgetAttempt,
     FreeSequences,
+    Mailbox,
     Pool,
     PoolingMessage,
     Release,
@@ -31,14 +35,190 @@ from maxsimd.engine.actors.messages import (
     StepEnding,
     StepReport,
 )
-from maxsimd.engine.actors.suspects import Suspects
 from maxsimd.engine.actors.turns import Turn
 from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache
 from maxsimd.engine.execution import ModelRunner
+from maxsimd.engine.execution.devices import use_device
 from maxsimd.engine.scoring.documents import CachedDocuments, CacheHit, Duplicate, SkippedSequence
 from maxsimd.engine.scoring.outcome import Arrival, RequestFailure, Result, StepOutcome
 from maxsimd.pooling.dispatch import Pooled
 from maxsimd.scheduler import CachedBatch, Chunk, ImageJob, Step, TokenSequence
+
+
+class Arrivals:
+    """Waits for one arrival after the other, in the order in which the device comes to them, in a thread that
+    begins with the first. No process waits for that thread as it ends: the device may be stuck."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._asked: queue.SimpleQueue[tuple[Arrival, Future[None]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    async def until(self, arrival: Arrival) -> None:
+        """Returns when the device has come to it; raises what waiting for it raises."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="maxsimd-arrivals", daemon=True)
+            self._thread.start()
+        arrived: Future[None] = Future()
+        self._asked.put((arrival, arrived))
+        await asyncio.wrap_future(arrived)
+
+    def close(self) -> None:
+        """Ends the thread, when it next can; does not wait for it."""
+        self._asked.put(None)
+
+    def _run(self) -> None:
+        use_device(self._device)
+        while (asked := self._asked.get()) is not None:
+            arrival, arrived = asked
+            if not arrived.set_running_or_notify_cancel():
+                continue
+            try:
+                arrival.synchronize()
+            except BaseException as error:
+                arrived.set_exception(error)
+            else:
+                arrived.set_result(None)
+
+
+class CutSequences:
+    """The sequences that are cut between steps, by request, the prefixes that other sequences run behind, and
+    the pictures that sequences wait for.
+
+    Owned by the runner actor. Noting a step again, when it is retried, does no harm."""
+
+    def __init__(self) -> None:
+        self._of_request: dict[int, set[int]] = {}
+        self._consumers_left: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._of_request.values()))
+
+    def note(self, step: Step) -> None:
+        """Notes what will have state once the step has run."""
+        for image in step.images:
+            self._of_request.setdefault(image.request_id, set()).add(image.image_id)
+        for chunk in step.chunks:
+            sequence = chunk.sequence
+            if chunk.is_prefix:
+                self._consumers_left.setdefault(sequence.sequence_id, sequence.num_consumers)
+            if chunk.is_prefix or not chunk.is_whole:
+                self._of_request.setdefault(sequence.request_id, set()).add(sequence.sequence_id)
+
+    def finish(self, step: Step) -> frozenset[int]:
+        """The ids of sequences and pictures whose state is not needed once the step is delivered; forgets
+        them."""
+        finished: set[int] = set()
+        for chunk in step.chunks:
+            sequence = chunk.sequence
+            for image in sequence.tokens.images if chunk.is_last else ():
+                self._forget(sequence.request_id, image.image_id)
+                finished.add(image.image_id)
+            if not chunk.is_last or chunk.is_first or chunk.is_prefix:
+                continue
+            self._forget(sequence.request_id, sequence.sequence_id)
+            finished.add(sequence.sequence_id)
+            prefix_id = sequence.prefix_id
+            if prefix_id is not None and self._count_consumer(prefix_id):
+                self._forget(sequence.request_id, prefix_id)
+                finished.add(prefix_id)
+        return frozenset(finished)
+
+    def drop_request(self, request_id: int) -> frozenset[int]:
+        """The ids of all sequences and pictures of a request that have state; forgets them."""
+        dropped = frozenset(self._of_request.pop(request_id, ()))
+        for sequence_id in dropped:
+            self._consumers_left.pop(sequence_id, None)
+        return dropped
+
+    def _count_consumer(self, prefix_id: int) -> bool:
+        """Counts a sequence that has run behind a prefix; True after the last."""
+        left = self._consumers_left.get(prefix_id, 0) - 1
+        self._consumers_left[prefix_id] = left
+        if left > 0:
+            return False
+        del self._consumers_left[prefix_id]
+        return True
+
+    def _forget(self, request_id: int, sequence_id: int) -> None:
+        cut = self._of_request.get(request_id, set())
+        cut.discard(sequence_id)
+        if not cut:
+            self._of_request.pop(request_id, None)
+
+
+# How many sequences are remembered; those that broke a step longest ago are forgotten first.
+_MOST = 1_024
+
+
+class Suspects:
+    """Digests of what sequences have the model read. Owned by the runner actor.
+
+    While there are none nothing is computed, and else only for sequences as long as one of them."""
+
+    def __init__(self, most: int = _MOST) -> None:
+        self._most = most
+        self._lengths_by_digest: OrderedDict[bytes, int] = OrderedDict()
+        self._lengths: Counter[int] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._lengths_by_digest)
+
+    def add(self, sequence: TokenSequence) -> None:
+        """Remembers a sequence that has broken a step alone."""
+        self.discard(sequence)
+        self._lengths_by_digest[_digest(sequence)] = len(sequence)
+        self._lengths[len(sequence)] += 1
+        if len(self) > self._most:
+            self._forget(next(iter(self._lengths_by_digest)))
+
+    def discard(self, sequence: TokenSequence) -> None:
+        """Forgets a sequence that has run well, if it was one of them."""
+        if sequence in self:
+            self._forget(_digest(sequence))
+
+    def __contains__(self, sequence: TokenSequence) -> bool:
+        return len(sequence) in self._lengths and _digest(sequence) in self._lengths_by_digest
+
+    def isolate(self, stage: Step) -> list[Step]:
+        """A stage in parts, in the order in which to run them: each suspect stands alone.
+
+        A suspect that others wait for comes first; those of them that are in the stage follow together, since
+        they fail if it does. The other suspects come last, because they may wait for any of the rest."""
+        if not self or stage.num_parts == 1:
+            return [stage]
+        suspects = {chunk.sequence.sequence_id for chunk in stage.chunks if chunk.sequence in self}
+        if not suspects:
+            return [stage]
+        first, behind, rest, last = list[Chunk](), list[Chunk](), list[Chunk](), list[Chunk]()
+        for chunk in stage.chunks:
+            sequence = chunk.sequence
+            if sequence.sequence_id in suspects:
+                (first if sequence.num_consumers else last).append(chunk)
+            else:
+                waits = sequence.waits_for in suspects or sequence.prefix_id in suspects
+                (behind if waits else rest).append(chunk)
+        groups = [*([chunk] for chunk in first), behind, rest, *([chunk] for chunk in last)]
+        return [Step(stage.step_id, tuple(group)) for group in groups if group]
+
+    def _forget(self, digest: bytes) -> None:
+        length = self._lengths_by_digest.pop(digest)
+        self._lengths[length] -= 1
+        if not self._lengths[length]:
+            del self._lengths[length]
+
+
+def _digest(sequence: TokenSequence) -> bytes:
+    tokens = sequence.tokens
+    digest = hashlib.blake2b(f"{sequence.payload.role} {sequence.payload.task} ".encode(), digest_size=16)
+    digest.update(f"{tokens.num_attended} ".encode())
+    digest.update(tokens.ids.tobytes())
+    if tokens.type_ids is not None:
+        digest.update(tokens.type_ids.tobytes())
+    for image in tokens.images:
+        digest.update(image.digest)
+    return digest.digest()
+
 
 log = logging.getLogger(__name__)
 

@@ -2,15 +2,20 @@
 
 import asyncio
 import logging
+import math
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from maxsimd.engine.actors.actor import Actor, Mailbox
-from maxsimd.engine.actors.messages import (
+import numpy as np
+
+from maxsimd.engine.actors.actor import (
+    Actor,
     Admit,
     Cancel,
     ChooseStep,
     EndEarly,
+    Mailbox,
     Release,
     RunnerMessage,
     SchedulerMessage,
@@ -18,11 +23,118 @@ from maxsimd.engine.actors.messages import (
     StepEnding,
     StepReport,
 )
-from maxsimd.engine.actors.open_request import OpenRequest
-from maxsimd.engine.errors import RequestFailedError
+from maxsimd.engine.actors.turns import Turn
+from maxsimd.engine.errors import InvalidRequestError, RequestFailedError
 from maxsimd.engine.metrics import EngineMetrics
+from maxsimd.engine.requests import Timings, Value, Values
 from maxsimd.engine.scoring.outcome import RequestFailure, Result
 from maxsimd.scheduler import Scheduler, ServiceRate, Share, Step, StepTimes
+
+
+class OpenRequest:
+    """One request's values by index, as they come. `errors` says of indexes why they have no value."""
+
+    def __init__(self, admitted: Admit) -> None:
+        self.request_id = admitted.request.request_id
+        self._options = admitted.options
+        self._future = admitted.values
+        self._arrived = admitted.arrived
+        self._refusal_of = admitted.refusal_of
+        self._values: list[Value | None] = [None] * admitted.num_results
+        self._errors: dict[int, str] = {}
+        self._missing = admitted.num_results
+        self._queued = time.perf_counter()
+        self._begun: float | None = None
+        self._score_seconds = 0.0
+
+    @property
+    def tenant(self) -> str:
+        return self._options.tenant
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing more is to come."""
+        return self._missing == 0
+
+    @property
+    def has_errors(self) -> bool:
+        return bool(self._errors)
+
+    def begin(self) -> None:
+        """Notes that a step with a part of it goes to the device."""
+        if self._begun is None:
+            self._begun = time.perf_counter()
+
+    def store(self, index: int, value: Value) -> bool:
+        """Takes a value, if it is finite; says whether it is."""
+        if not _is_finite(value):
+            return False
+        if self._values[index] is None:
+            self._missing -= index not in self._errors
+        self._values[index] = value
+        return True
+
+    def refusal_of(self, index: int) -> InvalidRequestError | None:
+        """Why a value is not finite, where that is due to what the caller has sent."""
+        return None if self._refusal_of is None else self._refusal_of(index)
+
+    def give_up(self, indexes: Iterable[int], reason: str) -> bool:
+        """Does without some values, if the caller wants to be told rather than to have no result at all; says
+        whether it does."""
+        if self._options.on_error == "fail":
+            return False
+        for index in indexes:
+            if self._values[index] is None and index not in self._errors:
+                self._errors[index] = reason
+                self._missing -= 1
+        return True
+
+    def add_score_seconds(self, seconds: float) -> None:
+        """Notes how long scoring took in a step that brought values."""
+        self._score_seconds += seconds
+
+    def tell_progress(self) -> BaseException | None:
+        """Tells the caller how many values have come; returns what the caller's function raised."""
+        if self._future.done():
+            return None
+        if self._arrived is not None:
+            self._arrived(self._values)
+        if self._options.progress is None:
+            return None
+        total = len(self._values)
+        try:
+            self._options.progress(total - self._missing, total)
+        except (Exception, asyncio.CancelledError) as error:
+            return error
+        return None
+
+    def finish(self) -> None:
+        """Hands over what has come."""
+        if self._future.done():
+            return
+        now = time.perf_counter()
+        begun = now if self._begun is None else self._begun
+        model = max(0.0, now - begun - self._score_seconds)
+        timings = Timings(queue=begun - self._queued, model=model, score=self._score_seconds)
+        self._future.set_result(Values(self._values, self._errors, timings))
+
+    def fail(self, reason: str, cause: BaseException | None, value: int | None = None) -> None:
+        """Ends the request without a result; `value` is the one that is not finite, if that is why."""
+        log.error("request %d failed: %s", self.request_id, reason)
+        if not self._future.done():
+            error = RequestFailedError(reason, value)
+            error.__cause__ = cause
+            self._future.set_exception(error)
+
+    def refuse(self, error: InvalidRequestError) -> None:
+        """Ends the request without a result, because of what is in it."""
+        if not self._future.done():
+            self._future.set_exception(error)
+
+
+def _is_finite(value: Value) -> bool:
+    return math.isfinite(value) if isinstance(value, float) else bool(np.isfinite(value).all())
+
 
 log = logging.getLogger(__name__)
 
@@ -328,3 +440,69 @@ class SchedulerActor(Actor[SchedulerMessage]):
         request = self._end(request_id)
         if request is not None:
             request.fail(reason, cause, value)
+
+
+_TICK_SECONDS = 1.0
+# No step takes this many times as long as the latest ones let expect.
+_BEYOND_EXPECTED = 20
+# Before the first step is done nothing is known of the speed, and kernels may have to be compiled.
+_BEYOND_TIMEOUT_AT_FIRST = 10
+
+
+class StuckDeviceError(Exception):
+    """The steps on the device have made no progress for far longer than steps take."""
+
+
+class Watchdog:
+    """Raises StuckDeviceError once the device has steps and was not heard of for `timeout` seconds, and for
+    many times as long as they should take; never where `timeout` is 0.
+
+    It counts its own ticks, each for what it was to take and never for more: time in which this event loop
+    did not run (the machine slept, the process was stopped, others had the processor) proves nothing of the
+    device, nor does time in which another model has its turn there: its own watchdog looks at it. `stacks`
+    describes where threads stand, for the error."""
+
+    def __init__(
+        self,
+        timeout: float,
+        scheduler: SchedulerActor,
+        stacks: Callable[[], str],
+        turn: Turn | None = None,
+    ) -> None:
+        self._timeout = timeout
+        self._scheduler = scheduler
+        self._stacks = stacks
+        self._turn = turn
+        self._num_signs = 0
+        self._seconds = 0.0
+
+    @property
+    def allowance(self) -> float:
+        """For how many seconds the steps that are on the device may make no progress."""
+        if self._timeout == 0:
+            return math.inf
+        expected = self._scheduler.step_times.most_seconds(self._scheduler.running_work)
+        if expected is None:
+            return _BEYOND_TIMEOUT_AT_FIRST * self._timeout
+        return max(self._timeout, _BEYOND_EXPECTED * expected)
+
+    async def run(self) -> None:
+        """Watches until cancelled, or until the device is stuck."""
+        seconds = min(_TICK_SECONDS, self._timeout / 10)
+        while seconds:
+            await asyncio.sleep(seconds)
+            self.tick(seconds)
+
+    def tick(self, seconds: float) -> None:
+        """Looks at the device once more, so much later."""
+        if self._scheduler.in_flight == 0 or self._scheduler.num_signs != self._num_signs:
+            self._num_signs, self._seconds = self._scheduler.num_signs, 0.0
+            return
+        if self._turn is not None and self._turn.is_anothers:
+            self._seconds = 0.0
+            return
+        self._seconds += seconds
+        if self._seconds >= self.allowance:
+            stuck = StuckDeviceError(f"a step has made no progress for {self._seconds:.0f} seconds")
+            stuck.add_note(self._stacks())
+            raise stuck

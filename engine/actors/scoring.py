@@ -2,12 +2,21 @@
 
 import torch
 
-from maxsimd.engine.actors.actor import Actor, Mailbox
-from maxsimd.engine.actors.messages import Commit, DropRequest, ForgetAttempt, Score, ScoringMessage
+from maxsimd.engine.actors.actor import (
+    Actor,
+    Commit,
+    DropRequest,
+    ForgetAttempt,
+    Mailbox,
+    Pool,
+    PoolingMessage,
+    Score,
+    ScoringMessage,
+)
 from maxsimd.engine.scoring.document_scorer import DocumentScorer
 from maxsimd.engine.scoring.outcome import Arrival, Output, StepOutcome
-from maxsimd.pooling.dispatch import Pooled
-from maxsimd.pooling.transfer import to_host
+from maxsimd.pooling.dispatch import DispatchPooler, Pooled
+from maxsimd.pooling.ragged import to_host
 
 
 class ScoringActor(Actor[ScoringMessage]):
@@ -77,3 +86,21 @@ def record_arrival(device: torch.device) -> Arrival | None:
     # By its device: the current stream may belong to another GPU.
     event.record(torch.cuda.current_stream(device))
     return event
+
+
+class PoolingActor(Actor[PoolingMessage]):
+    """Owns the `DispatchPooler`, and so the state of sequences that are cut between steps.
+
+    Pooling a step again, when a later stage has failed, overwrites the same state."""
+
+    def __init__(self, mailbox: Mailbox[PoolingMessage], pooler: DispatchPooler) -> None:
+        super().__init__(mailbox)
+        self._pooler = pooler
+
+    async def receive(self, message: PoolingMessage) -> list[Pooled] | None:
+        if isinstance(message, Pool):
+            with torch.inference_mode():
+                return self._pooler.pool(message.states, message.cursor)
+        for sequence_id in message.sequence_ids:
+            self._pooler.free(sequence_id)
+        return None

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from maxsimd.engine.cache.entry import CachedEmbedding
-from maxsimd.pooling.ragged import Ragged
-from maxsimd.pooling.transfer import to_host
+from maxsimd.pooling.ragged import Ragged, to_host
 
 
 @dataclass(frozen=True, slots=True)

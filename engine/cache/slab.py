@@ -15,9 +15,7 @@ import torch
 
 from maxsimd.engine.cache.entry import CachedEmbedding
 from maxsimd.engine.cache.segments import ABSENT, Indices, Segments
-from maxsimd.pooling.ragged import Ragged, decoded
-from maxsimd.pooling.spans import Spans
-from maxsimd.pooling.transfer import join_into, joined_on
+from maxsimd.pooling.ragged import Ragged, Spans, decoded, join_into, joined_on
 
 # A document's first row and number of rows are one number in the index, so that one look-up finds both.
 _LENGTH_BITS = 31

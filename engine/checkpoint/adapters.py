@@ -17,8 +17,8 @@ from maxsimd.engine.checkpoint.known_settings import OF_ADAPTERS
 from maxsimd.engine.checkpoint.lora import WEIGHTS, Adapter, read_adapter
 from maxsimd.engine.checkpoint.retrained import JINA_V5
 from maxsimd.engine.checkpoint.translate import downloaded
+from maxsimd.engine.config import refuse_missing_folder
 from maxsimd.engine.errors import ModelLoadError
-from maxsimd.engine.model_names import refuse_missing_folder
 
 log = logging.getLogger(__name__)
 

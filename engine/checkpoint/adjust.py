@@ -10,7 +10,7 @@ from maxsimd.engine.checkpoint.retrained import COST_WISE, LAYERWISE
 from maxsimd.engine.checkpoint.score_template import ScoreTemplate
 from maxsimd.engine.config import EngineConfig, hybrid_weights_of
 from maxsimd.engine.errors import ModelLoadError
-from maxsimd.pooling.token_pooling import merging_documents
+from maxsimd.pooling.dispatch import merging_documents
 
 
 def score_template_file(config: EngineConfig) -> Path | None:

@@ -3,8 +3,8 @@
 import importlib.util
 from pathlib import Path
 
+from maxsimd.engine.config import EMBEDDED_MODEL
 from maxsimd.engine.errors import ModelLoadError
-from maxsimd.engine.model_names import EMBEDDED_MODEL
 
 NAME = EMBEDDED_MODEL
 

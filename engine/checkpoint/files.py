@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from maxsimd.engine.checkpoint.hub import find_on_hub
+from maxsimd.engine.config import refuse_missing_folder
 from maxsimd.engine.errors import ModelLoadError
-from maxsimd.engine.model_names import refuse_missing_folder
 
 
 @dataclass(frozen=True, slots=True)

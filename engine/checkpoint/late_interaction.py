@@ -20,7 +20,7 @@ from maxsimd.engine.checkpoint.reference import ModulesReference
 from maxsimd.engine.checkpoint.text_settings import TextSettings, read_text_settings, with_limit
 from maxsimd.engine.checkpoint.visual.vision_language import with_pictures
 from maxsimd.engine.errors import ModelLoadError
-from maxsimd.pooling.token_pooling import TokenPooling
+from maxsimd.pooling.dispatch import TokenPooling
 from maxsimd.scheduler import Role
 
 

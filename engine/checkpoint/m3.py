@@ -29,8 +29,7 @@ from maxsimd.engine.checkpoint.reference import HiddenStatesReference, inputs_of
 from maxsimd.engine.checkpoint.weights import files_of_tensors, tensor_names
 from maxsimd.engine.config import ScoreType
 from maxsimd.engine.errors import ModelLoadError
-from maxsimd.pooling.sparse import COLUMNS
-from maxsimd.pooling.token_weights import HybridHead, TokenWeights
+from maxsimd.pooling.sparse import COLUMNS, HybridHead, TokenWeights
 from maxsimd.scheduler import TokenSequence
 
 log = logging.getLogger(__name__)

@@ -16,9 +16,9 @@ from maxsimd.engine.checkpoint.visual.chat import ChatRole
 from maxsimd.engine.checkpoint.visual.vision import Vision
 from maxsimd.engine.config import ScoreType
 from maxsimd.engine.models.compression import Compression
+from maxsimd.pooling.dispatch import TokenPooling
 from maxsimd.pooling.methods import Head
-from maxsimd.pooling.token_pooling import TokenPooling
-from maxsimd.scheduler.payload import AnyTokens, TokenIds, Tokens
+from maxsimd.scheduler.sequence import AnyTokens, TokenIds, Tokens
 
 # "Instruct: {task}\nQuery:", as E5-instruct and Qwen3-Embedding have it (Wang et al. 2023, arXiv 2401.00368).
 INSTRUCT = re.compile(r"(Instruct: ).*?(\n\s*Query: ?)$", re.DOTALL)

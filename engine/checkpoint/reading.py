@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maxsimd.engine.checkpoint.score_template import ScoreTemplate
-from maxsimd.scheduler.payload import TokenIds
+from maxsimd.scheduler.sequence import TokenIds
 
 log = logging.getLogger(__name__)
 

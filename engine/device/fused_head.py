@@ -12,7 +12,7 @@ from maxsimd.engine.checkpoint.heads import Dense, FirstColumns, ModuleHead, Nor
 from maxsimd.engine.execution.selfcheck.comparison import largest
 from maxsimd.engine.ops.triton.projection import Projection, is_supported, project
 from maxsimd.pooling.methods import GatheringHead, Head
-from maxsimd.pooling.transfer import to_device
+from maxsimd.pooling.ragged import to_device
 
 log = logging.getLogger(__name__)
 

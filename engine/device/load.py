@@ -17,14 +17,9 @@ from maxsimd.engine.checkpoint.load import LOADING
 from maxsimd.engine.checkpoint.model import HYBRID_EMBED
 from maxsimd.engine.checkpoint.recipe_store import texts_content
 from maxsimd.engine.config import EngineConfig
-from maxsimd.engine.device.allocators import settle_allocators
-from maxsimd.engine.device.cores import usable_cores
-from maxsimd.engine.device.open_cache import open_cache
-from maxsimd.engine.device.open_calibration import open_calibration
-from maxsimd.engine.device.open_slab import open_slab
-from maxsimd.engine.device.scoring_check import refuse_wrong_scores
-from maxsimd.engine.device.time_slices import take_short_slices
-from maxsimd.engine.device.warmup import checked_maxsim, warm_up
+from maxsimd.engine.device.checks import checked_maxsim, refuse_wrong_scores, warm_up
+from maxsimd.engine.device.host import settle_allocators, usable_cores
+from maxsimd.engine.device.stores import open_cache, open_calibration, open_slab
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution.attention.base import AttentionBackend, CaptureSize
 from maxsimd.engine.execution.attention.cpu_kernel import is_compiled_supported
@@ -58,9 +53,9 @@ from maxsimd.engine.processors.text.tokenization import TextTokenizer
 from maxsimd.engine.processors.text_check import check_texts, probe_sequences
 from maxsimd.engine.scoring.calibration import Calibration
 from maxsimd.engine.scoring.maxsim import MaxSim, choose_maxsim
+from maxsimd.engine.workers import take_short_slices
 from maxsimd.pooling.dispatch import DispatchPooler, pooling_method
-from maxsimd.pooling.methods import PoolingMethod
-from maxsimd.pooling.passages import PASSAGES, PassageMeanPool
+from maxsimd.pooling.methods import PASSAGES, PassageMeanPool, PoolingMethod
 from maxsimd.scheduler import TokenSequence
 
 log = logging.getLogger(__name__)

@@ -12,8 +12,7 @@ import torch
 from maxsimd.engine.actors.turns import Turn, Turns
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.load import DeviceModel, load_device_model, prepare_thread
-from maxsimd.engine.device.loading import ModelLoad, load_on_thread
-from maxsimd.engine.device.thread import DeviceThread
+from maxsimd.engine.device.thread import DeviceThread, ModelLoad, load_on_thread
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution import choose_device
 

@@ -4,24 +4,21 @@ It runs an event loop of its own, on which the model runner, pooling and scoring
 """
 
 import asyncio
+import atexit
+import gc
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
-from maxsimd.engine.actors.actor import Actor, Mailbox
-from maxsimd.engine.actors.messages import SchedulerMessage
-from maxsimd.engine.actors.pooling import PoolingActor
-from maxsimd.engine.actors.runner import RunnerActor
-from maxsimd.engine.actors.scoring import ScoringActor
+import torch
+
 from maxsimd.engine.actors.turns import Turn
-from maxsimd.engine.device.load import DeviceModel
-from maxsimd.engine.scoring.document_scorer import DocumentScorer
-from maxsimd.engine.scoring.hybrid import Hybrid
-from maxsimd.engine.scoring.maxsim import MaxSim, choose_maxsim_spans, maxsim_apart_avx512
-from maxsimd.engine.stats import DeviceStats
+from maxsimd.engine.device.host import give_back_memory
+from maxsimd.engine.device.load import DeviceModel, stages
 
 T = TypeVar("T")
 
@@ -115,68 +112,97 @@ def stacks() -> str:
     return "\n".join(sorted(shown))
 
 
-def _comparing(device_model: DeviceModel) -> MaxSim:
-    """MaxSim, or what scores all embeddings of a text together."""
-    model = device_model.model
-    if model.similarity != "hybrid":
-        return device_model.maxsim
-    return Hybrid(model.hybrid_weights, device_model.maxsim)
+# The next load waits this long for those that were given up, so that there are not many models in memory.
+# One that is stuck in a stage does not hold it up for longer.
+_GIVEN_UP_SECONDS = 30.0
+_LOOK_SECONDS = 0.02
+# The end of the process waits this long for them.
+_EXIT_SECONDS = 5.0
+# Event loops of several threads may change it, each by operations that are atomic.
+_given_up: set[DeviceThread] = set()
 
 
-class DeviceActors:
-    """The actors of the device's loop, wired to each other; `mailbox` is the door to them."""
+class LoadGivenUpError(Exception):
+    """Nobody waits for the model any more."""
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        device_model: DeviceModel,
-        scheduler: Mailbox[SchedulerMessage],
-        turn: Turn | None = None,
-    ) -> None:
-        model = device_model.model
-        scorer = DocumentScorer(
-            model.similarity,
-            _comparing(device_model),
-            device_model.device,
-            device_model.scored_in,
-            takes_int8=device_model.maxsim_name == "triton",
-            maxsim_apart=maxsim_apart_avx512 if device_model.maxsim_name == "avx512" else None,
-            maxsim_spans=choose_maxsim_spans(device_model.maxsim_name),
-            cache=device_model.cache,
-        )
-        scoring = ScoringActor(Mailbox(loop), scorer, len(model.labels))
-        pooling = PoolingActor(Mailbox(loop), device_model.pooler)
-        runner = RunnerActor(
-            Mailbox(loop),
-            device_model.runner,
-            pooling.mailbox,
-            scoring.mailbox,
-            scheduler,
-            device_model.cache,
-            device_model.device,
-            turn=turn,
-        )
-        self.mailbox = runner.mailbox
-        self._device_model = device_model
-        self._scorer = scorer
-        self._cut_sequences = runner.cut_sequences
-        self._actors: list[Actor[Any]] = [runner, pooling, scoring]
 
-    def stats(self) -> DeviceStats:
-        """What the actors hold. May be read from any thread."""
-        cache = self._device_model.cache
-        return DeviceStats(
-            queries=len(self._scorer.queries),
-            documents=len(self._scorer.windows),
-            cut_sequences=len(self._cut_sequences),
-            prefill_kv=self._device_model.runner.num_prefill_kv,
-            features=self._device_model.runner.num_features,
-            pooling_states=self._device_model.pooler.num_states,
-            staged_embeddings=0 if cache is None else cache.num_staged,
-        )
+class ModelLoad:
+    """One load. `run` and `free` are called on the thread that loads, `give_up` on any."""
 
-    async def run(self) -> None:
-        """Runs until cancelled; raises when an actor dies."""
-        async with asyncio.TaskGroup() as group:
-            for actor in self._actors:
-                group.create_task(actor.run())
+    def __init__(self, load: Callable[[], DeviceModel]) -> None:
+        self._load = load
+        self._is_given_up = threading.Event()
+        self._model: DeviceModel | None = None
+
+    def run(self) -> DeviceModel:
+        with stages(self._check):
+            self._model = self._load()
+        return self._model
+
+    def give_up(self) -> None:
+        """Ends the load at its next stage."""
+        self._is_given_up.set()
+
+    def free(self) -> None:
+        """Frees the model of a load that was given up too late to end early."""
+        if self._model is not None and self._model.cache is not None:
+            self._model.cache.close()
+        self._model = None
+        free_memory()
+
+    def _check(self) -> None:
+        if self._is_given_up.is_set():
+            raise LoadGivenUpError
+
+
+async def load_on_thread(load: Callable[[], DeviceModel]) -> tuple[DeviceThread, DeviceModel]:
+    """Loads a model on a new thread. When this is cancelled, the load is given up and its thread ends soon.
+    Ends the thread as well when the load raises an error."""
+    await _until_given_up_have_ended()
+    thread, model_load = DeviceThread(), ModelLoad(load)
+    try:
+        return thread, await thread.call(model_load.run)
+    except asyncio.CancelledError:
+        model_load.give_up()
+        # It runs once the load has ended, and the thread's end comes after it.
+        thread.loop.call_soon_threadsafe(model_load.free)
+        thread.end_soon()
+        _given_up.add(thread)
+        raise
+    except BaseException:
+        thread.close()
+        raise
+
+
+async def _until_given_up_have_ended() -> None:
+    deadline = time.monotonic() + _GIVEN_UP_SECONDS
+    while True:
+        if num_given_up() == 0 or time.monotonic() > deadline:
+            return
+        await asyncio.sleep(_LOOK_SECONDS)
+
+
+def num_given_up() -> int:
+    """How many loads of this process were given up and have not ended yet."""
+    for thread in _given_up.copy():
+        if not thread.is_alive:
+            _given_up.discard(thread)
+    return len(_given_up)
+
+
+@atexit.register
+def _join_given_up() -> None:
+    """Waits for loads that were given up. A thread inside torch may abort the process while the interpreter
+    goes away."""
+    deadline = time.monotonic() + _EXIT_SECONDS
+    for thread in _given_up.copy():
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def free_memory() -> None:
+    """Gives back what a model that is gone had. Some of it refers to each other: to count references frees
+    only the rest."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    give_back_memory()

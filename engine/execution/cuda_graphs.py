@@ -24,7 +24,7 @@ from maxsimd.engine.execution.graph_steps import filling_steps
 from maxsimd.engine.execution.host_waits import waits_in
 from maxsimd.engine.execution.packed_runner import PackedRunner
 from maxsimd.engine.execution.static_graph import StaticGraph
-from maxsimd.pooling.cursor import PoolingCursor
+from maxsimd.pooling.methods import PoolingCursor
 from maxsimd.scheduler import Chunk, ImageJob, Step, TokenSequence
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ import torch
 
 from maxsimd.engine.checkpoint.visual.vision import Vision
 from maxsimd.engine.execution.layout import ImageRows
-from maxsimd.pooling.transfer import to_device
+from maxsimd.pooling.ragged import to_device
 from maxsimd.scheduler import ImageJob
 
 

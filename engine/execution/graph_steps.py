@@ -6,7 +6,7 @@ import numpy as np
 
 from maxsimd.engine.execution.attention.base import CaptureSize
 from maxsimd.scheduler import Chunk, ResultSlot, Step, Tokens, TokenSequence
-from maxsimd.scheduler.payload import AnyTokens
+from maxsimd.scheduler.sequence import AnyTokens
 
 
 def filling_steps(size: CaptureSize, samples: Sequence[TokenSequence]) -> tuple[Step, ...]:

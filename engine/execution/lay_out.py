@@ -18,7 +18,7 @@ from maxsimd.engine.execution.layout import (
     SharedGroup,
 )
 from maxsimd.engine.execution.prefill_kv import PrefillKV
-from maxsimd.pooling.cursor import PoolingCursor
+from maxsimd.pooling.methods import PoolingCursor
 from maxsimd.scheduler import Chunk, Step
 
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from maxsimd.engine.execution.prefill_kv import PrefillKV
-from maxsimd.pooling.cursor import PoolingCursor
+from maxsimd.pooling.methods import PoolingCursor
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from maxsimd.engine.execution.cuda_graphs import is_replayable
 from maxsimd.engine.execution.fused_layers.packed_layers import packed_layers
 from maxsimd.engine.execution.packed_runner import PackedRunner
 from maxsimd.engine.ops.cpu.layers import Layers
-from maxsimd.pooling.cursor import PoolingCursor
+from maxsimd.pooling.methods import PoolingCursor
 from maxsimd.scheduler import Chunk, ImageJob, Step, TokenSequence
 
 log = logging.getLogger(__name__)

@@ -12,9 +12,8 @@ from maxsimd.engine.checkpoint import Task
 from maxsimd.engine.checkpoint.heads import after_reference
 from maxsimd.engine.checkpoint.reference import Reference
 from maxsimd.engine.errors import ModelLoadError
-from maxsimd.pooling.cursor import PoolingCursor
-from maxsimd.pooling.sparse import GivenWords, WordsHead
-from maxsimd.pooling.token_weights import TOKEN_WEIGHT_METHODS
+from maxsimd.pooling.methods import PoolingCursor
+from maxsimd.pooling.sparse import TOKEN_WEIGHT_METHODS, GivenWords, WordsHead
 from maxsimd.scheduler import ImageJob, Step
 
 

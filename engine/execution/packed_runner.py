@@ -18,8 +18,8 @@ from maxsimd.engine.execution.features import FeatureStore
 from maxsimd.engine.execution.lay_out import lay_out
 from maxsimd.engine.execution.layout import PackedBatch
 from maxsimd.engine.execution.prefill_kv import PrefillKV
-from maxsimd.pooling.cursor import PoolingCursor
-from maxsimd.pooling.transfer import to_device
+from maxsimd.pooling.methods import PoolingCursor
+from maxsimd.pooling.ragged import to_device
 from maxsimd.scheduler import Chunk, ImageJob, Step
 
 

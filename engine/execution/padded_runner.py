@@ -8,8 +8,8 @@ import torch
 
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.checkpoint.reference import declares, takes
-from maxsimd.pooling.cursor import PoolingCursor
-from maxsimd.pooling.transfer import to_device
+from maxsimd.pooling.methods import PoolingCursor
+from maxsimd.pooling.ragged import to_device
 from maxsimd.scheduler import Chunk, ImageJob, Step
 
 # The share of a batch that may be padding, and the size in tokens up to which padding costs less than another

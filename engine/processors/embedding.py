@@ -33,8 +33,8 @@ from maxsimd.engine.requests import (
     Values,
 )
 from maxsimd.engine.workers import called_on_each, yield_to_smaller
+from maxsimd.pooling.methods import PASSAGES
 from maxsimd.pooling.muvera import Muvera
-from maxsimd.pooling.passages import PASSAGES
 from maxsimd.pooling.ragged import Ragged, decoded
 from maxsimd.scheduler import Role, TokenSequence
 

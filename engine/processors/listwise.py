@@ -21,7 +21,7 @@ from maxsimd.engine.processors.text.tokenization import SHORTEST_TEXT, TextToken
 from maxsimd.engine.processors.text.truncation import Fitted, InputName, LongInputs, Room
 from maxsimd.engine.requests import ScoreOptions, ScoreRequest, Value
 from maxsimd.scheduler import Tokens, TokenSequence
-from maxsimd.scheduler.payload import TokenIds
+from maxsimd.scheduler.sequence import TokenIds
 
 _SYSTEM = (
     "<|im_start|>system\nYou are a search relevance expert who can determine a ranking of the passages based "

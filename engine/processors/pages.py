@@ -20,7 +20,7 @@ from maxsimd.engine.processors.text.tokenization import TextTokenizer
 from maxsimd.engine.processors.text.truncation import InputName
 from maxsimd.engine.workers import yield_to_smaller
 from maxsimd.scheduler import ImageJob, PlacedImage, Tokens, TokenSequence
-from maxsimd.scheduler.payload import TokenIds
+from maxsimd.scheduler.sequence import TokenIds
 
 # The id of a picture that is not yet part of a request's sequence.
 _NO_ID = -1

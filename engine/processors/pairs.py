@@ -26,7 +26,7 @@ from maxsimd.engine.processors.text.truncation import Fitted, InputName, LongInp
 from maxsimd.engine.requests import Item, ScoreRequest
 from maxsimd.engine.workers import yield_to_smaller
 from maxsimd.scheduler import JoinedTokens, Tokens
-from maxsimd.scheduler.payload import TokenIds
+from maxsimd.scheduler.sequence import TokenIds
 
 TruncationStrategy = Literal["longest_first", "only_first", "only_second"]
 

@@ -9,7 +9,7 @@ from maxsimd.engine.processors.pairs import BuiltPair
 from maxsimd.engine.processors.request_ids import RequestIds
 from maxsimd.engine.workers import yield_to_smaller
 from maxsimd.scheduler import Tokens, TokenSequence
-from maxsimd.scheduler.payload import TokenIds
+from maxsimd.scheduler.sequence import TokenIds
 
 # Fewer tokens are run again rather than shared.
 SHORTEST_PREFIX = 8

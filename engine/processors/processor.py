@@ -14,9 +14,16 @@ from maxsimd.engine.processors.prefix_sharing import PrefixSharing
 from maxsimd.engine.processors.request_ids import RequestIds
 from maxsimd.engine.processors.text.tokenization import TextTokenizer, is_broken
 from maxsimd.engine.processors.text.truncation import LengthLimits
-from maxsimd.engine.requests import EmbedRequest, ScoreOptions, ScoreRequest
+from maxsimd.engine.requests import (
+    EmbedRequest,
+    Scored,
+    ScoreOptions,
+    ScoreRequest,
+    as_scored,
+    as_truncation,
+    check_paired,
+)
 from maxsimd.engine.scoring.calibration import Calibration
-from maxsimd.engine.validation import Scored, as_scored, as_truncation, check_paired
 from maxsimd.pooling.query_rows import QueryRows
 
 # Documents that cannot be prepared together are tried this many at a time, then one by one.

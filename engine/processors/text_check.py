@@ -27,7 +27,7 @@ from maxsimd.engine.processors.text.tokenization import TextTokenizer
 from maxsimd.engine.processors.text.truncation import LengthLimits
 from maxsimd.engine.requests import CUT_LONG, EmbedRequest, ScoreRequest
 from maxsimd.scheduler import JoinedTokens, ResultSlot, Role, Tokens, TokenSequence
-from maxsimd.scheduler.payload import AnyTokens
+from maxsimd.scheduler.sequence import AnyTokens
 
 log = logging.getLogger(__name__)
 

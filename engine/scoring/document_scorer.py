@@ -18,9 +18,7 @@ from maxsimd.engine.scoring.query_store import QueryStore
 from maxsimd.engine.scoring.similarity import TOKEN_SIMILARITIES, as_named, score_pairs
 from maxsimd.engine.scoring.window_store import WindowStore
 from maxsimd.pooling.dispatch import Pooled
-from maxsimd.pooling.ragged import Ragged, decoded
-from maxsimd.pooling.spans import Spans
-from maxsimd.pooling.transfer import joined_on, to_device
+from maxsimd.pooling.ragged import Ragged, Spans, decoded, joined_on, to_device
 from maxsimd.scheduler import CachedBatch, DocumentPayload, Explained, ResultSlot, TokenSequence
 
 _NO_QUERY = "the query's embedding is no longer stored"

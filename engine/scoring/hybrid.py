@@ -8,8 +8,7 @@ from numpy.typing import NDArray
 
 from maxsimd.engine.scoring.maxsim import MaxSim
 from maxsimd.engine.scoring.sparse import sparse_dot
-from maxsimd.pooling.ragged import Ragged
-from maxsimd.pooling.transfer import to_device
+from maxsimd.pooling.ragged import Ragged, to_device
 
 # The last columns of an item: the id of a row's token, and its weight.
 _SPARSE = 2

@@ -6,8 +6,7 @@ from numpy.typing import NDArray
 
 from maxsimd.engine.scoring.maxsim import MaxSim
 from maxsimd.engine.scoring.sparse import sparse_scores
-from maxsimd.pooling.ragged import Ragged
-from maxsimd.pooling.transfer import to_device
+from maxsimd.pooling.ragged import Ragged, to_device
 
 # Those of items of one row a token; `maxsim` takes these.
 TOKEN_SIMILARITIES = ("maxsim", "meanmaxsim")

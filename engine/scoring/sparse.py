@@ -7,9 +7,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from maxsimd.pooling.ragged import Ragged
+from maxsimd.pooling.ragged import Ragged, to_device
 from maxsimd.pooling.sparse import dense_of
-from maxsimd.pooling.transfer import to_device
 
 # What a word that both vectors have adds to a score, by its weights there.
 _Shared: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

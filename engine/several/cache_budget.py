@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from maxsimd.engine.config import EngineConfig
-from maxsimd.engine.device.open_cache import MIB, memory_limit
+from maxsimd.engine.device.stores import MIB, memory_limit
 from maxsimd.engine.engine import Engine
 
 

@@ -10,9 +10,17 @@ from typing import NamedTuple, TypedDict, cast
 
 from maxsimd.engine.engine import Engine
 from maxsimd.engine.errors import InvalidRequestError, RequestTimeoutError
-from maxsimd.engine.requests import CacheMode, Item, LongInputPolicy, Priority, RerankResult, ScoreOptions
+from maxsimd.engine.requests import (
+    CacheMode,
+    Item,
+    LongInputPolicy,
+    Priority,
+    RerankResult,
+    Scorable,
+    ScoreOptions,
+    as_scored,
+)
 from maxsimd.engine.several.foresight import check_stage
-from maxsimd.engine.validation import Scorable, as_scored
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry
 
 from maxsimd.engine.actors.turns import check_weight
 from maxsimd.engine.config import EngineConfig
-from maxsimd.engine.device.loading import free_memory
 from maxsimd.engine.device.shared import SharedDevices
+from maxsimd.engine.device.thread import free_memory
 from maxsimd.engine.engine import Engine
 from maxsimd.engine.errors import (
     EngineNotReadyError,
@@ -21,12 +21,12 @@ from maxsimd.engine.errors import (
     ModelDroppedError,
     UnknownModelError,
 )
+from maxsimd.engine.requests import Scorable
 from maxsimd.engine.several.cache_budget import CacheBudget, shares
 from maxsimd.engine.several.cascade import CascadeOptions, CascadeResult, Stage, run_cascade
 from maxsimd.engine.several.metrics import registry_by_model
 from maxsimd.engine.several.shared_engine import SharedEngine
 from maxsimd.engine.several.states import Dropped, Failed, Loading, Serving, State, engine_of
-from maxsimd.engine.validation import Scorable
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 from maxsimd.engine.engine import SCORE_DEFAULTS, Engine
 from maxsimd.engine.errors import InvalidRequestError, RequestTooLargeError
 from maxsimd.engine.media import Content
-from maxsimd.engine.requests import Item, ScoreOptions
-from maxsimd.engine.validation import Scorable
+from maxsimd.engine.requests import Item, Scorable, ScoreOptions
 
 # Hardly any text has fewer tokens.
 _SHORTEST_TEXT = "a"

@@ -10,7 +10,7 @@ import torch
 
 from maxsimd.engine import EngineConfig
 from maxsimd.engine.cache.fingerprint import _device
-from maxsimd.engine.device.open_slab import open_slab
+from maxsimd.engine.device.stores import open_slab
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution.attention.select import candidates
 from maxsimd.engine.execution.budget import ON_A_CPU, ON_A_GPU, default_budget, free_bytes

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from maxsimd.engine import EngineConfig
-from maxsimd.engine.actors.actor import Mailbox
-from maxsimd.engine.actors.messages import Commit, Pool, Score
+from maxsimd.engine.actors.actor import Commit, Mailbox, Pool, Score
 from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache, Precision
 from maxsimd.engine.cache.entry import rounded
 from maxsimd.engine.cache.memory import MemoryStore
@@ -26,7 +25,6 @@ from maxsimd.engine.cache.slab import EmbeddingSlab
 from maxsimd.engine.checkpoint import LoadedModel, load_model
 from maxsimd.engine.checkpoint.heads import modules_of
 from maxsimd.engine.device.load import DeviceModel, _pooler, _samples
-from maxsimd.engine.device.thread import DeviceActors
 from maxsimd.engine.execution.attention.base import AttentionBackend, CapturableBackend, CaptureSize
 from maxsimd.engine.execution.attention.torch_grouped import GroupedBackend
 from maxsimd.engine.execution.attention.triton_kernel import TritonBackend
@@ -42,6 +40,7 @@ from maxsimd.engine.execution.relative import has_relative_positions
 from maxsimd.engine.execution.selfcheck.pictures import random_pages
 from maxsimd.engine.execution.selfcheck.samples import random_sequences
 from maxsimd.engine.ops.triton import launch
+from maxsimd.engine.runtime import DeviceActors
 from maxsimd.engine.scoring.documents import (
     CachedDocument,
     CachedDocuments,

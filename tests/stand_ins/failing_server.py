@@ -17,10 +17,10 @@ from typing import Any
 
 from maxsimd.api.cli import main
 from maxsimd.engine import ModelLoadError
+from maxsimd.engine import runtime as launch_module
 from maxsimd.engine.actors import runner as runner_module
 from maxsimd.engine.device import shared as shared_module
 from maxsimd.engine.processors.text.tokenization import TextTokenizer
-from maxsimd.engine.runtime import launching as launch_module
 from maxsimd.scheduler import Step
 
 

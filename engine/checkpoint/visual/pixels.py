@@ -13,7 +13,7 @@ from maxsimd.engine.checkpoint.visual.vision import PictureReader, Tower
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.media import Picture
 from maxsimd.engine.media.decoding import pillow_of
-from maxsimd.pooling.transfer import to_device
+from maxsimd.pooling.ragged import to_device
 
 # Pixels that a processor with nothing but `shortest_edge` may make of a picture.
 _MOST_RESIZED = 20_000_000

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from maxsimd.engine.checkpoint.visual.rope import rope_positions
 from maxsimd.engine.media import Picture
 from maxsimd.scheduler import PlacedImage, Tokens
-from maxsimd.scheduler.payload import TokenIds
+from maxsimd.scheduler.sequence import TokenIds
 
 
 @dataclass(frozen=True, slots=True, eq=False)

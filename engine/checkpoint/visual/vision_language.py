@@ -27,7 +27,7 @@ from maxsimd.engine.checkpoint.visual.tiles import vision_of_tiles
 from maxsimd.engine.checkpoint.visual.vision import Vision
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.media import Picture
-from maxsimd.scheduler.payload import TokenIds
+from maxsimd.scheduler.sequence import TokenIds
 
 # By the type in a config.
 VISION_LANGUAGE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3")

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from maxsimd.engine.execution.layout import Arrangement, Layout
 from maxsimd.engine.ops.qkv import KV, QKV
-from maxsimd.pooling.transfer import to_device
+from maxsimd.pooling.ragged import to_device
 
 
 @dataclass(frozen=True, eq=False)

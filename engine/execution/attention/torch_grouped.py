@@ -14,7 +14,7 @@ from maxsimd.engine.execution.attention.one_by_one import OneByOneAttention, rep
 from maxsimd.engine.execution.layout import Arrangement, Group, Layout, SharedGroup
 from maxsimd.engine.ops.cpu.instruction_sets import multiplies_bfloat16
 from maxsimd.engine.ops.qkv import KV, QKV
-from maxsimd.pooling.transfer import to_device
+from maxsimd.pooling.ragged import to_device
 
 # Matrix libraries compile a kernel for each new shape, which takes time, and memory that is hardly ever
 # freed. So the number of rows of a step is a multiple of this, and lengths within it are rounded

@@ -18,7 +18,7 @@ from maxsimd.engine.execution.prefill_kv import PrefillKV
 from maxsimd.engine.ops import triton as triton_ops
 from maxsimd.engine.ops.qkv import KV, QKV
 from maxsimd.engine.ops.triton.attention_blocks import blocks_of, most_blocks
-from maxsimd.pooling.transfer import to_device
+from maxsimd.pooling.ragged import to_device
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -24,7 +24,7 @@ from maxsimd.engine.execution.layout import Arrangement, Group, Layout
 from maxsimd.engine.ops import triton as triton_ops
 from maxsimd.engine.ops.nvidia import is_nvidia
 from maxsimd.engine.ops.qkv import QKV
-from maxsimd.pooling.transfer import to_device
+from maxsimd.pooling.ragged import to_device
 
 _PRECISIONS = (torch.bfloat16, torch.float16)
 # A block that finds no query for it costs a multiprocessor half a microsecond or so: of 1,024 a head, with 16

@@ -19,7 +19,7 @@ from maxsimd.engine.execution.layout import Layout
 from maxsimd.engine.execution.relative.encoder import PackedEncoder, distances, in_heads, reach_of
 from maxsimd.engine.ops.qkv import QKV
 from maxsimd.engine.ops.relative import PositionContent
-from maxsimd.pooling.transfer import to_device
+from maxsimd.pooling.ragged import to_device
 
 
 @dataclass(frozen=True, slots=True, eq=False)

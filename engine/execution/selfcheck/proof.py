@@ -12,9 +12,8 @@ from maxsimd.engine.execution.packed_runner import ModelRunner
 from maxsimd.engine.execution.selfcheck.comparison import Comparison, comparison, largest
 from maxsimd.engine.execution.selfcheck.samples import Sample
 from maxsimd.engine.execution.selfcheck.threads import one_thread
-from maxsimd.pooling.cursor import PoolingCursor
 from maxsimd.pooling.dispatch import DispatchPooler, pooling_method
-from maxsimd.pooling.methods import Head
+from maxsimd.pooling.methods import Head, PoolingCursor
 from maxsimd.pooling.sparse import WordsHead
 from maxsimd.scheduler import Chunk, ImageJob, Step, Tokens, TokenSequence
 

@@ -14,7 +14,7 @@ from maxsimd.engine.processors.text.tokenization import SHORTEST_TEXT, TextToken
 from maxsimd.engine.processors.text.truncation import Fitted, InputName, LongInputs, Room, no_room
 from maxsimd.engine.workers import yield_to_smaller
 from maxsimd.scheduler import Tokens
-from maxsimd.scheduler.payload import TokenIds
+from maxsimd.scheduler.sequence import TokenIds
 
 _NONE = np.empty(0, dtype=np.int32)
 # How many of the caller's own token ids are checked at a time.

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maxsimd.engine.explanations import Span
-from maxsimd.scheduler.payload import TokenIds
+from maxsimd.scheduler.sequence import TokenIds
 
 # First character and one after the last of each token, int32 [tokens, 2].
 Spans = NDArray[np.int32]

@@ -30,7 +30,7 @@ from maxsimd.engine.processors.text.pieces import (
 )
 from maxsimd.engine.workers import yield_to_smaller
 from maxsimd.scheduler import JoinedTokens
-from maxsimd.scheduler.payload import TokenIds
+from maxsimd.scheduler.sequence import TokenIds
 
 Side = Literal["left", "right"]
 IdType = TypeVar("IdType", np.int32, np.int64)

@@ -15,8 +15,7 @@ from maxsimd.engine.scoring.maxsim import avx512
 from maxsimd.engine.scoring.maxsim.avx512 import Rows, maxsim_apart_avx512, maxsim_avx512
 from maxsimd.engine.scoring.maxsim.reference import maxsim_reference
 from maxsimd.engine.scoring.maxsim.tiled import maxsim_tiled
-from maxsimd.pooling.ragged import Ragged
-from maxsimd.pooling.spans import Spans
+from maxsimd.pooling.ragged import Ragged, Spans
 
 log = logging.getLogger(__name__)
 

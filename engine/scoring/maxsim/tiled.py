@@ -7,9 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from maxsimd.engine.scoring.maxsim.reference import EMPTY_DOCUMENT_SCORE
-from maxsimd.pooling.ragged import Ragged, offsets_of
-from maxsimd.pooling.spans import Spans
-from maxsimd.pooling.transfer import to_device
+from maxsimd.pooling.ragged import Ragged, Spans, offsets_of, to_device
 
 # Rows over which the first level takes maxima, halving by halving: a power of two. A document's similarities
 # are padded to a multiple of it with those of its last token, which changes no maximum.

@@ -7,9 +7,7 @@ from numpy.typing import NDArray
 from maxsimd.engine.ops.triton.maxsim import Pairs, maxsim
 from maxsimd.engine.ops.triton.maxsim_tiles import MOST_ROWS, group_by_query_length
 from maxsimd.engine.scoring.maxsim.reference import EMPTY_DOCUMENT_SCORE
-from maxsimd.pooling.ragged import Ragged
-from maxsimd.pooling.spans import Spans
-from maxsimd.pooling.transfer import to_device
+from maxsimd.pooling.ragged import Ragged, Spans, to_device
 
 
 def maxsim_triton(

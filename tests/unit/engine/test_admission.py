@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from maxsimd.engine import QueueFullError, RequestTooLargeError
-from maxsimd.engine.actors.actor import Mailbox
-from maxsimd.engine.actors.messages import Admit, RunnerMessage, SchedulerMessage
+from maxsimd.engine.actors.actor import Admit, Mailbox, RunnerMessage, SchedulerMessage
 from maxsimd.engine.actors.scheduler import SchedulerActor
 from maxsimd.engine.admission import Admission, AdmissionLimits, Permit
 from maxsimd.engine.metrics import EngineMetrics

@@ -32,7 +32,7 @@ from maxsimd.engine import (
     Tenant,
     Truncation,
 )
-from maxsimd.engine.stats import DeviceStats, EngineStats
+from maxsimd.engine.metrics import DeviceStats, EngineStats
 from maxsimd.scheduler import Step
 from tests.checkpoints import bi_encoders, language_models
 from tests.checkpoints.shared import SharedCheckpoints

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from maxsimd.engine import EngineDeadError, QueueFullError, RequestTooLargeError
-from maxsimd.engine.actors.messages import Cancel
+from maxsimd.engine.actors.actor import Cancel
 from maxsimd.engine.tenants import Tenant
 from tests.unit.engine.test_admission import Door
 

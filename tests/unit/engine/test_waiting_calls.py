@@ -24,7 +24,7 @@ from maxsimd.engine import (
     SyncEngine,
     Tenant,
 )
-from maxsimd.engine.stats import EngineStats
+from maxsimd.engine.metrics import EngineStats
 from maxsimd.scheduler import Step
 from tests.checkpoints import bi_encoders, cross_encoders
 from tests.checkpoints.shared import SharedCheckpoints

@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 from maxsimd.engine.scoring.similarity import score_pairs
 from maxsimd.engine.scoring.sparse import sparse_dot, sparse_dot_reference
 from maxsimd.pooling import methods, sparse
-from maxsimd.pooling.cursor import PoolingCursor
 from maxsimd.pooling.dispatch import DispatchPooler, pooling_method
-from maxsimd.pooling.passages import PASSAGES, PassageMeanPool
+from maxsimd.pooling.methods import PASSAGES, PassageMeanPool, PoolingCursor
 from maxsimd.pooling.ragged import Ragged
-from maxsimd.pooling.sparse import WordsHead, dense_of, entries_of
-from maxsimd.pooling.token_weights import HybridHead, heaviest_of
+from maxsimd.pooling.sparse import HybridHead, WordsHead, dense_of, entries_of, heaviest_of
 from maxsimd.scheduler import Chunk, ResultSlot, Tokens, TokenSequence
 
 HIDDEN, WORDS, DIM = 8, 9, 4

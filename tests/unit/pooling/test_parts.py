@@ -9,11 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxsimd.pooling import ragged
-from maxsimd.pooling.cursor import PoolingCursor
-from maxsimd.pooling.dispatch import TOKENS, DispatchPooler
-from maxsimd.pooling.methods import METHODS, AllPool, GatheringHead, LastPool, MeanPool, WeightedMeanPool
+from maxsimd.pooling.dispatch import TOKENS, DispatchPooler, TokenPooling, merging_documents
+from maxsimd.pooling.methods import (
+    METHODS,
+    AllPool,
+    GatheringHead,
+    LastPool,
+    MeanPool,
+    PoolingCursor,
+    WeightedMeanPool,
+)
 from maxsimd.pooling.ragged import Ragged
-from maxsimd.pooling.token_pooling import TokenPooling, merging_documents
 from maxsimd.scheduler import Chunk, DocumentPayload, ResultSlot, Role, Tokens, TokenSequence
 
 pytestmark = pytest.mark.fast

@@ -16,7 +16,7 @@ from maxsimd.scheduler import (
     WaitingRequest,
     share_of,
 )
-from maxsimd.scheduler.small_requests import STEPS_BESIDE_SMALL
+from maxsimd.scheduler.scheduler import STEPS_BESIDE_SMALL
 from tests.unit.scheduler.scheduled_requests import (
     cached,
     cost,

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from maxsimd.engine.actors.actor import Mailbox
-from maxsimd.engine.actors.arrivals import Arrivals
-from maxsimd.engine.actors.messages import (
+from maxsimd.engine.actors.actor import (
     Admit,
+    Mailbox,
     RunnerMessage,
     SchedulerMessage,
     SetWeights,
     StepEnding,
     StepReport,
 )
+from maxsimd.engine.actors.runner import Arrivals
 from maxsimd.engine.actors.scheduler import SchedulerActor
 from maxsimd.engine.errors import RequestFailedError
 from maxsimd.engine.metrics import EngineMetrics

@@ -20,22 +20,26 @@ import torch
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig, EngineDeadError, RequestFailedError, Truncation
 from maxsimd.engine.actors import scoring as scoring_module
-from maxsimd.engine.actors.cut_sequences import CutSequences
-from maxsimd.engine.actors.runner import RunnerActor, is_device_error, is_out_of_memory
+from maxsimd.engine.actors.runner import (
+    CutSequences,
+    RunnerActor,
+    Suspects,
+    is_device_error,
+    is_out_of_memory,
+)
 from maxsimd.engine.actors.scoring import ScoringActor
-from maxsimd.engine.actors.suspects import Suspects
 from maxsimd.engine.cache import Arriving, EmbeddingCache
 from maxsimd.engine.cache.segments import Segments
 from maxsimd.engine.cache.slab import EmbeddingSlab
 from maxsimd.engine.cache.writer import CacheWriter
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.device import load
+from maxsimd.engine.metrics import EngineStats
 from maxsimd.engine.scoring.document_scorer import DocumentScorer
 from maxsimd.engine.scoring.outcome import StepOutcome
 from maxsimd.engine.scoring.query_store import QueryStore
 from maxsimd.engine.scoring.similarity import score_pairs
 from maxsimd.engine.scoring.window_store import WindowStore
-from maxsimd.engine.stats import EngineStats
 from maxsimd.pooling.dispatch import DispatchPooler
 from maxsimd.scheduler import Chunk, JoinedTokens, ResultSlot, Step, Tokens, TokenSequence
 from tests.checkpoints import cross_encoders, language_models, late_interaction

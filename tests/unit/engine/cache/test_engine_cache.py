@@ -11,9 +11,9 @@ import pytest_asyncio
 
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig, InvalidRequestError, QueueFullError
+from maxsimd.engine.metrics import EngineStats
 from maxsimd.engine.processors import dual_encoder
 from maxsimd.engine.scoring import price
-from maxsimd.engine.stats import EngineStats
 from tests.checkpoints import bi_encoders, language_models
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines

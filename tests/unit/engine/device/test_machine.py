@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 
 from maxsimd.api.garbage import resident_bytes
-from maxsimd.engine import Engine, EngineConfig
-from maxsimd.engine.device import open_cache, time_slices
-from maxsimd.engine.device.cores import Cores, cpu_quota, tokenizer_threads
-from maxsimd.engine.device.memory import free_memory
-from maxsimd.engine.device.time_slices import take_short_slices
+from maxsimd.engine import Engine, EngineConfig, workers
+from maxsimd.engine.device import stores
+from maxsimd.engine.device.host import Cores, available_memory, cpu_quota, tokenizer_threads
+from maxsimd.engine.workers import take_short_slices
 from tests.checkpoints import bi_encoders
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.forked import Program
@@ -95,7 +94,7 @@ def test_there_are_as_many_threads_as_can_always_run() -> None:
 def test_a_real_quota_is_found(group_of_one_core: Path) -> None:
     program = (
         f"import os; open({str(group_of_one_core / 'cgroup.procs')!r}, 'w').write(str(os.getpid()));"
-        "from maxsimd.engine.device.cores import usable_cores; print(usable_cores().quota)"
+        "from maxsimd.engine.device.host import usable_cores; print(usable_cores().quota)"
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert float(ran.stdout) == 1.0
@@ -119,7 +118,7 @@ def test_free_is_the_least_of_machine_and_groups(tmp_path: Path) -> None:
         for group, (most, current) in groups.items():
             folder = f"sys/fs/cgroup/{group}/memory"
             files |= {f"{folder}.max": f"{most}\n", f"{folder}.current": f"{current}\n"}
-        assert free_memory(machine(tmp_path / str(i), V2.format(root="/"), "0::/a/b\n", files)) == free
+        assert available_memory(machine(tmp_path / str(i), V2.format(root="/"), "0::/a/b\n", files)) == free
 
 
 def test_version_1_has_other_files(tmp_path: Path) -> None:
@@ -131,19 +130,19 @@ def test_version_1_has_other_files(tmp_path: Path) -> None:
         "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
         "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{GIB}\n",
     }
-    assert free_memory(machine(tmp_path, mount, "4:memory:/a\n0::/\n", files)) == 4 * GIB
+    assert available_memory(machine(tmp_path, mount, "4:memory:/a\n0::/\n", files)) == 4 * GIB
 
 
 def test_the_default_is_a_part_of_what_is_free(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for free, limit in ((None, 64), (0, 64), (512 << 20, 64), (16 << 30, 1024), (1 << 40, 4096)):
-        monkeypatch.setattr(open_cache, "free_memory", lambda free=free: free)
+        monkeypatch.setattr(stores, "available_memory", lambda free=free: free)
         caplog.clear()
         with caplog.at_level(logging.DEBUG):
-            assert open_cache.memory_limit(EngineConfig()) == limit << 20
+            assert stores.memory_limit(EngineConfig()) == limit << 20
         assert f"{limit} MiB" in caplog.text
-        assert open_cache.memory_limit(EngineConfig(cache_mb=7)) == 7 << 20
+        assert stores.memory_limit(EngineConfig(cache_mb=7)) == 7 << 20
 
 
 # Threads
@@ -196,10 +195,10 @@ def slice_of() -> int:
     """The calling thread's slice in nanoseconds; 0 where the kernel has none."""
     import ctypes
 
-    _, get_attributes = time_slices._CALLS[platform.machine()]
-    buffer = ctypes.create_string_buffer(time_slices._ATTRIBUTES.size)
-    assert not ctypes.CDLL(None).syscall(get_attributes, 0, buffer, time_slices._ATTRIBUTES.size, 0)
-    return int(time_slices._ATTRIBUTES.unpack(buffer.raw)[time_slices._RUNTIME])
+    _, get_attributes = workers._CALLS[platform.machine()]
+    buffer = ctypes.create_string_buffer(workers._ATTRIBUTES.size)
+    assert not ctypes.CDLL(None).syscall(get_attributes, 0, buffer, workers._ATTRIBUTES.size, 0)
+    return int(workers._ATTRIBUTES.unpack(buffer.raw)[workers._RUNTIME])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the allocator is glibc's")

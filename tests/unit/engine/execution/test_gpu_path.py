@@ -14,12 +14,12 @@ import torch
 from transformers import BertConfig
 
 from maxsimd.engine import EngineConfig, ModelLoadError
-from maxsimd.engine.actors.arrivals import Arrivals
+from maxsimd.engine.actors.runner import Arrivals
 from maxsimd.engine.actors.scoring import record_arrival
 from maxsimd.engine.cache import EmbeddingCache, Precision
 from maxsimd.engine.cache.memory import MemoryStore
 from maxsimd.engine.checkpoint import LoadedModel, load_model
-from maxsimd.engine.device import load, open_slab, warmup
+from maxsimd.engine.device import checks, load, stores
 from maxsimd.engine.device.load import prepare_thread
 from maxsimd.engine.device.shared import SharedDevice
 from maxsimd.engine.execution import budget, cuda_graphs
@@ -193,7 +193,7 @@ def test_maxsim_is_checked_in_every_length_and_type(caplog: pytest.LogCaptureFix
         return scores
 
     def name(condition: Callable[[Ragged, Ragged], bool], *, int8: bool = False) -> str:
-        return warmup.checked_maxsim("x", wrong_where(condition), 16, CPU, torch.float32, int8=int8)[0]
+        return checks.checked_maxsim("x", wrong_where(condition), 16, CPU, torch.float32, int8=int8)[0]
 
     assert name(lambda queries, documents: False, int8=True) == "x"
     assert name(lambda queries, documents: documents.scales is not None) == "x"
@@ -201,7 +201,7 @@ def test_maxsim_is_checked_in_every_length_and_type(caplog: pytest.LogCaptureFix
     assert name(lambda queries, documents: max(documents.lengths) > 1000) == "tiled"
     assert name(lambda queries, documents: max(queries.lengths) > 256) == "tiled"
     assert "MaxSim by x is not used: its scores differ" in caplog.text
-    assert warmup.checked_maxsim("other", maxsim_tiled, 16, CPU, torch.float32) == ("other", maxsim_tiled)
+    assert checks.checked_maxsim("other", maxsim_tiled, 16, CPU, torch.float32) == ("other", maxsim_tiled)
 
 
 def test_a_gpu_without_bfloat16_runs_float32_and_the_log_says_what_is_faster(
@@ -284,7 +284,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, int, tor
             raise torch.OutOfMemoryError
         return SimpleNamespace(nbytes=0)
 
-    monkeypatch.setattr(open_slab, "EmbeddingSlab", slab)
+    monkeypatch.setattr(stores, "EmbeddingSlab", slab)
 
     def opened(
         precision: Precision, takes_int8: bool, *, dim: int = 64, memory: int = 1 << 20, **options: Any
@@ -296,7 +296,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, int, tor
         )
         with closing(EmbeddingCache(b"", precision, MemoryStore(memory), None)) as cache:
             gpu, dtype = torch.device("cuda", 1), torch.bfloat16
-            open_slab.open_slab(EngineConfig(**options), model, cache, gpu, dtype, takes_int8, 2_048)
+            stores.open_slab(EngineConfig(**options), model, cache, gpu, dtype, takes_int8, 2_048)
         return made[0] if made else None
 
     return opened
@@ -309,12 +309,12 @@ def test_a_slab_takes_a_share_of_free_memory(
     # 64 bytes a row, of a quarter of what 2,048 tokens of 32 KiB leave.
     assert opened("int8", True, dim=60, memory=1 << 30)[0] == (600 - 64) * (1 << 20) // 4 // 64
     gib = 1 << 30
-    assert open_slab.default_limit(free=80 * gib, step=4 * gib, cached=4 * gib) == 4 * gib
-    assert open_slab.default_limit(free=12 * gib, step=4 * gib, cached=4 * gib) == 2 * gib
-    assert open_slab.default_limit(free=gib, step=4 * gib, cached=4 * gib) == 0
-    assert open_slab.rows_within(1 << 20, 128, torch.bfloat16) == 4096
+    assert stores.default_limit(free=80 * gib, step=4 * gib, cached=4 * gib) == 4 * gib
+    assert stores.default_limit(free=12 * gib, step=4 * gib, cached=4 * gib) == 2 * gib
+    assert stores.default_limit(free=gib, step=4 * gib, cached=4 * gib) == 0
+    assert stores.rows_within(1 << 20, 128, torch.bfloat16) == 4096
     # Each row of int8 has a scale.
-    assert open_slab.rows_within(1 << 20, 124, torch.int8) == 8192
+    assert stores.rows_within(1 << 20, 124, torch.int8) == 8192
 
 
 def test_a_slab_holds_embeddings_as_they_are_scored(

@@ -20,8 +20,7 @@ from maxsimd.engine.ops import elementwise, triton
 from maxsimd.engine.ops.qkv import KV, QKV
 from maxsimd.engine.ops.triton.launch import Limits
 from maxsimd.engine.scoring.maxsim import maxsim_reference
-from maxsimd.pooling.ragged import Ragged
-from maxsimd.pooling.spans import Spans
+from maxsimd.pooling.ragged import Ragged, Spans
 from tests.unit.engine.execution.test_packed import RAGGED, attention_problems, make_step
 from tests.unit.pairs import Pairs, pairs_of
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from maxsimd.engine import Engine, EngineConfig, Engines, ModelLoadError
+from maxsimd.engine import runtime as launch_module
 from maxsimd.engine.device import load as load_module
 from maxsimd.engine.device import shared as shared_module
-from maxsimd.engine.runtime import launching as launch_module
 from tests.checkpoints import bi_encoders
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.waiting import until

@@ -15,14 +15,13 @@ from typing import Any
 import pytest
 
 from maxsimd.engine import Engine, EngineConfig, EngineDeadError
+from maxsimd.engine import runtime as launch_module
+from maxsimd.engine import runtime as running_module
 from maxsimd.engine.actors import scoring as scoring_module
 from maxsimd.engine.actors.runner import RunnerActor
+from maxsimd.engine.actors.scheduler import StuckDeviceError, Watchdog
 from maxsimd.engine.actors.turns import Turns
-from maxsimd.engine.actors.watchdog import StuckDeviceError, Watchdog
-from maxsimd.engine.device.loading import num_given_up
-from maxsimd.engine.device.thread import num_left_behind
-from maxsimd.engine.runtime import launching as launch_module
-from maxsimd.engine.runtime import running as running_module
+from maxsimd.engine.device.thread import num_given_up, num_left_behind
 from maxsimd.scheduler import Step, StepTimes
 from tests.waiting import until, wait_for
 
@@ -177,7 +176,7 @@ async def test_a_start_that_is_stuck_can_be_given_up(
             await asyncio.wait_for(engine.start(), 0.2)
         # The device is not taken for stuck: after it, a step that is does not end the engine for good.
         assert (num_given_up(), num_left_behind()) == (1, 0)
-    monkeypatch.setattr("maxsimd.engine.device.loading._GIVEN_UP_SECONDS", 0.1)
+    monkeypatch.setattr("maxsimd.engine.device.thread._GIVEN_UP_SECONDS", 0.1)
     await engine.start()
     assert await _score(engine)
     await engine.stop()

@@ -33,7 +33,7 @@ from maxsimd.engine import (
 )
 from maxsimd.engine.actors.turns import Turn, Turns
 from maxsimd.engine.device import load
-from maxsimd.engine.device.allocators import give_back_memory
+from maxsimd.engine.device.host import give_back_memory
 from maxsimd.engine.device.thread import num_left_behind
 from maxsimd.engine.requests import Truncation
 from tests.checkpoints import bi_encoders, cross_encoders

@@ -10,9 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from maxsimd.engine import InvalidRequestError, Tenant
 from maxsimd.engine.requests import RunOptions, priority_number
-from maxsimd.engine.tenants import TenantLimits, TenantMetrics
-from maxsimd.engine.tenants.bucket import Bucket
-from maxsimd.engine.tenants.metrics import MOST_LABELS
+from maxsimd.engine.tenants import MOST_LABELS, Bucket, TenantLimits, TenantMetrics
 
 RATES = st.integers(1, 10_000_000)
 AMOUNTS = st.integers(0, 30_000_000)

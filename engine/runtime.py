@@ -1,32 +1,35 @@
-"""Everything that exists only while an engine runs: threads, actors and their supervisor."""
+"""What exists only while an engine runs: threads, actors, and the supervisor who ends them together."""
 
 import asyncio
+import gc
 import logging
 import math
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
-from maxsimd.engine.actors.actor import Mailbox
-from maxsimd.engine.actors.messages import Admit, Cancel, EndEarly, SchedulerMessage, SetWeights
-from maxsimd.engine.actors.runner import is_device_error
-from maxsimd.engine.actors.scheduler import SchedulerActor
-from maxsimd.engine.actors.watchdog import StuckDeviceError, Watchdog
+from maxsimd.engine.actors.actor import Actor, Admit, Cancel, EndEarly, Mailbox, SchedulerMessage, SetWeights
+from maxsimd.engine.actors.runner import RunnerActor, is_device_error
+from maxsimd.engine.actors.scheduler import SchedulerActor, StuckDeviceError, Watchdog
+from maxsimd.engine.actors.scoring import PoolingActor, ScoringActor
+from maxsimd.engine.actors.turns import Turn
 from maxsimd.engine.admission import Admission, AdmissionLimits
+from maxsimd.engine.cache import EmbeddingCache
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.config import EngineConfig
-from maxsimd.engine.device.cores import tokenizer_threads, usable_cores
 from maxsimd.engine.device.facts import facts_of
-from maxsimd.engine.device.load import DeviceModel
-from maxsimd.engine.device.open_cache import open_score_cache
-from maxsimd.engine.device.thread import Device, DeviceActors, num_left_behind, stacks
-from maxsimd.engine.device.time_slices import take_short_slices
+from maxsimd.engine.device.host import tokenizer_threads, usable_cores
+from maxsimd.engine.device.load import DeviceModel, load_device_model
+from maxsimd.engine.device.shared import Seat
+from maxsimd.engine.device.stores import open_score_cache
+from maxsimd.engine.device.thread import Device, DeviceThread, load_on_thread, num_left_behind, stacks
 from maxsimd.engine.errors import (
     EngineDeadError,
     EngineNotReadyError,
@@ -34,7 +37,7 @@ from maxsimd.engine.errors import (
     RequestTimeoutError,
 )
 from maxsimd.engine.execution.budget import beside_small_requests
-from maxsimd.engine.metrics import EngineMetrics
+from maxsimd.engine.metrics import DeviceStats, EngineMetrics, EngineStats
 from maxsimd.engine.processors.plan import Plan
 from maxsimd.engine.processors.prefix_sharing import PrefixSharing
 from maxsimd.engine.processors.processor import PlanT, Processor, ProcessorContext, RequestT
@@ -42,12 +45,46 @@ from maxsimd.engine.processors.registry import Processors, check_room
 from maxsimd.engine.processors.request_ids import RequestIds
 from maxsimd.engine.processors.text.truncation import LengthLimits
 from maxsimd.engine.requests import EmbedRequest, RunOptions, ScoreRequest, Timings, Value, Values
-from maxsimd.engine.runtime.end import STUCK_SECONDS, call_in_thread, end_threads
+from maxsimd.engine.scoring.document_scorer import DocumentScorer
+from maxsimd.engine.scoring.hybrid import Hybrid
+from maxsimd.engine.scoring.maxsim import MaxSim, choose_maxsim_spans, maxsim_apart_avx512
 from maxsimd.engine.scoring.price import ScoringPrice
-from maxsimd.engine.stats import EngineStats
 from maxsimd.engine.tenants import TenantLimits
-from maxsimd.engine.workers import WithdrawnError, WorkerPool
+from maxsimd.engine.workers import WithdrawnError, WorkerPool, take_short_slices
 from maxsimd.scheduler import Scheduler, StepLimits, WaitingRequest
+
+log = logging.getLogger(__name__)
+
+# How long each of an engine's threads is waited for where a stuck device may keep it.
+STUCK_SECONDS = 2.0
+
+
+def end_threads(
+    device: Device, pool: WorkerPool, cache: EmbeddingCache | None, seconds: float | None
+) -> None:
+    """Ends all threads and waits for that: briefly, where the device has not ended within `seconds`.
+
+    It knows nothing of the model, so that the thread which calls this does not hold it."""
+    if device.close(seconds):
+        seconds = None
+    else:
+        log.error("the device's thread is stuck; it is left behind, and holds its model until it goes on")
+        seconds = STUCK_SECONDS
+    pool.close(seconds)
+    if cache is not None:
+        cache.close(seconds)
+
+
+async def call_in_thread(function: Callable[[], object]) -> None:
+    """Calls a function that blocks in a thread, or on this event loop if the interpreter is about to end and
+    starts no thread."""
+    try:
+        call = asyncio.get_running_loop().run_in_executor(None, function)
+    except RuntimeError:
+        function()
+    else:
+        await call
+
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +100,73 @@ _MOMENT = 0.1
 ValuesArrived: TypeAlias = Callable[[PlanT, list[Value | None]], None]
 # Told of an engine's death: the reason, and what stands against another start in this process, if anything.
 Died = Callable[[str, str | None], None]
+
+
+def _comparing(device_model: DeviceModel) -> MaxSim:
+    """MaxSim, or what scores all embeddings of a text together."""
+    model = device_model.model
+    if model.similarity != "hybrid":
+        return device_model.maxsim
+    return Hybrid(model.hybrid_weights, device_model.maxsim)
+
+
+class DeviceActors:
+    """The actors of the device's loop, wired to each other; `mailbox` is the door to them."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        device_model: DeviceModel,
+        scheduler: Mailbox[SchedulerMessage],
+        turn: Turn | None = None,
+    ) -> None:
+        model = device_model.model
+        scorer = DocumentScorer(
+            model.similarity,
+            _comparing(device_model),
+            device_model.device,
+            device_model.scored_in,
+            takes_int8=device_model.maxsim_name == "triton",
+            maxsim_apart=maxsim_apart_avx512 if device_model.maxsim_name == "avx512" else None,
+            maxsim_spans=choose_maxsim_spans(device_model.maxsim_name),
+            cache=device_model.cache,
+        )
+        scoring = ScoringActor(Mailbox(loop), scorer, len(model.labels))
+        pooling = PoolingActor(Mailbox(loop), device_model.pooler)
+        runner = RunnerActor(
+            Mailbox(loop),
+            device_model.runner,
+            pooling.mailbox,
+            scoring.mailbox,
+            scheduler,
+            device_model.cache,
+            device_model.device,
+            turn=turn,
+        )
+        self.mailbox = runner.mailbox
+        self._device_model = device_model
+        self._scorer = scorer
+        self._cut_sequences = runner.cut_sequences
+        self._actors: list[Actor[Any]] = [runner, pooling, scoring]
+
+    def stats(self) -> DeviceStats:
+        """What the actors hold. May be read from any thread."""
+        cache = self._device_model.cache
+        return DeviceStats(
+            queries=len(self._scorer.queries),
+            documents=len(self._scorer.windows),
+            cut_sequences=len(self._cut_sequences),
+            prefill_kv=self._device_model.runner.num_prefill_kv,
+            features=self._device_model.runner.num_features,
+            pooling_states=self._device_model.pooler.num_states,
+            staged_embeddings=0 if cache is None else cache.num_staged,
+        )
+
+    async def run(self) -> None:
+        """Runs until cancelled; raises when an actor dies."""
+        async with asyncio.TaskGroup() as group:
+            for actor in self._actors:
+                group.create_task(actor.run())
 
 
 class Running:
@@ -456,3 +560,70 @@ def _first_cause(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+# Before another start, what the requests of an engine that died still do has this long to end.
+_DEAD_SECONDS = 1.0
+# How often is looked whether it is gone, before another is loaded beside it.
+_MOST_LOOKS = 5
+
+
+async def launch(config: EngineConfig, metrics: EngineMetrics, died: Died, tenants: TenantLimits) -> Running:
+    """Loads the model on a thread of its own and starts the actors. Raises ModelLoadError."""
+    device, device_model = await load_on_thread(lambda: load_device_model(config))
+    try:
+        return _running(config, metrics, device, device_model, died, tenants)
+    except BaseException:
+        device.close()
+        raise
+
+
+async def launch_beside(
+    seat: Seat, config: EngineConfig, metrics: EngineMetrics, died: Died, tenants: TenantLimits
+) -> Running:
+    """The same on a device that others use: the model is loaded while they are served. Raises
+    ModelLoadError."""
+    try:
+        device_model = await seat.load(config)
+        return _running(config, metrics, seat, device_model, died, tenants)
+    except asyncio.CancelledError:
+        seat.leave()
+        raise
+    except BaseException:
+        await asyncio.to_thread(seat.close)
+        raise
+
+
+def _running(
+    config: EngineConfig,
+    metrics: EngineMetrics,
+    device: DeviceThread | Seat,
+    device_model: DeviceModel,
+    died: Died,
+    tenants: TenantLimits,
+) -> Running:
+    """Starts the actors; the model's cache is closed where that fails."""
+    try:
+        return Running(config, metrics, device, device_model, died, tenants)
+    except BaseException:
+        if device_model.cache is not None:
+            device_model.cache.close()
+        raise
+
+
+async def bury(dead: Running | None) -> None:
+    """Frees what an engine that died has left, its model above all, before another is loaded. The caller must
+    not hold it any more."""
+    if dead is None:
+        return
+    await dead.close(_DEAD_SECONDS)
+    is_there = weakref.ref(dead)
+    del dead
+    for _ in range(_MOST_LOOKS):
+        gc.collect()
+        if is_there() is None:
+            return
+        await asyncio.sleep(0.01)  # threads and callbacks that are about to end still know it
+
+
+__all__ = ["Running", "ValuesArrived", "bury", "call_in_thread", "launch", "launch_beside"]

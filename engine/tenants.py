@@ -1,0 +1,223 @@
+"""Tenants: what each may use of an engine, what it has used, and what is counted of it."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import get_args
+
+from prometheus_client import CollectorRegistry, Counter
+
+from maxsimd.engine.errors import QueueFullError, Refusal
+from maxsimd.engine.requests import PriorityClass, RunOptions, priority_number
+
+# Nobody is sent away for less; it also covers what rounding makes of a time that was waited exactly.
+_SHORTEST_WAIT = 0.001
+
+
+class Bucket:
+    """Holds at most a minute's worth, is full at first, and fills up steadily.
+
+    Nothing has to fit into it: what is charged beyond its level makes debt, which is filled up first. So over
+    any time no more is charged than the rate gives, a minute's worth and one charge."""
+
+    def __init__(self, per_minute: int, now: float) -> None:
+        self.per_minute = per_minute
+        self._level = float(per_minute)
+        self._seen = now
+
+    def seconds_until(self, amount: float, now: float) -> float:
+        """How long it takes until the bucket holds an amount, or is full; 0 where that is so."""
+        missing = min(amount, self.per_minute) - self._filled(now)
+        seconds = missing * 60 / self.per_minute
+        return seconds if seconds >= _SHORTEST_WAIT else 0.0
+
+    def charge(self, amount: float, now: float) -> None:
+        """Takes an amount out, or puts a negative one back."""
+        self._level = min(self._filled(now) - amount, self.per_minute)
+        self._seen = max(now, self._seen)
+
+    def change_rate(self, per_minute: int, now: float) -> None:
+        """Goes on at another rate, with what the bucket holds or owes."""
+        self._level = min(self._filled(now), per_minute)
+        self._seen = max(now, self._seen)
+        self.per_minute = per_minute
+
+    def _filled(self, now: float) -> float:
+        """The level at a time."""
+        filled = self._level + max(0.0, now - self._seen) * self.per_minute / 60
+        return min(filled, self.per_minute)
+
+
+LEAST_WEIGHT, LARGEST_WEIGHT = 0.001, 1000.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tenant:
+    """What a tenant may use; None is no limit. Raises ValueError for what cannot be.
+
+    `weight` is its share beside other tenants that have work. `priority` is the one that its requests have
+    by default, and the best that they may ask for. In a minute it may send `requests_per_minute` and use
+    `tokens_per_minute`: a minute's worth can come at once, and fills up again steadily. `max_queued_tokens`
+    is what it may have waiting, and `max_request_tokens` the most of one request. Tokens are those that are
+    run; cached documents count at their price."""
+
+    weight: float = 1.0
+    priority: PriorityClass = "interactive"
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    max_queued_tokens: int | None = None
+    max_request_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if not LEAST_WEIGHT <= self.weight <= LARGEST_WEIGHT:
+            raise ValueError(f"weight must be from {LEAST_WEIGHT:g} to {LARGEST_WEIGHT:g}")
+        if self.priority not in ("interactive", "batch"):
+            raise ValueError("priority must be interactive or batch")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if "_" in field.name and value is not None and value < 1:
+                raise ValueError(f"{field.name} must be at least 1")
+
+    @property
+    def best_priority(self) -> int | None:
+        """The lowest number that its requests may have; None where they may have any."""
+        return None if self.priority == "interactive" else priority_number(self.priority)
+
+
+_ANY_TENANT = Tenant()
+_RATES = ("requests_per_minute", "tokens_per_minute")
+
+
+class TenantLimits:
+    """Owned by `Engine`, on the caller's event loop; stays when the engine is started anew. A tenant that is
+    not named has a weight of 1 and no limits of its own."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._tenants: dict[str, Tenant] = {}
+        # By tenant and the name of its limit.
+        self._buckets: dict[tuple[str, str], Bucket] = {}
+
+    @property
+    def weights(self) -> dict[str, float]:
+        return {name: tenant.weight for name, tenant in self._tenants.items()}
+
+    def __getitem__(self, name: str) -> Tenant:
+        return self._tenants.get(name, _ANY_TENANT)
+
+    def set(self, tenants: Mapping[str, Tenant]) -> None:
+        """Names all tenants anew. What one has used of a rate that stays, or changes, stays used."""
+        self._tenants = dict(tenants)
+        now, before, self._buckets = self._clock(), self._buckets, {}
+        for name, tenant in tenants.items():
+            for rate in _RATES:
+                per_minute = getattr(tenant, rate)
+                if per_minute is None:
+                    continue
+                bucket = before.get((name, rate)) or Bucket(per_minute, now)
+                bucket.change_rate(per_minute, now)
+                self._buckets[name, rate] = bucket
+
+    def applied(self, options: RunOptions) -> RunOptions:
+        """A request's options, with a priority that its tenant may have. Raises InvalidRequestError for a
+        priority that there is not."""
+        number, best = priority_number(options.priority), self[options.tenant].best_priority
+        if best is not None:
+            number = max(best, number)
+        return options if number == options.priority else replace(options, priority=number)
+
+    def request_refusal(self, name: str) -> QueueFullError | None:
+        """Why a tenant may send no request now."""
+        return self._refusal(name, "requests_per_minute") or self.token_refusal(name)
+
+    def token_refusal(self, name: str) -> QueueFullError | None:
+        """Why a tenant may use no tokens now: it has used up its rate. What a request has beyond makes debt,
+        so that none is too large to come in once."""
+        return self._refusal(name, "tokens_per_minute")
+
+    def charge_requests(self, name: str, number: int) -> None:
+        """Counts requests in the tenant's rate; a negative number takes them back."""
+        self._charge(name, "requests_per_minute", number)
+
+    def charge_tokens(self, name: str, number: int) -> None:
+        self._charge(name, "tokens_per_minute", number)
+
+    def _charge(self, name: str, rate: str, number: int) -> None:
+        if (bucket := self._buckets.get((name, rate))) is not None:
+            bucket.charge(number, self._clock())
+
+    def _refusal(self, name: str, rate: str) -> QueueFullError | None:
+        bucket = self._buckets.get((name, rate))
+        seconds = 0.0 if bucket is None else bucket.seconds_until(1, self._clock())
+        if bucket is None or not seconds:
+            return None
+        what = rate.partition("_")[0]
+        return QueueFullError(
+            f"the tenant {name!r} has used up the {bucket.per_minute} {what} that it has a minute; try again "
+            f"in {seconds:.1f} seconds, send less, or have its {rate} raised",
+            retry_after=seconds,
+            reason="rate",
+        )
+
+
+# The label of every tenant that is not named, or is one too many.
+OTHER = "other"
+MOST_LABELS = 100
+REASONS = (*get_args(Refusal), "size")
+
+
+class TenantMetrics:
+    """Requests and tokens by tenant. No client can make a label: only the names that the engine was given
+    are labels, the first hundred of them."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._labels: frozenset[str] = frozenset()
+        self._requests = Counter(
+            "maxsimd_tenant_requests",
+            "Requests that came, those that were refused included, by tenant",
+            ("tenant",),
+            registry=registry,
+        )
+        self._tokens = Counter(
+            "maxsimd_tenant_tokens",
+            "Tokens of steps, cached documents at their price, by tenant",
+            ("tenant",),
+            registry=registry,
+        )
+        self._refused = Counter(
+            "maxsimd_tenant_refused_requests",
+            "Requests refused, for the reasons of maxsimd_refused_requests, by tenant",
+            ("tenant", "reason"),
+            registry=registry,
+        )
+        # To look a counter up takes longer than to count.
+        self._requests_of = lru_cache(MOST_LABELS + 1)(self._requests.labels)
+        self._refused_of = lru_cache(None)(self._refused.labels)
+
+    def set_names(self, names: Iterable[str]) -> None:
+        """Counts these from now on; what was counted of others is no longer shown."""
+        labels = frozenset([name for name in names if name not in ("", OTHER)][:MOST_LABELS])
+        for gone in self._labels - labels:
+            self._requests.remove(gone)
+            self._tokens.remove(gone)
+            for reason in REASONS:
+                self._refused.remove(gone, reason)
+        self._requests_of.cache_clear()
+        self._refused_of.cache_clear()
+        self._labels = labels
+
+    def count_request(self, tenant: str) -> None:
+        self._requests_of(self._label(tenant)).inc()
+
+    def count_tokens(self, tenant: str, tokens: int) -> None:
+        self._tokens.labels(self._label(tenant)).inc(tokens)
+
+    def count_refusal(self, tenant: str, reason: str) -> None:
+        self._refused_of(self._label(tenant), reason).inc()
+
+    def _label(self, tenant: str) -> str:
+        return tenant if tenant in self._labels else OTHER
+
+
+__all__ = ["Tenant", "TenantLimits", "TenantMetrics"]
