@@ -8,8 +8,8 @@ from pathlib import Path
 import click
 import numpy as np
 
-from maxsimd.api.flags import in_flags
 from maxsimd.api.judgements import Judgements, read_judgements, read_texts
+from maxsimd.api.options import in_flags
 from maxsimd.engine import Engine, EngineConfig, MaxsimdError
 from maxsimd.engine.device.stores import digest_of
 from maxsimd.engine.scoring.calibration import Calibration

@@ -17,14 +17,24 @@ from typing import Any
 import click
 
 from maxsimd.api.config import ServerConfig
-from maxsimd.api.config_file import config_file_option, models_in_file, shown
-from maxsimd.api.flags import in_flags
-from maxsimd.api.interpreter import open_standard_files, waiting_threads_sleep
-from maxsimd.api.models.arguments import ModelsArgument, several_models
-from maxsimd.api.models.setup import ModelSetup, check_together
-from maxsimd.api.models.setup import shown as several_shown
-from maxsimd.api.options import SERVED, config_from, keys_of_environment, options_from
-from maxsimd.api.signals import leaving_when_asked, show_stacks_when_asked
+from maxsimd.api.model_setup import ModelsArgument, ModelSetup, check_together, several_models
+from maxsimd.api.model_setup import shown as several_shown
+from maxsimd.api.options import (
+    SERVED,
+    config_file_option,
+    config_from,
+    in_flags,
+    keys_of_environment,
+    models_in_file,
+    options_from,
+    shown,
+)
+from maxsimd.api.process import (
+    leaving_when_asked,
+    open_standard_files,
+    show_stacks_when_asked,
+    waiting_threads_sleep,
+)
 from maxsimd.engine.config import EngineConfig, refuse_missing_folder, shown_name
 from maxsimd.engine.errors import ModelLoadError
 

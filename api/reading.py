@@ -11,8 +11,8 @@ from typing import Any, Literal, cast
 
 import msgspec
 
-from maxsimd.api.failures import too_many_entries
-from maxsimd.api.printable import printable
+from maxsimd.api.answer import too_many_entries
+from maxsimd.api.logs import printable
 from maxsimd.api.reading_pictures import content_of, each_picture, has_pictures
 from maxsimd.api.reading_vectors import is_vectors, vectors_of
 from maxsimd.api.vectors import NUMBERS, Numbers

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from maxsimd.api.printable import printable
+from maxsimd.api.logs import printable
 from maxsimd.api.reading import CONTENT_FIELDS, own_limits, unused_fields
 from maxsimd.api.reading_pictures import PICTURE_URL, known_names
 from maxsimd.api.wire import IGNORED_FIELDS

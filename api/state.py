@@ -2,25 +2,193 @@
 
 import asyncio
 import copy
-from collections.abc import AsyncIterator, Collection
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Literal, Self, cast
+from typing import Any, Literal, Protocol, Self, TypeAlias, TypeVar, Unpack, cast
 
+from prometheus_client import CollectorRegistry
+
+from maxsimd.api.answer import Answer, no_such_model
+from maxsimd.api.body import BodyBudget
 from maxsimd.api.config import ServerConfig
-from maxsimd.api.cors import CrossOrigin
-from maxsimd.api.failures import no_such_model
-from maxsimd.api.held_bytes import BodyBudget
 from maxsimd.api.keys import ApiKeys
-from maxsimd.api.media.sources import MediaSources
-from maxsimd.api.metrics import ServerMetrics
-from maxsimd.api.models.choice import Wanted
-from maxsimd.api.models.routing import chosen, named, not_served, served
-from maxsimd.api.models.several import SeveralModels
+from maxsimd.api.media import MediaSources
+from maxsimd.api.models import SeveralModels, Wanted, chosen, named, not_served, served
 from maxsimd.api.request_warnings import LoggedFields, UnreadField, messages_of, refuse
-from maxsimd.api.served import FleetView, ServedEngine, Serving
-from maxsimd.api.tracing import tracing_of_environment
+from maxsimd.api.telemetry import ServerMetrics, tracing_of_environment
 from maxsimd.engine import EngineDeadError, EngineNotReadyError
+from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.device.facts import ModelFacts
+from maxsimd.engine.metrics import EngineStats
+from maxsimd.engine.processors.text.tokenization import TextTokenizer
+from maxsimd.engine.requests import (
+    ClassifyResult,
+    EmbedResult,
+    RankedDocument,
+    RerankResult,
+    ScoreOptions,
+    ScoreResult,
+    SparseEmbedResult,
+    TokenEmbedResult,
+)
+from maxsimd.engine.tenants import Tenant
+
+_EXPOSED = "Retry-After, Server-Timing, X-Request-ID, X-Maxsimd-Warnings"
+# What a browser may go by without asking again.
+_PREFLIGHT_SECONDS = 600
+_HEADER_NAMES = re.compile(r"[A-Za-z0-9,\t _-]{1,1000}")
+
+
+class CrossOrigin:
+    """The origins that are allowed, and the headers that tell browsers so."""
+
+    def __init__(self, origins: Collection[str]) -> None:
+        self._origins = frozenset(origin.lower() for origin in origins)
+
+    def headers(self, origin: str | None) -> dict[str, str]:
+        """What to add to the answer to a request from a page of `origin`."""
+        if not self._origins:
+            return {}
+        # Caches must not hand the answer for one origin to another.
+        added = {} if "*" in self._origins else {"Vary": "Origin"}
+        if origin is not None and self._allows(origin):
+            added["Access-Control-Allow-Origin"] = "*" if "*" in self._origins else origin
+            added["Access-Control-Expose-Headers"] = _EXPOSED
+        return added
+
+    def preflight(self, method: str, headers: Mapping[str, str], allowed: Collection[str]) -> Answer | None:
+        """The answer to a browser that asks whether it may send a request with one of the `allowed` methods;
+        None where `method` and `headers` are no such question of an allowed origin."""
+        asked = headers.get("access-control-request-method")
+        if method != "OPTIONS" or asked is None or not self._allows(headers.get("origin", "")):
+            return None
+        answer = {
+            "Access-Control-Allow-Methods": ", ".join(sorted(allowed)),
+            "Access-Control-Max-Age": str(_PREFLIGHT_SECONDS),
+        }
+        names = headers.get("access-control-request-headers", "")
+        if _HEADER_NAMES.fullmatch(names):
+            answer["Access-Control-Allow-Headers"] = names
+        return Answer(204, answer)
+
+    def _allows(self, origin: str) -> bool:
+        return "*" in self._origins or origin.lower() in self._origins
+
+
+T = TypeVar("T")
+
+
+class FleetView(Protocol):
+    """What there is of a server's other processes."""
+
+    @property
+    def replicas(self) -> tuple[int, int]:
+        """How many engines are there, and how many are meant to be."""
+
+    async def metrics(self, own: bytes) -> bytes:
+        """From the page of /metrics that this process has by itself to that of the whole server."""
+
+
+class HasRegistry(Protocol):
+    """Counts something."""
+
+    @property
+    def registry(self) -> CollectorRegistry: ...
+
+
+class ServedStream(Protocol):
+    """See `ScoreStream`."""
+
+    @property
+    def result(self) -> ScoreResult: ...
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *error: Any) -> None: ...
+
+    def __aiter__(self) -> AsyncIterator[list[RankedDocument]]: ...
+
+
+class ServedEngine(Protocol):
+    """What handlers and the server's life use of an engine; see `Engine`."""
+
+    death: str | None
+    restart_obstacle: str | None
+
+    @property
+    def metrics(self) -> HasRegistry: ...
+
+    @property
+    def config(self) -> EngineConfig: ...
+
+    @property
+    def caches_by_tenant(self) -> bool:
+        """Whether tenants need names, by which their cached entries are found. Known before the start."""
+
+    @property
+    def is_healthy(self) -> bool: ...
+
+    @property
+    def facts(self) -> ModelFacts: ...
+
+    @property
+    def tokenizer(self) -> TextTokenizer: ...
+
+    @property
+    def max_tokens(self) -> int: ...
+
+    async def start(self) -> None: ...
+
+    async def stop(self, grace: float | None = None) -> None: ...
+
+    async def until_dead(self) -> None: ...
+
+    def stats(self) -> EngineStats: ...
+
+    def set_tenants(self, tenants: Mapping[str, Tenant]) -> None: ...
+
+    def check_rate(self, tenant: str) -> None: ...
+
+    async def clear_cache(self) -> None: ...
+
+    async def in_thread(self, function: Callable[[], T], size: int) -> T: ...
+
+    async def conversation(
+        self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool, continue_final_message: bool
+    ) -> tuple[str, bool]: ...
+
+    async def score(self, queries: Any, documents: Any, **options: Unpack[ScoreOptions]) -> ScoreResult: ...
+
+    async def rerank(
+        self,
+        query: Any,
+        documents: Any,
+        *,
+        top_n: int | None = None,
+        score_threshold: float | None = None,
+        **options: Unpack[ScoreOptions],
+    ) -> RerankResult: ...
+
+    def stream(self, queries: Any, documents: Any, **options: Unpack[ScoreOptions]) -> ServedStream: ...
+
+    @property
+    def embed(self) -> Callable[..., Awaitable[EmbedResult]]: ...
+
+    @property
+    def embed_tokens(self) -> Callable[..., Awaitable[TokenEmbedResult]]: ...
+
+    @property
+    def embed_sparse(self) -> Callable[..., Awaitable[SparseEmbedResult]]: ...
+
+    @property
+    def classify(self) -> Callable[..., Awaitable[ClassifyResult]]: ...
+
+
+# What a server lives around.
+Serving: TypeAlias = ServedEngine | SeveralModels
+
 
 # What Infinity's client sends where it is to name no model.
 _NO_NAME = "default/not-specified"

@@ -6,8 +6,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from maxsimd.api.garbage import garbage_left_alone
-from maxsimd.api.interpreter import switching_often
+from maxsimd.api.process import garbage_left_alone, switching_often
 from maxsimd.bench.datasets import QUERY, docstring_pairs
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from maxsimd.api.garbage import garbage_left_alone
+from maxsimd.api.process import garbage_left_alone
 from maxsimd.bench.page_models import clip_b32
 from maxsimd.engine import Content, Engine, EngineConfig
 from maxsimd.engine.media import PictureFile

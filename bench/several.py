@@ -15,7 +15,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from maxsimd.api.garbage import resident_bytes
+from maxsimd.api.process import resident_bytes
 from maxsimd.bench.datasets import docstring_pairs
 from maxsimd.bench.text_models import SHAPES
 from maxsimd.engine import EngineConfig, Engines

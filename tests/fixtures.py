@@ -13,7 +13,7 @@ import pytest_asyncio
 import torch
 from hypothesis import settings
 
-from maxsimd.api.heaps import share_heaps
+from maxsimd.api.process import share_heaps
 from maxsimd.bench.datasets import Pair, docstring_pairs
 from maxsimd.engine.device.host import give_back_memory, usable_cores
 from tests.checkpoints import bi_encoders, cross_encoders, late_interaction

@@ -40,7 +40,7 @@ MODULES = (
 
 
 def _import_all() -> None:
-    from maxsimd.api.interpreter import waiting_threads_sleep
+    from maxsimd.api.process import waiting_threads_sleep
 
     # As a command does before it imports torch.
     waiting_threads_sleep()

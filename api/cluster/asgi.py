@@ -8,8 +8,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from maxsimd.api.answer import Answer
-from maxsimd.api.body_headers import encoding_of
-from maxsimd.api.decompression import decompressed
+from maxsimd.api.body import decompressed, encoding_of
 from maxsimd.api.handlers import handle
 from maxsimd.api.state import ServerState
 

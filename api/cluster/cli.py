@@ -8,9 +8,8 @@ from maxsimd.api.cluster.config import ONE_PROCESS, RAYS_OWN, AppConfig, Cluster
 from maxsimd.api.cluster.ray_session import require_ray
 from maxsimd.api.cluster.score_command import score
 from maxsimd.api.config import ServerConfig
-from maxsimd.api.config_file import config_file_option, models_in_file
-from maxsimd.api.models.arguments import ModelsArgument
-from maxsimd.api.options import SERVED, keys_of_environment, options_from
+from maxsimd.api.model_setup import ModelsArgument
+from maxsimd.api.options import SERVED, config_file_option, keys_of_environment, models_in_file, options_from
 from maxsimd.engine.config import EngineConfig
 
 

@@ -15,9 +15,9 @@ from maxsimd.api.fleet.fleet_engine import FleetEngine
 from maxsimd.api.fleet.front import FrontView
 from maxsimd.api.fleet.limits import check_limits
 from maxsimd.api.fleet.roster import Listed, Roster
-from maxsimd.api.interpreter import switching_often
 from maxsimd.api.keys import ApiKeys
 from maxsimd.api.logs import set_up_logging
+from maxsimd.api.process import switching_often
 from maxsimd.api.state import ServerState
 
 log = logging.getLogger("maxsimd.cluster")

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maxsimd.api.cluster.rows import RowScores, ScoreRow
-from maxsimd.api.interpreter import waiting_threads_sleep
+from maxsimd.api.process import waiting_threads_sleep
 from maxsimd.engine import (
     EngineConfig,
     EngineDeadError,

@@ -10,7 +10,7 @@ import click
 
 from maxsimd.api.cluster.config import AppConfig
 from maxsimd.api.cluster.ray_session import last_line, ray_session
-from maxsimd.api.signals import leave_at_once
+from maxsimd.api.process import leave_at_once
 
 # The application's name on Serve; a cluster may have others beside it.
 APP_NAME = "maxsimd"

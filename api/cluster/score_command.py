@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from maxsimd.api.commands.progress import Progress
-from maxsimd.api.config_file import config_file_option
-from maxsimd.api.flags import in_flags
-from maxsimd.api.options import config_from, options_from
+from maxsimd.api.options import config_file_option, config_from, in_flags, options_from
 from maxsimd.engine.config import EngineConfig
 
 if TYPE_CHECKING:

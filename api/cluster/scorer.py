@@ -12,11 +12,15 @@ from maxsimd.api.config import ServerConfig
 from maxsimd.api.fleet.door import Door
 from maxsimd.api.fleet.engine_answers import EngineAnswers
 from maxsimd.api.fleet.roster import Listed
-from maxsimd.api.garbage import collect_when_quiet, garbage_left_alone, resident_bytes
-from maxsimd.api.heaps import share_heaps
-from maxsimd.api.interpreter import switching_often
 from maxsimd.api.logs import set_up_logging
-from maxsimd.api.metrics import DroppedEvents
+from maxsimd.api.process import (
+    collect_when_quiet,
+    garbage_left_alone,
+    resident_bytes,
+    share_heaps,
+    switching_often,
+)
+from maxsimd.api.telemetry import DroppedEvents
 from maxsimd.engine import Engine, EngineConfig
 from maxsimd.engine.device.host import usable_cores
 from maxsimd.engine.workers import take_short_slices

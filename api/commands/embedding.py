@@ -9,8 +9,7 @@ import click
 
 from maxsimd.api.commands.progress import Progress
 from maxsimd.api.commands.records import KINDS, Record, read_records
-from maxsimd.api.config_file import config_file_option
-from maxsimd.api.options import config_from, options_from
+from maxsimd.api.options import config_file_option, config_from, options_from
 from maxsimd.engine.config import EngineConfig, shown_name
 
 _INTERRUPTED = 130

@@ -10,9 +10,8 @@ import click
 
 from maxsimd.api.commands.printing import open_output
 from maxsimd.api.commands.progress import Progress
-from maxsimd.api.config_file import config_file_option
 from maxsimd.api.judgements import Grades, read_candidates, read_grades, read_texts
-from maxsimd.api.options import config_from, options_from
+from maxsimd.api.options import config_file_option, config_from, options_from
 from maxsimd.engine.config import EngineConfig, shown_name
 
 _FILE = click.Path(exists=True, dir_okay=False)

@@ -10,7 +10,7 @@ import click
 
 from maxsimd.api.commands.progress import Progress
 from maxsimd.api.commands.records import Record
-from maxsimd.api.flags import in_flags
+from maxsimd.api.options import in_flags
 from maxsimd.engine import Engine, EngineConfig, MaxsimdError
 from maxsimd.engine.config import shown_name
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry, Gauge
 
-from maxsimd.api.failures import ApiError
+from maxsimd.api.answer import ApiError
 from maxsimd.api.fleet.embedding import EmbedJob, num_characters, run_of
 from maxsimd.api.fleet.failures import as_error
 from maxsimd.api.fleet.items import sent_inputs

@@ -13,7 +13,6 @@ from typing import NoReturn
 import uvloop
 
 from maxsimd.api.config import ServerConfig, SetupError
-from maxsimd.api.flags import in_flags
 from maxsimd.api.fleet.address import UnixAddress
 from maxsimd.api.fleet.door import Door
 from maxsimd.api.fleet.engine_answers import EngineAnswers
@@ -22,17 +21,24 @@ from maxsimd.api.fleet.front import FrontView
 from maxsimd.api.fleet.limits import check_limits
 from maxsimd.api.fleet.roster import Roster
 from maxsimd.api.fleet.setup import Setup, read_setup, remove
-from maxsimd.api.garbage import collect_when_quiet, garbage_left_alone, resident_bytes
-from maxsimd.api.heaps import share_heaps
-from maxsimd.api.interpreter import switching_often
+from maxsimd.api.http.sockets import max_connections, raise_descriptor_limit, tls_context
 from maxsimd.api.keys import ApiKeys
 from maxsimd.api.logs import set_up_logging
-from maxsimd.api.media.sources import MediaSources
-from maxsimd.api.metrics import DroppedEvents
+from maxsimd.api.media import MediaSources
+from maxsimd.api.options import in_flags
+from maxsimd.api.process import (
+    Stop,
+    collect_when_quiet,
+    garbage_left_alone,
+    leave_at_once,
+    leaving_when_asked,
+    resident_bytes,
+    share_heaps,
+    show_stacks_when_asked,
+    switching_often,
+)
 from maxsimd.api.serve import run_server
-from maxsimd.api.signals import Stop, leave_at_once, leaving_when_asked, show_stacks_when_asked
-from maxsimd.api.sockets import max_connections, raise_descriptor_limit
-from maxsimd.api.tls import tls_context
+from maxsimd.api.telemetry import DroppedEvents
 from maxsimd.engine import Engine, ModelLoadError
 from maxsimd.engine.device.host import usable_cores
 from maxsimd.engine.workers import take_short_slices

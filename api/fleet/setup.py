@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from maxsimd.api.config import ServerConfig
-from maxsimd.api.signals import leave_at_once
+from maxsimd.api.process import leave_at_once
 from maxsimd.engine.config import EngineConfig
 
 _LENGTH_BYTES = 4

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from maxsimd.api.config import ServerConfig, SetupError
 from maxsimd.api.fleet.setup import Setup, remove
-from maxsimd.api.signals import handled_signals, leave_at_once, show_stacks_when_asked
-from maxsimd.api.sockets import open_sockets
+from maxsimd.api.http.sockets import open_sockets
+from maxsimd.api.process import handled_signals, leave_at_once, show_stacks_when_asked
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.host import usable_cores
 

@@ -9,9 +9,7 @@ from maxsimd.api import wire
 from maxsimd.api.answer import Answer, new_id, usage_of, wire_answer
 from maxsimd.api.handlers.ranking import in_words_of, scale_of, score_options, with_scale
 from maxsimd.api.handlers.score_answers import cohere_meta, least_score, ranked
-from maxsimd.api.models.choice import Wanted
-from maxsimd.api.models.routing import named, told_of
-from maxsimd.api.models.several import SeveralModels
+from maxsimd.api.models import SeveralModels, Wanted, named, told_of
 from maxsimd.api.reading import ToRank, instruction_of, truncation_of
 from maxsimd.api.request_warnings import warnings_of
 from maxsimd.api.state import ServerState

@@ -10,7 +10,7 @@ from maxsimd.api.answer import Answer, new_id, now, usage_of, wire_answer
 from maxsimd.api.handlers.embedding import check_labels
 from maxsimd.api.handlers.route import post_texts
 from maxsimd.api.handlers.tei_headers import TeiHeaders
-from maxsimd.api.models.choice import Wanted
+from maxsimd.api.models import Wanted
 from maxsimd.api.reading import (
     Inputs,
     check_token_ids,

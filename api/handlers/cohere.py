@@ -10,7 +10,7 @@ from maxsimd.api import wire_cohere
 from maxsimd.api.answer import Answer, new_id, wire_answer
 from maxsimd.api.handlers.embedding import check_embeddings
 from maxsimd.api.handlers.route import post_texts
-from maxsimd.api.models.choice import Wanted
+from maxsimd.api.models import Wanted
 from maxsimd.api.reading import (
     check_count,
     cohere_truncation_of,

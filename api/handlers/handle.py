@@ -1,6 +1,7 @@
 """One request from its arrival to its answer, and what surrounds every one of them: an id, the key, one shape
 of errors, timing, a log line and metrics. What a route does is in the files beside this one."""
 
+import functools
 import logging
 import math
 import re
@@ -9,9 +10,11 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from maxsimd.api.answer import Answer
-from maxsimd.api.body_headers import refusal
-from maxsimd.api.failures import (
+from maxsimd.api.answer import (
+    Answer,
+    LineSender,
+    Sink,
+    WholeAnswer,
     WrongMethodError,
     as_api_error,
     error_answer,
@@ -19,14 +22,94 @@ from maxsimd.api.failures import (
     no_valid_key,
     restarting,
 )
-from maxsimd.api.handlers import infinity, models, operating
-from maxsimd.api.handlers.route import Body, Work
-from maxsimd.api.handlers.routes import METHODS, OPEN_ROUTES, PAGES, ROUTES
-from maxsimd.api.printable import printable
-from maxsimd.api.sink import LineSender, Sink, WholeAnswer
+from maxsimd.api.body import refusal
+from maxsimd.api.handlers import (
+    classification,
+    cohere,
+    embedding,
+    infinity,
+    invocations,
+    ollama,
+    operating,
+    scoring,
+    tei,
+    tokens,
+    voyage,
+)
+from maxsimd.api.handlers.openapi import described
+from maxsimd.api.handlers.route import Body, Route, Work, get
+from maxsimd.api.logs import printable
+from maxsimd.api.pages import Page, playground, reference
 from maxsimd.api.state import RequestNotes, ServerState
-from maxsimd.api.tracing import Traced
+from maxsimd.api.telemetry import Traced
 from maxsimd.engine import EngineDeadError
+
+
+async def playground_page(state: ServerState) -> Answer:
+    return _page_answer(playground())
+
+
+async def reference_page(state: ServerState) -> Answer:
+    return _page_answer(reference())
+
+
+def _page_answer(page: Page) -> Answer:
+    headers = {
+        "Content-Type": "text/html; charset=utf-8",
+        "Content-Security-Policy": page.policy,
+        # A newer server may have a newer page.
+        "Cache-Control": "no-cache",
+    }
+    return Answer(200, headers, page.html)
+
+
+PAGE_ROUTES = (get("/", playground_page, "text/html"), get("/docs", reference_page, "text/html"))
+
+
+async def openapi(state: ServerState) -> Answer:
+    are_changed = state.models is not None and state.keys.has_admins
+    return Answer(200, {"Content-Type": "application/json"}, description(are_changed))
+
+
+@functools.cache
+def description(models_are_changed: bool = False) -> bytes:
+    """What /openapi.json answers, and where models may be loaded and dropped."""
+    more = operating.CHANGE_ROUTES if models_are_changed else ()
+    return described((*_ALL, *more, *PAGE_ROUTES), OPEN_ROUTES)
+
+
+def table(*groups: tuple[Route, ...]) -> dict[str, dict[str, Work]]:
+    """For each path, what does the work of each method."""
+    works: dict[str, dict[str, Work]] = {}
+    for route in (route for group in groups for route in group):
+        for method in route.methods:
+            works.setdefault(route.path, {})[method] = route.work
+    return works
+
+
+# What load balancers ask must be answered without a key. Nothing else is.
+OPEN_ROUTES = frozenset({"/health", "/ready", "/ping"})
+# Pages hold nothing of the model's, and ask for the key themselves. What is posted to their paths is not
+# open.
+PAGES = frozenset(route.path for route in PAGE_ROUTES)
+_ALL = (
+    *scoring.ROUTES,
+    *embedding.ROUTES,
+    *classification.ROUTES,
+    *tokens.ROUTES,
+    *tei.ROUTES,
+    *cohere.ROUTES,
+    *voyage.ROUTES,
+    *infinity.ROUTES,
+    *ollama.ROUTES,
+    *invocations.ROUTES,
+    *operating.ROUTES,
+    get("/openapi.json", openapi),
+)
+
+ROUTES = table(_ALL, PAGE_ROUTES)
+METHODS = frozenset(method for methods in ROUTES.values() for method in methods)
+
 
 log = logging.getLogger("maxsimd.http")
 
@@ -180,13 +263,13 @@ def _tenant_of(state: ServerState, headers: Mapping[str, str]) -> str:
 
 def _changes_models(state: ServerState, method: str, route: str) -> bool:
     """Whether the request loads a model or drops it, which a server of one model does not."""
-    return state.models is not None and route == operating.MODEL_PATH and method in models.METHODS
+    return state.models is not None and route == operating.MODEL_PATH and method in operating.CHANGE_METHODS
 
 
 def _more_methods(state: ServerState, route: str) -> tuple[str, ...]:
     """The methods of a route that loads and drops models, where whoever has a key for that may."""
     is_changed = state.models is not None and route == operating.MODEL_PATH and state.keys.has_admins
-    return models.METHODS if is_changed else ()
+    return operating.CHANGE_METHODS if is_changed else ()
 
 
 def _model_in(path: str) -> str:
@@ -207,8 +290,8 @@ def _work_of(state: ServerState, method: str, path: str, headers: Mapping[str, s
     if route in _AROUND_NAME and not _model_in(path):
         raise no_such_route()
     if _changes_models(state, method, route):
-        models.check_allowed(state, headers)
-        return models.changing(method, _model_in(path))
+        operating.check_allowed(state, headers)
+        return operating.changing(method, _model_in(path))
     if method not in methods:
         raise WrongMethodError({*methods, *_more_methods(state, route)})
     return operating.model(_model_in(path)) if route == operating.MODEL_PATH else methods[method]

@@ -8,7 +8,7 @@ from maxsimd.api.answer import Answer, json_page, new_id, now, usage_of, wire_an
 from maxsimd.api.handlers.operating import card
 from maxsimd.api.handlers.ranking import characters_of, check_all_ranked, rank, scale_of, with_scale
 from maxsimd.api.handlers.route import get, post_texts
-from maxsimd.api.models.choice import Wanted
+from maxsimd.api.models import Wanted
 from maxsimd.api.reading import ToRank, as_item, as_items, check_count, rank_places, truncation_of
 from maxsimd.api.request_warnings import warnings_of
 from maxsimd.api.state import ServerState

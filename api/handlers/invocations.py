@@ -3,9 +3,8 @@
 from maxsimd.api import wire
 from maxsimd.api.answer import Answer
 from maxsimd.api.handlers import classification, embedding, scoring, tei
-from maxsimd.api.handlers.forms import Fields, Form, answered_as
-from maxsimd.api.handlers.route import post_texts
-from maxsimd.api.models.choice import Wanted
+from maxsimd.api.handlers.route import Fields, Form, answered_as, post_texts
+from maxsimd.api.models import Wanted
 from maxsimd.api.reading import inputs_of, texts_to_score
 from maxsimd.api.reading_messages import inputs_or_chat_of
 from maxsimd.api.state import ServerState

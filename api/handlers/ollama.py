@@ -5,7 +5,7 @@ from maxsimd.api.answer import Answer, wire_answer
 from maxsimd.api.handlers.embedding import check_embeddings, in_unit_length
 from maxsimd.api.handlers.operating import show_version
 from maxsimd.api.handlers.route import get, post_texts
-from maxsimd.api.models.choice import Wanted
+from maxsimd.api.models import Wanted
 from maxsimd.api.reading import Inputs, as_inputs, check_token_ids
 from maxsimd.api.request_warnings import warnings_of
 from maxsimd.api.state import ServerState

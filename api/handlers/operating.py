@@ -1,15 +1,27 @@
 """The routes for those who run a server: health, models, metrics."""
 
+from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from maxsimd import __version__
-from maxsimd.api.answer import Answer, json_page, now
-from maxsimd.api.flags import in_flags
-from maxsimd.api.handlers.route import Work, delete, get
-from maxsimd.api.models.routing import named, served
-from maxsimd.api.models.several import DROPPED
+from maxsimd.api.answer import (
+    Answer,
+    ApiError,
+    body_not_unicode,
+    in_printable_name,
+    json_page,
+    model_is_not_loadable,
+    no_such_model,
+    now,
+    too_deep,
+)
+from maxsimd.api.handlers.route import Body, Route, Work, delete, get, read_body
+from maxsimd.api.models import DROPPED, LastModelError, SeveralModels, named, served
+from maxsimd.api.options import in_flags
+from maxsimd.api.request_warnings import UnreadField, unread_fields
 from maxsimd.api.state import ServerState
 from maxsimd.engine.config import ScoreType
 from maxsimd.engine.device.facts import ModelFacts
@@ -170,4 +182,91 @@ ROUTES = (
     get(MODEL_PATH, models),
     get("/metrics", metrics, CONTENT_TYPE_LATEST.partition(";")[0]),
     delete("/cache", clear_cache),
+)
+
+
+CHANGE_METHODS = ("POST", "DELETE")
+
+
+def changing(method: str, name: str) -> Work:
+    """What loads a model or drops it."""
+
+    async def work(state: ServerState, body: Body, tenant: str) -> Answer:
+        models = state.models
+        assert models is not None
+        with state.bodies.hold() as held:
+            given = await read_body(state, body, held)
+        state = state.telling_of(_fields_in(given), MODEL_PATH)
+        is_load = method == "POST"
+        answer = await (_load(state, models, name) if is_load else _drop(models, name))
+        return answer.with_field_warnings(state.field_warnings)
+
+    return work
+
+
+class _NoFields(msgspec.Struct):
+    """How a model runs is for the server's configuration to say."""
+
+
+def _fields_in(body: bytes | bytearray) -> list[UnreadField]:
+    """Returns the unread fields of an optional body, which are all of its fields. Raises ApiError (400) for
+    names that are not UTF-8 and for bodies that are nested too deeply."""
+    try:
+        return unread_fields(_NoFields(), msgspec.json.decode(body, type=dict[str, msgspec.Raw]))
+    except msgspec.DecodeError:
+        return []
+    except UnicodeDecodeError as error:
+        raise body_not_unicode(error.reason) from error
+    except RecursionError as error:
+        raise too_deep() from error
+
+
+def check_allowed(state: ServerState, headers: Mapping[str, str]) -> None:
+    """Raises ApiError (403) for whoever may not change what is served."""
+    if state.keys.is_admin(headers.get("authorization", "")):
+        return
+    if state.keys.has_admins:
+        message = "this key may not load or drop models; send one that the file of keys gives admin=yes"
+    else:
+        message = (
+            "models are loaded and dropped only where the file of keys (--api-key-file) gives a key admin=yes"
+        )
+    raise ApiError(403, "PermissionDeniedError", message)
+
+
+async def _load(state: ServerState, models: SeveralModels, name: str) -> Answer:
+    """Answers when the model is served, or cannot be."""
+    if not models.may_load(name):
+        raise model_is_not_loadable(name)
+    state.check_ready()
+    try:
+        await models.load(name)
+    except Exception as error:
+        reason = in_flags(str(error)) or type(error).__name__
+        raise ApiError(
+            422, "ModelLoadError", f"the model `{in_printable_name(name)}` cannot be loaded: {reason}", "name"
+        ) from error
+    return json_page(card(state, name))
+
+
+async def _drop(models: SeveralModels, name: str) -> Answer:
+    """Answers when the model is gone."""
+    if name not in models.names:
+        raise no_such_model(name, served(models))
+    try:
+        await models.drop(name)
+    except LastModelError:
+        message = "this is the last model that is served; load another first, or stop the server"
+        raise ApiError(409, "ConflictError", message, "name") from None
+    return Answer(204)
+
+
+async def _depends_on_name(state: ServerState, body: Body, tenant: str) -> Answer:
+    raise AssertionError("the work depends on the name")
+
+
+# As /openapi.json describes them, where there are admins.
+CHANGE_ROUTES = (
+    Route(MODEL_PATH, ("POST",), _depends_on_name),
+    Route(MODEL_PATH, ("DELETE",), _depends_on_name, answers=(), status=204),
 )

@@ -14,7 +14,7 @@ from maxsimd.api.handlers.ranking import (
 from maxsimd.api.handlers.route import post_texts
 from maxsimd.api.handlers.score_answers import ranked
 from maxsimd.api.handlers.tei_headers import TeiHeaders
-from maxsimd.api.models.choice import Wanted
+from maxsimd.api.models import Wanted
 from maxsimd.api.reading import (
     ToRank,
     as_item,

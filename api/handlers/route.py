@@ -8,12 +8,12 @@ import codecs
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import msgspec
 
-from maxsimd.api.answer import Answer
-from maxsimd.api.failures import (
+from maxsimd.api.answer import (
+    Answer,
     body_not_unicode,
     body_too_large,
     not_utf8,
@@ -22,12 +22,8 @@ from maxsimd.api.failures import (
     too_many_strings,
     too_many_values,
 )
-from maxsimd.api.half_characters import mended
-from maxsimd.api.held_bytes import HeldBytes
-from maxsimd.api.json_shape import JsonShape, shape_of
-from maxsimd.api.models.choice import Wanted
-from maxsimd.api.models.routing import told_of
-from maxsimd.api.models.several import SeveralModels
+from maxsimd.api.body import HeldBytes, JsonShape, mended, shape_of
+from maxsimd.api.models import SeveralModels, Wanted, told_of
 from maxsimd.api.request_warnings import UnreadField, unread_fields
 from maxsimd.api.state import ServerState
 from maxsimd.engine import RequestTimeoutError
@@ -293,3 +289,37 @@ def _check_shape(shape: JsonShape, most: JsonShape) -> None:
         raise too_many_strings(most.strings)
     if shape.commas > most.commas:
         raise too_many_values(most.commas)
+
+
+# A request as JSON has it.
+Fields = dict[str, Any]
+
+
+class Form(NamedTuple):
+    """A kind of request: its wire type, what is read of it, and what answers it."""
+
+    kind: type[Any]
+    read: Callable[[Any, int], Any]
+    handler: Callable[[ServerState, Any, Any, str], Awaitable[Answer]]
+
+
+async def answered_as(form: Form, state: ServerState, fields: Fields, tenant: str, path: str) -> Answer:
+    """The answer to these fields as a request of this kind, on the route with this path."""
+    most = state.config.max_documents
+
+    def read() -> tuple[Any, Any, list[UnreadField]]:
+        request = msgspec.convert(fields, type=form.kind, strict=False)
+        return request, form.read(request, most), unread_fields(request, fields)
+
+    size = sum(len(value) for value in fields.values() if isinstance(value, str | list))
+    try:
+        request, found, unread = await state.engine.in_thread(read, size)
+    except RecursionError as error:
+        raise too_deep() from error
+    state.check_model(request.model)
+    state = state.telling_of(unread, path)
+    with state.bodies.hold() as held:
+        if state.reads_pictures:
+            found = await state.media.filled(found, held)
+        answer = await form.handler(state, request, found, tenant)
+    return answer.with_field_warnings(state.field_warnings)

@@ -14,7 +14,7 @@ from maxsimd.api.handlers.ranking import (
 )
 from maxsimd.api.handlers.route import post_texts
 from maxsimd.api.handlers.score_answers import rerank_response, score_response
-from maxsimd.api.models.choice import Wanted
+from maxsimd.api.models import Wanted
 from maxsimd.api.reading import (
     ToRank,
     names_of,

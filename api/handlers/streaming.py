@@ -12,8 +12,7 @@ from maxsimd.api.handlers.ranking import num_matches, scale_of, score_options, w
 from maxsimd.api.handlers.score_answers import least_score, ranked, rerank_response, score_response
 from maxsimd.api.reading import ToRank, truncation_of
 from maxsimd.api.request_warnings import warnings_of
-from maxsimd.api.served import ServedStream
-from maxsimd.api.state import ServerState
+from maxsimd.api.state import ServedStream, ServerState
 from maxsimd.api.wire_explanations import on_wire
 from maxsimd.engine import RankedDocument, RerankResult, ScoreResult
 from maxsimd.engine.requests import Item, rank

@@ -10,11 +10,10 @@ from maxsimd.api import wire, wire_tei
 from maxsimd.api.answer import Answer, wire_answer
 from maxsimd.api.handlers import classification, scoring
 from maxsimd.api.handlers.embedding import NORMALIZES_ANYWAY, check_embeddings, in_unit_length, most_vectors
-from maxsimd.api.handlers.forms import Fields, Form, answered_as
-from maxsimd.api.handlers.route import model_of, post, post_texts
+from maxsimd.api.handlers.route import Fields, Form, answered_as, model_of, post, post_texts
 from maxsimd.api.handlers.tei_headers import TeiHeaders
 from maxsimd.api.handlers.tokens import check_number_decoded, decoded
-from maxsimd.api.models.choice import Wanted
+from maxsimd.api.models import Wanted
 from maxsimd.api.reading import (
     Inputs,
     as_inputs,

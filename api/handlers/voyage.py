@@ -4,7 +4,7 @@ from maxsimd.api import wire_voyage
 from maxsimd.api.answer import Answer, usage_of, wire_answer
 from maxsimd.api.handlers.embedding import check_embeddings
 from maxsimd.api.handlers.route import post_texts
-from maxsimd.api.models.choice import Wanted
+from maxsimd.api.models import Wanted
 from maxsimd.api.reading import check_count, input_called, input_type_of, texts_and_pictures
 from maxsimd.api.request_warnings import warnings_of
 from maxsimd.api.state import ServerState

@@ -1,5 +1,55 @@
 """The pages that people open in a browser: static, each in one piece, with nothing from anywhere else."""
 
-from maxsimd.api.pages.page import Page, playground, reference
+import base64
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A page, and the policy by which a browser lets it load nothing but from its own server."""
+
+    html: bytes
+    policy: str
+
+
+@cache
+def playground() -> Page:
+    """Where one ranks documents and sees why."""
+    return _page("playground")
+
+
+@cache
+def reference() -> Page:
+    """The routes with their fields, drawn from /openapi.json."""
+    return _page("reference")
+
+
+def _page(name: str) -> Page:
+    folder = files("maxsimd.api.pages")
+    html, style, script = (
+        (folder / f"{name}.{ending}").read_text(encoding="utf-8") for ending in ("html", "css", "js")
+    )
+    whole = html.replace("/*{{style}}*/", style).replace("/*{{script}}*/", script)
+    policy = "; ".join(
+        (
+            "default-src 'none'",
+            f"script-src 'sha256-{_digest(script)}'",
+            f"style-src 'sha256-{_digest(style)}'",
+            "connect-src 'self'",
+            "img-src data:",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "frame-ancestors 'none'",
+        )
+    )
+    return Page(whole.encode("utf-8"), policy)
+
+
+def _digest(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode("ascii")
+
 
 __all__ = ["Page", "playground", "reference"]

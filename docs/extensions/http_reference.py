@@ -9,7 +9,7 @@ from typing import Any
 from sphinx.application import Sphinx
 
 from maxsimd.api.config import ServerConfig
-from maxsimd.api.handlers.routes import description
+from maxsimd.api.handlers.handle import description
 from maxsimd.api.options import markdown_table
 from maxsimd.engine import EngineConfig
 

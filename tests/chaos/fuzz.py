@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from maxsimd.api import wire, wire_cohere, wire_ollama, wire_reranks, wire_tei, wire_voyage
-from maxsimd.api.handlers.routes import ROUTES
+from maxsimd.api.handlers.handle import ROUTES
 from tests.chaos.findings import Found, percentile
 from tests.chaos.running import Running, running
 from tests.chaos.traffic import Texts, error_mismatch, read_answer

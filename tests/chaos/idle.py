@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from maxsimd.api.sockets import raise_descriptor_limit
+from maxsimd.api.http.sockets import raise_descriptor_limit
 from tests.chaos.crowd import crowd
 from tests.chaos.findings import Found, Row, percentile
 from tests.chaos.running import Running, running

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any
 
-from maxsimd.api.interpreter import waiting_threads_sleep
+from maxsimd.api.process import waiting_threads_sleep
 
 waiting_threads_sleep()  # before torch is imported, as in the command itself
 

@@ -12,7 +12,7 @@ import pytest
 from playwright.sync_api import Browser, expect
 
 from maxsimd.api.config import ServerConfig
-from maxsimd.api.handlers.routes import description
+from maxsimd.api.handlers.handle import description
 from maxsimd.api.options import flag
 from maxsimd.engine import Engine, EngineConfig, SyncEngine
 from tests.documentation.test_code_blocks import BESIDE_DOCS, ROOT

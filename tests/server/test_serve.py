@@ -23,14 +23,10 @@ from prometheus_client import CollectorRegistry
 from maxsimd.api import serve as life
 from maxsimd.api.answer import Answer
 from maxsimd.api.config import ServerConfig
-from maxsimd.api.connection_table import ConnectionTable
-from maxsimd.api.connections import Connection
-from maxsimd.api.listener import Listener
-from maxsimd.api.metrics import ServerMetrics
-from maxsimd.api.responses import as_response
-from maxsimd.api.signals import Stop
-from maxsimd.api.sockets import open_sockets
-from maxsimd.api.tls import tls_context
+from maxsimd.api.http.connections import Connection, ConnectionTable, Listener, as_response
+from maxsimd.api.http.sockets import open_sockets, tls_context
+from maxsimd.api.process import Stop
+from maxsimd.api.telemetry import ServerMetrics
 from maxsimd.engine import Engine, EngineConfig
 from tests.server.conftest import free_port
 from tests.waiting import until

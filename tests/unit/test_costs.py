@@ -8,7 +8,8 @@ import msgspec
 
 from maxsimd.api import reading, reading_pictures
 from maxsimd.api.config import ServerConfig
-from maxsimd.api.handlers import cascade, models, routes, tokens
+from maxsimd.api.handlers import cascade, operating, tokens
+from maxsimd.api.handlers.handle import _ALL
 from maxsimd.api.wire import Name
 from maxsimd.engine import EngineConfig
 from maxsimd.engine.media.decoding import _MAX_ASPECT_RATIO, PictureLimits
@@ -65,7 +66,7 @@ def _costly_fields(kind: msgspec.inspect.Type, at: str = "") -> Iterator[str]:
 def test_every_field_of_a_request_has_a_bound_in_the_table() -> None:
     sent = {
         (route.path, field)
-        for route in (*routes._ALL, *models.ROUTES)
+        for route in (*_ALL, *operating.CHANGE_ROUTES)
         if route.kind is not None
         for field in _costly_fields(msgspec.inspect.type_info(route.kind))
     }

@@ -18,8 +18,8 @@ from maxsimd.api.cli import main
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.fleet.fleet_engine import FleetEngine
 from maxsimd.api.fleet.roster import Roster
-from maxsimd.api.handlers.routes import OPEN_ROUTES, PAGES, ROUTES
-from maxsimd.api.key_file import ATTRIBUTES, read_keys
+from maxsimd.api.handlers.handle import OPEN_ROUTES, PAGES, ROUTES
+from maxsimd.api.keys import ATTRIBUTES, read_keys
 from maxsimd.api.options import variable
 from maxsimd.api.state import ServerState
 from maxsimd.engine import Engine, EngineConfig
@@ -74,7 +74,7 @@ def test_the_page_on_security_names_routes_without_a_key() -> None:
 
 
 def test_the_page_on_security_names_every_reason_to_cut() -> None:
-    source = "".join((ROOT / "api" / name).read_text() for name in ("connections.py", "listener.py"))
+    source = (ROOT / "api" / "http" / "connections.py").read_text()
     reasons = set(re.findall(r'(?:_count|cut_connections\.labels)\("(\w+)"\)', source))
     assert len(reasons) == 6
     for reason in reasons:

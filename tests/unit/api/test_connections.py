@@ -10,12 +10,11 @@ import pytest
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from maxsimd.api import connection_table
 from maxsimd.api.config import ServerConfig, SetupError
-from maxsimd.api.connection_table import ConnectionTable, Phase
-from maxsimd.api.connections import Connection
-from maxsimd.api.metrics import ServerMetrics
-from maxsimd.api.sockets import max_connections, raise_descriptor_limit
+from maxsimd.api.http import connections
+from maxsimd.api.http.connections import Connection, ConnectionTable, Phase
+from maxsimd.api.http.sockets import max_connections, raise_descriptor_limit
+from maxsimd.api.telemetry import ServerMetrics
 
 
 class Room:
@@ -23,7 +22,7 @@ class Room:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        monkeypatch.setattr(connection_table, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(connections, "time", SimpleNamespace(monotonic=lambda: self.now))
         self.table = ConnectionTable(ServerConfig(max_bodies_mb=1), 3, ServerMetrics(CollectorRegistry()))
         self.evicted: list[tuple[str, bool]] = []
         self._connections: dict[str, StandIn] = {}
@@ -159,8 +158,8 @@ def test_there_are_as_many_connections_as_descriptors_allow() -> None:
 
 def test_the_limit_on_descriptors_is_raised_as_far_as_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     limits: dict[int, tuple[int, int]] = {}
-    monkeypatch.setattr("maxsimd.api.sockets.resource.getrlimit", limits.__getitem__)
-    monkeypatch.setattr("maxsimd.api.sockets.resource.setrlimit", limits.__setitem__)
+    monkeypatch.setattr("maxsimd.api.http.sockets.resource.getrlimit", limits.__getitem__)
+    monkeypatch.setattr("maxsimd.api.http.sockets.resource.setrlimit", limits.__setitem__)
     without = resource.RLIM_INFINITY
     for soft, hard, raised in (
         *((64, 64, 64), (64, 4096, 4096), (64, 1 << 30, 1 << 20)),
@@ -171,5 +170,5 @@ def test_the_limit_on_descriptors_is_raised_as_far_as_it_may(monkeypatch: pytest
         assert limits == {resource.RLIMIT_NOFILE: (raised, hard)}
     limits[resource.RLIMIT_NOFILE] = (256, 4096)
     refuse = Mock(side_effect=ValueError("not allowed to raise maximum limit"))
-    monkeypatch.setattr("maxsimd.api.sockets.resource.setrlimit", refuse)
+    monkeypatch.setattr("maxsimd.api.http.sockets.resource.setrlimit", refuse)
     assert raise_descriptor_limit() == 256

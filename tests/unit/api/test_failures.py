@@ -7,8 +7,7 @@ import msgspec
 
 from maxsimd.api import answer as answers
 from maxsimd.api import wire
-from maxsimd.api.answer import Answer
-from maxsimd.api.failures import ApiError, as_api_error, error_answer
+from maxsimd.api.answer import Answer, ApiError, as_api_error, error_answer
 from maxsimd.engine import (
     EngineDeadError,
     EngineNotReadyError,

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maxsimd.api.config import ServerConfig, SetupError
-from maxsimd.api.key_file import digest_of, read_keys
-from maxsimd.api.keys import ApiKeys
+from maxsimd.api.keys import ApiKeys, digest_of, read_keys
 from maxsimd.api.state import ServerState
 from maxsimd.engine import Engine, Tenant
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from maxsimd.api import loading as loading_module
+from maxsimd.api import serve as loading_module
 from maxsimd.api.config import ServerConfig
-from maxsimd.api.loading import Deaths, Loading
+from maxsimd.api.serve import Deaths, Loading
 from maxsimd.api.state import ServerState
 from maxsimd.engine import Engine, EngineDeadError, EngineNotReadyError, ModelLoadError
 

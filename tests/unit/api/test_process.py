@@ -22,12 +22,18 @@ from unittest.mock import Mock
 import pytest
 from prometheus_client import CollectorRegistry
 
-from maxsimd.api import garbage, heaps, signals
+from maxsimd.api import process
 from maxsimd.api.fleet.supervisor import locked_folder, remove_left_folders
-from maxsimd.api.garbage import collect_when_quiet, garbage_left_alone, resident_bytes
-from maxsimd.api.heaps import share_heaps
-from maxsimd.api.metrics import ServerMetrics
-from maxsimd.api.signals import SIGNALS, Stop, handled_signals
+from maxsimd.api.process import (
+    SIGNALS,
+    Stop,
+    collect_when_quiet,
+    garbage_left_alone,
+    handled_signals,
+    resident_bytes,
+    share_heaps,
+)
+from maxsimd.api.telemetry import ServerMetrics
 from tests.waiting import until
 
 
@@ -48,7 +54,7 @@ def aged_circle() -> Callable[[], object]:
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.freeze()  # else each collection walks through all that other tests have left
-    monkeypatch.setattr(garbage, "_LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(process, "_LOOK_SECONDS", 0.001)
 
 
 def test_older_objects_are_frozen_and_unfrozen_after() -> None:
@@ -85,11 +91,11 @@ async def test_what_has_aged_is_collected_when_it_is_quiet() -> None:
 
 
 async def test_a_server_that_is_never_quiet_gives_memory_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(garbage, "_LONGEST_SECONDS", 0.05)
+    monkeypatch.setattr(process, "_LONGEST_SECONDS", 0.05)
     given: list[bool] = []
     async with collecting(lambda: False):
         circle = aged_circle()
-        monkeypatch.setattr(garbage, "give_back_memory", lambda: given.append(circle() is None))
+        monkeypatch.setattr(process, "give_back_memory", lambda: given.append(circle() is None))
         await until(lambda: True in given)
 
 
@@ -101,8 +107,8 @@ async def test_a_long_collection_delays_the_next(monkeypatch: pytest.MonkeyPatch
         collections.append(time.monotonic())
 
     async with collecting():
-        monkeypatch.setattr(garbage.gc, "collect", collect)
-        monkeypatch.setattr(garbage.gc, "get_count", lambda: (0, 0, 1))
+        monkeypatch.setattr(process.gc, "collect", collect)
+        monkeypatch.setattr(process.gc, "get_count", lambda: (0, 0, 1))
         await until(lambda: len(collections) >= 2)
     assert all(later - earlier >= 200 * 0.002 for earlier, later in itertools.pairwise(collections))
 
@@ -111,8 +117,8 @@ async def test_what_has_grown_is_collected_though_nothing_has_aged(monkeypatch: 
     """Measured from the least since the last collection."""
     sizes, collections = [500 << 20], list[int]()
     async with collecting(resident=lambda: sizes[-1]):
-        monkeypatch.setattr(garbage.gc, "collect", lambda: collections.append(1))
-        monkeypatch.setattr(garbage.gc, "get_count", lambda: (600, 9, 0))
+        monkeypatch.setattr(process.gc, "collect", lambda: collections.append(1))
+        monkeypatch.setattr(process.gc, "get_count", lambda: (600, 9, 0))
         for size in (500, 100, 228):
             sizes.append(size << 20)
             await asyncio.sleep(0.05)
@@ -124,15 +130,15 @@ async def test_what_has_grown_is_collected_though_nothing_has_aged(monkeypatch: 
 def test_the_memory_of_this_process_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     assert 10 << 20 < resident_bytes() < most + (10 << 20)
-    monkeypatch.setattr(garbage, "Path", Mock(return_value=Mock(read_text=Mock(side_effect=OSError))))
+    monkeypatch.setattr(process, "Path", Mock(return_value=Mock(read_text=Mock(side_effect=OSError))))
     assert resident_bytes() == 0, "the system does not say"
 
 
 # Prints how many heaps there are once 12 threads have allocated at the same time.
 _PROGRAM = """
 import ctypes, re, sys, tempfile, threading
-from maxsimd.api.heaps import share_heaps
-from maxsimd.api.metrics import ServerMetrics
+from maxsimd.api.process import share_heaps
+from maxsimd.api.telemetry import ServerMetrics
 share_heaps(int(sys.argv[1]))
 c = ctypes.CDLL(None)
 c.malloc.restype, c.fopen.restype = ctypes.c_void_p, ctypes.c_void_p
@@ -169,7 +175,7 @@ def test_there_are_no_more_heaps_than_cores(threads: int, environment: dict[str,
 
 
 def test_where_the_c_library_cannot_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heaps.ctypes, "CDLL", lambda name: object())
+    monkeypatch.setattr(process.ctypes, "CDLL", lambda name: object())
     share_heaps(2)
 
 
@@ -215,8 +221,8 @@ def test_folders_of_killed_fleets_are_removed(tmp_path: Path, monkeypatch: pytes
 def left(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The statuses with which the process would have ended at once."""
     statuses: list[int] = []
-    monkeypatch.setattr(signals, "leave_at_once", statuses.append)
-    monkeypatch.setattr(signals, "_MARGIN_SECONDS", 0.2)
+    monkeypatch.setattr(process, "leave_at_once", statuses.append)
+    monkeypatch.setattr(process, "_MARGIN_SECONDS", 0.2)
     before = {number: signal.getsignal(number) for number in SIGNALS}
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as if `nohup` did not run the tests
     yield statuses

@@ -14,9 +14,8 @@ from click.testing import CliRunner
 
 from maxsimd.api.cli import main
 from maxsimd.api.config import ServerConfig
-from maxsimd.api.flags import in_flags
 from maxsimd.api.fleet.supervisor import supervise
-from maxsimd.api.options import flag, markdown_table
+from maxsimd.api.options import flag, in_flags, markdown_table
 from maxsimd.engine import EngineConfig
 
 Captured = list[tuple[EngineConfig, ServerConfig, float]]

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
+from maxsimd.api.answer import ApiError
 from maxsimd.api.config import SetupError
-from maxsimd.api.failures import ApiError
 from maxsimd.api.fleet import messages
 from maxsimd.api.fleet import roster as roster_module
 from maxsimd.api.fleet.address import UnixAddress

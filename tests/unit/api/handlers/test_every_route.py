@@ -7,9 +7,8 @@ from typing import Any
 import jsonschema
 import pytest_asyncio
 
-from maxsimd.api.handlers.handle import route_of
+from maxsimd.api.handlers.handle import ROUTES, route_of
 from maxsimd.api.handlers.operating import MODEL_PATH
-from maxsimd.api.handlers.routes import ROUTES
 from tests.unit.calling_handlers import GOOD, REFUSING, RERANK, Caller, RecordingEngine, error_of, expected
 
 

@@ -13,8 +13,8 @@ import pytest_asyncio
 
 from maxsimd.api.answer import Answer
 from maxsimd.api.config import ServerConfig
-from maxsimd.api.models.setup import Loadable, ModelSetup
-from maxsimd.api.models.several import SeveralModels
+from maxsimd.api.model_setup import Loadable, ModelSetup
+from maxsimd.api.models import SeveralModels
 from maxsimd.api.state import ServerState
 from maxsimd.engine import EngineConfig, Engines
 from tests.checkpoints import cross_encoders

@@ -9,10 +9,9 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from maxsimd.api.answer import Answer
-from maxsimd.api.cors import CrossOrigin
-from maxsimd.api.failures import as_api_error, error_answer
-from maxsimd.api.handlers.routes import OPEN_ROUTES
+from maxsimd.api.answer import Answer, as_api_error, error_answer
+from maxsimd.api.handlers.handle import OPEN_ROUTES
+from maxsimd.api.state import CrossOrigin
 from maxsimd.engine import QueueFullError
 from tests.unit.calling_handlers import (
     GOOD,

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maxsimd.api.failures import ApiError
-from maxsimd.api.handlers.forms import Form, answered_as
+from maxsimd.api.answer import ApiError
+from maxsimd.api.handlers.route import Form, answered_as
 from maxsimd.api.handlers.scoring import rerank
 from maxsimd.api.wire import RerankRequest
 from maxsimd.engine import EngineConfig

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from maxsimd.api.config import ServerConfig, SetupError
-from maxsimd.api.models.choice import UndecidedError, Wanted, first_for
-from maxsimd.api.models.setup import Loadable, ModelSetup, by_itself
+from maxsimd.api.model_setup import Loadable, ModelSetup, by_itself
+from maxsimd.api.models import UndecidedError, Wanted, first_for
 from maxsimd.engine.config import EngineConfig, ScoreType
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from maxsimd.api.garbage import resident_bytes
+from maxsimd.api.process import resident_bytes
 from maxsimd.engine import Engine, EngineConfig, workers
 from maxsimd.engine.device import stores
 from maxsimd.engine.device.host import Cores, available_memory, cpu_quota, tokenizer_threads

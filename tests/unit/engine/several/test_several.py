@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from maxsimd.api.garbage import resident_bytes
+from maxsimd.api.process import resident_bytes
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import (
     Engine,

@@ -13,16 +13,12 @@ from aiohttp import HttpVersion10, HttpVersion11, web
 from aiohttp.web_protocol import RequestPayloadError
 from aiohttp.web_urldispatcher import UrlMappingMatchInfo
 
-from maxsimd.api.answer import Answer
-from maxsimd.api.body_headers import encoding_of, refusal
+from maxsimd.api.answer import Answer, error_answer, malformed, unreadable_body
+from maxsimd.api.body import decompressed, encoding_of, refusal
 from maxsimd.api.config import ServerConfig
-from maxsimd.api.connections import Connection
-from maxsimd.api.decompression import decompressed
-from maxsimd.api.failures import error_answer, malformed, unreadable_body
 from maxsimd.api.handlers import handle
-from maxsimd.api.responses import as_response, as_stream
-from maxsimd.api.served import Serving
-from maxsimd.api.state import ServerState
+from maxsimd.api.http.connections import Connection, as_response, as_stream
+from maxsimd.api.state import ServerState, Serving
 
 STATE = web.AppKey("state", ServerState)
 

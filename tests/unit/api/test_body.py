@@ -12,12 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxsimd.api import json_shape
-from maxsimd.api.body_headers import Encoding, encoding_of, refusal
-from maxsimd.api.decompression import _PIECE, decompressed
-from maxsimd.api.failures import ApiError, error_answer
-from maxsimd.api.held_bytes import BodyBudget
-from maxsimd.api.json_shape import JsonShape, shape_of
+from maxsimd.api.answer import ApiError, error_answer
+from maxsimd.api.body import (
+    _PIECE,
+    BodyBudget,
+    Encoding,
+    JsonShape,
+    decompressed,
+    encoding_of,
+    refusal,
+    shape_of,
+)
 
 NOTHING = JsonShape(0, 0, 0)
 
@@ -50,7 +55,7 @@ def test_what_there_is_is_counted_and_what_texts_say_is_not(value: Any, block: i
     body = json.dumps(value, ensure_ascii=is_ascii).encode()
     shape = _shape(value)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(json_shape, "_BLOCK", block)
+        patched.setattr("maxsimd.api.body._BLOCK", block)
         assert shape_of(body, NOTHING) == shape or shape == NOTHING
         assert shape_of(body, shape).is_within(shape)
 

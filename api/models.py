@@ -4,22 +4,61 @@ fail, be dropped and be loaded again without the others."""
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from prometheus_client import CollectorRegistry
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
-from maxsimd.api.flags import in_flags
-from maxsimd.api.models.metrics import SeveralMetrics
-from maxsimd.api.models.setup import Loadable, ModelSetup
+from maxsimd.api.answer import (
+    ApiError,
+    model_has_failed,
+    model_is_ambiguous,
+    model_is_dropped,
+    model_is_loading,
+    model_is_undecided,
+    model_was_dropped_meanwhile,
+    no_such_model,
+)
+from maxsimd.api.model_setup import Loadable, ModelSetup
+from maxsimd.api.options import in_flags
 from maxsimd.engine import EngineDeadError, EngineNotReadyError, ModelLoadError, QueueFullError
-from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.config import EngineConfig, ScoreType
 from maxsimd.engine.device.facts import ModelFacts
+from maxsimd.engine.several.metrics import registry_by_model
 from maxsimd.engine.tenants import Tenant
 
 if TYPE_CHECKING:
     from maxsimd.engine import CascadeResult, Engine, Engines
+
+
+class SeveralMetrics:
+    """A registry of the server's own metrics and of those of its models, as these are when they are read."""
+
+    def __init__(
+        self,
+        registries: Callable[[], Mapping[str, CollectorRegistry]],
+        are_served: Callable[[], Mapping[str, bool]],
+    ) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(_ServedGauge(are_served))
+        self.registry.register(registry_by_model(registries))
+
+
+class _ServedGauge(Collector):
+    def __init__(self, are_served: Callable[[], Mapping[str, bool]]) -> None:
+        self._are_served = are_served
+
+    def collect(self) -> Iterable[Metric]:
+        family = GaugeMetricFamily("maxsimd_model_served", "Whether it takes requests", labels=["model"])
+        for name, is_served in self._are_served().items():
+            family.add_metric([name], float(is_served))
+        yield family
+
 
 T = TypeVar("T")
 log = logging.getLogger("maxsimd.models")
@@ -300,3 +339,130 @@ class SeveralModels:
 
 def _reason(state: str) -> str:
     return state.removeprefix(_FAILED)
+
+
+_RERANKERS = (ScoreType.CROSS_ENCODER, ScoreType.LATE_INTERACTION, ScoreType.LISTWISE)
+
+
+class Wanted(Enum):
+    """What a request asks for."""
+
+    RANKING = auto()
+    VECTORS = auto()
+    TOKEN_VECTORS = auto()
+    SPARSE_VECTORS = auto()
+    CLASSES = auto()
+    ANYTHING = auto()
+    # All models that the request names, and no other.
+    CASCADE = auto()
+
+
+class UndecidedError(Exception):
+    """The model `name`, which could not be loaded, may be the one that is meant."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
+_Fits: TypeAlias = Callable[[ModelFacts], bool]
+
+
+def _anything(facts: ModelFacts) -> bool:
+    return True
+
+
+def _ranks(facts: ModelFacts) -> bool:
+    return facts.score_type in _RERANKERS and not facts.is_classifier
+
+
+def _scores(facts: ModelFacts) -> bool:
+    return not facts.is_classifier
+
+
+def _classifies(facts: ModelFacts) -> bool:
+    return facts.score_task == "classify"
+
+
+def _gives(*tasks: str) -> _Fits:
+    return lambda facts: any(task in facts.dims for task in tasks)
+
+
+# The first of these that fits any model decides, and of the models that it fits the first.
+_PREFERENCES: dict[Wanted, tuple[_Fits, ...]] = {
+    Wanted.RANKING: (_ranks, _scores, _anything),
+    Wanted.VECTORS: (_gives("embed"), _gives("token_embed", "sparse_embed"), _anything),
+    Wanted.TOKEN_VECTORS: (_gives("token_embed"), _gives("embed"), _anything),
+    Wanted.SPARSE_VECTORS: (_gives("sparse_embed"), _gives("embed", "token_embed"), _anything),
+    Wanted.CLASSES: (lambda facts: facts.is_classifier, _classifies, _anything),
+    Wanted.ANYTHING: (_anything,),
+}
+
+
+def first_for(wanted: Wanted, models: Mapping[str, ModelFacts | None]) -> str:
+    """The name of the first of the models, of which there is one at least, that is made for this; None is of
+    models that nothing is known of. Raises UndecidedError where one of these might come before it."""
+    for fits in _PREFERENCES[wanted]:
+        for name, facts in models.items():
+            if facts is None:
+                raise UndecidedError(name)
+            if fits(facts):
+                return name
+    raise ValueError("there is no model")
+
+
+def chosen(models: SeveralModels, name: str | None, wanted: Wanted) -> str:
+    """The name of the model that a request goes to, whether it is served now or not. Raises ApiError."""
+    if name:
+        return named(models, name)
+    try:
+        return first_for(wanted, models.choosable())
+    except UndecidedError as error:
+        raise model_is_undecided(error.name, served(models)) from None
+
+
+def named(models: SeveralModels, name: str) -> str:
+    """The model of this name, or the only one that is so called itself: of those that are not dropped, if
+    there are such. Raises ApiError."""
+    if name in models.names:
+        return name
+    called = [each for each in models.names if name in _own_names(models, each)]
+    called = [each for each in called if models.state(each) != DROPPED] or called
+    if not called:
+        raise no_such_model(name, served(models))
+    if len(called) > 1:
+        raise model_is_ambiguous(name, called)
+    return called[0]
+
+
+def _own_names(models: SeveralModels, name: str) -> tuple[str, ...]:
+    facts, given = models.facts_of(name), models.setup_of(name).engine.model
+    return tuple(each for each in (given, None if facts is None else facts.name) if each)
+
+
+def served(models: SeveralModels) -> tuple[str, ...]:
+    """The names of those that take requests."""
+    return tuple(name for name in models.names if models.engine(name) is not None)
+
+
+def not_served(models: SeveralModels, name: str) -> ApiError:
+    """What a request is told whose model takes none."""
+    state = models.state(name)
+    if state == LOADING:
+        return model_is_loading(name)
+    if state == DROPPED:
+        return model_is_dropped(name, served(models))
+    return model_has_failed(name, state.removeprefix("failed: "), served(models))
+
+
+@contextmanager
+def told_of(models: SeveralModels | None, name: str) -> Iterator[None]:
+    """A request whose model fails, or is dropped, while it is worked on, is told so: the others serve."""
+    try:
+        yield
+    except (EngineDeadError, EngineNotReadyError) as error:
+        if models is None or not name or models.engine(name) is not None:
+            raise
+        if models.state(name) == DROPPED:
+            raise model_was_dropped_meanwhile(name) from error
+        raise not_served(models, name) from error

@@ -6,32 +6,218 @@ can still be told, it is (408).
 """
 
 import asyncio
+import errno
+import ipaddress
 import logging
 import re
+import socket
+import ssl
+import time
 import uuid
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from enum import Enum
 from fcntl import ioctl
+from functools import partial
+from http import HTTPStatus
 from socket import SO_LINGER, SOL_SOCKET
 from struct import Struct
 from termios import TIOCOUTQ
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.http_exceptions import BadHttpMethod, HttpProcessingError, LineTooLong
 from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
 from aiohttp.web_protocol import _ErrInfo
 
-from maxsimd.api.connection_table import ConnectionTable, Phase
-from maxsimd.api.failures import ApiError, error_answer, internal_error, too_many_connections, too_slow
-from maxsimd.api.responses import (
-    LONGEST_HEADER,
-    LONGEST_LINE,
-    MOST_HEADERS,
-    PIECE,
-    as_bytes,
-    as_response,
-    malformed_request,
+from maxsimd.api.answer import (
+    Answer,
+    ApiError,
+    error_answer,
+    internal_error,
+    malformed,
+    too_many_connections,
+    too_slow,
 )
+from maxsimd.api.config import ServerConfig
+from maxsimd.api.http.sockets import BACKLOG
+from maxsimd.api.logs import SeldomLogger
+from maxsimd.api.telemetry import ServerMetrics
+
+# At most this many at a time are told that they must make room, and do so a little later.
+_MOST_LEAVING = 8
+# For how long a client's silence says nothing of it.
+_NEW_SECONDS = 1.0
+
+
+class Phase(Enum):
+    """What a connection waits for."""
+
+    IDLE = "the next request"
+    HEADERS = "the rest of a request's headers, or the first of them"
+    BODY = "the rest of a body"
+    ANSWERING = "the server"
+    SENDING = "a client to read its answer"
+    LINGERING = "the rest of a body that was answered already"
+    CLOSING = "what is left of the last answer to be read"
+
+
+_WAITING = frozenset({Phase.IDLE, Phase.HEADERS, Phase.LINGERING, Phase.CLOSING})
+_TRANSFERRING = frozenset({Phase.BODY, Phase.SENDING})
+
+
+class Evictable(Protocol):
+    """A connection, as far as the table goes."""
+
+    def evict(self, is_told: bool) -> None:
+        """Makes room for others: at once, or, where there is a request and its client is told, soon."""
+
+
+class ConnectionTable:
+    """All connections that are open. When there are too many, one makes room that the server has nothing to
+    do for: the one that has waited longest for its client's next word, or received or sent for longest. Those
+    that only wait come first, but not those that have just come."""
+
+    def __init__(self, config: ServerConfig, most: int, metrics: ServerMetrics) -> None:
+        self.config = config
+        self.most = most
+        self.metrics = metrics
+        self._open: set[Evictable] = set()
+        # In the order in which they entered their phases, and when that was.
+        self._waiting: dict[Evictable, float] = {}
+        self._transferring: dict[Evictable, float] = {}
+        # How many bytes of answers they have not read, those that have begun first coming first.
+        self._unread: dict[Evictable, int] = {}
+        # Those that are told to make room.
+        self._leaving: set[Evictable] = set()
+        self._changed = asyncio.Event()
+        metrics.connections.set_function(lambda: len(self._open))
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._open) - len(self._leaving) >= self.most
+
+    def enter(self, connection: Evictable, phase: Phase) -> None:
+        self._open.add(connection)
+        self._waiting.pop(connection, None)
+        self._transferring.pop(connection, None)
+        if phase in _WAITING:
+            self._waiting[connection] = time.monotonic()
+        elif phase in _TRANSFERRING:
+            self._transferring[connection] = time.monotonic()
+        self._changed.set()
+
+    def leave(self, connection: Evictable) -> None:
+        self._open.discard(connection)
+        self._leaving.discard(connection)
+        self._waiting.pop(connection, None)
+        self._transferring.pop(connection, None)
+        self._changed.set()
+
+    def evict(self) -> bool:
+        """Ends a connection to make room, if there is one that the server has nothing to do for."""
+        waiting, since = next(iter(self._waiting.items()), (None, _NEVER))
+        transferring, begun = next(iter(self._transferring.items()), (None, _NEVER))
+        is_due = time.monotonic() - since > _NEW_SECONDS
+        chosen = waiting if is_due or since <= begun else transferring
+        if chosen is None:
+            return False
+        is_told = len(self._leaving) < _MOST_LEAVING
+        self._leaving.add(chosen)
+        chosen.evict(is_told)
+        return True
+
+    @contextmanager
+    def sending(self, connection: Evictable, size: int) -> Iterator[None]:
+        """While an answer of `size` bytes is written. Where all together are more than memory is for, those
+        that have been read for longest are given up."""
+        self._unread[connection] = size
+        try:
+            while sum(self._unread.values()) > self.config.max_bodies_mb << 20:
+                slowest = next(iter(self._unread))
+                if slowest is connection:
+                    break
+                del self._unread[slowest]
+                slowest.evict(False)
+            yield
+        finally:
+            self._unread.pop(connection, None)
+
+    async def until_quiet(self) -> None:
+        """Returns when every answer has been handed to the system, so that only waiting connections are
+        left."""
+        while len(self._waiting) < len(self._open):
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def until_empty(self) -> None:
+        while self._open:
+            self._changed.clear()
+            await self._changed.wait()
+
+
+_SERVER = "maxsimd"
+# Bytes of a request's first line, and of a header. They differ, so that errors tell which was too long.
+LONGEST_LINE, LONGEST_HEADER, MOST_HEADERS = 8190, 16_380, 128
+# Bytes that are written at a time where answers are written piece by piece.
+PIECE = 64 * 1024
+# What aiohttp says of a header that may stand only once.
+_TWICE = re.compile(r"Duplicate '([A-Za-z-]{1,40})' header found\.")
+
+
+def as_response(answer: Answer, request: web.BaseRequest | None = None) -> web.Response:
+    """As the response to a request, if there is one that could be read."""
+    headers = {**answer.headers, "Server": _SERVER}
+    body: Any = answer.body
+    if request is not None and request.secure and len(body) > PIECE:
+        headers["Content-Length"] = str(len(body))
+        body = _in_pieces(body)
+    return web.Response(status=answer.status, headers=headers, body=body)
+
+
+def as_stream(answer: Answer) -> web.StreamResponse:
+    """The beginning of a response whose body is still to be made."""
+    return web.StreamResponse(status=answer.status, headers={**answer.headers, "Server": _SERVER})
+
+
+async def _in_pieces(body: bytes) -> AsyncIterator[bytes]:
+    """Behind TLS the event loop notices only between writes that a client does not read."""
+    for start in range(0, len(body), PIECE):
+        yield body[start : start + PIECE]
+        await asyncio.sleep(0)
+
+
+def as_bytes(answer: Answer) -> bytes:
+    """An answer after which the connection is closed, for where no request has come of which aiohttp
+    knows."""
+    headers = {
+        **answer.headers,
+        "Server": _SERVER,
+        "Content-Length": str(len(answer.body)),
+        "Connection": "close",
+    }
+    lines = [f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "", ""]).encode("latin-1") + answer.body
+
+
+def malformed_request(error: HttpProcessingError | None) -> ApiError:
+    """What to tell whose bytes are not HTTP/1.1, without repeating them."""
+    if isinstance(error, LineTooLong):
+        if error.args[1] == LONGEST_LINE:
+            return malformed(414, f"the path and query are too long; at most {LONGEST_LINE} bytes are taken")
+        return malformed(431, f"a header is too long; at most {LONGEST_HEADER} bytes are taken")
+    if isinstance(error, BadHttpMethod) and error.message == "Received HTTPS traffic on an HTTP port":
+        return malformed(400, "HTTP is spoken here, not HTTPS; use http://")
+    if error is not None and error.message == "Too many headers received":
+        return malformed(431, f"there are too many headers; at most {MOST_HEADERS} are taken")
+    twice = _TWICE.fullmatch(error.message) if error is not None else None
+    if twice:
+        return malformed(400, f"there are two {twice[1]} headers; send one")
+    return malformed(
+        400, "this is not HTTP/1.1; check method, path, Host, Content-Length and Transfer-Encoding"
+    )
+
 
 log = logging.getLogger("maxsimd.http")
 
@@ -340,3 +526,128 @@ class Connection(web.RequestHandler):
 
     def _count(self, reason: str) -> None:
         self._table.metrics.cut_connections.labels(reason).inc()
+
+
+serve_log = logging.getLogger("maxsimd.serve")
+
+# Accepted before what else there is to do has its turn.
+_AT_ONCE = 8
+# Where the system has no room for a connection, accepting pauses for this long.
+_REST_SECONDS = 0.1
+_NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+
+
+class Listener:
+    """Listens, and makes connections of those who come. Used from the event loop's thread alone."""
+
+    def __init__(self, server: web.Server, table: ConnectionTable, tls: ssl.SSLContext | None) -> None:
+        self._server = server
+        self._table = table
+        self._tls = tls
+        self._loop = asyncio.get_running_loop()
+        self._sockets: list[socket.socket] = []
+        # The event loop alone would forget them.
+        self._opening: set[asyncio.Task[Any]] = set()
+        self._no_room = SeldomLogger(serve_log)
+        self._full = SeldomLogger(serve_log)
+
+    def start(self, sockets: Sequence[socket.socket]) -> None:
+        """Lets in those who come to sockets that listen, which are closed with this; other processes may let
+        in some of them."""
+        self._sockets = [*sockets]
+        for listening in self._sockets:
+            self._loop.add_reader(listening, self._accept, listening)
+
+    @property
+    def port(self) -> int:
+        """The port that is listened on; 0 before that."""
+        return int(self._sockets[0].getsockname()[1]) if self._sockets else 0
+
+    @property
+    def is_on_loopback(self) -> bool:
+        """Whether only this machine can connect."""
+        addresses = (listening.getsockname()[0].partition("%")[0] for listening in self._sockets)
+        return all(ipaddress.ip_address(address).is_loopback for address in addresses)
+
+    def close(self) -> None:
+        """Listens no longer. Those who have come by now are let in."""
+        for listening in self._sockets:
+            if self._loop.remove_reader(listening):
+                for _ in range(BACKLOG // _AT_ONCE):
+                    if not self._accept(listening):
+                        break
+                self._loop.remove_reader(listening)
+            listening.close()
+        self._sockets.clear()
+
+    def _accept(self, listening: socket.socket) -> bool:
+        """Lets in some of those who have come; returns whether there may be more."""
+        for _ in range(_AT_ONCE):
+            try:
+                arrived, _ = listening.accept()
+            except (BlockingIOError, InterruptedError):
+                return False
+            except OSError as error:
+                # Others are errors of the one who came, and has left again.
+                if error.errno in _NO_ROOM:
+                    self._rest(listening, error)
+                    return False
+                continue
+            self._let_in(arrived)
+        return True
+
+    def _rest(self, listening: socket.socket, error: OSError) -> None:
+        """Makes room, and waits a moment for it."""
+        for _ in range(_AT_ONCE):
+            self._table.evict()
+        self._no_room.warning(
+            "cannot accept connections: %s; raise the limit on descriptors (ulimit -n), "
+            "or lower --max-connections",
+            error.strerror,
+        )
+        self._loop.remove_reader(listening)
+        self._loop.call_later(_REST_SECONDS, self._resume, listening)
+
+    def _resume(self, listening: socket.socket) -> None:
+        if listening in self._sockets:
+            self._loop.add_reader(listening, self._accept, listening)
+
+    def _let_in(self, arrived: socket.socket) -> None:
+        arrived.setblocking(False)
+        if self._table.is_full:
+            self._full.warning("there are %d connections, as many as --max-connections", self._table.most)
+            if not self._table.evict():
+                self._refuse(arrived)
+                return
+        connection = Connection(self._server, self._table, self._loop)
+        config = self._table.config
+        opening = self._loop.create_task(
+            self._loop.connect_accepted_socket(
+                lambda: connection,
+                arrived,
+                ssl=self._tls,
+                ssl_handshake_timeout=None if self._tls is None else config.header_seconds,
+                ssl_shutdown_timeout=None if self._tls is None else config.transfer_seconds,
+            )
+        )
+        if self._tls is not None:
+            connection.opening = opening
+        self._opening.add(opening)
+        opening.add_done_callback(partial(self._opened, connection, arrived))
+
+    def _opened(self, connection: Connection, arrived: socket.socket, opening: "asyncio.Task[Any]") -> None:
+        self._opening.discard(opening)
+        connection.opening = None
+        if opening.cancelled() or opening.exception() is not None:
+            # Whoever came has left again, speaks no TLS, was too slow, or had to make room.
+            serve_log.debug("a connection could not be opened")
+            connection.forget()
+            arrived.close()
+
+    def _refuse(self, arrived: socket.socket) -> None:
+        self._table.metrics.cut_connections.labels("refused").inc()
+        if self._tls is None:
+            answer = error_answer(too_many_connections()).completed(uuid.uuid4().hex, 0.0, {})
+            with suppress(OSError):
+                arrived.send(as_bytes(answer))
+        arrived.close()

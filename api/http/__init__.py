@@ -1,0 +1,1 @@
+"""The HTTP server on aiohttp: the application, connections, and sockets with TLS."""
