@@ -12,7 +12,7 @@ from maxsimd.api.judgements import Judgements, read_judgements, read_texts
 from maxsimd.api.options import in_flags
 from maxsimd.engine import Engine, EngineConfig, MaxsimdError
 from maxsimd.engine.device.stores import digest_of
-from maxsimd.engine.scoring.calibration import Calibration
+from maxsimd.engine.scoring.scale import Calibration
 
 # Of one part of the queries the calibration is fitted, and of the other it is judged, in turns.
 _FOLDS = 5

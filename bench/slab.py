@@ -11,11 +11,8 @@ from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache
 from maxsimd.engine.cache.memory import MemoryStore
 from maxsimd.engine.cache.slab import EmbeddingSlab
 from maxsimd.engine.processors.dual_encoder import IN_SLAB, ON_HOST, BatchLimits, in_batches
-from maxsimd.engine.scoring.document_scorer import DocumentScorer
-from maxsimd.engine.scoring.documents import CachedDocument
-from maxsimd.engine.scoring.maxsim.triton import bounds_of
-from maxsimd.engine.scoring.outcome import StepOutcome
-from maxsimd.engine.scoring.price import ScoringPrice
+from maxsimd.engine.scoring.maxsim_triton import bounds_of
+from maxsimd.engine.scoring.scorer import CachedDocument, DocumentScorer, ScoringPrice, StepOutcome
 from maxsimd.pooling.ragged import Ragged, Spans, to_device
 from maxsimd.scheduler import ResultSlot, Tokens, TokenSequence
 

@@ -16,7 +16,7 @@ from maxsimd.engine.actors.scheduler import SchedulerActor
 from maxsimd.engine.errors import EngineDeadError, QueueFullError, RequestTooLargeError
 from maxsimd.engine.metrics import EngineMetrics
 from maxsimd.engine.requests import EmbedRequest, RunOptions, ScoreRequest, Values
-from maxsimd.engine.scoring.price import EXPLAINED, ScoringPrice
+from maxsimd.engine.scoring.scorer import EXPLAINED, ScoringPrice
 from maxsimd.engine.tenants import TenantLimits
 from maxsimd.pooling.vectors import Vectors
 from maxsimd.scheduler import Share, WaitErrors

@@ -22,7 +22,7 @@ from maxsimd.engine.media import Picture
 from maxsimd.engine.processors.registry import check_room
 from maxsimd.engine.processors.text.tokenization import TextTokenizer
 from maxsimd.engine.processors.text_check import check_texts, in_library_terms, probe_sequences
-from maxsimd.engine.scoring.maxsim.reference import maxsim_reference
+from maxsimd.engine.scoring.maxsim import maxsim_reference
 from maxsimd.engine.scoring.similarity import score_pairs
 from maxsimd.engine.sync import SyncEngine
 from maxsimd.pooling.ragged import Ragged

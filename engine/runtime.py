@@ -45,10 +45,9 @@ from maxsimd.engine.processors.registry import Processors, check_room
 from maxsimd.engine.processors.request_ids import RequestIds
 from maxsimd.engine.processors.text.truncation import LengthLimits
 from maxsimd.engine.requests import EmbedRequest, RunOptions, ScoreRequest, Timings, Value, Values
-from maxsimd.engine.scoring.document_scorer import DocumentScorer
-from maxsimd.engine.scoring.hybrid import Hybrid
 from maxsimd.engine.scoring.maxsim import MaxSim, choose_maxsim_spans, maxsim_apart_avx512
-from maxsimd.engine.scoring.price import ScoringPrice
+from maxsimd.engine.scoring.scorer import DocumentScorer, ScoringPrice
+from maxsimd.engine.scoring.similarity import Hybrid
 from maxsimd.engine.tenants import TenantLimits
 from maxsimd.engine.workers import WithdrawnError, WorkerPool, take_short_slices
 from maxsimd.scheduler import Scheduler, StepLimits, WaitingRequest

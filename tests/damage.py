@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
-from maxsimd.engine.cache.database import FILE, PAGE
+from maxsimd.engine.cache.disk import FILE, PAGE
 
 _CAP_DAC_OVERRIDE, _CAP_DAC_READ_SEARCH, _PR_CAPBSET_DROP = 1, 2, 24
 

@@ -13,8 +13,13 @@ import torch
 
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.requests import RunOptions, Value, Values
-from maxsimd.engine.scoring.documents import SkippedSequence
-from maxsimd.engine.scoring.outcome import Releases, RequestFailure, Result, StepOutcome
+from maxsimd.engine.scoring.scorer import (
+    Releases,
+    RequestFailure,
+    Result,
+    SkippedSequence,
+    StepOutcome,
+)
 from maxsimd.pooling.dispatch import Pooled
 from maxsimd.pooling.methods import PoolingCursor
 from maxsimd.scheduler import CachedBatch, Step, WaitingRequest

@@ -39,8 +39,16 @@ from maxsimd.engine.actors.turns import Turn
 from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache
 from maxsimd.engine.execution import ModelRunner
 from maxsimd.engine.execution.devices import use_device
-from maxsimd.engine.scoring.documents import CachedDocuments, CacheHit, Duplicate, SkippedSequence
-from maxsimd.engine.scoring.outcome import Arrival, RequestFailure, Result, StepOutcome
+from maxsimd.engine.scoring.scorer import (
+    Arrival,
+    CachedDocuments,
+    CacheHit,
+    Duplicate,
+    RequestFailure,
+    Result,
+    SkippedSequence,
+    StepOutcome,
+)
 from maxsimd.pooling.dispatch import Pooled
 from maxsimd.scheduler import CachedBatch, Chunk, ImageJob, Step, TokenSequence
 

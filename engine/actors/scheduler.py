@@ -27,7 +27,7 @@ from maxsimd.engine.actors.turns import Turn
 from maxsimd.engine.errors import InvalidRequestError, RequestFailedError
 from maxsimd.engine.metrics import EngineMetrics
 from maxsimd.engine.requests import Timings, Value, Values
-from maxsimd.engine.scoring.outcome import RequestFailure, Result
+from maxsimd.engine.scoring.scorer import RequestFailure, Result
 from maxsimd.scheduler import Scheduler, ServiceRate, Share, Step, StepTimes
 
 

@@ -13,8 +13,7 @@ from maxsimd.engine.actors.actor import (
     Score,
     ScoringMessage,
 )
-from maxsimd.engine.scoring.document_scorer import DocumentScorer
-from maxsimd.engine.scoring.outcome import Arrival, Output, StepOutcome
+from maxsimd.engine.scoring.scorer import Arrival, DocumentScorer, Output, StepOutcome
 from maxsimd.pooling.dispatch import DispatchPooler, Pooled
 from maxsimd.pooling.ragged import to_host
 

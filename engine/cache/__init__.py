@@ -4,9 +4,15 @@ Stored by content; embeddings in memory and, if asked for, on disk, scores in me
 thread.
 """
 
-from maxsimd.engine.cache.arriving import About, Arriving
-from maxsimd.engine.cache.entry import CachedEmbedding, Precision
-from maxsimd.engine.cache.scores import CachedScore, ScoreCache
-from maxsimd.engine.cache.store import EmbeddingCache
+from maxsimd.engine.cache.embeddings import CachedEmbedding, EmbeddingFacts, PendingEmbeddings, Precision
+from maxsimd.engine.cache.store import CachedScore, EmbeddingCache, ScoreCache
 
-__all__ = ["About", "Arriving", "CachedEmbedding", "CachedScore", "EmbeddingCache", "Precision", "ScoreCache"]
+__all__ = [
+    "CachedEmbedding",
+    "CachedScore",
+    "EmbeddingCache",
+    "EmbeddingFacts",
+    "PendingEmbeddings",
+    "Precision",
+    "ScoreCache",
+]

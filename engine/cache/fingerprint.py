@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from maxsimd.engine.cache.entry import Precision
+from maxsimd.engine.cache.embeddings import Precision
 from maxsimd.engine.checkpoint import LoadedModel, RoleRules
 from maxsimd.engine.checkpoint.heads import FirstColumns, ModuleHead, head_tensors, modules_of
 from maxsimd.engine.config import EngineConfig

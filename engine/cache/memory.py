@@ -1,11 +1,67 @@
 """Embeddings or scores in memory. When it is full, those stay that are asked for more often."""
 
+import logging
 import random
 import threading
+import time
 from collections import OrderedDict
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
 
-from maxsimd.engine.cache.frequency import FrequencySketch
+# Cells for each key: a key counts in one of each row, and the least of its cells is nearest the truth.
+_ROWS = 4
+_MOST = 255
+_MASK_64 = (1 << 64) - 1
+# An odd number with its bits well mixed (2^64 divided by the golden ratio).
+_STRIDE = 0x9E3779B97F4A7C15
+_HALVED = bytes(count // 2 for count in range(256))
+
+
+class FrequencySketch:
+    """Counts how often keys were asked for. A count is never too low, and is too high where other keys share
+    all of a key's cells. Not thread-safe.
+
+    Source: count-min sketch with conservative update and halving, as in TinyLFU (Einziger, Friedman and
+    Manes, "TinyLFU: A Highly Efficient Cache Admission Policy", ACM Transactions on Storage 13(4), 2017)."""
+
+    def __init__(self, cells: int) -> None:
+        """`cells` in a row, a power of two."""
+        self._mask = cells - 1
+        self._rows = [bytearray(self._mask + 1) for _ in range(_ROWS)]
+        self._counted = 0
+
+    def count(self, key: bytes, period: int) -> None:
+        """Counts a key once more. After `period` keys all counts are halved, so that new ones weigh more."""
+        cells = self._cells(key)
+        least = min(row[cell] for row, cell in zip(self._rows, cells, strict=True))
+        if least < _MOST:
+            for row, cell in zip(self._rows, cells, strict=True):
+                if row[cell] == least:
+                    row[cell] = least + 1
+        self._counted += 1
+        if self._counted >= period:
+            self._counted //= 2
+            self._rows = [row.translate(_HALVED) for row in self._rows]
+
+    def grow(self, cells: int) -> None:
+        """Has that many cells in a row, a power of two, if these are more than now. No estimate changes."""
+        times = cells // (self._mask + 1)
+        if times > 1:
+            self._mask = cells - 1
+            self._rows = [row * times for row in self._rows]
+
+    def estimate(self, key: bytes) -> int:
+        """How often a key was counted, and not less."""
+        return min(row[cell] for row, cell in zip(self._rows, self._cells(key), strict=True))
+
+    def _cells(self, key: bytes) -> list[int]:
+        """A key's cell in each row."""
+        mixed = hash(key) & _MASK_64
+        cells = []
+        for _ in range(_ROWS):
+            mixed = (mixed * _STRIDE + 1) & _MASK_64
+            cells.append((mixed >> 32) & self._mask)
+        return cells
 
 
 class Entry(Protocol):
@@ -163,3 +219,51 @@ class MemoryStore(Generic[E]):
             position, last = self._positions.pop(key), self._main_keys.pop()
             if last != key:
                 self._main_keys[position], self._positions[last] = last, position
+
+
+log = logging.getLogger(__name__)
+
+# What is put in is judged this many at a time; of these, so large a share had been put in before.
+_JUDGED, _SHARE = 1000, 0.5
+_SECONDS_BETWEEN_WARNINGS = 3600.0
+_MIB = 1024 * 1024
+
+
+class CacheSizeWatch:
+    """Looks at what a store counts, and warns where most of what is put in has been there before and had to
+    go. `what` is put in; `advice` says what else there is to do. Thread-safe."""
+
+    def __init__(
+        self,
+        memory: MemoryStore[Any],
+        what: str,
+        advice: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._memory = memory
+        self._what = what
+        self._advice = advice
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._puts = self._returned = 0
+        self._silent_until = clock()
+
+    def check(self) -> None:
+        """To be called whenever something has been put in."""
+        with self._lock:
+            puts, returned = self._memory.puts - self._puts, self._memory.returned - self._returned
+            if puts < _JUDGED:
+                return
+            self._puts, self._returned = self._memory.puts, self._memory.returned
+            if returned < _SHARE * puts or self._clock() < self._silent_until:
+                return
+            self._silent_until = self._clock() + _SECONDS_BETWEEN_WARNINGS
+        log.warning(
+            "the cache of %d MiB is too small for what is asked for again: of the last %d %s, %d had been in "
+            "it before and had to go; %s",
+            self._memory.limit // _MIB,
+            puts,
+            self._what,
+            returned,
+            self._advice,
+        )

@@ -2,15 +2,19 @@
 
 import hashlib
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from maxsimd.engine.cache.arriving import Arriving
 from maxsimd.engine.cache.disk import DiskStore
-from maxsimd.engine.cache.entry import CachedEmbedding, Precision, rounded
-from maxsimd.engine.cache.fit import FitWatch
-from maxsimd.engine.cache.memory import MemoryStore
+from maxsimd.engine.cache.embeddings import (
+    CachedEmbedding,
+    CacheWriter,
+    PendingEmbeddings,
+    Precision,
+    rounded,
+)
+from maxsimd.engine.cache.memory import CacheSizeWatch, MemoryStore
 from maxsimd.engine.cache.slab import EmbeddingSlab
-from maxsimd.engine.cache.writer import CacheWriter
 from maxsimd.pooling.ragged import Ragged
 
 # Staged embeddings may take this many bytes until they are written.
@@ -42,7 +46,7 @@ class EmbeddingCache:
         self._memory = memory
         self._disk = disk
         # What is on disk is found there.
-        self._fit = None if disk is not None else FitWatch(memory, "embeddings", _ADVICE)
+        self._size_watch = None if disk is not None else CacheSizeWatch(memory, "embeddings", _ADVICE)
         self._lock = threading.Lock()
         self.slab: EmbeddingSlab | None = None
         self.hits = 0
@@ -92,7 +96,7 @@ class EmbeddingCache:
         values, scales = rounded(items.values.detach(), self.precision)
         return Ragged(values, items.offsets, scales)
 
-    def stage(self, embeddings: Arriving) -> None:
+    def stage(self, embeddings: PendingEmbeddings) -> None:
         """Makes new embeddings findable at once; a thread writes them to memory and disk, as far as it keeps
         up with them."""
         self._writer.stage(embeddings)
@@ -104,8 +108,8 @@ class EmbeddingCache:
             self._memory.put(key, entry)
         if written and self._disk is not None:
             self._disk.put(written)
-        if self._fit is not None:
-            self._fit.look()
+        if self._size_watch is not None:
+            self._size_watch.check()
 
     def flush(self, seconds: float | None = None) -> bool:
         """Waits until all staged embeddings are written, for at most that long; says whether they are."""
@@ -218,3 +222,79 @@ class EmbeddingCache:
     @property
     def evictions(self) -> int:
         return self._memory.evictions + (0 if self._disk is None else self._disk.evictions)
+
+
+# What an entry takes in this process, with its key and its places in the store: about, as Python counts.
+_ENTRY_BYTES = 512
+
+
+@dataclass(frozen=True, slots=True)
+class CachedScore:
+    """A document's score as the model gives it, before any activation; how many tokens were run and how many
+    inputs cut for it; whether its query was cut; and through how many windows it was read."""
+
+    score: float
+    tokens: int
+    truncated: int
+    query_truncated: bool
+    windows: int
+
+    @property
+    def nbytes(self) -> int:
+        return _ENTRY_BYTES
+
+
+class ScoreCache:
+    """Scores by the digest of all that they depend on, in at most `limit` bytes of memory. Thread-safe."""
+
+    num_staged = skipped = disk_bytes = 0
+    device_entries = device_bytes = device_hits = device_copies = 0
+
+    def __init__(self, limit: int) -> None:
+        self._memory: MemoryStore[CachedScore] = MemoryStore(limit)
+        self._size_watch = CacheSizeWatch(self._memory, "scores", "raise cache_mb")
+        self._lock = threading.Lock()
+        self.hits = self.misses = 0
+
+    @staticmethod
+    def key(query: str, document: str, how: str) -> bytes:
+        """The digest of a pair and `how` it is read: instruction, truncation, limits."""
+        digest = hashlib.blake2b(digest_size=32)
+        for text in (how, query):
+            part = text.encode("utf-8", "surrogatepass")
+            digest.update(len(part).to_bytes(8, "big") + part)
+        digest.update(document.encode("utf-8", "surrogatepass"))
+        return digest.digest()
+
+    def find(self, keys: Sequence[bytes]) -> list[CachedScore | None]:
+        """The entry of each key, None where there is none; counted."""
+        found = [self._memory.get(key) for key in keys]
+        hits = sum(entry is not None for entry in found)
+        with self._lock:
+            self.hits += hits
+            self.misses += len(found) - hits
+        return found
+
+    def put(self, entries: Iterable[tuple[bytes, CachedScore]]) -> None:
+        for key, entry in entries:
+            self._memory.put(key, entry)
+        self._size_watch.check()
+
+    def resize(self, limit: int) -> None:
+        """Takes at most `limit` bytes of memory from now on."""
+        self._memory.resize(limit)
+
+    def clear(self) -> None:
+        self._memory.clear()
+
+    @property
+    def entries(self) -> int:
+        return len(self._memory)
+
+    @property
+    def memory_bytes(self) -> int:
+        return self._memory.nbytes
+
+    @property
+    def evictions(self) -> int:
+        return self._memory.evictions

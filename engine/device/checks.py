@@ -5,15 +5,14 @@ import logging
 import numpy as np
 import torch
 
-from maxsimd.engine.cache.entry import rounded
+from maxsimd.engine.cache.embeddings import rounded
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution import ModelRunner
 from maxsimd.engine.execution.selfcheck.proof import encode_images, free_images, step_of
 from maxsimd.engine.execution.selfcheck.samples import random_sequences
-from maxsimd.engine.scoring.hybrid import Hybrid
 from maxsimd.engine.scoring.maxsim import MaxSim, choose_maxsim, maxsim_reference
-from maxsimd.engine.scoring.similarity import TOKEN_SIMILARITIES, score_pairs
+from maxsimd.engine.scoring.similarity import TOKEN_SIMILARITIES, Hybrid, score_pairs
 from maxsimd.pooling.dispatch import DispatchPooler
 from maxsimd.pooling.ragged import Ragged
 

@@ -51,8 +51,8 @@ from maxsimd.engine.ops import triton as triton_ops
 from maxsimd.engine.ops.nvidia import runs_plain_torch
 from maxsimd.engine.processors.text.tokenization import TextTokenizer
 from maxsimd.engine.processors.text_check import check_texts, probe_sequences
-from maxsimd.engine.scoring.calibration import Calibration
 from maxsimd.engine.scoring.maxsim import MaxSim, choose_maxsim
+from maxsimd.engine.scoring.scale import Calibration
 from maxsimd.engine.workers import take_short_slices
 from maxsimd.pooling.dispatch import DispatchPooler, pooling_method
 from maxsimd.pooling.methods import PASSAGES, PassageMeanPool, PoolingMethod

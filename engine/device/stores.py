@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from maxsimd.engine.cache.disk import DiskStore
-from maxsimd.engine.cache.entry import Precision
+from maxsimd.engine.cache.embeddings import Precision
 from maxsimd.engine.cache.fingerprint import (
     digest_tensors,
     fingerprint,
@@ -19,9 +19,8 @@ from maxsimd.engine.cache.fingerprint import (
     stated_tokenizer,
 )
 from maxsimd.engine.cache.memory import MemoryStore
-from maxsimd.engine.cache.scores import ScoreCache
 from maxsimd.engine.cache.slab import EmbeddingSlab
-from maxsimd.engine.cache.store import EmbeddingCache
+from maxsimd.engine.cache.store import EmbeddingCache, ScoreCache
 from maxsimd.engine.checkpoint import LoadedModel, load_model
 from maxsimd.engine.checkpoint.heads import modules_of
 from maxsimd.engine.config import EngineConfig
@@ -29,7 +28,7 @@ from maxsimd.engine.device.host import available_memory
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution import choose_device
 from maxsimd.engine.execution.budget import bytes_a_token, free_bytes
-from maxsimd.engine.scoring.calibration import Calibration
+from maxsimd.engine.scoring.scale import Calibration
 
 log = logging.getLogger(__name__)
 

@@ -9,16 +9,17 @@ from maxsimd.engine.media.content import (
     MissingPicture,
     OpenImage,
     Part,
+    PdfPage,
+    PictureAt,
     PictureFile,
     PictureUrl,
     PillowPicture,
+    bytes_of_base64,
+    bytes_of_data_url,
     is_pillow,
+    pages_of,
 )
-from maxsimd.engine.media.decoding import PictureLimits, decoded
-from maxsimd.engine.media.encoded import bytes_of_base64, bytes_of_data_url
-from maxsimd.engine.media.errors import PictureError
-from maxsimd.engine.media.files import PdfPage, PictureAt, pages_of
-from maxsimd.engine.media.picture import Picture
+from maxsimd.engine.media.decoding import Picture, PictureError, PictureLimits, decoded
 
 __all__ = [
     "AnyPicture",

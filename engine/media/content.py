@@ -1,14 +1,142 @@
 """What a query or a document is that has pictures: texts and pictures in their order."""
 
+import base64
+import binascii
+import re
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-from maxsimd.engine.media.decoding import PictureLimits, decoded, picture_of_pillow
-from maxsimd.engine.media.encoded import bytes_of_base64, bytes_of_data_url
-from maxsimd.engine.media.errors import PictureError
-from maxsimd.engine.media.files import PdfPage, PictureAt
-from maxsimd.engine.media.picture import Picture
+import numpy as np
+
+from maxsimd.engine.media.decoding import Picture, PictureError, PictureLimits, decoded, picture_of_pillow
+
+_DATA_URL_HEAD = re.compile(
+    r"data:(?P<kind>[\w.+/-]*)(?:;[\w.+-]+=[^;,]*)*(?P<base64>;base64)?,", re.IGNORECASE
+)
+_LONGEST_PREFIX = 256
+# Characters that are decoded in one go, within a millisecond or so; a multiple of 4.
+_PIECE = 512 * 1024
+_SPACE = str.maketrans("", "", " \t\r\n")
+
+
+def bytes_of_data_url(url: str, most_bytes: int) -> bytes:
+    """The bytes of `data:image/...;base64,...`. Raises PictureError for another URL, for what is no picture
+    by its media type, and for more than `most_bytes`."""
+    head = _DATA_URL_HEAD.match(url[:_LONGEST_PREFIX])
+    if head is None or head["base64"] is None:
+        raise PictureError("is no data URL; give data:image/png;base64,... with the file's bytes")
+    kind = head["kind"].lower()
+    if kind and not kind.startswith("image/") and kind != "application/octet-stream":
+        raise PictureError(f"is of the media type {kind}; only pictures can be read (image/...)")
+    return bytes_of_base64(url, most_bytes, head.end())
+
+
+def bytes_of_base64(text: str, most_bytes: int, start: int = 0) -> bytes:
+    """The bytes that base64 stands for, from the character `start` on; white space is passed over, URL-safe
+    letters and missing padding are taken too. Raises PictureError for what is no base64, and for more than
+    `most_bytes`, before anything is decoded."""
+    if 3 * (len(text) - start) // 4 > most_bytes + most_bytes // 16 + 64:
+        raise PictureError(f"has more than {most_bytes:,} bytes; send a smaller file")
+    try:
+        plain = _plain(text, start).rstrip(b"=")
+        data = _decoded(plain + b"=" * (-len(plain) % 4), _altchars(plain))
+    except (UnicodeEncodeError, binascii.Error):
+        raise PictureError("is no base64; encode the file's bytes") from None
+    if not data:
+        raise PictureError("is empty; send the file's bytes")
+    if len(data) > most_bytes:
+        raise PictureError(f"has {len(data):,} bytes, but may have {most_bytes:,}; send a smaller file")
+    return data
+
+
+def _plain(text: str, start: int) -> bytes:
+    """The characters from `start` on, without white space."""
+    plain = bytearray()
+    for first in range(start, len(text), _PIECE):
+        plain += text[first : first + _PIECE].translate(_SPACE).encode("ascii")
+    return bytes(plain)
+
+
+def _decoded(plain: bytes, altchars: bytes | None) -> bytes:
+    """Piece by piece, so that other threads run between two. Raises binascii.Error."""
+    data = bytearray()
+    for first in range(0, len(plain), _PIECE):
+        data += base64.b64decode(plain[first : first + _PIECE], altchars=altchars, validate=True)
+    return bytes(data)
+
+
+def _altchars(plain: bytes) -> bytes | None:
+    return b"-_" if b"-" in plain or b"_" in plain else None
+
+
+# PDFs have no pixels: a page is drawn with as many an inch. An A4 page is 1240 x 1754 then.
+_PIXELS_AN_INCH = 150
+_POINTS_AN_INCH = 72
+# PDFium draws one page at a time.
+_DRAWING = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class PictureAt:
+    """A picture in a file, read when it is needed."""
+
+    path: Path
+
+    def read(self, limits: PictureLimits) -> Picture:
+        """Raises PictureError."""
+        try:
+            data = self.path.read_bytes()
+        except OSError as error:
+            raise PictureError(f"cannot be read: {error}") from None
+        return decoded(data, limits)
+
+
+@dataclass(frozen=True, slots=True)
+class PdfPage:
+    """A page of a PDF, counted from 0, drawn when it is needed."""
+
+    path: Path
+    page: int
+
+    def read(self, limits: PictureLimits) -> Picture:
+        """Raises PictureError."""
+        from pypdfium2 import PdfDocument, PdfiumError
+
+        with _DRAWING:
+            try:
+                with PdfDocument(self.path) as document:
+                    page = document[self.page]
+                    scale = _PIXELS_AN_INCH / _POINTS_AN_INCH
+                    pixels = page.get_width() * page.get_height() * scale**2
+                    if pixels > limits.pixels:
+                        raise PictureError(
+                            f"is a page of {pixels:,.0f} pixels; at most {limits.pixels:,} are read"
+                        )
+                    bitmap = page.render(scale=scale, rev_byteorder=True, prefer_bgrx=False)
+                    drawn = np.array(bitmap.to_numpy())
+                    page.close()
+            except PdfiumError as error:
+                raise PictureError(f"is a page that cannot be drawn: {error}") from None
+        grey = drawn.ndim == 2 or drawn.shape[2] == 1
+        return Picture(np.repeat(drawn.reshape(*drawn.shape[:2], 1), 3, axis=2) if grey else drawn[:, :, :3])
+
+
+def pages_of(path: Path) -> list[PdfPage]:
+    """The pages of a PDF. Raises PictureError for a file that is none, or needs a password, and ImportError
+    without pypdfium2."""
+    from pypdfium2 import PdfDocument, PdfiumError
+
+    with _DRAWING:
+        try:
+            with PdfDocument(path) as document:
+                count = len(document)
+        except (PdfiumError, OSError) as error:
+            raise PictureError(f"cannot be read as a PDF: {error}") from None
+    return [PdfPage(path, number) for number in range(count)]
+
 
 _DATA_URL = "data:"
 # A picture is some thousand tokens, whatever the bytes of its file.

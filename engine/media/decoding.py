@@ -5,22 +5,185 @@ it is transparent. Of a file with several frames it is the first. Colours are ta
 profiles are not applied, and of colours with 16 bits the upper 8 are taken. A picture's size is looked at
 before its pixels are unpacked; while it is read it takes some 20 bytes a pixel."""
 
+import ctypes
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
+from hashlib import sha256
 from importlib import import_module
 from io import BytesIO
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from maxsimd.engine.media.errors import PictureError
-from maxsimd.engine.media.file_checks import check_file
-from maxsimd.engine.media.picture import Picture
-from maxsimd.engine.media.webp import exif_of, header_of, is_available, is_webp, rgba_of
+
+class PictureError(ValueError):
+    """A picture cannot be fetched or read. The message goes on from the picture's name: it says what is wrong
+    with it, and what to change."""
+
+
+# A progressive JPEG has some ten scans, each a pass over the whole picture.
+_MOST_SCANS = 100
+# Of a PNG, beside those that hold its pixels.
+_MOST_CHUNKS = 1_000
+_ONCE = (b"iCCP", b"eXIf")
+_OF_PIXELS = (b"IDAT", b"fdAT", b"fcTL")
+
+
+def check_file(data: bytes, check_size: Callable[[tuple[int, int]], None]) -> None:
+    """Raises PictureError for a file that is not to be opened, `check_size` for a size that is too large."""
+    if data[:2] == b"\xff\xd8":
+        _check_jpeg(data)
+    elif data[:8] == b"\x89PNG\r\n\x1a\n":
+        _check_png(data)
+    elif data[:4] == b"RIFF" and data[12:16] == b"VP8X":
+        # Of such a file memory for the whole canvas is taken as it is opened.
+        width, height = (1 + int.from_bytes(data[at : at + 3], "little") for at in (24, 27))
+        check_size((width, height))
+
+
+def _check_jpeg(data: bytes) -> None:
+    # What is compressed has no such bytes; a preview within the file may have some of its own.
+    if data.count(b"\xff\xda") > _MOST_SCANS:
+        raise PictureError("has too many scans for a JPEG; save it anew, not progressive")
+
+
+def _check_png(data: bytes) -> None:
+    at, others, once = 8, 0, dict.fromkeys(_ONCE, 0)
+    while at + 8 <= len(data):
+        length, kind = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
+        others += kind not in _OF_PIXELS
+        if kind in once:
+            once[kind] += 1
+        if others > _MOST_CHUNKS or max(once.values()) > 1:
+            raise PictureError("has too many chunks for a PNG; save it anew, without what is no picture")
+        at += 12 + length
+
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    """Pixels in RGB, uint8 [height, width, 3], upright and without transparency. They are not changed."""
+
+    pixels: NDArray[np.uint8]
+
+    @property
+    def width(self) -> int:
+        return int(self.pixels.shape[1])
+
+    @property
+    def height(self) -> int:
+        return int(self.pixels.shape[0])
+
+    def read(self, limits: object) -> "Picture":
+        return self
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Of the pixels and their shape: the same for the same picture, in whatever file it came. 32 bytes of
+        SHA-256, for which most processors have instructions of their own."""
+        digest = sha256(np.array(self.pixels.shape, dtype="<i8").tobytes())
+        digest.update(np.ascontiguousarray(self.pixels).data)
+        return digest.digest()
+
+
+_LOADED = Path("/proc/self/maps")
+# The version of libwebp's interface for reading (src/webp/decode.h): of another one nothing is told.
+_INTERFACE = 0x0209
+# Where a file's first part begins, after "RIFF", its length and "WEBP", and how long a part's head is.
+_PARTS, _HEAD = 12, 8
+
+
+class _Features(ctypes.Structure):
+    """libwebp's `WebPBitstreamFeatures`."""
+
+    _fields_ = (
+        ("width", ctypes.c_int),
+        ("height", ctypes.c_int),
+        ("has_alpha", ctypes.c_int),
+        ("has_animation", ctypes.c_int),
+        ("format", ctypes.c_int),
+        ("others", ctypes.c_uint32 * 5),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class WebpHeader:
+    """What a file's head says: width and height in pixels, whether pixels may be transparent, and whether
+    there is one frame alone."""
+
+    size: tuple[int, int]
+    has_alpha: bool
+    is_still: bool
+
+
+def is_webp(data: bytes) -> bool:
+    """Whether a file says that it is one."""
+    return data[:4] == b"RIFF" and data[8:12] == b"WEBP"
+
+
+def header_of(data: bytes) -> WebpHeader | None:
+    """None where the library is not found, and for what it cannot read."""
+    library = _library()
+    features = _Features()
+    if library is None or library.WebPGetFeaturesInternal(data, len(data), features, _INTERFACE) != 0:
+        return None
+    size = features.width, features.height
+    return WebpHeader(size, bool(features.has_alpha), not features.has_animation)
+
+
+def rgba_of(data: bytes, size: tuple[int, int]) -> NDArray[np.uint8] | None:
+    """The pixels [height, width, 4] of a file with one frame of this width and height. None where the library
+    is not found, and for what it cannot decode, which Pillow then says in its words."""
+    library = _library()
+    if library is None:
+        return None
+    width, height = size
+    pixels = np.empty((height, width, 4), dtype=np.uint8)
+    made = library.WebPDecodeRGBAInto(data, len(data), pixels.ctypes.data, pixels.nbytes, 4 * width)
+    return pixels if made else None
+
+
+def exif_of(data: bytes) -> bytes | None:
+    """The part of a file that says how the picture was taken, and how it is turned."""
+    at = _PARTS
+    while at + _HEAD <= len(data):
+        length = int.from_bytes(data[at + 4 : at + _HEAD], "little")
+        if data[at : at + 4] == b"EXIF":
+            return data[at + _HEAD : at + _HEAD + length]
+        at += _HEAD + length + length % 2
+    return None
+
+
+def is_available() -> bool:
+    """Whether the library is found."""
+    return _library() is not None
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    """libwebp, with two functions. `WebPDecodeRGBAInto` takes a file, its length, and where the pixels go,
+    with its size and that of a row in bytes; it gives null for a file that it cannot decode, or that does not
+    fit there. `WebPGetFeaturesInternal` gives 0 for a head that it could read."""
+    from PIL import _webp  # noqa: F401 (loads the library)
+
+    try:
+        lines = _LOADED.read_text(encoding="utf-8", errors="replace").splitlines()
+        names = {line.split(maxsplit=5)[-1] for line in lines if "/libwebp" in line}
+        (path,) = [name for name in names if Path(name).name.startswith(("libwebp-", "libwebp.so"))]
+        library = ctypes.CDLL(path)
+        decode, look = library.WebPDecodeRGBAInto, library.WebPGetFeaturesInternal
+    except (OSError, ValueError, AttributeError):
+        return None
+    decode.argtypes = (ctypes.c_char_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    decode.restype = ctypes.c_void_p
+    look.argtypes = (ctypes.c_char_p, ctypes.c_size_t, ctypes.POINTER(_Features), ctypes.c_int)
+    look.restype = ctypes.c_int
+    return library
+
 
 # TIFF is not among them: its tiles may be many times as large as the picture, and its grey has many meanings.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")

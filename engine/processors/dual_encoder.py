@@ -44,10 +44,9 @@ from maxsimd.engine.processors.text.origins import Origins
 from maxsimd.engine.processors.text.tokenization import TextTokenizer
 from maxsimd.engine.processors.text.truncation import InputName, LongInputs
 from maxsimd.engine.requests import Item, ScoreRequest, Value, Values
-from maxsimd.engine.scoring.documents import CachedDocument, CachedDocuments
-from maxsimd.engine.scoring.matches import matches_of, similarities_of
-from maxsimd.engine.scoring.maxsim.reference import EMPTY_DOCUMENT_SCORE
-from maxsimd.engine.scoring.price import EXPLAINED, ScoringPrice
+from maxsimd.engine.scoring.maxsim import EMPTY_DOCUMENT_SCORE
+from maxsimd.engine.scoring.scorer import EXPLAINED, CachedDocument, CachedDocuments, ScoringPrice
+from maxsimd.engine.scoring.similarity import matches_of, similarities_of
 from maxsimd.engine.workers import yield_to_smaller
 from maxsimd.pooling.query_rows import QueryRows
 from maxsimd.pooling.vectors import Vectors

@@ -14,8 +14,7 @@ from maxsimd.engine.config import ScoreType
 from maxsimd.engine.errors import InvalidRequestError, RequestTooLargeError
 from maxsimd.engine.explanations import Explanation
 from maxsimd.engine.requests import ScoreRequest, ScoreResult, Usage, Value, Values
-from maxsimd.engine.scoring.calibration import Calibration
-from maxsimd.engine.scoring.scale import has_bounds
+from maxsimd.engine.scoring.scale import Calibration, has_bounds
 from maxsimd.scheduler import CachedBatch, ImageJob, Role, TokenSequence
 
 # Lines that one request's explanations may have together, a match or a window each.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Generic, TypeVar
 
 from maxsimd.engine.cache import EmbeddingCache
-from maxsimd.engine.cache.scores import ScoreCache
+from maxsimd.engine.cache.store import ScoreCache
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.processors.plan import Normalization, Plan, ReadablePlan, ScorePlan, UnscoredPlan
@@ -23,7 +23,7 @@ from maxsimd.engine.requests import (
     as_truncation,
     check_paired,
 )
-from maxsimd.engine.scoring.calibration import Calibration
+from maxsimd.engine.scoring.scale import Calibration
 from maxsimd.pooling.query_rows import QueryRows
 
 # Documents that cannot be prepared together are tried this many at a time, then one by one.

@@ -8,7 +8,7 @@ from typing import Self
 
 import numpy as np
 
-from maxsimd.engine.cache.scores import CachedScore, ScoreCache
+from maxsimd.engine.cache.store import CachedScore, ScoreCache
 from maxsimd.engine.explanations import Explanation
 from maxsimd.engine.processors.plan import Scores
 from maxsimd.engine.requests import ScoreRequest

@@ -1,12 +1,106 @@
 """Scores of pairs of items, by the similarity that the model was trained for."""
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from maxsimd.engine.scoring.maxsim import MaxSim
-from maxsimd.engine.scoring.sparse import sparse_scores
 from maxsimd.pooling.ragged import Ragged, to_device
+from maxsimd.pooling.sparse import dense_of
+from maxsimd.scheduler import Explained
+
+# What a word that both vectors have adds to a score, by its weights there.
+_Shared: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def sparse_scores(
+    similarity: str, queries: Ragged, documents: Ragged, pairs: NDArray[np.int64]
+) -> torch.Tensor:
+    """The scores float32 [n] of the sparse vectors of pairs [n, 2] of a query's index and a document's: their
+    dot products for `sparse`, their cosines for `sparse-cosine`, and for `sparse-euclidean` and
+    `sparse-manhattan` their distances below 0."""
+    if similarity == "sparse":
+        return sparse_dot(queries, documents, pairs)
+    if similarity == "sparse-cosine":
+        squares = _of_pairs(torch.square, queries, documents, pairs)
+        # As torch's normalize has it.
+        lengths = [each.sqrt().clamp(min=1e-12) for each in squares]
+        return (_over_shared_words(torch.mul, queries, documents, pairs) / (lengths[0] * lengths[1])).float()
+    is_euclidean = similarity == "sparse-euclidean"
+    of_word = torch.square if is_euclidean else torch.abs
+    # All words count as if the other vector lacked them, but for those that both have.
+    first, second = _of_pairs(of_word, queries, documents, pairs)
+    shared = _over_shared_words(
+        lambda q, d: of_word(q - d) - of_word(q) - of_word(d), queries, documents, pairs
+    )
+    distances = (first + second + shared).clamp(min=0)
+    return -(distances.sqrt() if is_euclidean else distances).float()
+
+
+def _of_pairs(
+    of_weight: Callable[[torch.Tensor], torch.Tensor],
+    queries: Ragged,
+    documents: Ragged,
+    pairs: NDArray[np.int64],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sums float64 [n] of something over the weights of each pair's query, and of its document."""
+    sums = []
+    for items, index in ((queries, pairs[:, 0]), (documents, pairs[:, 1])):
+        owner = np.repeat(np.arange(len(items)), np.diff(items.offsets))
+        total = torch.zeros(len(items), dtype=torch.float64, device=items.values.device)
+        total.index_add_(0, to_device(owner, total.device), of_weight(items.values[:, 1].double()))
+        sums.append(total[to_device(np.ascontiguousarray(index), total.device)].to(documents.values.device))
+    return sums[0], sums[1]
+
+
+def sparse_dot(queries: Ragged, documents: Ragged, pairs: NDArray[np.int64]) -> torch.Tensor:
+    """The dot products float32 [n] of the sparse vectors of pairs [n, 2] of a query's index and a
+    document's."""
+    return _over_shared_words(torch.mul, queries, documents, pairs, torch.float32)
+
+
+def _over_shared_words(
+    shared: _Shared,
+    queries: Ragged,
+    documents: Ragged,
+    pairs: NDArray[np.int64],
+    dtype: torch.dtype = torch.float64,
+) -> torch.Tensor:
+    """The sum [n] over the words that both vectors of a pair have.
+
+    Of words that a query has more than once the first counts; each of those of a document does. A query's
+    words are sorted, and each word of its documents is looked up among them."""
+    device = documents.values.device
+    lengths = np.diff(documents.offsets)
+    scores = torch.zeros(len(pairs), dtype=dtype, device=device)
+    for query in np.unique(pairs[:, 0]).tolist():
+        entries = queries[query].float()  # [words, 2]
+        asked = np.flatnonzero(pairs[:, 0] == query)
+        of_asked = documents.take(pairs[asked, 1].tolist()).values.float()  # [entries, 2]
+        if not len(entries) or not len(of_asked):
+            continue
+        words, order = entries[:, 0].sort(stable=True)
+        at = torch.searchsorted(words, of_asked[:, 0].contiguous()).clamp(max=len(words) - 1)
+        made = shared(entries[order, 1][at].to(dtype), of_asked[:, 1].to(dtype))
+        owner = np.repeat(asked, lengths[pairs[asked, 1]])
+        scores.index_add_(0, to_device(owner, device), torch.where(words[at] == of_asked[:, 0], made, 0.0))
+    return scores
+
+
+def sparse_dot_reference(
+    queries: Ragged, documents: Ragged, pairs: NDArray[np.int64], num_words: int
+) -> torch.Tensor:
+    """The same, plainly: each vector with a weight for all `num_words` words."""
+    scores = [
+        dense_of(queries[query], num_words).double() @ dense_of(documents[document], num_words).double()
+        for query, document in pairs.tolist()
+    ]
+    return torch.stack(scores).float() if scores else torch.zeros(0)
+
 
 # Those of items of one row a token; `maxsim` takes these.
 TOKEN_SIMILARITIES = ("maxsim", "meanmaxsim")
@@ -52,3 +146,132 @@ def as_named(
         return scores
     tokens = np.maximum(1, np.diff(queries.offsets))[pairs[:, 0]]
     return scores / to_device(tokens, scores.device)
+
+
+# The last columns of an item: the id of a row's token, and its weight.
+_SPARSE = 2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Hybrid:
+    """Scores pairs of items [tokens, dim + 2] as `HybridPool` makes them: by the dot product of their first
+    rows, by that of their sparse vectors, and by the mean over the query's other rows of each one's best
+    match among the document's. `weights` are those of the three, in this order; their sum is made 1.
+
+    Source: `M3Embedder.compute_score` in FlagEmbedding."""
+
+    weights: tuple[float, float, float]
+    maxsim: MaxSim
+
+    def __call__(self, queries: Ragged, documents: Ragged, pairs: NDArray[np.int64]) -> torch.Tensor:
+        """The scores float32 [n] of pairs [n, 2] of a query's index and a document's."""
+        parts = self.parts(queries, documents, pairs)
+        return sum(
+            (part * (weight / sum(self.weights)) for part, weight in zip(parts, self.weights, strict=True)),
+            torch.zeros(len(pairs), device=documents.values.device),
+        )
+
+    def parts(
+        self, queries: Ragged, documents: Ragged, pairs: NDArray[np.int64]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The scores [n] by dense, sparse and multi-vector embeddings."""
+        first, second = to_device(np.ascontiguousarray(pairs.T), documents.values.device)
+        dense = (_first_rows(queries)[first] * _first_rows(documents)[second]).sum(dim=-1)
+        sparse = sparse_dot(_sparse_of(queries), _sparse_of(documents), pairs)
+        of_query, of_document = _other_rows(queries), _other_rows(documents)
+        num_tokens = np.maximum(1, np.diff(of_query.offsets))[pairs[:, 0]]
+        best = self.maxsim(of_query, of_document, pairs).float()
+        return dense, sparse, best / to_device(num_tokens, best.device)
+
+
+def _first_rows(items: Ragged) -> torch.Tensor:
+    """The vector of each whole text, [items, dim]."""
+    return items.values[to_device(items.offsets[:-1], items.values.device), :-_SPARSE].float()
+
+
+def _other_rows(items: Ragged) -> Ragged:
+    """The vectors of each text's tokens."""
+    lengths = np.diff(items.offsets)
+    others = np.ones(int(items.offsets[-1]), dtype=bool)
+    others[items.offsets[:-1][lengths > 0]] = False
+    rows = to_device(np.flatnonzero(others), items.values.device)
+    return Ragged.from_lengths(items.values[rows, :-_SPARSE].contiguous(), np.maximum(lengths - 1, 0))
+
+
+def _sparse_of(items: Ragged) -> Ragged:
+    """Each text's sparse vector, in which tokens that come again weigh nothing."""
+    return Ragged(items.values[:, -_SPARSE:], items.offsets)
+
+
+# By as much scores may differ because sums are formed in different orders.
+_SAME = 1e-4
+# Similarities that are held at a time: 16 MiB of them in float32.
+_AT_ONCE = 1 << 22
+
+
+def best_matches(query: torch.Tensor, document: torch.Tensor, window_rows: Sequence[int]) -> torch.Tensor:
+    """The best match of each row of a query [Lq, dim] in each window of a document [Ld, dim], whose windows
+    have `window_rows` rows: float32 [Lq, windows, 2], the row of the document (counted through all windows)
+    and the dot product. Of rows that are equally good the first is taken; a window without rows has row -1
+    and 0."""
+    query = query.float()
+    each = []
+    first = 0
+    for window in document.split(list(window_rows)):
+        best = torch.zeros(len(query), 2, device=query.device)
+        if len(window):
+            columns = window.float().T
+            for tile in range(0, len(query), at_once := max(1, _AT_ONCE // len(window))):
+                similarity, row = (query[tile : tile + at_once] @ columns).max(dim=1)
+                best[tile : tile + at_once, 0] = row + first
+                best[tile : tile + at_once, 1] = similarity
+        else:
+            best[:, 0] = -1
+        each.append(best)
+        first += len(window)
+    return torch.stack(each, dim=1)
+
+
+def score_with_matches(
+    score: torch.Tensor,
+    query: torch.Tensor,
+    document: torch.Tensor,
+    explained: Explained,
+    share: float | None,
+) -> torch.Tensor:
+    """A score and the best matches behind it, as they leave the device: float32 [1 + Lq * windows * 2, 1];
+    and behind these the similarities [Lq, Ld] of all vectors, if there is to be a map.
+
+    The score is the sum of the matches. If scores are means, it is the mean of the matches times `share`, the
+    share of the query's rows that `query` has. If the backend's score differs, because it rounds each product
+    to the precision of its factors, the score from the matches replaces it."""
+    matches = best_matches(query, document, explained.rows)
+    score = score.float()
+    if len(document):
+        of_windows = [matches[:, i, 1] for i, rows in enumerate(explained.rows) if rows]
+        best = torch.stack(of_windows).amax(dim=0)
+        exact = best.sum() if share is None else best.mean() * share
+        score = torch.where((exact - score).abs() <= _SAME, score, exact)
+    parts = [score.reshape(1, 1), matches.reshape(-1, 1)]
+    if explained.with_map:
+        parts.append((query.float() @ document.float().T).reshape(-1, 1))
+    return torch.cat(parts)
+
+
+def matches_of(value: NDArray[np.float32], explained: Explained) -> NDArray[np.float32]:
+    """The matches [Lq, windows, 2] of what `score_with_matches` has made."""
+    windows = len(explained.rows)
+    query_rows = (len(value) - 1) // (2 * windows + _mapped(explained))
+    return value[1 : 1 + query_rows * windows * 2, 0].reshape(-1, windows, 2)
+
+
+def similarities_of(value: NDArray[np.float32], explained: Explained) -> NDArray[np.float32]:
+    """The similarities [Lq, Ld] of what `score_with_matches` has made for a map."""
+    mapped = _mapped(explained)
+    query_rows = (len(value) - 1) // (2 * len(explained.rows) + mapped)
+    return value[len(value) - query_rows * mapped :, 0].reshape(query_rows, mapped)
+
+
+def _mapped(explained: Explained) -> int:
+    """How many similarities there are of each vector of the query."""
+    return sum(explained.rows) if explained.with_map else 0

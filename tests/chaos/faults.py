@@ -20,7 +20,7 @@ import numpy as np
 from scipy import stats
 
 from maxsimd.bench.plots import save
-from maxsimd.engine.cache.database import FILE
+from maxsimd.engine.cache.disk import FILE
 from tests.chaos.crowd import Crowd, Record, crowd
 from tests.chaos.disconnects import leave_often
 from tests.chaos.findings import Found, Row, percentile

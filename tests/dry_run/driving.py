@@ -19,7 +19,7 @@ from torch import nn
 from maxsimd.engine import EngineConfig
 from maxsimd.engine.actors.actor import Commit, Mailbox, Pool, Score
 from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache, Precision
-from maxsimd.engine.cache.entry import rounded
+from maxsimd.engine.cache.embeddings import rounded
 from maxsimd.engine.cache.memory import MemoryStore
 from maxsimd.engine.cache.slab import EmbeddingSlab
 from maxsimd.engine.checkpoint import LoadedModel, load_model
@@ -41,15 +41,15 @@ from maxsimd.engine.execution.selfcheck.pictures import random_pages
 from maxsimd.engine.execution.selfcheck.samples import random_sequences
 from maxsimd.engine.ops.triton import launch
 from maxsimd.engine.runtime import DeviceActors
-from maxsimd.engine.scoring.documents import (
+from maxsimd.engine.scoring.maxsim import choose_maxsim
+from maxsimd.engine.scoring.scorer import (
     CachedDocument,
     CachedDocuments,
     CacheHit,
     Duplicate,
     SkippedSequence,
+    StepOutcome,
 )
-from maxsimd.engine.scoring.maxsim import choose_maxsim
-from maxsimd.engine.scoring.outcome import StepOutcome
 from maxsimd.pooling.dispatch import Pooled
 from maxsimd.scheduler import (
     CachedBatch,

@@ -12,7 +12,7 @@ from maxsimd.engine.execution.attention import select as choice
 from maxsimd.engine.execution.attention.check import find_mismatch
 from maxsimd.engine.ops.triton.projection import Projection, project
 from maxsimd.engine.scoring.maxsim import maxsim_reference
-from maxsimd.engine.scoring.maxsim.triton import maxsim_spans_triton
+from maxsimd.engine.scoring.maxsim_triton import maxsim_spans_triton
 from maxsimd.pooling.ragged import Ragged, Spans
 from tests.checkpoints import cross_encoders
 from tests.unit.engine.cache.test_slab import check_scores_from_a_slab

@@ -11,7 +11,7 @@ from PIL import Image
 from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTransformer
 from transformers import AutoModel, AutoProcessor, ColModernVBertForRetrieval
 
-from maxsimd.engine.scoring.maxsim.reference import EMPTY_DOCUMENT_SCORE
+from maxsimd.engine.scoring.maxsim import EMPTY_DOCUMENT_SCORE
 from tests.checkpoints import two_towers, vision_language, visual
 from tests.parity.changes import Build
 from tests.parity.references import JinaM0, loaded

@@ -17,7 +17,7 @@ from maxsimd.engine.processors import late_chunking
 from maxsimd.engine.processors.dual_encoder import MOST_MAPPED, MOST_NOTED
 from maxsimd.engine.processors.plan import MOST_EXPLAINED
 from maxsimd.engine.processors.text.tokenization import MOST_DECODED
-from maxsimd.engine.scoring.price import EXPLAINED
+from maxsimd.engine.scoring.scorer import EXPLAINED
 from maxsimd.pooling.muvera import LONGEST, MOST_PLANES, MOST_RANDOM
 
 _PAGE = (Path(__file__).parents[2] / "docs" / "security.md").read_text(encoding="utf-8")

@@ -22,7 +22,7 @@ from maxsimd.engine.execution.prefill_kv import PrefillKV
 from maxsimd.engine.ops.qkv import KV, QKV
 from maxsimd.engine.ops.triton.projection import Projection, project
 from maxsimd.engine.scoring.maxsim import maxsim_reference
-from maxsimd.engine.scoring.maxsim.triton import maxsim_triton
+from maxsimd.engine.scoring.maxsim_triton import maxsim_triton
 from maxsimd.pooling.ragged import Ragged
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

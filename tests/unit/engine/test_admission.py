@@ -14,7 +14,7 @@ from maxsimd.engine.actors.scheduler import SchedulerActor
 from maxsimd.engine.admission import Admission, AdmissionLimits, Permit
 from maxsimd.engine.metrics import EngineMetrics
 from maxsimd.engine.requests import EmbedRequest, RunOptions, ScoreRequest, Truncation, Values
-from maxsimd.engine.scoring.price import ScoringPrice
+from maxsimd.engine.scoring.scorer import ScoringPrice
 from maxsimd.engine.tenants import Tenant, TenantLimits
 from maxsimd.pooling.vectors import Vectors
 from maxsimd.scheduler import Scheduler, StepLimits, WaitingRequest

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxsimd.engine.scoring.similarity import score_pairs
-from maxsimd.engine.scoring.sparse import sparse_dot, sparse_dot_reference
+from maxsimd.engine.scoring.similarity import score_pairs, sparse_dot, sparse_dot_reference
 from maxsimd.pooling import methods, sparse
 from maxsimd.pooling.dispatch import DispatchPooler, pooling_method
 from maxsimd.pooling.methods import PASSAGES, PassageMeanPool, PoolingCursor

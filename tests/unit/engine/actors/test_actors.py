@@ -24,7 +24,7 @@ from maxsimd.engine.actors.scheduler import SchedulerActor
 from maxsimd.engine.errors import RequestFailedError
 from maxsimd.engine.metrics import EngineMetrics
 from maxsimd.engine.requests import RunOptions
-from maxsimd.engine.scoring.outcome import Result
+from maxsimd.engine.scoring.scorer import Result
 from maxsimd.scheduler import ResultSlot, Scheduler, Step, StepLimits, WaitingRequest
 from tests.unit.scheduler.scheduled_requests import texts
 from tests.waiting import until

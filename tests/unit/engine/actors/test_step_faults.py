@@ -28,18 +28,14 @@ from maxsimd.engine.actors.runner import (
     is_out_of_memory,
 )
 from maxsimd.engine.actors.scoring import ScoringActor
-from maxsimd.engine.cache import Arriving, EmbeddingCache
-from maxsimd.engine.cache.segments import Segments
-from maxsimd.engine.cache.slab import EmbeddingSlab
-from maxsimd.engine.cache.writer import CacheWriter
+from maxsimd.engine.cache import EmbeddingCache, PendingEmbeddings
+from maxsimd.engine.cache.embeddings import CacheWriter
+from maxsimd.engine.cache.slab import EmbeddingSlab, Segments
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.device import load
 from maxsimd.engine.metrics import EngineStats
-from maxsimd.engine.scoring.document_scorer import DocumentScorer
-from maxsimd.engine.scoring.outcome import StepOutcome
-from maxsimd.engine.scoring.query_store import QueryStore
+from maxsimd.engine.scoring.scorer import DocumentScorer, QueryStore, StepOutcome, WindowStore
 from maxsimd.engine.scoring.similarity import score_pairs
-from maxsimd.engine.scoring.window_store import WindowStore
 from maxsimd.pooling.dispatch import DispatchPooler
 from maxsimd.scheduler import Chunk, JoinedTokens, ResultSlot, Step, Tokens, TokenSequence
 from tests.checkpoints import cross_encoders, language_models, late_interaction
@@ -63,11 +59,11 @@ ATTEMPT: list[Function] = [
     DispatchPooler.pool,
     *_methods(ScoringActor, "_score", "_plain_items"),
     *_methods(DocumentScorer, "score", "_store_queries", "_complete_documents"),
-    *_methods(DocumentScorer, "_quantise_and_stage_for_cache", "_about", "_score_skipped", "_score_batch"),
+    *_methods(DocumentScorer, "_quantise_and_stage_for_cache", "_facts_of", "_score_skipped", "_score_batch"),
     *_methods(DocumentScorer, "_score_cached", "_score_spans", "_score_from_host", "_find_queries"),
     *_methods(DocumentScorer, "_score_asked", "_against_queries"),
     *_methods(QueryStore, "put", "get"),
-    *(WindowStore.put, Arriving.__init__, StepOutcome.results, score_pairs, EmbeddingCache.rounded),
+    *(WindowStore.put, PendingEmbeddings.__init__, StepOutcome.results, score_pairs, EmbeddingCache.rounded),
     *_methods(EmbeddingSlab, "put", "locate", "_copy_from_host", "_copy_run", "_reserve", "_enter"),
     Segments.reserve,
 ]

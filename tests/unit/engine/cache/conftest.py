@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from maxsimd.engine.cache import guarded
+from maxsimd.engine.cache import disk as disk_module
 from maxsimd.engine.cache.disk import DiskStore
 from tests.unit.engine.cache.entries import MIB
 
@@ -24,4 +24,4 @@ def disk(folder: Path) -> Iterator[DiskStore]:
 
 @pytest.fixture
 def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guarded, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(disk_module, "PAUSE_SECONDS", 0.0)

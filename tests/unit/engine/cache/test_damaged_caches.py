@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import torch
 
-from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache, guarded
-from maxsimd.engine.cache.database import DAMAGED_FILE, FILE
-from maxsimd.engine.cache.disk import DiskStore
+from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache
+from maxsimd.engine.cache import disk as disk_module
+from maxsimd.engine.cache.disk import DAMAGED_FILE, FILE, DiskStore
 from maxsimd.engine.cache.memory import MemoryStore
 from tests.damage import DAMAGES, heed_permissions, undo
 from tests.forked import Forked
@@ -100,12 +100,12 @@ def read(store: EmbeddingCache, numbers: range) -> tuple[int, int]:
 
 def works(store: EmbeddingCache) -> bool:
     """Whether the disk takes and returns something new, soon."""
-    deadline = time.monotonic() + 5 * guarded.PAUSE_SECONDS
+    deadline = time.monotonic() + 5 * disk_module.PAUSE_SECONDS
     while time.monotonic() < deadline:
         store.put([(key(10_000), entry(10_000))])
         if read(store, range(10_000, 10_001)) == (1, 0):
             return True
-        time.sleep(guarded.PAUSE_SECONDS / 5)
+        time.sleep(disk_module.PAUSE_SECONDS / 5)
     return False
 
 
@@ -161,7 +161,7 @@ def meet_all(root: Path, reports: Path) -> None:
     heed_permissions()
     log = Log()
     logging.getLogger("maxsimd").addHandler(log)
-    guarded.PAUSE_SECONDS = 0.02
+    disk_module.PAUSE_SECONDS = 0.02
     for moment in MOMENTS:
         for damage in DAMAGES:
             folder = root / f"{moment} {damage}"

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from maxsimd.engine.cache import database, guarded
-from maxsimd.engine.cache.database import DAMAGED_FILE, FILE, PAGE
-from maxsimd.engine.cache.disk import DiskStore
-from maxsimd.engine.cache.entry import CachedEmbedding
+from maxsimd.engine.cache import disk as disk_module
+from maxsimd.engine.cache.disk import DAMAGED_FILE, FILE, PAGE, DiskStore
+from maxsimd.engine.cache.embeddings import CachedEmbedding
 from tests.unit.engine.cache.entries import MIB, entry, key, same
 
 
@@ -189,7 +188,7 @@ def test_a_damaged_entry_is_left_out_dropped_and_reported(
 def test_a_lock_is_waited_for_once_and_reported_once(
     disk: DiskStore, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(guarded, "PAUSE_SECONDS", 60.0)
+    monkeypatch.setattr(disk_module, "PAUSE_SECONDS", 60.0)
     disk.put([(key(1), entry(1))])
     with sql(folder) as connection:
         connection.execute("BEGIN EXCLUSIVE")
@@ -198,7 +197,7 @@ def test_a_lock_is_waited_for_once_and_reported_once(
         for number in range(100):
             disk.put([(key(number), entry(number))])
             disk.drop(key(number))
-        assert time.monotonic() - started < 20 * database.LOCK_SECONDS
+        assert time.monotonic() - started < 20 * disk_module.LOCK_SECONDS
     assert caplog.text.count("was locked for too long") == 1
 
 
@@ -306,9 +305,9 @@ def test_only_errors_that_say_so_count_as_damage() -> None:
     for code in damage | others:
         error = sqlite3.DatabaseError("reason")
         error.sqlite_errorcode = code
-        assert database.is_damage(error) is (code in damage), code
-    assert not database.is_damage(OSError(12, "reason"))
-    assert not database.is_damage(MemoryError())
+        assert disk_module.is_damage(error) is (code in damage), code
+    assert not disk_module.is_damage(OSError(12, "reason"))
+    assert not disk_module.is_damage(MemoryError())
 
 
 def test_a_full_disk_is_reported_and_still_read(
@@ -351,7 +350,7 @@ def test_a_failure_that_comes_again_is_logged_again(
     assert numbers(disk) == [1], "what could not be read is kept"
     assert caplog.text.count("cannot be written to: MemoryError") == 2
     assert caplog.text.count("cannot be read: MemoryError") == 1
-    monkeypatch.setattr(guarded, "SECONDS_BETWEEN_WARNINGS", 0.0)
+    monkeypatch.setattr(disk_module, "SECONDS_BETWEEN_WARNINGS", 0.0)
     monkeypatch.setattr(CachedEmbedding, "to_bytes", fail)
     for _ in range(3):
         disk.put([(key(1), entry(1))])

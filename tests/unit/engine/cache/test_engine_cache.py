@@ -13,7 +13,7 @@ from maxsimd.bench.datasets import Pair
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig, InvalidRequestError, QueueFullError
 from maxsimd.engine.metrics import EngineStats
 from maxsimd.engine.processors import dual_encoder
-from maxsimd.engine.scoring import price
+from maxsimd.engine.scoring import scorer
 from tests.checkpoints import bi_encoders, language_models
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
@@ -202,7 +202,7 @@ async def small_steps(
 ) -> Engine:
     """An engine that takes few tokens into its queue and into a step, with all lines cached."""
     monkeypatch.setattr(dual_encoder, "ON_HOST", dual_encoder.BatchLimits(rows=64, documents=512))
-    monkeypatch.setattr(price, "ROWS_PER_TOKEN", 2)
+    monkeypatch.setattr(scorer, "ROWS_PER_TOKEN", 2)
     engine = await engines(
         EngineConfig(
             model=stanford_colbert,

@@ -8,13 +8,16 @@ import pytest
 import torch
 
 from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache, Precision
-from maxsimd.engine.cache.entry import rounded
+from maxsimd.engine.cache.embeddings import rounded
 from maxsimd.engine.cache.memory import MemoryStore
-from maxsimd.engine.cache.segments import Segments
-from maxsimd.engine.cache.slab import EmbeddingSlab
-from maxsimd.engine.scoring.document_scorer import DocumentScorer, ScoredDocuments
-from maxsimd.engine.scoring.documents import CachedDocument, CachedDocuments
+from maxsimd.engine.cache.slab import EmbeddingSlab, Segments
 from maxsimd.engine.scoring.maxsim import choose_maxsim, choose_maxsim_spans, maxsim_reference
+from maxsimd.engine.scoring.scorer import (
+    CachedDocument,
+    CachedDocuments,
+    DocumentScorer,
+    ScoredDocuments,
+)
 from maxsimd.pooling.dispatch import Pooled
 from maxsimd.pooling.ragged import Ragged
 from maxsimd.scheduler import CachedBatch, DocumentPayload, ResultSlot, Tokens, TokenSequence

@@ -15,14 +15,17 @@ from typing import Any
 import pytest
 import torch
 
-from maxsimd.engine.cache.arriving import About, Arriving
 from maxsimd.engine.cache.disk import DiskStore
-from maxsimd.engine.cache.entry import CachedEmbedding, Precision, rounded
-from maxsimd.engine.cache.frequency import FrequencySketch
-from maxsimd.engine.cache.memory import MemoryStore
-from maxsimd.engine.cache.scores import CachedScore, ScoreCache
-from maxsimd.engine.cache.store import EmbeddingCache
-from maxsimd.engine.cache.writer import CacheWriter
+from maxsimd.engine.cache.embeddings import (
+    CachedEmbedding,
+    CacheWriter,
+    EmbeddingFacts,
+    PendingEmbeddings,
+    Precision,
+    rounded,
+)
+from maxsimd.engine.cache.memory import FrequencySketch, MemoryStore
+from maxsimd.engine.cache.store import CachedScore, EmbeddingCache, ScoreCache
 from maxsimd.pooling.ragged import Ragged
 from tests.unit.engine.cache.entries import entry, key, same
 
@@ -115,8 +118,9 @@ def test_int8_uses_its_whole_range_in_every_row() -> None:
 def test_arriving_embeddings_become_entries_of_their_own(precision: Precision) -> None:
     first, second = entry(1, rows=2).rows, entry(2, rows=3).rows
     values, scales = rounded(torch.cat([first, second]), precision)
-    arriving = Arriving(
-        [About(key(1), 11, False), About(key(2), 12, True)], Ragged(values, (0, 2, 5), scales)
+    arriving = PendingEmbeddings(
+        [EmbeddingFacts(key(1), 11, False), EmbeddingFacts(key(2), 12, True)],
+        Ragged(values, (0, 2, 5), scales),
     )
     expected = [rounded(first, precision), rounded(second, precision)]
     assert (len(arriving), arriving.keys) == (2, [key(1), key(2)])
@@ -137,10 +141,10 @@ def test_arriving_embeddings_become_entries_of_their_own(precision: Precision) -
 # The writer: what it cannot take in is not cached, and counted
 
 
-def staged(*keys: bytes) -> Arriving:
+def staged(*keys: bytes) -> PendingEmbeddings:
     """Embeddings of one row of four float32 numbers, 16 bytes each."""
     rows = Ragged(torch.arange(4.0 * len(keys)).view(-1, 4), tuple(range(len(keys) + 1)))
-    return Arriving([About(key, 3, False) for key in keys], rows)
+    return PendingEmbeddings([EmbeddingFacts(key, 3, False) for key in keys], rows)
 
 
 class Written:

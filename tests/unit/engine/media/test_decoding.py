@@ -23,7 +23,7 @@ from maxsimd.engine.media import (
     bytes_of_data_url,
     decoded,
 )
-from maxsimd.engine.media.webp import header_of, rgba_of
+from maxsimd.engine.media.decoding import header_of, rgba_of
 
 LIMITS = PictureLimits(file_bytes=1 << 20, pixels=1_000_000)
 MOST_BYTES = 1_000

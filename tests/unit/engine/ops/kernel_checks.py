@@ -61,7 +61,7 @@ def on(items: Ragged, device: str) -> Ragged:
 def scored(
     queries: Ragged, documents: Ragged, pairs: Any, device: str, split_k: int | None = None
 ) -> torch.Tensor:
-    from maxsimd.engine.scoring.maxsim.triton import maxsim_triton
+    from maxsimd.engine.scoring.maxsim_triton import maxsim_triton
 
     return maxsim_triton(on(queries, device), on(documents, device), pairs, split_k).cpu()
 
@@ -184,7 +184,7 @@ def tiled_problems(draw: st.DrawFn, dims: st.SearchStrategy[int]) -> tuple[Ragge
 def check_maxsim_by_small_tiles(device: str) -> None:
     """Each document of several tiles."""
     from maxsimd.engine.ops.triton import maxsim
-    from maxsimd.engine.scoring.maxsim.triton import maxsim_spans_triton
+    from maxsimd.engine.scoring.maxsim_triton import maxsim_spans_triton
 
     table = maxsim.tiles_for
     # On a GPU, each is a compilation.
@@ -230,7 +230,7 @@ def check_maxsim_of_slices(device: str) -> None:
 
 def check_maxsim_beyond_32_bits(device: str) -> None:
     """Documents among more rows than 32 bits count are copied; a query there is refused."""
-    from maxsimd.engine.scoring.maxsim.triton import maxsim_spans_triton
+    from maxsimd.engine.scoring.maxsim_triton import maxsim_spans_triton
 
     far = 1 << 31
     # All rows of the tensor are one, which takes no memory.

@@ -18,8 +18,12 @@ from maxsimd.engine.processors.plan import ScorePlan
 from maxsimd.engine.processors.text.builder import TextBuilder
 from maxsimd.engine.processors.text.truncation import LongInputs
 from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, CacheMode, Truncation, Values
-from maxsimd.engine.scoring.documents import CachedDocument
-from maxsimd.engine.scoring.price import DOCUMENTS_PER_TOKEN, ROWS_PER_TOKEN, ScoringPrice
+from maxsimd.engine.scoring.scorer import (
+    DOCUMENTS_PER_TOKEN,
+    ROWS_PER_TOKEN,
+    CachedDocument,
+    ScoringPrice,
+)
 from maxsimd.scheduler import ResultSlot, Role, TokenSequence, Window
 from tests.unit.engine.processors.small_models import (
     CLS,

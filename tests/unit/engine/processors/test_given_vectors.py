@@ -31,7 +31,7 @@ from maxsimd.engine import (
     Vectors,
 )
 from maxsimd.engine.processors import dual_encoder, given_vectors
-from maxsimd.engine.scoring.price import ScoringPrice
+from maxsimd.engine.scoring.scorer import ScoringPrice
 from tests.checkpoints import bi_encoders, cross_encoders, language_models, visual
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines

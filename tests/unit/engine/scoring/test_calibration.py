@@ -20,7 +20,7 @@ from maxsimd.engine import Engine, EngineConfig, ModelLoadError
 from maxsimd.engine.checkpoint.model import PairRules, Task
 from maxsimd.engine.checkpoint.score_template import ScoreTemplate
 from maxsimd.engine.device.stores import model_digest
-from maxsimd.engine.scoring.calibration import Calibration
+from maxsimd.engine.scoring.scale import Calibration
 from tests.unit.calling_handlers import Caller, RecordingEngine
 from tests.unit.engine.processors.small_models import model
 

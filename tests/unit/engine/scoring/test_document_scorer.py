@@ -14,13 +14,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache, Precision
 from maxsimd.engine.cache.memory import MemoryStore
 from maxsimd.engine.ops import cpu as kernels
-from maxsimd.engine.scoring import matches
-from maxsimd.engine.scoring.document_scorer import DocumentScorer, ScoredDocuments
-from maxsimd.engine.scoring.documents import CachedDocument, CachedDocuments, CacheHit, Duplicate
+from maxsimd.engine.scoring import similarity
 from maxsimd.engine.scoring.maxsim import maxsim_apart_avx512, maxsim_avx512, maxsim_reference
-from maxsimd.engine.scoring.outcome import Output, Releases, RequestFailure, StepOutcome
-from maxsimd.engine.scoring.query_store import QueryStore
-from maxsimd.engine.scoring.window_store import WindowStore
+from maxsimd.engine.scoring.scorer import (
+    CachedDocument,
+    CachedDocuments,
+    CacheHit,
+    DocumentScorer,
+    Duplicate,
+    Output,
+    QueryStore,
+    Releases,
+    RequestFailure,
+    ScoredDocuments,
+    StepOutcome,
+    WindowStore,
+)
 from maxsimd.pooling.dispatch import Pooled
 from maxsimd.pooling.ragged import Ragged
 from maxsimd.scheduler import CachedBatch, DocumentPayload, ResultSlot, Tokens, TokenSequence, Window
@@ -276,7 +285,7 @@ def test_documents_of_every_kind_score_as_plain_maxsim(
 
 @pytest.mark.skipif(not kernels.is_available(), reason="this processor cannot run the kernel")
 def test_documents_score_alike_where_they_lie() -> None:
-    for precision, dtype, similarity in (
+    for precision, dtype, similarity_name in (
         ("float32", torch.float32, "maxsim"),
         ("float32", torch.bfloat16, "cosine"),
         ("bfloat16", torch.float32, "meanmaxsim"),
@@ -286,9 +295,9 @@ def test_documents_score_alike_where_they_lie() -> None:
         cache = cache_of(precision)
         found = []
         for apart in (None, maxsim_apart_avx512):
-            ours = Scorer(similarity, maxsim_avx512, CPU, dtype, maxsim_apart=apart, cache=cache)
+            ours = Scorer(similarity_name, maxsim_avx512, CPU, dtype, maxsim_apart=apart, cache=cache)
             slots = [ResultSlot(7, i) for i in range(4)]
-            length = 1 if similarity == "cosine" else 9
+            length = 1 if similarity_name == "cosine" else 9
             new = (document(2, slots[0], 1, key=b"k"), rows(10, length))
             was_new = ours.score([pooled((query(1, 7, 4), rows(1, length)), new)])
             cached = was_new.new_embeddings[0].entry(0)
@@ -350,10 +359,10 @@ class Sizes(TorchDispatchMode):
 
 def test_matches_are_found_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     query, windows = rows(1, 300), (150, 0, 50)
-    found = matches.best_matches(query, rows(2, 200), windows)
-    monkeypatch.setattr(matches, "_AT_ONCE", 1000)
+    found = similarity.best_matches(query, rows(2, 200), windows)
+    monkeypatch.setattr(similarity, "_AT_ONCE", 1000)
     with Sizes() as sizes:
-        tiled = matches.best_matches(query, rows(2, 200), windows)
+        tiled = similarity.best_matches(query, rows(2, 200), windows)
     assert sizes.largest <= 300 * DIM
     assert tiled[:, :, 0].equal(found[:, :, 0])
     assert torch.allclose(tiled, found, atol=1e-5)

@@ -15,6 +15,7 @@ from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution.attention.select import choose_attention
 from maxsimd.engine.ops import cpu as kernels
 from maxsimd.engine.ops import triton as triton_ops
+from maxsimd.engine.scoring import maxsim
 from maxsimd.engine.scoring.maxsim import (
     MaxSim,
     Rows,
@@ -23,7 +24,6 @@ from maxsimd.engine.scoring.maxsim import (
     maxsim_avx512,
     maxsim_reference,
     maxsim_tiled,
-    tiled,
 )
 from maxsimd.engine.scoring.similarity import score_pairs
 from maxsimd.pooling.ragged import Ragged
@@ -115,12 +115,12 @@ def test_products_take_tile_bytes_or_the_least_rows(
     queries = ragged([3, 16], 8, 1).decoded(dtype)
     documents = ragged([40, 1, 64, 33, 32, 90, 2, 5], 8, 2).decoded(dtype)
     pairs = pairs_of([(q, d) for q in range(2) for d in range(8)])
-    monkeypatch.setattr(tiled, "TILE_BYTES", tile_bytes)
-    monkeypatch.setattr(tiled, "LEAST_ROWS", 64)
+    monkeypatch.setattr(maxsim, "TILE_BYTES", tile_bytes)
+    monkeypatch.setattr(maxsim, "LEAST_ROWS", 64)
     sizes: list[int] = []
-    product = tiled._product
+    product = maxsim._product
     monkeypatch.setattr(
-        tiled, "_product", lambda rows, q: sizes.append(len(rows) * len(q[0])) or product(rows, q)
+        maxsim, "_product", lambda rows, q: sizes.append(len(rows) * len(q[0])) or product(rows, q)
     )
     scores = maxsim_tiled(queries, documents, pairs)
     tolerance = 1e-4 if dtype is torch.float32 else 0.5
@@ -132,7 +132,7 @@ def test_products_take_tile_bytes_or_the_least_rows(
 def test_maxima_on_another_device_are_those_of_consecutive_rows() -> None:
     rows = torch.randn(8, 3, generator=torch.Generator().manual_seed(0)) - 3
     counts = [1, 4, 1, 2]
-    found = tiled.maxima_by_torch(rows, np.array(counts))
+    found = maxsim.maxima_by_torch(rows, np.array(counts))
     assert torch.equal(found, torch.stack([part.amax(dim=0) for part in rows.split(counts)]))
 
 
@@ -151,11 +151,11 @@ def test_products_are_made_in_pieces_of_few_shapes(monkeypatch: pytest.MonkeyPat
     for columns, padded in ((1, 16), (15, 16), (16, 16), (17, 32)):
         shapes.clear()
         transposed = torch.randn(4, columns, generator=random).bfloat16()
-        found = tiled._product(values, transposed)
+        found = maxsim._product(values, transposed)
         torch.testing.assert_close(found.float(), values.float() @ transposed.float(), atol=0.05, rtol=0.02)
         assert {width for _, width in shapes} == {padded}
-        assert {size for size, _ in shapes} <= set(tiled.PIECES)
-        assert max(size for size, _ in shapes) == max([s for s in tiled.PIECES if s <= rows] or [64])
+        assert {size for size, _ in shapes} <= set(maxsim.PIECES)
+        assert max(size for size, _ in shapes) == max([s for s in maxsim.PIECES if s <= rows] or [64])
 
 
 @pytest.mark.parametrize("name", ["auto", "reference", "tiled", "avx512", "triton"])

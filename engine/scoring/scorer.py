@@ -2,24 +2,292 @@
 they are complete, and documents whose embeddings are cached."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from math import ceil
+from typing import Any, NamedTuple, Protocol, Self, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from maxsimd.engine.cache import About, Arriving, CachedEmbedding, EmbeddingCache
-from maxsimd.engine.scoring.asked import Asked
-from maxsimd.engine.scoring.documents import CachedDocuments, CacheHit, Duplicate, SkippedSequence
-from maxsimd.engine.scoring.matches import score_with_matches
+from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache, EmbeddingFacts, PendingEmbeddings
+from maxsimd.engine.checkpoint import LoadedModel
+from maxsimd.engine.requests import Value
 from maxsimd.engine.scoring.maxsim import MaxSim, MaxSimApart, MaxSimSpans
-from maxsimd.engine.scoring.outcome import Output, Releases, RequestFailure
-from maxsimd.engine.scoring.query_store import QueryStore
-from maxsimd.engine.scoring.similarity import TOKEN_SIMILARITIES, as_named, score_pairs
-from maxsimd.engine.scoring.window_store import WindowStore
+from maxsimd.engine.scoring.similarity import TOKEN_SIMILARITIES, as_named, score_pairs, score_with_matches
 from maxsimd.pooling.dispatch import Pooled
 from maxsimd.pooling.ragged import Ragged, Spans, decoded, joined_on, to_device
-from maxsimd.scheduler import CachedBatch, DocumentPayload, Explained, ResultSlot, TokenSequence
+from maxsimd.scheduler import CachedBatch, DocumentPayload, Explained, ResultSlot, TokenSequence, Window
+
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Asked:
+    """The `embeddings` [tokens, dim] of queries, the `pairs` [n, 2] of query index and document index to
+    score, the slot of each pair's score, and of the pairs that are to be explained how, by their index. Where
+    the embeddings are a part of a query's rows, `share` is which share of them."""
+
+    embeddings: list[torch.Tensor]
+    pairs: Indices
+    slots: tuple[ResultSlot, ...]
+    explained: Mapping[int, Explained]
+    share: float = 1.0
+
+    @classmethod
+    def of_one(
+        cls,
+        embedding: torch.Tensor,
+        slots: tuple[ResultSlot, ...],
+        explained: Mapping[int, Explained],
+        share: float = 1.0,
+    ) -> Self:
+        """One query and as many documents as there are slots."""
+        pairs = np.zeros((len(slots), 2), dtype=np.int64)
+        pairs[:, 1] = np.arange(len(slots))
+        return cls([embedding], pairs, slots, explained, share)
+
+    @property
+    def queries(self) -> Ragged:
+        return Ragged.from_items(self.embeddings)
+
+    def of_documents(self, documents: Indices) -> "Asked":
+        """What is asked of these documents alone, each now with its index among them."""
+        position = np.full(max(self.pairs[:, 1].max(initial=-1), documents.max(initial=-1)) + 1, -1)
+        position[documents] = np.arange(len(documents))
+        at = position[self.pairs[:, 1]]
+        wanted = np.flatnonzero(at >= 0)
+        pairs = np.column_stack([self.pairs[wanted, 0], at[wanted]])
+        indices = wanted.tolist()
+        explained = {new: self.explained[old] for new, old in enumerate(indices) if old in self.explained}
+        return Asked(self.embeddings, pairs, tuple(self.slots[i] for i in indices), explained, self.share)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CachedDocument:
+    """A document whose embedding was cached when its request came, to be scored against one of its queries.
+    If its score is to be explained, `explained` says how, with the vectors of its windows."""
+
+    slot: ResultSlot
+    embedding: CachedEmbedding
+    explained: Explained | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CachedDocuments:
+    """The documents of a `CachedBatch`, which names the query, by columns, so that the device thread need not
+    look at each. `keys` are those of the cache, and `explained` has the indices of those that are to be."""
+
+    slots: tuple[ResultSlot, ...]
+    embeddings: tuple[CachedEmbedding, ...]
+    keys: tuple[bytes | None, ...]
+    explained: Mapping[int, Explained]
+
+    @classmethod
+    def of(cls, documents: Sequence[CachedDocument]) -> Self:
+        return cls(
+            tuple(document.slot for document in documents),
+            tuple(document.embedding for document in documents),
+            tuple(document.embedding.key for document in documents),
+            {i: each.explained for i, each in enumerate(documents) if each.explained is not None},
+        )
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CacheHit:
+    """A sequence of a step that is not run, because its embedding has been cached since its request came."""
+
+    sequence: TokenSequence
+    embedding: CachedEmbedding
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Duplicate:
+    """A sequence of a step that is not run, because an equal document comes before it in the step."""
+
+    sequence: TokenSequence
+
+
+SkippedSequence: TypeAlias = CacheHit | Duplicate
+
+
+class Result(NamedTuple):
+    """The value for one slot of a request's results. Made by the thousand: a tuple takes half as long as a
+    dataclass."""
+
+    slot: ResultSlot
+    value: Value
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFailure:
+    """A request that cannot be completed, and why: it lacks the values of `indexes`, or any."""
+
+    request_id: int
+    reason: str
+    indexes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Output:
+    """Item i of `items` is for `slots[i]`: as a number if `scalar`, else as an array."""
+
+    slots: tuple[ResultSlot, ...]
+    items: Ragged
+    scalar: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Releases:
+    """What a step has used up: how many consumers of each query, by its sequence id, have been scored, and
+    which documents that were read through windows are complete."""
+
+    queries: Mapping[int, int] = field(default_factory=dict)
+    documents: frozenset[int] = frozenset()
+
+
+class Arrival(Protocol):
+    """A moment in the device's work (a CUDA event)."""
+
+    def synchronize(self) -> None:
+        """Waits until the device has come to it; blocks the thread."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepOutcome:
+    """Scores, failures, what may be released, and what may be cached.
+
+    `host` holds the outputs' numbers end to end, float32 [n], once the device has come to `arrival`; at once
+    where that is None."""
+
+    outputs: tuple[Output, ...]
+    host: torch.Tensor
+    failures: tuple[RequestFailure, ...]
+    releases: Releases
+    new_embeddings: tuple[PendingEmbeddings, ...]
+    arrival: Arrival | None
+
+    def results(self) -> list[Result]:
+        """The values for all slots. To be called once the numbers have arrived.
+
+        Values are copied out of pinned memory, so that a block of it can be used again once its step is done:
+        a view that a caller keeps would hold the block of the whole step, and torch never gives pinned memory
+        back."""
+        flat = self.host.numpy()
+        is_pinned = self.host.is_pinned()
+        results: list[Result] = []
+        position = 0
+        for output in self.outputs:
+            count, dim = output.items.values.numel(), output.items.values.shape[-1]
+            part = flat[position : position + count]
+            position += count
+            if output.scalar:
+                values: list[Value] = part.tolist()
+            else:
+                rows = part.reshape(-1, dim)
+                parts = (rows[start:stop] for start, stop in pairwise(output.items.offsets.tolist()))
+                values = [part.copy() if is_pinned else part for part in parts]
+            results += map(Result._make, zip(output.slots, values, strict=True))
+        return results
+
+
+@dataclass(slots=True, eq=False)
+class _StoredQuery:
+    embedding: torch.Tensor
+    request_id: int
+    consumers_left: int
+
+
+class QueryStore:
+    """Holds each query's embedding [tokens, dim] until as many documents as it announced are scored.
+
+    Putting a query twice has the effect of putting it once, so that a step may be retried."""
+
+    def __init__(self) -> None:
+        self._queries: dict[int, _StoredQuery] = {}
+
+    def __len__(self) -> int:
+        return len(self._queries)
+
+    def put(self, query: TokenSequence, embedding: torch.Tensor) -> None:
+        # A clone, so that one query does not hold the whole step's tensor alive.
+        stored = _StoredQuery(embedding.clone(), query.request_id, query.num_consumers)
+        self._queries[query.sequence_id] = stored
+
+    def get(self, query_id: int) -> torch.Tensor:
+        """The embedding of a query; KeyError when it is not stored, or no longer."""
+        return self._queries[query_id].embedding
+
+    def release(self, query_id: int, consumers: int = 1) -> None:
+        """Counts `consumers` documents as scored; the query is forgotten after the last."""
+        query = self._queries.get(query_id)
+        if query is not None:
+            query.consumers_left -= consumers
+            if query.consumers_left <= 0:
+                del self._queries[query_id]
+
+    def drop_request(self, request_id: int) -> None:
+        """Forgets all queries of a request that has ended."""
+        owned = [query_id for query_id, query in self._queries.items() if query.request_id == request_id]
+        for query_id in owned:
+            del self._queries[query_id]
+
+
+class WindowStore:
+    """Holds each window's token embeddings until its document is complete.
+
+    Where a step is tried again, its windows are forgotten first: a document is complete exactly once."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, dict[int, torch.Tensor]] = {}
+        self._requests: dict[int, int] = {}
+        self._tokens: dict[int, dict[int, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def put(self, sequence: TokenSequence, window: Window, embedding: torch.Tensor) -> torch.Tensor | None:
+        """The embeddings of the whole document [tokens, dim] once its last window is there, else None."""
+        self._requests[window.document_id] = sequence.request_id
+        document = self._held.setdefault(window.document_id, {})
+        self._tokens.setdefault(window.document_id, {})[sequence.sequence_id] = len(sequence)
+        # A clone, so that one window does not hold the whole step's tensor alive.
+        document[sequence.sequence_id] = embedding.clone()
+        if len(document) < window.num_windows:
+            return None
+        return torch.cat([document[sequence_id] for sequence_id in sorted(document)])
+
+    def tokens(self, document_id: int) -> int:
+        """How many tokens the windows of a document have that have arrived."""
+        return sum(self._tokens[document_id].values())
+
+    def forget(self, sequence_ids: Collection[int]) -> None:
+        """Forgets the windows with these sequence ids, as if they had not been put."""
+        for document_id, windows in list(self._held.items()):
+            for sequence_id in [found for found in windows if found in sequence_ids]:
+                del windows[sequence_id]
+                del self._tokens[document_id][sequence_id]
+            if not windows:
+                self.release(document_id)
+
+    def release(self, document_id: int) -> None:
+        """Forgets a document that has been scored."""
+        self._held.pop(document_id, None)
+        self._requests.pop(document_id, None)
+        self._tokens.pop(document_id, None)
+
+    def drop_request(self, request_id: int) -> None:
+        """Forgets all windows of a request that has ended."""
+        owned = [document for document, owner in self._requests.items() if owner == request_id]
+        for document_id in owned:
+            self.release(document_id)
+
 
 _NO_QUERY = "the query's embedding is no longer stored"
 
@@ -43,7 +311,7 @@ class ScoredDocuments:
 
     outputs: list[Output] = field(default_factory=list)
     failures: list[RequestFailure] = field(default_factory=list)
-    new_embeddings: list[Arriving] = field(default_factory=list)
+    new_embeddings: list[PendingEmbeddings] = field(default_factory=list)
     consumers: Counter[int] = field(default_factory=Counter)
     complete: set[int] = field(default_factory=set)
 
@@ -174,19 +442,19 @@ class DocumentScorer:
             items = items.take(cacheable)
             documents = [documents[i] for i in cacheable]
         rounded = self._cache.rounded(items)
-        arriving = Arriving([self._about(document) for document in documents], rounded)
-        made.new_embeddings.append(arriving)
-        new_rows |= {key: (rounded, i) for i, key in enumerate(arriving.keys)}
+        pending = PendingEmbeddings([self._facts_of(document) for document in documents], rounded)
+        made.new_embeddings.append(pending)
+        new_rows |= {key: (rounded, i) for i, key in enumerate(pending.keys)}
         if self._slab is not None:
-            self._slab.put(arriving.keys, rounded)
+            self._slab.put(pending.keys, rounded)
         return [*parts, (documents, rounded)]
 
-    def _about(self, sequence: TokenSequence) -> About:
+    def _facts_of(self, sequence: TokenSequence) -> EmbeddingFacts:
         document = _document(sequence)
         tokens = len(sequence)
         if document.window is not None:
             tokens = self.windows.tokens(document.window.document_id)
-        return About(_required_key(sequence), tokens, document.truncated)
+        return EmbeddingFacts(_required_key(sequence), tokens, document.truncated)
 
     def _score_skipped(
         self,
@@ -369,3 +637,75 @@ def _required_key(sequence: TokenSequence) -> bytes:
     key = _cache_key(sequence)
     assert key is not None
     return key
+
+
+# An estimate for a small model (MiniLM-L6): scoring this many cached rows against a usual query, or handling
+# this many cached documents, takes as long as running a token. It is not measured on the machine at hand.
+ROWS_PER_TOKEN, DOCUMENTS_PER_TOKEN = 128, 4
+
+# The multiply-adds of a token in the layers of MiniLM-L6. The least for all models: smaller ones take longer
+# than theirs suggest.
+_LEAST_MULTIPLY_ADDS = 6 * (4 * 384 * 384 + 2 * 384 * 1536)
+# Comparing two rows takes as long as their multiply-adds and this many more, for maxima and moving numbers:
+# between 60 and 370 in plain torch for queries of 256 to 6,000 rows and 16 to 384 dimensions, by the time of
+# a core, relative to the layers' products on the same core.
+_MORE_A_COMPARISON = 256
+# Explaining a score costs this many times as much again: plain torch finds the matches in float32, with the
+# position of each maximum.
+EXPLAINED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringPrice:
+    """The price of MaxSim in tokens, by query rows x document rows.
+
+    `ROWS_PER_TOKEN` rows of a document cost one token if the query has at most `usual_query_rows`: reading
+    them takes most of the time. The price of longer queries grows in proportion to their rows."""
+
+    usual_query_rows: float
+
+    @classmethod
+    def of(cls, model: LoadedModel) -> Self:
+        """By the dimensions of a model's vectors, and the multiply-adds of a token in its layers."""
+        task = model.tasks.get(model.score_task)
+        compared = (1 if task is None else task.dim) + _MORE_A_COMPARISON
+        config = getattr(model.backbone, "config", None)
+        return cls(max(_LEAST_MULTIPLY_ADDS, _multiply_adds(config)) / compared / ROWS_PER_TOKEN)
+
+    def rows(self, query_rows: int, document_rows: int, times: int = 1) -> float:
+        """Returns how many rows, compared with a usual query, cost the same as `document_rows` compared with
+        this query. `times` multiplies the query's rows, for explained scores."""
+        return document_rows * max(1.0, times * query_rows / self.usual_query_rows)
+
+    def parts(self, query_rows: int, document_rows: int, most: int, times: int = 1) -> int:
+        """Returns how many parts to divide a query into, so that a document's rows count as about `most` for
+        each part. No part is smaller than a usual query: smaller ones would cost the same."""
+        wanted = ceil(self.rows(query_rows, document_rows, times) / most)
+        return max(1, min(wanted, query_rows, int(times * query_rows / self.usual_query_rows)))
+
+    def tokens(self, rows: float, documents: int) -> int:
+        """The price of that many `rows`, of some cached documents; at least 1."""
+        return max(1, ceil(rows / ROWS_PER_TOKEN + documents / DOCUMENTS_PER_TOKEN))
+
+    def extra_tokens(self, query_rows: int, document_rows: int, times: int = 1) -> int:
+        """Returns the extra price of scoring a document in the step that runs it. The price of its tokens
+        includes its score for a usual query."""
+        return int((self.rows(query_rows, document_rows, times) - document_rows) / ROWS_PER_TOKEN)
+
+
+def _multiply_adds(config: Any) -> int:
+    """Of one token in the linear layers of a backbone, by its configuration; 0 where that does not tell."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    hidden, layers, inner = (
+        _size(text, name) for name in ("hidden_size", "num_hidden_layers", "intermediate_size")
+    )
+    return layers * (4 * hidden * hidden + 2 * hidden * (inner or 4 * hidden))
+
+
+def _size(config: Any, name: str) -> int:
+    """A number of a configuration, or the mean of those for each layer; 0 where it has none."""
+    try:
+        value = getattr(config, name, None) or 0
+        return int(sum(value) / len(value)) if isinstance(value, list | tuple) else int(value)
+    except Exception:  # configurations of transformers raise errors of their own
+        return 0

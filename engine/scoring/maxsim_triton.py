@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 
 from maxsimd.engine.ops.triton.maxsim import Pairs, maxsim
 from maxsimd.engine.ops.triton.maxsim_tiles import MOST_ROWS, group_by_query_length
-from maxsimd.engine.scoring.maxsim.reference import EMPTY_DOCUMENT_SCORE
+from maxsimd.engine.scoring.maxsim import EMPTY_DOCUMENT_SCORE
 from maxsimd.pooling.ragged import Ragged, Spans, to_device
 
 
