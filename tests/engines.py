@@ -1,14 +1,19 @@
-"""Engines that tests share, since most differ in what they ask and not in what they start."""
+"""Engines that tests share, and their steps."""
 
+import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig
+from maxsimd.scheduler import Step
 
 # More have been asked for: the one that was used least lately is stopped, so that few models are in memory.
 MOST = 4
@@ -54,3 +59,22 @@ class Engines:
         while self._running:
             _, engine = self._running.popitem()
             await engine.stop()
+
+
+@contextmanager
+def held_steps(engine: Engine, after: int = 0) -> Iterator[threading.Event]:
+    """Runs so many steps and holds the next until the event is set, at the latest in the end."""
+    runner: Any = engine.device_model.runner
+    forward, steps, go_on = runner.forward, count(), threading.Event()
+
+    def held(step: Step) -> Any:
+        if next(steps) >= after:
+            assert go_on.wait(120)
+        return forward(step)
+
+    runner.forward = held
+    try:
+        yield go_on
+    finally:
+        go_on.set()
+        runner.forward = forward

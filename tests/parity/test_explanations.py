@@ -17,7 +17,7 @@ from maxsimd.engine import Engine, EngineConfig, RequestTooLargeError, Truncatio
 from maxsimd.engine.processors import dual_encoder, plan
 from tests.checkpoints import bi_encoders, cross_encoders, language_models
 from tests.checkpoints.shared import SharedCheckpoints
-from tests.engines import Engines
+from tests.engines import Engines, held_steps
 from tests.nearly import nearly
 from tests.waiting import until
 
@@ -301,7 +301,8 @@ async def test_many_windows_are_refused_before_they_are_run(
 async def test_an_engine_that_stops_still_explains_what_it_has_scored(stanford_colbert: str) -> None:
     engine = Engine(EngineConfig(model=stanford_colbert, dtype="float32", max_batch_tokens=256, cache_mb=0))
     await engine.start()
-    asked = asyncio.create_task(engine.score(QUERY, [f"a file {i}" for i in range(80)], explain=True))
-    await until(lambda: engine.stats().open_requests == 1)
+    with held_steps(engine):
+        asked = asyncio.create_task(engine.score(QUERY, [f"a file {i}" for i in range(80)], explain=True))
+        await until(lambda: engine.stats().open_requests == 1)
     await engine.stop(30)
     assert len((await asked).explanations) == 80

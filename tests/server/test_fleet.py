@@ -228,7 +228,7 @@ def test_a_fleet_finishes_its_work_and_then_ends(fleet: Server) -> None:
     processes = [pid for pids in _children(fleet).values() for pid in pids]
     assert len(processes) >= 3
     with ThreadPoolExecutor() as threads:
-        documents = [f"{i} {text}" for i in range(5) for text in DOCUMENTS]
+        documents = [f"{i} {text}" for i in range(40) for text in DOCUMENTS]
         body = {"query": "a list", "documents": documents, "cache": "bypass"}
         asked = threads.submit(httpx.post, fleet.url + "/rerank", json=body, timeout=60)
         wait_for(lambda: fleet.metric("maxsimd_queue_tokens") > 0)

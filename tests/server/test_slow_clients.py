@@ -14,7 +14,7 @@ from tests.server.conftest import Server, StartServer
 from tests.server.raw_client import RERANK, RawClient, head, post
 from tests.waiting import wait_for
 
-# Many times the limit of half a second: a busy machine may be late.
+# Many times any limit: a busy machine may be late.
 LATE = 15.0
 POST, CHUNKED = "POST /rerank HTTP/1.1", "Transfer-Encoding: chunked"
 # Answered with some 9 MB, more than fits into the system's buffers.
@@ -57,22 +57,22 @@ def test_an_idle_connection_is_closed_without_a_word(strict_server: Server, answ
         client.send(head("GET /version HTTP/1.1"))
     received = client.receive()
     assert received.closed
-    assert 0.4 < received.seconds < LATE
+    assert (1.4 if answered else 0.4) < received.seconds < LATE
     assert received.data.count(b"HTTP/1.1") == answered
 
 
 def test_a_connection_that_is_used_stays_open(strict_server: Server) -> None:
     ask = head("GET /health HTTP/1.1")
-    received = RawClient(strict_server.url).send(*[ask] * 4, every=0.2).receive()
-    assert received.data.count(b"HTTP/1.1 200 OK") == 4
+    received = RawClient(strict_server.url).send(*[ask] * 8, every=0.25).receive()
+    assert received.data.count(b"HTTP/1.1 200 OK") == 8
 
 
 def test_a_body_may_take_as_long_as_its_size_asks_for(strict_server: Server) -> None:
     request = post("/rerank", RERANK.ljust(6_000), "Connection: close")
-    # A second and a half at some four times the least rate: three times as long as a body may be idle.
-    parts = [request[start : start + 400] for start in range(0, len(request), 400)]
-    received = RawClient(strict_server.url).send(*parts, every=0.1).receive()
-    assert received.seconds > 1.2
+    # At six times the least rate, more than twice as long as a body may be idle.
+    parts = [request[start : start + 600] for start in range(0, len(request), 600)]
+    received = RawClient(strict_server.url).send(*parts, every=0.2).receive()
+    assert received.seconds > 1.8
     assert received.status == 200
 
 
@@ -114,9 +114,9 @@ def test_a_client_that_reads_slowly_gets_all_of_its_answer(strict_server: Server
     started = time.monotonic()
     while more := client.socket.recv(1 << 16):
         received += more
-        if time.monotonic() < started + 1.2:
+        if time.monotonic() < started + 2.4:
             time.sleep(0.02)
-    assert time.monotonic() > started + 1
+    assert time.monotonic() > started + 2
     answer_head, _, body = received.partition(b"\r\n\r\n")
     assert b"200 OK" in answer_head
     assert len(json.loads(body)["text"]) > 1_500_000

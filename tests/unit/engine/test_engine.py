@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import threading
-import time
 import weakref
 from dataclasses import replace
 from functools import partial
@@ -36,7 +35,7 @@ from maxsimd.engine.metrics import DeviceStats, EngineStats
 from maxsimd.scheduler import Step
 from tests.checkpoints import bi_encoders, language_models
 from tests.checkpoints.shared import SharedCheckpoints
-from tests.engines import Engines
+from tests.engines import Engines, held_steps
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -84,10 +83,11 @@ async def test_a_cancelled_prefill_leaves_no_state_on_the_device(
     )
     long = "some words " * 120
     for call in (engine.embed, engine.embed_tokens, partial(engine.score, "a query")):
-        running = asyncio.create_task(call([long]))
-        await until(lambda: engine.stats().device.prefill_kv > 0)
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        with held_steps(engine, after=2):
+            running = asyncio.create_task(call([long]))
+            await until(lambda: engine.stats().device.prefill_kv > 0)
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
         await until(lambda: engine.stats().device == DeviceStats())
         assert (await engine.score("a", ["b"])).scores
         await until(lambda: engine.stats() == EngineStats())
@@ -116,17 +116,10 @@ async def test_running_out_of_memory_makes_steps_smaller(config: EngineConfig, p
 async def test_what_is_running_when_the_engine_stops_is_finished(config: EngineConfig) -> None:
     texts = [f"text {i}" for i in range(600)]  # with so many, the result is made in a thread
     async with Engine(config) as engine:
-        runner: Any = engine.device_model.runner
-        forward = runner.forward
-
-        def slowly(step: Step) -> Any:
-            time.sleep(0.1)  # or all steps are done before anyone looks
-            return forward(step)
-
-        runner.forward = slowly
-        reranked = asyncio.create_task(engine.rerank("query", texts))
-        embedded = asyncio.create_task(engine.embed_tokens(texts))
-        await until(lambda: engine.stats().steps_in_flight > 0 and engine.stats().open_requests == 2)
+        with held_steps(engine):
+            reranked = asyncio.create_task(engine.rerank("query", texts))
+            embedded = asyncio.create_task(engine.embed_tokens(texts))
+            await until(lambda: engine.stats().steps_in_flight > 0 and engine.stats().open_requests == 2)
     assert len((await reranked).results) == len((await embedded).embeddings) == 600
     with pytest.raises(EngineNotReadyError):
         await engine.rerank("query", texts)

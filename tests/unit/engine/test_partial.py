@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import threading
 from collections.abc import AsyncIterator, Callable
 from itertools import count
 from typing import Any
@@ -30,6 +29,7 @@ from maxsimd.engine.requests import ScoreRequest
 from maxsimd.scheduler import Step
 from tests.checkpoints import bi_encoders, cross_encoders, language_models
 from tests.checkpoints.shared import SharedCheckpoints
+from tests.engines import held_steps
 from tests.unit.calling_handlers import Caller, RecordingEngine
 from tests.unit.engine.processors.small_models import model, tokenizer
 from tests.waiting import until
@@ -139,25 +139,13 @@ async def test_what_is_wrong_with_the_query_fails_the_request(engine: RecordingE
 
 
 async def test_when_the_time_is_up_what_is_scored_comes_back(
-    engine: RecordingEngine, documents: list[str], monkeypatch: pytest.MonkeyPatch
+    engine: RecordingEngine, documents: list[str]
 ) -> None:
     whole = await engine.score("a query", documents, truncation=CUT_LONG)
-    runner: Any = engine.device_model.runner
-    forward: Callable[[Step], Any] = runner.forward
-    steps, answered = count(), threading.Event()
-
-    def held_up(step: Step) -> Any:
-        if next(steps) >= 4:
-            answered.wait()
-        return forward(step)
-
-    monkeypatch.setattr(runner, "forward", held_up)
-    try:
+    with held_steps(engine, after=4):
         result = await engine.score(
             "a query", documents, truncation=CUT_LONG, timeout=1.0, on_timeout="partial"
         )
-    finally:
-        answered.set()
     there = [i for i in range(len(documents)) if i not in result.unscored]
     assert 0 < len(result.unscored) < len(documents)
     assert [result.scores[i] for i in there] == pytest.approx([whole.scores[i] for i in there], abs=1e-4)
@@ -177,11 +165,12 @@ async def test_where_there_is_no_time_to_prepare_nothing_is_scored(
 
 
 async def test_a_partial_request_can_be_cancelled(engine: RecordingEngine, documents: list[str]) -> None:
-    task = asyncio.create_task(engine.rerank("a", documents, timeout=60, on_timeout="partial"))
-    await until(lambda: engine.stats().waiting_tokens > 0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    with held_steps(engine):
+        task = asyncio.create_task(engine.rerank("a", documents, timeout=60, on_timeout="partial"))
+        await until(lambda: engine.stats().waiting_tokens > 0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
     running: Any = engine._running
     assert not running._awaited
     await until(lambda: engine.stats() == EngineStats())

@@ -3,7 +3,6 @@ leaves."""
 
 import asyncio
 import math
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -21,6 +20,7 @@ from maxsimd.engine import (
 )
 from tests.checkpoints import bi_encoders, cross_encoders, language_models
 from tests.checkpoints.shared import SharedCheckpoints
+from tests.engines import held_steps
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -51,19 +51,6 @@ async def _streamed(engine: Engine, *texts: Any, **options: Any) -> tuple[list[l
         return parts, stream.result
 
 
-@pytest.fixture
-def slow_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps take so long that a part is there before the last step, however fast the machine is."""
-    runner = type(engine.device_model.runner)
-    forward = runner.forward
-
-    def slow(self: Any, step: Any) -> Any:
-        time.sleep(0.1)
-        return forward(self, step)
-
-    monkeypatch.setattr(runner, "forward", slow)
-
-
 @pytest.mark.parametrize(
     "options", [{}, {"explain": True, "normalize": True}, {"truncation": WINDOWS, "cache": "bypass"}], ids=str
 )
@@ -87,34 +74,36 @@ async def test_parts_have_what_comes_all_at_once(
         assert whole.usage.prompt_tokens == result.usage.prompt_tokens
 
 
-@pytest.mark.usefixtures("slow_steps")
 async def test_the_first_part_is_there_long_before_the_last(engine: Engine) -> None:
     running: Any = engine._running
     waiting = []
-    async with engine.stream(QUERY, MANY, cache="bypass") as stream:
-        async for part in stream:
-            assert part
-            waiting.append(running.scheduler.waiting_tokens)
+    with held_steps(engine, after=2) as go_on:
+        async with engine.stream(QUERY, MANY, cache="bypass") as stream:
+            async for part in stream:
+                assert part
+                waiting.append(running.scheduler.waiting_tokens)
+                go_on.set()
     assert waiting[0] > 0, "documents are still to be run"
     assert waiting[-1] == 0
 
 
-@pytest.mark.usefixtures("slow_steps")
 async def test_leaving_early_cancels_the_rest(engine: Engine) -> None:
     running: Any = engine._running
-    async with engine.stream(QUERY, MANY, cache="bypass") as stream:
-        async for part in stream:
-            assert part
-            break
-        with pytest.raises(RuntimeError, match="the result is there"):
-            _ = stream.result
+    with held_steps(engine, after=2):
+        async with engine.stream(QUERY, MANY, cache="bypass") as stream:
+            async for part in stream:
+                assert part
+                break
+            with pytest.raises(RuntimeError, match="the result is there"):
+                _ = stream.result
     await until(lambda: engine.stats().open_requests == 0 and running.scheduler.waiting_tokens == 0)
     await until(lambda: engine.stats().requests == 0)
-    task = asyncio.create_task(_streamed(engine, QUERY, MANY, cache="bypass"))
-    await until(lambda: running.scheduler.waiting_tokens > 0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    with held_steps(engine):
+        task = asyncio.create_task(_streamed(engine, QUERY, MANY, cache="bypass"))
+        await until(lambda: running.scheduler.waiting_tokens > 0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
     await until(lambda: engine.stats().open_requests == 0 and running.scheduler.waiting_tokens == 0)
 
 
@@ -146,8 +135,10 @@ async def test_a_listwise_model_gives_all_at_once(checkpoints: SharedCheckpoints
 
 async def test_a_blocking_caller_gets_the_same(stanford_colbert: str) -> None:
     with SyncEngine(EngineConfig(model=stanford_colbert, max_batch_tokens=256, dtype="float32")) as engine:
-        with engine.stream(QUERY, DOCUMENTS) as stream:
-            parts = list(stream)
+        with held_steps(engine._engine, after=2) as go_on, engine.stream(QUERY, DOCUMENTS) as stream:
+            parts = [next(stream)]
+            go_on.set()
+            parts += stream
             scores = {one.index: one.score for part in parts for one in part}
             assert scores == dict(enumerate(stream.result.scores))
         assert len(parts) > 1

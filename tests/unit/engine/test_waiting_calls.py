@@ -3,10 +3,8 @@
 import asyncio
 import math
 import random
-import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -25,9 +23,9 @@ from maxsimd.engine import (
     Tenant,
 )
 from maxsimd.engine.metrics import EngineStats
-from maxsimd.scheduler import Step
 from tests.checkpoints import bi_encoders, cross_encoders
 from tests.checkpoints.shared import SharedCheckpoints
+from tests.engines import held_steps
 from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -53,24 +51,6 @@ def config(checkpoints: SharedCheckpoints) -> EngineConfig:
 async def engine(config: EngineConfig) -> AsyncIterator[Engine]:
     async with Engine(config) as engine:
         yield engine
-
-
-@contextmanager
-def stopped_device(engine: Engine) -> Iterator[threading.Event]:
-    """Holds the device's steps until the event is set, at the latest in the end."""
-    runner: Any = engine.device_model.runner
-    forward, goes = runner.forward, threading.Event()
-
-    def wait(step: Step) -> Any:
-        goes.wait(60)
-        return forward(step)
-
-    runner.forward = wait
-    try:
-        yield goes
-    finally:
-        goes.set()
-        runner.forward = forward
 
 
 async def crowd(engine: Engine, calls: int) -> list["asyncio.Task[Any]"]:
@@ -116,7 +96,7 @@ async def test_a_call_larger_than_the_queue_is_served_among_others(engine: Engin
 async def test_a_number_of_seconds_refuses_as_a_server_does(config: EngineConfig) -> None:
     for seconds in (600.0, math.inf):
         async with Engine(replace(config, max_wait_seconds=seconds)) as engine:
-            with stopped_device(engine):
+            with held_steps(engine):
                 calls = {asyncio.create_task(engine.score("query", DOCUMENTS)) for _ in range(30)}
                 await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
             answers = await asyncio.gather(*calls, return_exceptions=True)
@@ -129,7 +109,7 @@ async def test_a_number_of_seconds_refuses_as_a_server_does(config: EngineConfig
 
 
 async def test_a_timeout_counts_the_wait_for_a_permit(engine: Engine) -> None:
-    with stopped_device(engine) as goes:
+    with held_steps(engine) as go_on:
         calls = await crowd(engine, 20)
         waiting = engine.stats().waiting_requests
         failed, partial = await asyncio.gather(
@@ -141,20 +121,20 @@ async def test_a_timeout_counts_the_wait_for_a_permit(engine: Engine) -> None:
         assert partial.unscored == tuple(range(20))
         assert engine.stats().waiting_requests == waiting
         assert engine.metrics.registry.get_sample_value("maxsimd_waiting_requests") == waiting
-        goes.set()
+        go_on.set()
         assert all(len(result.scores) == 20 for result in await asyncio.gather(*calls))
     await at_rest(engine)
 
 
 async def test_a_tenants_only_call_passes_a_thousand_of_another(engine: Engine) -> None:
-    """At most one call of the other tenant, which is next already, goes before it."""
-    with stopped_device(engine) as goes:
+    """At most one call of the other tenant, which is next already, go_on before it."""
+    with held_steps(engine) as go_on:
         many = [asyncio.create_task(engine.score("query", DOCUMENTS[:9], tenant="many")) for _ in range(1000)]
         await until(lambda: engine.stats().waiting_requests > 900)
         served = 1000 - engine.stats().waiting_requests
         lone = asyncio.create_task(engine.score("query", DOCUMENTS[:9], tenant="lone"))
         await asyncio.sleep(0)
-        goes.set()
+        go_on.set()
         await lone
         assert sum(call.done() for call in many) < served + 20
     for call in many:
@@ -197,13 +177,13 @@ async def test_streams_windows_and_encoded_queries_wait_too(engine: Engine) -> N
 async def test_a_stop_ends_all_waits_at_once(config: EngineConfig) -> None:
     engine = Engine(config)
     await engine.start()
-    with stopped_device(engine) as goes:
+    with held_steps(engine) as go_on:
         calls = await crowd(engine, 40)
         stopping = asyncio.create_task(engine.stop(grace=0.1))
         answers = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 20)
         assert {type(answer) for answer in answers} == {EngineDeadError}
         assert {str(answer) for answer in answers} == {"the engine was stopped"}
-        goes.set()
+        go_on.set()
         await stopping
     await engine.start()
     assert len((await engine.score("query", DOCUMENTS)).scores) == 20
@@ -212,7 +192,7 @@ async def test_a_stop_ends_all_waits_at_once(config: EngineConfig) -> None:
 
 async def test_a_stop_without_grace_lets_calls_that_wait_finish(config: EngineConfig) -> None:
     async with Engine(config) as engine:
-        with stopped_device(engine):
+        with held_steps(engine):
             calls = await crowd(engine, 40)
     assert all(len(result.scores) == 20 for result in await asyncio.gather(*calls))
 
@@ -220,11 +200,11 @@ async def test_a_stop_without_grace_lets_calls_that_wait_finish(config: EngineCo
 async def test_a_death_ends_all_waits_at_once(config: EngineConfig) -> None:
     engine = Engine(config)
     await engine.start()
-    with stopped_device(engine) as goes:
+    with held_steps(engine) as go_on:
         calls = await crowd(engine, 40)
         running: Any = engine._running
         running.scheduler._account = None  # the next report of a step kills the actor
-        goes.set()
+        go_on.set()
         answers = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 20)
     assert {type(answer) for answer in answers} == {EngineDeadError}
     assert all("the engine has died" in str(answer) for answer in answers)

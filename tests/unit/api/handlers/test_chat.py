@@ -60,7 +60,7 @@ async def test_the_timeout_holds_for_pictures_and_chats_too(
         status, error = await caller.error("/v1/embeddings", {**body, "timeout": 0.1})
         assert status == 504
         assert "0.1" in error["message"]
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - begun < 25
         monkeypatch.setattr(caller.state.media, "filled", wait)
 
 

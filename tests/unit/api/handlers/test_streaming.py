@@ -13,6 +13,7 @@ from maxsimd.api.handlers import handle
 from maxsimd.engine import EngineConfig
 from tests.checkpoints import bi_encoders
 from tests.checkpoints.shared import SharedCheckpoints
+from tests.engines import held_steps
 from tests.unit.calling_handlers import Caller, Pieces, RecordingEngine
 from tests.waiting import until
 
@@ -136,15 +137,12 @@ async def test_what_goes_wrong_later_is_the_last_line(engine: RecordingEngine) -
     sink = _Sink(caller)
     scheduler: Any = engine._running.scheduler  # type: ignore[union-attr]
 
-    async def fail_soon() -> None:
+    with held_steps(engine, after=2):
+        asking = asyncio.create_task(_ask(caller, sink, MANY))
         await until(lambda: bool(sink.parts))
         for request_id in [*scheduler._open]:
             scheduler._fail(request_id, "the model failed on it")
-
-    failing = asyncio.create_task(fail_soon())
-    answer = await _ask(caller, sink, MANY)
-    await failing
-    assert answer.status == 500
+    assert (await asking).status == 500
     assert sink.has_ended
     last = json.loads(sink.parts[-1])
     assert last["error"]["message"] == "the model failed on it"
@@ -154,10 +152,14 @@ async def test_what_goes_wrong_later_is_the_last_line(engine: RecordingEngine) -
 async def test_lines_come_one_by_one_while_the_body_is_held(engine: RecordingEngine) -> None:
     caller = Caller(engine)
     sink = _Sink(caller)
-    assert (await _ask(caller, sink, RERANK)).status == 200
+    with held_steps(engine, after=2) as go_on:
+        asking = asyncio.create_task(_ask(caller, sink, RERANK))
+        await until(lambda: bool(sink.parts))  # before all is scored
+        go_on.set()
+        assert (await asking).status == 200
     assert sink.begun is not None
     assert sink.begun.headers["x-request-id"]
     assert sink.has_ended
-    assert len(sink.parts) > 2, "lines are sent before all is scored"
+    assert len(sink.parts) > 2
     assert min(sink.held) > 0
     assert caller.state.bodies.bytes == 0

@@ -13,6 +13,7 @@ from maxsimd.api.answer import Answer, as_api_error, error_answer
 from maxsimd.api.handlers.handle import OPEN_ROUTES
 from maxsimd.api.state import CrossOrigin
 from maxsimd.engine import QueueFullError
+from tests.engines import held_steps
 from tests.unit.calling_handlers import (
     GOOD,
     HEAVY,
@@ -280,19 +281,21 @@ async def test_what_is_cancelled_or_late_is_not_worked_on(
     caller = Caller(engine)
     before = engine.cancelled
     await engine.clear_cache()
-    request = asyncio.create_task(caller.post(path, body))
-    await until(lambda: engine.queued_tokens > 0)
-    assert caller.metric("maxsimd_http_in_flight") == 1
-    request.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await request
+    with held_steps(engine):
+        request = asyncio.create_task(caller.post(path, body))
+        await until(lambda: engine.queued_tokens > 0)
+        assert caller.metric("maxsimd_http_in_flight") == 1
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
     await until(lambda: engine.queued_tokens == 0)
     assert engine.cancelled == before + 1
     assert caller.metric("maxsimd_http_in_flight") == 0
     assert caller.metric("maxsimd_http_requests_total", route=path, status="499") == 1
     assert f"POST {path} 499 " in lines.records[-1].getMessage()
 
-    status, error = await caller.error(path, body | {"timeout": 0.02})
+    with held_steps(engine):
+        status, error = await caller.error(path, body | {"timeout": 0.02})
     assert (status, error["type"]) == (504, "TimeoutError")
     assert error["message"] == "not done within 0.02 seconds; allow more time or send fewer documents"
     await until(lambda: engine.queued_tokens == 0)
@@ -325,18 +328,19 @@ async def test_probes_see_a_drain_and_work_in_flight_finishes(engine: RecordingE
     caller = Caller(engine)
     await engine.clear_cache()
     body = HEAVY | {"documents": HEAVY["documents"][:6], "cache": "bypass"}
-    requests = [asyncio.create_task(caller.post("/rerank", body)) for _ in range(2)]
-    await until(lambda: caller.metric("maxsimd_http_in_flight") == 2)
-    await until(lambda: engine.queued_tokens > 0)
-    caller.state.closing = True
-    quiet = asyncio.create_task(caller.state.until_quiet())
-    assert await _probe(caller) == (200, 503, "draining")
-    assert (await caller.post("/rerank", RERANK)).status == 503
-    assert not quiet.done()
-    requests[0].cancel()
-    await asyncio.gather(requests[0], return_exceptions=True)
-    await asyncio.sleep(0)
-    assert not quiet.done(), "the other request is in flight"
+    with held_steps(engine):
+        requests = [asyncio.create_task(caller.post("/rerank", body)) for _ in range(2)]
+        await until(lambda: caller.metric("maxsimd_http_in_flight") == 2)
+        await until(lambda: engine.queued_tokens > 0)
+        caller.state.closing = True
+        quiet = asyncio.create_task(caller.state.until_quiet())
+        assert await _probe(caller) == (200, 503, "draining")
+        assert (await caller.post("/rerank", RERANK)).status == 503
+        assert not quiet.done()
+        requests[0].cancel()
+        await asyncio.gather(requests[0], return_exceptions=True)
+        await asyncio.sleep(0)
+        assert not quiet.done(), "the other request is in flight"
     answer = await requests[1]
     assert answer.status == 200
     await asyncio.wait_for(quiet, 120)

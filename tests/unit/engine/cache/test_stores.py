@@ -326,7 +326,7 @@ def test_a_start_waits_for_a_slow_disk_only_for_so_long() -> None:
     assert reader.daemon
     begun = time.monotonic()
     cache.wait_until_warm(0.05)
-    assert 0.04 < time.monotonic() - begun < 5
+    assert 0.04 < time.monotonic() - begun < 60
     assert reader.is_alive()
     go.set()
     cache.close()

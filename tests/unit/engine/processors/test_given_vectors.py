@@ -6,6 +6,7 @@ import base64
 import pickle
 import re
 import shutil
+import threading
 import time
 from collections.abc import AsyncIterator
 from itertools import product
@@ -36,6 +37,7 @@ from tests.checkpoints import bi_encoders, cross_encoders, language_models, visu
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
 from tests.unit.calling_handlers import Caller, RecordingEngine, error_of
+from tests.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -212,13 +214,18 @@ async def test_a_small_request_is_done_before_a_large_one(
 ) -> None:
     """Each document of the large one is a step by itself, and the small one comes behind the first."""
     query, rows = vectors
-    processor = colbert._require().processors.scores
-    monkeypatch.setattr(processor, "_price", ScoringPrice(0.001))
-    began = asyncio.Event()
+    engine = colbert._require()
+    monkeypatch.setattr(engine.processors.scores, "_price", ScoringPrice(0.001))
+    scorer: Any = engine._actors._scorer
+    score, go_on = scorer.score, threading.Event()
+    monkeypatch.setattr(scorer, "score", lambda *given: go_on.wait(120) and score(*given))
     documents = [rows[0] + i for i in range(40)]
-    large = asyncio.create_task(colbert.score(query, documents, progress=lambda done, total: began.set()))
-    await began.wait()
-    await colbert.score(QUERY, DOCUMENTS[0])
+    large = asyncio.create_task(colbert.score(query, documents))
+    await until(lambda: colbert.stats().steps_in_flight > 0)
+    small = asyncio.create_task(colbert.score(QUERY, DOCUMENTS[0]))
+    await until(lambda: colbert.stats().requests == 2)
+    go_on.set()
+    await small
     assert not large.done()
     expected = [float((query @ document.T).max(axis=1).sum()) for document in documents]
     np.testing.assert_allclose((await large).scores, expected, rtol=1e-4)

@@ -202,10 +202,14 @@ async def test_another_loop_is_refused_until_a_stop(reranker: EngineConfig, conf
     assert await asyncio.to_thread(asyncio.run, elsewhere()) == 1
 
 
-async def test_a_cancelled_load_is_told_and_can_be_repeated(both: Engines, reranker: EngineConfig) -> None:
+async def test_a_cancelled_load_is_told_and_can_be_repeated(
+    both: Engines, reranker: EngineConfig, held_load: tuple[threading.Event, threading.Event]
+) -> None:
+    is_read, go_on = held_load
     load = asyncio.create_task(both.load("late", reranker))
-    await asyncio.sleep(0.05)
+    await asyncio.to_thread(is_read.wait)
     load.cancel()
+    go_on.set()
     await asyncio.gather(load, return_exceptions=True)
     assert both.state("late") == "failed: loading it was cancelled"
     await both.load("late", reranker)
