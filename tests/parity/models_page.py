@@ -31,8 +31,8 @@ _INSPECTIONS = "The default model, in float32:\n\n"
 
 
 def page() -> str:
-    """docs/models.md, whose first three tables are generated."""
-    tables = _short([*FAMILIES, LISTWISE]), f"{as_markdown()}\n", _short(FORMS)
+    """docs/models.md, whose first two tables are generated."""
+    tables = _short([*FAMILIES, LISTWISE]), _short(FORMS)
     return _with_tables(PAGE.read_text(encoding="utf-8"), *tables)
 
 
@@ -40,7 +40,7 @@ def proof(checkpoints: SharedCheckpoints) -> str:
     """docs/internals/models-proven.md, whose tables are generated, and all from the inspections on."""
     prose, _, _ = PROOF.read_text(encoding="utf-8").partition(_INSPECTIONS)
     prose = re.sub(r"vLLM [\d.]+ \(CPU", f"vLLM {VERSION} (CPU", prose)
-    prose = _with_tables(prose, _proven([*FAMILIES, LISTWISE]), _proven(FORMS))
+    prose = _with_tables(prose, _proven([*FAMILIES, LISTWISE]), _proven(FORMS), f"{as_markdown()}\n")
     default = show(_inspected(EngineConfig(dtype="float32", device="cpu")))
     sections = [f"{prose}{_INSPECTIONS}```\n{default}\n```\n\nThe tests' checkpoints:\n"]
     for family in PAGE_FAMILIES:

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from maxsimd.api.cli import main
 from maxsimd.engine.checkpoint.embedded import embedded_model_path
-from maxsimd.engine.checkpoint.served import SERVED
+from maxsimd.engine.checkpoint.served import SERVED, as_markdown
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.parity.models_page import PAGE, PAGE_FAMILIES, PROOF, page, proof
 from tests.parity.second_readers import READERS, as_words
@@ -16,6 +16,7 @@ from tests.parity.second_readers import READERS, as_words
 
 def test_the_tables_are_those_of_the_families() -> None:
     assert page() == PAGE.read_text(encoding="utf-8"), "run: python -m tests.parity.models_page"
+    assert as_markdown() in PROOF.read_text(encoding="utf-8"), "run: python -m tests.parity.models_page"
 
 
 @pytest.mark.exhaustive
