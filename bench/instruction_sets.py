@@ -17,7 +17,7 @@ import click
 import torch
 
 from maxsimd.bench.text_models import minilm_l6, mpnet_base
-from maxsimd.engine.ops.cpu.instruction_sets import VARIABLE
+from maxsimd.engine.ops.cpu.library import VARIABLE
 
 _LAYERS = 12
 # Wide models of 12 layers take about eight times as long as MiniLM-L6.

@@ -18,10 +18,10 @@ import torch
 
 from maxsimd.bench.datasets import Pair, docstring_pairs
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig
-from maxsimd.engine.execution.attention.cpu_kernel import is_compiled_supported
+from maxsimd.engine.execution.attention.cpu import is_compiled_supported
 from maxsimd.engine.execution.int8 import choose_path
-from maxsimd.engine.execution.torch_linear import choose_way
-from maxsimd.engine.ops.cpu.instruction_sets import in_words
+from maxsimd.engine.execution.linear import choose_way
+from maxsimd.engine.ops.cpu.library import in_words
 
 log = logging.getLogger(__name__)
 

@@ -52,7 +52,7 @@ def bench_packed(
 def _dtypes(dtype: str) -> list[str]:
     import torch
 
-    from maxsimd.engine.execution.precision import choose_dtype, dtype_name
+    from maxsimd.engine.execution.devices import choose_dtype, dtype_name
 
     if dtype != "auto":
         return [dtype]

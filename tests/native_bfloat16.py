@@ -2,7 +2,7 @@
 
 import pytest
 
-from maxsimd.engine.ops.cpu.instruction_sets import multiplies_bfloat16
+from maxsimd.engine.ops.cpu.library import multiplies_bfloat16
 
 needs_native_bfloat16 = pytest.mark.skipif(
     not multiplies_bfloat16(), reason="this processor emulates bfloat16"

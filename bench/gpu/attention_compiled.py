@@ -28,7 +28,7 @@ class AttentionLaunch:
     @property
     def source(self) -> Source:
         from maxsimd.engine.ops.triton import attention
-        from maxsimd.engine.ops.triton.attention_kernel import attention_kernel
+        from maxsimd.engine.ops.triton.attention import attention_kernel
 
         limits = LIMITS[self.capability]
         tiles = attention.tiles_for(limits, self.head_dim, ITEMSIZE[self.dtype], self.windowed)

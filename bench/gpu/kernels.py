@@ -18,8 +18,7 @@ from maxsimd.bench.gpu.maxsim_contenders import (
 )
 from maxsimd.bench.gpu.shapes import ATTENTION_SHAPES, MAXSIM_SHAPES, AttentionShape, MaxSimShape
 from maxsimd.bench.timing import Run, Timing, one_after_another, timings
-from maxsimd.engine.execution.attention.base import AttentionBackend
-from maxsimd.engine.execution.attention.one_by_one import OneByOneBackend
+from maxsimd.engine.execution.attention.backend import AttentionBackend, OneByOneBackend
 from maxsimd.engine.execution.layout import Group, Layout
 from maxsimd.engine.ops import triton as triton_ops
 from maxsimd.engine.ops.qkv import QKV

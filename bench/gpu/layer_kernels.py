@@ -50,7 +50,7 @@ _LAYER_NORMS = {"layer norm": 2, "add and layer norm": 3, "sum and layer norm": 
 
 
 def _layer_norm(width: int, dtype: str, kind: str, *, biased: bool) -> Variant:
-    from maxsimd.engine.ops.triton.layer_norm import layer_norm_kernel
+    from maxsimd.engine.ops.triton.elementwise import layer_norm_kernel
 
     arguments = ("x", "residual", "weight", "bias", "total", "out")
     constants = {"ADDED": kind != "layer norm", "SUMMED": kind == "sum and layer norm", "BIASED": biased}
@@ -60,7 +60,7 @@ def _layer_norm(width: int, dtype: str, kind: str, *, biased: bool) -> Variant:
 
 
 def _rms_norm(width: int, dtype: str, *, added: bool, weight: str | None = None) -> Variant:
-    from maxsimd.engine.ops.triton.rms_norm import rms_norm_kernel
+    from maxsimd.engine.ops.triton.elementwise import rms_norm_kernel
 
     arguments = ("x", "residual", "weight", "total", "out")
     types = {"weight": POINTERS[weight or dtype]}
@@ -78,7 +78,7 @@ def _of_rows(
     others: dict[str, str] | None = None,
 ) -> Source:
     """`others` are the types of the arguments that are not of `dtype`."""
-    from maxsimd.engine.ops.triton.rows import row_tile
+    from maxsimd.engine.ops.triton.elementwise import row_tile
 
     tile = row_tile(width)
     types = dict.fromkeys(arguments, POINTERS[dtype]) | {"epsilon": "fp32"} | (others or {})
@@ -86,16 +86,16 @@ def _of_rows(
 
 
 def _norm_rotary(heads: int, head_dim: int, dtype: str, *, normed: bool) -> Variant:
-    from maxsimd.engine.ops.triton import rotary
+    from maxsimd.engine.ops.triton import elementwise
 
-    block = rotary.blocks_for(heads, head_dim)
+    block = elementwise.blocks_for(heads, head_dim)
     types = dict.fromkeys(("qkv", "cos", "sin", "query_weight", "key_weight"), POINTERS[dtype])
     constants = {"NORMED": normed, "BLOCK_HEADS": block.heads, "BLOCK_HALF": block.half}
     source = Source(
-        rotary.norm_rotary_kernel,
+        elementwise.norm_rotary_kernel,
         types | {"epsilon": "fp32"},
         constants,
-        {"num_warps": rotary.WARPS},
+        {"num_warps": elementwise.WARPS},
         VARYING | {"queries", "heads"},
     )
     name = f"{'norm and ' * normed}rotary {heads} heads of {head_dim}"
@@ -103,10 +103,10 @@ def _norm_rotary(heads: int, head_dim: int, dtype: str, *, normed: bool) -> Vari
 
 
 def _gated(width: int, activation: str, dtype: str) -> Variant:
-    from maxsimd.engine.ops.triton import swiglu
+    from maxsimd.engine.ops.triton import elementwise
 
     types = dict.fromkeys(("gate_up", "out"), POINTERS[dtype])
-    block = swiglu.block_for(width)
-    options = {"num_warps": block // swiglu.NUMBERS_OF_A_WARP}
-    source = Source(swiglu.gated_kernel, types, {"ACTIVATION": activation, "BLOCK": block}, options)
+    block = elementwise.block_for(width)
+    options = {"num_warps": block // elementwise.NUMBERS_OF_A_WARP}
+    source = Source(elementwise.gated_kernel, types, {"ACTIVATION": activation, "BLOCK": block}, options)
     return Variant(f"gated {activation} {width}", source, 3 * width * ITEMSIZE[dtype])

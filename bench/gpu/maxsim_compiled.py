@@ -67,7 +67,7 @@ class MaxSimLaunch:
 
     @property
     def source(self) -> Source:
-        from maxsimd.engine.ops.triton.maxsim_kernels import maxsim_kernel
+        from maxsimd.engine.ops.triton.maxsim import maxsim_kernel
 
         tiles = self.tiles
         types = {"queries": POINTERS[self.queries], "documents": POINTERS[self.documents], **_TYPES}
@@ -80,8 +80,7 @@ class MaxSimLaunch:
 
     @property
     def sum_source(self) -> Source:
-        from maxsimd.engine.ops.triton.maxsim import summed_splits
-        from maxsimd.engine.ops.triton.maxsim_kernels import sum_kernel
+        from maxsimd.engine.ops.triton.maxsim import sum_kernel, summed_splits
 
         tiles = self.tiles
         constants = {"EMPTY": -1e9, "BLOCK_Q": tiles.query, "BLOCK_SPLITS": summed_splits(tiles)}

@@ -20,7 +20,7 @@ from maxsimd.engine.checkpoint.heads import FirstColumns, ModuleHead, head_tenso
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.ops import cpu as kernels
 from maxsimd.engine.ops.cpu import int8_linear
-from maxsimd.engine.ops.cpu.instruction_sets import in_words
+from maxsimd.engine.ops.cpu.library import in_words
 from maxsimd.engine.versions import versions_of
 from maxsimd.pooling.methods import Head
 from maxsimd.pooling.sparse import WordsHead

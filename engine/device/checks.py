@@ -9,8 +9,8 @@ from maxsimd.engine.cache.embeddings import rounded
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution import ModelRunner
-from maxsimd.engine.execution.selfcheck.proof import encode_images, free_images, step_of
-from maxsimd.engine.execution.selfcheck.samples import random_sequences
+from maxsimd.engine.execution.self_check.proof import encode_images, free_images, step_of
+from maxsimd.engine.execution.self_check.samples import random_sequences
 from maxsimd.engine.scoring.maxsim import MaxSim, choose_maxsim, maxsim_reference
 from maxsimd.engine.scoring.similarity import TOKEN_SIMILARITIES, Hybrid, score_pairs
 from maxsimd.pooling.dispatch import DispatchPooler

@@ -7,7 +7,7 @@ import torch
 from maxsimd.engine.config import ScoreType
 from maxsimd.engine.device.load import DeviceModel
 from maxsimd.engine.ops.cpu.library import why_unavailable
-from maxsimd.engine.ops.nvidia import runs_plain_torch
+from maxsimd.engine.ops.triton.launch import runs_plain_torch
 from maxsimd.engine.scoring.scale import ScoreScale, has_bounds, score_scale
 
 

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from maxsimd.engine.checkpoint.heads import Dense, FirstColumns, ModuleHead, Normalize
-from maxsimd.engine.execution.selfcheck.comparison import largest
+from maxsimd.engine.execution.self_check.samples import largest
 from maxsimd.engine.ops.triton.projection import Projection, is_supported, project
 from maxsimd.pooling.methods import GatheringHead, Head
 from maxsimd.pooling.ragged import to_device

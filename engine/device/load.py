@@ -21,13 +21,20 @@ from maxsimd.engine.device.checks import checked_maxsim, refuse_wrong_scores, wa
 from maxsimd.engine.device.host import settle_allocators, usable_cores
 from maxsimd.engine.device.stores import open_cache, open_calibration, open_slab
 from maxsimd.engine.errors import ModelLoadError
-from maxsimd.engine.execution.attention.base import AttentionBackend, CaptureSize
-from maxsimd.engine.execution.attention.cpu_kernel import is_compiled_supported
+from maxsimd.engine.execution.attention.backend import AttentionBackend, CaptureSize, GroupedBackend
+from maxsimd.engine.execution.attention.cpu import is_compiled_supported
 from maxsimd.engine.execution.attention.select import choose_attention
-from maxsimd.engine.execution.attention.torch_grouped import GroupedBackend
 from maxsimd.engine.execution.budget import step_tokens
 from maxsimd.engine.execution.cuda_graphs import GraphedRunner, with_graphs
-from maxsimd.engine.execution.devices import choose_device, use_device
+from maxsimd.engine.execution.devices import (
+    cast,
+    choose_device,
+    choose_dtype,
+    dtype_name,
+    lacks_bfloat16,
+    one_thread,
+    use_device,
+)
 from maxsimd.engine.execution.fused_layers import Fused, fuse
 from maxsimd.engine.execution.modes import (
     OneByOne,
@@ -37,18 +44,13 @@ from maxsimd.engine.execution.modes import (
     tasks_for,
 )
 from maxsimd.engine.execution.one_call import with_one_call
-from maxsimd.engine.execution.packed_runner import ModelRunner, PackedRunner
-from maxsimd.engine.execution.precision import cast, choose_dtype, dtype_name, lacks_bfloat16
-from maxsimd.engine.execution.selfcheck.beside_cpu import refuse_unlike_cpu
-from maxsimd.engine.execution.selfcheck.findings import Finding, findings_of
-from maxsimd.engine.execution.selfcheck.float32 import in_float32
-from maxsimd.engine.execution.selfcheck.rules import why_not_float16
-from maxsimd.engine.execution.selfcheck.sample_layers import sample_layers
-from maxsimd.engine.execution.selfcheck.samples import Sample, make_samples
-from maxsimd.engine.execution.selfcheck.threads import one_thread
+from maxsimd.engine.execution.runner import ModelRunner, PackedRunner
+from maxsimd.engine.execution.self_check.proof import Finding, findings_of, refuse_unlike_cpu
+from maxsimd.engine.execution.self_check.rules import why_not_float16
+from maxsimd.engine.execution.self_check.samples import Sample, in_float32, make_samples, sample_layers
 from maxsimd.engine.execution.weights import lay_out_weights, proven_fused, why_not_replaced
 from maxsimd.engine.ops import triton as triton_ops
-from maxsimd.engine.ops.nvidia import runs_plain_torch
+from maxsimd.engine.ops.triton.launch import runs_plain_torch
 from maxsimd.engine.processors.text.tokenization import TextTokenizer
 from maxsimd.engine.processors.text_check import check_texts, probe_sequences
 from maxsimd.engine.scoring.maxsim import MaxSim, choose_maxsim
@@ -323,8 +325,9 @@ def _prepare(
         elif mismatch is not None:
             log.warning("linear layers are left as they are, which is slower: %s", mismatch)
         runner = make_runner(execution, model, device, backend)
+        mode = "packed" if isinstance(execution, Packed) else "padded"
         with layers(model):
-            findings = findings_of(model, execution, dtype, runner, samples, quantized > 0)
+            findings = findings_of(model, mode, execution.comparison, dtype, runner, samples, quantized > 0)
     budget = step_tokens(config, model, device, dtype, runner.chunked)
     if isinstance(runner, PackedRunner):
         most = CaptureSize(budget, config.max_batch_sequences, model.max_tokens)

@@ -5,8 +5,7 @@ attention backend wants rows in another order, the `PoolingCursor` says which ro
 needs to know.
 """
 
-from maxsimd.engine.execution.devices import choose_device
-from maxsimd.engine.execution.packed_runner import ModelRunner
-from maxsimd.engine.execution.precision import choose_dtype
+from maxsimd.engine.execution.devices import choose_device, choose_dtype
+from maxsimd.engine.execution.runner import ModelRunner
 
 __all__ = ["ModelRunner", "choose_device", "choose_dtype"]

@@ -9,23 +9,337 @@ the 19 sizes of such a model seven passes each are run at load, 460,000 rows in 
 """
 
 import logging
+import math
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from maxsimd.engine.execution.attention.base import AttentionBackend, CapturableBackend, CaptureSize
-from maxsimd.engine.execution.graph_recorder import CudaRecorder, Recorder
-from maxsimd.engine.execution.graph_sizes import is_worth_capturing, least_tokens, sizes_for
-from maxsimd.engine.execution.graph_steps import filling_steps
-from maxsimd.engine.execution.host_waits import waits_in
-from maxsimd.engine.execution.packed_runner import PackedRunner
-from maxsimd.engine.execution.static_graph import StaticGraph
+from maxsimd.engine.execution.attention.backend import (
+    AttentionBackend,
+    CapturableBackend,
+    CaptureSize,
+    StaticMetadata,
+)
+from maxsimd.engine.execution.devices import Times, times_on_cuda
+from maxsimd.engine.execution.layout import PackedBatch
+from maxsimd.engine.execution.runner import PackedRunner
 from maxsimd.pooling.methods import PoolingCursor
-from maxsimd.scheduler import Chunk, ImageJob, Step, TokenSequence
+from maxsimd.scheduler import Chunk, ImageJob, ResultSlot, Step, Tokens, TokenSequence
+from maxsimd.scheduler.sequence import AnyTokens
+
+Run = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a run takes: its times, and the share of the device's free memory that it needs meanwhile."""
+
+    times: Times
+    memory: float
+
+
+class Recorder(Protocol):
+    """Records launches for one model."""
+
+    def cost(self, run: Run) -> Cost:
+        """What a run takes that has been run before."""
+        ...
+
+    def capture(self, run: Run) -> Callable[[], None]:
+        """Runs a function and captures what it launches; returns what launches it again."""
+        ...
+
+
+class CudaRecorder:
+    """CUDA graphs of the thread's current device. They share their memory, because only one runs at a
+    time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._side = torch.cuda.Stream()
+
+    def cost(self, run: Run) -> Cost:
+        torch.cuda.synchronize()
+        before, (free, _) = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()
+        # What torch holds for itself is free as well.
+        free += torch.cuda.memory_reserved() - before
+        torch.cuda.reset_peak_memory_stats()
+        times = times_on_cuda(run)
+        return Cost(times, (torch.cuda.max_memory_allocated() - before) / max(free, 1))
+
+    def capture(self, run: Run) -> Callable[[], None]:
+        # A run beside the default stream, as torch asks for: libraries set up there what a graph may not.
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            run()
+        torch.cuda.current_stream().wait_stream(self._side)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may use the device meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            run()
+        return graph.replay
+
+
+ROWS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+# Enough for most steps; empty sequences make the attention of a graph a little slower.
+_FEW_SEQUENCES = 32
+# Beyond the host's time, a step may leave this share of a graph's rows empty: much less costs it nothing, and
+# spares the host's threads the work of launching.
+_EMPTY = 0.125
+# Where the device takes this many times as long as the host, graphs would only take memory.
+_DEVICE_BOUND = 8.0
+
+
+def sizes_for(rows: int, sequences: int, longest: int) -> tuple[CaptureSize, ...]:
+    """The sizes for steps of at most `rows` tokens and `sequences` sequences, of which the longest has
+    `longest`: each with few sequences, and with the most. The largest comes first, so that the others need no
+    more memory."""
+    found = {
+        CaptureSize(size, min(size, most, sequences), min(size, longest))
+        for size in {*(size for size in ROWS if size < rows), min(rows, ROWS[-1])}
+        for most in (_FEW_SEQUENCES, sequences)
+    }
+    return tuple(sorted(found, reverse=True))
+
+
+def is_worth_capturing(host: float, device: float) -> bool:
+    """Whether graphs help with steps that take the host and the device these milliseconds eagerly."""
+    return device <= host * _DEVICE_BOUND
+
+
+def least_tokens(rows: int, host: float, replay: float) -> int:
+    """The fewest tokens with which a step gains from a graph of `rows` rows whose replay takes `replay`
+    milliseconds, where the host takes `host` to launch an eager pass."""
+    return 0 if replay <= host else int(rows * (1 - _EMPTY))
+
+
+def filling_steps(size: CaptureSize, samples: Sequence[TokenSequence]) -> tuple[Step, ...]:
+    """Two steps of the tokens of samples: one of as many sequences and rows as the graph takes, the samples
+    themselves among them; and one of few long sequences that leaves some rows empty."""
+    return (
+        _step(samples, [*_many(size, [sample.tokens for sample in samples])]),
+        _step(samples, [*_split(max(1, size.rows - size.rows // 10), size.longest, size.sequences)]),
+    )
+
+
+def _many(size: CaptureSize, samples: Sequence[AnyTokens]) -> Iterator[AnyTokens | int]:
+    """Samples for half of the sequences, as long as the others can have a row each; and the lengths of the
+    others, which take the rows that are left if they are not too many."""
+    rows, sequences = size.rows, size.sequences
+    for number in range(size.sequences // 2):
+        tokens = samples[number % len(samples)]
+        if len(tokens) <= rows - (sequences - 1):
+            yield tokens
+            rows, sequences = rows - len(tokens), sequences - 1
+    yield from _random_lengths(rows, size.longest, sequences)
+
+
+def _random_lengths(rows: int, longest: int, count: int) -> Iterator[int]:
+    """`count` lengths from 1 to `longest`, `rows` in all if that is possible, else fewer."""
+    random = np.random.default_rng(rows)
+    for others in range(count - 1, -1, -1):
+        least = max(1, min(longest, rows - others * longest))
+        most = max(least, min(longest, rows - others, 2 * rows // (others + 1)))
+        length = int(random.integers(least, most + 1)) if others else min(longest, rows)
+        yield length
+        rows -= length
+
+
+def _split(rows: int, longest: int, most: int) -> Iterator[int]:
+    """The lengths of up to `most` sequences in `rows` rows: all of `longest` but the last."""
+    for first in range(0, rows, longest)[:most]:
+        yield min(longest, rows - first)
+
+
+def _step(samples: Sequence[TokenSequence], parts: Sequence[AnyTokens | int]) -> Step:
+    """A step of these tokens, and of the samples' tokens one after the other in sequences of these
+    lengths."""
+    ids = np.concatenate([sample.tokens.ids for sample in samples])
+    types = [sample.tokens.type_ids for sample in samples]
+    given = [part for part in types if part is not None]
+    of_type = np.concatenate(given) if len(given) == len(types) else None
+    chunks = []
+    for key, part in enumerate(parts):
+        if isinstance(part, int):
+            part_types = None if of_type is None else np.resize(of_type, part)
+            tokens: AnyTokens = Tokens(np.resize(ids, part), part_types)
+        else:
+            tokens = part
+        sequence = TokenSequence.text(key, ResultSlot(0, key), samples[0].payload.task, tokens)
+        chunks.append(Chunk(sequence, 0, len(sequence)))
+    return Step(0, tuple(chunks))
+
+
+# Torch marks functions so whose result, or its size, depends on numbers in their arguments.
+_DEPENDS_ON_NUMBERS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_AS_NUMBERS = (torch.bool, torch.uint8)
+_aten = torch.ops.aten
+# Those with positions to write to, which may be given as a mask.
+_WRITES = (_aten.index_put, _aten.index_put_, _aten._index_put_impl_, _aten._unsafe_index_put)
+_COPIES = (_aten._to_copy, _aten.to, _aten.copy_)
+
+
+def waits_in(run: Callable[[], object], device: torch.device) -> list[str]:
+    """Runs a function; returns the names of torch's functions in it that wait for what was computed on the
+    device, sorted."""
+    watch = _Watch(device)
+    with watch:
+        run()
+    return sorted(watch.waits)
+
+
+class _Watch(TorchDispatchMode):
+    """For the thread that enters it."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.waits: set[str] = set()
+        self._device = device
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        given = kwargs or {}
+        if func.namespace == "aten" and "device" not in given:
+            with self:  # in inference mode functions come here that are made of others
+                result = func.decompose(*args, **given)
+            if result is not NotImplemented:
+                return result
+        result = func(*args, **given)
+        is_of_device = any(
+            isinstance(each, torch.Tensor) and each.device.type == self._device.type for each in args
+        )
+        comes_back = func.overloadpacket in _COPIES and result.device.type != self._device.type
+        if is_of_device and (comes_back or _reads_numbers(func, args, given)):
+            self.waits.add(str(func))
+        return result
+
+
+def _reads_numbers(func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> bool:
+    if func.overloadpacket in _WRITES:
+        return _has_mask(args[1]) and args[2].numel() > 1  # a number is written without a look
+    if not _DEPENDS_ON_NUMBERS & set(func.tags):
+        return False
+    if func is _aten.index.Tensor:
+        return _has_mask(args[1])
+    if func is _aten.repeat_interleave.Tensor:
+        return given.get("output_size") is None
+    return True
+
+
+def _has_mask(indices: Sequence[torch.Tensor | None]) -> bool:
+    """Whether any is a mask, not positions."""
+    return any(index is not None and index.dtype in _AS_NUMBERS for index in indices)
+
+
+# As torch aligns what it allocates: kernels are compiled for addresses that are multiples of 16.
+_ALIGNMENT = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One tensor: its shape and type of number."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class StaticInputs:
+    """Owns one buffer on the device, of which `tensors` are views by name."""
+
+    def __init__(self, fields: Mapping[str, Field], device: torch.device) -> None:
+        self._offsets: dict[str, int] = {}
+        self._fields = dict(fields)
+        size = 0
+        for name, field in fields.items():
+            self._offsets[name] = size
+            size += -(-field.nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._buffer = torch.zeros(size, dtype=torch.uint8, device=device)
+        self.tensors = self._views(self._buffer)
+
+    def load(self, contents: Mapping[str, NDArray[np.generic]]) -> None:
+        """Replaces the contents of all tensors: arrays of their types, which may be shorter and are followed
+        by zeros. The copy runs after what was launched before, and nobody waits for it. Raises KeyError for a
+        tensor that is left out."""
+        # Pinned memory that is freed here is not used again before the copy is done.
+        host = torch.zeros(self._buffer.shape, dtype=torch.uint8, pin_memory=self._buffer.is_cuda)
+        for name, tensor in self._views(host).items():
+            array = contents[name]
+            tensor[: len(array)] = torch.from_numpy(array)
+        self._buffer.copy_(host, non_blocking=True)
+
+    def _views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {
+            name: buffer[start : start + self._fields[name].nbytes]
+            .view(self._fields[name].dtype)
+            .view(self._fields[name].shape)
+            for name, start in self._offsets.items()
+        }
+
+
+class StaticGraph:
+    """The graph for one size of steps. Its replays write to `hidden` [rows, hidden], which is part of what
+    other graphs write to."""
+
+    def __init__(
+        self,
+        runner: PackedRunner,
+        static: StaticMetadata,
+        batch: PackedBatch,
+        hidden: torch.Tensor,
+        recorder: Recorder,
+    ) -> None:
+        """Captures it with a step. Raises ValueError for one that its metadata is not made for."""
+        self._runner = runner
+        self._static = static
+        self._hidden = hidden
+        names = tuple(runner.inputs_of(batch))
+        fields = {name: Field((len(hidden),), torch.int64) for name in names}
+        fields |= {name: Field(shape, torch.int32) for name, shape in static.shapes.items()}
+        self._inputs = StaticInputs(fields, hidden.device)
+        tensors = self._inputs.tensors
+        metadata = static.over(tensors)
+        if not self._load(batch):
+            raise ValueError("a graph does not hold the step that it is captured with")
+
+        def run() -> None:
+            hidden.copy_(runner.run({name: tensors[name] for name in names}, metadata))
+
+        self.again = recorder.capture(run)
+
+    def replay(self, batch: PackedBatch) -> torch.Tensor | None:
+        """The hidden states [rows, hidden] of the graph's rows, of which the first are those of the step; the
+        next replay of any graph overwrites them. None for a step that it is not made for."""
+        if not self._load(batch):
+            return None
+        self.again()
+        return self._hidden
+
+    def _load(self, batch: PackedBatch) -> bool:
+        contents = self._static.contents(batch.layout)
+        if contents is None:
+            return False
+        given: dict[str, NDArray[np.generic]] = {
+            name: ids.numpy() for name, ids in self._runner.inputs_of(batch).items()
+        }
+        self._inputs.load(given | dict(contents))
+        return True
+
 
 log = logging.getLogger(__name__)
 

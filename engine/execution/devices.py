@@ -1,8 +1,16 @@
 """Devices: which one a name means, and which ones this machine has."""
 
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
 import torch
 
 from maxsimd.engine.errors import ModelLoadError
+from maxsimd.engine.ops.cpu.library import multiplies_bfloat16
 
 # What may have devices besides the CPU and an accelerator that a package of its own adds to torch.
 _KINDS = ("cuda", "xpu", "mps", "mtia", "hpu")
@@ -61,3 +69,137 @@ def _why_unusable(device: torch.device) -> str | None:
     except Exception as error:  # each kind of device has errors of its own
         return str(error).partition("\n")[0].partition(". ")[0] or type(error).__name__
     return None if found == [2.0, 2.0] else f"1 and 1 are {found[0]} there"
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 where the hardware multiplies it natively, else float32: models that are trained in
+    bfloat16 may leave the range of float16."""
+    if name != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+    if device.type == "cuda":
+        return torch.float32 if lacks_bfloat16(device) else torch.bfloat16
+    if device.type != "cpu":
+        return torch.bfloat16 if _says_bfloat16_is_native(device) else torch.float32
+    return torch.bfloat16 if multiplies_bfloat16() else torch.float32
+
+
+def lacks_bfloat16(device: torch.device) -> bool:
+    """Whether a device is a CUDA GPU that does not multiply bfloat16, such as a T4."""
+    # torch's own question is about the thread's current device.
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return is_nvidia and torch.cuda.get_device_capability(device) < (8, 0)
+
+
+def _says_bfloat16_is_native(device: torch.device) -> bool:
+    """Whether what torch has for a kind of device knows the question, and says yes."""
+    ask = getattr(getattr(torch, device.type, None), "is_bf16_supported", None)
+    try:
+        return ask is not None and bool(ask(including_emulation=False))
+    except TypeError:
+        return False
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a precision as users write it, such as bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def cast(backbone: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Converts the weights to a precision. Buffers that are not in the checkpoint stay as the model made
+    them: rotary frequencies among them, whose rounding would lose far positions."""
+    for module in backbone.modules():
+        for parameter in module.parameters(recurse=False):
+            parameter.data = parameter.data.to(dtype)
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
+                module.register_buffer(name, buffer.to(dtype))
+
+
+Run = Callable[[], object]
+_ROUNDS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Milliseconds until the host has launched something, and from its first kernel to its last on the
+    device, during which the device may have waited for the host."""
+
+    host: float
+    device: float
+
+
+def times_on_cuda(run: Run) -> Times:
+    """The times of one run, which is waited for, after all that was launched before."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    began = time.perf_counter()
+    run()
+    launched = time.perf_counter()
+    end.record()
+    end.synchronize()
+    return Times((launched - began) * 1e3, start.elapsed_time(end))
+
+
+def milliseconds_on_cuda(run: Run, budget: float) -> float:
+    """The device's time for one run, as the median of rounds of several runs back to back; all of them
+    together take about `budget` milliseconds, and at least one run a round."""
+    run()  # compiles kernels and loads libraries
+    once = times_on_cuda(run).device
+    runs = max(1, int(budget / _ROUNDS / max(once, 1e-3)))
+
+    def several() -> None:
+        for _ in range(runs):
+            run()
+
+    return statistics.median(times_on_cuda(several).device for _ in range(_ROUNDS)) / runs
+
+
+def milliseconds_in_turns_on_cuda(runs: Mapping[str, Run], budget: float) -> dict[str, float]:
+    """Median milliseconds of each of `runs` on the device. They take turns in every round, and all rounds
+    together take about `budget` milliseconds."""
+    repeats = {}
+    for name, run in runs.items():
+        run()  # compiles kernels and loads libraries
+        once = times_on_cuda(run).device
+        repeats[name] = max(1, int(budget / len(runs) / _ROUNDS / max(once, 1e-3)))
+
+    def several(name: str) -> None:
+        for _ in range(repeats[name]):
+            runs[name]()
+
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(_ROUNDS):
+        for name, found in taken.items():
+            found.append(times_on_cuda(functools.partial(several, name)).device / repeats[name])
+    return {name: statistics.median(found) for name, found in taken.items()}
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Lets torch and our kernels compute on the calling thread alone."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+_TIMES = 3
+
+
+def milliseconds_in_turns(runs: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """The shortest of a few runs of each on one thread, after one that is not counted.
+
+    What counts is the thread's processor time: beside other work the clock would tell more about that."""
+    best = dict.fromkeys(runs, float("inf"))
+    with one_thread():
+        for run in runs.values():
+            run()
+        for _ in range(_TIMES):
+            for name, run in runs.items():
+                started = time.thread_time()
+                run()
+                best[name] = min(best[name], (time.thread_time() - started) * 1e3)
+    return best

@@ -5,19 +5,25 @@ Plain `nn.Linear` reorders its weight in every call, and writes to memory what G
 again. Its result for a row depends in the last bits on the number of rows; that of our own kernels does not.
 """
 
-from collections.abc import Callable
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from maxsimd.engine.execution.embeddings import compile_embeddings
+from maxsimd.engine.execution.devices import milliseconds_in_turns
 from maxsimd.engine.ops import elementwise
-from maxsimd.engine.ops.cpu.layers import Product
+from maxsimd.engine.ops.cpu.library import in_words
 from maxsimd.engine.ops.cpu.linear import (
     LANES,
     Norm,
+    Product,
+    Tables,
     Weights,
+    embed,
     gated_order,
     linear,
     linear_added,
@@ -27,6 +33,101 @@ from maxsimd.engine.ops.cpu.linear import (
     pack_float32,
     pack_int8,
 )
+
+# The rows that are tried, and by what share of their length they may differ.
+_ROWS = 32
+_EMBEDDING_SHARE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+_CHILDREN = {"word_embeddings", "position_embeddings", "token_type_embeddings", "LayerNorm", "dropout"}
+
+
+class CompiledEmbeddings(nn.Module):
+    """Replaces such a module in inference. Where it is called with anything but ids, the module is."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self._module = (module,)  # out of the module tree
+        self.word_embeddings = module.word_embeddings
+        norm = module.LayerNorm
+        self._tables = Tables(
+            module.word_embeddings.weight.detach().contiguous(),
+            module.token_type_embeddings.weight.detach().contiguous(),
+            module.position_embeddings.weight.detach().contiguous(),
+            Norm(norm.weight.detach().float(), norm.bias.detach().float(), norm.eps),
+        )
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        **others: Any,
+    ) -> torch.Tensor:
+        # Positions that are given are counted from there already.
+        given = {name for name, value in others.items() if value is not None} - {"past_key_values_length"}
+        if input_ids is None or position_ids is None or given:
+            made: torch.Tensor = self._module[0](
+                input_ids=input_ids, token_type_ids=token_type_ids, position_ids=position_ids, **others
+            )
+            return made
+        types = None if token_type_ids is None else token_type_ids.expand_as(input_ids).reshape(-1)
+        positions = position_ids.expand_as(input_ids).reshape(-1)
+        return embed(self._tables, input_ids.reshape(-1), positions, types).view(*input_ids.shape, -1)
+
+
+def compile_embeddings(backbone: nn.Module) -> None:
+    """Replaces every such module within a backbone whose results are the same but for rounding."""
+    for parent in list(backbone.modules()):
+        for name, child in list(parent.named_children()):
+            if _is_built_so(child):
+                ours = CompiledEmbeddings(child)
+                if _gives_the_same(ours, child):
+                    setattr(parent, name, ours)
+
+
+def _is_built_so(module: Any) -> bool:
+    if dict(module.named_children()).keys() != _CHILDREN:
+        return False
+    if any(each._forward_hooks or each._forward_pre_hooks for each in module.modules()):
+        return False
+    tables = _tables_of(module)
+    norm = module.LayerNorm
+    if not all(type(table) is nn.Embedding for table in tables) or type(norm) is not nn.LayerNorm:
+        return False
+    precisions = {table.weight.dtype for table in tables}
+    is_precise = precisions == {torch.float32} or precisions == {torch.bfloat16}
+    return is_precise and norm.weight is not None and norm.bias is not None
+
+
+def _tables_of(module: Any) -> tuple[Any, Any, Any]:
+    return module.word_embeddings, module.token_type_embeddings, module.position_embeddings
+
+
+@torch.inference_mode()
+def _gives_the_same(ours: nn.Module, module: Any) -> bool:
+    """For random ids, with types and without."""
+    generator = torch.Generator().manual_seed(0)
+    words, types, positions = (
+        torch.randint(table.num_embeddings, (1, _ROWS), generator=generator) for table in _tables_of(module)
+    )
+    try:
+        return all(
+            _is_near(ours(**ids), module(**ids))
+            for ids in (
+                {"input_ids": words, "position_ids": positions},
+                {"input_ids": words, "position_ids": positions, "token_type_ids": types},
+            )
+        )
+    except Exception:  # it takes something else
+        return False
+
+
+def _is_near(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether the difference is what rounding each sum explains, all numbers together."""
+    if found.shape != expected.shape or found.dtype is not expected.dtype:
+        return False
+    off = (found.double() - expected.double()).norm()
+    return bool(off <= _EMBEDDING_SHARE[expected.dtype] * expected.double().norm())
+
 
 Pack = Callable[[torch.Tensor], Weights]
 
@@ -232,3 +333,140 @@ def is_exact_gelu(activation: Any) -> bool:
         return activation.approximate == "none"
     # transformers' class, by its name: importing it takes a second.
     return type(activation).__name__ == "GELUActivation" and activation.act is nn.functional.gelu
+
+
+log = logging.getLogger(__name__)
+
+# Rows and sides of the layer that is timed.
+_TIMED_ROWS, _TIMED_SIDE = 128, 768
+# How many times as fast as torch's another way must be: oneDNN compiles a kernel for each number of rows,
+# which costs some of what it wins.
+_MARGIN = 1.2
+# A way is right if it differs from torch's result by no more than this, in units of the largest number.
+_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+# Makes what replaces a layer, told whether it takes the GELU behind it along.
+Make = Callable[[nn.Linear, bool], nn.Module]
+
+
+class OneDnnLinear(nn.Module):
+    """Replaces an `nn.Linear`, and the GELU (exact form) that follows it if `gelu` is set, by oneDNN's
+    product with a weight that is laid out for it once."""
+
+    def __init__(self, layer: nn.Linear, gelu: bool) -> None:
+        super().__init__()
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach())
+        self._bias = layer.bias.detach() if layer.bias is not None else None
+        self._activation = "gelu" if gelu else "none"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, self.in_features)
+        count = len(rows)
+        if count == 0:
+            return x.new_empty(*x.shape[:-1], self.out_features)
+        rows = nn.functional.pad(rows, (0, 0, 0, rounded(count) - count))
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+            rows, self._weight, self._bias, self._activation, [], "none"
+        )
+        return out[:count].view(*x.shape[:-1], self.out_features)
+
+
+def rounded(rows: int) -> int:
+    """A number of rows that is not smaller, of which there are few: oneDNN compiles a kernel for each, of
+    about 0.4 MB, and torch keeps a thousand of them. At most an eighth is added, or less than 8 rows."""
+    step = max(8, 1 << max(0, rows.bit_length() - 4))
+    return -(-rows // step) * step
+
+
+class Float32Linear(nn.Module):
+    """Replaces an `nn.Linear` whose weight has 16 bits, and the GELU that follows it if `gelu` is set: the
+    weight is kept as it is, and multiplied in float32."""
+
+    def __init__(self, layer: nn.Linear, gelu: bool) -> None:
+        super().__init__()
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.weight, self.bias = layer.weight, layer.bias
+        self._gelu = gelu
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = None if self.bias is None else self.bias.float()
+        out = nn.functional.linear(x.float(), self.weight.float(), bias)
+        return (nn.functional.gelu(out) if self._gelu else out).to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way of multiplying: its name, and what makes a layer, or None where layers stay as they are."""
+
+    name: str
+    make: Make | None
+
+
+TORCH = Way("torch", None)
+
+
+@functools.cache
+def choose_way(dtype: torch.dtype) -> Way:
+    """The way that layers of this precision take in this process."""
+    right = [way for way in ways_for(dtype) if is_right_way(way, dtype)]
+    milliseconds = _milliseconds([TORCH, *right], dtype)
+    fastest = min(milliseconds, key=milliseconds.__getitem__)
+    name = fastest if _MARGIN * milliseconds[fastest] <= milliseconds[TORCH.name] else TORCH.name
+    measured = ", ".join(f"{each} {taken:.2f} ms" for each, taken in milliseconds.items())
+    precision = str(dtype).removeprefix("torch.")
+    log.debug("%s: %s, by a short timing on a CPU with %s: %s", precision, name, in_words(), measured)
+    return next(way for way in (TORCH, *right) if way.name == name)
+
+
+def ways_for(dtype: torch.dtype) -> list[Way]:
+    """What may be faster than torch's layers."""
+    found = []
+    if torch.backends.mkldnn.is_available() and dtype is not torch.float16:
+        found.append(Way("oneDNN", OneDnnLinear))
+    if dtype is not torch.float32:
+        found.append(Way("float32 products", Float32Linear))
+    return found
+
+
+@torch.inference_mode()
+def is_right_way(way: Way, dtype: torch.dtype) -> bool:
+    """Whether a way gives what torch's layers give in float32, on random layers with and without GELU."""
+    generator = torch.Generator().manual_seed(0)
+    try:
+        for rows, inputs, columns, gelu in ((1, 70, 33, False), (37, 256, 64, True)):
+            layer = _random_layer(inputs, columns, dtype, generator)
+            x = torch.randn(rows, inputs, generator=generator).to(dtype)
+            expected = nn.functional.linear(x.float(), layer.weight.float(), layer.bias.float())
+            expected = nn.functional.gelu(expected) if gelu else expected
+            found = x if way.make is None else way.make(layer, gelu)(x)
+            difference = (found.float() - expected).abs().max()
+            if found.dtype is not dtype or not difference <= _TOLERANCE[dtype] * expected.abs().max():
+                return False
+    except Exception as error:
+        log.debug("linear layers in %s by %s do not run here: %s", dtype, way.name, error)
+        return False
+    return True
+
+
+def replace_by_way(module: nn.Module, way: Way) -> int:
+    """Replaces every `nn.Linear`; returns the number of weights."""
+    return 0 if way.make is None else replace_linears(module, way.make)
+
+
+def _random_layer(inputs: int, columns: int, dtype: torch.dtype, generator: torch.Generator) -> nn.Linear:
+    layer = nn.Linear(inputs, columns, dtype=dtype)
+    for parameter in layer.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return layer
+
+
+@torch.inference_mode()
+def _milliseconds(ways: list[Way], dtype: torch.dtype) -> dict[str, float]:
+    generator = torch.Generator().manual_seed(0)
+    layer = _random_layer(_TIMED_SIDE, _TIMED_SIDE, dtype, generator)
+    x = torch.randn(_TIMED_ROWS, _TIMED_SIDE, generator=generator).to(dtype)
+    layers: Mapping[str, nn.Module] = {
+        way.name: layer if way.make is None else way.make(layer, False) for way in ways
+    }
+    return milliseconds_in_turns({name: functools.partial(each, x) for name, each in layers.items()})

@@ -5,23 +5,166 @@ through its own library.
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 
 from maxsimd.engine.checkpoint import LoadedModel, Task
-from maxsimd.engine.execution import cls_only_last_layer, relative
-from maxsimd.engine.execution.attention.base import AttentionBackend
-from maxsimd.engine.execution.attention.interface import NAME, register
-from maxsimd.engine.execution.attention.recorded import RecordedBackend
-from maxsimd.engine.execution.cls_only_last_layer import ClsOnlyLastLayer
-from maxsimd.engine.execution.own_forward import OwnForwardRunner, finished
-from maxsimd.engine.execution.packed_runner import ModelRunner, PackedRunner
-from maxsimd.engine.execution.padded_runner import PaddedRunner
-from maxsimd.engine.execution.selfcheck.comparison import Comparison
-from maxsimd.engine.execution.selfcheck.proof import compare, compare_in_parts, pooler_for
-from maxsimd.engine.execution.selfcheck.rules import leaves_ends_out, why_not_packed, why_one_by_one
-from maxsimd.engine.execution.selfcheck.samples import Sample
+from maxsimd.engine.checkpoint.heads import after_reference
+from maxsimd.engine.checkpoint.reference import Reference, declares, takes
+from maxsimd.engine.errors import ModelLoadError
+from maxsimd.engine.execution import relative
+from maxsimd.engine.execution.attention.backend import AttentionBackend
+from maxsimd.engine.execution.runner import (
+    ATTENTION_NAME,
+    ClsOnlyLastLayer,
+    ModelRunner,
+    PackedRunner,
+    install_cls_only,
+    register_attention,
+    remove_cls_only,
+)
+from maxsimd.engine.execution.self_check.proof import compare, compare_in_parts, pooler_for
+from maxsimd.engine.execution.self_check.rules import leaves_ends_out, why_not_packed, why_one_by_one
+from maxsimd.engine.execution.self_check.samples import Comparison, Sample
+from maxsimd.pooling.methods import PoolingCursor
+from maxsimd.pooling.ragged import to_device
+from maxsimd.pooling.sparse import TOKEN_WEIGHT_METHODS, GivenWords, WordsHead
+from maxsimd.scheduler import Chunk, ImageJob, Step
+
+
+class OwnForwardRunner:
+    """A `ModelRunner` whose rows are finished items, made by the task's reference in `references`."""
+
+    chunked = False
+
+    def __init__(self, references: Mapping[str, Reference]) -> None:
+        self._references = dict(references)
+
+    @torch.inference_mode()
+    def forward(self, step: Step) -> tuple[torch.Tensor, PoolingCursor]:
+        items = [self._references[chunk.sequence.payload.task](chunk.sequence) for chunk in step.chunks]
+        starts = (0, *accumulate(len(item) for item in items[:-1]))
+        return torch.cat(items), PoolingCursor(step.chunks, starts)
+
+    def encode(self, images: Sequence[ImageJob]) -> None:
+        """The model encodes a sequence's pictures itself, when it runs that."""
+
+    def free(self, sequence_id: int) -> None:
+        """Nothing stays between steps."""
+
+    @property
+    def num_features(self) -> int:
+        return 0
+
+    @property
+    def num_prefill_kv(self) -> int:
+        return 0
+
+
+def with_finished_items(task: Task) -> Task:
+    """The task for rows that are finished items: all rows of a sequence, or its only one; of a sparse vector
+    this has the weights of all words."""
+    if task.pooling in TOKEN_WEIGHT_METHODS:
+        raise ModelLoadError(
+            "a model whose tokens are weighed cannot be run one by one; leave its layers sparse_linear and "
+            "colbert_linear away"
+        )
+    if isinstance(task.head, WordsHead):
+        return replace(task, pooling="given", head=GivenWords(task.head), reference=None)
+    pooling = "all" if task.pooling == "all" else "cls"
+    return replace(task, pooling=pooling, head=after_reference(task.head), reference=None)
+
+
+# The share of a batch that may be padding, and the size in tokens up to which padding costs less than another
+# pass.
+PADDING = 0.1
+SMALL_BATCH = 256
+
+
+class PaddedRunner:
+    """Passes over [sequences, longest] with an attention mask, each over sequences of similar length."""
+
+    chunked = False
+
+    def __init__(self, model: LoadedModel, device: torch.device) -> None:
+        self._model = model
+        self._backbone: Any = model.backbone
+        self._device = device
+        self._options = {"use_cache": False} if declares(self._backbone, "use_cache") else {}
+
+    @torch.inference_mode()
+    def forward(self, step: Step) -> tuple[torch.Tensor, PoolingCursor]:
+        """The hidden states [rows, hidden] of a step, and where each chunk's rows are."""
+        hidden: list[torch.Tensor] = []
+        chunks: list[Chunk] = []
+        starts: list[int] = []
+        row = 0
+        for indices in by_length([len(chunk) for chunk in step.chunks]):
+            batch = [step.chunks[index] for index in indices]
+            states = self._run(batch)  # [n, longest, hidden]
+            hidden.append(states.flatten(0, 1))
+            chunks += batch
+            starts += range(row, row + len(hidden[-1]), states.shape[1])
+            row += len(hidden[-1])
+        return torch.cat(hidden), PoolingCursor(tuple(chunks), tuple(starts))
+
+    def encode(self, images: Sequence[ImageJob]) -> None:
+        """Pictures are not run in padded batches."""
+
+    def free(self, sequence_id: int) -> None:
+        """Nothing stays between steps."""
+
+    @property
+    def num_features(self) -> int:
+        return 0
+
+    @property
+    def num_prefill_kv(self) -> int:
+        return 0
+
+    def _run(self, chunks: list[Chunk]) -> torch.Tensor:
+        n, longest = len(chunks), max(len(chunk) for chunk in chunks)
+        pad = getattr(self._backbone.config, "pad_token_id", None) or 0
+        input_ids = np.full((n, longest), pad, dtype=np.int64)
+        attention_mask = np.zeros((n, longest), dtype=np.int64)
+        type_ids = np.zeros((n, longest), dtype=np.int64)
+        for i, chunk in enumerate(chunks):
+            sequence = chunk.sequence
+            input_ids[i, : len(sequence)] = sequence.tokens.ids
+            attention_mask[i, : sequence.tokens.num_attended] = 1
+            if (types := sequence.tokens.type_ids) is not None:
+                type_ids[i, : len(sequence)] = types
+        inputs = {"input_ids": input_ids}
+        if takes(self._backbone, "attention_mask"):
+            inputs["attention_mask"] = attention_mask
+        if self._model.takes_type_ids:
+            inputs["token_type_ids"] = type_ids
+        tensors = {name: to_device(ids, self._device) for name, ids in inputs.items()}
+        output: torch.Tensor = self._backbone(**tensors, **self._options).last_hidden_state
+        return output
+
+
+def by_length(lengths: Sequence[int]) -> list[list[int]]:
+    """Splits sequences into batches of similar length, each a list of indices into `lengths`, shortest first.
+
+    A batch takes in the next longer sequence as long as little of it is padding, or it is small."""
+    batches: list[list[int]] = []
+    tokens = 0
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
+        length = lengths[index]
+        if batches:
+            rows = length * (len(batches[-1]) + 1)
+            if rows <= SMALL_BATCH or rows - tokens - length <= PADDING * rows:
+                batches[-1].append(index)
+                tokens += length
+                continue
+        batches.append([index])
+        tokens = length
+    return batches
+
 
 log = logging.getLogger(__name__)
 
@@ -99,19 +242,18 @@ def try_packed(
         return "documents have fewer rows behind some of its layers than before them"
     backbone: Any = model.backbone
     own = getattr(backbone.config, "_attn_implementation", None)
-    recorded = RecordedBackend(backend)
     poolers = pooler_for(model.tasks)
-    register()
-    undo = relative.install(backbone, NAME)
+    register_attention()
+    undo = relative.install(backbone, ATTENTION_NAME)
     try:
-        _set_attention(backbone, NAME)
-        runner = PackedRunner(model, device, recorded)
+        _set_attention(backbone, ATTENTION_NAME)
+        runner = PackedRunner(model, device, backend)
         comparison = compare(runner, poolers, samples)
         mismatch = None if comparison.agrees else f"packed and one-by-one results differ: {comparison}"
-        if recorded.calls == 0:
+        if not runner.windows:
             # Such a model might still separate sequences by their positions, at the cost of a full mask.
             mismatch = "its attention cannot be replaced"
-        mismatch = why_not_packed(model, recorded.windows, backend.supports_causal_ends) or mismatch
+        mismatch = why_not_packed(model, runner.windows, backend.supports_causal_ends) or mismatch
     except Exception as error:
         mismatch = f"packed attention failed: {error}"
     if mismatch is not None:
@@ -143,7 +285,7 @@ def make_runner(
 def tasks_for(execution: Execution, model: LoadedModel) -> Mapping[str, Task]:
     """The model's tasks as they pool the rows of the execution's runner."""
     if isinstance(execution, OneByOne):
-        return {name: finished(task) for name, task in model.tasks.items()}
+        return {name: with_finished_items(task) for name, task in model.tasks.items()}
     return {name: replace(task, reference=None) for name, task in model.tasks.items()}
 
 
@@ -170,7 +312,7 @@ def _cls_only_if_exact(
     else None, and the backbone as it was."""
     if not backend.supports_first_rows or any(task.pooling != "cls" for task in model.tasks.values()):
         return None
-    cls_only = cls_only_last_layer.install(model.backbone)
+    cls_only = install_cls_only(model.backbone)
     if cls_only is None:
         return None
     runner = PackedRunner(model, device, backend, cls_only)
@@ -180,7 +322,7 @@ def _cls_only_if_exact(
         is_exact = False
     if is_exact:
         return cls_only
-    cls_only_last_layer.remove(model.backbone, cls_only)
+    remove_cls_only(model.backbone, cls_only)
     return None
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from maxsimd.engine.ops.relative import PositionBias
+from maxsimd.engine.ops.qkv import PositionBias
 
 # Tables of distances reach at least this far, and twice as far whenever that is not enough.
 _LEAST_REACH = 64

@@ -47,7 +47,7 @@ def layer_norm(
     """The layer norm of `x` [rows, width], whose rows may be apart; contiguous, in the precision of `x`."""
     if not triton.runs_on(x.device):
         return cpu.layer_norm(x, weight, bias, epsilon)
-    from maxsimd.engine.ops.triton import layer_norm as kernel
+    from maxsimd.engine.ops.triton import elementwise as kernel
 
     return kernel.layer_norm(x, weight, bias, epsilon)
 
@@ -58,7 +58,7 @@ def add_layer_norm(
     """The layer norm of `x + residual`, [rows, width] each, whose rows may be apart; contiguous."""
     if not triton.runs_on(x.device):
         return cpu.layer_norm(x, weight, bias, epsilon, residual)
-    from maxsimd.engine.ops.triton import layer_norm as kernel
+    from maxsimd.engine.ops.triton import elementwise as kernel
 
     return kernel.add_layer_norm(x, residual, weight, bias, epsilon)
 
@@ -70,7 +70,7 @@ def sum_and_layer_norm(
     if not triton.runs_on(x.device):
         total = x + residual
         return total, cpu.layer_norm(total, weight, bias, epsilon)
-    from maxsimd.engine.ops.triton import layer_norm as kernel
+    from maxsimd.engine.ops.triton import elementwise as kernel
 
     return kernel.sum_and_layer_norm(x, residual, weight, bias, epsilon)
 
@@ -79,7 +79,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     """RMSNorm of `x` [rows, width], whose rows may be apart; contiguous, in the precision of `x`."""
     if not triton.runs_on(x.device):
         return cpu.rms_norm(x, weight, epsilon)
-    from maxsimd.engine.ops.triton import rms_norm as kernel
+    from maxsimd.engine.ops.triton import elementwise as kernel
 
     return kernel.rms_norm(x, weight, epsilon)
 
@@ -91,7 +91,7 @@ def add_rms_norm(
     if not triton.runs_on(x.device):
         total = x + residual
         return total, cpu.rms_norm(total, weight, epsilon)
-    from maxsimd.engine.ops.triton import rms_norm as kernel
+    from maxsimd.engine.ops.triton import elementwise as kernel
 
     return kernel.add_rms_norm(x, residual, weight, epsilon)
 
@@ -109,7 +109,7 @@ def norm_rotary_(
         weights = None if norms is None else (norms.query, norms.key, norms.epsilon)
         cpu.norm_rotary_(qkv, cos, sin, heads, weights)
         return
-    from maxsimd.engine.ops.triton import rotary as kernel
+    from maxsimd.engine.ops.triton import elementwise as kernel
 
     kernel.norm_rotary_(qkv, cos, sin, heads, norms)
 
@@ -119,7 +119,7 @@ def gated(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     torch; `linear_gated` has it in the product."""
     if not triton.runs_on(gate_up.device):
         return gated_reference(gate_up, activation)
-    from maxsimd.engine.ops.triton import swiglu as kernel
+    from maxsimd.engine.ops.triton import elementwise as kernel
 
     return kernel.gated(gate_up, activation)
 

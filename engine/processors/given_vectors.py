@@ -11,7 +11,7 @@ from maxsimd.engine.cache import CachedEmbedding
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.ops import cpu as kernels
-from maxsimd.engine.ops.cpu.finite import first_not_finite
+from maxsimd.engine.ops.cpu.maxsim import first_not_finite
 from maxsimd.engine.processors.text.truncation import InputName
 from maxsimd.engine.requests import ScoreRequest
 from maxsimd.engine.workers import yield_to_smaller

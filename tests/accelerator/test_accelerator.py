@@ -14,8 +14,7 @@ from maxsimd.engine.device.stores import open_slab
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution.attention.select import candidates
 from maxsimd.engine.execution.budget import ON_A_CPU, ON_A_GPU, default_budget, free_bytes
-from maxsimd.engine.execution.devices import choose_device, device_names
-from maxsimd.engine.execution.precision import choose_dtype
+from maxsimd.engine.execution.devices import choose_device, choose_dtype, device_names
 from tests.checkpoints import visual
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.forked import Program

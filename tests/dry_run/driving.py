@@ -25,20 +25,20 @@ from maxsimd.engine.cache.slab import EmbeddingSlab
 from maxsimd.engine.checkpoint import LoadedModel, load_model
 from maxsimd.engine.checkpoint.heads import modules_of
 from maxsimd.engine.device.load import DeviceModel, _pooler, _samples
-from maxsimd.engine.execution.attention.base import AttentionBackend, CapturableBackend, CaptureSize
-from maxsimd.engine.execution.attention.torch_grouped import GroupedBackend
-from maxsimd.engine.execution.attention.triton_kernel import TritonBackend
-from maxsimd.engine.execution.attention.varlen import VarlenBackend
-from maxsimd.engine.execution.cuda_graphs import GraphedRunner
-from maxsimd.engine.execution.device_clock import Times
+from maxsimd.engine.execution.attention.backend import (
+    AttentionBackend,
+    CapturableBackend,
+    CaptureSize,
+    GroupedBackend,
+)
+from maxsimd.engine.execution.attention.gpu import TritonBackend, VarlenBackend
+from maxsimd.engine.execution.cuda_graphs import Cost, GraphedRunner, Run
+from maxsimd.engine.execution.devices import Times, cast
 from maxsimd.engine.execution.fused_layers import fuse
-from maxsimd.engine.execution.graph_recorder import Cost, Run
 from maxsimd.engine.execution.modes import Execution, Packed, choose_execution, make_runner, tasks_for
-from maxsimd.engine.execution.packed_runner import ModelRunner, PackedRunner
-from maxsimd.engine.execution.precision import cast
 from maxsimd.engine.execution.relative import has_relative_positions
-from maxsimd.engine.execution.selfcheck.pictures import random_pages
-from maxsimd.engine.execution.selfcheck.samples import random_sequences
+from maxsimd.engine.execution.runner import ModelRunner, PackedRunner
+from maxsimd.engine.execution.self_check.samples import random_pages, random_sequences
 from maxsimd.engine.ops.triton import launch
 from maxsimd.engine.runtime import DeviceActors
 from maxsimd.engine.scoring.maxsim import choose_maxsim

@@ -9,7 +9,7 @@ import torch
 from maxsimd.engine import EngineConfig
 from maxsimd.engine.checkpoint import load_model
 from maxsimd.engine.execution.attention import select as choice
-from maxsimd.engine.execution.attention.check import find_mismatch
+from maxsimd.engine.execution.attention.select import find_mismatch
 from maxsimd.engine.ops.triton.projection import Projection, project
 from maxsimd.engine.scoring.maxsim import maxsim_reference
 from maxsimd.engine.scoring.maxsim_triton import maxsim_spans_triton

@@ -18,7 +18,7 @@ from transformers import AutoModel, Llama4TextConfig, LlamaConfig, MistralConfig
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import CUT_LONG, WINDOW_LONG, Engine, EngineConfig, ModelLoadError, Truncation
 from maxsimd.engine.checkpoint import load_model
-from maxsimd.engine.execution.selfcheck.rules import why_not_packed
+from maxsimd.engine.execution.self_check.rules import why_not_packed
 from tests.checkpoints import cross_encoders, language_models
 from tests.checkpoints.architectures import randomise, save_tokenizer
 from tests.checkpoints.shared import SharedCheckpoints

@@ -17,12 +17,11 @@ from maxsimd.engine.checkpoint import cross_encoder, heads, load_model
 from maxsimd.engine.checkpoint.heads import ClassifierHead, ModuleHead
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution import modes as execution
-from maxsimd.engine.execution import padded_runner as padded
+from maxsimd.engine.execution import modes as padded
 from maxsimd.engine.execution.attention import select
-from maxsimd.engine.execution.attention.torch_grouped import GroupedBackend, GroupedMetadata
-from maxsimd.engine.execution.packed_runner import PackedRunner
-from maxsimd.engine.execution.selfcheck.comparison import comparison, largest
-from maxsimd.engine.execution.selfcheck.samples import make_samples
+from maxsimd.engine.execution.attention.backend import GroupedBackend, GroupedMetadata
+from maxsimd.engine.execution.runner import PackedRunner
+from maxsimd.engine.execution.self_check.samples import compare_items, largest, make_samples
 from maxsimd.engine.ops.qkv import KV, QKV
 from tests.checkpoints import bi_encoders, cross_encoders, language_models, late_interaction
 from tests.parity import references
@@ -230,4 +229,4 @@ def test_a_nan_and_another_shape_do_not_agree() -> None:
     assert np.isnan(largest([torch.ones(2), torch.tensor([torch.nan]), torch.zeros(1)]))
     assert largest([torch.empty(0), torch.tensor([-3.0, 2.0])]) == 3
     for found, expected in ((torch.tensor([torch.nan]), torch.ones(1)), (torch.ones(2, 3), torch.ones(3, 3))):
-        assert not comparison([found], [expected], rounding=0.0).agrees
+        assert not compare_items([found], [expected], rounding=0.0).agrees

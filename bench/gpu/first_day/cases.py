@@ -14,11 +14,9 @@ import numpy as np
 import torch
 
 from maxsimd.bench.gpu.first_day.tiles import INT8_VARIANTS, VARIANTS, Variant, name_of, tiled
-from maxsimd.engine.execution.attention.base import AttentionBackend
-from maxsimd.engine.execution.attention.one_by_one import OneByOneBackend
-from maxsimd.engine.execution.attention.triton_kernel import TritonBackend
-from maxsimd.engine.execution.layout import Group, Layout, PrefillChunk, SharedGroup
-from maxsimd.engine.execution.prefill_kv import PrefillKV
+from maxsimd.engine.execution.attention.backend import AttentionBackend, OneByOneBackend
+from maxsimd.engine.execution.attention.gpu import TritonBackend
+from maxsimd.engine.execution.layout import Group, Layout, PrefillChunk, PrefillKV, SharedGroup
 from maxsimd.engine.ops.qkv import KV, QKV
 from maxsimd.engine.ops.triton.projection import Projection, project
 from maxsimd.engine.scoring.maxsim import maxsim_reference

@@ -15,7 +15,7 @@ from maxsimd.bench.gpu.trace import busy_share
 from maxsimd.bench.timing import timings
 from maxsimd.engine import EngineConfig
 from maxsimd.engine.device.load import DeviceModel, load_device_model
-from maxsimd.engine.execution.selfcheck.proof import step_of
+from maxsimd.engine.execution.self_check.proof import step_of
 from maxsimd.scheduler import ResultSlot, Step, Tokens, TokenSequence
 
 _MODELS = {"jina": JINA, "xlm-roberta": XLM_ROBERTA, "modernbert": MODERNBERT}

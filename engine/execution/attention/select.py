@@ -1,28 +1,180 @@
 """Which attention backend a device runs: the fastest that is installed and shown to be right on it."""
 
+import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.errors import ModelLoadError
-from maxsimd.engine.execution.attention.base import AttentionBackend
-from maxsimd.engine.execution.attention.check import find_mismatch
-from maxsimd.engine.execution.attention.cpu_kernel import CompiledBackend
-from maxsimd.engine.execution.attention.timing import fastest, time_backends, time_on_cuda
-from maxsimd.engine.execution.attention.torch_grouped import GroupedBackend
-from maxsimd.engine.execution.attention.triton_kernel import TritonBackend
-from maxsimd.engine.execution.attention.varlen import (
+from maxsimd.engine.execution.attention.backend import AttentionBackend, GroupedBackend, M, OneByOneBackend
+from maxsimd.engine.execution.attention.cpu import CompiledBackend
+from maxsimd.engine.execution.attention.gpu import (
     FlashBackend,
+    TritonBackend,
     VarlenBackend,
     is_flash_available,
     is_varlen_available,
 )
-from maxsimd.engine.execution.precision import dtype_name
+from maxsimd.engine.execution.devices import dtype_name, milliseconds_on_cuda
+from maxsimd.engine.execution.layout import Group, Layout, PrefillChunk, PrefillKV, SharedGroup
 from maxsimd.engine.execution.relative import has_relative_positions
+from maxsimd.engine.execution.self_check.samples import largest
 from maxsimd.engine.ops import triton as triton_ops
+from maxsimd.engine.ops.qkv import KV, QKV
+
+# For random values of size 1, attended in the model's precision: rounding alone is ten times less.
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+# Rows and keys of the sequences that are tried, so that blocks of the kernels are full, cut, and left over;
+# and the first row of each.
+_SHAPES = ((1, 1), (70, 70), (257, 257), (33, 20))
+_FIRST_ROWS = (0, 1, 71, 328)
+_ROWS = 361
+# The last rows, tried as a chunk of one sequence that has all rows.
+_CHUNK = 9
+
+
+def find_mismatch(
+    backend: AttentionBackend[Any], model: LoadedModel, device: torch.device, dtype: torch.dtype
+) -> str | None:
+    """None if random sequences attend as they do one by one in float32, else a description of the mismatch.
+
+    For a causal model this includes a chunk of a cut sequence and sequences after a shared prefix."""
+    exact = _random_qkv(model, dtype)
+    query, key, value = (x.to(device, dtype) for x in (exact.query, exact.key, exact.value))
+    ours = QKV(query, key, value, exact.scaling, exact.window)
+    try:
+        differences = [
+            found.float().cpu() - expected
+            for layout in _layouts(model.causal)
+            for found, expected in zip(
+                _attended(backend, ours, layout), _attended(OneByOneBackend(), exact, layout), strict=True
+            )
+        ]
+        worst = largest(differences)
+    except Exception as error:
+        return f"it failed: {error}"
+    return None if worst <= _TOLERANCE[dtype] else f"it differs from plain attention by {worst:.2g}"
+
+
+def head_shape(model: LoadedModel) -> tuple[int, int, int, int | None]:
+    """The numbers of heads and of key heads, their size, and the window, as far as the config has them."""
+    backbone: Any = model.backbone
+    config = backbone.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None) or 4
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 64 * heads) // heads
+    window = getattr(config, "sliding_window", None) or getattr(config, "local_attention", None)
+    return heads, kv_heads, head_dim, window if isinstance(window, int) else None
+
+
+def _attended(backend: AttentionBackend[M], qkv: QKV, layout: Layout) -> Iterator[torch.Tensor]:
+    """What a backend gives for the parts of a layout; all keys and values are the prefix and the context."""
+    metadata = backend.prepare(layout, qkv.query.device)
+    kv = KV(qkv.key, qkv.value)
+    if layout.groups:
+        yield backend.full(qkv, metadata)
+    if layout.prefill_chunks:
+        out = torch.zeros_like(qkv.new_output())
+        backend.with_prefill_kv(qkv, [kv], metadata, out)
+        yield out
+    if layout.shared_groups:
+        out = torch.zeros_like(qkv.new_output())
+        backend.shared_prefix(qkv, [kv] * len(layout.shared_groups), metadata, out)
+        yield out
+
+
+def _layouts(causal: bool) -> Iterator[Layout]:
+    """The sequences by themselves, seeing all of their keys and fewer; for a causal model as parts of steps
+    too."""
+    yield Layout(causal, _groups(all_keys=True))
+    if not causal:
+        yield Layout(False, _groups(all_keys=False))
+        return
+    chunk = PrefillChunk(_ROWS - _CHUNK, _ROWS - _CHUNK, _ROWS, PrefillKV(), is_stored=False)
+    yield Layout(True, prefill_chunks=(chunk,))
+    prefix = PrefillKV()
+    shared = (SharedGroup(row, 1, rows, prefix) for row, (rows, _) in zip(_FIRST_ROWS, _SHAPES, strict=True))
+    yield Layout(True, shared_groups=tuple(shared))
+
+
+def _groups(*, all_keys: bool) -> tuple[Group, ...]:
+    return tuple(
+        Group(row, 1, rows, (rows if all_keys else keys,))
+        for row, (rows, keys) in zip(_FIRST_ROWS, _SHAPES, strict=True)
+    )
+
+
+def _random_qkv(model: LoadedModel, dtype: torch.dtype) -> QKV:
+    """Random values in float32 that the precision represents exactly, for heads as the model has them."""
+    heads, kv_heads, head_dim, window = head_shape(model)
+    random = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(n, _ROWS, head_dim, generator=random).to(dtype).float()
+        for n in (heads, kv_heads, kv_heads)
+    )
+    return QKV(query, key, value, head_dim**-0.5, window)
+
+
+# Tokens of the sequences that are timed: 16,384 in all, as in a full step, a few long ones and many short,
+# which are cut where a model takes no more. A quarter of them takes a GPU less time than launching does.
+LENGTHS = (1024, 640, 512, 512, 320, 256, 256, 192, 128, 96, 64, 48, 32, 16) * 4
+# Milliseconds of the device for one backend.
+_BUDGET = 20.0
+# A later backend is taken if it is faster than the ones before by more than this: less may be chance, and the
+# first is cheaper to launch.
+_MARGIN = 0.1
+
+Timer = Callable[[Callable[[], object]], float]
+time_on_cuda: Timer = functools.partial(milliseconds_on_cuda, budget=_BUDGET)
+
+
+def fastest(milliseconds: Mapping[str, float]) -> str:
+    """The first of the names, in their order, that takes at most 10% longer than the fastest."""
+    least = min(milliseconds.values())
+    return next(name for name, taken in milliseconds.items() if taken <= least * (1 + _MARGIN))
+
+
+@torch.inference_mode()
+def time_backends(
+    backends: Mapping[str, AttentionBackend[Any]],
+    model: LoadedModel,
+    device: torch.device,
+    dtype: torch.dtype,
+    timer: Timer,
+) -> dict[str, float]:
+    """Milliseconds of each backend for attention within whole sequences of typical lengths, for heads as the
+    model has them; with a window, for a layer with and one without it."""
+    heads, kv_heads, head_dim, window = head_shape(model)
+    layout = _layout(model)
+    rows = layout.groups[-1].rows.stop
+    # As rows in which heads stand side by side, which is how models hand them on.
+    # Not the device's own generator, which an attempt at a CUDA graph may have left unusable.
+    random = torch.Generator(device).manual_seed(0)
+    query, key, value = (
+        torch.randn(rows, n, head_dim, device=device, dtype=dtype, generator=random).transpose(0, 1)
+        for n in (heads, kv_heads, kv_heads)
+    )
+    everything = QKV(query, key, value, head_dim**-0.5)
+    layers = [everything] if window is None else [everything, replace(everything, window=window)]
+    found = {}
+    for name, backend in backends.items():
+        metadata = backend.prepare(layout, device)
+        found[name] = sum(timer(functools.partial(backend.full, qkv, metadata)) for qkv in layers)
+    return found
+
+
+def _layout(model: LoadedModel) -> Layout:
+    groups: list[Group] = []
+    row = 0
+    for length in (min(length, model.max_tokens) for length in LENGTHS):
+        groups.append(Group(row, 1, length, (length,)))
+        row += length
+    return Layout(model.causal, tuple(groups))
+
 
 log = logging.getLogger(__name__)
 

@@ -2,6 +2,215 @@
 modules that take the positions of those that transformers builds, on a CPU layers with rotary
 positions, and a table of all layers built as BERT's."""
 
-from maxsimd.engine.execution.fused_layers.replace import Fused, fuse
+import logging
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from maxsimd.engine.execution.fused_layers.linears import (
+    ROWS,
+    GeluLinear,
+    agrees,
+    asks_the_same,
+    has_hooks,
+    is_plain,
+    joined_linear,
+    random_like,
+    recorded,
+)
+from maxsimd.engine.execution.fused_layers.rotary_layers import FusedRotaryLayer, fused_rotary_layer
+from maxsimd.engine.execution.linear import is_exact_gelu
+from maxsimd.engine.execution.runner import attend
+from maxsimd.engine.ops import elementwise, triton
+from maxsimd.engine.ops.qkv import QKV
+
+
+class FusedSelfAttention(nn.Module):
+    """Queries, keys and values as one product, and packed attention.
+
+    The module that it replaces is handed on to attention, which tells layers apart by it."""
+
+    def __init__(self, replaced: Any, asked: QKV) -> None:
+        super().__init__()
+        self.product = joined_linear([replaced.query, replaced.key, replaced.value])
+        self.heads, _, self.head_dim = asked.query.shape
+        self.scaling, self.window = asked.scaling, asked.window
+        self._replaced = (replaced,)  # out of the module tree
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """[1, rows, hidden] to [1, rows, hidden]."""
+        rows = hidden_states.shape[1]
+        qkv = self.product(hidden_states[0]).view(rows, 3, self.heads, self.head_dim)
+        query, key, value = qkv.permute(1, 2, 0, 3)[:, None].unbind()  # [1, heads, rows, head_dim] each
+        out, _ = attend(
+            self._replaced[0],
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=self.scaling,
+            sliding_window=self.window,
+            **kwargs,
+        )
+        return out.reshape(1, rows, -1), None
+
+
+class FusedIntermediate(nn.Module):
+    """The first product of a feed-forward, which computes its GELU itself."""
+
+    def __init__(self, product: GeluLinear) -> None:
+        super().__init__()
+        self.product = product
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[1, rows, hidden] to [1, rows, intermediate]."""
+        made: torch.Tensor = self.product(hidden_states[0])
+        return made[None]
+
+
+class FusedOutput(nn.Module):
+    """A linear layer, and the residual sum and layer norm after it as one kernel."""
+
+    def __init__(self, replaced: Any) -> None:
+        super().__init__()
+        self.dense, self.LayerNorm = replaced.dense, replaced.LayerNorm
+
+    def forward(self, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
+        norm = self.LayerNorm
+        made = self.dense(hidden_states[0])
+        return elementwise.add_layer_norm(made, input_tensor[0], norm.weight, norm.bias, norm.eps)[None]
+
+
+def fused_self_attention(module: Any) -> FusedSelfAttention | None:
+    """What replaces a self-attention of BERT's structure whose queries, keys and values are products of one
+    input; None for any other module."""
+    if _children(module) != {"query", "key", "value", "dropout"} or type(module.dropout) is not nn.Dropout:
+        return None
+    layers = (module.query, module.key, module.value)
+    if not all(is_plain(layer) for layer in layers) or len({layer.weight.shape for layer in layers}) != 1:
+        return None
+    x = random_like((1, ROWS, module.query.in_features), module.query.weight)
+    theirs = recorded(lambda attention: module(x, step_attention=attention)[0])
+    if theirs is None:
+        return None
+    fused = FusedSelfAttention(module, theirs[0])
+    ours = recorded(lambda attention: fused(x, step_attention=attention)[0])
+    right = ours is not None and asks_the_same(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+    return fused if right else None
+
+
+def fused_intermediate(module: Any) -> FusedIntermediate | None:
+    """A fused first product with exact GELU for the module that begins the feed-forward of BERT's structure;
+    None for any other module, and where that is not faster or less exact."""
+    if _children(module) != {"dense", "intermediate_act_fn"} or not is_plain(module.dense):
+        return None
+    if not is_exact_gelu(module.intermediate_act_fn):
+        return None
+    product = GeluLinear(module.dense)
+    fused = FusedIntermediate(product)
+    same = product.joined and _give_the_same(fused, module, (module.dense.in_features,))
+    return fused if same else None
+
+
+def fused_output(module: Any) -> FusedOutput | None:
+    """What replaces the module that ends the attention or the feed-forward of BERT's structure; None for any
+    other module."""
+    if _children(module) != {"dense", "LayerNorm", "dropout"} or not is_plain(module.dense):
+        return None
+    norm = module.LayerNorm
+    if type(norm) is not nn.LayerNorm or norm.weight is None or norm.bias is None:
+        return None
+    width = module.dense.out_features
+    if norm.normalized_shape != (width,) or width > elementwise.LARGEST_WIDTH:
+        return None
+    fused = FusedOutput(module)
+    return fused if _give_the_same(fused, module, (module.dense.in_features, width)) else None
+
+
+def _give_the_same(fused: nn.Module, module: Any, widths: tuple[int, ...]) -> bool:
+    """Whether two modules give the same for random rows of these widths."""
+    rows = [random_like((1, ROWS, width), module.dense.weight, seed) for seed, width in enumerate(widths)]
+    with torch.inference_mode():
+        return agrees(fused(*rows), module(*rows))
+
+
+def _children(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_children()}
+
+
+log = logging.getLogger(__name__)
+
+_Maker: TypeAlias = Callable[[Any], nn.Module | None]
+_MAKERS: tuple[_Maker, ...] = (fused_rotary_layer, fused_self_attention, fused_intermediate, fused_output)
+# On a CPU, layers built as BERT's are all run in one call.
+_MAKERS_ON_CPU: tuple[_Maker, ...] = (fused_rotary_layer,)
+
+
+# A module's type and that of the module which has taken its position.
+Fused: TypeAlias = tuple[type[nn.Module], type[nn.Module]]
+
+
+def fuse(backbone: nn.Module, known: Collection[Fused] | None = None) -> list[Fused]:
+    """Replaces the modules of a backbone that fused ones can stand for, and returns a pair of types for each.
+    The backbone must run packed, and be on its device and in its precision. A module stays if it is not built
+    as expected, if its results differ, or if its pair is not among the `known` ones, where these are given: a
+    trial in float32 notices more than one in 16 bits.
+
+    One module after the other, so that only one has its weights twice in memory."""
+    replaced: list[Fused] = []
+    failures: set[str] = set()
+    makers = _MAKERS if triton.runs_on(next(backbone.parameters()).device) else _MAKERS_ON_CPU
+    for name in [name for name, _ in backbone.named_modules() if name]:
+        owner, _, attribute = name.rpartition(".")
+        try:
+            parent = backbone.get_submodule(owner)
+            module: Any = parent._modules[attribute]
+        except (AttributeError, KeyError):
+            continue  # it was part of a module that is replaced by now
+        fused = _fused(module, makers, failures)
+        if fused is None:
+            continue
+        kind = (type(module), type(fused))
+        # GELU is part of a product in bfloat16 alone, and is compared with the exact one.
+        if known is None or kind in known or isinstance(fused, FusedIntermediate):
+            setattr(parent, attribute, fused)
+            _release(fused)
+            replaced.append(kind)
+    for failure in sorted(failures):
+        log.warning("layers are left as they are, which is slower: %s", failure)
+    return replaced
+
+
+def _fused(module: Any, makers: Sequence[_Maker], failures: set[str]) -> nn.Module | None:
+    """What may take a module's position; None if there is nothing that does the same. Adds to `failures`
+    what failed with modules that are built as expected."""
+    if has_hooks(module):
+        return None
+    for make in makers:
+        try:
+            fused = make(module)
+        except Exception as error:  # its forward takes other arguments, or the kernels failed
+            failures.add(f"{type(module).__name__}: {type(error).__name__}: {error}")
+            continue
+        if fused is not None:
+            return fused
+    return None
+
+
+def _release(fused: nn.Module) -> None:
+    """Frees the layers whose weights a fused module has copies of; attention modules live on without them."""
+    if isinstance(fused, FusedSelfAttention):
+        fused._replaced[0]._modules.clear()
+    elif isinstance(fused, FusedRotaryLayer):
+        fused._attention[0]._modules.clear()
+
 
 __all__ = ["Fused", "fuse"]

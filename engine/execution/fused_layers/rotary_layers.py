@@ -17,22 +17,20 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import nn
 
-from maxsimd.engine.execution.attention.interface import attend
 from maxsimd.engine.execution.fused_layers.linears import (
+    ROWS,
     GeluLinear,
     add_product_,
+    agrees,
+    asks_the_same,
     has_hooks,
     is_plain,
     joined_linear,
-)
-from maxsimd.engine.execution.fused_layers.trial import (
-    ROWS,
-    agrees,
-    asks_the_same,
     random_like,
     recorded,
 )
 from maxsimd.engine.execution.linear import CompiledLinear, Gated, is_exact_gelu
+from maxsimd.engine.execution.runner import attend
 from maxsimd.engine.ops import elementwise, triton
 from maxsimd.engine.ops.cpu.linear import Norm, linear_norm
 from maxsimd.engine.ops.elementwise import ACTIVATIONS, HeadNorms

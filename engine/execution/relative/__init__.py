@@ -4,6 +4,169 @@ for them; here each sequence has its own positions, through the step's attention
 What an encoder computes besides attention is its own modules' work.
 """
 
-from maxsimd.engine.execution.relative.install import has_relative_positions, install
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from maxsimd.engine.execution.layout import Layout
+from maxsimd.engine.execution.runner import StepAttention
+from maxsimd.engine.ops.qkv import PositionBias
+
+# Tables of positions reach at least this far, and twice as far whenever that is not enough.
+_LEAST_REACH = 64
+
+
+class PackedEncoder(nn.Module):
+    """Runs the layers of `inner`, which it replaces, over packed rows [1, rows, hidden] with the attention of
+    the step that its backbone was last called with."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+        self._step: StepAttention[Any] | None = None
+
+    @property
+    def layer(self) -> Any:
+        """The layers, which others may replace."""
+        return self.inner.layer
+
+    def take_attention(
+        self, backbone: nn.Module, arguments: Any, options: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        """A hook for the backbone's calls."""
+        self._step = options.get("step_attention")
+        return arguments, options
+
+    @property
+    def step(self) -> StepAttention[Any]:
+        if self._step is None:
+            raise RuntimeError("packed attention was called outside of a packed step")
+        return self._step
+
+
+def reach_of(layout: Layout) -> int:
+    """How far tables of positions must reach for the whole sequences of a step, rounded up so that they are
+    seldom made anew."""
+    reach = _LEAST_REACH
+    while reach + 1 < layout.longest:
+        reach *= 2
+    return reach
+
+
+def distances(reach: int, device: torch.device) -> torch.Tensor:
+    """The positions of keys relative to a query, int64 [2 * reach + 1]."""
+    return torch.arange(-reach, reach + 1, device=device)
+
+
+def in_heads(projected: torch.Tensor, heads: int) -> torch.Tensor:
+    """A projection [1, rows, heads * head_dim] as [heads, rows, head_dim]."""
+    separate: torch.Tensor = projected[0].unflatten(-1, (heads, -1))  # [rows, heads, head_dim]
+    return separate.transpose(0, 1)
+
+
+def share_bias(stack: nn.Module) -> Callable[[], None]:
+    """Has the first layer of a `T5Stack` make its bias by distance in packed steps. Returns what undoes
+    it."""
+    blocks: Any = stack.block
+    bias = _BiasOfStep(blocks[0].layer[0].SelfAttention)
+    hook = stack.register_forward_pre_hook(bias.take_attention, with_kwargs=True)
+
+    def undo() -> None:
+        hook.remove()
+        bias.restore()
+
+    return undo
+
+
+class _BiasOfStep:
+    """Replaces `compute_bias` of an attention module: the bias by distance for the step that its stack was
+    last called with, or the module's own outside of packed steps."""
+
+    def __init__(self, attention: Any) -> None:
+        self._attention = attention
+        self._own = attention.compute_bias
+        self._step: StepAttention[Any] | None = None
+        attention.compute_bias = self
+
+    def take_attention(self, stack: nn.Module, arguments: object, options: dict[str, Any]) -> None:
+        """A hook for the stack's calls."""
+        self._step = options.get("step_attention")
+
+    def restore(self) -> None:
+        del self._attention.compute_bias
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        if self._step is None:
+            return self._own(*arguments, **options)
+        attention = self._attention
+        weight = attention.relative_attention_bias.weight  # [buckets, heads]
+        buckets = attention._relative_position_bucket(
+            distances(reach_of(self._step.metadata.layout), weight.device),
+            bidirectional=True,
+            num_buckets=attention.relative_attention_num_buckets,
+            max_distance=attention.relative_attention_max_distance,
+        )
+        return PositionBias(weight[buckets].t().float().contiguous())
+
+
+_PACKED = frozenset({"DebertaV2Encoder", "MPNetEncoder"})
+_STACKS = frozenset({"T5Stack", "MT5Stack"})
+# Models of ours, which hand their bias to any attention by themselves.
+_BIASED = frozenset({"JinaBertEncoder"})
+
+
+def has_relative_positions(backbone: nn.Module) -> bool:
+    """Whether attention of a backbone is asked for relative positions."""
+    return any(
+        type(module).__name__ in _PACKED | _BIASED or _is_stack(module) for module in backbone.modules()
+    )
+
+
+def install(backbone: Any, attention: str) -> Callable[[], None]:
+    """Has the encoder of a backbone run packed, for steps with their attention; does nothing to one without
+    relative positions. A backbone whose attention has no interface counts as one that attends by the name
+    `attention`, for which transformers makes no masks. Returns what undoes it."""
+    encoder = getattr(backbone, "encoder", None)
+    packed = _packed_class(type(encoder).__name__)
+    if packed is None:
+        return _undoing([share_bias(module) for module in backbone.modules() if _is_stack(module)])
+    replacement, before = packed(encoder), backbone.config._attn_implementation
+    backbone.encoder = replacement
+    backbone.config._attn_implementation = attention
+    hook = backbone.register_forward_pre_hook(replacement.take_attention, with_kwargs=True)
+
+    def restore() -> None:
+        backbone.encoder = encoder
+        backbone.config._attn_implementation = before
+
+    return _undoing([hook.remove, restore])
+
+
+def _packed_class(name: str) -> type[PackedEncoder] | None:
+    """What replaces an encoder of this class. Imported here because it imports transformers."""
+    if name == "DebertaV2Encoder":
+        from maxsimd.engine.execution.relative.encoders import PackedDebertaV2
+
+        return PackedDebertaV2
+    if name == "MPNetEncoder":
+        from maxsimd.engine.execution.relative.encoders import PackedMPNet
+
+        return PackedMPNet
+    return None
+
+
+def _is_stack(module: nn.Module) -> bool:
+    return type(module).__name__ in _STACKS and not getattr(module, "is_decoder", False)
+
+
+def _undoing(steps: list[Callable[[], None]]) -> Callable[[], None]:
+    def undo() -> None:
+        for step in steps:
+            step()
+
+    return undo
+
 
 __all__ = ["has_relative_positions", "install"]

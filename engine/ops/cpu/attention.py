@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from maxsimd.engine.ops.cpu.library import BFLOAT16, FLOAT32, kernels
-from maxsimd.engine.ops.qkv import KV, QKV
-from maxsimd.engine.ops.relative import PositionBias
+from maxsimd.engine.ops.qkv import KV, QKV, PositionBias
 
 _KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 _DIMS = 16  # the kernel takes head sizes that are multiples of this

@@ -26,10 +26,10 @@ from maxsimd.engine import CUT_LONG, Engine, EngineConfig
 from maxsimd.engine.checkpoint import load_model
 from maxsimd.engine.checkpoint.heads import FirstColumns, ModuleHead
 from maxsimd.engine.device.load import DeviceModel, prepare
-from maxsimd.engine.execution.attention import interface
-from maxsimd.engine.execution.attention.interface import StepAttention
-from maxsimd.engine.execution.attention.one_by_one import OneByOneBackend
-from maxsimd.engine.execution.fused_layers import bert, linears, replace, rotary_layers, trial
+from maxsimd.engine.execution import fused_layers, runner
+from maxsimd.engine.execution.attention.backend import OneByOneBackend
+from maxsimd.engine.execution.fused_layers import linears, rotary_layers
+from maxsimd.engine.execution.runner import StepAttention
 from maxsimd.engine.ops import elementwise
 from tests.checkpoints import cross_encoders
 from tests.exhaustive import exhaustive
@@ -39,7 +39,7 @@ from tests.unit.engine.ops.interpreted import run_interpreted
 CPU = torch.device("cpu")
 QUERY = "what is a fox"
 DOCUMENTS = ["the quick brown fox jumps over the dog", "the moon"]
-FUSED = (bert.FusedSelfAttention, bert.FusedOutput, rotary_layers.FusedRotaryLayer)
+FUSED = (fused_layers.FusedSelfAttention, fused_layers.FusedOutput, rotary_layers.FusedRotaryLayer)
 
 
 def check_scores(name: str) -> None:
@@ -74,13 +74,13 @@ def check_broken_kernels() -> None:
 def check_mismatch() -> None:
     """Modules that pass their trial but give something else in the model are all taken back, with a
     warning."""
-    forward = bert.FusedOutput.forward
+    forward = fused_layers.FusedOutput.forward
 
     def wrong(self: Any, hidden: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor = forward(self, hidden, given)
-        return made if hidden.shape[1] == trial.ROWS else made.flip(-1)
+        return made if hidden.shape[1] == linears.ROWS else made.flip(-1)
 
-    with plain_kernels(), patch.object(bert.FusedOutput, "forward", wrong), warnings() as warned:
+    with plain_kernels(), patch.object(fused_layers.FusedOutput, "forward", wrong), warnings() as warned:
         found = _fused_modules(_checkpoint("bert"), kernels="auto")
     assert found == {}
     assert any(each.startswith("layers are not fused, which is slower: results differ") for each in warned)
@@ -96,18 +96,18 @@ def check_others_stay() -> None:
     layers = backbone.encoder.layer
     layers[0].output.dense = torch.nn.Sequential(layers[0].output.dense)
     layers[1].output.dense.register_forward_hook(lambda *given: None)
-    backbone.set_attn_implementation(interface.NAME)
-    interface.register()
+    backbone.set_attn_implementation(runner.ATTENTION_NAME)
+    runner.register_attention()
     with plain_kernels():
-        replace.fuse(backbone)
+        fused_layers.fuse(backbone)
     assert _count(backbone) == {"FusedSelfAttention": 3, "FusedOutput": 4}
 
 
 def check_family(name: str) -> None:
     """Packed ragged steps of a small model with random weights, fused and interpreted, against the library's
     own layers, a text at a time: with token types, and with padding that is not attended to."""
-    ours, library = rotary_model(name, interface.NAME), rotary_model(name, "eager")
-    replace.fuse(ours)
+    ours, library = rotary_model(name, runner.ATTENTION_NAME), rotary_model(name, "eager")
+    fused_layers.fuse(ours)
     assert _count(ours) == {"FusedRotaryLayer": library.config.num_hidden_layers}
     backend = OneByOneBackend()
     causal, takes_types = library.config.model_type in CAUSAL, "type_vocab_size" in ROTARY[name]
@@ -166,27 +166,27 @@ def check_others_of_this_structure_stay() -> None:
         project = Qwen3Attention.forward
         with patch.object(Qwen3Attention, "forward", scaled_far_away):
             assert _fused_layers("qwen3") == 0
-        backbone = rotary_model("qwen3", interface.NAME)
+        backbone = rotary_model("qwen3", runner.ATTENTION_NAME)
         backbone.layers[0].register_buffer("layer_scalar", torch.ones(1))
-        replace.fuse(backbone)
+        fused_layers.fuse(backbone)
         assert _count(backbone) == {"FusedRotaryLayer": 1}
         with patch.object(ModernBertMLP, "forward", second_half):
             assert _fused_layers("modernbert") == 0
         forward = JinaEmbeddingsV3Layer.forward
         with patch.object(JinaEmbeddingsV3Layer, "forward", doubled):
             assert _fused_layers("jina_embeddings_v3") == 0
-        backbone = rotary_model("modernbert", interface.NAME)
+        backbone = rotary_model("modernbert", runner.ATTENTION_NAME)
         backbone.layers[1].mlp.act = torch.nn.Softplus()  # the kernel has none
-        replace.fuse(backbone)
+        fused_layers.fuse(backbone)
         assert _count(backbone) == {"FusedRotaryLayer": 3}
-        backbone = rotary_model("jina_embeddings_v3", interface.NAME)
+        backbone = rotary_model("jina_embeddings_v3", runner.ATTENTION_NAME)
         backbone.layers[1].mlp.activation_fn = torch.nn.Softplus()  # it is called as it is
-        replace.fuse(backbone)
+        fused_layers.fuse(backbone)
         assert _count(backbone) == {"FusedRotaryLayer": 2}
-        backbone = rotary_model("jina_embeddings_v3", interface.NAME)
+        backbone = rotary_model("jina_embeddings_v3", runner.ATTENTION_NAME)
         backbone.layers[0].self_attn.q_proj = Adapted(backbone.layers[0].self_attn.q_proj)
         backbone.layers[1].mlp.fc2 = torch.nn.utils.parametrizations.weight_norm(backbone.layers[1].mlp.fc2)
-        replace.fuse(backbone)
+        fused_layers.fuse(backbone)
         assert _count(backbone) == {}
 
 
@@ -195,9 +195,9 @@ def check_layers_whose_states_were_asked_for() -> None:
     backbone = rotary_model("modernbert", "eager")
     backbone(torch.arange(5)[None], output_hidden_states=True)
     assert any(module._forward_hooks for module in backbone.layers.modules())
-    backbone.set_attn_implementation(interface.NAME)
+    backbone.set_attn_implementation(runner.ATTENTION_NAME)
     with plain_kernels():
-        replace.fuse(backbone)
+        fused_layers.fuse(backbone)
     assert _count(backbone) == {"FusedRotaryLayer": 4}
 
 
@@ -246,7 +246,7 @@ MAIN = {"jina_embeddings_v3", "modernbert, biased", "gemma3_text", "qwen3"}
 
 def rotary_model(name: str, attention: str) -> Any:
     """A small backbone with random weights: the same for the same name."""
-    interface.register()
+    runner.register_attention()
     config = AutoConfig.for_model(name.split(",")[0], **SMALL | ROTARY[name])
     backbone: Any = AutoModel.from_config(config, attn_implementation=attention).eval()
     random = torch.Generator().manual_seed(0)
@@ -258,8 +258,8 @@ def rotary_model(name: str, attention: str) -> Any:
 
 
 def _fused_layers(name: str) -> int:
-    backbone = rotary_model(name, interface.NAME)
-    replace.fuse(backbone)
+    backbone = rotary_model(name, runner.ATTENTION_NAME)
+    fused_layers.fuse(backbone)
     return _count(backbone).get("FusedRotaryLayer", 0)
 
 
@@ -393,16 +393,16 @@ def test_gelu_is_part_of_the_product_where_that_is_right_and_faster(
     plain, x = intermediate(), torch.randn(1, 9, 64).bfloat16()
     expected = plain(x)
     with joining(product, 0.2, 0.3), caplog.at_level(logging.DEBUG, logger="maxsimd"):
-        fused = bert.fused_intermediate(plain)
-        assert isinstance(fused, bert.FusedIntermediate)
+        fused = fused_layers.fused_intermediate(plain)
+        assert isinstance(fused, fused_layers.FusedIntermediate)
         torch.testing.assert_close(fused(x), expected, atol=2e-2, rtol=2e-2)
-        bert.fused_intermediate(intermediate())  # tried once for layers of one shape
+        fused_layers.fused_intermediate(intermediate())  # tried once for layers of one shape
     assert caplog.text.count("GELU behind a product of 64 to 256: in one launch, by a short timing") == 1
 
 
 def check_rounding() -> None:
     """Layers that only float32 tells apart are chosen rightly in bfloat16 too."""
-    norm = rotary_model("gemma", interface.NAME).layers[0].input_layernorm
+    norm = rotary_model("gemma", runner.ATTENTION_NAME).layers[0].input_layernorm
     with torch.no_grad():
         norm.weight[:] = torch.linspace(0, 2, 64)
         norm.weight[:3] = 100  # beside these, a 1 more or less is rounding
@@ -412,19 +412,19 @@ def check_rounding() -> None:
             ours = rotary_layers._norm_of(rounded)
             assert ours is not None
             torch.testing.assert_close(ours(x)[:, 3:], rounded(x)[:, 3:], atol=1e-2, rtol=2e-2)
-    backbone = rotary_model("qwen3", interface.NAME)
+    backbone = rotary_model("qwen3", runner.ATTENTION_NAME)
     with plain_kernels():
-        assert replace.fuse(backbone, frozenset()) == []
-        kinds = replace.fuse(rotary_model("qwen3", interface.NAME))
-        assert replace.fuse(backbone.bfloat16(), frozenset(kinds)) == kinds
+        assert fused_layers.fuse(backbone, frozenset()) == []
+        kinds = fused_layers.fuse(rotary_model("qwen3", runner.ATTENTION_NAME))
+        assert fused_layers.fuse(backbone.bfloat16(), frozenset(kinds)) == kinds
 
 
 def check_gelu_of_rotary_layers() -> None:
     """A plain feed-forward takes GELU as part of its product where that may be."""
     for milliseconds, expected in ((0.2, 2), (0.4, 0)):
-        backbone = rotary_model("jina_embeddings_v3", interface.NAME).bfloat16()
+        backbone = rotary_model("jina_embeddings_v3", runner.ATTENTION_NAME).bfloat16()
         with plain_kernels(), joining(by_tanh, milliseconds, 0.3):
-            replace.fuse(backbone)
+            fused_layers.fuse(backbone)
         assert _count(backbone) == {"FusedRotaryLayer": 2}
         assert sum(isinstance(module, linears.GeluLinear) for module in backbone.modules()) == expected
 
@@ -457,7 +457,7 @@ def test_gelu_stays_apart_where_joined_it_is_wrong_or_not_faster(
 ) -> None:
     product, milliseconds, reason = NOT_JOINED[why]
     with joining(product, milliseconds, 0.3), caplog.at_level(logging.DEBUG, logger="maxsimd"):
-        assert bert.fused_intermediate(intermediate()) is None
+        assert fused_layers.fused_intermediate(intermediate()) is None
         layer: Any = intermediate().dense
         x = torch.randn(3, 64).bfloat16()
         assert torch.equal(linears.GeluLinear(layer)(x), torch.nn.functional.gelu(layer(x)))
@@ -465,7 +465,7 @@ def test_gelu_stays_apart_where_joined_it_is_wrong_or_not_faster(
 
 
 def test_only_the_exact_gelu_in_bfloat16_on_a_gpu_is_joined() -> None:
-    assert bert.fused_intermediate(intermediate()) is None  # on a CPU
+    assert fused_layers.fused_intermediate(intermediate()) is None  # on a CPU
     with joining(linears.joined_gelu, 0.2, 0.3):
         for other in (
             intermediate("gelu_new"),
@@ -473,7 +473,7 @@ def test_only_the_exact_gelu_in_bfloat16_on_a_gpu_is_joined() -> None:
             intermediate(dtype=torch.float32),
             intermediate(dtype=torch.float16),
         ):
-            assert bert.fused_intermediate(other) is None
+            assert fused_layers.fused_intermediate(other) is None
 
 
 # The head of late interaction as one kernel

@@ -24,21 +24,20 @@ from maxsimd.engine.device.load import prepare_thread
 from maxsimd.engine.device.shared import SharedDevice
 from maxsimd.engine.execution import budget, cuda_graphs
 from maxsimd.engine.execution.attention import select as choice
-from maxsimd.engine.execution.attention.base import AttentionMetadata, CaptureSize
-from maxsimd.engine.execution.attention.check import find_mismatch
-from maxsimd.engine.execution.attention.one_by_one import OneByOneBackend
-from maxsimd.engine.execution.attention.timing import LENGTHS
-from maxsimd.engine.execution.attention.torch_grouped import GroupedBackend
-from maxsimd.engine.execution.attention.varlen import FlashBackend, VarlenBackend
+from maxsimd.engine.execution.attention.backend import (
+    AttentionMetadata,
+    CaptureSize,
+    GroupedBackend,
+    OneByOneBackend,
+)
+from maxsimd.engine.execution.attention.gpu import FlashBackend, VarlenBackend
+from maxsimd.engine.execution.attention.select import LENGTHS, find_mismatch
 from maxsimd.engine.execution.budget import bytes_a_token, tokens_that_fit
-from maxsimd.engine.execution.cuda_graphs import GraphedRunner
-from maxsimd.engine.execution.device_clock import Times, times_on_cuda
-from maxsimd.engine.execution.graph_recorder import Cost, CudaRecorder
-from maxsimd.engine.execution.graph_sizes import sizes_for
+from maxsimd.engine.execution.cuda_graphs import Cost, CudaRecorder, GraphedRunner, sizes_for
+from maxsimd.engine.execution.devices import Times, choose_dtype, times_on_cuda
 from maxsimd.engine.execution.modes import Packed, try_packed
-from maxsimd.engine.execution.packed_runner import PackedRunner
-from maxsimd.engine.execution.precision import choose_dtype
-from maxsimd.engine.execution.selfcheck.samples import make_samples, random_sequences
+from maxsimd.engine.execution.runner import PackedRunner
+from maxsimd.engine.execution.self_check.samples import make_samples, random_sequences
 from maxsimd.engine.ops.qkv import QKV
 from maxsimd.engine.scoring.maxsim import maxsim_reference, maxsim_tiled
 from maxsimd.pooling.ragged import Ragged

@@ -10,17 +10,21 @@ from hypothesis import strategies as st
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.load import _refuse_quantization
 from maxsimd.engine.errors import ModelLoadError
-from maxsimd.engine.execution import torch_linear
-from maxsimd.engine.execution.int8.choose import PLAIN, Path, candidates, choose, is_right
-from maxsimd.engine.execution.int8.rounding import (
+from maxsimd.engine.execution import linear
+from maxsimd.engine.execution.int8 import (
+    PLAIN,
     ZERO,
+    Path,
     PlainProduct,
     RoundedWeights,
     TorchProduct,
+    candidates,
+    choose,
+    is_right,
     round_weights,
 )
-from maxsimd.engine.execution.selfcheck.float32 import in_float32
-from maxsimd.engine.ops.cpu import instruction_sets, int8_linear, library
+from maxsimd.engine.execution.self_check.samples import in_float32
+from maxsimd.engine.ops.cpu import int8_linear, library
 from maxsimd.engine.ops.cpu.int8_linear import Kernel
 from maxsimd.engine.ops.cpu.linear import Norm
 
@@ -134,7 +138,7 @@ def test_where_int8_is_slower_than_float32_the_log_says_so(
         assert set(runs) == {PLAIN.name, "float32"}
         return {PLAIN.name: 2.0, "float32": in_float32}
 
-    monkeypatch.setattr("maxsimd.engine.execution.int8.choose.milliseconds_in_turns", took)
+    monkeypatch.setattr("maxsimd.engine.execution.int8.milliseconds_in_turns", took)
     assert choose([]) == PLAIN
     assert ("a layer takes 2.00 ms, and 1.00 in float32" in caplog.text) == warned
 
@@ -149,7 +153,7 @@ def capped(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
     """Sets the cap, and forgets what was found under the last one."""
 
     def forget() -> None:
-        for cache in (instruction_sets.cap, library._found, library.int8_function):
+        for cache in (library.cap, library._found, library.int8_function):
             cache.cache_clear()
 
     def set_cap(level: str) -> None:
@@ -168,27 +172,25 @@ def test_nothing_above_the_cap_is_used(capped: Callable[[str], None], level: str
     assert library.library() is None
     allowed = [kernel for kernel in int8_linear.KERNELS if kernel.is_available()]
     assert allowed == [kernel for kernel in runnable if kernel in int8_linear.KERNELS[:count]]
-    assert not instruction_sets.multiplies_bfloat16()
+    assert not library.multiplies_bfloat16()
     capped("avx9")
     with pytest.raises(ValueError, match="must be one of default, avx2, avx512"):
-        instruction_sets.cap()
+        library.cap()
 
 
 _BIT16 = (torch.bfloat16, torch.float16)
 _WAYS = [
     pytest.param(way, dtype, id=f"{way.name}-{dtype}")
     for dtype in (torch.float32, *_BIT16)
-    for way in torch_linear.candidates(dtype)
-    if torch_linear.is_right(way, dtype)
+    for way in linear.ways_for(dtype)
+    if linear.is_right_way(way, dtype)
 ]
 
 
 @pytest.mark.parametrize(("way", "dtype"), _WAYS)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("gelu", [True, False])
-def test_each_way_equals_the_plain_layer(
-    way: torch_linear.Way, dtype: torch.dtype, bias: bool, gelu: bool
-) -> None:
+def test_each_way_equals_the_plain_layer(way: linear.Way, dtype: torch.dtype, bias: bool, gelu: bool) -> None:
     torch.manual_seed(0)
     plain = torch.nn.Linear(96, 64, bias=bias).to(dtype)
     assert way.make is not None
@@ -207,23 +209,23 @@ def test_each_way_equals_the_plain_layer(
 
 def test_rows_are_rounded_up_a_little_to_few_numbers() -> None:
     for rows in range(1, 40_000):
-        assert rows <= torch_linear.rounded(rows) < max(rows + 8, rows * 9 / 8 + 1)
-    assert len({torch_linear.rounded(rows) for rows in range(1, 40_000)}) < 90
+        assert rows <= linear.rounded(rows) < max(rows + 8, rows * 9 / 8 + 1)
+    assert len({linear.rounded(rows) for rows in range(1, 40_000)}) < 90
 
 
-class _Wrong(torch_linear.Float32Linear):
+class _Wrong(linear.Float32Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * 1.05
 
 
-class _Slow(torch_linear.Float32Linear):
+class _Slow(linear.Float32Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for _ in range(20):
             out = super().forward(x)
         return out
 
 
-class _Missing(torch_linear.Float32Linear):
+class _Missing(linear.Float32Linear):
     def __init__(self, layer: torch.nn.Linear, gelu: bool) -> None:
         raise RuntimeError("not built in")
 
@@ -232,18 +234,18 @@ class _Missing(torch_linear.Float32Linear):
 def test_ways_that_are_wrong_or_slow_or_missing_are_not_taken(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ways = [torch_linear.Way(make.__name__, make) for make in (_Wrong, _Slow, _Missing)]
-    monkeypatch.setattr(torch_linear, "candidates", lambda dtype: ways)
-    caplog.set_level("DEBUG", "maxsimd.engine.execution.torch_linear")
-    assert torch_linear.choose_way.__wrapped__(dtype) is torch_linear.TORCH
+    ways = [linear.Way(make.__name__, make) for make in (_Wrong, _Slow, _Missing)]
+    monkeypatch.setattr(linear, "ways_for", lambda dtype: ways)
+    caplog.set_level("DEBUG", "maxsimd.engine.execution.linear")
+    assert linear.choose_way.__wrapped__(dtype) is linear.TORCH
     timed = caplog.messages[-1]
     assert "torch, by a short timing" in timed
     assert "_Slow" in timed
     assert "_Wrong" not in timed
     assert "_Missing" not in timed
     module = torch.nn.Sequential(torch.nn.Linear(4, 4))
-    assert torch_linear.lay_out(module, torch_linear.TORCH) == 0
-    assert torch_linear.lay_out(module, ways[1]) == 16
+    assert linear.replace_by_way(module, linear.TORCH) == 0
+    assert linear.replace_by_way(module, ways[1]) == 16
     assert isinstance(module[0], _Slow)
 
 

@@ -22,17 +22,18 @@ from maxsimd.engine import Engine, EngineConfig
 from maxsimd.engine.checkpoint import LoadedModel, load_model
 from maxsimd.engine.device.load import prepare
 from maxsimd.engine.execution import one_call
-from maxsimd.engine.execution.embeddings import CompiledEmbeddings, compile_embeddings
 from maxsimd.engine.execution.fused_layers.rotary_layers import FusedRotaryLayer
-from maxsimd.engine.execution.linear import CompiledGated
+from maxsimd.engine.execution.linear import CompiledEmbeddings, CompiledGated, compile_embeddings
 from maxsimd.engine.execution.one_call import FEW_ROWS, MOST_ROWS, OneCallRunner, with_one_call
-from maxsimd.engine.execution.packed_runner import PackedRunner
-from maxsimd.engine.execution.selfcheck.samples import random_sequences
+from maxsimd.engine.execution.runner import PackedRunner
+from maxsimd.engine.execution.self_check.samples import random_sequences
 from maxsimd.engine.ops import elementwise
 from maxsimd.engine.ops.cpu.attention import attention
-from maxsimd.engine.ops.cpu.layers import Layer, Layers, Product
 from maxsimd.engine.ops.cpu.linear import (
+    Layer,
+    Layers,
     Norm,
+    Product,
     Weights,
     linear,
     linear_norm,

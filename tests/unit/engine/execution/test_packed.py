@@ -11,24 +11,31 @@ from hypothesis import strategies as st
 
 from maxsimd.engine import Engine, EngineConfig
 from maxsimd.engine.checkpoint import load_model
-from maxsimd.engine.execution import cls_only_last_layer
-from maxsimd.engine.execution.attention import torch_grouped
-from maxsimd.engine.execution.attention.base import AttentionBackend
-from maxsimd.engine.execution.attention.cpu_kernel import CompiledBackend
-from maxsimd.engine.execution.attention.one_by_one import OneByOneBackend
-from maxsimd.engine.execution.attention.torch_grouped import GroupedBackend, GroupedMetadata
-from maxsimd.engine.execution.attention.varlen import VarlenBackend
-from maxsimd.engine.execution.grouping import GROUP_COST_ROWS, group_by_length, in_powers_of_two, round_length
-from maxsimd.engine.execution.lay_out import lay_out
-from maxsimd.engine.execution.layout import Layout, PackedBatch, PrefillChunk, SharedGroup
-from maxsimd.engine.execution.modes import Packed, try_packed
-from maxsimd.engine.execution.packed_runner import PackedRunner
-from maxsimd.engine.execution.padded_runner import PADDING, SMALL_BATCH, by_length
-from maxsimd.engine.execution.prefill_kv import PrefillKV
-from maxsimd.engine.execution.selfcheck.samples import make_samples
+from maxsimd.engine.execution.attention.backend import (
+    AttentionBackend,
+    GroupedBackend,
+    GroupedMetadata,
+    OneByOneBackend,
+)
+from maxsimd.engine.execution.attention.cpu import CompiledBackend
+from maxsimd.engine.execution.attention.gpu import VarlenBackend
+from maxsimd.engine.execution.layout import (
+    GROUP_COST_ROWS,
+    Layout,
+    PackedBatch,
+    PrefillChunk,
+    PrefillKV,
+    SharedGroup,
+    group_by_length,
+    in_powers_of_two,
+    lay_out,
+    round_length,
+)
+from maxsimd.engine.execution.modes import PADDING, SMALL_BATCH, Packed, by_length, try_packed
+from maxsimd.engine.execution.runner import PackedRunner, remove_cls_only
+from maxsimd.engine.execution.self_check.samples import make_samples
 from maxsimd.engine.ops import cpu as kernels
-from maxsimd.engine.ops.qkv import KV, QKV
-from maxsimd.engine.ops.relative import PositionBias, PositionContent, RelativePositions
+from maxsimd.engine.ops.qkv import KV, QKV, PositionBias, PositionContent, RelativePositions
 from maxsimd.scheduler import Chunk, ResultSlot, Step, Tokens, TokenSequence
 
 GROUPED = GroupedBackend()
@@ -189,7 +196,7 @@ def test_grouped_attention_equals_attention_one_by_one(problem: Problem) -> None
 def test_bfloat16_attention_equals_float32(
     native: bool, tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_grouped, "multiplies_bfloat16", lambda: native)
+    monkeypatch.setattr("maxsimd.engine.execution.attention.backend.multiplies_bfloat16", lambda: native)
     torch.manual_seed(0)
     batch = laid_out([40, 37, 12, 40, 5], [40, 30, 12, 33, 5])
     q, k, v = (torch.randn(2, len(batch.input_ids), 16).bfloat16() for _ in range(3))
@@ -207,7 +214,7 @@ def test_bfloat16_attention_equals_float32(
 
 
 def test_bfloat16_behind_earlier_tokens_equals_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_grouped, "multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr("maxsimd.engine.execution.attention.backend.multiplies_bfloat16", lambda: False)
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 10, 16).bfloat16() for _ in range(3))
     before = KV(*(torch.randn(2, 9, 16).bfloat16() for _ in range(2)))
@@ -272,7 +279,7 @@ def test_a_last_layer_runs_for_first_rows_alone(request: pytest.FixtureRequest, 
     hidden, cursor = PackedRunner(model, CPU, GROUPED, cls_only).forward(step)
     assert len(hidden) == len(cursor.chunks) == 3
     cls_only.rows = None
-    cls_only_last_layer.remove(model.backbone, cls_only)
+    remove_cls_only(model.backbone, cls_only)
     all_rows, all_cursor = PackedRunner(model, CPU, GROUPED).forward(step)
     torch.testing.assert_close(
         hidden[list(cursor.starts)], all_rows[list(all_cursor.starts)], atol=1e-5, rtol=1e-5

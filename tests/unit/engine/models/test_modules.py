@@ -13,9 +13,9 @@ from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 from maxsimd.engine import EngineConfig
 from maxsimd.engine.checkpoint.short_convolution import ShortConvolution
 from maxsimd.engine.config import compress_layers_of
-from maxsimd.engine.execution.attention.interface import NAME, register
-from maxsimd.engine.execution.fused_layers.bert import fused_self_attention
-from maxsimd.engine.execution.fused_layers.trial import recorded
+from maxsimd.engine.execution.fused_layers import fused_self_attention
+from maxsimd.engine.execution.fused_layers.linears import recorded
+from maxsimd.engine.execution.runner import ATTENTION_NAME, register_attention
 from maxsimd.engine.models import bert
 from maxsimd.engine.models.alibi import AlibiBias, slopes_of
 from maxsimd.engine.models.compression import Rows, compressed
@@ -70,8 +70,8 @@ def test_the_bias_is_the_slope_times_the_distance() -> None:
 
 def test_a_fused_layer_hands_the_bias_on() -> None:
     config = JinaBertConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=1)
-    register()
-    config._attn_implementation = NAME
+    register_attention()
+    config._attn_implementation = ATTENTION_NAME
     fused = fused_self_attention(JinaBertSelfAttention(config).eval())
     assert fused is not None
     bias = AlibiBias(4).reaching(5, CPU)

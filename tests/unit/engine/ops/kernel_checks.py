@@ -11,11 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxsimd.engine.execution.attention.base import AttentionBackend
-from maxsimd.engine.execution.attention.one_by_one import OneByOneBackend
-from maxsimd.engine.execution.lay_out import lay_out
-from maxsimd.engine.execution.layout import Layout, PrefillChunk, SharedGroup
-from maxsimd.engine.execution.prefill_kv import PrefillKV
+from maxsimd.engine.execution.attention.backend import AttentionBackend, OneByOneBackend
+from maxsimd.engine.execution.layout import Layout, PrefillChunk, PrefillKV, SharedGroup, lay_out
 from maxsimd.engine.ops import elementwise, triton
 from maxsimd.engine.ops.qkv import KV, QKV
 from maxsimd.engine.ops.triton.launch import Limits
@@ -366,7 +363,7 @@ def behind_prefixes(draw: st.DrawFn, dims: Dims, dtypes: Dtypes) -> Attention:
 
 def check_attention(device: str) -> None:
     """Of whole sequences, of chunks, and behind prefixes."""
-    from maxsimd.engine.execution.attention.triton_kernel import TritonBackend
+    from maxsimd.engine.execution.attention.gpu import TritonBackend
 
     for problems in (whole_sequences, chunks, behind_prefixes):
 

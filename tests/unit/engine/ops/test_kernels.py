@@ -15,14 +15,19 @@ from hypothesis import strategies as st
 from torch import nn
 
 from maxsimd.engine.execution import linear as layers
-from maxsimd.engine.execution.attention.cpu_kernel import CompiledBackend
-from maxsimd.engine.execution.attention.one_by_one import OneByOneBackend
+from maxsimd.engine.execution.attention.backend import OneByOneBackend
+from maxsimd.engine.execution.attention.cpu import CompiledBackend
 from maxsimd.engine.execution.layout import Layout
-from maxsimd.engine.execution.towers import NAME, PatchProduct, attend, attention_restored, use_kernels
+from maxsimd.engine.execution.weights import (
+    TOWER_ATTENTION,
+    PatchProduct,
+    attend_within_pictures,
+    tower_attention_restored,
+    use_tower_kernels,
+)
 from maxsimd.engine.ops import cpu as kernels
 from maxsimd.engine.ops import elementwise
-from maxsimd.engine.ops.cpu.finite import first_not_finite
-from maxsimd.engine.ops.cpu.instruction_sets import may_use
+from maxsimd.engine.ops.cpu.library import may_use
 from maxsimd.engine.ops.cpu.linear import (
     GATES,
     Norm,
@@ -37,6 +42,7 @@ from maxsimd.engine.ops.cpu.linear import (
     pack_int8,
     use_amx,
 )
+from maxsimd.engine.ops.cpu.maxsim import first_not_finite
 from maxsimd.engine.ops.qkv import QKV
 from tests.unit.engine.execution.test_packed import CPU, full, laid_out
 from tests.unit.engine.ops.kernel_checks import (
@@ -455,7 +461,9 @@ def test_attention_of_towers_equals_torch(
         query, key, value = product.permute(2, 0, 3, 1, 4).unbind(0)
     else:
         query, key, value = (numbers(pictures, heads, patches, dims, dtype=dtype) * i for i in (1, 2, 3))
-    made, weights = attend(nn.Identity(), query, key, value, None, scaling=scaling, is_causal=False)
+    made, weights = attend_within_pictures(
+        nn.Identity(), query, key, value, None, scaling=scaling, is_causal=False
+    )
     expected = nn.functional.scaled_dot_product_attention(
         query.float(), key.float(), value.float(), scale=scaling
     )
@@ -472,7 +480,7 @@ def test_what_not_all_patches_see_goes_to_torch(what: str) -> None:
     mask = torch.ones(9, 9, dtype=torch.bool).tril()
     options: dict[str, Any] = {"is_causal": True} if what == "causal" else {}
     module = SimpleNamespace(is_causal=False, num_key_value_groups=1)
-    made, _ = attend(module, query, key, value, mask if what == "mask" else None, **options)
+    made, _ = attend_within_pictures(module, query, key, value, mask if what == "mask" else None, **options)
     expected = nn.functional.scaled_dot_product_attention(query, key, value, mask)
     torch.testing.assert_close(made, expected.transpose(1, 2))
 
@@ -513,9 +521,9 @@ def test_only_convolutions_of_separate_patches_are_replaced() -> None:
             "attention": TinyAttention(config),
         }
     )
-    with attention_restored([tower]):
-        use_kernels([tower])
-        assert config._attn_implementation == NAME
+    with tower_attention_restored([tower]):
+        use_tower_kernels([tower])
+        assert config._attn_implementation == TOWER_ATTENTION
     assert config._attn_implementation == "sdpa"
     replaced = [name for name, module in tower.items() if isinstance(module, PatchProduct)]
     assert replaced == ["patches"]

@@ -18,7 +18,7 @@ from maxsimd.engine.checkpoint.recipe_store import texts_content
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.load import prepare
 from maxsimd.engine.errors import ModelLoadError
-from maxsimd.engine.execution.packed_runner import PackedRunner
+from maxsimd.engine.execution.runner import PackedRunner
 from maxsimd.engine.processors import text_check
 from maxsimd.engine.processors.processor import ProcessorContext
 from maxsimd.engine.processors.text import tokenization

@@ -2,16 +2,19 @@
 token ids to logits or embeddings, pooling and head included.
 """
 
+import logging
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
-from maxsimd.engine.checkpoint import Task
-from maxsimd.engine.execution.packed_runner import ModelRunner
-from maxsimd.engine.execution.selfcheck.comparison import Comparison, comparison, largest
-from maxsimd.engine.execution.selfcheck.samples import Sample
-from maxsimd.engine.execution.selfcheck.threads import one_thread
+from maxsimd.engine.checkpoint import LoadedModel, Task
+from maxsimd.engine.errors import ModelLoadError
+from maxsimd.engine.execution.devices import dtype_name, one_thread
+from maxsimd.engine.execution.runner import ModelRunner
+from maxsimd.engine.execution.self_check.samples import Comparison, Sample, compare_items, largest
 from maxsimd.pooling.dispatch import DispatchPooler, pooling_method
 from maxsimd.pooling.methods import Head, PoolingCursor
 from maxsimd.pooling.sparse import WordsHead
@@ -44,7 +47,7 @@ def compare(runner: ModelRunner, pooler: DispatchPooler, samples: Sequence[Sampl
         keys = [sample.sequence.sequence_id for sample in of_task]
         rounding = largest(moved[key] - items[key] for key in keys)
         comparisons.append(
-            comparison([items[key] for key in keys], [sample.expected for sample in of_task], rounding)
+            compare_items([items[key] for key in keys], [sample.expected for sample in of_task], rounding)
         )
     worst = max(comparisons, key=lambda one: (not one.agrees, one.difference / (one.tolerance or 1)))
     return replace(worst, sequences=len(samples))
@@ -75,7 +78,7 @@ def compare_in_parts(runner: ModelRunner, pooler: DispatchPooler, sample: Sample
             pooler.free(key)
     whole = _items(pooler, *runner.forward(step_of([sequence])))[sequence.sequence_id]
     rounding = float((whole - sample.expected).abs().max())
-    return comparison(found, [sample.expected] * len(found), rounding)
+    return compare_items(found, [sample.expected] * len(found), rounding)
 
 
 def compare_bits(runner: ModelRunner, pooler: DispatchPooler, samples: Sequence[Sample]) -> Comparison:
@@ -89,7 +92,7 @@ def compare_bits(runner: ModelRunner, pooler: DispatchPooler, samples: Sequence[
             _items(pooler, *runner.forward(step_of([sequence])))[sequence.sequence_id].float()
             for sequence in sequences
         ]
-    return comparison(
+    return compare_items(
         [together[sequence.sequence_id].float() for sequence in sequences], alone, 0.0, share=0.0
     )
 
@@ -128,3 +131,101 @@ def _items(pooler: DispatchPooler, hidden: torch.Tensor, cursor: PoolingCursor) 
         for pooled in pooler.pool(hidden, cursor)
         for sequence, item in pooler.comparable(pooled)
     }
+
+
+log = logging.getLogger(__name__)
+
+# How far the numbers of a lower precision may be from those of float32, as a share of the largest: a warning
+# is logged beyond the first limit, and the model is refused beyond the second.
+_FAR, _WRONG = 0.15, 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that was compared at load, and the result."""
+
+    subject: str
+    result: str
+
+    def __str__(self) -> str:
+        return f"{self.subject}: {self.result}"
+
+
+def findings_of(
+    model: LoadedModel,
+    mode: str,
+    in_float32: Comparison,
+    dtype: torch.dtype,
+    runner: ModelRunner,
+    samples: Sequence[Sample],
+    rounded: bool,
+) -> tuple[Finding, ...]:
+    """The comparison in float32, and those of the model as it runs now, on the samples; `rounded` says that
+    its weights are int8.
+
+    Raises ModelLoadError if its results are not finite, or wrong."""
+    precision = dtype_name(dtype) + (" with int8 weights" if rounded else "")
+    exact = dtype is torch.float32 and not rounded
+    own = f"as the model's own library one by one: {in_float32}"
+    findings = [Finding(f"{mode}, in float32", own)]
+    pooler = pooler_for(model.tasks)
+    whole = compare(runner, pooler, samples)
+    _refuse_wrong(model.name, whole, exact, precision)
+    findings.append(Finding(f"as it is run, in {precision}", f"beside float32: {whole}"))
+    if runner.chunked:
+        longest = max(samples, key=lambda sample: len(sample.sequence))
+        parts = compare_in_parts(runner, pooler, longest)
+        _refuse_wrong(model.name, parts, exact, precision)
+        findings.append(Finding("in chunks and behind a prefix", f"beside float32: {parts}"))
+    bits = compare_bits(runner, pooler, samples)
+    same = f"the same to the last bit: {bits.sequences} sequences"
+    but_for_rounding = f"the same but for rounding: {bits}"
+    findings.append(Finding("alone and together", same if bits.difference == 0 else but_for_rounding))
+    free_images(runner, [sample.sequence for sample in samples])
+    for finding in findings:
+        log.debug("checked %s", finding)
+    return tuple(findings)
+
+
+def _refuse_wrong(name: str, found: Comparison, exact: bool, precision: str) -> None:
+    if not math.isfinite(found.difference):
+        raise ModelLoadError(f"{name!r} gives numbers that are not finite in {precision}; try another dtype")
+    far = found.difference / (found.largest or 1.0)
+    if far > _WRONG or (exact and not found.agrees):
+        raise ModelLoadError(
+            f'{name!r} is not run right in {precision} by the kernels of this machine; try kernels="torch" '
+            f"or another dtype: {found}"
+        )
+    if far > _FAR:
+        log.warning("in %s results are far from those in float32: %s", precision, found)
+
+
+# How far results in float32 may be from the CPU's, as a share of the largest number: many times what another
+# order of sums does, and less than what products of rounded numbers do.
+_CPU_SHARE = 1e-3
+
+
+def refuse_unlike_cpu(
+    name: str, device: torch.device, found_there: Sequence[Sample], on_cpu: Sequence[Sample]
+) -> None:
+    """Raises ModelLoadError where the samples of a model differ between a device and the CPU."""
+    if len(found_there) != len(on_cpu) or not all(map(_have_same_tokens, found_there, on_cpu)):
+        raise ModelLoadError(
+            f"{name!r} is not run right on {device}: its own library fails there on some random texts"
+        )
+    for task in dict.fromkeys(sample.sequence.payload.task for sample in on_cpu):
+        found, expected = (
+            [sample.expected.cpu() for sample in samples if sample.sequence.payload.task == task]
+            for samples in (found_there, on_cpu)
+        )
+        compared = compare_items(found, expected, rounding=0.0, share=_CPU_SHARE)
+        if not compared.agrees:
+            raise ModelLoadError(
+                f"{name!r} is not run right on {device}: its own library gives other results there than on "
+                f"the CPU: {compared}"
+            )
+
+
+def _have_same_tokens(first: Sample, second: Sample) -> bool:
+    same_task = first.sequence.payload.task == second.sequence.payload.task
+    return same_task and np.array_equal(first.sequence.tokens.ids, second.sequence.tokens.ids)

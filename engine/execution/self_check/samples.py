@@ -1,21 +1,82 @@
 """Samples: sequences like those that a model will be given, with the item that its own library makes of
 each."""
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from maxsimd.engine.checkpoint import LoadedModel, Task
 from maxsimd.engine.checkpoint.heads import after_reference
 from maxsimd.engine.errors import ModelLoadError
-from maxsimd.engine.execution.selfcheck.comparison import comparison
-from maxsimd.engine.execution.selfcheck.pictures import random_pages
-from maxsimd.engine.execution.selfcheck.rules import LONGEST_WINDOW, window_of
+from maxsimd.engine.execution.self_check.rules import LONGEST_WINDOW, window_of
+from maxsimd.engine.media import Picture
 from maxsimd.scheduler import ResultSlot, Tokens, TokenSequence
+
+# How far an item may be from the library's, as a share of the largest number expected.
+TOLERANCE = 1e-5
+# A difference may be this many times what rounding alone explains.
+_ROUNDING_FACTOR = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Items against those expected: the number of sequences, the largest difference, the largest number
+    expected, and the largest difference that is tolerated. A difference of NaN does not agree."""
+
+    sequences: int
+    difference: float
+    largest: float
+    tolerance: float
+
+    @property
+    def agrees(self) -> bool:
+        return self.difference <= self.tolerance < math.inf
+
+    def __str__(self) -> str:
+        return f"{self.sequences} sequences, largest difference {self.difference:.1e} of {self.largest:.3g}"
+
+
+def compare_items(
+    found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], rounding: float, share: float = TOLERANCE
+) -> Comparison:
+    """The items in `found` against those expected. They may differ by `share` of the largest number expected,
+    and by a few times `rounding`, the difference that rounding alone explains."""
+    size = largest(expected)
+    if any(item.shape != wanted.shape for item, wanted in zip(found, expected, strict=True)):
+        return Comparison(len(found), float("inf"), size, 0.0)
+    difference = largest(item - wanted for item, wanted in zip(found, expected, strict=True))
+    return Comparison(len(found), difference, size, share * size + _ROUNDING_FACTOR * rounding)
+
+
+def largest(tensors: Iterable[torch.Tensor]) -> float:
+    """The largest absolute number in some tensors, NaN if there is one: Python's own `max` would drop it."""
+    numbers = [tensor.abs().max().float().cpu() for tensor in tensors if tensor.numel()]
+    return float(torch.stack(numbers).max()) if numbers else 0.0
+
+
+# Widths and heights: lying, standing, and hardly more than a line.
+_SIZES = ((90, 60), (70, 130), (200, 9))
+
+
+def random_pages(model: LoadedModel, task: str) -> Iterator[TokenSequence]:
+    """Sequences of a picture each, of different sizes; none for a model that reads only text. The ids of
+    their pictures are negative, which those of sequences are not."""
+    if model.vision is None:
+        return
+    random = np.random.default_rng(0)
+    for i, (width, height) in enumerate(_SIZES):
+        picture = Picture(random.integers(0, 256, (height, width, 3), dtype=np.uint8))
+        inputs = model.vision.reader.read(picture)
+        page = model.vision.reader.page(inputs)
+        yield TokenSequence.text(0, ResultSlot(0, 0), task, model.vision.tokens_of(page, -1 - i, inputs))
+
 
 # Tokens of the longest random document where there is no window to reach beyond.
 _SHORT = 23
@@ -55,7 +116,7 @@ def make_samples(model: LoadedModel, probes: Sequence[TokenSequence] = ()) -> tu
             raise ModelLoadError(f"{model.name!r} cannot be run on any of some random texts: {failure}")
         first = samples[before]
         again = _expected(task, first.sequence)
-        if not comparison([again], [first.expected], rounding=0.0).agrees:
+        if not compare_items([again], [first.expected], rounding=0.0).agrees:
             raise ModelLoadError(f"{model.name!r} gives another result for a text that it was given before")
     return tuple(samples)
 
@@ -176,3 +237,114 @@ def _sequence(
 
 def _of_task(task: str, tokens: Tokens) -> TokenSequence:
     return TokenSequence.text(0, ResultSlot(0, 0), task, tokens)
+
+
+# Tables with fewer numbers are converted like everything else.
+_LARGE = 4_000_000
+
+
+@contextmanager
+def in_float32(backbone: nn.Module) -> Iterator[None]:
+    """Converts the layers that the backbone now has to float32, for good; large tables keep their
+    precision."""
+    tables = {
+        module
+        for module in backbone.modules()
+        if type(module) is nn.Embedding
+        and module.weight.numel() >= _LARGE
+        and module.weight.dtype is not torch.float32
+    }
+    for module in backbone.modules():
+        if module not in tables:
+            module._apply(_widened, recurse=False)
+    hooks = [table.register_forward_hook(lambda table, ids, rows: rows.float()) for table in tables]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
+# Where a tower names the layers whose outputs it hands on beside the last one's (DeepStack).
+_DEEP = "deepstack_visual_indexes"
+# What configs call the kinds of layers, by which models look up masks.
+_KINDS = "layer_types"
+# The names by which modules hold their own index among the layers, which says nothing about their kind.
+_INDEX_NAMES = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number", "idx", "index"})
+
+
+@contextmanager
+def sample_layers(backbone: Any) -> Iterator[None]:
+    """Leaves the backbone with the first of its layers of each kind, and its last; with all of them if its
+    list of layers is not found. A tower whose layers have outputs for several layers of the language model
+    has these outputs of the ones that are left."""
+    found = _layer_list(backbone)
+    if found is None:
+        yield
+        return
+    parent, name, layers = found
+    indices = _one_of_each_kind(layers, backbone.config)
+    sample = nn.ModuleList(layers[i] for i in indices)
+    setattr(parent, name, sample)
+    named = _kinds_named(backbone.config, len(layers))
+    if named:
+        setattr(backbone.config, _KINDS, [named[i] for i in indices])
+    deep = getattr(backbone, _DEEP, None)
+    if deep is not None:
+        setattr(backbone, _DEEP, list(range(min(len(deep), len(sample)))))
+    try:
+        yield
+    finally:
+        setattr(parent, name, layers)
+        if named:
+            setattr(backbone.config, _KINDS, named)
+        if deep is not None:
+            setattr(backbone, _DEEP, deep)
+
+
+def _layer_list(backbone: Any) -> tuple[nn.Module, str, nn.ModuleList] | None:
+    """The only list that has as many modules as the model has layers, with its parent and name."""
+    config = getattr(backbone, "config", None)
+    # Towers that encode pictures call it depth.
+    count = getattr(config, "num_hidden_layers", None) or getattr(config, "depth", None)
+    if count is None:
+        return None
+    lists = [
+        (parent, name, child)
+        for parent in backbone.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, nn.ModuleList) and len(child) == count
+    ]
+    return lists[0] if len(lists) == 1 and len(lists[0][2]) > 2 else None
+
+
+def _kinds_named(config: Any, count: int) -> list[Any] | None:
+    """What a config calls the kind of each of its `count` layers, if it says so in a field of its own."""
+    named = vars(config).get(_KINDS)
+    return named if isinstance(named, list) and len(named) == count else None
+
+
+def _one_of_each_kind(layers: nn.ModuleList, config: Any) -> list[int]:
+    """The indices of the shortest run of first layers that has all kinds, and of the last layer."""
+    others = list(layers)[:-1]
+    named = _kinds_named(config, len(layers)) or [None] * len(layers)
+    kinds = [(_kind(layer), name) for layer, name in zip(others, named, strict=False)]
+    enough = max(kinds.index(kind) for kind in set(kinds)) + 1
+    return [*range(enough), len(layers) - 1]
+
+
+def _kind(layer: nn.Module) -> tuple[object, ...]:
+    """What distinguishes kinds of layers: the types, shapes and plain settings of all their modules."""
+    kind: list[object] = [(name, tuple(tensor.shape)) for name, tensor in layer.named_parameters()]
+    for name, module in layer.named_modules():
+        settings = {
+            key: value
+            for key, value in vars(module).items()
+            if isinstance(value, bool | int | float | str | type(None)) and key not in _INDEX_NAMES
+        }
+        kind.append((name, type(module), tuple(sorted(settings.items(), key=repr))))
+    return tuple(kind)

@@ -1,20 +1,204 @@
-"""Packed attention in plain torch, on any device: sequences of similar length at a time, as batched
-products; in float32 on a CPU that has no products in 16 bits."""
+"""The interface of attention backends, and the metadata that a backend makes of a step's layout. Nothing here
+depends on transformers, whose calls come through `interface.py`.
+"""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 
-from maxsimd.engine.execution.attention.base import AttentionMetadata
-from maxsimd.engine.execution.attention.one_by_one import OneByOneAttention, repeat_heads, visible
 from maxsimd.engine.execution.layout import Arrangement, Group, Layout, SharedGroup
-from maxsimd.engine.ops.cpu.instruction_sets import multiplies_bfloat16
+from maxsimd.engine.ops.cpu.library import multiplies_bfloat16
 from maxsimd.engine.ops.qkv import KV, QKV
 from maxsimd.pooling.ragged import to_device
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionMetadata:
+    """What a backend needs of a step besides queries, keys and values, for `device`. Made once a step and
+    read by every layer.
+
+    Subclasses add what their backend needs. What only some steps need is a `cached_property`."""
+
+    layout: Layout
+    device: torch.device
+
+    @cached_property
+    def first_of_each(self) -> torch.Tensor:
+        """The first row of each whole sequence, int64 [sequences]."""
+        return to_device(torch.from_numpy(self.layout.whole_sequences[:, 0].copy()), self.device)
+
+
+M = TypeVar("M", bound=AttentionMetadata)
+
+
+class AttentionBackend(ABC, Generic[M]):
+    """One way to attend within the sequences of a step, with metadata of its own.
+
+    A subclass overrides what it does better and inherits the rest. `supports_float32` says whether it takes
+    float32; `supports_first_rows` whether `first_rows` is worth calling. Where it is not, a last layer of
+    which only the first rows are needed is computed whole. `supports_relative` says whether it adds what
+    relative positions add to products, and `supports_causal_ends` whether causal sequences may end in tokens
+    that none attends to."""
+
+    name: str
+    arrangement: Arrangement
+    supports_float32: bool = True
+    supports_first_rows: bool = False
+    supports_relative: bool = False
+    supports_causal_ends: bool = False
+
+    @abstractmethod
+    def prepare(self, layout: Layout, device: torch.device) -> M:
+        """The metadata of a step."""
+
+    @abstractmethod
+    def full(self, qkv: QKV, metadata: M) -> torch.Tensor:
+        """Attention within each whole sequence: [rows, heads, head_dim]. The rows of `layout.groups` come
+        first among those of `qkv`; any rows after them are padding, whose result has no meaning."""
+
+    def first_rows(self, qkv: QKV, metadata: M) -> torch.Tensor:
+        """As `full`, but only the first row of each sequence is defined."""
+        return self.full(qkv, metadata)
+
+    @abstractmethod
+    def with_prefill_kv(self, qkv: QKV, contexts: Sequence[KV], metadata: M, out: torch.Tensor) -> None:
+        """Attention of the rows of each of `layout.prefill_chunks` to their context: all keys and values of
+        their sequence up to and including the chunk. Writes these rows of `out` [rows, heads, head_dim]."""
+
+    @abstractmethod
+    def shared_prefix(self, qkv: QKV, prefixes: Sequence[KV], metadata: M, out: torch.Tensor) -> None:
+        """Cascade attention: each sequence in `layout.shared_groups` attends to its group's prefix and then
+        to itself. `prefixes` has one entry a group. Writes these rows of `out` [rows, heads, head_dim]."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class CaptureSize:
+    """What a CUDA graph is captured for: steps of up to `rows` rows and `sequences` whole sequences, of up to
+    `longest` rows each."""
+
+    rows: int
+    sequences: int
+    longest: int
+
+    def __str__(self) -> str:
+        return f"{self.rows} rows and {self.sequences} sequences"
+
+
+class StaticMetadata(Protocol):
+    """Metadata for a CUDA graph: its tensors, int32 of these `shapes`, stay at one address while their
+    contents change."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The tensors by name."""
+        ...
+
+    def over(self, tensors: Mapping[str, torch.Tensor]) -> AttentionMetadata:
+        """What the captured launches read, with these tensors for their contents."""
+        ...
+
+    def contents(self, layout: Layout) -> Mapping[str, NDArray[np.int32]] | None:
+        """What the tensors hold for a layout, followed by zeros where it is shorter; None for a layout that
+        the captured launches are not made for."""
+        ...
+
+
+@runtime_checkable
+class CapturableBackend(Protocol):
+    """A backend whose attention of whole sequences may be captured in a CUDA graph."""
+
+    def prepare_for_capture(self, tried: Any, size: CaptureSize) -> StaticMetadata | None:
+        """Metadata for steps of a size; None where a graph would cost more than it saves.
+
+        `tried` is metadata with which the model has run, so that it shows what the model's layers asked
+        for."""
+        ...
+
+
+class OneByOneAttention(AttentionBackend[M]):
+    """`scaled_dot_product_attention` for each sequence alone, whatever the metadata of the backend."""
+
+    def full(self, qkv: QKV, metadata: M) -> torch.Tensor:
+        out = torch.zeros_like(qkv.new_output())
+        layout = metadata.layout
+        for group in layout.groups:
+            for i, keys in enumerate(group.key_lengths):
+                start = group.first_row + i * group.length
+                rows = slice(start, start + group.length)
+                kv = KV(qkv.key[:, start : start + keys], qkv.value[:, start : start + keys])
+                out[rows] = attend_one(qkv, rows, kv, layout.causal)
+        return out
+
+    def with_prefill_kv(self, qkv: QKV, contexts: Sequence[KV], metadata: M, out: torch.Tensor) -> None:
+        for chunk, context in zip(metadata.layout.prefill_chunks, contexts, strict=True):
+            out[chunk.rows] = attend_one(qkv, chunk.rows, context, causal=True)
+
+    def shared_prefix(self, qkv: QKV, prefixes: Sequence[KV], metadata: M, out: torch.Tensor) -> None:
+        for group, prefix in zip(metadata.layout.shared_groups, prefixes, strict=True):
+            for start in range(group.rows.start, group.rows.stop, group.length):
+                rows = slice(start, start + group.length)
+                kv = KV(
+                    torch.cat([prefix.key, qkv.key[:, rows]], dim=1),
+                    torch.cat([prefix.value, qkv.value[:, rows]], dim=1),
+                )
+                out[rows] = attend_one(qkv, rows, kv, causal=True)
+
+
+class OneByOneBackend(OneByOneAttention[AttentionMetadata]):
+    """The reference with rows end to end."""
+
+    name = "one by one"
+    supports_relative = True
+    supports_causal_ends = True
+    arrangement = Arrangement(groups_whole=False, groups_shared=False, row_multiple=1)
+
+    def prepare(self, layout: Layout, device: torch.device) -> AttentionMetadata:
+        return AttentionMetadata(layout, device)
+
+
+def attend_one(qkv: QKV, rows: slice, kv: KV, causal: bool) -> torch.Tensor:
+    """The queries in `rows` against the keys and values of their sequence: [rows, heads, head_dim]."""
+    query = qkv.query[:, rows]
+    mask = visible(query.shape[1], kv.key.shape[1], causal, qkv.window, query.device)
+    if qkv.relative is not None:
+        before = kv.key.shape[1] - query.shape[1] if causal else 0
+        terms = qkv.relative.terms(query, kv.key, qkv.scaling, before).to(query.dtype)
+        mask = terms if mask is None else terms.masked_fill(~mask, float("-inf"))
+        mask = mask[None]
+    key, value = repeat_heads(kv.key, query), repeat_heads(kv.value, query)
+    attended = F.scaled_dot_product_attention(query[None], key[None], value[None], mask, scale=qkv.scaling)
+    return attended[0].transpose(0, 1)
+
+
+def visible(
+    tokens: int, keys: int, causal: bool, window: int | None, device: torch.device
+) -> torch.Tensor | None:
+    """Which keys each token sees, as bool [tokens, keys], or None if each sees all of them.
+
+    Causal tokens are the last of the keys' sequence, or begin with it if they are more than the keys. A
+    window means what it means in transformers' masks."""
+    row = torch.arange(tokens, device=device)[:, None]
+    column = torch.arange(keys, device=device)[None, :]
+    if causal:
+        row = row + max(0, keys - tokens)
+        seen = column <= row
+        return seen if window is None else seen & (column > row - window)
+    # ModernBERT hands its layers the half-window plus one; its mask sees distances up to the half-window.
+    return None if window is None else (row - column).abs() < window
+
+
+def repeat_heads(kv: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Keys or values [..., kv_heads, tokens, head_dim] repeated for grouped-query attention."""
+    repeats = query.shape[-3] // kv.shape[-3]
+    return kv if repeats == 1 else kv.repeat_interleave(repeats, dim=-3)
+
 
 # Matrix libraries compile a kernel for each new shape, which takes time, and memory that is hardly ever
 # freed. So the number of rows of a step is a multiple of this, and lengths within it are rounded

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from maxsimd.engine.execution.attention.base import AttentionBackend, AttentionMetadata
+from maxsimd.engine.execution.attention.backend import AttentionBackend, AttentionMetadata
 from maxsimd.engine.execution.layout import Arrangement, Layout
 from maxsimd.engine.ops import cpu as kernels
 from maxsimd.engine.ops.cpu.attention import attention

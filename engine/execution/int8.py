@@ -1,0 +1,302 @@
+"""Linear layers with weights in int8 for CPUs without AVX-512 BF16, which the other kernels need.
+
+Rows are rounded to bytes, each with a scale of its own, and multiplied by whichever of several ways is right
+and fastest on this processor.
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from maxsimd.engine.execution.devices import milliseconds_in_turns
+from maxsimd.engine.execution.linear import replace_layers
+from maxsimd.engine.ops.cpu import int8_linear
+from maxsimd.engine.ops.cpu.library import in_words
+from maxsimd.engine.ops.cpu.linear import Norm
+
+ROW_MAX = 127
+ZERO = 128  # the byte of a row's zero
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoundedWeights:
+    """The weights of a layer as integers, each column with a scale of its own, and its bias."""
+
+    weight: torch.Tensor  # int8 [columns, inputs]
+    scales: torch.Tensor  # float32 [columns]
+    bias: torch.Tensor | None  # float32 [columns]
+
+
+class Product(Protocol):
+    """A layer whose weights are rounded: float32 [rows, inputs] -> float32 [rows, columns]."""
+
+    def linear(self, rows: torch.Tensor, gelu: bool) -> torch.Tensor:
+        """The product plus the bias, then GELU (exact form) if `gelu` is set."""
+
+    def linear_norm(self, rows: torch.Tensor, residual: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """The layer norm of the product plus the bias plus the residual [rows, columns]."""
+
+
+Make = Callable[[RoundedWeights], Product]
+
+
+def round_weights(weight: torch.Tensor, bias: torch.Tensor | None, most: int) -> RoundedWeights:
+    """Rounds [columns, inputs] symmetrically to integers of at most `most`."""
+    weight = weight.float()
+    scales = weight.abs().amax(dim=1) / most
+    # A column of zeros has the scale 0, and may be divided by any number.
+    rounded = (weight / scales.clamp(min=1e-30)[:, None]).round().to(torch.int8)
+    return RoundedWeights(rounded, scales, None if bias is None else bias.float())
+
+
+def round_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 [n, inputs] as bytes, uint8 with zero at 128, and scales [n, 1]. The scale of a row with a
+    number that is not finite is not finite either."""
+    sizes = torch.linalg.vector_norm(rows, float("inf"), dim=1, keepdim=True)
+    # Rows of nothing but tiny numbers are zero: the inverse of those may be infinite. A number divided by a
+    # tensor would be multiplied by its reciprocal, which is rounded once more.
+    inverses = torch.where(sizes > 1e-30, torch.full_like(sizes, ROW_MAX) / sizes, 0.0)
+    shifted = (rows * inverses).round_().add_(ZERO)
+    return shifted.to(torch.uint8), torch.where(sizes <= 1e-30, 0.0, sizes / ROW_MAX)
+
+
+class TorchProduct:
+    """Both in plain torch: `sums` gives the product of the integers, and the rest follows here."""
+
+    def __init__(self, weights: RoundedWeights) -> None:
+        self._bias = torch.zeros(len(weights.scales)) if weights.bias is None else weights.bias
+
+    def scaled_sums(self, rows: torch.Tensor) -> torch.Tensor:
+        """The products of bytes [n, inputs] with the columns, times the columns' scales: float32."""
+        raise NotImplementedError
+
+    def linear(self, rows: torch.Tensor, gelu: bool) -> torch.Tensor:
+        shifted, scales = round_rows(rows)
+        out = self.scaled_sums(shifted)
+        torch.addcmul(self._bias, out, scales, out=out)
+        return torch.nn.functional.gelu(out) if gelu else out
+
+    def linear_norm(self, rows: torch.Tensor, residual: torch.Tensor, norm: Norm) -> torch.Tensor:
+        total = self.linear(rows, False).add_(residual)
+        return torch.nn.functional.layer_norm(total, total.shape[1:], norm.weight, norm.bias, norm.epsilon)
+
+
+class PlainProduct(TorchProduct):
+    """The definition, which runs everywhere: a product of the integers in float32."""
+
+    def __init__(self, weights: RoundedWeights) -> None:
+        super().__init__(weights)
+        self._weights = weights
+
+    def scaled_sums(self, rows: torch.Tensor) -> torch.Tensor:
+        return ((rows.float() - ZERO) @ self._weights.weight.float().T).mul_(self._weights.scales)
+
+
+# Rows of one call: what is made of them stays in the cache, and oneDNN generates code for few sizes.
+_ROWS_OF_A_CALL = 256
+
+
+class OneDnnProduct(TorchProduct):
+    """By oneDNN through torch, which has code for VNNI, AMX, AVX-VNNI and ARM's dot products. Raises where
+    this build of torch lacks it."""
+
+    def __init__(self, weights: RoundedWeights) -> None:
+        super().__init__(weights)
+        columns, inputs = weights.weight.shape
+        self._columns = columns
+        self._scales = weights.scales
+        self._zeros = torch.zeros(columns, dtype=torch.int32)
+        self._packed = torch.ops.onednn.qlinear_prepack(weights.weight, [_ROWS_OF_A_CALL, inputs])
+
+    def linear(self, rows: torch.Tensor, gelu: bool) -> torch.Tensor:
+        if len(rows) <= _ROWS_OF_A_CALL:
+            return super().linear(rows, gelu)
+        out = rows.new_empty(len(rows), self._columns)
+        for first in range(0, len(rows), _ROWS_OF_A_CALL):
+            out[first : first + _ROWS_OF_A_CALL] = super().linear(rows[first : first + _ROWS_OF_A_CALL], gelu)
+        return out
+
+    def scaled_sums(self, rows: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
+            rows, 1.0, ZERO, self._packed, self._scales, self._zeros, None,
+            1.0, 0, torch.float32, "none", [], "none",
+        )  # fmt: skip
+        return out
+
+
+class KernelProduct:
+    """By a kernel of our own, which rounds, multiplies and finishes in one go."""
+
+    def __init__(self, kernel: int8_linear.Kernel, weights: RoundedWeights) -> None:
+        self._weights = int8_linear.pack(kernel, weights.weight, weights.scales, weights.bias)
+
+    def linear(self, rows: torch.Tensor, gelu: bool) -> torch.Tensor:
+        return int8_linear.linear(rows, self._weights, gelu)
+
+    def linear_norm(self, rows: torch.Tensor, residual: torch.Tensor, norm: Norm) -> torch.Tensor:
+        return int8_linear.linear_norm(rows, residual, self._weights, norm)
+
+
+log = logging.getLogger(__name__)
+
+# Rows and sides of the layer that is timed.
+_TIMED_ROWS, _TIMED_SIDE = 128, 768
+_TOLERANCE = 1e-5
+# What int8 is timed beside: a product by torch, of weights that are not rounded.
+_FLOAT32 = "float32"
+# How much slower it must be for a warning: less may be chance.
+_CLEARLY = 1.1
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """A way of multiplying int8: its name, the largest weight that it is given, and what makes a layer."""
+
+    name: str
+    most: int
+    make: Make
+
+
+PLAIN = Path("plain float32 products", ROW_MAX, PlainProduct)
+
+
+@functools.cache
+def choose_path(compiled: bool) -> Path:
+    """The path that this process takes; `compiled` says whether our own kernels may be used.
+
+    How finely weights are rounded depends only on which paths are right, never on the timing."""
+    path = choose(candidates(compiled))
+    log.debug("int8: weights up to %d, on a CPU with %s", path.most, in_words())
+    return path
+
+
+def candidates(compiled: bool) -> list[Path]:
+    """What may run here, beside the plain products."""
+    # Without VNNI, oneDNN adds two products in 16 bits, as our kernels do; those hold weights of 7 bits.
+    found = [Path("oneDNN", most, OneDnnProduct) for most in (ROW_MAX, int8_linear.AVX2.most)]
+    kernels = [kernel for kernel in int8_linear.KERNELS if compiled and kernel.is_available()]
+    return found + [
+        Path(f"our kernel for {kernel.title}", kernel.most, functools.partial(KernelProduct, kernel))
+        for kernel in kernels
+    ]
+
+
+def choose(paths: Iterable[Path]) -> Path:
+    """The fastest of the paths that are right with the largest weights, or the plain one; with a warning
+    where it is slower than float32."""
+    right = [path for path in paths if is_right(path)]
+    most = max((path.most for path in right), default=PLAIN.most)
+    contenders = {path.name: path for path in right if path.most == most}
+    contenders[PLAIN.name] = Path(PLAIN.name, most, PLAIN.make)
+    milliseconds = _milliseconds(contenders)
+    in_float32 = milliseconds.pop(_FLOAT32)
+    chosen = min(milliseconds, key=milliseconds.__getitem__)
+    measured = ", ".join(f"{name} {taken:.2f} ms" for name, taken in milliseconds.items())
+    why = f"by a short timing: {measured}" if right else "because nothing else is right here"
+    log.debug("int8: %s, %s", chosen, why)
+    if milliseconds[chosen] > _CLEARLY * in_float32:
+        log.warning(
+            "int8 saves memory alone on this CPU: a layer takes %.2f ms, and %.2f in float32; leave "
+            "quantization out to be faster",
+            milliseconds[chosen],
+            in_float32,
+        )
+    return contenders[chosen]
+
+
+@torch.inference_mode()
+def is_right(path: Path) -> bool:
+    """Whether a path gives what the plain one gives, on random layers and on the largest sums there are."""
+    generator = torch.Generator().manual_seed(0)
+    try:
+        for rows, inputs, columns in ((1, 70, 33), (37, 256, 64)):
+            x = torch.randn(rows, inputs, generator=generator)
+            weight = torch.randn(columns, inputs, generator=generator)
+            bias = torch.randn(columns, generator=generator)
+            largest = torch.full_like(weight, 1.0) * torch.where(bias > 0, 1.0, -1.0)[:, None]
+            ones = torch.ones_like(x)
+            for values, layer in ((x, weight), (x.abs() + 1, largest), (ones, largest), (-ones, largest)):
+                rounded = round_weights(layer, bias, path.most)
+                if not _agree(path.make(rounded), rounded, values):
+                    return False
+    except Exception as error:
+        log.debug("int8 by %s does not run here: %s", path.name, error)
+        return False
+    return True
+
+
+def _agree(product: Product, rounded: RoundedWeights, values: torch.Tensor) -> bool:
+    expected = PlainProduct(rounded).linear(values, False)
+    found = product.linear(values, False)
+    return found.shape == expected.shape and bool(
+        ((found - expected).abs() <= _TOLERANCE * expected.abs().max()).all()
+    )
+
+
+@torch.inference_mode()
+def _milliseconds(paths: Mapping[str, Path]) -> dict[str, float]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(_TIMED_ROWS, _TIMED_SIDE, generator=generator)
+    weight = torch.randn(_TIMED_SIDE, _TIMED_SIDE, generator=generator)
+    products = {name: path.make(round_weights(weight, None, path.most)) for name, path in paths.items()}
+    runs = {name: functools.partial(product.linear, x, False) for name, product in products.items()}
+    return milliseconds_in_turns(runs | {_FLOAT32: functools.partial(torch.nn.functional.linear, x, weight)})
+
+
+class RoundedLinear(nn.Module):
+    """Replaces an `nn.Linear` in inference, together with the GELU that follows it if `gelu` is set.
+
+    `weight` has no contents; it is there for models that ask for its precision or shape."""
+
+    def __init__(self, layer: nn.Linear, gelu: bool, path: Path) -> None:
+        super().__init__()
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.weight = torch.empty_like(layer.weight, device="meta", requires_grad=False)
+        self._product = _product(layer, path)
+        self._gelu = gelu
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self._product.linear(_rows(x), self._gelu)
+        return out.to(x.dtype).view(*x.shape[:-1], self.out_features)
+
+
+class RoundedOutput(nn.Module):
+    """Replaces the module that ends the attention and the feed-forward part of a BERT layer: a linear layer,
+    the residual sum, and a layer norm."""
+
+    def __init__(self, output: Any, path: Path) -> None:
+        super().__init__()
+        norm = output.LayerNorm
+        self._product = _product(output.dense, path)
+        self._norm = Norm(norm.weight.detach().float(), norm.bias.detach().float(), norm.eps)
+
+    def forward(self, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
+        out = self._product.linear_norm(_rows(hidden_states), _rows(input_tensor), self._norm)
+        return out.to(input_tensor.dtype).view(input_tensor.shape)
+
+
+def round_layers(backbone: nn.Module, path: Path) -> int:
+    """Replaces every linear layer of a backbone; returns the number of weights."""
+    return replace_layers(
+        backbone,
+        lambda layer, gelu: RoundedLinear(layer, gelu, path),
+        lambda output: RoundedOutput(output, path),
+    )
+
+
+def _product(layer: nn.Linear, path: Path) -> Product:
+    bias = None if layer.bias is None else layer.bias.detach()
+    return path.make(round_weights(layer.weight.detach(), bias, path.most))
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """[..., n] as float32 [rows, n]."""
+    return x.float().reshape(-1, x.shape[-1])
+
+
+__all__ = ["choose_path", "round_layers"]

@@ -1,0 +1,387 @@
+"""Runs the backbone over a step in one packed pass.
+
+Used by the device thread alone. What becomes of the hidden states is not decided here.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from maxsimd.engine.checkpoint import LoadedModel
+from maxsimd.engine.checkpoint.reference import declares
+from maxsimd.engine.checkpoint.short_convolution import short_convolutions_of
+from maxsimd.engine.checkpoint.visual.vision import Vision
+from maxsimd.engine.execution.attention.backend import AttentionBackend, AttentionMetadata, M
+from maxsimd.engine.execution.layout import ImageRows, PackedBatch, PrefillKV, lay_out
+from maxsimd.engine.models import bert
+from maxsimd.engine.ops.qkv import KV, QKV, PositionBias
+from maxsimd.pooling.methods import PoolingCursor
+from maxsimd.pooling.ragged import to_device
+from maxsimd.scheduler import Chunk, ImageJob, Step
+
+
+class ClsOnlyLastLayer(nn.Module):
+    """Takes the place of the output module of the last layer's attention and hands only `rows` on to it, if
+    they are set.
+
+    The output module maps (attended, residual), both [1, rows, hidden]."""
+
+    def __init__(self, inner: nn.Module, attention: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        # In a tuple, so that it does not become a child a second time: it is one of the layer's already.
+        self._attention = (attention,)
+        self.rows: torch.Tensor | None = None
+
+    def belongs_to(self, attention: nn.Module) -> bool:
+        """Whether `attention` is the one whose output this module receives."""
+        return self._attention[0] is attention
+
+    def forward(self, attended: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        if self.rows is not None:
+            attended, residual = attended[:, self.rows], residual[:, self.rows]
+        out: torch.Tensor = self.inner(attended, residual)
+        return out
+
+
+def install_cls_only(backbone: Any) -> ClsOnlyLastLayer | None:
+    """Installs the module in a backbone's last layer; None if the structure is not BERT's."""
+    layers = getattr(getattr(backbone, "encoder", None), "layer", None)
+    attention = getattr(layers[-1], "attention", None) if layers else None
+    if not isinstance(getattr(attention, "self", None), nn.Module):
+        return None
+    output = getattr(attention, "output", None)
+    if not isinstance(output, nn.Module) or not type(output).__name__.endswith("SelfOutput"):
+        return None
+    assert attention is not None
+    cls_only = ClsOnlyLastLayer(output, attention.self)
+    attention.output = cls_only
+    return cls_only
+
+
+def remove_cls_only(backbone: Any, cls_only: ClsOnlyLastLayer) -> None:
+    """Restores the backbone's last layer."""
+    backbone.encoder.layer[-1].attention.output = cls_only.inner
+
+
+ATTENTION_NAME = "maxsimd_packed"
+_UNSUPPORTED = ("softcap", "s_aux")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepAttention(Generic[M]):
+    """The attention of one step: a backend with its metadata, and the last layer that computes only the first
+    row of each sequence, if the model has one. Layers add the window that they ask for to `windows`."""
+
+    backend: AttentionBackend[M]
+    metadata: M
+    cls_only: ClsOnlyLastLayer | None = None
+    windows: set[int | None] = field(default_factory=set)
+
+    @property
+    def longest(self) -> int:
+        """The tokens of the longest whole sequence of the step."""
+        return self.metadata.layout.longest
+
+    def of_layer(self, module: Any, qkv: QKV) -> torch.Tensor:
+        """What the attention `module` of a layer gives: [rows, heads, head_dim]. Raises NotImplementedError
+        for relative positions if the backend lacks them."""
+        if qkv.relative is not None and not self.backend.supports_relative:
+            raise NotImplementedError(f"attention by {self.backend.name} lacks relative positions")
+        layout = self.metadata.layout
+        self.windows.add(qkv.window)
+        if self.cls_only is not None and self.cls_only.belongs_to(module):
+            return self.backend.first_rows(qkv, self.metadata)
+        if layout.has_only_whole_sequences:
+            return self.backend.full(qkv, self.metadata)
+        out = qkv.new_output()
+        if layout.groups:
+            whole = slice(0, layout.groups[-1].rows.stop)
+            out[whole] = self.backend.full(qkv.of_rows(whole), self.metadata)
+        if layout.prefill_chunks:
+            contexts = self._contexts(module.layer_idx, qkv)
+            self.backend.with_prefill_kv(qkv, contexts, self.metadata, out)
+        # After the chunks above: prefixes of the same step are among them.
+        if layout.shared_groups:
+            stored = {
+                prefix: prefix.all_of(module.layer_idx)
+                for prefix in {group.prefix for group in layout.shared_groups}
+            }
+            prefixes = [stored[group.prefix] for group in layout.shared_groups]
+            self.backend.shared_prefix(qkv, prefixes, self.metadata, out)
+        return out
+
+    def _contexts(self, layer: int, qkv: QKV) -> list[KV]:
+        """The keys and values that each prefill chunk attends to; stores its own where they are needed
+        later."""
+        return [
+            chunk.prefill_kv.extend(
+                layer,
+                chunk.start,
+                KV(qkv.key[:, chunk.rows], qkv.value[:, chunk.rows]),
+                store=chunk.is_stored,
+            )
+            for chunk in self.metadata.layout.prefill_chunks
+        ]
+
+
+def attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    position_bias: Any = None,
+    step_attention: StepAttention[Any] | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface: query, key and value are [1, heads, rows, head_dim].
+
+    Returns [1, rows, heads, head_dim]. Raises for features that packed attention lacks, so that the proof at
+    load fails and the model runs padded."""
+    if step_attention is None:  # where layers do not hand it on
+        step_attention = getattr(module, "step_attention", None)
+    if step_attention is None:
+        raise RuntimeError("packed attention was called outside of a packed step")
+    if any(kwargs.get(name) is not None for name in _UNSUPPORTED):
+        raise NotImplementedError("packed attention supports neither softcap nor sinks")
+    if position_bias is not None and not isinstance(position_bias, PositionBias):
+        raise NotImplementedError("packed attention supports position bias by distance alone")
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    qkv = QKV(query[0], key[0], value[0], scaling, sliding_window, position_bias)
+    return step_attention.of_layer(module, qkv)[None], None
+
+
+def register_attention() -> None:
+    """Registers the function for our own models and, if it is in use, with transformers. There is no function
+    for masks: for a name without one transformers makes no mask, and the layout says which rows attend
+    together."""
+    bert.ATTENTION_FUNCTIONS[ATTENTION_NAME] = attend
+    if "transformers" in sys.modules:  # else no model of its own is loaded
+        from transformers import AttentionInterface
+
+        AttentionInterface.register(ATTENTION_NAME, attend)
+
+
+class FeatureStore:
+    """Owns the features [n, hidden x layers] of pictures by their ids. Used by the device thread alone."""
+
+    def __init__(self, vision: Vision, device: torch.device) -> None:
+        self._vision = vision
+        self._device = device
+        self._features: dict[int, torch.Tensor] = {}
+
+    @torch.inference_mode()
+    def encode(self, jobs: Sequence[ImageJob]) -> None:
+        """Encodes pictures together. A second time it overwrites what the first has made."""
+        features = self._vision.tower([job.inputs for job in jobs], self._device)
+        for job, rows in zip(jobs, features, strict=True):
+            # A clone, so that one picture does not hold the memory of all that were encoded with it.
+            self._features[job.image_id] = rows.clone() if len(jobs) > 1 else rows
+
+    def put_into(self, embeddings: torch.Tensor, images: Sequence[ImageRows]) -> dict[str, Any]:
+        """The backbone's inputs for a step with pictures: `inputs_embeds` [1, rows, hidden], the embeddings
+        [rows, hidden] of its tokens with features in the rows of pictures; and where pictures have features
+        for further layers, the mask of those rows and what is added to the states of each layer there. Raises
+        KeyError for a picture that was not encoded."""
+        rows = to_device(np.concatenate([image.rows for image in images]), self._device)
+        parts = [
+            self._features[image.image_id][image.first : image.first + len(image.rows)] for image in images
+        ]
+        first, *deeper = torch.cat(parts).to(embeddings.dtype).split(embeddings.shape[-1], dim=-1)
+        inputs: dict[str, Any] = {"inputs_embeds": embeddings.index_copy(0, rows, first.contiguous())[None]}
+        if deeper:
+            mask = torch.zeros(len(embeddings), dtype=torch.bool, device=self._device)
+            inputs["visual_pos_masks"] = mask.index_fill(0, rows, True)[None]
+            inputs["deepstack_visual_embeds"] = deeper
+        return inputs
+
+    @property
+    def are_results(self) -> bool:
+        """Whether a picture's feature is all that is made of it."""
+        return self._vision.is_result
+
+    def rows_of(self, image_ids: Sequence[int]) -> torch.Tensor:
+        """The features [pictures, hidden] of pictures that have one each. Raises KeyError for a picture that
+        was not encoded."""
+        return torch.cat([self._features[image_id] for image_id in image_ids])
+
+    def free(self, image_id: int) -> None:
+        self._features.pop(image_id, None)
+
+    def __len__(self) -> int:
+        return len(self._features)
+
+
+class ModelRunner(Protocol):
+    """What the engine needs of a way to run the model."""
+
+    chunked: bool
+
+    def forward(self, step: Step) -> tuple[torch.Tensor, PoolingCursor]:
+        """The hidden states [rows, hidden] of a step, and where each chunk's rows are.
+
+        Running the same step again gives the same result, so that it may be retried."""
+        ...
+
+    def encode(self, images: Sequence[ImageJob]) -> None:
+        """Encodes pictures for sequences of later steps; again, if it is to be retried."""
+        ...
+
+    def free(self, sequence_id: int) -> None:
+        """Frees the keys and values of a cut sequence or a prefix, or the features of a picture, if there are
+        any."""
+        ...
+
+    @property
+    def num_features(self) -> int:
+        """How many pictures have features on the device."""
+        ...
+
+    @property
+    def num_prefill_kv(self) -> int:
+        """How many sequences have keys and values on the device."""
+        ...
+
+
+class PackedRunner:
+    """One pass over [1, rows]; owns the `PrefillKV` of sequences that are cut between steps and of prefixes.
+
+    With `cls_only`, only the first row of each sequence comes out of the last layer."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        device: torch.device,
+        backend: AttentionBackend[Any],
+        cls_only: ClsOnlyLastLayer | None = None,
+        chunked: bool | None = None,
+    ) -> None:
+        self.chunked = model.causal if chunked is None else chunked
+        self._model = model
+        self._backbone: Any = model.backbone
+        self._device = device
+        self.backend = backend
+        self.cls_only = cls_only
+        # The windows that layers asked for, None among them for attention without one.
+        self.windows: set[int | None] = set()
+        # Without this a causal model would build a second cache of keys and values in every pass.
+        self._options = {"use_cache": False} if declares(self._backbone, "use_cache") else {}
+        # Attention knows from the layout which tokens it leaves out.
+        names_attended = any(each.leaves_out_padding for each in short_convolutions_of(self._backbone))
+        # What the backbone is called with.
+        self.input_names: tuple[str, ...] = ("input_ids", "position_ids")
+        if model.takes_type_ids:
+            self.input_names += ("token_type_ids",)
+        if names_attended:
+            self.input_names += ("attended_rows",)
+        self._prefill_kv: dict[int, PrefillKV] = {}
+        self._features = None if model.vision is None else FeatureStore(model.vision, device)
+
+    @torch.inference_mode()
+    def forward(self, step: Step) -> tuple[torch.Tensor, PoolingCursor]:
+        if self._features is not None and self._features.are_results:
+            pictures = tuple(chunk for chunk in step.chunks if chunk.sequence.tokens.images)
+            if pictures:
+                return self._beside_texts(step, pictures)
+        return self._forward(step)
+
+    def _beside_texts(self, step: Step, pictures: tuple[Chunk, ...]) -> tuple[torch.Tensor, PoolingCursor]:
+        """The states of texts, and behind them a row for each picture, which no language model reads."""
+        assert self._features is not None
+        rows = self._features.rows_of([chunk.sequence.tokens.images[0].image_id for chunk in pictures])
+        texts = tuple(chunk for chunk in step.chunks if not chunk.sequence.tokens.images)
+        if not texts:
+            return rows, PoolingCursor(pictures, tuple(range(len(rows))))
+        hidden, cursor = self._forward(Step(step.step_id, texts))
+        starts = range(len(hidden), len(hidden) + len(rows))
+        together = PoolingCursor((*cursor.chunks, *pictures), (*cursor.starts, *starts))
+        return torch.cat([hidden, rows.to(hidden.dtype)]), together
+
+    def _forward(self, step: Step) -> tuple[torch.Tensor, PoolingCursor]:
+        for chunk in sorted(step.chunks, key=lambda chunk: not chunk.is_prefix):
+            if chunk.is_prefix or not (chunk.is_whole or chunk.is_all_after_prefix):
+                prefix = chunk.sequence.prefix_id
+                of_prefix = None if prefix is None else self._prefill_kv[prefix]
+                self._prefill_kv.setdefault(chunk.sequence.sequence_id, PrefillKV(of_prefix))
+        batch = self.lay_out(step)
+        cursor = batch.cursor
+        if self.cls_only is not None:
+            self.cls_only.rows = to_device(torch.tensor(cursor.starts), self._device)
+            cursor = PoolingCursor(cursor.chunks, tuple(range(len(cursor.chunks))))
+        inputs = {name: to_device(ids, self._device) for name, ids in self.inputs_of(batch).items()}
+        pictures: dict[str, Any] = {}
+        if batch.images:
+            assert self._features is not None
+            embeddings = self._backbone.get_input_embeddings()(inputs.pop("input_ids"))  # [rows, hidden]
+            pictures = self._features.put_into(embeddings, batch.images)
+        return self.run(inputs, self.prepare(batch), pictures), cursor
+
+    def encode(self, images: Sequence[ImageJob]) -> None:
+        assert self._features is not None
+        self._features.encode(images)
+
+    def lay_out(self, step: Step) -> PackedBatch:
+        """The step's tensors, on the CPU."""
+        return lay_out(
+            step,
+            self._prefill_kv,
+            causal=self._model.causal,
+            arrangement=self.backend.arrangement,
+            position_offset=self._model.position_offset,
+            uncounted_id=self._model.uncounted_id,
+        )
+
+    def prepare(self, batch: PackedBatch) -> AttentionMetadata:
+        """What the backend needs of a step, on the device."""
+        metadata: AttentionMetadata = self.backend.prepare(batch.layout, self._device)
+        return metadata
+
+    def inputs_of(self, batch: PackedBatch) -> dict[str, torch.Tensor]:
+        """The backbone's inputs by name: int64 [rows] each, and positions perhaps [3, rows]."""
+        made = {
+            "input_ids": batch.input_ids,
+            "position_ids": batch.position_ids,
+            "token_type_ids": batch.type_ids,
+            "attended_rows": batch.attended_rows,
+        }
+        return {name: made[name] for name in self.input_names}
+
+    def run(
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        metadata: AttentionMetadata,
+        pictures: Mapping[str, Any] | None = None,
+    ) -> torch.Tensor:
+        """The hidden states [rows, hidden] of `inputs_of` a step, on the device, with the backend's metadata
+        and, for a step with pictures, what the store of features makes of its tokens."""
+        output = self._backbone(
+            **{name: ids.unsqueeze(-2) for name, ids in inputs.items()},
+            **(pictures or {}),
+            **self._options,
+            attention_mask=None,
+            step_attention=StepAttention(self.backend, metadata, self.cls_only, self.windows),
+        )
+        hidden: torch.Tensor = output.last_hidden_state[0]
+        return hidden
+
+    def free(self, sequence_id: int) -> None:
+        self._prefill_kv.pop(sequence_id, None)
+        if self._features is not None:
+            self._features.free(sequence_id)
+
+    @property
+    def num_features(self) -> int:
+        return 0 if self._features is None else len(self._features)
+
+    @property
+    def num_prefill_kv(self) -> int:
+        return len(self._prefill_kv)

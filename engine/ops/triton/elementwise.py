@@ -1,0 +1,380 @@
+"""Layer norm as a Triton kernel, and with the residual sum before it as one.
+
+Bytes a row of `width` numbers in 16 bits: the norm alone reads 2 `width` and writes 2 `width`. With the sum
+it reads 4 and writes 2, as it ends both halves of a BERT layer. Where the next sum reads this one, it writes
+2 more. Weight and bias stay in the caches. Source of the formula: Ba, Kiros & Hinton 2016 (arXiv 1607.06450),
+equations 3 and 4.
+
+Order of roundings: the mean, the variance and the result are float32, and the result is rounded once. A sum
+that is written is rounded first, as transformers does; one that is not stays float32.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from maxsimd.engine.ops.elementwise import Activation, HeadNorms
+from maxsimd.engine.ops.triton.launch import next_power_of_two
+
+# What a warp of 32 threads loads at a time: 8 numbers of 16 bits a thread.
+_OF_A_WARP = 256
+_MOST_WARPS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class RowTile:
+    """The numbers that a program holds of a row, a power of two, and its warps."""
+
+    numbers: int
+    warps: int
+
+
+def row_tile(width: int) -> RowTile:
+    """The tile for rows of `width` numbers, at most `LARGEST_WIDTH`."""
+    numbers = next_power_of_two(width)
+    return RowTile(numbers, min(_MOST_WARPS, max(1, numbers // _OF_A_WARP)))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def layer_norm_kernel(  # type: ignore[no-untyped-def]
+    x,  # [rows, width]
+    residual,  # [rows, width], read if ADDED
+    weight,  # [width]
+    bias,  # [width], read if BIASED
+    total,  # [rows, width], contiguous, written if SUMMED
+    out,  # [rows, width], contiguous
+    width,
+    x_row,
+    residual_row,
+    epsilon,
+    ADDED: tl.constexpr,
+    SUMMED: tl.constexpr,
+    BIASED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program i computes row i."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    values = tl.load(x + row * x_row + columns, mask=inside, other=0.0).to(tl.float32)
+    if ADDED:
+        values += tl.load(residual + row * residual_row + columns, mask=inside, other=0.0).to(tl.float32)
+    if SUMMED:
+        rounded = values.to(total.dtype.element_ty)
+        tl.store(total + row * width + columns, rounded, mask=inside)
+        values = rounded.to(tl.float32)
+    mean = tl.sum(values, axis=0) / width
+    centred = tl.where(inside, values - mean, 0.0)
+    variance = tl.sum(centred * centred, axis=0) / width
+    normed = centred * (1.0 / tl.sqrt(variance + epsilon))
+    normed *= tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    if BIASED:
+        normed += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + columns, normed.to(out.dtype.element_ty), mask=inside)
+
+
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float
+) -> torch.Tensor:
+    """The layer norm of `x` [rows, width], contiguous and of the same dtype. Rows of `x` may be apart in
+    memory; `weight` and `bias` are [width]."""
+    out = x.new_empty(x.shape)
+    _launch_layer_norm(x, None, weight, bias, None, out, epsilon)
+    return out
+
+
+def add_layer_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    epsilon: float,
+) -> torch.Tensor:
+    """The layer norm of `x + residual`, contiguous and of their dtype. Both are [rows, width], and their rows
+    may be apart in memory; `weight` and `bias` are [width]."""
+    out = x.new_empty(x.shape)
+    _launch_layer_norm(x, residual, weight, bias, None, out, epsilon)
+    return out
+
+
+def sum_and_layer_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    epsilon: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x + residual` and its layer norm, both contiguous and of their dtype. `x` and `residual` are [rows,
+    width], and their rows may be apart in memory; `weight` and `bias` are [width]."""
+    total, out = x.new_empty(x.shape), x.new_empty(x.shape)
+    _launch_layer_norm(x, residual, weight, bias, total, out, epsilon)
+    return total, out
+
+
+def _launch_layer_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    total: torch.Tensor | None,
+    out: torch.Tensor,
+    epsilon: float,
+) -> None:
+    rows, width = x.shape
+    if rows == 0:
+        return
+    tile = row_tile(width)
+    layer_norm_kernel[(rows,)](
+        x,
+        x if residual is None else residual,
+        weight,
+        weight if bias is None else bias,
+        out if total is None else total,
+        out,
+        width,
+        x.stride(0),
+        x.stride(0) if residual is None else residual.stride(0),
+        epsilon,
+        ADDED=residual is not None,
+        SUMMED=total is not None,
+        BIASED=bias is not None,
+        BLOCK=tile.numbers,
+        num_warps=tile.warps,
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def rms_norm_kernel(  # type: ignore[no-untyped-def]
+    x,  # [rows, width]
+    residual,  # [rows, width], read if ADDED
+    weight,  # [width]
+    total,  # [rows, width], contiguous, written if ADDED
+    out,  # [rows, width], contiguous
+    width,
+    x_row,
+    residual_row,
+    epsilon,
+    ADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program i computes row i."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    values = tl.load(x + row * x_row + columns, mask=inside, other=0.0).to(tl.float32)
+    if ADDED:
+        values += tl.load(residual + row * residual_row + columns, mask=inside, other=0.0).to(tl.float32)
+        rounded = values.to(total.dtype.element_ty)
+        tl.store(total + row * width + columns, rounded, mask=inside)
+        values = rounded.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(values * values, axis=0) / width + epsilon)
+    w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    normed = values * scale * w
+    tl.store(out + row * width + columns, normed.to(out.dtype.element_ty), mask=inside)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """The norm of the rows of `x` [rows, width], which may be apart; contiguous, in the precision of `x`."""
+    out = x.new_empty(x.shape)
+    _launch_rms_norm(x, None, weight, out, out, epsilon)
+    return out
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x + residual` and its norm, for [rows, width] each in one precision, whose rows may be apart; both
+    contiguous, in that precision."""
+    total, out = x.new_empty(x.shape), x.new_empty(x.shape)
+    _launch_rms_norm(x, residual, weight, total, out, epsilon)
+    return total, out
+
+
+def _launch_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    total: torch.Tensor,
+    out: torch.Tensor,
+    epsilon: float,
+) -> None:
+    rows, width = x.shape
+    if rows == 0:
+        return
+    tile = row_tile(width)
+    rms_norm_kernel[(rows,)](
+        x,
+        x if residual is None else residual,
+        weight,
+        total,
+        out,
+        width,
+        x.stride(0),
+        x.stride(0) if residual is None else residual.stride(0),
+        epsilon,
+        ADDED=residual is not None,
+        BLOCK=tile.numbers,
+        num_warps=tile.warps,
+    )
+
+
+# Numbers that a program of two warps holds: 16 a thread.
+_NUMBERS = 1024
+WARPS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """What one program works on: a number of `heads`, whose halves are padded to `half` numbers."""
+
+    heads: int
+    half: int
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def norm_rotary_kernel(  # type: ignore[no-untyped-def]
+    qkv,  # [rows, heads, head_dim], contiguous within a row: queries, keys, values
+    cos,  # [rows, head_dim], contiguous
+    sin,  # [rows, head_dim], contiguous
+    query_weight,  # [head_dim]
+    key_weight,  # [head_dim]
+    qkv_row,
+    queries,  # heads
+    heads,  # of queries and keys together
+    half,  # head_dim / 2
+    epsilon,
+    NORMED: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
+    """Program (row, block of heads)."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    column = tl.arange(0, BLOCK_HALF)
+    in_half = column < half
+    inside = (head < heads)[:, None] & in_half[None, :]
+    at = qkv + row * qkv_row + head[:, None] * (2 * half) + column[None, :]
+    first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(at + half, mask=inside, other=0.0).to(tl.float32)
+    if NORMED:
+        squares = tl.sum(first * first + second * second, axis=1)
+        scale = (1.0 / tl.sqrt(squares / (2 * half) + epsilon))[:, None]
+        is_query = (head < queries)[:, None]
+        query_first = tl.load(query_weight + column, mask=in_half, other=0.0).to(tl.float32)[None, :]
+        query_second = tl.load(query_weight + half + column, mask=in_half, other=0.0).to(tl.float32)[None, :]
+        key_first = tl.load(key_weight + column, mask=in_half, other=0.0).to(tl.float32)[None, :]
+        key_second = tl.load(key_weight + half + column, mask=in_half, other=0.0).to(tl.float32)[None, :]
+        first = first * scale * tl.where(is_query, query_first, key_first)
+        second = second * scale * tl.where(is_query, query_second, key_second)
+    angle = row * (2 * half) + column
+    cos_first = tl.load(cos + angle, mask=in_half, other=0.0).to(tl.float32)[None, :]
+    cos_second = tl.load(cos + angle + half, mask=in_half, other=0.0).to(tl.float32)[None, :]
+    sin_first = tl.load(sin + angle, mask=in_half, other=0.0).to(tl.float32)[None, :]
+    sin_second = tl.load(sin + angle + half, mask=in_half, other=0.0).to(tl.float32)[None, :]
+    turned_first = first * cos_first - second * sin_first
+    turned_second = second * cos_second + first * sin_second
+    tl.store(at, turned_first.to(qkv.dtype.element_ty), mask=inside)
+    tl.store(at + half, turned_second.to(qkv.dtype.element_ty), mask=inside)
+
+
+def blocks_for(heads: int, head_dim: int) -> Blocks:
+    """The blocks for rows of that many heads of queries and keys together."""
+    half = next_power_of_two(head_dim // 2)
+    return Blocks(min(next_power_of_two(heads), _NUMBERS // (2 * half)), half)
+
+
+def norm_rotary_(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    heads: tuple[int, int],
+    norms: HeadNorms | None,
+) -> None:
+    """Norms and turns in place the queries and keys in `qkv` [rows, all heads, head_dim], of which the first
+    `heads[0]` are queries and the next `heads[1]` keys; `cos` and `sin` are [rows, head_dim]."""
+    rows, _, head_dim = qkv.shape
+    if rows == 0:
+        return
+    queries, together = heads[0], sum(heads)
+    blocks = blocks_for(together, head_dim)
+    norms_or_none = (qkv, qkv, 0.0) if norms is None else (norms.query, norms.key, norms.epsilon)
+    norm_rotary_kernel[(rows, triton.cdiv(together, blocks.heads))](
+        qkv,
+        cos.contiguous(),
+        sin.contiguous(),
+        *norms_or_none[:2],
+        qkv.stride(0),
+        queries,
+        together,
+        head_dim // 2,
+        norms_or_none[2],
+        NORMED=norms is not None,
+        BLOCK_HEADS=blocks.heads,
+        BLOCK_HALF=blocks.half,
+        num_warps=WARPS,
+    )
+
+
+# Numbers of a row that a program may compute, and those of each of its warps: 8 a thread, a load of 16 bytes.
+_BLOCKS = (1024, 512, 256)
+NUMBERS_OF_A_WARP = 256
+
+_SQRT_HALF = tl.constexpr(0.7071067811865476)
+_TWO_SQRT_TWO_OVER_PI = tl.constexpr(1.5957691216057308)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def gated_kernel(  # type: ignore[no-untyped-def]
+    gate_up,  # [rows, 2 * width]
+    out,  # [rows, width], contiguous
+    width,
+    gate_up_row,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program (row, block of columns)."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    at = gate_up + row * gate_up_row + columns
+    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
+    if ACTIVATION == "silu":
+        activated = gate / (1.0 + tl.exp(-gate))
+    elif ACTIVATION == "gelu":
+        activated = 0.5 * gate * (1.0 + tl.erf(gate * _SQRT_HALF))
+    elif ACTIVATION == "gelu_tanh":
+        # (1 + tanh(u)) / 2 is the logistic function of 2 u.
+        twice = _TWO_SQRT_TWO_OVER_PI * (gate + 0.044715 * gate * gate * gate)
+        activated = gate / (1.0 + tl.exp(-twice))
+    else:
+        tl.static_assert(ACTIVATION == "relu")
+        activated = tl.where(gate < 0.0, 0.0, gate)  # NaN stays
+    tl.store(out + row * width + columns, (activated * up).to(out.dtype.element_ty), mask=inside)
+
+
+def block_for(width: int) -> int:
+    """The largest block that leaves few columns of its programs idle."""
+    fitting = (block for block in _BLOCKS if triton.cdiv(width, block) * block * 8 <= width * 9)
+    return next(fitting, _BLOCKS[-1])
+
+
+def gated(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """`activation(gate) * up` [rows, width], for [rows, 2 width] with the gate first."""
+    rows, both = gate_up.shape
+    width = both // 2
+    out = gate_up.new_empty(rows, width)
+    if rows:
+        block = block_for(width)
+        gated_kernel[(rows, triton.cdiv(width, block))](
+            gate_up,
+            out,
+            width,
+            gate_up.stride(0),
+            ACTIVATION=activation,
+            BLOCK=block,
+            num_warps=block // NUMBERS_OF_A_WARP,
+        )
+    return out
