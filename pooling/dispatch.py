@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+import maxsimd.pooling.sparse  # noqa: F401 (adds its methods)
 from maxsimd.pooling.methods import (
     CONCATENATED,
     METHODS,
@@ -15,7 +16,6 @@ from maxsimd.pooling.methods import (
     PoolingMethod,
 )
 from maxsimd.pooling.ragged import Ragged
-from maxsimd.pooling.sparse import SPARSE_METHODS, TOKEN_WEIGHT_METHODS
 from maxsimd.scheduler import Role, TokenSequence
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def pooling_method(name: str, head: Head) -> PoolingMethod:
     """The method of that name, or of several names, with a head for what it pools."""
     if CONCATENATED in name:
         return ConcatenatedPool(head, [METHODS[each] for each in name.split(CONCATENATED)])
-    return {**METHODS, **SPARSE_METHODS, **TOKEN_WEIGHT_METHODS}[name](head)
+    return METHODS[name](head)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -71,11 +71,29 @@ class GatheringHead(ABC):
         """What it makes of `hidden[rows]`: [len(rows), dim], in a precision of its own."""
 
 
+# All pooling methods by name, whatever their task; a class adds itself.
+METHODS: dict[str, type["PoolingMethod"]] = {}
+# The names of those that sentence-transformers has, by its `pooling_mode`.
+MODES: dict[str, str] = {}
+# Stands between the names of methods whose rows are concatenated.
+CONCATENATED = "+"
+
+
 class PoolingMethod(ABC):
     """Pools sequences, whole or in chunks, and owns the state of those that are not finished.
 
     `head` maps rows [n, hidden] to [n, dim] (projection, classifier, normalisation), in float32.
     """
+
+    def __init_subclass__(cls, name: str | None = None, mode: str | None = None) -> None:
+        """Registers a method by its `name` and, if it has one, sentence-transformers' `mode`."""
+        if name is None:
+            return
+        if name in METHODS or mode in MODES:
+            raise ValueError(f"there are two pooling methods {name!r}, or two for the mode {mode!r}")
+        METHODS[name] = cls
+        if mode is not None:
+            MODES[mode] = name
 
     def __init__(self, head: Head) -> None:
         self.head = head
@@ -104,7 +122,7 @@ class PoolingMethod(ABC):
         """How many unfinished sequences have state here."""
 
 
-class AllPool(PoolingMethod):
+class AllPool(PoolingMethod, name="all"):
     """The row of every token that is pooled, already projected: [tokens, dim] a sequence.
 
     The head is applied to the whole step's rows, on a CPU tile by tile, which stay in its cache; the
@@ -158,7 +176,7 @@ class _OneRowPool(PoolingMethod):
         return Ragged.one_row_each(vectors)
 
 
-class ClsPool(_OneRowPool):
+class ClsPool(_OneRowPool, name="cls", mode="cls"):
     """The first token's row: [1, dim] a sequence."""
 
     def __init__(self, head: Head) -> None:
@@ -191,7 +209,7 @@ class ClsPool(_OneRowPool):
         return len(self._first_rows)
 
 
-class AfterPromptPool(_OneRowPool):
+class AfterPromptPool(_OneRowPool, name="cls-after-prompt"):
     """The row of the first token that is pooled, which the prompt's are not: [1, dim] a sequence."""
 
     def __init__(self, head: Head) -> None:
@@ -220,7 +238,7 @@ class AfterPromptPool(_OneRowPool):
         return len(self._rows)
 
 
-class MaxPool(_OneRowPool):
+class MaxPool(_OneRowPool, name="max-pooling", mode="max"):
     """The greatest number of each column among the rows that are pooled: [1, dim] a sequence."""
 
     def __init__(self, head: Head) -> None:
@@ -251,7 +269,7 @@ class MaxPool(_OneRowPool):
         return len(self._greatest)
 
 
-class LastPool(_OneRowPool):
+class LastPool(_OneRowPool, name="last", mode="lasttoken"):
     """The row of the last token that is pooled: [1, dim] a sequence."""
 
     def __init__(self, head: Head) -> None:
@@ -286,7 +304,7 @@ class LastPool(_OneRowPool):
         return len(self._last_rows)
 
 
-class MeanPool(_OneRowPool):
+class MeanPool(_OneRowPool, name="mean", mode="mean"):
     """The mean of the rows that are pooled, summed in float32: [1, dim] a sequence.
 
     Between chunks it keeps the running sum of each, by the token at which the chunk began.
@@ -340,7 +358,7 @@ class MeanPool(_OneRowPool):
         return len(sequence) if pooled is None else len(pooled)
 
 
-class WeightedMeanPool(MeanPool):
+class WeightedMeanPool(MeanPool, name="weighted-mean", mode="weightedmean"):
     """The mean of the rows that are pooled, each weighted by its position, counted from 1.
 
     Source: SGPT, Muennighoff 2022 (arXiv 2202.08904)."""
@@ -361,7 +379,7 @@ class WeightedMeanPool(MeanPool):
         return float(((np.arange(len(sequence)) if pooled is None else pooled) + 1).sum())
 
 
-class MeanSqrtLenPool(MeanPool):
+class MeanSqrtLenPool(MeanPool, name="mean-sqrt-len", mode="mean_sqrt_len_tokens"):
     """The sum of the rows that are pooled, divided by the square root of their number."""
 
     def _total(self, sequence: TokenSequence) -> float:
@@ -387,20 +405,6 @@ class ConcatenatedPool(_OneRowPool):
     @property
     def num_states(self) -> int:
         return sum(method.num_states for method in self._methods)
-
-
-METHODS: dict[str, type[PoolingMethod]] = {
-    "all": AllPool,
-    "cls": ClsPool,
-    "cls-after-prompt": AfterPromptPool,
-    "last": LastPool,
-    "max-pooling": MaxPool,
-    "mean": MeanPool,
-    "mean-sqrt-len": MeanSqrtLenPool,
-    "weighted-mean": WeightedMeanPool,
-}
-# What stands between the names of methods whose rows are concatenated.
-CONCATENATED = "+"
 
 
 # The task whose items are one vector a passage, of models that pool a whole text by its mean.

@@ -146,7 +146,7 @@ class WordsPool(PoolingMethod):
         """Weights of what was pooled of whole sequences, [n, words]."""
 
 
-class MaxWordsPool(WordsPool):
+class MaxWordsPool(WordsPool, name="max-words"):
     """Each word's greatest weight among the tokens. The weight rises with the number, so that it is taken of
     the greatest number alone.
 
@@ -164,7 +164,7 @@ class MaxWordsPool(WordsPool):
         return self._head.weights(pooled)
 
 
-class SumWordsPool(WordsPool):
+class SumWordsPool(WordsPool, name="sum-words"):
     """The sum of each word's weights over the tokens.
 
     Source: SPLADE, Formal et al. 2021 (arXiv 2107.05720), eq. 1."""
@@ -179,7 +179,7 @@ class SumWordsPool(WordsPool):
         return pooled
 
 
-class GivenWordsPool(MaxWordsPool):
+class GivenWordsPool(MaxWordsPool, name="given-words"):
     """For whole sequences of which each has one row: the weights of all words."""
 
     def _read(self, hidden: torch.Tensor, cursor: PoolingCursor) -> Ragged:
@@ -199,13 +199,6 @@ class GivenWords(WordsHead):
 
     def weights(self, numbers: torch.Tensor) -> torch.Tensor:
         return numbers
-
-
-SPARSE_METHODS: dict[str, type[PoolingMethod]] = {
-    "max": MaxWordsPool,
-    "sum": SumWordsPool,
-    "given": GivenWordsPool,
-}
 
 
 def _pooled_ids(sequence: TokenSequence) -> NDArray[np.int64]:
@@ -300,7 +293,7 @@ class _WholeSequences(PoolingMethod):
         """The items of whole sequences, of their rows [tokens of all, hidden] end to end."""
 
 
-class TokenWeightsPool(_WholeSequences):
+class TokenWeightsPool(_WholeSequences, name="token-weights"):
     """The tokens of a sequence with their weights, [entries, 2]: a sparse vector (`maxsimd.pooling.sparse`),
     in which weights may be 0.
 
@@ -317,7 +310,7 @@ class TokenWeightsPool(_WholeSequences):
         return item[:, 1:]
 
 
-class HybridPool(_WholeSequences):
+class HybridPool(_WholeSequences, name="hybrid"):
     """A row a token, [tokens, dim + 2]: its vector, its id, and its weight where it is the first of its id,
     else 0. The first row has the vector of the whole sequence in place of its own."""
 
@@ -386,9 +379,3 @@ def heaviest_of(
         greatest[to_device(weighing, weights.device)],
         np.array(counts, dtype=np.int64),
     )
-
-
-TOKEN_WEIGHT_METHODS: dict[str, type[PoolingMethod]] = {
-    "token-weights": TokenWeightsPool,
-    "hybrid": HybridPool,
-}

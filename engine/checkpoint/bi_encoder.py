@@ -18,16 +18,8 @@ from maxsimd.engine.checkpoint.reference import ModulesReference
 from maxsimd.engine.checkpoint.text_settings import read_text_settings, with_limit
 from maxsimd.engine.checkpoint.visual.vision_language import with_pictures
 from maxsimd.engine.errors import ModelLoadError
-from maxsimd.pooling.methods import CONCATENATED, Head
+from maxsimd.pooling.methods import CONCATENATED, MODES, Head
 
-_POOLING = {
-    "cls": "cls",
-    "mean": "mean",
-    "lasttoken": "last",
-    "weightedmean": "weighted-mean",
-    "max": "max-pooling",
-    "mean_sqrt_len_tokens": "mean-sqrt-len",
-}
 # The names of pooled vectors, and of a CrossEncoder's output, in sentence-transformers.
 _POOLED, SCORES = "sentence_embedding", "scores"
 _AFTER_POOLING = (Dense, Normalize, LayerNorm, Dropout)
@@ -120,7 +112,7 @@ def taken_apart(path: str, modules: list[Any]) -> tuple[Any, Pooling, list[Any]]
 def pooling_of(pooling: Pooling) -> str:
     """The name of the method, or of several whose vectors stand one behind the other."""
     modes = (pooling.pooling_mode,) if isinstance(pooling.pooling_mode, str) else pooling.pooling_mode
-    names = _POOLING if pooling.include_prompt else _POOLING | {"cls": "cls-after-prompt"}
+    names = MODES if pooling.include_prompt else MODES | {"cls": "cls-after-prompt"}
     return CONCATENATED.join(names[mode] for mode in modes)
 
 

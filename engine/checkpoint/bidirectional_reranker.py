@@ -11,12 +11,12 @@ from transformers import AutoTokenizer, LlamaForSequenceClassification
 from maxsimd.engine.checkpoint.files import CheckpointFiles
 from maxsimd.engine.checkpoint.model import PairRules, RoleRules, Task
 from maxsimd.engine.checkpoint.reading import TemplateReader, TokenizerReader
-from maxsimd.engine.checkpoint.reference import inputs_of
+from maxsimd.engine.checkpoint.reference import PooledReference
+from maxsimd.engine.checkpoint.retrained import POOLING
 from maxsimd.engine.checkpoint.score_template import ScoreTemplate
 from maxsimd.engine.errors import ModelLoadError
-from maxsimd.scheduler import TokenSequence
+from maxsimd.pooling.methods import MODES
 
-_METHODS = {"avg": "mean", "cls": "cls", "last": "last"}
 _ACTIVATIONS = {"Identity": torch.nn.Identity, "Sigmoid": torch.nn.Sigmoid}
 _QUESTION = "question:{{ query }} \n \n passage:{{ document }}"
 
@@ -36,8 +36,8 @@ def load_bidirectional_reranker(
     labels = tuple(str(model.config.id2label[i]) for i in range(model.config.num_labels))
     as_one = TokenizerReader(tokenizer, "question:{query} \n \n passage:{document}")
     head = _Score(model.score, float(files.config.get("temperature") or 1.0))
-    pooling = _METHODS[files.config.get("pooling", "avg")]
-    reference = _PooledReference(model.model, tokenizer, pooling, head)
+    pooling = MODES[POOLING[files.config.get("pooling", "avg")]]
+    reference = PooledReference(model.model, tokenizer, pooling, head)
     return {
         "backbone": model.model,
         "tokenizer": tokenizer,
@@ -72,23 +72,6 @@ class _Score(torch.nn.Module):
     def __str__(self) -> str:
         divided = "" if self.temperature == 1 else f", divided by {self.temperature:g}"
         return f"a linear score{divided}"
-
-
-class _PooledReference:
-    """The logits [1, labels] of one sequence: its hidden states pooled and scored, plainly."""
-
-    def __init__(self, backbone: Any, tokenizer: Any, pooling: str, head: _Score) -> None:
-        self._backbone = backbone
-        self._tokenizer = tokenizer
-        self._pooling = pooling
-        self._head = head
-
-    def __call__(self, sequence: TokenSequence) -> torch.Tensor:
-        inputs = inputs_of(sequence, self._tokenizer, self._backbone)
-        states = self._backbone(**inputs).last_hidden_state[0].float()  # [tokens, hidden]
-        pooled = {"mean": states.mean(0), "cls": states[0], "last": states[-1]}[self._pooling]
-        logits: torch.Tensor = self._head(pooled[None])
-        return logits
 
 
 def _question(tokenizer: Any) -> ScoreTemplate:

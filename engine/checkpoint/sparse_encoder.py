@@ -62,9 +62,8 @@ def load_sparse_encoder(path: str, options: dict[str, Any]) -> dict[str, Any]:
         _check_static(path, static, transformer, head)
         head.look_up(static.weight, roles)
     reference = ModulesReference([transformer, pooling], transformer.tokenizer, "sentence_embedding")
-    task = Task(
-        pooling.pooling_strategy, head, COLUMNS, normalised=False, reference=reference, words=head.num_words
-    )
+    method = f"{pooling.pooling_strategy}-words"
+    task = Task(method, head, COLUMNS, normalised=False, reference=reference, words=head.num_words)
     prompts = {name: prompt for name, prompt in model.prompts.items() if prompt}
     document = prompt_of_documents(path, model.prompts)
     of_text = prompts.get(model.default_prompt_name or "", "")

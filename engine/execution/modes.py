@@ -31,7 +31,7 @@ from maxsimd.engine.execution.self_check.rules import leaves_ends_out, why_not_p
 from maxsimd.engine.execution.self_check.samples import Comparison, Sample
 from maxsimd.pooling.methods import PoolingCursor
 from maxsimd.pooling.ragged import to_device
-from maxsimd.pooling.sparse import TOKEN_WEIGHT_METHODS, GivenWords, WordsHead
+from maxsimd.pooling.sparse import GivenWords, TokenWeights, WordsHead
 from maxsimd.scheduler import Chunk, ImageJob, Step
 
 
@@ -67,13 +67,13 @@ class OwnForwardRunner:
 def with_finished_items(task: Task) -> Task:
     """The task for rows that are finished items: all rows of a sequence, or its only one; of a sparse vector
     this has the weights of all words."""
-    if task.pooling in TOKEN_WEIGHT_METHODS:
+    if isinstance(task.head, TokenWeights):
         raise ModelLoadError(
             "a model whose tokens are weighed cannot be run one by one; leave its layers sparse_linear and "
             "colbert_linear away"
         )
     if isinstance(task.head, WordsHead):
-        return replace(task, pooling="given", head=GivenWords(task.head), reference=None)
+        return replace(task, pooling="given-words", head=GivenWords(task.head), reference=None)
     pooling = "all" if task.pooling == "all" else "cls"
     return replace(task, pooling=pooling, head=after_reference(task.head), reference=None)
 

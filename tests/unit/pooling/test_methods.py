@@ -171,7 +171,7 @@ class Words(WordsHead):
         return numbers.relu().log1p()
 
 
-@pytest.mark.parametrize("name", ["max", "sum"])
+@pytest.mark.parametrize("name", ["max-words", "sum-words"])
 @settings(max_examples=25)
 @given(cut=cut_sequences(st.just("embed"), True), rows=st.sampled_from([1, 3, 1000]), seed=st.integers(0, 99))
 def test_each_sparse_method_equals_its_definition(name: str, cut: CutSequences, rows: int, seed: int) -> None:
@@ -184,7 +184,7 @@ def test_each_sparse_method_equals_its_definition(name: str, cut: CutSequences, 
     for sequence in sequences:
         weights = (_pooled(states[sequence.sequence_id], sequence) @ TO_WORDS - 2).relu().log1p()
         weights = torch.cat([weights, torch.zeros(1, WORDS)])  # of no tokens, nothing weighs anything
-        expected = weights.amax(dim=0) if name == "max" else weights.sum(dim=0)
+        expected = weights.amax(dim=0) if name == "max-words" else weights.sum(dim=0)
         item = found[sequence.sequence_id]
         torch.testing.assert_close(dense_of(item, WORDS), expected, atol=1e-5, rtol=1e-5)
         assert (item[:, 1] != 0).all()
@@ -195,7 +195,7 @@ def test_word_weights_are_never_there_for_a_whole_step(monkeypatch: pytest.Monke
     tokens, words = Tokens(np.zeros(500, dtype=np.int32)), Words()
     sequences = [TokenSequence.text(i, ResultSlot(0, i), "embed", tokens) for i in range(4)]
     cursor = PoolingCursor(tuple(Chunk(each, 0, 500) for each in sequences), (0, 500, 1000, 1500))
-    pooling_method("max", words).pool(torch.randn(2000, HIDDEN), cursor)
+    pooling_method("max-words", words).pool(torch.randn(2000, HIDDEN), cursor)
     assert words.rows == 50
 
 
