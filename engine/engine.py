@@ -28,12 +28,15 @@ from maxsimd.engine.errors import (
 from maxsimd.engine.explanations import Explanation
 from maxsimd.engine.media import Content, OpenImage, PictureFile
 from maxsimd.engine.metrics import EngineMetrics, EngineStats
-from maxsimd.engine.processors.embedding import EmbeddingPlan, as_muvera, check_encoding, encoding_price
-from maxsimd.engine.processors.late_chunking import as_document
-from maxsimd.engine.processors.plan import ScorePlan, UnscoredPlan
-from maxsimd.engine.processors.processor import ScoreProcessor
-from maxsimd.engine.processors.text.chat import chat_text
-from maxsimd.engine.processors.text.tokenization import TextTokenizer
+from maxsimd.engine.processors.embedding import (
+    EmbeddingPlan,
+    as_document,
+    as_muvera,
+    check_encoding,
+    encoding_price,
+)
+from maxsimd.engine.processors.processor import ScorePlan, ScoreProcessor, UnscoredPlan
+from maxsimd.engine.processors.text.tokenization import TextTokenizer, chat_text
 from maxsimd.engine.requests import (
     CacheMode,
     ClassifyResult,

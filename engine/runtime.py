@@ -38,12 +38,17 @@ from maxsimd.engine.errors import (
 )
 from maxsimd.engine.execution.budget import beside_small_requests
 from maxsimd.engine.metrics import DeviceStats, EngineMetrics, EngineStats
-from maxsimd.engine.processors.plan import Plan
-from maxsimd.engine.processors.prefix_sharing import PrefixSharing
-from maxsimd.engine.processors.processor import PlanT, Processor, ProcessorContext, RequestT
+from maxsimd.engine.processors.processor import (
+    Plan,
+    PlanT,
+    PrefixSharing,
+    Processor,
+    ProcessorContext,
+    RequestIds,
+    RequestT,
+)
 from maxsimd.engine.processors.registry import Processors, check_room
-from maxsimd.engine.processors.request_ids import RequestIds
-from maxsimd.engine.processors.text.truncation import LengthLimits
+from maxsimd.engine.processors.text.builder import LengthLimits
 from maxsimd.engine.requests import EmbedRequest, RunOptions, ScoreRequest, Timings, Value, Values
 from maxsimd.engine.scoring.maxsim import MaxSim, choose_maxsim_spans, maxsim_apart_avx512
 from maxsimd.engine.scoring.scorer import DocumentScorer, ScoringPrice

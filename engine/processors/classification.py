@@ -10,9 +10,14 @@ from numpy.typing import NDArray
 
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.processors.embedding import InputReader
-from maxsimd.engine.processors.plan import Plan, ScorePlan
-from maxsimd.engine.processors.processor import Processor, ProcessorContext, ScoreProcessor
-from maxsimd.engine.processors.request_ids import RequestIds
+from maxsimd.engine.processors.processor import (
+    Plan,
+    Processor,
+    ProcessorContext,
+    RequestIds,
+    ScorePlan,
+    ScoreProcessor,
+)
 from maxsimd.engine.requests import ClassifyResult, EmbedRequest, ScoreRequest, Values
 from maxsimd.pooling.methods import Head
 
@@ -57,9 +62,6 @@ class ClassificationProcessor(Processor[EmbedRequest, ClassificationPlan]):
             model=self._model,
         )
 
-    def shortest_sequences(self) -> dict[str, int]:
-        return self._inputs.shortest_sequences()
-
 
 class PairClassificationProcessor(Processor[ScoreRequest, ClassificationPlan]):
     """Classifies pairs as the processor of `scores` reads them."""
@@ -78,9 +80,6 @@ class PairClassificationProcessor(Processor[ScoreRequest, ClassificationPlan]):
             model=self._model,
             pairs=pairs,
         )
-
-    def shortest_sequences(self) -> dict[str, int]:
-        return self._scores.shortest_sequences()
 
 
 @lru_cache(maxsize=64)

@@ -13,7 +13,7 @@ from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.explanations import Explanation, Span, WindowScore
 from maxsimd.engine.processors.classification import activate, keeps_order
-from maxsimd.engine.processors.pages import image_jobs, page_builder
+from maxsimd.engine.processors.pages import page_builder
 from maxsimd.engine.processors.pairs import (
     BuiltPair,
     PairBuilder,
@@ -21,16 +21,25 @@ from maxsimd.engine.processors.pairs import (
     TemplatePairBuilder,
     TokenizerPairBuilder,
 )
-from maxsimd.engine.processors.plan import ScorePlan, Scores, check_explained_lines, with_window_scores
-from maxsimd.engine.processors.processor import ProcessorContext, ScoreProcessor
-from maxsimd.engine.processors.request_ids import RequestIds
-from maxsimd.engine.processors.score_lookup import FoundScores, RunFacts, ScoreLookup
-from maxsimd.engine.processors.text.truncation import Fitted, InputName, LongInputs
+from maxsimd.engine.processors.processor import (
+    PrefixSharing,
+    ProcessorContext,
+    RequestIds,
+    ScoreProcessor,
+    Scores,
+    check_explained_lines,
+    with_window_scores,
+)
+from maxsimd.engine.processors.score_lookup import CachedScorePlan, FoundScores, RunFacts, ScoreLookup
+from maxsimd.engine.processors.text.builder import Fitted, InputName, LongInputs
 from maxsimd.engine.requests import ScoreOptions, ScoreRequest, Value
 from maxsimd.engine.workers import yield_to_smaller
 from maxsimd.pooling.methods import Head
 from maxsimd.scheduler import JoinedTokens, Tokens, TokenSequence
+from maxsimd.scheduler.sequence import TokenIds
 
+# Fewer tokens are run again rather than shared.
+SHORTEST_PREFIX = 8
 # An error names no more of a model's labels.
 _NAMED_LABELS = 4
 
@@ -69,14 +78,12 @@ class ReadPairs:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class CrossEncoderPlan(ScorePlan):
+class CrossEncoderPlan(CachedScorePlan):
     """One value for each window of each document to run; the best window of a document counts.
 
-    `facts` are those of the documents in `found.new`. `label` is set if the model has several labels. `pairs`
+    `label` is set if the model has several labels. `pairs`
     are kept for requests with `explain`."""
 
-    found: FoundScores
-    facts: list[RunFacts]
     activation: Head | None = None
     label: ScoreLabel | None = None
     pairs: ReadPairs | None = None
@@ -108,9 +115,6 @@ class CrossEncoderPlan(ScorePlan):
     def documents_of(self, values: Collection[int]) -> Sequence[int]:
         first_values = self._first_values
         return [self.found.new[bisect_right(first_values, value) - 1] for value in values]
-
-    def cache_scores(self, raw: Scores) -> None:
-        self.found.put(raw, self.facts)
 
     def explanations(
         self, values: Sequence[Value | None], documents: Iterable[int]
@@ -186,10 +190,8 @@ class CrossEncoderProcessor(ScoreProcessor):
         found = self._lookup.find(request)
         if not found.cached:
             return self._plan(request, request, found, ids)
-        if not found.new:
-            return self._complete(request, found)
         try:
-            return self._plan(request, request.only(found.new), found, ids)
+            return self._plan(request, request.only(found.new) if found.new else request, found, ids)
         except InvalidRequestError:
             # Errors name a document by its index in the whole request.
             self._plan(request, request, FoundScores.none(request), ids)
@@ -199,30 +201,14 @@ class CrossEncoderProcessor(ScoreProcessor):
         prompt = self._model.query.prompt
         return {"a pair": self._pairs.shortest_pair() + len(self._tokenizer.encode([prompt], "queries")[0])}
 
-    def _complete(self, request: ScoreRequest, found: FoundScores) -> CrossEncoderPlan:
-        """The plan of a request whose scores are all cached."""
-        return CrossEncoderPlan(
-            sequences=[],
-            num_values=0,
-            truncated=found.truncated(request),
-            cached_documents=len(found.cached),
-            cached_tokens=found.cached_tokens,
-            request=request,
-            normalization=self._normalization(request),
-            found=found,
-            facts=[],
-            activation=self._activation(request),
-            label=self._label,
-        )
-
     def _plan(
         self, request: ScoreRequest, new: ScoreRequest, found: FoundScores, ids: RequestIds
     ) -> CrossEncoderPlan:
-        """The plan of a request whose `new` documents are run."""
+        """Makes the plan of a request whose `new` documents are run, if any."""
         new = self._with_prompt(new)
-        long_inputs = self._limits.applied_to(new.truncation, ids)
-        queries = self._read_queries(new, long_inputs)
-        pairs = self._build(new, queries, long_inputs, ids)
+        long_inputs = self._limits.applied_to(new.truncation, ids.most_tokens)
+        queries = self._read_queries(new, long_inputs) if found.new else []
+        pairs = self._build(new, queries, long_inputs, ids) if found.new else []
         facts = [
             RunFacts(
                 sum(map(len, pair.windows)),
@@ -240,7 +226,7 @@ class CrossEncoderProcessor(ScoreProcessor):
             sequences=sequences,
             num_values=sum(one.windows for one in facts),
             truncated=truncated_queries + sum(pair.truncated for pair in pairs) + found.truncated(request),
-            images=image_jobs(self._model.vision, sequences),
+            images=self._image_jobs(sequences),
             cached_documents=len(found.cached),
             cached_tokens=found.cached_tokens,
             request=request,
@@ -298,7 +284,7 @@ class CrossEncoderProcessor(ScoreProcessor):
     def _sequences(self, pairs: Sequence[BuiltPair], ids: RequestIds) -> list[TokenSequence]:
         """The sequences of all windows, each prefix before the first window that begins with it."""
         sharing = self._context.sharing
-        shared = [] if sharing is None else sharing.find(pairs, ids)
+        shared = [] if sharing is None else _shared_prefixes(sharing, pairs, ids)
         prefix_of: Mapping[int, TokenSequence] = {i: prefix for prefix, windows in shared for i in windows}
         windows: list[JoinedTokens | Tokens] = [window for pair in pairs for window in pair.windows]
         sequences: list[TokenSequence] = []
@@ -325,3 +311,46 @@ def _pair_builder(context: ProcessorContext) -> PairBuilder:
     if pages is None:
         return of_texts
     return PicturePairBuilder(of_texts, template, model.instruction, tokenizer, pages, longest)
+
+
+def _shared_prefixes(
+    sharing: PrefixSharing, pairs: Sequence[BuiltPair], ids: RequestIds
+) -> list[tuple[TokenSequence, list[int]]]:
+    """Returns the prefixes to run by themselves, each with the positions of the windows that share it."""
+    windows = [(window, pair.prefix) for pair in pairs for window in pair.windows]
+    positions_of: dict[tuple[bytes, ...], list[int]] = {}
+    for i, (tokens, prefix) in enumerate(windows):
+        yield_to_smaller()
+        token_ids = tokens.ids
+        length = shared_tokens(token_ids, prefix)
+        if length:
+            pictures = [image.digest for image in tokens.images if image.positions[0] < length]
+            positions_of.setdefault((token_ids[:length].tobytes(), *pictures), []).append(i)
+    shared = []
+    for positions in positions_of.values():
+        tokens, prefix = windows[positions[0]]
+        own = sum(len(windows[i][0]) for i in positions) - len(positions) * len(prefix)
+        # Steps with pictures are never replayed, so sharing costs them nothing.
+        has_pictures = any(windows[i][0].images for i in positions)
+        if not has_pictures and not sharing.is_worth(len(prefix), len(positions), own):
+            continue
+        if isinstance(tokens, Tokens):
+            shared_part = tokens.first(len(prefix)).behind(0, ids.sequence_ids)
+        else:
+            shared_part = Tokens(tokens.ids[: len(prefix)], tokens.type_ids[: len(prefix)])
+        sequence = TokenSequence.prefix(
+            ids.next_sequence_id(), ids.request_id, shared_part, num_consumers=len(positions)
+        )
+        shared.append((sequence, positions))
+    return shared
+
+
+def shared_tokens(ids: TokenIds, prefix: TokenIds) -> int:
+    """Returns how many tokens a pair shares with all others that begin with `prefix`.
+
+    That is 0 if the pair begins otherwise, has no tokens of its own, or its prefix is too short to share. It
+    depends on nothing but the pair."""
+    length = len(prefix)
+    if length < SHORTEST_PREFIX or len(ids) <= length or not np.array_equal(ids[:length], prefix):
+        return 0
+    return length

@@ -5,7 +5,7 @@ score(q, d) = sum over i of max over j of <q_i, d_j> (Khattab and Zaharia 2020, 
 """
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TypeAlias
@@ -25,24 +25,31 @@ from maxsimd.engine.processors.documents import (
     DocumentReader,
     Documents,
     DocumentToRun,
+    GivenVectors,
+    overflow_error,
 )
-from maxsimd.engine.processors.given_vectors import GivenVectors, overflow_error
-from maxsimd.engine.processors.pages import PageBuilder, image_jobs, maps_of, page_builder, patch_of
-from maxsimd.engine.processors.plan import (
+from maxsimd.engine.processors.pages import PageBuilder, maps_of, page_builder, patch_of
+from maxsimd.engine.processors.processor import (
     NO_PRIOR_ENCODING,
     Plan,
     PriorEncoding,
+    Processor,
+    ProcessorContext,
+    RequestIds,
     ScorePlan,
+    ScoreProcessor,
     Scores,
     check_explained_lines,
     with_window_scores,
 )
-from maxsimd.engine.processors.processor import Processor, ProcessorContext, ScoreProcessor
-from maxsimd.engine.processors.request_ids import RequestIds
-from maxsimd.engine.processors.text.builder import BuiltText, TextBuilder, shortest_text
-from maxsimd.engine.processors.text.origins import Origins
-from maxsimd.engine.processors.text.tokenization import TextTokenizer
-from maxsimd.engine.processors.text.truncation import InputName, LongInputs
+from maxsimd.engine.processors.text.builder import (
+    BuiltText,
+    InputName,
+    LongInputs,
+    TextBuilder,
+    shortest_text,
+)
+from maxsimd.engine.processors.text.tokenization import Origins, TextTokenizer
 from maxsimd.engine.requests import Item, ScoreRequest, Value, Values
 from maxsimd.engine.scoring.maxsim import EMPTY_DOCUMENT_SCORE
 from maxsimd.engine.scoring.scorer import EXPLAINED, CachedDocument, CachedDocuments, ScoringPrice
@@ -137,7 +144,7 @@ class QueryProcessor(Processor[ScoreRequest, QueryPlan]):
     def prepare(self, request: ScoreRequest, ids: RequestIds) -> QueryPlan:
         """Returns the plan for the queries of a request that has no documents."""
         request = self._context.with_instruction(request)
-        builder = self.builder(request, self._limits.applied_to(request.truncation, ids))
+        builder = self.builder(request, self._limits.applied_to(request.truncation, ids.most_tokens))
         built = [each.built for each in self.read(request, builder, ids) if isinstance(each.built, BuiltText)]
         task = self._model.score_task
         sequences = [
@@ -148,7 +155,7 @@ class QueryProcessor(Processor[ScoreRequest, QueryPlan]):
             sequences=sequences,
             num_values=len(built),
             truncated=sum(each.truncated for each in built),
-            images=image_jobs(self._model.vision, sequences),
+            images=self._image_jobs(sequences),
             model=self._model,
         )
 
@@ -207,9 +214,9 @@ class DualEncoderPlan(ScorePlan):
     first_values: Sequence[int]
     windows_as_one: bool
     query_rows: NDArray[np.int64] | None
+    # The largest number of each query that was sent as an embedding, by its index.
+    largest: Mapping[int, float]
     explainer: "MatchExplainer | None" = None
-    # The largest numbers of queries that were sent as embeddings, by their index; they take long to find.
-    largest: dict[int, float] = field(default_factory=dict)
 
     def raw_scores(self, values: Sequence[Value | None]) -> Scores:
         if self.explainer is not None:
@@ -299,7 +306,7 @@ class DualEncoderProcessor(ScoreProcessor):
     def plan(self, request: ScoreRequest, ids: RequestIds) -> DualEncoderPlan:
         if request.explain:
             self._check_can_explain()
-        long_inputs = self._limits.applied_to(request.truncation, ids)
+        long_inputs = self._limits.applied_to(request.truncation, ids.most_tokens)
         builder = self.queries.builder(request, long_inputs)
         reader = self._reader(request, long_inputs)
         documents = reader.read(request, ids)
@@ -349,7 +356,7 @@ class DualEncoderProcessor(ScoreProcessor):
             num_values=first_values[-1],
             truncated=truncated_queries + documents.truncated,
             cached=self._in_batches(cached),
-            images=image_jobs(self._model.vision, sequences),
+            images=self._image_jobs(sequences),
             prior=_prior_of(queries),
             request=request,
             truncated_queries=truncated_queries,
@@ -358,6 +365,11 @@ class DualEncoderProcessor(ScoreProcessor):
             first_values=first_values,
             windows_as_one=self._windows_as_one,
             query_rows=query_rows,
+            largest={
+                i: query.largest
+                for i, query in enumerate(request.queries)
+                if isinstance(query, Vectors) and len(query)
+            },
             explainer=explainer,
         )
 

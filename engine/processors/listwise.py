@@ -13,12 +13,15 @@ from numpy.typing import NDArray
 from maxsimd.engine.checkpoint import ListwiseRules, LoadedModel
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.explanations import Explanation
-from maxsimd.engine.processors.plan import ScorePlan, Scores
-from maxsimd.engine.processors.processor import ProcessorContext, ScoreProcessor
-from maxsimd.engine.processors.request_ids import RequestIds
-from maxsimd.engine.processors.score_lookup import FoundScores, RunFacts, ScoreLookup
+from maxsimd.engine.processors.processor import (
+    ProcessorContext,
+    RequestIds,
+    ScoreProcessor,
+    Scores,
+)
+from maxsimd.engine.processors.score_lookup import CachedScorePlan, RunFacts, ScoreLookup
+from maxsimd.engine.processors.text.builder import Fitted, InputName, LongInputs, Room
 from maxsimd.engine.processors.text.tokenization import SHORTEST_TEXT, TextTokenizer, truncate
-from maxsimd.engine.processors.text.truncation import Fitted, InputName, LongInputs, Room
 from maxsimd.engine.requests import ScoreOptions, ScoreRequest, Value
 from maxsimd.scheduler import Tokens, TokenSequence
 from maxsimd.scheduler.sequence import TokenIds
@@ -34,12 +37,10 @@ _ASSISTANT = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class ListwisePlan(ScorePlan):
+class ListwisePlan(CachedScorePlan):
     """One value a block, float32 [documents + 1, dim], the query last. `num_blocks[i]` blocks in a row are
     list i: a query and the documents that are ranked together for it. `texts` are the documents as read."""
 
-    found: FoundScores
-    facts: list[RunFacts]
     num_blocks: tuple[int, ...] = ()
     texts: Sequence["_Text"] = ()
 
@@ -58,9 +59,6 @@ class ListwisePlan(ScorePlan):
 
     def input_of(self, value: int) -> str:
         return "documents"
-
-    def cache_scores(self, raw: Scores) -> None:
-        self.found.put(raw, self.facts)
 
     def explanations(
         self, values: Sequence[Value | None], documents: Iterable[int]
@@ -96,27 +94,14 @@ class ListwiseProcessor(ScoreProcessor):
 
     def plan(self, request: ScoreRequest, ids: RequestIds) -> ListwisePlan:
         found = self._lookup.find(request)
-        normalization = self._normalization(request)
-        if not found.new:
-            return ListwisePlan(
-                sequences=[],
-                num_values=0,
-                truncated=found.truncated(request),
-                cached_documents=len(found.cached),
-                cached_tokens=found.cached_tokens,
-                request=request,
-                normalization=normalization,
-                found=found,
-                facts=[],
-            )
-        long_inputs = self._limits.applied_to(request.truncation, ids)
+        long_inputs = self._limits.applied_to(request.truncation, ids.most_tokens)
         rules = replace(self._rules, context=min(self._rules.context, long_inputs.limit))
         reader = _TextReader(rules, self._tokenizer, long_inputs)
         blocks: list[TokenIds] = []
         num_blocks = []
         texts: list[_Text] = []
         truncated = 0
-        for ranked in _lists(request):
+        for ranked in _lists(request) if found.new else ():
             query = reader.query(ranked.query, ranked.first)
             documents = [reader.document(text, ranked.first + i) for i, text in enumerate(ranked.documents)]
             texts += documents
@@ -131,15 +116,17 @@ class ListwiseProcessor(ScoreProcessor):
             TokenSequence.text(ids.next_sequence_id(), ids.slot(i), "rank", self._tokens(block))
             for i, block in enumerate(blocks)
         ]
-        # The first document stands for all, which are run together.
-        facts = [RunFacts(sum(map(len, blocks)), truncated, False, 1)]
-        facts += [RunFacts(0, 0, False, 1)] * (len(texts) - 1)
+        facts = [RunFacts(0, 0, False, 1)] * len(texts)
+        if facts:  # the first document stands for all, which are run together
+            facts[0] = RunFacts(sum(map(len, blocks)), truncated, False, 1)
         return ListwisePlan(
             sequences=sequences,
             num_values=len(sequences),
-            truncated=truncated,
+            truncated=truncated + found.truncated(request),
+            cached_documents=len(found.cached),
+            cached_tokens=found.cached_tokens,
             request=request,
-            normalization=normalization,
+            normalization=self._normalization(request),
             found=found,
             facts=facts,
             num_blocks=tuple(num_blocks),

@@ -1,7 +1,7 @@
 """Queries and documents with pictures: their sequences, and which part of a picture a vector stands for."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil, floor
 from typing import TypeAlias
@@ -14,12 +14,11 @@ from maxsimd.engine.checkpoint.visual.vision import ImageInputs, Vision
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.explanations import Patch
 from maxsimd.engine.media import AnyPicture, Content, Picture, PictureError, PictureLimits
-from maxsimd.engine.processors.request_ids import RequestIds
-from maxsimd.engine.processors.text.builder import BuiltText
+from maxsimd.engine.processors.processor import RequestIds
+from maxsimd.engine.processors.text.builder import BuiltText, InputName
 from maxsimd.engine.processors.text.tokenization import TextTokenizer
-from maxsimd.engine.processors.text.truncation import InputName
 from maxsimd.engine.workers import yield_to_smaller
-from maxsimd.scheduler import ImageJob, PlacedImage, Tokens, TokenSequence
+from maxsimd.scheduler import PlacedImage, Tokens
 from maxsimd.scheduler.sequence import TokenIds
 
 # The id of a picture that is not yet part of a request's sequence.
@@ -176,25 +175,6 @@ class PageBuilder:
 def page_builder(model: LoadedModel, tokenizer: TextTokenizer, longest: int) -> PageBuilder | None:
     """The builder for a model; None for one that reads only text."""
     return None if model.vision is None else PageBuilder(model.vision, tokenizer, longest)
-
-
-def image_jobs(vision: Vision | None, sequences: Iterable[TokenSequence]) -> list[ImageJob]:
-    """The pictures of sequences, in their order."""
-    return [] if vision is None else [job for sequence in sequences for job in _jobs(vision, sequence)]
-
-
-def _jobs(vision: Vision, sequence: TokenSequence) -> Iterator[ImageJob]:
-    images = sequence.tokens.images
-    features = sum(len(image.positions) for image in images)
-    for i, image in enumerate(images):
-        yield ImageJob(
-            image.image_id,
-            sequence.request_id,
-            vision.price(image.inputs),
-            0 if i else features,
-            image.inputs,
-            sequence.payload.slot,
-        )
 
 
 def _number(count: int, what: str) -> str:

@@ -13,16 +13,16 @@ from maxsimd.engine.errors import InvalidRequestError, ModelLoadError
 from maxsimd.engine.explanations import Span
 from maxsimd.engine.media import Content
 from maxsimd.engine.processors.pages import PageBuilder
-from maxsimd.engine.processors.text.origins import extent
+from maxsimd.engine.processors.text.builder import Fitted, InputName, LongInputs, Room, no_room, too_long
 from maxsimd.engine.processors.text.tokenization import (
     PART_TEXTS,
     SHORTEST_TEXT,
     Around,
     TextTokenizer,
+    extent,
     longest_first,
     truncate,
 )
-from maxsimd.engine.processors.text.truncation import Fitted, InputName, LongInputs, Room, no_room, too_long
 from maxsimd.engine.requests import Item, ScoreRequest
 from maxsimd.engine.workers import yield_to_smaller
 from maxsimd.scheduler import JoinedTokens, Tokens

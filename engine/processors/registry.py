@@ -10,8 +10,8 @@ from maxsimd.engine.processors.dual_encoder import DualEncoderProcessor, QueryPr
 from maxsimd.engine.processors.embedding import EmbeddingProcessor
 from maxsimd.engine.processors.listwise import ListwiseProcessor
 from maxsimd.engine.processors.processor import ProcessorContext, ScoreProcessor
+from maxsimd.engine.processors.text.builder import LengthLimits
 from maxsimd.engine.processors.text.tokenization import TextTokenizer
-from maxsimd.engine.processors.text.truncation import LengthLimits
 
 # Each kind of model that scores documents.
 SCORE_PROCESSORS: tuple[type[ScoreProcessor], ...] = (

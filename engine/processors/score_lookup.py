@@ -10,7 +10,7 @@ import numpy as np
 
 from maxsimd.engine.cache.store import CachedScore, ScoreCache
 from maxsimd.engine.explanations import Explanation
-from maxsimd.engine.processors.plan import Scores
+from maxsimd.engine.processors.processor import ScorePlan, Scores
 from maxsimd.engine.requests import ScoreRequest
 
 
@@ -78,6 +78,17 @@ class FoundScores:
         """Explains a document whose score is cached; None for another."""
         entry = self.cached.get(document)
         return None if entry is None else Explanation(entry.tokens, bool(entry.truncated), cached=True)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class CachedScorePlan(ScorePlan):
+    """The plan of a request whose cached scores were looked up. `facts` are those of the `found.new` ones."""
+
+    found: FoundScores
+    facts: list[RunFacts]
+
+    def cache_scores(self, raw: Scores) -> None:
+        self.found.put(raw, self.facts)
 
 
 class ScoreLookup:

@@ -20,11 +20,10 @@ from maxsimd.engine.checkpoint.recipe_store import knows_texts, remember_texts, 
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.errors import InvalidRequestError, ModelLoadError
 from maxsimd.engine.processors.listwise import listwise_prompt
-from maxsimd.engine.processors.processor import ProcessorContext
+from maxsimd.engine.processors.processor import ProcessorContext, RequestIds
 from maxsimd.engine.processors.registry import Processors, check_room
-from maxsimd.engine.processors.request_ids import RequestIds
+from maxsimd.engine.processors.text.builder import LengthLimits
 from maxsimd.engine.processors.text.tokenization import TextTokenizer
-from maxsimd.engine.processors.text.truncation import LengthLimits
 from maxsimd.engine.requests import CUT_LONG, EmbedRequest, ScoreRequest
 from maxsimd.scheduler import JoinedTokens, ResultSlot, Role, Tokens, TokenSequence
 from maxsimd.scheduler.sequence import AnyTokens

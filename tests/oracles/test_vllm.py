@@ -20,12 +20,10 @@ from numpy.typing import NDArray
 
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig
-from maxsimd.engine.processors.plan import Plan
-from maxsimd.engine.processors.processor import ProcessorContext
+from maxsimd.engine.processors.processor import Plan, ProcessorContext, RequestIds
 from maxsimd.engine.processors.registry import Processors
-from maxsimd.engine.processors.request_ids import RequestIds
+from maxsimd.engine.processors.text.builder import LengthLimits
 from maxsimd.engine.processors.text.tokenization import TextTokenizer
-from maxsimd.engine.processors.text.truncation import LengthLimits
 from maxsimd.engine.requests import EmbedRequest, InputType, ScoreRequest
 from maxsimd.pooling.sparse import WordsHead
 from maxsimd.scheduler import TokenSequence

@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import Engine, EngineConfig, RequestTooLargeError, Truncation, Vectors
-from maxsimd.engine.processors import dual_encoder, plan
+from maxsimd.engine.processors import dual_encoder, processor
 from tests.checkpoints import bi_encoders, cross_encoders, language_models
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines, held_steps
@@ -162,7 +162,7 @@ async def test_what_is_ranked_and_scored_is_explained(engine: Engine) -> None:
 
 async def test_too_many_explanations_are_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = len((await engine.embed_tokens([QUERY], input_type="query")).embeddings[0])
-    monkeypatch.setattr(plan, "MOST_EXPLAINED", 3 * tokens)
+    monkeypatch.setattr(processor, "MOST_EXPLAINED", 3 * tokens)
     await engine.rerank(QUERY, ["a", "b", "c", "d"], explain=True, top_n=3)
     with pytest.raises(RequestTooLargeError, match=f"up to {4 * tokens} matches and windows for 4 results"):
         await engine.rerank(QUERY, ["a", "b", "c", "d"], explain=True)
@@ -288,7 +288,7 @@ async def test_many_windows_are_refused_before_they_are_run(
     fixture: str, engines: Engines, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = await engines(EngineConfig(model=request.getfixturevalue(fixture), dtype="float32"))
-    monkeypatch.setattr(plan, "MOST_EXPLAINED", 52)
+    monkeypatch.setattr(processor, "MOST_EXPLAINED", 52)
     truncation = Truncation(max_tokens=20, windows=True, window_overlap=0)
     document = "word " * 300
     for documents in ([document, document, document], ["a", document * 3]):

@@ -13,9 +13,9 @@ from maxsimd.api.handlers.handle import _ALL
 from maxsimd.api.wire import Name
 from maxsimd.engine import EngineConfig
 from maxsimd.engine.media.decoding import _MAX_ASPECT_RATIO, PictureLimits
-from maxsimd.engine.processors import late_chunking
+from maxsimd.engine.processors import embedding
 from maxsimd.engine.processors.dual_encoder import MOST_MAPPED, MOST_NOTED
-from maxsimd.engine.processors.plan import MOST_EXPLAINED
+from maxsimd.engine.processors.processor import MOST_EXPLAINED
 from maxsimd.engine.processors.text.tokenization import MOST_DECODED
 from maxsimd.engine.scoring.scorer import EXPLAINED
 from maxsimd.pooling.muvera import LONGEST, MOST_PLANES, MOST_RANDOM
@@ -105,7 +105,7 @@ def test_bounds_in_the_table_are_those_of_the_code() -> None:
         ("explain", f"counts {('one', 'two', 'three', 'four')[EXPLAINED]} times"),
         ("explain", f"{MOST_EXPLAINED:,} lines, {MOST_NOTED:,} matches of windows"),
         ("explain", f"{MOST_MAPPED:,} numbers of maps"),
-        ("chunks", f"at most {late_chunking._MOST_TIMES} times"),
+        ("chunks", f"at most {embedding._MOST_TIMES} times"),
         ("muvera.k_sim", f"{MOST_PLANES} hyperplanes, {MOST_RANDOM:,} random vectors, {LONGEST:,} numbers"),
         ("cascade", f"{cascade._MOST_STAGES} stages"),
     ):

@@ -5,6 +5,7 @@ every document, and truncation is arithmetic on lengths. The special tokens arou
 the tokenizer itself.
 """
 
+import unicodedata
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,28 +14,109 @@ from itertools import repeat
 from typing import Any, Literal, TypeVar
 
 import numpy as np
+from jinja2 import TemplateError
 from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
 from maxsimd.engine.checkpoint.tokenizer import PlainTokenizer
 from maxsimd.engine.errors import InvalidRequestError
-from maxsimd.engine.processors.text.breaks import Breaks
-from maxsimd.engine.processors.text.origins import Spans
-from maxsimd.engine.processors.text.pieces import (
-    LONGEST_PIECE,
-    PIECE,
-    LongPieceError,
-    piece_bounds,
-    piece_bounds_backwards,
-    remembered_breaks,
-)
+from maxsimd.engine.explanations import Span
+from maxsimd.engine.processors.text.breaks import LONGEST_PIECE, Breaks, remembered_breaks
 from maxsimd.engine.workers import yield_to_smaller
 from maxsimd.scheduler import JoinedTokens
 from maxsimd.scheduler.sequence import TokenIds
 
+# First character and one after the last of each token, int32 [tokens, 2].
+Spans = NDArray[np.int32]
+# In place of the span of a token that stands for no characters.
+_NONE = -1
+# One visible character hardly has more code points than this.
+_LONGEST_CLUSTER = 16
+_JOINER = "\u200d"
+# Korean letters, and those of them that do not begin a syllable.
+_JAMO, _VOWELS_AND_ENDS = ("\u1100", "\u11ff"), ("\u1160", "\u11ff")
+_SKIN_TONES = "\U0001f3fb\U0001f3fc\U0001f3fd\U0001f3fe\U0001f3ff"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Origins:
+    """The tokens of a sequence, of those that are pooled if not all: their ids [rows], and their spans in the
+    text [rows, 2], -1 for those that are not the text's: special tokens, prompt, expansion."""
+
+    ids: TokenIds
+    spans: Spans
+
+    @property
+    def extent(self) -> Span | None:
+        """The characters from the first to the last that any of the tokens stands for."""
+        return extent(self.spans)
+
+    @classmethod
+    def join(cls, parts: Iterable["Origins"]) -> "Origins":
+        """The tokens of several sequences, one after the other."""
+        ids, spans = zip(*((part.ids, part.spans) for part in parts), strict=True)
+        return cls(np.concatenate(ids), np.concatenate(spans))
+
+    def span(self, row: int, text: str) -> Span | None:
+        """The characters of `text` that a token stands for, as people count them: without the spaces around
+        them that tokenizers count to the token, and with the accents and joiners of the first and the last,
+        for which there may be tokens of their own."""
+        start, stop = map(int, self.spans[row])
+        if start < 0:
+            return None
+        found = text[start:stop]
+        inside = found.strip()
+        if inside:
+            start += len(found) - len(found.lstrip())
+            stop = start + len(inside)
+        for _ in range(_LONGEST_CLUSTER):
+            if 0 < start < len(text) and _belong_together(text[start - 1], text[start]):
+                start -= 1
+            if 0 < stop < len(text) and _belong_together(text[stop - 1], text[stop]):
+                stop += 1
+        return start, stop
+
+
+def _belong_together(first: str, second: str) -> bool:
+    """Whether a reader sees two characters as one: an accent or vowel sign and what it stands on, letters of
+    a Korean syllable, or parts of an emoji."""
+    is_mark = unicodedata.category(second).startswith("M") and not first.isspace()
+    is_syllable = _is_between(first, _JAMO) and _is_between(second, _VOWELS_AND_ENDS)
+    return is_mark or is_syllable or _JOINER in (first, second) or second in _SKIN_TONES
+
+
+def _is_between(character: str, bounds: tuple[str, str]) -> bool:
+    return bounds[0] <= character <= bounds[1]
+
+
+def extent(spans: Spans) -> Span | None:
+    """Returns the characters from the first of the spans to the last; None if no span has any."""
+    there = spans[spans[:, 0] != _NONE]
+    return (int(there[:, 0].min()), int(there[:, 1].max())) if len(there) else None
+
+
+def around(spans: Spans, before: int, length: int) -> Spans:
+    """The spans of a text's tokens within a sequence of `length` tokens, of which `before` stand before
+    them."""
+    placed = np.full((length, 2), _NONE, dtype=np.int32)
+    placed[before : before + len(spans)] = spans
+    return placed
+
+
+def behind_prompt(spans: Spans, characters: int) -> Spans:
+    """Converts spans in a text behind a prompt of that many `characters` to spans in the text itself."""
+    moved = np.maximum(spans - characters, 0)
+    moved[spans[:, 1] <= characters] = _NONE
+    return moved
+
+
 Side = Literal["left", "right"]
 IdType = TypeVar("IdType", np.int32, np.int64)
 
+# Characters of a piece, or some more: tokenized within some milliseconds and a few megabytes.
+PIECE = 16_384
+# Where a piece may begin is looked for from its end backwards, in steps that grow from this.
+_STEP = 256
 # Texts are tokenized in parts of this size, which take some milliseconds.
 PART_TEXTS, PART_CHARACTERS = 256, 65_536
 # For a text that is truncated to a number of tokens, this many characters for each are tokenized at first,
@@ -276,6 +358,54 @@ class TextTokenizer:
             ) from error
 
 
+class LongPieceError(Exception):
+    """Raised for text that cannot be split for more than `LONGEST_PIECE` characters."""
+
+
+def piece_bounds(text: str, size: int, breaks: Breaks | None) -> Iterator[tuple[int, int]]:
+    """Yields where pieces of about `size` characters begin and end, first to last."""
+    start = 0
+    while len(text) - start > size:
+        most = start + LONGEST_PIECE
+        stop = None if breaks is None else breaks.first(text, start + size, min(most + 1, len(text)))
+        if stop is None:
+            break
+        yield start, stop
+        start = stop
+    _check(len(text) - start)
+    yield start, len(text)
+
+
+def piece_bounds_backwards(text: str, size: int, breaks: Breaks | None) -> Iterator[tuple[int, int]]:
+    """Yields where pieces of about `size` characters begin and end, last to first."""
+    stop = len(text)
+    while stop > size:
+        start = None if breaks is None else _last_start(text, stop, size, breaks)
+        if start is None:
+            break
+        yield start, stop
+        stop = start
+    _check(stop)
+    yield 0, stop
+
+
+def _last_start(text: str, stop: int, size: int, breaks: Breaks) -> int | None:
+    upper, step = stop - size, _STEP
+    lowest = max(0, stop - LONGEST_PIECE)
+    while upper > lowest:
+        lower = max(lowest, upper - step)
+        start = breaks.first(text, lower, upper)
+        if start is not None:
+            return start
+        upper, step = lower, 2 * step
+    return None
+
+
+def _check(length: int) -> None:
+    if length > LONGEST_PIECE:
+        raise LongPieceError
+
+
 def is_broken(text: str) -> bool:
     """Whether a text has half of a character, a lone surrogate: then it is not Unicode."""
     if text.isascii():
@@ -367,3 +497,28 @@ def longest_first(first: int, second: int, room: int) -> tuple[int, int]:
         short = room // 2
         long = short + room % 2
     return (short, long) if first <= second else (long, short)
+
+
+def chat_text(
+    tokenizer: Any,
+    messages: Sequence[dict[str, str]],
+    *,
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+) -> str:
+    """Messages of "role" and "content" as the template of a checkpoint's tokenizer writes them, special
+    tokens included. Raises InvalidRequestError where there is no template, or none for such messages."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise InvalidRequestError("this model has no chat template; send the text as input", "messages")
+    try:
+        text: str = tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+    except (TemplateError, ValueError, TypeError) as error:
+        raise InvalidRequestError(
+            f"the model's chat template does not take these messages: {error}", "messages"
+        ) from None
+    return text

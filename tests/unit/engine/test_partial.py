@@ -21,10 +21,8 @@ from maxsimd.engine import (
 )
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.metrics import EngineStats
-from maxsimd.engine.processors.plan import UnscoredPlan
-from maxsimd.engine.processors.processor import ProcessorContext, ScoreProcessor
-from maxsimd.engine.processors.request_ids import RequestIds
-from maxsimd.engine.processors.text.truncation import LengthLimits
+from maxsimd.engine.processors.processor import ProcessorContext, RequestIds, ScoreProcessor, UnscoredPlan
+from maxsimd.engine.processors.text.builder import LengthLimits
 from maxsimd.engine.requests import ScoreRequest
 from maxsimd.scheduler import Step
 from tests.checkpoints import bi_encoders, cross_encoders, language_models

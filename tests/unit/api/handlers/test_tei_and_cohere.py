@@ -12,7 +12,7 @@ from maxsimd.api.handlers.route import Form, answered_as
 from maxsimd.api.handlers.scoring import rerank
 from maxsimd.api.wire import RerankRequest
 from maxsimd.engine import EngineConfig
-from maxsimd.engine.processors.text.pieces import LONGEST_PIECE
+from maxsimd.engine.processors.text.breaks import LONGEST_PIECE
 from maxsimd.engine.processors.text.tokenization import MOST_DECODED
 from tests.nearly import nearly
 from tests.unit.calling_handlers import Caller, RecordingEngine, error_of

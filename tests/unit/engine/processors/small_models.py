@@ -18,13 +18,10 @@ from maxsimd.engine.cache.memory import MemoryStore
 from maxsimd.engine.checkpoint import LoadedModel, RoleRules
 from maxsimd.engine.config import ScoreType
 from maxsimd.engine.errors import InvalidRequestError
-from maxsimd.engine.processors.plan import Plan
-from maxsimd.engine.processors.prefix_sharing import PrefixSharing
-from maxsimd.engine.processors.processor import ProcessorContext
+from maxsimd.engine.processors.processor import Plan, PrefixSharing, ProcessorContext, RequestIds
 from maxsimd.engine.processors.registry import Processors
-from maxsimd.engine.processors.request_ids import RequestIds
+from maxsimd.engine.processors.text.builder import LengthLimits
 from maxsimd.engine.processors.text.tokenization import TextTokenizer
-from maxsimd.engine.processors.text.truncation import LengthLimits
 from maxsimd.engine.requests import REFUSE_LONG, ScoreRequest, Truncation
 
 PAD, UNKNOWN, CLS, SEP, MASK, QUERY_MARKER, DOCUMENT_MARKER = range(7)

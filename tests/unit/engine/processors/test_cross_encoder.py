@@ -16,9 +16,9 @@ from maxsimd.engine.checkpoint import ListwiseRules, LoadedModel, PairRules
 from maxsimd.engine.checkpoint.score_template import ScoreTemplate
 from maxsimd.engine.errors import InvalidRequestError, RequestTooLargeError
 from maxsimd.engine.media import Content
+from maxsimd.engine.processors.cross_encoder import shared_tokens
 from maxsimd.engine.processors.pairs import BuiltPair, PicturePairBuilder, TemplatePairBuilder
-from maxsimd.engine.processors.plan import ScorePlan
-from maxsimd.engine.processors.prefix_sharing import PrefixSharing, shared_tokens
+from maxsimd.engine.processors.processor import PrefixSharing, ScorePlan
 from maxsimd.engine.processors.text.tokenization import longest_first, truncate
 from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, WINDOW_LONG, Truncation
 from maxsimd.scheduler import JoinedTokens, ResultSlot, Role

@@ -14,9 +14,8 @@ from maxsimd.engine.cache.slab import EmbeddingSlab
 from maxsimd.engine.checkpoint import RoleRules, Task
 from maxsimd.engine.errors import RequestTooLargeError
 from maxsimd.engine.processors.dual_encoder import IN_SLAB, ON_HOST, in_batches
-from maxsimd.engine.processors.plan import ScorePlan
-from maxsimd.engine.processors.text.builder import TextBuilder
-from maxsimd.engine.processors.text.truncation import LongInputs
+from maxsimd.engine.processors.processor import ScorePlan
+from maxsimd.engine.processors.text.builder import LongInputs, TextBuilder
 from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, CacheMode, Truncation, Values
 from maxsimd.engine.scoring.scorer import (
     DOCUMENTS_PER_TOKEN,

@@ -31,7 +31,8 @@ from maxsimd.engine import (
     Truncation,
     Vectors,
 )
-from maxsimd.engine.processors import dual_encoder, given_vectors
+from maxsimd.engine.processors import documents as documents_module
+from maxsimd.engine.processors import dual_encoder
 from maxsimd.engine.scoring.scorer import ScoringPrice
 from tests.checkpoints import bi_encoders, cross_encoders, language_models, visual
 from tests.checkpoints.shared import SharedCheckpoints
@@ -147,8 +148,8 @@ async def test_what_cannot_be_scored_is_refused_by_name(
     colbert: RecordingEngine, has_kernels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not has_kernels:
-        monkeypatch.setattr(given_vectors.kernels, "is_available", lambda: False)
-    elif not given_vectors.kernels.is_available():
+        monkeypatch.setattr(documents_module.kernels, "is_available", lambda: False)
+    elif not documents_module.kernels.is_available():
         pytest.skip("this processor cannot run the kernel")
     dim = colbert.model.tasks["token_embed"].dim
     good = np.ones((2, dim), dtype=np.float32)

@@ -19,18 +19,17 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from maxsimd.engine.checkpoint import LoadedModel, PairRules
 from maxsimd.engine.checkpoint.score_template import ScoreTemplate
 from maxsimd.engine.errors import InvalidRequestError
-from maxsimd.engine.processors.text import pieces
-from maxsimd.engine.processors.text.breaks import Breaks
-from maxsimd.engine.processors.text.pieces import (
-    LONGEST_PIECE,
+from maxsimd.engine.processors.text import breaks
+from maxsimd.engine.processors.text.breaks import LONGEST_PIECE, Breaks, proven_breaks, remembered_breaks
+from maxsimd.engine.processors.text.builder import InputName, LongInputs, Room
+from maxsimd.engine.processors.text.tokenization import (
     PIECE,
+    Side,
+    TextTokenizer,
     piece_bounds,
     piece_bounds_backwards,
-    proven_breaks,
-    remembered_breaks,
+    truncate,
 )
-from maxsimd.engine.processors.text.tokenization import Side, TextTokenizer, truncate
-from maxsimd.engine.processors.text.truncation import InputName, LongInputs, Room
 from maxsimd.engine.requests import EmbedRequest, ScoreRequest, Truncation
 from maxsimd.engine.workers import WithdrawnError, WorkerPool
 from tests.checkpoints.tokenizer_kinds import CUT, bert, llama_2
@@ -234,7 +233,7 @@ def test_a_tokenizer_whose_pieces_differ_is_read_whole(
     with caplog.at_level(logging.INFO):
         assert proven_breaks(llama_2()) is None, "nothing is known of it"
         # As if the lists of what is known were wrong: half a word has other tokens than the word.
-        monkeypatch.setattr(pieces, "find_breaks", lambda _: Breaks(re.compile("w(?=n)")))
+        monkeypatch.setattr(breaks, "find_breaks", lambda _: Breaks(re.compile("w(?=n)")))
         assert proven_breaks(bert()) is None
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
     assert str(LONGEST_PIECE) in caplog.messages[0]
@@ -245,7 +244,7 @@ def test_breaks_of_an_earlier_start_are_proven_again(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     tokenizer = bert()
     found = remembered_breaks(tokenizer, "this one")
-    monkeypatch.setattr(pieces, "find_breaks", lambda _: None)
+    monkeypatch.setattr(breaks, "find_breaks", lambda _: None)
     assert remembered_breaks(tokenizer, "another") is None, "which is found again"
     assert remembered_breaks(tokenizer, "this one") == found
     (kept,) = (tmp_path / "maxsimd" / "recipes").iterdir()
@@ -258,7 +257,7 @@ def test_added_tokens_are_part_of_the_proof(monkeypatch: pytest.MonkeyPatch) -> 
     tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_tokens(["x y"])
-    monkeypatch.setattr(pieces, "find_breaks", lambda _: Breaks(re.compile("x(?= y)")))
+    monkeypatch.setattr(breaks, "find_breaks", lambda _: Breaks(re.compile("x(?= y)")))
     assert proven_breaks(tokenizer) is None
 
 

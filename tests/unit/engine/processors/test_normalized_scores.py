@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from maxsimd.engine import CUT_LONG, EngineConfig, InvalidRequestError
-from maxsimd.engine.processors.plan import Normalization
+from maxsimd.engine.processors.processor import Normalization
 from maxsimd.engine.scoring.scale import ScoreScale, has_bounds, score_scale
 from tests.engines import Engines
 from tests.unit.calling_handlers import Caller, RecordingEngine

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxsimd.engine import InvalidRequestError
-from maxsimd.engine.processors.late_chunking import as_document, passages_of
-from maxsimd.engine.processors.text.origins import Origins
-from maxsimd.engine.processors.text.pieces import PIECE
+from maxsimd.engine.processors.embedding import as_document, passages_of
+from maxsimd.engine.processors.text.tokenization import PIECE, Origins
 from tests.checkpoints.tokenizer_kinds import CUT
 from tests.unit.engine.processors.small_models import refused
 from tests.unit.engine.processors.split_texts import KINDS, SCRIPTS, text_tokenizer

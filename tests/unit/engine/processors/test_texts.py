@@ -18,9 +18,8 @@ from maxsimd.engine.media import Picture
 from maxsimd.engine.processors.embedding import EmbeddingPlan
 from maxsimd.engine.processors.pages import OpenContent
 from maxsimd.engine.processors.registry import Processors, check_room, shortest_sequences
-from maxsimd.engine.processors.text.builder import TextBuilder
+from maxsimd.engine.processors.text.builder import LongInputs, TextBuilder
 from maxsimd.engine.processors.text.tokenization import PART_TEXTS, TextTokenizer, longest_first
-from maxsimd.engine.processors.text.truncation import LongInputs
 from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, EmbedRequest, Truncation
 from maxsimd.scheduler import ResultSlot, Role
 from tests.unit.engine.processors.small_models import (
