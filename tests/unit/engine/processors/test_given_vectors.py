@@ -291,7 +291,7 @@ async def test_what_is_no_embedding_gets_a_400(colbert: RecordingEngine) -> None
         body = {"query": "q", "documents": ["d", good | change]}
         begun = time.thread_time()
         answer = await Caller(colbert).ask("POST", "/rerank", body)
-        assert time.thread_time() - begun < 0.5
+        assert time.thread_time() - begun < 2
         assert answer.status == 400
         error = error_of(answer)
         assert error["param"] == "documents"
