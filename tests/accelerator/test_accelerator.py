@@ -102,7 +102,6 @@ def test_hip_is_what_torch_calls_cuda_in_its_builds_for_rocm(monkeypatch: pytest
 
 
 def test_nothing_is_assumed_of_a_device_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Vulkan's devices stand for those of which this build of torch knows no more than the name."""
     device = torch.device("vulkan")
     assert choose_dtype("auto", device) is torch.float32
     assert free_bytes(device) is None

@@ -139,7 +139,6 @@ def test_a_front_that_is_killed_loses_only_its_own_requests(late: str, cluster: 
 
 @pytest.mark.exhaustive
 def test_what_waits_has_more_scorers_started(cluster: str) -> None:
-    """Autoscaling by queued tokens: from one scorer to two, by what the first has to do."""
     url = on_ray.deploy("scaled", cluster, replicas=1, max_replicas=2, wanted_seconds=0.1)
     documents = [f"{i} {document}" for i in range(4) for document in DOCUMENTS]
     body = {"query": "a list", "documents": documents, "cache": "bypass"}

@@ -101,7 +101,6 @@ def test_yaml_configures_a_server(tmp_path: Path) -> None:
 
 
 def test_commands_have_the_options_that_are_shown() -> None:
-    """Files and models that are named need not be there."""
     for line in _commands("maxsimd"):
         words = shlex.split(line, comments=True)[1:]
         command: click.Command = main

@@ -133,6 +133,5 @@ async def test_the_default_model_keeps_bits(precision: str, documents: list[str]
 async def test_a_causal_reranker_keeps_bits_through_chunks(
     precision: str, documents: list[str], checkpoints: SharedCheckpoints
 ) -> None:
-    """Also where pairs share a prefix."""
     config = {"model": checkpoints(language_models.qwen3_reranker), **PRECISIONS[precision]}
     assert await _what_changes_bits(config, documents[:24], CUT_LONG, (None, 61, 300)) == []

@@ -36,7 +36,6 @@ def _texts(pairs: list[Pair]) -> tuple[list[str], list[str]]:
 async def test_without_activation_scores_are_logits(
     bert_cross_encoder: str, checkpoints: SharedCheckpoints, engines: Engines, pairs: list[Pair]
 ) -> None:
-    """Of language models the log odds of their answer, whose score is a probability or its logarithm."""
     queries, documents = _texts(pairs[:4])
     for path, score in (
         (bert_cross_encoder, references.sigmoid),
@@ -97,7 +96,6 @@ async def test_a_template_may_be_a_file(qwen3_reranker: str, tmp_path: Path) -> 
 async def test_truncation_keeps_the_end_of_the_template(
     checkpoints: SharedCheckpoints, engines: Engines, pairs: list[Pair]
 ) -> None:
-    """As sentence-transformers, which writes the template's end over the last tokens of a cut prompt."""
     path = checkpoints(language_models.zerank_2)
     documents = [" ".join(pair.document for pair in pairs[i : i + 6]) for i in range(8)]
     model = CrossEncoder(path, device="cpu", max_length=200)
@@ -158,7 +156,6 @@ async def _listwise(engines: Engines, path: str, documents: list[str], **options
 async def test_scores_equal_a_plain_reading_of_the_paper(
     checkpoint: str, engines: Engines, pairs: list[Pair], count: int
 ) -> None:
-    """200 documents fill more than one pass. Few are also run in small steps."""
     documents = [pair.document for pair in pairs[:count]]
     reference = references.jina_reranker_v3(checkpoint, "how is a file opened", documents)
     assert reference.std() > 0.01
@@ -168,7 +165,6 @@ async def test_scores_equal_a_plain_reading_of_the_paper(
 
 
 async def test_long_lists_take_another_pass(changed: Changed, engines: Engines, pairs: list[Pair]) -> None:
-    """And a long one is cut."""
     path = changed(
         language_models.jina_reranker_v3, settings("tokenizer_config.json", model_max_length=3 * 2048)
     )

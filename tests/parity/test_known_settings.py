@@ -224,7 +224,6 @@ def test_every_module_is_known() -> None:
 
 
 def test_keys_that_models_ask_for_are_known() -> None:
-    """Also those that no configuration class declares, by which transformers' code changes what it does."""
     unknown = {}
     for kind in _PROVEN:
         config = CONFIG_MAPPING[kind]
@@ -258,7 +257,6 @@ def test_no_key_of_a_family_is_unknown(family: Family, checkpoints: SharedCheckp
 
 
 def test_unknown_keys_are_named_at_every_start(changed: Changed, caplog: pytest.LogCaptureFixture) -> None:
-    """The second start builds the model from its recipe."""
     odd = {"new_norm": 1, "scale_logits": True}
     path = changed(
         bi_encoders.gte,

@@ -116,7 +116,6 @@ async def test_chunks_equal_a_plain_reading(
     skips_prompt: bool,
     budget: int | None,
 ) -> None:
-    """Named by their parts or by their places; a causal model's wherever a step cuts the document."""
     checkpoint = checkpoints(build)
     engine = await engines(EngineConfig(model=checkpoint, dtype="float32", max_batch_tokens=budget))
     prompt = engine.model.rules(role).prompt

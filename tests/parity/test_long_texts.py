@@ -34,7 +34,6 @@ LONG_QUERY = "how is a file read " * 40
 
 @on_one_loop
 async def test_embeddings_are_cut_by_steps(qwen3_embedding: str, engines: Engines, pairs: list[Pair]) -> None:
-    """Those of the last token, their first dimensions, and those of all tokens."""
     texts = [*(pair.document[: 20 + 130 * i] for i, pair in enumerate(pairs[:4])), "one", "a few words"]
     engine = await engines(EngineConfig(model=qwen3_embedding, dtype="float32", max_batch_tokens=7))
     model = loaded(SentenceTransformer, qwen3_embedding)
@@ -53,7 +52,6 @@ async def test_embeddings_are_cut_by_steps(qwen3_embedding: str, engines: Engine
 async def test_a_late_interaction_score_does_not_depend_on_the_budget(
     qwen3_embedding: str, engines: Engines, pairs: list[Pair]
 ) -> None:
-    """Queries are cut too, and must still be complete before any document is scored."""
     texts, scores = [pair.document[:150] for pair in pairs[:4]], []
     for budget in (7, 4096):
         config = EngineConfig(
@@ -77,7 +75,6 @@ def documents(pairs: list[Pair]) -> list[str]:
 async def test_long_texts_are_read_as_the_checkpoint_says(
     fixture: str, longest_query: int, engines: Engines, documents: list[str], request: pytest.FixtureRequest
 ) -> None:
-    """Silently, because that is how it was trained."""
     checkpoint = request.getfixturevalue(fixture)
     engine = await engines(EngineConfig(model=checkpoint, dtype="float32"))
     await engine.clear_cache()
@@ -97,7 +94,6 @@ async def test_long_texts_are_read_as_the_checkpoint_says(
 
 
 async def test_windows_read_all_of_a_document(stanford_colbert: str, documents: list[str]) -> None:
-    """Whatever was read and cached before, and the other way round."""
     long = [text for text in documents if len(text) > 2000]
     async with Engine(EngineConfig(model=stanford_colbert, dtype="float32", window_overlap=0)) as engine:
         cut, read, again, once_more = [
@@ -136,7 +132,6 @@ def _without_ends(engine: Engine, text: str) -> np.ndarray:
 
 
 async def test_late_interaction_reads_the_tokens_of_all_windows(long_documents: list[str]) -> None:
-    """Of each document for its own query."""
     long_documents = long_documents[:2]
     truncation = Truncation(max_tokens=40, windows=True)
     queries = [f"{QUERY} {i}" for i in range(len(long_documents))]
@@ -307,7 +302,6 @@ async def _run(
 
 
 async def test_scores_with_and_without_sharing_are_equal(causal: str, few_documents: list[str]) -> None:
-    """Also where the prefix or a pair is cut between steps."""
     apart, none = await _run(causal, few_documents, "off")
     assert none == 0
     for budget in (37, 2048):

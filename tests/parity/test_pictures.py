@@ -171,7 +171,6 @@ async def test_cut_between_steps_they_score_as_whole(
 
 @models()
 async def test_cached_contents_score_as_new_ones(model: PictureModel, engine: Engine) -> None:
-    """Of pairs the scores are cached, and those of texts alone."""
     await engine.clear_cache()
     first, second = (PillowPicture(page) for page in PAGES[:2])
     contents: list[Any] = [*PAGES, "a text"]
@@ -205,14 +204,12 @@ async def test_a_prompt_stands_in_its_place(checkpoints: SharedCheckpoints, star
 
 
 async def test_a_picture_as_the_query_is_run_once(start: Start) -> None:
-    """All pairs begin with it: what is run again is a small part."""
     engine = await start(vision_language.qwen3_vl_reranker)
     usage = (await scored(engine, PAGES[4], [*PAGES[:3], *TEXTS])).usage
     assert usage.cached_tokens > 0.6 * usage.prompt_tokens
 
 
 async def test_jina_reranker_m0_is_as_its_card_says(checkpoints: SharedCheckpoints, start: Start) -> None:
-    """Which the operator may write, too."""
     path, documents = checkpoints(vision_language.jina_reranker_m0), [*PAGES, *TEXTS]
     engine = await start(path)
     logits = np.array((await scored(engine, "a", documents)).scores)
@@ -309,7 +306,6 @@ async def test_maps_equal_sentence_transformers(engine: Engine, reference: Encod
 
 @models(lambda model: model.is_late)
 async def test_the_best_cell_is_the_patch_that_maxsim_took(engine: Engine) -> None:
-    """And boxes lie inside, and cover the picture without a gap."""
     result = await engine.score(QUERIES[2], PAGES, explain="maps", cache="bypass")
     patches = 0
     for index, page in enumerate(PAGES):
@@ -434,7 +430,6 @@ async def test_content_that_the_model_does_not_read_is_refused(start: Start) -> 
 
 @models(lambda model: model.mixed, main=("colqwen2_merged", "colsmol", "qwen3_vl_reranker"))
 async def test_wrong_contents_of_pictures_and_texts_are_refused(model: PictureModel, engine: Engine) -> None:
-    """By the name of a text with the token of pictures or without end, and of a picture that is too thin."""
     token = "<image>" if model.build is vision_language.colsmol else "<|image_pad|>"
     picture = PillowPicture(PAGES[0])
     with pytest.raises(InvalidRequestError, match=r"a text of documents\[0\] holds"):

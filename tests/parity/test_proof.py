@@ -196,7 +196,6 @@ class WrongPrefixes(GroupedBackend):
 
 @pytest.mark.parametrize("wrong", [WrongChunks, WrongPrefixes])
 async def test_wrong_chunks_and_prefixes_are_not_used(wrong: type[GroupedBackend], tmp_path: Path) -> None:
-    """Such a model is packed still, but its sequences are not cut and share nothing."""
     model = load_model(EngineConfig(model=language_models.qwen3_reranker(tmp_path / "model")), CPU)
     model.backbone.float()
     samples = make_samples(model)
@@ -225,7 +224,6 @@ def test_inspect_says_what_it_compares_from_text_to_score(checkpoints: dict[str,
 
 
 def test_a_nan_and_another_shape_do_not_agree() -> None:
-    """Python's own maximum of (1, NaN) is 1."""
     assert np.isnan(largest([torch.ones(2), torch.tensor([torch.nan]), torch.zeros(1)]))
     assert largest([torch.empty(0), torch.tensor([-3.0, 2.0])]) == 3
     for found, expected in ((torch.tensor([torch.nan]), torch.ones(1)), (torch.ones(2, 3), torch.ones(3, 3))):

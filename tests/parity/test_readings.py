@@ -50,7 +50,6 @@ def test_alibaba_configs_have_the_defaults_of_their_code(changed: Changed) -> No
 
 
 def test_the_layout_of_a_jina_bert_is_told_by_its_tensors(changed: Changed, tmp_path: Path) -> None:
-    """Or, where they are pickled, by its config."""
     edit = settings(_name_or_path="", auto_map={"AutoModel": "modeling_bert.JinaBertModel"})
     assert _backbone(changed(jina.embeddings_v2_code, edit)).config.norms_queries_and_keys
     for build in (jina.embeddings_v2_code, jina.embeddings_v2):
@@ -108,7 +107,6 @@ def test_token_compression_is_said(checkpoints: SharedCheckpoints, caplog: pytes
 async def test_an_adapter_is_used_unless_there_are_weights_beside_it(
     checkpoints: SharedCheckpoints, engines: Engines, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without modules of its own it has those of its base."""
     folder = Path(checkpoints(vision_language.colqwen2_5_adapter))
     with_weights = Path(shutil.copytree(folder / "merged", tmp_path / "with weights"))
     alone = tmp_path / "alone"

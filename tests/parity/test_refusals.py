@@ -624,7 +624,6 @@ def test_without_the_package_for_gguf_it_says_what_to_install(
 
 
 def test_half_of_an_adapters_base_is_refused(checkpoints: SharedCheckpoints, tmp_path: Path) -> None:
-    """A classifier without its bias, and a matrix for weights that two layers share."""
     path = checkpoints(partial(adapters.bert, **adapters.SETTINGS["a classifier and a bias"]))
     adapters.without_classifier(Path(path), tmp_path / "adapter", tmp_path / "base")
     dropped("base_model.model.classifier.bias", _MATRICES)(tmp_path / "adapter")

@@ -84,7 +84,6 @@ async def test_bge_m3_gives_all_three_embeddings(bge_m3: str, engines: Engines, 
 async def test_a_cached_document_scores_to_the_last_bit_as_a_new_one(
     build: Any, options: Any, checkpoints: SharedCheckpoints, pairs: list[Pair], tmp_path: Path
 ) -> None:
-    """In bfloat16 too, whose numbers would round the ids of words."""
     config = EngineConfig(model=checkpoints(build), dtype="bfloat16", cache_dir=str(tmp_path), **options)
     query, documents = pairs[0].query, [pair.document for pair in pairs[:4]]
     async with Engine(config) as engine:
@@ -115,7 +114,6 @@ async def test_one_by_one_gives_the_same_as_packed(
     bge_m3: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """But a model whose tokens are weighed cannot be run so."""
     path = checkpoints(sparse_encoders.opensearch_v3)
     packed = await engines.scores(EngineConfig(model=path, dtype="float32"), pairs[:3])
     monkeypatch.setattr("maxsimd.engine.execution.modes.why_one_by_one", lambda model: "a test wants it")
@@ -150,7 +148,6 @@ async def test_explanations_of_bge_m3_add_up(bge_m3: str, engines: Engines, pair
 async def test_layers_of_bge_m3_are_read_if_they_are_no_pickles(
     bge_m3: str, changed: Changed, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Or if pickles may be opened."""
     with caplog.at_level(logging.INFO):
         model = load_model(EngineConfig(model=bge_m3), CPU)
     assert sorted(model.tasks) == ["embed", "token_embed"]

@@ -451,7 +451,6 @@ async def test_another_adapter_of_jina_v5_is_named_by_its_folder(
 
 
 async def test_convolutions_may_be_padded(changed: Changed, engines: Engines, pairs: list[Pair]) -> None:
-    """Configs for later versions of transformers say which."""
     edit = settings(conv_zero_padding=True, model_type="lfm2_bidirectional")
     path, scores = changed(retrained.lfm2_5_colbert, edit), []
     for packing, execution in (("auto", "packed"), ("off", "padded")):
@@ -462,7 +461,6 @@ async def test_convolutions_may_be_padded(changed: Changed, engines: Engines, pa
 
 
 async def test_equal_scores_are_ranked_by_their_logits(changed: Changed) -> None:
-    """Of logits above 17, whose sigmoids are all 1 in float32."""
     path = changed(cross_encoders.bert, added("classifier.bias", torch.tensor([40.0])))
     documents = DOCUMENTS[::-1]
     logits = references.loaded(CrossEncoder, path).predict(

@@ -205,7 +205,6 @@ def test_texts_are_embedded(tmp_path: Path, small: str, small_engine: SyncEngine
 def test_eval_equals_ir_measures(
     tmp_path: Path, small: str, small_engine: SyncEngine, pairs: list[Pair]
 ) -> None:
-    """12 queries over 20 documents in BEIR's files; grades 0 to 2."""
     documents = [
         {"_id": f"d{i}", "title": "", "text": pair.document[:200]} for i, pair in enumerate(pairs[:20])
     ]

@@ -212,7 +212,6 @@ def test_vectors_are_the_same_for_every_vendors_client(clip: Server) -> None:
 
 
 def test_texts_and_pictures_of_one_document_come_together(qwen: Server) -> None:
-    """As Voyage's and Jina's clients send them, and vLLM's as a message: the same vector."""
     parts = [part(FIRST), {"type": "text", "text": TEXT}]
     expected = vectors(qwen, "/v1/embeddings", input=[{"content": parts}])
     ways: dict[str, dict[str, Any]] = {

@@ -66,7 +66,6 @@ def test_openais_client_gets_embeddings(server: Server) -> None:
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
 def test_the_examples_for_curl_are_answered(server: Server, tmp_path: Path) -> None:
-    """Those of docs/clients.md, and those of the other pages."""
     ranked, embedded = (
         json.loads(printed(example, "sh", server.url, os.environ, tmp_path)) for example in examples(CURL)
     )

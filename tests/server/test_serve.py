@@ -82,7 +82,6 @@ async def serving(model: str | None = None, **options: Any) -> AsyncIterator[Ser
 async def test_the_server_listens_where_it_should_until_it_has_drained(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is not ready while it drains and accepts work. Then it refuses work and finishes what it has."""
     caplog.set_level(logging.INFO, logger="maxsimd.serve")
     stops: list[Stop] = []
     monkeypatch.setattr(life, "Stop", lambda *given: stops.append(Stop(*given)) or stops[0])

@@ -67,7 +67,6 @@ def _close_standard_files_and_read_no_log() -> None:
 
 @pytest.mark.not_on_ray  # which reads what its processes write
 def test_a_server_without_standard_files_serves_and_ends(start_server: StartServer) -> None:
-    """Input and output are closed, and nobody reads its log, whose pipe is full after some thirty lines."""
     server = start_server("--log-level", "debug", before=_close_standard_files_and_read_no_log)
     with httpx.Client(base_url=server.url) as client:
         assert {client.post("/rerank", json={}).status_code for _ in range(100)} == {400}

@@ -66,7 +66,6 @@ def test_flags_override_variables_that_override_the_file(tmp_path: Path) -> None
 
 
 def test_what_an_entry_has_from_another_may_be_said_anew(tmp_path: Path) -> None:
-    """YAML's own <<, in any order of what is read first; and a file that holds itself."""
     text = "models: {a: &a {dtype: float32, weight: 2}, b: &b {<<: *a, weight: 3}, c: {<<: *b, weight: 4}}"
     models = _config("--config", _file(tmp_path, text))["models"]
     assert [(one["dtype"], one["weight"]) for one in models.values()] == [("float32", n) for n in (2, 3, 4)]

@@ -146,7 +146,6 @@ def test_logging_does_not_wait_for_an_unread_pipe(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.usefixtures("restored_logging")
 @pytest.mark.filterwarnings("always")
 def test_warnings_and_errors_of_threads_are_logged(capsys: pytest.CaptureFixture[str]) -> None:
-    """What writes to standard error by itself would wait for who reads it."""
     set_up_logging("info", "text")
     thread = threading.Thread(target=lambda: 1 / 0, name="one")
     thread.start()

@@ -114,7 +114,6 @@ async def test_a_long_collection_delays_the_next(monkeypatch: pytest.MonkeyPatch
 
 
 async def test_what_has_grown_is_collected_though_nothing_has_aged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measured from the least since the last collection."""
     sizes, collections = [500 << 20], list[int]()
     async with collecting(resident=lambda: sizes[-1]):
         monkeypatch.setattr(process.gc, "collect", lambda: collections.append(1))
@@ -254,7 +253,6 @@ async def test_a_signal_starts_drain_and_grace_period(left: list[int], number: s
 
 
 def test_a_server_that_ignores_hangups_goes_on_doing_so(left: list[int]) -> None:
-    """As `nohup` has it."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     assert handled_signals() == [signal.SIGTERM, signal.SIGINT]
 

@@ -102,7 +102,6 @@ def test_rank_fields_name_what_is_read_of_a_record() -> None:
 
 
 def test_many_records_and_many_rank_fields_are_no_product() -> None:
-    """Each name is looked up a few times, not once for each record."""
     lookups = [0]
 
     class Name(str):

@@ -220,7 +220,6 @@ def test_options_become_flags() -> None:
 
 
 def test_the_engine_names_no_flags() -> None:
-    """But those of other programs."""
     engine = Path(__file__).parents[3] / "engine"
     for path in sorted(engine.rglob("*.py")):
         for line in path.read_text(encoding="utf-8").splitlines():

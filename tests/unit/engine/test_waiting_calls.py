@@ -127,7 +127,6 @@ async def test_a_timeout_counts_the_wait_for_a_permit(engine: Engine) -> None:
 
 
 async def test_a_tenants_only_call_passes_a_thousand_of_another(engine: Engine) -> None:
-    """At most one call of the other tenant, which is next already, go_on before it."""
     with held_steps(engine) as go_on:
         many = [asyncio.create_task(engine.score("query", DOCUMENTS[:9], tenant="many")) for _ in range(1000)]
         await until(lambda: engine.stats().waiting_requests > 900)

@@ -125,7 +125,6 @@ def test_what_is_held_between_chunks_is_a_copy(name: str) -> None:
 
 
 def test_chunks_are_put_together_by_where_they_start() -> None:
-    """A step that was retried may have stored its chunks in another order."""
     sequence = text(1, 6)
     method = AllPool(as_is)
     for start in (2, 0, 2):

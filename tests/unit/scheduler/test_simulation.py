@@ -36,7 +36,6 @@ def test_under_overload_admitted_requests_finish_in_bounds(mix: str) -> None:
 
 
 def test_equal_clients_wait_about_equally() -> None:
-    """Requests that are smaller than half a step do not pass one another, whatever class their size is in."""
     ours = closed_loop(SchedulerOrder(16_384), 64, 600, 16_384, seed=1)
     in_turn = closed_loop(FirstComeFirstServed(16_384), 64, 600, 16_384, seed=1)
     assert ours["p99_s"] <= 1.25 * ours["mean_s"]

@@ -153,7 +153,6 @@ def test_a_sequence_is_cut_to_fill_the_step_and_continued() -> None:
     ("length", "expected"), [(201, [(0, 100, 200)]), (101, [(0, 100, 101), (100, 0, 99)])]
 )
 def test_a_cut_sequence_goes_on_past_many_that_must_be_cut(length: int, expected: Spans) -> None:
-    """More than are looked at in a step; what its end leaves of a step goes to the first of them."""
     scheduler = Scheduler(StepLimits(100, 1000, chunked=True), oldest_share=0.01)
     scheduler.admit(0, texts(0, [length] * 6))
     scheduler.schedule()
@@ -196,7 +195,6 @@ def test_the_oldest_takes_the_next_cut_past_many_others() -> None:
 
 @pytest.mark.parametrize(("lengths", "expected"), [([4000], {2: 100}), ([4000, 5], {1: 5, 3: 95})])
 def test_a_cut_sequence_is_hurried_where_no_oldest_fits(lengths: list[int], expected: dict[int, int]) -> None:
-    """Past a smaller request of its own tenant, and only as long as the step is empty."""
     scheduler = Scheduler(StepLimits(100, 1000, chunked=True), oldest_share=0.5)
     scheduler.admit(0, texts(0, [100]), tenant="a")
     scheduler.admit(1, texts(1, lengths, 1), tenant="a")

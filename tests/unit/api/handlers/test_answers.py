@@ -380,7 +380,6 @@ async def test_scores_below_a_threshold_are_left_out(caller: Caller, ranked: Rer
 
 
 async def test_the_server_may_normalize_by_default(engine: RecordingEngine) -> None:
-    """The server normalizes if the request does not say; `test_fields.py` has requests that do."""
     caller = Caller(engine, normalize_scores=True)
     body = {"query": QUERY, "documents": DOCUMENTS}
     for change, normalizes in (({}, True), ({"normalize": False}, False), ({"raw_scores": True}, False)):

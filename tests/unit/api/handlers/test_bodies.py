@@ -386,7 +386,6 @@ async def test_instruct_is_another_name_for_the_instruction(caller: Caller) -> N
 
 
 async def test_vectors_have_length_one_on_request(caller: Caller) -> None:
-    """This model's own last layer normalises, which the answer says where it is not wanted."""
     answer = await caller.post("/v1/embeddings", {"input": "d", "normalized": False})
     assert "normalized false has no effect" in answer.headers["x-maxsimd-warnings"]
     assert msgspec.json.decode(answer.body)["warnings"] == [answer.headers["x-maxsimd-warnings"]]

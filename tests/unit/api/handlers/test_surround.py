@@ -35,7 +35,6 @@ GUARDED = [
 
 
 async def test_every_guarded_route_needs_one_of_the_keys(engine: RecordingEngine) -> None:
-    """Which headers hold a key: `tests/unit/api/test_keys.py`."""
     caller = Caller(engine, api_key=("one", "two"))
     for method, path in (*GUARDED, ("GET", "/nope"), ("GET", "/rerank")):
         for headers in ({}, {"authorization": "Bearer three"}, {"authorization": "Basic one"}):
@@ -247,7 +246,6 @@ RESTARTING = "the engine has failed and is being restarted; send the request aga
 async def test_an_error_is_answered_counted_and_logged(
     engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch, lines: pytest.LogCaptureFixture
 ) -> None:
-    """What each class of error is answered with: `tests/unit/api/test_failures.py`."""
     for error, status in ((QueueFullError("full", 1.2), 429), (RuntimeError("inside"), 500)):
         caller = Caller(engine)
         lines.clear()

@@ -236,7 +236,6 @@ async def test_text_becomes_tokens(caller: Caller) -> None:
 
 
 async def test_the_tokens_of_a_long_text_are_those_that_are_run(caller: Caller) -> None:
-    """Piece by piece they are written, and one after the other; characters count from the beginning."""
     text = "Hello world. " * 5000
     answer = await caller.json("/tokenize", {"text": text, "return_token_strs": True})
     (tokens,) = caller.engine.tokenizer.encode([text], "text")
@@ -294,7 +293,6 @@ async def test_tokens_become_text(caller: Caller) -> None:
 
 
 async def test_inputs_become_tokens_with_their_characters(caller: Caller) -> None:
-    """text-embeddings-inference's shape."""
     text = "Hello world"
     [tokens] = await caller.json("/tokenize", {"inputs": text})
     assert tokens[0] == {"id": 101, "text": "[CLS]", "special": True, "start": None, "stop": None}

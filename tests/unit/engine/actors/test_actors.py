@@ -115,7 +115,6 @@ async def test_after_a_long_step_the_next_is_chosen_near_its_end() -> None:
 
 
 async def test_waiting_for_other_models_delays_no_choice() -> None:
-    """Or this model would have no step at hand when its turn comes, and lose what it is due."""
     device = Device(steps_in_flight=2, beside_small=8)
     await device.admit(1, [8, 8, 8, 8])
     for step in range(2):

@@ -524,7 +524,6 @@ def test_the_next_replay_leaves_hidden_states_as_they_were(capture: Callable[...
 def test_a_model_that_waits_for_the_device_has_no_graphs(
     checkpoints: SharedCheckpoints, capture: Callable[..., Captured], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each expert is given the tokens that chose it, however many these are."""
     experts = packed_model(checkpoints(nomic.v2_moe), layers=2)
     recorder = CallRecorder()
     with caplog.at_level(logging.DEBUG, logger="maxsimd"):

@@ -72,7 +72,6 @@ async def test_files_that_change_after_they_are_read_change_nothing(cross_encode
 
 
 def test_code_of_a_checkpoints_own_is_not_run(tmp_path: Path, checkpoints: SharedCheckpoints) -> None:
-    """The published layout names code; it is translated, and none of it is even there."""
     folder = checkpoints.copy(late_interaction.jina_colbert_v2, tmp_path / "model")
     assert "auto_map" in json.loads((folder / "config.json").read_text())
     assert type(_load(folder).backbone).__name__ == "JinaEmbeddingsV3Model"
@@ -153,7 +152,6 @@ def test_a_tokeniser_without_words_is_refused(cross_encoder: Path) -> None:
 
 
 def test_a_bigbird_reads_to_where_its_attention_would_change(tmp_path: Path) -> None:
-    """Beyond, what it makes of a text depends on the texts before it."""
     folder = build(Architecture("bi-encoder", "big_bird"), tmp_path)
     change_config(Path(folder), block_size=4, num_random_blocks=1, attention_type="block_sparse")
     assert _load(folder).max_tokens == 7 * 4

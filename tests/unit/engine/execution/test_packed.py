@@ -91,7 +91,6 @@ def test_the_cursor_finds_every_token_where_the_layout_put_it(
 
 @pytest.mark.parametrize(("start", "stop", "expected"), [(0, 7, [2, 1, 1, 3, 4, 1, 5]), (2, 6, [1, 3, 4, 1])])
 def test_padding_tokens_of_texts_are_not_counted(start: int, stop: int, expected: list[int]) -> None:
-    """As RoBERTa has it, also behind a cut."""
     tokens = Tokens(np.array([5, 1, 1, 7, 8, 1, 9], dtype=np.int32))
     step = Step(0, (Chunk(TokenSequence.text(0, ResultSlot(0, 0), "embed", tokens), start, stop),))
     options: dict[str, Any] = {"causal": False, "arrangement": RAGGED, "position_offset": 2}
@@ -287,7 +286,6 @@ def test_a_last_layer_runs_for_first_rows_alone(request: pytest.FixtureRequest, 
 
 
 async def test_rotary_frequencies_keep_their_precision_in_bfloat16(qwen3_embedding: str) -> None:
-    """Rounded ones put far tokens at wrong positions."""
     async with Engine(EngineConfig(model=qwen3_embedding, dtype="bfloat16")) as engine:
         backbone = engine.model.backbone
         assert backbone.rotary_emb.inv_freq.dtype is torch.float32

@@ -25,7 +25,6 @@ from maxsimd.engine.models.jina_bert import JinaBertConfig, JinaBertSelfAttentio
 @pytest.mark.parametrize("family", ["bert", "roberta", "xlm-roberta"])
 @torch.inference_mode()
 def test_encoders_and_classifiers_equal_those_of_transformers(family: str) -> None:
-    """With padding on the right and, in one row, on the left."""
     names = {field.name for field in fields(bert.EncoderConfig)} - {"settings", "_attn_implementation"}
     for i, activation in enumerate(sorted(bert.ACTIVATIONS)):
         config: Any = AutoConfig.for_model(

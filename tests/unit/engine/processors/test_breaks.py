@@ -219,7 +219,6 @@ def test_text_without_words_is_cut_where_no_token_reaches(name: str) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["bert", "qwen", "albert"])
 def test_letters_before_breaks_are_letters_to_the_library(name: str) -> None:
-    """In every normal form: what a pattern takes for a letter ends a word before what is none."""
     tokenizer, breaks = cut_kind(name)
     separator = " " if name == "albert" else ","
     letters = [
@@ -233,7 +232,6 @@ def test_letters_before_breaks_are_letters_to_the_library(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["bert", "qwen"])
 def test_what_may_differ_on_the_other_side_ends_no_piece(name: str) -> None:
-    """Joiners, marks of nothing, what is joined with what stands behind it, and what becomes a space."""
     _, breaks = cut_kind(name)
     for end in ("\u200d", "\u200c", " \u0301", "\u0600", "\u0d4e", "\u0e40", "\u2581", "\x00"):
         assert breaks.all(f"{end} b") == [], ascii(end)
@@ -241,7 +239,6 @@ def test_what_may_differ_on_the_other_side_ends_no_piece(name: str) -> None:
 
 
 def test_newer_unicode_ends_pieces_if_the_tokenizer_has_it() -> None:
-    """A mark of 2008 that the library has too, and a letter of 2005."""
     marks_end_words = QWEN.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"\s\p{L}", r"\s\p{L}\p{M}")
     _, breaks = with_breaks(lambda: byte_level(marks_end_words))
     assert breaks.all("\u1000\u103a\na") == [2]

@@ -151,7 +151,6 @@ def test_the_requests_limits_cut_both_texts_and_are_counted(score: Score, joined
 
 @JOINED_BY
 def test_windows_stand_where_the_document_does(score: Score, joined: Joined) -> None:
-    """The best of each document's windows is its score."""
     truncation = Truncation(max_tokens=len(joined(ids(2), ids(4))), windows=True)
     plan = score([words(2)], [document(9), document(4), document(5)], truncation, overlap=1)
     windows = [(0, 4), (3, 4), (6, 3), (0, 4), (0, 4), (3, 2)]
@@ -271,7 +270,6 @@ def test_texts_by_pictures_the_template_cannot_take_are_refused() -> None:
 
 
 def test_a_token_shared_with_the_template_is_not_cut() -> None:
-    """The tokenizer makes one token of what no space separates: here it holds the document's last word."""
     template = ScoreTemplate(("query: {{ query }} passage: {{ document }}/end w1",))
     whole = [QUERY_PROMPT, *ids(1), DOCUMENT_PROMPT, *ids(2, DOCUMENT), UNKNOWN, *ids(1, 1)]
     assert tokens_of(ask(["w0"], [document(3)], template=template)) == [whole]
@@ -342,7 +340,6 @@ def test_where_steps_are_replayed_a_prefix_must_save_more_than_its_launches_take
 
 
 def test_a_prefix_that_is_not_worth_it_is_run_with_each_pair() -> None:
-    """8 tokens are saved, in a step of 21."""
     asked_for = [words(4)], [document(3), document(2)]
     assert len(ask(*asked_for, sharing=PrefixSharing(28)).sequences) == 3
     plan = ask(*asked_for, sharing=PrefixSharing(29))
@@ -418,7 +415,6 @@ TEXTS = st.lists(WRITTEN).map("".join)
 def test_a_pair_has_its_segments_tokens(
     template: ScoreTemplate, pairs: list[tuple[str, str]], one_query: bool
 ) -> None:
-    """Although what cannot merge with the document is tokenised apart, and what queries begin with once."""
     documents = [text for _, text in pairs]
     queries = [pairs[0][0]] if one_query else [query for query, _ in pairs]
     expected = []
@@ -457,7 +453,6 @@ LENGTHS = st.integers(0, 400)
 def test_a_cut_pair_is_what_the_whole_texts_would_be_cut_to(
     query: int, document: int, limit: int, side: str, most: int | None
 ) -> None:
-    """Also where both are far longer, and the odd token goes to the longer one."""
     truncation = Truncation(max_tokens=limit, side=side, max_document_tokens=most)  # type: ignore[arg-type]
     made = processors(model(score_task="classify", max_tokens=limit))
     texts = score_request([words(query)], [words(document, DOCUMENT)], truncation)

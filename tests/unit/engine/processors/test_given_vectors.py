@@ -362,7 +362,6 @@ async def test_parts_of_a_long_query_add_up(
 async def test_too_much_scoring_gets_a_413(
     colbert: RecordingEngine, vectors: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By vectors of the query x those of the documents, whether these were sent or cached."""
     query, rows = vectors
     await colbert.score(QUERY, DOCUMENTS[3])
     monkeypatch.setattr(colbert._require().processors.scores, "_price", ScoringPrice(1e-8))
@@ -374,7 +373,6 @@ async def test_too_much_scoring_gets_a_413(
 
 
 async def test_a_text_comes_before_an_embedding(colbert: RecordingEngine) -> None:
-    """Records that people keep have both, and fields of any name."""
     caller = Caller(colbert)
     document = {"text": DOCUMENTS[0], "embedding": [1.0]}
     answer = await caller.json("/rerank", {"query": QUERY, "documents": [document]})

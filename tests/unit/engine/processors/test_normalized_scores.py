@@ -33,7 +33,6 @@ SCALES = {
 async def test_normalized_scores_are_made_of_raw_ones(
     fixture: str, request: pytest.FixtureRequest, engines: Engines
 ) -> None:
-    """MaxSim as the mean over the query's tokens, cosines without negative ones, logits as probabilities."""
     engine = await engines(EngineConfig(model=request.getfixturevalue(fixture), dtype="float32"))
     scale, normal = SCALES[fixture], score_scale(engine.model, normalize=True)
     assert (score_scale(engine.model), normal.least, normal.most) == (scale, 0.0, 1.0)

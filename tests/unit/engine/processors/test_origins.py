@@ -50,7 +50,6 @@ def test_the_tokens_of_a_text_stand_for_all_of_it_in_order(name: str) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_words_are_made_of_whole_spans(name: str) -> None:
-    """No token's span reaches into two words, nor ends within what a reader sees as one character."""
     tokenizer = text_tokenizer(CUT[name])
     text = " ".join(WORDS)
     ids, spans = tokenizer.encode_with_spans(text, "text")

@@ -233,7 +233,6 @@ def test_a_model_cards_template_cuts_only_documents(checkpoints: SharedCheckpoin
 def test_documents_have_the_prompt_of_the_library(
     checkpoints: SharedCheckpoints, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """sentence-transformers leaves out a prompt that is named passage."""
     folder = checkpoints.copy(BI, tmp_path / "copy")
     prompts = {"query": "query: ", "passage": "passage: "}
     _change(folder / "config_sentence_transformers.json", prompts=prompts)
@@ -250,7 +249,6 @@ def _change(file: Path, **settings: object) -> None:
 def test_positions_that_depend_on_pads_are_noticed(
     checkpoints: SharedCheckpoints, monkeypatch: Patch
 ) -> None:
-    """Only a text with a pad in it tells such a model from another."""
     right = PackedRunner.inputs_of
 
     def without_pads(runner: PackedRunner, batch: Any) -> dict[str, torch.Tensor]:

@@ -93,7 +93,6 @@ async def test_each_scores_as_alone(
 
 
 async def test_the_scores_of_the_last_stage_alone_are_changed(both: Engines, pairs: list[Pair]) -> None:
-    """The first would have most documents at 0, and let those with the least indexes go on."""
     documents = [pair.document[:99] for pair in pairs[:20]][::-1]
     query = pairs[0].query
     plain = await both.rerank(query, documents, [Stage("embed", keep=3), Stage("rerank")])
@@ -250,7 +249,6 @@ async def test_certain_refusals_are_told_before_any_stage_runs(
 
 
 async def test_possible_refusals_are_not_told_before(both: Engines) -> None:
-    """One may be of another kind, and does not come to the last stage; others are cut, or read in windows."""
     for documents, options in (
         ([VECTOR * 0, *TEXTS], {}),
         ([LONG * 2, LONG * 3, LONG * 2], {}),

@@ -337,8 +337,6 @@ def test_retries_are_limited_by_a_budget_and_by_who_is_left() -> None:
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 40), st.integers(2, 6), st.booleans())
 def test_nothing_is_lost_while_members_die(seed: int, documents: int, members: int, poisoned: bool) -> None:
-    """Members die at random, and are replaced; answers come in any order, some after they were given up. One
-    document may kill whoever scores it."""
     chance = random.Random(seed)
     alive = [Member(slot, f"m{slot}", "f") for slot in range(members)]
     poison = chance.randrange(documents) if poisoned else None
