@@ -1,4 +1,5 @@
-"""What a handler answers: a status, headers and the body's bytes. Sending them is the adapter's business."""
+"""What a handler answers: a status, headers and a body, whole or line by line; and errors, which have one
+shape and a status for each class. Adapters send them."""
 
 import json
 import math
@@ -44,10 +45,9 @@ _ALWAYS = {
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A complete HTTP response, but for what every server adds itself (Content-Length, Date, Server). With
-    `lines` it is not complete yet: these are its body, as they come. `reason` is what the log says of an
-    answer that refuses something; it holds no text of a client's. `timings` say
-    where its request's time went in the engine."""
+    """An HTTP response without the headers that servers add themselves (Content-Length, Date, Server).
+    `lines` are the parts of a body that is still being made. The log gives `reason` for a refusal; it has no
+    text of clients. `timings` say where the request's time went in the engine."""
 
     status: int
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -88,8 +88,9 @@ class Answer:
 
 
 async def wire_answer(build: Callable[[], Any], items: int, characters: int = 0) -> Answer:
-    """As JSON what is built, a wire type or a list of them: beside the event loop where it has many `items`,
-    or `characters` in its texts. It needs nothing of the engine, which may have died since."""
+    """Answers in JSON with what `build` returns, a wire type or a list of them. A thread builds and encodes
+    it if it has many `items`, or `characters` in its texts. `build` must not use the engine, which may have
+    died."""
     size = max(items, characters // _CHARACTERS_AN_ITEM)
     encoded = await run_in_thread_if_large(size, lambda: msgspec.json.encode(build()))
     return Answer(200, {"Content-Type": "application/json"}, encoded)
@@ -116,15 +117,13 @@ def usage_of(usage: Usage) -> wire.Usage:
     return wire.Usage(usage.prompt_tokens, usage.prompt_tokens, details)
 
 
-# Messages repeat what a client has sent: no more of it than this.
-_LONGEST_MESSAGE = 1_000
-_LONGEST_PARAM = 100
-# The encodings of bodies that are taken.
-TAKEN_ENCODINGS = "gzip, deflate"
+# Messages repeat no more than this of what a client has sent.
+_LONGEST_MESSAGE, _LONGEST_PARAM, _LONGEST_NAME = 1_000, 100, 100
+ENCODINGS = "gzip, deflate"
 
 
 class ApiError(Exception):
-    """An error with a status, a type and a message of its own on the wire."""
+    """An error with its own status, type and message on the wire."""
 
     def __init__(
         self, status: int, kind: str, message: str, param: str | None = None, retry_after: float | None = None
@@ -134,7 +133,7 @@ class ApiError(Exception):
 
 
 class WrongMethodError(ApiError):
-    """A path that there is, asked with a method that it does not take; `allowed` has those that it does."""
+    """The path does not take the request's method; `allowed` names those that it takes."""
 
     def __init__(self, allowed: Iterable[str]) -> None:
         self.allowed = ", ".join(sorted(allowed))
@@ -149,7 +148,7 @@ def as_api_error(error: Exception) -> ApiError:
         case InvalidRequestError():
             return ApiError(400, "BadRequestError", str(error), error.param)
         case msgspec.ValidationError():
-            message, param = _describe(str(error))
+            message, param = _describe_validation(str(error))
             return ApiError(400, "BadRequestError", message, param)
         case msgspec.DecodeError():
             return ApiError(400, "BadRequestError", f"the body is not valid JSON: {error}")
@@ -181,7 +180,7 @@ def error_answer(error: ApiError) -> Answer:
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if error.status == 415:
-        headers["Accept-Encoding"] = TAKEN_ENCODINGS
+        headers["Accept-Encoding"] = ENCODINGS
     param = None if error.param is None else printable(error.param, _LONGEST_PARAM)
     message = printable(str(error), _LONGEST_MESSAGE)
     body = ErrorResponse(ErrorBody(message, error.kind, param, error.status), message)
@@ -189,156 +188,8 @@ def error_answer(error: ApiError) -> Answer:
     return Answer(error.status, headers, msgspec.json.encode(body), reason=reason)
 
 
-def restarting() -> ApiError:
-    message = "the engine has failed and is being restarted; send the request again shortly"
-    return ApiError(503, "ServiceUnavailableError", message, retry_after=5)
-
-
-def no_such_route() -> ApiError:
-    return ApiError(404, "NotFoundError", "there is no such route; GET /docs has those there are")
-
-
-def no_valid_key() -> ApiError:
-    return ApiError(401, "AuthenticationError", "send a valid key as Authorization: Bearer KEY")
-
-
-def malformed(status: int, what: str) -> ApiError:
-    return ApiError(status, "BadRequestError", what)
-
-
-def no_such_model(name: str, served: Sequence[str]) -> ApiError:
-    shown = ", ".join(f"`{each}`" for each in served)
-    message = f"The model `{printable(name, 100)}` does not exist; served here: {shown}."
-    return ApiError(404, "NotFoundError", message, "model")
-
-
-def model_is_ambiguous(name: str, called: Sequence[str]) -> ApiError:
-    shown = ", ".join(f"`{each}`" for each in called)
-    message = f"several models are `{printable(name, 100)}`; say which you mean by its name: {shown}"
-    return ApiError(404, "NotFoundError", message, "model")
-
-
-def model_is_loading(name: str) -> ApiError:
-    message = f"the model `{in_printable_name(name)}` is being loaded; send the request again shortly"
-    return ApiError(503, "ServiceUnavailableError", message, "model", retry_after=5)
-
-
-def model_has_failed(name: str, reason: str, served: Sequence[str]) -> ApiError:
-    message = f"the model `{in_printable_name(name)}` is not served: {in_flags(reason)}; {_others(served)}"
-    return ApiError(503, "ServiceUnavailableError", message, "model", retry_after=30)
-
-
-def model_is_dropped(name: str, served: Sequence[str]) -> ApiError:
-    message = f"the model `{in_printable_name(name)}` has been dropped; {_others(served)}"
-    return ApiError(404, "NotFoundError", message, "model")
-
-
-def model_was_dropped_meanwhile(name: str) -> ApiError:
-    message = f"the model `{in_printable_name(name)}` was dropped before the request was done"
-    return ApiError(503, "ServiceUnavailableError", message, "model", retry_after=30)
-
-
-def model_is_undecided(name: str, served: Sequence[str]) -> ApiError:
-    message = (
-        f"the request names no model, and may be for `{in_printable_name(name)}`, which could not be loaded; "
-        f"say as `model` which you mean: {_others(served)}"
-    )
-    return ApiError(503, "ServiceUnavailableError", message, "model", retry_after=30)
-
-
-def model_is_not_loadable(name: str) -> ApiError:
-    message = (
-        f"there is no model `{in_printable_name(name)}` to load; name one of the configuration, or one in "
-        "the folder of --models-dir by its path there"
-    )
-    return ApiError(404, "NotFoundError", message, "name")
-
-
-def in_printable_name(name: str) -> str:
-    """A model's name as messages repeat it."""
-    return printable(name, 100)
-
-
-def _others(served: Sequence[str]) -> str:
-    return "served here: " + (", ".join(f"`{each}`" for each in served) or "none")
-
-
-def too_slow(what: str, option: str) -> ApiError:
-    return ApiError(
-        408, "RequestTimeoutError", f"the {what} took too long to arrive; send faster, or raise {option}"
-    )
-
-
-def too_many_connections() -> ApiError:
-    message = "the server has as many connections as it takes; try again shortly, or raise --max-connections"
-    return ApiError(503, "ServiceUnavailableError", message, retry_after=1)
-
-
-def internal_error() -> ApiError:
-    return ApiError(500, "InternalServerError", "internal error; the log has it under this request's id")
-
-
-def body_too_large() -> ApiError:
-    message = "the body is too large; send fewer documents at a time, or raise --max-body-mb"
-    return ApiError(413, "RequestTooLargeError", message)
-
-
-def too_many_bodies() -> ApiError:
-    message = "other requests' bodies take the memory that there is for them; try again shortly"
-    return ApiError(429, "QueueFullError", message, retry_after=1)
-
-
-def too_many_entries(param: str, count: int, most: int) -> ApiError:
-    message = f"{param} has {count} entries, but at most {most} are taken at a time; send them in parts"
-    return ApiError(413, "RequestTooLargeError", message, param)
-
-
-def too_many_containers(most: int) -> ApiError:
-    message = f"the body has more than {most} arrays and objects; send fewer documents at a time"
-    return ApiError(413, "RequestTooLargeError", message)
-
-
-def too_many_strings(most: int) -> ApiError:
-    message = (
-        f"the body has more than {most} strings, names of fields included; send fewer documents at a time, "
-        "or documents of fewer fields"
-    )
-    return ApiError(413, "RequestTooLargeError", message)
-
-
-def too_many_values(most: int) -> ApiError:
-    message = (
-        f"the body has more than {most} values; send fewer token ids at a time, or raise --max-request-tokens"
-    )
-    return ApiError(413, "RequestTooLargeError", message)
-
-
-def too_deep() -> ApiError:
-    return ApiError(400, "BadRequestError", "the body has too many arrays or objects within each other")
-
-
-def not_utf8() -> ApiError:
-    return ApiError(400, "BadRequestError", "the body is UTF-16 or UTF-32, or no text; send JSON in UTF-8")
-
-
-def body_not_unicode(reason: str) -> ApiError:
-    return ApiError(400, "BadRequestError", f"the body is not valid JSON: a string is not UTF-8 ({reason})")
-
-
-def unknown_encoding() -> ApiError:
-    message = f"this Content-Encoding is not taken; use {TAKEN_ENCODINGS}, or none"
-    return ApiError(415, "UnsupportedMediaTypeError", message)
-
-
-def unreadable_body() -> ApiError:
-    message = (
-        "the body is not what its headers say, or not all of it; check Content-Encoding and Content-Length"
-    )
-    return ApiError(400, "BadRequestError", message)
-
-
-def _describe(message: str) -> tuple[str, str | None]:
-    """msgspec's message and the field it is about: `Expected ... - at `$.top_n``."""
+def _describe_validation(message: str) -> tuple[str, str | None]:
+    """The message and field of msgspec's text, which is all that it gives: `Expected ... - at `$.top_n``."""
     missing = re.search(r"missing required field `(\w+)`", message)
     if missing:
         within = re.search(r" - at `\$\.(.+)`$", message)
@@ -354,9 +205,58 @@ def _describe(message: str) -> tuple[str, str | None]:
     return f"{path}: {text[0].lower()}{text[1:]}", re.split(r"[.\[]", path)[0]
 
 
+def malformed(message: str, status: int = 400) -> ApiError:
+    return ApiError(status, "BadRequestError", message)
+
+
+def too_large(message: str, param: str | None = None) -> ApiError:
+    return ApiError(413, "RequestTooLargeError", message, param)
+
+
+def unavailable(message: str, param: str | None = None, retry_after: float = 5) -> ApiError:
+    return ApiError(503, "ServiceUnavailableError", message, param, retry_after)
+
+
+def no_such_model(name: str, served: Sequence[str]) -> ApiError:
+    message = f"The model {quoted(name)} does not exist; served here: {', '.join(map(quoted, served))}."
+    return ApiError(404, "NotFoundError", message, "model")
+
+
+def quoted(name: str) -> str:
+    """A model's name as messages repeat it."""
+    return f"`{printable(name, _LONGEST_NAME)}`"
+
+
+def too_many_connections() -> ApiError:
+    message = "the server has as many connections as it takes; try again shortly, or raise --max-connections"
+    return unavailable(message, retry_after=1)
+
+
+def internal_error() -> ApiError:
+    return ApiError(500, "InternalServerError", "internal error; the log has it under this request's id")
+
+
+def body_too_large() -> ApiError:
+    return too_large("the body is too large; send fewer documents at a time, or raise --max-body-mb")
+
+
+def too_deep() -> ApiError:
+    return malformed("the body has too many arrays or objects within each other")
+
+
+def body_not_unicode(reason: str) -> ApiError:
+    return malformed(f"the body is not valid JSON: a string is not UTF-8 ({reason})")
+
+
+def unreadable_body() -> ApiError:
+    return malformed(
+        "the body is not what its headers say, or not all of it; check Content-Encoding and Content-Length"
+    )
+
+
 class Sink(Protocol):
-    """Where an adapter takes an answer that is sent while it is made. All methods raise ConnectionError once
-    the client has gone away."""
+    """An adapter's receiver of an answer that is sent while it is made. All methods raise ConnectionError
+    once the client has gone away."""
 
     async def begin(self, answer: Answer) -> None:
         """Sends the status and the headers."""
@@ -393,8 +293,7 @@ class WholeAnswer:
 
 
 class LineSender:
-    """Sends one answer that has lines to a sink; `completed` makes the answer what it is to be as it
-    leaves."""
+    """Sends one answer that has lines to a sink. `completed` adds the headers that every answer has."""
 
     def __init__(self, sink: Sink, completed: Callable[[Answer], Answer]) -> None:
         self._sink = sink

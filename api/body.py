@@ -1,5 +1,5 @@
-"""What the headers say of a body, before any of it is read: its length and its encoding. Functions of their
-input."""
+"""Bodies of requests as bytes: encoding, decompression, the memory that they hold, the size of what JSON
+builds of them, and escaped surrogates without their other half."""
 
 import asyncio
 import re
@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from maxsimd.api.answer import ApiError, body_too_large, too_many_bodies, unknown_encoding, unreadable_body
-from maxsimd.api.reading_pictures import has_pictures
+from maxsimd.api.answer import ENCODINGS, ApiError, body_too_large, unreadable_body
+from maxsimd.api.reading import has_pictures
 from maxsimd.engine import InvalidRequestError
 
 # How a body is compressed; None where it is not.
@@ -35,7 +35,8 @@ def encoding_of(headers: Mapping[str, str]) -> Encoding | None:
     given = (value for name, value in headers.items() if name.lower() == "content-encoding")
     named = ", ".join(given).strip().lower()
     if named not in _ENCODINGS:
-        raise unknown_encoding()
+        message = f"this Content-Encoding is not taken; use {ENCODINGS}, or none"
+        raise ApiError(415, "UnsupportedMediaTypeError", message)
     return _ENCODINGS[named]
 
 
@@ -102,7 +103,8 @@ class HeldBytes:
         """Holds `count` bytes more. Raises ApiError (429) where others hold too much; alone a body may be
         as large as bodies may be."""
         if self._budget.bytes > self.bytes and self._budget.bytes + count > self._budget.most:
-            raise too_many_bodies()
+            message = "other requests' bodies take the memory that there is for them; try again shortly"
+            raise ApiError(429, "QueueFullError", message, retry_after=1)
         self.bytes += count
         self._budget.bytes += count
 

@@ -16,13 +16,9 @@ from prometheus_client.registry import Collector
 
 from maxsimd.api.answer import (
     ApiError,
-    model_has_failed,
-    model_is_ambiguous,
-    model_is_dropped,
-    model_is_loading,
-    model_is_undecided,
-    model_was_dropped_meanwhile,
     no_such_model,
+    quoted,
+    unavailable,
 )
 from maxsimd.api.model_setup import Loadable, ModelSetup
 from maxsimd.api.options import in_flags
@@ -418,7 +414,11 @@ def chosen(models: SeveralModels, name: str | None, wanted: Wanted) -> str:
     try:
         return first_for(wanted, models.choosable())
     except UndecidedError as error:
-        raise model_is_undecided(error.name, served(models)) from None
+        message = (
+            f"the request names no model, and may be for {quoted(error.name)}, which could not be loaded; "
+            f"say as `model` which you mean: {_served_here(models)}"
+        )
+        raise unavailable(message, "model", retry_after=30) from None
 
 
 def named(models: SeveralModels, name: str) -> str:
@@ -431,7 +431,8 @@ def named(models: SeveralModels, name: str) -> str:
     if not called:
         raise no_such_model(name, served(models))
     if len(called) > 1:
-        raise model_is_ambiguous(name, called)
+        message = f"several models are {quoted(name)}; say which you mean by its name: "
+        raise ApiError(404, "NotFoundError", message + ", ".join(map(quoted, called)), "model")
     return called[0]
 
 
@@ -446,23 +447,33 @@ def served(models: SeveralModels) -> tuple[str, ...]:
 
 
 def not_served(models: SeveralModels, name: str) -> ApiError:
-    """What a request is told whose model takes none."""
+    """The error of a request whose model takes no requests."""
     state = models.state(name)
     if state == LOADING:
-        return model_is_loading(name)
+        message = f"the model {quoted(name)} is being loaded; send the request again shortly"
+        return unavailable(message, "model")
     if state == DROPPED:
-        return model_is_dropped(name, served(models))
-    return model_has_failed(name, state.removeprefix("failed: "), served(models))
+        message = f"the model {quoted(name)} has been dropped; {_served_here(models)}"
+        return ApiError(404, "NotFoundError", message, "model")
+    reason = in_flags(state.removeprefix(_FAILED))
+    message = f"the model {quoted(name)} is not served: {reason}; {_served_here(models)}"
+    return unavailable(message, "model", retry_after=30)
+
+
+def _served_here(models: SeveralModels) -> str:
+    return "served here: " + (", ".join(map(quoted, served(models))) or "none")
 
 
 @contextmanager
-def told_of(models: SeveralModels | None, name: str) -> Iterator[None]:
-    """A request whose model fails, or is dropped, while it is worked on, is told so: the others serve."""
+def naming_lost_model(models: SeveralModels | None, name: str) -> Iterator[None]:
+    """Turns a failure or a drop of the model during a request into an error that names the model: the others
+    still serve."""
     try:
         yield
     except (EngineDeadError, EngineNotReadyError) as error:
         if models is None or not name or models.engine(name) is not None:
             raise
         if models.state(name) == DROPPED:
-            raise model_was_dropped_meanwhile(name) from error
+            message = f"the model {quoted(name)} was dropped before the request was done"
+            raise unavailable(message, "model", retry_after=30) from error
         raise not_served(models, name) from error

@@ -1,52 +1,66 @@
-"""From wire requests to arguments of the engine. Functions of their input, and of how many texts there may
-be, which is checked before any of them is looked at."""
+"""From the fields of requests to the engine's arguments: texts, token ids, pictures and embeddings, and what
+becomes of long ones. Lists are counted before their entries are looked at.
 
+Pictures come as vLLM's and OpenAI's parts, Jina's objects, Voyage's and Cohere's content. A plain string is
+always a text, whatever it looks like.
+"""
+
+import binascii
 import functools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any
 
 import msgspec
+import torch
 
-from maxsimd.api.answer import too_many_entries
+from maxsimd.api.answer import ApiError
 from maxsimd.api.logs import printable
-from maxsimd.api.reading_pictures import content_of, each_picture, has_pictures
-from maxsimd.api.reading_vectors import is_vectors, vectors_of
-from maxsimd.api.vectors import NUMBERS, Numbers
-from maxsimd.api.wire import (
-    ClassifyRequest,
-    Common,
-    Content,
-    Contents,
-    EmbeddingsRequest,
-    LongDocuments,
-    PoolingRequest,
-    PredictRequest,
-    RerankRequest,
-    ScoreRequest,
-    Scoring,
-    TokenizeRequest,
-)
-from maxsimd.api.wire_cohere import CohereEmbedRequest
-from maxsimd.api.wire_reranks import NvidiaRequest, RerankingRequest
-from maxsimd.api.wire_tei import TeiTruncating, TeiVectorsRequest
-from maxsimd.engine import InvalidRequestError, Truncation
+from maxsimd.api.wire import Common, Content, Contents, Direction, LongDocuments, Scoring
+from maxsimd.engine import InvalidRequestError, Truncation, Vectors
+from maxsimd.engine.media import AnyPicture, EncodedPicture, Part, PictureUrl
 from maxsimd.engine.media import Content as PictureContent
-from maxsimd.engine.requests import InputType, Item
+from maxsimd.engine.requests import Item
+from maxsimd.engine.workers import yield_to_smaller
 
-ToRank = tuple[Item, list[Item]]
 # Texts and pictures, or the token ids of each text.
 Inputs = list[str] | list[list[int]] | list[str | PictureContent]
+
 # The longest line of YAML.
 _ENDLESS = 2**31 - 1
+# A field's name and the object around it.
+_AROUND_A_FIELD = 2
 # The most names and values that a request may have in what is written as YAML, which takes 8 microseconds for
 # each, and the most lists and objects within each other.
 _MOST_WRITTEN, _DEEPEST_WRITTEN = 10_000, 32
-# A field's name and the object around it.
-_AROUND_A_FIELD = 2
+
+# The names of pictures, in objects and as types of parts.
+_PICTURES = ("image", "image_url", "image_base64", "input_image")
+_TEXT_TYPES = ("text", "input_text")
+# Of media that no model here reads.
+_OTHER_NAMES = ("video", "video_url", "audio", "audio_url", "input_audio", "image_embeds")
+_OTHERS = (*_OTHER_NAMES, "file", "document")
+# An object that names a picture; how finely it is read is not the request's to say.
+PICTURE_URL = ("url", "detail")
+# Fields of each kind of object. Clients may set any id.
+_OF_TEXT, _OF_CONTENT = ("text", "type", "id"), ("content", "type", "id", "role")
+_OF_PICTURE = ("text", *_OF_CONTENT, *_PICTURES, *_OTHER_NAMES)
+_OF_VECTORS = ("embedding", "dtype", "shape", "scales", "id")
+_OF_SENTENCES = ("source_sentence", "sentences")
+
+_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int8": torch.int8,
+}
+# Lists and base64 become numbers in parts of so many numbers or characters: each part holds Python's lock. A
+# multiple of the four characters that base64 has for three bytes.
+_PART = 1 << 18
+_LONGEST_SHOWN = 60
 
 
 @dataclass
@@ -58,63 +72,6 @@ class RankFields:
     room: int = _MOST_WRITTEN
 
 
-_PAIRS = (("queries", "documents"), ("queries", "items"), ("data_1", "data_2"), ("text_1", "text_2"))
-# Fields whose texts may be objects.
-CONTENT_FIELDS = frozenset(
-    {"query", *(name for pair in _PAIRS for name in pair), "passages", "input", "inputs", "content"}
-)
-_LIMITS = ("truncate_prompt_tokens", "max_tokens_per_query", "max_tokens_per_doc")
-# Fields that text-embeddings-inference lacks in requests with `texts`.
-_NOT_OF_TEI = frozenset(
-    {"documents", "top_k", "truncation", "rank_fields", "truncation_side", "long_documents", "window_overlap"}
-    | {*_LIMITS}
-)
-_OF_TEI = frozenset({"return_text", "truncate", "truncation_direction"})
-_OF_MIXEDBREAD = frozenset({"input", "return_input"})
-# Fields that only chats have, with the values that change nothing.
-_OF_CHAT = {
-    "add_generation_prompt": False,
-    "continue_final_message": False,
-    "add_special_tokens": True,
-    "chat_template": None,
-    "chat_template_kwargs": None,
-}
-
-
-# What a text is embedded for that is neither a query nor a document, as Cohere and Jina call it.
-_OTHER_TYPES = ("classification", "clustering", "separation", "text-matching")
-# Where the engine's messages name a field: at their beginning, or one of its texts.
-_FIELD = re.compile(r"^(?:queries|documents)\b|\b(?:queries|documents)(?=\[\d)")
-_INPUT = re.compile(r"\binput(?=\[)")
-
-
-def texts_to_score(request: ScoreRequest, most: int) -> tuple[list[Item], list[Item]]:
-    """The queries and documents of a score request, under whichever names they came."""
-    pair = _pair_of(request)
-    if pair is not None:
-        first, second = pair
-        queries, documents = getattr(request, first), getattr(request, second)
-        check_count(documents, second, most)
-        check_count(queries, first, most)
-        return as_items(queries, first), as_items(documents, second)
-    for first, second in _PAIRS:
-        if getattr(request, first) is not None:
-            raise InvalidRequestError(f"{second} is missing", second)
-    raise InvalidRequestError("queries and documents are missing", "queries")
-
-
-def texts_to_rank(request: RerankRequest, most: int) -> ToRank:
-    """The query and the documents of a rerank request, `texts` before `documents`."""
-    query = as_item(request.query, "query", "query")
-    if request.texts is not None:
-        check_count(request.texts, "texts", most)
-        return query, [*request.texts]
-    if request.documents is None:
-        raise InvalidRequestError("documents is missing", "documents")
-    check_count(request.documents, "documents", most)
-    return query, as_items(request.documents, "documents", rank_places(request.rank_fields))
-
-
 def rank_places(rank_fields: list[str] | None) -> RankFields | None:
     """The place of each field, for one request; None for no fields. One that is named twice counts once,
     where it is named first."""
@@ -123,121 +80,29 @@ def rank_places(rank_fields: list[str] | None) -> RankFields | None:
     return RankFields({name: i for i, name in reversed(list(enumerate(rank_fields)))})
 
 
-def unused_fields(request: msgspec.Struct) -> frozenset[str]:
-    """Fields that the request's type has for requests of another shape, and that this one does not use."""
-    match request:
-        case ScoreRequest():
-            return frozenset(name for pair in _PAIRS for name in pair) - {*names_of(request)}
-        case RerankingRequest() if request.input is not None:
-            return _OF_TEI | {"documents", "texts", "top_n", "return_documents", "cascade"}
-        case RerankingRequest(texts=None):
-            return _OF_TEI | _OF_MIXEDBREAD | {"top_k", "cascade"}
-        case RerankingRequest():
-            return _NOT_OF_TEI | _OF_MIXEDBREAD | {"cascade"}
-        case RerankRequest(texts=None, top_k=None):
-            return _OF_TEI
-        case RerankRequest(texts=None):
-            return _OF_TEI | {"top_n"}
-        case RerankRequest():
-            return _NOT_OF_TEI
-        case NvidiaRequest() if request.truncate is not None:
-            return frozenset({*_LIMITS, "truncation_side", "long_documents", "window_overlap"})
-        case TeiVectorsRequest() if isinstance(request.inputs, dict):
-            return frozenset({"normalize", "dimensions", "truncate", "truncation_direction", "prompt_name"})
-        case TeiVectorsRequest():
-            return frozenset({"parameters"})
-        case TokenizeRequest() if request.inputs is not None:
-            return frozenset({"text", "prompt", "return_token_strs"})
-        case TokenizeRequest() if request.text is not None:
-            return frozenset({"prompt"})
-        case EmbeddingsRequest():
-            return frozenset(_unused_for_vectors(request))
-    return frozenset()
-
-
-def _unused_for_vectors(request: EmbeddingsRequest) -> Iterator[str]:
-    if request.messages is None:
-        yield from (name for name, usual in _OF_CHAT.items() if getattr(request, name) not in (None, usual))
-    elif request.modality is not None:
-        yield "modality"
-    if request.dimensions and request.output_dimension not in (None, request.dimensions):
-        yield "output_dimension"
-    if request.input_type is not None and not isinstance(request, PoolingRequest):
-        yield "task"
-
-
-def own_limits(request: object) -> list[str]:
-    """The lengths that a request sets itself, as warnings name them."""
-    given = ((name, getattr(request, name, None)) for name in _LIMITS)
-    return [f"{name} ({value})" for name, value in given if value is not None and value > 0]
-
-
-def instruction_of(request: Scoring) -> str | None:
-    """The instruction, under either of its names."""
-    if None not in (request.instruction, request.instruct) and request.instruction != request.instruct:
-        raise InvalidRequestError("instruction and instruct say different things; leave out one", "instruct")
-    return request.instruct if request.instruction is None else request.instruction
-
-
-def _pair_of(request: ScoreRequest) -> tuple[str, str] | None:
-    """The names under which queries and documents have come, the first that have both."""
-    for first, second in _PAIRS:
-        if getattr(request, first) is not None and getattr(request, second) is not None:
-            return first, second
-    return None
-
-
-def names_of(request: ScoreRequest) -> tuple[str, str]:
-    """Under which names queries and documents have come."""
-    return _pair_of(request) or _PAIRS[0]
-
-
-def in_its_words(names: tuple[str, str], error: InvalidRequestError) -> InvalidRequestError:
-    """An error of the engine about queries or documents, with the `names` of the fields that were sent."""
-    named = dict(zip(("queries", "documents"), names, strict=True))
-    message = _FIELD.sub(lambda found: named[found[0]], str(error))
-    # A request to rank has one query.
-    message = message.replace("query[0]", "query")
-    return InvalidRequestError(message, named.get(error.param or "", error.param))
-
-
 @contextmanager
-def input_called(name: str) -> Iterator[None]:
-    """Errors of the engine about what is to be embedded name the field that was sent."""
+def with_request_field_names(**names: str) -> Iterator[None]:
+    """Errors of the engine name the request's fields: `names` has them by the engine's arguments."""
     try:
         yield
     except InvalidRequestError as error:
-        message = _INPUT.sub(name, str(error))
-        raise InvalidRequestError(message, name if error.param == "input" else error.param) from error
-
-
-def inputs_of(request: EmbeddingsRequest | ClassifyRequest, most: int) -> Inputs:
-    if isinstance(request, EmbeddingsRequest) and request.modality not in (None, "text"):
-        if request.modality != "image":
-            raise InvalidRequestError(
-                f"modality {request.modality} cannot be read here; use text or image", "modality"
-            )
-        return pictures_of(request.input, most, "input")
-    return as_inputs(request.input, most)
-
-
-def pictures_of(value: Any, most: int, param: str) -> list[str | PictureContent]:
-    """Pictures given as strings, where a request says that they are."""
-    values = [value] if isinstance(value, str) else value
-    if not isinstance(values, list) or not values or not all(isinstance(each, str) for each in values):
-        raise InvalidRequestError(f"{param} must be a list of pictures, and not empty", param)
-    check_count(values, param, most)
-    return [content_of({"image": each}, f"{param}[{i}]", param) for i, each in enumerate(values)]
-
-
-def sequences_of(request: PredictRequest, most: int) -> tuple[list[str], list[str] | None, bool]:
-    return as_sequences(request.inputs, most)
+        # The engine names an argument at the beginning of a message, or one of its texts anywhere.
+        arguments = "|".join(names)
+        message = re.sub(
+            rf"^(?:{arguments})\b|\b(?:{arguments})(?=\[\d)", lambda found: names[found[0]], str(error)
+        )
+        # A request to rank has one query.
+        message = message.replace("query[0]", "query")
+        raise InvalidRequestError(message, names.get(error.param or "", error.param)) from error
 
 
 def check_count(contents: Any, param: str, most: int) -> None:
     """Refuses a list of more than `most` entries."""
     if isinstance(contents, list) and len(contents) > most:
-        raise too_many_entries(param, len(contents), most)
+        message = (
+            f"{param} has {len(contents)} entries, but at most {most} are taken at a time; send them in parts"
+        )
+        raise ApiError(413, "RequestTooLargeError", message, param)
 
 
 def as_items(contents: Contents, param: str, rank_fields: RankFields | None = None) -> list[Item]:
@@ -391,38 +256,17 @@ def truncation_of(request: Common, default: LongDocuments) -> Truncation:
     )
 
 
-def tei_truncation_of(
-    request: RerankRequest | PredictRequest | TeiTruncating, default: LongDocuments
+def tei_truncation(
+    truncate: bool | None, direction: Direction | None, default: LongDocuments, may_window: bool = True
 ) -> Truncation:
-    """What a request says of over-long inputs in text-embeddings-inference's words; `default` where it says
-    nothing."""
-    cut = request.truncate if request.truncate is not None else default != "error"
-    side = (request.truncation_direction or "").lower()
+    """How text-embeddings-inference's fields truncate long inputs; `default` where they are null."""
+    truncates = default != "error" if truncate is None else truncate
+    side = (direction or "").lower()
     return Truncation(
-        max_tokens=-1 if cut else None,
+        max_tokens=-1 if truncates else None,
         side="left" if side == "left" else "right" if side else None,
-        windows=request.truncate is None and default == "window" and not isinstance(request, TeiTruncating),
+        windows=truncate is None and default == "window" and may_window,
     )
-
-
-def cohere_truncation_of(request: CohereEmbedRequest, default: LongDocuments) -> Truncation:
-    """What a request says of over-long texts in Cohere's words: which end is cut off, or none."""
-    cut = request.truncate != "NONE" if request.truncate is not None else default != "error"
-    sides: dict[str | None, Literal["left", "right"]] = {"START": "left", "END": "right"}
-    return Truncation(max_tokens=-1 if cut else None, side=sides.get(request.truncate))
-
-
-def wants_activation(request: Scoring) -> bool:
-    return not request.raw_scores if request.use_activation is None else request.use_activation
-
-
-def wants_normalized(request: Scoring, default: bool) -> bool:
-    """Whether scores are to be from 0 to 1; `default` where the request says nothing of it, nor wants raw
-    ones."""
-    raw = not wants_activation(request)
-    if request.normalize and raw:
-        raise InvalidRequestError("normalize and raw scores exclude each other; leave out one", "normalize")
-    return default and not raw if request.normalize is None else request.normalize
 
 
 def as_inputs(value: Any, most: int, param: str = "input") -> Inputs:
@@ -480,6 +324,15 @@ def texts_and_pictures(values: list[Content], param: str) -> Iterator[str | Pict
             yield as_text(value, where, param)
 
 
+def pictures_of(value: Any, most: int, param: str) -> list[str | PictureContent]:
+    """Pictures given as strings, where a request says that they are."""
+    values = [value] if isinstance(value, str) else value
+    if not isinstance(values, list) or not values or not all(isinstance(each, str) for each in values):
+        raise InvalidRequestError(f"{param} must be a list of pictures, and not empty", param)
+    check_count(values, param, most)
+    return [content_of({"image": each}, f"{param}[{i}]", param) for i, each in enumerate(values)]
+
+
 def check_token_ids(inputs: Inputs, accepted: bool, param: str = "input") -> None:
     """Raises InvalidRequestError for token ids, unless they are accepted."""
     if not accepted and isinstance(inputs[0], list):
@@ -491,73 +344,196 @@ def check_token_ids(inputs: Inputs, accepted: bool, param: str = "input") -> Non
         )
 
 
-def as_sequences(value: Any, most: int) -> tuple[list[str], list[str] | None, bool]:
-    """text-embeddings-inference's `inputs`: texts, the second texts of pairs if they are such, and whether
-    there are many."""
-    check_count(value, "inputs", most)
-    one = isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
-    given = [value] if one else value
-    if isinstance(given, list) and given:
-        sequences = [[item] if isinstance(item, str) else item for item in given]
-        lengths = {_length_of(sequence) for sequence in sequences}
-        if lengths == {1}:
-            return [sequence[0] for sequence in sequences], None, not one
-        if lengths == {2}:
-            return [pair[0] for pair in sequences], [pair[1] for pair in sequences], not one
-    where = f"inputs[{given.index(None)}] is null: " if isinstance(given, list) and None in given else ""
-    raise InvalidRequestError(
-        f"{where}inputs must be a text, a pair of texts, or a list of lists of one text or two", "inputs"
-    )
-
-
-def _length_of(sequence: Any) -> int:
-    """How many texts a list holds; 0 for anything but a list of texts."""
-    is_short = isinstance(sequence, list) and len(sequence) <= 2
-    return len(sequence) if is_short and all(isinstance(text, str) for text in sequence) else 0
-
-
 def _is_token(item: Any) -> bool:
     return isinstance(item, int) and not isinstance(item, bool)
 
 
-def input_type_of(value: str | None, param: str = "input_type") -> InputType | None:
-    """`query` or `document` from what clients call them."""
-    if value is None or value in _OTHER_TYPES:
+def known_names(content: dict[str, Any]) -> tuple[str, ...]:
+    """The fields of an object that are read where it holds a text, pictures, an embedding, or sentences to
+    be compared."""
+    if is_vectors(content):
+        return _OF_VECTORS
+    if has_pictures(content):
+        return _OF_PICTURE
+    if "text" in content:
+        return _OF_TEXT
+    return _OF_SENTENCES if "sentences" in content else _OF_CONTENT
+
+
+def has_pictures(content: dict[str, Any]) -> bool:
+    """Whether an object is, or has among its parts, something else than text. An object with a text, and
+    without a picture, is a text whatever its type."""
+    parts = content.get("content")
+    if isinstance(parts, list):
+        return _named_media(content) or any(map(_is_medium, parts or [content]))
+    return _named_media(content) or (_is_medium(content) and not isinstance(content.get("text", parts), str))
+
+
+def content_of(content: dict[str, Any], where: str, param: str) -> PictureContent:
+    """The texts and pictures of an object in their order; `where` is what errors call it. Raises
+    InvalidRequestError."""
+    parts = content.get("content")
+    if not isinstance(parts, list):
+        return PictureContent.of([*_object_parts(content, where, param)])
+    if not parts and not _named_media(content):
+        raise _unknown(where, param)
+    if _named_media(content) or content.get("text") is not None:
+        raise InvalidRequestError(
+            f"{where} has content parts and something beside them; make parts of all of it", param
+        )
+    read: list[Part] = []
+    for i, part in enumerate(parts):
+        named = f"{where}.content[{i}]"
+        if isinstance(part, str):
+            read.append(part)
+        elif isinstance(part, dict):
+            read += _object_parts(part, named, param)
+        else:
+            raise _unknown(named, param)
+    return PictureContent.of(read)
+
+
+def each_picture(content: Any) -> list[dict[str, Any]] | None:
+    """The pictures of an object that stands for a whole list, as vLLM's clients send several documents: its
+    parts are pictures alone, more than one. None for anything else."""
+    parts = content.get("content") if isinstance(content, dict) else None
+    if not isinstance(parts, list) or len(parts) < 2 or not all(map(_is_medium, parts)):
         return None
-    if value in ("query", "search_query", "retrieval.query"):
-        return "query"
-    if value in ("document", "passage", "search_document", "retrieval.passage"):
-        return "document"
-    raise InvalidRequestError(f"{param} {value!r} is not known; use query or document", param)
+    return parts
 
 
-def meaning_of(request: EmbeddingsRequest) -> InputType | None:
-    """Whether texts are queries or documents, by `input_type`, or by Jina's `task`, which on /pooling is
-    something else."""
-    if request.input_type is None and not isinstance(request, PoolingRequest):
-        return input_type_of(request.task, "task")
-    return input_type_of(request.input_type)
+def _is_medium(part: Any) -> bool:
+    """Whether a part is something else than text."""
+    return isinstance(part, dict) and (part.get("type") in (*_PICTURES, *_OTHERS) or _named_media(part))
 
 
-def numbers_of(request: EmbeddingsRequest) -> Numbers:
-    """In which numbers the vectors are to leave, whichever field says so."""
-    for param in ("embed_dtype", "output_dtype", "embedding_type"):
-        given = getattr(request, param)
-        names = given if isinstance(given, list) else [given]
-        if len(names) > 1:
-            raise InvalidRequestError(f"{param} must be one kind of number here, not {len(names)}", param)
-        for name in names:
-            if name is None or name in ("auto", "base64"):
-                continue
-            numbers = "float32" if name == "float" else name
-            if numbers not in NUMBERS:
-                raise InvalidRequestError(
-                    f"{param} {name!r} is not known; use float or one of {', '.join(NUMBERS)}", param
-                )
-            return cast("Numbers", numbers)
-    return "float32"
+def _named_media(part: dict[str, Any]) -> bool:
+    return any(part.get(name) is not None for name in (*_PICTURES, *_OTHER_NAMES))
 
 
-def wants_base64(request: EmbeddingsRequest) -> bool:
-    """OpenAI's way to say so, or Jina's."""
-    return request.encoding_format == "base64" or request.embedding_type in ("base64", ["base64"])
+def _object_parts(part: dict[str, Any], where: str, param: str) -> Iterator[Part]:
+    """A text, a picture, or, as Jina's clients send it, both: then the picture comes first, as the authors of
+    models that read both have it."""
+    text, kind = part.get("text"), part.get("type")
+    given = [part[name] for name in _PICTURES if part.get(name) is not None]
+    is_known = kind is None or kind in _TEXT_TYPES or (kind in _PICTURES and given)
+    if not is_known or any(part.get(name) is not None for name in _OTHER_NAMES):
+        raise _unknown(where, param)
+    if len(given) > 1:
+        raise InvalidRequestError(f"{where} has several pictures; give each in a part of its own", param)
+    if not given and not isinstance(text, str):
+        raise _unknown(where, param)
+    if text is not None and not isinstance(text, str):
+        raise _unknown(where, param)
+    if given:
+        yield _picture(given[0], where, param, may_be_bare="image_url" not in part)
+    if isinstance(text, str):
+        yield text
+
+
+def _picture(value: Any, where: str, param: str, may_be_bare: bool) -> AnyPicture:
+    """A picture from a URL, a data URL, or base64 where it may be bare; or an object with its `url`."""
+    if isinstance(value, dict):
+        value, may_be_bare = value.get("url"), False
+    if not isinstance(value, str) or not value:
+        raise InvalidRequestError(f"{where} has no picture; give a URL, a data URL or base64", param)
+    head = value[:8].lower()
+    if head.startswith(("http://", "https://", "file:")):
+        return PictureUrl(value)
+    if head.startswith("data:") or may_be_bare:
+        return EncodedPicture(value)
+    raise InvalidRequestError(
+        f"{where} has a URL that cannot be read; give data:image/...;base64,... or https://...", param
+    )
+
+
+def _unknown(where: str, param: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f'{where} is neither a text nor a picture; give {{"type": "text", "text": ...}} or '
+        '{"type": "image_url", "image_url": {"url": ...}}',
+        param,
+    )
+
+
+def is_vectors(content: Any) -> bool:
+    """Whether a content is an embedding: an object with one, and without a text, which would come first."""
+    return isinstance(content, dict) and "embedding" in content and not content.keys() & {"text", "content"}
+
+
+def vectors_of(content: dict[str, Any], where: str, param: str) -> Vectors:
+    """The embedding of an object {"embedding", "dtype", "shape", "scales"}: lists of numbers, or base64 of
+    little-endian numbers in row order. Raises InvalidRequestError, which calls the object `where`."""
+    try:
+        given, shape = content["embedding"], content.get("shape")
+        dtype = _dtype_of(content.get("dtype") or "float32")
+        rows = _numbers(given, dtype, "embedding")
+        if shape is not None:
+            rows = rows.reshape(_sizes_of(shape, rows.numel()))
+        scales = content.get("scales")
+        if scales is not None:
+            scales = _numbers(scales, torch.float32, "scales")
+    except ValueError as error:
+        raise InvalidRequestError(f"{where}: {error}", param) from None
+    return Vectors(rows, scales)
+
+
+def _dtype_of(name: Any) -> torch.dtype:
+    if not isinstance(name, str) or name not in _DTYPES:
+        shown = repr(name[:_LONGEST_SHOWN]) if isinstance(name, str) else f"of type {type(name).__name__}"
+        raise ValueError(f"dtype {shown} is not known; use {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _numbers(given: Any, dtype: torch.dtype, name: str) -> torch.Tensor:
+    return _from_base64(given, dtype, name) if isinstance(given, str) else _from_lists(given, dtype, name)
+
+
+def _from_base64(text: str, dtype: torch.dtype, name: str) -> torch.Tensor:
+    raw = bytearray()
+    try:
+        for start in range(0, len(text), _PART):
+            part = text[start : start + _PART]
+            if part.endswith("=") and start + _PART < len(text):
+                raise ValueError("padding before the end")
+            raw += binascii.a2b_base64(part, strict_mode=True)
+            yield_to_smaller()
+    except ValueError:
+        raise ValueError(f"{name} is not base64; leave out line breaks and data: prefixes") from None
+    if not raw or len(raw) % dtype.itemsize:
+        raise ValueError(f"{name} has {len(raw)} bytes, and its numbers have {dtype.itemsize} each")
+    return torch.frombuffer(raw, dtype=dtype)
+
+
+def _from_lists(values: Any, dtype: torch.dtype, name: str) -> torch.Tensor:
+    try:
+        if not isinstance(values, list):
+            return torch.tensor(values, dtype=dtype)
+        return torch.cat([torch.tensor(part, dtype=dtype) for part in _parts_of(values)])
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise ValueError(
+            f"{name} is neither base64 nor lists of numbers, as many in each, in the range of {dtype}"
+        ) from None
+
+
+def _parts_of(values: list[Any]) -> Iterator[list[Any]]:
+    """Parts of a list of numbers, or of lists of numbers."""
+    numbers_each = max(1, len(values[0])) if values and isinstance(values[0], list) else 1
+    count = max(1, _PART // numbers_each)
+    for start in range(0, max(1, len(values)), count):
+        yield values[start : start + count]
+        yield_to_smaller()
+
+
+def _sizes_of(shape: Any, count: int) -> list[int]:
+    """The one or two sizes of a shape. They are bounded before they are multiplied: a product of thousands
+    of long numbers takes minutes."""
+    sizes = shape if isinstance(shape, list) else [shape]
+    if len(sizes) not in (1, 2):
+        raise ValueError(f"shape has {len(sizes)} sizes; give [tokens, dimensions] or [dimensions]")
+    if not all(type(size) is int for size in sizes):
+        raise ValueError(
+            "shape does not fit: it has something else than whole numbers; give [tokens, dimensions]"
+        )
+    if not all(0 <= size <= count for size in sizes) or math.prod(sizes) != count:
+        raise ValueError(f"shape {shape} does not fit the embedding, which has {count} numbers")
+    return sizes

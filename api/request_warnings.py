@@ -14,9 +14,8 @@ from typing import Any, TypeAlias
 import msgspec
 
 from maxsimd.api.logs import printable
-from maxsimd.api.reading import CONTENT_FIELDS, own_limits, unused_fields
-from maxsimd.api.reading_pictures import PICTURE_URL, known_names
-from maxsimd.api.wire import IGNORED_FIELDS
+from maxsimd.api.reading import PICTURE_URL, known_names
+from maxsimd.api.wire import IGNORED_FIELDS, RequestBody, Warnings
 from maxsimd.engine import InvalidRequestError
 
 log = logging.getLogger("maxsimd.http")
@@ -46,6 +45,13 @@ _SYNONYMS = {
 }
 # How alike two names must be, from 0 to 1, for one to be taken for a misspelling of the other.
 _ALIKE = 0.7
+
+# Fields whose texts may be objects.
+_CONTENT_FIELDS = frozenset(
+    {"query", "queries", "documents", "items", "data_1", "data_2", "text_1", "text_2"}
+    | {"passages", "input", "inputs", "content"}
+)
+_LIMITS = ("truncate_prompt_tokens", "max_tokens_per_query", "max_tokens_per_doc")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,18 +113,17 @@ def messages_of(unread: Collection[UnreadField]) -> tuple[str, ...]:
     return (*named, "more fields are not read here") if len(unread) > _MOST_NAMED else tuple(named)
 
 
-def warnings_of(
-    truncated: int, about_fields: tuple[str, ...], request: object = None
-) -> list[str] | msgspec.UnsetType:
-    """All that an answer warns of; `truncated` counts the inputs that were truncated. With the `request`,
-    the limits that it sets itself are named."""
+def warnings_of(truncated: int, about_fields: tuple[str, ...], request: object = None) -> Warnings:
+    """All warnings of an answer; `truncated` counts the inputs that were truncated. With the `request`, the
+    warning names the limits that it sets."""
     warnings = [*about_fields, *([_truncation_warning(truncated, request)] if truncated else [])]
     return warnings or msgspec.UNSET
 
 
 def _truncation_warning(truncated: int, request: object) -> str:
     were = "input was" if truncated == 1 else "inputs were"
-    limits = own_limits(request)
+    given = ((name, getattr(request, name, None)) for name in _LIMITS)
+    limits = [f"{name} ({value})" for name, value in given if value is not None and value > 0]
     if limits:
         return (
             f"{truncated} {were} longer than this request's {' or '.join(limits)}, or than the model reads, "
@@ -147,7 +152,7 @@ def _plain(name: str) -> str:
 
 def _unread(request: msgspec.Struct, given: Mapping[str, Any], at: str) -> Iterator[tuple[str, Names]]:
     """The path of each unread field, with the names that are known where it stands."""
-    unused = unused_fields(request)
+    unused = request.unused_fields() if isinstance(request, RequestBody) else frozenset()
     used = tuple(name for name in request.__struct_fields__ if name not in unused)
     meant = tuple(name for name in used if name not in IGNORED_FIELDS)
     has_records = bool(getattr(request, "rank_fields", None))
@@ -163,7 +168,7 @@ def _unread(request: msgspec.Struct, given: Mapping[str, Any], at: str) -> Itera
         elif isinstance(read, list) and read and isinstance(read[0], msgspec.Struct):
             for each, raw in zip(read, _entries(value), strict=True):
                 yield from _unread(each, _members(raw), f"{at}{name}[].")
-        elif name in CONTENT_FIELDS and (name == "query" or not has_records):
+        elif name in _CONTENT_FIELDS and (name == "query" or not has_records):
             yield from _unread_of_contents(read, f"{at}{name}")
 
 

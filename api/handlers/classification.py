@@ -1,33 +1,89 @@
 """The routes that classify: /classify and text-embeddings-inference's /predict."""
 
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from maxsimd.api import wire, wire_labels
 from maxsimd.api.answer import Answer, new_id, now, usage_of, wire_answer
-from maxsimd.api.handlers.embedding import check_labels
-from maxsimd.api.handlers.route import post_texts
-from maxsimd.api.handlers.tei_headers import TeiHeaders
+from maxsimd.api.handlers.embeddings import check_labels, encode_entries
+from maxsimd.api.handlers.route import TeiHeaders, post_texts
 from maxsimd.api.models import Wanted
-from maxsimd.api.reading import (
-    Inputs,
-    check_token_ids,
-    inputs_of,
-    sequences_of,
-    tei_truncation_of,
-    truncation_of,
-)
+from maxsimd.api.reading import Inputs, as_inputs, check_count, check_token_ids, tei_truncation, truncation_of
 from maxsimd.api.request_warnings import warnings_of
 from maxsimd.api.state import ServerState
-from maxsimd.api.vectors import written
+from maxsimd.api.wire import Common, Direction, HubOptions, Name, Positive, Sequences, Texts, Usage, Warned
+from maxsimd.engine import InvalidRequestError
 
-# Of a logit beyond this the exponential is not a float32.
+# Texts, the second texts of pairs if they are such, and whether there are many.
+TextsOrPairs = tuple[list[str], list[str] | None, bool]
+
+# The exponential of a logit beyond this is not a float32.
 _STEEP = 80.0
 
 
-async def classify(state: ServerState, body: wire.ClassifyRequest, inputs: Inputs, tenant: str) -> Answer:
+class ClassifyRequest(Common, kw_only=True):
+    """vLLM's; Infinity's has `raw_scores`, which its client always sends."""
+
+    input: Texts
+    use_activation: bool | None = None
+    raw_scores: bool | None = None
+
+
+class PredictParameters(msgspec.Struct, kw_only=True):
+    """What Hugging Face's clients may send beside a text: how logits become scores, and how many."""
+
+    function_to_apply: Literal["sigmoid", "softmax", "none"] | None = None
+    top_k: Positive | None = None
+
+
+class PredictRequest(msgspec.Struct, kw_only=True):
+    """text-embeddings-inference's: a text, a pair of texts, or a list of lists of either. Hugging Face's has
+    `parameters`, which its client always sends, and is answered by a list for each text even if it is one."""
+
+    model: Name | None = None
+    parameters: PredictParameters | None = None
+    options: HubOptions | None = None
+    inputs: Sequences
+    raw_scores: bool | None = None
+    truncate: bool | None = None
+    truncation_direction: Direction | None = None
+
+
+class Classification(msgspec.Struct):
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class ClassifyResponse(Warned):
+    id: str
+    created: int
+    model: str
+    data: list[Classification]
+    usage: Usage
+    object: str = "list"
+
+
+class LabelScore(msgspec.Struct):
+    score: float
+    label: str
+
+
+class LabelsResponse(Warned):
+    """Infinity's: all labels of each text, best first."""
+
+    id: str
+    created: int
+    model: str
+    data: list[list[LabelScore]]
+    usage: Usage
+    object: Literal["classify"] = "classify"
+
+
+async def classify(state: ServerState, body: ClassifyRequest, inputs: Inputs, tenant: str) -> Answer:
     """vLLM's; in Infinity's words where `raw_scores` says either."""
     check_token_ids(inputs, state.config.accept_token_ids)
     check_labels(state, len(inputs))
@@ -40,57 +96,48 @@ async def classify(state: ServerState, body: wire.ClassifyRequest, inputs: Input
         tenant=tenant,
         timeout=body.timeout,
     )
-
     warnings = warnings_of(result.truncated, state.field_warnings, body)
 
-    def build() -> wire.ClassifyResponse | wire_labels.LabelsResponse:
+    def build() -> ClassifyResponse | LabelsResponse:
         labels, usage = result.labels, usage_of(result.usage)
         if wants_labels:
-            ranked = [written(_ranked(labels, row.tolist())) for row in result.scores]
-            return wire_labels.LabelsResponse(
-                new_id("classify"), now(), model, ranked, usage, warnings=warnings
-            )
+            ranked = [encode_entries(_ranked(labels, row.tolist())) for row in result.scores]
+            return LabelsResponse(new_id("classify"), now(), model, ranked, usage, warnings=warnings)
         data = [
-            wire.Classification(i, labels[row.argmax()], written(row.tolist()), len(labels))
+            Classification(i, labels[row.argmax()], encode_entries(row.tolist()), len(labels))
             for i, row in enumerate(result.scores)
         ]
-        return wire.ClassifyResponse(new_id("classify"), now(), model, data, usage, warnings=warnings)
+        return ClassifyResponse(new_id("classify"), now(), model, data, usage, warnings=warnings)
 
     answer = await wire_answer(build, result.scores.size)
     return answer.with_timings(result.timings).with_warnings(warnings)
 
 
-async def predict(
-    state: ServerState,
-    body: wire.PredictRequest,
-    sequences: tuple[list[str], list[str] | None, bool],
-    tenant: str,
-) -> Answer:
+async def predict(state: ServerState, body: PredictRequest, sequences: TextsOrPairs, tenant: str) -> Answer:
     """text-embeddings-inference's: texts or pairs of texts in, labels with scores out, best first."""
     texts, text_pairs, is_batch = sequences
-    parameters = body.parameters or wire.PredictParameters()
+    parameters = body.parameters or PredictParameters()
     apply = parameters.function_to_apply
     headers = TeiHeaders(state, [*texts, *(text_pairs or ())])
     check_labels(state, len(texts))
     result = await state.engine.classify(
         texts,
         text_pairs=text_pairs,
-        truncation=tei_truncation_of(body, state.config.long_documents),
+        truncation=tei_truncation(body.truncate, body.truncation_direction, state.config.long_documents),
         use_activation=not body.raw_scores and apply is None,
         tenant=tenant,
     )
 
     def build() -> Any:
-        rows = _applied(apply, result.scores)
-        answers = [written(_ranked(result.labels, row.tolist())[: parameters.top_k]) for row in rows]
+        rows = _scores_of_logits(result.scores, apply)
+        answers = [encode_entries(_ranked(result.labels, row.tolist())[: parameters.top_k]) for row in rows]
         return answers if is_batch or body.parameters is not None else answers[0]
 
-    answer = await wire_answer(build, result.scores.size)
-    return headers.added_to(answer, result)
+    return headers.added_to(await wire_answer(build, result.scores.size), result)
 
 
-def _applied(function: str | None, rows: NDArray[np.floating[Any]]) -> NDArray[np.floating[Any]]:
-    """Scores of logits; for None and none the rows as they are."""
+def _scores_of_logits(rows: NDArray[np.floating[Any]], function: str | None) -> NDArray[np.floating[Any]]:
+    """Applies sigmoid or softmax. For None and none the rows stay as they are."""
     if function == "sigmoid":
         rows = 1 / (1 + np.exp(-np.clip(rows, -_STEEP, _STEEP)))
     elif function == "softmax":
@@ -99,23 +146,55 @@ def _applied(function: str | None, rows: NDArray[np.floating[Any]]) -> NDArray[n
     return rows
 
 
-def _ranked(labels: tuple[str, ...], row: list[float]) -> list[wire_labels.LabelScore]:
+def _ranked(labels: tuple[str, ...], row: list[float]) -> list[LabelScore]:
     order = sorted(range(len(row)), key=lambda i: (-row[i], i))
-    return [wire_labels.LabelScore(row[i], labels[i]) for i in order]
+    return [LabelScore(row[i], labels[i]) for i in order]
 
 
-# Of many texts, and of one.
-PREDICTIONS = (list[list[wire_labels.LabelScore]], list[wire_labels.LabelScore])
+def classified_inputs(request: ClassifyRequest, most: int) -> Inputs:
+    return as_inputs(request.input, most)
+
+
+def sequences_of(request: PredictRequest, most: int) -> TextsOrPairs:
+    return as_sequences(request.inputs, most)
+
+
+def as_sequences(value: Any, most: int) -> TextsOrPairs:
+    """Reads text-embeddings-inference's `inputs`."""
+    check_count(value, "inputs", most)
+    one = isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
+    given = [value] if one else value
+    if isinstance(given, list) and given:
+        sequences = [[item] if isinstance(item, str) else item for item in given]
+        lengths = {_num_texts(sequence) for sequence in sequences}
+        if lengths == {1}:
+            return [sequence[0] for sequence in sequences], None, not one
+        if lengths == {2}:
+            return [pair[0] for pair in sequences], [pair[1] for pair in sequences], not one
+    where = f"inputs[{given.index(None)}] is null: " if isinstance(given, list) and None in given else ""
+    raise InvalidRequestError(
+        f"{where}inputs must be a text, a pair of texts, or a list of lists of one text or two", "inputs"
+    )
+
+
+def _num_texts(sequence: Any) -> int:
+    """How many texts a list holds; 0 for anything but a list of texts."""
+    is_short = isinstance(sequence, list) and len(sequence) <= 2
+    return len(sequence) if is_short and all(isinstance(text, str) for text in sequence) else 0
+
+
+# The answers to many texts, and to one.
+PREDICTIONS = (list[list[LabelScore]], list[LabelScore])
 
 ROUTES = (
     post_texts(
         "/classify",
-        wire.ClassifyRequest,
-        inputs_of,
+        ClassifyRequest,
+        classified_inputs,
         classify,
-        wire.ClassifyResponse,
-        wire_labels.LabelsResponse,
+        ClassifyResponse,
+        LabelsResponse,
         wanted=Wanted.CLASSES,
     ),
-    post_texts("/predict", wire.PredictRequest, sequences_of, predict, *PREDICTIONS, wanted=Wanted.CLASSES),
+    post_texts("/predict", PredictRequest, sequences_of, predict, *PREDICTIONS, wanted=Wanted.CLASSES),
 )

@@ -12,29 +12,25 @@ from dataclasses import dataclass
 
 from maxsimd.api.answer import (
     Answer,
+    ApiError,
     LineSender,
     Sink,
     WholeAnswer,
     WrongMethodError,
     as_api_error,
     error_answer,
-    no_such_route,
-    no_valid_key,
-    restarting,
+    unavailable,
 )
 from maxsimd.api.body import refusal
 from maxsimd.api.handlers import (
     classification,
-    cohere,
-    embedding,
-    infinity,
-    invocations,
-    ollama,
+    embeddings,
     operating,
-    scoring,
+    rerank,
     tei,
     tokens,
-    voyage,
+    vendor_embeddings,
+    vendor_reranks,
 )
 from maxsimd.api.handlers.openapi import described
 from maxsimd.api.handlers.route import Body, Route, Work, get
@@ -93,16 +89,17 @@ OPEN_ROUTES = frozenset({"/health", "/ready", "/ping"})
 # open.
 PAGES = frozenset(route.path for route in PAGE_ROUTES)
 _ALL = (
-    *scoring.ROUTES,
-    *embedding.ROUTES,
+    *rerank.ROUTES,
+    *vendor_reranks.ROUTES,
+    *embeddings.ROUTES,
     *classification.ROUTES,
     *tokens.ROUTES,
     *tei.ROUTES,
-    *cohere.ROUTES,
-    *voyage.ROUTES,
-    *infinity.ROUTES,
-    *ollama.ROUTES,
-    *invocations.ROUTES,
+    *vendor_embeddings.COHERE_ROUTES,
+    *vendor_embeddings.VOYAGE_ROUTES,
+    *vendor_reranks.INFINITY_ROUTES,
+    *vendor_embeddings.OLLAMA_ROUTES,
+    *tei.INVOCATION_ROUTES,
     *operating.ROUTES,
     get("/openapi.json", openapi),
 )
@@ -114,7 +111,7 @@ METHODS = frozenset(method for methods in ROUTES.values() for method in methods)
 log = logging.getLogger("maxsimd.http")
 
 # What base URLs of clients end in, which then append paths of their own.
-_BASES = ("/v1", "/v2", infinity.BASE)
+_BASES = ("/v1", "/v2", vendor_reranks.INFINITY)
 # The text before and after `{name}` in each route that has a model name.
 _AROUND_NAME = {path: tuple(path.split("{name}")) for path in ROUTES if "{name}" in path}
 _LONGEST_LOGGED_PATH = 100
@@ -236,7 +233,11 @@ async def _answer(state: ServerState, asked: _Asked, request_id: str, sender: Li
         if sender.has_begun and isinstance(error, ConnectionError):
             raise
         is_over_soon = isinstance(error, EngineDeadError) and state.comes_back
-        failure = restarting() if is_over_soon else as_api_error(error)
+        failure = as_api_error(error)
+        if is_over_soon:
+            failure = unavailable(
+                "the engine has failed and is being restarted; send the request again shortly"
+            )
         if failure.status == 500:
             fields = {"request_id": request_id}
             log.exception("request %s failed", request_id, exc_info=error, extra={"fields": fields})
@@ -257,7 +258,7 @@ def _tenant_of(state: ServerState, headers: Mapping[str, str]) -> str:
         return ""
     tenant = state.keys.accept(headers.get("authorization", ""))
     if tenant is None:
-        raise no_valid_key()
+        raise ApiError(401, "AuthenticationError", "send a valid key as Authorization: Bearer KEY")
     return tenant
 
 
@@ -285,10 +286,8 @@ def _model_in(path: str) -> str:
 def _work_of(state: ServerState, method: str, path: str, headers: Mapping[str, str]) -> Work:
     route = route_of(path)
     methods = ROUTES.get(route)
-    if methods is None:
-        raise no_such_route()
-    if route in _AROUND_NAME and not _model_in(path):
-        raise no_such_route()
+    if methods is None or (route in _AROUND_NAME and not _model_in(path)):
+        raise ApiError(404, "NotFoundError", "there is no such route; GET /docs has those there are")
     if _changes_models(state, method, route):
         operating.check_allowed(state, headers)
         return operating.changing(method, _model_in(path))

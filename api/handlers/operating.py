@@ -11,11 +11,10 @@ from maxsimd.api.answer import (
     Answer,
     ApiError,
     body_not_unicode,
-    in_printable_name,
     json_page,
-    model_is_not_loadable,
     no_such_model,
     now,
+    quoted,
     too_deep,
 )
 from maxsimd.api.handlers.route import Body, Route, Work, delete, get, read_body
@@ -59,7 +58,7 @@ async def show_version(state: ServerState) -> Answer:
 
 async def models(state: ServerState) -> Answer:
     names = state.model_names if state.models is None else state.models.names
-    return json_page({"object": "list", "data": [card(state, name) for name in names]})
+    return json_page({"object": "list", "data": [model_card(state, name) for name in names]})
 
 
 def model(name: str) -> Work:
@@ -67,12 +66,12 @@ def model(name: str) -> Work:
 
     async def show(state: ServerState) -> Answer:
         state.check_model(name)
-        return json_page(card(state, name if state.models is None else named(state.models, name)))
+        return json_page(model_card(state, name if state.models is None else named(state.models, name)))
 
     return get(MODEL_PATH, show).work
 
 
-def card(state: ServerState, name: str) -> dict[str, Any]:
+def model_card(state: ServerState, name: str) -> dict[str, Any]:
     """What is said of a model under one of its names. Of one that was never loaded there is little."""
     models = state.models
     facts = state.engine.facts if models is None else models.facts_of(name)
@@ -237,16 +236,19 @@ def check_allowed(state: ServerState, headers: Mapping[str, str]) -> None:
 async def _load(state: ServerState, models: SeveralModels, name: str) -> Answer:
     """Answers when the model is served, or cannot be."""
     if not models.may_load(name):
-        raise model_is_not_loadable(name)
+        message = (
+            f"there is no model {quoted(name)} to load; name one of the configuration, or one in the "
+            "folder of --models-dir by its path there"
+        )
+        raise ApiError(404, "NotFoundError", message, "name")
     state.check_ready()
     try:
         await models.load(name)
     except Exception as error:
         reason = in_flags(str(error)) or type(error).__name__
-        raise ApiError(
-            422, "ModelLoadError", f"the model `{in_printable_name(name)}` cannot be loaded: {reason}", "name"
-        ) from error
-    return json_page(card(state, name))
+        message = f"the model {quoted(name)} cannot be loaded: {reason}"
+        raise ApiError(422, "ModelLoadError", message, "name") from error
+    return json_page(model_card(state, name))
 
 
 async def _drop(models: SeveralModels, name: str) -> Answer:

@@ -5,7 +5,7 @@ What takes time with the size of a body is done in the thread pool for large one
 
 import asyncio
 import codecs
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
@@ -16,17 +16,22 @@ from maxsimd.api.answer import (
     Answer,
     body_not_unicode,
     body_too_large,
-    not_utf8,
+    malformed,
     too_deep,
-    too_many_containers,
-    too_many_strings,
-    too_many_values,
+    too_large,
 )
 from maxsimd.api.body import HeldBytes, JsonShape, mended, shape_of
-from maxsimd.api.models import SeveralModels, Wanted, told_of
-from maxsimd.api.request_warnings import UnreadField, unread_fields
+from maxsimd.api.models import SeveralModels, Wanted, naming_lost_model
+from maxsimd.api.request_warnings import UnreadField, unread_fields, warnings_of
 from maxsimd.api.state import ServerState
-from maxsimd.engine import RequestTimeoutError
+from maxsimd.engine import (
+    ClassifyResult,
+    EmbedResult,
+    RequestTimeoutError,
+    RerankResult,
+    SparseEmbedResult,
+    TokenEmbedResult,
+)
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -126,7 +131,7 @@ def _with_body(
             state = state.telling_of([*unread, *state.unread_name(model_of(request))], path)
             asked = wanted if isinstance(wanted, Wanted) else wanted(state, request)
             serving = state.serving(model_of(request), asked)
-            with told_of(state.models, serving.called):
+            with naming_lost_model(state.models, serving.called):
                 async with _timeout_of(request):
                     if serving.reads_pictures:
                         found = await state.media.filled(found, held)
@@ -179,7 +184,7 @@ class _Lines:
         return self
 
     async def __anext__(self) -> bytes:
-        with told_of(self._models, self._name):
+        with naming_lost_model(self._models, self._name):
             return await anext(self._lines)
 
     async def aclose(self) -> None:
@@ -218,7 +223,7 @@ def _drop_mark(body: bytearray) -> None:
     if body.startswith(codecs.BOM_UTF8):
         del body[: len(codecs.BOM_UTF8)]
     if body.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or 0 in body[:4]:
-        raise not_utf8()
+        raise malformed("the body is UTF-16 or UTF-32, or no text; send JSON in UTF-8")
 
 
 async def _parse(
@@ -284,11 +289,19 @@ def _most(state: ServerState) -> JsonShape:
 
 def _check_shape(shape: JsonShape, most: JsonShape) -> None:
     if shape.containers > most.containers:
-        raise too_many_containers(most.containers)
+        raise too_large(
+            f"the body has more than {most.containers} arrays and objects; send fewer documents at a time"
+        )
     if shape.strings > most.strings:
-        raise too_many_strings(most.strings)
+        raise too_large(
+            f"the body has more than {most.strings} strings, names of fields included; send fewer documents "
+            "at a time, or documents of fewer fields"
+        )
     if shape.commas > most.commas:
-        raise too_many_values(most.commas)
+        raise too_large(
+            f"the body has more than {most.commas} values; send fewer token ids at a time, or raise "
+            "--max-request-tokens"
+        )
 
 
 # A request as JSON has it.
@@ -323,3 +336,39 @@ async def answered_as(form: Form, state: ServerState, fields: Fields, tenant: st
             found = await state.media.filled(found, held)
         answer = await form.handler(state, request, found, tenant)
     return answer.with_field_warnings(state.field_warnings)
+
+
+class TeiHeaders:
+    """text-embeddings-inference's headers on the work for `texts`; times are whole milliseconds. Make it
+    before the engine runs, which may die meanwhile."""
+
+    def __init__(self, state: ServerState, texts: Iterable[object]) -> None:
+        self._device = "cpu" if state.engine.facts.device == "cpu" else "gpu"
+        self._field_warnings = state.field_warnings
+        self._characters = sum(len(text) for text in texts if isinstance(text, str))
+
+    def added_to(
+        self,
+        answer: Answer,
+        result: EmbedResult | TokenEmbedResult | SparseEmbedResult | ClassifyResult | RerankResult,
+        *warnings: str,
+    ) -> Answer:
+        """Returns the answer with these headers and with our own for timings and warnings."""
+        timings = result.timings
+        total = timings.queue + timings.tokenise + timings.model
+        milliseconds = [
+            str(round(seconds * 1e3)) for seconds in (total, timings.tokenise, timings.queue, timings.model)
+        ]
+        complete = answer.with_timings(timings).with_warnings(
+            [*(warnings_of(result.truncated, self._field_warnings) or ()), *warnings]
+        )
+        return complete.with_headers(
+            x_compute_type=self._device,
+            x_compute_time=milliseconds[0],
+            x_compute_characters=str(self._characters),
+            x_compute_tokens=str(result.usage.prompt_tokens),
+            x_total_time=milliseconds[0],
+            x_tokenization_time=milliseconds[1],
+            x_queue_time=milliseconds[2],
+            x_inference_time=milliseconds[3],
+        )

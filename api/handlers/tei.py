@@ -1,32 +1,52 @@
 """The routes that only text-embeddings-inference has: vectors, similarities and decoding in its shapes, lists
-without a frame. Its /rerank and /predict are beside the others that score and classify."""
+without a frame; and SageMaker's /invocations, where the fields of a request tell what it wants."""
 
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from maxsimd.api import wire, wire_tei
 from maxsimd.api.answer import Answer, wire_answer
-from maxsimd.api.handlers import classification, scoring
-from maxsimd.api.handlers.embedding import NORMALIZES_ANYWAY, check_embeddings, in_unit_length, most_vectors
-from maxsimd.api.handlers.route import Fields, Form, answered_as, model_of, post, post_texts
-from maxsimd.api.handlers.tei_headers import TeiHeaders
+from maxsimd.api.handlers.classification import (
+    PREDICTIONS,
+    ClassifyRequest,
+    PredictRequest,
+    classified_inputs,
+    classify,
+    predict,
+    sequences_of,
+)
+from maxsimd.api.handlers.embeddings import (
+    NORMALIZES_ANYWAY,
+    EmbeddingsRequest,
+    PoolingRequest,
+    check_embeddings,
+    embeddings,
+    encode_entries,
+    encode_rows,
+    in_unit_length,
+    input_type_of,
+    inputs_or_chat_of,
+    most_vectors,
+    pooling,
+)
+from maxsimd.api.handlers.rerank import (
+    PAIRED_FIELDS,
+    RANKINGS,
+    RerankRequest,
+    ScoreRequest,
+    rerank,
+    score,
+    texts_to_rank,
+    texts_to_score,
+)
+from maxsimd.api.handlers.route import Fields, Form, TeiHeaders, answered_as, model_of, post, post_texts
 from maxsimd.api.handlers.tokens import check_number_decoded, decoded
 from maxsimd.api.models import Wanted
-from maxsimd.api.reading import (
-    Inputs,
-    as_inputs,
-    check_count,
-    check_token_ids,
-    input_type_of,
-    sequences_of,
-    tei_truncation_of,
-    texts_to_rank,
-)
+from maxsimd.api.reading import Inputs, as_inputs, check_count, check_token_ids, tei_truncation
 from maxsimd.api.state import ServerState
-from maxsimd.api.vectors import encode_rows, written
-from maxsimd.engine import EmbedResult, InvalidRequestError, RequestTooLargeError
+from maxsimd.api.wire import Direction, HubOptions, Name, NotNegative, Positive, RequestBody, Texts
+from maxsimd.engine import EmbedResult, InvalidRequestError, RequestTooLargeError, Truncation
 from maxsimd.engine.config import ScoreType
 from maxsimd.engine.device.facts import ModelFacts
 
@@ -34,7 +54,77 @@ from maxsimd.engine.device.facts import ModelFacts
 _BYTES_A_WORD = 120
 
 
-async def embed(state: ServerState, body: wire_tei.TeiEmbedRequest, inputs: Inputs, tenant: str) -> Answer:
+class TeiTruncating(RequestBody, kw_only=True):
+    """What its requests say of texts that are too long, and of the prompt in front of them."""
+
+    truncate: bool | None = None
+    truncation_direction: Direction | None = None
+    prompt_name: Name | None = None
+
+
+class TeiEmbedAllRequest(TeiTruncating, kw_only=True):
+    """Texts, or token ids. Of several models `model` says which answers; text-embeddings-inference, which
+    serves one, has no such field."""
+
+    model: Name | None = None
+    inputs: Texts
+    options: HubOptions | None = None
+
+
+class TeiEmbedRequest(TeiEmbedAllRequest, kw_only=True):
+    normalize: bool | None = None
+    dimensions: Positive | None = None
+
+
+class TeiEmbedSparseRequest(TeiEmbedAllRequest, kw_only=True):
+    """With `input_type`, which is ours alone, for models that read queries otherwise than documents."""
+
+    input_type: Name | None = None
+
+
+class SparseValue(msgspec.Struct):
+    """The weight of a word, by the id of its token."""
+
+    index: int
+    value: float
+
+
+class Sentences(msgspec.Struct, kw_only=True):
+    source_sentence: str
+    sentences: list[str]
+
+
+class TeiSimilarityRequest(msgspec.Struct, kw_only=True):
+    model: Name | None = None
+    inputs: Sentences
+    parameters: TeiTruncating | None = None
+    options: HubOptions | None = None
+
+
+class TeiVectorsRequest(TeiEmbedRequest, kw_only=True):
+    """Of `/` where the model gives vectors: texts as for /embed, or sentences as for /similarity."""
+
+    parameters: TeiTruncating | None = None
+
+    def unused_fields(self) -> frozenset[str]:
+        if isinstance(self.inputs, dict):
+            return frozenset({"normalize", "dimensions", "truncate", "truncation_direction", "prompt_name"})
+        return frozenset({"parameters"})
+
+
+class TeiDecodeRequest(msgspec.Struct, kw_only=True):
+    model: Name | None = None
+    ids: list[NotNegative | list[NotNegative]]
+    skip_special_tokens: bool | None = None
+
+
+def _truncation_of(state: ServerState, body: TeiTruncating) -> Truncation:
+    return tei_truncation(
+        body.truncate, body.truncation_direction, state.config.long_documents, may_window=False
+    )
+
+
+async def embed(state: ServerState, body: TeiEmbedRequest, inputs: Inputs, tenant: str) -> Answer:
     """One vector a text, of length 1 unless `normalize` is false and the model itself does not normalise."""
     normalises = "embed" in state.engine.facts.normalised
     headers = TeiHeaders(state, inputs)
@@ -52,16 +142,14 @@ async def embed(state: ServerState, body: wire_tei.TeiEmbedRequest, inputs: Inpu
     return headers.added_to(answer, result, *([NORMALIZES_ANYWAY.format("normalize")] if is_vain else []))
 
 
-async def embed_all(
-    state: ServerState, body: wire_tei.TeiEmbedAllRequest, inputs: Inputs, tenant: str
-) -> Answer:
+async def embed_all(state: ServerState, body: TeiEmbedAllRequest, inputs: Inputs, tenant: str) -> Answer:
     """One vector a token, as late interaction scores them."""
     check_token_ids(inputs, state.config.accept_token_ids, "inputs")
     headers = TeiHeaders(state, inputs)
     result = await state.engine.embed_tokens(
         inputs,
         prompt_name=body.prompt_name,
-        truncation=tei_truncation_of(body, state.config.long_documents),
+        truncation=_truncation_of(state, body),
         tenant=tenant,
         max_tokens=most_vectors(state, None),
     )
@@ -73,7 +161,7 @@ async def embed_all(
 
 
 async def embed_sparse(
-    state: ServerState, body: wire_tei.TeiEmbedSparseRequest, inputs: Inputs, tenant: str
+    state: ServerState, body: TeiEmbedSparseRequest, inputs: Inputs, tenant: str
 ) -> Answer:
     """Words with their weights, by the ids of their tokens."""
     if "sparse_embed" not in state.engine.facts.dims:
@@ -84,7 +172,7 @@ async def embed_sparse(
         inputs,
         input_type=input_type_of(body.input_type),
         prompt_name=body.prompt_name,
-        truncation=tei_truncation_of(body, state.config.long_documents),
+        truncation=_truncation_of(state, body),
         tenant=tenant,
     )
 
@@ -98,7 +186,7 @@ async def embed_sparse(
 
     def build() -> Any:
         return [
-            written([*map(wire_tei.SparseValue, vector.indices.tolist(), vector.values.tolist())])
+            encode_entries([*map(SparseValue, vector.indices.tolist(), vector.values.tolist())])
             for vector in result.embeddings
         ]
 
@@ -106,11 +194,9 @@ async def embed_sparse(
     return headers.added_to(answer, result)
 
 
-async def similarity(
-    state: ServerState, body: wire_tei.TeiSimilarityRequest, texts: Inputs, tenant: str
-) -> Answer:
+async def similarity(state: ServerState, body: TeiSimilarityRequest, texts: Inputs, tenant: str) -> Answer:
     """The cosine of one text and each of many, by their vectors."""
-    options = body.parameters or wire_tei.TeiTruncating()
+    options = body.parameters or TeiTruncating()
     headers = TeiHeaders(state, texts)
     result = await _embedded(state, options, texts, tenant)
 
@@ -122,7 +208,7 @@ async def similarity(
     return headers.added_to(answer, result)
 
 
-async def decode(state: ServerState, body: wire_tei.TeiDecodeRequest) -> Answer:
+async def decode(state: ServerState, body: TeiDecodeRequest) -> Answer:
     """The texts of token ids, without special tokens unless the request wants them."""
     lists = _id_lists(body.ids)
     check_count(lists, "ids", state.config.max_documents)
@@ -135,13 +221,13 @@ async def decode(state: ServerState, body: wire_tei.TeiDecodeRequest) -> Answer:
 
 
 async def _embedded(
-    state: ServerState, options: wire_tei.TeiTruncating, inputs: Inputs, tenant: str, **more: Any
+    state: ServerState, options: TeiTruncating, inputs: Inputs, tenant: str, **more: Any
 ) -> EmbedResult:
     check_token_ids(inputs, state.config.accept_token_ids, "inputs")
     return await state.engine.embed(
         inputs,
         prompt_name=options.prompt_name,
-        truncation=tei_truncation_of(options, state.config.long_documents),
+        truncation=_truncation_of(state, options),
         tenant=tenant,
         **more,
     )
@@ -156,11 +242,11 @@ def _id_lists(ids: list[int | list[int]]) -> list[list[int]]:
     return lists
 
 
-def _inputs_of(request: wire_tei.TeiEmbedRequest | wire_tei.TeiEmbedAllRequest, most: int) -> Inputs:
+def _inputs_of(request: TeiEmbedRequest | TeiEmbedAllRequest, most: int) -> Inputs:
     return as_inputs(request.inputs, most, "inputs")
 
 
-def _sentences_of(request: wire_tei.TeiSimilarityRequest, most: int) -> Inputs:
+def _sentences_of(request: TeiSimilarityRequest, most: int) -> Inputs:
     """The text that is compared, and then those that it is compared with."""
     sentences = request.inputs.sentences
     check_count(sentences, "inputs.sentences", most)
@@ -170,20 +256,20 @@ def _sentences_of(request: wire_tei.TeiSimilarityRequest, most: int) -> Inputs:
 
 
 def inputs_or_sentences_of(
-    request: wire_tei.TeiVectorsRequest, most: int
-) -> tuple[Inputs, wire_tei.TeiSimilarityRequest | None]:
+    request: TeiVectorsRequest, most: int
+) -> tuple[Inputs, TeiSimilarityRequest | None]:
     """The texts, and the request for similarities where it is one."""
     if not isinstance(request.inputs, dict):
         return _inputs_of(request, most), None
     whole = {"inputs": request.inputs, "parameters": request.parameters}
-    compared = msgspec.convert(whole, type=wire_tei.TeiSimilarityRequest)
+    compared = msgspec.convert(whole, type=TeiSimilarityRequest)
     return _sentences_of(compared, most), compared
 
 
 async def embed_or_compare(
     state: ServerState,
-    body: wire_tei.TeiVectorsRequest,
-    found: tuple[Inputs, wire_tei.TeiSimilarityRequest | None],
+    body: TeiVectorsRequest,
+    found: tuple[Inputs, TeiSimilarityRequest | None],
     tenant: str,
 ) -> Answer:
     inputs, compared = found
@@ -195,13 +281,23 @@ async def embed_or_compare(
                 raise InvalidRequestError(
                     f"{name} is for dense vectors, and this model gives sparse ones", name
                 )
-        return await embed_sparse(state, wire_tei.sparse_request_of(body), inputs, tenant)
+        return await embed_sparse(state, _sparse_request(body), inputs, tenant)
     return await embed(state, body, inputs, tenant)
 
 
-RANK = Form(wire.RerankRequest, texts_to_rank, scoring.rerank)
-PREDICT = Form(wire.PredictRequest, sequences_of, classification.predict)
-VECTORS = Form(wire_tei.TeiVectorsRequest, inputs_or_sentences_of, embed_or_compare)
+def _sparse_request(request: TeiEmbedRequest) -> TeiEmbedSparseRequest:
+    """The same request for weights of words."""
+    return TeiEmbedSparseRequest(
+        inputs=request.inputs,
+        truncate=request.truncate,
+        truncation_direction=request.truncation_direction,
+        prompt_name=request.prompt_name,
+    )
+
+
+RANK = Form(RerankRequest, texts_to_rank, rerank)
+PREDICT = Form(PredictRequest, sequences_of, predict)
+VECTORS = Form(TeiVectorsRequest, inputs_or_sentences_of, embed_or_compare)
 
 
 def _form_for(model: ModelFacts) -> Form:
@@ -219,7 +315,7 @@ def _wanted(state: ServerState, fields: Fields) -> Wanted:
     return Wanted.CLASSES if form is PREDICT else Wanted.VECTORS
 
 
-async def _by_kind(state: ServerState, fields: Fields, nothing: None, tenant: str) -> Answer:
+async def _by_model(state: ServerState, fields: Fields, nothing: None, tenant: str) -> Answer:
     """What text-embeddings-inference does on `/`: embed, rerank or predict, whichever the model is for."""
     # Several models answer a cascade alone.
     form = RANK if state.models is not None else _form_for(state.engine.facts)
@@ -227,16 +323,14 @@ async def _by_kind(state: ServerState, fields: Fields, nothing: None, tenant: st
 
 
 _VECTORS_OF_TEXTS = list[list[float]]
-_WEIGHTS = list[list[wire_tei.SparseValue]]
-_BY_KIND = (_VECTORS_OF_TEXTS, _WEIGHTS, list[float], *scoring.RANKINGS, *classification.PREDICTIONS)
+_WEIGHTS = list[list[SparseValue]]
+_BY_KIND = (_VECTORS_OF_TEXTS, _WEIGHTS, list[float], *RANKINGS, *PREDICTIONS)
 
 ROUTES = (
-    post_texts(
-        "/embed", wire_tei.TeiEmbedRequest, _inputs_of, embed, _VECTORS_OF_TEXTS, wanted=Wanted.VECTORS
-    ),
+    post_texts("/embed", TeiEmbedRequest, _inputs_of, embed, _VECTORS_OF_TEXTS, wanted=Wanted.VECTORS),
     post_texts(
         "/embed_all",
-        wire_tei.TeiEmbedAllRequest,
+        TeiEmbedAllRequest,
         _inputs_of,
         embed_all,
         list[list[list[float]]],
@@ -244,7 +338,7 @@ ROUTES = (
     ),
     post_texts(
         "/embed_sparse",
-        wire_tei.TeiEmbedSparseRequest,
+        TeiEmbedSparseRequest,
         _inputs_of,
         embed_sparse,
         _WEIGHTS,
@@ -252,12 +346,54 @@ ROUTES = (
     ),
     post_texts(
         "/similarity",
-        wire_tei.TeiSimilarityRequest,
+        TeiSimilarityRequest,
         _sentences_of,
         similarity,
         list[float],
         wanted=Wanted.VECTORS,
     ),
-    post("/decode", wire_tei.TeiDecodeRequest, decode, list[str]),
-    post_texts("/", Fields, lambda fields, most: None, _by_kind, *_BY_KIND, wanted=_wanted),
+    post("/decode", TeiDecodeRequest, decode, list[str]),
+    post_texts("/", Fields, lambda fields, most: None, _by_model, *_BY_KIND, wanted=_wanted),
+)
+
+
+_SCORE = Form(ScoreRequest, texts_to_score, score)
+_POOL = Form(PoolingRequest, inputs_or_chat_of, pooling)
+_CLASSIFY = Form(ClassifyRequest, classified_inputs, classify)
+_EMBED = Form(EmbeddingsRequest, inputs_or_chat_of, embeddings)
+
+
+async def invocations(state: ServerState, body: Fields, nothing: None, tenant: str) -> Answer:
+    return await answered_as(_form_by_fields(state, body), state, body, tenant, "/invocations")
+
+
+def _form_by_fields(state: ServerState, fields: Fields) -> Form:
+    """As vLLM and text-embeddings-inference tell what is wanted."""
+    if "query" in fields:
+        return RANK
+    if PAIRED_FIELDS & fields.keys():
+        return _SCORE
+    classifies = state.engine.facts.score_task == "classify"
+    if "inputs" in fields:
+        return PREDICT if classifies else VECTORS
+    if "input" in fields or "messages" in fields:
+        if "task" in fields:
+            return _POOL
+        return _CLASSIFY if classifies and "input" in fields else _EMBED
+    raise InvalidRequestError(
+        "send query and documents to rank, queries and documents to score, inputs or input to embed or "
+        "classify"
+    )
+
+
+def _wanted_by_fields(state: ServerState, fields: Fields) -> Wanted:
+    if "query" in fields:
+        return Wanted.RANKING if fields.get("cascade") is None else Wanted.CASCADE
+    if PAIRED_FIELDS & fields.keys():
+        return Wanted.RANKING
+    return Wanted.VECTORS
+
+
+INVOCATION_ROUTES = (
+    post_texts("/invocations", Fields, lambda body, most: None, invocations, wanted=_wanted_by_fields),
 )

@@ -4,18 +4,58 @@ from collections.abc import Sequence
 
 import msgspec
 
-from maxsimd.api import wire, wire_tei
 from maxsimd.api.answer import Answer, wire_answer
 from maxsimd.api.handlers.route import post
 from maxsimd.api.reading import check_count
 from maxsimd.api.state import ServerState
+from maxsimd.api.wire import Name, NotNegative, RequestBody
 from maxsimd.engine import InvalidRequestError, RequestTooLargeError
 from maxsimd.engine.processors.text.tokenization import MOST_DECODED, TextTokenizer
 
 _MOST_CHARACTERS = 2_000_000
 
 
-async def tokenize(state: ServerState, body: wire.TokenizeRequest) -> Answer:
+class TokenizeRequest(RequestBody, kw_only=True):
+    """vLLM's with `text` or `prompt`, text-embeddings-inference's with `inputs`."""
+
+    model: Name | None = None
+    text: str | None = None
+    prompt: str | None = None
+    inputs: str | list[str] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+    def unused_fields(self) -> frozenset[str]:
+        if self.inputs is not None:
+            return frozenset({"text", "prompt", "return_token_strs"})
+        return frozenset() if self.text is None else frozenset({"prompt"})
+
+
+class TokenizeResponse(msgspec.Struct):
+    """The tokens are lists that have been written already: of numbers, and of strings."""
+
+    tokens: msgspec.Raw
+    count: int
+    max_model_len: int
+    token_strs: msgspec.Raw | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    tokens: list[NotNegative]
+    model: Name | None = None
+
+
+class TeiToken(msgspec.Struct):
+    """A token and the characters that it stands for; special ones stand for none."""
+
+    id: int
+    text: str
+    special: bool
+    start: int | None
+    stop: int | None
+
+
+async def tokenize(state: ServerState, body: TokenizeRequest) -> Answer:
     if body.inputs is not None:
         return await _tokenize_inputs(state, body)
     param, text = ("text", body.text) if body.text is not None else ("prompt", body.prompt)
@@ -35,13 +75,13 @@ async def tokenize(state: ServerState, body: wire.TokenizeRequest) -> Answer:
                 strings.extend(encoding.tokens)
         ids.extend(after)
         strings.extend([tokenizer.token(token) for token in after])
-        shown = strings.written() if with_strings else None
-        return msgspec.json.encode(wire.TokenizeResponse(ids.written(), ids.length, longest, shown))
+        shown = strings.as_json() if with_strings else None
+        return msgspec.json.encode(TokenizeResponse(ids.as_json(), ids.length, longest, shown))
 
     return Answer(200, {"Content-Type": "application/json"}, await state.engine.in_thread(answer, len(text)))
 
 
-async def _tokenize_inputs(state: ServerState, body: wire.TokenizeRequest) -> Answer:
+async def _tokenize_inputs(state: ServerState, body: TokenizeRequest) -> Answer:
     """text-embeddings-inference's: for each text its tokens, with the characters that they stand for."""
     texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs or []
     check_count(texts, "inputs", state.config.max_documents)
@@ -56,12 +96,12 @@ async def _tokenize_inputs(state: ServerState, body: wire.TokenizeRequest) -> An
             spans = [(start + first, start + last) for first, last in encoding.offsets]
             tokens.extend(
                 [
-                    wire_tei.TeiToken(token, text[first:last], special=False, start=first, stop=last)
+                    TeiToken(token, text[first:last], special=False, start=first, stop=last)
                     for token, (first, last) in zip(encoding.ids, spans, strict=True)
                 ]
             )
         tokens.extend(after)
-        return tokens.written()
+        return tokens.as_json()
 
     size = sum(map(len, texts)) + len(texts)
     answer = await state.engine.in_thread(
@@ -79,7 +119,7 @@ def _check_characters(number: int, param: str) -> None:
         )
 
 
-def _around(tokenizer: TextTokenizer, body: wire.TokenizeRequest) -> tuple[list[int], list[int]]:
+def _around(tokenizer: TextTokenizer, body: TokenizeRequest) -> tuple[list[int], list[int]]:
     """The special tokens before and after a text, unless the request wants none."""
     if body.add_special_tokens is False:
         return [], []
@@ -87,11 +127,11 @@ def _around(tokenizer: TextTokenizer, body: wire.TokenizeRequest) -> tuple[list[
     return before, after
 
 
-def _special(tokenizer: TextTokenizer, token: int) -> wire_tei.TeiToken:
-    return wire_tei.TeiToken(token, tokenizer.token(token), special=True, start=None, stop=None)
+def _special(tokenizer: TextTokenizer, token: int) -> TeiToken:
+    return TeiToken(token, tokenizer.token(token), special=True, start=None, stop=None)
 
 
-async def detokenize(state: ServerState, body: wire.DetokenizeRequest) -> Answer:
+async def detokenize(state: ServerState, body: DetokenizeRequest) -> Answer:
     tokens, tokenizer = body.tokens, state.engine.tokenizer
     check_number_decoded(len(tokens), "tokens")
     text = await state.engine.in_thread(lambda: decoded(tokenizer, tokens, "tokens"), len(tokens))
@@ -114,12 +154,12 @@ class _List:
         self._parts: list[bytes] = []
         self.length = 0
 
-    def extend(self, items: Sequence[int | str | wire_tei.TeiToken]) -> None:
+    def extend(self, items: Sequence[int | str | TeiToken]) -> None:
         if items:
             self._parts.append(msgspec.json.encode(items)[1:-1])
             self.length += len(items)
 
-    def written(self) -> msgspec.Raw:
+    def as_json(self) -> msgspec.Raw:
         return msgspec.Raw(b"[" + b",".join(self._parts) + b"]")
 
 
@@ -134,6 +174,6 @@ def decoded(
 
 
 ROUTES = (
-    post("/tokenize", wire.TokenizeRequest, tokenize, wire.TokenizeResponse, list[list[wire_tei.TeiToken]]),
-    post("/detokenize", wire.DetokenizeRequest, detokenize, dict[str, str]),
+    post("/tokenize", TokenizeRequest, tokenize, TokenizeResponse, list[list[TeiToken]]),
+    post("/detokenize", DetokenizeRequest, detokenize, dict[str, str]),
 )

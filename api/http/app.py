@@ -59,7 +59,7 @@ async def _answer(
             return web.Response()
         if request.version not in (HttpVersion10, HttpVersion11):
             # aiohttp would answer in the version that was asked for.
-            connection.refuse(malformed(400, "only HTTP/1.1 and HTTP/1.0 are spoken here"))
+            connection.refuse(malformed("only HTTP/1.1 and HTTP/1.0 are spoken here"))
             return web.Response()
         connection.begin(request)
     path = request.rel_url.path_safe
@@ -103,7 +103,7 @@ async def _expect(request: web.Request) -> web.StreamResponse | None:
         if request.headers["Expect"].lower() != "100-continue":
             if isinstance(request.protocol, Connection):
                 request.protocol.begin(request)
-            failure = malformed(417, "Expect can only be 100-continue; leave it out")
+            failure = malformed("Expect can only be 100-continue; leave it out", 417)
             response = as_response(error_answer(failure).completed(uuid.uuid4().hex, 0.0, {}))
             response.force_close()
             return response

@@ -37,7 +37,6 @@ from maxsimd.api.answer import (
     internal_error,
     malformed,
     too_many_connections,
-    too_slow,
 )
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.http.sockets import BACKLOG
@@ -201,22 +200,25 @@ def as_bytes(answer: Answer) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode("latin-1") + answer.body
 
 
+def _too_slow(part: str, option: str) -> ApiError:
+    message = f"the {part} took too long to arrive; send faster, or raise {option}"
+    return ApiError(408, "RequestTimeoutError", message)
+
+
 def malformed_request(error: HttpProcessingError | None) -> ApiError:
     """What to tell whose bytes are not HTTP/1.1, without repeating them."""
     if isinstance(error, LineTooLong):
         if error.args[1] == LONGEST_LINE:
-            return malformed(414, f"the path and query are too long; at most {LONGEST_LINE} bytes are taken")
-        return malformed(431, f"a header is too long; at most {LONGEST_HEADER} bytes are taken")
+            return malformed(f"the path and query are too long; at most {LONGEST_LINE} bytes are taken", 414)
+        return malformed(f"a header is too long; at most {LONGEST_HEADER} bytes are taken", 431)
     if isinstance(error, BadHttpMethod) and error.message == "Received HTTPS traffic on an HTTP port":
-        return malformed(400, "HTTP is spoken here, not HTTPS; use http://")
+        return malformed("HTTP is spoken here, not HTTPS; use http://")
     if error is not None and error.message == "Too many headers received":
-        return malformed(431, f"there are too many headers; at most {MOST_HEADERS} are taken")
+        return malformed(f"there are too many headers; at most {MOST_HEADERS} are taken", 431)
     twice = _TWICE.fullmatch(error.message) if error is not None else None
     if twice:
-        return malformed(400, f"there are two {twice[1]} headers; send one")
-    return malformed(
-        400, "this is not HTTP/1.1; check method, path, Host, Content-Length and Transfer-Encoding"
-    )
+        return malformed(f"there are two {twice[1]} headers; send one")
+    return malformed("this is not HTTP/1.1; check method, path, Host, Content-Length and Transfer-Encoding")
 
 
 log = logging.getLogger("maxsimd.http")
@@ -475,7 +477,7 @@ class Connection(web.RequestHandler):
                     self._enter(Phase.BODY, self._config.transfer_seconds)
                 else:
                     self._count("slow_body")
-                    self._fail_body(too_slow("body", "--transfer-seconds"))
+                    self._fail_body(_too_slow("body", "--transfer-seconds"))
             case Phase.SENDING:
                 unsent = self._unsent()
                 if self._goes_on(self._mark - unsent):
@@ -486,7 +488,7 @@ class Connection(web.RequestHandler):
                     self._abort()
             case Phase.HEADERS if self._received:
                 self._count("slow_headers")
-                self.refuse(too_slow("headers", "--header-seconds"))
+                self.refuse(_too_slow("headers", "--header-seconds"))
             case Phase.CLOSING:
                 self._count("slow_reader")
                 self._abort()

@@ -21,7 +21,16 @@ import msgspec
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from maxsimd.api import wire, wire_cohere, wire_ollama, wire_reranks, wire_tei, wire_voyage
+from maxsimd.api import wire
+from maxsimd.api.handlers import (
+    classification,
+    embeddings,
+    rerank,
+    tei,
+    tokens,
+    vendor_embeddings,
+    vendor_reranks,
+)
 from maxsimd.api.handlers.handle import ROUTES
 from tests.chaos.findings import Found, percentile
 from tests.chaos.running import Running, running
@@ -48,11 +57,12 @@ class Strange:
     method: str = "POST"
 
 
+_WIRE_TYPES = (*(wire, rerank, vendor_reranks, embeddings, vendor_embeddings, classification, tokens, tei),)
 # The names of fields in all bodies, requests and answers.
 _FIELDS = sorted(
     {
         name
-        for module in (wire, wire_cohere, wire_ollama, wire_reranks, wire_tei, wire_voyage)
+        for module in _WIRE_TYPES
         for struct in vars(module).values()
         if isinstance(struct, type) and issubclass(struct, msgspec.Struct)
         for name in struct.__struct_encode_fields__

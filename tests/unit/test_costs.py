@@ -8,7 +8,7 @@ import msgspec
 
 from maxsimd.api import reading, reading_pictures
 from maxsimd.api.config import ServerConfig
-from maxsimd.api.handlers import cascade, operating, tokens
+from maxsimd.api.handlers import operating, rerank, tokens
 from maxsimd.api.handlers.handle import _ALL
 from maxsimd.api.wire import Name
 from maxsimd.engine import EngineConfig
@@ -107,7 +107,7 @@ def test_bounds_in_the_table_are_those_of_the_code() -> None:
         ("explain", f"{MOST_MAPPED:,} numbers of maps"),
         ("chunks", f"at most {embedding._MOST_TIMES} times"),
         ("muvera.k_sim", f"{MOST_PLANES} hyperplanes, {MOST_RANDOM:,} random vectors, {LONGEST:,} numbers"),
-        ("cascade", f"{cascade._MOST_STAGES} stages"),
+        ("cascade", f"{rerank._MOST_STAGES} stages"),
     ):
         (row,) = (line for fields, _, line in _costs() if field in fields)
         assert bound in row, field

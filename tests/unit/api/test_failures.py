@@ -6,8 +6,8 @@ import threading
 import msgspec
 
 from maxsimd.api import answer as answers
-from maxsimd.api import wire
 from maxsimd.api.answer import Answer, ApiError, as_api_error, error_answer
+from maxsimd.api.handlers.rerank import Score
 from maxsimd.engine import (
     EngineDeadError,
     EngineNotReadyError,
@@ -58,9 +58,9 @@ async def test_large_answers_are_encoded_in_a_thread() -> None:
     ):
         threads = []
 
-        def build(threads: list[int] = threads) -> list[wire.Score]:
+        def build(threads: list[int] = threads) -> list[Score]:
             threads.append(threading.get_ident())
-            return [wire.Score(1, 0.5)]
+            return [Score(1, 0.5)]
 
         answer = await answers.wire_answer(build, items, characters)
         assert (threads != [threading.get_ident()]) == in_thread, (items, characters)

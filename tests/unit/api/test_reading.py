@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from maxsimd.api import reading
-from maxsimd.api.reading_pictures import content_of, each_picture, has_pictures
-from maxsimd.api.wire import PredictRequest, RerankRequest, ScoreRequest
+from maxsimd.api.handlers.classification import as_sequences
+from maxsimd.api.handlers.rerank import RerankRequest, ScoreRequest, texts_to_rank, texts_to_score
+from maxsimd.api.reading import content_of, each_picture, has_pictures, with_request_field_names
 from maxsimd.engine import CUT_LONG, InvalidRequestError, Truncation
 from maxsimd.engine.media import Content, EncodedPicture, PictureUrl
 
@@ -34,13 +35,13 @@ def test_texts_come_under_several_names_of_which_one_is_read() -> None:
         ("text_1", "text_2"),
     ):
         body: dict[str, Any] = {first: "q", second: ["d", {"text": "e"}]}
-        assert reading.texts_to_score(ScoreRequest(**body), 9) == (["q"], ["d", "e"])
+        assert texts_to_score(ScoreRequest(**body), 9) == (["q"], ["d", "e"])
     several = ScoreRequest(queries="q", documents=None, items="i", data_1="1", data_2="2")
-    assert reading.texts_to_score(several, 9) == (["q"], ["i"])
+    assert texts_to_score(several, 9) == (["q"], ["i"])
     several.documents = "d"
-    assert reading.texts_to_score(several, 9) == (["q"], ["d"])
+    assert texts_to_score(several, 9) == (["q"], ["d"])
     ranking = RerankRequest(query="q", documents=["d"], texts=["t"])
-    assert reading.texts_to_rank(ranking, 9) == ("q", ["t"])
+    assert texts_to_rank(ranking, 9) == ("q", ["t"])
 
 
 def test_a_score_request_without_texts_names_the_field() -> None:
@@ -56,7 +57,7 @@ def test_a_score_request_without_texts_names_the_field() -> None:
         ),
     ):
         with _refused(param, message):
-            reading.texts_to_score(ScoreRequest(**body), 9)
+            texts_to_score(ScoreRequest(**body), 9)
 
 
 def test_a_text_is_a_string_or_an_object_that_holds_one() -> None:
@@ -67,8 +68,8 @@ def test_a_text_is_a_string_or_an_object_that_holds_one() -> None:
         ({"content": PARTS}, "one\ntwo"),
         ({"text": PARTS}, "one\ntwo"),
     ):
-        assert reading.as_texts(content, "documents") == [text]
-        assert reading.as_texts(["z", content], "documents") == ["z", text]
+        assert reading.as_items(content, "documents") == [text]
+        assert reading.as_items(["z", content], "documents") == ["z", text]
 
 
 def test_what_holds_no_text_is_refused_by_its_place() -> None:
@@ -79,9 +80,9 @@ def test_what_holds_no_text_is_refused_by_its_place() -> None:
     text: dict[str, Any] = {"type": "text"}
     for part in ("x", text, text | {"text": 7}, {"type": "other", "text": "x"}, {"text": "x"}, None):
         with _refused("documents", no_part):
-            reading.as_texts(["a", {"content": [PARTS[0], part]}], "documents")
+            reading.as_items(["a", {"content": [PARTS[0], part]}], "documents")
     with _refused("documents", "documents[0] has a picture; only text can be read here"):
-        reading.as_texts([{"image": "data:image/png;base64,AAAA"}], "documents")
+        reading.as_text({"image": "data:image/png;base64,AAAA"}, "documents[0]", "documents")
 
 
 def test_rank_fields_name_what_is_read_of_a_record() -> None:
@@ -98,7 +99,7 @@ def test_rank_fields_name_what_is_read_of_a_record() -> None:
         ),
     ):
         request = RerankRequest(query={"text": "q"}, documents=documents, rank_fields=fields)
-        assert reading.texts_to_rank(request, 9) == ("q", texts)
+        assert texts_to_rank(request, 9) == ("q", texts)
 
 
 def test_many_records_and_many_rank_fields_are_no_product() -> None:
@@ -111,7 +112,7 @@ def test_many_records_and_many_rank_fields_are_no_product() -> None:
 
     records = [{"z": "a", f"f{i}": "b"} for i in range(100)]
     names = [Name(f"f{i}") for i in range(1000)] + ["z"]
-    _, texts = reading.texts_to_rank(RerankRequest(query="q", documents=records, rank_fields=names), 100)
+    _, texts = texts_to_rank(RerankRequest(query="q", documents=records, rank_fields=names), 100)
     assert lookups[0] < 5 * len(names)
     assert texts[:2] == ["f0: b\nz: a", "f1: b\nz: a"]
 
@@ -119,7 +120,7 @@ def test_many_records_and_many_rank_fields_are_no_product() -> None:
 def test_rank_fields_have_a_bounded_size_and_depth() -> None:
     def read(*values: Any) -> int:
         records = [{"a": value} for value in values]
-        _, texts = reading.texts_to_rank(RerankRequest(query="q", documents=records, rank_fields=["a"]), 99)
+        _, texts = texts_to_rank(RerankRequest(query="q", documents=records, rank_fields=["a"]), 99)
         return len(texts)
 
     def nested(depth: int) -> list[Any]:
@@ -142,13 +143,13 @@ def test_rank_fields_have_a_bounded_size_and_depth() -> None:
 
 def test_documents_to_rank_must_be_there_and_have_a_named_field() -> None:
     with _refused("documents", "documents is missing"):
-        reading.texts_to_rank(RerankRequest(query="q"), 9)
+        texts_to_rank(RerankRequest(query="q"), 9)
     records: list[Any] = [{"a": "x"}, {"a": None, "b": "y"}]
     message = "documents[1] has none of the fields that rank_fields names; name at least one that it has"
     with _refused("rank_fields", message):
-        reading.texts_to_rank(RerankRequest(query="q", documents=records, rank_fields=["a"]), 9)
+        texts_to_rank(RerankRequest(query="q", documents=records, rank_fields=["a"]), 9)
     with _refused("documents", 'documents[1] is an object without a "text" or "content" string'):
-        reading.texts_to_rank(RerankRequest(query="q", documents=["a", {}]), 9)
+        texts_to_rank(RerankRequest(query="q", documents=["a", {}]), 9)
 
 
 def test_teis_words_count_more_than_the_servers_default() -> None:
@@ -156,10 +157,8 @@ def test_teis_words_count_more_than_the_servers_default() -> None:
         *((True, default, CUT_LONG) for default in ("truncate", "window", "error")),
         *((False, default, REFUSE) for default in ("truncate", "window", "error")),
     ):
-        plain = PredictRequest(inputs="a", truncate=truncate)
-        assert reading.tei_truncation_of(plain, default) == truncation
-        sided = RerankRequest(query="q", truncate=truncate, truncation_direction="Right")
-        assert reading.tei_truncation_of(sided, default) == replace(truncation, side="right")
+        assert reading.tei_truncation(truncate, None, default) == truncation
+        assert reading.tei_truncation(truncate, "Right", default) == replace(truncation, side="right")
 
 
 def test_sequences_are_texts_or_pairs() -> None:
@@ -169,7 +168,7 @@ def test_sequences_are_texts_or_pairs() -> None:
         ([["a"], "b"], ["a", "b"], None, True),
         ([["a", "b"], ["c", "d"]], ["a", "c"], ["b", "d"], True),
     ):
-        assert reading.as_sequences(value, 9) == (texts, pairs, are_many)
+        assert as_sequences(value, 9) == (texts, pairs, are_many)
 
 
 def test_an_entry_that_is_no_input_is_told_by_its_index() -> None:
@@ -184,7 +183,13 @@ def test_an_entry_that_is_no_input_is_told_by_its_index() -> None:
         with _refused("input", where + rest):
             reading.as_inputs(value, 999)
     with pytest.raises(InvalidRequestError, match=r"^inputs\[1\] is null: inputs must be a text, "):
-        reading.as_sequences(["a", None], 9)
+        as_sequences(["a", None], 9)
+
+
+def _renamed(error: InvalidRequestError, **names: str) -> InvalidRequestError:
+    with pytest.raises(InvalidRequestError) as caught, with_request_field_names(**names):
+        raise error
+    return caught.value
 
 
 def test_an_error_names_the_fields_that_were_sent() -> None:
@@ -193,11 +198,11 @@ def test_an_error_names_the_fields_that_were_sent() -> None:
         ("windows of documents[1] share", "window_overlap", "windows of items[1] share", "window_overlap"),
         ("it has no scores", None, "it has no scores", None),
     ):
-        request = ScoreRequest(queries="q", items=["d"], text_1="1", text_2="2")
-        error = reading.in_its_words(reading.names_of(request), InvalidRequestError(message, param))
+        queries, documents = ScoreRequest(queries="q", items=["d"], text_1="1", text_2="2").field_names
+        error = _renamed(InvalidRequestError(message, param), queries=queries, documents=documents)
         assert (str(error), error.param) == (said, names)
     error = InvalidRequestError("documents[0] beside queries[0]", "queries")
-    named = reading.in_its_words(("query", "texts"), error)
+    named = _renamed(error, queries="query", documents="texts")
     assert (str(named), named.param) == ("texts[0] beside query", "query")
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load
 
-from maxsimd.api.vectors import NUMBERS, Numbers, encoded, file_of
+from maxsimd.api.handlers.embeddings import NUMBERS, Numbers, encode_vectors, file_of
 
 TYPES: dict[str, Any] = {
     "float32": "<f4",
@@ -50,8 +50,8 @@ def check(numbers: Numbers, found: Any, made: Any) -> None:
 @pytest.mark.parametrize("shape", [(1,), (13,), (40, 128)])
 def test_lists_and_base64_hold_the_same_numbers(numbers: Numbers, shape: tuple[int, ...]) -> None:
     made = vectors(*shape)
-    as_list = encoded(made, numbers, as_base64=False)
-    packed = encoded(made, numbers, as_base64=True)
+    as_list = encode_vectors(made, numbers, as_base64=False)
+    packed = encode_vectors(made, numbers, as_base64=True)
     raw = np.frombuffer(base64.b64decode(packed.data), dtype=TYPES[numbers])
     raw = raw.reshape(*shape[:-1], -1)
     check(numbers, read(numbers, msgspec.json.decode(as_list.data), as_list.scales), made)
@@ -60,7 +60,7 @@ def test_lists_and_base64_hold_the_same_numbers(numbers: Numbers, shape: tuple[i
 
 def test_a_vector_of_zeros_stays_one() -> None:
     for numbers in ("float32", "float16", "bfloat16", "int8"):
-        sent = encoded(np.zeros((2, 5), dtype=np.float32), numbers, as_base64=False)
+        sent = encode_vectors(np.zeros((2, 5), dtype=np.float32), numbers, as_base64=False)
         assert msgspec.json.decode(sent.data) == [[0] * 5] * 2
 
 

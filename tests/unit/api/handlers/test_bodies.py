@@ -10,11 +10,11 @@ from unittest.mock import AsyncMock
 import msgspec
 import pytest
 
-from maxsimd.api import wire
+from maxsimd.api.handlers.embeddings import EmbeddingsRequest
 from maxsimd.api.handlers.handle import route_of
+from maxsimd.api.handlers.rerank import RerankRequest, ScoreRequest
 from maxsimd.api.handlers.route import LARGE_BODY, post
 from maxsimd.api.request_warnings import unread_fields
-from maxsimd.api.wire import EmbeddingsRequest, RerankRequest
 from tests.unit.calling_handlers import (
     GOOD,
     POSTED,
@@ -224,8 +224,8 @@ def test_a_route_learns_its_type_before_it_is_asked(monkeypatch: pytest.MonkeyPa
         return decoder(kind)
 
     monkeypatch.setattr(msgspec.json, "Decoder", learn)
-    post("/new", wire.ScoreRequest, AsyncMock())
-    assert learnt == [wire.ScoreRequest]
+    post("/new", ScoreRequest, AsyncMock())
+    assert learnt == [ScoreRequest]
 
 
 # Shapes of answers that have a place for warnings.

@@ -5,7 +5,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from maxsimd.api import wire, wire_cohere, wire_ollama, wire_reranks, wire_tei, wire_voyage
+from maxsimd.api import wire
+from maxsimd.api.handlers import (
+    classification,
+    embeddings,
+    rerank,
+    tei,
+    tokens,
+    vendor_embeddings,
+    vendor_reranks,
+)
 from maxsimd.engine import CUT_LONG, WINDOW_LONG, Engine, InvalidRequestError, Truncation
 from tests.unit.calling_handlers import GOOD, POSTED, Caller, RecordingEngine
 
@@ -164,26 +173,26 @@ CHANGES: list[Change] = [
     ),
 ]
 KINDS: dict[str, type[msgspec.Struct]] = {
-    "/score": wire.ScoreRequest,
-    "/rerank": wire.RerankRequest,
-    "/v1/reranking": wire_reranks.RerankingRequest,
-    "/v1/ranking": wire_reranks.NvidiaRequest,
-    DEEPINFRA: wire_reranks.DeepInfraRequest,
-    "/api/embed": wire_ollama.OllamaEmbedRequest,
-    "/infinity/rerank": wire_reranks.InfinityRequest,
-    **dict.fromkeys(("/v1/multi-vector", "/v1/embeddings"), wire.EmbeddingsRequest),
-    "/pooling": wire.PoolingRequest,
-    "/classify": wire.ClassifyRequest,
-    "/predict": wire.PredictRequest,
-    **dict.fromkeys(("/v1/embed", "/v2/embed"), wire_cohere.CohereEmbedRequest),
-    "/v1/multimodalembeddings": wire_voyage.MultimodalRequest,
-    "/embed": wire_tei.TeiEmbedRequest,
-    "/embed_all": wire_tei.TeiEmbedAllRequest,
-    "/similarity": wire_tei.TeiSimilarityRequest,
-    "/": wire_tei.TeiVectorsRequest,
-    "/decode": wire_tei.TeiDecodeRequest,
-    "/tokenize": wire.TokenizeRequest,
-    "/detokenize": wire.DetokenizeRequest,
+    "/score": rerank.ScoreRequest,
+    "/rerank": rerank.RerankRequest,
+    "/v1/reranking": vendor_reranks.RerankingRequest,
+    "/v1/ranking": vendor_reranks.NvidiaRequest,
+    DEEPINFRA: vendor_reranks.DeepInfraRequest,
+    "/api/embed": vendor_embeddings.OllamaEmbedRequest,
+    "/infinity/rerank": vendor_reranks.InfinityRequest,
+    **dict.fromkeys(("/v1/multi-vector", "/v1/embeddings"), embeddings.EmbeddingsRequest),
+    "/pooling": embeddings.PoolingRequest,
+    "/classify": classification.ClassifyRequest,
+    "/predict": classification.PredictRequest,
+    **dict.fromkeys(("/v1/embed", "/v2/embed"), vendor_embeddings.CohereEmbedRequest),
+    "/v1/multimodalembeddings": vendor_embeddings.MultimodalRequest,
+    "/embed": tei.TeiEmbedRequest,
+    "/embed_all": tei.TeiEmbedAllRequest,
+    "/similarity": tei.TeiSimilarityRequest,
+    "/": tei.TeiVectorsRequest,
+    "/decode": tei.TeiDecodeRequest,
+    "/tokenize": tokens.TokenizeRequest,
+    "/detokenize": tokens.DetokenizeRequest,
 }
 # The same under another path.
 ALIASES = (

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from maxsimd.api.answer import ApiError
+from maxsimd.api.handlers.rerank import RerankRequest, rerank
 from maxsimd.api.handlers.route import Form, answered_as
-from maxsimd.api.handlers.scoring import rerank
-from maxsimd.api.wire import RerankRequest
 from maxsimd.engine import EngineConfig
 from maxsimd.engine.processors.text.breaks import LONGEST_PIECE
 from maxsimd.engine.processors.text.tokenization import MOST_DECODED

@@ -1,0 +1,608 @@
+"""The routes that give vectors, /v1/embeddings, /v1/multi-vector and /pooling: their wire types, and the
+vectors as numbers of 32 bits down to one, in JSON, in base64, or as a file of safetensors."""
+
+import base64
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, cast, get_args
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import save
+
+from maxsimd.api.answer import Answer, new_id, now, usage_of, wire_answer
+from maxsimd.api.handlers.route import post_texts
+from maxsimd.api.models import Wanted
+from maxsimd.api.reading import (
+    Inputs,
+    as_inputs,
+    as_text,
+    check_count,
+    check_token_ids,
+    content_of,
+    has_pictures,
+    pictures_of,
+    truncation_of,
+)
+from maxsimd.api.request_warnings import UnreadField, warnings_of
+from maxsimd.api.state import ServerState
+from maxsimd.api.wire import Common, Name, NotNegative, Positive, Texts, Usage, Warned
+from maxsimd.engine import (
+    ClassifyResult,
+    EmbedResult,
+    InvalidRequestError,
+    Muvera,
+    RequestTooLargeError,
+    TokenEmbedResult,
+)
+from maxsimd.engine.media import Content
+from maxsimd.engine.requests import InputType
+from maxsimd.engine.workers import run_in_thread_if_large
+
+# Bytes that a number of an answer takes as text, and as much again while that is made; and a label.
+_BYTES_A_NUMBER, _BYTES_A_LABEL = 24, 160
+_SHORTEST = 1e-12
+NORMALIZES_ANYWAY = "{} false has no effect: the model's own last layer normalizes; leave it out"
+_SAFETENSORS = "application/vnd.safetensors"
+# binary: a bit a number, 1 for those above 0, eight in a byte, as signed bytes (128 less); ubinary: unsigned.
+Numbers = Literal["float32", "float16", "bfloat16", "int8", "binary", "ubinary"]
+NUMBERS: tuple[Numbers, ...] = get_args(Numbers)
+Array = NDArray[np.float32]
+
+_FLOATS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+_MOST_INT8 = 127
+
+_Result = ClassifyResult | EmbedResult | TokenEmbedResult
+
+# Fields that only chats have, with the values that change nothing.
+_OF_CHAT = {
+    "add_generation_prompt": False,
+    "continue_final_message": False,
+    "add_special_tokens": True,
+    "chat_template": None,
+    "chat_template_kwargs": None,
+}
+# What a text is embedded for that is neither a query nor a document, as Cohere and Jina call it.
+_OTHER_TYPES = ("classification", "clustering", "separation", "text-matching")
+
+
+class Message(msgspec.Struct, kw_only=True):
+    """Of a chat; `content` is a text or content parts."""
+
+    role: Name
+    content: str | list[Any]
+
+
+class MuveraParameters(msgspec.Struct, kw_only=True):
+    """What of the parameters of the encoding muvera is not as it is by default; `d_proj` 0 projects
+    nothing."""
+
+    k_sim: NotNegative | None = None
+    r_reps: Positive | None = None
+    d_proj: NotNegative | None = None
+    d_final: Positive | None = None
+    full_length: bool | None = None
+    seed: NotNegative | None = None
+
+
+class EmbeddingsRequest(Common, kw_only=True):
+    """Texts as `input`, or one text as the `messages` of a chat."""
+
+    input: Texts = msgspec.UNSET
+    messages: list[Message] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    # Not taken.
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    # 0 is for all, as Infinity's client sends it.
+    dimensions: NotNegative | None = None
+    # Voyage's.
+    output_dimension: Positive | None = None
+    encoding_format: Literal["float", "base64", "safetensors"] | None = None
+    # vLLM's, Voyage's and Jina's for the kind of numbers.
+    embed_dtype: Name | None = None
+    output_dtype: Name | None = None
+    embedding_type: Name | list[Name] | None = None
+    input_type: Name | None = None
+    task: Name | None = None
+    prompt_name: Name | None = None
+    # Voyage's.
+    truncation: bool | None = None
+    # Infinity's: what the strings of `input` are.
+    modality: Name | None = None
+    # Jina's and mixedbread's: vectors of length 1.
+    normalized: bool | None = None
+    # Jina's: `input` are the chunks of one document, or it is one text with these `chunks`.
+    late_chunking: bool | None = None
+    chunks: list[tuple[NotNegative, NotNegative]] | None = None
+    # One vector of a text's token vectors.
+    encoding: Literal["muvera"] | None = None
+    muvera: MuveraParameters | None = None
+
+    def unused_fields(self) -> frozenset[str]:
+        unused = set()
+        if self.messages is None:
+            unused |= {name for name, usual in _OF_CHAT.items() if getattr(self, name) not in (None, usual)}
+        elif self.modality is not None:
+            unused.add("modality")
+        if self.dimensions and self.output_dimension not in (None, self.dimensions):
+            unused.add("output_dimension")
+        if self.input_type is not None and not isinstance(self, PoolingRequest):
+            unused.add("task")
+        return frozenset(unused)
+
+
+class PoolingRequest(EmbeddingsRequest, kw_only=True):
+    task: Literal["token_embed", "embed", "classify"] | None = None
+    use_activation: bool | None = None
+
+
+class Embedding(msgspec.Struct):
+    """`scales` are there for vectors in int8: what each is to be multiplied by."""
+
+    index: int
+    embedding: Any
+    object: str = "embedding"
+    scales: Any = msgspec.UNSET
+
+
+class MultiVector(msgspec.Struct):
+    index: int
+    embeddings: Any
+    object: str = "embeddings"
+    scales: Any = msgspec.UNSET
+
+
+class Pooling(msgspec.Struct):
+    index: int
+    data: Any
+    object: str = "pooling"
+    scales: Any = msgspec.UNSET
+
+
+class Encoding(msgspec.Struct):
+    """How vectors were made of token vectors. Only those with the same parameters can be compared."""
+
+    name: str
+    k_sim: int
+    r_reps: int
+    d_proj: int
+    d_final: int | None
+    full_length: bool
+    seed: int
+
+
+class VectorsResponse(Warned):
+    """`data` are `Embedding`, `MultiVector` or `Pooling`."""
+
+    id: str
+    created: int
+    model: str
+    data: list[Any]
+    usage: Usage
+    object: str = "list"
+    encoding: Encoding | msgspec.UnsetType = msgspec.UNSET
+
+
+# How the ids of answers begin, by what is in them.
+_PREFIXES = {Embedding: "embd", MultiVector: "multi-vector", Pooling: "pooling"}
+
+
+class Encoded(msgspec.Struct, frozen=True):
+    """One text's vectors as they are sent, [dim] or [tokens, dim]. Those in int8 are to be multiplied by
+    `scales`, a number a vector."""
+
+    data: Any
+    scales: Any = msgspec.UNSET
+
+
+def encode_vectors(vectors: Array, numbers: Numbers, as_base64: bool) -> Encoded:
+    """For JSON: nested lists, or base64 of the numbers' little-endian bytes in row order."""
+    tensor, scales = _converted(vectors, numbers)
+    numbers_of_each = msgspec.UNSET if scales is None else scales.tolist()
+    if not as_base64:
+        return Encoded(encode_rows(tensor), numbers_of_each)
+    raw = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+    return Encoded(base64.b64encode(raw).decode("ascii"), numbers_of_each)
+
+
+def encode_entries(entries: list[Any]) -> Any:
+    """A part of an answer in JSON. Other threads have their turn between two such parts, and not while all of
+    an answer is written; and Python's objects for all of it take several times more memory."""
+    return msgspec.Raw(msgspec.json.encode(entries))
+
+
+def encode_rows(rows: torch.Tensor | Array) -> msgspec.Raw:
+    """A vector, or rows of them, in JSON. Python's lists of all numbers take several times more memory."""
+    if rows.ndim == 1:
+        return msgspec.Raw(msgspec.json.encode(rows.tolist()))
+    return msgspec.Raw(b"[" + b",".join(msgspec.json.encode(row.tolist()) for row in rows) + b"]")
+
+
+def file_of(matrices: Sequence[Array], numbers: Numbers, about: dict[str, str]) -> bytes:
+    """All vectors in the format of safetensors: `embeddings` [sum of lengths, dim], `lengths` [texts], how
+    many of them each text has, and `scales` where there are some; `about` becomes the file's metadata."""
+    matrices = [np.atleast_2d(matrix) for matrix in matrices]
+    tensor, scales = _converted(np.concatenate(matrices), numbers)
+    tensors = {
+        "embeddings": tensor.contiguous(),
+        "lengths": torch.tensor([len(matrix) for matrix in matrices]),
+    }
+    if scales is not None:
+        tensors["scales"] = torch.from_numpy(scales)
+    return save(tensors, metadata=about)
+
+
+def _converted(vectors: Array, numbers: Numbers) -> tuple[torch.Tensor, NDArray[np.float32] | None]:
+    """The vectors in those numbers, and their scales where they have some."""
+    if numbers == "int8":
+        most = np.abs(vectors).max(axis=-1, initial=0)
+        scales = np.where(most > 0, most / _MOST_INT8, 1).astype(np.float32)
+        return torch.from_numpy(np.rint(vectors / scales[..., None]).astype(np.int8)), scales
+    if numbers in ("binary", "ubinary"):
+        bits = np.packbits(vectors > 0, axis=-1)
+        return torch.from_numpy(bits if numbers == "ubinary" else (bits ^ 0x80).view(np.int8)), None
+    tensor = torch.from_numpy(np.ascontiguousarray(vectors, dtype=np.float32))
+    return tensor.to(_FLOATS.get(numbers, torch.float32)), None
+
+
+class Chat(NamedTuple):
+    """Messages of "role" and "content", to be read as one text."""
+
+    messages: list[dict[str, str]]
+
+
+def inputs_or_chat_of(request: EmbeddingsRequest, most: int) -> Inputs | Chat:
+    """The texts and pictures, or the messages, of which there may be at most a number. A message with a
+    picture is a document, not a chat."""
+    if request.messages is None:
+        if request.modality in (None, "text"):
+            return as_inputs(request.input, most)
+        if request.modality == "image":
+            return pictures_of(request.input, most, "input")
+        raise InvalidRequestError(
+            f"modality {request.modality} cannot be read here; use text or image", "modality"
+        )
+    for name in ("chat_template", "chat_template_kwargs"):
+        if getattr(request, name):
+            raise InvalidRequestError(f"{name} cannot be chosen; the model's own template is used", name)
+    if request.input is not msgspec.UNSET:
+        raise InvalidRequestError("input and messages exclude each other; leave out one", "messages")
+    check_count(request.messages, "messages", most)
+    if not request.messages:
+        raise InvalidRequestError("messages is empty; give at least one", "messages")
+    contents = [{"content": message.content} for message in request.messages]
+    if any(map(has_pictures, contents)):
+        if len(contents) > 1:
+            raise InvalidRequestError(
+                "messages with pictures are read one at a time; send a single message", "messages"
+            )
+        document: list[str | Content] = [content_of(contents[0], "messages[0]", "messages")]
+        return document
+    return Chat(
+        [
+            {
+                "role": message.role,
+                "content": as_text({"content": message.content}, f"messages[{i}]", "messages"),
+            }
+            for i, message in enumerate(request.messages)
+        ]
+    )
+
+
+def input_type_of(value: str | None, param: str = "input_type") -> InputType | None:
+    """`query` or `document` from what clients call them."""
+    if value is None or value in _OTHER_TYPES:
+        return None
+    if value in ("query", "search_query", "retrieval.query"):
+        return "query"
+    if value in ("document", "passage", "search_document", "retrieval.passage"):
+        return "document"
+    raise InvalidRequestError(f"{param} {value!r} is not known; use query or document", param)
+
+
+def meaning_of(request: EmbeddingsRequest) -> InputType | None:
+    """Whether texts are queries or documents, by `input_type`, or by Jina's `task`, which on /pooling is
+    something else."""
+    if request.input_type is None and not isinstance(request, PoolingRequest):
+        return input_type_of(request.task, "task")
+    return input_type_of(request.input_type)
+
+
+def numbers_of(request: EmbeddingsRequest) -> Numbers:
+    """In which numbers the vectors are to leave, whichever field says so."""
+    for param in ("embed_dtype", "output_dtype", "embedding_type"):
+        given = getattr(request, param)
+        names = given if isinstance(given, list) else [given]
+        if len(names) > 1:
+            raise InvalidRequestError(f"{param} must be one kind of number here, not {len(names)}", param)
+        for name in names:
+            if name is None or name in ("auto", "base64"):
+                continue
+            numbers = "float32" if name == "float" else name
+            if numbers not in NUMBERS:
+                raise InvalidRequestError(
+                    f"{param} {name!r} is not known; use float or one of {', '.join(NUMBERS)}", param
+                )
+            return cast("Numbers", numbers)
+    return "float32"
+
+
+def wants_base64(request: EmbeddingsRequest) -> bool:
+    """OpenAI's way to say so, or Jina's."""
+    return request.encoding_format == "base64" or request.embedding_type in ("base64", ["base64"])
+
+
+def encoding_of(request: EmbeddingsRequest) -> Muvera | None:
+    """The encoding that a request asks for, None for none. Raises InvalidRequestError for parameters without
+    it, and for those that make no sense."""
+    if request.encoding is None:
+        if request.muvera is not None:
+            raise InvalidRequestError(
+                'muvera is for "encoding": "muvera"; ask for that, or leave it out', "muvera"
+            )
+        return None
+    given = {} if request.muvera is None else msgspec.structs.asdict(request.muvera)
+    parameters = {name: value for name, value in given.items() if value is not None}
+    if parameters.get("d_proj") == 0:
+        parameters["d_proj"] = None
+    try:
+        return Muvera(**parameters)
+    except ValueError as error:
+        raise InvalidRequestError(str(error), "muvera") from None
+
+
+def describe_encoding(muvera: Muvera) -> Encoding:
+    """An encoding with all its parameters, as a request may send them again."""
+    return Encoding(
+        "muvera",
+        muvera.k_sim,
+        muvera.r_reps,
+        muvera.d_proj or 0,
+        muvera.d_final,
+        muvera.full_length,
+        muvera.seed,
+    )
+
+
+async def embeddings(
+    state: ServerState, body: EmbeddingsRequest, inputs: Inputs | Chat, tenant: str
+) -> Answer:
+    return await _vectors(state, body, inputs, tenant, "embed", Embedding)
+
+
+async def multi_vector(
+    state: ServerState, body: EmbeddingsRequest, inputs: Inputs | Chat, tenant: str
+) -> Answer:
+    """Jina's: a vector a token, as late interaction scores them."""
+    return await _vectors(state, body, inputs, tenant, "token_embed", MultiVector)
+
+
+async def pooling(state: ServerState, body: PoolingRequest, inputs: Inputs | Chat, tenant: str) -> Answer:
+    """vLLM's: the task that the request names, or else the one that the model's scores are made of."""
+    task = body.task or state.engine.facts.score_task
+    return await _vectors(state, body, inputs, tenant, task, Pooling)
+
+
+async def _vectors(
+    state: ServerState,
+    body: EmbeddingsRequest,
+    inputs: Inputs | Chat,
+    tenant: str,
+    task: str,
+    item: type[Any],
+) -> Answer:
+    """The vectors in the numbers and the format that the request wants; in JSON an `item` a text."""
+    numbers, as_base64, model = numbers_of(body), wants_base64(body), state.model_name
+    if isinstance(inputs, Chat):
+        inputs = await _read_chat(state, body, inputs)
+    else:
+        check_token_ids(inputs, state.config.accept_token_ids)
+    state = state.telling_of(_unused_for(task, body), f"task {task}")
+    normalises = "embed" in state.engine.facts.normalised
+    result = await _run(state, body, inputs, tenant, task)
+    vectors = result.scores if isinstance(result, ClassifyResult) else result.embeddings
+    warnings = warnings_of(result.truncated, state.field_warnings, body)
+    if body.normalized is not None and task == "embed" and isinstance(result, EmbedResult):
+        if body.normalized and not normalises:
+            vectors = in_unit_length(result.embeddings)
+        elif normalises and not body.normalized:
+            warnings = [*(warnings or ()), NORMALIZES_ANYWAY.format("normalized")]
+    size = sum(each.size for each in vectors)
+    made_by = result.encoding if isinstance(result, EmbedResult) else None
+    if body.encoding_format == "safetensors":
+        about = {"model": model, "prompt_tokens": str(result.usage.prompt_tokens)}
+        if made_by is not None:
+            about["encoding"] = msgspec.json.encode(describe_encoding(made_by)).decode()
+        whole = await run_in_thread_if_large(size, file_of, list(vectors), numbers, about)
+        answer = Answer(200, {"Content-Type": _SAFETENSORS}, whole)
+    else:
+
+        def build() -> VectorsResponse:
+            all_encoded = [encode_vectors(each, numbers, as_base64) for each in vectors]
+            data = [item(i, each.data, scales=each.scales) for i, each in enumerate(all_encoded)]
+            return VectorsResponse(
+                new_id(_PREFIXES[item]),
+                now(),
+                model,
+                data,
+                usage_of(result.usage),
+                warnings=warnings,
+                encoding=msgspec.UNSET if made_by is None else describe_encoding(made_by),
+            )
+
+        answer = await wire_answer(build, size)
+    return answer.with_timings(result.timings).with_warnings(warnings)
+
+
+async def _run(
+    state: ServerState, body: EmbeddingsRequest, inputs: Inputs, tenant: str, task: str
+) -> _Result:
+    engine = state.engine
+    options: dict[str, Any] = {
+        "truncation": truncation_of(body, state.config.long_documents),
+        "priority": body.priority or 0,
+        "tenant": tenant,
+        "timeout": body.timeout,
+    }
+    use_activation = body.use_activation if isinstance(body, PoolingRequest) else None
+    _check_task(body, task)
+    if task == "classify":
+        check_labels(state, len(inputs))
+        return await engine.classify(inputs, use_activation=use_activation is not False, **options)
+    if task == "sparse_embed":
+        raise InvalidRequestError("this model gives sparse vectors; use /embed_sparse", "model")
+    if task not in ("embed", "token_embed"):
+        raise InvalidRequestError(
+            "this model is scored by several embeddings of a text; name task embed or token_embed", "task"
+        )
+    if use_activation is False:
+        raise InvalidRequestError("use_activation=false is only for the task classify", "use_activation")
+    dimensions = body.dimensions or body.output_dimension
+    options |= {
+        "input_type": meaning_of(body),
+        "prompt_name": body.prompt_name,
+        "dimensions": dimensions,
+    }
+    if task == "embed":
+        return await engine.embed(inputs, **options, **_of_one_vector(state, body, len(inputs)))
+    return await engine.embed_tokens(inputs, **options, max_tokens=most_vectors(state, dimensions))
+
+
+def _unused_for(task: str, body: EmbeddingsRequest) -> list[UnreadField]:
+    """Fields that say how vectors are made, in a request for something else."""
+    names = ["normalized"] if task != "embed" or body.encoding is not None else []
+    if task == "classify":
+        names += ["dimensions", "output_dimension", "input_type", "prompt_name"]
+    return [UnreadField(name, None) for name in names if getattr(body, name)]
+
+
+def in_unit_length(rows: NDArray[np.floating[Any]]) -> NDArray[np.floating[Any]]:
+    """Each row divided by its length."""
+    scaled: NDArray[np.floating[Any]] = rows / np.maximum(
+        np.linalg.norm(rows, axis=-1, keepdims=True), _SHORTEST
+    )
+    return scaled
+
+
+def _check_task(body: EmbeddingsRequest, task: str) -> None:
+    """Refuses what is said of one vector a text where others are asked for."""
+    given = {
+        "late_chunking": bool(body.late_chunking),
+        "chunks": body.chunks is not None,
+        "encoding": body.encoding is not None,
+        "muvera": body.muvera is not None,
+    }
+    for name, is_given in given.items():
+        if is_given and task != "embed":
+            raise InvalidRequestError(f"{name} is for the task embed, not {task}", name)
+
+
+def _of_one_vector(state: ServerState, body: EmbeddingsRequest, num_texts: int) -> dict[str, Any]:
+    """What a request says of how a text, or each of its chunks, becomes one vector."""
+    options: dict[str, Any] = {}
+    if body.late_chunking or body.chunks is not None:
+        check_count(body.chunks, "chunks", state.config.max_documents)
+        options |= {"late_chunking": bool(body.late_chunking), "chunks": body.chunks}
+    num_vectors = num_texts if body.chunks is None else len(body.chunks)
+    if (encoding := encoding_of(body)) is None:
+        check_embeddings(state, num_vectors, body.dimensions or body.output_dimension)
+        return options
+    dim = state.engine.facts.dims.get("token_embed")
+    if dim is not None:  # else the engine says so
+        try:
+            encoding.length(dim)
+        except ValueError as error:
+            raise InvalidRequestError(str(error), "muvera") from None
+        # A vector that is shortened is made at its whole length first.
+        length = encoding.whole_length(dim)
+        _check_room(state, num_vectors, length, "ask for a smaller k_sim, r_reps or d_proj")
+    return options | {"encoding": encoding}
+
+
+def check_embeddings(state: ServerState, num_vectors: int, dimensions: int | None) -> None:
+    """Refuses more vectors than there is room for. Without `dimensions` they are as long as the model makes
+    them."""
+    dim = state.engine.facts.dims.get("embed")
+    if dim is not None and (dimensions is None or 1 <= dimensions <= dim):
+        _check_room(state, num_vectors, dimensions or dim, "ask for shorter vectors")
+    # else the engine says what is wrong
+
+
+def check_labels(state: ServerState, num_texts: int) -> None:
+    """Refuses more texts than there is room for the scores of all labels of."""
+    num_labels = len(state.engine.facts.labels)
+    most = (state.config.max_bodies_mb << 20) // (_BYTES_A_LABEL * max(1, num_labels))
+    if num_texts > most:
+        raise RequestTooLargeError(
+            f"{num_texts} texts would have {num_labels} labels each, and there is room for {most} such "
+            "texts; send fewer at a time, or raise --max-bodies-mb"
+        )
+
+
+def _check_room(state: ServerState, num_vectors: int, length: int, remedy: str) -> None:
+    """Refuses vectors whose numbers, in an answer, need more memory than bodies may have together."""
+    most = (state.config.max_bodies_mb << 20) // (_BYTES_A_NUMBER * length)
+    if num_vectors > most:
+        raise RequestTooLargeError(
+            f"{num_vectors} vectors of {length} numbers would be made, and there is room for {most}; send "
+            f"fewer texts at a time, {remedy}, or raise --max-bodies-mb"
+        )
+
+
+async def _read_chat(state: ServerState, body: EmbeddingsRequest, chat: Chat) -> Inputs:
+    """As token ids, unless the request wants special tokens beside those of the template."""
+    engine = state.engine
+    text, is_complete = await engine.conversation(
+        chat.messages,
+        add_generation_prompt=bool(body.add_generation_prompt),
+        continue_final_message=bool(body.continue_final_message),
+    )
+    if body.add_special_tokens and not is_complete:
+        return [text]
+    tokenizer = engine.tokenizer
+    return await engine.in_thread(lambda: [tokenizer.encode([text], "messages")[0].tolist()], len(text))
+
+
+def most_vectors(state: ServerState, dimensions: int | None) -> int | None:
+    """How many vectors of a token each an answer may have, so that it takes no more memory than bodies may
+    together; None where the model has none."""
+    dim = state.engine.facts.dims.get("token_embed")
+    if dim is None or (dimensions is not None and not 1 <= dimensions <= dim):
+        return None
+    return (state.config.max_bodies_mb << 20) // (_BYTES_A_NUMBER * (dimensions or dim))
+
+
+_ANSWERS = (VectorsResponse, _SAFETENSORS)
+
+
+def wanted_vectors(state: ServerState, body: EmbeddingsRequest) -> Wanted:
+    """Encodings are made of token vectors."""
+    return Wanted.VECTORS if body.encoding is None else Wanted.TOKEN_VECTORS
+
+
+_WANTED_OF_TASK = {"token_embed": Wanted.TOKEN_VECTORS, "classify": Wanted.CLASSES}
+
+
+def wanted_pooling(state: ServerState, body: PoolingRequest) -> Wanted:
+    return _WANTED_OF_TASK.get(body.task or "", Wanted.VECTORS)
+
+
+ROUTES = (
+    *(
+        post_texts(path, EmbeddingsRequest, inputs_or_chat_of, embeddings, *_ANSWERS, wanted=wanted_vectors)
+        for path in ("/v1/embeddings", "/embeddings")
+    ),
+    post_texts(
+        "/v1/multi-vector",
+        EmbeddingsRequest,
+        inputs_or_chat_of,
+        multi_vector,
+        *_ANSWERS,
+        wanted=Wanted.TOKEN_VECTORS,
+    ),
+    post_texts("/pooling", PoolingRequest, inputs_or_chat_of, pooling, *_ANSWERS, wanted=wanted_pooling),
+)

@@ -1,0 +1,724 @@
+"""The routes that score and rank, /score and /rerank: their wire types, and the way from a JSON body to the
+engine and back to JSON.
+
+The fields of a request to /rerank tell the shape of its answer: Jina's and Cohere's,
+text-embeddings-inference's or Voyage's. With `stream` the answer comes line by line, and with `cascade`
+several models rank in stages.
+"""
+
+import math
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any, Literal
+
+import msgspec
+
+from maxsimd.api.answer import Answer, new_id, now, usage_of, wire_answer
+from maxsimd.api.handlers.route import TeiHeaders, post_texts
+from maxsimd.api.models import SeveralModels, Wanted, named, naming_lost_model
+from maxsimd.api.reading import (
+    as_item,
+    as_items,
+    check_count,
+    rank_places,
+    tei_truncation,
+    truncation_of,
+    with_request_field_names,
+)
+from maxsimd.api.request_warnings import warnings_of
+from maxsimd.api.state import ServedStream, ServerState
+from maxsimd.api.wire import (
+    Content,
+    Contents,
+    Direction,
+    Name,
+    NotNegative,
+    Positive,
+    Scoring,
+    Usage,
+    Warned,
+    Warnings,
+)
+from maxsimd.engine import InvalidRequestError, RankedDocument, RerankResult, ScoreResult, Truncation
+from maxsimd.engine import requests as engine_requests
+from maxsimd.engine.explanations import Explanation, TokenMatch, WindowScore
+from maxsimd.engine.requests import Item, ScoreOptions, Timings
+from maxsimd.engine.workers import run_in_thread_if_large
+
+LINES = "application/x-ndjson"
+
+ToScore = tuple[list[Item], list[Item]]
+ToRank = tuple[Item, list[Item]]
+
+# The names under which queries and documents come.
+_PAIRS = (("queries", "documents"), ("queries", "items"), ("data_1", "data_2"), ("text_1", "text_2"))
+PAIRED_FIELDS = frozenset(name for pair in _PAIRS for name in pair)
+
+# Fields that text-embeddings-inference lacks in requests with `texts`, and fields that only it has.
+_LENGTHS = ("truncate_prompt_tokens", "max_tokens_per_query", "max_tokens_per_doc")
+WINDOW_FIELDS = frozenset({*_LENGTHS, "truncation_side", "long_documents", "window_overlap"})
+NOT_OF_TEI = WINDOW_FIELDS | {"documents", "top_k", "truncation", "rank_fields"}
+OF_TEI = frozenset({"return_text", "truncate", "truncation_direction"})
+
+_MOST_STAGES = 8
+# The options of a request that hold for all stages of its cascade.
+_FOR_ALL_STAGES = ("truncation", "use_activation", "normalize", "cache", "priority", "tenant")
+
+
+class ScoreRequest(Scoring, kw_only=True):
+    queries: Contents | None = None
+    documents: Contents | None = None
+    items: Contents | None = None
+    text_1: Contents | None = None
+    text_2: Contents | None = None
+    data_1: Contents | None = None
+    data_2: Contents | None = None
+
+    @property
+    def pair(self) -> tuple[str, str] | None:
+        """The first pair of fields that are both there, for queries and for documents."""
+        return next(
+            (pair for pair in _PAIRS if None not in (getattr(self, pair[0]), getattr(self, pair[1]))), None
+        )
+
+    @property
+    def field_names(self) -> tuple[str, str]:
+        """The names under which queries and documents came."""
+        return self.pair or _PAIRS[0]
+
+    def unused_fields(self) -> frozenset[str]:
+        return PAIRED_FIELDS - {*self.field_names}
+
+
+class CascadeStage(msgspec.Struct, kw_only=True):
+    """A stage of a cascade: how many of the `model`'s best documents the next stage gets."""
+
+    model: Name
+    keep: Positive | None = None
+    instruction: str | None = None
+
+
+class RerankRequest(Scoring, kw_only=True):
+    """Jina's, Cohere's and vLLM's with `documents`, text-embeddings-inference's with `texts`. Voyage's has
+    `top_k` or `truncation`, which others do not have. With a `cascade` several models rank."""
+
+    query: Content
+    documents: Contents | None = None
+    texts: list[str] | None = None
+    top_n: NotNegative | None = None
+    top_k: NotNegative | None = None
+    truncation: bool | None = None
+    return_documents: bool | None = None
+    return_text: bool | None = None
+    rank_fields: list[str] | None = None
+    truncate: bool | None = None
+    truncation_direction: Direction | None = None
+    cascade: list[CascadeStage] | None = None
+
+    def unused_fields(self) -> frozenset[str]:
+        if self.texts is not None:
+            return NOT_OF_TEI
+        return OF_TEI if self.top_k is None else OF_TEI | {"top_n"}
+
+
+class WireExplanation(msgspec.Struct, omit_defaults=True):
+    """An `Explanation` with its best window as the `passage`. What there is none of is left out."""
+
+    tokens: int
+    truncated: bool
+    cached: bool
+    matches: tuple[TokenMatch, ...] = ()
+    windows: tuple[WindowScore, ...] = ()
+    passage: WindowScore | None = None
+    # Of each picture: for each vector of the query a list of rows, null for a patch that takes no part.
+    maps: list[list[list[list[float | None]]]] = []
+
+
+class Score(msgspec.Struct):
+    index: int
+    score: float
+    object: str = "score"
+    explanation: WireExplanation | msgspec.UnsetType = msgspec.UNSET
+
+
+class DocumentError(msgspec.Struct):
+    """Why a document has no score."""
+
+    index: int
+    error: str
+
+
+class ScoreScale(msgspec.Struct):
+    """How scores are made of what the model computes, and their bounds, null for none."""
+
+    transform: str
+    min: float | None
+    max: float | None
+
+
+class Completeness(Warned, kw_only=True):
+    """What of a request was scored, where it asked to be told: the documents that there was no time for, and
+    those that have an error."""
+
+    complete: bool | msgspec.UnsetType = msgspec.UNSET
+    unscored: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
+    errors: list[DocumentError] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ScoreResponse(Completeness):
+    id: str
+    created: int
+    model: str
+    data: list[Score]
+    usage: Usage
+    score_scale: ScoreScale
+    object: str = "list"
+
+
+class Document(msgspec.Struct):
+    text: str
+
+
+class Ranked(msgspec.Struct, omit_defaults=True):
+    index: int
+    relevance_score: float
+    document: Document | None = None
+    explanation: WireExplanation | None = None
+    # Of a cascade: the model that gave the score.
+    model: str | None = None
+
+
+class StageDone(msgspec.Struct):
+    """Of a cascade: how many documents the model of a stage ranked, and how long that took."""
+
+    model: str
+    documents: int
+    milliseconds: float
+
+
+class RerankResponse(Completeness, omit_defaults=True):
+    id: str
+    model: str
+    results: list[Ranked]
+    usage: Usage
+    meta: dict[str, Any]
+    score_scale: ScoreScale
+    stages: list[StageDone] | msgspec.UnsetType = msgspec.UNSET
+
+
+class TeiRanked(msgspec.Struct, omit_defaults=True):
+    index: int
+    score: float
+    text: str | None = None
+
+
+class VoyageRanked(msgspec.Struct, omit_defaults=True):
+    index: int
+    relevance_score: float
+    document: str | None = None
+
+
+class VoyageResponse(Warned, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[VoyageRanked]
+    model: str
+    usage: Usage
+
+
+def texts_to_score(request: ScoreRequest, most: int) -> ToScore:
+    """The queries and documents of a score request, under whichever names they came."""
+    pair = request.pair
+    if pair is not None:
+        first, second = pair
+        queries, documents = getattr(request, first), getattr(request, second)
+        check_count(documents, second, most)
+        check_count(queries, first, most)
+        return as_items(queries, first), as_items(documents, second)
+    for first, second in _PAIRS:
+        if getattr(request, first) is not None:
+            raise InvalidRequestError(f"{second} is missing", second)
+    raise InvalidRequestError("queries and documents are missing", "queries")
+
+
+def texts_to_rank(request: RerankRequest, most: int) -> ToRank:
+    """The query and the documents of a rerank request, `texts` before `documents`."""
+    if request.texts is not None:
+        check_count(request.texts, "texts", most)
+        return as_item(request.query, "query", "query"), [*request.texts]
+    if request.documents is None:
+        raise InvalidRequestError("documents is missing", "documents")
+    return query_and_documents(request.query, request.documents, "documents", most, request.rank_fields)
+
+
+def query_and_documents(
+    query: Content, documents: Contents, name: str, most: int, rank_fields: list[str] | None = None
+) -> ToRank:
+    """A query and its documents, which came in the field `name`."""
+    item = as_item(query, "query", "query")
+    check_count(documents, name, most)
+    return item, as_items(documents, name, rank_places(rank_fields))
+
+
+def _wants_activation(request: Scoring) -> bool:
+    return not request.raw_scores if request.use_activation is None else request.use_activation
+
+
+def _wants_normalized(request: Scoring, default: bool) -> bool:
+    """Whether scores are to be from 0 to 1. `default` holds for requests that mention neither this nor raw
+    scores."""
+    raw = not _wants_activation(request)
+    if request.normalize and raw:
+        raise InvalidRequestError("normalize and raw scores exclude each other; leave out one", "normalize")
+    return default and not raw if request.normalize is None else request.normalize
+
+
+def _instruction_of(request: Scoring) -> str | None:
+    """The instruction, under either of its names."""
+    if None not in (request.instruction, request.instruct) and request.instruction != request.instruct:
+        raise InvalidRequestError("instruction and instruct say different things; leave out one", "instruct")
+    return request.instruct if request.instruction is None else request.instruction
+
+
+def score_options(
+    state: ServerState, body: Scoring, tenant: str, truncation: Truncation | None = None
+) -> ScoreOptions:
+    """The request's options for the engine. Without `truncation` the request says how it truncates."""
+    return {
+        "truncation": truncation or truncation_of(body, state.config.long_documents),
+        "use_activation": _wants_activation(body),
+        "normalize": _wants_normalized(body, state.config.normalize_scores),
+        "instruction": _instruction_of(body),
+        "cache": body.cache or "use",
+        "priority": body.priority or 0,
+        "tenant": tenant,
+        "timeout": body.timeout,
+        "on_timeout": body.on_timeout or "error",
+        "on_error": body.on_error or "fail",
+        "explain": body.explain or False,
+    }
+
+
+async def run_rerank(
+    state: ServerState,
+    body: Scoring,
+    texts: ToRank,
+    tenant: str,
+    *,
+    top_n: int | None,
+    documents: str = "documents",
+    truncation: Truncation | None = None,
+) -> RerankResult:
+    """Ranks with the request's options. `documents` is the field that they came in."""
+    with with_request_field_names(queries="query", documents=documents):
+        return await state.engine.rerank(
+            *texts,
+            top_n=top_n,
+            score_threshold=body.score_threshold,
+            **score_options(state, body, tenant, truncation),
+        )
+
+
+def scale_of(state: ServerState, body: Scoring) -> ScoreScale:
+    """The scale of the scores that a request gets."""
+    scale = state.engine.facts.scales.of(
+        use_activation=_wants_activation(body),
+        normalize=_wants_normalized(body, state.config.normalize_scores),
+    )
+    return ScoreScale(scale.transform, scale.least, scale.most)
+
+
+def with_scale(answer: Answer, scale: ScoreScale) -> Answer:
+    """The answer with the scale of its scores in a header: not every shape has a place."""
+    bounds = ", ".join("none" if bound is None else f"{bound:g}" for bound in (scale.min, scale.max))
+    return answer.with_headers(x_maxsimd_score_scale=f"{scale.transform}; bounds={bounds}")
+
+
+def characters_of(result: RerankResult) -> int:
+    """The length of the ranked documents' texts."""
+    return sum(len(one.text or "") for one in result.results)
+
+
+def _num_lines(explanations: Iterable[Explanation | None]) -> int:
+    """How many entries of an answer its explanations take."""
+    return sum(len(one.matches) + len(one.windows) for one in explanations if one is not None)
+
+
+def check_all_ranked(body: Scoring) -> None:
+    """Refuses options that a shape has no place for: partial results, explanations and streams."""
+    for option, value in (("on_timeout", body.on_timeout), ("on_error", body.on_error)):
+        if value in ("partial", "report"):
+            raise InvalidRequestError(
+                f"{option} {value!r} is only for /rerank in Jina's or Cohere's shape; leave it out", option
+            )
+    for option, wanted in (("explain", body.explain), ("stream", body.stream)):
+        if wanted:
+            raise InvalidRequestError(
+                f"{option} is only for /score, and for /rerank in Jina's or Cohere's shape; leave it out",
+                option,
+            )
+
+
+def _on_wire(explanation: Explanation) -> WireExplanation:
+    return WireExplanation(
+        explanation.tokens,
+        explanation.truncated,
+        explanation.cached,
+        explanation.matches,
+        explanation.windows,
+        explanation.passage,
+        [each.tolist() for each in explanation.maps],
+    )
+
+
+def _least_score(body: Scoring) -> float:
+    """Documents with a lower score are left out."""
+    return -math.inf if body.score_threshold is None else body.score_threshold
+
+
+def _scored(index: int, score: float, explanation: Explanation | None) -> Score:
+    return Score(index, score, explanation=msgspec.UNSET if explanation is None else _on_wire(explanation))
+
+
+def ranked(document: RankedDocument, with_text: bool, model: str | None = None) -> Ranked:
+    """A document that came as an embedding has no text. A cascade names the `model` that ranked it."""
+    text = None if document.text is None or not with_text else Document(document.text)
+    explanation = None if document.explanation is None else _on_wire(document.explanation)
+    return Ranked(document.index, document.score, text, explanation, model)
+
+
+def _score_response(
+    body: ScoreRequest, model: str, scale: ScoreScale, result: ScoreResult, warnings: Warnings
+) -> ScoreResponse:
+    least = _least_score(body)
+    data = [
+        _scored(i, score, result.explanations.get(i))
+        for i, score in enumerate(result.scores)
+        if score >= least
+    ]
+    usage, rest = usage_of(result.usage), _completeness(body, result)
+    return ScoreResponse(new_id("score"), now(), model, data, usage, scale, warnings=warnings, **rest)
+
+
+def _rerank_response(
+    body: RerankRequest,
+    model: str,
+    scale: ScoreScale,
+    result: RerankResult,
+    warnings: Warnings,
+    with_text: bool,
+) -> RerankResponse:
+    return RerankResponse(
+        new_id("rerank"),
+        model,
+        [ranked(document, with_text) for document in result.results],
+        usage_of(result.usage),
+        _cohere_meta(result.usage, warnings),
+        scale,
+        warnings=warnings,
+        **_completeness(body, result),
+    )
+
+
+def _cohere_meta(usage: engine_requests.Usage, warnings: Warnings) -> dict[str, Any]:
+    """The fields beside the results that Cohere's clients read."""
+    return {
+        "api_version": {"version": "2"},
+        "billed_units": {"search_units": 1},
+        "tokens": {"input_tokens": usage.prompt_tokens},
+        **({"warnings": warnings} if warnings else {}),
+    }
+
+
+def _completeness(body: Scoring, result: ScoreResult | RerankResult) -> dict[str, Any]:
+    """The documents without a score, for requests that want them reported."""
+    reported: dict[str, Any] = {}
+    if body.on_timeout == "partial":
+        reported |= {"complete": not result.unscored, "unscored": result.unscored}
+    if body.on_error == "report":
+        reported["errors"] = [DocumentError(i, error) for i, error in sorted(result.errors.items())]
+    return reported
+
+
+async def score(state: ServerState, body: ScoreRequest, texts: ToScore, tenant: str) -> Answer:
+    model, scale = state.model_name, scale_of(state, body)
+    queries, documents = body.field_names
+    with with_request_field_names(queries=queries, documents=documents):
+        if body.stream:
+            return await _stream_scores(state, body, texts, tenant)
+        result = await state.engine.score(*texts, **score_options(state, body, tenant))
+    items = len(result.scores) + _num_lines(result.explanations.values())
+    warnings = warnings_of(result.truncated, state.field_warnings, body)
+    answer = await wire_answer(lambda: _score_response(body, model, scale, result, warnings), items)
+    return with_scale(answer, scale).with_timings(result.timings).with_warnings(warnings)
+
+
+async def rerank(state: ServerState, body: RerankRequest, texts: ToRank, tenant: str) -> Answer:
+    if body.cascade is not None:
+        return await _rerank_in_stages(state, body, body.cascade, texts, tenant)
+    if body.texts is not None:
+        return await rerank_as_tei(state, body, texts, tenant)
+    if body.top_k is not None or body.truncation is not None:
+        return await _rerank_as_voyage(state, body, texts, tenant)
+    if body.stream:
+        with with_request_field_names(queries="query", documents="documents"):
+            return await _stream_ranking(state, body, texts, tenant)
+    model, scale = state.model_name, scale_of(state, body)
+    result = await run_rerank(state, body, texts, tenant, top_n=body.top_n)
+    with_text = body.return_documents is not False
+    items = len(result.results) + len(result.unscored)
+    items += _num_lines(document.explanation for document in result.results)
+    warnings = warnings_of(result.truncated, state.field_warnings, body)
+    answer = await wire_answer(
+        lambda: _rerank_response(body, model, scale, result, warnings, with_text),
+        items,
+        characters_of(result) if with_text else 0,
+    )
+    return with_scale(answer, scale).with_timings(result.timings).with_warnings(warnings)
+
+
+async def rerank_as_tei(state: ServerState, body: RerankRequest, texts: ToRank, tenant: str) -> Answer:
+    """text-embeddings-inference's shape: `texts` in, a bare list out."""
+    check_all_ranked(body)
+    truncation = tei_truncation(body.truncate, body.truncation_direction, state.config.long_documents)
+    headers, scale = TeiHeaders(state, [texts[0], *texts[1]]), scale_of(state, body)
+    result = await run_rerank(
+        state, body, texts, tenant, top_n=body.top_n, documents="texts", truncation=truncation
+    )
+    # The second as others call it.
+    with_text = bool(body.return_documents if body.return_text is None else body.return_text)
+    answer = await wire_answer(
+        lambda: [TeiRanked(one.index, one.score, one.text if with_text else None) for one in result.results],
+        len(result.results),
+        characters_of(result) if with_text else 0,
+    )
+    return with_scale(headers.added_to(answer, result), scale)
+
+
+async def _rerank_as_voyage(state: ServerState, body: RerankRequest, texts: ToRank, tenant: str) -> Answer:
+    """Voyage's shape: `data` in place of `results`, and documents as strings, only if they are asked for."""
+    top_n, with_text = body.top_n if body.top_k is None else body.top_k, bool(body.return_documents)
+
+    def build(result: RerankResult, model: str, warnings: Warnings) -> VoyageResponse:
+        data = [VoyageRanked(one.index, one.score, one.text if with_text else None) for one in result.results]
+        return VoyageResponse(data=data, model=model, usage=usage_of(result.usage), warnings=warnings)
+
+    return await rerank_whole(state, body, texts, tenant, build, top_n=top_n, with_text=with_text)
+
+
+async def rerank_whole(
+    state: ServerState,
+    body: Scoring,
+    texts: ToRank,
+    tenant: str,
+    build: Callable[[RerankResult, str, Warnings], Any],
+    *,
+    top_n: int | None,
+    with_text: bool,
+    documents: str = "documents",
+    truncation: Truncation | None = None,
+) -> Answer:
+    """Answers in a shape that has a place for ranked documents alone. `build` makes its wire type from the
+    result, the model's name and the warnings."""
+    check_all_ranked(body)
+    model, scale = state.model_name, scale_of(state, body)
+    result = await run_rerank(
+        state, body, texts, tenant, top_n=top_n, documents=documents, truncation=truncation
+    )
+    warnings = warnings_of(result.truncated, state.field_warnings, body)
+    characters = characters_of(result) if with_text else 0
+    answer = await wire_answer(lambda: build(result, model, warnings), len(result.results), characters)
+    return with_scale(answer, scale).with_timings(result.timings).with_warnings(warnings)
+
+
+async def _stream_scores(state: ServerState, body: ScoreRequest, texts: ToScore, tenant: str) -> Answer:
+    model, scale = state.model_name, scale_of(state, body)
+    return await _streamed(
+        state.engine.stream(*texts, **score_options(state, body, tenant)),
+        _least_score(body),
+        lambda document: _scored(document.index, document.score, document.explanation),
+        lambda result: _score_response(
+            body, model, scale, result, warnings_of(result.truncated, state.field_warnings, body)
+        ),
+        scale,
+    )
+
+
+async def _stream_ranking(state: ServerState, body: RerankRequest, texts: ToRank, tenant: str) -> Answer:
+    model, scale = state.model_name, scale_of(state, body)
+    query, documents = texts
+    with_text = body.return_documents is not False
+
+    def last(result: ScoreResult) -> RerankResponse:
+        best = engine_requests.rank(
+            result.scores, documents, body.top_n, body.score_threshold, by=result.ranking_scores
+        )
+        reranked = RerankResult(best, result.usage, result.truncated, result.unscored, result.errors)
+        warnings = warnings_of(result.truncated, state.field_warnings, body)
+        return _rerank_response(body, model, scale, reranked, warnings, with_text=False)
+
+    return await _streamed(
+        state.engine.stream([query], documents, **score_options(state, body, tenant)),
+        _least_score(body),
+        lambda document: ranked(document, with_text),
+        last,
+        scale,
+    )
+
+
+async def _streamed(
+    stream: ServedStream,
+    least: float,
+    line: Callable[[RankedDocument], Any],
+    last: Callable[[ScoreResult], Any],
+    scale: ScoreScale,
+) -> Answer:
+    """An answer with a line for each result as soon as it is there. The last line is the answer without
+    `stream`, but for texts and explanations. Returns with the first line, so that errors of the request are
+    raised before."""
+    parts = _parts(stream, least, line, last)
+    answer = Answer(200, {"Content-Type": LINES}, lines=_Lines(await anext(parts), parts))
+    return with_scale(answer, scale)
+
+
+async def _parts(
+    stream: ServedStream,
+    least: float,
+    line: Callable[[RankedDocument], Any],
+    last: Callable[[ScoreResult], Any],
+) -> AsyncGenerator[bytes]:
+    """One or more lines at a time."""
+
+    def encoded(documents: Sequence[RankedDocument]) -> bytes:
+        return b"".join(msgspec.json.encode(line(document)) + b"\n" for document in documents)
+
+    async with stream:
+        async for new in stream:
+            documents = [document for document in new if document.score >= least]
+            if documents:
+                size = len(documents) + _num_lines(document.explanation for document in documents)
+                yield await run_in_thread_if_large(size, encoded, documents)
+        result = stream.result
+        size = len(result.scores)
+        yield await run_in_thread_if_large(size, lambda: msgspec.json.encode(last(result)) + b"\n")
+
+
+class _Lines:
+    """The first part and the rest."""
+
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes]) -> None:
+        self._first: bytes | None = first
+        self._rest = rest
+
+    def __aiter__(self) -> "_Lines":
+        return self
+
+    async def __anext__(self) -> bytes:
+        if self._first is None:
+            return await anext(self._rest)
+        first, self._first = self._first, None
+        return first
+
+    async def aclose(self) -> None:
+        """Cancels what is left. A generator that has not begun would not."""
+        await self._rest.aclose()
+
+
+async def _rerank_in_stages(
+    state: ServerState, body: RerankRequest, stages: Sequence[CascadeStage], texts: ToRank, tenant: str
+) -> Answer:
+    """Ranks all documents with a model, the best of those with the next, within one deadline. The answer has
+    the documents of the last stage, each with the model that scored it, and each stage's time."""
+    models = _check_cascade(state, body, stages)
+    names = [named(models, stage.model) for stage in stages]
+    plan = [
+        (name, stage.keep, stage.instruction or _instruction_of(body))
+        for name, stage in zip(names, stages, strict=True)
+    ]
+    # Refuse a model that is not served now before any stage runs.
+    last = [state.serving(name, Wanted.RANKING) for name in names][-1]
+    scale = scale_of(last, body)
+    options: dict[str, Any] = {**score_options(last, body, tenant)}
+    with ExitStack() as reported, with_request_field_names(queries="query", documents="documents"):
+        for name in names:
+            reported.enter_context(naming_lost_model(models, name))
+        result = await models.cascade(
+            *texts, plan, deadline=body.timeout, **{name: options[name] for name in _FOR_ALL_STAGES}
+        )
+    best = [one for one in result.results if one.score >= _least_score(body)][: body.top_n]
+    rankings = [stage.ranking for stage in result.stages]
+    done = [StageDone(stage.model, stage.documents, round(stage.milliseconds, 3)) for stage in result.stages]
+    with_text = body.return_documents is not False
+    warnings = warnings_of(sum(ranking.truncated for ranking in rankings), state.field_warnings, body)
+    usage = engine_requests.Usage(
+        prompt_tokens=sum(ranking.usage.prompt_tokens for ranking in rankings),
+        cached_tokens=sum(ranking.usage.cached_tokens for ranking in rankings),
+        cached_documents=sum(ranking.usage.cached_documents for ranking in rankings),
+        query_tokens=sum(ranking.usage.query_tokens for ranking in rankings),
+    )
+    timings = Timings(
+        queue=sum(ranking.timings.queue for ranking in rankings),
+        tokenise=sum(ranking.timings.tokenise for ranking in rankings),
+        model=sum(ranking.timings.model for ranking in rankings),
+        score=sum(ranking.timings.score for ranking in rankings),
+    )
+
+    def build() -> RerankResponse:
+        results = [
+            ranked(RankedDocument(one.index, one.score, one.document), with_text, one.model) for one in best
+        ]
+        meta = _cohere_meta(usage, warnings)
+        return RerankResponse(
+            new_id("rerank"), names[-1], results, usage_of(usage), meta, scale, warnings=warnings, stages=done
+        )
+
+    characters = sum(len(one.document) for one in best if isinstance(one.document, str)) if with_text else 0
+    answer = await wire_answer(build, len(best), characters)
+    return with_scale(answer, scale).with_timings(timings).with_warnings(warnings)
+
+
+def _check_cascade(state: ServerState, body: RerankRequest, stages: Sequence[CascadeStage]) -> SeveralModels:
+    """Refuses stages that are no cascade, and options that a cascade's answer has no place for."""
+    wrong = None
+    if state.models is None:
+        wrong = (
+            "cascade needs a server of several models, and this one serves one; leave it out, or start a "
+            "server with all of them"
+        )
+    elif not 2 <= len(stages) <= _MOST_STAGES:
+        wrong = (
+            f"cascade must have 2 to {_MOST_STAGES} stages, not {len(stages)}; name a single model as model"
+        )
+    elif (i := next((i for i, stage in enumerate(stages[:-1]) if stage.keep is None), None)) is not None:
+        wrong = f"cascade[{i}] must say how many of its best documents go on to the next stage; set its keep"
+    elif stages[-1].keep is not None:
+        wrong = "the last stage of a cascade has no keep; leave it out, and set top_n for fewer results"
+    if state.models is None or wrong is not None:
+        raise InvalidRequestError(str(wrong), "cascade")
+    for option, value in (
+        *(("texts", body.texts), ("top_k", body.top_k), ("truncation", body.truncation)),
+        *(("stream", body.stream or None), ("explain", body.explain or None)),
+        ("on_timeout", None if body.on_timeout == "error" else body.on_timeout),
+        ("on_error", None if body.on_error == "fail" else body.on_error),
+    ):
+        if value is not None:
+            raise InvalidRequestError(f"{option} is not for a cascade; leave it or cascade out", option)
+    return state.models
+
+
+def wanted_ranking(state: ServerState, body: RerankRequest) -> Wanted:
+    return Wanted.RANKING if body.cascade is None else Wanted.CASCADE
+
+
+# The answers to requests with documents, with texts, in Voyage's words, and line by line.
+RANKINGS = (RerankResponse, list[TeiRanked], VoyageResponse, LINES)
+
+ROUTES = (
+    *(
+        post_texts(path, ScoreRequest, texts_to_score, score, ScoreResponse, LINES, wanted=Wanted.RANKING)
+        for path in ("/score", "/v1/score")
+    ),
+    *(
+        post_texts(path, RerankRequest, texts_to_rank, rerank, *RANKINGS, wanted=wanted_ranking)
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+    ),
+)

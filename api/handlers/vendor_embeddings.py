@@ -1,0 +1,294 @@
+"""Embeddings in the shapes of Cohere, Ollama and Voyage. Their other routes are beside those that they
+resemble."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from maxsimd.api.answer import Answer, new_id, usage_of, wire_answer
+from maxsimd.api.handlers.embeddings import (
+    Numbers,
+    check_embeddings,
+    encode_rows,
+    encode_vectors,
+    in_unit_length,
+    input_type_of,
+)
+from maxsimd.api.handlers.operating import show_version
+from maxsimd.api.handlers.route import get, post_texts
+from maxsimd.api.models import Wanted
+from maxsimd.api.reading import (
+    Inputs,
+    as_inputs,
+    check_count,
+    check_token_ids,
+    pictures_of,
+    texts_and_pictures,
+    with_request_field_names,
+)
+from maxsimd.api.request_warnings import warnings_of
+from maxsimd.api.state import ServerState
+from maxsimd.api.wire import Content, Name, NotNegative, Positive, Texts, Usage, Warned
+from maxsimd.engine import InvalidRequestError, Truncation
+from maxsimd.engine.media import Content as PictureContent
+
+TextsAndPictures = list[str | PictureContent]
+
+# Cohere's types, and the numbers of which each is made. Its types of 8 bits have no place for their scale.
+_NUMBERS: Mapping[str, Numbers] = {
+    "float": "float32",
+    "base64": "float32",
+    "binary": "binary",
+    "ubinary": "ubinary",
+}
+
+EmbeddingType = Literal["float", "base64", "int8", "uint8", "binary", "ubinary"]
+
+
+class CohereEmbedRequest(msgspec.Struct, kw_only=True):
+    """`texts`, or `images`, or, in the second version, `inputs` of content parts."""
+
+    model: Name | None = None
+    texts: list[str] | None = None
+    inputs: list[Content] | None = None
+    images: list[str] | None = None
+    input_type: Name | None = None
+    embedding_types: list[EmbeddingType] | None = None
+    output_dimension: Positive | None = None
+    truncate: Literal["NONE", "START", "END"] | None = None
+
+
+class CohereEmbedResponse(Warned, kw_only=True):
+    """`embeddings` are lists of numbers, or such lists by their type."""
+
+    id: str
+    embeddings: Any
+    texts: list[str]
+    meta: dict[str, Any]
+    response_type: Literal["embeddings_floats", "embeddings_by_type"]
+
+
+class OllamaOptions(msgspec.Struct):
+    """Options of a model's runner, such as `num_ctx`: none is read, and each is named in a warning."""
+
+
+class OllamaEmbedRequest(msgspec.Struct, kw_only=True):
+    model: Name | None = None
+    input: Texts
+    truncate: bool | None = None
+    # 0 is for all, as in Ollama.
+    dimensions: NotNegative | None = None
+    options: OllamaOptions | None = None
+
+
+class OllamaEmbedResponse(Warned, kw_only=True):
+    """Durations are in nanoseconds. The model is loaded before the server takes requests."""
+
+    model: str
+    embeddings: list[Any]
+    total_duration: int
+    load_duration: int = 0
+    prompt_eval_count: int
+
+
+class MultimodalRequest(msgspec.Struct, kw_only=True):
+    """Inputs of parts: texts and pictures."""
+
+    inputs: list[Content]
+    model: Name | None = None
+    input_type: Name | None = None
+    truncation: bool | None = None
+    output_encoding: Literal["base64"] | None = None
+
+
+class MultimodalEmbedding(msgspec.Struct, kw_only=True):
+    """A list of numbers, or base64 of float32."""
+
+    embedding: Any
+    index: int
+    object: Literal["embedding"] = "embedding"
+
+
+class MultimodalResponse(Warned, kw_only=True):
+    data: list[MultimodalEmbedding]
+    model: str
+    usage: Usage
+    object: Literal["list"] = "list"
+
+
+async def cohere_embed_1(
+    state: ServerState, body: CohereEmbedRequest, texts: TextsAndPictures, tenant: str
+) -> Answer:
+    """Lists of numbers, unless types of them are named."""
+    return await _cohere(state, body, texts, tenant, version="1", by_type=body.embedding_types is not None)
+
+
+async def cohere_embed_2(
+    state: ServerState, body: CohereEmbedRequest, texts: TextsAndPictures, tenant: str
+) -> Answer:
+    """Lists of numbers by their types."""
+    return await _cohere(state, body, texts, tenant, version="2", by_type=True)
+
+
+async def _cohere(
+    state: ServerState,
+    body: CohereEmbedRequest,
+    texts: TextsAndPictures,
+    tenant: str,
+    *,
+    version: str,
+    by_type: bool,
+) -> Answer:
+    types = list(dict.fromkeys(body.embedding_types or ("float",)))
+    for name in types:
+        if name not in _NUMBERS:
+            raise InvalidRequestError(
+                f"embedding_types {name} is not given here; use {', '.join(_NUMBERS)}", "embedding_types"
+            )
+    of_pictures = body.input_type == "image" and not any(isinstance(text, str) for text in texts)
+    check_embeddings(state, len(texts) * len(types), body.output_dimension)
+    with with_request_field_names(input=_cohere_field(body)):
+        result = await state.engine.embed(
+            texts,
+            input_type="document" if of_pictures else input_type_of(body.input_type),
+            dimensions=body.output_dimension,
+            truncation=_cohere_truncation(body, refuses=state.config.long_documents == "error"),
+            tenant=tenant,
+        )
+    warnings = warnings_of(result.truncated, state.field_warnings, body)
+    echoed = [text for text in texts if isinstance(text, str)]
+    billed = {"input_tokens": result.usage.prompt_tokens}
+    if len(echoed) < len(texts):
+        billed["images"] = sum(
+            len(content.pictures) for content in texts if isinstance(content, PictureContent)
+        )
+
+    def build() -> CohereEmbedResponse:
+        rows = result.embeddings
+        by_name = {name: _cohere_rows(rows, name) for name in types} if by_type else {}
+        return CohereEmbedResponse(
+            id=new_id("embd"),
+            embeddings=by_name if by_type else [encode_rows(row) for row in rows],
+            texts=echoed,
+            meta={"api_version": {"version": version}, "billed_units": billed},
+            response_type="embeddings_by_type" if by_type else "embeddings_floats",
+            warnings=warnings,
+        )
+
+    answer = await wire_answer(build, result.embeddings.size * len(types), sum(map(len, echoed)))
+    return answer.with_timings(result.timings).with_warnings(warnings)
+
+
+def _cohere_rows(rows: NDArray[np.float32], name: str) -> list[Any]:
+    return [encode_vectors(row, _NUMBERS[name], as_base64=name == "base64").data for row in rows]
+
+
+def _cohere_truncation(request: CohereEmbedRequest, refuses: bool) -> Truncation:
+    """Which end of long texts is truncated, or none. `refuses` says what the server does by default."""
+    truncates = not refuses if request.truncate is None else request.truncate != "NONE"
+    sides: dict[str | None, Literal["left", "right"]] = {"START": "left", "END": "right"}
+    return Truncation(max_tokens=-1 if truncates else None, side=sides.get(request.truncate))
+
+
+def _cohere_field(request: CohereEmbedRequest) -> str:
+    """The one of three fields that has the texts or pictures."""
+    named = [name for name in ("texts", "images", "inputs") if getattr(request, name) is not None]
+    if not named:
+        raise InvalidRequestError("texts is missing", "texts")
+    if len(named) > 1:
+        raise InvalidRequestError(f"{' and '.join(named)} exclude each other; leave out one", named[1])
+    return named[0]
+
+
+def _cohere_inputs(request: CohereEmbedRequest, most: int) -> TextsAndPictures:
+    name = _cohere_field(request)
+    return _parts_of(getattr(request, name), name, most)
+
+
+def _parts_of(values: list[Any], name: str, most: int) -> TextsAndPictures:
+    check_count(values, name, most)
+    if not values:
+        raise InvalidRequestError(f"{name} is empty; give at least one", name)
+    return pictures_of(values, most, name) if name == "images" else [*texts_and_pictures(values, name)]
+
+
+async def ollama_embed(state: ServerState, body: OllamaEmbedRequest, inputs: Inputs, tenant: str) -> Answer:
+    """One vector of length 1 for each text."""
+    check_token_ids(inputs, state.config.accept_token_ids)
+    dimensions, model = body.dimensions or None, state.model_name
+    check_embeddings(state, len(inputs), dimensions)
+    truncates = state.config.long_documents != "error" if body.truncate is None else body.truncate
+    result = await state.engine.embed(
+        inputs,
+        dimensions=dimensions,
+        truncation=Truncation(max_tokens=-1 if truncates else None),
+        tenant=tenant,
+    )
+    warnings, timings = warnings_of(result.truncated, state.field_warnings, body), result.timings
+
+    def build() -> OllamaEmbedResponse:
+        return OllamaEmbedResponse(
+            model=model,
+            embeddings=[encode_rows(row) for row in in_unit_length(result.embeddings)],
+            total_duration=round((timings.queue + timings.tokenise + timings.model) * 1e9),
+            prompt_eval_count=result.usage.prompt_tokens,
+            warnings=warnings,
+        )
+
+    answer = await wire_answer(build, result.embeddings.size)
+    return answer.with_timings(timings).with_warnings(warnings)
+
+
+async def multimodal_embeddings(
+    state: ServerState, body: MultimodalRequest, inputs: TextsAndPictures, tenant: str
+) -> Answer:
+    """Voyage's. Inputs with pictures are never truncated."""
+    truncates = state.config.long_documents != "error" if body.truncation is None else body.truncation
+    check_embeddings(state, len(inputs), None)
+    with with_request_field_names(input="inputs"):
+        result = await state.engine.embed(
+            inputs,
+            input_type=input_type_of(body.input_type),
+            truncation=Truncation(max_tokens=-1 if truncates else None),
+            tenant=tenant,
+        )
+    warnings, model = warnings_of(result.truncated, state.field_warnings, body), state.model_name
+    as_base64 = body.output_encoding == "base64"
+
+    def build() -> MultimodalResponse:
+        rows = [encode_vectors(row, "float32", as_base64).data for row in result.embeddings]
+        data = [MultimodalEmbedding(embedding=row, index=i) for i, row in enumerate(rows)]
+        return MultimodalResponse(data=data, model=model, usage=usage_of(result.usage), warnings=warnings)
+
+    answer = await wire_answer(build, result.embeddings.size)
+    return answer.with_timings(result.timings).with_warnings(warnings)
+
+
+COHERE_ROUTES = tuple(
+    post_texts(path, CohereEmbedRequest, _cohere_inputs, handler, CohereEmbedResponse, wanted=Wanted.VECTORS)
+    for path, handler in (("/v1/embed", cohere_embed_1), ("/v2/embed", cohere_embed_2))
+)
+VOYAGE_ROUTES = (
+    post_texts(
+        "/v1/multimodalembeddings",
+        MultimodalRequest,
+        lambda request, most: _parts_of(request.inputs, "inputs", most),
+        multimodal_embeddings,
+        MultimodalResponse,
+        wanted=Wanted.VECTORS,
+    ),
+)
+OLLAMA_ROUTES = (
+    post_texts(
+        "/api/embed",
+        OllamaEmbedRequest,
+        lambda request, most: as_inputs(request.input, most),
+        ollama_embed,
+        OllamaEmbedResponse,
+        wanted=Wanted.VECTORS,
+    ),
+    get("/api/version", show_version),
+)

@@ -1,0 +1,336 @@
+"""Reranking in the shapes of mixedbread, llama.cpp, NVIDIA, DeepInfra and Infinity. None of them has a place
+for documents without a score. Infinity's routes have a base URL of their own, /infinity, because requests to
+its /rerank do not say whose they are. Its other paths answer there as they do without it."""
+
+from typing import Any, Literal
+
+import msgspec
+
+from maxsimd.api.answer import Answer, json_page, new_id, now, usage_of, wire_answer
+from maxsimd.api.handlers.operating import model_card
+from maxsimd.api.handlers.rerank import (
+    NOT_OF_TEI,
+    OF_TEI,
+    WINDOW_FIELDS,
+    Ranked,
+    RerankRequest,
+    TeiRanked,
+    ToRank,
+    ToScore,
+    check_all_ranked,
+    query_and_documents,
+    ranked,
+    rerank_as_tei,
+    rerank_whole,
+    scale_of,
+    score_options,
+    texts_to_rank,
+    with_scale,
+)
+from maxsimd.api.handlers.route import get, post_texts
+from maxsimd.api.models import Wanted
+from maxsimd.api.reading import as_items, check_count
+from maxsimd.api.request_warnings import warnings_of
+from maxsimd.api.state import ServerState
+from maxsimd.api.wire import Content, Contents, NotNegative, Scoring, Usage, Warned, Warnings
+from maxsimd.engine import InvalidRequestError, RerankResult, Truncation
+
+INFINITY = "/infinity"
+_INFINITY_BASES = (INFINITY, f"{INFINITY}/v1")
+
+_OF_MIXEDBREAD = frozenset({"input", "return_input"})
+
+
+class RerankingRequest(RerankRequest, kw_only=True):
+    """mixedbread's with `input`, llama.cpp's with `documents`, and text-embeddings-inference's with `texts`,
+    which llama.cpp takes too."""
+
+    input: Contents | None = None
+    return_input: bool | None = None
+
+    def unused_fields(self) -> frozenset[str]:
+        if self.input is not None:
+            return OF_TEI | {"documents", "texts", "top_n", "return_documents", "cascade"}
+        return _OF_MIXEDBREAD | {"cascade"} | (OF_TEI | {"top_k"} if self.texts is None else NOT_OF_TEI)
+
+
+class MixedbreadRanked(msgspec.Struct, kw_only=True):
+    index: int
+    score: float
+    input: str | None = None
+    object: Literal["rank_result"] = "rank_result"
+
+
+class MixedbreadResponse(Warned, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[MixedbreadRanked]
+    model: str
+    usage: Usage
+    top_k: int
+    return_input: bool
+
+
+class LlamaCppResponse(Warned, kw_only=True):
+    """Documents have no text, unless the request asks for it."""
+
+    model: str
+    object: Literal["list"] = "list"
+    usage: Usage
+    results: list[Ranked]
+
+
+class NvidiaRequest(Scoring, kw_only=True):
+    """The path may name the model; then `model` is not read."""
+
+    query: Content
+    passages: Contents
+    top_k: NotNegative | None = None
+    truncate: Literal["NONE", "END"] | None = None
+
+    def unused_fields(self) -> frozenset[str]:
+        return frozenset() if self.truncate is None else WINDOW_FIELDS
+
+
+class NvidiaRanked(msgspec.Struct):
+    index: int
+    logit: float
+
+
+class NvidiaResponse(Warned, kw_only=True):
+    rankings: list[NvidiaRanked]
+    usage: Usage
+
+
+class DeepInfraRequest(Scoring, kw_only=True):
+    """Pairs of a query and a document, or one query for all documents. The path names the model."""
+
+    queries: Contents
+    documents: Contents
+
+
+class DeepInfraStatus(msgspec.Struct, kw_only=True):
+    status: Literal["succeeded"] = "succeeded"
+    runtime_ms: int
+    cost: float = 0.0
+    tokens_generated: int = 0
+    tokens_input: int
+
+
+class DeepInfraResponse(Warned, kw_only=True):
+    """`scores` are in the order of the documents."""
+
+    scores: list[float]
+    input_tokens: int
+    request_id: str
+    inference_status: DeepInfraStatus
+
+
+class InfinityRequest(Scoring, kw_only=True):
+    query: Content
+    documents: Contents
+    top_n: NotNegative | None = None
+    return_documents: bool | None = None
+    rank_fields: list[str] | None = None
+
+
+class InfinityRanked(msgspec.Struct):
+    relevance_score: float
+    index: int
+    document: str | None
+
+
+class InfinityResponse(Warned, kw_only=True):
+    object: Literal["rerank"] = "rerank"
+    id: str
+    model: str
+    results: list[InfinityRanked]
+    usage: Usage
+    created: int
+
+
+async def reranking(state: ServerState, body: RerankingRequest, texts: ToRank, tenant: str) -> Answer:
+    """Answers in the shape of the service whose field has the documents."""
+    if body.input is not None:
+        return await _mixedbread(state, body, texts, tenant)
+    if body.texts is not None:
+        return await rerank_as_tei(state, body, texts, tenant)
+    return await _llama_cpp(state, body, texts, tenant)
+
+
+async def _llama_cpp(state: ServerState, body: RerankingRequest, texts: ToRank, tenant: str) -> Answer:
+    with_text = bool(body.return_documents)
+
+    def build(result: RerankResult, model: str, warnings: Warnings) -> LlamaCppResponse:
+        results = [ranked(one, with_text) for one in result.results]
+        return LlamaCppResponse(model=model, usage=usage_of(result.usage), results=results, warnings=warnings)
+
+    return await rerank_whole(state, body, texts, tenant, build, top_n=body.top_n, with_text=with_text)
+
+
+async def _mixedbread(state: ServerState, body: RerankingRequest, texts: ToRank, tenant: str) -> Answer:
+    with_input = bool(body.return_input)
+
+    def build(result: RerankResult, model: str, warnings: Warnings) -> MixedbreadResponse:
+        data = [
+            MixedbreadRanked(index=one.index, score=one.score, input=one.text if with_input else None)
+            for one in result.results
+        ]
+        return MixedbreadResponse(
+            data=data,
+            model=model,
+            usage=usage_of(result.usage),
+            top_k=len(data),
+            return_input=with_input,
+            warnings=warnings,
+        )
+
+    return await rerank_whole(
+        state, body, texts, tenant, build, top_n=body.top_k, with_text=with_input, documents="input"
+    )
+
+
+async def nvidia(state: ServerState, body: NvidiaRequest, texts: ToRank, tenant: str) -> Answer:
+    """Logits, where the model is a classifier, unless the request wants something else."""
+    if body.use_activation is None and body.raw_scores is None and not body.normalize:
+        body.raw_scores = True
+    truncation = None
+    if body.truncate is not None:
+        truncation = Truncation(max_tokens=-1 if body.truncate == "END" else None)
+
+    def build(result: RerankResult, model: str, warnings: Warnings) -> NvidiaResponse:
+        rankings = [NvidiaRanked(one.index, one.score) for one in result.results]
+        return NvidiaResponse(rankings=rankings, usage=usage_of(result.usage), warnings=warnings)
+
+    return await rerank_whole(
+        *(state, body, texts, tenant, build),
+        top_n=body.top_k,
+        with_text=False,
+        documents="passages",
+        truncation=truncation,
+    )
+
+
+async def deepinfra(state: ServerState, body: DeepInfraRequest, texts: ToScore, tenant: str) -> Answer:
+    """A bare list of scores, one for each pair."""
+    check_all_ranked(body)
+    if body.score_threshold is not None:
+        raise InvalidRequestError(
+            "score_threshold cannot leave out scores here, which have no index; leave it out, or use /score",
+            "score_threshold",
+        )
+    scale = scale_of(state, body)
+    result = await state.engine.score(*texts, **score_options(state, body, tenant))
+    warnings = warnings_of(result.truncated, state.field_warnings, body)
+    timings, tokens = result.timings, result.usage.prompt_tokens
+    status = DeepInfraStatus(
+        runtime_ms=round((timings.queue + timings.tokenise + timings.model) * 1e3), tokens_input=tokens
+    )
+
+    def build() -> DeepInfraResponse:
+        return DeepInfraResponse(
+            scores=[*result.scores],
+            input_tokens=tokens,
+            request_id=new_id("score"),
+            inference_status=status,
+            warnings=warnings,
+        )
+
+    answer = await wire_answer(build, len(result.scores))
+    return with_scale(answer, scale).with_timings(timings).with_warnings(warnings)
+
+
+async def infinity(state: ServerState, body: InfinityRequest, texts: ToRank, tenant: str) -> Answer:
+    """Documents are strings in the answer, and only if they are asked for."""
+    with_text = bool(body.return_documents)
+
+    def build(result: RerankResult, model: str, warnings: Warnings) -> InfinityResponse:
+        results = [
+            InfinityRanked(one.score, one.index, one.text if with_text else None) for one in result.results
+        ]
+        return InfinityResponse(
+            id=new_id("rerank"),
+            model=model,
+            results=results,
+            usage=usage_of(result.usage),
+            created=now(),
+            warnings=warnings,
+        )
+
+    return await rerank_whole(state, body, texts, tenant, build, top_n=body.top_n, with_text=with_text)
+
+
+async def infinity_models(state: ServerState) -> Answer:
+    return json_page({"object": "list", "data": [_infinity_card(state, name) for name in state.model_names]})
+
+
+def _infinity_card(state: ServerState, name: str) -> dict[str, Any]:
+    """Infinity's client takes no other owner, and wants some figures of the load."""
+    load = state.serving(name, Wanted.ANYTHING).engine.stats()
+    return model_card(state, name) | {
+        "owned_by": "infinity",
+        "backend": "torch",
+        "stats": {"queue_absolute": load.waiting_sequences, "results_pending": load.open_requests},
+    }
+
+
+def _reranking_to_rank(request: RerankingRequest, most: int) -> ToRank:
+    if request.input is None:
+        return texts_to_rank(request, most)
+    return query_and_documents(request.query, request.input, "input", most, request.rank_fields)
+
+
+def _pairs_to_score(request: DeepInfraRequest, most: int) -> ToScore:
+    check_count(request.documents, "documents", most)
+    check_count(request.queries, "queries", most)
+    return as_items(request.queries, "queries"), as_items(request.documents, "documents")
+
+
+ROUTES = (
+    *(
+        post_texts(
+            path,
+            RerankingRequest,
+            _reranking_to_rank,
+            reranking,
+            *(MixedbreadResponse, LlamaCppResponse, list[TeiRanked]),
+            wanted=Wanted.RANKING,
+        )
+        for path in ("/reranking", "/v1/reranking")
+    ),
+    *(
+        post_texts(
+            path,
+            NvidiaRequest,
+            lambda request, most: query_and_documents(request.query, request.passages, "passages", most),
+            nvidia,
+            NvidiaResponse,
+            wanted=Wanted.RANKING,
+        )
+        for path in ("/v1/ranking", "/v1/retrieval/{name}/reranking")
+    ),
+    post_texts(
+        "/v1/inference/{name}",
+        DeepInfraRequest,
+        _pairs_to_score,
+        deepinfra,
+        DeepInfraResponse,
+        wanted=Wanted.RANKING,
+    ),
+)
+
+INFINITY_ROUTES = (
+    *(
+        post_texts(
+            f"{base}/rerank",
+            InfinityRequest,
+            lambda request, most: query_and_documents(
+                request.query, request.documents, "documents", most, request.rank_fields
+            ),
+            infinity,
+            InfinityResponse,
+            wanted=Wanted.RANKING,
+        )
+        for base in _INFINITY_BASES
+    ),
+    *(get(f"{base}/models", infinity_models) for base in _INFINITY_BASES),
+)
