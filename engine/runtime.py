@@ -36,7 +36,7 @@ from maxsimd.engine.errors import (
     RequestFailedError,
     RequestTimeoutError,
 )
-from maxsimd.engine.execution.budget import beside_small_requests
+from maxsimd.engine.execution.devices import beside_small_requests
 from maxsimd.engine.metrics import DeviceStats, EngineMetrics, EngineStats
 from maxsimd.engine.processors.processor import (
     Plan,

@@ -24,7 +24,6 @@ from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution.attention.backend import AttentionBackend, CaptureSize, GroupedBackend
 from maxsimd.engine.execution.attention.cpu import is_compiled_supported
 from maxsimd.engine.execution.attention.select import choose_attention
-from maxsimd.engine.execution.budget import step_tokens
 from maxsimd.engine.execution.cuda_graphs import GraphedRunner, with_graphs
 from maxsimd.engine.execution.devices import (
     cast,
@@ -33,6 +32,7 @@ from maxsimd.engine.execution.devices import (
     dtype_name,
     lacks_bfloat16,
     one_thread,
+    step_tokens,
     use_device,
 )
 from maxsimd.engine.execution.fused_layers import Fused, fuse

@@ -27,7 +27,7 @@ from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.host import available_memory
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution import choose_device
-from maxsimd.engine.execution.budget import bytes_a_token, free_bytes
+from maxsimd.engine.execution.devices import bytes_a_token, free_bytes
 from maxsimd.engine.scoring.scale import Calibration
 
 log = logging.getLogger(__name__)

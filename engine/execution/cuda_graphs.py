@@ -29,9 +29,9 @@ from maxsimd.engine.execution.attention.backend import (
 )
 from maxsimd.engine.execution.devices import Times, times_on_cuda
 from maxsimd.engine.execution.layout import PackedBatch
-from maxsimd.engine.execution.runner import PackedRunner
+from maxsimd.engine.execution.runner import FasterRunner, PackedRunner, is_whole_text
 from maxsimd.pooling.methods import PoolingCursor
-from maxsimd.scheduler import Chunk, ImageJob, ResultSlot, Step, Tokens, TokenSequence
+from maxsimd.scheduler import Chunk, ResultSlot, Step, Tokens, TokenSequence
 from maxsimd.scheduler.sequence import AnyTokens
 
 Run = Callable[[], object]
@@ -357,12 +357,11 @@ class _Graph:
     least_tokens: int
 
 
-class GraphedRunner:
+class GraphedRunner(FasterRunner):
     """A `PackedRunner` whose steps of whole sequences are replayed where a graph holds them."""
 
     def __init__(self, inner: PackedRunner, device: torch.device) -> None:
-        self.chunked = inner.chunked
-        self._inner = inner
+        super().__init__(inner)
         self._device = device
         self._graphs: dict[CaptureSize, _Graph] = {}  # the smallest first
         # Tokens that a replay computes in the time that the host needs to launch a step kernel by kernel.
@@ -371,29 +370,14 @@ class GraphedRunner:
 
     @torch.inference_mode()
     def forward(self, step: Step) -> tuple[torch.Tensor, PoolingCursor]:
-        """As any `ModelRunner`."""
         graph = self._graph_for(step)
         if graph is not None:
-            batch = self._inner.lay_out(step)
+            batch = self.inner.lay_out(step)
             hidden = graph.replay(batch)
             if hidden is not None:
                 # A copy: the next replay overwrites the graph's memory.
                 return hidden[: len(batch.input_ids)].clone(), batch.cursor
-        return self._inner.forward(step)
-
-    def encode(self, images: Sequence[ImageJob]) -> None:
-        self._inner.encode(images)
-
-    def free(self, sequence_id: int) -> None:
-        self._inner.free(sequence_id)
-
-    @property
-    def num_features(self) -> int:
-        return self._inner.num_features
-
-    @property
-    def num_prefill_kv(self) -> int:
-        return self._inner.num_prefill_kv
+        return self.inner.forward(step)
 
     @property
     def sizes(self) -> tuple[CaptureSize, ...]:
@@ -427,8 +411,8 @@ class GraphedRunner:
     def _may_be_captured(self, step: Step) -> bool:
         """Whether the model does not wait for the device in a step; if it does, the log says where."""
         try:
-            self._inner.forward(step)  # what is made once may wait
-            waits = waits_in(lambda: self._inner.forward(step), self._device)
+            self.inner.forward(step)  # what is made once may wait
+            waits = waits_in(lambda: self.inner.forward(step), self._device)
         except Exception as error:
             log.warning("no CUDA graphs: a step cannot be watched: %s", error)
             return False
@@ -441,7 +425,7 @@ class GraphedRunner:
     ) -> str | None:
         """Captures and compares the graph of a size; says how it differs if it does. Does nothing where it
         would be no help."""
-        runner, full = self._inner, steps[0]
+        runner, full = self.inner, steps[0]
         exact = [runner.forward(step)[0] for step in steps]
         eager = recorder.cost(lambda: runner.forward(full))
         if eager.memory > _MEMORY:
@@ -476,7 +460,7 @@ class GraphedRunner:
     ) -> str | None:
         """None if a graph gives for steps what they give without it, else a description of the mismatch."""
         for step, expected in zip(steps, exact, strict=True):
-            batch = self._inner.lay_out(step)
+            batch = self.inner.lay_out(step)
             hidden = graph.replay(batch)
             if hidden is None:
                 continue  # nor will it be replayed for such steps
@@ -488,18 +472,12 @@ class GraphedRunner:
 
     def _graph_for(self, step: Step) -> StaticGraph | None:
         """The smallest graph that holds a step and helps with it."""
-        if not step.chunks or not all(is_replayable(chunk) for chunk in step.chunks):
+        if not step.chunks or not all(is_whole_text(chunk) for chunk in step.chunks):
             return None
         for size, graph in self._graphs.items():
             if size.rows >= step.num_tokens and size.sequences >= len(step.chunks):
                 return graph.static if step.num_tokens >= graph.least_tokens else None
         return None
-
-
-def is_replayable(chunk: Chunk) -> bool:
-    """Whether a graph may hold a chunk: a whole text, whose positions are those of text."""
-    tokens = chunk.sequence.tokens
-    return chunk.is_whole and not chunk.is_prefix and not tokens.images and tokens.position_ids is None
 
 
 def with_graphs(
@@ -512,7 +490,7 @@ def with_graphs(
     """The runner with graphs for steps of up to the size `most`, as far as they can be captured and give the
     same hidden states for steps of the samples' tokens; a warning says for which sizes they do not. The
     runner itself where there are none."""
-    texts = [each for each in samples if is_replayable(Chunk(each, 0, len(each)))]
+    texts = [each for each in samples if is_whole_text(Chunk(each, 0, len(each)))]
     if device.type != "cuda" or not isinstance(backend, CapturableBackend) or not texts:
         return runner
     graphed = GraphedRunner(runner, device)

@@ -32,10 +32,10 @@ from maxsimd.engine.execution.self_check.samples import Comparison, Sample
 from maxsimd.pooling.methods import PoolingCursor
 from maxsimd.pooling.ragged import to_device
 from maxsimd.pooling.sparse import GivenWords, TokenWeights, WordsHead
-from maxsimd.scheduler import Chunk, ImageJob, Step
+from maxsimd.scheduler import Chunk, Step
 
 
-class OwnForwardRunner:
+class OwnForwardRunner(ModelRunner):
     """A `ModelRunner` whose rows are finished items, made by the task's reference in `references`."""
 
     chunked = False
@@ -48,20 +48,6 @@ class OwnForwardRunner:
         items = [self._references[chunk.sequence.payload.task](chunk.sequence) for chunk in step.chunks]
         starts = (0, *accumulate(len(item) for item in items[:-1]))
         return torch.cat(items), PoolingCursor(step.chunks, starts)
-
-    def encode(self, images: Sequence[ImageJob]) -> None:
-        """The model encodes a sequence's pictures itself, when it runs that."""
-
-    def free(self, sequence_id: int) -> None:
-        """Nothing stays between steps."""
-
-    @property
-    def num_features(self) -> int:
-        return 0
-
-    @property
-    def num_prefill_kv(self) -> int:
-        return 0
 
 
 def with_finished_items(task: Task) -> Task:
@@ -84,7 +70,7 @@ PADDING = 0.1
 SMALL_BATCH = 256
 
 
-class PaddedRunner:
+class PaddedRunner(ModelRunner):
     """Passes over [sequences, longest] with an attention mask, each over sequences of similar length."""
 
     chunked = False
@@ -110,20 +96,6 @@ class PaddedRunner:
             starts += range(row, row + len(hidden[-1]), states.shape[1])
             row += len(hidden[-1])
         return torch.cat(hidden), PoolingCursor(tuple(chunks), tuple(starts))
-
-    def encode(self, images: Sequence[ImageJob]) -> None:
-        """Pictures are not run in padded batches."""
-
-    def free(self, sequence_id: int) -> None:
-        """Nothing stays between steps."""
-
-    @property
-    def num_features(self) -> int:
-        return 0
-
-    @property
-    def num_prefill_kv(self) -> int:
-        return 0
 
     def _run(self, chunks: list[Chunk]) -> torch.Tensor:
         n, longest = len(chunks), max(len(chunk) for chunk in chunks)

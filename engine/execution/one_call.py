@@ -14,13 +14,12 @@ import torch
 from torch import nn
 
 from maxsimd.engine.execution.attention.cpu import CompiledBackend, CompiledMetadata
-from maxsimd.engine.execution.cuda_graphs import is_replayable
 from maxsimd.engine.execution.fused_layers.linears import ROWS, random_like, recorded
 from maxsimd.engine.execution.linear import CompiledLinear, CompiledOutput
-from maxsimd.engine.execution.runner import ClsOnlyLastLayer, PackedRunner
+from maxsimd.engine.execution.runner import ClsOnlyLastLayer, FasterRunner, PackedRunner, is_whole_text
 from maxsimd.engine.ops.cpu.linear import Layer, Layers
 from maxsimd.pooling.methods import PoolingCursor
-from maxsimd.scheduler import Chunk, ImageJob, Step, TokenSequence
+from maxsimd.scheduler import Chunk, Step, TokenSequence
 
 
 def packed_layers(backbone: Any, most_rows: int) -> Layers | str:
@@ -131,15 +130,14 @@ _ROUNDS, _ROUNDS_OF_MANY = (5, 40), (1, 4)
 Timer = Callable[[Callable[[], object]], float]
 
 
-class OneCallRunner:
+class OneCallRunner(FasterRunner):
     """A `PackedRunner` whose steps run all layers in one call, behind the backbone's `embeddings`. With
     `firsts_only` the last layer gives the first row of each sequence alone."""
 
     def __init__(
         self, inner: PackedRunner, embeddings: nn.Module, layers: Layers, *, firsts_only: bool
     ) -> None:
-        self.chunked = inner.chunked
-        self.inner = inner
+        super().__init__(inner)
         self._embeddings = embeddings
         self._layers = layers
         self._firsts_only = firsts_only
@@ -147,7 +145,6 @@ class OneCallRunner:
 
     @torch.inference_mode()
     def forward(self, step: Step) -> tuple[torch.Tensor, PoolingCursor]:
-        """As any `ModelRunner`."""
         if not self.takes(step):
             return self.inner.forward(step)
         batch = self.inner.lay_out(step)
@@ -164,21 +161,7 @@ class OneCallRunner:
         """Whether a step is run in one call: it has whole texts alone, and not too many rows."""
         if not 0 < step.num_tokens <= self.most_rows:
             return False
-        return all(is_replayable(chunk) for chunk in step.chunks)
-
-    def encode(self, images: Sequence[ImageJob]) -> None:
-        self.inner.encode(images)
-
-    def free(self, sequence_id: int) -> None:
-        self.inner.free(sequence_id)
-
-    @property
-    def num_features(self) -> int:
-        return self.inner.num_features
-
-    @property
-    def num_prefill_kv(self) -> int:
-        return self.inner.num_prefill_kv
+        return all(is_whole_text(chunk) for chunk in step.chunks)
 
 
 def seconds_of(run: Callable[[], object]) -> float:

@@ -4,9 +4,10 @@ Used by the device thread alone. What becomes of the hidden states is not decide
 """
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol
+from typing import Any, Generic
 
 import numpy as np
 import torch
@@ -221,38 +222,35 @@ class FeatureStore:
         return len(self._features)
 
 
-class ModelRunner(Protocol):
-    """What the engine needs of a way to run the model."""
+class ModelRunner(ABC):
+    """A way to run the model. By default it holds nothing between steps and encodes no pictures."""
 
+    # Whether sequences may be cut between steps and share prefixes.
     chunked: bool
 
+    @abstractmethod
     def forward(self, step: Step) -> tuple[torch.Tensor, PoolingCursor]:
-        """The hidden states [rows, hidden] of a step, and where each chunk's rows are.
+        """The hidden states [rows, hidden] of a step, and where each chunk's rows are. A step may be run
+        again, with the same result."""
 
-        Running the same step again gives the same result, so that it may be retried."""
-        ...
+    def encode(self, images: Sequence[ImageJob]) -> None:  # noqa: B027
+        """Encodes pictures for sequences of later steps. May be called again."""
 
-    def encode(self, images: Sequence[ImageJob]) -> None:
-        """Encodes pictures for sequences of later steps; again, if it is to be retried."""
-        ...
-
-    def free(self, sequence_id: int) -> None:
-        """Frees the keys and values of a cut sequence or a prefix, or the features of a picture, if there are
-        any."""
-        ...
+    def free(self, sequence_id: int) -> None:  # noqa: B027
+        """Frees what is held for a sequence, a prefix or a picture."""
 
     @property
     def num_features(self) -> int:
         """How many pictures have features on the device."""
-        ...
+        return 0
 
     @property
     def num_prefill_kv(self) -> int:
         """How many sequences have keys and values on the device."""
-        ...
+        return 0
 
 
-class PackedRunner:
+class PackedRunner(ModelRunner):
     """One pass over [1, rows]; owns the `PrefillKV` of sequences that are cut between steps and of prefixes.
 
     With `cls_only`, only the first row of each sequence comes out of the last layer."""
@@ -385,3 +383,32 @@ class PackedRunner:
     @property
     def num_prefill_kv(self) -> int:
         return len(self._prefill_kv)
+
+
+class FasterRunner(ModelRunner):
+    """Runs some steps in a faster way than the packed runner `inner`, which has the pictures, keys and
+    values."""
+
+    def __init__(self, inner: PackedRunner) -> None:
+        self.chunked = inner.chunked
+        self.inner = inner
+
+    def encode(self, images: Sequence[ImageJob]) -> None:
+        self.inner.encode(images)
+
+    def free(self, sequence_id: int) -> None:
+        self.inner.free(sequence_id)
+
+    @property
+    def num_features(self) -> int:
+        return self.inner.num_features
+
+    @property
+    def num_prefill_kv(self) -> int:
+        return self.inner.num_prefill_kv
+
+
+def is_whole_text(chunk: Chunk) -> bool:
+    """Whether a chunk is a whole sequence without pictures, at the positions of text."""
+    tokens = chunk.sequence.tokens
+    return chunk.is_whole and not chunk.is_prefix and not tokens.images and tokens.position_ids is None

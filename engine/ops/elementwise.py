@@ -1,8 +1,8 @@
-"""The work between the products of a layer: norms with the sum before them, rotary positions, gates.
+"""Norms, residual sums, rotary positions and gates: the work between the products of a layer.
 
-Each function runs a Triton kernel on a GPU, or where Triton interprets it, and else a compiled kernel for
-CPUs. Each has its reference in plain torch, with the same order of roundings: norms, rotations and gates are
-float32, and the result is rounded once. A sum that is returned is rounded first, as transformers does.
+Each function runs a Triton kernel on a GPU (or interpreted), and a compiled kernel on a CPU. Its reference in
+plain torch has the same roundings: everything is computed in float32 and rounded once. A sum that is returned
+is rounded first, as in transformers.
 
 Sources: layer norm, Ba, Kiros & Hinton 2016 (arXiv 1607.06450), equations 3 and 4; RMSNorm, Zhang & Sennrich
 2019 (arXiv 1910.07467), equation 4; rotary positions, Su et al. 2021 (arXiv 2104.09864), equation 34, with
@@ -10,8 +10,7 @@ halves in place of neighbors as in transformers; the norm of heads, Qwen3 (arXiv
 gates, Shazeer 2020 (arXiv 2002.05202), equations 5 and 6.
 """
 
-from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +26,7 @@ ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 LARGEST_WIDTH, LARGEST_HEAD = 8192, 256
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class HeadNorms:
+class HeadNorms(NamedTuple):
     """The RMSNorm of each head of queries and of keys: weights [head_dim]."""
 
     query: torch.Tensor
@@ -42,25 +40,22 @@ def is_rotary_supported(head_dim: int) -> bool:
 
 
 def layer_norm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    epsilon: float,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The layer norm of `x` [rows, width], whose rows may be apart; contiguous, in the precision of `x`."""
-    if not triton.runs_on(x.device):
-        return cpu.layer_norm(x, weight, bias, epsilon)
-    from maxsimd.engine.ops.triton import elementwise as kernel
+    """The layer norm of `x`, or of `x + residual` in float32: [rows, width], contiguous, in the dtype of `x`.
 
-    return kernel.layer_norm(x, weight, bias, epsilon)
-
-
-def add_layer_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float
-) -> torch.Tensor:
-    """The layer norm of `x + residual`, [rows, width] each, whose rows may be apart; contiguous."""
+    The inputs may have any row stride; `weight` and `bias` are [width]."""
     if not triton.runs_on(x.device):
         return cpu.layer_norm(x, weight, bias, epsilon, residual)
-    from maxsimd.engine.ops.triton import elementwise as kernel
+    from maxsimd.engine.ops.triton import elementwise as kernels
 
-    return kernel.add_layer_norm(x, residual, weight, bias, epsilon)
+    out = x.new_empty(x.shape)
+    kernels.layer_norm(x, residual, weight, bias, epsilon, None, out)
+    return out
 
 
 def sum_and_layer_norm(
@@ -70,30 +65,36 @@ def sum_and_layer_norm(
     if not triton.runs_on(x.device):
         total = x + residual
         return total, cpu.layer_norm(total, weight, bias, epsilon)
-    from maxsimd.engine.ops.triton import elementwise as kernel
+    from maxsimd.engine.ops.triton import elementwise as kernels
 
-    return kernel.sum_and_layer_norm(x, residual, weight, bias, epsilon)
+    total, out = x.new_empty(x.shape), x.new_empty(x.shape)
+    kernels.layer_norm(x, residual, weight, bias, epsilon, total, out)
+    return total, out
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """RMSNorm of `x` [rows, width], whose rows may be apart; contiguous, in the precision of `x`."""
+    """RMSNorm of `x` [rows, width] with any row stride; contiguous, in the dtype of `x`."""
     if not triton.runs_on(x.device):
         return cpu.rms_norm(x, weight, epsilon)
-    from maxsimd.engine.ops.triton import elementwise as kernel
+    from maxsimd.engine.ops.triton import elementwise as kernels
 
-    return kernel.rms_norm(x, weight, epsilon)
+    out = x.new_empty(x.shape)
+    kernels.rms_norm(x, None, weight, epsilon, out, out)
+    return out
 
 
-def add_rms_norm(
+def sum_and_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`x + residual` and its RMSNorm, [rows, width] each, contiguous."""
     if not triton.runs_on(x.device):
         total = x + residual
         return total, cpu.rms_norm(total, weight, epsilon)
-    from maxsimd.engine.ops.triton import elementwise as kernel
+    from maxsimd.engine.ops.triton import elementwise as kernels
 
-    return kernel.add_rms_norm(x, residual, weight, epsilon)
+    total, out = x.new_empty(x.shape), x.new_empty(x.shape)
+    kernels.rms_norm(x, residual, weight, epsilon, total, out)
+    return total, out
 
 
 def norm_rotary_(
@@ -103,15 +104,14 @@ def norm_rotary_(
     heads: tuple[int, int],
     norms: HeadNorms | None,
 ) -> None:
-    """Norms and turns in place the queries and keys in `qkv` [rows, all heads, head_dim], of which the first
-    `heads[0]` are queries and the next `heads[1]` keys; `cos` and `sin` are [rows, head_dim]."""
+    """Norms and rotates in place the queries and keys in `qkv` [rows, all heads, head_dim]: the first
+    `heads[0]` heads are queries, the next `heads[1]` keys. `cos` and `sin` are [rows, head_dim]."""
     if not triton.runs_on(qkv.device):
-        weights = None if norms is None else (norms.query, norms.key, norms.epsilon)
-        cpu.norm_rotary_(qkv, cos, sin, heads, weights)
+        cpu.norm_rotary_(qkv, cos, sin, heads, norms)
         return
-    from maxsimd.engine.ops.triton import elementwise as kernel
+    from maxsimd.engine.ops.triton import elementwise as kernels
 
-    kernel.norm_rotary_(qkv, cos, sin, heads, norms)
+    kernels.norm_rotary_(qkv, cos, sin, heads, norms)
 
 
 def gated(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -119,52 +119,37 @@ def gated(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     torch; `linear_gated` has it in the product."""
     if not triton.runs_on(gate_up.device):
         return gated_reference(gate_up, activation)
-    from maxsimd.engine.ops.triton import elementwise as kernel
+    from maxsimd.engine.ops.triton import elementwise as kernels
 
-    return kernel.gated(gate_up, activation)
+    return kernels.gated(gate_up, activation)
 
 
 def layer_norm_reference(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float
-) -> torch.Tensor:
-    """The same as `layer_norm` by plain torch, with the same roundings."""
-    wide_bias = None if bias is None else bias.float()
-    normed = torch.nn.functional.layer_norm(x.float(), x.shape[-1:], weight.float(), wide_bias, epsilon)
-    return normed.to(x.dtype)
-
-
-def add_layer_norm_reference(
     x: torch.Tensor,
-    residual: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     epsilon: float,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The same as `add_layer_norm` by plain torch, with the same roundings."""
-    return layer_norm_reference(x.float() + residual.float(), weight, bias, epsilon).to(x.dtype)
+    total = x.float() if residual is None else x.float() + residual.float()
+    wide_bias = None if bias is None else bias.float()
+    return F.layer_norm(total, x.shape[-1:], weight.float(), wide_bias, epsilon).to(x.dtype)
 
 
 def sum_and_layer_norm_reference(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    epsilon: float,
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same as `sum_and_layer_norm` by plain torch, with the same roundings."""
     total = x + residual
     return total, layer_norm_reference(total, weight, bias, epsilon)
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """The same as `rms_norm` by plain torch, with the same roundings."""
-    return torch.nn.functional.rms_norm(x.float(), x.shape[-1:], weight.float(), epsilon).to(x.dtype)
+    return F.rms_norm(x.float(), x.shape[-1:], weight.float(), epsilon).to(x.dtype)
 
 
-def add_rms_norm_reference(
+def sum_and_rms_norm_reference(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same as `add_rms_norm` by plain torch, with the same roundings."""
     total = x + residual
     return total, rms_norm_reference(total, weight, epsilon)
 
@@ -176,7 +161,7 @@ def norm_rotary_reference(
     heads: tuple[int, int],
     norms: HeadNorms | None,
 ) -> torch.Tensor:
-    """The same as `norm_rotary_` by plain torch, with the same roundings, as a new tensor."""
+    """Returns a new tensor."""
     queries, together = heads[0], sum(heads)
     values = qkv[:, :together].float()
     if norms is not None:
@@ -184,18 +169,16 @@ def norm_rotary_reference(
         mean = values.square().mean(dim=-1, keepdim=True)
         values = values * torch.rsqrt(mean + norms.epsilon) * torch.stack(repeated)
     first, second = values.chunk(2, dim=-1)
-    turned = values * cos.float()[:, None] + torch.cat([-second, first], dim=-1) * sin.float()[:, None]
-    return torch.cat([turned.to(qkv.dtype), qkv[:, together:]], dim=1)
+    rotated = values * cos.float()[:, None] + torch.cat([-second, first], dim=-1) * sin.float()[:, None]
+    return torch.cat([rotated.to(qkv.dtype), qkv[:, together:]], dim=1)
 
 
 def gated_reference(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """The same as `gated` by plain torch, with the same roundings."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (activated_reference(gate, activation) * up).to(gate_up.dtype)
 
 
 def activated_reference(x: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """An activation by plain torch."""
     if activation == "silu":
         return F.silu(x)
     if activation == "relu":

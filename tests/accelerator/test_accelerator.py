@@ -13,8 +13,15 @@ from maxsimd.engine.cache.fingerprint import _device
 from maxsimd.engine.device.stores import open_slab
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution.attention.select import candidates
-from maxsimd.engine.execution.budget import ON_A_CPU, ON_A_GPU, default_budget, free_bytes
-from maxsimd.engine.execution.devices import choose_device, choose_dtype, device_names
+from maxsimd.engine.execution.devices import (
+    ON_A_CPU,
+    ON_A_GPU,
+    choose_device,
+    choose_dtype,
+    default_budget,
+    device_names,
+    free_bytes,
+)
 from tests.checkpoints import visual
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.forked import Program

@@ -11,10 +11,6 @@ from maxsimd.bench.gpu.first_day.cases import DTYPES, Case, compare
 from maxsimd.engine.ops.elementwise import (
     ACTIVATIONS,
     HeadNorms,
-    add_layer_norm,
-    add_layer_norm_reference,
-    add_rms_norm,
-    add_rms_norm_reference,
     gated,
     gated_reference,
     layer_norm,
@@ -25,6 +21,8 @@ from maxsimd.engine.ops.elementwise import (
     rms_norm_reference,
     sum_and_layer_norm,
     sum_and_layer_norm_reference,
+    sum_and_rms_norm,
+    sum_and_rms_norm_reference,
 )
 
 # Both sides round once, perhaps to neighbours: as a share of the largest number.
@@ -92,8 +90,8 @@ def _layer_norm(numbers: _Numbers, width: int, device: torch.device) -> None:
 def _add_layer_norm(numbers: _Numbers, width: int, device: torch.device) -> None:
     x, residual = (numbers.draw(device, _ROWS, width) for _ in range(2))
     weight, bias = (numbers.draw(device, width) for _ in range(2))
-    exact = add_layer_norm_reference(x, residual, weight, bias, 1e-5)
-    numbers.compare(add_layer_norm(x, residual, weight, bias, 1e-5), exact)
+    exact = layer_norm_reference(x, weight, bias, 1e-5, residual)
+    numbers.compare(layer_norm(x, weight, bias, 1e-5, residual), exact)
 
 
 def _rms_norm(numbers: _Numbers, width: int, device: torch.device) -> None:
@@ -104,8 +102,8 @@ def _rms_norm(numbers: _Numbers, width: int, device: torch.device) -> None:
 def _add_rms_norm(numbers: _Numbers, width: int, device: torch.device) -> None:
     x, residual = (numbers.draw(device, _ROWS, width) for _ in range(2))
     weight = numbers.draw(device, width)
-    exact = add_rms_norm_reference(x, residual, weight, 1e-6)
-    for found, wanted in zip(add_rms_norm(x, residual, weight, 1e-6), exact, strict=True):
+    exact = sum_and_rms_norm_reference(x, residual, weight, 1e-6)
+    for found, wanted in zip(sum_and_rms_norm(x, residual, weight, 1e-6), exact, strict=True):
         numbers.compare(found, wanted)
 
 

@@ -86,7 +86,7 @@ class FusedOutput(nn.Module):
     def forward(self, hidden_states: torch.Tensor, input_tensor: torch.Tensor) -> torch.Tensor:
         norm = self.LayerNorm
         made = self.dense(hidden_states[0])
-        return elementwise.add_layer_norm(made, input_tensor[0], norm.weight, norm.bias, norm.eps)[None]
+        return elementwise.layer_norm(made, norm.weight, norm.bias, norm.eps, input_tensor[0])[None]
 
 
 def fused_self_attention(module: Any) -> FusedSelfAttention | None:

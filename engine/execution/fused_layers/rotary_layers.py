@@ -129,7 +129,7 @@ class _LayerNorm(nn.Module):
 
     def of_sum(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """The norm of `x + residual`."""
-        return elementwise.add_layer_norm(x, residual, self.weight, self.bias, self.epsilon)
+        return elementwise.layer_norm(x, self.weight, self.bias, self.epsilon, residual)
 
     def with_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`x + residual`, and its norm."""
@@ -152,7 +152,7 @@ class _RMSNorm(nn.Module):
 
     def with_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`x + residual`, and its norm."""
-        return elementwise.add_rms_norm(x, residual, self.weight, self.epsilon)
+        return elementwise.sum_and_rms_norm(x, residual, self.weight, self.epsilon)
 
 
 def _as_read(weight: nn.Parameter) -> nn.Parameter:

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 
 import torch
 
-from maxsimd.engine.ops.cpu.library import BFLOAT16, FLOAT32, kernels
+from maxsimd.engine.ops.cpu.library import KINDS, address, kernels
 from maxsimd.engine.ops.qkv import KV, QKV, PositionBias
 
-_KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 _DIMS = 16  # the kernel takes head sizes that are multiples of this
 
 
@@ -44,7 +43,7 @@ def attention(
     )
     positions, held = _positions(qkv, sequences, len(pairs))  # noqa: RUF059 (held is only to outlive the call)
     kernels().maxsimd_attention(
-        _KINDS[q.dtype],
+        KINDS[q.dtype],
         q.data_ptr(),
         k.data_ptr(),
         v.data_ptr(),
@@ -56,7 +55,7 @@ def attention(
         len(sequences),
         table.data_ptr(),
         len(pairs),
-        None if positions is None else positions.data_ptr(),
+        address(positions),
         causal,
         qkv.window or 0,
         qkv.scaling,

@@ -1,4 +1,8 @@
-"""Finds and loads the compiled libraries, each once."""
+"""Loads the compiled libraries, each once, and says which instructions of the processor they may use.
+
+MAXSIMD_MAX_CPU_ISA caps the instructions, to run on one machine what others run. torch and oneDNN have caps
+of their own, to be set with it: ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA.
+"""
 
 import ctypes
 import functools
@@ -8,7 +12,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
-import torch
+import torch  # whose OpenMP threads the kernels share
 
 VARIABLE = "MAXSIMD_MAX_CPU_ISA"
 # Each with all before it; `avx512_bf16` means VNNI too, and `all` whatever the processor has, AMX among it.
@@ -48,9 +52,6 @@ def in_words() -> str:
     if may_use("all") and torch.cpu._is_amx_tile_supported():
         found.append("amx")
     return ", ".join(found) or "neither AVX2 nor AVX-512"
-
-
-# Imported for its OpenMP runtime, whose threads the kernels share.
 
 
 # What platforms call processors that the kernels may be compiled for.
@@ -98,6 +99,7 @@ _EMBED: list[Any] = [
 
 # Kinds of numbers, as the library counts them.
 FLOAT32, BFLOAT16, INT8, FLOAT16 = range(4)
+KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 
 
 def library() -> ctypes.CDLL | None:
@@ -163,6 +165,20 @@ def kernels() -> ctypes.CDLL:
     if loaded is None:
         raise RuntimeError("the compiled kernels are not available on this machine")
     return loaded
+
+
+def address(tensor: torch.Tensor | None) -> int:
+    """Where a tensor begins; 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def check_float32(count: int, *tensors: torch.Tensor | None) -> None:
+    """Raises ValueError unless each tensor has `count` float32 numbers side by side, or is None."""
+    for each in tensors:
+        if each is not None and (
+            each.dtype is not torch.float32 or each.shape != (count,) or not each.is_contiguous()
+        ):
+            raise ValueError(f"a bias or the weight of a norm must be {count} float32 numbers")
 
 
 def _load(name: str) -> ctypes.CDLL | str:

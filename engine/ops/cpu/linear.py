@@ -10,13 +10,14 @@ from dataclasses import dataclass
 
 import torch
 
-from maxsimd.engine.ops.cpu.library import BFLOAT16, FLOAT32, INT8, kernels, may_use
+from maxsimd.engine.ops.cpu.library import INT8, KINDS, address, check_float32, kernels, may_use
+from maxsimd.engine.ops.elementwise import ACTIVATIONS, Activation
 
 LANES = 16  # columns of a packed block; columns are padded to a multiple of this many units
 PANEL = 32  # layers are padded to a multiple of this many columns
 INT8_MAX = 127
-# The activations of gates, in the order in which the kernel counts them after none and GELU.
-GATES = ("silu", "gelu", "gelu_tanh", "relu")
+# How the kernel counts activations: 0 for none, 1 for GELU, then those of gates in the order of ACTIVATIONS.
+_FIRST_GATE = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,9 +35,7 @@ class Weights:
 
     @property
     def kind(self) -> int:
-        if self.scales is not None:
-            return INT8
-        return FLOAT32 if self.dtype is torch.float32 else BFLOAT16
+        return KINDS[self.dtype] if self.scales is None else INT8
 
 
 def pack_float32(weight: torch.Tensor) -> Weights:
@@ -85,13 +84,13 @@ def linear(x: torch.Tensor, weights: Weights, bias: torch.Tensor | None, gelu: b
 
 
 def linear_gated(
-    x: torch.Tensor, weights: Weights, bias: torch.Tensor | None, activation: str
+    x: torch.Tensor, weights: Weights, bias: torch.Tensor | None, activation: Activation
 ) -> torch.Tensor:
     """`activation(gate) * up` of a layer that makes both: [..., inputs] -> [..., columns / 2]. Weights and
-    bias are in the order of `gated_order`, and the activation is one of `GATES`."""
+    bias are in the order of `gated_order`."""
     if weights.columns % PANEL:
         raise ValueError(f"a gated layer of {weights.columns} columns is not a multiple of {PANEL}")
-    return _linear(x, weights, bias, 2 + GATES.index(activation))
+    return _linear(x, weights, bias, _FIRST_GATE + ACTIVATIONS.index(activation))
 
 
 def linear_added(
@@ -108,9 +107,7 @@ def linear_norm(
 ) -> torch.Tensor:
     """`norm(linear(x) + residual)`, where residual is [..., columns] with the rows and the precision of x."""
     rows = _rows_like(residual, x, weights)
-    for each in (norm.weight, norm.bias):
-        if each.dtype is not torch.float32 or each.shape != (weights.columns,):
-            raise ValueError(f"a norm's weight and bias must be {weights.columns} float32 numbers")
+    check_float32(weights.columns, norm.weight, norm.bias)
     norm_args = (rows.data_ptr(), rows.stride(0), norm.weight.data_ptr(), norm.bias.data_ptr(), norm.epsilon)
     return _linear(x, weights, bias, 0, norm_args=norm_args)
 
@@ -138,7 +135,7 @@ def _linear(
     norm_args: _NormArgs = _NO_NORM,
 ) -> torch.Tensor:
     rows = _as_rows(x, weights.inputs, weights.dtype)
-    columns = weights.columns // 2 if activation > 1 else weights.columns
+    columns = weights.columns // 2 if activation >= _FIRST_GATE else weights.columns
     out = torch.empty(len(rows), columns, dtype=weights.dtype)
     kernels().maxsimd_linear(
         weights.kind,
@@ -148,9 +145,9 @@ def _linear(
         weights.inputs,
         weights.packed.data_ptr(),
         weights.packed.shape[1],
-        None if weights.scales is None else weights.scales.data_ptr(),
-        None if weights.sums is None else weights.sums.data_ptr(),
-        None if bias is None else bias.data_ptr(),
+        address(weights.scales),
+        address(weights.sums),
+        address(bias),
         weights.columns,
         activation,
         *added,
@@ -269,7 +266,7 @@ class Layers:
             sequences.data_ptr(),
             len(sequences),
             self._start,
-            None if firsts is None else firsts.data_ptr(),
+            address(firsts),
         )
         return hidden if firsts is None else firsts
 
@@ -295,19 +292,10 @@ def _sizes_of(layer: Layer) -> tuple[int, int, int]:
     if [(each.weights.inputs, each.weights.columns) for each in layer.products] != expected:
         raise ValueError("the products of a layer do not fit together")
     for each in layer.products:
-        _check_numbers(each.bias, each.weights.columns)
+        check_float32(each.weights.columns, each.bias)
     for norm in layer.norms:
-        _check_numbers(norm.weight, hidden)
-        _check_numbers(norm.bias, hidden)
+        check_float32(hidden, norm.weight, norm.bias)
     return hidden, attended, wide
-
-
-def _check_numbers(numbers: torch.Tensor | None, count: int) -> None:
-    """Raises ValueError unless the library may read `count` float32 numbers there."""
-    if numbers is None:
-        return
-    if numbers.dtype is not torch.float32 or numbers.shape != (count,) or not numbers.is_contiguous():
-        raise ValueError(f"a bias or norm is not {count} float32 numbers")
 
 
 def _addresses(layer: Layer) -> list[int]:
@@ -316,15 +304,11 @@ def _addresses(layer: Layer) -> list[int]:
     for product in layer.products:
         weights = product.weights
         row += [weights.packed.data_ptr(), weights.packed.shape[1]]
-        row += [_address(weights.scales), _address(weights.sums), _address(product.bias)]
+        row += [address(weights.scales), address(weights.sums), address(product.bias)]
         row += [weights.inputs, weights.columns]
     for norm in layer.norms:
         row += [norm.weight.data_ptr(), norm.bias.data_ptr()]
     return row
-
-
-def _address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -349,9 +333,9 @@ def embed(
     rows, columns = word_ids.shape[0], words.shape[1]
     out = words.new_empty(rows, columns)
     failed = kernels().maxsimd_embed(
-        FLOAT32 if words.dtype is torch.float32 else BFLOAT16,
+        KINDS[words.dtype],
         word_ids.data_ptr(),
-        None if type_ids is None else type_ids.data_ptr(),
+        address(type_ids),
         position_ids.data_ptr(),
         rows,
         words.data_ptr(),

@@ -6,9 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from maxsimd.engine.ops.cpu.library import BFLOAT16, FLOAT16, FLOAT32, INT8, kernels
-
-_KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.int8: INT8, torch.float16: FLOAT16}
+from maxsimd.engine.ops.cpu.library import FLOAT16, INT8, KINDS, kernels
 
 
 def is_supported(dtype: torch.dtype, dim: int) -> bool:
@@ -93,6 +91,7 @@ def _as_read(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.ascontiguousarray(numbers, dtype=np.int64)
 
 
+_KINDS = KINDS | {torch.int8: INT8, torch.float16: FLOAT16}
 # The bits of a number's exponent, all of which are set where it is not finite. Numbers of 16 bits have theirs
 # twice in 32.
 _EXPONENTS = {torch.float32: 0x7F80_0000, torch.bfloat16: 0x7F80_7F80, torch.float16: 0x7C00_7C00}

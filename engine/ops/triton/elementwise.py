@@ -76,52 +76,16 @@ def layer_norm_kernel(  # type: ignore[no-untyped-def]
 
 
 def layer_norm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float
-) -> torch.Tensor:
-    """The layer norm of `x` [rows, width], contiguous and of the same dtype. Rows of `x` may be apart in
-    memory; `weight` and `bias` are [width]."""
-    out = x.new_empty(x.shape)
-    _launch_layer_norm(x, None, weight, bias, None, out, epsilon)
-    return out
-
-
-def add_layer_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    epsilon: float,
-) -> torch.Tensor:
-    """The layer norm of `x + residual`, contiguous and of their dtype. Both are [rows, width], and their rows
-    may be apart in memory; `weight` and `bias` are [width]."""
-    out = x.new_empty(x.shape)
-    _launch_layer_norm(x, residual, weight, bias, None, out, epsilon)
-    return out
-
-
-def sum_and_layer_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    epsilon: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x + residual` and its layer norm, both contiguous and of their dtype. `x` and `residual` are [rows,
-    width], and their rows may be apart in memory; `weight` and `bias` are [width]."""
-    total, out = x.new_empty(x.shape), x.new_empty(x.shape)
-    _launch_layer_norm(x, residual, weight, bias, total, out, epsilon)
-    return total, out
-
-
-def _launch_layer_norm(
     x: torch.Tensor,
     residual: torch.Tensor | None,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
+    epsilon: float,
     total: torch.Tensor | None,
     out: torch.Tensor,
-    epsilon: float,
 ) -> None:
+    """Writes the norm of `x`, or of its sum with `residual`, to `out`, and the sum to `total` if given. All
+    are [rows, width]; the inputs may have any row stride."""
     rows, width = x.shape
     if rows == 0:
         return
@@ -175,31 +139,15 @@ def rms_norm_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + row * width + columns, normed.to(out.dtype.element_ty), mask=inside)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """The norm of the rows of `x` [rows, width], which may be apart; contiguous, in the precision of `x`."""
-    out = x.new_empty(x.shape)
-    _launch_rms_norm(x, None, weight, out, out, epsilon)
-    return out
-
-
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x + residual` and its norm, for [rows, width] each in one precision, whose rows may be apart; both
-    contiguous, in that precision."""
-    total, out = x.new_empty(x.shape), x.new_empty(x.shape)
-    _launch_rms_norm(x, residual, weight, total, out, epsilon)
-    return total, out
-
-
-def _launch_rms_norm(
+def rms_norm(
     x: torch.Tensor,
     residual: torch.Tensor | None,
     weight: torch.Tensor,
+    epsilon: float,
     total: torch.Tensor,
     out: torch.Tensor,
-    epsilon: float,
 ) -> None:
+    """Writes the norm of `x` to `out`; with a `residual`, the sum to `total` and its norm to `out`."""
     rows, width = x.shape
     if rows == 0:
         return
@@ -273,10 +221,10 @@ def norm_rotary_kernel(  # type: ignore[no-untyped-def]
     cos_second = tl.load(cos + angle + half, mask=in_half, other=0.0).to(tl.float32)[None, :]
     sin_first = tl.load(sin + angle, mask=in_half, other=0.0).to(tl.float32)[None, :]
     sin_second = tl.load(sin + angle + half, mask=in_half, other=0.0).to(tl.float32)[None, :]
-    turned_first = first * cos_first - second * sin_first
-    turned_second = second * cos_second + first * sin_second
-    tl.store(at, turned_first.to(qkv.dtype.element_ty), mask=inside)
-    tl.store(at + half, turned_second.to(qkv.dtype.element_ty), mask=inside)
+    rotated_first = first * cos_first - second * sin_first
+    rotated_second = second * cos_second + first * sin_second
+    tl.store(at, rotated_first.to(qkv.dtype.element_ty), mask=inside)
+    tl.store(at + half, rotated_second.to(qkv.dtype.element_ty), mask=inside)
 
 
 def blocks_for(heads: int, head_dim: int) -> Blocks:
@@ -292,24 +240,23 @@ def norm_rotary_(
     heads: tuple[int, int],
     norms: HeadNorms | None,
 ) -> None:
-    """Norms and turns in place the queries and keys in `qkv` [rows, all heads, head_dim], of which the first
-    `heads[0]` are queries and the next `heads[1]` keys; `cos` and `sin` are [rows, head_dim]."""
     rows, _, head_dim = qkv.shape
     if rows == 0:
         return
     queries, together = heads[0], sum(heads)
     blocks = blocks_for(together, head_dim)
-    norms_or_none = (qkv, qkv, 0.0) if norms is None else (norms.query, norms.key, norms.epsilon)
+    query_weight, key_weight, epsilon = norms or (qkv, qkv, 0.0)
     norm_rotary_kernel[(rows, triton.cdiv(together, blocks.heads))](
         qkv,
         cos.contiguous(),
         sin.contiguous(),
-        *norms_or_none[:2],
+        query_weight,
+        key_weight,
         qkv.stride(0),
         queries,
         together,
         head_dim // 2,
-        norms_or_none[2],
+        epsilon,
         NORMED=norms is not None,
         BLOCK_HEADS=blocks.heads,
         BLOCK_HALF=blocks.half,
@@ -362,7 +309,6 @@ def block_for(width: int) -> int:
 
 
 def gated(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """`activation(gate) * up` [rows, width], for [rows, 2 width] with the gate first."""
     rows, both = gate_up.shape
     width = both // 2
     out = gate_up.new_empty(rows, width)

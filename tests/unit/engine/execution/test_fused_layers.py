@@ -59,13 +59,13 @@ def check_broken_kernels() -> None:
     """Modules whose kernel gives something else or fails stay as they are. A failure is warned of."""
 
     def wrong(*given: Any) -> torch.Tensor:
-        return 1.01 * elementwise.add_layer_norm_reference(*given)
+        return 1.01 * elementwise.layer_norm_reference(*given)
 
     def failing(*given: Any) -> torch.Tensor:
         raise RuntimeError("no kernel image")
 
     for broken in (wrong, failing):
-        with plain_kernels(), patch.object(elementwise, "add_layer_norm", broken), warnings() as warned:
+        with plain_kernels(), patch.object(elementwise, "layer_norm", broken), warnings() as warned:
             assert _fused_modules(_checkpoint("bert"), kernels="auto") == {"FusedSelfAttention": 3}
     expected = "layers are left as they are, which is slower: Output: RuntimeError: no kernel image"
     assert expected in warned
@@ -271,7 +271,7 @@ def plain_kernels() -> Iterator[None]:
     def turn_(qkv: torch.Tensor, *given: Any) -> None:
         qkv.copy_(elementwise.norm_rotary_reference(qkv, *given))
 
-    names = ("layer_norm", "add_layer_norm", "sum_and_layer_norm", "rms_norm", "add_rms_norm", "gated")
+    names = ("layer_norm", "sum_and_layer_norm", "rms_norm", "sum_and_rms_norm", "gated")
     with ExitStack() as patches:
         patches.enter_context(patch.object(elementwise, "norm_rotary_", turn_))
         for name in names:

@@ -22,7 +22,7 @@ from maxsimd.engine.checkpoint import LoadedModel, load_model
 from maxsimd.engine.device import checks, load, stores
 from maxsimd.engine.device.load import prepare_thread
 from maxsimd.engine.device.shared import SharedDevice
-from maxsimd.engine.execution import budget, cuda_graphs
+from maxsimd.engine.execution import cuda_graphs, devices
 from maxsimd.engine.execution.attention import select as choice
 from maxsimd.engine.execution.attention.backend import (
     AttentionMetadata,
@@ -32,9 +32,14 @@ from maxsimd.engine.execution.attention.backend import (
 )
 from maxsimd.engine.execution.attention.gpu import FlashBackend, VarlenBackend
 from maxsimd.engine.execution.attention.select import LENGTHS, find_mismatch
-from maxsimd.engine.execution.budget import bytes_a_token, tokens_that_fit
 from maxsimd.engine.execution.cuda_graphs import Cost, CudaRecorder, GraphedRunner, sizes_for
-from maxsimd.engine.execution.devices import Times, choose_dtype, times_on_cuda
+from maxsimd.engine.execution.devices import (
+    Times,
+    bytes_a_token,
+    choose_dtype,
+    times_on_cuda,
+    tokens_that_fit,
+)
 from maxsimd.engine.execution.modes import Packed, try_packed
 from maxsimd.engine.execution.runner import PackedRunner
 from maxsimd.engine.execution.self_check.samples import make_samples, random_sequences
@@ -255,7 +260,7 @@ def test_graphs_are_for_steps_that_will_be_formed(monkeypatch: pytest.MonkeyPatc
     ):
         config = EngineConfig(max_batch_tokens=configured)
         with_free(monkeypatch, free, unused)
-        assert budget.step_tokens(config, model, gpu, torch.bfloat16, chunked=False) == tokens
+        assert devices.step_tokens(config, model, gpu, torch.bfloat16, chunked=False) == tokens
         with_graphs = Mock()
         monkeypatch.setattr(load, "with_graphs", with_graphs)
         load._sped_up(runner, model, config, gpu, [], CaptureSize(tokens, 512, 512))

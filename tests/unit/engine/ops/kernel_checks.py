@@ -465,8 +465,8 @@ def check_layer_norm(device: str) -> None:
         there = x.to(device), residual.to(device)
         norm = as_read(weight, device), as_read(some_bias, device) if biased else None, 1e-5
         same(elementwise.layer_norm(there[0], *norm), elementwise.layer_norm_reference(x, weight, bias, 1e-5))
-        exact = elementwise.add_layer_norm_reference(x, residual, weight, bias, 1e-5)
-        same(elementwise.add_layer_norm(*there, *norm), exact)
+        exact = elementwise.layer_norm_reference(x, weight, bias, 1e-5, residual)
+        same(elementwise.layer_norm(there[0], *norm, there[1]), exact)
         total, normed = elementwise.sum_and_layer_norm(*there, *norm)
         same(total, elementwise.sum_and_layer_norm_reference(x, residual, weight, bias, 1e-5)[0])
         # Computed from the rounded sum; the interpreter rounds bfloat16 differently.
@@ -498,8 +498,8 @@ def check_rms_norm(device: str) -> None:
             elementwise.rms_norm(there[0], wide.to(device), epsilon),
             elementwise.rms_norm_reference(x, wide, epsilon),
         )
-        total, normed = elementwise.add_rms_norm(*there, epsilon)
-        exact_total, exact = elementwise.add_rms_norm_reference(x, residual, weight, epsilon)
+        total, normed = elementwise.sum_and_rms_norm(*there, epsilon)
+        exact_total, exact = elementwise.sum_and_rms_norm_reference(x, residual, weight, epsilon)
         same(total, exact_total)  # the interpreter rounds to bfloat16 in its own way
         same(normed, exact)
 

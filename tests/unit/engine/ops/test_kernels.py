@@ -29,7 +29,6 @@ from maxsimd.engine.ops import cpu as kernels
 from maxsimd.engine.ops import elementwise
 from maxsimd.engine.ops.cpu.library import may_use
 from maxsimd.engine.ops.cpu.linear import (
-    GATES,
     Norm,
     Weights,
     gated_order,
@@ -190,7 +189,7 @@ def test_a_fused_layer_norm_equals_the_plain_one(
 
 @needs_kernels
 @pytest.mark.parametrize(("pack", "atol", "rtol"), [(pack_float32, 2e-6, 2e-6), (pack_bfloat16, 1e-3, 2**-7)])
-@given(SHAPES, st.booleans(), st.sampled_from(GATES), st.booleans())
+@given(SHAPES, st.booleans(), st.sampled_from(elementwise.ACTIVATIONS), st.booleans())
 @settings(deadline=None)
 def test_gates_and_sums_in_a_layer_equal_the_plain_ones(
     pack: Callable[[torch.Tensor], Weights],
@@ -198,7 +197,7 @@ def test_gates_and_sums_in_a_layer_equal_the_plain_ones(
     rtol: float,
     shape: tuple[int, int, int],
     bias: bool,
-    gate: str,
+    gate: elementwise.Activation,
     tiles: bool,
 ) -> None:
     rows, inputs, columns = shape
@@ -213,7 +212,7 @@ def test_gates_and_sums_in_a_layer_equal_the_plain_ones(
     with amx(tiles):
         gated = linear_gated(x, pack(weight[order]), biases[order] if bias else None, gate)
         added = linear_added(x, pack(weight), biases if bias else None, residual)
-    expected = elementwise.activated_reference(gates, gate) * others  # type: ignore[arg-type]
+    expected = elementwise.activated_reference(gates, gate) * others
     # An activation's error is multiplied.
     torch.testing.assert_close(gated.double(), expected, atol=4 * atol, rtol=4 * rtol)
     torch.testing.assert_close(added.double(), wide + residual, atol=2 * atol, rtol=2 * rtol)
