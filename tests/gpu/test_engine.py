@@ -46,7 +46,7 @@ async def test_scores_equal_those_of_the_cpu(family: Family, tmp_path: Path, pai
         ("bi", {}),
     ],
 )
-async def test_no_step_waits_for_the_device(
+async def test_no_step_waits(
     kind: str, settings: dict[str, object], tmp_path: Path, pairs: list[Pair]
 ) -> None:
     builders = {

@@ -93,7 +93,7 @@ async def test_a_template_may_be_a_file(qwen3_reranker: str, tmp_path: Path) -> 
     np.testing.assert_allclose(ours, expected, atol=1e-5)
 
 
-async def test_truncation_keeps_the_end_of_the_template(
+async def test_templates_keep_their_end(
     checkpoints: SharedCheckpoints, engines: Engines, pairs: list[Pair]
 ) -> None:
     path = checkpoints(language_models.zerank_2)
@@ -153,7 +153,7 @@ async def _listwise(engines: Engines, path: str, documents: list[str], **options
 
 
 @pytest.mark.parametrize("count", [5, pytest.param(200, marks=pytest.mark.exhaustive)])
-async def test_scores_equal_a_plain_reading_of_the_paper(
+async def test_scores_are_the_papers(
     checkpoint: str, engines: Engines, pairs: list[Pair], count: int
 ) -> None:
     documents = [pair.document for pair in pairs[:count]]

@@ -47,9 +47,7 @@ def _config(family: Family, path: str, **settings: Any) -> EngineConfig:
 
 
 @families([*FAMILIES, *FORMS])
-async def test_scores_are_the_librarys(
-    family: Family, path: str, engines: Engines, pairs: list[Pair]
-) -> None:
+async def test_scores_equal_library(family: Family, path: str, engines: Engines, pairs: list[Pair]) -> None:
     pairs = pairs[:4]
     ours = await engines.scores(_config(family, path), pairs)
     engine = await engines(_config(family, path))
@@ -70,9 +68,7 @@ async def test_scores_are_the_librarys(
 
 
 @families(EMBEDDING, {"GTE-ModernColBERT", "EmbeddingGemma", "Qwen3-Embedding"})
-async def test_vectors_are_the_librarys(
-    family: Family, path: str, engines: Engines, pairs: list[Pair]
-) -> None:
+async def test_vectors_equal_library(family: Family, path: str, engines: Engines, pairs: list[Pair]) -> None:
     engine = await engines(_config(family, path))
     embed: Any = engine.embed if family.kind == "bi-encoder" else engine.embed_tokens
     for role in ("query", "document"):
@@ -102,9 +98,7 @@ async def test_bfloat16_ranks_alike(family: Family, path: str, engines: Engines,
 
 
 @families(CAUSAL, {"Qwen3-Reranker", "Qwen3-Embedding"})
-async def test_budgets_change_no_score(
-    family: Family, path: str, engines: Engines, pairs: list[Pair]
-) -> None:
+async def test_budgets_keep_scores(family: Family, path: str, engines: Engines, pairs: list[Pair]) -> None:
     whole = await engines.scores(_config(family, path), pairs[:4])
     cut = await engines.scores(_config(family, path, max_batch_tokens=61), pairs[:4])
     np.testing.assert_allclose(cut, whole, atol=1e-5, rtol=1e-5)

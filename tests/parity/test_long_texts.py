@@ -145,9 +145,7 @@ async def test_late_interaction_reads_the_tokens_of_all_windows(long_documents: 
             assert score == pytest.approx((rows @ np.concatenate(parts).T).max(axis=1).sum(), abs=1e-4)
 
 
-async def test_cross_encoders_take_the_best_window(
-    bert_cross_encoder: str, long_documents: list[str]
-) -> None:
+async def test_cross_encoders_take_best_window(bert_cross_encoder: str, long_documents: list[str]) -> None:
     truncation = Truncation(max_tokens=60, windows=True, window_overlap=10)
     model = CrossEncoder(bert_cross_encoder, device="cpu").model
     async with Engine(EngineConfig(model=bert_cross_encoder, dtype="float32")) as engine:

@@ -639,9 +639,7 @@ def test_half_of_an_adapters_base_is_refused(checkpoints: SharedCheckpoints, tmp
     assert "is for lm_head, whose weights are also another layer's" in refusal(adapter)
 
 
-def test_two_sparse_models_are_refused(
-    checkpoints: SharedCheckpoints, changed: Changed, tmp_path: Path
-) -> None:
+def test_two_sparse_are_refused(checkpoints: SharedCheckpoints, changed: Changed, tmp_path: Path) -> None:
     routes = [list(SparseEncoder(checkpoints(sparse_encoders.splade), device="cpu")) for _ in range(2)]
     router = Router.for_query_document(query_modules=routes[0], document_modules=routes[1])
     SparseEncoder(modules=[router], device="cpu").save_pretrained(str(tmp_path / "two"))
@@ -783,7 +781,7 @@ _BEHIND = [
         _BEHIND, [*_BEHIND[:4], *(each for each in _BEHIND if each[3] in ("renamed", "with a NaN"))]
     ),
 )
-def test_a_wrong_tensor_behind_the_backbone_is_named(
+def test_a_wrong_last_tensor_is_named(
     name: str, file: str, tensor: str, damage: str, changed: Changed
 ) -> None:
     path = Path(changed(_NAMED[name].build))

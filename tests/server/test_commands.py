@@ -202,9 +202,7 @@ def test_texts_are_embedded(tmp_path: Path, small: str, small_engine: SyncEngine
     assert "--out must end in .npy" in embed("--out", str(tokens), status=2).stderr
 
 
-def test_eval_equals_ir_measures(
-    tmp_path: Path, small: str, small_engine: SyncEngine, pairs: list[Pair]
-) -> None:
+def test_eval_is_ir_measures(tmp_path: Path, small: str, small_engine: SyncEngine, pairs: list[Pair]) -> None:
     documents = [
         {"_id": f"d{i}", "title": "", "text": pair.document[:200]} for i, pair in enumerate(pairs[:20])
     ]

@@ -124,9 +124,7 @@ def test_a_downloaded_checkpoint_is_served_without_a_hub(
 
 
 @pytest.mark.not_on_ray
-def test_a_file_that_is_not_as_it_was_downloaded_is_named(
-    download: Download, tmp_path: Path, start_server: StartServer
-) -> None:
+def test_a_changed_download_is_named(download: Download, tmp_path: Path, start_server: StartServer) -> None:
     folder = tmp_path / "model"
     download(MODEL, "--to", str(folder))
     weights = folder / "model.safetensors"

@@ -123,9 +123,7 @@ async def test_the_server_listens_where_it_should_until_it_has_drained(
     assert messages[-1] == "all requests are finished"
 
 
-async def test_a_dead_engine_ends_its_server(
-    caplog: pytest.LogCaptureFixture, bert_cross_encoder: str
-) -> None:
+async def test_a_dead_engine_ends_it(caplog: pytest.LogCaptureFixture, bert_cross_encoder: str) -> None:
     async with serving(bert_cross_encoder, host="0.0.0.0") as server:
         assert "may use it: there is no --api-key, no --api-key-file" in caplog.text
         server.engine._died("of old age", None)
@@ -142,7 +140,7 @@ async def _refusal(caplog: pytest.LogCaptureFixture, model: str | None = None, *
     return record.getMessage()
 
 
-async def test_a_model_that_does_not_load_is_one_line(
+async def test_a_failed_load_is_one_line(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "there is no folder '/nowhere/at/all'" in await _refusal(caplog, "/nowhere/at/all")

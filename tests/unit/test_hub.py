@@ -82,9 +82,7 @@ def found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Found:
         (403, {"X-Error-Code": "GatedRepo"}, "is gated on"),
     ],
 )
-def test_a_hub_is_asked_once_and_the_error_names_it(
-    status: int | None, headers: dict[str, str], said: str, found: Found
-) -> None:
+def test_a_hub_is_asked_once(status: int | None, headers: dict[str, str], said: str, found: Found) -> None:
     with hub(status, headers) as (url, asked):
         message = found(url)
     assert said in message

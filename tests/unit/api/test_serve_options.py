@@ -228,7 +228,7 @@ def test_the_engine_names_no_flags() -> None:
                 assert named in ("--no-deps", "--check", "--merge"), f"{path.name}: {line.strip()}"
 
 
-def test_a_fleet_without_a_temporary_folder_is_one_line(
+def test_a_missing_temp_folder_is_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def nowhere() -> NoReturn:

@@ -75,9 +75,7 @@ async def test_windows_can_be_asked_for_by_their_name(engine: Engine) -> None:
         await engine.score("paris", long, truncation="cut off")  # type: ignore[arg-type]
 
 
-async def test_a_cancelled_prefill_leaves_no_state_on_the_device(
-    engines: Engines, qwen3_embedding: str
-) -> None:
+async def test_a_cancelled_prefill_leaves_no_state(engines: Engines, qwen3_embedding: str) -> None:
     engine = await engines(
         EngineConfig(model=qwen3_embedding, max_batch_tokens=16, score_type="late-interaction")
     )
@@ -155,9 +153,7 @@ async def test_an_engine_can_be_watched_on_another_event_loop(config: EngineConf
         await asyncio.to_thread(asyncio.run, watch())
 
 
-async def test_a_missing_model_or_a_wrong_option_is_told(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_missing_model_or_bad_option_is_told(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelLoadError, match=r"neither a config\.json nor"):
         await Engine(EngineConfig(model=str(tmp_path))).start()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -178,7 +174,7 @@ async def _counted(call: Any, *arguments: Any) -> list[tuple[int, int]]:
     return seen
 
 
-async def test_every_call_tells_how_far_it_has_come(
+async def test_calls_tell_their_progress(
     engine: Engine, three_label_classifier: str, engines: Engines
 ) -> None:
     for call in (engine.embed, engine.embed_tokens):
@@ -193,9 +189,7 @@ async def test_every_call_tells_how_far_it_has_come(
 
 
 @pytest.mark.parametrize("error", [ValueError, StopIteration, asyncio.CancelledError])
-async def test_a_callback_that_raises_fails_its_own_call_alone(
-    error: type[BaseException], engine: Engine
-) -> None:
+async def test_a_callback_that_raises_fails_its_call(error: type[BaseException], engine: Engine) -> None:
     def fail(there: int, in_all: int) -> None:
         raise error
 
@@ -252,9 +246,7 @@ async def test_a_cached_document_costs_its_tenant_next_to_nothing(config: Engine
             await engine.score("q", "d", tenant="a")
 
 
-async def test_an_option_below_the_shortest_sequence_is_refused(
-    stanford_colbert: str, checkpoints: SharedCheckpoints
-) -> None:
+async def test_options_below_one_are_refused(stanford_colbert: str, checkpoints: SharedCheckpoints) -> None:
     reranker = checkpoints(language_models.qwen3_reranker)
     cases: tuple[tuple[str, dict[str, Any], str], ...] = (
         (stanford_colbert, {"max_batch_tokens": 16}, "a query of.*32 tokens.*than 16.*max_batch_tokens"),

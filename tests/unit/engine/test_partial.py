@@ -136,9 +136,7 @@ async def test_what_is_wrong_with_the_query_fails_the_request(engine: RecordingE
     await until(lambda: engine.stats() == EngineStats())
 
 
-async def test_when_the_time_is_up_what_is_scored_comes_back(
-    engine: RecordingEngine, documents: list[str]
-) -> None:
+async def test_in_the_end_what_is_scored_comes_back(engine: RecordingEngine, documents: list[str]) -> None:
     whole = await engine.score("a query", documents, truncation=CUT_LONG)
     with held_steps(engine, after=4):
         result = await engine.score(
@@ -152,9 +150,7 @@ async def test_when_the_time_is_up_what_is_scored_comes_back(
     await until(lambda: engine.stats() == EngineStats())
 
 
-async def test_where_there_is_no_time_to_prepare_nothing_is_scored(
-    engine: RecordingEngine, documents: list[str]
-) -> None:
+async def test_without_time_nothing_is_scored(engine: RecordingEngine, documents: list[str]) -> None:
     ranked = await engine.rerank("a", documents, timeout=1e-6, on_timeout="partial")
     assert (ranked.results, ranked.unscored, ranked.usage.prompt_tokens) == ([], tuple(range(60)), 0)
     ranked = await engine.rerank("a", ["b", "c"], timeout=60, on_timeout="partial")

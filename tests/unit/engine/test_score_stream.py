@@ -55,7 +55,7 @@ async def _streamed(engine: Engine, *texts: Any, **options: Any) -> tuple[list[l
     "options", [{}, {"explain": True, "normalize": True}, {"truncation": WINDOWS, "cache": "bypass"}], ids=str
 )
 @pytest.mark.parametrize("queries", [QUERY, [f"{QUERY} {i}" for i in range(50)]], ids=["1:N", "N:N"])
-async def test_parts_have_what_comes_all_at_once(
+async def test_parts_equal_the_whole(
     engine: Engine, queries: str | list[str], options: dict[str, Any]
 ) -> None:
     documents = [*DOCUMENTS, DOCUMENTS[0], " ".join(DOCUMENTS[:9])]

@@ -212,9 +212,7 @@ async def test_a_death_ends_all_waits_at_once(config: EngineConfig) -> None:
     await engine.stop()
 
 
-async def test_models_on_one_device_do_not_hold_up_each_other(
-    config: EngineConfig, checkpoints: SharedCheckpoints
-) -> None:
+async def test_models_share_a_device_and_wait(config: EngineConfig, checkpoints: SharedCheckpoints) -> None:
     second = EngineConfig(
         model=checkpoints(cross_encoders.bert), dtype="float32", threads=1, max_queued_tokens=1000
     )

@@ -179,9 +179,7 @@ def _scaled(lengths: list[int]) -> Ragged:
 
 @settings(max_examples=40)
 @given(LENGTHS, st.integers(1, 7), st.sampled_from([torch.float32, torch.bfloat16]))
-def test_int8_rows_are_decoded_by_their_scales_whatever_the_tile(
-    lengths: list[int], together: int, dtype: torch.dtype
-) -> None:
+def test_int8_rows_are_decoded_by_scales(lengths: list[int], together: int, dtype: torch.dtype) -> None:
     items = _scaled(lengths)
     assert items.scales is not None
     with pytest.MonkeyPatch.context() as patch:

@@ -51,9 +51,7 @@ def order_of(*requests: tuple[list[int], list[int]]) -> list[int]:
         pytest.param([([1], [9, 9]), ([10, 6], [])], [0, 1], id="both"),
     ],
 )
-def test_requests_finish_by_class_of_size(
-    requests: list[tuple[list[int], list[int]]], expected: list[int]
-) -> None:
+def test_requests_finish_by_size(requests: list[tuple[list[int], list[int]]], expected: list[int]) -> None:
     assert order_of(*requests) == expected
 
 

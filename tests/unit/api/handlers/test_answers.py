@@ -472,9 +472,7 @@ async def test_an_answer_has_no_more_numbers_than_there_is_room_for(engine: Reco
     assert (await caller.error("/v1/embeddings", chunks))[0] == 413
 
 
-async def test_making_vectors_ends_at_the_timeout(
-    engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_vectors_end_at_the_timeout(engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[float] = []
 
     def slow(*arguments: object) -> None:

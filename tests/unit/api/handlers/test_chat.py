@@ -46,7 +46,7 @@ async def engine(model: str) -> AsyncIterator[RecordingEngine]:
         yield engine
 
 
-async def test_the_timeout_holds_for_pictures_and_chats_too(
+async def test_timeouts_hold_for_media_and_chats(
     engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def wait(*given: object, **options: object) -> None:

@@ -198,9 +198,7 @@ async def test_pages_say_what_each_model_is_and_how_it_stands(asking: Asking) ->
     assert (refused.status, refused.headers["Allow"]) == (405, "DELETE, GET, HEAD, POST")
 
 
-async def test_a_link_out_of_a_folder_is_a_422(
-    asking: Asking, reranker: EngineConfig, tmp_path: Path
-) -> None:
+async def test_a_link_out_of_it_is_a_422(asking: Asking, reranker: EngineConfig, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     folder = Path(str(reranker.model)).parent / f"linked-{os.getpid()}"
     folder.mkdir()

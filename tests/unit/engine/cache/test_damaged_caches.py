@@ -182,9 +182,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], 
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_damaged_cache_serves_nothing_wrong_and_recovers(
-    outcomes: dict[tuple[str, str], dict[str, Any]], moment: str
-) -> None:
+def test_a_damaged_cache_recovers(outcomes: dict[tuple[str, str], dict[str, Any]], moment: str) -> None:
     for damage in DAMAGES:
         outcome = outcomes[damage, moment]
         case, log, files = f"{damage}: {outcome}", outcome["log"], outcome["files"]

@@ -165,9 +165,7 @@ def test_what_a_process_left_that_died_creating_is_used(folder: Path) -> None:
 # Entries that are not what they seem
 
 
-def test_a_damaged_entry_is_left_out_dropped_and_reported(
-    disk: DiskStore, folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_entry_is_dropped(disk: DiskStore, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     odd = (entry(0).to_bytes(key(0))[:-1] + b"x", entry(7).to_bytes(key(7)), 7, 1.5, "text", b"")
     disk.put([(key(number), entry(number)) for number in range(len(odd) + 1)])
     with sql(folder) as connection:
@@ -235,7 +233,7 @@ def refuses(folder: Path, caplog: pytest.LogCaptureFixture) -> str:
     return caplog.text
 
 
-def test_a_folder_that_cannot_be_is_refused_and_stays(
+def test_a_bad_folder_is_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, without_pauses: None
 ) -> None:
     file = tmp_path / "a\nWARNING forged\x1b[2J"
@@ -252,9 +250,7 @@ def test_a_folder_that_cannot_be_is_refused_and_stays(
     assert os.listdir(tmp_path) == [file.name]
 
 
-def test_another_programs_database_stays_as_it_is(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, without_pauses: None
-) -> None:
+def test_other_databases_stay(tmp_path: Path, caplog: pytest.LogCaptureFixture, without_pauses: None) -> None:
     for statement in (
         "CREATE TABLE entries (sequence, key, data)",
         "PRAGMA application_id = 77",

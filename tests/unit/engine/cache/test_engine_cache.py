@@ -171,9 +171,7 @@ async def test_errors_name_a_document_by_its_index_in_the_request(cross_encoder:
     assert again.scores == nearly([alone.scores[2], alone.scores[0]])
 
 
-async def test_listwise_scores_are_of_whole_lists(
-    checkpoints: SharedCheckpoints, documents: list[str]
-) -> None:
+async def test_listwise_scores_whole_lists(checkpoints: SharedCheckpoints, documents: list[str]) -> None:
     listwise = checkpoints(language_models.jina_reranker_v3)
     async with Engine(EngineConfig(model=listwise, dtype="float32")) as engine:
         texts = documents[:5]

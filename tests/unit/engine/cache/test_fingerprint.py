@@ -119,9 +119,7 @@ def test_how_pictures_are_read_counts(checkpoints: SharedCheckpoints, tmp_path: 
     assert changed(usual, made_of(folder)) == {"pictures", "tower settings", "tower weights"}
 
 
-def test_each_block_of_a_tensor_counts(
-    checkpoints: SharedCheckpoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_tensor_block_counts(checkpoints: SharedCheckpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("maxsimd.engine.cache.fingerprint._BLOCK", 20_000)
     config = EngineConfig(model=checkpoints(bi_encoders.gte), dtype="float32")
     model = load_model(config, torch.device("cpu"))

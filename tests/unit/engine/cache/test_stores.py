@@ -40,9 +40,7 @@ CHECKSUM = struct.Struct("<I")
     ("precision", "dtype", "tolerance"),
     [("float32", torch.float32, 0), ("bfloat16", torch.bfloat16, 4e-3), ("int8", torch.int8, 8e-3)],
 )
-def test_an_entry_comes_back_from_its_bytes(
-    precision: Precision, dtype: torch.dtype, tolerance: float
-) -> None:
+def test_entries_come_back_from_bytes(precision: Precision, dtype: torch.dtype, tolerance: float) -> None:
     rows = torch.nn.functional.normalize(entry(1, rows=3).rows, dim=-1)
     for given, truncated in ((rows, False), (rows.bfloat16(), True), (rows[:0], False), (rows.t(), True)):
         values, scales = rounded(given, precision)

@@ -199,9 +199,7 @@ def test_half_precision_stays_half(folder: Path) -> None:
         assert model.tasks["classify"].head(torch.zeros(1, 128)).dtype is torch.float32
 
 
-def test_damaged_recipes_are_made_anew_and_few_are_kept(
-    path: str, kept: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damaged_recipes_are_made_anew(path: str, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept.write_bytes(kept.read_bytes()[:100])
     assert loading.find_recipe(_source(path)) is None
     assert isinstance(_load(path).backbone, bert.Encoder)
@@ -213,9 +211,7 @@ def test_damaged_recipes_are_made_anew_and_few_are_kept(
     assert len(list(kept.parent.iterdir())) == 1
 
 
-def test_recipes_are_private_and_else_not_read(
-    path: str, kept: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_only_private_recipes_are_read(path: str, kept: Path, caplog: pytest.LogCaptureFixture) -> None:
     for private, mode in ((kept.parent, 0o700), (kept, 0o600)):
         assert private.stat().st_mode & 0o777 == mode
         private.chmod(0o777)
@@ -226,9 +222,7 @@ def test_recipes_are_private_and_else_not_read(
     assert loading.find_recipe(_source(path)) is not None
 
 
-def test_nothing_is_kept_where_there_is_no_folder_for_it(
-    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_folder_nothing_is_kept(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert isinstance(_load(path).backbone, bert.Encoder)
@@ -241,9 +235,7 @@ def test_nothing_is_kept_where_there_is_no_folder_for_it(
 
 
 @pytest.mark.parametrize("score_types", [SCORE_TYPES[:1], *exhaustive((SCORE_TYPES[1:],))])
-def test_the_embedded_model_comes_with_its_recipes(
-    score_types: tuple[str, ...], no_libraries: Callable[[], None]
-) -> None:
+def test_the_embedded_recipes_fit(score_types: tuple[str, ...], no_libraries: Callable[[], None]) -> None:
     """If this fails after a change of our code or of a library: `make recipes`."""
     shipped = msgspec.json.decode(SHIPPED.read_bytes(), type=Shipped)
     made = made_anew(score_types)
@@ -283,9 +275,7 @@ print([name for name in sys.argv[1].split(",") if name in sys.modules])
 """
 
 
-def test_serving_imports_no_model_libraries(
-    checkpoints: SharedCheckpoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_serving_imports_no_library(checkpoints: SharedCheckpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # the cache of the run, in which other tests have left what this one needs
     paths = [checkpoints(build) for build in (cross_encoders.bert, late_interaction.stanford)]
     for path in paths:
@@ -295,9 +285,7 @@ def test_serving_imports_no_model_libraries(
     assert done.stdout.strip() == "[]"
 
 
-def test_a_folder_with_much_beside_the_checkpoint_has_none(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_with_many_files_has_none(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert source_of(EngineConfig(model=path)) is not None
     monkeypatch.setattr("maxsimd.engine.checkpoint.recipe_store._MOST_BYTES", 10_000)
     assert source_of(EngineConfig(model=path)) is None

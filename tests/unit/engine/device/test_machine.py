@@ -133,9 +133,7 @@ def test_version_1_has_other_files(tmp_path: Path) -> None:
     assert available_memory(machine(tmp_path, mount, "4:memory:/a\n0::/\n", files)) == 4 * GIB
 
 
-def test_the_default_is_a_part_of_what_is_free(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_default_is_a_share(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     for free, limit in ((None, 64), (0, 64), (512 << 20, 64), (16 << 30, 1024), (1 << 40, 4096)):
         monkeypatch.setattr(stores, "available_memory", lambda free=free: free)
         caplog.clear()

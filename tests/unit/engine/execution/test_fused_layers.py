@@ -452,9 +452,7 @@ NOT_JOINED: dict[str, tuple[Callable[..., torch.Tensor], float, str]] = {
 
 
 @pytest.mark.parametrize("why", NOT_JOINED)
-def test_gelu_stays_apart_where_joined_it_is_wrong_or_not_faster(
-    why: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_gelu_stays_apart_where_joining_is_wrong_or_slow(why: str, caplog: pytest.LogCaptureFixture) -> None:
     product, milliseconds, reason = NOT_JOINED[why]
     with joining(product, milliseconds, 0.3), caplog.at_level(logging.DEBUG, logger="maxsimd"):
         assert fused_layers.fused_intermediate(intermediate()) is None
@@ -528,7 +526,7 @@ def plain_project(
     return out.to(dtype)
 
 
-def test_a_fused_head_that_is_wrong_or_fails_is_not_used(
+def test_a_broken_fused_head_is_unused(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from maxsimd.engine.device import fused_head

@@ -70,9 +70,7 @@ def model(request: pytest.FixtureRequest, checkpoints: SharedCheckpoints) -> Loa
     return packed_model(checkpoints(getattr(cross_encoders, request.param)))
 
 
-def test_what_an_old_torch_lacks_runs_by_our_own_way(
-    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_an_old_torch_lacks_is_ours(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def old(
@@ -168,9 +166,7 @@ def test_an_attention_that_cannot_run_is_refused_by_name(model: LoadedModel) -> 
             choice.choose_attention(name, model, CPU, torch.float32, False)
 
 
-def test_flash_attention_is_called_as_it_is_documented(
-    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flash_attention_is_called_rightly(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def flash(
@@ -306,9 +302,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, int, tor
     return opened
 
 
-def test_a_slab_takes_a_share_of_free_memory(
-    monkeypatch: pytest.MonkeyPatch, opened: Callable[..., Any]
-) -> None:
+def test_a_slab_is_a_share_of_memory(monkeypatch: pytest.MonkeyPatch, opened: Callable[..., Any]) -> None:
     with_free(monkeypatch, 600 << 20)
     # 64 bytes a row, of a quarter of what 2,048 tokens of 32 KiB leave.
     assert opened("int8", True, dim=60, memory=1 << 30)[0] == (600 - 64) * (1 << 20) // 4 // 64
@@ -321,9 +315,7 @@ def test_a_slab_takes_a_share_of_free_memory(
     assert stores.rows_within(1 << 20, 124, torch.int8) == 8192
 
 
-def test_a_slab_holds_embeddings_as_they_are_scored(
-    monkeypatch: pytest.MonkeyPatch, opened: Callable[..., Any]
-) -> None:
+def test_a_slab_holds_rows_as_scored(monkeypatch: pytest.MonkeyPatch, opened: Callable[..., Any]) -> None:
     with_free(monkeypatch, 80 << 30)
     for precision, takes_int8, expected in (
         *(("int8", True, torch.int8), ("int8", False, torch.bfloat16), ("float32", True, torch.bfloat16)),
@@ -562,7 +554,7 @@ def test_every_size_is_compared_with_steps_that_fill_it(capture: Callable[..., C
     assert list(mismatches) == [SIZES[0]]
 
 
-def test_graphs_that_are_no_help_are_not_captured(
+def test_useless_graphs_are_dropped(
     capture: Callable[..., Captured], caplog: pytest.LogCaptureFixture
 ) -> None:
     for recorder, reason in (

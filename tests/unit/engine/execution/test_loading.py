@@ -250,9 +250,7 @@ async def test_a_tokenizer_that_puts_such_a_token_into_all_texts_is_refused(
         await Engine(EngineConfig(model=str(folder))).start()
 
 
-async def test_padding_without_an_embedding_is_no_reason(
-    with_extra_token: Callable[[Build], str], tmp_path: Path
-) -> None:
+async def test_unembedded_padding_is_fine(with_extra_token: Callable[[Build], str], tmp_path: Path) -> None:
     folder = shutil.copytree(with_extra_token(bi_encoders.bge), tmp_path / "copy")
     path = str(Path(folder, "tokenizer.json"))
     tokenizer = Tokenizer.from_file(path)

@@ -186,7 +186,7 @@ def test_steps_give_the_bits_of_the_model_layer_by_layer(request: pytest.Fixture
         assert step.num_tokens > 2 * FEW_ROWS
 
 
-def test_large_steps_run_as_is_faster_for_them(
+def test_large_steps_run_faster(
     served: tuple[LoadedModel, PackedRunner], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.DEBUG, logger="maxsimd"):
@@ -197,9 +197,7 @@ def test_large_steps_run_as_is_faster_for_them(
     assert f"steps of up to {FEW_ROWS} rows run all layers in one call" in caplog.text
 
 
-def test_one_call_that_gives_something_else_is_not_used(
-    why_not: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_one_call_is_not_used(why_not: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     run = Layers.run
 
     def wrong(self: Layers, *arguments: Any, **options: Any) -> torch.Tensor:
@@ -261,7 +259,7 @@ def ids(shape: tuple[int, ...], types: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("with_types", [True, False])
 @pytest.mark.parametrize("family", MAKERS)
 @torch.inference_mode()
-def test_the_compiled_sum_equals_the_module_but_for_rounding(
+def test_the_compiled_sum_equals_the_modules_rounded(
     family: str, with_types: bool, dtype: torch.dtype
 ) -> None:
     module, ours = made(family, dtype)
@@ -347,7 +345,7 @@ async def test_rotary_layers_take_int8_in_float32(checkpoints: SharedCheckpoints
     np.testing.assert_allclose(scores, expected, atol=5e-2)
 
 
-async def test_layers_that_give_something_else_stay(
+async def test_wrong_layers_stay_plain(
     checkpoints: SharedCheckpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = checkpoints(cross_encoders.qwen3)

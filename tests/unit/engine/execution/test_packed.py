@@ -77,9 +77,7 @@ def laid_out(
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=20), st.booleans(), st.integers(0, 2))
-def test_the_cursor_finds_every_token_where_the_layout_put_it(
-    lengths: list[int], grouped: bool, offset: int
-) -> None:
+def test_the_cursor_finds_every_token_of_a_layout(lengths: list[int], grouped: bool, offset: int) -> None:
     batch = laid_out(lengths, backend=GROUPED if grouped else OneByOneBackend(), position_offset=offset)
     for chunk, start in zip(batch.cursor.chunks, batch.cursor.starts, strict=True):
         rows = slice(start, start + len(chunk))
@@ -192,9 +190,7 @@ def test_grouped_attention_equals_attention_one_by_one(problem: Problem) -> None
 
 
 @pytest.mark.parametrize(("native", "tolerance"), [(True, 2e-2), (False, 2**-8)])
-def test_bfloat16_attention_equals_float32(
-    native: bool, tolerance: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bfloat16_equals_float32(native: bool, tolerance: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("maxsimd.engine.execution.attention.backend.multiplies_bfloat16", lambda: native)
     torch.manual_seed(0)
     batch = laid_out([40, 37, 12, 40, 5], [40, 30, 12, 33, 5])

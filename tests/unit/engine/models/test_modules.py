@@ -93,9 +93,7 @@ def _rows(batch: list[tuple[int, int, int]]) -> Rows:
 
 @settings(max_examples=30)
 @given(st.lists(lengths, min_size=1, max_size=5), st.sampled_from([2, 4, 8]))
-def test_each_group_of_a_documents_rows_becomes_their_mean(
-    batch: list[tuple[int, int, int]], ratio: int
-) -> None:
+def test_each_group_of_rows_becomes_their_mean(batch: list[tuple[int, int, int]], ratio: int) -> None:
     rows = _rows(batch)
     states = torch.randn(*rows.attended.shape, 3)
     groups, after = compressed(rows, ratio)
@@ -142,7 +140,7 @@ def _original(taps: int, bias: bool = False) -> Lfm2ShortConv:
 @torch.inference_mode()
 @settings(max_examples=25)
 @given(LENGTHS, st.integers(1, 5), st.booleans(), st.booleans())
-def test_sequences_in_a_row_see_nothing_of_each_other(
+def test_sequences_in_a_row_are_apart(
     lengths: list[tuple[int, int]], taps: int, centred: bool, bias: bool
 ) -> None:
     convolution = ShortConvolution(_original(taps, bias), centred, leaves_out_padding=False)
@@ -163,9 +161,7 @@ def test_sequences_in_a_row_see_nothing_of_each_other(
 @torch.inference_mode()
 @settings(max_examples=25)
 @given(LENGTHS, st.integers(1, 5), st.booleans())
-def test_unattended_ends_are_left_out_of_rows_too(
-    lengths: list[tuple[int, int]], taps: int, centred: bool
-) -> None:
+def test_rows_leave_out_unattended_ends(lengths: list[tuple[int, int]], taps: int, centred: bool) -> None:
     convolution = ShortConvolution(_original(taps), centred, leaves_out_padding=True)
     states = [torch.randn(1, count + end, HIDDEN) for count, end in lengths]
     positions = torch.tensor([[i for count, end in lengths for i in range(count + end)]])

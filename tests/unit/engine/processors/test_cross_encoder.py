@@ -412,9 +412,7 @@ TEXTS = st.lists(WRITTEN).map("".join)
 @example(pairs=[("a b, c d.\n", "e f, g"), ("a b, c", "")], one_query=True)
 @example(pairs=[("a b, c d.\n", "e f, g"), ("a b, c", "")], one_query=False)
 @example(pairs=[(" c", ""), (" c", ""), ("", "")], one_query=False)
-def test_a_pair_has_its_segments_tokens(
-    template: ScoreTemplate, pairs: list[tuple[str, str]], one_query: bool
-) -> None:
+def test_pairs_have_segments(template: ScoreTemplate, pairs: list[tuple[str, str]], one_query: bool) -> None:
     documents = [text for _, text in pairs]
     queries = [pairs[0][0]] if one_query else [query for query, _ in pairs]
     expected = []

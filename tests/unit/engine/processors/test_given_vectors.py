@@ -298,7 +298,7 @@ async def test_what_is_no_embedding_gets_a_400(colbert: RecordingEngine) -> None
         assert re.search(rf"documents\[1\].*{reason}", error["message"]), error
 
 
-async def test_smaller_work_goes_before_explanations_of_vectors(
+async def test_small_work_passes_explanations(
     colbert: RecordingEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
@@ -330,7 +330,7 @@ async def test_numbers_in_parts_are_those_in_one(monkeypatch: pytest.MonkeyPatch
         reading_vectors.vectors_of(wrong, "it", "documents")
 
 
-async def test_parts_of_a_long_query_add_up(
+async def test_query_parts_add_up(
     colbert: RecordingEngine, vectors: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     query, rows = vectors
@@ -359,7 +359,7 @@ async def test_parts_of_a_long_query_add_up(
     assert len(asked) > 4 * 2 * 6
 
 
-async def test_too_much_scoring_gets_a_413(
+async def test_much_work_is_a_413(
     colbert: RecordingEngine, vectors: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     query, rows = vectors
@@ -437,9 +437,7 @@ async def test_it_is_ranked_streamed_and_sent_beside_texts(engines: Engines, sta
     assert mixed.usage.query_tokens == rows.tokens * 3, "vectors that came along were not run"
 
 
-async def test_lengths_dimensions_and_errors_are_those_of_the_text(
-    engines: Engines, stanford_colbert: str
-) -> None:
+async def test_lengths_dimensions_and_errors_are_the_texts(engines: Engines, stanford_colbert: str) -> None:
     config = EngineConfig(model=stanford_colbert, dtype="float32", threads=1, dimensions=16)
     engine = await engines(config)
     options: dict[str, Any] = {"truncation": Truncation(max_tokens=-1, max_query_tokens=3)}

@@ -67,7 +67,7 @@ def whole(name: str, text: str) -> np.ndarray:
 @pytest.mark.parametrize("name", [*CUT_KINDS, "llama_2"])
 @settings(max_examples=2)
 @given(sentence=SENTENCES, length=LENGTHS, most=st.none() | st.integers(0, 3000), side=SIDES)
-def test_a_long_text_has_the_tokens_that_it_has_whole(
+def test_long_texts_keep_their_tokens(
     name: str, sentence: str, length: int, most: int | None, side: Side
 ) -> None:
     if name in CUT:
@@ -227,7 +227,7 @@ def test_a_caller_that_goes_away_ends_the_reading(
     pool.close()
 
 
-def test_a_tokenizer_whose_pieces_differ_is_read_whole(
+def test_odd_tokenizers_read_it_whole(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with caplog.at_level(logging.INFO):
@@ -270,9 +270,7 @@ def _text(length: int) -> np.ndarray:
 
 @settings(max_examples=40)
 @given(st.integers(0, 80), st.integers(1, 20), st.integers(0, 19), st.booleans())
-def test_windows_cover_a_text_and_share_exactly_the_overlap(
-    length: int, room: int, overlap: int, asked: bool
-) -> None:
+def test_windows_cover_a_text_and_share_overlaps(length: int, room: int, overlap: int, asked: bool) -> None:
     truncation = Truncation(max_tokens=-1, windows=True, window_overlap=overlap if asked else None)
     inputs = LongInputs(truncation, 100, 5 if asked else overlap)
     text = _text(length)

@@ -30,7 +30,7 @@ SCALES = {
 
 
 @pytest.mark.parametrize("fixture", SCALES)
-async def test_normalized_scores_are_made_of_raw_ones(
+async def test_raw_scores_are_normalized(
     fixture: str, request: pytest.FixtureRequest, engines: Engines
 ) -> None:
     engine = await engines(EngineConfig(model=request.getfixturevalue(fixture), dtype="float32"))
@@ -64,7 +64,7 @@ async def test_an_unreadable_document_shifts_no_queries(native_multi_vector: str
     np.testing.assert_allclose([found.scores[i] for i in (0, 2)], [one.scores[0] for one in alone], rtol=1e-5)
 
 
-async def test_logits_and_dots_of_vectors_have_no_bounds(
+async def test_logits_and_dots_are_unbounded(
     bert_cross_encoder: str, qwen3_embedding: str, engines: Engines
 ) -> None:
     model = (await engines(EngineConfig(model=bert_cross_encoder, dtype="float32"))).model

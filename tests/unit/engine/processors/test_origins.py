@@ -104,7 +104,7 @@ def plain_owner(text: str, spans: list[tuple[int, int]], row: int) -> int:
 
 @settings(max_examples=40)
 @given(tokens_of_a_text(), st.data())
-def test_a_token_is_in_the_chunk_of_its_first_visible_character(
+def test_a_token_is_in_its_first_letters_chunk(
     case: tuple[str, list[tuple[int, int]]], data: st.DataObject
 ) -> None:
     text, spans = case

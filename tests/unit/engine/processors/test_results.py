@@ -75,9 +75,7 @@ def test_an_activation_has_the_bits_of_a_row_by_itself(rows: int) -> None:
 
 
 @pytest.mark.parametrize("exclusive", [True, False])
-def test_labels_are_made_one_number_once_for_all_documents(
-    exclusive: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_labels_become_one_number_once_for_all(exclusive: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = np.random.default_rng(0).normal(scale=30, size=(9, 4)).astype(np.float32)
     made: list[int] = []
     logits_of = ScoreLabel.logits_of

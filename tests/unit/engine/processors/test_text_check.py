@@ -167,7 +167,7 @@ def models(checkpoints: SharedCheckpoints) -> Models:
 
 
 @pytest.mark.parametrize(("build", "fault", "message"), FAULTS.values(), ids=FAULTS.keys())
-def test_what_is_switched_off_is_noticed(
+def test_switched_off_is_told(
     build: Build, fault: Fault, message: str, models: Models, monkeypatch: Patch
 ) -> None:
     model = models(build)
@@ -246,9 +246,7 @@ def _change(file: Path, **settings: object) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | settings))
 
 
-def test_positions_that_depend_on_pads_are_noticed(
-    checkpoints: SharedCheckpoints, monkeypatch: Patch
-) -> None:
+def test_positions_that_count_pads_are_noticed(checkpoints: SharedCheckpoints, monkeypatch: Patch) -> None:
     right = PackedRunner.inputs_of
 
     def without_pads(runner: PackedRunner, batch: Any) -> dict[str, torch.Tensor]:

@@ -47,7 +47,7 @@ async def cancelled(start: "asyncio.Task[Any]", pause: Pause) -> None:
     pause.may_go_on.set()
 
 
-async def test_a_cancelled_start_ends_its_load_at_the_next_stage(
+async def test_a_cancelled_start_ends_at_a_stage(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, engine = threads(), Engine(config)
@@ -99,7 +99,7 @@ async def test_a_start_that_is_cancelled_once_all_is_loaded_frees_it(
     await until(lambda: threads() == before)
 
 
-async def test_starts_after_cancelled_ones_load_one_model_at_a_time(
+async def test_cancelled_starts_load_one_at_a_time(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, engine, loading, at_a_time = threads(), Engine(config), [], []
@@ -124,9 +124,7 @@ async def test_starts_after_cancelled_ones_load_one_model_at_a_time(
     assert threads() == before
 
 
-async def test_a_start_that_fails_when_the_cache_is_open_closes_it(
-    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_failed_start_closes_its_cache(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     before, engine = threads(), Engine(config)
 
     def fail(*_: Any) -> Any:

@@ -138,7 +138,7 @@ async def test_a_stop_with_a_stuck_step_ends_all_the_same(sticking: Sticking, co
             await asked
 
 
-async def test_what_died_is_freed_before_the_next_is_loaded(
+async def test_the_dead_are_freed_before_a_load(
     monkeypatch: pytest.MonkeyPatch, config: EngineConfig
 ) -> None:
     def die(*_: object) -> None:

@@ -226,9 +226,7 @@ def test_a_request_that_ended_leaves_nothing_and_others_all() -> None:
         ("int8", torch.bfloat16, False),
     ],
 )
-def test_documents_of_every_kind_score_as_plain_maxsim(
-    precision: Precision, dtype: torch.dtype, takes_int8: bool
-) -> None:
+def test_all_documents_score_as_maxsim(precision: Precision, dtype: torch.dtype, takes_int8: bool) -> None:
     """New ones, which are rounded and staged if they have a key, their duplicates, hits, and cached ones, of
     queries of two requests: those of one key and query to the same bits."""
     draw, cache = random.Random(0), cache_of(precision)
@@ -424,9 +422,7 @@ def test_windows_that_are_forgotten_must_come_again() -> None:
 
 
 @pytest.mark.parametrize("is_pinned", [True, False])
-def test_scalars_and_matrices_are_told_apart_and_copied(
-    monkeypatch: pytest.MonkeyPatch, is_pinned: bool
-) -> None:
+def test_scalars_and_matrices_are_both_copied(monkeypatch: pytest.MonkeyPatch, is_pinned: bool) -> None:
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: is_pinned)
     matrices = Ragged.from_lengths(torch.arange(12.0).reshape(4, 3), [3, 1])
     scores = Ragged(torch.tensor([[0.5], [-2.0]]), (0, 1, 2))

@@ -109,7 +109,7 @@ def test_no_number_makes_the_scores_of_its_own_text_none(maxsim: MaxSim, dtype: 
 
 @pytest.mark.parametrize("tile_bytes", [1, 4 * 3 * 40, 4 * 3 * 100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_take_tile_bytes_or_the_least_rows(
+def test_products_fit_their_tiles(
     monkeypatch: pytest.MonkeyPatch, tile_bytes: int, dtype: torch.dtype
 ) -> None:
     queries = ragged([3, 16], 8, 1).decoded(dtype)
@@ -179,9 +179,7 @@ def test_a_name_means_the_best_backend_that_runs_there(monkeypatch: pytest.Monke
             choose_maxsim(name, device, allowed)
 
 
-def test_a_gpu_without_triton_is_told_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_triton_it_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     advice = 'triton is not installed: pip install "maxsimd[cuda]"'
     assert choose_maxsim("auto", CPU, compiled_allowed=False)[0] == choose_maxsim("auto", GPU)[0] == "tiled"

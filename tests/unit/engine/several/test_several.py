@@ -104,9 +104,7 @@ async def test_the_scores_of_the_last_stage_alone_are_changed(both: Engines, pai
     assert [one.score for one in raw.results] != [one.score for one in plain.results]
 
 
-async def test_a_dropped_model_finishes_within_its_grace(
-    both: Engines, reranker: EngineConfig, pairs: list[Pair]
-) -> None:
+async def test_drops_finish_within_grace(both: Engines, reranker: EngineConfig, pairs: list[Pair]) -> None:
     documents = [pair.document for pair in pairs[:12]]
     for grace, ends in ((None, True), (0, False)):
         await both.load("going", reranker)
@@ -226,9 +224,7 @@ def _stages(names: tuple[str, str], keep: int | None = None, instruction: str | 
     return [Stage(names[0], keep=keep), Stage(names[1], instruction=instruction)]
 
 
-async def test_certain_refusals_are_told_before_any_stage_runs(
-    both: Engines, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_certain_refusals_come_before_stages(both: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in both.names:
         monkeypatch.setattr(both[name], "rerank", Mock(side_effect=AssertionError("a stage ran")))
     too_long = {"truncation": Truncation(max_tokens=400)}
@@ -361,9 +357,7 @@ async def test_a_step_that_never_ends_fails_all_models_of_its_device(config: Eng
 
 
 @pytest.mark.parametrize("cycles", [2, pytest.param(20, marks=pytest.mark.exhaustive)])
-async def test_loads_and_drops_lose_no_request_and_free_memory(
-    cycles: int, pairs: list[Pair], config: EngineConfig
-) -> None:
+async def test_loads_and_drops_lose_nothing(cycles: int, pairs: list[Pair], config: EngineConfig) -> None:
     documents = [pair.document for pair in pairs[:5]]
 
     def resident() -> int:
