@@ -25,7 +25,7 @@ from maxsimd.api.options import in_flags
 from maxsimd.engine import EngineDeadError, EngineNotReadyError, ModelLoadError, QueueFullError
 from maxsimd.engine.config import EngineConfig, ScoreType
 from maxsimd.engine.device.facts import ModelFacts
-from maxsimd.engine.several.metrics import registry_by_model
+from maxsimd.engine.several.engines import registry_by_model
 from maxsimd.engine.tenants import Tenant
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from maxsimd.api.cluster.ray_session import ray_session, require_ray
+from maxsimd.api.cluster.session import ray_session, require_ray
 from maxsimd.bench.report import publish
 from maxsimd.bench.running import run_and_clean_up
 

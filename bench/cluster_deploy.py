@@ -6,8 +6,7 @@ from typing import Any
 
 import yaml
 
-from maxsimd.api.cluster.config import AppConfig
-from maxsimd.api.cluster.deploying import serve_yaml
+from maxsimd.api.cluster.config import AppConfig, serve_yaml
 
 # How often Serve is asked whether all are there.
 _LOOK_SECONDS = 0.2

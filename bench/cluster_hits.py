@@ -125,7 +125,7 @@ def _watch(roster: Roster) -> None:
     """Has the roster follow which scorers there are."""
     from ray import serve
 
-    from maxsimd.api.cluster.members import watch
+    from maxsimd.api.cluster.serve import watch
 
     loop = asyncio.get_running_loop()
 

@@ -1,7 +1,7 @@
-"""What an application on Ray Serve is configured by: the engine's and the server's fields, and its own, flat
-in one mapping."""
+"""The configuration of an application on Ray Serve, and as YAML for `serve deploy` and KubeRay."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -10,6 +10,8 @@ from maxsimd.api.config import ServerConfig
 from maxsimd.api.options import SERVED
 from maxsimd.engine.config import EngineConfig, option
 
+# The application's name on Serve; a cluster may have others beside it.
+APP_NAME = "maxsimd"
 # Ray starts the processes, and its proxies hold the connections of clients.
 RAYS_OWN = frozenset(
     {
@@ -98,3 +100,85 @@ def _taken(values: dict[str, Any], names: frozenset[str]) -> dict[str, Any]:
     """Takes some of the values out. YAML has lists where fields are tuples."""
     taken = {name: values.pop(name) for name in names & values.keys()}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in taken.items()}
+
+
+_IMPORT_PATH = "maxsimd.api.cluster.serve:app_builder"
+_MEMORY_OF_FRONT, _MEMORY_OF_SCORER = "4Gi", "8Gi"
+
+
+def serve_yaml(config: AppConfig) -> str:
+    """What `serve deploy` reads."""
+    return _dumped(_deployed(config))
+
+
+def kuberay_yaml(config: AppConfig, image: str) -> str:
+    """A RayService: the head takes the fronts, and a worker is one scorer."""
+    cluster = config.cluster
+    cores = max(1, math.ceil(cluster.num_cpus))
+    scorer: dict[str, Any] = {"cpu": cores, "memory": _MEMORY_OF_SCORER}
+    if cluster.num_gpus:
+        scorer["nvidia.com/gpu"] = math.ceil(cluster.num_gpus)
+    front = {"cpu": cluster.fronts, "memory": _MEMORY_OF_FRONT}
+    service = {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayService",
+        "metadata": {"name": APP_NAME},
+        "spec": {
+            "serveConfigV2": _dumped(_deployed(config)),
+            "rayClusterConfig": {
+                "headGroupSpec": {
+                    "rayStartParams": {"num-cpus": str(cluster.fronts)},
+                    "template": _pod("ray-head", image, front),
+                },
+                "workerGroupSpecs": [
+                    {
+                        "groupName": "scorers",
+                        "replicas": cluster.replicas,
+                        "minReplicas": cluster.replicas,
+                        "maxReplicas": cluster.max_replicas or cluster.replicas,
+                        "rayStartParams": {},
+                        "template": _pod("ray-worker", image, scorer),
+                    }
+                ],
+            },
+        },
+    }
+    if cluster.max_replicas is not None:
+        service["spec"]["rayClusterConfig"]["enableInTreeAutoscaling"] = True  # type: ignore[index]
+    return _dumped(service)
+
+
+def _deployed(config: AppConfig) -> dict[str, Any]:
+    return {
+        "proxy_location": "EveryNode",
+        "http_options": {"host": "0.0.0.0", "port": 8000},
+        "applications": [
+            {
+                "name": APP_NAME,
+                "import_path": _IMPORT_PATH,
+                "route_prefix": "/",
+                "args": config.arguments(),
+                "deployments": _numbers(config.cluster),
+            }
+        ],
+    }
+
+
+def _numbers(cluster: ClusterConfig) -> list[dict[str, Any]]:
+    """How many replicas there are, which can be changed here without replacing those that are there: a change
+    of `args` replaces all."""
+    numbers = [{"name": "Front", "num_replicas": cluster.fronts}]
+    if cluster.max_replicas is None:
+        numbers.append({"name": "Scorer", "num_replicas": cluster.replicas})
+    return numbers
+
+
+def _pod(name: str, image: str, resources: dict[str, Any]) -> dict[str, Any]:
+    container = {"name": name, "image": image, "resources": {"requests": resources, "limits": resources}}
+    return {"spec": {"containers": [container]}}
+
+
+def _dumped(value: Any) -> str:
+    import yaml
+
+    return str(yaml.safe_dump(value, sort_keys=False, allow_unicode=True))

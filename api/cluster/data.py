@@ -2,17 +2,354 @@
 
 Importing this module loads neither Ray nor torch; `ray` is needed once a data set is there to be scored."""
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+import asyncio
+import os
+import sys
+import threading
+import warnings
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
-from maxsimd.api.cluster.actor_pool import ActorPool, with_threads
-from maxsimd.api.cluster.row_engine import RowEngine
-from maxsimd.api.cluster.rows import ScoreRow
-from maxsimd.engine import EngineConfig
+import numpy as np
+from numpy.typing import NDArray
+
+from maxsimd.api.process import waiting_threads_sleep
+from maxsimd.engine import (
+    EngineConfig,
+    EngineDeadError,
+    InvalidRequestError,
+    QueueFullError,
+    RequestFailedError,
+    RequestTimeoutError,
+    RequestTooLargeError,
+)
+from maxsimd.engine.config import ScoreType
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from ray.data import Dataset
+
+
+# Batches that an actor works on: while one is being read or written, the other fills the steps. As many wait.
+_BATCHES_AT_A_TIME = 2
+# How often a batch is tried again that ends its actor. Ray's default is for ever.
+_MAX_RETRIES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ActorPool:
+    """`replicas` is how many actors there are, or the least and the most of them; each has `num_cpus` cores
+    and `num_gpus` GPUs."""
+
+    replicas: int | tuple[int, int]
+    num_cpus: int
+    num_gpus: float
+
+    @property
+    def most_cpus(self) -> int:
+        """Cores of all actors."""
+        return self.num_cpus * (self.replicas[1] if isinstance(self.replicas, tuple) else self.replicas)
+
+    def map_batches(
+        self, rows: "Dataset", actor: type, arguments: dict[str, Any], batch_size: int | None
+    ) -> "Dataset":
+        """The data set that `actor`, made with these arguments, makes of tables of `batch_size` rows, or with
+        None of whole blocks. Its calls come from several threads. Actors that die are started again."""
+        from ray.data import ActorPoolStrategy
+
+        least, most = self.replicas if isinstance(self.replicas, tuple) else (self.replicas, self.replicas)
+        compute = ActorPoolStrategy(
+            min_size=least,
+            max_size=most,
+            max_concurrent_calls_per_actor=_BATCHES_AT_A_TIME,
+            max_tasks_in_flight_per_actor=2 * _BATCHES_AT_A_TIME,
+            # Else Ray has the second batch wait for the first.
+            enable_true_multi_threading=True,
+        )
+        with warnings.catch_warnings():
+            # Ray warns of arguments that have no name of their own, which the number of retries has not got.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return rows.map_batches(
+                actor,
+                compute=compute,
+                batch_size=batch_size,
+                batch_format="pyarrow",
+                fn_constructor_kwargs=arguments,
+                num_cpus=self.num_cpus,
+                num_gpus=self.num_gpus,
+                max_restarts=-1,
+                max_task_retries=_MAX_RETRIES,
+            )
+
+
+def with_threads(config: EngineConfig, num_cpus: int | None) -> tuple[EngineConfig, int]:
+    """The configuration with as many threads as an actor has cores, and their number: Ray limits OpenMP to
+    these. Raises ValueError where both are given and differ."""
+    if config.threads is not None and num_cpus is not None and config.threads != num_cpus:
+        raise ValueError(f"threads={config.threads}, but num_cpus={num_cpus}; give one of them")
+    cpus = num_cpus or config.threads or 1
+    return replace(config, threads=cpus), cpus
+
+
+# How many of a row's failed documents its error names.
+_MOST_NAMED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRow:
+    """A query and its documents, of whatever types the data set has them in: what is no text becomes an error
+    of the row. A `pair` has one document, and then one score instead of a list."""
+
+    query: Any
+    documents: Any
+    is_pair: bool
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], query: str | None) -> "ScoreRow":
+        """The row with these columns, `documents` or `document`; `query` is that of all rows, if they have
+        one in common."""
+        asked = values.get("query") if query is None else query
+        if "documents" in values:
+            return cls(asked, values["documents"], is_pair=False)
+        if "document" in values:
+            return cls(asked, [values["document"]], is_pair=True)
+        return cls(asked, None, is_pair=False)
+
+    @property
+    def refusal(self) -> str | None:
+        """Why none of the documents can be scored, or None."""
+        if not isinstance(self.query, str):
+            return f"query is no text but {_kind(self.query)}"
+        if self.documents is None:
+            return "there are no documents"
+        if not isinstance(self.documents, Sequence) or isinstance(self.documents, str | bytes):
+            return f"documents is no list but {_kind(self.documents)}"
+        return None
+
+    @property
+    def texts(self) -> dict[int, str]:
+        """The documents that are texts, by their indexes."""
+        return {i: text for i, text in enumerate(self.documents) if isinstance(text, str)}
+
+    @property
+    def not_texts(self) -> dict[int, str]:
+        """Why the others have no score, by their indexes."""
+        others = [(i, each) for i, each in enumerate(self.documents) if not isinstance(each, str)]
+        return {i: f"is no text but {_kind(each)}" for i, each in others}
+
+
+@dataclass(frozen=True, slots=True)
+class RowScores:
+    """`scores` in the documents' order, with None for those that have an error; None where there is no list
+    of documents. `error` says why some have no score."""
+
+    scores: list[float | None] | None
+    error: str | None
+    prompt_tokens: int
+
+    @classmethod
+    def refused(cls, row: ScoreRow, reason: str) -> "RowScores":
+        """None of the row's documents has a score."""
+        is_list = isinstance(row.documents, Sequence) and not isinstance(row.documents, str | bytes)
+        return cls([None] * len(row.documents) if is_list else None, reason, 0)
+
+    @classmethod
+    def of(
+        cls, row: ScoreRow, scores: Mapping[int, float], errors: Mapping[int, str], tokens: int
+    ) -> "RowScores":
+        """From scores and errors by the documents' indexes."""
+        return cls([scores.get(i) for i in range(len(row.documents))], _error(row, errors), tokens)
+
+    def columns(self, row: ScoreRow) -> dict[str, Any]:
+        """What is written beside the row's own columns, by name."""
+        rest = {"error": self.error, "prompt_tokens": self.prompt_tokens}
+        if row.is_pair:
+            return {"score": None if self.scores is None else self.scores[0], **rest}
+        return {"scores": self.scores, **rest}
+
+
+def _error(row: ScoreRow, errors: Mapping[int, str]) -> str | None:
+    if not errors:
+        return None
+    if row.is_pair:
+        return f"document {errors[0]}" if errors[0].startswith("is no text") else errors[0]
+    named = [f"documents[{i}]: {errors[i]}" for i in sorted(errors)[:_MOST_NAMED]]
+    more = len(errors) - len(named)
+    return "; ".join(named) + (f"; and {more} more" if more else "")
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else type(value).__name__
+
+
+T = TypeVar("T")
+
+# An embedding, float32 [dim] or [tokens, dim], or why there is none, and the text's tokens.
+Embedded: TypeAlias = tuple[NDArray[np.float32] | None, str | None, int]
+
+# What is wrong with one row alone.
+ROW_ERRORS = (InvalidRequestError, RequestFailedError, RequestTimeoutError, RequestTooLargeError)
+# Rows are given to the engine while those that it has are of fewer characters than this; each text counts as
+# some more. That fills many steps, and stays far below what the engine would refuse.
+_CHARACTERS, _TEXT = 2_000_000, 64
+# With this status a process of Ray ends whose engine has died.
+_DEAD = 70
+
+
+class RowEngine:
+    """Owns an engine and the thread of its event loop. Its methods block, and may be called from any thread:
+    the rows of several calls fill steps together."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Loads the model. Raises ModelLoadError."""
+        waiting_threads_sleep()
+        import uvloop
+
+        from maxsimd.engine import Engine
+
+        self._engine = Engine(config)
+        self._loop = uvloop.new_event_loop()
+        self._room = _Room(_CHARACTERS)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="maxsimd-rows", daemon=True)
+        self._thread.start()
+        self._wait(self._engine.start())
+
+    def close(self) -> None:
+        """Frees everything. To be called once."""
+        self._wait(self._engine.stop(0))
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def check(self, method: str, options: dict[str, Any]) -> None:
+        """Tries the options of `score`, `embed` or `embed_tokens`. Raises InvalidRequestError for those that
+        the model does not take, so that not every row has the same error."""
+        texts = ("query", "document") if method == "score" else ("text",)
+        self._wait(getattr(self._engine, method)(*texts, **options))
+
+    def score(self, rows: Sequence[ScoreRow], options: dict[str, Any]) -> list[RowScores]:
+        """One result a row, in their order, with the `options` of `Engine.score`. Raises EngineDeadError,
+        except in an actor of Ray, which it ends: Ray then starts another one."""
+        with _leaving_when_dead():
+            return self._wait(_gather(self._score(row, options) for row in rows))
+
+    def embed(self, texts: Sequence[Any], method: str, options: dict[str, Any]) -> list[Embedded]:
+        """One result a text, by `Engine.embed` or `embed_tokens`, in their order. Raises as `score` does."""
+        with _leaving_when_dead():
+            return self._wait(_gather(self._embed(text, method, options) for text in texts))
+
+    async def _score(self, row: ScoreRow, options: dict[str, Any]) -> RowScores:
+        if (refusal := row.refusal) is not None:
+            return RowScores.refused(row, refusal)
+        texts, errors = row.texts, row.not_texts
+        if not texts:
+            return RowScores.of(row, {}, errors, 0)
+        indexes = list(texts)
+        # A listwise model scores documents by each other: of these it has all or none.
+        is_listwise = self._engine.model.score_type is ScoreType.LISTWISE
+        reported: dict[str, Any] = {} if is_listwise else {"on_error": "report"}
+
+        async def ask() -> Any:
+            given = list(texts.values())
+            return await self._engine.score(row.query, given, priority="batch", **reported, **options)
+
+        size = len(row.query) + sum(map(len, texts.values())) + _TEXT * len(texts)
+        try:
+            result = await self._admitted(size, ask)
+        except ROW_ERRORS as error:
+            return RowScores.refused(row, str(error))
+        errors |= {indexes[i]: reason for i, reason in result.errors.items()}
+        scores = {indexes[i]: score for i, score in enumerate(result.scores) if i not in result.errors}
+        return RowScores.of(row, scores, errors, result.usage.prompt_tokens)
+
+    async def _embed(self, text: Any, method: str, options: dict[str, Any]) -> Embedded:
+        if not isinstance(text, str):
+            return None, f"text is no text but {type(text).__name__}", 0
+
+        async def ask() -> Any:
+            return await getattr(self._engine, method)([text], priority="batch", **options)
+
+        try:
+            result = await self._admitted(len(text) + _TEXT, ask)
+        except ROW_ERRORS as error:
+            return None, str(error), 0
+        return result.embeddings[0], None, result.usage.prompt_tokens
+
+    async def _admitted(self, size: int, ask: Callable[[], Awaitable[T]]) -> T:
+        """Asks the engine once there is room for `size` characters, and again for as long as it is full."""
+        await self._room.enter(size)
+        try:
+            while True:
+                try:
+                    return await ask()
+                except QueueFullError as error:
+                    await asyncio.sleep(error.retry_after)
+        finally:
+            self._room.leave(size)
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+class _Room:
+    """Lets in, first come first served, while those inside have fewer characters than the room; the last one
+    may be of any size. Used on one event loop."""
+
+    def __init__(self, characters: int) -> None:
+        self._free = characters
+        self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
+
+    async def enter(self, characters: int) -> None:
+        if not self._waiting and self._free > 0:
+            self._free -= characters
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append((turn, characters))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():
+                self.leave(characters)
+            raise
+
+    def leave(self, characters: int) -> None:
+        self._free += characters
+        while self._waiting and self._free > 0:
+            turn, waiting = self._waiting.popleft()
+            if not turn.done():
+                self._free -= waiting
+                turn.set_result(None)
+
+
+async def _gather(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results in their order; where one raises, the others are cancelled."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(each) for each in work]
+    return [task.result() for task in tasks]
+
+
+@contextmanager
+def _leaving_when_dead() -> Iterator[None]:
+    """Ends the process of an actor whose engine has died, since a device that has failed cannot be used again
+    in it. Anywhere else the error is raised."""
+    try:
+        yield
+    except ExceptionGroup as errors:
+        dead = errors.subgroup(EngineDeadError)
+        error = (dead or errors).exceptions[0]
+        if dead and _is_actor():
+            print(f"maxsimd: {error}; the actor ends", file=sys.stderr, flush=True)
+            os._exit(_DEAD)
+        raise error from None
+
+
+def _is_actor() -> bool:
+    ray = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
+
 
 Row: TypeAlias = dict[str, Any]
 OnRow: TypeAlias = Callable[[Row], Row]

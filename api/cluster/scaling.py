@@ -1,7 +1,17 @@
 """How many scorers there should be. Serve's controller runs this: it imports nothing of ours."""
 
+import asyncio
+import logging
 import math
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from maxsimd.scheduler.fleet.members import agreed_slots, free_slot
+
+if TYPE_CHECKING:
+    from maxsimd.api.fleet.link import Address
+    from maxsimd.api.fleet.roster import Listed
 
 # Scorers that work for a larger share of the time leave too little room for requests that come at random.
 _BUSY = 0.7
@@ -27,3 +37,63 @@ class QueuedTokensPolicy:
         if measured:
             by_queue = sum(queued) / (sum(measured) / len(measured) * self._wanted_seconds)
         return max(1, math.ceil(by_queue), math.ceil(sum(busy) / _BUSY)), {}
+
+
+log = logging.getLogger("maxsimd.cluster")
+
+
+class OwnSlot:
+    """The slot of one scorer. Ray numbers replicas anew when one of them leaves; a scorer stays with its
+    slot, and its cache with the documents that are its own."""
+
+    def __init__(self) -> None:
+        self._listed: Sequence[Listed] = ()
+        self._address: Address | None = None
+        self._number = -1
+
+    @property
+    def number(self) -> int:
+        """A number from 0; below it until one has been chosen."""
+        return self._number
+
+    def choose(self, rank: int, address: "Address") -> None:
+        """Takes the slot of the replica's rank, or where another scorer has that the lowest free one; it
+        listens at an address."""
+        self._address = address
+        self._number = free_slot(rank, [each.slot for each in self._listed])
+
+    def set_listed(self, listed: "Sequence[Listed]") -> None:
+        """These scorers are there now; what they say of this one may be old."""
+        self._listed = listed
+        if self._address is None:
+            return
+        slots = {_name(each.address): each.slot for each in listed} | {_name(self._address): self._number}
+        number = agreed_slots(slots)[_name(self._address)]
+        if number != self._number:
+            log.info("scorer %d is scorer %d from now on", self._number, number)
+            self._number = number
+
+
+def _name(address: "Address") -> str:
+    return repr(address)
+
+
+# What is looked at, how often, and over how many looks: ten seconds.
+_LOOK_SECONDS, _LOOKS = 0.1, 100
+
+
+class Busy:
+    """For one event loop."""
+
+    def __init__(self) -> None:
+        self._looks: deque[bool] = deque(maxlen=_LOOKS)
+
+    async def watch(self, is_busy: Callable[[], bool]) -> None:
+        """Looks, for as long as this runs."""
+        while True:
+            self._looks.append(is_busy())
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    def share(self) -> float:
+        """From 0 to 1, over the latest seconds."""
+        return sum(self._looks) / len(self._looks) if self._looks else 0.0

@@ -1,22 +1,241 @@
 """Scores files on Ray Data: a row of the data set is a shard of the input, which an actor reads, scores and
 writes, so that no text goes through Ray."""
 
+import json
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol, Self
+from uuid import uuid4
 
-from maxsimd.api.cluster.actor_pool import ActorPool, with_threads
-from maxsimd.api.cluster.data import Row, ScoreRows
-from maxsimd.api.cluster.jsonl_shards import JsonlShards
-from maxsimd.api.cluster.parquet_shards import ParquetShards
-from maxsimd.api.cluster.ray_session import last_line
-from maxsimd.api.cluster.shards import Counts, Format, Shard, cut_files, write_shard
-from maxsimd.api.commands.journal import digest_of
+import click
+
+from maxsimd.api.cli.files import digest_of
+from maxsimd.api.cluster.data import (
+    ActorPool,
+    Row,
+    ScoreRow,
+    ScoreRows,
+    added_columns,
+    with_columns,
+    with_threads,
+)
+from maxsimd.api.cluster.session import last_line
 from maxsimd.engine import EngineConfig, MaxsimdError
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+
+# Readers of folders pass over names that begin with a dot.
+TEMPORARY = ".part-"
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Rows of one file: `rows` of them from the row `first` on. `offset` is where that row begins in the
+    file, in bytes, for formats in which it can be looked up."""
+
+    number: int
+    path: str
+    first: int
+    rows: int
+    offset: int = 0
+
+    def name(self, ending: str) -> str:
+        """Of its file in the output; in alphabetical order the names are in the order of the input."""
+        return f"part-{self.number:08d}{ending}"
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What was in a shard: rows, those with an error, and the tokens that were read."""
+
+    rows: int
+    errors: int
+    prompt_tokens: int
+
+    @classmethod
+    def of(cls, columns: list[Row]) -> "Counts":
+        """From what was added to each row."""
+        errors = sum(row["error"] is not None for row in columns)
+        return cls(len(columns), errors, sum(row["prompt_tokens"] for row in columns))
+
+
+class Scorer(Protocol):
+    """What `ScoreRows` does with rows."""
+
+    def read(self, rows: list[Row]) -> list[ScoreRow]: ...
+
+    def score(self, rows: list[ScoreRow]) -> list[Row]: ...
+
+
+class Format(Protocol):
+    """A kind of files. `ending` is that of its files in the output."""
+
+    ending: str
+
+    def cut(self, path: Path, rows: int) -> Iterator[tuple[int, int, int]]:
+        """The first row, the number of rows and the offset of each shard of a file. Raises ValueError for a
+        file of another kind."""
+        ...
+
+    def check(self, path: Path, has_query: bool) -> None:
+        """Raises ValueError where no row of a file can be scored; `has_query` where all rows have one in
+        common."""
+        ...
+
+    def score(self, shard: Shard, scorer: Scorer, out: Path) -> Counts:
+        """Scores a shard into the file `out`."""
+        ...
+
+
+def write_shard(format: Format, shard: Shard, scorer: Scorer, folder: Path) -> Counts:
+    """Scores a shard into its file in the folder, as a whole or not at all."""
+    temporary = folder / f"{TEMPORARY}{shard.number:08d}-{uuid4().hex}"
+    try:
+        counts = format.score(shard, scorer, temporary)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(folder / shard.name(format.ending))
+    finally:
+        temporary.unlink(missing_ok=True)
+    return counts
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Removes what was being written when a run was ended."""
+    for path in folder.glob(f"{TEMPORARY}*"):
+        path.unlink(missing_ok=True)
+
+
+def cut_files(format: Format, files: list[Path], rows: int) -> list[Shard]:
+    """Shards of at most `rows` rows each, in the order of the files and of the rows in them; none has rows of
+    two files. Raises ValueError for a file of another kind."""
+    shards: list[Shard] = []
+    for path in files:
+        for first, count, offset in format.cut(path, rows):
+            shards.append(Shard(len(shards), str(path), first, count, offset))
+    return shards
+
+
+class JsonlShards:
+    """See `Format`."""
+
+    ending = ".jsonl"
+
+    def cut(self, path: Path, rows: int) -> Iterator[tuple[int, int, int]]:
+        first = count = begin = offset = 0
+        with path.open("rb") as file:
+            for line in file:
+                if line.strip():
+                    if count == rows:
+                        yield first, count, begin
+                        first, count, begin = first + count, 0, offset
+                    count += 1
+                offset += len(line)
+        if count:
+            yield first, count, begin
+
+    def check(self, path: Path, has_query: bool) -> None:
+        """By the first row; others may differ, and have errors then."""
+        with path.open("rb") as file:
+            line = next((line for line in file if line.strip()), None)
+        row = None if line is None else _read_object(line)
+        if isinstance(row, str):
+            raise ValueError(f"{path} is no JSONL: its first line {row}")
+        if row is not None and not has_query and "query" not in row:
+            raise ValueError(f"{path} has no field query; give --query")
+        if row is not None and not {"documents", "document"} & row.keys():
+            raise ValueError(f"{path} has neither a field documents nor document, but {', '.join(row)}")
+
+    def score(self, shard: Shard, scorer: Scorer, out: Path) -> Counts:
+        with Path(shard.path).open("rb") as file:
+            file.seek(shard.offset)
+            found = [
+                _read_object(line) for line in islice((line for line in file if line.strip()), shard.rows)
+            ]
+        if len(found) < shard.rows:
+            raise ValueError(f"{shard.path} has changed: rows {shard.first} and following are not there")
+        added = iter(scorer.score(scorer.read([row for row in found if not isinstance(row, str)])))
+        columns = [
+            {"error": row, "prompt_tokens": 0} if isinstance(row, str) else next(added) for row in found
+        ]
+        with out.open("w", encoding="ascii") as file:
+            for row, new in zip(found, columns, strict=True):
+                old = {} if isinstance(row, str) else row
+                file.write(json.dumps({**old, **new}) + "\n")
+        return Counts.of(columns)
+
+
+def _read_object(line: bytes) -> Row | str:
+    """A line's object, or why it is none."""
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        return f"is no JSON: {error}"
+    return row if isinstance(row, dict) else f"is no JSON object but {type(row).__name__}"
+
+
+class ParquetShards:
+    """See `Format`."""
+
+    ending = ".parquet"
+
+    def cut(self, path: Path, rows: int) -> Iterator[tuple[int, int, int]]:
+        from pyarrow.parquet import read_metadata
+
+        total = read_metadata(path).num_rows
+        for first in range(0, total, rows):
+            yield first, min(rows, total - first), 0
+
+    def check(self, path: Path, has_query: bool) -> None:
+        from pyarrow.parquet import read_schema
+
+        names = read_schema(path).names
+        if not has_query and "query" not in names:
+            raise ValueError(f"{path} has no column query; give --query")
+        if not {"documents", "document"} & set(names):
+            raise ValueError(f"{path} has neither a column documents nor document, but {', '.join(names)}")
+
+    def score(self, shard: Shard, scorer: Scorer, out: Path) -> Counts:
+        from pyarrow.parquet import write_table
+
+        table = _read_table(shard)
+        used = [name for name in ("query", "documents", "document") if name in table.column_names]
+        columns = scorer.score(scorer.read(table.select(used).to_pylist()))
+        write_table(with_columns(table, added_columns(table), columns), out)
+        return Counts.of(columns)
+
+
+def _read_table(shard: Shard) -> "pa.Table":
+    """Raises ValueError where the file has fewer rows than it had."""
+    import pyarrow as pa
+    from pyarrow.parquet import ParquetFile
+
+    with ParquetFile(shard.path) as file:
+        groups: list[int] = []
+        start = end = 0
+        for number in range(file.num_row_groups):
+            begin, end = end, end + file.metadata.row_group(number).num_rows
+            if begin < shard.first + shard.rows and end > shard.first:
+                start = begin if not groups else start
+                groups.append(number)
+        skipped, parts, missing = shard.first - start, [], shard.rows
+        for batch in file.iter_batches(batch_size=shard.rows, row_groups=groups):
+            part = batch.slice(skipped, missing)
+            skipped = max(0, skipped - batch.num_rows)
+            missing -= part.num_rows
+            parts.append(part)
+            if not missing:
+                break
+        if missing:
+            raise ValueError(f"{shard.path} has changed: rows {shard.first} and following are not there")
+        return pa.Table.from_batches([part for part in parts if part.num_rows], file.schema_arrow)
+
 
 _FORMATS: dict[str, type[Format]] = {
     ".parquet": ParquetShards,
@@ -145,3 +364,79 @@ def score_shards(work: Work, shards: list[Shard], pool: ActorPool, out: Path) ->
         raise ScoringError(reason) from error
     except ray.exceptions.RayError as error:
         raise ScoringError(last_line(str(error))) from error
+
+
+_VERSION = 1
+# Readers of folders of Parquet pass over names that begin so.
+_RUN = "_run.json"
+
+
+class RunFolder:
+    """Owns the folder while it is used as a context manager: no other run on this machine can write it
+    then."""
+
+    def __init__(self, path: Path, digest: str, ending: str, resume: bool) -> None:
+        """`digest` tells runs apart; `ending` is that of the shards' files. Raises click.ClickException for a
+        folder with anything else in it, for one of another run, and for one of this run unless it is to
+        `resume`."""
+        self.path = path
+        self._ending = ending
+        self._digest = digest
+        if path.exists() and not path.is_dir():
+            raise click.ClickException(f"{path} is no folder")
+        path.mkdir(parents=True, exist_ok=True)
+        if (path / _RUN).exists():
+            self._check(resume)
+        elif any(not each.name.startswith(TEMPORARY) for each in path.iterdir()):
+            raise click.ClickException(f"{path} is not empty; name a folder that is, or that is not there")
+
+    def __enter__(self) -> Self:
+        """Raises click.ClickException where another run is writing the folder."""
+        self._lock = _locked(self.path)
+        remove_unfinished(self.path)
+        if not (self.path / _RUN).exists():
+            temporary = self.path / f"{TEMPORARY}{_RUN}"
+            temporary.write_text(
+                json.dumps({"maxsimd": _VERSION, "digest": self._digest}) + "\n", encoding="utf-8"
+            )
+            temporary.replace(self.path / _RUN)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        remove_unfinished(self.path)
+        os.close(self._lock)
+
+    def left(self, shards: list[Shard]) -> list[Shard]:
+        """Those that are not written yet."""
+        written = {path.name for path in self.path.iterdir()}
+        return [shard for shard in shards if shard.name(self._ending) not in written]
+
+    def _check(self, resume: bool) -> None:
+        try:
+            found = json.loads((self.path / _RUN).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise click.ClickException(f"{self.path / _RUN} cannot be read: {error}") from error
+        if found != {"maxsimd": _VERSION, "digest": self._digest}:
+            raise click.ClickException(
+                f"{self.path} is of another run: of another model, input, query or options; "
+                "remove it, or name another folder"
+            )
+        if not resume:
+            raise click.ClickException(
+                f"{self.path} has rows of such a run; go on with --resume, or name another folder"
+            )
+
+
+def _locked(path: Path) -> int:
+    """A descriptor that holds the folder's lock until it is closed, or the process ends."""
+    import fcntl
+
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        raise click.ClickException(f"{path} is being written by another run") from error
+    return descriptor

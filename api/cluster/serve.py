@@ -1,16 +1,274 @@
 """An application on Ray Serve: `import_path: maxsimd.api.cluster.serve:app_builder`."""
 
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from typing import Any
 
+import ray
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.context import _get_global_client as get_global_client
+from ray.serve.handle import DeploymentHandle
 
+from maxsimd.api.cluster.asgi import AsgiAdapter
 from maxsimd.api.cluster.config import AppConfig, ClusterConfig
-from maxsimd.api.cluster.front import Front
-from maxsimd.api.cluster.members import router
-from maxsimd.api.cluster.scaling import QueuedTokensPolicy
-from maxsimd.api.cluster.scorer import Scorer
+from maxsimd.api.cluster.router import Published, watchers
+from maxsimd.api.cluster.scaling import Busy, OwnSlot, QueuedTokensPolicy
+from maxsimd.api.config import ServerConfig
+from maxsimd.api.fleet.engine_answers import EngineAnswers
+from maxsimd.api.fleet.fleet_engine import FleetEngine, FrontView, check_limits
+from maxsimd.api.fleet.link import Address, Door, NetAddress
+from maxsimd.api.fleet.roster import Listed, Roster
+from maxsimd.api.keys import ApiKeys
+from maxsimd.api.logs import set_up_logging
+from maxsimd.api.process import (
+    collect_when_quiet,
+    garbage_left_alone,
+    resident_bytes,
+    share_heaps,
+    switching_often,
+)
+from maxsimd.api.state import ServerState
+from maxsimd.api.telemetry import DroppedEvents
+from maxsimd.engine import Engine, EngineConfig
+from maxsimd.engine.device.host import usable_cores
+from maxsimd.engine.workers import take_short_slices
+
+# How often replicas are asked for their slot, in seconds.
+_SLOT_SECONDS = 5.0
+
+
+def router() -> RequestRouterConfig:
+    """What deployments are to be configured with whose replicas are watched."""
+    return RequestRouterConfig(
+        request_router_class="maxsimd.api.cluster.router:MembersRouter",
+        request_routing_stats_period_s=_SLOT_SECONDS,
+    )
+
+
+def watch(handle: DeploymentHandle, changed: Callable[[list[Listed]], None]) -> None:
+    """Has a function called with all replicas of a deployment, now and whenever they change; from any
+    thread."""
+
+    def published(replicas: Published) -> None:
+        changed([_listed(each) for each in replicas if "secret" in each])
+
+    deployment = handle.deployment_id
+    watchers.add((deployment.app_name, deployment.name), published)
+    if not handle.is_initialized:
+        handle._init()  # a router begins with the first call otherwise
+
+
+def _listed(published: Any) -> Listed:
+    address = NetAddress(published["host"], int(published["port"]), published["secret"])
+    return Listed(int(published["slot"]), address)
+
+
+def own_handle() -> DeploymentHandle:
+    """A handle of the deployment that this replica belongs to."""
+    context = serve.get_replica_context()
+    return serve.get_deployment_handle(context.deployment, context.app_name)
+
+
+def own_rank() -> int:
+    """The rank of this replica among its deployment's by now: a number from 0, which whoever replaces it
+    takes over. It changes where another one leaves."""
+    return int(serve.get_replica_context().rank.rank)
+
+
+def own_host() -> str:
+    """This machine's address, as others in the cluster reach it."""
+    return str(ray.util.get_node_ip_address())
+
+
+def proxy_address() -> tuple[str, int]:
+    """Where Serve's proxies listen, which may have been started before with other options."""
+    options = get_global_client().http_config
+    return str(options.host), int(options.port)
+
+
+def published(address: NetAddress, slot: int) -> dict[str, Any]:
+    """What a replica is to return as its metadata."""
+    return {"host": address.host, "port": address.port, "secret": address.secret, "slot": slot}
+
+
+# A front that has found no scorer after these seconds serves anyway, and says that it is not ready. As long
+# do requests wait for a scorer that takes the place of one that died.
+_PATIENCE = 120.0
+
+
+class Front:
+    """A replica on Ray Serve, which calls its methods. Its constructor returns once there is a scorer, and
+    raises SetupError."""
+
+    async def __init__(  # type: ignore[misc]
+        self,
+        scorers: DeploymentHandle,
+        most_scorers: int,
+        server_config: ServerConfig,
+        caches_by_tenant: bool = False,
+    ) -> None:
+        set_up_logging(server_config.log_level, server_config.log_format)
+        ApiKeys(
+            server_config,
+            set_tenants=lambda tenants: check_limits(tenants, most_scorers),
+            must_be_named=caches_by_tenant,
+        )
+        self._grace = server_config.grace_seconds
+        self._roster = Roster(most=most_scorers, timeout=server_config.replica_timeout_seconds)
+        self._engine = FleetEngine(self._roster, _PATIENCE, caches_by_tenant=caches_by_tenant)
+        self._state = ServerState(self._engine, server_config)
+        self._others: dict[int, Address] = {}
+        self._is_listed = False
+        self._ending: asyncio.TimerHandle | None = None
+        self._view = FrontView(self._engine, own_rank, lambda: self._others)
+        self._state.fleet = self._view
+        self._stack = ExitStack()
+        self._stack.enter_context(switching_often())
+        self._loop = asyncio.get_running_loop()
+        begun = self._loop.time()
+        self._address = await self._view.door.open_port(own_host())
+        watch(scorers, self._scorers_changed)
+        watch(own_handle(), self._fronts_changed)
+        self._starting = asyncio.create_task(self._engine.start())
+        self._lag = asyncio.create_task(self._state.metrics.watch_lag())
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self._starting), _PATIENCE)
+        found = "has found scorers" if self._engine.is_healthy else "has found no scorer yet"
+        log.info("front %d %s after %.1f s", own_rank(), found, self._loop.time() - begun)
+
+    def __serve_build_asgi_app__(self) -> AsgiAdapter:
+        return AsgiAdapter(self._state)
+
+    async def record_replica_metadata(self) -> dict[str, Any]:
+        """Where other fronts can ask this one."""
+        return published(self._address, own_rank())
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Its number in /metrics."""
+        return {"slot": own_rank()}
+
+    async def __del__(self) -> None:
+        """Ends, once nothing is in flight."""
+        self._state.closing = True
+        for task in (self._starting, self._lag):
+            task.cancel()
+        await self._engine.stop()
+        await self._view.door.close()
+        await self._state.media.close()
+        if self._state.tracing is not None:
+            await asyncio.to_thread(self._state.tracing.close)
+        self._stack.close()
+
+    def _scorers_changed(self, listed: list[Listed]) -> None:
+        if not listed:
+            return  # all leave, with this one: until they are gone they answer
+        self._loop.call_soon_threadsafe(self._engine.set_listed, listed)
+
+    def _fronts_changed(self, listed: list[Listed]) -> None:
+        self._loop.call_soon_threadsafe(self._set_fronts, listed)
+
+    def _set_fronts(self, listed: list[Listed]) -> None:
+        self._others = {each.slot: each.address for each in listed if each.address != self._address}
+        is_listed = len(self._others) < len(listed)
+        if is_listed == self._is_listed:
+            return
+        self._is_listed = is_listed
+        if self._ending is not None:
+            self._ending.cancel()
+        if not is_listed:
+            # Ray asks nothing more of it, and waits for what is in flight before it calls __del__.
+            self._ending = self._loop.call_later(self._grace, self._end_requests)
+
+    def _end_requests(self) -> None:
+        if unfinished := self._state.end_requests():
+            log.warning("%d requests were not done in time", unfinished)
+
+
+log = logging.getLogger("maxsimd.cluster")
+
+
+class Scorer:
+    """A replica on Ray Serve, which calls its methods. Its constructor loads the model, and raises
+    ModelLoadError."""
+
+    async def __init__(  # type: ignore[misc]
+        self, engine_config: EngineConfig, server_config: ServerConfig
+    ) -> None:
+        set_up_logging(server_config.log_level, server_config.log_format)
+        take_short_slices()
+        share_heaps(usable_cores().threads)
+        self._grace = server_config.grace_seconds
+        self._door: Door | None = None
+        self._slot = OwnSlot()
+        self._loop = asyncio.get_running_loop()
+        watch(own_handle(), self._scorers_changed)
+        engine = self._engine = Engine(engine_config)
+        engine.metrics.registry.register(DroppedEvents())
+        await engine.start()
+        self._stack = ExitStack()
+        self._stack.enter_context(switching_often())
+        self._stack.enter_context(garbage_left_alone())
+        self._busy = Busy()
+        self._tasks = [
+            asyncio.create_task(collect_when_quiet(self._is_idle, resident_bytes)),
+            asyncio.create_task(self._busy.watch(lambda: not self._is_idle())),
+        ]
+        self._door = Door(EngineAnswers(engine), lambda: _waiting_tokens(engine))
+        self._address = await self._door.open_port(own_host())
+        self._slot.choose(own_rank(), self._address)
+        log.info("scorer %d is ready: %s", self._slot.number, engine.facts.how_it_runs)
+
+    async def check_health(self) -> None:
+        """Raises once the engine has died: Serve puts another replica in its place then."""
+        if self._engine.death is not None:
+            raise RuntimeError(self._engine.death)
+
+    async def record_replica_metadata(self) -> dict[str, Any]:
+        """Where this scorer listens, for fronts."""
+        return published(self._address, self._slot.number)
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Whose documents are cached here: those of this slot."""
+        return {"slot": self._slot.number}
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What waits here in tokens, how many tokens a second are run, and for what share of the time."""
+        engine = self._engine
+        return {
+            "queued_tokens": engine.stats().waiting_tokens,
+            "tokens_per_second": engine.tokens_per_second or 0.0,
+            "busy": self._busy.share(),
+        }
+
+    async def __del__(self) -> None:
+        """Ends once all fronts have left, to which Serve has said before that this one is leaving."""
+        if self._door is None:
+            return  # the model was not loaded
+        try:
+            async with asyncio.timeout(self._grace):
+                await self._door.until_left()
+        except TimeoutError:
+            log.warning("what was not done within grace_seconds goes to other scorers")
+        await self._door.close()
+        for task in self._tasks:
+            task.cancel()
+        await self._engine.stop(grace=0)
+        self._stack.close()
+
+    def _scorers_changed(self, listed: list[Listed]) -> None:
+        self._loop.call_soon_threadsafe(self._slot.set_listed, listed)
+
+    def _is_idle(self) -> bool:
+        return self._engine.is_healthy and self._engine.stats().requests == 0
+
+
+def _waiting_tokens(engine: Engine) -> int:
+    return engine.stats().waiting_tokens if engine.is_healthy else 0
+
 
 # Serve is to refuse nothing: what is too much the engines say, by tokens.
 _MOST_REQUESTS = 100_000

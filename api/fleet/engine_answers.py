@@ -11,11 +11,14 @@ from prometheus_client import generate_latest
 
 from maxsimd import __version__
 from maxsimd.api.fleet import messages
-from maxsimd.api.fleet.items import received_inputs, received_item, received_items, sent_query
 from maxsimd.api.fleet.messages import (
     Answer,
     Arrived,
     Question,
+    received_inputs,
+    received_item,
+    received_items,
+    sent_query,
 )
 from maxsimd.engine import Engine
 from maxsimd.engine.errors import InvalidRequestError

@@ -1,22 +1,21 @@
 """What handlers have in place of an engine where engines are other processes: the same methods, spread."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any, TypeVar, Unpack, cast
+from types import SimpleNamespace, TracebackType
+from typing import Any, Self, TypeVar, Unpack, cast
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from maxsimd.api.answer import ApiError
-from maxsimd.api.fleet.embedding import EmbedJob, num_characters, run_of
-from maxsimd.api.fleet.failures import as_error
-from maxsimd.api.fleet.items import sent_inputs
-from maxsimd.api.fleet.limits import without_limits
-from maxsimd.api.fleet.link import LostError
+from maxsimd.api.config import SetupError
+from maxsimd.api.fleet.link import Address, Door, Link, LostError, Send
 from maxsimd.api.fleet.messages import (
     Answer,
     Classified,
@@ -28,18 +27,30 @@ from maxsimd.api.fleet.messages import (
     EmbeddedSparse,
     EmbeddedTokens,
     Failed,
+    Metrics,
     Question,
     Rank,
     Ranked,
+    ShowMetrics,
+    as_error,
+    sent_inputs,
 )
 from maxsimd.api.fleet.roster import Listed, ReplacedError, Roster, Served
-from maxsimd.api.fleet.scoring import NewScores, ScoreJob
-from maxsimd.api.fleet.spread import Job, Spreader, estimated_tokens
-from maxsimd.api.fleet.stream import FleetStream
+from maxsimd.api.fleet.spread import (
+    EmbedJob,
+    Job,
+    NewScores,
+    ScoreJob,
+    Spreader,
+    estimated_tokens,
+    num_characters,
+    run_of,
+)
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.facts import ModelFacts
 from maxsimd.engine.engine import SCORE_DEFAULTS
 from maxsimd.engine.errors import EngineNotReadyError, InvalidRequestError
+from maxsimd.engine.explanations import Explanation
 from maxsimd.engine.metrics import EngineStats
 from maxsimd.engine.processors.text.tokenization import TextTokenizer
 from maxsimd.engine.requests import (
@@ -60,11 +71,123 @@ from maxsimd.engine.tenants import Tenant
 from maxsimd.engine.workers import WorkerPool, run_in_thread_if_large
 from maxsimd.scheduler.fleet import Split
 
+log = logging.getLogger("maxsimd.fleet")
+
+_LIMITS = ("requests_per_minute", "tokens_per_minute", "max_queued_tokens", "max_request_tokens")
+
+
+def check_limits(tenants: Mapping[str, Tenant], replicas: int) -> None:
+    """Raises SetupError for limits of tenants that would not hold."""
+    limited = [name for name, tenant in tenants.items() if _has_limits(tenant)]
+    if replicas > 1 and limited:
+        raise SetupError(
+            f"the tenant {limited[0]!r} has limits ({', '.join(_LIMITS)}), which hold for one replica only; "
+            "leave them out of --api-key-file, or serve with --replicas 1"
+        )
+
+
+def without_limits(tenants: Mapping[str, Tenant], replicas: int) -> dict[str, Tenant]:
+    """The tenants with what holds at several engines, their weights and priorities. For a file of keys that
+    has changed while the server runs: limits in it are left out, and the log says so."""
+    try:
+        check_limits(tenants, replicas)
+    except SetupError as error:
+        log.error("%s; until then there are none", error)
+        return {
+            name: Tenant(weight=tenant.weight, priority=tenant.priority) for name, tenant in tenants.items()
+        }
+    return dict(tenants)
+
+
+def _has_limits(tenant: Tenant) -> bool:
+    return any(getattr(tenant, name) is not None for name in _LIMITS)
+
+
+class FleetStream:
+    """What `ScoreStream` is for an engine in this process: used as an async context manager, each iteration
+    gives the documents that are new, and `result` is there at the end. A document that was scored again,
+    because an engine died, is given once."""
+
+    def __init__(
+        self, prepare: Callable[[], ScoreJob], run: Callable[[ScoreJob, NewScores], Awaitable[ScoreResult]]
+    ) -> None:
+        self._prepare = prepare
+        self._run = run
+        self._new: list[RankedDocument] = []
+        self._given: set[int] = set()
+        self._news = asyncio.Event()
+        self._scored: ScoreJob | None = None
+        self._task: asyncio.Task[ScoreResult] | None = None
+        self._result: ScoreResult | None = None
+
+    @property
+    def result(self) -> ScoreResult:
+        """All scores. Raises RuntimeError while documents may still come."""
+        if self._result is None:
+            raise RuntimeError("the result is there when the iteration has ended")
+        return self._result
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self._all(), name="maxsimd-stream")
+        self._task.add_done_callback(lambda task: self._news.set())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._task is not None
+        if not self._task.done():
+            self._task.cancel()
+            # What it fails with after that concerns nobody.
+            with suppress(asyncio.CancelledError, Exception):
+                await self._task
+        elif not self._task.cancelled():
+            self._task.exception()  # it has been raised, or nobody asked
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> list[RankedDocument]:
+        assert self._task is not None
+        while self._result is None:
+            if self._task.done():
+                result = self._task.result()
+                self._arrived(*_left(result, self._given))
+                self._result = result
+            else:
+                await self._news.wait()
+                self._news.clear()
+            if self._new:
+                new, self._new = self._new, []
+                return new
+        raise StopAsyncIteration
+
+    async def _all(self) -> ScoreResult:
+        self._scored = self._prepare()
+        return await self._run(self._scored, self._arrived)
+
+    def _arrived(self, indices: list[int], scores: list[float], why: Mapping[int, Explanation]) -> None:
+        assert self._scored is not None
+        documents = self._scored.documents
+        for index, score in zip(indices, scores, strict=True):
+            if index not in self._given:
+                self._given.add(index)
+                self._new.append(RankedDocument(index, score, documents[index], why.get(index)))
+        self._news.set()
+
+
+def _left(result: ScoreResult, given: set[int]) -> tuple[list[int], list[float], Mapping[int, Explanation]]:
+    """The documents with a score that were not given yet."""
+    without = {*result.unscored, *result.errors, *given}
+    left = [i for i in range(len(result.scores)) if i not in without]
+    return left, [result.scores[i] for i in left], result.explanations
+
+
 T = TypeVar("T")
 # For large bodies and answers.
 _THREADS = 2
 # How long engines may take to answer what all are asked, in seconds: one that hangs is left out.
-_PATIENCE = 5.0
+_ENGINE_SECONDS = 5.0
 
 
 class FleetEngine:
@@ -179,7 +302,7 @@ class FleetEngine:
         """The answers of all engines that are there, by their slots; of those that die or hang
         meanwhile there is none."""
         connected = self._roster.all_connected()
-        asked = [asyncio.wait_for(each.link.ask(question), _PATIENCE) for each in connected]
+        asked = [asyncio.wait_for(each.link.ask(question), _ENGINE_SECONDS) for each in connected]
         replies = await asyncio.gather(*asked, return_exceptions=True)
         answers: list[tuple[int, Answer]] = []
         for each, reply in zip(connected, replies, strict=True):
@@ -370,3 +493,84 @@ async def _until_not_replaced(work: Callable[[float | None], Awaitable[T]], time
         except ReplacedError:
             if timeout is not None:
                 left = max(0.001, begun + timeout - loop.time())
+
+
+def joined(pages: Iterable[tuple[str, int, bytes]]) -> bytes:
+    """Pages in Prometheus's text format, each with the name of a label and its value: `replica` and 0, say.
+    Every family is described once."""
+    described: dict[str, list[str]] = {}
+    samples: dict[str, list[str]] = {}
+    for label, value, page in pages:
+        family = ""
+        is_new = True
+        for line in page.decode().split("\n"):
+            if line.startswith("# "):
+                name = line.split(" ", 3)[2]
+                if name != family:
+                    family, is_new = name, name not in described
+                    samples.setdefault(name, [])
+                if is_new:
+                    described.setdefault(name, []).append(line)
+            elif line:
+                samples[family].append(_labelled(line, f'{label}="{value}"'))
+    lines = [line for name in described for line in (*described[name], *samples[name])]
+    return ("\n".join(lines) + "\n").encode()
+
+
+def _labelled(sample: str, label: str) -> str:
+    """A sample, which may have labels, with one more in front."""
+    name, brace, rest = sample.partition("{")
+    if brace and " " not in name:
+        return f"{name}{{{label},{rest}"
+    name, _, value = sample.partition(" ")
+    return f"{name}{{{label}}} {value}"
+
+
+# A front that does not answer within this many seconds is left out.
+_FRONT_SECONDS = 2.0
+
+
+class FrontView:
+    """What one front, by its slot, sees of the others and of the engines. The `others` are where they can be
+    asked now, by their slots; they ask this one at its `door`, which is to be opened."""
+
+    def __init__(
+        self, engine: FleetEngine, slot: Callable[[], int], others: Callable[[], Mapping[int, Address]]
+    ) -> None:
+        self._engine = engine
+        self._slot = slot
+        self._others = others
+        self.door = Door(self._answer, lambda: 0)
+
+    @property
+    def replicas(self) -> tuple[int, int]:
+        """How many engines are there, and how many are meant to be."""
+        return self._engine.size
+
+    async def metrics(self, own: bytes) -> bytes:
+        """The page of all fronts and engines, by the front's own."""
+        others = self._others()
+        asked = asyncio.gather(*(self._page_of(address) for address in others.values()))
+        engines = await self._engine.ask_all(ShowMetrics())
+        pages = [("front", self._slot(), own)]
+        pages += [("front", slot, page) for slot, page in zip(others, await asked, strict=True) if page]
+        pages += [("replica", slot, answer.page) for slot, answer in engines if isinstance(answer, Metrics)]
+        return joined(sorted(pages, key=lambda page: page[:2]))
+
+    async def _page_of(self, address: Address) -> bytes:
+        """Of another front; nothing of one that cannot be asked now."""
+        with suppress(LostError, TimeoutError):
+            async with asyncio.timeout(_FRONT_SECONDS):
+                link = await Link.open(address)
+                try:
+                    answer = (await link.ask(ShowMetrics())).answer
+                finally:
+                    await link.close()
+                if isinstance(answer, Metrics):
+                    return answer.page
+        return b""
+
+    async def _answer(self, question: Question, send: Send) -> Answer:
+        if isinstance(question, ShowMetrics):
+            return Metrics(generate_latest(self._engine.metrics.registry))
+        return Failed(kind="invalid", message="a front is asked for its metrics and nothing else")

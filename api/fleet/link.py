@@ -1,22 +1,107 @@
 """One connection from a front to an engine: many questions at a time."""
 
 import asyncio
-from collections.abc import Callable
+import hmac
+import secrets
+import socket
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import msgspec
 
-from maxsimd.api.fleet.address import Address, connect
 from maxsimd.api.fleet.messages import (
+    Answer,
     Arrived,
     Ask,
     Cancel,
     Question,
     Reply,
+    as_failed,
+    decode_to_engine,
     decode_to_front,
     encode,
 )
 from maxsimd.engine.errors import InvalidRequestError
+
+# Who connects to a port sends the secret first, of as many bytes, and has as many seconds for it.
+_SECRET_BYTES, _SECRET_SECONDS = 32, 5.0
+# A connection whose other machine is silent is given up by the system after about a minute: it asks after
+# these seconds for the first time, then this often, and this many times.
+_QUIET_SECONDS, _EVERY_SECONDS, _TIMES = 30, 10, 3
+
+Accept = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class UnixAddress:
+    """A socket in a folder that only its owner can enter."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class NetAddress:
+    """A port that whoever has the `secret` (hexadecimal) may connect to."""
+
+    host: str
+    port: int
+    secret: str
+
+
+Address: TypeAlias = UnixAddress | NetAddress
+
+
+async def connect(address: Address) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Raises OSError where nobody listens."""
+    if isinstance(address, UnixAddress):
+        return await asyncio.open_unix_connection(address.path)
+    async with asyncio.timeout(_SECRET_SECONDS):
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+    _watch(writer)
+    writer.write(bytes.fromhex(address.secret))
+    return reader, writer
+
+
+async def listen_on_path(accept: Accept, path: str) -> asyncio.Server:
+    """Raises OSError where it cannot listen."""
+    return await asyncio.start_unix_server(accept, path)
+
+
+async def listen_on_port(accept: Accept, host: str) -> tuple[asyncio.Server, NetAddress]:
+    """On a free port, with a secret of its own. Raises OSError where it cannot listen."""
+    secret = secrets.token_bytes(_SECRET_BYTES)
+
+    async def let_in(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(_SECRET_SECONDS):
+                given = await reader.readexactly(_SECRET_BYTES)
+        except (OSError, EOFError):  # a timeout is an OSError
+            given = b""
+        if not hmac.compare_digest(given, secret):
+            writer.close()
+            return
+        _watch(writer)
+        await accept(reader, writer)
+
+    server = await asyncio.start_server(let_in, host, 0)
+    return server, NetAddress(host, server.sockets[0].getsockname()[1], secret.hex())
+
+
+def _watch(writer: asyncio.StreamWriter) -> None:
+    """Has the system notice when the other machine is gone without a word."""
+    connection = writer.get_extra_info("socket")
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", _QUIET_SECONDS),
+        ("TCP_KEEPINTVL", _EVERY_SECONDS),
+        ("TCP_KEEPCNT", _TIMES),
+    ):
+        if hasattr(socket, name):  # not on every system
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
 
 # Before each message stands its length, little-endian.
 LENGTH_BYTES = 4
@@ -151,3 +236,86 @@ async def read_message(reader: asyncio.StreamReader) -> bytes:
     """Raises EOFError at the end, and OSError."""
     length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "little")
     return await reader.readexactly(length)
+
+
+Send = Callable[[Answer], Awaitable[None]]
+
+
+class Door:
+    """Listens; `answer` is called with each question, and with what sends answers before its last.
+    `queued_tokens` is asked of each reply. For one event loop."""
+
+    def __init__(
+        self, answer: Callable[[Question, Send], Awaitable[Answer]], queued_tokens: Callable[[], int]
+    ) -> None:
+        self._answer = answer
+        self._queued_tokens = queued_tokens
+        self._connections: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+        self._left = asyncio.Event()
+        self._left.set()
+
+    async def open(self, path: str) -> None:
+        """On a Unix socket. Raises OSError where it cannot listen."""
+        self._server = await listen_on_path(self._accept, path)
+
+    async def open_port(self, host: str) -> NetAddress:
+        """On a free port; returns where that is. Raises OSError where it cannot listen."""
+        self._server, address = await listen_on_port(self._accept, host)
+        return address
+
+    async def until_left(self) -> None:
+        """Returns when nobody is connected."""
+        await self._left.wait()
+
+    async def close(self) -> None:
+        """Ends all connections, and what was asked on them."""
+        if self._server is not None:
+            self._server.close()
+        for connection in self._connections:
+            connection.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        this = asyncio.current_task()
+        assert this is not None
+        self._connections.add(this)
+        self._left.clear()
+        tasks: dict[int, asyncio.Task[None]] = {}
+        try:
+            with suppress(OSError, EOFError, msgspec.DecodeError, asyncio.CancelledError):
+                while True:
+                    message = decode_to_engine(await read_message(reader))
+                    if not isinstance(message, Ask):
+                        if message.number in tasks:
+                            tasks[message.number].cancel()
+                        continue
+                    tasks[message.number] = asyncio.create_task(self._reply(message, writer, tasks))
+        finally:
+            # The other side is gone: nobody waits for what it asked.
+            for task in list(tasks.values()):
+                task.cancel()
+            writer.close()
+            self._connections.discard(this)
+            if not self._connections:
+                self._left.set()
+
+    async def _reply(
+        self, ask: Ask, writer: asyncio.StreamWriter, tasks: dict[int, asyncio.Task[None]]
+    ) -> None:
+        async def send(answer: Answer) -> None:
+            encoded = encode(Reply(ask.number, answer, self._queued_tokens()))
+            writer.write(len(encoded).to_bytes(LENGTH_BYTES, "little"))
+            writer.write(encoded)
+            await writer.drain()
+
+        try:
+            with suppress(OSError):
+                try:
+                    await send(await self._answer(ask.question, send))
+                except OSError:
+                    raise
+                except Exception as error:
+                    await send(as_failed(error))
+        finally:
+            del tasks[ask.number]

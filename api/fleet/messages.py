@@ -1,17 +1,34 @@
 """What a front asks of an engine, and what it is answered: values, as msgpack. Errors are answers too."""
 
-from typing import Any, Literal, TypeAlias
+import logging
+import re
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias, cast
 
 import msgspec
 import numpy as np
+import torch
 
+from maxsimd.engine import (
+    EngineDeadError,
+    EngineNotReadyError,
+    InvalidRequestError,
+    QueueFullError,
+    RequestFailedError,
+    RequestTimeoutError,
+    RequestTooLargeError,
+)
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.facts import ModelFacts
+from maxsimd.engine.errors import Refusal
+from maxsimd.engine.media import Content, EncodedPicture, MissingPicture, PictureFile
+from maxsimd.engine.processors.text.tokenization import is_broken
 from maxsimd.engine.requests import (
     CacheMode,
     ClassifyResult,
     EmbedResult,
     InputType,
+    Item,
     OnError,
     OnTimeout,
     Priority,
@@ -22,6 +39,8 @@ from maxsimd.engine.requests import (
 )
 from maxsimd.engine.tenants import Tenant
 from maxsimd.pooling.muvera import Muvera
+from maxsimd.pooling.query_rows import QueryRows
+from maxsimd.pooling.vectors import Vectors
 
 
 class SentBroken(msgspec.Struct, tag="broken", frozen=True):
@@ -332,3 +351,172 @@ def decode_to_engine(message: bytes) -> Ask | Cancel:
 def decode_to_front(message: bytes) -> Reply:
     """Raises msgspec.DecodeError for anything else."""
     return _to_front.decode(message)
+
+
+def sent_items(items: Sequence[Item]) -> list[SentItem]:
+    """Queries or documents as they are sent."""
+    if all(isinstance(item, str) and not is_broken(item) for item in items):
+        return cast("list[SentItem]", list(items))
+    return [sent_item(item) for item in items]
+
+
+def sent_item(item: Item) -> SentItem:
+    """One of them."""
+    match item:
+        case str():
+            return SentBroken(item.encode("utf-8", "surrogatepass")) if is_broken(item) else item
+        case Content():
+            return _sent_content(item)
+        case QueryRows():
+            return sent_query(item)
+    return _sent_vectors(item)
+
+
+def sent_query(query: QueryRows) -> SentQuery:
+    """A query that was encoded, as it is sent."""
+    return SentQuery(_sent_vectors(query), query.tokens, query.truncated, query.fingerprint)
+
+
+def sent_inputs(inputs: Sequence[str | tuple[int, ...] | Content]) -> list[SentInput]:
+    """Texts, token ids or contents as they are sent."""
+    sent: list[SentInput] = []
+    for each in inputs:
+        match each:
+            case str():
+                sent.append(each)
+            case Content():
+                sent.append(_sent_content(each))
+            case _:
+                sent.append(list(each))
+    return sent
+
+
+def received_items(items: Sequence[SentItem]) -> list[Item]:
+    """What was sent."""
+    return [received_item(item) for item in items]
+
+
+def received_item(item: SentItem) -> Item:
+    """One of them."""
+    match item:
+        case str():
+            return item
+        case SentBroken():
+            return item.text.decode("utf-8", "surrogatepass")
+        case SentContent():
+            return _received_content(item)
+        case SentQuery():
+            return received_query(item)
+    return _received_vectors(item)
+
+
+def received_query(query: SentQuery) -> QueryRows:
+    """A query that was encoded."""
+    rows = torch.as_tensor(_received_vectors(query.rows).values)
+    return QueryRows(rows, tokens=query.tokens, truncated=query.truncated, fingerprint=query.fingerprint)
+
+
+def received_inputs(inputs: Sequence[SentInput]) -> list[str | list[int] | Content]:
+    """What was sent."""
+    return [_received_content(each) if isinstance(each, SentContent) else each for each in inputs]
+
+
+def _sent_vectors(item: Vectors) -> SentVectors:
+    values, scales = item.values, item.scales
+    is_bfloat16 = isinstance(values, torch.Tensor) and values.dtype == torch.bfloat16
+    if isinstance(values, torch.Tensor):
+        values = (values.view(torch.int16) if is_bfloat16 else values).detach().cpu().numpy()
+    if isinstance(scales, torch.Tensor):
+        scales = scales.detach().cpu().numpy()
+    return SentVectors(np.asarray(values), None if scales is None else np.asarray(scales), is_bfloat16)
+
+
+def _received_vectors(item: SentVectors) -> Vectors:
+    if item.is_bfloat16:
+        return Vectors(torch.from_numpy(item.values).view(torch.bfloat16), item.scales)
+    return Vectors(item.values, item.scales)
+
+
+def _sent_content(content: Content) -> SentContent:
+    parts = []
+    for part in content.parts:
+        match part:
+            case str():
+                parts.append(SentPart(text=part))
+            case PictureFile():
+                parts.append(SentPart(file=part.data))
+            case EncodedPicture():
+                parts.append(SentPart(base64=part.text))
+            case MissingPicture():
+                parts.append(SentPart(missing=part.reason))
+            case _:
+                raise TypeError(f"{type(part).__name__} cannot be sent to another process")
+    return SentContent(parts)
+
+
+def _received_content(content: SentContent) -> Content:
+    parts: list[str | PictureFile | EncodedPicture | MissingPicture] = []
+    for part in content.parts:
+        if part.text is not None:
+            parts.append(part.text)
+        elif part.file is not None:
+            parts.append(PictureFile(part.file))
+        elif part.base64 is not None:
+            parts.append(EncodedPicture(part.base64))
+        else:
+            parts.append(MissingPicture(part.missing or ""))
+    return Content.of(parts)
+
+
+log = logging.getLogger("maxsimd.fleet")
+
+_KINDS: dict[str, type[Exception]] = {
+    "invalid": InvalidRequestError,
+    "full": QueueFullError,
+    "too large": RequestTooLargeError,
+    "timeout": RequestTimeoutError,
+    "failed": RequestFailedError,
+    "not ready": EngineNotReadyError,
+    "dead": EngineDeadError,
+}
+# A document or text as the engine's messages name it.
+_DOCUMENT = re.compile(r"\b(documents|text_pairs|input|texts)\[(\d+)\]")
+
+
+def as_failed(error: Exception) -> Failed:
+    """An error that an engine has raised. One that it does not raise on purpose is logged here."""
+    match error:
+        case InvalidRequestError():
+            return Failed(kind="invalid", message=str(error), param=error.param)
+        case QueueFullError():
+            return Failed(kind="full", message=str(error), retry_after=error.retry_after, reason=error.reason)
+    for kind, of_kind in _KINDS.items():
+        if isinstance(error, of_kind):
+            return Failed(kind=kind, message=str(error))
+    log.exception("a request failed", exc_info=error)
+    return Failed(kind="failed", message="the request failed inside of the engine; its log says why")
+
+
+def as_error(failed: Failed) -> Exception:
+    """The error as the caller of an engine would have got it."""
+    if failed.kind == "invalid":
+        return InvalidRequestError(failed.message, failed.param)
+    if failed.kind == "full":
+        reason = cast("Refusal", failed.reason or "queue")
+        return QueueFullError(failed.message, failed.retry_after, reason)
+    return _KINDS.get(failed.kind, RequestFailedError)(failed.message)
+
+
+def renumbered(failed: Failed, indices: list[int]) -> Failed:
+    """The same of a part of a request, whose document i is `indices[i]` of the whole."""
+    return msgspec.structs.replace(failed, message=in_whole(failed.message, indices))
+
+
+def in_whole(message: str, indices: list[int]) -> str:
+    """A message about a part of a request, whose document i is `indices[i]` of the whole."""
+
+    def whole(found: re.Match[str]) -> str:
+        position = int(found[2])
+        return f"{found[1]}[{indices[position]}]" if position < len(indices) else found[0]
+
+    return _DOCUMENT.sub(whole, message, count=1)

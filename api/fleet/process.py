@@ -13,14 +13,11 @@ from typing import NoReturn
 import uvloop
 
 from maxsimd.api.config import ServerConfig, SetupError
-from maxsimd.api.fleet.address import UnixAddress
-from maxsimd.api.fleet.door import Door
 from maxsimd.api.fleet.engine_answers import EngineAnswers
-from maxsimd.api.fleet.fleet_engine import FleetEngine
-from maxsimd.api.fleet.front import FrontView
-from maxsimd.api.fleet.limits import check_limits
+from maxsimd.api.fleet.fleet_engine import FleetEngine, FrontView, check_limits
+from maxsimd.api.fleet.link import Door, UnixAddress
 from maxsimd.api.fleet.roster import Roster
-from maxsimd.api.fleet.setup import Setup, read_setup, remove
+from maxsimd.api.fleet.supervisor import Setup, read_setup, remove
 from maxsimd.api.http.sockets import max_connections, raise_descriptor_limit, tls_context
 from maxsimd.api.keys import ApiKeys
 from maxsimd.api.logs import set_up_logging

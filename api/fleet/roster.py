@@ -9,9 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from maxsimd.api.fleet.address import Address, UnixAddress
-from maxsimd.api.fleet.failures import as_error
-from maxsimd.api.fleet.link import Link, LostError, NotSentError, SilentError
+from maxsimd.api.fleet.link import Address, Link, LostError, NotSentError, SilentError, UnixAddress
 from maxsimd.api.fleet.messages import (
     ClearCache,
     Failed,
@@ -19,6 +17,7 @@ from maxsimd.api.fleet.messages import (
     Introduction,
     Ping,
     SetTenants,
+    as_error,
 )
 from maxsimd.api.logs import SeldomLogger
 from maxsimd.engine.config import EngineConfig

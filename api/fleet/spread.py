@@ -2,24 +2,61 @@
 together."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from random import getrandbits
-from typing import Any
+from typing import Any, Literal, cast
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from maxsimd.api.fleet.failures import as_error, renumbered
 from maxsimd.api.fleet.link import LostError, NotSentError, SilentError
-from maxsimd.api.fleet.messages import Answer, Arrived, Failed, Question, Reply
+from maxsimd.api.fleet.messages import (
+    Answer,
+    Arrived,
+    Classify,
+    Converse,
+    Embed,
+    Embedded,
+    EncodedQuery,
+    EncodeQuery,
+    Failed,
+    Question,
+    Reply,
+    Run,
+    Score,
+    Scored,
+    SentItem,
+    as_error,
+    in_whole,
+    renumbered,
+    sent_inputs,
+    sent_item,
+    sent_items,
+)
 from maxsimd.api.fleet.roster import Roster
+from maxsimd.engine.config import ScoreType
+from maxsimd.engine.device.facts import ModelFacts
 from maxsimd.engine.errors import (
     EngineNotReadyError,
     RequestFailedError,
     RequestTimeoutError,
 )
+from maxsimd.engine.explanations import Explanation
+from maxsimd.engine.media import AnyPicture, Content, EncodedPicture, PictureFile
+from maxsimd.engine.requests import (
+    EmbedResult,
+    Item,
+    ScoreOptions,
+    ScoreResult,
+    Timings,
+    Usage,
+    as_scored,
+    as_truncation,
+)
+from maxsimd.pooling.vectors import Vectors
 from maxsimd.scheduler.fleet import (
     Attempts,
     Cell,
@@ -27,12 +64,14 @@ from maxsimd.scheduler.fleet import (
     FleetError,
     Loads,
     Member,
+    Merge,
     Reach,
     RetryBudget,
     Seen,
     Send,
     Split,
     cells_of,
+    digest_of,
     plan,
     reach_of,
 )
@@ -254,3 +293,312 @@ def _raised(error: FleetError, job: Job) -> Exception:
 def estimated_tokens(characters: Sequence[int]) -> NDArray[np.int64]:
     """About how many tokens texts have, by their lengths in characters."""
     return np.array(characters, dtype=np.int64) // 4 + 4
+
+
+_DEADLY = "three engines died while they encoded the query; send another one"
+
+
+class SharedQuery:
+    """The one query of a request, as it is sent in each part: as it came, until it is encoded. `size` is
+    about how many characters it has."""
+
+    def __init__(self, query: Item, size: int, options: ScoreOptions) -> None:
+        self._query = query
+        self._size = size
+        self._options = options
+        self._sent: SentItem = sent_item(query)
+        self._is_encoded = False
+
+    @property
+    def sent(self) -> SentItem:
+        return self._sent
+
+    @property
+    def instruction(self) -> str | None:
+        """The request's, until the query is encoded, of which it becomes a part."""
+        return None if self._is_encoded else self._options["instruction"]
+
+    def job(self) -> Job:
+        """Has the query encoded."""
+        return Job(
+            np.zeros(1, dtype=np.uint64),
+            estimated_tokens([self._size]),
+            Split.NEVER,
+            self._options["timeout"],
+            False,
+            self._question,
+            self._commit,
+            deadly=_DEADLY,
+        )
+
+    def _question(self, indices: NDArray[np.int64], left: float | None) -> EncodeQuery:
+        options = self._options
+        run = Run(as_truncation(options["truncation"]), options["priority"], options["tenant"], left)
+        return EncodeQuery(query=sent_item(self._query), run=run, instruction=options["instruction"])
+
+    def _commit(self, indices: NDArray[np.int64], answer: Answer) -> None:
+        self._sent = cast("EncodedQuery", answer).query
+        self._is_encoded = True
+
+
+# What a picture is by estimate, in characters.
+_PICTURE = 4_096
+# Special tokens and prompts around a text are at most as many.
+MOST_AROUND = 1_024
+# Called with the indices of documents, their scores, and how some of them came to theirs.
+NewScores = Callable[[list[int], list[float], Mapping[int, Explanation]], None]
+
+
+class ScoreJob:
+    """The queries and documents of one request, and what is known of their scores so far."""
+
+    def __init__(self, facts: ModelFacts, queries: Any, documents: Any, options: ScoreOptions) -> None:
+        """Raises InvalidRequestError for what an engine would refuse at once."""
+        self._facts = facts
+        takes_vectors = facts.score_type not in (ScoreType.CROSS_ENCODER, ScoreType.LISTWISE)
+        self.documents = as_scored(documents, "documents", takes_vectors, facts.reads_pictures)
+        self.queries = as_scored(queries, "queries", takes_vectors, facts.reads_pictures)
+        self._options = options
+        self._query: SharedQuery | None = None
+        if self.split is Split.BY_OWNER and not isinstance(self.queries[0], Vectors):
+            self._query = SharedQuery(self.queries[0], size_of(self.queries[0]), options)
+        self._merge = Merge(len(self.documents))
+        self._ranking = Merge(len(self.documents))
+        self._results: list[ScoreResult] = []
+        self._errors: dict[int, str] = {}
+        self._unscored: list[int] = []
+        self._explanations: dict[int, Explanation] = {}
+
+    def job(self, arrived: NewScores | None = None) -> Job:
+        """What is to be spread; `arrived` is called with scores as they come, at times more than once."""
+
+        def part_arrived(indices: NDArray[np.int64], new: Arrived) -> None:
+            assert arrived is not None
+            whole = [int(indices[i]) for i in new.indices]
+            why = {int(indices[i]): each for i, each in new.result.explanations.items()}
+            arrived(whole, new.result.scores, why)
+
+        return Job(
+            np.array([_item_digest(each) for each in self.documents], dtype=np.uint64),
+            estimated_tokens([size_of(each) for each in self.documents]),
+            self.split,
+            self._options["timeout"],
+            self.split is Split.BY_OWNER and self._options["cache"] != "bypass",
+            lambda indices, left: self.question(indices, left, streams=arrived is not None),
+            self.commit,
+            None if arrived is None else part_arrived,
+            None if self._query is None else self._query.job(),
+            # A request that has what there is by then goes on, and each part has what it has.
+            needs_first=self._options["on_timeout"] == "error",
+        )
+
+    @property
+    def most_tokens(self) -> int:
+        """The request has no more: a token is at least a character, and a pair has the query too."""
+        of_query = max(map(size_of, self.queries))
+        return sum(size_of(each) + of_query + MOST_AROUND for each in self.documents)
+
+    @property
+    def split(self) -> Split:
+        """A listwise model scores documents by each other; explanations and pairs of N queries are made where
+        the whole request is, and windows are counted there: they may have many times a document's tokens."""
+        options = self._options
+        is_listwise = self._facts.score_type is ScoreType.LISTWISE
+        if (
+            is_listwise
+            or len(self.queries) > 1
+            or options["explain"]
+            or as_truncation(options["truncation"]).windows
+        ):
+            return Split.NEVER
+        return Split.BY_TOKENS if self._facts.score_type is ScoreType.CROSS_ENCODER else Split.BY_OWNER
+
+    def question(self, indices: NDArray[np.int64], left: float | None, *, streams: bool = False) -> Score:
+        """What an engine is asked about some of the documents."""
+        options = self._options
+        documents = [self.documents[i] for i in indices.tolist()]
+        return Score(
+            queries=sent_items(self.queries) if self._query is None else [self._query.sent],
+            documents=sent_items(documents),
+            run=Run(as_truncation(options["truncation"]), options["priority"], options["tenant"], left),
+            use_activation=options["use_activation"],
+            normalize=options["normalize"],
+            instruction=options["instruction"] if self._query is None else self._query.instruction,
+            cache=options["cache"],
+            on_timeout=options["on_timeout"],
+            on_error=options["on_error"],
+            explain=options["explain"],
+            streams=streams,
+        )
+
+    def commit(self, indices: NDArray[np.int64], answer: Answer) -> None:
+        """Takes the scores of a part."""
+        result = cast("Scored", answer).result
+        self._merge.commit(indices, np.array(result.scores, dtype=np.float64))
+        self._ranking.commit(indices, np.array(result.ranking_scores, dtype=np.float64))
+        self._results.append(result)
+        self._errors |= {
+            int(indices[i]): in_whole(reason, indices.tolist()) for i, reason in result.errors.items()
+        }
+        self._unscored += [int(indices[i]) for i in result.unscored]
+        self._explanations |= {int(indices[i]): why for i, why in result.explanations.items()}
+
+    def result(self) -> ScoreResult:
+        """One score a document. The query counts once, in however many parts it was."""
+        results = self._results
+        # A part for which there was no time has read no query.
+        of_query = max(each.usage.query_tokens for each in results)
+        truncated_queries = max(each.truncated_queries for each in results)
+        usage = Usage(
+            sum(each.usage.prompt_tokens - each.usage.query_tokens for each in results) + of_query,
+            sum(each.usage.cached_tokens for each in results),
+            sum(each.usage.cached_documents for each in results),
+            of_query,
+        )
+        return ScoreResult(
+            self._merge.result().tolist(),
+            usage,
+            sum(each.truncated - each.truncated_queries for each in results) + truncated_queries,
+            tuple(sorted(self._unscored)),
+            {i: self._errors[i] for i in sorted(self._errors)},
+            slowest([each.timings for each in results]),
+            self._explanations,
+            truncated_queries,
+            self._ranking.result().tolist(),
+        )
+
+
+def slowest(timings: list[Timings]) -> Timings:
+    """Of parts that were run side by side, the longest of each."""
+    return Timings(
+        max(each.queue for each in timings),
+        max(each.tokenise for each in timings),
+        max(each.model for each in timings),
+        max(each.score for each in timings),
+    )
+
+
+def _item_digest(item: Item) -> int:
+    """Of a text's content; of one that came as its embedding, which no engine caches, of its place in
+    memory."""
+    if isinstance(item, str):
+        return digest_of(item)
+    return id(item) if isinstance(item, Vectors) else digest_of_content(item)
+
+
+def digest_of_content(content: Content) -> int:
+    """The same in every process."""
+    return digest_of("\0".join(part if isinstance(part, str) else _named(part) for part in content.parts))
+
+
+def _named(picture: AnyPicture) -> str:
+    match picture:
+        case PictureFile():
+            return blake2b(picture.data, digest_size=16).hexdigest()
+        case EncodedPicture():
+            return picture.text
+        case _:
+            return repr(picture)
+
+
+def size_of(item: Item) -> int:
+    """About as many characters as a text would have that is as much work."""
+    if isinstance(item, str):
+        return len(item)
+    if isinstance(item, Vectors):
+        return len(item) // 32
+    return sum(map(len, item.texts)) + _PICTURE * len(item.pictures)
+
+
+_OF_THE_RUN = frozenset({"truncation", "priority", "tenant", "timeout"})
+# About how many characters a token stands for.
+_CHARACTERS_A_TOKEN = 4
+
+
+class EmbedJob:
+    """The texts of one request, and the rows that there are of them so far."""
+
+    def __init__(
+        self, texts: tuple[str | tuple[int, ...] | Content, ...], options: Mapping[str, Any]
+    ) -> None:
+        self.texts = texts
+        self._run = run_of(options)
+        self._options = {name: value for name, value in options.items() if name not in _OF_THE_RUN}
+        self._parts: list[tuple[NDArray[np.int64], EmbedResult]] = []
+
+    def job(self) -> Job:
+        """What is to be spread."""
+        # Token vectors of documents may be cached where these were scored.
+        is_cached = (
+            self._options.get("encoding") is not None and self._options.get("input_type") == "document"
+        )
+        return Job(
+            np.array([_input_digest(text) for text in self.texts], dtype=np.uint64),
+            estimated_tokens([_input_size(text) for text in self.texts]),
+            Split.BY_OWNER if is_cached else Split.BY_TOKENS,
+            self._run.timeout,
+            is_cached,
+            self._question,
+            self._commit,
+        )
+
+    @property
+    def most_tokens(self) -> int:
+        """The request has no more: a token is at least a character."""
+        return sum(_input_size(text) + MOST_AROUND for text in self.texts)
+
+    def question_of_all(self, task: Literal["embed", "token_embed", "sparse_embed"]) -> Embed:
+        """What an engine is asked about all texts."""
+        return Embed(texts=sent_inputs(self.texts), run=self._run, task=task, **self._options)
+
+    def result(self) -> EmbedResult:
+        """One row a text."""
+        results = [result for _, result in self._parts]
+        if len(results) == 1:
+            return results[0]
+        rows = np.empty((len(self.texts), results[0].embeddings.shape[1]), dtype=np.float32)
+        for indices, result in self._parts:
+            rows[indices] = result.embeddings
+        usage = Usage(
+            sum(each.usage.prompt_tokens for each in results),
+            sum(each.usage.cached_tokens for each in results),
+            sum(each.usage.cached_documents for each in results),
+        )
+        truncated = sum(each.truncated for each in results)
+        timings = slowest([each.timings for each in results])
+        return EmbedResult(rows, usage, truncated, timings, results[0].encoding)
+
+    def _question(self, indices: NDArray[np.int64], left: float | None) -> Embed:
+        texts = sent_inputs([self.texts[i] for i in indices.tolist()])
+        run = Run(self._run.truncation, self._run.priority, self._run.tenant, left)
+        return Embed(texts=texts, run=run, **self._options)
+
+    def _commit(self, indices: NDArray[np.int64], answer: Answer) -> None:
+        self._parts.append((indices, cast("Embedded", answer).result))
+
+
+def run_of(options: Mapping[str, Any]) -> Run:
+    """How a request is run, by the options of the engine's method."""
+    return Run(
+        truncation=as_truncation(options.get("truncation", "cut")),
+        priority=options.get("priority", 0),
+        tenant=options.get("tenant", ""),
+        timeout=options.get("timeout"),
+    )
+
+
+def num_characters(question: Converse | Classify | Embed) -> int:
+    """About how much there is to read for an answer."""
+    if isinstance(question, Converse):
+        return sum(len(message["content"]) for message in question.messages)
+    return sum(len(text) if isinstance(text, str) else 0 for text in question.texts)
+
+
+def _input_digest(text: str | tuple[int, ...] | Content) -> int:
+    if isinstance(text, Content):
+        return digest_of_content(text)
+    return digest_of(text if isinstance(text, str) else repr(text))
+
+
+def _input_size(text: str | tuple[int, ...] | Content) -> int:
+    return _CHARACTERS_A_TOKEN * len(text) if isinstance(text, tuple) else size_of(text)

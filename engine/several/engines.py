@@ -2,16 +2,20 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import NamedTuple, Self, Unpack
+from typing import NamedTuple, Self, TypeAlias, Unpack
 
 from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from maxsimd.engine.actors.turns import check_weight
 from maxsimd.engine.config import EngineConfig
-from maxsimd.engine.device.shared import SharedDevices
+from maxsimd.engine.device.shared import Seat, SharedDevices
+from maxsimd.engine.device.stores import MIB, memory_limit
 from maxsimd.engine.device.thread import free_memory
 from maxsimd.engine.engine import Engine
 from maxsimd.engine.errors import (
@@ -19,14 +23,139 @@ from maxsimd.engine.errors import (
     EngineRunningError,
     MaxsimdError,
     ModelDroppedError,
+    ModelFailedError,
     UnknownModelError,
 )
 from maxsimd.engine.requests import Scorable
-from maxsimd.engine.several.cache_budget import CacheBudget, shares
+from maxsimd.engine.runtime import Running, launch_beside
 from maxsimd.engine.several.cascade import CascadeOptions, CascadeResult, Stage, run_cascade
-from maxsimd.engine.several.metrics import registry_by_model
-from maxsimd.engine.several.shared_engine import SharedEngine
-from maxsimd.engine.several.states import Dropped, Failed, Loading, Serving, State, engine_of
+
+
+class CacheBudget:
+    """What one model's cache would take by default, for the caches of all whose size is not configured.
+
+    How much that is, is settled when the first of them comes; each has an equal part, which becomes smaller
+    or larger as others come and go."""
+
+    def __init__(self) -> None:
+        self._total: int | None = None
+
+    def part(self, sharers: int) -> int:
+        """What each of the models that share may take, in MiB; 1 at least, because 0 would be none."""
+        if self._total is None:
+            self._total = memory_limit(EngineConfig())
+        return max(1, self._total // max(1, sharers) // MIB)
+
+    def applied(self, config: EngineConfig, sharers: int) -> EngineConfig:
+        """The configuration of a model that is one of the sharers, if it is one."""
+        return replace(config, cache_mb=self.part(sharers)) if shares(config) else config
+
+    def divide(self, engines: Collection[Engine], sharers: int) -> None:
+        """Gives each of these engines, which are among the sharers, its part."""
+        for engine in engines:
+            cache = engine.metrics.cache
+            if cache is not None:
+                cache.resize(self.part(sharers) * MIB)
+
+
+def shares(config: EngineConfig) -> bool:
+    """Whether a model's cache has a part of what is for all."""
+    return config.cache_mb is None
+
+
+def registry_by_model(registries: Callable[[], Mapping[str, CollectorRegistry]]) -> CollectorRegistry:
+    """A registry with what those by the models' names have whenever it is read."""
+    registry = CollectorRegistry()
+    registry.register(_ByModel(registries))
+    return registry
+
+
+class _ByModel(Collector):
+    def __init__(self, registries: Callable[[], Mapping[str, CollectorRegistry]]) -> None:
+        self._registries = registries
+
+    def collect(self) -> Iterable[Metric]:
+        merged: dict[str, Metric] = {}
+        for model, registry in self._registries().items():
+            for metric in registry.collect():
+                if metric.name not in merged:
+                    merged[metric.name] = Metric(metric.name, metric.documentation, metric.type)
+                merged[metric.name].samples.extend(
+                    sample._replace(labels={"model": model, **sample.labels}) for sample in metric.samples
+                )
+        return merged.values()
+
+
+class SharedEngine(Engine):
+    """As `Engine`, but started on a seat that `take_seat` gives it, a new one for each start."""
+
+    def __init__(self, config: EngineConfig, take_seat: Callable[[], Seat]) -> None:
+        super().__init__(config)
+        self._take_seat = take_seat
+        self._seat: Seat | None = None
+
+    @property
+    def device_seconds(self) -> float:
+        """The time that it has used on the device since it was started."""
+        return 0.0 if self._seat is None else self._seat.seconds
+
+    async def _launch(self) -> Running:
+        self._seat = self._take_seat()
+        return await launch_beside(self._seat, self.config, self.metrics, self._died, self._tenants)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Loading:
+    """Its checkpoint is being read and proven."""
+
+    def __str__(self) -> str:
+        return "loading"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Serving:
+    """Its engine takes requests."""
+
+    engine: Engine
+
+    def __str__(self) -> str:
+        return "ok"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Failed:
+    """It could not be loaded, or its engine has died; nothing of it is in memory."""
+
+    reason: str
+
+    def __str__(self) -> str:
+        return f"failed: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Dropped:
+    """It was served and is not any more."""
+
+    def __str__(self) -> str:
+        return "dropped"
+
+
+State: TypeAlias = Loading | Serving | Failed | Dropped
+
+
+def engine_of(name: str, state: State) -> Engine:
+    """The engine of a model in this state. Raises EngineNotReadyError, ModelFailedError or ModelDroppedError
+    where there is none."""
+    match state:
+        case Serving(engine):
+            return engine
+        case Failed(reason):
+            raise ModelFailedError(f"the model {name!r} has failed: {reason}")
+        case Dropped():
+            raise ModelDroppedError(f"the model {name!r} has been dropped")
+        case Loading():
+            raise EngineNotReadyError(f"the model {name!r} is being loaded")
+
 
 log = logging.getLogger(__name__)
 

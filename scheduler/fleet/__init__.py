@@ -4,14 +4,9 @@ Pure Python and numpy, without clock, network or model: whoever sends the parts 
 of it can be simulated a million requests at a time.
 """
 
-from maxsimd.scheduler.fleet.attempts import Attempts, Fail, FleetError, Send
-from maxsimd.scheduler.fleet.cells import Cell, Reach, cells_of, reach_of
-from maxsimd.scheduler.fleet.loads import Loads
-from maxsimd.scheduler.fleet.merge import Merge
-from maxsimd.scheduler.fleet.owners import Member, digest_of, ranked
-from maxsimd.scheduler.fleet.plan import Documents, Part, Split, plan
-from maxsimd.scheduler.fleet.retry_budget import RetryBudget
-from maxsimd.scheduler.fleet.seen import Seen
+from maxsimd.scheduler.fleet.attempts import Attempts, Fail, FleetError, Merge, RetryBudget, Send
+from maxsimd.scheduler.fleet.members import Cell, Member, Reach, cells_of, digest_of, ranked, reach_of
+from maxsimd.scheduler.fleet.plan import Documents, Loads, Part, Seen, Split, plan
 
 __all__ = [
     "Attempts",

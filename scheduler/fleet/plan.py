@@ -1,5 +1,7 @@
 """From a request's documents to parts, each for one member."""
 
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from heapq import heapify, heapreplace
@@ -7,8 +9,7 @@ from heapq import heapify, heapreplace
 import numpy as np
 from numpy.typing import NDArray
 
-from maxsimd.scheduler.fleet.cells import Reach
-from maxsimd.scheduler.fleet.owners import Digests, Member
+from maxsimd.scheduler.fleet.members import Digests, Member, Reach
 
 Tokens = NDArray[np.int64]
 
@@ -130,3 +131,72 @@ def _parts(chosen: NDArray[np.intp], documents: Documents, reach: Reach) -> list
         in_turn = (members[first], *(members[member] for member in order if member != first))
         parts.append(Part(in_turn, indices, int(documents.weights[indices].sum())))
     return parts
+
+
+class Loads:
+    """Estimated tokens at each member: those that this front has sent and that are not answered, and what
+    each reply said waits there beside them, from other fronts. For one thread."""
+
+    def __init__(self) -> None:
+        self._sent: dict[str, int] = {}
+        self._others: dict[str, int] = {}
+
+    def sent(self, member: Member, tokens: int) -> None:
+        """Tokens go to a member."""
+        self._sent[member.name] = self._sent.get(member.name, 0) + tokens
+
+    def answered(self, member: Member, tokens: int, queued_tokens: int | None) -> None:
+        """They are answered, or lost; a reply says how many are queued at the member by then."""
+        left = self._sent.get(member.name, 0) - tokens
+        self._sent[member.name] = max(0, left)
+        if queued_tokens is not None:
+            self._others[member.name] = max(0, queued_tokens - max(0, left))
+
+    def forget_queued(self) -> None:
+        """Forgets what replies have said, which is old: those who said it would else not be asked again."""
+        self._others.clear()
+
+    def forget_others(self, members: Iterable[Member]) -> None:
+        """Forgets all other members."""
+        names = {member.name for member in members}
+        for counts in (self._sent, self._others):
+            for name in counts.keys() - names:
+                del counts[name]
+
+    def of(self, members: Sequence[Member]) -> NDArray[np.int64]:
+        """Tokens at each member."""
+        return np.array(
+            [self._sent.get(member.name, 0) + self._others.get(member.name, 0) for member in members],
+            dtype=np.int64,
+        )
+
+
+# What a document weighs whose embedding is cached, beside one that is encoded.
+_CACHED_SHARE = 0.02
+
+
+class Seen:
+    """The documents that this front has lately sent, with the member that answered: at most `capacity`, those
+    longest unused forgotten first. A guess, since members have caches of their own. For one thread."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._names: OrderedDict[tuple[int, int], str] = OrderedDict()
+
+    def remember(self, reach: Reach, digests: Iterable[int], member: Member) -> None:
+        """One of a request's members has scored documents."""
+        number = reach.number_of(member)
+        for digest in digests:
+            key = number, digest
+            self._names[key] = member.name
+            self._names.move_to_end(key)
+        while len(self._names) > self._capacity:
+            self._names.popitem(last=False)
+
+    def weights(self, reach: Reach, digests: Digests, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        """What documents [N] with these `tokens` weigh: little where a member of the cell that they go to has
+        them."""
+        alive = {member.name for member in reach.members}
+        keys = zip(reach.numbers(digests).tolist(), digests.tolist(), strict=True)
+        is_cached = np.fromiter((self._names.get(key) in alive for key in keys), np.bool_, len(digests))
+        return np.where(is_cached, np.ceil(tokens * _CACHED_SHARE), tokens).astype(np.int64)

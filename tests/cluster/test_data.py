@@ -16,10 +16,9 @@ from click.testing import CliRunner
 from pyarrow import parquet
 
 from maxsimd.api.cli import main
-from maxsimd.api.cluster.actor_pool import ActorPool
-from maxsimd.api.cluster.data import EmbedRows, ScoreRows, build_scorer
-from maxsimd.api.cluster.ray_session import ray_session
+from maxsimd.api.cluster.data import ActorPool, EmbedRows, ScoreRows, build_scorer
 from maxsimd.api.cluster.score_files import Files, ScoringError, Work, score_shards
+from maxsimd.api.cluster.session import ray_session
 from maxsimd.engine import EngineConfig, EngineDeadError, InvalidRequestError, SyncEngine
 from tests.cluster import soak
 from tests.server.conftest import installed_command

@@ -11,12 +11,18 @@ pytest.importorskip("pyarrow")
 import pyarrow as pa
 from pyarrow import parquet
 
-from maxsimd.api.cluster.jsonl_shards import JsonlShards
-from maxsimd.api.cluster.parquet_shards import ParquetShards
-from maxsimd.api.cluster.rows import ScoreRow
-from maxsimd.api.cluster.run_folder import RunFolder
-from maxsimd.api.cluster.score_files import Files, Work
-from maxsimd.api.cluster.shards import Format, Shard, cut_files, write_shard
+from maxsimd.api.cluster.data import ScoreRow
+from maxsimd.api.cluster.score_files import (
+    Files,
+    Format,
+    JsonlShards,
+    ParquetShards,
+    RunFolder,
+    Shard,
+    Work,
+    cut_files,
+    write_shard,
+)
 from maxsimd.engine import EngineConfig
 
 

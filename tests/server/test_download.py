@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from huggingface_hub import constants
 
 from maxsimd.api.cli import main
-from maxsimd.api.commands.download import wanted
+from maxsimd.api.cli.download import wanted
 from tests.server.conftest import Server, StartServer, web_server
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -15,7 +15,7 @@ import pytest
 
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.fleet import process
-from maxsimd.api.fleet.setup import Setup
+from maxsimd.api.fleet.supervisor import Setup
 from maxsimd.api.process import SIGNALS
 from maxsimd.engine import EngineConfig
 from tests.clients_under_load import ASKED, DOCUMENTS, Clients, numbers_of, right_scores, shape_of

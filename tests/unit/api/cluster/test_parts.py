@@ -12,13 +12,12 @@ from click.testing import CliRunner
 
 from maxsimd.api.answer import Answer
 from maxsimd.api.cli import main
-from maxsimd.api.cluster import asgi, cli, running
+from maxsimd.api.cluster import asgi, cli, session
 from maxsimd.api.cluster.asgi import AsgiAdapter
 from maxsimd.api.cluster.config import AppConfig
-from maxsimd.api.cluster.own_slot import OwnSlot
-from maxsimd.api.cluster.scaling import QueuedTokensPolicy
-from maxsimd.api.fleet.address import NetAddress
+from maxsimd.api.cluster.scaling import OwnSlot, QueuedTokensPolicy
 from maxsimd.api.fleet.fleet_engine import FleetEngine
+from maxsimd.api.fleet.link import NetAddress
 from maxsimd.api.fleet.roster import Listed, Roster
 from maxsimd.api.state import ServerState
 from maxsimd.engine.tenants import Tenant
@@ -187,7 +186,7 @@ def test_keys_of_the_environment_are_asked_for_and_never_written(monkeypatch: py
     assert "give --api-key-file" in written.output
     assert "secret" not in written.output
     configs: list[AppConfig] = []
-    monkeypatch.setattr(running, "run", lambda config, *others: configs.append(config))
+    monkeypatch.setattr(session, "run", lambda config, *others: configs.append(config))
     result = CliRunner().invoke(main, ["cluster", "serve"], env={"MAXSIMD_API_KEY": "one, two"})
     assert result.exit_code == 0, result.output
     assert configs[0].server.api_key == ("one", "two")

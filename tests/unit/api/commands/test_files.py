@@ -14,9 +14,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from maxsimd.api.commands.journal import Journal, digest_of
-from maxsimd.api.commands.printing import write
-from maxsimd.api.commands.records import Record, read_records
+from maxsimd.api.cli.files import Record, read_records
+from maxsimd.api.cli.rank import Journal, digest_of, write
 
 TEXTS = ["Open a file.", 'one, "two"', "Käse, 東京 and 🎉.", "a\tb"]
 

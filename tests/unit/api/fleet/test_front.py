@@ -19,19 +19,25 @@ from maxsimd.api.answer import ApiError
 from maxsimd.api.config import SetupError
 from maxsimd.api.fleet import messages
 from maxsimd.api.fleet import roster as roster_module
-from maxsimd.api.fleet.address import UnixAddress
-from maxsimd.api.fleet.door import Door, Send
 from maxsimd.api.fleet.engine_answers import fingerprint_of
-from maxsimd.api.fleet.failures import as_error, as_failed, renumbered
-from maxsimd.api.fleet.fleet_engine import FleetEngine
-from maxsimd.api.fleet.items import received_items, sent_items
-from maxsimd.api.fleet.limits import check_limits, without_limits
-from maxsimd.api.fleet.link import Link, LostError
-from maxsimd.api.fleet.messages import Answer, Arrived, EncodeQuery, Question, Score, Scored
-from maxsimd.api.fleet.pages import joined
+from maxsimd.api.fleet.fleet_engine import FleetEngine, check_limits, joined, without_limits
+from maxsimd.api.fleet.link import Door, Link, LostError, Send, UnixAddress
+from maxsimd.api.fleet.messages import (
+    Answer,
+    Arrived,
+    EncodeQuery,
+    Question,
+    Score,
+    Scored,
+    as_error,
+    as_failed,
+    received_items,
+    renumbered,
+    sent_items,
+)
 from maxsimd.api.fleet.roster import Listed, Roster
-from maxsimd.api.fleet.scoring import ScoreJob
-from maxsimd.api.fleet.setup import remove
+from maxsimd.api.fleet.spread import ScoreJob
+from maxsimd.api.fleet.supervisor import remove
 from maxsimd.engine import (
     Engine,
     EngineConfig,

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from maxsimd.api.fleet.embedding import EmbedJob
 from maxsimd.api.fleet.engine_answers import EngineAnswers
 from maxsimd.api.fleet.messages import Ask, EmbeddedSparse, Reply, decode_to_engine, decode_to_front, encode
+from maxsimd.api.fleet.spread import EmbedJob
 from maxsimd.api.handlers import tei
 from maxsimd.engine import EngineConfig
 from tests.checkpoints import sparse_encoders

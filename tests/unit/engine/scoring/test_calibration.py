@@ -14,7 +14,7 @@ from sklearn.isotonic import IsotonicRegression
 from transformers import PretrainedConfig
 
 from maxsimd.api.cli import main
-from maxsimd.api.judgements import read_judgements, read_texts
+from maxsimd.api.cli.evaluate import read_judgements, read_texts
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import Engine, EngineConfig, ModelLoadError
 from maxsimd.engine.checkpoint.model import PairRules, Task

@@ -28,7 +28,7 @@ from maxsimd.scheduler.fleet import (
     ranked,
     reach_of,
 )
-from maxsimd.scheduler.fleet.slots import agreed_slots, free_slot
+from maxsimd.scheduler.fleet.members import agreed_slots, free_slot
 
 
 def fleet(count: int, fingerprint: str = "f") -> tuple[Member, ...]:

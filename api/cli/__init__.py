@@ -1,4 +1,4 @@
-"""The command line: `maxsimd serve`, and what other rooms add to it as entry points."""
+"""The command line: `maxsimd serve`, and commands in modules of their own or of other rooms."""
 
 import time
 
@@ -38,16 +38,14 @@ from maxsimd.api.process import (
 from maxsimd.engine.config import EngineConfig, refuse_missing_folder, shown_name
 from maxsimd.engine.errors import ModelLoadError
 
-_FILE = click.Path(exists=True, dir_okay=False)
-
-
-# Commands by name, which are imported when they are asked for.
+# Commands that are imported when they are asked for: module and function.
 _LATE = {
+    "calibrate": ("evaluate", "calibrate"),
     "download": ("download", "download"),
-    "embed": ("embedding", "embed"),
-    "eval": ("evaluation", "evaluate"),
-    "rerank": ("ranking", "rerank"),
-    "score": ("ranking", "score"),
+    "embed": ("embed", "embed"),
+    "eval": ("evaluate", "evaluate"),
+    "rerank": ("rank", "rerank"),
+    "score": ("rank", "score"),
 }
 
 
@@ -64,7 +62,7 @@ class _Commands(click.Group):
             return command
         if name in _LATE:
             module, attribute = _LATE[name]
-            command = getattr(import_module(f"maxsimd.api.commands.{module}"), attribute)
+            command = getattr(import_module(f"maxsimd.api.cli.{module}"), attribute)
         for point in _registered() if command is None else ():
             if point.name == name:
                 command = point.load()
@@ -121,41 +119,6 @@ def inspect(check: bool, supported: bool, as_json: bool, **values: Any) -> None:
     except ModelLoadError as error:
         raise click.ClickException(in_flags(str(error))) from error
     click.echo(json.dumps(rows, indent=2, ensure_ascii=False) if as_json else show(rows))
-
-
-@main.command()
-@click.argument("model", required=False, envvar="MAXSIMD_MODEL")
-@config_file_option
-@options_from(EngineConfig, exclude=frozenset({"model", "calibration"}))
-@click.option("--queries", type=_FILE, required=True, help='A query a line: {"_id": ..., "text": ...}.')
-@click.option(
-    "--documents",
-    type=_FILE,
-    required=True,
-    help='A document a line: {"_id": ..., "text": ..., "title": ...}.',
-)
-@click.option(
-    "--qrels",
-    type=_FILE,
-    required=True,
-    help="A judgement a line: query, document and a number above 0 for relevant ones, or TREC's four.",
-)
-@click.option(
-    "--others",
-    type=click.IntRange(min=0),
-    default=10,
-    show_default=True,
-    help="Documents a query, drawn at random, that count as not relevant unless they are judged.",
-)
-@click.option("--out", type=click.Path(dir_okay=False), required=True, help="The file to write.")
-def calibrate(queries: str, documents: str, qrels: str, others: int, out: str, **values: Any) -> None:
-    """Fits the normalised scores of MODEL to judged documents: serve with --calibration, and they are
-    probabilities. The files are BEIR's."""
-    config = config_from(EngineConfig, values)
-    click.echo(f"Loading {shown_name(config.model)} ...", err=True)
-    from maxsimd.api.calibrate import run
-
-    run(config, queries, documents, qrels, others, out)
 
 
 @main.command()
@@ -237,7 +200,3 @@ def _ignore_service_links() -> None:
     for name, value in list(os.environ.items()):
         if name.startswith("MAXSIMD_") and re.match(r"(tcp|udp|sctp)://", value):
             del os.environ[name]
-
-
-if __name__ == "__main__":
-    main()

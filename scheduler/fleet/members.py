@@ -1,22 +1,60 @@
-"""Cells: members side by side among whom one request is spread.
+"""Whose document it is: each document's digest ranks the members, and the first of them owns it.
 
-A request over all members of a large fleet would wait for the slowest of a hundred; over a cell of eight it
-has eight parts. The price is that a document which many requests have is cached once a cell.
-
-A cell has room for a fixed number of slots, and a document belongs to one of those, whether or not a member
-has it by now. Where none has, the document goes to its owner in another cell, which may have it cached from
-other requests. So a member that comes takes its own share of documents and moves no others, and one that goes
-leaves its share to all, also where it is the first or the last of a cell.
+Rendezvous hashing (Thaler & Ravishankar 1998, "Using name-based mappings to increase hit rates"): a member
+that comes takes an equal share from each of the others, and one that goes leaves its documents to all,
+without a table that anybody must agree on.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
 
-from maxsimd.scheduler.fleet.owners import Digests, Member, ranked
+Digests = NDArray[np.uint64]
+
+# Constants of SplitMix64 (Steele, Lea & Flood 2014), which spreads each bit over all of a number.
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """An engine that takes parts of requests. The `slot` is a number from 0 that whoever replaces it takes
+    over, and so its documents; the `name` is this process's own. Members with different fingerprints (model,
+    precision, version) give different scores."""
+
+    slot: int
+    name: str
+    fingerprint: str
+
+
+def digest_of(text: str) -> int:
+    """A text's digest, 64 bits of BLAKE2b: of the text alone: options of a request change no owner."""
+    return int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+
+
+def ranked(digests: Digests, slots: Sequence[int]) -> NDArray[np.intp]:
+    """For each document [N] the slots' places in `slots`, its owner first: [N, slots]."""
+    return np.argsort(~_weights(digests, slots), axis=1, kind="stable")
+
+
+def mixed(numbers: Digests) -> Digests:
+    """Numbers of 64 bits in which each bit depends on all bits of those given (SplitMix64)."""
+    numbers = numbers + _STEP
+    numbers = (numbers ^ (numbers >> np.uint64(30))) * _FIRST
+    numbers = (numbers ^ (numbers >> np.uint64(27))) * _SECOND
+    return numbers ^ (numbers >> np.uint64(31))
+
+
+def _weights(digests: Digests, slots: Sequence[int]) -> Digests:
+    """How much each member [G] is a document's [N]: [N, G]. A slot counts by its number alone, so that it
+    weighs the same whoever else there is."""
+    of_slots = mixed(np.array(slots, dtype=np.uint64))
+    return mixed(digests[:, None] ^ of_slots[None, :])
+
 
 CELL_SIZE = 8
 
@@ -103,3 +141,35 @@ def reach_of(cells: Sequence[Cell], load: Callable[[Cell], float], draw: int) ->
     second = (first + 1 + (draw >> 32) % (len(cells) - 1)) % len(cells)
     cell, other = sorted((cells[first], cells[second]), key=load)
     return Reach(cell, None if cell.is_full else other)
+
+
+def free_slot(wanted: int, taken: Collection[int]) -> int:
+    """The slot of a member that comes: the wanted one, or the lowest that nobody has."""
+    return wanted if wanted not in taken else _lowest_free(taken)
+
+
+def agreed_slots(slots: Mapping[str, int], size: int = CELL_SIZE) -> dict[str, int]:
+    """By name, the slots that members are to have that have these by now: their own, as long as they run,
+    since with another slot a member has other documents.
+
+    Two cases make a member take the lowest free slot: another member has its slot, as where two have come at
+    once; and it is in a cell that so few members have no need of, where documents would be cached once more.
+    """
+    needed = -(-len(slots) // size) * size
+    agreed: dict[str, int] = {}
+    taken: set[int] = set()
+    others = []
+    for slot, name in sorted((slot, name) for name, slot in slots.items()):
+        if slot in taken or slot >= needed:
+            others.append(name)
+        else:
+            agreed[name] = slot
+            taken.add(slot)
+    for name in others:
+        agreed[name] = _lowest_free(taken)
+        taken.add(agreed[name])
+    return agreed
+
+
+def _lowest_free(taken: Collection[int]) -> int:
+    return next(slot for slot in range(len(taken) + 1) if slot not in taken)

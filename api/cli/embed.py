@@ -2,17 +2,38 @@
 
 import json
 import sys
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
+import numpy as np
+from numpy.typing import NDArray
 
-from maxsimd.api.commands.progress import Progress
-from maxsimd.api.commands.records import KINDS, Record, read_records
+from maxsimd.api.cli.files import (
+    INTERRUPTED,
+    KINDS,
+    Interrupted,
+    Progress,
+    Record,
+    each_part,
+    in_parts,
+    open_output,
+    read_records,
+    run,
+    started,
+)
 from maxsimd.api.options import config_file_option, config_from, options_from
 from maxsimd.engine.config import EngineConfig, shown_name
 
-_INTERRUPTED = 130
+if TYPE_CHECKING:
+    from maxsimd.engine.requests import EmbedResult, InputType, TokenEmbedResult
+
+    _Result: TypeAlias = EmbedResult | TokenEmbedResult
+
+# Of each text float32 [dim], or [tokens, dim].
+Rows = list[NDArray[np.float32]]
 
 
 @click.command()
@@ -44,30 +65,54 @@ def embed(**values: Any) -> None:
         raise click.UsageError(
             f"--out must end in {ending} {'with' if values['tokens'] else 'without'} --tokens"
         )
-    progress = Progress(0, "texts")
+    progress = Progress("texts")
     progress.note(f"reading {values['texts']}")
     records = read_records(values["texts"], values["input_format"], values["field"])
     progress.total = len(records)
     progress.note(f"Loading {shown_name(config.model)} for {len(records):,} texts ...")
-    from maxsimd.api.commands.embedding_texts import embed_records, write_array, write_arrays
-    from maxsimd.api.commands.running import Interrupted, run
-
     try:
         found = run(embed_records(config, records, values["input_type"], values["tokens"], progress))
     except Interrupted:
         click.echo("interrupted: nothing is written", err=True)
-        sys.exit(_INTERRUPTED)
+        sys.exit(INTERRUPTED)
     finally:
         progress.end()
     if out is None:
         for index, (record, rows) in enumerate(zip(records, found, strict=True)):
-            click.echo(_line(index, record, rows.tolist()))
-    elif values["tokens"]:
-        write_arrays(out, found)
-    else:
-        write_array(out, found)
+            named = {} if record.id is None else {"id": record.id}
+            click.echo(json.dumps({"index": index, **named, "embedding": rows.tolist()}))
+        return
+    with open_output(out) as file:
+        if values["tokens"]:
+            offsets = np.array([0, *accumulate(map(len, found))])
+            np.savez(file, embeddings=np.concatenate(found), offsets=offsets)
+        else:
+            np.save(file, np.stack(found))
 
 
-def _line(index: int, record: Record, rows: list[Any]) -> str:
-    named = {} if record.id is None else {"id": record.id}
-    return json.dumps({"index": index, **named, "embedding": rows})
+async def embed_records(
+    config: EngineConfig,
+    records: Sequence[Record],
+    input_type: "InputType | None",
+    tokens: bool,
+    progress: Progress,
+) -> Rows:
+    """Raises MaxsimdError, and Interrupted when someone asks the command to end."""
+    found: dict[int, NDArray[np.float32]] = {}
+    num_tokens = 0
+    async with started(config, progress) as engine:
+
+        async def ask(part: list[int]) -> "_Result":
+            texts = [records[i].text for i in part]
+            call = engine.embed_tokens if tokens else engine.embed
+            return await call(texts, input_type=input_type, priority="batch")
+
+        def done(part: list[int], result: "_Result") -> None:
+            nonlocal num_tokens
+            num_tokens += result.usage.prompt_tokens
+            found.update(zip(part, result.embeddings, strict=True))
+            progress.update(len(found), num_tokens)
+
+        progress.update(0, 0)
+        await each_part(in_parts(records, range(len(records))), ask, done)
+    return [found[i] for i in range(len(records))]

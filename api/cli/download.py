@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from maxsimd.api.commands.progress import Progress
+from maxsimd.api.cli.files import Progress
 
 # Other frameworks' weights, and pictures.
 _OTHERS = ("onnx/*", "openvino/*", "*.onnx", "*.h5", "*.msgpack", "*.gguf", "*.ot", "*.png", "*.jpg", "*.gif")
@@ -55,7 +55,7 @@ def _download(model: str, revision: str | None, target: Path) -> None:
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     disable_progress_bars()
-    progress = Progress(0, "files")
+    progress = Progress("files")
     progress.note(f"asking the hub for {model}")
     try:
         info = HfApi().model_info(model, revision=revision, files_metadata=True)

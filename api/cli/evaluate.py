@@ -1,0 +1,374 @@
+"""`maxsimd eval` and `maxsimd calibrate`: judged documents, from files in BEIR's form or TREC's.
+
+Source: BEIR (Thakur et al. 2021, arXiv 2104.08663), https://github.com/beir-cellar/beir."""
+
+import asyncio
+import json
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import numpy as np
+
+from maxsimd.api.cli.files import (
+    INTERRUPTED,
+    Interrupted,
+    Progress,
+    Record,
+    each_part,
+    in_parts,
+    open_output,
+    run,
+    started,
+)
+from maxsimd.api.options import config_file_option, config_from, in_flags, options_from
+from maxsimd.engine.config import EngineConfig, shown_name
+from maxsimd.engine.errors import MaxsimdError
+
+if TYPE_CHECKING:
+    from maxsimd.engine import ScoreResult
+
+_FILE = click.Path(exists=True, dir_okay=False)
+_MEASURES = ("nDCG@10", "RR", "R@100")
+
+# Of each query, which documents are judged, and how relevant they are; from 0 down they are not.
+Grades = Mapping[str, Mapping[str, float]]
+# The same, and whether they are relevant.
+Judgements = Mapping[str, Mapping[str, bool]]
+# Of each query the scores of its documents.
+Run = dict[str, dict[str, float]]
+
+
+@click.command("eval")
+@click.argument("model", required=False, envvar="MAXSIMD_MODEL")
+@config_file_option
+@click.option(
+    "--queries", type=_FILE, required=True, help='{"_id": ..., "text": ...} a line, or id and text.'
+)
+@click.option("--documents", type=_FILE, required=True, help="The same for documents, also with a title.")
+@click.option("--qrels", type=_FILE, required=True, help="Judgements, as in BEIR or TREC.")
+@click.option(
+    "--candidates",
+    type=_FILE,
+    help="A run in TREC's form: of each query only its documents are ranked. By default all are.",
+)
+@click.option(
+    "--depth", type=click.IntRange(min=1), default=100, show_default=True, help="Most candidates a query."
+)
+@click.option(
+    "--measure",
+    "measures",
+    multiple=True,
+    default=_MEASURES,
+    show_default=True,
+    help="What to measure, as ir_measures names it; repeatable. RR is the reciprocal rank (MRR as a mean).",
+)
+@click.option("--run", "run_file", type=click.Path(dir_okay=False), help="Write the ranking in TREC's form.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@options_from(EngineConfig, exclude=frozenset({"model"}))
+def evaluate(
+    queries: str, documents: str, qrels: str, measures: tuple[str, ...], as_json: bool, **values: Any
+) -> None:
+    """Ranks judged documents with MODEL and says how well: nDCG@10, MRR and recall, by ir_measures."""
+    config = config_from(EngineConfig, values)
+    measure = _measuring(measures)
+    progress = Progress("documents")
+    progress.note(f"reading {documents}")
+    try:
+        grades = read_grades(qrels)
+        texts, asked = read_texts(documents), read_texts(queries)
+        candidates = None if values["candidates"] is None else read_candidates(values["candidates"])
+        work = [*_work(grades, asked, texts, candidates, values["depth"])]
+    except (OSError, ValueError) as error:
+        raise click.ClickException(str(error)) from error
+    ranked = _ranked(config, work, asked, texts, progress)
+    if values["run_file"] is not None:
+        _write(ranked, values["run_file"])
+    # What has no candidates counts as ranked last.
+    found = measure({query: each for query, each in grades.items() if query in asked}, ranked)
+    if as_json:
+        click.echo(json.dumps(found))
+        return
+    click.echo(f"{len(ranked)} queries, {sum(map(len, ranked.values()))} ranked documents")
+    for name, value in found.items():
+        click.echo(f"{name:<10} {value:.4f}")
+
+
+def _measuring(names: tuple[str, ...]) -> Any:
+    """What measures a run. Raises click.ClickException where ir_measures is not installed, and for a measure
+    that it does not know."""
+    try:
+        import ir_measures
+    except ImportError:
+        raise click.ClickException('eval needs ir_measures; pip install "maxsimd[eval]"') from None
+    try:
+        measures = [ir_measures.parse_measure(name) for name in names]
+    except (ValueError, NameError, SyntaxError) as error:
+        raise click.UsageError(f"ir_measures knows no such measure: {error}") from error
+
+    def measure(grades: Grades, ranked: Run) -> dict[str, float]:
+        qrels = {query: {id_: int(grade) for id_, grade in of.items()} for query, of in grades.items()}
+        found = ir_measures.calc_aggregate(measures, qrels, ranked)
+        return {str(name): float(found[name]) for name in measures}
+
+    return measure
+
+
+def _work(
+    grades: Grades,
+    queries: Mapping[str, str],
+    documents: Mapping[str, str],
+    candidates: Mapping[str, list[str]] | None,
+    depth: int,
+) -> Iterator[tuple[str, list[str]]]:
+    """The documents to rank for each judged query. Raises ValueError where there are none."""
+    some = False
+    for query in grades:
+        if query not in queries:
+            continue
+        if candidates is None:
+            ids = [*documents]
+        else:
+            ids = [each for each in candidates.get(query, [])[:depth] if each in documents]
+        if ids:
+            some = True
+            yield query, ids
+    if not some:
+        raise ValueError("no judgement names a query of the file that has documents; compare their ids")
+
+
+def _ranked(
+    config: EngineConfig,
+    work: list[tuple[str, list[str]]],
+    queries: Mapping[str, str],
+    documents: Mapping[str, str],
+    progress: Progress,
+) -> Run:
+    progress.total = sum(len(ids) for _, ids in work)
+    progress.note(f"Loading {shown_name(config.model)} for {progress.total:,} pairs ...")
+    try:
+        return run(rank_all(config, work, queries, documents, progress))
+    except Interrupted:
+        click.echo("interrupted: there is no result", err=True)
+        sys.exit(INTERRUPTED)
+    finally:
+        progress.end()
+
+
+def _write(ranked: Run, path: str) -> None:
+    lines = []
+    for query, scores in ranked.items():
+        best = sorted(scores, key=lambda id_: (-scores[id_], id_))
+        lines += [f"{query} Q0 {id_} {rank} {scores[id_]:.9g} maxsimd\n" for rank, id_ in enumerate(best, 1)]
+    with open_output(Path(path)) as file:
+        file.writelines(line.encode() for line in lines)
+
+
+async def rank_all(
+    config: EngineConfig,
+    work: list[tuple[str, list[str]]],
+    queries: Mapping[str, str],
+    documents: Mapping[str, str],
+    progress: Progress,
+) -> Run:
+    """The number by which each document is ranked for each query, by their ids: its score, before an
+    activation that may make different scores alike. Raises MaxsimdError, and Interrupted when someone asks
+    the command to end."""
+    pairs = [(query, id_) for query, ids in work for id_ in ids]
+    ranked: Run = {query: {} for query, _ in work}
+    done_pairs = tokens = 0
+    async with started(config, progress) as engine:
+
+        async def ask(part: list[int]) -> "ScoreResult":
+            query = queries[pairs[part[0]][0]]  # a part is of one query
+            return await engine.score(query, [documents[pairs[i][1]] for i in part], priority="batch")
+
+        def done(part: list[int], result: "ScoreResult") -> None:
+            nonlocal done_pairs, tokens
+            done_pairs += len(part)
+            tokens += result.usage.prompt_tokens
+            for i, score in zip(part, result.ranking_scores, strict=True):
+                query, id_ = pairs[i]
+                ranked[query][id_] = score
+            progress.update(done_pairs, tokens)
+
+        progress.update(0, 0)
+        starts = 0
+        parts = []
+        for _, ids in work:
+            records = [Record(documents[id_]) for id_ in ids]
+            # A listwise model scores a query's documents by each other.
+            whole = [list(range(len(records)))] if engine.model.listwise is not None else None
+            of_query = whole or in_parts(records, range(len(records)))
+            parts += [[starts + i for i in part] for part in of_query]
+            starts += len(ids)
+        await each_part(iter(parts), ask, done)
+    return ranked
+
+
+@click.command()
+@click.argument("model", required=False, envvar="MAXSIMD_MODEL")
+@config_file_option
+@options_from(EngineConfig, exclude=frozenset({"model", "calibration"}))
+@click.option("--queries", type=_FILE, required=True, help='A query a line: {"_id": ..., "text": ...}.')
+@click.option(
+    "--documents",
+    type=_FILE,
+    required=True,
+    help='A document a line: {"_id": ..., "text": ..., "title": ...}.',
+)
+@click.option(
+    "--qrels",
+    type=_FILE,
+    required=True,
+    help="A judgement a line: query, document and a number above 0 for relevant ones, or TREC's four.",
+)
+@click.option(
+    "--others",
+    type=click.IntRange(min=0),
+    default=10,
+    show_default=True,
+    help="Documents a query, drawn at random, that count as not relevant unless they are judged.",
+)
+@click.option("--out", type=click.Path(dir_okay=False), required=True, help="The file to write.")
+def calibrate(queries: str, documents: str, qrels: str, others: int, out: str, **values: Any) -> None:
+    """Fits the normalised scores of MODEL to judged documents: serve with --calibration, and they are
+    probabilities. The files are BEIR's."""
+    config = config_from(EngineConfig, values)
+    click.echo(f"Loading {shown_name(config.model)} ...", err=True)
+    from maxsimd.engine.device.stores import digest_of
+    from maxsimd.engine.scoring.scale import Calibration
+
+    try:
+        scored = asyncio.run(_score_judged(config, queries, documents, qrels, others))
+        calibration = Calibration.fitted(digest_of(config), scored.scores, scored.relevant)
+        calibration.write(Path(out))
+    except (OSError, ValueError, MaxsimdError) as error:
+        raise click.ClickException(in_flags(str(error))) from error
+    before, after = _errors_of(scored)
+    share = sum(scored.relevant) / len(scored.relevant)
+    click.echo(
+        f"{len(scored.scores)} documents of {len(set(scored.queries))} queries, {share:.1%} relevant\n"
+        f"mean squared error of the probability (Brier) on queries that it was not fitted to:\n"
+        f"  normalised scores {before:.4f}, calibrated {after:.4f}, "
+        f"always {share:.1%} {share * (1 - share):.4f}\n"
+        f"wrote {out}; serve with --calibration {out}"
+    )
+
+
+# Of one part of the queries the calibration is fitted, and of the other it is judged, in turns.
+_FOLDS = 5
+
+
+@dataclass(slots=True)
+class Scored:
+    """Normalised scores with their judgements, and to which query each belongs."""
+
+    scores: list[float] = field(default_factory=list)
+    relevant: list[bool] = field(default_factory=list)
+    queries: list[int] = field(default_factory=list)
+
+
+async def _score_judged(
+    config: EngineConfig, queries: str, documents: str, qrels: str, others: int
+) -> Scored:
+    """Scores the documents of files that are judged, and `others` a query. Raises ValueError for none."""
+    from maxsimd.engine import Engine
+
+    judged, asked, texts = read_judgements(qrels), read_texts(queries), read_texts(documents)
+    scored, draw, ids = Scored(), random.Random(0), sorted(texts)
+    async with Engine(config) as engine:
+        for number, (query, judgements) in enumerate(sorted(judged.items())):
+            chosen = {each: is_relevant for each, is_relevant in judgements.items() if each in texts}
+            if query not in asked or not chosen:
+                continue
+            for each in draw.sample(ids, min(others, len(ids))):
+                chosen.setdefault(each, False)
+            result = await engine.score(asked[query], [texts[each] for each in chosen], normalize=True)
+            scored.scores += result.scores
+            scored.relevant += chosen.values()
+            scored.queries += [number] * len(chosen)
+    if not scored.scores:
+        raise ValueError("no judgement names a query and a document of the files; compare their ids")
+    return scored
+
+
+def _errors_of(scored: Scored) -> tuple[float, float]:
+    """The mean squared error of normalised scores as probabilities, and of calibrated ones, each fitted
+    without the queries that it is judged by; NaN where there are too few."""
+    from maxsimd.engine.scoring.scale import Calibration
+
+    scores, relevant = np.array(scored.scores), np.array(scored.relevant)
+    folds = np.array(scored.queries) % _FOLDS
+    probabilities = np.full(len(scores), np.nan)
+    for fold in range(_FOLDS):
+        rest = folds != fold
+        if len(set(relevant[rest].tolist())) == 2:
+            fitted = Calibration.fitted("", scores[rest].tolist(), relevant[rest].tolist())
+            probabilities[~rest] = fitted(scores[~rest].astype(np.float32))
+    return float(np.mean((scores - relevant) ** 2)), float(np.mean((probabilities - relevant) ** 2))
+
+
+def read_texts(path: str) -> dict[str, str]:
+    """Texts by their ids, from a JSON object a line, where a title stands before its text, or from an id, a
+    tab and a text a line. Raises ValueError with the number of a line that is neither."""
+    texts = {}
+    for number, line in _lines(path):
+        id_, tab, text = line.partition("\t")
+        if tab and not line.lstrip().startswith("{"):
+            texts[id_.strip()] = text.strip()
+            continue
+        try:
+            record = json.loads(line)
+            title = record.get("title") or ""
+            texts[str(record["_id"])] = f"{title} {record['text']}".strip()
+        except (ValueError, KeyError, AttributeError):
+            raise ValueError(f'{path}, line {number}: this is no {{"_id": ..., "text": ...}}') from None
+    return texts
+
+
+def read_judgements(path: str) -> Judgements:
+    """What `read_grades` reads; documents with a number above 0 are relevant."""
+    return {
+        query: {document: grade > 0 for document, grade in grades.items()}
+        for query, grades in read_grades(path).items()
+    }
+
+
+def read_grades(path: str) -> Grades:
+    """A query, a document and a number a line, or a query, a word, a document and a number; the first line
+    may be a heading. Raises ValueError with the number of a line that is neither."""
+    judged: dict[str, dict[str, float]] = {}
+    for number, line in _lines(path):
+        fields = line.split()
+        try:
+            grade = float(fields[-1])
+            query, document = (fields[0], fields[-2]) if len(fields) in (3, 4) else fields
+        except (ValueError, IndexError):
+            if number == 1:
+                continue
+            raise ValueError(f"{path}, line {number}: this is no query, document and number") from None
+        judged.setdefault(query, {})[document] = grade
+    return judged
+
+
+def read_candidates(path: str) -> dict[str, list[str]]:
+    """Of each query its documents, best first, from a run in TREC's form: query, Q0, document, rank, score
+    and the run's name. Raises ValueError with the number of a line that is none."""
+    found: dict[str, list[tuple[float, str]]] = {}
+    for number, line in _lines(path):
+        try:
+            query, _, document, _, score, _ = line.split()
+            found.setdefault(query, []).append((-float(score), document))
+        except ValueError:
+            raise ValueError(f"{path}, line {number}: this is no line of a run") from None
+    return {query: [document for _, document in sorted(each)] for query, each in found.items()}
+
+
+def _lines(path: str) -> list[tuple[int, str]]:
+    lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
+    return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]

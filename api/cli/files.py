@@ -1,0 +1,345 @@
+"""Texts from files, an engine that runs them in parts, its progress, and the files that commands write."""
+
+import asyncio
+import csv
+import hashlib
+import io
+import json
+import signal
+import sys
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, TypeVar
+
+import click
+from tqdm import tqdm
+
+from maxsimd.api.options import in_flags
+from maxsimd.engine.config import EngineConfig, shown_name
+from maxsimd.engine.errors import MaxsimdError
+
+if TYPE_CHECKING:
+    from maxsimd.engine import Engine
+    from maxsimd.engine.media import Content, PdfPage, PictureAt
+
+T = TypeVar("T")
+
+# A page takes as long as a text of this many characters, or longer.
+_PAGE = 32_768
+KINDS = ("lines", "jsonl", "csv", "tsv", "parquet")
+_ENDINGS = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+}
+# Fields and columns that hold a text, and those that hold its id, the first that is there.
+TEXT_FIELDS = ("text", "content", "document", "passage", "body", "abstract", "title")
+_ID_FIELDS = ("_id", "id", "docid", "doc_id", "document_id")
+_BAR = "{n:,} of {total:,} {unit}{postfix}, {remaining} left"
+# A part of the texts is one request, of at most this many texts and characters. With some of them at a time
+# the engine always has enough to do.
+_PART_TEXTS, _PART_CHARACTERS, _PARTS_AT_A_TIME = 256, 262_144, 4
+# While a model is loaded, a line says so this often, in seconds.
+_LOADING_SECONDS = 3
+# The exit status of a program that Ctrl-C has ended.
+INTERRUPTED = 130
+# The engine's names for what is done with long documents.
+TRUNCATION = {"truncate": "cut", "window": "window", "error": "error"}
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A text, and its id if the file has one. Of a `page` the text is what it is called."""
+
+    text: str
+    id: str | None = None
+    page: "PictureAt | PdfPage | None" = None
+
+    @property
+    def document(self) -> "str | Content":
+        """What is scored."""
+        if self.page is None:
+            return self.text
+        from maxsimd.engine.media import Content
+
+        return Content.of([self.page])
+
+    @property
+    def size(self) -> int:
+        """How much it is to run, as characters of a text."""
+        return len(self.text) if self.page is None else _PAGE
+
+    @property
+    def identity(self) -> str:
+        """Tells it from records that would have another score."""
+        if self.page is None:
+            return self.text
+        found = self.page.path.stat()
+        return f"{self.text} {found.st_size} {found.st_mtime_ns}"
+
+
+def read_records(path: str, kind: str | None, fields: Sequence[str]) -> list[Record]:
+    """The texts of a file, or with - of standard input, in its order. `fields` are those of a record that
+    hold its text, joined by a space; else the first of `TEXT_FIELDS`. Raises click.ClickException for what
+    cannot be read, by its line."""
+    try:
+        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        kind = kind or _ENDINGS.get(Path(path).suffix.lower()) or _guess(data)
+        records = [*_READERS[kind](data, fields)]
+    except (OSError, ValueError, csv.Error) as error:
+        raise click.ClickException(f"{path} cannot be read: {error}") from error
+    if not records:
+        raise click.ClickException(f"there is no text in {path}")
+    return records
+
+
+def _guess(data: bytes) -> str:
+    """Whether data without a name is JSON or plain lines."""
+    return "jsonl" if data.lstrip()[:1] in (b"{", b"[") else "lines"
+
+
+def _lines(data: bytes, fields: Sequence[str]) -> Iterator[Record]:
+    for line in _text(data).split("\n"):
+        if line.strip():
+            yield Record(line.strip())
+
+
+def _json(data: bytes, fields: Sequence[str]) -> Iterator[Record]:
+    """An object or a text a line, or an array of them."""
+    text = _text(data)
+    if text.lstrip().startswith("["):
+        for number, value in enumerate(json.loads(text), 1):
+            yield _record(value, fields, f"entry {number}")
+        return
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                value = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"line {number} is no JSON: {error}") from None
+            yield _record(value, fields, f"line {number}")
+
+
+def _table(data: bytes, fields: Sequence[str], separator: str = ",") -> Iterator[Record]:
+    """Rows under a heading."""
+    csv.field_size_limit(sys.maxsize)
+    for number, row in enumerate(csv.DictReader(io.StringIO(_text(data)), delimiter=separator), 2):
+        yield _record(row, fields, f"row {number}")
+
+
+def _parquet(data: bytes, fields: Sequence[str]) -> Iterator[Record]:
+    try:
+        from pyarrow import BufferReader, parquet
+    except ImportError:
+        raise ValueError('Parquet needs pyarrow; pip install "maxsimd[files]"') from None
+    table = parquet.read_table(BufferReader(data))
+    for number, row in enumerate(table.to_pylist(), 1):
+        yield _record(row, fields, f"row {number}")
+
+
+_READERS: dict[str, Callable[[bytes, Sequence[str]], Iterator[Record]]] = {
+    "lines": _lines,
+    "jsonl": _json,
+    "csv": _table,
+    "tsv": partial(_table, separator="\t"),
+    "parquet": _parquet,
+}
+
+
+def _text(data: bytes) -> str:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is not UTF-8: {error}") from None
+
+
+def _record(value: Any, fields: Sequence[str], where: str) -> Record:
+    if isinstance(value, str) and not fields:
+        return Record(value)
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where} is no object with a text but {type(value).__name__}")
+    names = fields or [name for name in TEXT_FIELDS if isinstance(value.get(name), str)][:1]
+    missing = [name for name in names if not isinstance(value.get(name), str)]
+    if missing or not names:
+        looked_for = ", ".join(missing or TEXT_FIELDS)
+        there = ", ".join(map(str, value)) or "none"
+        raise ValueError(f"{where} has no text in {looked_for}; it has {there}: name one with --field")
+    id_ = next((value[name] for name in _ID_FIELDS if value.get(name) is not None), None)
+    return Record(" ".join(value[name] for name in names), None if id_ is None else str(id_))
+
+
+class Progress:
+    """How far a command has come, on standard error: notes first, then a bar of tqdm over `total` texts."""
+
+    def __init__(self, unit: str) -> None:
+        self.total = 0
+        self._unit = unit
+        self._bar: tqdm[Any] | None = None
+
+    def note(self, text: str) -> None:
+        click.echo(text, err=True)
+
+    def update(self, done: int, tokens: int) -> None:
+        """Shows that `done` texts are done, for which this run has read `tokens`."""
+        if self._bar is None:
+            seconds = 0.1 if sys.stderr.isatty() else 5.0
+            self._bar = tqdm(
+                total=self.total, initial=done, unit=self._unit, bar_format=_BAR, mininterval=seconds
+            )
+        if tokens:
+            speed = tokens / max(self._bar.format_dict["elapsed"], 1e-3)
+            self._bar.set_postfix_str(f"{speed:,.0f} tokens/s", refresh=False)
+        self._bar.update(done - self._bar.n)
+
+    def end(self) -> None:
+        """Leaves the bar as it is."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+class Interrupted(Exception):
+    """Someone has asked the command to end (Ctrl-C, SIGTERM)."""
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """Runs a command's work. Raises click.ClickException, with one line, for what goes wrong with the model
+    or the texts."""
+    import uvloop
+
+    try:
+        return uvloop.run(work)
+    except MaxsimdError as error:
+        raise click.ClickException(in_flags(str(error))) from error
+
+
+@asynccontextmanager
+async def started(config: EngineConfig, progress: Progress) -> AsyncIterator["Engine"]:
+    """An engine, once its model is loaded."""
+    from maxsimd.engine import Engine
+
+    engine = Engine(config)
+    start = asyncio.create_task(engine.start())
+    seconds = 0
+    while not start.done():
+        await asyncio.wait({start}, timeout=_LOADING_SECONDS)
+        seconds += _LOADING_SECONDS
+        if not start.done():
+            progress.note(f"Loading {shown_name(config.model)} ... {seconds} s so far")
+    await start
+    try:
+        yield engine
+    finally:
+        await engine.stop(0)
+
+
+def in_parts(records: Sequence[Record], indexes: Sequence[int]) -> Iterator[list[int]]:
+    """The indexes of texts, in parts that are one request each."""
+    part: list[int] = []
+    characters = 0
+    for index in indexes:
+        length = records[index].size
+        if part and (len(part) == _PART_TEXTS or characters + length > _PART_CHARACTERS):
+            yield part
+            part, characters = [], 0
+        part.append(index)
+        characters += length
+    if part:
+        yield part
+
+
+async def each_part(
+    parts: Iterator[list[int]], ask: Callable[[list[int]], Awaitable[T]], done: Callable[[list[int], T], None]
+) -> None:
+    """Asks for some parts at a time and calls `done` with each that has come. Raises Interrupted once someone
+    asks the command to end: what has not come is given up."""
+    asked: dict[asyncio.Task[T], list[int]] = {}
+    with _stopping() as stop:
+        stopped = asyncio.create_task(stop.wait())
+        try:
+            while True:
+                while len(asked) < _PARTS_AT_A_TIME and (part := next(parts, None)) is not None:
+                    asked[asyncio.ensure_future(ask(part))] = part
+                if not asked:
+                    return
+                await asyncio.wait({*asked, stopped}, return_when=asyncio.FIRST_COMPLETED)
+                for task in [task for task in asked if task.done()]:
+                    done(asked.pop(task), task.result())
+                if stop.is_set() and (asked or next(parts, None) is not None):
+                    raise Interrupted
+        finally:
+            for task in (*asked, stopped):
+                task.cancel()
+            await asyncio.gather(*asked, stopped, return_exceptions=True)
+
+
+@contextmanager
+def _stopping() -> Iterator[asyncio.Event]:
+    """An event that Ctrl-C and SIGTERM set. A second one ends the process as usual."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def ask(number: int) -> None:
+        stop.set()
+        loop.remove_signal_handler(number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    for number in numbers:
+        loop.add_signal_handler(number, ask, number)
+    try:
+        yield stop
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
+def is_plain(path: Path) -> bool:
+    """Whether a file can be replaced: it is no device and no pipe, and need not be there yet."""
+    return path.is_file() or not path.exists()
+
+
+@contextmanager
+def open_output(path: Path) -> Iterator[IO[bytes]]:
+    """Opens a file for writing. A regular file, or the target of a link, is replaced as a whole at the end;
+    devices and pipes are written directly. Raises click.ClickException if the file cannot be written."""
+    try:
+        if not is_plain(path):
+            with path.open("wb") as file:
+                yield file
+            return
+        target = path.resolve()
+        beside = target.with_name(f"{target.name}.new")
+        try:
+            with beside.open("wb") as file:
+                yield file
+            beside.replace(target)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise click.ClickException(
+            f"cannot write {path}: {(error.strerror or str(error)).lower()}"
+        ) from error
+
+
+def digest_of(parts: Iterable[str]) -> str:
+    """What tells one run from another: the model with its options, the query, the documents."""
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.encode("utf-8", "surrogatepass")
+        digest.update(len(data).to_bytes(8, "big") + data)
+    return digest.hexdigest()

@@ -1,0 +1,414 @@
+"""`maxsimd rerank` and `maxsimd score`: the documents of a file by a query, best first or in their order."""
+
+import json
+import shutil
+import sys
+import unicodedata
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import click
+
+from maxsimd.api.cli.files import (
+    INTERRUPTED,
+    KINDS,
+    TRUNCATION,
+    Interrupted,
+    Progress,
+    Record,
+    digest_of,
+    each_part,
+    in_parts,
+    is_plain,
+    open_output,
+    read_records,
+    run,
+    started,
+)
+from maxsimd.api.options import config_file_option, config_from, options_from
+from maxsimd.engine.config import EngineConfig, ScoreType, shown_name
+
+if TYPE_CHECKING:
+    from maxsimd.engine import ScoreResult
+
+_LEAST_TEXT = 20
+
+
+def write(
+    ranked: Sequence[int],
+    scores: Mapping[int, float],
+    errors: Mapping[int, str],
+    records: Sequence[Record],
+    form: str | None,
+    out: str | None,
+) -> None:
+    """Writes documents by their indexes in this order, into the file `out` if one is named. `form` is table
+    or jsonl; by default a table in a terminal."""
+    if form is None:
+        form = "table" if out is None and sys.stdout.isatty() else "jsonl"
+    lines = (_score_table if form == "table" else _json_lines)(ranked, scores, errors, records)
+    if out is None:
+        for line in lines:
+            click.echo(line)
+        return
+    with open_output(Path(out)) as file:
+        file.writelines(f"{line}\n".encode() for line in lines)
+
+
+def _json_lines(
+    ranked: Sequence[int], scores: Mapping[int, float], errors: Mapping[int, str], records: Sequence[Record]
+) -> Iterator[str]:
+    for index in ranked:
+        record = records[index]
+        line: dict[str, object] = {"index": index}
+        if record.id is not None:
+            line["id"] = record.id
+        if index in errors:
+            line["error"] = errors[index]
+        else:
+            line["score"] = scores[index]
+        yield _writable(json.dumps({**line, "text": record.text}, ensure_ascii=False))
+
+
+def _score_table(
+    ranked: Sequence[int], scores: Mapping[int, float], errors: Mapping[int, str], records: Sequence[Record]
+) -> Iterator[str]:
+    ids = [_printable(records[index].id or str(index)) for index in ranked]
+    width = max([len("document"), *map(_width, ids)])
+    rest = max(_LEAST_TEXT, shutil.get_terminal_size((100, 24)).columns - width - 20)
+    yield f"{'rank':>4}  {'score':>10}  {_filled('document', width)}  text"
+    for rank, (index, id_) in enumerate(zip(ranked, ids, strict=True), 1):
+        score = "failed" if index in errors else f"{scores[index]:.4f}"
+        shown = _printable(" ".join((errors.get(index) or records[index].text)[: 4 * rest].split()))
+        yield f"{rank:>4}  {score:>10}  {_filled(id_, width)}  {_cut(shown, rest)}"
+
+
+def _writable(text: str) -> str:
+    """The text as UTF-8 can have it."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _printable(text: str) -> str:
+    """The text without what would move a terminal's cursor."""
+    return "".join(each for each in _writable(text) if unicodedata.category(each) != "Cc")
+
+
+def _width(text: str) -> int:
+    """How many columns of a terminal a text takes."""
+    return sum(
+        0 if unicodedata.combining(each) else 2 if unicodedata.east_asian_width(each) in "WF" else 1
+        for each in text
+    )
+
+
+def _filled(text: str, width: int) -> str:
+    return text + " " * (width - _width(text))
+
+
+def _cut(text: str, most: int) -> str:
+    if _width(text) <= most:
+        return text
+    while _width(text) > most - 3:
+        text = text[: -max(1, (_width(text) - most + 3) // 2)]
+    return text + "..."
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _options(command: F) -> F:
+    """What both take."""
+    for decorate in reversed(
+        (
+            click.argument("model", required=False, envvar="MAXSIMD_MODEL"),
+            config_file_option,
+            click.option("--query", required=True, help="What is looked for."),
+            click.option(
+                "--documents",
+                type=click.Path(exists=True, allow_dash=True),
+                required=True,
+                help="File with the documents: lines, JSONL, CSV, TSV or Parquet; - for standard input. Or a "
+                "folder of pictures, PDFs and texts: a page is a document.",
+            ),
+            click.option(
+                "--input-format",
+                type=click.Choice(KINDS),
+                help="How to read the documents; by default the file's ending says it.",
+            ),
+            click.option(
+                "--field", multiple=True, help="Field or column with the text; repeatable, joined by a space."
+            ),
+            click.option("--out", type=click.Path(dir_okay=False), help="File to write instead of printing."),
+            click.option("--format", "form", type=click.Choice(["table", "jsonl"]), help="How to print."),
+            click.option(
+                "--resume", is_flag=True, help="Go on with a run that was interrupted, with the same --out."
+            ),
+            click.option("--normalize", is_flag=True, help="Give scores from 0 to 1."),
+            click.option(
+                "--long-documents",
+                type=click.Choice(list(TRUNCATION)),
+                default="truncate",
+                show_default=True,
+                help="What is done with documents that are longer than the model reads.",
+            ),
+            options_from(EngineConfig, exclude=frozenset({"model"})),
+        )
+    ):
+        command = decorate(command)
+    return command
+
+
+@click.command()
+@_options
+@click.option("--top-n", type=click.IntRange(min=1), help="Print no more documents than this.")
+def rerank(top_n: int | None, **values: Any) -> None:
+    """Ranks the documents of a file for a query: a table in a terminal, JSON lines elsewhere.
+
+    Ctrl-C prints what is scored by then. With --out, --resume goes on from there."""
+    _run(values, lambda scores: sorted(scores, key=lambda i: (-scores[i], i))[:top_n])
+
+
+@click.command()
+@_options
+def score(**values: Any) -> None:
+    """Scores the documents of a file for a query, in their order.
+
+    Ctrl-C prints what is scored by then. With --out, --resume goes on from there."""
+    _run(values, None)
+
+
+def _records(values: dict[str, Any]) -> list[Record]:
+    path = Path(values["documents"])
+    if values["documents"] == "-" or not path.is_dir():
+        return read_records(values["documents"], values["input_format"], values["field"])
+    if values["input_format"] or values["field"]:
+        raise click.UsageError("--input-format and --field are for files, not for a folder")
+    return records_of(path)
+
+
+def _run(values: dict[str, Any], order: Callable[[dict[int, float]], list[int]] | None) -> None:
+    config = config_from(EngineConfig, values)
+    out, form, resume = values["out"], values["form"], values["resume"]
+    if resume and out is None:
+        raise click.UsageError("--resume needs --out: what was scored before stands beside that file")
+    if resume and not is_plain(Path(out)):
+        raise click.UsageError(f"--resume needs a regular file for --out, but {out} is not one")
+    progress = Progress("documents")
+    progress.note(f"reading {values['documents']}")
+    records = _records(values)
+    progress.total = len(records)
+    progress.note(f"Loading {shown_name(config.model)} for {len(records):,} documents ...")
+
+    options = {"normalize": values["normalize"], "truncation": TRUNCATION[values["long_documents"]]}
+    journal = Path(f"{out}.part") if out is not None and is_plain(Path(out)) else None
+    work = Work(values["query"], records, options)
+    found = run(score_records(config, work, journal, resume, progress))
+    progress.end()
+    ranked = sorted({*found.scores, *found.errors}) if order is None else order(found.ranking_scores)
+    if found.is_complete or out is None:
+        write(ranked, found.scores, found.errors, records, form, out)
+    for index, reason in list(found.errors.items())[:5]:
+        click.echo(f"document {index} has no score: {reason}", err=True)
+    if found.is_complete:
+        if journal is not None:
+            journal.unlink()
+        return
+    missing = len(records) - len(found.scores) - len(found.errors)
+    hint = "" if journal is None else f"; {journal} has the rest, --resume goes on"
+    click.echo(f"interrupted with {missing:,} documents left{hint}", err=True)
+    sys.exit(INTERRUPTED)
+
+
+_VERSION = 2
+
+
+class Journal:
+    """A line for each document that is scored: its index, its score and the number that it is ranked by, or
+    null and why it has none. The first line has the run's digest. Used as a context manager; without a path
+    nothing is written."""
+
+    def __init__(self, path: Path | None, digest: str, resume: bool) -> None:
+        """Raises click.ClickException for a file that another run has left, and where there is one though
+        nobody said that it goes on."""
+        self._path = path
+        self._digest = digest
+        self.scores: dict[int, float] = {}
+        self.ranking_scores: dict[int, float] = {}
+        self.errors: dict[int, str] = {}
+        self._is_new = True
+        if path is not None and path.exists():
+            if not resume:
+                raise click.ClickException(
+                    f"{path} holds the scores of an interrupted run; go on with --resume, or remove it"
+                )
+            self._is_new = not self._read(path)
+
+    def __enter__(self) -> Self:
+        self._file = None if self._path is None else self._path.open("a", encoding="utf-8")
+        if self._is_new:
+            self._write({"maxsimd": _VERSION, "digest": self._digest})
+            if self._file is not None:
+                self._file.flush()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def add(self, scores: Mapping[int, tuple[float, float]], errors: Mapping[int, str]) -> None:
+        """Notes by the documents' indexes their scores, each with what it is ranked by, and errors, so that
+        they outlive this process."""
+        self.errors |= errors
+        for index, (score, by) in scores.items():
+            self.scores[index], self.ranking_scores[index] = score, by
+            self._write([index, score, by])
+        for index, reason in errors.items():
+            self._write([index, None, reason])
+        if self._file is not None:
+            self._file.flush()
+
+    @property
+    def done(self) -> int:
+        return len(self.scores) + len(self.errors)
+
+    def _write(self, line: object) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(line) + "\n")
+
+    def _read(self, path: Path) -> bool:
+        """Reads what there is; False where that is nothing."""
+        try:
+            whole, _, broken = path.read_text(encoding="utf-8").rpartition("\n")
+            lines = [json.loads(line) for line in whole.split("\n") if line]
+        except ValueError as error:
+            raise click.ClickException(f"{path} is no file of scores; remove it ({error})") from error
+        if not lines:
+            path.write_text("", encoding="utf-8")
+            return False
+        if lines[0] != {"maxsimd": _VERSION, "digest": self._digest}:
+            raise click.ClickException(
+                f"{path} is of another run: of another model, query, documents or options; remove it, or "
+                "write to another file"
+            )
+        for index, score, last in lines[1:]:
+            if score is None:
+                self.errors[index] = last
+            else:
+                self.scores[index], self.ranking_scores[index] = score, last
+        if broken:  # the process ended while it wrote
+            path.write_text(whole + "\n", encoding="utf-8")
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class FileScores:
+    """Scores by the documents' indexes, why others have none, whether that is all of them, and the numbers by
+    which documents are ranked."""
+
+    scores: dict[int, float]
+    errors: dict[int, str]
+    is_complete: bool
+    ranking_scores: dict[int, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is to be scored for which query, and the options of `Engine.score`."""
+
+    query: str
+    records: Sequence[Record]
+    options: dict[str, Any]
+
+    def digest(self, config: EngineConfig) -> str:
+        parts = [repr(config), self.query, repr(sorted(self.options.items()))]
+        return digest_of([*parts, *(each.identity for each in self.records)])
+
+
+async def score_records(
+    config: EngineConfig, work: Work, journal_path: Path | None, resume: bool, progress: Progress
+) -> FileScores:
+    """Raises click.ClickException for a journal of another run, and MaxsimdError."""
+    query, records, options = work.query, work.records, work.options
+    journal = Journal(journal_path, work.digest(config), resume)
+    if journal.done == len(records):
+        return _found(journal, is_complete=True)
+    async with started(config, progress) as engine:
+        is_listwise = engine.model.score_type is ScoreType.LISTWISE
+        left = [i for i in range(len(records)) if i not in journal.scores and i not in journal.errors]
+        # A listwise model scores documents by each other.
+        parts = iter([list(range(len(records)))]) if is_listwise else in_parts(records, left)
+        reported: dict[str, Any] = {} if is_listwise else {"on_error": "report"}
+        tokens = 0
+
+        async def ask(part: list[int]) -> "ScoreResult":
+            documents = [records[i].document for i in part]
+            return await engine.score(query, documents, priority="batch", **reported, **options)
+
+        def done(part: list[int], result: "ScoreResult") -> None:
+            nonlocal tokens
+            tokens += result.usage.prompt_tokens
+            errors = {part[i]: reason for i, reason in result.errors.items()}
+            both = zip(result.scores, result.ranking_scores, strict=True)
+            scores = {part[i]: each for i, each in enumerate(both) if i not in result.errors}
+            journal.add(scores, errors)
+            progress.update(journal.done, tokens)
+
+        with journal:
+            progress.update(journal.done, 0)
+            try:
+                await each_part(parts, ask, done)
+            except Interrupted:
+                return _found(journal, is_complete=False)
+    return _found(journal, is_complete=True)
+
+
+def _found(journal: Journal, *, is_complete: bool) -> FileScores:
+    return FileScores(journal.scores, journal.errors, is_complete, journal.ranking_scores)
+
+
+_PICTURES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp"})
+_TEXTS = frozenset({".txt", ".md"})
+
+
+def records_of(folder: Path) -> list[Record]:
+    """A record for each picture and text of a folder and those in it, and for each page of its PDFs, by their
+    names. Raises click.ClickException for what cannot be read."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and not _is_hidden(path, folder))
+    records = [record for path in files for record in _of_file(path, str(path.relative_to(folder)))]
+    if not records:
+        raise click.ClickException(f"there is no picture, PDF or text in {folder}")
+    return records
+
+
+def _of_file(path: Path, name: str) -> Iterator[Record]:
+    from maxsimd.engine.media import PictureAt, PictureError, pages_of
+
+    ending = path.suffix.lower()
+    if ending in _PICTURES:
+        yield Record(name, name, PictureAt(path))
+    elif ending == ".pdf":
+        try:
+            pages = pages_of(path)
+        except ImportError:
+            raise click.ClickException(f'{path} needs pypdfium2; pip install "maxsimd[pdf]"') from None
+        except PictureError as error:
+            raise click.ClickException(f"{path} {error}") from None
+        for page in pages:
+            label = f"{name} page {page.page + 1}"
+            yield Record(label, label, page)
+    elif ending in _TEXTS:
+        try:
+            text = path.read_text(encoding="utf-8-sig")
+        except (OSError, ValueError) as error:
+            raise click.ClickException(f"{path} cannot be read: {error}") from error
+        if text.strip():
+            yield Record(text, name)
+
+
+def _is_hidden(path: Path, folder: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(folder).parts)

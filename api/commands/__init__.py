@@ -1,1 +1,0 @@
-"""Commands that work on files: each in a file, which imports the engine only when it runs."""
