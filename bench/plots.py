@@ -1,4 +1,4 @@
-"""The figures of `maxsimd bench peers` as pictures; docs/performance.md shows them."""
+"""Pictures of the figures of `maxsimd bench peers` and `maxsimd bench fleet`, for the documentation."""
 
 import json
 from collections.abc import Callable
@@ -26,47 +26,38 @@ def draw_to_files() -> None:
     matplotlib.rcParams["svg.hashsalt"] = "maxsimd"
 
 
-def _rates(outcomes: Any) -> Any:
-    rates = {name: turn["documents_per_s"] for name, turn in outcomes[0]["systems"].items()}
-    return bars(rates, "documents a second")
+def _bars_of(what: str, label: str) -> Callable[[Any], Any]:
+    def plot(outcomes: Any) -> Any:
+        return bars({name: turn[what] for name, turn in outcomes[0]["systems"].items()}, label)
 
-
-def _single(outcomes: Any) -> Any:
-    latencies = {name: turn["median_ms"] for name, turn in outcomes[0]["systems"].items()}
-    return bars(latencies, "median latency, ms")
+    return plot
 
 
 def _curve(setting: str, what: str, labels: tuple[str, str]) -> Callable[[Any], Any]:
     def plot(outcomes: Any) -> Any:
         x = [outcome[setting] for outcome in outcomes]
-        lines = {
-            name: [outcome["systems"][name][what] for outcome in outcomes] for name in outcomes[0]["systems"]
-        }
+        systems = outcomes[0]["systems"]
+        lines = {name: [outcome["systems"][name][what] for outcome in outcomes] for name in systems}
         return _lines(x, lines, labels)
 
     return plot
 
 
 def _maxsim(figures: Any) -> Any:
-    contenders = figures["contenders"]
-    return bars({name: figure["ms"] for name, figure in contenders.items()}, "milliseconds")
+    return bars({name: figure["ms"] for name, figure in figures["contenders"].items()}, "milliseconds")
 
 
 def _cache(figures: Any) -> Any:
-    times = {
-        "encoded": figures["encoded_ms"],
-        "from disk after a restart": figures["after_a_restart_ms"],
-        "from memory": figures["cached_in_memory_ms"],
-    }
+    encoded, restarted, cached = (
+        figures[f"{name}_ms"] for name in ("encoded", "after_a_restart", "cached_in_memory")
+    )
+    times = {"encoded": encoded, "from disk after a restart": restarted, "from memory": cached}
     return bars(times, "milliseconds for 1,000 documents", logarithmic=True)
 
 
 def _prefix(figures: Any) -> Any:
-    rates = {
-        "prefix run once": figures["shared_documents_per_s"],
-        "prefix run every time": figures["apart_documents_per_s"],
-    }
-    return bars(rates, "documents a second")
+    once, every_time = (figures[f"{name}_documents_per_s"] for name in ("shared", "apart"))
+    return bars({"prefix run once": once, "prefix run every time": every_time}, "documents a second")
 
 
 def _scaling(figures: Any) -> Any:
@@ -81,10 +72,8 @@ def _ranking(figures: Any) -> Any:
 
 # Each experiment, and how it is drawn.
 _PLOTS: dict[str, Callable[[Any], Any]] = {
-    "cross-encoder": _rates,
-    "pairs": _rates,
-    "colbert": _rates,
-    "single": _single,
+    **dict.fromkeys(("cross-encoder", "pairs", "colbert"), _bars_of("documents_per_s", "documents a second")),
+    "single": _bars_of("median_ms", "median latency, ms"),
     "documents": _curve("documents", "documents_per_s", ("documents a request", "documents a second")),
     "load": _curve("concurrency", "median_ms", ("requests at a time", "median latency, ms")),
     "maxsim": _maxsim,
@@ -137,3 +126,52 @@ def save(figure: Any, path: Path) -> Path:
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
     return path
+
+
+def draw_fleets(figures: dict[str, Any], path: Path) -> Path:
+    """Four panels: latencies, hits and loads by the number of engines, and what moves as a fleet grows.
+    ImportError without matplotlib."""
+    draw_to_files()
+    from matplotlib import pyplot
+
+    figure, ((latency, hits), (load, growth)) = pyplot.subplots(2, 2, figsize=(9, 6.5), layout="constrained")
+    for name, color in (("by owner", _OURS), ("anywhere", _OTHERS)):
+        rows = [row for row in figures["fleets"] if row["documents"] == name]
+        members = [row["members"] for row in rows]
+        for what, style in (("p50_ms", "--"), ("p99_ms", "-")):
+            values, label = [row[what] for row in rows], f"{name}, {what[:3]}"
+            latency.plot(members, values, style, marker="o", color=color, label=label)
+        hits.plot(members, [row["hits"] for row in rows], marker="o", color=color, label=name)
+        loads = [row["max_over_mean_load"] for row in rows]
+        load.plot(members, loads, marker="o", color=color, label=name)
+    load.axhline(1.3, color="tab:red", linewidth=1, linestyle=":")
+    _over_members(latency, members, "latency, ms")
+    _over_members(hits, members, "documents found in caches")
+    _over_members(load, members, "load of the busiest engine / mean")
+    latency.set_yscale("log")
+    latency.set_ylim(10, 6_000)
+    latency.legend(frameon=False, ncols=2, loc="upper right")
+    hits.set_ylim(0, 1)
+    load.set_ylim(bottom=0.9)
+    _growth(growth, figures["moves_of_growth"])
+    return save(figure, path)
+
+
+def _over_members(axes: Any, members: list[int], label: str) -> None:
+    axes.set_xscale("log")
+    axes.set_xticks(members, [f"{count:,}" for count in members])
+    axes.minorticks_off()
+    axes.set_xlabel("engines")
+    axes.set_ylabel(label)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+
+
+def _growth(axes: Any, moves: list[float]) -> None:
+    """Each step's documents that move, by the engines after it: 1 is one engine's share."""
+    axes.plot(range(2, len(moves) + 2), moves, ".", color="tab:blue")
+    axes.axhline(1.2, color="tab:red", linewidth=1, linestyle=":")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("engines, with the one that came")
+    axes.set_ylabel("documents that move x engines")
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,39 +1,50 @@
-"""A lone request with all layers in one call of the library if the model allows it, layer by layer, and in
-another version of maxsimd, each in a process of its own, in turns."""
+"""`maxsimd bench single`: a lone request with all layers in one call of the library, layer by layer, and in
+another version of maxsimd, each in a process of its own, in turns.
 
+The processes run this file, perhaps with another version's `maxsimd`, of which they use only old names. They
+are told how to run layers and the configuration as JSON, then asked by lines of JSON.
+"""
+
+import asyncio
 import contextlib
+import functools
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import click
 
-from maxsimd.bench import single_engine
-from maxsimd.bench.text_models import minilm_l6
+if TYPE_CHECKING:
+    from maxsimd.bench.datasets import Request
+    from maxsimd.engine import Engine
 
 # Documents of a large request. One of these is measured for as many requests of one document.
 _MANY, _SHARE_OF_MANY = 40, 10
 # Requests in a row to one engine: after the first few its weights are in the processor's caches, as in a
 # server that has the processor for itself.
 _TURN = 10
+# Tokens of a pair of query and document.
+_PAIR = 100
 
 
 def measure_single(
     model: str | None, other: Path | None, settings: dict[str, Any], rounds: int
 ) -> dict[str, Any]:
-    """Medians of `rounds` requests of one document and a tenth of that of 40, with random words, and how
-    often one call gave the same scores as layer by layer. Without a model, one as MiniLM-L6 cross-encoders
-    are, with random weights. `other` is a checkout of another version, whose kernels are compiled.
+    """Medians of `rounds` requests of one document and a tenth as many of 40, with random words; and how
+    often one call gave the same scores as layer by layer. `other` is a checkout of another version.
 
-    Raises ClickException where there is nothing to compare, because the engine runs all steps layer by layer
-    and no other version is given, and where the other version lacks its kernels."""
+    Raises ClickException if the engine runs all steps layer by layer and there is no other version, or the
+    kernels of the other version are not compiled."""
+    from maxsimd.bench.checkpoints import save_cross_encoder
+
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        config = {"model": model or minilm_l6(Path(folder) / "model"), "device": "cpu", **settings}
+        config = {"model": model or save_cross_encoder(Path(folder) / "model"), "device": "cpu", **settings}
         ways = ["one_call", "layer_by_layer", *([] if other is None else ["other"])]
         engines = {
             way: stack.enter_context(_Engine(way, config, other if way == "other" else None)) for way in ways
@@ -51,7 +62,7 @@ def measure_single(
 
 
 class _Engine:
-    """An engine in a process of its own; `state` says what it chose. It stops when the context ends."""
+    """An engine in a process of its own, until the context ends; `state` says what it chose."""
 
     def __init__(self, way: str, config: dict[str, Any], checkout: Path | None) -> None:
         environment = dict(os.environ)
@@ -59,7 +70,7 @@ class _Engine:
             environment["PYTHONPATH"] = str(checkout.absolute() / "tests" / "typings")
         self._process = subprocess.Popen(
             # Without -P, modules of this folder would hide libraries of the same names.
-            [sys.executable, "-P", single_engine.__file__, way, json.dumps(config)],
+            [sys.executable, "-P", __file__, way, json.dumps(config)],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -101,7 +112,7 @@ def _in_turns(engines: dict[str, _Engine], documents: int, count: int) -> dict[s
     for engine in engines.values():
         engine.ask(documents=documents, count=count, begin=0, end=min(_TURN, count))  # makes them
     for begin in range(0, count, _TURN):
-        # Each comes first as often as last.
+        # Each engine comes first as often as last.
         for way in list(engines)[:: -1 if begin // _TURN % 2 else 1]:
             end = min(begin + _TURN, count)
             answer = engines[way].ask(documents=documents, count=count, begin=begin, end=end)
@@ -118,3 +129,63 @@ def _in_turns(engines: dict[str, _Engine], documents: int, count: int) -> dict[s
     for way in others:
         figures[f"{first}_over_{way}"] = round(medians[first] / medians[way], 3)
     return figures
+
+
+@functools.cache
+def _requests(documents: int, count: int) -> "list[Request]":
+    """Made once: work between requests would drive the engine out of the processor's caches."""
+    from maxsimd.bench.datasets import random_requests
+
+    return random_requests(count, documents, _PAIR, 0.0, False, seed=0)
+
+
+async def _ask(engine: "Engine", documents: int, count: int, begin: int, end: int) -> dict[str, Any]:
+    """Seconds of some of `count` random requests, the scores of each and the tokens of the last."""
+    seconds, scores, tokens = [], [], 0
+    for request in _requests(documents, count)[begin:end]:
+        started = time.perf_counter()
+        result = await engine.score(request.query, request.documents, cache="bypass")
+        seconds.append(time.perf_counter() - started)
+        scores.append(result.scores)
+        tokens = result.usage.prompt_tokens
+    return {"seconds": seconds, "scores": scores, "tokens": tokens}
+
+
+def _layer_by_layer() -> contextlib.AbstractContextManager[Any]:
+    """Loads models that run layer by layer, for which the engine has no option."""
+    from unittest.mock import patch
+
+    return patch("maxsimd.engine.execution.one_call.packed_layers", lambda *_: "the benchmark compares both")
+
+
+def _has_kernels() -> bool:
+    from maxsimd.engine.ops.cpu.library import library
+
+    return library() is not None
+
+
+def _runs_in_one_call(engine: "Engine") -> bool:
+    """Whether the engine runs all layers in one call; older versions keep the runner in `prepared`."""
+    model: Any = engine.device_model
+    return type(getattr(model, "prepared", model).runner).__name__ == "OneCallRunner"
+
+
+def main() -> None:
+    from maxsimd.engine import Engine, EngineConfig
+
+    way, config = sys.argv[1], EngineConfig(**json.loads(sys.argv[2]))
+    # Libraries may print meanwhile.
+    with os.fdopen(os.dup(1), "w") as answers, asyncio.Runner() as runner:
+        os.dup2(2, 1)
+        engine = Engine(config)
+        with _layer_by_layer() if way == "layer_by_layer" else contextlib.nullcontext():
+            runner.run(engine.start())
+        state = {"one_call": _runs_in_one_call(engine), "kernels": _has_kernels()}
+        print(json.dumps(state), file=answers, flush=True)
+        for line in sys.stdin:
+            print(json.dumps(runner.run(_ask(engine, **json.loads(line)))), file=answers, flush=True)
+        runner.run(engine.stop())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,5 @@
-"""How long a server takes until its first line of output and until it is ready, its memory, and how long a
-lone request takes; or how long `maxsimd rerank` takes. Beside another version of maxsimd, in turns."""
+"""`maxsimd bench startup`: start, memory and lone requests of a server, or the time of `maxsimd rerank`, in
+turns with another version."""
 
 import http.client
 import json
@@ -14,9 +14,9 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO
 
 _QUERY = "how is a file read"
 _BODY = json.dumps({"query": _QUERY, "documents": ["Open a file."] * 20}).encode()
@@ -26,41 +26,6 @@ _WARM_UP, _LONE_REQUESTS = 20, 200
 _SECONDS = 120
 # Lines of a file that `rerank` ranks.
 _LINES = 100
-
-
-class _Found(NamedTuple):
-    """One server: seconds until its first line of output and until it is ready, its resident memory when
-    it is ready and its peak after a request in MiB, and the median of lone requests in milliseconds."""
-
-    first_line_s: float
-    ready_s: float
-    resident_mib: float
-    peak_mib: float
-    lone_request_ms: float
-
-
-class _FoundOfRerank(NamedTuple):
-    """One run of `maxsimd rerank`: seconds until its first line of output and until its end."""
-
-    first_line_s: float
-    total_s: float
-
-
-class _FirstLine:
-    """Reads what a process writes, so that it never waits, and notes when the first line came."""
-
-    def __init__(self, out: IO[bytes]) -> None:
-        self.at = 0.0
-        self._out = out
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
-
-    def _read(self) -> None:
-        for _ in self._out:
-            self.at = self.at or time.perf_counter()
-
-    def join(self) -> None:
-        self._thread.join()
 
 
 def measure_startup(
@@ -74,31 +39,32 @@ def measure_startup(
 ) -> dict[str, float]:
     """Medians for each of the models (folders; the default model without any). `other` is a checkout of
     another version, whose code is run by the same interpreter. `command` is serve or rerank; rerank ranks
-    the first 100 lines of `documents`. `is_first`: no start finds what earlier ones have kept in the user's
-    cache folder."""
+    the first 100 lines of `documents`. With `is_first`, every start has an empty cache folder."""
     checkouts = {"this": checkout, **({} if other is None else {"other": other})}
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="maxsimd-bench-") as folder:
         lines = _first_lines(documents or checkout / "LICENSE", Path(folder))
         for model in models or (None,):
             prefix = "" if len(models) < 2 or model is None else f"{Path(model).name}_"
-            found: dict[str, list[_Found | _FoundOfRerank]] = {name: [] for name in checkouts}
-            for round_ in range(rounds):
+            found: dict[str, list[dict[str, float]]] = {name: [] for name in checkouts}
+            for number in range(rounds):
                 # Each comes first as often as the other.
-                for name in sorted(checkouts, reverse=round_ % 2 == 1):
-                    with _caches(is_first) as caches:
-                        measured = _Measured(checkouts[name], caches)
-                        found[name].append(
-                            _serve(measured, model) if command == "serve" else _rerank(measured, model, lines)
-                        )
+                for name in sorted(checkouts, reverse=number % 2 == 1):
+                    with ExitStack() as stack:
+                        environment = {"PYTHONPATH": str(checkouts[name] / "tests" / "typings")}
+                        if is_first:
+                            cache = tempfile.TemporaryDirectory(prefix="maxsimd-bench-")
+                            environment["XDG_CACHE_HOME"] = stack.enter_context(cache)
+                        measure = _serve if command == "serve" else _rerank
+                        found[name].append(measure(environment, [] if model is None else [model], lines))
             figures |= {f"{prefix}{name}": value for name, value in _medians(found).items()}
     return figures
 
 
-def _medians(found: "Mapping[str, Sequence[_Found | _FoundOfRerank]]") -> dict[str, float]:
+def _medians(found: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, float]:
     medians = {
-        name: dict(zip(each[0]._fields, map(statistics.median, zip(*each, strict=True)), strict=True))
-        for name, each in found.items()
+        name: {what: statistics.median(each[what] for each in some) for what in some[0]}
+        for name, some in found.items()
     }
     figures = {
         f"{name}_{what}": round(value, 3) for name, each in medians.items() for what, value in each.items()
@@ -117,36 +83,28 @@ def _first_lines(path: Path, folder: Path) -> Path:
     return target
 
 
-class _Measured(NamedTuple):
-    """A checkout, and what its process has in its environment besides."""
+class _FirstLine:
+    """Reads all output of a process, which never waits for that, and the time of the first line."""
 
-    folder: Path
-    environment: Mapping[str, str]
+    def __init__(self, out: IO[bytes]) -> None:
+        self.at = 0.0
+        self._out = out
+        self.thread = threading.Thread(target=self._read, daemon=True)
+        self.thread.start()
 
-
-@contextmanager
-def _caches(are_new: bool) -> Iterator[Mapping[str, str]]:
-    """Makes an empty cache folder, and gives the variable that names it; nothing if `are_new` is false."""
-    if not are_new:
-        yield {}
-        return
-    with tempfile.TemporaryDirectory(prefix="maxsimd-bench-") as folder:
-        yield {"XDG_CACHE_HOME": folder}
+    def _read(self) -> None:
+        for _ in self._out:
+            self.at = self.at or time.perf_counter()
 
 
 @contextmanager
 def _process(
-    measured: _Measured, arguments: Sequence[str]
+    environment: Mapping[str, str], arguments: Sequence[str]
 ) -> Iterator[tuple["subprocess.Popen[bytes]", _FirstLine]]:
-    """A command of the version in a checkout; its standard error is read."""
-    environment = os.environ | measured.environment
-    environment |= {
-        "PYTHONPATH": str(measured.folder / "tests" / "typings"),
-        "MAXSIMD_DRAIN_SECONDS": "0",
-    }
+    """A command of maxsimd whose standard error is read."""
     with subprocess.Popen(
         [sys.executable, "-m", "maxsimd", *arguments],
-        env=environment,
+        env=os.environ | environment | {"MAXSIMD_DRAIN_SECONDS": "0"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
     ) as process:
@@ -157,20 +115,20 @@ def _process(
         finally:
             process.terminate()
             process.wait()
-            first.join()
+            first.thread.join()
 
 
-def _serve(measured: _Measured, model: str | None) -> _Found:
+def _serve(environment: Mapping[str, str], model: list[str], lines: Path) -> dict[str, float]:
+    """One server: memory in MiB when it is ready, and its peak after a request; the median lone request."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     started = time.perf_counter()
-    arguments = ["serve", *([] if model is None else [model]), "--port", str(port)]
-    with _process(measured, arguments) as (server, first):
+    with _process(environment, ["serve", *model, "--port", str(port)]) as (server, first):
         while not _is_ready(url):
             if server.poll() is not None or time.perf_counter() - started > _SECONDS:
-                raise RuntimeError(f"the server of {measured.folder} did not become ready")
+                raise RuntimeError(f"the server did not become ready with {environment}")
             time.sleep(0.02)
         ready = time.perf_counter() - started
         resident = _memory_mib(server.pid, "VmRSS")
@@ -179,18 +137,19 @@ def _serve(measured: _Measured, model: str | None) -> _Found:
             answer.read()
         peak = _memory_mib(server.pid, "VmHWM")
         lone = _lone_request_ms(port)
-    return _Found(first.at - started, ready, resident, peak, lone)
+    found = {"first_line_s": first.at - started, "ready_s": ready}
+    return found | {"resident_mib": resident, "peak_mib": peak, "lone_request_ms": lone}
 
 
-def _rerank(measured: _Measured, model: str | None, lines: Path) -> _FoundOfRerank:
+def _rerank(environment: Mapping[str, str], model: list[str], lines: Path) -> dict[str, float]:
     started = time.perf_counter()
-    arguments = ["rerank", *([] if model is None else [model])]
-    with _process(measured, [*arguments, "--query", _QUERY, "--documents", str(lines)]) as (process, first):
+    arguments = ["rerank", *model, "--query", _QUERY, "--documents", str(lines)]
+    with _process(environment, arguments) as (process, first):
         status = process.wait(timeout=_SECONDS)
         seconds = time.perf_counter() - started
     if status != 0:
-        raise RuntimeError(f"maxsimd rerank of {measured.folder} ended with {status}")
-    return _FoundOfRerank(first.at - started, seconds)
+        raise RuntimeError(f"maxsimd rerank ended with {status} with {environment}")
+    return {"first_line_s": first.at - started, "total_s": seconds}
 
 
 def _memory_mib(pid: int, what: str) -> float:

@@ -1,4 +1,5 @@
-"""Compiles Triton kernels ahead of time, for a GPU that need not be there, and reads their machine code."""
+"""Compiles Triton kernels ahead of time, without a GPU, reads their machine code, and bounds their speed by
+arithmetic: by the parts of their loops that cannot overlap."""
 
 import functools
 import re
@@ -9,8 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# Arguments that differ from launch to launch, of which the compiler knows no divisor, beside those that a
-# kernel itself says must not be specialised.
+# Arguments that differ from launch to launch, so that the compiler knows no divisor of them.
 VARYING = frozenset({"count", "prefix_keys", "window", "repeats"})
 POINTERS = {"fp32": "*fp32", "fp16": "*fp16", "bf16": "*bf16", "i8": "*i8"}
 
@@ -21,15 +21,14 @@ _TENSOR = re.compile(r"\b(?:HGMMA|IGMMA|QGMMA|HMMA|IMMA|QMMA|UTC\w*MMA)\b")
 _ASYNCHRONOUS = ("HGMMA", "IGMMA", "QGMMA")
 _EXIT = re.compile(r"^EXIT\b")
 _PREDICATE = re.compile(r"^@!?U?P\w+\s+")
-# A loop of fewer instructions waits for something; it is no loop of work.
+# Shorter loops only wait.
 _SHORTEST_LOOP = 12
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A kernel as it is launched: the types of its arguments (32-bit integers where none is given), its
-    constants, and the compiler's options. As in a launch, addresses, sizes and strides are multiples of 16,
-    but for `varying` ones."""
+    """A kernel as launched: the types of its arguments (by default 32-bit integers), its constants, and the
+    compiler's options. Addresses, sizes and strides are multiples of 16, except `varying` ones."""
 
     kernel: Any
     types: Mapping[str, str]
@@ -62,8 +61,7 @@ class Loop:
 
     @property
     def beside_products(self) -> tuple[str, ...]:
-        """Instructions behind the first one for Hopper's tensor cores and before the wait for its result,
-        during which they work."""
+        """Instructions between one for Hopper's tensor cores and the wait for its result."""
         found: list[str] = []
         multiplies = False
         for instruction in self.instructions:
@@ -75,20 +73,11 @@ class Loop:
                 found.append(instruction)
         return tuple(found)
 
-    def by_opcode(self) -> dict[str, int]:
-        """How often each operation occurs, the most frequent first."""
-        counts: dict[str, int] = {}
-        for instruction in self.instructions:
-            name = _opcode(instruction).split(".")[0]
-            counts[name] = counts.get(name, 0) + 1
-        return dict(sorted(counts.items(), key=lambda item: -item[1]))
-
 
 @dataclass(frozen=True, slots=True)
 class MachineCode:
-    """What a program of a compiled kernel takes, of `warps` warps: `registers` a thread, bytes of `shared`
-    memory, instructions that `spill` registers to memory, its innermost `loops`, and `wide_loads` of 16 bytes
-    a thread from global memory."""
+    """A compiled program of `warps` warps: `registers` a thread, bytes of `shared` memory, instructions that
+    spill registers, innermost `loops`, and `wide_loads` of 16 bytes a thread from global memory."""
 
     capability: int
     warps: int
@@ -101,8 +90,8 @@ class MachineCode:
 
     @property
     def main_loop(self) -> Loop:
-        """Of the loops with most tensor instructions the shortest, in which a kernel with masked loops at its
-        edges spends its time; without such instructions the longest. ValueError if there is no loop."""
+        """The shortest of the loops with most tensor instructions: a kernel may have masked loops at its
+        edges. Without such instructions, the longest. ValueError if there is no loop."""
         if not self.loops:
             raise ValueError("the kernel has no loop")
         most = max(len(loop.tensor) for loop in self.loops)
@@ -118,14 +107,8 @@ def compiled(source: Source, capability: int) -> MachineCode:
         for name in source.kernel.arg_names
     }
     constants = {name: value for name, value in source.constants.items() if name in source.kernel.arg_names}
-    return _compiled(
-        source.kernel,
-        capability,
-        tuple(signature.items()),
-        tuple(sorted(constants.items())),
-        tuple(sorted(source.options.items())),
-        source.varying,
-    )
+    items = tuple(signature.items()), tuple(sorted(constants.items())), tuple(sorted(source.options.items()))
+    return _compiled(source.kernel, capability, *items, source.varying)
 
 
 _Items = tuple[tuple[str, Any], ...]
@@ -174,7 +157,7 @@ def _compiled(
 
 
 def _machine_code(cubin: Path) -> str:
-    """What a program takes, and its instructions."""
+    """The resources of a program, and its instructions."""
     from triton.backends import nvidia
 
     tool = str(Path(nvidia.__file__).parent / "bin" / "cuobjdump")
@@ -203,10 +186,134 @@ def _loops(placed: list[tuple[int, str]]) -> list[Loop]:
         inside = tuple(text for at, text in placed if start <= at <= address)
         if len(inside) >= _SHORTEST_LOOP and not any(_EXIT.match(text) for text in inside):
             spans.append((start, address, inside))
+    inner = [(start, stop) for start, stop, _ in spans]
     return [
         Loop(inside)
         for start, stop, inside in spans
-        if not any(
-            (start, stop) != (other, end) and start <= other and end <= stop for other, end, _ in spans
-        )
+        if not any((start, stop) != span and start <= span[0] and span[1] <= stop for span in inner)
     ]
+
+
+# Of a multiprocessor, from the CUDA programming guide's tables for compute capabilities 8.0, 9.0 and 10.0.
+_REGISTER_FILE, _THREADS, _SCHEDULERS = 65_536, 2048, 4
+# Registers are given to a warp in units of this many.
+_REGISTER_UNIT = 256
+_RESERVED_SHARED = 1024
+# Results a cycle of a multiprocessor's units of special functions, and of those that compare, add integers
+# and combine bits.
+_SPECIAL, _COMPARE = 16, 64
+_COMPARING = re.compile(
+    r"^(?:FMNMX3?|FSEL|FSETP|ISETP|SEL|IMNMX|VIMNMX3?|VIADDMNMX|VIADD|IADD3|LEA|LOP3|PLOP3|PRMT|SHF|SGXT)\b"
+)
+# Bytes a cycle that a multiprocessor reads of its shared memory.
+_SHARED_BYTES = 128
+# m x n x k of tensor instructions: HGMMA is issued by the four warps of a group together.
+_SHAPE = re.compile(r"\b(HGMMA|IGMMA|QGMMA)\.(\d+)x(\d+)x(\d+)")
+_SMALL_SHAPE = re.compile(r"\b(?:HMMA|IMMA|QMMA)\.(168\d+|8816|8832)")
+_SMALL = {
+    "1688": (16, 8, 8),
+    "16816": (16, 8, 16),
+    "16832": (16, 8, 32),
+    "8816": (8, 8, 16),
+    "8832": (8, 8, 32),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU: multiprocessors, their `clock` in GHz, 16-bit operations a cycle of their `tensor` cores, bytes
+    a second of memory and of the second-level cache, and bytes of a multiprocessor's shared memory, and of
+    that with its first-level cache."""
+
+    name: str
+    capability: int
+    multiprocessors: int
+    clock: float
+    tensor: int
+    bandwidth: float
+    cache_bandwidth: float
+    shared: int
+    first_level: int
+
+
+# The caches' rate is what others have measured.
+H100 = Gpu("H100", 90, 132, 1.75, 4096, 3.35e12, 5.5e12, 228 * 1024, 256 * 1024)
+H200 = Gpu("H200", 90, 132, 1.75, 4096, 4.8e12, 5.5e12, 228 * 1024, 256 * 1024)
+
+
+def resident_programs(code: MachineCode, gpu: Gpu) -> int:
+    """The programs of a kernel that a multiprocessor holds at a time."""
+    of_a_warp = -(-code.registers * 32 // _REGISTER_UNIT) * _REGISTER_UNIT
+    by_registers = _REGISTER_FILE // (of_a_warp * code.warps)
+    by_shared = gpu.shared // (code.shared + _RESERVED_SHARED)
+    return min(by_registers, by_shared, _THREADS // (32 * code.warps))
+
+
+@dataclass(frozen=True, slots=True)
+class TurnCycles:
+    """The cycles of each unit of a multiprocessor in one turn of a program's loop, and the operations of its
+    tensor cores. `hidden` cycles are of instructions between a product and the wait for it."""
+
+    tensor: float
+    issue: float
+    special: float
+    compare: float
+    hidden: float
+    operations: float
+
+    @property
+    def rest(self) -> float:
+        """The cycles of the other units, which work at the same time."""
+        return max(self.issue, self.special, self.compare)
+
+    def alone(self) -> float:
+        """For one program a multiprocessor, and for several that do not take turns by themselves: they
+        multiply at the same time, and only what is hidden overlaps."""
+        hidden = min(self.hidden, self.rest)
+        return max(self.tensor, hidden) + self.rest - hidden
+
+    def together(self) -> float:
+        """For several programs: while one multiplies, another computes."""
+        return max(self.tensor, self.rest)
+
+
+def turn_cycles(code: MachineCode, loop: Loop, gpu: Gpu) -> TurnCycles:
+    """The cycles of a turn of `loop`, of all warps of a program."""
+    operations, shared_bytes = 0.0, 0.0
+    for instruction in loop.tensor:
+        m, n, k, warps = _shape_of(instruction)
+        operations += 2.0 * m * n * k * code.warps / warps
+        if warps == 4:  # operands come from shared memory, but for a first one in registers
+            first = 0 if re.search(r"R\d+, R\d+, gdesc", instruction) else m * k
+            shared_bytes += (first + n * k) * 2 * code.warps / warps
+    return TurnCycles(
+        max(operations / gpu.tensor, shared_bytes / _SHARED_BYTES),
+        len(loop) * code.warps / _SCHEDULERS,
+        loop.powers * code.warps * 32 / _SPECIAL,
+        loop.count(lambda instruction: _COMPARING.match(unpredicated(instruction)) is not None)
+        * (code.warps * 32 / _COMPARE),
+        len(loop.beside_products) * code.warps / _SCHEDULERS,
+        operations,
+    )
+
+
+def most_tflops(code: MachineCode, gpu: Gpu) -> float:
+    """The upper bound in TFLOP/s of a kernel that spends its time in its main loop."""
+    cycles = turn_cycles(code, code.main_loop, gpu)
+    taken = cycles.alone() if resident_programs(code, gpu) == 1 else cycles.together()
+    return cycles.operations / taken * gpu.multiprocessors * gpu.clock / 1e3
+
+
+def expected_tflops(code: MachineCode, gpu: Gpu) -> float:
+    """Like `most_tflops`, if the programs of a multiprocessor do not take turns."""
+    cycles = turn_cycles(code, code.main_loop, gpu)
+    return cycles.operations / cycles.alone() * gpu.multiprocessors * gpu.clock / 1e3
+
+
+def _shape_of(instruction: str) -> tuple[int, int, int, int]:
+    """m, n and k of a tensor instruction, and the warps that issue it together."""
+    if (large := _SHAPE.search(instruction)) is not None:
+        return int(large[2]), int(large[3]), int(large[4]), 4
+    if (small := _SMALL_SHAPE.search(instruction)) is not None:
+        return *_SMALL[small[1]], 1
+    raise ValueError(f"a tensor instruction of unknown shape: {instruction}")

@@ -1,36 +1,227 @@
-"""`maxsimd bench kernels --compiled`: what compiled kernels take of a GPU, and how fast they can be at most,
-by arithmetic. Needs no GPU.
+"""`maxsimd bench kernels --compiled`: registers, shared memory and bounds of compiled kernels, without a GPU.
 
 A kernel of ours joins the table by a function in `KERNELS`.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from maxsimd.bench.gpu import layer_kernels
-from maxsimd.bench.gpu.ahead_of_time import POINTERS, MachineCode, Source, compiled
-from maxsimd.bench.gpu.attention_compiled import attention_launches
-from maxsimd.bench.gpu.bounds import H100, H200, Gpu, expected_tflops, most_tflops, resident_programs
-from maxsimd.bench.gpu.maxsim_compiled import (
-    COLBERT,
-    COLPALI,
-    ITEMSIZE,
-    LIMITS,
-    MaxSimLaunch,
-    MaxSimShape,
-    forecast,
-    maxsim_launches,
+from maxsimd.bench.gpu.ahead_of_time import (
+    H100,
+    H200,
+    POINTERS,
+    VARYING,
+    Gpu,
+    MachineCode,
+    Source,
+    compiled,
+    expected_tflops,
+    most_tflops,
+    resident_programs,
+    turn_cycles,
 )
+from maxsimd.engine.ops.triton.launch import Limits, next_power_of_two
+from maxsimd.engine.ops.triton.maxsim_tiles import QUERY_CLASSES, Tiles, row_alignment, tiles_for
 
 CAPABILITIES = (80, 90, 100)
 GPUS = (H100, H200)
 
+ITEMSIZE = {"fp32": 4, "fp16": 2, "bf16": 2, "i8": 1}
+LIMITS = {80: Limits(8, 163 * 1024, 108), 86: Limits(8, 99 * 1024, 84)}
+LIMITS |= {90: Limits(9, 227 * 1024, 132), 100: Limits(10, 227 * 1024, 148)}
+
+_TYPES = {"bounds": "*i32"} | dict.fromkeys(("scales", "best_of_split", "scores"), "*fp32")
+
+# Microseconds from a launch to its first instruction, while the launch before ends; and of the loads before a
+# program multiplies: the pair, the place of its texts, the first tile.
+_LAUNCH_US = 3.0
+_CHAIN_US = 1.6
+
+
+@dataclass(frozen=True, slots=True)
+class MaxSimShape:
+    """One query of `query` tokens, and `documents` of `tokens` tokens each."""
+
+    query: int
+    documents: int
+    tokens: int
+    dim: int = 128
+
+
+COLBERT = MaxSimShape(32, 10_000, 180)
+COLPALI = MaxSimShape(1024, 500, 1024)
+
+
+@dataclass(frozen=True, slots=True)
+class MaxSimLaunch:
+    """The kernel for queries of up to `longest_query` tokens, by the precision of queries and documents, with
+    the table's tiles or `other` ones, and for documents that are `split`."""
+
+    capability: int
+    longest_query: int
+    dim: int = 128
+    documents: str = "bf16"
+    queries: str = "bf16"
+    other: Tiles | None = None
+    split: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether all programs score whole pairs."""
+        return not self.split and self.longest_query <= min(self.tiles.query, QUERY_CLASSES[-1])
+
+    @property
+    def tiles(self) -> Tiles:
+        if self.other is not None:
+            return self.other
+        of_query, of_document = ITEMSIZE[self.queries], ITEMSIZE[self.documents]
+        return tiles_for(LIMITS[self.capability], self.dim, of_query, of_document, self.longest_query)
+
+    @property
+    def name(self) -> str:
+        tiles = self.tiles
+        return f"{self.documents} {self.dim} dims, {tiles.query} query x {tiles.document} document tokens"
+
+    @property
+    def source(self) -> Source:
+        from maxsimd.engine.ops.triton.maxsim import maxsim_kernel
+
+        tiles = self.tiles
+        types = {"queries": POINTERS[self.queries], "documents": POINTERS[self.documents], **_TYPES}
+        constants = {"EMPTY": -1e9, "SCALED": self.documents == "i8", "DIM": self.dim, "FOLD": tiles.fold}
+        constants |= {"QUERY_ALIGNMENT": row_alignment(self.dim * ITEMSIZE[self.queries])}
+        constants |= {"DOCUMENT_ALIGNMENT": row_alignment(self.dim * ITEMSIZE[self.documents])}
+        constants |= {"BLOCK_Q": tiles.query, "BLOCK_D": tiles.document, "BLOCK_DIM": tiles.dim}
+        constants |= {"WHOLE": self.whole}
+        return Source(maxsim_kernel, types, constants, {"num_warps": tiles.warps, "num_stages": tiles.stages})
+
+    @property
+    def sum_source(self) -> Source:
+        from maxsimd.engine.ops.triton.maxsim import sum_kernel, summed_splits
+
+        tiles = self.tiles
+        constants = {"EMPTY": -1e9, "BLOCK_Q": tiles.query, "BLOCK_SPLITS": summed_splits(tiles)}
+        return Source(sum_kernel, _TYPES, constants, {"num_warps": 4})
+
+
+def maxsim_launches(capability: int) -> Iterator[MaxSimLaunch]:
+    """Every tile of a GPU for 128 dimensions, and the first tile for other dimensions."""
+    lengths = (*QUERY_CLASSES, QUERY_CLASSES[-1] + 1)
+    found = [
+        MaxSimLaunch(capability, query, documents=dtype) for dtype in ("bf16", "i8") for query in lengths
+    ]
+    found += [
+        MaxSimLaunch(capability, 32, dim, dtype) for dim in (96, 256, 512, 1024) for dtype in ("bf16", "i8")
+    ]
+    found += [MaxSimLaunch(capability, 129, 1024), MaxSimLaunch(capability, 32, 128, "fp32", "fp32")]
+    different: dict[tuple[object, ...], MaxSimLaunch] = {}
+    for launch in found:  # a device may have fewer tiles than there are classes of queries
+        different.setdefault((launch.documents, launch.dim, launch.tiles), launch)
+    yield from different.values()
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Microseconds of a shape, those of memory alone, and the part that limits it."""
+
+    us: float
+    floor_us: float
+    tflops: float
+    held_up_by: str
+
+    @property
+    def over_floor(self) -> float:
+        return self.us / self.floor_us - 1
+
+
+def forecast(launch: MaxSimLaunch, code: MachineCode, shape: MaxSimShape, gpu: Gpu) -> Forecast:
+    """The slowest of memory, second-level cache and multiprocessors, and the parts that do not overlap with
+    it: the launch, the first program's wait and the last one's end."""
+    tiles, itemsize = launch.tiles, ITEMSIZE[launch.documents]
+    query_tiles, turns = -(-shape.query // tiles.query), -(-shape.tokens // tiles.document)
+    programs, residents = shape.documents * query_tiles, resident_programs(code, gpu)
+    row = shape.dim * itemsize + (4 if itemsize == 1 else 0)
+    memory_us = shape.documents * shape.tokens * row / gpu.bandwidth * 1e6
+
+    of_query = tiles.query * shape.dim * ITEMSIZE[launch.queries]
+    # One query's tile stays in the first-level cache where shared memory leaves twice its size: documents
+    # pass that cache by.
+    is_near = query_tiles == 1 and 2 * of_query <= gpu.first_level - residents * (code.shared + 1024)
+    of_document = turns * tiles.document * row
+    cache_us = programs * (of_document + (0 if is_near else of_query)) / gpu.cache_bandwidth * 1e6
+
+    cycles = turn_cycles(code, code.main_loop, gpu)
+    outside = (code.instructions - len(code.main_loop)) * code.warps / 4
+
+    def program_us(together: int) -> float:
+        """One program's part of a multiprocessor's time, of `together` programs on it."""
+        taken = turns * cycles.alone() + outside
+        return taken / gpu.clock / 1e3 + _CHAIN_US / together
+
+    waves, left = divmod(programs, gpu.multiprocessors * residents)
+    last = math.ceil(left / gpu.multiprocessors)
+    computing_us = waves * residents * program_us(residents) + (last * program_us(last) if last else 0.0)
+    parts = {"memory": memory_us, "cache": cache_us, "multiprocessors": computing_us}
+    held_up_by = max(parts, key=lambda name: parts[name])
+    beside = _LAUNCH_US + (0.0 if held_up_by == "multiprocessors" else _CHAIN_US + program_us(1))
+    if query_tiles > 1:  # the second launch, which sums over tiles
+        beside += _LAUNCH_US + _CHAIN_US
+    us = parts[held_up_by] + beside
+    flops = 2.0 * shape.documents * shape.tokens * shape.query * shape.dim
+    return Forecast(us, memory_us, flops / us / 1e6, held_up_by)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLaunch:
+    """The kernel for heads of `head_dim` numbers, by kinds of sequences."""
+
+    capability: int
+    head_dim: int
+    dtype: str = "bf16"
+    causal: bool = False
+    windowed: bool = False
+    prefixed: bool = False
+
+    @property
+    def name(self) -> str:
+        parts = ("causal", "windowed", "prefixed")
+        return ", ".join([f"{self.dtype}, heads of {self.head_dim}", *(x for x in parts if getattr(self, x))])
+
+    @property
+    def source(self) -> Source:
+        from maxsimd.engine.ops.triton import attention
+        from maxsimd.engine.ops.triton.attention import attention_kernel
+
+        limits = LIMITS[self.capability]
+        tiles = attention.tiles_for(limits, self.head_dim, ITEMSIZE[self.dtype], self.windowed)
+        types = dict.fromkeys(("q", "k", "v", "prefix_k", "prefix_v", "out"), POINTERS[self.dtype])
+        types |= {"blocks": "*i32", "scale": "fp32"}
+        constants: dict[str, Any] = {"CAUSAL": self.causal, "WINDOWED": self.windowed}
+        constants |= {
+            "PREFIXED": self.prefixed,
+            "HEAD_DIM": self.head_dim,
+            "BLOCK_DIM": next_power_of_two(self.head_dim),
+        }
+        constants |= {"BLOCK_Q": tiles.queries, "BLOCK_K": tiles.keys}
+        options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+        options |= {} if tiles.registers is None else {"maxnreg": tiles.registers}
+        return Source(attention_kernel, types, constants, options)
+
+
+def attention_launches(capability: int) -> list[AttentionLaunch]:
+    """The launches of encoders and rerankers in 16 bits."""
+    return [
+        AttentionLaunch(capability, head_dim, causal=causal)
+        for head_dim in (64, 128, 256)
+        for causal in (False, True)
+    ]
+
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A kernel with one choice of tiles and types. `shapes` says how long well-known shapes take, in text,
-    from the compiled kernel on a GPU."""
+    """A kernel with one choice of tiles and types. `shapes` forecasts well-known shapes on a GPU."""
 
     name: str
     source: Source
@@ -53,7 +244,7 @@ def projection_variants(capability: int) -> Iterator[Variant]:
 
 
 def projection_source(capability: int, dim: int, dtype: str) -> Source:
-    """With bias and normalisation, the most that it does."""
+    """With bias and normalization."""
     from maxsimd.engine.ops.triton import projection
 
     tiles = projection.tiles_for(LIMITS[capability], dim, ITEMSIZE[dtype])
@@ -70,25 +261,107 @@ def attention_variants(capability: int) -> Iterator[Variant]:
         yield Variant(launch.name, launch.source)
 
 
-def layer_variants(capability: int) -> Iterator[Variant]:
-    """The same on every GPU."""
-    for each in layer_kernels.variants():
-        yield Variant(each.name, each.source)
+def layer_variants(dtype: str = "bf16") -> Iterator[Variant]:
+    """The kernels of fused layers as well-known models launch them."""
+    for width in (384, 768, 1024, 4096, 8192):
+        yield from (_layer_norm(width, dtype, kind, biased=True) for kind in _LAYER_NORMS)
+        yield from (_rms_norm(width, dtype, added=added) for added in (False, True))
+    yield _rms_norm(2048, dtype, added=True, weight="fp32")  # Gemma
+    # ModernBERT has no biases.
+    yield from (_layer_norm(768, dtype, kind, biased=False) for kind in _LAYER_NORMS)
+    # Qwen3-0.6B and 8B, Llama-3.2-1B, a head of 256, jina-colbert-v2, ModernBERT and gte-multilingual-base.
+    for heads, head_dim, normed in (
+        (24, 128, True),
+        (40, 128, True),
+        (40, 64, False),
+        (24, 256, True),
+        (32, 64, False),
+        (24, 64, False),
+    ):
+        yield _norm_rotary(heads, head_dim, dtype, normed=normed)
+    yield _gated(3072, "silu", dtype)  # Qwen3, nomic-bert
+    yield _gated(3072, "gelu", dtype)  # gte-multilingual-base
+    yield _gated(1152, "gelu", dtype)  # ModernBERT
+    yield _gated(16384, "gelu_tanh", dtype)  # Gemma
+    yield _gated(512, "relu", dtype)
 
 
-# By kernel: its variants on a GPU of a compute capability.
+# The norm alone, of a sum, and with the sum.
+_LAYER_NORMS = ("layer norm", "add and layer norm", "sum and layer norm")
+
+
+def _layer_norm(width: int, dtype: str, kind: str, *, biased: bool) -> Variant:
+    from maxsimd.engine.ops.triton.elementwise import layer_norm_kernel
+
+    arguments = ("x", "residual", "weight", "bias", "total", "out")
+    constants = {"ADDED": kind != "layer norm", "SUMMED": kind == "sum and layer norm", "BIASED": biased}
+    source = _of_rows(layer_norm_kernel, arguments, width, dtype, constants)
+    return Variant(f"{kind} {width}{'' if biased else ', no bias'}", source)
+
+
+def _rms_norm(width: int, dtype: str, *, added: bool, weight: str | None = None) -> Variant:
+    from maxsimd.engine.ops.triton.elementwise import rms_norm_kernel
+
+    arguments = ("x", "residual", "weight", "total", "out")
+    types = {"weight": POINTERS[weight or dtype]}
+    source = _of_rows(rms_norm_kernel, arguments, width, dtype, {"ADDED": added}, types)
+    return Variant(f"{'add and ' * added}RMS norm {width}", source)
+
+
+def _of_rows(
+    kernel: Any,
+    arguments: tuple[str, ...],
+    width: int,
+    dtype: str,
+    constants: dict[str, Any],
+    others: dict[str, str] | None = None,
+) -> Source:
+    """`others` are the types of the arguments that are not of `dtype`."""
+    from maxsimd.engine.ops.triton.elementwise import row_tile
+
+    tile = row_tile(width)
+    types = dict.fromkeys(arguments, POINTERS[dtype]) | {"epsilon": "fp32"} | (others or {})
+    return Source(kernel, types, constants | {"BLOCK": tile.numbers}, {"num_warps": tile.warps})
+
+
+def _norm_rotary(heads: int, head_dim: int, dtype: str, *, normed: bool) -> Variant:
+    from maxsimd.engine.ops.triton import elementwise
+
+    block = elementwise.blocks_for(heads, head_dim)
+    types = dict.fromkeys(("qkv", "cos", "sin", "query_weight", "key_weight"), POINTERS[dtype])
+    constants = {"NORMED": normed, "BLOCK_HEADS": block.heads, "BLOCK_HALF": block.half}
+    source = Source(
+        elementwise.norm_rotary_kernel,
+        types | {"epsilon": "fp32"},
+        constants,
+        {"num_warps": elementwise.WARPS},
+        VARYING | {"queries", "heads"},
+    )
+    return Variant(f"{'norm and ' * normed}rotary {heads} heads of {head_dim}", source)
+
+
+def _gated(width: int, activation: str, dtype: str) -> Variant:
+    from maxsimd.engine.ops.triton import elementwise
+
+    types = dict.fromkeys(("gate_up", "out"), POINTERS[dtype])
+    block = elementwise.block_for(width)
+    options = {"num_warps": block // elementwise.NUMBERS_OF_A_WARP}
+    source = Source(elementwise.gated_kernel, types, {"ACTIVATION": activation, "BLOCK": block}, options)
+    return Variant(f"gated {activation} {width}", source)
+
+
+# By kernel, its variants on a GPU of a compute capability.
 KERNELS: dict[str, Callable[[int], Iterator[Variant]]] = {
     "MaxSim": maxsim_variants,
     "attention": attention_variants,
     "projection": projection_variants,
-    "layers": layer_variants,
+    "layers": lambda capability: layer_variants(),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one variant takes, compiled for one capability. Programs and bounds are those of the GPUs that
-    are of this capability, by name."""
+    """One variant compiled for one capability. Programs and bounds are by the name of a GPU."""
 
     kernel: str
     variant: str
@@ -117,7 +390,7 @@ def as_json(found: list[Row]) -> dict[str, Any]:
 
 
 def as_text(found: list[Row]) -> str:
-    """A table a capability, and below it what shapes take."""
+    """A table a capability, and below it the forecasts of shapes."""
     return "\n\n".join(
         _table([row for row in found if row.capability == capability])
         for capability in sorted({row.capability for row in found})

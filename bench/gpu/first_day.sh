@@ -24,6 +24,6 @@ fi
 # The models are made while the first steps run.
 case " $* " in
     *" --dry "*) ;;
-    *) "$python" -m maxsimd.bench.gpu.first_day.model >"${TMPDIR:-/tmp}/first-day-models.log" 2>&1 & ;;
+    *) "$python" -m maxsimd.bench.gpu.first_day.measure models >"${TMPDIR:-/tmp}/first-day-models.log" 2>&1 & ;;
 esac
 timeout --kill-after=5 535 "$python" -m maxsimd.bench.gpu.first_day --out "$out" "$@"

@@ -1,5 +1,10 @@
-"""MaxSim, attention and projection by themselves: ours, plain torch, and what packages offer."""
+"""`maxsimd bench kernels`: MaxSim, attention and projection beside plain torch and other packages, each
+called in the way that is fastest for it, and the limits of the device."""
 
+import importlib
+import itertools
+import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,53 +14,372 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from maxsimd.bench.gpu.limits import Limits, copies_beyond_cache, measure_limits
-from maxsimd.bench.gpu.maxsim_contenders import (
-    OURS,
-    contenders,
-    draw,
-    rounded_contenders,
-)
-from maxsimd.bench.gpu.shapes import ATTENTION_SHAPES, MAXSIM_SHAPES, AttentionShape, MaxSimShape
-from maxsimd.bench.timing import Run, Timing, one_after_another, timings
+from maxsimd.bench.report import Figures
 from maxsimd.engine.execution.attention.backend import AttentionBackend, OneByOneBackend
 from maxsimd.engine.execution.layout import Group, Layout
 from maxsimd.engine.ops import triton as triton_ops
 from maxsimd.engine.ops.qkv import QKV
+from maxsimd.engine.scoring.maxsim import maxsim_reference
+from maxsimd.pooling.ragged import Ragged
 
-Figures = dict[str, Any]
+OURS = "maxsimd"
 Copy = TypeVar("Copy")
+Run = Callable[[], object]
 
-# By how much of the largest number results may differ from exact ones.
+# Calls that follow each other on a GPU without a gap: the host launches one while others run.
+_LAUNCHES = 10
+_WARM_UP = 3
+# Cycles that a GPU waits before such calls, some 3 ms: the launch of the first would count as its time.
+_LEAD = 6_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Median seconds of a call: `streamed`, without a gap after the one before, as in a step; and `alone`,
+    with its launch."""
+
+    streamed: float
+    alone: float
+
+
+def timings(contenders: Mapping[str, Run], device: torch.device, rounds: int) -> dict[str, Timing]:
+    """Both medians of each contender, run in turns."""
+    streamed, alone = (medians(contenders, device, rounds, launches) for launches in (_LAUNCHES, 1))
+    return {name: Timing(streamed[name], alone[name]) for name in contenders}
+
+
+def one_after_another(runs: Sequence[Run]) -> Run:
+    """Calls the next of `runs` each time: with data of its own, none finds its data in the device's cache."""
+    turns = itertools.cycle(runs)
+    return lambda: next(turns)()
+
+
+def medians(
+    contenders: Mapping[str, Run], device: torch.device, rounds: int, launches: int = _LAUNCHES
+) -> dict[str, float]:
+    """Median seconds of each on the device, run in turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(rounds + _WARM_UP):
+        for name, run in contenders.items():
+            taken = _seconds(run, device, launches)
+            if number >= _WARM_UP:
+                seconds[name].append(taken)
+    return {name: statistics.median(taken) for name, taken in seconds.items()}
+
+
+def _seconds(run: Run, device: torch.device, launches: int) -> float:
+    """Seconds of one of `launches` calls; on a CPU, of a single call."""
+    if device.type != "cuda":
+        started = time.perf_counter()
+        run()
+        return time.perf_counter() - started
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize(device)
+    stream = torch.cuda.current_stream(device)
+    if launches > 1:
+        torch.cuda._sleep(_LEAD)
+    start.record(stream)
+    for _ in range(launches):
+        run()
+    stop.record(stream)
+    stop.synchronize()
+    return float(start.elapsed_time(stop)) / 1e3 / launches
+
+
+# A product of 4096^3 has 512 tiles for 132 multiprocessors, the last of which leave most of them idle.
+_SIDE = 8192
+_BYTES = 1 << 31
+_SMALL = 256  # the size of all where there is no GPU and the figures mean nothing
+_ROUNDS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """A device's FLOP/s of a large product in bfloat16, bytes/s that a copy reads and writes, and bytes/s
+    that a sum reads."""
+
+    product: float
+    copy: float
+    read: float
+
+    @property
+    def fastest_read(self) -> float:
+        """The bytes/s of a kernel that only reads."""
+        return max(self.copy, self.read)
+
+    def figures(self) -> dict[str, float]:
+        """In TFLOP/s and TB/s."""
+        names = ("product_tflops", "copy_tbytes_per_s", "read_tbytes_per_s")
+        values = (self.product, self.copy, self.read)
+        return {name: _digits(value / 1e12) for name, value in zip(names, values, strict=True)}
+
+
+def measure_limits(device: torch.device) -> Limits:
+    """Measures all three, in a few seconds."""
+    on_gpu = device.type == "cuda"
+    side = _SIDE if on_gpu else _SMALL
+    a, b = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
+    size = _BYTES if on_gpu else _SMALL * 1024
+    source = torch.ones(size // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    runs: dict[str, Run] = {"product": lambda: a @ b, "copy": lambda: target.copy_(source), "sum": source.sum}
+    seconds = {name: medians({name: run}, device, _ROUNDS)[name] for name, run in runs.items()}
+    nbytes = source.nbytes
+    return Limits(2.0 * side**3 / seconds["product"], 2.0 * nbytes / seconds["copy"], nbytes / seconds["sum"])
+
+
+def copies_beyond_cache(size: int, device: torch.device) -> int:
+    """The copies of data of `size` bytes to use in turns, so that none is in a GPU's cache when its turn
+    comes: the others are at least twice as large as the cache."""
+    if device.type != "cuda":
+        return 2
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    return 1 + -(-2 * cache // size)
+
+
+@dataclass(frozen=True, slots=True)
+class MaxSimShape:
+    """One query of `query` tokens, and `documents` of so many `tokens`; if `rounded`, also in int8."""
+
+    name: str
+    query: int
+    documents: int
+    tokens: tuple[int, int]
+    dim: int = 128
+    rounded: bool = False
+
+
+MAXSIM_SHAPES = (
+    MaxSimShape("ColBERT, 10,000 documents of 180 tokens", 32, 10_000, (180, 180), rounded=True),
+    MaxSimShape("ColPali, 500 pages of 1,024 tokens", 1024, 500, (1024, 1024), rounded=True),
+    MaxSimShape("a query of 64 tokens, 10,000 documents of 180", 64, 10_000, (180, 180)),
+    MaxSimShape("ragged, 1,000 documents of 20 to 340 tokens", 32, 1000, (20, 340)),
+    MaxSimShape("one document of 8,192 tokens", 32, 1, (8192, 8192)),
+)
+
+# Shapes for which both packages publish figures.
+PUBLISHED_SHAPES = (
+    MaxSimShape("published, 10,000 documents of 300 tokens", 32, 10_000, (300, 300)),
+    MaxSimShape("published, 1,000 pages of 1,024 tokens", 1024, 1000, (1024, 1024)),
+    MaxSimShape("published, 1,000 documents of 1,024 tokens", 32, 1000, (1024, 1024)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """`sequences` of `tokens` tokens give or take a half, with `heads` heads of queries and `kv_heads` of
+    keys and values."""
+
+    name: str
+    sequences: int
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    causal: bool
+
+
+ATTENTION_SHAPES = (
+    AttentionShape("XLM-RoBERTa large, 8 x 2,048 tokens", 8, 2048, 16, 16, 64, False),
+    AttentionShape("XLM-RoBERTa large, 16 x 1,024 tokens", 16, 1024, 16, 16, 64, False),
+    AttentionShape("XLM-RoBERTa large, 128 x 128 tokens", 128, 128, 16, 16, 64, False),
+    AttentionShape("Qwen3 0.6B, 16 x 1,024 tokens", 16, 1024, 16, 8, 128, True),
+)
+
+
+_EMPTY_SCORE = -1e9
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scored:
+    """A query, bfloat16 [tokens, dim], and documents of `lengths` tokens end to end: unit vectors `rows`
+    bfloat16 [tokens, dim]; or int8, each row with a scale, float32 [tokens]. All are on the device."""
+
+    query: torch.Tensor
+    rows: torch.Tensor
+    scales: torch.Tensor | None
+    lengths: tuple[int, ...]
+    offsets: torch.Tensor  # int32 [documents + 1]
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to read of the documents."""
+        return self.rows.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+    def dense(self, values: torch.Tensor) -> torch.Tensor:
+        """`values` [tokens, ...] of documents that are equally long, as [documents, length, ...]."""
+        return values.view(len(self.lengths), self.longest, *values.shape[1:])
+
+    def rounded(self) -> "Scored":
+        """The same with documents in int8."""
+        scales = self.rows.float().abs().amax(dim=1) / 127
+        rows = (self.rows.float() / scales[:, None]).round().to(torch.int8)
+        return Scored(self.query, rows, scales, self.lengths, self.offsets)
+
+    def exact(self, documents: int) -> torch.Tensor:
+        """The scores of the first documents by definition, in float32."""
+        count = min(documents, len(self.lengths))
+        rows = self.rows[: sum(self.lengths[:count])].float()
+        if self.scales is not None:
+            rows = rows * self.scales[: len(rows), None]
+        queries = Ragged(self.query.float(), (0, len(self.query)))
+        pairs = np.array([(0, document) for document in range(count)])
+        return maxsim_reference(queries, Ragged.from_lengths(rows, self.lengths[:count]), pairs)
+
+
+# Prepares a call that returns the scores [documents] or [1, documents].
+Contender = Callable[[Scored], Run]
+
+
+def draw(shape: MaxSimShape, device: torch.device, seed: int) -> Scored:
+    """Random data of a shape."""
+    low, high = shape.tokens
+    lengths = np.random.default_rng(0).integers(low, high + 1, shape.documents).tolist()
+    random = torch.Generator(device).manual_seed(seed)
+    query, rows = (
+        torch.nn.functional.normalize(
+            torch.randn(count, shape.dim, device=device, generator=random), dim=-1
+        ).bfloat16()
+        for count in (shape.query, sum(lengths))
+    )
+    offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    return Scored(query, rows, None, tuple(lengths), offsets)
+
+
+def contenders(shape: MaxSimShape, device: torch.device, in_int8: bool = False) -> dict[str, Contender]:
+    """The contenders that run here for documents in 16 bits or int8. Queries have 16 bits, unless a name says
+    otherwise."""
+    found: dict[str, Contender] = {"padded torch": _padded}
+    if triton_ops.runs_on(device):
+        found[OURS] = _ours
+    is_dense = shape.tokens[0] == shape.tokens[1]
+    if device.type != "cuda" or (in_int8 and not is_dense):
+        return found
+    if package("flash_maxsim") is not None:
+        if in_int8:
+            return found | {"flash-maxsim": _flash_int8, "flash-maxsim, query in int8": _flash_int8_by_int8}
+        found["flash-maxsim"] = _flash_dense if is_dense else _flash_packed
+    if not in_int8 and package("late_interaction_kernels") is not None:
+        found["late-interaction-kernels"] = _late_dense if is_dense else _late_packed
+    return found
+
+
+def package(name: str) -> Any:
+    """A package, or None where it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+def _ours(scored: Scored) -> Run:
+    from maxsimd.engine.ops.triton.maxsim import Pairs, maxsim
+    from maxsimd.engine.ops.triton.maxsim_tiles import PairGroup
+
+    of_query = torch.tensor([0, len(scored.query)], dtype=torch.int32, device=scored.rows.device)
+    of_documents = torch.stack([scored.offsets[:-1], scored.offsets[1:]], dim=1)
+    bounds = torch.cat([of_query.expand_as(of_documents), of_documents], dim=1)
+    pairs = Pairs(bounds, (PairGroup(len(bounds), len(scored.query)),), scored.longest)
+    return lambda: maxsim(scored.query, scored.rows, pairs, _EMPTY_SCORE, scales=scored.scales)
+
+
+def _padded(scored: Scored) -> Run:
+    query = scored.query
+    lengths = torch.tensor(scored.lengths, device=query.device)
+    hidden = torch.arange(scored.longest, device=query.device)[None] >= lengths[:, None]
+    padded = _pad(scored.rows, scored.lengths)  # [documents, longest, dim]
+    scales = None if scored.scales is None else _pad(scored.scales[:, None], scored.lengths)
+
+    def run() -> torch.Tensor:
+        similarity = padded.to(query.dtype) @ query.T  # [documents, longest, query]
+        if scales is not None:
+            similarity = similarity * scales
+        return similarity.masked_fill_(hidden[:, :, None], -torch.inf).amax(dim=1).float().sum(dim=1)
+
+    return run
+
+
+def _pad(values: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
+    return torch.nn.utils.rnn.pad_sequence(list(values.split(list(lengths))), batch_first=True)
+
+
+def _flash_dense(scored: Scored) -> Run:
+    flash = package("flash_maxsim")
+    query, documents = scored.query.half(), scored.dense(scored.rows.half())
+    return lambda: flash.flash_maxsim(query, documents)
+
+
+def _flash_packed(scored: Scored) -> Run:
+    flash = package("flash_maxsim")
+    # It would convert all documents of another precision at each call.
+    query, rows = scored.query.half(), scored.rows.half()
+    return lambda: flash.flash_maxsim_packed(query, rows, scored.offsets, scored.longest)
+
+
+def _flash_int8(scored: Scored) -> Run:
+    flash = package("flash_maxsim")
+    assert scored.scales is not None
+    query, documents = scored.query.half(), scored.dense(scored.rows)
+    scales = scored.dense(scored.scales.half())
+    return lambda: flash.flash_maxsim_int8_symmetric(query, documents, scales)
+
+
+def _flash_int8_by_int8(scored: Scored) -> Run:
+    flash = package("flash_maxsim")
+    assert scored.scales is not None
+    documents, scales = scored.dense(scored.rows), scored.dense(scored.scales.half())
+    query, query_scales = flash.quantize_query_int8(scored.query)
+    return lambda: flash.flash_maxsim_int8x8(scored.query, documents, scales, query, query_scales)
+
+
+def _late_dense(scored: Scored) -> Run:
+    late = package("late_interaction_kernels")
+    query, documents = scored.query[None], scored.dense(scored.rows)
+    return lambda: late.maxsim(query, documents)
+
+
+def _late_packed(scored: Scored) -> Run:
+    late = package("late_interaction_kernels")
+    of_query = torch.tensor([0, len(scored.query)], dtype=torch.int32, device=scored.rows.device)
+    return lambda: late.maxsim_varlen(
+        scored.query, scored.rows, of_query, scored.offsets, len(scored.query), scored.longest
+    )
+
+
+# Tolerance of results, as a share of the largest exact number.
 TOLERANCE = 0.02
 # Documents whose scores are compared with the definition.
 _COMPARED = 50
-# As many copies of small data as fill any cache.
+# Copies of small data that fill any cache.
 _MOST_COPIES = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Where and how long to measure: `rounds` turns on a device with these limits."""
+    """A device with its limits, and the `rounds` of turns."""
 
     device: torch.device
     rounds: int
     limits: Limits
 
     def copies(self, nbytes: int) -> int:
-        """How many copies of data of `nbytes` to use in turns."""
+        """The copies of data of `nbytes` to use in turns."""
         return min(_MOST_COPIES, copies_beyond_cache(nbytes, self.device))
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a call has to do at least: operations, and bytes to read."""
+    """The least work of a call: operations, and bytes to read."""
 
     operations: float
     nbytes: float
 
     def seconds(self, limits: Limits) -> float:
-        """The least time that a device with these limits takes."""
+        """The least time of a device with these limits."""
         return max(self.operations / limits.product, self.nbytes / limits.fastest_read)
 
 
@@ -67,8 +391,8 @@ def measure_kernels(
     attention_shapes: tuple[AttentionShape, ...] = ATTENTION_SHAPES,
     rows: int = 16_384,
 ) -> Figures:
-    """Milliseconds of all contenders that are installed and right, on data that is not in the device's cache,
-    and our rate as a share of the device's limit."""
+    """Milliseconds of all contenders that are installed and right, on data outside the device's cache, and
+    our rate as a share of the device's limit."""
     limits = measure_limits(device)
     setting = Setting(device, rounds, limits)
     figures: Figures = {"limits": limits.figures()}
@@ -93,7 +417,7 @@ def measure_maxsim(shape: MaxSimShape, setting: Setting) -> Figures:
     del ready
     scored = [each.rounded() for each in scored]
     first = scored[0]
-    ready = prepared(rounded_contenders(shape, setting.device), scored, first.exact(_COMPARED))
+    ready = prepared(contenders(shape, setting.device, in_int8=True), scored, first.exact(_COMPARED))
     figures |= _measured(in_int8, ready, Work(operations, first.nbytes), setting)
     if f"{OURS}_ms" in figures[in_int8]:
         in_16_bits = min(value for key, value in figures[name].items() if key.endswith("_ms"))
@@ -104,8 +428,8 @@ def measure_maxsim(shape: MaxSimShape, setting: Setting) -> Figures:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Drawn:
-    """Random `qkvs` in one `layout`, what attention over the first is exactly, and the number of pairs of a
-    query and a key that see each other."""
+    """Random `qkvs` in one `layout`, the `exact` attention over the first, and the number of pairs of a query
+    and a key that see each other."""
 
     layout: Layout
     qkvs: list[QKV]
@@ -118,19 +442,16 @@ class Drawn:
         return lambda qkv: partial(backend.full, qkv, metadata)
 
 
-def drawn_attention(shape: AttentionShape, device: torch.device, copies: int | None = None) -> Drawn:
-    """`copies` times the data of a shape, by default as many as no cache holds."""
-    lengths = (
-        np.random.default_rng(0)
-        .integers(shape.tokens // 2, shape.tokens * 3 // 2 + 1, shape.sequences)
-        .tolist()
-    )
+def _drawn_attention(shape: AttentionShape, setting: Setting) -> Drawn:
+    """As many copies of the data of a shape as no cache holds."""
+    device = setting.device
+    low, high = shape.tokens // 2, shape.tokens * 3 // 2 + 1
+    lengths = np.random.default_rng(0).integers(low, high, shape.sequences).tolist()
     starts = [0, *accumulate(lengths)]
     groups = tuple(Group(start, 1, n, (n,)) for start, n in zip(starts, lengths, strict=False))
     layout = Layout(shape.causal, groups)
     first = _draw_qkv(shape, sum(lengths), device)
-    if copies is None:
-        copies = min(_MOST_COPIES, copies_beyond_cache(_nbytes(first), device))
+    copies = setting.copies(_nbytes(first))
     qkvs = [first, *(_draw_qkv(shape, sum(lengths), device) for _ in range(copies - 1))]
     wide = QKV(first.query.float(), first.key.float(), first.value.float(), first.scaling)
     exact = OneByOneBackend().full(wide, OneByOneBackend().prepare(layout, device))
@@ -139,10 +460,10 @@ def drawn_attention(shape: AttentionShape, device: torch.device, copies: int | N
 
 
 def measure_attention(shape: AttentionShape, setting: Setting) -> Figures:
-    """The figures of the backends that run on the device, beside a product a sequence."""
+    """The figures of the backends that run on the device, and of a product a sequence."""
     from maxsimd.engine.execution.attention.select import candidates
 
-    drawn = drawn_attention(shape, setting.device)
+    drawn = _drawn_attention(shape, setting)
     found = candidates(setting.device, torch.bfloat16)
     makers = {"one by one": drawn.by(OneByOneBackend())}
     makers |= {OURS if name == "triton" else name: drawn.by(make()) for name, make in found.items()}
@@ -180,8 +501,7 @@ def measure_projection(rows: int, width: int, dim: int, setting: Setting) -> Fig
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The contenders that are right, each of which uses one copy of the data after the other; and why others
-    are not."""
+    """The contenders that are right, which use one copy of the data after the other; and why others fail."""
 
     runs: Mapping[str, Run]
     failures: Mapping[str, str]
@@ -190,7 +510,7 @@ class Prepared:
 def prepared(
     makers: Mapping[str, Callable[[Copy], Run]], copies: Sequence[Copy], exact: torch.Tensor
 ) -> Prepared:
-    """Makes each contender's calls, and compares what the first gives with its first numbers in `exact`."""
+    """Makes each contender's calls, and compares the first numbers of the first call with `exact`."""
     runs, failures = {}, {}
     for name, make in makers.items():
         try:

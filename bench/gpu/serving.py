@@ -1,19 +1,20 @@
-"""Whole servers under load, with random weights of jina-colbert-v2's shape."""
+"""`maxsimd bench gpu`: servers under load with random weights of jina-colbert-v2's shape, and a trace of how
+busy the device is."""
 
+import asyncio
 import sys
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from maxsimd.bench.datasets import random_requests
-from maxsimd.bench.load import drive
-from maxsimd.bench.peers.systems import Server
-from maxsimd.bench.tokenizer import unigram_tokenizer
-
-Figures = dict[str, Any]
+from maxsimd.bench.checkpoints import unigram_tokenizer
+from maxsimd.bench.datasets import Request, random_requests
+from maxsimd.bench.load import Server, drive, drive_or_raise
+from maxsimd.bench.report import Figures
+from maxsimd.engine import CUT_LONG, Engine, EngineConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +42,12 @@ class Workload:
     range_ratio: float
     concurrency: int
 
+    def make(self, seed: int) -> list[Request]:
+        ratio = self.range_ratio
+        return random_requests(self.requests, self.documents, self.input_len, ratio, False, seed)
 
-# Workloads for which others publish figures. Every query is encoded anew; our engine has no cache for
-# queries.
+
+# Workloads for which others publish figures. The engine has no cache for queries.
 WORKLOADS = (
     Workload("2,000 requests of one document, 64 at a time, 2,048 tokens", 2000, 1, 2048, 0.5, 64),
     Workload("1,000 documents of 256 tokens a request, 64 at a time", 128, 1000, 512, 0.0, 64),
@@ -60,31 +64,17 @@ def save_colbert(folder: Path, shape: Shape) -> str:
     from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
 
     torch.manual_seed(0)
+    special = {"bos_token": "<s>", "cls_token": "<s>", "eos_token": "</s>", "sep_token": "</s>"}
+    special |= {"pad_token": "<pad>", "unk_token": "<unk>", "mask_token": "<mask>"}
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=unigram_tokenizer(shape.vocabulary),
-        bos_token="<s>",
-        cls_token="<s>",
-        eos_token="</s>",
-        sep_token="</s>",
-        pad_token="<pad>",
-        unk_token="<unk>",
-        mask_token="<mask>",
-        model_max_length=8192,
+        tokenizer_object=unigram_tokenizer(shape.vocabulary), model_max_length=8192, **special
     )
-    options = {} if shape.family == "modernbert" else {"type_vocab_size": 1}
-    config = AutoConfig.for_model(
-        shape.family,
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        intermediate_size=shape.intermediate,
-        max_position_embeddings=8194,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        **options,
-    )
+    sizes = {"vocab_size": shape.vocabulary, "hidden_size": shape.hidden, "num_hidden_layers": shape.layers}
+    sizes |= {"num_attention_heads": shape.heads, "intermediate_size": shape.intermediate}
+    sizes |= {"max_position_embeddings": 8194, "bos_token_id": tokenizer.bos_token_id}
+    sizes |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    sizes |= {} if shape.family == "modernbert" else {"type_vocab_size": 1}
+    config = AutoConfig.for_model(shape.family, **sizes)
     backbone = folder / "backbone"
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModel.from_config(config, dtype=torch.bfloat16)
@@ -110,19 +100,9 @@ async def measure_serving(
         async with server.run(checkpoint, Path(folder, "log")) as running:
             for number, workload in enumerate(workloads):
                 warm = random_requests(4, min(8, workload.documents), workload.input_len, 0.5, False, seed=99)
-                await drive(running.send, warm, 4, None, 0)
-                requests = random_requests(
-                    workload.requests,
-                    workload.documents,
-                    workload.input_len,
-                    workload.range_ratio,
-                    False,
-                    number,
-                )
-                duration, outcomes = await drive(running.send, requests, workload.concurrency, None, 0)
-                failed = [outcome.error for outcome in outcomes if outcome.error]
-                if failed:
-                    raise RuntimeError(f"a request failed: {failed[0]}")
+                await drive(running.send, warm, 4)
+                requests = workload.make(seed=number)
+                duration, outcomes = await drive_or_raise(running.send, requests, workload.concurrency)
                 milliseconds = [outcome.seconds * 1e3 for outcome in outcomes]
                 p50, p99 = np.percentile(milliseconds, (50, 99))
                 figures[workload.name] = {
@@ -134,3 +114,50 @@ async def measure_serving(
                     "p99_of_mean": round(float(p99 / np.mean(milliseconds)), 3),
                 }
     return figures
+
+
+async def measure_busy_share(config: EngineConfig, workload: Workload) -> Figures:
+    """Runs the workload through an engine in this process, the second half of it under the profiler."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    requests = workload.make(seed=7)
+    half = len(requests) // 2
+    gate = asyncio.Semaphore(workload.concurrency)
+    async with Engine(config) as engine:
+
+        async def one(request: Request) -> None:
+            async with gate:
+                await engine.score(request.query, request.documents, truncation=CUT_LONG, cache="bypass")
+
+        await asyncio.gather(*map(one, requests[:half]))
+        activity = ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU
+        with profile(activities=[activity]) as profiler:
+            await asyncio.gather(*map(one, requests[half:]))
+    spans = [
+        (event.time_range.start, event.time_range.end)
+        for event in profiler.events() or ()
+        if str(event.device_type) == "DeviceType.CUDA"
+    ]
+    return busy_share(spans)
+
+
+def busy_share(spans: Iterable[tuple[float, float]]) -> Figures:
+    """The share of time in which a kernel ran and the gaps between kernels, from (start, end) in
+    microseconds, without the first and last tenth of the time, when the load is not full."""
+    table = np.array(sorted(spans), dtype=np.float64).reshape(-1, 2)
+    if len(table) == 0:
+        return {"kernels": 0}
+    first, last = table[0, 0], table[:, 1].max()
+    low, high = first + 0.1 * (last - first), last - 0.1 * (last - first)
+    table = table[(table[:, 1] > low) & (table[:, 0] < high)].clip(low, high)
+    done = np.maximum.accumulate(table[:, 1])
+    gaps = np.maximum(0.0, table[1:, 0] - done[:-1])
+    idle = gaps.sum() + (table[0, 0] - low) + (high - done[-1])
+    return {
+        "kernels": len(table),
+        "busy_share": round(float(1 - idle / (high - low)), 4),
+        "gap_median_us": round(float(np.median(gaps)), 2),
+        "gap_p99_us": round(float(np.percentile(gaps, 99)), 2),
+        "longest_gap_us": round(float(gaps.max()), 1),
+    }

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from maxsimd.bench.peers.checkpoints import save_cross_encoder
+from maxsimd.bench.checkpoints import save_cross_encoder
 from tests.server.conftest import starter
 
 # The models that clients ask for, since some take no other names.

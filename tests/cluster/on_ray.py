@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from maxsimd.bench.cluster_deploy import deploy as deploy_as_file
+from maxsimd.bench.cluster import deploy as deploy_as_file
 from tests.processes import descendants, processes
 from tests.server.conftest import free_port
 from tests.waiting import wait_for

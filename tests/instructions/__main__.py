@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from maxsimd.bench.instruction_sets import WHOLE, caps
+from maxsimd.bench.beside_library import WHOLE, caps
 
 # Kernels, linear layers and attention in each precision, MaxSim, all layers in one call, and a server.
 _FILES = (

@@ -56,12 +56,6 @@ print(json.dumps(found))
     assert json.loads(ran.stdout) == [[words, status, []] for words, status in statuses.items()]
 
 
-def test_all_that_the_bench_beside_peers_runs_has_a_name() -> None:
-    from maxsimd.bench.peers import alone, names
-
-    assert tuple(alone.ALONE) == names.ALONE
-
-
 def test_the_front_door_has_the_engine_and_the_version() -> None:
     import maxsimd.engine
     from maxsimd.engine.engine import Engine

@@ -247,8 +247,9 @@ class Tiles:
 
 # By the KiB of shared memory that a program may have, and the size of a head, in 16 bits; first those without
 # a window. A window of some hundred keys is all edges, of which smaller blocks have fewer.
-# `maxsimd.bench.gpu.bounds` says how fast they can be. In a trial on an H100, blocks of 64 queries were
-# faster than those of 128 for heads of 64 and 128 numbers, though they read keys and values twice as often.
+# `maxsimd.bench.gpu.ahead_of_time` says how fast they can be. In a trial on an H100, blocks of 64 queries
+# were faster than those of 128 for heads of 64 and 128 numbers, though they read keys and values twice as
+# often.
 _TILES = {
     # Compute capability 9.0 and 10.0, of which 9.0 was measured.
     227: (

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -13,20 +14,16 @@ import torch
 from click.testing import CliRunner, Result
 
 from maxsimd.api.cli import main
+from maxsimd.bench.checkpoints import unigram_tokenizer
 from maxsimd.bench.datasets import mixed_counts, random_requests
 from maxsimd.bench.gpu.first_day.__main__ import run_steps
-from maxsimd.bench.gpu.first_day.steps import Step
-from maxsimd.bench.gpu.first_day.supervised import run_cases
-from maxsimd.bench.gpu.kernels import prepared
-from maxsimd.bench.peers.experiments import Arena, Load, Turn
-from maxsimd.bench.peers.experiments import Outcome as PeerOutcome
-from maxsimd.bench.peers.report import markdown
-from maxsimd.bench.peers.run import OURS, QUANTIZED, Results
-from maxsimd.bench.peers.systems import SentenceTransformers, System, maxsimd
-from maxsimd.bench.report import Outcome, Report
-from maxsimd.bench.running import run_and_clean_up
-from maxsimd.bench.timing import Run
-from maxsimd.bench.tokenizer import GPU_TOKENS_A_SECOND, unigram_tokenizer
+from maxsimd.bench.gpu.first_day.processes import Step, run_cases
+from maxsimd.bench.gpu.kernels import Run, prepared
+from maxsimd.bench.load import SentenceTransformers, System, maxsimd
+from maxsimd.bench.methods import GPU_TOKENS_A_SECOND
+from maxsimd.bench.peers import OURS, QUANTIZED, Arena, Load, Results, Turn, markdown
+from maxsimd.bench.peers import Outcome as PeerOutcome
+from maxsimd.bench.report import Outcome, Report, run_and_clean_up
 from tests.waiting import wait_for
 
 
@@ -101,13 +98,10 @@ def test_the_report_on_peers_shows_ratios_and_shares_of_the_peak() -> None:
 @pytest.mark.exhaustive
 async def test_systems_take_turns_with_one_checkpoint(bert_cross_encoder: str) -> None:
     systems: list[System] = [maxsimd("maxsimd"), SentenceTransformers("peer", "float32")]
-    arena = Arena(systems)
-    try:
-        contest = await arena.enter(bert_cross_encoder)
-        outcome = await contest.run(Load(requests=4, documents=3, concurrency=2), rounds=2)
-        paired = await contest.run(Load(requests=1, documents=5, concurrency=1, paired=True), rounds=1)
-    finally:
-        await arena.close()
+    async with AsyncExitStack() as stack:
+        arena = await Arena.enter(stack, systems, bert_cross_encoder)
+        outcome = await arena.run(Load(requests=4, documents=3, concurrency=2), rounds=2)
+        paired = await arena.run(Load(requests=1, documents=5, concurrency=1, paired=True), rounds=1)
     assert {name: len(turns) for name, turns in outcome.turns.items()} == {"maxsimd": 2, "peer": 2}
     assert all(turn.documents_per_s > 0 for turns in outcome.turns.values() for turn in turns)
     for each in (outcome, paired):

@@ -10,9 +10,8 @@ from click.testing import CliRunner
 
 from maxsimd.api.cli import main
 from maxsimd.bench.gpu import compiled as table
-from maxsimd.bench.gpu.ahead_of_time import MachineCode, compiled
-from maxsimd.bench.gpu.bounds import H100, H200, resident_programs
-from maxsimd.bench.gpu.maxsim_compiled import (
+from maxsimd.bench.gpu.ahead_of_time import H100, H200, MachineCode, compiled, resident_programs
+from maxsimd.bench.gpu.compiled import (
     COLBERT,
     COLPALI,
     LIMITS,

@@ -2,17 +2,19 @@
 
 import pytest
 
-from maxsimd.bench.beside_batches import beside_batches
 from maxsimd.bench.order_of_work import (
     BUDGET,
     MIXES,
+    FirstComeFirstServed,
+    RoundRobin,
+    SchedulerOrder,
+    beside_batches,
     closed_loop,
     longest_wait_of_bound,
     poisson_arrivals,
     simulate,
     summary,
 )
-from maxsimd.bench.queue_orders import FirstComeFirstServed, RoundRobin, SchedulerOrder
 from maxsimd.engine.requests import priority_number
 from tests.exhaustive import exhaustive
 

@@ -6,12 +6,8 @@ from itertools import product
 
 import pytest
 
-from maxsimd.bench.gpu.ahead_of_time import compiled
-from maxsimd.bench.gpu.attention_compiled import AttentionLaunch
-from maxsimd.bench.gpu.bounds import H100, most_tflops, resident_programs
-from maxsimd.bench.gpu.compiled import projection_source
-from maxsimd.bench.gpu.layer_kernels import variants
-from maxsimd.bench.gpu.maxsim_compiled import LIMITS
+from maxsimd.bench.gpu.ahead_of_time import H100, compiled, most_tflops, resident_programs
+from maxsimd.bench.gpu.compiled import LIMITS, AttentionLaunch, layer_variants, projection_source
 from maxsimd.engine.ops.triton.launch import Limits, next_power_of_two
 from tests.exhaustive import exhaustive
 from tests.unit.engine.ops.interpreted import run_interpreted
@@ -101,7 +97,7 @@ def test_projection_compiles(dtype: str, capability: int, dim: int) -> None:
 @pytest.mark.parametrize(("capability", "dtype"), product((80, 90, 100), ("bf16", "fp16", "fp32")))
 def test_kernels_of_layers_compile_without_spills(capability: int, dtype: str) -> None:
     tried = 0
-    for variant in variants(dtype):
+    for variant in layer_variants(dtype):
         code = compiled(variant.source, capability)
         assert code.spills == 0, variant.name
         assert code.shared <= LIMITS[capability].shared_memory, variant.name

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from maxsimd.bench import fleet_command
-from maxsimd.bench.fleet_changes import moves_of_growth, moves_times_members
-from maxsimd.bench.fleet_command import bench_fleet
-from maxsimd.bench.fleet_simulation import FleetShape, Routing, simulate
+from maxsimd.bench import fleet
+from maxsimd.bench.cli import bench_fleet
+from maxsimd.bench.fleet import FleetShape, Routing, moves_of_growth, moves_times_members, simulate
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +55,7 @@ def test_a_member_that_comes_or_goes_moves_its_share() -> None:
 
 @pytest.mark.exhaustive
 def test_the_command_prints_writes_and_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_command, "_LEAST_REQUESTS", 20)
+    monkeypatch.setattr(fleet, "LEAST_REQUESTS", 20)
     written, drawn = tmp_path / "fleet.json", tmp_path / "fleet.svg"
     words = f"--members 2 --requests 1 --json {written} --plot {drawn}".split()
     ran = CliRunner().invoke(bench_fleet, words, catch_exceptions=False)

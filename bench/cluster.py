@@ -1,5 +1,4 @@
-"""How many documents are found in caches on Ray: sent to their owners, and anywhere; and how fast that comes
-back after a scorer dies, or one more comes."""
+"""`maxsimd bench cluster-hits`: documents that are found in caches on Ray, also after deaths and growth."""
 
 import asyncio
 import os
@@ -12,22 +11,47 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
+from maxsimd.api.cluster.config import AppConfig, serve_yaml
 from maxsimd.api.fleet.fleet_engine import FleetEngine
 from maxsimd.api.fleet.roster import Listed, Roster
 from maxsimd.api.fleet.spread import Job, Spreader
-from maxsimd.bench.cluster_deploy import deploy_in_thread
 from maxsimd.bench.datasets import QUERY, docstring_pairs
 
 # The scorers' caches in MiB, and documents a request.
 _CACHE_MB, _DOCUMENTS = 16, 40
-# As often as caches hold all that is asked for: of one scorer. Requests that fill caches, and that count.
+# The size of all documents in caches of one scorer; requests that fill caches, and that count.
 _WORKING_SET, _FILLING, _COUNTED = 1.5, 400, 120
 # After a change, hits are back once this many requests in a row have this share of those before.
 _IN_A_ROW, _BACK = 10, 0.95
 _NAME = "hits"
 _CHANGE_REQUESTS = 600
 _ARGS = {"replicas": 2, "cache_mb": _CACHE_MB, "max_batch_tokens": 512, "dtype": "bfloat16"}
+
+
+# Between looks at the state of Serve.
+_LOOK_SECONDS = 0.2
+
+
+def deploy(name: str, args: dict[str, Any], replicas: int) -> None:
+    """Runs an application of `args` on Serve with so many scorers, or changes their number; returns once they
+    run. Other `args` than before replace all replicas."""
+    from ray import serve
+    from ray.serve.context import _get_global_client as get_global_client
+    from ray.serve.schema import ServeDeploySchema
+
+    config = yaml.safe_load(serve_yaml(AppConfig.of(args)))
+    [application] = config["applications"]
+    application |= {"name": name, "route_prefix": f"/{name}"}
+    for deployment in application["deployments"]:
+        if deployment["name"] == "Scorer":
+            deployment["num_replicas"] = replicas
+    get_global_client().deploy_apps(ServeDeploySchema.model_validate(config))
+    while (status := serve.status().applications[name]).status != "RUNNING":
+        if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+            raise RuntimeError(status.message)
+        time.sleep(_LOOK_SECONDS)
 
 
 class AnywhereSpreader(Spreader):
@@ -64,7 +88,7 @@ async def measure_hits(seed: int) -> dict[str, Any]:
     engine = FleetEngine(roster)
     anywhere = FleetEngine(roster, spreader=AnywhereSpreader(roster, 30.0))
     figures: dict[str, Any] = {}
-    await deploy_in_thread(_NAME, _ARGS, 2)
+    await asyncio.to_thread(deploy, _NAME, _ARGS, 2)
     _watch(roster)
     try:
         await _deploy(roster, 2)
@@ -88,7 +112,7 @@ async def measure_hits(seed: int) -> dict[str, Any]:
 
 
 async def _working_set(front: FleetEngine) -> list[str]:
-    """As many documents as 1.5 caches of a scorer hold, by what a page of metrics says one takes."""
+    """As many documents as 1.5 caches of a scorer hold, by their mean tokens."""
     texts = [pair.document for pair in docstring_pairs() if 200 < len(pair.document) < 1_200]
     result = await front.score(QUERY, texts[:200], cache="bypass")
     tokens = (result.usage.prompt_tokens - result.usage.query_tokens) / 200
@@ -100,7 +124,7 @@ async def _working_set(front: FleetEngine) -> list[str]:
 
 
 async def _until_back(traffic: _Traffic, before: float, when: str) -> dict[str, Any]:
-    """Requests and seconds until hits are again as they were, and the fewest of a request meanwhile."""
+    """Requests and seconds until hits are back, and the fewest of a request meanwhile."""
     begun = time.perf_counter()
     latest: list[float] = []
     for number in range(1, _CHANGE_REQUESTS + 1):
@@ -115,14 +139,14 @@ async def _until_back(traffic: _Traffic, before: float, when: str) -> dict[str, 
 
 
 async def _deploy(roster: Roster, replicas: int) -> None:
-    """Runs the application with as many scorers; those that are there stay. Returns once all are reached."""
-    await deploy_in_thread(_NAME, _ARGS, replicas)
+    """Runs the application with so many scorers. Returns once all are reached."""
+    await asyncio.to_thread(deploy, _NAME, _ARGS, replicas)
     while len(roster.members) != replicas:
         await roster.until_changed()
 
 
 def _watch(roster: Roster) -> None:
-    """Has the roster follow which scorers there are."""
+    """Keeps the roster up to date with the scorers on Serve."""
     from ray import serve
 
     from maxsimd.api.cluster.serve import watch

@@ -1,0 +1,388 @@
+"""The engine beside sentence-transformers, in turns: packed and padded, and each precision by the processor's
+instructions.
+
+`maxsimd bench instruction-sets` runs this module in a process for each cap on instructions, whose environment
+holds the caps of maxsimd, torch and oneDNN before torch is imported. That process prints JSON.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import torch
+
+from maxsimd.bench.checkpoints import save_cross_encoder, save_text_model
+from maxsimd.bench.datasets import Pair, docstring_pairs
+from maxsimd.bench.report import Figures
+from maxsimd.engine import CUT_LONG, Engine, EngineConfig
+from maxsimd.engine.execution.attention.cpu import is_compiled_supported
+from maxsimd.engine.execution.int8 import choose_path
+from maxsimd.engine.execution.linear import choose_way
+from maxsimd.engine.ops.cpu.library import VARIABLE, in_words
+
+log = logging.getLogger(__name__)
+
+_PEER, _ONNX = "sentence-transformers", "ONNX Runtime int8"
+_Output = np.ndarray[Any, np.dtype[np.float32]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """The output of a run, its tokens if they are known, and processor time in other processes."""
+
+    output: _Output
+    tokens: int = 0
+    processor_seconds: float = 0.0
+
+
+_Run = Callable[[list[Pair]], Awaitable[_Done]]
+
+
+def _by_engine(engine: Engine) -> _Run:
+    async def run(pairs: list[Pair]) -> _Done:
+        documents = [pair.document for pair in pairs]
+        if engine.model.score_task == "classify":
+            queries = [pair.query for pair in pairs]
+            scored = await engine.score(queries, documents, cache="bypass", truncation=CUT_LONG)
+            return _Done(np.array(scored.scores, dtype=np.float32), scored.usage.prompt_tokens)
+        embedded = await engine.embed(documents, truncation=CUT_LONG)
+        await engine.clear_cache()
+        return _Done(np.array(embedded.embeddings, dtype=np.float32), embedded.usage.prompt_tokens)
+
+    return run
+
+
+def _by_sentence_transformers(model: str, dtype: str) -> _Run:
+    """With the library's default: batches of 32 that are sorted by length."""
+    from sentence_transformers import CrossEncoder, SentenceTransformer
+
+    classifies = _is_classifier(model)
+    options: dict[str, Any] = {"device": "cpu", "model_kwargs": {"dtype": getattr(torch, dtype)}}
+    library: Any = (CrossEncoder if classifies else SentenceTransformer)(model, **options)
+
+    async def run(pairs: list[Pair]) -> _Done:
+        if classifies:
+            found = library.predict([(pair.query, pair.document) for pair in pairs], show_progress_bar=False)
+        else:
+            found = library.encode([pair.document for pair in pairs], show_progress_bar=False)
+        return _Done(np.asarray(found, dtype=np.float32))
+
+    return run
+
+
+def _is_classifier(model: str) -> bool:
+    return "Classification" in Path(model, "config.json").read_text(encoding="utf-8")
+
+
+@dataclass(frozen=True, slots=True)
+class _Turns:
+    """By name: seconds on the clock and of the processor, which busy neighbors change less; and outputs."""
+
+    seconds: dict[str, list[float]]
+    processor: dict[str, list[float]]
+    outputs: dict[str, _Output]
+    tokens: int
+
+
+async def _take_turns(
+    runs: dict[str, _Run], pairs: list[Pair], rounds: int, seconds: float = math.inf
+) -> _Turns:
+    """Rounds of all, each begun by another run; none begins after `seconds`."""
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    processor: dict[str, list[float]] = {name: [] for name in runs}
+    outputs: dict[str, _Output] = {}
+    tokens = 0
+    for run in runs.values():
+        await run(pairs[:8])
+    until = time.perf_counter() + seconds
+    for number in range(rounds):
+        if number and time.perf_counter() > until:
+            break
+        names = list(runs)
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            started, before = time.perf_counter(), time.process_time()
+            done = await runs[name](pairs)
+            processor[name].append(time.process_time() - before + done.processor_seconds)
+            taken[name].append(time.perf_counter() - started)
+            outputs[name], tokens = done.output, done.tokens or tokens
+    return _Turns(taken, processor, outputs, tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPlan:
+    """`count` texts in `rounds` rounds, by models of `layers` layers, with the engine's `settings`."""
+
+    count: int
+    layers: int
+    rounds: int
+    settings: dict[str, Any]
+
+
+async def measure_packed(
+    shapes: Sequence[str], dtypes: Sequence[str], mix: str, plan: PackedPlan, figures: Figures
+) -> None:
+    """Adds figures for each shape in each precision, and prints them as they come: packed by the engine,
+    padded by it, and by sentence-transformers."""
+    for shape in shapes:
+        for dtype in dtypes:
+            name = f"{shape}, {dtype}"
+            figures[name] = await _packed(shape, dtype, _texts_of(mix, plan.count), plan)
+            click.echo(f"{name}: {figures[name]}", err=True)
+
+
+def _texts_of(mix: str, count: int) -> list[Pair]:
+    """Docstrings without their first sentence, or mixed with as many first sentences. Each has a query."""
+    pairs = docstring_pairs()
+    if mix == "docstrings":
+        return pairs[:count]
+    half = pairs[: (count + 1) // 2]
+    both = [each for pair in half for each in (pair, Pair(pair.query, pair.query))]
+    return both[:count]
+
+
+async def _packed(shape: str, dtype: str, pairs: list[Pair], plan: PackedPlan) -> dict[str, float]:
+    settings: dict[str, Any] = plan.settings | {"dtype": dtype}
+    with tempfile.TemporaryDirectory() as folder:
+        model = save_text_model(shape, Path(folder) / "model", plan.layers)
+        async with contextlib.AsyncExitStack() as stack:
+            runs: dict[str, _Run] = {}
+            packing: Any
+            for name, packing in (("packed", "auto"), ("padded", "off")):
+                config = EngineConfig(model=model, packing=packing, **settings)
+                engine = await stack.enter_async_context(Engine(config))
+                if engine.device_model.execution != name:
+                    raise RuntimeError(f"this model runs {engine.device_model.execution}, not {name}")
+                runs[name] = _by_engine(engine)
+            if settings.get("quantization", "none") == "none":
+                runs["sentence_transformers"] = _by_sentence_transformers(model, dtype)
+            turns = await _take_turns(runs, pairs, plan.rounds)
+    figures = {"texts": float(len(pairs)), "tokens": float(turns.tokens)}
+    seconds, processor = (
+        {name: statistics.median(each) for name, each in some.items()}
+        for some in (turns.seconds, turns.processor)
+    )
+    for name, output in turns.outputs.items():
+        figures[f"{name}_s"] = round(seconds[name], 3)
+        figures[f"{name}_processor_s"] = round(processor[name], 3)
+        if name != "packed":
+            figures[f"{name}_over_packed"] = round(seconds[name] / seconds["packed"], 2)
+            figures[f"{name}_over_packed_processor"] = round(processor[name] / processor["packed"], 2)
+            figures[f"{name}_differs_by"] = float(np.abs(output - turns.outputs["packed"]).max())
+    return figures
+
+
+# The engine's settings by precision.
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"dtype": "auto", "quantization": "int8"},
+}
+WHOLE = "the processor as it is"
+_SECONDS_TO_LOAD = 600
+_ENVIRONMENT = (VARIABLE, "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
+
+
+@dataclass(frozen=True, slots=True)
+class Cap:
+    """The most instructions a process may use, as maxsimd (`level`), `torch` and oneDNN name them."""
+
+    title: str
+    level: str
+    torch: str
+    onednn: str
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return dict(zip(_ENVIRONMENT, (self.level, self.torch, self.onednn), strict=True))
+
+
+# From the most to the least, each with the instructions that it takes away.
+_CAPS = (
+    (Cap("AVX-512 with VNNI", "avx512_vnni", "avx512", "AVX512_CORE_VNNI"), "avx512_bf16"),
+    (Cap("AVX-512", "avx512", "avx512", "AVX512_CORE"), "avx512_vnni"),
+    (Cap("AVX2", "avx2", "avx2", "AVX2"), "avx512"),
+    (Cap("without AVX2", "default", "default", "SSE41"), "avx2"),
+)
+
+
+def caps() -> list[Cap | None]:
+    """The caps that take instructions from this processor, after None for the processor as it is."""
+    has = {
+        "avx512_bf16": torch.cpu._is_avx512_bf16_supported(),
+        "avx512_vnni": torch.cpu._is_vnni_supported(),
+        "avx512": torch.cpu._is_avx512_supported(),
+        "avx2": torch.cpu._is_avx2_supported(),
+    }
+    return [None, *(cap for cap, needed in _CAPS if has[needed])]
+
+
+@dataclass(frozen=True, slots=True)
+class InstructionsPlan:
+    """What is measured under each cap: `texts` docstrings in `rounds` rounds, or as many as begin within
+    `seconds`, on `threads` threads."""
+
+    shape: str
+    texts: int
+    rounds: int
+    seconds: float
+    threads: int
+
+
+def measure_instruction_sets(plan: InstructionsPlan, onnx: str | None) -> Figures:
+    """Figures by the titles of the caps. `onnx` is an interpreter whose ONNX Runtime is measured on the
+    processor as it is."""
+    figures: Figures = {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model"
+        # Wide models of 12 layers take about eight times as long as MiniLM-L6.
+        model = (
+            save_cross_encoder(path) if plan.shape == "minilm-l6" else save_text_model(plan.shape, path, 12)
+        )
+        for cap in caps():
+            title = WHOLE if cap is None else cap.title
+            found = _in_a_process(model, cap, plan, onnx if cap is None else None)
+            figures[title] = {"emulated": cap is not None, **found}
+            click.echo(f"{title}: {found['over_sentence_transformers']}", err=True)
+    return figures
+
+
+def _in_a_process(model: str, cap: Cap | None, plan: InstructionsPlan, onnx: str | None) -> Figures:
+    environment = {name: value for name, value in os.environ.items() if name not in _ENVIRONMENT}
+    environment |= {} if cap is None else cap.environment
+    numbers = (plan.texts, plan.rounds, plan.seconds, plan.threads)
+    done = subprocess.run(
+        [sys.executable, "-m", __name__, model, *map(str, numbers), *([] if onnx is None else [onnx])],
+        env=environment,
+        stdout=subprocess.PIPE,
+        timeout=_SECONDS_TO_LOAD + 10 * plan.seconds,
+        check=True,
+    )
+    found: Figures = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def instructions_table(figures: Figures) -> str:
+    """The figures in Markdown, a cap a line: how many times as fast as sentence-transformers, on the clock
+    and (in brackets) in processor time."""
+    more = {name for found in figures.values() for name in found["over_sentence_transformers"]}
+    columns = [*PRECISIONS, *sorted(more.difference(PRECISIONS))]
+    lines = [["instructions", *columns, "int8 over float32"], ["---"] + ["---:"] * (len(columns) + 1)]
+    for title, found in figures.items():
+        shown = f"{title} (emulated)" if found["emulated"] else title
+        cells = [_ratio_cell(found, "over_sentence_transformers", name) for name in columns]
+        last = _times(found.get("int8_over_float32"), found.get("int8_over_float32_in_processor_time"))
+        lines.append([shown, *cells, last])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _ratio_cell(found: Figures, figure: str, name: str) -> str:
+    """A precision's ratios, with the way its weights are multiplied."""
+    times = _times(found[figure].get(name), found[f"{figure}_in_processor_time"].get(name))
+    path = found["paths"].get(name)
+    return times if path is None else f"{times}, {path}"
+
+
+def _times(on_the_clock: float | None, in_processor_time: float | None) -> str:
+    if on_the_clock is None or in_processor_time is None:
+        return "-"
+    return f"{on_the_clock:.2f} ({in_processor_time:.2f})"
+
+
+async def _measure_precisions(
+    model: str, texts: int, rounds: int, seconds: float, threads: int, onnx: str | None
+) -> Figures:
+    """Medians of each precision, in turns, and the median of each round's ratios."""
+    torch.set_num_threads(threads)
+    async with contextlib.AsyncExitStack() as stack:
+        runs: dict[str, _Run] = {_PEER: _by_sentence_transformers(model, "float32")}
+        paths: dict[str, str] = {}
+        refused: dict[str, str] = {}
+        for name, settings in PRECISIONS.items():
+            try:
+                engine = Engine(EngineConfig(model=model, device="cpu", threads=threads, **settings))
+                runs[name] = _by_engine(await stack.enter_async_context(engine))
+                paths[name] = _path(engine, name)
+            except Exception as error:  # a precision that this processor lacks
+                log.warning("%s does not run: %s", name, error)
+                paths[name], refused[name] = "does not run", str(error)
+        versions: dict[str, str] = {}
+        if onnx is not None:
+            runs[_ONNX], versions = stack.enter_context(_by_onnx(onnx, model, threads))
+        turns = await _take_turns(runs, docstring_pairs()[:texts], rounds, seconds)
+    figures: Figures = {"instructions": in_words(), "torch": torch.backends.cpu.get_cpu_capability()}
+    figures |= {"paths": paths, "refused": refused, "onnx": versions, "rounds": len(turns.seconds[_PEER])}
+    figures["seconds"] = {name: round(statistics.median(each), 3) for name, each in turns.seconds.items()}
+    for suffix, taken in (("", turns.seconds), ("_in_processor_time", turns.processor)):
+        others = {name: _ratio(taken[_PEER], each) for name, each in taken.items() if name != _PEER}
+        figures[f"over_sentence_transformers{suffix}"] = others
+        if {"int8", "float32"} <= taken.keys():
+            figures[f"int8_over_float32{suffix}"] = _ratio(taken["float32"], taken["int8"])
+    outputs = turns.outputs
+    figures["differs_by"] = {
+        name: float(np.abs(output - outputs[_PEER]).max())
+        for name, output in outputs.items()
+        if name != _PEER
+    }
+    return figures
+
+
+def _path(engine: Engine, name: str) -> str:
+    """The way an engine multiplies the weights of linear layers."""
+    dtype = engine.device_model.dtype
+    if is_compiled_supported(torch.device("cpu"), dtype) and (name != "int8" or dtype is torch.bfloat16):
+        return "our kernels"
+    return choose_path(True).name if name == "int8" else choose_way(dtype).name
+
+
+def _ratio(slow: list[float], fast: list[float]) -> float:
+    """How many times as fast, by the median of the rounds' ratios."""
+    return round(statistics.median(a / b for a, b in zip(slow, fast, strict=True)), 2)
+
+
+@contextlib.contextmanager
+def _by_onnx(interpreter: str, model: str, threads: int) -> Iterator[tuple[_Run, dict[str, str]]]:
+    """sentence-transformers with ONNX Runtime and weights in int8, in a process of another environment."""
+    script = Path(__file__).with_name("onnx_int8.py")
+    command = [interpreter, str(script), model, str(threads), str(int(_is_classifier(model)))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        stdin, stdout = process.stdin, process.stdout
+        versions = json.loads(stdout.readline())
+
+        async def run(pairs: list[Pair]) -> _Done:
+            print(json.dumps([[pair.query, pair.document] for pair in pairs]), file=stdin, flush=True)
+            found, processor_seconds = json.loads(stdout.readline())
+            return _Done(np.array(found, dtype=np.float32), processor_seconds=processor_seconds)
+
+        try:
+            yield run, versions
+        finally:
+            stdin.close()
+
+
+def main() -> None:
+    """MODEL TEXTS ROUNDS SECONDS THREADS [INTERPRETER]"""
+    model, texts, rounds, seconds, threads, *onnx = sys.argv[1:]
+    logging.basicConfig(level=logging.WARNING)
+    interpreter = onnx[0] if onnx else None
+    numbers = int(texts), int(rounds), float(seconds), int(threads)
+    print(json.dumps(asyncio.run(_measure_precisions(model, *numbers, interpreter))))
+
+
+if __name__ == "__main__":
+    main()

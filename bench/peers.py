@@ -1,0 +1,464 @@
+"""`maxsimd bench peers`: this server beside its peers, with the same checkpoint and requests, in turns.
+
+Every system runs in processes of its own, as its users run it. A peer that is not installed is left out.
+"""
+
+import asyncio
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import numpy as np
+
+from maxsimd.bench.checkpoints import save_colbert, save_cross_encoder
+from maxsimd.bench.datasets import Request, docstring_requests, paired_request
+from maxsimd.bench.load import (
+    Send,
+    SentenceTransformers,
+    System,
+    drive_or_raise,
+    maxsimd,
+    run_engine,
+    vllm,
+)
+from maxsimd.bench.report import Figures, lines_of, machine, write_json
+from maxsimd.bench.report import Outcome as SentRequest
+from maxsimd.engine.config import EngineConfig
+
+if TYPE_CHECKING:
+    import torch
+
+# The last word of a system's name is its precision.
+OURS, QUANTIZED, BEFORE = "maxsimd bfloat16", "maxsimd int8", "maxsimd before, bfloat16"
+
+# Threads of a system spin for a while when there is nothing left to compute: each turn waits for that.
+_PAUSE_SECONDS = 0.5
+# The rounds of curves, and of scaling, whose rounds take minutes and hardly differ.
+_FEW_ROUNDS = 2
+# Sizes of the matrix product and the copy that measure the machine.
+_ROWS, _WIDTH = 2048, 1024
+_COPY_BYTES = 256 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """`requests` of `documents` each, `concurrency` at a time; `paired` documents have a query each."""
+
+    requests: int
+    documents: int
+    concurrency: int
+    paired: bool = False
+
+    def make(self, seed: int) -> list[Request]:
+        if self.paired:
+            return [paired_request(self.documents, seed + i) for i in range(self.requests)]
+        return docstring_requests(self.requests, self.documents, seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Contest:
+    """An experiment in which systems compete under each of `loads`. Its figures are a throughput table, a
+    latency table or a curve of `documents` or `latency`."""
+
+    title: str
+    loads: tuple[Load, ...]
+    table: str = "throughput"
+    checkpoint: str = "cross-encoder"
+
+    @property
+    def is_curve(self) -> bool:
+        return len(self.loads) > 1
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """An experiment in which no server competes: `measure` is given the rounds."""
+
+    title: str
+    measure: Callable[[int], Awaitable[Figures]]
+
+
+async def _maxsim(rounds: int) -> Figures:
+    from maxsimd.bench.methods import time_maxsim
+
+    return await asyncio.to_thread(time_maxsim, 1000, 128, 25)
+
+
+async def _cache(rounds: int, **settings: Any) -> Figures:
+    from maxsimd.bench.in_process import measure_cache
+
+    return await measure_cache(EngineConfig(**settings), 1000, rounds)
+
+
+async def _prefix(rounds: int) -> Figures:
+    from maxsimd.bench.in_process import measure_prefix_sharing
+
+    return await measure_prefix_sharing(100, 0.4, rounds)
+
+
+async def _scaling(rounds: int) -> Figures:
+    from maxsimd.bench.servers import measure_scaling
+
+    return await measure_scaling(None, 64, _FEW_ROUNDS)
+
+
+async def _ranking(rounds: int) -> Figures:
+    """The ranking of docstrings by the embedded model, with int8 weights and without."""
+    workload = {"dataset": "docstrings", "documents": 100, "concurrency": 4, "request_rate": None}
+    workload |= {"cache": "bypass", "warmup": 5, "seed": 0}
+    requests = docstring_requests(105, 100, seed=0)
+    rounded = await run_engine(EngineConfig(quantization="int8"), requests, workload)
+    rounded.add_cost_in_ranking(await run_engine(EngineConfig(), requests, workload))
+    shown = ("requests", "failures", "documents_per_s", "documents_per_s_without")
+    return {name: rounded.figures()[name] for name in (*shown, "mrr", "mrr_without", "mrr_cost")}
+
+
+_LOADS_BY_DOCUMENTS = tuple(Load(max(1, min(100, 800 // count)), count, 8) for count in (1, 10, 100, 1000))
+_LOADS_BY_CLIENTS = tuple(Load(4 * max(4, clients), 10, clients) for clients in (1, 2, 4, 8, 16, 32))
+_SHAPE = "Cross-encoder, MiniLM-L6 shape"
+# All experiments, in the order in which they run.
+EXPERIMENTS: dict[str, Contest | Alone] = {
+    "cross-encoder": Contest(_SHAPE, (Load(8, 100, 8),)),
+    "pairs": Contest(f"{_SHAPE}: 200 pairs in one request", (Load(1, 200, 1, paired=True),)),
+    "single": Contest(f"{_SHAPE}: one request of one document at a time", (Load(50, 1, 1),), "latency"),
+    "documents": Contest(
+        "Cross-encoder: documents a second by documents a request, 8 requests at a time",
+        _LOADS_BY_DOCUMENTS,
+        "documents",
+    ),
+    "load": Contest(
+        "Cross-encoder: latency by requests at a time, 10 documents each", _LOADS_BY_CLIENTS, "latency"
+    ),
+    "colbert": Contest("ColBERT, BERT-base shape", (Load(4, 50, 4),), checkpoint="colbert"),
+    "maxsim": Alone("MaxSim alone: 32 x 128 query, 1,000 documents of 20 to 340 tokens", _maxsim),
+    "cache": Alone("Embedding cache, bfloat16: one request of 1,000 documents", _cache),
+    "cache-int8": Alone(
+        "Embedding cache, int8: the same", lambda rounds: _cache(rounds, cache_precision="int8")
+    ),
+    "prefix": Alone(
+        "Causal reranker: 40% of the tokens shared by all pairs, run once or every time", _prefix
+    ),
+    "scaling": Alone("Many clients, and requests of 10 to 10,000 documents", _scaling),
+    "ranking": Alone("int8 on the embedded model: docstrings ranked", _ranking),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The figures of one system in one round."""
+
+    documents_per_s: float
+    tokens_per_s: float
+    median_ms: float
+    p99_ms: float
+
+    @classmethod
+    def of(cls, outcomes: list[SentRequest], duration: float) -> "Turn":
+        documents, tokens = (
+            sum(getattr(each, what) for each in outcomes) for what in ("documents", "tokens")
+        )
+        p50, p99 = np.percentile([each.seconds * 1e3 for each in outcomes], (50, 99))
+        return cls(documents / duration, tokens / duration, float(p50), float(p99))
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """All turns of an experiment at one setting, by system."""
+
+    documents: int
+    concurrency: int
+    turns: dict[str, list[Turn]]
+
+    def median(self, system: str, what: str) -> float:
+        return float(statistics.median(getattr(turn, what) for turn in self.turns[system]))
+
+    def ratio(self, system: str, other: str, what: str) -> float:
+        """The median over rounds of `what` of `system` divided by that of `other`."""
+        pairs = zip(self.turns[system], self.turns[other], strict=True)
+        return float(statistics.median(getattr(ours, what) / getattr(theirs, what) for ours, theirs in pairs))
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """All figures of a run: `limits` of the machine, the GFLOP a token costs in matrix `products` by
+    experiment, the outcomes of contests, and the figures of experiments `alone`."""
+
+    limits: dict[str, float]
+    products: dict[str, float]
+    outcomes: dict[str, list[Outcome]] = field(default_factory=dict)
+    alone: dict[str, Figures] = field(default_factory=dict)
+
+
+async def run_peers(
+    wanted: frozenset[str], rounds: int, vllm_executable: str | None, threads: int, before: str | None
+) -> Results:
+    """Runs experiments. `before`, the command of another version, takes the place of sentence-transformers.
+    A system that does not start ends the run with an error."""
+    small, large = _bert_products(6, 384), _bert_products(12, 768)
+    results = Results(_limits(), {"cross-encoder": small, "pairs": small, "colbert": large})
+    servers: list[System] = [maxsimd(OURS), maxsimd(QUANTIZED, "--quantization", "int8")]
+    if before is not None:
+        servers.insert(1, maxsimd(BEFORE, executable=before))
+    if vllm_executable is None:
+        click.echo("vLLM is left out: name its executable with --vllm (see --help)", err=True)
+    else:
+        servers.append(vllm(vllm_executable, f"0-{threads - 1}"))
+    plain = [
+        SentenceTransformers(f"sentence-transformers {dtype}", dtype) for dtype in ("bfloat16", "float32")
+    ]
+    for checkpoint, save, others in (
+        ("cross-encoder", save_cross_encoder, plain if before is None else []),
+        ("colbert", save_colbert, []),
+    ):
+        contests = {
+            name: experiment
+            for name, experiment in EXPERIMENTS.items()
+            if name in wanted and isinstance(experiment, Contest) and experiment.checkpoint == checkpoint
+        }
+        if not contests:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            async with AsyncExitStack() as stack:
+                arena = await Arena.enter(stack, [*servers, *others], save(Path(folder, checkpoint)))
+                for name, contest in contests.items():
+                    click.echo(f"  {name}", err=True)
+                    results.outcomes[name] = await arena.compete(contest, rounds)
+    for name, experiment in EXPERIMENTS.items():
+        if name in wanted and isinstance(experiment, Alone):
+            click.echo(f"  {name}", err=True)
+            results.alone[name] = await experiment.measure(rounds)
+    # Again, in case something else was still running at first: a machine is never faster than it is.
+    for name, value in _limits().items():
+        results.limits[name] = max(value, results.limits[name])
+    return results
+
+
+class Arena:
+    """Systems that are ready to score with one checkpoint."""
+
+    def __init__(self, senders: dict[str, Send], servers: frozenset[str] = frozenset()) -> None:
+        self._senders = senders
+        self._servers = servers
+
+    @classmethod
+    async def enter(cls, stack: AsyncExitStack, systems: list[System], checkpoint: str) -> "Arena":
+        """Starts the systems, which stop with the stack."""
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="maxsimd-bench-")))
+        senders = {}
+        for system in systems:
+            click.echo(f"  starting {system.name}", err=True)
+            log = folder / f"{system.name.replace(' ', '-')}.log"
+            senders[system.name] = await stack.enter_async_context(system.serve(checkpoint, log))
+        servers = (system.name for system in systems if not isinstance(system, SentenceTransformers))
+        return cls(senders, frozenset(servers))
+
+    async def compete(self, contest: Contest, rounds: int) -> list[Outcome]:
+        """Curves and latencies are of servers alone, curves in fewer rounds: they are for the eye."""
+        names = [name for name in self._senders if contest.table == "throughput" or name in self._servers]
+        rounds = _FEW_ROUNDS if contest.is_curve else rounds
+        return [await self.run(load, rounds, names) for load in contest.loads]
+
+    async def run(self, load: Load, rounds: int, names: list[str] | None = None) -> Outcome:
+        """One round warms up. Each round has requests of its own, and reverses the order of the systems."""
+        names = list(self._senders) if names is None else names
+        turns: dict[str, list[Turn]] = {name: [] for name in names}
+        for number in range(rounds + 1):
+            requests = load.make(seed=number)
+            for name in names if number % 2 else names[::-1]:
+                await asyncio.sleep(_PAUSE_SECONDS)
+                duration, outcomes = await drive_or_raise(self._senders[name], requests, load.concurrency)
+                if number:
+                    turns[name].append(Turn.of(outcomes, duration))
+        return Outcome(load.documents, load.concurrency, turns)
+
+
+def _limits() -> dict[str, float]:
+    import torch
+
+    limits = {
+        str(dtype).removeprefix("torch."): _product_peak(dtype)
+        for dtype in (torch.float32, torch.bfloat16, torch.int8)
+    }
+    return {**limits, "copy": _copy_bandwidth()}
+
+
+def _bert_products(layers: int, width: int) -> float:
+    """GFLOP a token in the linear layers of a BERT, two operations a weight. Attention is not counted."""
+    return 2 * layers * (4 + 8) * width * width / 1e9
+
+
+def _product_peak(dtype: "torch.dtype") -> float:
+    """GFLOP/s (or int8 GOP/s) of one large matrix product, by the best library call that there is."""
+    import torch
+
+    weight = torch.randn(_WIDTH, _WIDTH)
+    x = torch.randn(_ROWS, _WIDTH)
+    if dtype is torch.int8:
+        run = _int8_product(x, weight)
+    else:
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype), _ROWS)
+        rows = x.to(dtype)
+
+        def run() -> object:
+            return torch.ops.mkldnn._linear_pointwise(rows, packed, None, "none", [], "")
+
+    return 2 * _ROWS * _WIDTH * _WIDTH / _best_seconds(run) / 1e9
+
+
+def _copy_bandwidth() -> float:
+    """GB/s read and written by a copy that no cache holds."""
+    import torch
+
+    source = torch.ones(_COPY_BYTES, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return 2 * _COPY_BYTES / _best_seconds(lambda: target.copy_(source)) / 1e9
+
+
+def _int8_product(x: "torch.Tensor", weight: "torch.Tensor") -> Callable[[], object]:
+    import torch
+
+    quantized = torch.ops.onednn.qlinear_prepack((weight * 10).round().to(torch.int8), list(x.shape))
+    rows = (x * 10 + 128).clamp(0, 255).to(torch.uint8)
+    scales, zeros = torch.ones(_WIDTH), torch.zeros(_WIDTH, dtype=torch.int64)
+    return lambda: torch.ops.onednn.qlinear_pointwise(
+        rows, 0.1, 128, quantized, scales, zeros, None, 1.0, 0, torch.bfloat16, "none", [], ""
+    )
+
+
+def _best_seconds(run: Callable[[], object], times: int = 25) -> float:
+    """The lower quartile of some runs: a shared machine is slower now and then, never faster."""
+    seconds = []
+    for _ in range(times):
+        started = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - started)
+    return statistics.quantiles(seconds, n=4)[0]
+
+
+def markdown(results: Results) -> str:
+    """The whole report."""
+    here = machine()
+    limits = results.limits
+    lines = [
+        "# This server beside its peers",
+        "",
+        f"{here['processor']}, torch {here['torch']}, Python {here['python']}. Products at best: float32 "
+        f"{limits['float32']:.0f} GFLOP/s, bfloat16 {limits['bfloat16']:.0f} GFLOP/s, int8 "
+        f"{limits['int8']:.0f} GOP/s; copies {limits['copy']:.0f} GB/s. Medians over rounds, in which every "
+        "system has its turn; ratios are taken round by round. The texts are docstrings, the weights random.",
+    ]
+    for name, outcomes in results.outcomes.items():
+        lines += ["", f"## {EXPERIMENTS[name].title}", ""]
+        if name in results.products:
+            lines += _throughput(outcomes[0], results, name)
+        elif name == "single":
+            lines += _latency(outcomes[0])
+        else:
+            lines += _curve(outcomes, name)
+    for name, figures in results.alone.items():
+        lines += ["", f"## {EXPERIMENTS[name].title}", ""]
+        if name == "maxsim":
+            lines += _maxsim_table(figures)
+        else:
+            lines += ["| | |", "| --- | ---: |"]
+            lines += [f"| {shown} | {value} |" for shown, value in lines_of(figures)]
+    return "\n".join(lines) + "\n"
+
+
+def write(results: Results, folder: Path) -> list[Path]:
+    """Writes peers-cpu.json and peers-cpu.md and returns their paths."""
+    figures: dict[str, Any] = {
+        name: [_as_json(outcome) for outcome in outcomes] for name, outcomes in results.outcomes.items()
+    }
+    report, data = folder / "peers-cpu.md", folder / "peers-cpu.json"
+    report.write_text(markdown(results), encoding="utf-8")
+    about = {"limits": results.limits, "products": results.products, "maxsim": {}}
+    write_json(str(data), about | figures | results.alone)
+    return [report, data]
+
+
+def _throughput(outcome: Outcome, results: Results, name: str) -> list[str]:
+    lines = [
+        f"{outcome.documents} documents a request, {outcome.concurrency} requests at a time.",
+        "",
+        "| system | documents/s | tokens/s | share of its products' peak | maxsimd bfloat16 | maxsimd int8 |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    tokens_a_document = outcome.median(OURS, "tokens_per_s") / outcome.median(OURS, "documents_per_s")
+    for system in outcome.turns:
+        documents = outcome.median(system, "documents_per_s")
+        # In-process peers do not say how many tokens they ran; they are given the same texts.
+        tokens = outcome.median(system, "tokens_per_s") or documents * tokens_a_document
+        share = tokens * results.products[name] / results.limits[system.split()[-1]]
+        ratios = [f"{outcome.ratio(ours, system, 'documents_per_s'):.2f} x" for ours in (OURS, QUANTIZED)]
+        lines.append(f"| {system} | {documents:.1f} | {tokens:,.0f} | {share:.0%} | {' | '.join(ratios)} |")
+    return [*lines, *_by_tokens(outcome)]
+
+
+def _by_tokens(outcome: Outcome) -> list[str]:
+    """Servers that run other numbers of tokens for the same texts, by what they do a token."""
+    ratios = [
+        f"{ours} {outcome.ratio(ours, system, 'tokens_per_s'):.2f} times {system}"
+        for system in outcome.turns
+        for ours in (OURS, QUANTIZED)
+        if system not in (OURS, QUANTIZED) and outcome.median(system, "tokens_per_s")
+    ]
+    return ["", f"By tokens instead of documents: {', '.join(ratios)}."] if ratios else []
+
+
+def _latency(outcome: Outcome) -> list[str]:
+    lines = ["| system | median ms | of it, maxsimd bfloat16 |", "| --- | ---: | ---: |"]
+    for system in outcome.turns:
+        ratio = outcome.ratio(OURS, system, "median_ms")
+        lines.append(f"| {system} | {outcome.median(system, 'median_ms'):.1f} | {ratio:.2f} |")
+    return lines
+
+
+def _curve(outcomes: list[Outcome], name: str) -> list[str]:
+    systems = list(outcomes[0].turns)
+    unit = "documents" if name == "documents" else "at a time"
+    lines = [f"| {unit} | {' | '.join(systems)} |", f"| ---: |{' ---: |' * len(systems)}"]
+    for outcome in outcomes:
+        if name == "documents":
+            cells = [f"{outcome.median(system, 'documents_per_s'):.1f}/s" for system in systems]
+        else:
+            cells = [f"{outcome.median(system, 'median_ms'):.0f} ms" for system in systems]
+        setting = outcome.documents if name == "documents" else outcome.concurrency
+        lines.append(f"| {setting:,} | {' | '.join(cells)} |")
+    return lines
+
+
+def _maxsim_table(figures: dict[str, Any]) -> list[str]:
+    lines = ["| contender | ms | largest error | times maxsim-cpu |", "| --- | ---: | ---: | ---: |"]
+    for name, figure in figures["contenders"].items():
+        ratio = figures["ratios"].get(name)
+        shown = "" if ratio is None else f"{ratio:.2f}"
+        lines.append(f"| {name} | {figure['ms']} | {figure['largest_error']:.0e} | {shown} |")
+    return lines
+
+
+def _as_json(outcome: Outcome) -> dict[str, Any]:
+    what = ("documents_per_s", "tokens_per_s", "median_ms", "p99_ms")
+    return {
+        "documents": outcome.documents,
+        "concurrency": outcome.concurrency,
+        "rounds": len(next(iter(outcome.turns.values()))),
+        "systems": {
+            system: {name: round(outcome.median(system, name), 2) for name in what}
+            for system in outcome.turns
+        },
+        "ratios_of_documents_per_s": {
+            ours: {
+                system: round(outcome.ratio(ours, system, "documents_per_s"), 2)
+                for system in outcome.turns
+                if system != ours
+            }
+            for ours in (OURS, QUANTIZED)
+        },
+    }

@@ -1,0 +1,550 @@
+"""Benchmarks of servers and commands that are started for them, under load that they can serve."""
+
+import asyncio
+import base64
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from itertools import count, pairwise
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from maxsimd.bench.checkpoints import save_colbert, save_cross_encoder
+from maxsimd.bench.datasets import QUERY, Request, docstring_pairs, docstring_requests, numbered_documents
+from maxsimd.bench.load import (
+    Running,
+    Send,
+    SentenceTransformers,
+    Server,
+    System,
+    drive,
+    drive_or_raise,
+    maxsimd,
+    p99,
+    resident_megabytes,
+    run_engine,
+)
+from maxsimd.bench.methods import PEER, maxsim_cpu
+from maxsimd.bench.report import Figures
+from maxsimd.engine import Engine, EngineConfig
+
+Array = NDArray[Any]
+_HEADERS = {"Content-Type": "application/json"}
+# Requests at a time: enough to keep a server busy.
+_AT_A_TIME = 4
+
+
+async def _documents_per_second(send: Send, requests: Iterator[Request], seconds: float) -> float:
+    """The speed over about that time, with a few requests at a time."""
+    started = time.perf_counter()
+    done = 0
+
+    async def client() -> None:
+        nonlocal done
+        while time.perf_counter() - started < seconds:
+            request = next(requests)
+            await send(request)
+            done += len(request.documents)
+
+    await asyncio.gather(*(client() for _ in range(_AT_A_TIME)))
+    return done / (time.perf_counter() - started)
+
+
+# Sizes of batches, and batches at a time.
+_BATCH_DOCUMENTS, _BATCHES = 10_000, 2
+
+
+@dataclass(frozen=True, slots=True)
+class MixedLoad:
+    """One-document requests at `rate` a second (Poisson), and batches of `priority` without a pause. Each
+    combination lasts `seconds`, in `rounds` turns."""
+
+    rate: float
+    priority: str | None
+    rounds: int
+    seconds: float
+    seed: int = 0
+
+
+async def measure_mixed_load(model: str | None, load: MixedLoad, *options: str) -> dict[str, Any]:
+    """Medians of interactive requests alone, batches alone, and both, in turns. The throughput of batches
+    counts tokens that the model ran for batches."""
+    pairs = docstring_pairs()
+    batch = _rerank_body(pairs[0].query, numbered_documents(_BATCH_DOCUMENTS), load.priority)
+    client = _Interactive([_rerank_body(pair.query, [pair.document], None) for pair in pairs[:500]], load)
+    found: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        async with maxsimd("maxsimd", *options).run(model, Path(folder, "log")) as running:
+            await client.run(running.session)
+            for _ in range(load.rounds):
+                figures = await _mixed_round(running, client, batch, load.seconds)
+                for name, value in figures.items():
+                    found.setdefault(name, []).append(value)
+    medians = {name: statistics.median(values) for name, values in found.items()}
+    return {
+        "interactive_per_s": load.rate,
+        **{name: round(value, 2) for name, value in medians.items()},
+        "p99_beside_batches_over_alone": round(medians["p99_beside_batches_ms"] / medians["p99_alone_ms"], 2),
+        "batch_beside_interactive_over_alone": round(
+            medians["batch_tokens_per_s_beside"] / medians["batch_tokens_per_s_alone"], 3
+        ),
+    }
+
+
+async def _mixed_round(
+    running: Running, client: "_Interactive", batch: bytes, seconds: float
+) -> dict[str, float]:
+    alone, _ = await client.run(running.session)
+    async with _batches(running.session, batch):
+        before = await _tokens(running.session), time.perf_counter()
+        await asyncio.sleep(seconds)
+        between = await _tokens(running.session), time.perf_counter()
+        beside, interactive_tokens = await client.run(running.session)
+        after = await _tokens(running.session), time.perf_counter()
+    return {
+        "p50_alone_ms": statistics.median(alone) * 1e3,
+        "p99_alone_ms": p99(alone) * 1e3,
+        "p50_beside_batches_ms": statistics.median(beside) * 1e3,
+        "p99_beside_batches_ms": p99(beside) * 1e3,
+        "batch_tokens_per_s_alone": (between[0] - before[0]) / (between[1] - before[1]),
+        "batch_tokens_per_s_beside": (after[0] - between[0] - interactive_tokens) / (after[1] - between[1]),
+    }
+
+
+class _Interactive:
+    """Sends one-document requests, each at its time, whether or not earlier ones are answered."""
+
+    def __init__(self, bodies: list[bytes], load: MixedLoad) -> None:
+        self._bodies = bodies
+        self._load = load
+        self._draw = random.Random(load.seed)
+        self._number = 0
+
+    async def run(self, session: aiohttp.ClientSession) -> tuple[list[float], int]:
+        """The seconds of each request, and the tokens of all."""
+        started = time.perf_counter()
+        tasks, due = [], self._draw.expovariate(self._load.rate)
+        while due < self._load.seconds:
+            await asyncio.sleep(max(0.0, started + due - time.perf_counter()))
+            self._number += 1
+            body = self._bodies[self._number % len(self._bodies)]
+            tasks.append(asyncio.create_task(_post(session, body)))
+            due += self._draw.expovariate(self._load.rate)
+        await asyncio.sleep(max(0.0, started + self._load.seconds - time.perf_counter()))
+        answers = await asyncio.gather(*tasks)
+        return [seconds for seconds, _ in answers], sum(tokens for _, tokens in answers)
+
+
+@asynccontextmanager
+async def _batches(session: aiohttp.ClientSession, batch: bytes) -> AsyncIterator[None]:
+    """Sends batches until the context ends, the next before the last is done: steps stay full while one is
+    prepared. The last batches are canceled."""
+
+    async def send() -> None:
+        while True:
+            await _post(session, batch)
+
+    sending = [asyncio.create_task(send()) for _ in range(_BATCHES)]
+    try:
+        # Until all of the first batches are prepared and steps are full.
+        await asyncio.sleep(5)
+        _raise_failures(sending)
+        yield
+        _raise_failures(sending)
+    finally:
+        for each in sending:
+            each.cancel()
+        await asyncio.gather(*sending, return_exceptions=True)
+        await asyncio.sleep(1)
+
+
+def _raise_failures(sending: list[asyncio.Task[None]]) -> None:
+    """Raises the error of a batch: only an error ends one."""
+    for each in sending:
+        if each.done():
+            each.result()
+
+
+async def _post(session: aiohttp.ClientSession, body: bytes) -> tuple[float, int]:
+    """The seconds until the answer, and its tokens."""
+    started = time.perf_counter()
+    async with session.post("/rerank", data=body, headers=_HEADERS) as response:
+        answer = await response.read()
+        if response.status != 200:
+            raise RuntimeError(f"{response.status}: {answer[:500]!r}")
+    seconds = time.perf_counter() - started
+    return seconds, msgspec.json.decode(answer)["usage"]["total_tokens"]
+
+
+async def _tokens(session: aiohttp.ClientSession) -> float:
+    """The number of tokens that the model has run."""
+    return float(next(s.value for s in await _samples(session) if s.name == "maxsimd_tokens_total"))
+
+
+def _rerank_body(query: str, documents: list[str], priority: str | None) -> bytes:
+    given = {"query": query, "documents": documents, "return_documents": False, "cache": "bypass"}
+    return msgspec.json.encode(given if priority is None else given | {"priority": priority})
+
+
+# Documents a request. Requests of at most SMALL are sent a few at a time, so that the device never waits.
+_SIZES, _SMALL = (10, 100, 1000, 10_000), 1000
+_LAG = "maxsimd_event_loop_lag_seconds_bucket"
+
+
+async def measure_scaling(model: str | None, clients: int, rounds: int) -> Figures:
+    """The event loop's lag under `clients`, the time a document takes by request size, and memory."""
+    # All clients' requests are to be served, however long the last of them waits.
+    server = maxsimd("maxsimd", "--max-wait-seconds", "3600")
+    with tempfile.TemporaryDirectory() as folder:
+        async with server.run(model, Path(folder, "log")) as running:
+            return await _under_clients(running, clients) | await _by_size(running, rounds)
+
+
+async def _under_clients(running: Running, clients: int) -> Figures:
+    texts = [pair.document for pair in docstring_pairs()]
+    requests = [Request(QUERY, [f"client {i} {text}" for text in texts[:100]]) for i in range(clients)]
+    await drive(running.send, [Request(QUERY, texts[:200])], 1)
+    before = await _buckets(running.session)
+    duration, _ = await drive_or_raise(running.send, requests, clients)
+    after = await _buckets(running.session)
+    counts = {bound: after[bound] - before[bound] for bound in after}
+    return {
+        "clients": clients,
+        "clients_done_after_s": round(duration, 2),
+        "lag_samples": int(counts[float("inf")]),
+        "share_of_lag_up_to_5_ms": round(counts[0.005] / counts[float("inf")], 4),
+        "lag_p99_ms": round(_quantile(counts, 0.99) * 1e3, 2),
+        "memory_then_mb": await resident_megabytes(running.session),
+    }
+
+
+async def _by_size(running: Running, rounds: int) -> Figures:
+    """The same documents in requests of every size; the largest has them several times, numbered."""
+    seconds: dict[int, list[float]] = {size: [] for size in _SIZES}
+    base = numbered_documents(_SMALL)
+    memory = []
+    for number in range(rounds):
+        for size in _SIZES:
+            copies = range(max(1, size // len(base)))
+            documents = [f"{number} {copy} {text}" for copy in copies for text in base]
+            parts = [documents[start : start + size] for start in range(0, len(documents), size)]
+            requests = [Request(QUERY, part) for part in parts]
+            duration, _ = await drive_or_raise(running.send, requests, _AT_A_TIME if size <= _SMALL else 1)
+            seconds[size].append(duration / len(documents))
+        memory.append(await resident_megabytes(running.session))
+    medians = {size: statistics.median(taken) * 1e3 for size, taken in seconds.items()}
+    return {
+        "ms_a_document": {str(size): round(taken, 3) for size, taken in medians.items()},
+        "slowest_size_over_fastest": round(max(medians.values()) / min(medians.values()), 3),
+        "memory_by_round_mb": " ".join(map(str, memory)),
+    }
+
+
+async def _samples(session: aiohttp.ClientSession) -> list[Any]:
+    """All that the server counts and measures now."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    async with session.get("/metrics") as response:
+        families = list(text_string_to_metric_families(await response.text()))
+    return [sample for family in families for sample in family.samples]
+
+
+async def _buckets(session: aiohttp.ClientSession) -> dict[float, float]:
+    """The histogram of the event loop's lag: the number of samples up to each number of seconds."""
+    samples = await _samples(session)
+    return {float(sample.labels["le"]): sample.value for sample in samples if sample.name == _LAG}
+
+
+def _quantile(counts: dict[float, float], share: float) -> float:
+    """A quantile of a histogram, linear within its bucket."""
+    wanted = share * counts[float("inf")]
+    bounds = [0.0, *sorted(counts)]
+    for lower, upper in pairwise(bounds):
+        below = counts.get(lower, 0.0)
+        if counts[upper] >= wanted:
+            part = (wanted - below) / max(1e-9, counts[upper] - below)
+            return lower if upper == float("inf") else lower + (upper - lower) * part
+    return bounds[-1]
+
+
+_NEIGHBORS, _NEIGHBORS_DOCUMENTS = (0, 1, 2, 4), 20
+
+
+async def measure_neighbors(executable: str | None, rounds: int, seconds: float) -> Figures:
+    """Documents a second of a cross-encoder with 0, 1, 2 and 4 busy processes in the same session, in turns.
+    Fair is the share that as many processes with all cores to themselves would have: cores / (cores + n)."""
+    systems: list[System] = [
+        replace(maxsimd("maxsimd", executable=executable), own_session=False),
+        SentenceTransformers("sentence-transformers", "bfloat16"),
+    ]
+    requests = docstring_requests(64, _NEIGHBORS_DOCUMENTS, seed=0)
+
+    async def speed(send: Send) -> float:
+        return await _documents_per_second(send, (requests[i % 64] for i in count()), seconds)
+
+    speeds: dict[tuple[str, int], list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = save_cross_encoder(Path(folder, "cross-encoder"))
+        async with AsyncExitStack() as stack:
+            sends = {}
+            for system in systems:
+                log = Path(folder, f"{system.name}.log")
+                sends[system.name] = await stack.enter_async_context(system.serve(checkpoint, log))
+            for send in sends.values():
+                await speed(send)
+            for _ in range(rounds):
+                for number in _NEIGHBORS:
+                    async with _busy(number):
+                        for name, send in sends.items():
+                            speeds.setdefault((name, number), []).append(await speed(send))
+    cores = len(os.sched_getaffinity(0))
+    medians = {key: statistics.median(values) for key, values in speeds.items()}
+    figures: Figures = {"cores": cores}
+    for number in _NEIGHBORS:
+        figures[f"fair_share_with_{number}"] = round(min(1.0, cores / (cores + number)), 3)
+        for name in sends:
+            figures[f"{name}_documents_per_s_with_{number}"] = round(medians[name, number], 1)
+            figures[f"{name}_share_with_{number}"] = round(medians[name, number] / medians[name, 0], 3)
+    return figures
+
+
+@asynccontextmanager
+async def _busy(count: int) -> AsyncIterator[None]:
+    """Processes that only compute."""
+    processes = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"])  # noqa: ASYNC220 (starting takes no time)
+        for _ in range(count)
+    ]
+    try:
+        await asyncio.sleep(0.5)
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+# Cached documents of a request, new documents of a request, and requests for a median.
+_CACHED, _NEW, _REQUESTS = (1, 10, 100, 1_000), 100, 20
+
+
+async def measure_overhead(
+    servers: Sequence[Server], rounds: int, seconds: float, titles: Mapping[str, str]
+) -> Figures:
+    """Medians of `rounds`, in which servers with the embedded model take turns: milliseconds of a request
+    with cached documents, and new documents a second, a few requests at a time. `titles` names processes by
+    the beginning of their title: their processor time is given in milliseconds a request."""
+    figures: dict[tuple[str, str], list[float]] = {}
+    documents, new = numbered_documents(max(_CACHED)), numbered_documents(_NEW)
+    requests = (Request(QUERY, [f"{mark} {text}" for text in new]) for mark in count())
+    with tempfile.TemporaryDirectory() as folder:
+        async with AsyncExitStack() as stack:
+            sends: dict[str, Send] = {}
+            for server in servers:
+                log = Path(folder, f"{len(sends)}.log")
+                sends[server.name] = (await stack.enter_async_context(server.run(None, log))).send
+            for send in sends.values():
+                await send(Request(QUERY, documents))
+                await _documents_per_second(send, requests, seconds)
+            for _ in range(rounds):
+                for name, send in sends.items():
+                    for number in _CACHED:
+                        before = _processor_seconds(titles)
+                        took = await _median_seconds(send, Request(QUERY, documents[:number]))
+                        figures.setdefault((name, f"{number} cached ms"), []).append(took * 1e3)
+                        for kind, used in _processor_seconds(titles).items():
+                            if used > before[kind]:
+                                what = f"{number} cached, processor ms of {kind}"
+                                taken = (used - before[kind]) * 1e3 / _REQUESTS
+                                figures.setdefault((name, what), []).append(taken)
+                    speed = await _documents_per_second(send, requests, seconds)
+                    figures.setdefault((name, "new documents/s"), []).append(speed)
+    return {f"{name}: {what}": round(statistics.median(all_), 2) for (name, what), all_ in figures.items()}
+
+
+async def _median_seconds(send: Send, request: Request) -> float:
+    took = []
+    for _ in range(_REQUESTS):
+        started = time.perf_counter()
+        await send(request)
+        took.append(time.perf_counter() - started)
+    return statistics.median(took)
+
+
+def _processor_seconds(titles: Mapping[str, str]) -> dict[str, float]:
+    """The processor seconds of all processes whose title begins with a name's."""
+    used = dict.fromkeys(titles, 0.0)
+    for entry in filter(str.isdigit, os.listdir("/proc") if titles else ()):
+        with suppress(OSError):
+            title = Path("/proc", entry, "cmdline").read_text()
+            for kind in (kind for kind, start in titles.items() if title.startswith(start)):
+                fields = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()
+                used[kind] += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return used
+
+
+_DIM, _QUERY_TOKENS = 128, 32
+# Documents whose ranking by their vectors is compared with that by their texts.
+_RANKED = 100
+
+
+async def measure_vectors(documents: int, tokens: int, rounds: int) -> Figures:
+    """Documents given as vectors, to a ColBERT of 128 dimensions: medians of `rounds` turns. maxsim-cpu
+    takes float32 only, and is left out if it is not installed."""
+    draw = np.random.default_rng(0)
+    query = _unit(draw.standard_normal((_QUERY_TOKENS, _DIM), dtype=np.float32))
+    whole = [_unit(draw.standard_normal((tokens, _DIM), dtype=np.float32)) for _ in range(documents)]
+    halves = [rows.astype(np.float16) for rows in whole]
+    body = _vectors_body(query, halves)
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = save_colbert(Path(folder, "colbert"))
+        async with (
+            Engine(checkpoint) as engine,
+            maxsimd("maxsimd").run(checkpoint, Path(folder, "log")) as running,
+        ):
+            ways: dict[str, Callable[[], Awaitable[Array]]] = {
+                "python_float16": lambda: _scored(engine, query, halves),
+                "python_float32": lambda: _scored(engine, query, whole),
+                "http_float16": lambda: _posted(running.session, body),
+            }
+            if (peer := maxsim_cpu()) is not None:
+                ways[PEER] = lambda: asyncio.to_thread(peer, query, whole)
+            seconds: dict[str, list[float]] = {name: [] for name in ways}
+            scores: dict[str, Array] = {}
+            for turn in range(rounds + 1):
+                for name, way in ways.items():
+                    started = time.perf_counter()
+                    scores[name] = await way()
+                    if turn:  # the first warms up
+                        seconds[name].append(time.perf_counter() - started)
+            ranking = await _beside_texts(engine)
+    exact = np.array([(query @ rows.T).max(axis=1).sum() for rows in whole])
+    figures: Figures = {"documents": documents, "tokens": tokens, "body_mb": round(len(body) / 1e6, 1)}
+    for name in ways:
+        figures[f"{name}_ms"] = round(statistics.median(seconds[name]) * 1e3, 1)
+        figures[f"{name}_largest_error"] = round(float(np.abs(scores[name] - exact).max()), 5)
+    figures["http_more_ms"] = round(figures["http_float16_ms"] - figures["python_float16_ms"], 1)
+    if PEER in ways:
+        for name in ("python_float16", "python_float32"):
+            by_turn = (theirs / ours for theirs, ours in zip(seconds[PEER], seconds[name], strict=True))
+            figures[f"{PEER}_over_{name}"] = round(statistics.median(by_turn), 2)
+    return figures | ranking
+
+
+async def _beside_texts(engine: Engine) -> Figures:
+    """Real texts, ranked as texts and by their vectors."""
+    from scipy.stats import kendalltau
+
+    texts = [pair.document for pair in docstring_pairs()][:_RANKED]
+    expected = (await engine.score(QUERY, texts)).scores
+    vectors = (await engine.embed_tokens(texts, input_type="document")).embeddings
+    figures: Figures = {}
+    for kind in (np.float32, np.float16):
+        found = await _scored(engine, QUERY, [rows.astype(kind) for rows in vectors])
+        name = f"texts_{np.dtype(kind)}"
+        figures[f"{name}_kendall_tau"] = round(float(kendalltau(expected, found).statistic), 5)
+        figures[f"{name}_largest_difference"] = round(float(np.abs(found - np.array(expected)).max()), 5)
+    return figures
+
+
+async def _scored(engine: Engine, query: str | Array, documents: list[Array]) -> Array:
+    return np.array((await engine.score(query, documents)).scores)
+
+
+async def _posted(session: aiohttp.ClientSession, body: bytes) -> Array:
+    async with session.post("/score", data=body, headers=_HEADERS) as response:
+        response.raise_for_status()
+        data = msgspec.json.decode(await response.read())["data"]
+    return np.array([item["score"] for item in data])
+
+
+def _vectors_body(query: Array, documents: list[Array]) -> bytes:
+    def sent(rows: Array) -> Figures:
+        values = base64.b64encode(rows.tobytes()).decode()
+        return {"embedding": values, "dtype": "float16", "shape": rows.shape}
+
+    return msgspec.json.encode(
+        {"queries": sent(query.astype(np.float16)), "documents": [*map(sent, documents)]}
+    )
+
+
+def _unit(rows: Array) -> Array:
+    return np.asarray(rows / np.linalg.norm(rows, axis=-1, keepdims=True))
+
+
+# Documents of a request to the engine alone.
+_AT_ONCE = 256
+_DONE = re.compile(rb"([\d,]+) of [\d,]+ documents")
+
+
+async def measure_files(documents: int, rounds: int) -> dict[str, float]:
+    """`maxsimd rerank` on a file beside the engine alone, in turns: medians of documents a second, and of
+    the seconds until the command prints its first line, and has its first scores."""
+    texts = [" ".join(text.split()) for text in numbered_documents(documents)]
+    turns = []
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "documents.txt"
+        file.write_text("\n".join(texts), encoding="utf-8")
+        for _ in range(rounds):
+            command, first_line, first_scores = await _run_rerank(file, documents)
+            engine = await _engine_speed(texts)
+            turns.append((command, engine, command / engine, first_line, first_scores))
+    command, engine, ratio, first_line, first_scores = (
+        statistics.median(x) for x in zip(*turns, strict=True)
+    )
+    return {
+        "command_documents_per_s": round(command, 1),
+        "engine_documents_per_s": round(engine, 1),
+        "command_over_engine": round(ratio, 3),
+        "first_line_after_s": round(first_line, 2),
+        "first_scores_after_loading_s": round(first_scores, 2),
+    }
+
+
+async def _run_rerank(file: Path, documents: int) -> tuple[float, float, float]:
+    """Documents a second after loading, seconds from the start to the first line, and from the end of loading
+    to the first scores."""
+    started = time.perf_counter()
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "maxsimd", "rerank", "--query", QUERY, "--documents", str(file)),
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stderr is not None
+    first_line = loaded = first_scores = ended = 0.0
+    async for line in process.stderr:
+        now = time.perf_counter()
+        first_line = first_line or now - started
+        found = _DONE.match(line)
+        if found and found[1] == b"0":
+            loaded = now
+        elif found:
+            first_scores = first_scores or now - loaded
+            ended = now
+    if await process.wait() != 0:
+        raise RuntimeError("maxsimd rerank failed")
+    return documents / (ended - loaded), first_line, first_scores
+
+
+async def _engine_speed(texts: list[str]) -> float:
+    """Documents a second, measured like `maxsimd bench engine`."""
+    parts = [texts[start : start + _AT_ONCE] for start in range(0, len(texts), _AT_ONCE)]
+    workload = {
+        **{"dataset": "docstrings", "cache": "use", "concurrency": _AT_A_TIME, "request_rate": None},
+        **{"seed": 0, "warmup": 0, "num_requests": len(parts), "documents": _AT_ONCE},
+    }
+    report = await run_engine(EngineConfig(), [Request(QUERY, part) for part in parts], workload)
+    return len(texts) / report.duration
