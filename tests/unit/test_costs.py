@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from maxsimd.api import reading, reading_pictures
+from maxsimd.api import reading
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.handlers import operating, rerank, tokens
 from maxsimd.api.handlers.handle import _ALL
@@ -71,7 +71,7 @@ def test_every_field_of_a_request_has_a_bound_in_the_table() -> None:
         for field in _costly_fields(msgspec.inspect.type_info(route.kind))
     }
     # Queries and documents may be objects.
-    names = {*reading_pictures._OF_PICTURE, *reading_pictures._OF_VECTORS, *reading_pictures.PICTURE_URL}
+    names = {*reading._OF_PICTURE, *reading._OF_VECTORS, *reading.PICTURE_URL}
     sent |= {("/rerank", name) for name in names}
     costs = _costs()
     for path, field in sorted(sent):

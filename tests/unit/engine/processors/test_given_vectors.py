@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from maxsimd.api import reading_vectors
+from maxsimd.api import reading
 from maxsimd.engine import (
     Engine,
     EngineConfig,
@@ -322,12 +322,12 @@ async def test_numbers_in_parts_are_those_in_one(monkeypatch: pytest.MonkeyPatch
     rows = np.random.default_rng(0).standard_normal((7, 6)).astype(np.float32)
     text = base64.b64encode(rows.tobytes()).decode()
     wrong = {"embedding": text[:12] + "QQ==" + text[12:]}
-    monkeypatch.setattr(reading_vectors, "_PART", 16)
+    monkeypatch.setattr(reading, "_PART", 16)
     for given in (text, rows.tolist(), rows.ravel().tolist()):
-        read = reading_vectors.vectors_of({"embedding": given, "shape": [7, 6]}, "it", "documents")
+        read = reading.vectors_of({"embedding": given, "shape": [7, 6]}, "it", "documents")
         assert torch.equal(read.values, torch.from_numpy(rows))
     with pytest.raises(InvalidRequestError, match="is not base64"):
-        reading_vectors.vectors_of(wrong, "it", "documents")
+        reading.vectors_of(wrong, "it", "documents")
 
 
 async def test_query_parts_add_up(
