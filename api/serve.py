@@ -32,7 +32,8 @@ from maxsimd.engine import Engine, EngineConfig, Engines, ModelLoadError
 from maxsimd.engine.checkpoint.embedded import NAME
 from maxsimd.engine.device.facts import ModelFacts
 from maxsimd.engine.device.host import usable_cores
-from maxsimd.engine.device.thread import num_given_up, num_left_behind
+from maxsimd.engine.device.load import num_given_up
+from maxsimd.engine.device.thread import num_left_behind
 from maxsimd.engine.workers import take_short_slices
 
 # The engine is not started again after this many deaths within this many seconds.

@@ -1,5 +1,4 @@
-"""The engine: the public face, from texts to scores. Each request passes through here once on its way in and
-once on its way out."""
+"""The engine: the public face, from texts to scores, and its life cycle."""
 
 import asyncio
 import inspect
@@ -71,16 +70,16 @@ from maxsimd.engine.requests import (
     check_task,
     rank,
 )
-from maxsimd.engine.runtime import Running, ValuesArrived, bury, call_in_thread, launch
+from maxsimd.engine.runtime import Running, ValuesArrived, call_in_thread, free_dead, launch
 from maxsimd.engine.tenants import Tenant, TenantLimits
 from maxsimd.engine.workers import run_in_thread_if_large
 from maxsimd.pooling.muvera import Muvera
 from maxsimd.pooling.query_rows import QueryRows
 
-# A stream looks through what has come at most this often, because that takes time with many documents.
+# A stream looks for new documents at most this often, because looking takes time with many documents.
 _SECONDS_BETWEEN_LOOKS = 0.05
-# Characters that a chat template writes around each message, about.
-_AROUND_A_MESSAGE = 64
+# Characters that a chat template adds to each message, about.
+_TEMPLATE_CHARACTERS = 64
 T = TypeVar("T")
 # A picture to embed.
 Picture = Content | media.Picture | PictureFile | OpenImage
@@ -90,29 +89,27 @@ Inputs = Picture | str | Sequence[Picture | str | Sequence[int]]
 class Engine:
     """Scores and embeds texts with one model. Use it as an async context manager, from one event loop.
 
-    All methods raise InvalidRequestError for requests that make no sense, RequestTooLargeError for those that
-    are too much by themselves, RequestTimeoutError when `timeout` (seconds) passes, RequestFailedError when
-    the model fails on this very request, EngineNotReadyError outside of the context and EngineDeadError when
-    the engine has died. QueueFullError is raised when a tenant has used up its rate, or when too much waits
-    and `max_wait_seconds` is not None. Cancelling a call cancels its work.
-    Tenants share the device by weight (`set_tenants`), however many requests each has, and a lower
-    `priority` gets a larger share: "interactive" is 0, "batch" 4. `progress` is called on the event loop with
-    how many of a call's values have come and how many there will be (one or more a document, text or pass);
-    it must not block, and if it raises, the call fails.
+    All methods raise InvalidRequestError for invalid requests, RequestTooLargeError for requests that are
+    too large by themselves, RequestTimeoutError when `timeout` (seconds) passes, RequestFailedError when the
+    model fails on the request, EngineNotReadyError outside of the context and EngineDeadError when the engine
+    has died. They raise QueueFullError when a tenant has used up its rate, or when the queue is full and
+    `max_wait_seconds` is not None. Cancelling a call cancels its work.
+    Tenants share the device by weight (`set_tenants`), however many requests each has. A lower `priority`
+    gets a larger share: "interactive" is 0, "batch" 4. The event loop calls `progress` with how many of a
+    call's values are there and how many there will be (one or more per document, text or pass). `progress`
+    must not block. If it raises, the call fails.
     """
 
     def __init__(self, config: EngineConfig | str | None = None, **options: Any) -> None:
-        """By a configuration, or by a model's folder or hub id and the options of an `EngineConfig`."""
+        """Takes a configuration, or a model's folder or hub id and the options of an `EngineConfig`."""
         self.config = _as_config(config, options)
         self.metrics = EngineMetrics()
         self.death: str | None = None
-        # Of a death, why another start in this process would be of no use; None where it may be.
+        # Why another start in this process would not help after a death; None if it may.
         self.restart_obstacle: str | None = None
         self._tenants = TenantLimits()
         self._running: Running | None = None
-        # Whether a start or a stop is under way.
-        self._changing = False
-        # What is being stopped.
+        self._starting: asyncio.Task[None] | None = None
         self._stopping: Running | None = None
         self._dead = asyncio.Event()
 
@@ -126,37 +123,42 @@ class Engine:
         await self.stop()
 
     async def start(self) -> None:
-        """Loads the model and starts the actors; also after `stop` and after the engine has died, whose
-        `death` is over once this has succeeded. Raises ModelLoadError, and EngineRunningError for an engine
-        that runs already."""
-        if self._changing or self.is_healthy:
+        """Loads the model and starts the actors. Also works after `stop`, and after the engine has died,
+        which clears `death`. Raises ModelLoadError, EngineRunningError if the engine runs already, and
+        EngineNotReadyError if it is stopped meanwhile."""
+        if self._is_changing or self.is_healthy:
             raise EngineRunningError(
                 "the engine is running, or is being started or stopped; stop it first and wait for that"
             )
-        self._changing = True
+        starting = self._starting = asyncio.create_task(self._start(), name="maxsimd-start")
         try:
-            await bury(self._let_go())
-            self._running = await self._launch()
-            if self.death is not None:
-                self.death, self.restart_obstacle, self._dead = None, None, asyncio.Event()
-                self.metrics.restarts.inc()
+            await starting
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if starting.cancelled() and not (task and task.cancelling()):
+                raise EngineNotReadyError("the engine was stopped while it was being started") from None
+            if not starting.cancelled() and starting.exception() is None:
+                await self.stop(0)  # it has started just before this was cancelled
+            raise
         finally:
-            self._changing = False
+            self._starting = None  # it holds its error, and that its frames
 
     async def stop(self, grace: float | None = None) -> None:
-        """Takes no more requests, finishes those it has within `grace` seconds and frees everything. While it
-        is being stopped already, this returns at once, and those requests have no longer than `grace` either.
-        """
+        """Takes no more requests, finishes open ones within `grace` seconds and frees everything. Ends a
+        start that is under way. While another stop is under way, this only shortens its grace."""
         if self._stopping is not None:
-            self._stopping.hasten(grace)
-        running = self._let_go()
+            self._stopping.shorten_grace(grace)
+        if (starting := self._starting) is not None and not starting.done():
+            starting.cancel()
+            await asyncio.wait({starting})
+        running = self._pop_running()
         if running is None:
             return
-        self._changing, self._stopping = True, running
+        self._stopping = running
         try:
             await running.close(grace)
         finally:
-            self._changing, self._stopping = False, None
+            self._stopping = None
             # An event belongs to the event loop on which it was awaited; the next start may be on another.
             if self.death is None:
                 self._dead = asyncio.Event()
@@ -164,7 +166,7 @@ class Engine:
         await call_in_thread(give_back_memory)
 
     async def until_dead(self) -> None:
-        """Returns when the engine has died; `death` then says of what."""
+        """Returns when the engine has died; `death` is then the reason."""
         if self.death is None:
             await self._dead.wait()
 
@@ -177,12 +179,12 @@ class Engine:
         return self._running is not None and self.death is None
 
     def stats(self) -> EngineStats:
-        """What the engine holds at the moment: queue, queries, caches of cut sequences."""
+        """What the engine holds now: queue, queries, caches of split sequences."""
         return self._require().stats()
 
     @property
     def tokens_per_second(self) -> float | None:
-        """How fast the device runs when it has enough to do; None before it ever had."""
+        """The device's speed with enough work; None until it is known."""
         return self._require().scheduler.rate.tokens_per_second
 
     @property
@@ -192,12 +194,12 @@ class Engine:
 
     @property
     def device_model(self) -> DeviceModel:
-        """The model as it is run: device, precision, packing."""
+        """The model as it runs: device, precision, packing."""
         return self._require().device_model
 
     @property
     def facts(self) -> ModelFacts:
-        """What there is to know of the loaded model for those who do not run it."""
+        """The loaded model's description as plain data."""
         return self._require().facts
 
     @property
@@ -212,9 +214,8 @@ class Engine:
     async def conversation(
         self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool, continue_final_message: bool
     ) -> tuple[str, bool]:
-        """Messages of "role" and "content" as the checkpoint's template writes them, and whether that is all
-        that belongs to them, special tokens included. Raises InvalidRequestError for messages that it does
-        not take."""
+        """Writes messages of "role" and "content" with the checkpoint's template. Returns the text, and
+        whether it includes special tokens. Raises InvalidRequestError for messages that it refuses."""
         model = self.model
         template = model.text.chat
 
@@ -227,20 +228,19 @@ class Engine:
                 return template.conversation(messages, **flags)
             return chat_text(model.tokenizer, messages, **flags)
 
-        # What stands around a message is written, too.
-        size = sum(len(message["content"]) + _AROUND_A_MESSAGE for message in messages)
+        size = sum(len(message["content"]) + _TEMPLATE_CHARACTERS for message in messages)
         return await self.in_thread(write, size), template is not None
 
     def set_tenants(self, tenants: Mapping[str, Tenant]) -> None:
-        """Names the tenants with a weight and limits of their own, in place of those named before. May be
-        called at any time; weights hold for what waits as well."""
+        """Replaces the tenants that have a weight and limits of their own. May be called at any time; weights
+        apply to waiting requests too."""
         self._tenants.set(tenants)
         self.metrics.tenants.set_names(tenants)
         if self._running is not None:
-            self._running.weigh(self._tenants.weights)
+            self._running.set_weights(self._tenants.weights)
 
     def check_rate(self, tenant: str) -> None:
-        """Raises QueueFullError for a tenant that has used up a rate: before its request is even read."""
+        """Raises QueueFullError for a tenant that has used up a rate, before its request is read."""
         self._require().admission.check_rate(tenant)
 
     async def clear_cache(self) -> None:
@@ -250,12 +250,12 @@ class Engine:
             await self.in_thread(cache.clear, 0)
 
     async def check_readable(self, request: ScoreRequest) -> None:
-        """Raises what a request that cannot be prepared is refused with. Nothing of it is run."""
+        """Prepares a request without running it. Raises InvalidRequestError and RequestTooLargeError."""
         await self._require().check_readable(request)
 
     async def in_thread(self, function: Callable[[], T], size: int) -> T:
-        """Runs something that blocks in the engine's thread pool, where small work goes before large; `size`
-        is about how many characters it reads or writes."""
+        """Runs a blocking function in the engine's thread pool, which does small work before large. `size` is
+        the approximate number of characters that it reads or writes."""
         return await self._require().in_pool(function, size)
 
     async def score(
@@ -280,21 +280,19 @@ class Engine:
 
         Scores are in the documents' order and higher is better: MaxSim sums for late interaction, cosines
         for bi-encoders and listwise models, the classifier's activation (logits without `use_activation`)
-        for cross-encoders. For late interaction and bi-encoders each text may come as its embedding, an
-        array or `Vectors`. Inputs that are too long for the model are cut, and counted in `truncated`, unless
-        `truncation` says "error", "window" or something else. `instruction` is for models that take one.
-        `cache` says whether embeddings of documents are taken from the cache, and new ones cached. With
-        `normalize` scores are from 0 to 1: classifiers' probabilities, cosines without their negative part,
-        and of MaxSim the mean over the query's tokens, without its negative part.
+        for cross-encoders. Late interaction and bi-encoders also take embeddings, as arrays or `Vectors`.
+        Inputs that are too long for the model are truncated, and counted in `truncated`, unless `truncation`
+        says otherwise. `instruction` is for models that take one. `cache` says whether document embeddings
+        are read from the cache and written to it. With `normalize` scores are from 0 to 1: classifiers'
+        probabilities, cosines cut off at 0, and for MaxSim the mean over the query's tokens, cut off at 0.
 
-        With `on_timeout` "partial" a request whose time is up has the scores that there are by then, and the
-        rest `unscored`; its documents are run in their order. With `on_error` "report" a document that cannot
-        be read, or on which the model fails, has an error in `errors` and the others their scores. A listwise
-        model scores documents by each other and takes neither.
+        With `on_timeout` "partial" a request that times out returns the scores it has, and lists the rest in
+        `unscored`; its documents run in their order. With `on_error` "report" a document that cannot be read
+        or run has an entry in `errors`, and the others have scores. Listwise models support neither.
 
         With `explain` the result has `explanations`: matching tokens for late interaction, the scores of
-        windows, and what was read and what was cached; with "maps" also, of documents with pictures, the
-        similarity of each token of the query to each patch.
+        windows, token counts and cache hits. With "maps" documents with pictures also have the similarity of
+        each query token to each patch.
         """
         options: ScoreOptions = {
             "truncation": truncation,
@@ -325,9 +323,9 @@ class Engine:
         score_threshold: float | None = None,
         **options: Unpack[ScoreOptions],
     ) -> RerankResult:
-        """Ranks documents for a query, best first, ties in input order; at most `top_n` of them, and none
-        with a score below the `score_threshold`. Documents with equal scores are ranked by what the scores
-        were before the activation. Other options are those of `score`."""
+        """Ranks documents for a query, best first, ties in input order: at most `top_n`, and none with a
+        score below `score_threshold`. Documents with equal scores are ranked by their scores before the
+        activation. Takes the options of `score`."""
         if top_n is not None and top_n < 0:
             raise InvalidRequestError(f"top_n must not be negative, not {top_n}", "top_n")
         check_options("rerank", options)
@@ -345,14 +343,14 @@ class Engine:
         )
 
     def stream(self, queries: Scored, documents: Scored, **options: Unpack[ScoreOptions]) -> "ScoreStream":
-        """Scores documents as `score` does, and gives them as they are ready::
+        """Scores documents as `score` does, and yields them as they are ready::
 
             async with engine.stream(query, documents) as stream:
                 async for new in stream:  # RankedDocuments, by their index
                     ...
             stream.result  # what `score` would have returned
 
-        Leaving it early cancels what is left."""
+        Leaving it early cancels the rest."""
         check_options("stream", options)
         return ScoreStream(self, queries, documents, {**SCORE_DEFAULTS, **options})
 
@@ -366,12 +364,12 @@ class Engine:
         tenant: str = "",
         timeout: float | None = None,
     ) -> QueryRows:
-        """The embedding of a text or picture as a query, to be given to `score`, `rerank` or `stream` in its
-        place: now or later, here or in another process with the same model, as often as there are documents.
+        """Encodes a query once, for many calls of `score`, `rerank` or `stream` in its place, here or in
+        another process with the same model.
 
-        Scores, tokens and cut inputs are then those that the query itself would have; `instruction` and the
-        query's `truncation` are settled with this. For late interaction and bi-encoders; raises
-        InvalidRequestError for models that read query and document together."""
+        Scores, usage and `truncated` are the same as for the query itself. `instruction` and the query's
+        `truncation` are fixed here. Raises InvalidRequestError for models that read query and document
+        together."""
         running = self._require()
         loaded = running.device_model
         queries = as_query(query, loaded.model.vision is not None)
@@ -398,17 +396,17 @@ class Engine:
         timeout: float | None = None,
         progress: Progress | None = None,
     ) -> EmbedResult:
-        """One vector a text: float32 [texts, dim]. `input_type` chooses the checkpoint's prompt for queries
-        or documents, `prompt_name` any by its name; `dimensions` is how many columns are
-        returned, the first ones (matryoshka).
+        """Returns one vector per text: float32 [texts, dim]. `input_type` chooses the checkpoint's prompt for
+        queries or documents, `prompt_name` any prompt by its name. `dimensions` is the number of columns to
+        return, the first ones (matryoshka).
 
-        With `late_chunking` the texts are the chunks of one document, end to end, or the document is one text
-        and `chunks` are its first characters and those after its last: it is read as a whole, and each chunk
-        has the mean of its tokens. No such document is cut.
+        With `late_chunking` the texts are the consecutive chunks of one document, or there is one text and
+        `chunks` are the start and end of each chunk in characters. The document is read as a whole and never
+        truncated, and each chunk's vector is the mean of its tokens.
 
-        With an `encoding` a model of late interaction gives one vector of a text's token vectors, of which
-        the inner product with another is about MaxSim; `input_type` must then be given, and token vectors of
-        documents are taken from the cache."""
+        With an `encoding` a late-interaction model returns one vector per text, made of its token vectors.
+        The inner product of two such vectors approximates MaxSim. `input_type` is then required, and token
+        vectors of documents come from the cache."""
         given = as_inputs(texts, self.model.vision is not None)
         document = as_document(given, chunks, late_chunking)
         request = EmbedRequest(
@@ -430,7 +428,7 @@ class Engine:
         return await run_in_thread_if_large(values.work, plan.vectors, values, dimensions)
 
     async def _encoded(self, request: EmbedRequest, muvera: Muvera, options: RunOptions) -> EmbedResult:
-        """One vector of each text's token vectors."""
+        """Encodes each text's token vectors as one vector."""
         assert request.input_type is not None
         dim, num_texts = self.model.tasks["token_embed"].dim, request.num_texts
         price = encoding_price(muvera, dim, request.input_type, num_texts)
@@ -441,11 +439,7 @@ class Engine:
         encode = partial(plan.encoded, values, muvera, is_query, cache)
         try:
             async with asyncio.timeout_at(None if options.timeout is None else started + options.timeout):
-                try:
-                    return await self.in_thread(encode, num_texts * muvera.whole_length(dim))
-                except (EngineNotReadyError, EngineDeadError):
-                    # The engine has stopped meanwhile, and is not needed any more.
-                    return await asyncio.to_thread(encode)
+                return await self._in_any_thread(encode, num_texts * muvera.whole_length(dim))
         except TimeoutError:
             assert options.timeout is not None
             raise RequestTimeoutError.after(options.timeout) from None
@@ -464,8 +458,8 @@ class Engine:
         timeout: float | None = None,
         progress: Progress | None = None,
     ) -> TokenEmbedResult:
-        """One vector a token: a list of float32 [tokens, dim], as late interaction scores them. Texts with
-        more than `max_tokens` together are refused before they are run."""
+        """Returns one vector per token: a list of float32 [tokens, dim], as late interaction scores them.
+        Texts with more than `max_tokens` together are refused before they are run."""
         request = EmbedRequest(
             texts=as_inputs(texts, self.model.vision is not None),
             task="token_embed",
@@ -490,8 +484,8 @@ class Engine:
         timeout: float | None = None,
         progress: Progress | None = None,
     ) -> SparseEmbedResult:
-        """One sparse vector a text: weights of words, by the ids of their tokens. For models that give them
-        (SPLADE); raises InvalidRequestError for others."""
+        """Returns one sparse vector per text: weights of words by token id. Raises InvalidRequestError for
+        models without them."""
         request = EmbedRequest(
             texts=as_inputs(texts, self.model.vision is not None),
             task="sparse_embed",
@@ -515,9 +509,8 @@ class Engine:
         timeout: float | None = None,
         progress: Progress | None = None,
     ) -> ClassifyResult:
-        """A classifier's probabilities, or its logits without `use_activation`, one a text and label.
-
-        Of single texts, or of pairs with the `text_pairs` as their second texts."""
+        """Returns a classifier's probabilities, or its logits without `use_activation`: one per text and
+        label. With `text_pairs` it classifies pairs, whose second texts these are."""
         model = self.model
         check_task("classify", model.tasks)
         options = RunOptions(priority, tenant, timeout, progress)
@@ -553,8 +546,8 @@ class Engine:
         top_n: int | None = None,
         arrived: ValuesArrived[ScorePlan] | None = None,
     ) -> tuple[ScorePlan, Values]:
-        """Runs a score request, of which at most `top_n` documents will be explained. `arrived` is called
-        with the values so far, if the model scores documents one by one."""
+        """Runs a score request; at most `top_n` of its documents will be explained. `arrived` is called with
+        the values so far, if the model scores documents one by one."""
         running = self._require()
         processor = running.processors.scores
         request = processor.read(queries, documents, options, top_n)
@@ -581,7 +574,7 @@ class Engine:
     async def _embed(
         self, request: EmbedRequest, dimensions: int | None, options: RunOptions
     ) -> tuple[EmbeddingPlan, Values]:
-        """Runs a request for embeddings, of which `dimensions` columns will be returned."""
+        """Runs a request for embeddings with `dimensions` columns."""
         running = self._require()
         if self.config.cache_by_tenant:
             request = replace(request, cache_owner=options.tenant)
@@ -598,16 +591,31 @@ class Engine:
         if not plan.request.explain:
             return {}
         explain = partial(plan.explanations, values, documents)
+        return await self._in_any_thread(explain, plan.explanation_size(documents))
+
+    async def _in_any_thread(self, function: Callable[[], T], size: int) -> T:
+        """As `in_thread`, but for work that needs no running engine, which may have stopped meanwhile."""
         try:
-            return await self.in_thread(explain, plan.explanation_size(documents))
+            return await self.in_thread(function, size)
         except (EngineNotReadyError, EngineDeadError):
-            # The engine has stopped meanwhile, and is not needed any more.
-            return await asyncio.to_thread(explain)
+            return await asyncio.to_thread(function)
+
+    async def _start(self) -> None:
+        await free_dead(self._pop_running())
+        self._running = await self._launch()
+        if self.death is not None:
+            self.death, self.restart_obstacle, self._dead = None, None, asyncio.Event()
+            self.metrics.restarts.inc()
 
     async def _launch(self) -> Running:
         return await launch(self.config, self.metrics, self._died, self._tenants)
 
-    def _let_go(self) -> Running | None:
+    @property
+    def _is_changing(self) -> bool:
+        """Whether a start or a stop is under way."""
+        return self._stopping is not None or (self._starting is not None and not self._starting.done())
+
+    def _pop_running(self) -> Running | None:
         running, self._running = self._running, None
         return running
 
@@ -624,13 +632,14 @@ class Engine:
 
 
 class ScoreStream:
-    """The documents of one request as they are scored: each iteration gives those that are new, by their
-    index. Use it as an async context manager; leaving it early cancels what is left. When the iteration has
-    ended, `result` is there: what `Engine.score` would have returned. Errors are raised by the iteration."""
+    """The documents of one request as they are scored. Each iteration yields the new ones, by index.
+
+    Use it as an async context manager; leaving it early cancels the rest. After the iteration `result` is
+    what `Engine.score` would have returned. The iteration raises errors."""
 
     def __init__(self, engine: Engine, queries: Scored, documents: Scored, options: ScoreOptions) -> None:
         self._engine = engine
-        self._asked = queries, documents, options
+        self._request = queries, documents, options
         self._latest: tuple[ScorePlan, list[Value | None]] | None = None
         self._news = asyncio.Event()
         self._given: set[int] = set()
@@ -646,7 +655,7 @@ class ScoreStream:
         return self._result
 
     async def __aenter__(self) -> Self:
-        scored = self._engine._score(*self._asked, arrived=self._arrived)
+        scored = self._engine._score(*self._request, arrived=self._arrived)
         self._task = asyncio.create_task(scored, name="maxsimd-stream")
         self._task.add_done_callback(lambda task: self._news.set())
         return self
@@ -657,11 +666,10 @@ class ScoreStream:
         assert self._task is not None
         if not self._task.done():
             self._task.cancel()
-            # What it fails with after that concerns nobody.
-            with suppress(asyncio.CancelledError, Exception):
+            with suppress(asyncio.CancelledError, Exception):  # nobody waits for its error
                 await self._task
         elif not self._task.cancelled():
-            self._task.exception()  # it has been raised, or nobody asked
+            self._task.exception()  # marks it as retrieved
 
     def __aiter__(self) -> Self:
         return self
@@ -679,11 +687,11 @@ class ScoreStream:
             if self._task.done():
                 plan, values = self._task.result()
                 self._latest = plan, values.values
-                work = _work_in(plan, values.values)
+                work = _num_values(plan, values.values)
                 self._result = await run_in_thread_if_large(work, plan.result, values)
             if documents := await self._new_documents():
                 return documents
-        self._latest = None  # it holds all that was prepared
+        self._latest = None  # it holds the prepared request
         raise StopAsyncIteration
 
     def _arrived(self, plan: ScorePlan, values: list[Value | None]) -> None:
@@ -694,7 +702,7 @@ class ScoreStream:
         if self._latest is None:
             return []
         plan, values = self._latest
-        scores = await run_in_thread_if_large(_work_in(plan, values), plan.scores, values)
+        scores = await run_in_thread_if_large(_num_values(plan, values), plan.scores, values)
         new = [i for i, score in enumerate(scores) if not math.isnan(score) and i not in self._given]
         self._given.update(new)
         explanations = await self._engine._explanations(plan, values, new)
@@ -702,12 +710,12 @@ class ScoreStream:
         return [RankedDocument(i, scores[i], texts[i], explanations.get(i)) for i in new]
 
 
-def _work_in(plan: ScorePlan, values: Sequence[Value | None]) -> int:
-    """How much work it is to make scores of values, in values."""
+def _num_values(plan: ScorePlan, values: Sequence[Value | None]) -> int:
+    """The work of making scores from values, counted in values."""
     return max(plan.request.num_documents, len(values))
 
 
-# What `rerank` has where its caller leaves out an option of `score`.
+# The defaults of `score`, for `rerank` and `stream`.
 SCORE_DEFAULTS = cast(
     "ScoreOptions",
     {

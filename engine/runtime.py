@@ -26,10 +26,10 @@ from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.facts import facts_of
 from maxsimd.engine.device.host import tokenizer_threads, usable_cores
-from maxsimd.engine.device.load import DeviceModel, load_device_model
+from maxsimd.engine.device.load import DeviceModel, load_device_model, load_on_thread
 from maxsimd.engine.device.shared import Seat
 from maxsimd.engine.device.stores import open_score_cache
-from maxsimd.engine.device.thread import Device, DeviceThread, load_on_thread, num_left_behind, stacks
+from maxsimd.engine.device.thread import Device, DeviceThread, num_left_behind, stacks
 from maxsimd.engine.errors import (
     EngineDeadError,
     EngineNotReadyError,
@@ -302,7 +302,7 @@ class Running:
                 "it within one, or use SyncEngine"
             )
 
-    def weigh(self, tenants: Mapping[str, float]) -> None:
+    def set_weights(self, tenants: Mapping[str, float]) -> None:
         """Changes the weights of tenants, for what waits already too."""
         self.scheduler.mailbox.tell(SetWeights(tenants))
 
@@ -334,7 +334,7 @@ class Running:
             free.add_done_callback(lambda done: end() if done.cancelled() else None)
             await asyncio.shield(free)
 
-    def hasten(self, grace: float | None) -> None:
+    def shorten_grace(self, grace: float | None) -> None:
         """While this is being closed: gives the requests that are not done `grace` seconds from now, unless
         they have less."""
         if grace is None or self._grace is None or self._grace.expired():
@@ -615,7 +615,7 @@ def _running(
         raise
 
 
-async def bury(dead: Running | None) -> None:
+async def free_dead(dead: Running | None) -> None:
     """Frees what an engine that died has left, its model above all, before another is loaded. The caller must
     not hold it any more."""
     if dead is None:
@@ -630,4 +630,4 @@ async def bury(dead: Running | None) -> None:
         await asyncio.sleep(0.01)  # threads and callbacks that are about to end still know it
 
 
-__all__ = ["Running", "ValuesArrived", "bury", "call_in_thread", "launch", "launch_beside"]
+__all__ = ["Running", "ValuesArrived", "call_in_thread", "free_dead", "launch", "launch_beside"]

@@ -1,5 +1,8 @@
 """Loads a model and makes it ready on its device; called on the device thread."""
 
+import asyncio
+import atexit
+import gc
 import logging
 import os
 import threading
@@ -18,8 +21,9 @@ from maxsimd.engine.checkpoint.model import HYBRID_EMBED
 from maxsimd.engine.checkpoint.recipe_store import texts_content
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.checks import checked_maxsim, refuse_wrong_scores, warm_up
-from maxsimd.engine.device.host import settle_allocators, usable_cores
+from maxsimd.engine.device.host import give_back_memory, settle_allocators, usable_cores
 from maxsimd.engine.device.stores import open_cache, open_calibration, open_slab
+from maxsimd.engine.device.thread import DeviceThread
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.execution.attention.backend import AttentionBackend, CaptureSize, GroupedBackend
 from maxsimd.engine.execution.attention.cpu import is_compiled_supported
@@ -68,8 +72,19 @@ _WARMING_SECONDS = 0.5
 Backend = AttentionBackend[Any]
 
 
+# A new load waits this long for loads that were given up, so that few models are in memory at a time.
+GIVEN_UP_SECONDS = 30.0
+_LOOK_SECONDS = 0.02
+# The end of the process waits this long for them.
+_EXIT_SECONDS = 5.0
+
+
+class LoadGivenUpError(Exception):
+    """Nobody waits for the model any more."""
+
+
 class _Stages(threading.local):
-    """What this thread calls between the stages of a load; it may raise to end the load."""
+    """The check that this thread calls between the stages of a load. It may raise to end the load."""
 
     check: Callable[[], None] | None = None
 
@@ -77,19 +92,107 @@ class _Stages(threading.local):
 _stages = _Stages()
 
 
-@contextmanager
-def stages(check: Callable[[], None]) -> Iterator[None]:
-    """Has `check` called on this thread before each stage of a load."""
-    _stages.check = check
-    try:
-        yield
-    finally:
-        _stages.check = None
-
-
-def _next_stage() -> None:
+def next_stage() -> None:
+    """Raises LoadGivenUpError if the load that runs on this thread was given up."""
     if _stages.check is not None:
         _stages.check()
+
+
+class ModelLoad:
+    """A load that can be given up. It then ends at its next stage.
+
+    `run` is called on the thread that loads, `give_up` on any thread. `thread` is the load's own thread, if
+    it has one."""
+
+    def __init__(self, load: Callable[[], "DeviceModel"], thread: DeviceThread | None = None) -> None:
+        self._load = load
+        self.thread = thread
+        self._is_given_up = threading.Event()
+        self._is_freed = False
+        self._model: DeviceModel | None = None
+
+    def run(self) -> "DeviceModel":
+        _stages.check = self._check
+        try:
+            self._model = self._load()
+        finally:
+            _stages.check = None
+        return self._model
+
+    def give_up(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Ends the load at its next stage, on whose thread the `loop` runs, and frees its model if it is too
+        late for that."""
+        self._is_given_up.set()
+        try:
+            loop.call_soon_threadsafe(self._free)
+        except RuntimeError:  # the thread has ended
+            return
+        _given_up.add(self)
+
+    @property
+    def is_over(self) -> bool:
+        return self._is_freed if self.thread is None else not self.thread.is_alive
+
+    def _free(self) -> None:
+        if self._model is not None and self._model.cache is not None:
+            self._model.cache.close()
+        self._model = None
+        free_memory()
+        self._is_freed = True
+
+    def _check(self) -> None:
+        if self._is_given_up.is_set():
+            raise LoadGivenUpError
+
+
+# Event loops of several threads change it, each by atomic operations.
+_given_up: set[ModelLoad] = set()
+
+
+async def load_on_thread(load: Callable[[], "DeviceModel"]) -> tuple[DeviceThread, "DeviceModel"]:
+    """Loads a model on a new thread. When this is cancelled, the load is given up and its thread ends soon.
+    The thread also ends when the load raises an error."""
+    deadline = time.monotonic() + GIVEN_UP_SECONDS
+    while True:
+        if num_given_up() == 0 or time.monotonic() > deadline:
+            break
+        await asyncio.sleep(_LOOK_SECONDS)
+    thread = DeviceThread()
+    model_load = ModelLoad(load, thread)
+    try:
+        return thread, await thread.call(model_load.run)
+    except asyncio.CancelledError:
+        model_load.give_up(thread.loop)
+        thread.request_end()
+        raise
+    except BaseException:
+        thread.close()
+        raise
+
+
+def num_given_up() -> int:
+    """How many loads of this process were given up and still run."""
+    for load in _given_up.copy():
+        if load.is_over:
+            _given_up.discard(load)
+    return len(_given_up)
+
+
+@atexit.register
+def _join_given_up() -> None:
+    """Waits for loads that were given up: a thread inside torch may abort a process that exits."""
+    deadline = time.monotonic() + _EXIT_SECONDS
+    for load in _given_up.copy():
+        if load.thread is not None:
+            load.thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def free_memory() -> None:
+    """Gives back the memory of a model that is gone, reference cycles included."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    give_back_memory()
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -141,20 +244,20 @@ def load_device_model(
     _choose_maxsim(config, device)  # fails before the model is read
     content = texts_content(config)
     with while_reading or nullcontext():
-        _next_stage()
+        next_stage()
         model = load_model(config, device)
-        _next_stage()
+        next_stage()
         tokenizer = TextTokenizer(model.tokenizer, model.token_rows)
         check_texts(model, config, tokenizer, content)
     model = replace(model, reader=None)  # it holds the library's model
     calibration = open_calibration(config, model)
-    _next_stage()
+    next_stage()
     cache = open_cache(config, model, choose_dtype(config.dtype, device))
     try:
         loaded = prepare(model, config, device, probe_sequences(model, tokenizer), tokenizer)
-        _next_stage()
+        next_stage()
         loaded = _made_ready(replace(loaded, cache=cache, calibration=calibration), config)
-        _next_stage()
+        next_stage()
     except BaseException:
         if cache is not None:
             cache.close()
@@ -176,7 +279,7 @@ def _made_ready(loaded: DeviceModel, config: EngineConfig) -> DeviceModel:
     # Embeddings leave a fused head as they are cached and scored; int8 is rounded from float32.
     results = torch.float32 if as_int8 else loaded.dtype
     pooler = _pooler(model, loaded.tasks, loaded.dtype, results if maxsim_name == "triton" else None)
-    _next_stage()
+    next_stage()
     if device.type != "cpu":
         warm_up(model, loaded.runner, pooler)
     if cache is not None:
@@ -226,11 +329,11 @@ def prepare_thread(device: torch.device, threads: int | None) -> None:
         take_short_slices()
 
 
-def _choose_threads(asked: int | None) -> None:
-    """As many threads as were asked for, here or in OMP_NUM_THREADS (which torch reads), else no more than
-    there are cores to run them on. torch would count all cores of the machine."""
-    if asked is not None:
-        torch.set_num_threads(asked)
+def _choose_threads(threads: int | None) -> None:
+    """Sets torch's number of threads: as configured, here or in OMP_NUM_THREADS (which torch reads), else at
+    most the cores of this process. torch would count all cores of the machine."""
+    if threads is not None:
+        torch.set_num_threads(threads)
     elif "OMP_NUM_THREADS" not in os.environ:
         cores = usable_cores()
         if cores.threads < torch.get_num_threads():

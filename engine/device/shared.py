@@ -1,28 +1,37 @@
-"""A device whose thread several engines share, and the seat of each on it."""
+"""A device whose thread several engines share, and each engine's seat on it."""
 
 import asyncio
 import threading
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import CancelledError, Future, InvalidStateError
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
 
 from maxsimd.engine.actors.turns import Turn, Turns
 from maxsimd.engine.config import EngineConfig
-from maxsimd.engine.device.load import DeviceModel, load_device_model, prepare_thread
-from maxsimd.engine.device.thread import DeviceThread, ModelLoad, load_on_thread
+from maxsimd.engine.device.load import (
+    GIVEN_UP_SECONDS,
+    DeviceModel,
+    ModelLoad,
+    load_device_model,
+    load_on_thread,
+    next_stage,
+    num_given_up,
+    prepare_thread,
+)
+from maxsimd.engine.device.thread import DeviceThread
 from maxsimd.engine.errors import ModelLoadError
-from maxsimd.engine.execution import choose_device
+from maxsimd.engine.execution.devices import choose_device
 
 T = TypeVar("T")
 
-# How often a seat that is being closed looks whether it is still waited for in vain.
+# How often a seat that is being closed checks whether to wait any longer.
 _LOOK_SECONDS = 0.05
-# Loading changes, for a while, what there is but once in a process: torch's number of threads, functions of
-# transformers.
+# A load changes process-wide state for a while: torch's number of threads, functions of transformers.
 _LOADING = threading.Lock()
+_LOADING_LOOK_SECONDS = 0.1
 
 
 class DeviceLostError(Exception):
@@ -30,7 +39,7 @@ class DeviceLostError(Exception):
 
 
 class DeviceTaskError(Exception):
-    """What ran for one engine would have ended the thread that all share."""
+    """A task of one engine tried to end the thread that all engines share."""
 
 
 class _EnduringThread(DeviceThread):
@@ -49,7 +58,7 @@ class _EnduringThread(DeviceThread):
 class SharedDevice:
     """The thread of one device, the turns on it, and the seats of the engines that share it.
 
-    All of them compute with as many threads as the first was configured to: the number is one thread's."""
+    The first engine's `threads` hold for all: the number belongs to the thread."""
 
     def __init__(self, device: torch.device, threads: int | None) -> None:
         self.device = device
@@ -57,42 +66,33 @@ class SharedDevice:
         self.turns = Turns()
         self.thread = _EnduringThread()
         self.is_lost = False
-        self._seats: list[Seat] = []
+        self.seats: set[Seat] = set()
         # Before anything else that runs there.
         self.thread.loop.call_soon_threadsafe(self._prepare_thread)
 
     def _prepare_thread(self) -> None:
         prepare_thread(self.device, self.threads)
-        # From now on it is this thread's number, whatever loading sets in others.
+        # From now on this thread keeps its number, whatever loads set in other threads.
         torch.set_num_threads(torch.get_num_threads())
 
     def seat(self, weight: float, threads: int | None) -> "Seat":
-        """A seat for one more engine. Raises ModelLoadError where it is to compute with another number of
-        threads."""
+        """A seat for one more engine. Raises ModelLoadError if its number of threads differs."""
         if threads != self.threads:
             raise ModelLoadError(
                 f"models of one process share the threads for computing: threads is {self.threads} for those "
                 f"that are there, and {threads} for this one; set it alike for all"
             )
         seat = Seat(self, self.turns.join(weight))
-        self._seats.append(seat)
+        self.seats.add(seat)
         return seat
 
-    @property
-    def is_used(self) -> bool:
-        return bool(self._seats)
-
-    def forget(self, seat: "Seat") -> None:
-        if seat in self._seats:
-            self._seats.remove(seat)
-
     def lose(self) -> None:
-        """Leaves the thread behind, which is stuck, and tells all who have a seat."""
+        """Leaves the stuck thread behind and fails everything that waits on a seat."""
         if self.is_lost:
             return
         self.is_lost = True
         self.thread.close(0)
-        for seat in list(self._seats):
+        for seat in list(self.seats):
             seat.fail(DeviceLostError("the device's thread is stuck with a step of another model"))
 
     def close(self) -> None:
@@ -101,8 +101,8 @@ class SharedDevice:
 
 
 class Seat:
-    """One engine's part of a shared device: as a `DeviceThread` to it, but closing it ends only what was
-    started through it."""
+    """One engine's part of a shared device. It is used like a `DeviceThread`, but closing it ends only what
+    was started through it."""
 
     def __init__(self, shared: SharedDevice, turn: Turn) -> None:
         self._shared = shared
@@ -111,48 +111,41 @@ class Seat:
         self.loop = shared.thread.loop
         self._lock = threading.Lock()
         self._results: set[Future[Any]] = set()
-        # Those on the device's loop, which alone touches them.
+        # Only the device's loop touches its tasks.
         self._tasks: set[asyncio.Task[Any]] = set()
         self._was_used = self._is_closing = False
         self._ended = threading.Event()
 
     @property
     def seconds(self) -> float:
-        """The time that the engine has used on the device."""
+        """The device time that the engine has used."""
         return self._turn.seconds
 
     async def load(self, config: EngineConfig) -> DeviceModel:
-        """Loads a model while others are served, one at a time: on a CPU in a thread of its own, and only to
-        read the checkpoint it takes a turn; on a GPU all of it is done in a turn on the device's thread,
-        since what others launch meanwhile could get into the graphs that are recorded. Raises
-        ModelLoadError."""
+        """Loads a model while others are served; loads run one at a time. Raises ModelLoadError.
+
+        On a CPU the load has its own thread and takes a turn only to read the checkpoint. On a GPU all of it
+        is one turn on the device's thread: what others launch meanwhile could get into its CUDA graphs."""
         if self._shared.device.type == "cpu":
-            loader, model = await load_on_thread(lambda: self._load(config))
-            loader.close()
+            thread, model = await load_on_thread(lambda: _load_alone(config, self._turn_held()))
+            thread.close()
             return model
-        load = ModelLoad(lambda: load_device_model(config))
+        load = ModelLoad(lambda: _load_alone(config))
         try:
             return await asyncio.wrap_future(self.run(self._load_in_turn(load)))
         except asyncio.CancelledError:
-            load.give_up()
-            with suppress(RuntimeError):  # the thread has ended meanwhile
-                self.loop.call_soon_threadsafe(load.free)
+            load.give_up(self.loop)
             raise
-
-    def _load(self, config: EngineConfig) -> DeviceModel:
-        with _LOADING:
-            return load_device_model(config, self._turn_held())
 
     async def _load_in_turn(self, load: ModelLoad) -> DeviceModel:
         async with self._turn:
-            with _LOADING:
-                return load.run()
+            return load.run()
 
     @contextmanager
     def _turn_held(self) -> Iterator[None]:
-        """Keeps the device from running steps meanwhile: transformers sets torch's default precision, which
-        is the whole process's, to the checkpoint's while it makes a model. For another thread than the
-        device's. Whoever gives up the load has to wait no longer, but the turn ends with the reading."""
+        """Keeps the device from running steps, for a thread other than the device's: while transformers
+        creates a model, it sets torch's default precision for the whole process. The turn ends with the
+        reading, even if the load is given up before."""
         granted: Future[None] = Future()
         is_over = asyncio.Event()
 
@@ -175,7 +168,7 @@ class Seat:
         try:
             yield
         finally:
-            with suppress(RuntimeError):  # the thread has ended meanwhile
+            with suppress(RuntimeError):  # the thread has ended
                 self.loop.call_soon_threadsafe(is_over.set)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
@@ -200,18 +193,18 @@ class Seat:
         return result
 
     def fail(self, error: Exception) -> None:
-        """Has all who wait for something here get this error."""
+        """Raises this error in everything that waits on this seat."""
         for result in list(self._results):
-            with suppress(InvalidStateError):  # it is there already
+            with suppress(InvalidStateError):  # it is done
                 result.set_exception(error)
 
     def declare_stuck(self) -> None:
-        """A step of this engine does not end: nobody else's will run on that thread either."""
+        """Gives up the shared thread: a step of this engine does not end, so no other step will run."""
         self._shared.lose()
 
     def leave(self) -> None:
         """Cancels what was started through this seat, without waiting for its end."""
-        self._shared.forget(self)
+        self._shared.seats.discard(self)
         self._turn.leave()
         if self._was_used and not self._shared.is_lost:
             try:
@@ -220,8 +213,8 @@ class Seat:
                 self._ended.set()
 
     def close(self, seconds: float | None = None) -> bool:
-        """Cancels what was started through this seat and waits for its end, for at most that many seconds in
-        which no other model has its turn; says whether it ended."""
+        """Cancels what was started through this seat and waits for its end. Returns whether it ended within
+        `seconds`, not counting other models' turns."""
         self.leave()
         if not self._was_used:
             return True
@@ -263,20 +256,40 @@ class Seat:
             self._ended.set()
 
 
+def _load_alone(
+    config: EngineConfig, while_reading: AbstractContextManager[None] | None = None
+) -> DeviceModel:
+    """Loads a model once no other load runs. Raises ModelLoadError if a load that was given up does not end.
+    Raises LoadGivenUpError if this load is given up while it waits."""
+    seconds_left = GIVEN_UP_SECONDS
+    while not _LOADING.acquire(timeout=_LOADING_LOOK_SECONDS):
+        next_stage()
+        if num_given_up():
+            seconds_left -= _LOADING_LOOK_SECONDS
+        if seconds_left <= 0:
+            raise ModelLoadError(
+                "another model's load was given up and is stuck, which keeps this one from being loaded; "
+                "restart the process"
+            )
+    try:
+        return load_device_model(config, while_reading)
+    finally:
+        _LOADING.release()
+
+
 class SharedDevices:
-    """The devices of several models, each with one thread, made when the first of them comes."""
+    """The devices of several models. Each has one thread, which starts with its first model."""
 
     def __init__(self) -> None:
         self._shared: dict[torch.device, SharedDevice] = {}
 
     def seat(self, config: EngineConfig, weight: float) -> Seat:
-        """A seat on the device that a configuration means. Raises ModelLoadError, and ValueError for a weight
-        that means nothing."""
+        """A seat on the configured device. Raises ModelLoadError, and ValueError for an invalid weight."""
         device = choose_device(config.device)
         if str(device) == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         shared = self._shared.get(device)
-        if shared is not None and not shared.is_used and shared.threads != config.threads:
+        if shared is not None and not shared.seats and shared.threads != config.threads:
             shared.close()
             shared = None
         if shared is None or shared.is_lost:

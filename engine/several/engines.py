@@ -14,9 +14,9 @@ from prometheus_client.registry import Collector
 
 from maxsimd.engine.actors.turns import check_weight
 from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.device.load import free_memory
 from maxsimd.engine.device.shared import Seat, SharedDevices
 from maxsimd.engine.device.stores import MIB, memory_limit
-from maxsimd.engine.device.thread import free_memory
 from maxsimd.engine.engine import Engine
 from maxsimd.engine.errors import (
     EngineNotReadyError,

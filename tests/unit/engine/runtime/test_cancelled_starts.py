@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from maxsimd.engine import Engine, EngineConfig, Engines, ModelLoadError
+from maxsimd.engine import Engine, EngineConfig, EngineNotReadyError, Engines, ModelLoadError
 from maxsimd.engine import runtime as launch_module
 from maxsimd.engine.device import load as load_module
 from maxsimd.engine.device import shared as shared_module
@@ -51,7 +51,7 @@ async def test_a_cancelled_start_ends_at_a_stage(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, engine = threads(), Engine(config)
-    next_stage = load_module._next_stage
+    next_stage = load_module.next_stage
     for place in range(1, 8):
         pause, stages = Pause(), 0
 
@@ -63,7 +63,7 @@ async def test_a_cancelled_start_ends_at_a_stage(
             next_stage()
 
         with monkeypatch.context() as patched:
-            patched.setattr(load_module, "_next_stage", stage)
+            patched.setattr(load_module, "next_stage", stage)
             start = asyncio.create_task(engine.start())
             if place == 7:
                 await start
@@ -136,6 +136,45 @@ async def test_a_failed_start_closes_its_cache(config: EngineConfig, monkeypatch
             with pytest.raises(ModelLoadError, match="cannot be prepared"):
                 await engine.start()
     assert threads() == before
+
+
+async def test_a_stop_during_a_start_ends_the_start(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, engine, pause = threads(), Engine(config), Pause()
+    monkeypatch.setattr(load_module, "next_stage", pause.here)
+    start = asyncio.create_task(engine.start())
+    await asyncio.to_thread(pause.is_there.wait, 60)
+    await engine.stop()
+    pause.may_go_on.set()
+    with pytest.raises(EngineNotReadyError, match="was stopped"):
+        await start
+    await until(lambda: threads() == before)
+    async with engine:
+        assert (await engine.embed("text")).embeddings.shape == (1, 128)
+
+
+async def test_a_load_waits_only_so_long_for_one_that_was_given_up_and_is_stuck(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, pause = threads(), Pause()
+    for module in (load_module, shared_module):
+        monkeypatch.setattr(module, "GIVEN_UP_SECONDS", 0.2)
+    async with Engines({}) as engines:
+        with monkeypatch.context() as patched:
+            patched.setattr(load_module, "next_stage", pause.here)
+            stuck = asyncio.create_task(engines.load("a", config))
+            await asyncio.to_thread(pause.is_there.wait, 60)
+            stuck.cancel()
+            await asyncio.wait({stuck})
+        try:
+            with pytest.raises(ModelLoadError, match="given up and is stuck"):
+                await asyncio.wait_for(engines.load("b", config), 20)
+        finally:
+            pause.may_go_on.set()
+        await until(lambda: load_module.num_given_up() == 0)
+        await engines.load("c", config)
+    await until(lambda: threads() == before)
 
 
 def test_a_stop_that_the_end_of_the_event_loop_cancels_ends_the_threads(config: EngineConfig) -> None:

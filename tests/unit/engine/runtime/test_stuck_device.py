@@ -21,7 +21,8 @@ from maxsimd.engine.actors import scoring as scoring_module
 from maxsimd.engine.actors.runner import RunnerActor
 from maxsimd.engine.actors.scheduler import StuckDeviceError, Watchdog
 from maxsimd.engine.actors.turns import Turns
-from maxsimd.engine.device.thread import num_given_up, num_left_behind
+from maxsimd.engine.device.load import num_given_up
+from maxsimd.engine.device.thread import num_left_behind
 from maxsimd.scheduler import Step, StepTimes
 from tests.waiting import until, wait_for
 
