@@ -166,9 +166,8 @@ class EngineStats:
     """What an engine holds. All numbers are 0 when it is idle.
 
     `requests` are inside, from their call to their result. `waiting_requests` of them wait for room in the
-    queue before they are prepared, and `open_requests` are admitted to it;
-    `waiting_tokens` counts cached documents at their price, `waiting_cached` their batches; `steps_in_flight`
-    are on the device."""
+    queue before they are prepared, and `open_requests` are admitted to it; `waiting_tokens` counts cached
+    documents at their price, `waiting_cached` their batches; `steps_in_flight` are on the device."""
 
     requests: int = 0
     waiting_requests: int = 0

@@ -183,10 +183,9 @@ class ScoreOptions(TypedDict, total=False):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreRequest:
     """Query i is scored against document i; one query is scored against every document. Either may come as
-    its embedding, or have pictures. At most `explain` of the documents will have their scores
-    explained, with `maps` also by maps of their pictures. Only requests with the same `cache_owner`
-    share cached entries. With `skip_unreadable` documents that cannot be read have errors, and the others
-    scores."""
+    its embedding, or have pictures. At most `explain` of the documents will have their scores explained, with
+    `maps` also by maps of their pictures. Only requests with the same `cache_owner` share cached entries.
+    With `skip_unreadable` documents that cannot be read have errors, and the others scores."""
 
     queries: tuple[Item, ...]
     documents: tuple[Item, ...]

@@ -443,7 +443,7 @@ class Running:
         """Returns when the request is queued; its values will be in the future."""
         came = time.perf_counter()
         with self.admission.permit(request, options) as permit:
-            await permit.granted()
+            await self.admission.until_granted(permit)
 
             def check_and_prepare() -> tuple[PlanT, WaitingRequest, Timings]:
                 permit.check()
@@ -458,10 +458,10 @@ class Running:
             self._metrics.preprocess_seconds.observe(timings.queue + timings.tokenise)
             self._metrics.truncated.inc(plan.newly_truncated)
             more_tokens = request.more_tokens if isinstance(request, EmbedRequest) else 0
-            permit.confirm(waiting.work + more_tokens)
+            self.admission.confirm(permit, waiting.work + more_tokens)
             values = self._queue(waiting, plan, options, None if arrived is None else partial(arrived, plan))
             if not more_tokens:  # that work comes after the steps, by which forecasts are made
-                permit.compare(values)
+                self.admission.compare(permit, values)
         self.admission.review()
         return plan, values, timings
 

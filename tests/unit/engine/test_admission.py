@@ -76,7 +76,7 @@ class Door:
     def ask(self, tokens: int, counted: int | None = None, **options: Any) -> None:
         """Lets a request in as `Running` does, with an estimate of `tokens`."""
         with self.permit(tokens, **options) as permit:
-            permit.confirm(tokens if counted is None else counted)
+            self.admission.confirm(permit, tokens if counted is None else counted)
 
     def estimate(self, request: EmbedRequest | ScoreRequest = TEXT) -> float:
         with self.admission.permit(request, RunOptions()) as permit:
@@ -91,8 +91,8 @@ class Door:
         """Lets a request in, whose values come that many seconds after it was queued."""
         values: asyncio.Future[Values] = asyncio.get_running_loop().create_future()
         with self.admission.permit(text_of(tokens), RunOptions(**options)) as permit:
-            permit.confirm(tokens)
-            permit.compare(values)
+            self.admission.confirm(permit, tokens)
+            self.admission.compare(permit, values)
         self.now += seconds
         values.set_result(Values([], {}))
 
@@ -332,10 +332,10 @@ async def test_nothing_is_learnt_of_shorter_or_unfinished_waits() -> None:
         await asyncio.sleep(0)
     assert door.expected(20) == 1.0, "never shorter than forecast"
     with door.admission.permit(TEXT, RunOptions()) as permit:
-        permit.confirm(100)
+        door.admission.confirm(permit, 100)
         for end in (asyncio.Future.cancel, lambda values: values.set_exception(RuntimeError())):
             values: asyncio.Future[Values] = asyncio.get_running_loop().create_future()
-            permit.compare(values)
+            door.admission.compare(permit, values)
             door.now += 30
             end(values)
             await asyncio.sleep(0)
@@ -349,7 +349,7 @@ async def test_what_is_prepared_counts_as_two_steps_at_most() -> None:
     with door.admission.permit(large, RunOptions(timeout=1000)):
         door.refusal(20, match=r"for about 1\.3 seconds, more than the 1\.2 that it may")
         with door.admission.permit(large, RunOptions(timeout=1000)) as permit:
-            permit.confirm(1000)
+            door.admission.confirm(permit, 1000)
     door.ask(20)
     with door.admission.permit(text_of(40), RunOptions()):
         door.ask(20)
@@ -384,5 +384,5 @@ async def test_given_vectors_are_priced_before_they_are_prepared() -> None:
     # What a text costs is learnt from texts alone.
     door = Door()
     with door.admission.permit(request, RunOptions()) as permit:
-        permit.confirm(144 + 80 + 2)
+        door.admission.confirm(permit, 144 + 80 + 2)
     assert door.estimate() == pytest.approx(100, abs=1)

@@ -28,7 +28,7 @@ class WaitingDoor(Door):
 
         async def call() -> None:
             with self.permit(tokens, **options) as permit:
-                await permit.granted()
+                await self.admission.until_granted(permit)
                 self.granted.append(name)
                 await self._held[name].wait()
 
@@ -86,13 +86,13 @@ async def test_estimated_waits_and_timeouts_refuse_nobody() -> None:
     async with waiting_door(queued_tokens=10_000) as door:
         door.queue(70, 100)
         with door.permit(100, timeout=2.0) as permit:
-            await permit.granted()
-            permit.confirm(100)
+            await door.admission.until_granted(permit)
+            door.admission.confirm(permit, 100)
             door.admission.review()
             permit.check()
         with pytest.raises(RequestTooLargeError), door.permit(100) as permit:  # noqa: PT012
-            await permit.granted()
-            permit.confirm(5001)
+            await door.admission.until_granted(permit)
+            door.admission.confirm(permit, 5001)
 
 
 async def test_a_large_request_is_not_passed_and_comes_in_when_the_rest_has_gone() -> None:
@@ -240,12 +240,12 @@ async def test_a_request_cancelled_in_the_turn_of_its_grant_is_skipped() -> None
     """Its task has not run yet when another request comes, at which permits are granted."""
     async with waiting_door(queued_tokens=50) as door:
         with door.permit(50) as holding:
-            await holding.granted()
+            await door.admission.until_granted(holding)
             cancelled = await door.come("cancelled", 50)
             await door.come("next", 50)
             cancelled.cancel()
         with door.permit(50) as newcomer:
-            coming = asyncio.create_task(newcomer.granted())
+            coming = asyncio.create_task(door.admission.until_granted(newcomer))
             door.admission._grant_permits()
             await settle()
             assert cancelled.cancelled()
