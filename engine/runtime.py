@@ -21,8 +21,6 @@ from maxsimd.engine.actors.scheduler import SchedulerActor, StuckDeviceError, Wa
 from maxsimd.engine.actors.scoring import PoolingActor, ScoringActor
 from maxsimd.engine.actors.turns import Turn
 from maxsimd.engine.admission import Admission, AdmissionLimits
-from maxsimd.engine.cache import EmbeddingCache
-from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.facts import facts_of
 from maxsimd.engine.device.host import tokenizer_threads, usable_cores
@@ -39,7 +37,6 @@ from maxsimd.engine.errors import (
 from maxsimd.engine.execution.devices import beside_small_requests
 from maxsimd.engine.metrics import DeviceStats, EngineMetrics, EngineStats
 from maxsimd.engine.processors.processor import (
-    Plan,
     PlanT,
     PrefixSharing,
     Processor,
@@ -50,72 +47,36 @@ from maxsimd.engine.processors.processor import (
 from maxsimd.engine.processors.registry import Processors, check_room
 from maxsimd.engine.processors.text.builder import LengthLimits
 from maxsimd.engine.requests import EmbedRequest, RunOptions, ScoreRequest, Timings, Value, Values
-from maxsimd.engine.scoring.maxsim import MaxSim, choose_maxsim_spans, maxsim_apart_avx512
+from maxsimd.engine.scoring.maxsim import choose_maxsim_spans, maxsim_apart_avx512
 from maxsimd.engine.scoring.scorer import DocumentScorer, ScoringPrice
 from maxsimd.engine.scoring.similarity import Hybrid
 from maxsimd.engine.tenants import TenantLimits
-from maxsimd.engine.workers import WithdrawnError, WorkerPool, take_short_slices
+from maxsimd.engine.workers import WithdrawnError, WorkerPool
 from maxsimd.scheduler import Scheduler, StepLimits, WaitingRequest
-
-log = logging.getLogger(__name__)
-
-# How long each of an engine's threads is waited for where a stuck device may keep it.
-STUCK_SECONDS = 2.0
-
-
-def end_threads(
-    device: Device, pool: WorkerPool, cache: EmbeddingCache | None, seconds: float | None
-) -> None:
-    """Ends all threads and waits for that: briefly, where the device has not ended within `seconds`.
-
-    It knows nothing of the model, so that the thread which calls this does not hold it."""
-    if device.close(seconds):
-        seconds = None
-    else:
-        log.error("the device's thread is stuck; it is left behind, and holds its model until it goes on")
-        seconds = STUCK_SECONDS
-    pool.close(seconds)
-    if cache is not None:
-        cache.close(seconds)
-
-
-async def call_in_thread(function: Callable[[], object]) -> None:
-    """Calls a function that blocks in a thread, or on this event loop if the interpreter is about to end and
-    starts no thread."""
-    try:
-        call = asyncio.get_running_loop().run_in_executor(None, function)
-    except RuntimeError:
-        function()
-    else:
-        await call
-
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# With the work of this many full steps waiting, the device is not idle soon if the next requests come slowly.
+# How long to wait for each of an engine's threads that a stuck device may keep.
+_STUCK_SECONDS = 2.0
+# With this many full steps of waiting work, the device has enough to do even if the next requests come
+# slowly.
 _ENOUGH_STEPS = 2
-# About as many characters as are tokenised in half a millisecond.
-_AT_ONCE = 2048
-# Seconds within which they are for certain.
-_MOMENT = 0.1
-# Called with the values of a request that have come, None for the others, whenever some have.
+# Texts of this many characters are tokenized in about half a millisecond, and certainly within these seconds.
+_SMALL_CHARACTERS, _SMALL_SECONDS = 2048, 0.1
+# Before another start, the requests of an engine that died have this long to end.
+_DEAD_SECONDS = 1.0
+# How often to look whether it is gone before another is loaded beside it.
+_MOST_LOOKS = 5
+# Called with a request's values whenever some have arrived; those that have not are None.
 ValuesArrived: TypeAlias = Callable[[PlanT, list[Value | None]], None]
-# Told of an engine's death: the reason, and what stands against another start in this process, if anything.
+# Called when an engine dies, with the reason and the obstacle to another start in this process, if any.
 Died = Callable[[str, str | None], None]
 
 
-def _comparing(device_model: DeviceModel) -> MaxSim:
-    """MaxSim, or what scores all embeddings of a text together."""
-    model = device_model.model
-    if model.similarity != "hybrid":
-        return device_model.maxsim
-    return Hybrid(model.hybrid_weights, device_model.maxsim)
-
-
 class DeviceActors:
-    """The actors of the device's loop, wired to each other; `mailbox` is the door to them."""
+    """The actors of the device's loop. `mailbox` is where they take steps."""
 
     def __init__(
         self,
@@ -124,10 +85,10 @@ class DeviceActors:
         scheduler: Mailbox[SchedulerMessage],
         turn: Turn | None = None,
     ) -> None:
-        model = device_model.model
+        model, maxsim = device_model.model, device_model.maxsim
         scorer = DocumentScorer(
             model.similarity,
-            _comparing(device_model),
+            Hybrid(model.hybrid_weights, maxsim) if model.similarity == "hybrid" else maxsim,
             device_model.device,
             device_model.scored_in,
             takes_int8=device_model.maxsim_name == "triton",
@@ -154,16 +115,16 @@ class DeviceActors:
         self._actors: list[Actor[Any]] = [runner, pooling, scoring]
 
     def stats(self) -> DeviceStats:
-        """What the actors hold. May be read from any thread."""
-        cache = self._device_model.cache
+        """The state that the actors hold. May be read from any thread."""
+        model = self._device_model
         return DeviceStats(
             queries=len(self._scorer.queries),
             documents=len(self._scorer.windows),
             cut_sequences=len(self._cut_sequences),
-            prefill_kv=self._device_model.runner.num_prefill_kv,
-            features=self._device_model.runner.num_features,
-            pooling_states=self._device_model.pooler.num_states,
-            staged_embeddings=0 if cache is None else cache.num_staged,
+            prefill_kv=model.runner.num_prefill_kv,
+            features=model.runner.num_features,
+            pooling_states=model.pooler.num_states,
+            staged_embeddings=0 if model.cache is None else model.cache.num_staged,
         )
 
     async def run(self) -> None:
@@ -174,11 +135,11 @@ class DeviceActors:
 
 
 class Running:
-    """Everything that exists only while an engine runs; complete when made.
+    """The threads, actors and supervisor of an engine that runs.
 
-    Raises ModelLoadError where not even the shortest sequence of some kind can be run."""
+    Raises ModelLoadError if not even the shortest sequence of some kind fits a step."""
 
-    # While this is being closed and requests are waited for: until when.
+    # While this is being closed: the end of the wait for open requests.
     _grace: asyncio.Timeout | None = None
 
     def __init__(
@@ -190,13 +151,13 @@ class Running:
         died: Died,
         tenants: TenantLimits,
     ) -> None:
-        model = device_model.model
-        budget = device_model.step_tokens
+        model, budget = device_model.model, device_model.step_tokens
+        chunked = device_model.runner.chunked
         self.tokenizer = device_model.tokenizer
-        check_room(model, self.tokenizer, budget, device_model.runner.chunked)
+        check_room(model, self.tokenizer, budget, chunked)
         self.device_model = device_model
         self._metrics = metrics
-        # Of embeddings, or of scores where documents are not encoded by themselves.
+        # Holds embeddings, or scores for models that do not encode documents by themselves.
         self.cache = device_model.cache if device_model.cache is not None else open_score_cache(config, model)
         metrics.watch(self.cache)
         self._sequence_ids: Iterator[int] = count()
@@ -208,12 +169,11 @@ class Running:
         self._pool = WorkerPool(
             config.tokenizer_threads
             or tokenizer_threads(device_model.device.type, config.threads or usable_cores().threads),
-            take_short_slices,
             lambda: self.scheduler.waiting_tokens > _ENOUGH_STEPS * budget,
         )
-        self.max_tokens = model.max_tokens if device_model.runner.chunked else min(model.max_tokens, budget)
+        self.max_tokens = model.max_tokens if chunked else min(model.max_tokens, budget)
         self.facts = facts_of(device_model, self.max_tokens)
-        shares = device_model.runner.chunked and config.prefix_sharing == "auto"
+        shares = chunked and config.prefix_sharing == "auto"
         length_limits = LengthLimits(
             min(model.max_tokens, self.max_tokens),
             config.window_overlap,
@@ -230,28 +190,33 @@ class Running:
                 device_model.calibration,
             )
         )
-        small = beside_small_requests(budget, device_model.device)
-        limits = StepLimits(budget, config.max_batch_sequences, device_model.runner.chunked, small)
         self._device = device
         self._died = died
         self._reason = "the engine was stopped"
         self._awaited: set[asyncio.Future[Values]] = set()
         self._cache_dir = config.cache_dir
-        self._process, loop = os.getpid(), asyncio.get_running_loop()
-        self._loop = loop
-        mailbox: Mailbox[SchedulerMessage] = Mailbox(loop)
+        self._process, self._loop = os.getpid(), asyncio.get_running_loop()
+        mailbox: Mailbox[SchedulerMessage] = Mailbox(self._loop)
         actors = self._actors = DeviceActors(device.loop, device_model, mailbox, device.turn)
-        policy = Scheduler(limits, weights=tenants.weights)
+        small = beside_small_requests(budget, device_model.device)
+        limits = StepLimits(budget, config.max_batch_sequences, chunked, small)
         self.scheduler = SchedulerActor(
             mailbox,
-            policy,
+            Scheduler(limits, weights=tenants.weights),
             actors.mailbox,
             config.steps_in_flight,
             metrics,
             device_model.dtype_name,
         )
         self._tenants = tenants
-        admission_limits = _admission_limits(config, self.max_tokens, budget, model)
+        admission_limits = AdmissionLimits(
+            queued_tokens=config.max_queued_tokens,
+            request_tokens=config.max_request_tokens,
+            wait_seconds=config.max_wait_seconds,
+            sequence_tokens=self.max_tokens,
+            step_tokens=budget,
+            scoring=ScoringPrice.of(model),
+        )
         self.admission = Admission(admission_limits, self.scheduler, metrics, tenants)
         self._watchdog = Watchdog(config.step_timeout_seconds, self.scheduler, stacks, device.turn)
         self._is_stuck = False
@@ -264,50 +229,35 @@ class Running:
         options: RunOptions,
         arrived: ValuesArrived[PlanT] | None = None,
     ) -> tuple[PlanT, Values]:
-        """Has the processor prepare a request in the thread pool, queues it and waits for its values.
+        """Prepares a request in the thread pool, queues it and waits for its values.
 
-        `arrived` and `options.progress` are called on this loop whenever some have come. Raises
-        QueueFullError, RequestTooLargeError and RequestTimeoutError; when it is cancelled, so is its work.
-        A request with `on_timeout` "partial" times out only while it is device_model."""
+        `arrived` and `options.progress` are called on this loop when values arrive. Raises QueueFullError,
+        RequestTooLargeError and RequestTimeoutError. A partial request times out only while it is prepared.
+        Cancelling this cancels the work."""
         self._check_caller()
         options = self._tenants.applied(options)
         with self._new_request() as ids:
             try:
                 return await self._run(ids, processor, request, options, arrived)
             except TimeoutError:
-                self._abandon(ids.request_id)
+                self._cancel_request(ids.request_id)
                 assert options.timeout is not None
                 raise RequestTimeoutError.after(options.timeout) from None
             except asyncio.CancelledError:
-                self._abandon(ids.request_id)
+                self._cancel_request(ids.request_id)
                 raise
 
     async def check_readable(self, request: ScoreRequest) -> None:
-        """Prepares a request and leaves it at that. Raises InvalidRequestError and RequestTooLargeError."""
+        """Prepares a request without running it. Raises InvalidRequestError and RequestTooLargeError."""
         ids = RequestIds(next(self._request_ids), self._sequence_ids, self._most_tokens)
         request = replace(request, skip_unreadable=False)
         await self.in_pool(lambda: self.processors.scores.prepare(request, ids), request.reading)
 
-    def _check_caller(self) -> None:
-        """Raises EngineNotReadyError where no answer would ever come: in a forked process, which has none of
-        the engine's threads, and on another event loop."""
-        if os.getpid() != self._process:
-            raise EngineNotReadyError(
-                "the engine runs in the process that this one was forked from; start one in each, and have "
-                'processes started anew: multiprocessing.set_start_method("spawn")'
-            )
-        if asyncio.get_running_loop() is not self._loop:
-            raise EngineNotReadyError(
-                "the engine runs on another event loop, and each asyncio.run makes a new one: start and use "
-                "it within one, or use SyncEngine"
-            )
-
     def set_weights(self, tenants: Mapping[str, float]) -> None:
-        """Changes the weights of tenants, for what waits already too."""
+        """Changes the weights of tenants, for waiting requests too."""
         self.scheduler.mailbox.tell(SetWeights(tenants))
 
     def stats(self) -> EngineStats:
-        """What the engine holds at the moment."""
         return EngineStats(
             requests=self._num_inside,
             waiting_requests=self.admission.waiting_requests,
@@ -319,34 +269,9 @@ class Running:
             device=self._actors.stats(),
         )
 
-    async def close(self, grace: float | None) -> None:
-        """Waits until all requests are done, for at most `grace` seconds, and frees everything."""
-        try:
-            async with asyncio.timeout(grace) as self._grace:
-                await self._empty.wait()
-        except TimeoutError:
-            log.warning("stopping with %d requests unfinished when the grace is over", self._num_inside)
-        finally:
-            self._grace = None
-            end = self._end_of_threads()
-            free = asyncio.create_task(self._free(end))
-            # The end of the event loop cancels all tasks, also one that has not begun.
-            free.add_done_callback(lambda done: end() if done.cancelled() else None)
-            await asyncio.shield(free)
-
-    def shorten_grace(self, grace: float | None) -> None:
-        """While this is being closed: gives the requests that are not done `grace` seconds from now, unless
-        they have less."""
-        if grace is None or self._grace is None or self._grace.expired():
-            return
-        end, until_now = self._loop.time() + grace, self._grace.when()
-        if until_now is None or end < until_now:
-            self._grace.reschedule(end)
-
     async def in_pool(self, function: Callable[[], T], size: int) -> T:
-        """Runs something that blocks, and reads or writes about `size` characters, in the thread pool. When
-        this is cancelled, the work is withdrawn. Raises EngineDeadError where the engine is stopped before it
-        is done."""
+        """Runs a blocking function, which reads or writes about `size` characters, in the thread pool.
+        Cancelling this withdraws the work. Raises EngineDeadError if the engine stops before it is done."""
         self._check_caller()
         work = self._pool.submit(function, size)
         try:
@@ -362,17 +287,31 @@ class Running:
         finally:
             del work  # it holds the error, which holds this frame
 
-    async def _soon(self, function: Callable[[], T], size: int, timeout: float | None) -> T:
-        """As `in_pool`, but a small request that is alone is prepared on this loop: to hand it to a thread
-        and its result back takes as long as the work. Not where that may read from a disk, nor where the
-        time may be up before it is done."""
-        has_time = timeout is None or timeout > _MOMENT
-        if size <= _AT_ONCE and has_time and self._num_inside == 1 and self._cache_dir is None:
-            return function()
-        return await self.in_pool(function, size)
+    async def close(self, grace: float | None) -> None:
+        """Waits at most `grace` seconds for open requests, then frees everything."""
+        try:
+            async with asyncio.timeout(grace) as self._grace:
+                await self._empty.wait()
+        except TimeoutError:
+            log.warning("stopping with %d requests unfinished when the grace is over", self._num_inside)
+        finally:
+            self._grace = None
+            end = self._end_of_threads()
+            free = asyncio.create_task(self._free(end))
+            # The end of the event loop cancels all tasks, also one that has not begun.
+            free.add_done_callback(lambda done: end() if done.cancelled() else None)
+            await asyncio.shield(free)
+
+    def shorten_grace(self, grace: float | None) -> None:
+        """While this is being closed: leaves open requests at most `grace` seconds from now."""
+        if grace is None or self._grace is None or self._grace.expired():
+            return
+        end, until_now = self._loop.time() + grace, self._grace.when()
+        if until_now is None or end < until_now:
+            self._grace.reschedule(end)
 
     async def _free(self, end: Callable[[], None]) -> None:
-        """Ends actors and threads, and closes the cache once nothing reads it any more."""
+        """Ends actors and threads, and then closes the cache."""
         self._supervisor.cancel()
         await asyncio.gather(self._supervisor, return_exceptions=True)
         self._metrics.watch(None)
@@ -380,17 +319,40 @@ class Running:
         await call_in_thread(end)
 
     def _end_of_threads(self) -> Callable[[], None]:
-        """Returns a function that ends the threads when it is first called. It holds nothing of the model."""
+        """A function that ends the threads when it is first called. It does not hold the model."""
         allowed = self._watchdog.allowance
-        seconds = STUCK_SECONDS if self._is_stuck else None if allowed == math.inf else allowed
+        seconds = _STUCK_SECONDS if self._is_stuck else None if allowed == math.inf else allowed
         device, pool, cache = self._device, self._pool, self.device_model.cache
         begun = threading.Lock()
 
         def end() -> None:
-            if begun.acquire(blocking=False):
-                end_threads(device, pool, cache, seconds)
+            if not begun.acquire(blocking=False):
+                return
+            rest = None
+            if not device.close(seconds):
+                log.error(
+                    "the device's thread is stuck; it is left behind, and holds its model until it goes on"
+                )
+                rest = _STUCK_SECONDS
+            pool.close(rest)
+            if cache is not None:
+                cache.close(rest)
 
         return end
+
+    def _check_caller(self) -> None:
+        """Raises EngineNotReadyError where no answer would ever come: in a forked process, which has none of
+        the engine's threads, and on another event loop."""
+        if os.getpid() != self._process:
+            raise EngineNotReadyError(
+                "the engine runs in the process that this one was forked from; start one in each, and have "
+                'processes started anew: multiprocessing.set_start_method("spawn")'
+            )
+        if asyncio.get_running_loop() is not self._loop:
+            raise EngineNotReadyError(
+                "the engine runs on another event loop, and each asyncio.run makes a new one: start and use "
+                "it within one, or use SyncEngine"
+            )
 
     async def _run(
         self,
@@ -400,7 +362,7 @@ class Running:
         options: RunOptions,
         arrived: ValuesArrived[PlanT] | None,
     ) -> tuple[PlanT, Values]:
-        """Raises TimeoutError, where nothing of a partial result is wanted or there is nothing yet."""
+        """Raises TimeoutError, for partial requests only before they are queued."""
         started = time.perf_counter()
         values: asyncio.Future[Values] | None = None
         plan: PlanT | None = None
@@ -410,27 +372,26 @@ class Running:
                     ids, processor, request, options, arrived
                 )
                 if options.on_timeout == "error":
-                    return plan, self._noted((await values).with_preparation(timings), started)
-            left = None if options.timeout is None else options.timeout - (time.perf_counter() - started)
-            try:
-                await asyncio.wait({values}, timeout=left)
-            except asyncio.CancelledError:
-                values.cancel()
-                raise
+                    await values
+            if not values.done():
+                left = None if options.timeout is None else options.timeout - (time.perf_counter() - started)
+                try:
+                    await asyncio.wait({values}, timeout=left)
+                except asyncio.CancelledError:
+                    values.cancel()
+                    raise
             if not values.done():
                 self.scheduler.mailbox.post(EndEarly(ids.request_id))
-            return plan, self._noted((await values).with_preparation(timings), started)
+            result = (await values).with_preparation(timings)
+            # Counted once the values are on their way.
+            self._loop.call_soon(self._metrics.note_request, result.timings, time.perf_counter() - started)
+            return plan, result
         except RequestFailedError as error:
             if plan is None or error.value is None:
                 raise
             raise RequestFailedError(f"{plan.input_of(error.value)}: {error}") from None
         finally:
             values = None  # it holds the error, which holds this frame
-
-    def _noted(self, values: Values, started: float) -> Values:
-        """The same; where the request's time went is noted once they are on their way."""
-        self._loop.call_soon(self._metrics.note_request, values.timings, time.perf_counter() - started)
-        return values
 
     async def _prepare_and_queue(
         self,
@@ -440,7 +401,7 @@ class Running:
         options: RunOptions,
         arrived: ValuesArrived[PlanT] | None,
     ) -> tuple[PlanT, asyncio.Future[Values], Timings]:
-        """Returns when the request is queued; its values will be in the future."""
+        """Returns when the request is queued, with a future of its values."""
         came = time.perf_counter()
         with self.admission.permit(request, options) as permit:
             await self.admission.until_granted(permit)
@@ -454,45 +415,41 @@ class Running:
                 timings = Timings(queue=begun - came, tokenise=time.perf_counter() - begun)
                 return plan, waiting, timings
 
-            plan, waiting, timings = await self._soon(check_and_prepare, request.reading, options.timeout)
+            # A small lone request is prepared on this loop, which is faster than handing it to a thread and
+            # back. Not if that may read from a disk, or if the request may time out meanwhile.
+            has_time = options.timeout is None or options.timeout > _SMALL_SECONDS
+            is_small = request.reading <= _SMALL_CHARACTERS and has_time
+            if is_small and self._num_inside == 1 and self._cache_dir is None:
+                plan, waiting, timings = check_and_prepare()
+            else:
+                plan, waiting, timings = await self.in_pool(check_and_prepare, request.reading)
             self._metrics.preprocess_seconds.observe(timings.queue + timings.tokenise)
             self._metrics.truncated.inc(plan.newly_truncated)
             more_tokens = request.more_tokens if isinstance(request, EmbedRequest) else 0
             self.admission.confirm(permit, waiting.work + more_tokens)
-            values = self._queue(waiting, plan, options, None if arrived is None else partial(arrived, plan))
-            if not more_tokens:  # that work comes after the steps, by which forecasts are made
+            values = self._future()
+            self.scheduler.post(
+                Admit(
+                    request=waiting,
+                    num_results=plan.num_values,
+                    options=options,
+                    values=values,
+                    arrived=None if arrived is None else partial(arrived, plan),
+                    refusal_of=plan.refusal_of,
+                )
+            )
+            if not more_tokens:  # that work comes after the steps, and forecasts are of steps
                 self.admission.compare(permit, values)
         self.admission.review()
         return plan, values, timings
 
-    def _queue(
-        self,
-        request: WaitingRequest,
-        plan: Plan,
-        options: RunOptions,
-        arrived: Callable[[list[Value | None]], None] | None,
-    ) -> asyncio.Future[Values]:
-        """Queues a request that is prepared; its values will be in the future."""
-        values = self._future()
-        self.scheduler.post(
-            Admit(
-                request=request,
-                num_results=plan.num_values,
-                options=options,
-                values=values,
-                arrived=arrived,
-                refusal_of=plan.refusal_of,
-            )
-        )
-        return values
-
-    def _abandon(self, request_id: int) -> None:
+    def _cancel_request(self, request_id: int) -> None:
         self._metrics.cancelled.inc()
         self.scheduler.mailbox.post(Cancel(request_id))
 
     @contextmanager
     def _new_request(self) -> Iterator[RequestIds]:
-        """Covers a request from its arrival to its result, and gives it a number of its own."""
+        """Counts a request from its arrival to its result, and numbers it."""
         self._num_inside += 1
         self._empty.clear()
         try:
@@ -503,9 +460,8 @@ class Running:
                 self._empty.set()
 
     def _future(self) -> asyncio.Future[Values]:
-        """A future for one request's values; it fails when the engine dies before they are there.
-
-        Raises EngineDeadError when it has died already."""
+        """A future for a request's values. It fails when the engine dies. Raises EngineDeadError if it
+        has."""
         if self._supervisor.done():
             raise EngineDeadError(self._reason)
         future: asyncio.Future[Values] = asyncio.get_running_loop().create_future()
@@ -514,7 +470,7 @@ class Running:
         return future
 
     async def _supervise(self, actors: DeviceActors) -> None:
-        """Runs the actors of both loops; when one dies, all do, and callers get EngineDeadError."""
+        """Runs the actors of both loops. When one dies, all end, and callers get EngineDeadError."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self.scheduler.run())
@@ -522,11 +478,13 @@ class Running:
                 group.create_task(self._run_on_device(actors))
                 group.create_task(self._watchdog.run())
         except* Exception as errors:
-            cause = _first_cause(errors)
+            cause: BaseException = errors
+            while isinstance(cause, BaseExceptionGroup):
+                cause = cause.exceptions[0]
             self._reason = f"the engine has died: {cause!r}"
             log.critical("%s", self._reason, exc_info=cause)
             self._is_stuck = isinstance(cause, StuckDeviceError)
-            self._died(self._reason, self._obstacle(cause))
+            self._died(self._reason, self._restart_obstacle(cause))
             if self._is_stuck:
                 self._device.declare_stuck()
         finally:
@@ -535,8 +493,8 @@ class Running:
                 if not future.done():
                     future.set_exception(EngineDeadError(self._reason))
 
-    def _obstacle(self, cause: BaseException) -> str | None:
-        """What stands against another start in this process after a death of this cause."""
+    def _restart_obstacle(self, cause: BaseException) -> str | None:
+        """Why another start in this process would not help after this death; None if it may."""
         if self.device_model.device.type != "cpu" and is_device_error(cause):
             return "after an error of the GPU itself nothing runs on it in this process any more"
         if self._is_stuck and num_left_behind():
@@ -547,36 +505,11 @@ class Running:
         await asyncio.wrap_future(self._device.run(actors.run()))
 
 
-def _admission_limits(
-    config: EngineConfig, sequence_tokens: int, step_tokens: int, model: LoadedModel
-) -> AdmissionLimits:
-    return AdmissionLimits(
-        queued_tokens=config.max_queued_tokens,
-        request_tokens=config.max_request_tokens,
-        wait_seconds=config.max_wait_seconds,
-        sequence_tokens=sequence_tokens,
-        step_tokens=step_tokens,
-        scoring=ScoringPrice.of(model),
-    )
-
-
-def _first_cause(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
-# Before another start, what the requests of an engine that died still do has this long to end.
-_DEAD_SECONDS = 1.0
-# How often is looked whether it is gone, before another is loaded beside it.
-_MOST_LOOKS = 5
-
-
 async def launch(config: EngineConfig, metrics: EngineMetrics, died: Died, tenants: TenantLimits) -> Running:
     """Loads the model on a thread of its own and starts the actors. Raises ModelLoadError."""
     device, device_model = await load_on_thread(lambda: load_device_model(config))
     try:
-        return _running(config, metrics, device, device_model, died, tenants)
+        return _start_actors(config, metrics, device, device_model, died, tenants)
     except BaseException:
         device.close()
         raise
@@ -585,11 +518,10 @@ async def launch(config: EngineConfig, metrics: EngineMetrics, died: Died, tenan
 async def launch_beside(
     seat: Seat, config: EngineConfig, metrics: EngineMetrics, died: Died, tenants: TenantLimits
 ) -> Running:
-    """The same on a device that others use: the model is loaded while they are served. Raises
-    ModelLoadError."""
+    """As `launch`, but on a shared device, which serves others meanwhile. Raises ModelLoadError."""
     try:
         device_model = await seat.load(config)
-        return _running(config, metrics, seat, device_model, died, tenants)
+        return _start_actors(config, metrics, seat, device_model, died, tenants)
     except asyncio.CancelledError:
         seat.leave()
         raise
@@ -598,7 +530,7 @@ async def launch_beside(
         raise
 
 
-def _running(
+def _start_actors(
     config: EngineConfig,
     metrics: EngineMetrics,
     device: DeviceThread | Seat,
@@ -606,7 +538,7 @@ def _running(
     died: Died,
     tenants: TenantLimits,
 ) -> Running:
-    """Starts the actors; the model's cache is closed where that fails."""
+    """Closes the model's cache if the start fails."""
     try:
         return Running(config, metrics, device, device_model, died, tenants)
     except BaseException:
@@ -617,7 +549,7 @@ def _running(
 
 async def free_dead(dead: Running | None) -> None:
     """Frees what an engine that died has left, its model above all, before another is loaded. The caller must
-    not hold it any more."""
+    not hold it."""
     if dead is None:
         return
     await dead.close(_DEAD_SECONDS)
@@ -627,7 +559,15 @@ async def free_dead(dead: Running | None) -> None:
         gc.collect()
         if is_there() is None:
             return
-        await asyncio.sleep(0.01)  # threads and callbacks that are about to end still know it
+        await asyncio.sleep(0.01)  # threads and callbacks that are about to end still hold it
 
 
-__all__ = ["Running", "ValuesArrived", "call_in_thread", "free_dead", "launch", "launch_beside"]
+async def call_in_thread(function: Callable[[], object]) -> None:
+    """Calls a blocking function in a thread, or on this event loop if the interpreter is about to end and
+    starts no thread."""
+    try:
+        call = asyncio.get_running_loop().run_in_executor(None, function)
+    except RuntimeError:
+        function()
+    else:
+        await call

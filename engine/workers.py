@@ -139,13 +139,10 @@ def has_enough() -> bool:
 
 
 class WorkerPool:
-    """A number of threads, started as work comes, each of which calls `initialise` first. All of them but one
-    may do huge work at once, or the only one. `has_enough` says whether the device has enough to do."""
+    """A pool of threads, which start when work comes. At most all but one do huge work at once, or the only
+    one. `has_enough` says whether the device has enough to do."""
 
-    def __init__(
-        self, threads: int, initialise: Callable[[], object], has_enough: Callable[[], bool] = lambda: False
-    ) -> None:
-        self._initialise = initialise
+    def __init__(self, threads: int, has_enough: Callable[[], bool] = lambda: False) -> None:
         self.has_enough = has_enough
         self._num_threads = threads
         self._helpers = threading.Semaphore(threads - 1)
@@ -231,7 +228,7 @@ class WorkerPool:
             thread.join(seconds)
 
     def _work(self) -> None:
-        self._initialise()
+        take_short_slices()
         while (work := self._next()) is not None:
             self._run(work)
 

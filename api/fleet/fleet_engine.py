@@ -205,7 +205,7 @@ class FleetEngine:
         self._roster = roster
         self.caches_by_tenant = caches_by_tenant
         self._spreader = Spreader(roster, patience) if spreader is None else spreader
-        self._pool = WorkerPool(_THREADS, lambda: None)
+        self._pool = WorkerPool(_THREADS)
         self._tenants: Mapping[str, Tenant] = {}
         self.metrics = SimpleNamespace(registry=CollectorRegistry())
         Gauge(

@@ -39,7 +39,7 @@ class Blocked:
 
 @pytest.fixture
 def pool() -> Iterator[WorkerPool]:
-    with closing(WorkerPool(1, lambda: None)) as pool:
+    with closing(WorkerPool(1)) as pool:
         yield pool
 
 
@@ -92,7 +92,7 @@ def test_only_smaller_work_runs_within_large_work(pool: WorkerPool, size: int, e
 
 @pytest.mark.parametrize(("threads", "size"), [(2, LARGE), (3, SMALLEST_HUGE)])
 def test_all_threads_but_one_do_huge_work(threads: int, size: int) -> None:
-    pool = WorkerPool(threads, lambda: None)
+    pool = WorkerPool(threads)
     begun = [Blocked(pool, size).wait_until_begun() for _ in range(threads - 1)]
     waiting = [Blocked(pool, size) for _ in range(3)]
     while waiting:
@@ -127,8 +127,7 @@ def test_what_work_raises_is_its_result_and_harms_no_other(pool: WorkerPool) -> 
 
 
 def test_closing_ends_all_work_and_all_threads() -> None:
-    started = []
-    pool = WorkerPool(2, lambda: started.append(threading.current_thread()))
+    pool = WorkerPool(2)
     begun = threading.Event()
 
     def endless() -> None:
@@ -146,9 +145,9 @@ def test_closing_ends_all_work_and_all_threads() -> None:
     assert waiting.future.cancelled()
     with pytest.raises(CancelledError):
         pool.submit(lambda: None, SMALL).future.result(PATIENCE)
-    assert {thread.name for thread in started} == {"maxsimd-pool_0", "maxsimd-pool_1"}
-    assert all(thread.daemon for thread in started), "a process that does not close its pool can end"
-    assert not any(thread.is_alive() for thread in started)
+    assert {thread.name for thread in pool._threads} == {"maxsimd-pool_0", "maxsimd-pool_1"}
+    assert all(thread.daemon for thread in pool._threads), "a process that does not close its pool can end"
+    assert not any(thread.is_alive() for thread in pool._threads)
 
 
 class Clock:
@@ -170,7 +169,7 @@ class Clock:
 
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(threading, "Condition", Condition)
-            return WorkerPool(1, lambda: None, *([] if has_enough is None else [has_enough]))
+            return WorkerPool(1, *([] if has_enough is None else [has_enough]))
 
 
 @pytest.mark.parametrize(
@@ -206,7 +205,7 @@ T = TypeVar("T")
 
 
 def in_pool(function: Callable[[], T], threads: int = 2, has_enough: bool = False) -> T:
-    with closing(WorkerPool(threads, lambda: None, lambda: has_enough)) as pool:
+    with closing(WorkerPool(threads, lambda: has_enough)) as pool:
         return pool.submit(function, 1).future.result(60)
 
 
@@ -263,7 +262,7 @@ def test_work_that_is_withdrawn_ends_in_both_threads() -> None:
             yield_to_smaller()
             time.sleep(0.001)
 
-    with closing(WorkerPool(2, lambda: None)) as pool:
+    with closing(WorkerPool(2)) as pool:
         work = pool.submit(lambda: [*called_on_each(call, range(2))], 1)
         assert begun.wait(60)
         work.withdraw()

@@ -206,7 +206,7 @@ def test_a_span_of_a_text_has_the_tokens_that_hold_it(
 def test_a_caller_that_goes_away_ends_the_reading(
     read: Callable[[TextTokenizer, str], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer, pool = text_tokenizer(bert), WorkerPool(1, lambda: None)
+    tokenizer, pool = text_tokenizer(bert), WorkerPool(1)
     begun, go_on = threading.Event(), threading.Event()
     batches = tokenized(monkeypatch, tokenizer)
     encode = tokenizer._encode_batch
