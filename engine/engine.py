@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -631,20 +632,17 @@ class Engine:
         self._dead.set()
 
 
-class ScoreStream:
+class DocumentStream(ABC):
     """The documents of one request as they are scored. Each iteration yields the new ones, by index.
 
     Use it as an async context manager; leaving it early cancels the rest. After the iteration `result` is
     what `Engine.score` would have returned. The iteration raises errors."""
 
-    def __init__(self, engine: Engine, queries: Scored, documents: Scored, options: ScoreOptions) -> None:
-        self._engine = engine
-        self._request = queries, documents, options
-        self._latest: tuple[ScorePlan, list[Value | None]] | None = None
+    def __init__(self) -> None:
         self._news = asyncio.Event()
         self._given: set[int] = set()
         self._looked = -math.inf
-        self._task: asyncio.Task[tuple[ScorePlan, Values]] | None = None
+        self._task: asyncio.Task[ScoreResult] | None = None
         self._result: ScoreResult | None = None
 
     @property
@@ -655,8 +653,7 @@ class ScoreStream:
         return self._result
 
     async def __aenter__(self) -> Self:
-        scored = self._engine._score(*self._request, arrived=self._arrived)
-        self._task = asyncio.create_task(scored, name="maxsimd-stream")
+        self._task = asyncio.create_task(self._score_all(), name="maxsimd-stream")
         self._task.add_done_callback(lambda task: self._news.set())
         return self
 
@@ -666,7 +663,8 @@ class ScoreStream:
         assert self._task is not None
         if not self._task.done():
             self._task.cancel()
-            with suppress(asyncio.CancelledError, Exception):  # nobody waits for its error
+            # Its errors after that concern nobody.
+            with suppress(asyncio.CancelledError, Exception):
                 await self._task
         elif not self._task.cancelled():
             self._task.exception()  # marks it as retrieved
@@ -685,14 +683,33 @@ class ScoreStream:
             self._news.clear()
             self._looked = time.monotonic()
             if self._task.done():
-                plan, values = self._task.result()
-                self._latest = plan, values.values
-                work = _num_values(plan, values.values)
-                self._result = await run_in_thread_if_large(work, plan.result, values)
+                self._result = self._task.result()
             if documents := await self._new_documents():
                 return documents
-        self._latest = None  # it holds the prepared request
         raise StopAsyncIteration
+
+    @abstractmethod
+    async def _score_all(self) -> ScoreResult:
+        """Scores all documents, and sets `_news` when some are there."""
+
+    @abstractmethod
+    async def _new_documents(self) -> list[RankedDocument]:
+        """The documents that were not given yet."""
+
+
+class ScoreStream(DocumentStream):
+    __doc__ = DocumentStream.__doc__
+
+    def __init__(self, engine: Engine, queries: Scored, documents: Scored, options: ScoreOptions) -> None:
+        super().__init__()
+        self._engine = engine
+        self._request = queries, documents, options
+        self._latest: tuple[ScorePlan, list[Value | None]] | None = None
+
+    async def _score_all(self) -> ScoreResult:
+        plan, values = await self._engine._score(*self._request, arrived=self._arrived)
+        self._latest = plan, values.values
+        return await run_in_thread_if_large(_num_values(plan, values.values), plan.result, values)
 
     def _arrived(self, plan: ScorePlan, values: list[Value | None]) -> None:
         self._latest = plan, values
@@ -706,6 +723,8 @@ class ScoreStream:
         new = [i for i, score in enumerate(scores) if not math.isnan(score) and i not in self._given]
         self._given.update(new)
         explanations = await self._engine._explanations(plan, values, new)
+        if self._result is not None:
+            self._latest = None  # it holds all that was prepared
         texts = plan.request.documents
         return [RankedDocument(i, scores[i], texts[i], explanations.get(i)) for i in new]
 
@@ -715,15 +734,15 @@ def _num_values(plan: ScorePlan, values: Sequence[Value | None]) -> int:
     return max(plan.request.num_documents, len(values))
 
 
-# The defaults of `score`, for `rerank` and `stream`.
-SCORE_DEFAULTS = cast(
-    "ScoreOptions",
-    {
-        name: parameter.default
-        for name, parameter in inspect.signature(Engine.score).parameters.items()
-        if parameter.kind is parameter.KEYWORD_ONLY
-    },
-)
+_OPTIONS_OF_SCORE = [
+    each for each in inspect.signature(Engine.score).parameters.values() if each.kind is each.KEYWORD_ONLY
+]
+# The defaults of `rerank` and `stream` for the options of `score`.
+SCORE_DEFAULTS = cast("ScoreOptions", {each.name: each.default for each in _OPTIONS_OF_SCORE})
+for _method in (Engine.rerank, Engine.stream):  # `help` lists the options
+    _own = inspect.signature(_method)
+    _named = [each for each in _own.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    setattr(_method, "__signature__", _own.replace(parameters=[*_named, *_OPTIONS_OF_SCORE]))  # noqa: B010
 
 
 def _as_config(config: EngineConfig | str | None, options: Mapping[str, Any]) -> EngineConfig:

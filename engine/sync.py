@@ -2,37 +2,33 @@
 
 import asyncio
 import atexit
+import inspect
 import os
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence, Sized
+from collections.abc import Callable, Coroutine, Mapping, Sized
 from concurrent.futures import CancelledError, Future, wait
 from contextlib import suppress
+from functools import partial, wraps
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 from tqdm.auto import tqdm
 
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.config import EngineConfig
-from maxsimd.engine.engine import Engine, Inputs, ScoreStream
+from maxsimd.engine.engine import Engine, ScoreStream
 from maxsimd.engine.errors import EngineNotReadyError, EngineRunningError
 from maxsimd.engine.metrics import EngineStats
 from maxsimd.engine.requests import (
-    ClassifyResult,
-    EmbedResult,
     Progress,
     RankedDocument,
-    RerankResult,
-    Scorable,
     Scored,
+    ScoreOptions,
     ScoreResult,
-    SparseEmbedResult,
-    TokenEmbedResult,
 )
 from maxsimd.engine.tenants import Tenant
-from maxsimd.pooling.query_rows import QueryRows
-from maxsimd.pooling.vectors import Embedding
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 # Shorter lists are done before a progress bar could be read.
@@ -66,6 +62,27 @@ class _LoopThread:
         # When the interpreter ends, it may be too late to start the thread that ends the others.
         with suppress(RuntimeError), asyncio.Runner(loop_factory=lambda: self.loop) as runner:
             runner.get_loop().run_forever()
+
+
+def _blocking(
+    method: Callable[Concatenate[Engine, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate["SyncEngine", P], T]:
+    """The same method, which waits for its result and shows a bar for long lists of documents or texts."""
+    takes_progress = "progress" in inspect.signature(method).parameters
+
+    @wraps(method)
+    def call(self: "SyncEngine", /, *args: P.args, **options: P.kwargs) -> T:
+        counted = options.get("documents", options.get("texts", args[-1] if args else None))
+        total = 1 if isinstance(counted, str) or not isinstance(counted, Sized) else len(counted)
+        own: Callable[..., Coroutine[Any, Any, T]] = getattr(self._engine, method.__name__)
+        run = partial(own, *args, **options)
+        shown = takes_progress and self._progress and "progress" not in options
+        if not shown or total < SHORTEST_WITH_BAR:
+            return self._wait(run())
+        with tqdm(total=total, unit="text") as bar:
+            return self._wait(run(progress=_showing(bar, total)))
+
+    return call
 
 
 class SyncEngine:
@@ -175,53 +192,24 @@ class SyncEngine:
         """Forgets all that is cached, on disk as well."""
         self._wait(self._engine.clear_cache())
 
-    def score(self, queries: Scored, documents: Scored, **options: Any) -> ScoreResult:
-        return self._run(self._engine.score, documents, options, queries, documents)
+    score = _blocking(Engine.score)
+    rerank = _blocking(Engine.rerank)
+    encode_query = _blocking(Engine.encode_query)
+    embed = _blocking(Engine.embed)
+    embed_tokens = _blocking(Engine.embed_tokens)
+    embed_sparse = _blocking(Engine.embed_sparse)
+    classify = _blocking(Engine.classify)
 
-    def rerank(
-        self, query: str | Embedding, documents: Sequence[str | Embedding], **options: Any
-    ) -> RerankResult:
-        return self._run(self._engine.rerank, documents, options, query, documents)
-
-    def stream(self, queries: Scored, documents: Scored, **options: Any) -> "SyncStream":
+    @wraps(Engine.stream, assigned=())
+    def stream(self, queries: Scored, documents: Scored, **options: Unpack[ScoreOptions]) -> "SyncStream":
         """As `Engine.stream`: `with engine.stream(query, documents) as stream: for new in stream: ...`"""
         return SyncStream(lambda: self._engine.stream(queries, documents, **options), self._wait)
-
-    def encode_query(self, query: Scorable, **options: Any) -> QueryRows:
-        return self._wait(self._engine.encode_query(query, **options))
-
-    def embed(self, texts: Inputs, **options: Any) -> EmbedResult:
-        return self._run(self._engine.embed, texts, options, texts)
-
-    def embed_tokens(self, texts: Inputs, **options: Any) -> TokenEmbedResult:
-        return self._run(self._engine.embed_tokens, texts, options, texts)
-
-    def embed_sparse(self, texts: Inputs, **options: Any) -> SparseEmbedResult:
-        return self._run(self._engine.embed_sparse, texts, options, texts)
-
-    def classify(self, texts: Inputs, **options: Any) -> ClassifyResult:
-        return self._run(self._engine.classify, texts, options, texts)
 
     def set_tenants(self, tenants: Mapping[str, Tenant]) -> None:
         async def set_them() -> None:
             self._engine.set_tenants(tenants)
 
         self._wait(set_them())
-
-    def _run(
-        self,
-        method: Callable[..., Coroutine[Any, Any, T]],
-        counted: Any,
-        options: dict[str, Any],
-        *arguments: Any,
-    ) -> T:
-        """One call of the engine's, with a bar that counts the documents or texts in `counted`."""
-        total = 1 if isinstance(counted, str) or not isinstance(counted, Sized) else len(counted)
-        shown = self._progress and total >= SHORTEST_WITH_BAR and "progress" not in options
-        if not shown:
-            return self._wait(method(*arguments, **options))
-        with tqdm(total=total, unit="text") as bar:
-            return self._wait(method(*arguments, **options, progress=_showing(bar, total)))
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         try:

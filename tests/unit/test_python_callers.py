@@ -1,6 +1,7 @@
 """What people do in Python works, or says at once what to do."""
 
 import asyncio
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -84,9 +85,17 @@ def test_in_a_notebook_it_is_started_and_closed() -> None:
 
 def test_the_methods_are_those_of_the_engine() -> None:
     own = {"start", "stop", "until_dead", "check_rate", "in_thread"}
-    own |= {"device_model", "tokenizer", "is_healthy", "score_processor"}
+    own |= {"device_model", "tokenizer", "is_healthy", "score_processor", "facts", "conversation"}
+    own |= {"caches_by_tenant", "check_readable", "tokens_per_second"}
     public = {name for name in vars(Engine) if not name.startswith("_")} - own
     assert public <= {name for name in vars(SyncEngine) if not name.startswith("_")}
+
+
+def test_help_shows_every_option_of_a_blocking_call() -> None:
+    options = set(inspect.signature(Engine.score).parameters) - {"self", "queries", "documents"}
+    for method in (SyncEngine.score, SyncEngine.rerank, SyncEngine.stream, Engine.rerank, Engine.stream):
+        assert options <= set(inspect.signature(method).parameters)
+    assert SyncEngine.rerank.__doc__ == Engine.rerank.__doc__
 
 
 @pytest.fixture(scope="module")
