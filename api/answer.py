@@ -30,11 +30,10 @@ from maxsimd.engine import (
 from maxsimd.engine.requests import Timings
 from maxsimd.engine.workers import run_in_thread_if_large
 
-# As many characters of a text are as much work as an item of an answer is, a score or a number.
+# So many characters of a text are as much work as an item of an answer, a score or a number.
 _CHARACTERS_AN_ITEM = 200
 
-# What every answer carries unless its handler says otherwise: answers are data, to be neither kept by caches
-# nor taken for pages.
+# Answers are data: caches must not keep them, and browsers must not show them as pages.
 _ALWAYS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
@@ -57,27 +56,27 @@ class Answer:
     timings: Timings | None = None
 
     def with_headers(self, **headers: str) -> "Answer":
-        """The same answer with more headers; each `_` in a name becomes a `-`."""
+        """Returns the answer with more headers; each `_` in a name becomes a `-`."""
         added = {name.replace("_", "-"): value for name, value in headers.items()}
         return replace(self, headers={**self.headers, **added})
 
     def with_timings(self, timings: Timings) -> "Answer":
-        """The same answer, saying where its request's time went in the engine."""
+        """Returns the answer with the request's times in the engine."""
         parts = ((name, getattr(timings, name) * 1e3) for name in ("queue", "tokenise", "model", "score"))
         header = ", ".join(f"{name};dur={ms:.1f}" for name, ms in parts)
         return replace(self.with_headers(server_timing=header), timings=timings)
 
     def with_warnings(self, warnings: Sequence[str] | msgspec.UnsetType) -> "Answer":
-        """The same answer with its warnings, if it has any, in a header too: not every shape has a place."""
+        """Returns the answer with its warnings in a header: not every shape has a place for them."""
         return self.with_headers(x_maxsimd_warnings="; ".join(warnings)) if warnings else self
 
     def with_field_warnings(self, warnings: Sequence[str]) -> "Answer":
-        """The same answer with these warnings in the header, where no handler has put them there."""
+        """Returns the answer with these warnings in the header, unless its handler has set that."""
         is_told = "x-maxsimd-warnings" in self.headers
         return self if is_told else self.with_warnings(warnings)
 
     def completed(self, request_id: str, seconds: float, more: Mapping[str, str]) -> "Answer":
-        """The answer as it leaves, with the headers that every answer carries and with `more`."""
+        """Returns the answer with the headers that every answer has and with `more`."""
         said = {name.lower() for name in self.headers}
         always = {name: value for name, value in _ALWAYS.items() if name.lower() not in said}
         timing = ", ".join(
@@ -97,7 +96,7 @@ async def wire_answer(build: Callable[[], Any], items: int, characters: int = 0)
 
 
 def json_page(page: Any, status: int = 200) -> Answer:
-    """A small page for those who run a server, as JSON that people read too."""
+    """A small page that people read too."""
     return Answer(status, {"Content-Type": "application/json; charset=utf-8"}, json.dumps(page).encode())
 
 
@@ -141,7 +140,7 @@ class WrongMethodError(ApiError):
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """How any exception looks on the wire. Unexpected ones reveal nothing of the inside."""
+    """Maps any exception to its form on the wire. Unexpected ones reveal nothing of the inside."""
     match error:
         case ApiError():
             return error
@@ -255,24 +254,22 @@ def unreadable_body() -> ApiError:
 
 
 class Sink(Protocol):
-    """An adapter's receiver of an answer that is sent while it is made. All methods raise ConnectionError
-    once the client has gone away."""
+    """Receives an answer while it is made. All methods raise ConnectionError once the client has gone
+    away."""
 
     async def begin(self, answer: Answer) -> None:
         """Sends the status and the headers."""
         ...
 
     async def send(self, part: bytes) -> None:
-        """Sends a part of the body; waits where the client does not read."""
+        """Sends a part of the body; waits while the client does not read."""
         ...
 
-    async def end(self) -> None:
-        """Ends the body."""
-        ...
+    async def end(self) -> None: ...
 
 
 class WholeAnswer:
-    """The sink of adapters that send nothing before all is there."""
+    """The sink of adapters that send answers as a whole."""
 
     def __init__(self) -> None:
         self._begun: Answer | None = None
@@ -288,7 +285,7 @@ class WholeAnswer:
         pass
 
     def or_else(self, answer: Answer) -> Answer:
-        """What was sent; `answer` if nothing was."""
+        """The answer that was sent here, or `answer` if none was."""
         return answer if self._begun is None else replace(self._begun, body=bytes(self._body))
 
 
@@ -301,7 +298,6 @@ class LineSender:
         self.has_begun = False
 
     async def send(self, answer: Answer) -> None:
-        """Raises what making the lines raises."""
         assert answer.lines is not None
         async with aclosing(cast("AsyncGenerator[bytes]", answer.lines)) as lines:
             self.has_begun = True
@@ -311,6 +307,6 @@ class LineSender:
         await self._sink.end()
 
     async def fail(self, failure: ApiError) -> None:
-        """Says in a last line why there are no more: the status has been sent long ago."""
+        """Sends the error as the last line, because the status has been sent."""
         await self._sink.send(error_answer(failure).body + b"\n")
         await self._sink.end()

@@ -4,8 +4,7 @@ fail, be dropped and be loaded again without the others."""
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -464,16 +463,11 @@ def _served_here(models: SeveralModels) -> str:
     return "served here: " + (", ".join(map(quoted, served(models))) or "none")
 
 
-@contextmanager
-def naming_lost_model(models: SeveralModels | None, name: str) -> Iterator[None]:
-    """Turns a failure or a drop of the model during a request into an error that names the model: the others
-    still serve."""
-    try:
-        yield
-    except (EngineDeadError, EngineNotReadyError) as error:
-        if models is None or not name or models.engine(name) is not None:
-            raise
-        if models.state(name) == DROPPED:
-            message = f"the model {quoted(name)} was dropped before the request was done"
-            raise unavailable(message, "model", retry_after=30) from error
-        raise not_served(models, name) from error
+def lost_during_request(models: SeveralModels, name: str) -> ApiError | None:
+    """The error of a request whose model failed or was dropped meanwhile; None if it serves."""
+    if not name or models.engine(name) is not None:
+        return None
+    if models.state(name) == DROPPED:
+        message = f"the model {quoted(name)} was dropped before the request was done"
+        return unavailable(message, "model", retry_after=30)
+    return not_served(models, name)

@@ -3,20 +3,19 @@
 import asyncio
 import copy
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Self, TypeAlias, TypeVar, Unpack, cast
 
 from prometheus_client import CollectorRegistry
 
-from maxsimd.api.answer import Answer, no_such_model
-from maxsimd.api.body import BodyBudget
+from maxsimd.api.answer import Answer, ApiError, no_such_model
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.keys import ApiKeys
 from maxsimd.api.media import MediaSources
-from maxsimd.api.models import SeveralModels, Wanted, chosen, named, not_served, served
-from maxsimd.api.request_warnings import LoggedFields, UnreadField, messages_of, refuse
+from maxsimd.api.models import SeveralModels, Wanted, chosen, lost_during_request, named, not_served, served
+from maxsimd.api.reading import LoggedFields, UnreadField, messages_of, refuse
 from maxsimd.api.telemetry import ServerMetrics, tracing_of_environment
 from maxsimd.engine import EngineDeadError, EngineNotReadyError
 from maxsimd.engine.config import EngineConfig
@@ -36,19 +35,18 @@ from maxsimd.engine.requests import (
 from maxsimd.engine.tenants import Tenant
 
 _EXPOSED = "Retry-After, Server-Timing, X-Request-ID, X-Maxsimd-Warnings"
-# What a browser may go by without asking again.
 _PREFLIGHT_SECONDS = 600
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9,\t _-]{1,1000}")
 
 
 class CrossOrigin:
-    """The origins that are allowed, and the headers that tell browsers so."""
+    """The pages of which origins may use the server from a browser."""
 
     def __init__(self, origins: Collection[str]) -> None:
         self._origins = frozenset(origin.lower() for origin in origins)
 
     def headers(self, origin: str | None) -> dict[str, str]:
-        """What to add to the answer to a request from a page of `origin`."""
+        """Headers to add to the answer to a page of `origin`."""
         if not self._origins:
             return {}
         # Caches must not hand the answer for one origin to another.
@@ -59,8 +57,8 @@ class CrossOrigin:
         return added
 
     def preflight(self, method: str, headers: Mapping[str, str], allowed: Collection[str]) -> Answer | None:
-        """The answer to a browser that asks whether it may send a request with one of the `allowed` methods;
-        None where `method` and `headers` are no such question of an allowed origin."""
+        """The answer to a browser's question whether it may send one of the `allowed` methods; None if this
+        is no such question of an allowed origin."""
         asked = headers.get("access-control-request-method")
         if method != "OPTIONS" or asked is None or not self._allows(headers.get("origin", "")):
             return None
@@ -81,14 +79,14 @@ T = TypeVar("T")
 
 
 class FleetView(Protocol):
-    """What there is of a server's other processes."""
+    """A server's other processes."""
 
     @property
     def replicas(self) -> tuple[int, int]:
         """How many engines are there, and how many are meant to be."""
 
     async def metrics(self, own: bytes) -> bytes:
-        """From the page of /metrics that this process has by itself to that of the whole server."""
+        """Extends this process's page of /metrics to the whole server's."""
 
 
 class HasRegistry(Protocol):
@@ -190,29 +188,74 @@ class ServedEngine(Protocol):
 Serving: TypeAlias = ServedEngine | SeveralModels
 
 
-# What Infinity's client sends where it is to name no model.
+# Infinity's client sends this for no name.
 _NO_NAME = "default/not-specified"
 
 Phase = Literal["starting", "ok", "restarting", "draining", "dead"]
 
 
+class HeldBytes:
+    """The bytes that one request holds of a `BodyBudget`."""
+
+    def __init__(self, budget: "BodyBudget") -> None:
+        self._budget = budget
+        self.bytes = 0
+
+    def add(self, count: int) -> None:
+        """Raises ApiError (429) if others hold too much. A request alone may hold as much as a body may
+        have."""
+        if self._budget.bytes > self.bytes and self._budget.bytes + count > self._budget.most:
+            message = "other requests' bodies take the memory that there is for them; try again shortly"
+            raise ApiError(429, "QueueFullError", message, retry_after=1)
+        self.bytes += count
+        self._budget.bytes += count
+
+
+class BodyBudget:
+    """The bytes that all requests together hold: at most `most` while there are several requests."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.bytes = 0
+
+    @contextmanager
+    def hold(self) -> Iterator[HeldBytes]:
+        """Frees a request's bytes when it is answered."""
+        held = HeldBytes(self)
+        try:
+            yield held
+        finally:
+            self.bytes -= held.bytes
+
+
 @dataclass(slots=True)
 class RequestNotes:
-    """The log's fields of a request besides its path and status, as far as they are known at its end."""
+    """Fields that the log has of a request once they are known."""
 
     tenant: str = ""
     model: str = ""
 
 
+@contextmanager
+def naming_lost_model(models: SeveralModels | None, name: str) -> Iterator[None]:
+    """Turns a failure or a drop of the model during a request into an error that names the model: the others
+    still serve."""
+    try:
+        yield
+    except (EngineDeadError, EngineNotReadyError) as error:
+        if models is None or (lost := lost_during_request(models, name)) is None:
+            raise
+        raise lost from error
+
+
 class ServerState:
-    """Lives as long as the server, which may start before its engine does. While `draining`, the server tells
-    load balancers that it is not ready, and still accepts work. While `closing`, it refuses new work and
-    finishes work in flight. `comes_back` says that an engine that dies is started again. Raises SetupError if
-    the configuration's file of API keys is invalid."""
+    """Lives as long as the server, which may start before its engine. While `draining`, /ready answers 503
+    and the server still accepts work. While `closing`, it refuses new work. `comes_back` says that a dead
+    engine is started again. Raises SetupError if the file of API keys is invalid."""
 
     def __init__(self, engine: Serving, config: ServerConfig) -> None:
         self.models = engine if isinstance(engine, SeveralModels) else None
-        # Of several models, requests are answered in the state of one: see `serving`.
+        # With several models, `serving` chooses the one that answers.
         self.engine = cast("ServedEngine", engine)
         self.config = config
         self.keys = ApiKeys(config, set_tenants=engine.set_tenants, must_be_named=engine.caches_by_tenant)
@@ -227,7 +270,6 @@ class ServerState:
         # Warnings about unread fields, for the answer to one request.
         self.field_warnings: tuple[str, ...] = ()
         self._name: str | None = None
-        # The model that the path of one request names.
         self._name_in_path = ""
         self._notes = RequestNotes()
         self.fleet: FleetView | None = None
@@ -244,7 +286,7 @@ class ServerState:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """The names under which the model is served: those of the configuration, or its own."""
+        """The names that the model is served under: those of the configuration, or its own."""
         if self._name is not None:
             return (self._name,)
         if self.models is not None:
@@ -253,7 +295,7 @@ class ServerState:
 
     @property
     def called(self) -> str:
-        """Of a request's state among several models: the model that answers it."""
+        """The model that answers this request, among several; else empty."""
         return self._name or ""
 
     @property
@@ -262,7 +304,7 @@ class ServerState:
 
     @property
     def phase(self) -> Phase:
-        """`ok` while the server takes requests; else why it does not."""
+        """`ok` while the server takes requests, or why it does not."""
         if self.engine.death is not None and not self.comes_back:
             return "dead"
         if self.draining or self.closing:
@@ -273,8 +315,8 @@ class ServerState:
 
     @asynccontextmanager
     async def in_flight(self) -> AsyncIterator[None]:
-        """Counts a request from its arrival to its answer. Raises EngineNotReadyError in it once it is
-        ended."""
+        """Counts a request until its answer. Raises EngineNotReadyError inside when `end_requests` ends
+        it."""
         end = asyncio.timeout(None)
         self._in_flight.add(end)
         self._quiet.clear()
@@ -291,7 +333,7 @@ class ServerState:
                 self._quiet.set()
 
     def end_requests(self) -> int:
-        """Ends what is in flight, as if the server had refused it; returns how many requests these are."""
+        """Ends the requests in flight with a 503; returns how many there are."""
         for end in self._in_flight:
             if not end.expired():
                 end.reschedule(0)
@@ -299,11 +341,9 @@ class ServerState:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether no request is in flight."""
         return not self._in_flight
 
     async def until_quiet(self) -> None:
-        """Returns when no request is in flight."""
         await self._quiet.wait()
 
     def check_ready(self) -> None:
@@ -314,20 +354,20 @@ class ServerState:
             raise EngineNotReadyError("the server is starting or shutting down")
 
     def for_request(self, notes: RequestNotes, name_in_path: str) -> Self:
-        """Returns a state for one request, which notes the request's model. If its path names one, the name
-        in its body is not read."""
+        """Returns a state for one request, which notes the request's model. A name in the path wins over the
+        body's."""
         one = copy.copy(self)
         one._notes, one._name_in_path = notes, name_in_path
         return one
 
     def unread_name(self, name: str | None) -> tuple[UnreadField, ...]:
-        """The field with the name in the request's body, if the path names another model."""
+        """The body's field `model`, if the path names another model."""
         is_other = bool(name) and bool(self._name_in_path) and name != self._name_in_path
         return (UnreadField("model", None),) if is_other else ()
 
     def serving(self, name: str | None, wanted: Wanted) -> Self:
-        """The state in which a request is answered that names this model, or none and wants something. Raises
-        ApiError for a model that there is not, or that is not served now."""
+        """Returns the state with the model that answers: the one that is named, or the first that suits
+        `wanted`. Raises ApiError for an unknown model, and for one that is not served now."""
         name = self._name_in_path or name
         if self.models is None:
             self.check_model(name)
@@ -346,8 +386,8 @@ class ServerState:
         return one
 
     def telling_of(self, unread: Collection[UnreadField], route: str) -> Self:
-        """Returns a state whose answers warn about these unread fields. Raises InvalidRequestError
-        if the server refuses such requests."""
+        """Returns a state whose answers warn about these unread fields. Raises InvalidRequestError if the
+        server refuses such requests."""
         if not unread:
             return self
         self.logged_fields.note(route, unread)
@@ -359,7 +399,7 @@ class ServerState:
 
     @property
     def reads_pictures(self) -> bool:
-        """Whether the model reads pictures that a request may name, or any of several."""
+        """Whether the model, or any of several, reads pictures."""
         if self.models is not None:
             return any(facts.reads_pictures for facts in self.models.all_facts().values())
         return self.engine.facts.reads_pictures

@@ -1,6 +1,6 @@
 """The wire types that several routes share, as msgspec structs. Those of one family are beside its handlers.
 
-msgspec checks each field. Fields that a type lacks are dropped, and `request_warnings` reports them.
+msgspec checks each field. Fields that a type lacks are dropped, and `reading` reports them.
 """
 
 from typing import Annotated, Any, Literal

@@ -10,8 +10,15 @@ from maxsimd.api.answer import Answer, new_id, now, usage_of, wire_answer
 from maxsimd.api.handlers.embeddings import check_labels, encode_entries
 from maxsimd.api.handlers.route import TeiHeaders, post_texts
 from maxsimd.api.models import Wanted
-from maxsimd.api.reading import Inputs, as_inputs, check_count, check_token_ids, tei_truncation, truncation_of
-from maxsimd.api.request_warnings import warnings_of
+from maxsimd.api.reading import (
+    Inputs,
+    as_inputs,
+    check_count,
+    check_token_ids,
+    tei_truncation,
+    truncation_of,
+    warnings_of,
+)
 from maxsimd.api.state import ServerState
 from maxsimd.api.wire import Common, Direction, HubOptions, Name, Positive, Sequences, Texts, Usage, Warned
 from maxsimd.engine import InvalidRequestError

@@ -16,6 +16,7 @@ from maxsimd.api.handlers.route import post_texts
 from maxsimd.api.models import Wanted
 from maxsimd.api.reading import (
     Inputs,
+    UnreadField,
     as_inputs,
     as_text,
     check_count,
@@ -24,8 +25,8 @@ from maxsimd.api.reading import (
     has_pictures,
     pictures_of,
     truncation_of,
+    warnings_of,
 )
-from maxsimd.api.request_warnings import UnreadField, warnings_of
 from maxsimd.api.state import ServerState
 from maxsimd.api.wire import Common, Name, NotNegative, Positive, Texts, Usage, Warned
 from maxsimd.engine import (

@@ -21,7 +21,6 @@ from maxsimd.api.answer import (
     error_answer,
     unavailable,
 )
-from maxsimd.api.body import refusal
 from maxsimd.api.handlers import (
     classification,
     embeddings,
@@ -33,7 +32,7 @@ from maxsimd.api.handlers import (
     vendor_reranks,
 )
 from maxsimd.api.handlers.openapi import described
-from maxsimd.api.handlers.route import Body, Route, Work, get
+from maxsimd.api.handlers.route import Body, Route, Work, get, refusal
 from maxsimd.api.logs import printable
 from maxsimd.api.pages import Page, playground, reference
 from maxsimd.api.state import RequestNotes, ServerState
@@ -53,7 +52,6 @@ def _page_answer(page: Page) -> Answer:
     headers = {
         "Content-Type": "text/html; charset=utf-8",
         "Content-Security-Policy": page.policy,
-        # A newer server may have a newer page.
         "Cache-Control": "no-cache",
     }
     return Answer(200, headers, page.html)
@@ -69,13 +67,13 @@ async def openapi(state: ServerState) -> Answer:
 
 @functools.cache
 def description(models_are_changed: bool = False) -> bytes:
-    """What /openapi.json answers, and where models may be loaded and dropped."""
+    """The page /openapi.json. It has the routes that load and drop models if `models_are_changed`."""
     more = operating.CHANGE_ROUTES if models_are_changed else ()
     return described((*_ALL, *more, *PAGE_ROUTES), OPEN_ROUTES)
 
 
 def table(*groups: tuple[Route, ...]) -> dict[str, dict[str, Work]]:
-    """For each path, what does the work of each method."""
+    """The work for each path and method."""
     works: dict[str, dict[str, Work]] = {}
     for route in (route for group in groups for route in group):
         for method in route.methods:
@@ -83,10 +81,9 @@ def table(*groups: tuple[Route, ...]) -> dict[str, dict[str, Work]]:
     return works
 
 
-# What load balancers ask must be answered without a key. Nothing else is.
+# Load balancers send no key.
 OPEN_ROUTES = frozenset({"/health", "/ready", "/ping"})
-# Pages hold nothing of the model's, and ask for the key themselves. What is posted to their paths is not
-# open.
+# Pages hold no data of the model, and ask for the key themselves. Posts to their paths need a key.
 PAGES = frozenset(route.path for route in PAGE_ROUTES)
 _ALL = (
     *rerank.ROUTES,
@@ -110,7 +107,7 @@ METHODS = frozenset(method for methods in ROUTES.values() for method in methods)
 
 log = logging.getLogger("maxsimd.http")
 
-# What base URLs of clients end in, which then append paths of their own.
+# Ends of base URLs to which clients append whole paths.
 _BASES = ("/v1", "/v2", vendor_reranks.INFINITY)
 # The text before and after `{name}` in each route that has a model name.
 _AROUND_NAME = {path: tuple(path.split("{name}")) for path in ROUTES if "{name}" in path}
@@ -126,16 +123,16 @@ async def handle(
     body: Body,
     sink: Sink | None = None,
 ) -> Answer:
-    """Answers a request, whatever happens; cancelling it cancels the request's work. An answer that is sent
-    while it is made goes to the `sink`, if there is one: then what is returned has been sent already.
+    """Answers a request whatever happens. Cancelling it cancels the request's work. An answer that is sent
+    while it is made goes to `sink`; the returned answer has been sent then.
 
-    `path` is without the query string and percent-decoded, but for %2F and %25. `headers` are looked up by
-    names in lower case. `body` is read only by those who need it, and no further than the limit on bodies."""
+    `path` has no query string and is percent-decoded, except %2F and %25. `headers` are looked up by names in
+    lower case. `body` is read only by handlers that need it, and no further than the limit.
+    """
     started = time.perf_counter()
     given = headers.get("x-request-id", "")
     request_id = given if _USABLE_ID.fullmatch(given) else uuid.uuid4().hex
     route = route_of(path)
-    # A method that the path does not take counts as unknown too.
     is_known = method in ROUTES.get(route, {}) or _changes_models(state, method, route)
     label = route if is_known else "unknown"
     status, seconds, reason, timings = 499, math.nan, "", None
@@ -154,10 +151,10 @@ async def handle(
     except ConnectionError:
         if not sender.has_begun:
             raise
-        # There is nobody left to read the lines.
+        # The client has gone away.
         answer = Answer(status)
     finally:
-        # Without an answer the client has gone away, and the adapter has cancelled this.
+        # Without an answer, the client has gone away and the adapter has cancelled this.
         seconds = time.perf_counter() - started
         state.metrics.note_request(label, status, seconds)
         if state.tracing is not None:
@@ -184,8 +181,8 @@ async def handle(
 
 
 def route_of(path: str) -> str:
-    """The path of the route that is meant: clients put a slash at the end, or a whole path behind a base URL
-    that has one, such as /v1/v2/rerank or /infinity/embeddings."""
+    """The route that a path means. Clients add a slash at the end, or a whole path behind a base URL that has
+    one, such as /v1/v2/rerank or /infinity/embeddings."""
     if path in ROUTES:
         return path
     plain = path.rstrip("/")
@@ -200,8 +197,6 @@ def route_of(path: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A request as it came."""
-
     method: str
     path: str
     headers: Mapping[str, str]
@@ -247,13 +242,13 @@ async def _answer(state: ServerState, asked: _Asked, request_id: str, sender: Li
 
 
 def _is_open(method: str, path: str) -> bool:
-    """Whether anyone may ask this, without a key."""
+    """Whether this needs no key."""
     route = route_of(path)
     return route in OPEN_ROUTES or (route in PAGES and method in ("GET", "HEAD"))
 
 
 def _tenant_of(state: ServerState, headers: Mapping[str, str]) -> str:
-    """Whose request this is: the key says so, and nothing else."""
+    """The tenant, by the request's key alone."""
     if not state.keys.are_asked_for:
         return ""
     tenant = state.keys.accept(headers.get("authorization", ""))
@@ -263,19 +258,19 @@ def _tenant_of(state: ServerState, headers: Mapping[str, str]) -> str:
 
 
 def _changes_models(state: ServerState, method: str, route: str) -> bool:
-    """Whether the request loads a model or drops it, which a server of one model does not."""
+    """Whether the request loads or drops a model. A server of one model does not."""
     return state.models is not None and route == operating.MODEL_PATH and method in operating.CHANGE_METHODS
 
 
 def _more_methods(state: ServerState, route: str) -> tuple[str, ...]:
-    """The methods of a route that loads and drops models, where whoever has a key for that may."""
+    """The methods that load and drop models, if some key may do that."""
     is_changed = state.models is not None and route == operating.MODEL_PATH and state.keys.has_admins
     return operating.CHANGE_METHODS if is_changed else ()
 
 
 def _model_in(path: str) -> str:
-    """The name of the model that the path has, if it has one, with what is not decoded in paths: clients may
-    write slashes as %2F, and must write % as %25. No name ends in a slash, but a path may."""
+    """The model's name in the path. Clients may write a slash as %2F and must write % as %25. A path may end
+    in a slash, a name does not."""
     before, behind = _AROUND_NAME.get(route_of(path), (path, ""))
     name = path.rstrip("/").removesuffix(behind)[len(before) :]
     return re.sub(

@@ -24,7 +24,7 @@ Page = dict[str, Any]
 
 
 def described(routes: Iterable[Route], open_routes: Collection[str]) -> bytes:
-    """The page as JSON. `open_routes` need no key, and answer alike when they answer 503."""
+    """The page as JSON. `open_routes` need no key, and have the same fields when they answer 503."""
     routes = list(routes)
     types = _types_of(routes)
     schemas, components = msgspec.json.schema_components(types, ref_template=_REFERENCES)
@@ -45,7 +45,7 @@ def described(routes: Iterable[Route], open_routes: Collection[str]) -> bytes:
                 "schemas": components,
                 "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
             },
-            # A key is asked for only where the server has some.
+            # A key is needed only if the server has some.
             "security": [{"key": []}, {}],
         }
     )

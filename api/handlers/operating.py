@@ -20,7 +20,7 @@ from maxsimd.api.answer import (
 from maxsimd.api.handlers.route import Body, Route, Work, delete, get, read_body
 from maxsimd.api.models import DROPPED, LastModelError, SeveralModels, named, served
 from maxsimd.api.options import in_flags
-from maxsimd.api.request_warnings import UnreadField, unread_fields
+from maxsimd.api.reading import UnreadField, unread_fields
 from maxsimd.api.state import ServerState
 from maxsimd.engine.config import ScoreType
 from maxsimd.engine.device.facts import ModelFacts
@@ -30,7 +30,7 @@ MODEL_PATH = "/v1/models/{name}"
 
 
 async def health(state: ServerState) -> Answer:
-    """For liveness probes: 503 only where nothing but a new process helps."""
+    """For liveness probes: 503 only if the process must be replaced."""
     return json_page(_status(state), status=503 if state.phase == "dead" else 200)
 
 
@@ -62,7 +62,7 @@ async def models(state: ServerState) -> Answer:
 
 
 def model(name: str) -> Work:
-    """Answers what /v1/models says of one model, if it is served under that name."""
+    """The handler of /v1/models/{name}."""
 
     async def show(state: ServerState) -> Answer:
         state.check_model(name)
@@ -72,7 +72,7 @@ def model(name: str) -> Work:
 
 
 def model_card(state: ServerState, name: str) -> dict[str, Any]:
-    """What is said of a model under one of its names. Of one that was never loaded there is little."""
+    """The entry of /v1/models for one name of a model. One that was never loaded has few fields."""
     models = state.models
     facts = state.engine.facts if models is None else models.facts_of(name)
     about = {
@@ -99,13 +99,11 @@ def model_card(state: ServerState, name: str) -> dict[str, Any]:
 
 
 def _configured(state: ServerState, name: str) -> str | None:
-    """The model that was to be loaded under a name."""
     return None if state.models is None else state.models.setup_of(name).engine.model
 
 
 def _scale(facts: ModelFacts, normalize: bool) -> dict[str, Any] | None:
-    """What scores are unless a request says otherwise, or when it wants them normalised; None for a model
-    that gives no such scores."""
+    """The scale of scores by default, or of normalized ones; None if the model has none."""
     if facts.is_classifier or (normalize and not facts.normalizes):
         return None
     scale = facts.scales.of(use_activation=True, normalize=normalize)
@@ -113,15 +111,15 @@ def _scale(facts: ModelFacts, normalize: bool) -> dict[str, Any] | None:
 
 
 async def info(state: ServerState) -> Answer:
-    """As text-embeddings-inference says what it serves; its clients look at `model_type`. Of several models
-    it is the first that is served, and there are the names of all that are."""
+    """text-embeddings-inference's description of the model, or of the first of several; clients look at
+    `model_type`."""
     model = state.engine.facts
     names = {} if state.models is None else {"models": list(state.model_names)}
     return json_page(
         {
             "model_id": state.model_name,
             "model_sha": None,
-            # With int8 weights, what is not a weight has this type.
+            # With int8 weights, this is the type of everything else.
             "model_dtype": model.precision.partition(" ")[0],
             "model_type": _tei_kind(model),
             "max_input_length": model.max_tokens,
@@ -135,8 +133,8 @@ async def info(state: ServerState) -> Answer:
 
 
 def _tei_kind(model: ModelFacts) -> dict[str, Any]:
-    """Returns what the model is for, in text-embeddings-inference's words. A model that ranks has `reranker`,
-    and the first key is its main purpose: clients such as Dify's plugin look at no other."""
+    """The model's purposes in text-embeddings-inference's words. The first key is the main one: some clients
+    look at no other."""
     if model.is_classifier:
         return {"classifier": _labels(model)}
     ranking = {"reranker": _labels(model)}
@@ -177,7 +175,7 @@ ROUTES = (
     get("/version", show_version),
     get("/v1/models", models),
     get("/models", models),
-    # For its methods; what it answers depends on the name.
+    # Only for its methods: the answer depends on the name.
     get(MODEL_PATH, models),
     get("/metrics", metrics, CONTENT_TYPE_LATEST.partition(";")[0]),
     delete("/cache", clear_cache),
@@ -188,7 +186,7 @@ CHANGE_METHODS = ("POST", "DELETE")
 
 
 def changing(method: str, name: str) -> Work:
-    """What loads a model or drops it."""
+    """The work that loads or drops a model."""
 
     async def work(state: ServerState, body: Body, tenant: str) -> Answer:
         models = state.models
@@ -208,8 +206,8 @@ class _NoFields(msgspec.Struct):
 
 
 def _fields_in(body: bytes | bytearray) -> list[UnreadField]:
-    """Returns the unread fields of an optional body, which are all of its fields. Raises ApiError (400) for
-    names that are not UTF-8 and for bodies that are nested too deeply."""
+    """The fields of an optional body, all of them unread. Raises ApiError (400) for names that are not UTF-8
+    and for bodies nested too deeply."""
     try:
         return unread_fields(_NoFields(), msgspec.json.decode(body, type=dict[str, msgspec.Raw]))
     except msgspec.DecodeError:
@@ -221,7 +219,7 @@ def _fields_in(body: bytes | bytearray) -> list[UnreadField]:
 
 
 def check_allowed(state: ServerState, headers: Mapping[str, str]) -> None:
-    """Raises ApiError (403) for whoever may not change what is served."""
+    """Raises ApiError (403) without an admin's key."""
     if state.keys.is_admin(headers.get("authorization", "")):
         return
     if state.keys.has_admins:
@@ -234,7 +232,7 @@ def check_allowed(state: ServerState, headers: Mapping[str, str]) -> None:
 
 
 async def _load(state: ServerState, models: SeveralModels, name: str) -> Answer:
-    """Answers when the model is served, or cannot be."""
+    """Returns when the model is served."""
     if not models.may_load(name):
         message = (
             f"there is no model {quoted(name)} to load; name one of the configuration, or one in the "
@@ -252,7 +250,7 @@ async def _load(state: ServerState, models: SeveralModels, name: str) -> Answer:
 
 
 async def _drop(models: SeveralModels, name: str) -> Answer:
-    """Answers when the model is gone."""
+    """Returns when the model is gone."""
     if name not in models.names:
         raise no_such_model(name, served(models))
     try:
@@ -267,7 +265,7 @@ async def _depends_on_name(state: ServerState, body: Body, tenant: str) -> Answe
     raise AssertionError("the work depends on the name")
 
 
-# As /openapi.json describes them, where there are admins.
+# For /openapi.json, if there are admins.
 CHANGE_ROUTES = (
     Route(MODEL_PATH, ("POST",), _depends_on_name),
     Route(MODEL_PATH, ("DELETE",), _depends_on_name, answers=(), status=204),

@@ -15,7 +15,7 @@ import msgspec
 
 from maxsimd.api.answer import Answer, new_id, now, usage_of, wire_answer
 from maxsimd.api.handlers.route import TeiHeaders, post_texts
-from maxsimd.api.models import SeveralModels, Wanted, named, naming_lost_model
+from maxsimd.api.models import SeveralModels, Wanted, named
 from maxsimd.api.reading import (
     as_item,
     as_items,
@@ -23,10 +23,10 @@ from maxsimd.api.reading import (
     rank_places,
     tei_truncation,
     truncation_of,
+    warnings_of,
     with_request_field_names,
 )
-from maxsimd.api.request_warnings import warnings_of
-from maxsimd.api.state import ServedStream, ServerState
+from maxsimd.api.state import ServedStream, ServerState, naming_lost_model
 from maxsimd.api.wire import (
     Content,
     Contents,

@@ -1,32 +1,38 @@
-"""What a route is, and how the body of one that takes a wire type is read and checked.
-
-What takes time with the size of a body is done in the thread pool for large ones.
-"""
+"""Routes, and how their bodies become wire types: decompressed, measured before JSON builds anything,
+decoded, and checked for unread fields. Threads do this for large bodies, so that the event loop goes on."""
 
 import asyncio
 import codecs
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable
+import re
+import zlib
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from maxsimd.api.answer import (
+    ENCODINGS,
     Answer,
+    ApiError,
     body_not_unicode,
     body_too_large,
     malformed,
     too_deep,
     too_large,
+    unreadable_body,
 )
-from maxsimd.api.body import HeldBytes, JsonShape, mended, shape_of
-from maxsimd.api.models import SeveralModels, Wanted, naming_lost_model
-from maxsimd.api.request_warnings import UnreadField, unread_fields, warnings_of
-from maxsimd.api.state import ServerState
+from maxsimd.api.models import SeveralModels, Wanted
+from maxsimd.api.reading import UnreadField, has_pictures, unread_fields, warnings_of
+from maxsimd.api.state import HeldBytes, ServerState, naming_lost_model
 from maxsimd.engine import (
     ClassifyResult,
     EmbedResult,
+    InvalidRequestError,
     RequestTimeoutError,
     RerankResult,
     SparseEmbedResult,
@@ -35,31 +41,28 @@ from maxsimd.engine import (
 
 T = TypeVar("T")
 R = TypeVar("R")
-# A request's body as it arrives.
 Body: TypeAlias = AsyncIterable[bytes]
-# What a request asks for, or how that is found in it.
+# The kind of model that a request needs, or how to find it.
 WantedOf: TypeAlias = Wanted | Callable[[ServerState, Any], Wanted]
-# Does a request's work, for the tenant that is named last.
+# The last argument is the tenant.
 Work: TypeAlias = Callable[[ServerState, Body, str], Awaitable[Answer]]
 
-# Bodies of more bytes than this are parsed in the thread pool, so that the event loop goes on, and what they
-# have is counted first.
+# Larger bodies are measured first, and parsed in the thread pool.
 LARGE_BODY = 64 * 1024
-# Arrays and objects that a body may have for each document that is allowed, and strings: a record of 20
-# fields has 40, with the names of its fields.
+# Limits for each document that is allowed. A record of 20 fields has 40 strings.
 _CONTAINERS_A_DOCUMENT, _STRINGS_A_DOCUMENT = 20, 40
-# The values are views of the body, not decoded: that takes little time beside decoding all of it.
+# Values stay undecoded views of the body, which takes little time.
 _NAMES = msgspec.json.Decoder(dict[str, msgspec.Raw])
-# How much longer than its timeout a request may take beside the work of the engine.
+# Time beyond the timeout for work beside the engine.
 _LATE_SECONDS = 0.5
-# Of a character in JSON, in bytes: two escapes like \ud83d.
+# Two escapes like \ud83d.
 _LONGEST_ESCAPE = 12
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A path with the methods that it takes, and what does the work; and what /openapi.json says of it: the
-    wire type of its bodies, those of its `answers` (types for JSON, or a media type), and its `status`."""
+    """A path, its methods and its work. /openapi.json has the type of its bodies (`kind`), those of its
+    `answers` (types for JSON, or a media type), and its `status`."""
 
     path: str
     methods: tuple[str, ...]
@@ -80,8 +83,7 @@ def delete(path: str, handler: Callable[[ServerState], Awaitable[Answer]]) -> Ro
 def post(
     path: str, kind: type[T], handler: Callable[[ServerState, T], Awaitable[Answer]], *answers: Any
 ) -> Route:
-    """A route whose body is a wire type, and that any model serves. It takes requests only while the server
-    is ready."""
+    """A route with a body that any model serves, while the server is ready."""
 
     async def handle(state: ServerState, request: T, nothing: None, tenant: str) -> Answer:
         return await handler(state, request)
@@ -98,9 +100,9 @@ def post_texts(
     *answers: Any,
     wanted: WantedOf,
 ) -> Route:
-    """The same for a handler that also gets what `read` finds in the wire type, of which there may be at most
-    a number, and the tenant whose request it is. Nothing is read of a tenant that has used up its rate. What
-    is `wanted` chooses the model of a request that names none."""
+    """A route with a body for a handler that also gets the result of `read(request, max_documents)` and the
+    tenant. Refuses a tenant that has used up its rate before reading. `wanted` chooses the model of a request
+    that names none."""
     handle = _with_body(path, kind, read, handler, wanted)
 
     async def work(state: ServerState, body: Body, tenant: str) -> Answer:
@@ -118,7 +120,7 @@ def _with_body(
     handler: Callable[[ServerState, T, R, str], Awaitable[Answer]],
     wanted: WantedOf,
 ) -> Work:
-    # msgspec learns a type when it is first used, and crashes where two threads do that at the same time.
+    # msgspec prepares a type when it is first used, and crashes if two threads do that at a time.
     msgspec.json.Decoder(kind)
 
     async def work(state: ServerState, body: Body, tenant: str) -> Answer:
@@ -147,9 +149,8 @@ def _with_body(
 
 @asynccontextmanager
 async def _timeout_of(request: Any) -> AsyncIterator[None]:
-    """Ends work that goes on somewhat longer than the request's `timeout`, such as fetching its pictures and
-    writing its chat or its answer. The engine ends its own work at the timeout, and returns partial results
-    then."""
+    """Ends work beside the engine, such as fetching pictures, that goes on beyond the request's `timeout`.
+    The engine ends its own work at the timeout and may return partial results then."""
     timeout = getattr(request, "timeout", None)
     if timeout is None or getattr(request, "on_timeout", None) == "partial":
         yield
@@ -162,16 +163,15 @@ async def _timeout_of(request: Any) -> AsyncIterator[None]:
 
 
 def model_of(request: Any) -> str | None:
-    """The model that a request names."""
     if not isinstance(request, dict):
         return cast("str | None", request.model)
-    # What is not a text is refused later, by the type that is then known.
+    # Other values are refused later.
     named = request.get("model")
     return named if isinstance(named, str) else None
 
 
 class _Lines:
-    """Lines for which something is held until there are no more of them, made by one of the models."""
+    """Lines of one model's answer that release `held` when they end."""
 
     def __init__(
         self, lines: AsyncIterator[bytes], held: ExitStack, models: SeveralModels | None, name: str
@@ -201,9 +201,282 @@ def _without_body(handler: Callable[[ServerState], Awaitable[Answer]]) -> Work:
     return work
 
 
+Encoding: TypeAlias = Literal["gzip", "deflate"]
+# By the names that clients give them (RFC 9110, section 8.4.1).
+_ENCODINGS: dict[str, Encoding | None] = {
+    "": None,
+    "identity": None,
+    "gzip": "gzip",
+    "x-gzip": "gzip",
+    "deflate": "deflate",
+}
+
+
+def encoding_of(headers: Mapping[str, str]) -> Encoding | None:
+    """How a body is compressed. Raises ApiError (415) for unsupported and for several encodings."""
+    given = (value for name, value in headers.items() if name.lower() == "content-encoding")
+    named = ", ".join(given).strip().lower()
+    if named not in _ENCODINGS:
+        message = f"this Content-Encoding is not taken; use {ENCODINGS}, or none"
+        raise ApiError(415, "UnsupportedMediaTypeError", message)
+    return _ENCODINGS[named]
+
+
+def refusal(headers: Mapping[str, str], most_bytes: int) -> ApiError | None:
+    """Why a body need not be read, judged by its headers; None if it must be."""
+    try:
+        is_compressed = encoding_of(headers) is not None
+    except ApiError as error:
+        return error
+    # The length of a compressed body says nothing.
+    length = headers.get("content-length", "")
+    if not is_compressed and length.isdecimal() and int(length) > most_bytes:
+        return body_too_large()
+    return None
+
+
+# Bytes that are decompressed at a time, before other tasks run.
+_PIECE = 64 * 1024
+_GZIP, _ZLIB, _RAW = 16 + zlib.MAX_WBITS, zlib.MAX_WBITS, -zlib.MAX_WBITS
+# The method that the first byte of zlib's format names (RFC 1950).
+_DEFLATED = 8
+
+
+async def decompressed(chunks: AsyncIterable[bytes], encoding: Encoding) -> AsyncIterator[bytes]:
+    """The body in pieces. Raises ApiError (400) for another encoding, and for a body that ends too early."""
+    decompressor = None
+    async for left in chunks:
+        piece = b""
+        # More output may follow a full piece even if no input is left.
+        while left or len(piece) == _PIECE:
+            if decompressor is None or (decompressor.eof and encoding == "gzip" and left):
+                # Compressed files in a row are one file (RFC 1952).
+                decompressor = _decompressor(encoding, left[0])
+            try:
+                piece = decompressor.decompress(left, _PIECE)
+            except zlib.error as error:
+                raise unreadable_body() from error
+            left = decompressor.unconsumed_tail or decompressor.unused_data
+            if piece:
+                yield piece
+                await asyncio.sleep(0)
+            if decompressor.eof and left and encoding != "gzip":
+                raise unreadable_body()
+    if decompressor is not None and not decompressor.eof:
+        raise unreadable_body()
+
+
+def _decompressor(encoding: Encoding, first: int) -> "zlib._Decompress":
+    if encoding == "gzip":
+        return zlib.decompressobj(_GZIP)
+    # Some clients send raw deflate.
+    return zlib.decompressobj(_ZLIB if first & 0x0F == _DEFLATED else _RAW)
+
+
+_BLOCK = 1 << 18
+_QUOTE, _BACKSLASH, _COMMA, _ARRAY, _OBJECT = (ord(character) for character in '"\\,[{')
+# About how many bytes of memory Python's objects take at most. A value follows each comma.
+_CONTAINER_BYTES, _STRING_BYTES, _COMMA_BYTES = 80, 80, 40
+
+
+@dataclass(frozen=True, slots=True)
+class JsonShape:
+    """How many arrays and objects (`containers`), strings, including names of fields, and commas between
+    values a JSON text has."""
+
+    containers: int
+    strings: int
+    commas: int
+
+    @property
+    def memory(self) -> int:
+        """About how many bytes Python's objects take, without the characters of strings."""
+        return self.containers * _CONTAINER_BYTES + self.strings * _STRING_BYTES + self.commas * _COMMA_BYTES
+
+    def is_within(self, most: "JsonShape") -> bool:
+        return (
+            self.containers <= most.containers and self.strings <= most.strings and self.commas <= most.commas
+        )
+
+
+def shape_of(body: bytes | bytearray, most: JsonShape) -> JsonShape:
+    """The shape of a JSON text. First counts the contents of strings too. If that is beyond `most`, or takes
+    more memory than the body, counts again without them. The result means nothing for bytes that are no
+    JSON."""
+    shape = _shape_with_strings(body)
+    return shape if shape.is_within(most) and shape.memory <= len(body) else _shape_without_strings(body)
+
+
+def _shape_with_strings(body: bytes | bytearray) -> JsonShape:
+    view = memoryview(body)
+    containers = quotes = commas = 0
+    for start in range(0, len(body), _BLOCK):
+        block = np.frombuffer(view[start : start + _BLOCK], dtype=np.uint8)
+        containers += _count(block, _ARRAY) + _count(block, _OBJECT)
+        quotes += _count(block, _QUOTE)
+        commas += _count(block, _COMMA)
+    return JsonShape(containers, (quotes + 1) // 2, commas)
+
+
+def _shape_without_strings(body: bytes | bytearray) -> JsonShape:
+    containers = quotes = commas = 0
+    for block in _blocks(body):
+        is_counted = (block == _QUOTE) | (block == _COMMA) | (block == _ARRAY) | (block == _OBJECT)
+        counted = block[is_counted]
+        is_quote = counted == _QUOTE
+        # Between the first quote of a string and its last, their number is odd.
+        is_inside = np.logical_xor.accumulate(np.concatenate(([quotes % 2 == 1], is_quote)))[1:]
+        outside = counted[~is_inside]
+        containers += _count(outside, _ARRAY) + _count(outside, _OBJECT)
+        commas += _count(outside, _COMMA)
+        quotes += int(np.count_nonzero(is_quote))
+    return JsonShape(containers, (quotes + 1) // 2, commas)
+
+
+def _blocks(body: bytes | bytearray) -> Iterator[NDArray[np.uint8]]:
+    """The text in blocks, without escaped quotes."""
+    view = memoryview(body)
+    for start, stop in pairwise(_ends_of_blocks(view)):
+        part = bytes(view[start:stop])
+        if _BACKSLASH in part:
+            part = part.replace(b"\\\\", b"__").replace(b'\\"', b"__")
+        yield np.frombuffer(part, dtype=np.uint8)
+
+
+def _ends_of_blocks(body: memoryview) -> Iterator[int]:
+    """Ends of blocks. No backslash is the last byte of a block."""
+    stop = 0
+    yield stop
+    while stop < len(body):
+        stop = min(stop + _BLOCK, len(body))
+        while stop < len(body) and body[stop - 1] == _BACKSLASH:
+            stop += 1
+        yield stop
+
+
+def _count(block: NDArray[np.uint8], character: int) -> int:
+    return int(np.count_nonzero(block == character))
+
+
+RawFields = dict[str, msgspec.Raw]
+
+# The engine refuses this document.
+HALF = "\ud83d"
+# An escaped surrogate, and its other half if that follows. Behind an escaped backslash, `ud83d` is text. The
+# possessive repeat keeps a body of backslashes from taking gigabytes.
+_SURROGATE = re.compile(
+    rb"(?<!\\)(?:\\\\)*+\\u[dD](?:[89abAB][0-9a-fA-F]{2}(\\u[dD][c-fC-F][0-9a-fA-F]{2})?|[c-fC-F][0-9a-fA-F]{2})"
+)
+_LENGTH = len(rb"\ud83d")
+# Noncharacters of Unicode, which mark where halves stood.
+_MARKS = range(0xFDD0, 0xFDF0)
+_ESCAPED_MARK = re.compile(rb"\\u([fF][dD][dDeE][0-9a-fA-F])")
+_DOCUMENTS = frozenset({"documents", "items", "text_2", "data_2"})
+# Errors name places at most so deep: each level is parsed again.
+_DEEPEST = 4
+
+
+def mended(body: bytearray, kind: type[T]) -> T:
+    """Decodes a body that has halves of characters, and changes it. Documents with one become `HALF` if the
+    request wants errors reported. Raises InvalidRequestError that names another place."""
+    mark = _mark_in(body)
+    escaped = re.compile(re.escape(_escaped(mark)))
+    fields = msgspec.json.decode(body, type=RawFields)
+    known = _DOCUMENTS & {*getattr(kind, "__struct_fields__", _DOCUMENTS)}
+    if _text(fields.get("on_error")) != "report" or _text(fields.get("rank_fields")) is not None:
+        known = frozenset()
+    broken: list[tuple[str, int]] = []
+    for name, value in fields.items():
+        if chr(mark) in name:
+            raise _refusal("the name of a field", None)
+        for place in _places(value, escaped):
+            if place is None or name not in known or not _is_text(place[1], mark):
+                raise _refusal(_where(value, name, escaped), name)
+            broken.append((name, place[0]))
+    request = msgspec.json.decode(body, type=kind, strict=False)
+    for name, i in broken:
+        (request[name] if isinstance(request, dict) else getattr(request, name))[i] = HALF
+    return request
+
+
+def _mark_in(body: bytearray) -> int:
+    """Replaces each half by a mark that the body does not have; returns the mark's code point."""
+    # Each search goes through the whole body.
+    escaped = {int(found[1], 16) for found in _ESCAPED_MARK.finditer(body)}
+    mark = next((each for each in _MARKS if each not in escaped and chr(each).encode() not in body), None)
+    if mark is None:
+        raise _refusal("the body", None)
+    for found in _SURROGATE.finditer(body):
+        if found[1] is None:
+            body[found.end() - _LENGTH : found.end()] = _escaped(mark)
+    return mark
+
+
+def _escaped(mark: int) -> bytes:
+    return rb"\u%04x" % mark
+
+
+def _has(value: msgspec.Raw, mark: re.Pattern[bytes]) -> bool:
+    return mark.search(value) is not None
+
+
+def _begins(value: msgspec.Raw, character: bytes) -> bool:
+    return bytes(memoryview(value)[:1]) == character
+
+
+def _places(value: msgspec.Raw, mark: re.Pattern[bytes]) -> Iterator[tuple[int, msgspec.Raw] | None]:
+    """The entries of a list that have the mark, by index; None for a value that is no list."""
+    if not _has(value, mark):
+        return
+    if not _begins(value, b"["):
+        yield None
+        return
+    for i, each in enumerate(msgspec.json.decode(value, type=list[msgspec.Raw])):
+        if _has(each, mark):
+            yield i, each
+
+
+def _is_text(value: msgspec.Raw, mark: int) -> bool:
+    """Whether a document is a text, or an object with the mark in its text alone."""
+    document = msgspec.json.decode(value)
+    if not isinstance(document, dict):
+        return isinstance(document, str)
+    text = document.pop("text", None)
+    has_more = chr(mark).encode() in msgspec.json.encode(document)
+    return isinstance(text, str) and not has_pictures(document) and not has_more
+
+
+def _where(value: msgspec.Raw, path: str, mark: re.Pattern[bytes]) -> str:
+    """The place of the first text with the mark, for errors."""
+    for _ in range(_DEEPEST):
+        if _begins(value, b"["):
+            place = next(_places(value, mark), None)
+            assert place is not None
+            path, value = f"{path}[{place[0]}]", place[1]
+        elif _begins(value, b"{"):
+            fields = msgspec.json.decode(value, type=RawFields)
+            name = next((name for name, each in fields.items() if _has(each, mark)), None)
+            if name is None:  # a name has it
+                break
+            path, value = f"{path}.{name}", fields[name]
+        else:
+            break
+    return path
+
+
+def _text(value: msgspec.Raw | None) -> Any:
+    return None if value is None else msgspec.json.decode(value)
+
+
+def _refusal(where: str, param: str | None) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{where} has half of a character, like \\ud83d alone; send whole characters, or leave it out", param
+    )
+
+
 async def read_body(state: ServerState, body: Body, held: HeldBytes) -> bytearray:
-    """The whole body and some spaces, unless it is larger than the server allows, or all that are read now
-    together are."""
+    """Returns the whole body and some spaces. Raises ApiError if it, or all bodies together, are too
+    large."""
     most = state.max_body_bytes
     read = bytearray()
     async for chunk in body:
@@ -212,14 +485,14 @@ async def read_body(state: ServerState, body: Body, held: HeldBytes) -> bytearra
             raise body_too_large()
         held.add(len(chunk))
     _drop_mark(read)
-    # Where half of a character stands in its last bytes, msgspec takes a text for one that breaks off.
+    # Without these spaces, msgspec reports half of a character at the end as a text that breaks off.
     read += b" " * _LONGEST_ESCAPE
     return read
 
 
 def _drop_mark(body: bytearray) -> None:
-    """Removes the mark that some editors write at the beginning of UTF-8. Raises ApiError where the first
-    bytes are those of another encoding: JSON is text without null characters."""
+    """Removes UTF-8's byte order mark. Raises ApiError if the first bytes belong to another encoding: JSON
+    has no null characters."""
     if body.startswith(codecs.BOM_UTF8):
         del body[: len(codecs.BOM_UTF8)]
     if body.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or 0 in body[:4]:
@@ -229,25 +502,25 @@ def _drop_mark(body: bytearray) -> None:
 async def _parse(
     state: ServerState, body: bytearray, held: HeldBytes, kind: type[T], read: Callable[[T, int], R]
 ) -> tuple[T, R, list[UnreadField]]:
-    """The request, what is read of it, and the fields that are not."""
+    """Returns the request, the result of `read`, and the unread fields."""
     most = state.config.max_documents
 
     def parse(decode: Callable[[bytearray, type[T]], T]) -> tuple[T, R, list[UnreadField]]:
         request = decode(body, kind)
         found = read(request, most)
-        # The handlers of plain objects look for unread fields themselves.
+        # Handlers of plain objects look for unread fields themselves.
         unread = unread_fields(request, _NAMES.decode(body)) if isinstance(request, msgspec.Struct) else []
         return request, found, unread
 
     try:
-        # What is in a small body takes little memory, whatever it is.
+        # A small body takes little memory.
         if len(body) <= LARGE_BODY:
             try:
                 return parse(_decoded)
             except msgspec.DecodeError as error:
                 if not _is_about_half(error):
                     raise
-            # To find where halves of characters stand takes long for the event loop.
+            # Finding halves of characters takes too long for the event loop.
             return await state.engine.in_thread(lambda: parse(mended), len(body))
         most_shape = _most(state)
         shape = await state.engine.in_thread(lambda: shape_of(body, most_shape), len(body))
@@ -261,7 +534,7 @@ async def _parse(
 
 
 def _decoded(body: bytearray, kind: type[T]) -> T:
-    # Not strict, as others take it too: "1" for a number, "true" or 1 for a yes.
+    # Not strict: "1" for a number, "true" or 1 for a boolean.
     return msgspec.json.decode(body, type=kind, strict=False)
 
 
@@ -275,13 +548,12 @@ def _decoded_or_mended(body: bytearray, kind: type[T]) -> T:
 
 
 def _is_about_half(error: msgspec.DecodeError) -> bool:
-    # The second is said of a value that is skipped.
+    # msgspec says the second of values that it skips.
     return "surrogate pair" in str(error) or "end of hex escape" in str(error)
 
 
 def _most(state: ServerState) -> JsonShape:
-    """The largest shape of a body: what documents may need, and the ids of as many tokens as a request may
-    have."""
+    """The largest shape of a body: for documents, and for as many token ids as a request may have."""
     containers = _CONTAINERS_A_DOCUMENT * state.config.max_documents
     strings = _STRINGS_A_DOCUMENT * state.config.max_documents
     return JsonShape(containers, strings, containers + strings + state.engine.config.max_request_tokens)
@@ -304,12 +576,11 @@ def _check_shape(shape: JsonShape, most: JsonShape) -> None:
         )
 
 
-# A request as JSON has it.
 Fields = dict[str, Any]
 
 
 class Form(NamedTuple):
-    """A kind of request: its wire type, what is read of it, and what answers it."""
+    """A kind of request: its wire type, how it is read, and its handler."""
 
     kind: type[Any]
     read: Callable[[Any, int], Any]
@@ -317,7 +588,7 @@ class Form(NamedTuple):
 
 
 async def answered_as(form: Form, state: ServerState, fields: Fields, tenant: str, path: str) -> Answer:
-    """The answer to these fields as a request of this kind, on the route with this path."""
+    """Answers fields as a request of one kind, on the route `path`."""
     most = state.config.max_documents
 
     def read() -> tuple[Any, Any, list[UnreadField]]:

@@ -27,9 +27,9 @@ from maxsimd.api.reading import (
     check_token_ids,
     pictures_of,
     texts_and_pictures,
+    warnings_of,
     with_request_field_names,
 )
-from maxsimd.api.request_warnings import warnings_of
 from maxsimd.api.state import ServerState
 from maxsimd.api.wire import Content, Name, NotNegative, Positive, Texts, Usage, Warned
 from maxsimd.engine import InvalidRequestError, Truncation

@@ -29,8 +29,7 @@ from maxsimd.api.handlers.rerank import (
 )
 from maxsimd.api.handlers.route import get, post_texts
 from maxsimd.api.models import Wanted
-from maxsimd.api.reading import as_items, check_count
-from maxsimd.api.request_warnings import warnings_of
+from maxsimd.api.reading import as_items, check_count, warnings_of
 from maxsimd.api.state import ServerState
 from maxsimd.api.wire import Content, Contents, NotNegative, Scoring, Usage, Warned, Warnings
 from maxsimd.engine import InvalidRequestError, RerankResult, Truncation

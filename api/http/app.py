@@ -14,9 +14,9 @@ from aiohttp.web_protocol import RequestPayloadError
 from aiohttp.web_urldispatcher import UrlMappingMatchInfo
 
 from maxsimd.api.answer import Answer, error_answer, malformed, unreadable_body
-from maxsimd.api.body import decompressed, encoding_of, refusal
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.handlers import handle
+from maxsimd.api.handlers.route import decompressed, encoding_of, refusal
 from maxsimd.api.http.connections import Connection, as_response, as_stream
 from maxsimd.api.state import ServerState, Serving
 
@@ -24,7 +24,7 @@ STATE = web.AppKey("state", ServerState)
 
 
 def build_app(engine: Serving, config: ServerConfig) -> web.Application:
-    """The application around an engine, which need not be started yet."""
+    """The application around an engine, which may be started later."""
     app = web.Application(middlewares=[_answer])
     app._router = _OneRoute()
     app[STATE] = ServerState(engine, config)
@@ -35,8 +35,8 @@ def build_app(engine: Serving, config: ServerConfig) -> web.Application:
 
 
 class _OneRoute(web.UrlDispatcher):
-    """One route takes every target, `OPTIONS *` and the empty path too, and the middleware answers in its
-    stead. For a target without a route aiohttp would answer some requests before any middleware gets them."""
+    """One route for every target, including `OPTIONS *` and the empty path; the middleware answers. aiohttp
+    would answer some targets without a route before any middleware."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,13 +52,12 @@ async def _answer(
 ) -> web.StreamResponse:
     state = request.app[STATE]
     connection = request.protocol
-    # An application may be served over aiohttp's own connections too.
+    # Tests use aiohttp's own connections.
     if isinstance(connection, Connection):
         if request.transport is None:
-            # The connection had to make room for another. What aiohttp is handed now is sent nowhere.
+            # The connection was closed to make room. aiohttp sends this response nowhere.
             return web.Response()
         if request.version not in (HttpVersion10, HttpVersion11):
-            # aiohttp would answer in the version that was asked for.
             connection.refuse(malformed("only HTTP/1.1 and HTTP/1.0 are spoken here"))
             return web.Response()
         connection.begin(request)
@@ -66,8 +65,8 @@ async def _answer(
     sink = _ResponseSink(request)
     answer = await handle(state, request.method, path, request.headers, _body(request), sink)
     response = sink.response or as_response(answer, request)
-    # After a body that cannot be read on there is no telling where the next request would begin, and a client
-    # that waits to be asked for its body may not send it any more.
+    # The next request's beginning is unknown after a body that cannot be read on, and a client that waits to
+    # send its body may not send it any more.
     is_unread = "Expect" in request.headers and not request.content.is_eof()
     if state.draining or state.closing or is_unread or request.content.exception() is not None:
         response.force_close()
@@ -75,7 +74,7 @@ async def _answer(
 
 
 class _ResponseSink:
-    """Sends an answer's parts as they come. `response` is there once it has begun."""
+    """Sends an answer's parts as they come. `response` is set once it has begun."""
 
     def __init__(self, request: web.Request) -> None:
         self._request = request
@@ -98,7 +97,7 @@ class _ResponseSink:
 
 
 async def _expect(request: web.Request) -> web.StreamResponse | None:
-    """Tells clients that wait for it to send their body, unless the answer is that it is refused."""
+    """Tells clients that wait for it to send their body, unless the body is refused."""
     if request.version == HttpVersion11:
         if request.headers["Expect"].lower() != "100-continue":
             if isinstance(request.protocol, Connection):
@@ -110,7 +109,7 @@ async def _expect(request: web.Request) -> web.StreamResponse | None:
         if refusal(request.headers, request.app[STATE].max_body_bytes) is not None:
             return None
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        # What counts is whether the answer itself has begun.
+        # This is not yet the answer.
         request.writer.output_size = 0
     return None
 
@@ -120,9 +119,9 @@ async def _unused(request: web.Request) -> web.StreamResponse:
 
 
 async def _body(request: web.Request) -> AsyncIterator[bytes]:
-    """The body as it arrives, decompressed. Raises ApiError for an encoding that is not taken, and for a body
-    that is not what its headers say."""
-    # aiohttp decompresses what comes over its own connections.
+    """The body as it arrives, decompressed. Raises ApiError for unsupported encodings and malformed
+    bodies."""
+    # aiohttp decompresses on its own connections.
     encoding = encoding_of(request.headers) if isinstance(request.protocol, Connection) else None
     chunks = _chunks(request)
     async for chunk in chunks if encoding is None else decompressed(chunks, encoding):
@@ -130,7 +129,6 @@ async def _body(request: web.Request) -> AsyncIterator[bytes]:
 
 
 async def _chunks(request: web.Request) -> AsyncIterator[bytes]:
-    """The body as it arrives."""
     try:
         async for chunk in request.content.iter_any():
             yield chunk

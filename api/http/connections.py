@@ -43,9 +43,9 @@ from maxsimd.api.http.sockets import BACKLOG
 from maxsimd.api.logs import SeldomLogger
 from maxsimd.api.telemetry import ServerMetrics
 
-# At most this many at a time are told that they must make room, and do so a little later.
+# At most this many at a time are told before they are closed.
 _MOST_LEAVING = 8
-# For how long a client's silence says nothing of it.
+# A client may be silent so long before it counts as waiting.
 _NEW_SECONDS = 1.0
 
 
@@ -73,21 +73,20 @@ class Evictable(Protocol):
 
 
 class ConnectionTable:
-    """All connections that are open. When there are too many, one makes room that the server has nothing to
-    do for: the one that has waited longest for its client's next word, or received or sent for longest. Those
-    that only wait come first, but not those that have just come."""
+    """All open connections. When there are too many, one is closed that the server does not work for: the one
+    that has waited longest for its client, or received or sent for longest. Waiting connections go first,
+    unless they are new."""
 
     def __init__(self, config: ServerConfig, most: int, metrics: ServerMetrics) -> None:
         self.config = config
         self.most = most
         self.metrics = metrics
         self._open: set[Evictable] = set()
-        # In the order in which they entered their phases, and when that was.
+        # When they entered their phases, oldest first.
         self._waiting: dict[Evictable, float] = {}
         self._transferring: dict[Evictable, float] = {}
-        # How many bytes of answers they have not read, those that have begun first coming first.
+        # Bytes of answers that are being read, oldest first.
         self._unread: dict[Evictable, int] = {}
-        # Those that are told to make room.
         self._leaving: set[Evictable] = set()
         self._changed = asyncio.Event()
         metrics.connections.set_function(lambda: len(self._open))
@@ -114,7 +113,7 @@ class ConnectionTable:
         self._changed.set()
 
     def evict(self) -> bool:
-        """Ends a connection to make room, if there is one that the server has nothing to do for."""
+        """Ends a connection to make room, if the server works for none of them."""
         waiting, since = next(iter(self._waiting.items()), (None, _NEVER))
         transferring, begun = next(iter(self._transferring.items()), (None, _NEVER))
         is_due = time.monotonic() - since > _NEW_SECONDS
@@ -128,8 +127,8 @@ class ConnectionTable:
 
     @contextmanager
     def sending(self, connection: Evictable, size: int) -> Iterator[None]:
-        """While an answer of `size` bytes is written. Where all together are more than memory is for, those
-        that have been read for longest are given up."""
+        """Holds `size` bytes of an answer while it is written. Above the limit, the slowest readers are cut
+        off."""
         self._unread[connection] = size
         try:
             while sum(self._unread.values()) > self.config.max_bodies_mb << 20:
@@ -143,8 +142,7 @@ class ConnectionTable:
             self._unread.pop(connection, None)
 
     async def until_quiet(self) -> None:
-        """Returns when every answer has been handed to the system, so that only waiting connections are
-        left."""
+        """Returns when every answer has been handed to the system."""
         while len(self._waiting) < len(self._open):
             self._changed.clear()
             await self._changed.wait()
@@ -156,16 +154,13 @@ class ConnectionTable:
 
 
 _SERVER = "maxsimd"
-# Bytes of a request's first line, and of a header. They differ, so that errors tell which was too long.
+# Limits in bytes. They differ, so that errors tell which was exceeded.
 LONGEST_LINE, LONGEST_HEADER, MOST_HEADERS = 8190, 16_380, 128
-# Bytes that are written at a time where answers are written piece by piece.
 PIECE = 64 * 1024
-# What aiohttp says of a header that may stand only once.
 _TWICE = re.compile(r"Duplicate '([A-Za-z-]{1,40})' header found\.")
 
 
 def as_response(answer: Answer, request: web.BaseRequest | None = None) -> web.Response:
-    """As the response to a request, if there is one that could be read."""
     headers = {**answer.headers, "Server": _SERVER}
     body: Any = answer.body
     if request is not None and request.secure and len(body) > PIECE:
@@ -175,20 +170,19 @@ def as_response(answer: Answer, request: web.BaseRequest | None = None) -> web.R
 
 
 def as_stream(answer: Answer) -> web.StreamResponse:
-    """The beginning of a response whose body is still to be made."""
+    """The beginning of a response whose body is still being made."""
     return web.StreamResponse(status=answer.status, headers={**answer.headers, "Server": _SERVER})
 
 
 async def _in_pieces(body: bytes) -> AsyncIterator[bytes]:
-    """Behind TLS the event loop notices only between writes that a client does not read."""
+    """Behind TLS, the event loop notices only between writes that a client does not read."""
     for start in range(0, len(body), PIECE):
         yield body[start : start + PIECE]
         await asyncio.sleep(0)
 
 
 def as_bytes(answer: Answer) -> bytes:
-    """An answer after which the connection is closed, for where no request has come of which aiohttp
-    knows."""
+    """An answer for clients without a readable request; the connection is closed after it."""
     headers = {
         **answer.headers,
         "Server": _SERVER,
@@ -206,7 +200,7 @@ def _too_slow(part: str, option: str) -> ApiError:
 
 
 def malformed_request(error: HttpProcessingError | None) -> ApiError:
-    """What to tell whose bytes are not HTTP/1.1, without repeating them."""
+    """The error for bytes that are not HTTP/1.1, without repeating them."""
     if isinstance(error, LineTooLong):
         if error.args[1] == LONGEST_LINE:
             return malformed(f"the path and query are too long; at most {LONGEST_LINE} bytes are taken", 414)
@@ -223,20 +217,18 @@ def malformed_request(error: HttpProcessingError | None) -> ApiError:
 
 log = logging.getLogger("maxsimd.http")
 
-# An answer to a body that is not yet complete is lost if the connection is closed before the client has sent
-# the rest.
+# The answer to an incomplete body is lost if the connection closes before the client has sent the rest.
 _LINGERING_SECONDS = 10.0
-# Timers run before what has arrived meanwhile is read: an event loop that was busy looks twice.
+# Timers run before waiting data is read, so a busy event loop looks twice.
 _SECOND_LOOK_SECONDS = 0.02
 _NEVER = float("inf")
 _INT = Struct("i")
 # The server never switches protocols. Rename the header, because aiohttp's parser drops requests that are
 # pipelined behind it.
 _UPGRADE, _NO_UPGRADE = re.compile(rb"\r\n(?i:upgrade):"), b"\r\nxpgrade:"
-# A parser that stops at 32 requests keeps the bytes behind them. Fewer than this are certain to be parsed.
+# The parser may keep bytes behind 32 requests. Fewer than this are parsed for certain.
 _MANY_REQUESTS = 16
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
-# For SO_LINGER: nothing is sent any more.
 _RESET = Struct("ii").pack(1, 0)
 
 
@@ -248,14 +240,13 @@ class Connection(web.RequestHandler):
         super().__init__(
             server,
             loop=loop,
-            # Only a guard behind our own.
             keepalive_timeout=2 * (config.idle_seconds + config.header_seconds),
             lingering_time=min(_LINGERING_SECONDS, config.transfer_seconds),
             max_line_size=LONGEST_LINE,
             max_field_size=LONGEST_HEADER,
             max_headers=MOST_HEADERS,
             access_log=None,  # type: ignore[arg-type]
-            # That is the application's: aiohttp takes a body that ends too early for whole.
+            # The application decompresses: aiohttp accepts truncated bodies.
             auto_decompress=False,
             logger=log,
         )
@@ -263,20 +254,19 @@ class Connection(web.RequestHandler):
         self._config = config
         self._wire: asyncio.Transport | None = None
         self._body: StreamReader | None = None
-        # The body of the last request that the parser has found, and the last bytes that it was given.
+        # The body of the last parsed request, and the parser's last bytes.
         self._parsed: StreamReader = EMPTY_PAYLOAD
         self._last_bytes = b""
-        # Whether the parser may have kept bytes for later.
         self._held_back = False
         self._phase = Phase.HEADERS
         self._deadline = _NEVER
         self._timer: asyncio.TimerHandle | None = None
         self._looked = False
         self._received = 0
-        # What a transfer is measured from: bytes received, or bytes still to be sent.
+        # Bytes received, or still to be sent, when the current measurement began.
         self._mark = 0
         self._is_gone = False
-        # Shakes hands, where there is TLS.
+        # The TLS handshake.
         self.opening: asyncio.Task[Any] | None = None
         table.enter(self, Phase.HEADERS)
 
@@ -285,7 +275,6 @@ class Connection(web.RequestHandler):
         if self._is_gone:
             self._wire.abort()
             return
-        # The default is eight times as much behind TLS.
         self._wire.set_write_buffer_limits(high=PIECE)
         super().connection_made(transport)
         self._enter(Phase.HEADERS, self._config.header_seconds)
@@ -295,13 +284,13 @@ class Connection(web.RequestHandler):
         super().connection_lost(exc)
 
     def forget(self) -> None:
-        """Called once there is no connection any more, or if it could not be opened."""
+        """Removes a connection that has ended or could not be opened."""
         self._is_gone = True
         self._set_timer(_NEVER)
         self._table.leave(self)
 
     def data_received(self, data: bytes) -> None:
-        # aiohttp also calls this without data, to have what it holds back parsed.
+        # aiohttp also calls this without data, to parse what it holds back.
         if data:
             self._received += len(data)
             if self._phase is Phase.IDLE:
@@ -314,7 +303,7 @@ class Connection(web.RequestHandler):
             self._fail_body(malformed_request(None))
 
     def _without_upgrade(self, data: bytes) -> bytes:
-        """Renames `Upgrade` in the head of a request, never in a body. Leaves it if the parser may hold back
+        """Renames `Upgrade` in the head of a request, never in a body. Skips this if the parser may hold back
         bytes, or if the end of the head is not certain."""
         before = self._last_bytes
         self._last_bytes = (before + data[-2:])[-2:]
@@ -345,11 +334,11 @@ class Connection(web.RequestHandler):
             self._enter(Phase.IDLE, self._config.idle_seconds)
 
     def _is_malformed(self) -> bool:
-        """Whether what came last is not HTTP. aiohttp would tell only those who ask for the next request."""
+        """Whether the last bytes are not HTTP. aiohttp would tell only the reader of the next request."""
         return bool(self._messages) and isinstance(self._messages[-1][0], _ErrInfo)
 
     def _fail_body(self, failure: ApiError) -> None:
-        """Has the reader of the body raise an error, which the client is told."""
+        """Raises an error in the reader of the body; the client gets it."""
         assert self._body is not None
         self._enter(Phase.ANSWERING, None)
         self._body.set_exception(failure)
@@ -358,12 +347,12 @@ class Connection(web.RequestHandler):
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
         if request._message.upgrade:
-            # The header was not renamed, as when it came in two parts. The parser has dropped the requests
-            # behind it, so the client must repeat them.
+            # The header came in two parts and was not renamed. The parser has dropped the requests behind it,
+            # so the client must repeat them.
             resp.force_close()
         if self._phase is not Phase.CLOSING:
             self._enter(Phase.ANSWERING, None)
-            # The client may not have read the answers to what it asked before.
+            # The client may not have read earlier answers.
             if self._paused:
                 self._begin_sending()
         try:
@@ -399,9 +388,9 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answers what aiohttp could not read, and what its handler should not have raised."""
+        """Answers malformed requests and unexpected errors."""
         if isinstance(exc, ConnectionError):
-            # There is nobody left to answer.
+            # The client has gone away.
             raise exc
         request_id = uuid.uuid4().hex
         if isinstance(exc, HttpProcessingError):
@@ -419,13 +408,12 @@ class Connection(web.RequestHandler):
         return response
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
-        # What is wrong with a body has been answered; aiohttp meets it again when it looks for the body's
-        # end.
+        # This error of the body has been answered; aiohttp meets it again when it looks for the body's end.
         if self._body is None or self._body.exception() is None:
             super().log_exception(*args, **kw)
 
     def refuse(self, failure: ApiError) -> None:
-        """Tells the client what is wrong and closes, without a request that could be answered."""
+        """Sends an error without a request to answer, and closes."""
         answer = error_answer(failure).completed(uuid.uuid4().hex, 0.0, {})
         self._table.metrics.requests.labels("unknown", str(failure.status)).inc()
         if self._wire is not None and not self._wire.is_closing():
@@ -438,18 +426,17 @@ class Connection(web.RequestHandler):
             self._fail_body(too_many_connections())
         else:
             self._abort()
-            # Its descriptor is free before the next connection is accepted.
+            # Frees the descriptor before the next connection is accepted.
             self.forget()
 
     def _enter(self, phase: Phase, seconds: float | None) -> None:
-        """Goes on to a phase, which may take so long."""
         if self._is_gone:
             return
         self._phase = phase
         self._looked = False
         self._table.enter(self, phase)
         self._deadline = _NEVER if seconds is None else self._loop.time() + seconds
-        # A timer that is too early sets itself again, which costs less than to move it with each request.
+        # A timer that is too early sets itself again, which costs less than moving it with each request.
         if self._timer is None or self._deadline < self._timer.when():
             self._set_timer(self._deadline)
 
@@ -501,8 +488,8 @@ class Connection(web.RequestHandler):
         return num_bytes >= max(1, least)
 
     def _unsent(self) -> int:
-        """Bytes that the client has not got yet, in our buffers and in the system's: it takes more of ours
-        only when a good part of its own has gone."""
+        """Bytes that the client has not got, in our buffers and in the system's. The system takes more only
+        when a good part of its own has gone."""
         assert self._wire is not None
         unsent = bytearray(_INT.size)
         with suppress(OSError, AttributeError):
@@ -510,7 +497,7 @@ class Connection(web.RequestHandler):
         return self._wire.get_write_buffer_size() + int(_INT.unpack(unsent)[0])
 
     def _end(self) -> None:
-        """Closes once what has been written is sent, but does not wait long for that."""
+        """Closes once everything is sent, but does not wait long for that."""
         self._enter(Phase.CLOSING, self._config.transfer_seconds)
         self.force_close()
 
@@ -519,7 +506,7 @@ class Connection(web.RequestHandler):
         self.force_close()
         if self._wire is not None:
             if self._wire.get_write_buffer_size() > 0:
-                # The answer will not be whole: else the system would hold its part until that is read.
+                # The answer is incomplete; do not let the system hold its part.
                 with suppress(OSError, AttributeError):
                     self._wire.get_extra_info("socket").setsockopt(SOL_SOCKET, SO_LINGER, _RESET)
             self._wire.abort()
@@ -532,15 +519,16 @@ class Connection(web.RequestHandler):
 
 serve_log = logging.getLogger("maxsimd.serve")
 
-# Accepted before what else there is to do has its turn.
+# Connections accepted before other tasks run.
 _AT_ONCE = 8
-# Where the system has no room for a connection, accepting pauses for this long.
+# Pause in accepting when the system has no room.
 _REST_SECONDS = 0.1
 _NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 class Listener:
-    """Listens, and makes connections of those who come. Used from the event loop's thread alone."""
+    """Accepts connections. The event loop's own server closes new ones without a word if the process has no
+    descriptor left. Used from the event loop's thread alone."""
 
     def __init__(self, server: web.Server, table: ConnectionTable, tls: ssl.SSLContext | None) -> None:
         self._server = server
@@ -548,21 +536,21 @@ class Listener:
         self._tls = tls
         self._loop = asyncio.get_running_loop()
         self._sockets: list[socket.socket] = []
-        # The event loop alone would forget them.
+        # The event loop keeps only weak references.
         self._opening: set[asyncio.Task[Any]] = set()
         self._no_room = SeldomLogger(serve_log)
         self._full = SeldomLogger(serve_log)
 
     def start(self, sockets: Sequence[socket.socket]) -> None:
-        """Lets in those who come to sockets that listen, which are closed with this; other processes may let
-        in some of them."""
+        """Accepts on listening sockets, which are closed with this. Other processes may accept on them
+        too."""
         self._sockets = [*sockets]
         for listening in self._sockets:
             self._loop.add_reader(listening, self._accept, listening)
 
     @property
     def port(self) -> int:
-        """The port that is listened on; 0 before that."""
+        """The port, or 0 before the start."""
         return int(self._sockets[0].getsockname()[1]) if self._sockets else 0
 
     @property
@@ -572,7 +560,7 @@ class Listener:
         return all(ipaddress.ip_address(address).is_loopback for address in addresses)
 
     def close(self) -> None:
-        """Listens no longer. Those who have come by now are let in."""
+        """Accepts the connections that have arrived by now, and no more."""
         for listening in self._sockets:
             if self._loop.remove_reader(listening):
                 for _ in range(BACKLOG // _AT_ONCE):
@@ -583,14 +571,14 @@ class Listener:
         self._sockets.clear()
 
     def _accept(self, listening: socket.socket) -> bool:
-        """Lets in some of those who have come; returns whether there may be more."""
+        """Accepts some connections; returns whether there may be more."""
         for _ in range(_AT_ONCE):
             try:
                 arrived, _ = listening.accept()
             except (BlockingIOError, InterruptedError):
                 return False
             except OSError as error:
-                # Others are errors of the one who came, and has left again.
+                # Other errors are the client's, which has left again.
                 if error.errno in _NO_ROOM:
                     self._rest(listening, error)
                     return False
@@ -641,7 +629,7 @@ class Listener:
         self._opening.discard(opening)
         connection.opening = None
         if opening.cancelled() or opening.exception() is not None:
-            # Whoever came has left again, speaks no TLS, was too slow, or had to make room.
+            # The client has left, speaks no TLS, was too slow, or had to make room.
             serve_log.debug("a connection could not be opened")
             connection.forget()
             arrived.close()

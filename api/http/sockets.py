@@ -8,14 +8,14 @@ import ssl
 from maxsimd.api.config import ServerConfig, SetupError
 
 BACKLOG = 1024
-# Descriptors that the rest of the process is left: it has some 30 while it serves, more while it loads.
+# Descriptors for the rest of the process, which has some 30 while it serves, more while it loads.
 _OTHER_DESCRIPTORS = 100
 _MOST_BY_DEFAULT = 10_000
 _MOST_DESCRIPTORS = 1 << 20
 
 
 def raise_descriptor_limit() -> int:
-    """Raises the process's limit on descriptors as far as it may and makes sense, and returns it."""
+    """Raises the process's limit on descriptors as far as possible and useful, and returns it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -23,14 +23,12 @@ def raise_descriptor_limit() -> int:
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     except (OSError, ValueError):
-        # Some systems allow less than they say.
         return soft
     return wanted
 
 
 def max_connections(asked_for: int | None, descriptors: int) -> int:
-    """How many connections a process with this many descriptors may have. Raises SetupError where more
-    are asked for."""
+    """How many connections a process with this many descriptors may have. Raises SetupError for more."""
     if descriptors == resource.RLIM_INFINITY:
         return asked_for or _MOST_BY_DEFAULT
     possible = max(descriptors // 4, descriptors - _OTHER_DESCRIPTORS)
@@ -43,13 +41,13 @@ def max_connections(asked_for: int | None, descriptors: int) -> int:
 
 
 def open_sockets(host: str, port: int) -> list[socket.socket]:
-    """Sockets that listen on all addresses of a host. Raises SetupError where that is not possible."""
+    """Listens on all addresses of a host. Raises SetupError."""
     sockets: list[socket.socket] = []
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         is_only_ipv6 = {family for family, *_ in found} == {socket.AF_INET6}
         for family, _, _, _, address in dict.fromkeys(found):
-            # All addresses of a name get the one port, also where the first has chosen it.
+            # All addresses get the same port, even if the system chose it.
             free = sockets[0].getsockname()[1] if sockets else port
             sockets.append(_listening(family, (address[0], free, *address[2:]), is_only_ipv6))
     except OSError as error:
@@ -68,7 +66,7 @@ def _listening(family: int, address: tuple[object, ...], is_only_ipv6: bool) -> 
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
-            # IPv4 has a socket of its own, unless :: is the only address.
+            # IPv4 has its own socket, unless :: is the only address.
             takes_ipv4 = is_only_ipv6 and address[0] == "::"
             listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not takes_ipv4)
         listening.setblocking(False)
@@ -81,7 +79,7 @@ def _listening(family: int, address: tuple[object, ...], is_only_ipv6: bool) -> 
 
 
 def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
-    """How to speak TLS, 1.2 or later; None for plain HTTP. Raises SetupError for files that do not serve."""
+    """TLS 1.2 or later, or None for plain HTTP. Raises SetupError for unusable files."""
     if config.tls_cert is None:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

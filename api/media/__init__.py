@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from maxsimd.api.body import HeldBytes
 from maxsimd.api.config import ServerConfig, SetupError
 from maxsimd.engine import InvalidRequestError
 from maxsimd.engine.media import (
@@ -24,6 +23,7 @@ from maxsimd.engine.media import (
 
 if TYPE_CHECKING:
     from maxsimd.api.media.fetching import MediaFetcher
+    from maxsimd.api.state import HeldBytes
 
 
 _LONGEST_URL = 12_288
@@ -111,7 +111,7 @@ class MediaSources:
             _fetcher(config.allowed_media_host, self._limits) if config.allowed_media_host else None
         )
 
-    async def filled(self, found: R, held: HeldBytes) -> R:
+    async def filled(self, found: R, held: "HeldBytes") -> R:
         """What was read of a request (texts and content, in lists and tuples), with the files of those
         pictures that it names by URL. Raises InvalidRequestError, naming the picture, for one that cannot be
         had and for too many."""
@@ -134,7 +134,7 @@ class MediaSources:
         if self._fetcher is not None:
             await self._fetcher.close()
 
-    async def _files(self, urls: Iterable[PictureUrl], held: HeldBytes) -> _Files:
+    async def _files(self, urls: Iterable[PictureUrl], held: "HeldBytes") -> _Files:
         """The file of each URL, each fetched once; together they have no more bytes than a body may have. Why
         one cannot be had is said when its document is read, by that one's name."""
         gate, files, room = asyncio.Semaphore(_TOGETHER), _Files(), self._most_bytes

@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maxsimd.api.answer import ApiError, error_answer
-from maxsimd.api.body import (
+from maxsimd.api.handlers.route import (
     _PIECE,
-    BodyBudget,
     Encoding,
     JsonShape,
     decompressed,
@@ -23,6 +22,7 @@ from maxsimd.api.body import (
     refusal,
     shape_of,
 )
+from maxsimd.api.state import BodyBudget
 
 NOTHING = JsonShape(0, 0, 0)
 
@@ -55,7 +55,7 @@ def test_what_there_is_is_counted_and_what_texts_say_is_not(value: Any, block: i
     body = json.dumps(value, ensure_ascii=is_ascii).encode()
     shape = _shape(value)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("maxsimd.api.body._BLOCK", block)
+        patched.setattr("maxsimd.api.handlers.route._BLOCK", block)
         assert shape_of(body, NOTHING) == shape or shape == NOTHING
         assert shape_of(body, shape).is_within(shape)
 

@@ -14,7 +14,7 @@ from maxsimd.api.handlers.embeddings import EmbeddingsRequest
 from maxsimd.api.handlers.handle import route_of
 from maxsimd.api.handlers.rerank import RerankRequest, ScoreRequest
 from maxsimd.api.handlers.route import LARGE_BODY, post
-from maxsimd.api.request_warnings import unread_fields
+from maxsimd.api.reading import unread_fields
 from tests.unit.calling_handlers import (
     GOOD,
     POSTED,
