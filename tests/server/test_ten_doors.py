@@ -11,8 +11,8 @@ from typing import Any
 
 from aiohttp.test_utils import TestClient, TestServer
 
-from maxsimd.api.http.app import build_app
 from maxsimd.api.config import ServerConfig
+from maxsimd.api.http.app import build_app
 from maxsimd.engine import Engine, EngineConfig
 
 ROOT = Path(__file__).parents[2]
