@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -58,14 +58,13 @@ _precision = functools.partial(_choice, "--dtype", ("bfloat16", "float32"))
 _quantization = _choice("--quantization", ("none", "int8"), "none")
 
 
+_DATASET_HELP = "Random words, or real English with known answers."
+_CACHE_HELP = "Whether documents that were sent before may come from the cache."
+
+
 def _workload_options(command: F) -> F:
     options = [
-        _choice(
-            "--dataset",
-            ("random", "docstrings"),
-            "docstrings",
-            "Random words, or real English with known answers.",
-        ),
+        _choice("--dataset", ("random", "docstrings"), "docstrings", _DATASET_HELP),
         _number("--num-requests", 100, "Requests to measure."),
         _number("--documents", 100, "Documents in a request."),
         click.option("--mix", help="Documents of random requests by shares, as 20:0.9,500:0.1."),
@@ -74,12 +73,7 @@ def _workload_options(command: F) -> F:
         click.option("--shared-query", is_flag=True, help="One random query for the whole run."),
         _number("--concurrency", 4, "Requests at a time."),
         click.option("--request-rate", type=float, help="Requests a second, instead of a fixed concurrency."),
-        _choice(
-            "--cache",
-            ("bypass", "use"),
-            "bypass",
-            "Whether documents that were sent before may come from the cache.",
-        ),
+        _choice("--cache", ("bypass", "use"), "bypass", _CACHE_HELP),
         _number("--warmup", 5, "Requests before measuring."),
         _number("--seed", 0, "Seed of all randomness."),
         _json,
@@ -89,11 +83,8 @@ def _workload_options(command: F) -> F:
 
 def _make_requests(workload: dict[str, Any]) -> list[Request]:
     """The requests of the warm-up, then the measured ones."""
-    count, documents, seed = (
-        workload["num_requests"] + workload["warmup"],
-        workload["documents"],
-        workload["seed"],
-    )
+    documents, seed = workload["documents"], workload["seed"]
+    count = workload["num_requests"] + workload["warmup"]
     if workload["dataset"] == "docstrings":
         return docstring_requests(count, documents, seed)
     if workload["mix"] is not None:
@@ -111,6 +102,29 @@ def _finish(report: Report, json_file: str | None) -> None:
 @click.group()
 def bench() -> None:
     """Measures throughput, latency and ranking quality."""
+
+
+_Measured = tuple[Figures, Figures | Coroutine[Any, Any, Figures]]
+
+
+def _benchmark(
+    name: str, run: Callable[[Coroutine[Any, Any, Figures]], Figures] = asyncio.run
+) -> Callable[[Callable[..., _Measured]], click.Command]:
+    """Makes a command of a function that returns settings, and figures or a coroutine that measures them.
+    Figures are printed, and written to the file of the option --json."""
+
+    def decorate(measure: Callable[..., _Measured]) -> click.Command:
+        @functools.wraps(measure)
+        def command(json_file: str | None, **values: Any) -> None:
+            settings, figures = measure(**values)
+            publish(settings, run(figures) if isinstance(figures, Coroutine) else figures, json_file)
+
+        _json(command)
+        params: list[click.Parameter] = vars(command)["__click_params__"]
+        params.insert(0, params.pop())  # the last one shown
+        return bench.command(name)(command)
+
+    return decorate
 
 
 @bench.command("engine")
@@ -156,79 +170,73 @@ def bench_allpool(sequences: int, tokens: int, hidden: int, device: str, rounds:
     measure_allpool(sequences, tokens, hidden, device, rounds)
 
 
-@bench.command("cache")
+@_benchmark("cache")
 @_model
 @_engine_options
 @_number("--documents", 1000, "Documents in the request.")
 @_rounds(5)
-@_json
-def bench_cache(documents: int, rounds: int, json_file: str | None, **values: Any) -> None:
+def bench_cache(documents: int, rounds: int, **values: Any) -> _Measured:
     """One large request: encoded, cached in memory, and cached on disk over a restart."""
     config = config_from(EngineConfig, values)
     from maxsimd.bench.in_process import measure_cache
 
     settings = {"model": config.model, "score_type": config.score_type, "precision": config.cache_precision}
-    publish(settings, asyncio.run(measure_cache(config, documents, rounds)), json_file)
+    return settings, measure_cache(config, documents, rounds)
 
 
-@bench.command("crowd")
+@_benchmark("crowd")
 @_model
 @_engine_options
 @_number("--requests", 20, "Requests in the crowd.")
 @_number("--documents", 2000, "Cached documents in each.")
 @_rounds(7)
-@_json
-def bench_crowd(requests: int, documents: int, rounds: int, json_file: str | None, **values: Any) -> None:
+def bench_crowd(requests: int, documents: int, rounds: int, **values: Any) -> _Measured:
     """A one-line request alone, and behind a crowd of requests whose documents are all cached."""
     config = config_from(EngineConfig, values)
     from maxsimd.bench.in_process import measure_crowd
 
     settings = {"model": config.model, "score_type": config.score_type}
-    publish(settings, asyncio.run(measure_crowd(config, requests, documents, rounds)), json_file)
+    return settings, measure_crowd(config, requests, documents, rounds)
 
 
-@bench.command("partial")
+@_benchmark("partial")
 @_model
 @_engine_options
 @_number("--documents", 1000, "Documents in the request.")
 @click.option("--share", type=float, default=1 / 3, help="The timeout, as a share of the time of all.")
 @_rounds(5)
-@_json
-def bench_partial(documents: int, share: float, rounds: int, json_file: str | None, **values: Any) -> None:
+def bench_partial(documents: int, share: float, rounds: int, **values: Any) -> _Measured:
     """What is scored of a request whose time is up before it is done."""
     config = config_from(EngineConfig, values)
     from maxsimd.bench.in_process import measure_partial
 
     settings = {"model": config.model, "score_type": config.score_type}
-    publish(settings, asyncio.run(measure_partial(config, documents, share, rounds)), json_file)
+    return settings, measure_partial(config, documents, share, rounds)
 
 
-@bench.command("cached-pairs")
+@_benchmark("cached-pairs")
 @_model
 @_number("--documents", 100)
 @_rounds(9, "Turns; medians are reported.")
-@_json
-def bench_cached_pairs(model: str | None, documents: int, rounds: int, json_file: str | None) -> None:
+def bench_cached_pairs(model: str | None, documents: int, rounds: int) -> _Measured:
     """A cross-encoder that is asked the same again: its scores from the cache, and run, in turns."""
     from maxsimd.bench.in_process import measure_cached_pairs
 
-    publish({"model": model}, asyncio.run(measure_cached_pairs(model, documents, rounds)), json_file)
+    return {"model": model}, measure_cached_pairs(model, documents, rounds)
 
 
-@bench.command("prefix")
+@_benchmark("prefix")
 @_number("--documents", 100)
 @_number("--share", 0.4, "Share of tokens that pairs share.")
 @_rounds(5)
-@_json
-def bench_prefix(documents: int, share: float, rounds: int, json_file: str | None) -> None:
+def bench_prefix(documents: int, share: float, rounds: int) -> _Measured:
     """A causal reranker with what all pairs begin with run once, and run every time, in turns."""
     from maxsimd.bench.in_process import measure_prefix_sharing
 
-    figures = asyncio.run(measure_prefix_sharing(documents, share, rounds))
-    publish({"documents": documents, "share": share}, figures, json_file)
+    return {"documents": documents, "share": share}, measure_prefix_sharing(documents, share, rounds)
 
 
-@bench.command("muvera")
+@_benchmark("muvera")
 @_model
 @_engine_options
 @_number("--queries", 200, "Docstring queries.")
@@ -237,8 +245,7 @@ def bench_prefix(documents: int, share: float, rounds: int, json_file: str | Non
 @click.option("--r-reps", type=int, help="Repetitions.")
 @click.option("--d-proj", type=int, help="Numbers of a projected token; 0 projects nothing.")
 @click.option("--d-final", type=int, help="Numbers that vectors are shortened to.")
-@_json
-def bench_muvera(queries: int, candidates: int, json_file: str | None, **values: Any) -> None:
+def bench_muvera(queries: int, candidates: int, **values: Any) -> _Measured:
     """Fixed dimensional encodings (MUVERA) beside MaxSim, with and without what the paper does not have."""
     given = {name: values.pop(name) for name in ("k_sim", "r_reps", "d_proj", "d_final")}
     config = config_from(EngineConfig, values)
@@ -254,25 +261,19 @@ def bench_muvera(queries: int, candidates: int, json_file: str | None, **values:
         "as_in_the_paper": Muvera(**parameters, full_length=False),
         "the_papers_parameters": Muvera(k_sim=5, r_reps=20, d_proj=16, full_length=False),
     }
-    figures = asyncio.run(measure_muvera(config, encodings, queries, candidates))
-    publish({"score_type": config.score_type, **asdict(ours)}, figures, json_file)
+    settings = {"score_type": config.score_type, **asdict(ours)}
+    return settings, measure_muvera(config, encodings, queries, candidates)
 
 
-@bench.command("several")
+@_benchmark("several")
 @click.argument("models", nargs=-1)
 @click.option("--weights", default="3,1", show_default=True, help="Shares of the device of two models.")
 @_number("--seconds", 30.0, "Seconds of mixed load.")
 @_precision("float32")
 @click.option("--threads", type=int, help="Threads for computing.")
-@_json
 def bench_several(
-    models: tuple[str, ...],
-    weights: str,
-    seconds: float,
-    dtype: str,
-    threads: int | None,
-    json_file: str | None,
-) -> None:
+    models: tuple[str, ...], weights: str, seconds: float, dtype: str, threads: int | None
+) -> _Measured:
     """Two models in one process: the memory of each alone and of both, and their shares of the device.
 
     MODELS are two folders; without any, random checkpoints as large as mpnet-base and
@@ -285,26 +286,23 @@ def bench_several(
     with two_models(models) as folders:
         figures = measure_memory(folders, dtype, threads)
         figures |= asyncio.run(measure_shares(folders, (first, second), seconds, dtype, threads))
-    publish({"weights": weights, "seconds": seconds, "dtype": dtype, "threads": threads}, figures, json_file)
+    return {"weights": weights, "seconds": seconds, "dtype": dtype, "threads": threads}, figures
 
 
-@bench.command("single")
+@_benchmark("single")
 @_model
 @_rounds(300, "Requests; medians are reported.")
 @_precision("bfloat16")
 @_quantization
 @click.option("--threads", type=int, help="Threads for computing; by default as many as serving takes.")
 @_folder("--other", "Checkout of another version, with its kernels compiled.")
-@_json
-def bench_single(
-    model: str | None, rounds: int, other: Path | None, json_file: str | None, **settings: Any
-) -> None:
+def bench_single(model: str | None, rounds: int, other: Path | None, **settings: Any) -> _Measured:
     """Requests of one document and of 40, with all layers in one call of our library, layer by layer, and in
     another version."""
     from maxsimd.bench.single import measure_single
 
-    found = measure_single(model, other, settings, rounds)
-    publish({"model": model, "rounds": rounds, "other": other and str(other), **settings}, found, json_file)
+    shown = {"model": model, "rounds": rounds, "other": other and str(other), **settings}
+    return shown, measure_single(model, other, settings, rounds)
 
 
 @bench.command("packed")
@@ -387,118 +385,105 @@ def bench_maxsim(documents: int, dim: int, rounds: int, json_file: str | None) -
     measure_maxsim(documents, dim, rounds, json_file)
 
 
-@bench.command("slab")
+@_benchmark("slab")
 @_number("--documents", 10_000, "Cached documents.")
 @_number("--tokens", 180, "Vectors of each.")
 @_number("--dim", 128, "Dimensions of a vector.")
 @_rounds(9)
-@_json
-def bench_slab(documents: int, tokens: int, dim: int, rounds: int, json_file: str | None) -> None:
+def bench_slab(documents: int, tokens: int, dim: int, rounds: int) -> _Measured:
     """Host work of cached documents: on the GPU already, and copied there."""
     from maxsimd.bench.methods import measure_slab
 
-    publish({"rounds": rounds}, measure_slab(documents, tokens, dim, rounds), json_file)
+    return {"rounds": rounds}, measure_slab(documents, tokens, dim, rounds)
 
 
-@bench.command("tokenizer")
+@_benchmark("tokenizer")
 @click.argument("path", required=False)
 @_number("--entries", 250_000, "Size of the synthetic vocabulary, used without PATH.")
 @click.option(
     "--threads", default="1,2,4", show_default=True, help="Numbers of threads, separated by commas."
 )
 @_rounds(5)
-@_json
-def bench_tokenizer(path: str | None, entries: int, threads: str, rounds: int, json_file: str | None) -> None:
+def bench_tokenizer(path: str | None, entries: int, threads: str, rounds: int) -> _Measured:
     """Tokens a second of the tokenizer.json at PATH, or of a large synthetic Unigram vocabulary."""
     from maxsimd.bench.methods import measure_tokenizer
 
-    figures = measure_tokenizer(path, entries, [int(number) for number in threads.split(",")], rounds)
-    publish({"path": path, "threads": threads}, figures, json_file)
+    numbers = [int(number) for number in threads.split(",")]
+    return {"path": path, "threads": threads}, measure_tokenizer(path, entries, numbers, rounds)
 
 
-@bench.command("scaling")
+@_benchmark("scaling", run_and_clean_up)
 @_model
 @_number("--clients", 64, "Clients that rerank at the same time.")
 @_rounds(3)
-@_json
-def bench_scaling(model: str | None, clients: int, rounds: int, json_file: str | None) -> None:
+def bench_scaling(model: str | None, clients: int, rounds: int) -> _Measured:
     """A server of its own: event-loop lag under many clients, and 10 to 10,000 documents a request."""
     from maxsimd.bench.servers import measure_scaling
 
-    figures = run_and_clean_up(measure_scaling(model, clients, rounds))
-    publish({"clients": clients, "rounds": rounds}, figures, json_file)
+    return {"clients": clients, "rounds": rounds}, measure_scaling(model, clients, rounds)
 
 
-@bench.command("neighbours")
+@_benchmark("neighbours", run_and_clean_up)
 @click.option("--executable", help="The command of another version to measure instead.")
 @_rounds(3)
 @_number("--seconds", 8.0, "Seconds for each measurement.")
-@_json
-def bench_neighbors(executable: str | None, rounds: int, seconds: float, json_file: str | None) -> None:
+def bench_neighbors(executable: str | None, rounds: int, seconds: float) -> _Measured:
     """Throughput while other processes keep the cores busy, beside sentence-transformers."""
     from maxsimd.bench.servers import measure_neighbors
 
-    figures = run_and_clean_up(measure_neighbors(executable, rounds, seconds))
-    publish({"rounds": rounds, "seconds": seconds}, figures, json_file)
+    return {"rounds": rounds, "seconds": seconds}, measure_neighbors(executable, rounds, seconds)
 
 
-@bench.command("mixed")
+@_benchmark("mixed", run_and_clean_up)
 @_model
 @_number("--rate", 5.0, "One-document requests a second.")
 @click.option("--priority", type=click.Choice(["interactive", "batch"]), help="The priority of the batches.")
 @click.option("--max-batch-tokens", type=int, help="The server's token budget.")
 @_rounds(3)
 @_number("--seconds", 20.0, "Seconds for each measurement.")
-@_json
-def bench_mixed(
-    model: str | None, max_batch_tokens: int | None, json_file: str | None, **values: Any
-) -> None:
+def bench_mixed(model: str | None, max_batch_tokens: int | None, **values: Any) -> _Measured:
     """A server of its own with one-document requests beside batches of 10,000 documents."""
     from maxsimd.bench.servers import MixedLoad, measure_mixed_load
 
     options = [] if max_batch_tokens is None else ["--max-batch-tokens", str(max_batch_tokens)]
-    figures = run_and_clean_up(measure_mixed_load(model, MixedLoad(**values), *options))
-    publish({"model": model, "max_batch_tokens": max_batch_tokens, **values}, figures, json_file)
+    settings = {"model": model, "max_batch_tokens": max_batch_tokens, **values}
+    return settings, measure_mixed_load(model, MixedLoad(**values), *options)
 
 
-@bench.command("overload")
+@_benchmark("overload", run_and_clean_up)
 @_model
 @_number("--max-wait-seconds", 0.2, "The server's limit.")
 @_number("--seconds", 60.0, "Seconds at each rate.")
-@_json
-def bench_overload(model: str | None, max_wait_seconds: float, seconds: float, json_file: str | None) -> None:
+def bench_overload(model: str | None, max_wait_seconds: float, seconds: float) -> _Measured:
     """A server of its own at 2, 5 and 10 times what it can do."""
     from maxsimd.bench.overload import measure_overload
 
-    figures = run_and_clean_up(measure_overload(model, max_wait_seconds, seconds))
-    publish({"model": model, "seconds": seconds}, figures, json_file)
+    return {"model": model, "seconds": seconds}, measure_overload(model, max_wait_seconds, seconds)
 
 
-@bench.command("vectors")
+@_benchmark("vectors", run_and_clean_up)
 @_number("--documents", 1000, "Documents in the request.")
 @_number("--tokens", 180, "Vectors of each.")
 @_rounds(9)
-@_json
-def bench_vectors(documents: int, tokens: int, rounds: int, json_file: str | None) -> None:
+def bench_vectors(documents: int, tokens: int, rounds: int) -> _Measured:
     """Documents given as vectors, in Python and over HTTP, beside maxsim-cpu."""
     from maxsimd.bench.servers import measure_vectors
 
-    publish({"rounds": rounds}, run_and_clean_up(measure_vectors(documents, tokens, rounds)), json_file)
+    return {"rounds": rounds}, measure_vectors(documents, tokens, rounds)
 
 
-@bench.command("files")
+@_benchmark("files", run_and_clean_up)
 @_number("--documents", 10_000, "Lines of the file.")
 @_rounds(3)
-@_json
-def bench_files(documents: int, rounds: int, json_file: str | None) -> None:
+def bench_files(documents: int, rounds: int) -> _Measured:
     """`maxsimd rerank` on a file beside the engine alone."""
     from maxsimd.bench.servers import measure_files
 
     settings = {"documents": documents, "rounds": rounds}
-    publish(settings, run_and_clean_up(measure_files(documents, rounds)), json_file)
+    return settings, measure_files(documents, rounds)
 
 
-@bench.command("startup")
+@_benchmark("startup")
 @_folder("--other", "Checkout of another version.")
 @click.option(
     "--model",
@@ -520,7 +505,6 @@ def bench_files(documents: int, rounds: int, json_file: str | None) -> None:
 )
 @_rounds(5, "Starts of each; medians count.")
 @click.option("--first", is_flag=True, help="Measure first starts: none finds what earlier ones have kept.")
-@_json
 def bench_startup(
     other: Path | None,
     models: tuple[str, ...],
@@ -528,31 +512,29 @@ def bench_startup(
     documents: Path | None,
     rounds: int,
     first: bool,
-    json_file: str | None,
-) -> None:
+) -> _Measured:
     """Start, memory and lone requests of a server, or the time of rerank; run it in a checkout."""
     from maxsimd.bench.startup import measure_startup
 
     figures = measure_startup(Path.cwd(), other, rounds, models, command, documents, first)
     settings = {"command": command, "models": list(models), "rounds": rounds, "first": first}
-    publish(settings, figures, json_file)
+    return settings, figures
 
 
-@bench.command("pages")
+@_benchmark("pages", run_and_clean_up)
 @click.argument("model")
 @_number("--pages", 100, "Docstrings, each drawn as a page.")
 @_number("--queries", 50, "First sentences to look for.")
 @_engine_options
-@_json
-def bench_pages(model: str, pages: int, queries: int, json_file: str | None, **values: Any) -> None:
+def bench_pages(model: str, pages: int, queries: int, **values: Any) -> _Measured:
     """How well MODEL finds docstrings that are drawn as pages, in several fonts and layouts."""
     from maxsimd.bench.pages import measure_page_ranking
 
     config = config_from(EngineConfig, {**values, "model": model})
-    publish({"model": model}, run_and_clean_up(measure_page_ranking(config, pages, queries)), json_file)
+    return {"model": model}, measure_page_ranking(config, pages, queries)
 
 
-@bench.command("page-speed")
+@_benchmark("page-speed", run_and_clean_up)
 @click.option(
     "--shape",
     "shapes",
@@ -564,39 +546,33 @@ def bench_pages(model: str, pages: int, queries: int, json_file: str | None, **v
 @_layers
 @_rounds(3)
 @_precision("bfloat16")
-@_json
-def bench_page_speed(
-    shapes: tuple[str, ...], pages: int, layers: int, rounds: int, dtype: Any, json_file: str | None
-) -> None:
+def bench_page_speed(shapes: tuple[str, ...], pages: int, layers: int, rounds: int, dtype: Any) -> _Measured:
     """The engine beside sentence-transformers, with models as wide as published ones and few layers."""
     from maxsimd.bench.pages import measure_page_speed
 
     found = run_and_clean_up(measure_page_speed(list(shapes or PAGE_SHAPES), pages, layers, rounds, dtype))
     figures = {f"{shape}_{name}": value for shape, each in found.items() for name, value in each.items()}
-    publish({"layers": layers, "rounds": rounds, "dtype": dtype}, figures, json_file)
+    return {"layers": layers, "rounds": rounds, "dtype": dtype}, figures
 
 
-@bench.command("beside-pages")
+@_benchmark("beside-pages", run_and_clean_up)
 @_choice("--shape", PAGE_SHAPES, "colpali")
 @_number("--pages", 50, "Pages that wait.")
 @_layers
-@_json
-def bench_beside_pages(shape: str, pages: int, layers: int, json_file: str | None) -> None:
+def bench_beside_pages(shape: str, pages: int, layers: int) -> _Measured:
     """One-document requests of text while many pages wait."""
     from maxsimd.bench.pages import measure_beside_pages
 
-    found = run_and_clean_up(measure_beside_pages(shape, pages, layers))
-    publish({"shape": shape, "layers": layers}, found, json_file)
+    return {"shape": shape, "layers": layers}, measure_beside_pages(shape, pages, layers)
 
 
-@bench.command("picture-stalls")
+@_benchmark("picture-stalls", run_and_clean_up)
 @_number("--pictures", 12, "Pictures in a request.")
-@_json
-def bench_picture_stalls(pictures: int, json_file: str | None) -> None:
+def bench_picture_stalls(pictures: int) -> _Measured:
     """How long the event loop stands still while pictures of 12 million pixels are read."""
     from maxsimd.bench.pages import measure_picture_stalls
 
-    publish({"pictures": pictures}, run_and_clean_up(measure_picture_stalls(pictures)), json_file)
+    return {"pictures": pictures}, measure_picture_stalls(pictures)
 
 
 @bench.command("order-of-work")
@@ -677,12 +653,11 @@ _FLEETS = {
 }
 
 
-@bench.command("fleet-overhead")
+@_benchmark("fleet-overhead", run_and_clean_up)
 @click.option("--executable", help="The command of another version to measure instead.")
 @_rounds(3)
 @_number("--seconds", 5.0, "Seconds of new documents each.")
-@_json
-def bench_fleet_overhead(executable: str | None, rounds: int, seconds: float, json_file: str | None) -> None:
+def bench_fleet_overhead(executable: str | None, rounds: int, seconds: float) -> _Measured:
     """Several fronts and replicas beside one process: the way of cached documents, throughput of new ones."""
     from maxsimd.bench.load import maxsimd
     from maxsimd.bench.servers import measure_overhead
@@ -691,8 +666,7 @@ def bench_fleet_overhead(executable: str | None, rounds: int, seconds: float, js
         maxsimd(name, *options, "--cache-mb", "256", executable=executable)
         for name, options in _FLEETS.items()
     ]
-    figures = run_and_clean_up(measure_overhead(servers, rounds, seconds, {}))
-    publish({"rounds": rounds, "seconds": seconds}, figures, json_file)
+    return {"rounds": rounds, "seconds": seconds}, measure_overhead(servers, rounds, seconds, {})
 
 
 # The titles of Ray's processes that requests pass through.
@@ -703,12 +677,11 @@ _RAY_TITLES = {
 }
 
 
-@bench.command("cluster-overhead")
+@_benchmark("cluster-overhead", run_and_clean_up)
 @_rounds(3)
 @_number("--seconds", 5.0, "Seconds of new documents each.")
 @_number("--cpus", 2, "Threads of the server and the scorer.")
-@_json
-def bench_cluster_overhead(rounds: int, seconds: float, cpus: int, json_file: str | None) -> None:
+def bench_cluster_overhead(rounds: int, seconds: float, cpus: int) -> _Measured:
     """A front and a scorer on Ray beside the server that is one process."""
     require_ray()
     from maxsimd.bench.load import Server, maxsimd
@@ -722,13 +695,12 @@ def bench_cluster_overhead(rounds: int, seconds: float, cpus: int, json_file: st
     figures = run_and_clean_up(measure_overhead(servers, rounds, seconds, _RAY_TITLES))
     ratio = figures["on Ray: new documents/s"] / figures["one process: new documents/s"]
     figures["new documents/s, on Ray / one process"] = round(ratio, 3)
-    publish({"rounds": rounds, "seconds": seconds, "cpus": cpus}, figures, json_file)
+    return {"rounds": rounds, "seconds": seconds, "cpus": cpus}, figures
 
 
-@bench.command("cluster-hits")
+@_benchmark("cluster-hits", run_and_clean_up)
 @_number("--seed", 0, "Seed of all randomness.")
-@_json
-def bench_cluster_hits(seed: int, json_file: str | None) -> None:
+def bench_cluster_hits(seed: int) -> _Measured:
     """Documents that are found in caches on Ray: at their owners, and anywhere; after deaths and growth."""
     require_ray()
     from maxsimd.bench.cluster import measure_hits
@@ -739,7 +711,7 @@ def bench_cluster_hits(seed: int, json_file: str | None) -> None:
         serve.start(proxy_location="Disabled")
         figures = run_and_clean_up(measure_hits(seed))
         serve.shutdown()
-    publish({"seed": seed}, figures, json_file)
+    return {"seed": seed}, figures
 
 
 @bench.command("peers")
