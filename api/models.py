@@ -75,8 +75,8 @@ class LastModelError(Exception):
 
 
 class SeveralModels:
-    """Owns the models of a server, by their names and in their order. Used on one event loop, as a
-    `ServedEngine` that does not score itself: `engine` has the one that does."""
+    """Owns the models of a server, by their names and in their order. Used on one event loop, in place of
+    an engine: `engine` has the one that scores."""
 
     restart_obstacle: str | None = None
 

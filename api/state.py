@@ -3,12 +3,10 @@
 import asyncio
 import copy
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, Self, TypeAlias, TypeVar, Unpack, cast
-
-from prometheus_client import CollectorRegistry
+from typing import TYPE_CHECKING, Literal, Protocol, Self, TypeAlias, cast
 
 from maxsimd.api.answer import Answer, ApiError, no_such_model
 from maxsimd.api.config import ServerConfig
@@ -18,21 +16,10 @@ from maxsimd.api.models import SeveralModels, Wanted, chosen, lost_during_reques
 from maxsimd.api.reading import LoggedFields, UnreadField, messages_of, refuse
 from maxsimd.api.telemetry import ServerMetrics, tracing_of_environment
 from maxsimd.engine import EngineDeadError, EngineNotReadyError
-from maxsimd.engine.config import EngineConfig
-from maxsimd.engine.device.facts import ModelFacts
-from maxsimd.engine.metrics import EngineStats
-from maxsimd.engine.processors.text.tokenization import TextTokenizer
-from maxsimd.engine.requests import (
-    ClassifyResult,
-    EmbedResult,
-    RankedDocument,
-    RerankResult,
-    ScoreOptions,
-    ScoreResult,
-    SparseEmbedResult,
-    TokenEmbedResult,
-)
-from maxsimd.engine.tenants import Tenant
+
+if TYPE_CHECKING:
+    from maxsimd.api.fleet.fleet_engine import FleetEngine
+    from maxsimd.engine import Engine
 
 _EXPOSED = "Retry-After, Server-Timing, X-Request-ID, X-Maxsimd-Warnings"
 _PREFLIGHT_SECONDS = 600
@@ -75,9 +62,6 @@ class CrossOrigin:
         return "*" in self._origins or origin.lower() in self._origins
 
 
-T = TypeVar("T")
-
-
 class FleetView(Protocol):
     """A server's other processes."""
 
@@ -89,103 +73,8 @@ class FleetView(Protocol):
         """Extends this process's page of /metrics to the whole server's."""
 
 
-class HasRegistry(Protocol):
-    """Counts something."""
-
-    @property
-    def registry(self) -> CollectorRegistry: ...
-
-
-class ServedStream(Protocol):
-    """See `ScoreStream`."""
-
-    @property
-    def result(self) -> ScoreResult: ...
-
-    async def __aenter__(self) -> Self: ...
-
-    async def __aexit__(self, *error: Any) -> None: ...
-
-    def __aiter__(self) -> AsyncIterator[list[RankedDocument]]: ...
-
-
-class ServedEngine(Protocol):
-    """What handlers and the server's life use of an engine; see `Engine`."""
-
-    death: str | None
-    restart_obstacle: str | None
-
-    @property
-    def metrics(self) -> HasRegistry: ...
-
-    @property
-    def config(self) -> EngineConfig: ...
-
-    @property
-    def caches_by_tenant(self) -> bool:
-        """Whether tenants need names, by which their cached entries are found. Known before the start."""
-
-    @property
-    def is_healthy(self) -> bool: ...
-
-    @property
-    def facts(self) -> ModelFacts: ...
-
-    @property
-    def tokenizer(self) -> TextTokenizer: ...
-
-    @property
-    def max_tokens(self) -> int: ...
-
-    async def start(self) -> None: ...
-
-    async def stop(self, grace: float | None = None) -> None: ...
-
-    async def until_dead(self) -> None: ...
-
-    def stats(self) -> EngineStats: ...
-
-    def set_tenants(self, tenants: Mapping[str, Tenant]) -> None: ...
-
-    def check_rate(self, tenant: str) -> None: ...
-
-    async def clear_cache(self) -> None: ...
-
-    async def in_thread(self, function: Callable[[], T], size: int) -> T: ...
-
-    async def conversation(
-        self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool, continue_final_message: bool
-    ) -> tuple[str, bool]: ...
-
-    async def score(self, queries: Any, documents: Any, **options: Unpack[ScoreOptions]) -> ScoreResult: ...
-
-    async def rerank(
-        self,
-        query: Any,
-        documents: Any,
-        *,
-        top_n: int | None = None,
-        score_threshold: float | None = None,
-        **options: Unpack[ScoreOptions],
-    ) -> RerankResult: ...
-
-    def stream(self, queries: Any, documents: Any, **options: Unpack[ScoreOptions]) -> ServedStream: ...
-
-    @property
-    def embed(self) -> Callable[..., Awaitable[EmbedResult]]: ...
-
-    @property
-    def embed_tokens(self) -> Callable[..., Awaitable[TokenEmbedResult]]: ...
-
-    @property
-    def embed_sparse(self) -> Callable[..., Awaitable[SparseEmbedResult]]: ...
-
-    @property
-    def classify(self) -> Callable[..., Awaitable[ClassifyResult]]: ...
-
-
-# What a server lives around.
-Serving: TypeAlias = ServedEngine | SeveralModels
+# A server serves one model, by engines in this process or in others, or several models.
+Serving: TypeAlias = "Engine | FleetEngine | SeveralModels"
 
 
 # Infinity's client sends this for no name.
@@ -256,7 +145,7 @@ class ServerState:
     def __init__(self, engine: Serving, config: ServerConfig) -> None:
         self.models = engine if isinstance(engine, SeveralModels) else None
         # With several models, `serving` chooses the one that answers.
-        self.engine = cast("ServedEngine", engine)
+        self.engine = cast("Engine | FleetEngine", engine)
         self.config = config
         self.keys = ApiKeys(config, set_tenants=engine.set_tenants, must_be_named=engine.caches_by_tenant)
         self.cross_origin = CrossOrigin(config.cors_origin)

@@ -9,7 +9,7 @@ several models rank in stages.
 import math
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import ExitStack
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -26,7 +26,7 @@ from maxsimd.api.reading import (
     warnings_of,
     with_request_field_names,
 )
-from maxsimd.api.state import ServedStream, ServerState, naming_lost_model
+from maxsimd.api.state import ServerState, naming_lost_model
 from maxsimd.api.wire import (
     Content,
     Contents,
@@ -44,6 +44,9 @@ from maxsimd.engine import requests as engine_requests
 from maxsimd.engine.explanations import Explanation, TokenMatch, WindowScore
 from maxsimd.engine.requests import Item, ScoreOptions, Timings
 from maxsimd.engine.workers import run_in_thread_if_large
+
+if TYPE_CHECKING:
+    from maxsimd.engine.engine import DocumentStream
 
 LINES = "application/x-ndjson"
 
@@ -566,7 +569,7 @@ async def _stream_ranking(state: ServerState, body: RerankRequest, texts: ToRank
 
 
 async def _streamed(
-    stream: ServedStream,
+    stream: "DocumentStream",
     least: float,
     line: Callable[[RankedDocument], Any],
     last: Callable[[ScoreResult], Any],
@@ -581,7 +584,7 @@ async def _streamed(
 
 
 async def _parts(
-    stream: ServedStream,
+    stream: "DocumentStream",
     least: float,
     line: Callable[[RankedDocument], Any],
     last: Callable[[ScoreResult], Any],
