@@ -1,15 +1,19 @@
 """The layout: few folders, imports that go one way, and a front door that loads little."""
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ["scheduler", "pooling", "engine", "api", "integrations", "bench"]
+ROOMS = ["scheduler", "pooling", "engine", "api", "bench"]
+# Packages that are not named as their folders.
+RENAMED = {"api/package": "maxsimd", "api/integrations": "maxsimd.integrations"}
 
 
 def _files(room: str) -> list[Path]:
@@ -25,8 +29,26 @@ def test_the_package_list_equals_the_folders() -> None:
     assert set(setuptools["package-dir"].values()) == folders
     assert set(setuptools["packages"]) == set(setuptools["package-dir"])
     for package, folder in setuptools["package-dir"].items():
-        expected = "maxsimd" if folder == "api/package" else "maxsimd." + folder.replace("/", ".")
-        assert package == expected
+        assert package == RENAMED.get(folder, "maxsimd." + folder.replace("/", "."))
+
+
+def test_import_paths_that_users_have_exist() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    paths = {tuple(each) for each in re.findall(r"from (maxsimd[\w.]*) import (\w+)", text)}
+    paths |= {(each, "") for each in re.findall(r"\.\. automodule:: (maxsimd[\w.]+)", text)}
+    classes = re.findall(r"\.\. autoclass:: (maxsimd[\w.]+)", text)
+    paths |= {tuple(each.rsplit(".", 1)) for each in classes}
+    rerankers = {"haystack": "MaxsimdRanker", "langchain": "MaxsimdRerank", "llama_index": "MaxsimdRerank"}
+    paths |= {(f"maxsimd.integrations.{name}", reranker) for name, reranker in rerankers.items()}
+    # In the files that `maxsimd cluster config` writes.
+    paths.add(("maxsimd.api.cluster.serve", "app_builder"))
+    assert len(paths) > 20
+    for module, name in paths:
+        found = find_spec(module)
+        assert found is not None, module
+        assert found.origin is not None, module
+        assert re.search(rf"\b{name}\b", Path(found.origin).read_text(encoding="utf-8")), f"{module}.{name}"
 
 
 def test_imports_and_the_command_line_load_no_torch() -> None:

@@ -1,5 +1,6 @@
 """For LangChain: a document compressor, as `ContextualCompressionRetriever` takes one."""
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ from langchain_core.documents import BaseDocumentCompressor, Document
 from pydantic import ConfigDict, PrivateAttr
 
 from maxsimd.engine import SyncEngine
-from maxsimd.integrations.ranking import Place, Ranker
+from maxsimd.integrations import Place, Ranker
 
 
 class MaxsimdRerank(BaseDocumentCompressor):
@@ -51,7 +52,7 @@ class MaxsimdRerank(BaseDocumentCompressor):
         self, documents: Sequence[Document], query: str, callbacks: Callbacks | None = None
     ) -> Sequence[Document]:
         texts = [document.page_content for document in documents]
-        return _best(documents, await self._ranker.rank_async(query, texts, *self._options))
+        return _best(documents, await asyncio.to_thread(self._ranker.rank, query, texts, *self._options))
 
     @property
     def _options(self) -> tuple[int | None, float | None, bool]:

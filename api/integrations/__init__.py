@@ -1,6 +1,5 @@
-"""What the adapters have in common: an engine, and a ranking of texts by it."""
+"""Rerankers for frameworks, each in a module that needs its framework: `maxsimd.integrations.haystack`..."""
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,14 +54,3 @@ class Ranker:
             query, texts, top_n=top_n, score_threshold=score_threshold, normalize=normalize
         )
         return [Place(one.index, one.score) for one in ranked.results]
-
-    async def rank_async(
-        self,
-        query: str,
-        texts: Sequence[str],
-        top_n: int | None,
-        score_threshold: float | None,
-        normalize: bool,
-    ) -> list[Place]:
-        """The same beside the event loop."""
-        return await asyncio.to_thread(self.rank, query, texts, top_n, score_threshold, normalize)

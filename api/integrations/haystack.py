@@ -6,7 +6,7 @@ from typing import Any
 from haystack import Document, component, default_from_dict, default_to_dict
 
 from maxsimd.engine import SyncEngine
-from maxsimd.integrations.ranking import Ranker
+from maxsimd.integrations import Ranker
 
 
 @component

@@ -7,7 +7,7 @@ from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle
 
 from maxsimd.engine import SyncEngine
-from maxsimd.integrations.ranking import Ranker
+from maxsimd.integrations import Ranker
 
 
 class MaxsimdRerank(BaseNodePostprocessor):
