@@ -1,4 +1,4 @@
-"""Sends each chunk to the pooling method of its task, and gathers what is finished."""
+"""Pools each chunk with the method of its task, and gathers finished items."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class TokenPooling:
     roles: frozenset[Role]
 
     def pool(self, items: Ragged, sequences: tuple[TokenSequence, ...]) -> Ragged:
-        """Items [tokens, dim] of these sequences, those in the roles with fewer rows."""
+        """Merges the items [tokens, dim] of the sequences in the roles."""
         if not any(sequence.payload.role in self.roles for sequence in sequences):
             return items
         return Ragged.from_items(
@@ -46,17 +46,14 @@ class TokenPooling:
 
 
 def merging_documents(factor: float, left_alone: int = 1) -> TokenPooling:
-    """
-    Documents with about one vector for every `factor` tokens; the first
-    `left_alone` tokens are left as they are.
-    """
+    """Merges documents to about one vector per `factor` tokens. The first `left_alone` tokens stay."""
     from sentence_transformers.multi_vector_encoder.modules import HierarchicalTokenPooling
 
     method = HierarchicalTokenPooling(factor, num_protected_tokens=left_alone)
     return TokenPooling(method, frozenset({Role.DOCUMENT}))
 
 
-# The task whose items are one vector a token.
+# The task whose items are one vector per token.
 TOKENS = "token_embed"
 
 
@@ -80,9 +77,7 @@ class Pooled:
 
 
 class DispatchPooler:
-    """Owns one pooling method a task. Called by whoever owns the step's hidden states, one step at a time.
-
-    With `token_pooling` the token embeddings of some roles are merged further."""
+    """Owns one pooling method per task, and the token pooling behind them."""
 
     def __init__(
         self, methods: Mapping[str, PoolingMethod], token_pooling: TokenPooling | None = None
@@ -91,11 +86,10 @@ class DispatchPooler:
         self._token_pooling = token_pooling
 
     def pool(self, hidden: torch.Tensor, cursor: PoolingCursor) -> list[Pooled]:
-        """Pools a step: `hidden` is [rows, hidden]. One entry a task that finished any sequence.
-
-        State of unfinished sequences stays until `free`."""
+        """Pools a step; `hidden` is [rows, hidden]. Returns one entry per task with finished sequences. The
+        state of unfinished ones stays until `free`."""
         pooled = []
-        # A prefix is there for its keys and values alone.
+        # A prefix runs for its keys and values alone.
         cursor = cursor.select(lambda chunk: not chunk.is_prefix)
         for task in dict.fromkeys(chunk.sequence.payload.task for chunk in cursor.chunks):
             group = cursor.select(lambda chunk, task=task: chunk.sequence.payload.task == task)  # type: ignore[misc]
@@ -108,16 +102,16 @@ class DispatchPooler:
         return pooled
 
     def comparable(self, pooled: Pooled) -> Iterator[tuple[TokenSequence, torch.Tensor]]:
-        """The sequences with their items in the form in which these can be compared, number by number."""
+        """The sequences with their items as comparable numbers."""
         method = self._methods[pooled.task]
         return ((sequence, method.comparable(item)) for sequence, item in pooled)
 
     def free(self, sequence_id: int) -> None:
-        """Forgets the state of a sequence that finished, failed or was cancelled."""
+        """Forgets the state of a sequence."""
         for method in self._methods.values():
             method.free(sequence_id)
 
     @property
     def num_states(self) -> int:
-        """How many unfinished sequences have state in any method."""
+        """How many states of unfinished sequences there are."""
         return sum(method.num_states for method in self._methods.values())

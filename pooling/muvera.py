@@ -1,5 +1,5 @@
-"""Fixed dimensional encodings: one vector of a token matrix, so that the inner product of two of them is
-about MaxSim, and any store of vectors can do the first stage of late interaction.
+"""Fixed dimensional encodings: one vector per token matrix. Inner products of two approximate MaxSim, so any
+vector store can do the first stage of late interaction.
 
 Source: Dhulipala, Hadian, Jayaram, Lee & Mirrokni 2024, "MUVERA: Multi-Vector Retrieval via Fixed Dimensional
 Encodings" (arXiv 2405.19504).
@@ -18,13 +18,18 @@ from maxsimd.pooling.ragged import Ragged
 from maxsimd.pooling.vectors import Embedding, Vectors
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
-# Numbers from a normal distribution are multiples of its inverse, so that the last bits of a machine's
-# logarithm and cosine change nothing.
+# Normal numbers are rounded to multiples of its inverse: a machine's last bits of logarithm and cosine
+# vanish.
 _NORMAL_STEPS = 65_536
 
 
 def draws(seed: int, stream: int, count: int) -> NDArray[np.uint64]:
-    """The first draws of a stream: integers from 0 to 2^64 - 1, [count]."""
+    """The first draws of a stream: integers from 0 to 2^64 - 1, [count]. They are the same in every version
+    and on every machine, so that encodings stay comparable.
+
+    SplitMix64 (Steele, Lea & Flood 2014, "Fast Splittable Pseudorandom Number Generators"), on unsigned
+    integers of 64 bits, all modulo 2^64: draw n = 1, 2, ... of a state s is mix(s + n * 0x9E3779B97F4A7C15).
+    The state of stream t of a seed is draw 1 of the state (draw 1 of the state seed) + t."""
     state = _draw(_draw(np.array([seed], dtype=np.uint64), 1) + np.uint64(stream), 1)
     return _draw(state, np.arange(1, count + 1, dtype=np.uint64))
 
@@ -37,7 +42,7 @@ def signs(seed: int, stream: int, count: int) -> NDArray[np.float32]:
 def signed_choices(
     seed: int, stream: int, count: int, num_choices: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Of each draw a number from 0 to `num_choices` - 1, its 63 lower bits modulo that, and a sign by its
+    """Numbers from 0 to `num_choices` - 1, each the lower 63 bits of a draw modulo that, and signs by the
     highest bit: int64 and float32, [count] each."""
     drawn = draws(seed, stream, count)
     lower = drawn & np.uint64((1 << 63) - 1)
@@ -61,23 +66,23 @@ def _signs(drawn: NDArray[np.uint64]) -> NDArray[np.float32]:
 
 
 def _draw(state: NDArray[np.uint64], number: NDArray[np.uint64] | int) -> NDArray[np.uint64]:
-    """Unsigned integers in arrays wrap around, as is meant."""
+    """Unsigned integers in arrays wrap around as intended."""
     mixed = state + np.asarray(number, dtype=np.uint64) * _STEP
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return np.asarray(mixed ^ (mixed >> np.uint64(31)))
 
 
-# Numbers of an encoding, hyperplanes of a repetition, and random vectors of all repetitions, at most: they
+# The most numbers of an encoding, hyperplanes of a repetition, and random vectors of all repetitions: these
 # take memory for each dimension of a token.
 LONGEST, MOST_PLANES, MOST_RANDOM = 262_144, 12, 8_192
-# Matrices are encoded together up to as many, as many rows, and as many numbers of their vectors.
+# The most matrices, rows, and numbers of vectors that are encoded together.
 _TOGETHER, _ROWS_TOGETHER, _NUMBERS_TOGETHER = 64, 16_384, 1 << 21
-# Which random numbers are which.
+# The streams of random numbers.
 _HYPERPLANES, _PROJECTIONS, _SKETCH = 0, 1, 2
-# Farther than any token; a bit that differs counts more than any index of a token.
+# Farther than any token. A differing bit counts more than any token's index.
 _NOWHERE, _A_BIT = 1 << 62, 1 << 32
-# What is shorter is not made longer.
+# Shorter vectors are not scaled up.
 _SHORTEST = 1e-12
 
 
@@ -86,20 +91,20 @@ class Muvera:
     """How token matrices become vectors. Only vectors of the same parameters can be compared.
 
     In each of `r_reps` repetitions a token x falls into one of 2^`k_sim` regions: bit i of the region's
-    number, of value 2^i, is 1 where <g_i, x> > 0, for normal random g_i (SimHash). It counts as S x /
-    sqrt(`d_proj`), S of random signs [d_proj, dim]; with `d_proj` None as x itself. A query has in each
-    region the sum of its tokens there; a document has their mean and, in a region without any, the token
-    whose region differs in the fewest bits, the first of these. All regions of all repetitions end to end,
-    divided by sqrt(r_reps), are the vector, of r_reps * 2^k_sim * d_proj numbers. With `d_final` it is
-    shortened to as many by a count sketch: number j is added, with a random sign, to a random one of them.
+    number, of value 2^i, is 1 if <g_i, x> > 0, for normal random g_i (SimHash). The token counts as S x /
+    sqrt(`d_proj`), with S random signs [d_proj, dim], or as x itself if `d_proj` is None. A query has the sum
+    of its tokens in each region. A document has their mean and, in a region without tokens, the first token
+    whose region differs in the fewest bits. The vector is all regions of all repetitions end to end, divided
+    by sqrt(r_reps): r_reps * 2^k_sim * d_proj numbers. `d_final` shortens it by a count sketch: number j is
+    added, with a random sign, to a random one of d_final numbers.
 
-    The mean of a document's tokens is shorter than they are, the more so the more they differ, while MaxSim
-    takes one of them at its full length. With `full_length`, which the paper does not have, what a document
-    has in a region is brought to the mean length that its tokens there have before they are projected.
+    The mean of different tokens is shorter than they are, while MaxSim takes one token at its full length.
+    `full_length`, which is not in the paper, scales a document's vector in each region to the mean length of
+    its tokens there before they are projected.
 
-    The random numbers come from streams of `seed` (`random_numbers.py`): g [r_reps, k_sim, dim] from stream
-    0, S [r_reps, d_proj, dim] from stream 1, in row order, and the sketch from stream 2. Regions are computed
-    in float64, all else in float32. Raises ValueError for parameters that make no sense."""
+    The random numbers come from streams of `seed` (see `draws`): g [r_reps, k_sim, dim] from stream 0, S
+    [r_reps, d_proj, dim] from stream 1, in row order, and the sketch from stream 2. Regions are computed in
+    float64, all else in float32. Raises ValueError for invalid parameters."""
 
     k_sim: int = 3
     r_reps: int = 40
@@ -133,8 +138,8 @@ class Muvera:
             )
 
     def length(self, dim: int) -> int:
-        """How many numbers the encoding of tokens of `dim` dimensions has. Raises ValueError where these do
-        not go with the parameters."""
+        """The length of an encoding of tokens with `dim` dimensions. Raises ValueError if these do not go
+        with the parameters."""
         if self.d_proj is not None and self.d_proj > dim:
             raise ValueError(f"d_proj is {self.d_proj}, but tokens have {dim} dimensions; ask for no more")
         whole = self.whole_length(dim)
@@ -152,11 +157,10 @@ class Muvera:
         input_type: Literal["query", "document"],
         between: Callable[[], object] = lambda: None,
     ) -> NDArray[np.float32]:
-        """One vector a token matrix, float32 [matrices, length]; of a matrix without rows, zeros. `between`
-        is called after every few matrices; an error that it raises ends the work.
+        """Encodes token matrices as float32 [matrices, length]; a matrix without rows gives zeros.
 
-        Each is [tokens, dim], in any form that `Engine.score` takes embeddings in. Raises ValueError for
-        matrices of another shape, or of different dimensions."""
+        Each is [tokens, dim], in any form that `Engine.score` takes. `between` is called after every few
+        matrices; its errors end the work. Raises ValueError for other shapes, or different dimensions."""
         if not matrices:
             raise ValueError("give at least one token matrix")
         if input_type not in ("query", "document"):
@@ -174,7 +178,7 @@ class Muvera:
         return out
 
     def whole_length(self, dim: int) -> int:
-        """How many numbers the encoding of tokens of `dim` dimensions has before it is shortened."""
+        """The length of an encoding of tokens with `dim` dimensions before it is shortened."""
         return int(self.r_reps * 2**self.k_sim * (dim if self.d_proj is None else self.d_proj))
 
     def _encode(self, items: Ragged, drawn: "_Drawn", is_document: bool) -> torch.Tensor:
@@ -186,7 +190,7 @@ class Muvera:
         blocks = []
         for i, hyperplanes in enumerate(drawn.hyperplanes):
             bits = exact @ hyperplanes > 0  # [T, k_sim]
-            # Among the regions of all items.
+            # Numbered through the regions of all items.
             regions = owner * 2**self.k_sim + (bits * values).sum(dim=1)  # [T]
             projected = rows if drawn.projections is None else rows @ drawn.projections[i]  # [T, d_proj]
             made = torch.zeros(count * 2**self.k_sim, projected.shape[1]).index_add_(0, regions, projected)
@@ -199,8 +203,8 @@ class Muvera:
     def _average(
         self, made: torch.Tensor, regions: torch.Tensor, projected: torch.Tensor, lengths: torch.Tensor
     ) -> None:
-        """Makes of the sums `made` [regions, d_proj] what documents have in their regions: `regions` [T] are
-        those of all tokens, which are `projected` [T, d_proj] and have had the `lengths` [T]."""
+        """Turns the sums `made` [regions, d_proj] into the documents' vectors. `regions` [T] are those of all
+        tokens, `projected` [T, d_proj] the tokens, and `lengths` [T] their lengths before the projection."""
         counts = torch.bincount(regions, minlength=len(made))
         made /= counts.clamp(min=1)[:, None]
         nearest = self._nearest(regions, len(made))
@@ -212,13 +216,13 @@ class Muvera:
             made *= (wanted / made.norm(dim=1).clamp(min=_SHORTEST))[:, None]
 
     def _nearest(self, regions: torch.Tensor, num_regions: int) -> torch.Tensor:
-        """For each region the token whose own differs from it in the fewest bits, the first of these, as its
-        index; where the item has no tokens an index that is too large. [num_regions]"""
+        """The index of each region's nearest token, the first whose region differs in the fewest bits; too
+        large for items without tokens. [num_regions]"""
         index = torch.arange(len(regions))
         distance = torch.full((num_regions,), _NOWHERE).scatter_reduce_(0, regions, index, "amin")
         distance = distance.reshape(-1, 2**self.k_sim)
         region = torch.arange(2**self.k_sim)
-        # Bit by bit: what is nearest in the bits so far is reached through the region that differs in this.
+        # Bit by bit: the nearest by the bits so far may lie in the region that differs in this bit.
         for bit in range(self.k_sim):
             distance = torch.minimum(distance, distance[:, region ^ (1 << bit)] + _A_BIT)
         distance = distance.reshape(-1)
@@ -227,9 +231,8 @@ class Muvera:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Drawn:
-    """The random numbers: of each repetition `hyperplanes` [dim, k_sim] in float64 and `projections`
-    [dim, d_proj], None where tokens are not projected; and of each number of a whole vector its `target` in
-    the shortened one and its `sign`, None where it is not shortened."""
+    """The random numbers: `hyperplanes` [dim, k_sim] in float64 and `projections` [dim, d_proj], if any, for
+    each repetition; `target` in the shortened vector and `sign` of each number, if it is shortened."""
 
     hyperplanes: tuple[torch.Tensor, ...]
     projections: tuple[torch.Tensor, ...] | None
@@ -259,7 +262,7 @@ def _drawn(muvera: Muvera, dim: int) -> _Drawn:
 
 
 def _across(vectors: NDArray[Any]) -> tuple[torch.Tensor, ...]:
-    """Vectors [r_reps, n, dim] as a matrix [dim, n] for each repetition."""
+    """Vectors [r_reps, n, dim] as one matrix [dim, n] per repetition."""
     return tuple(torch.from_numpy(np.ascontiguousarray(each.T)) for each in vectors)
 
 
@@ -275,7 +278,7 @@ def _rows(given: Vectors, dim: int) -> torch.Tensor:
 
 
 def _parts(lengths: Sequence[int], numbers: int) -> Iterator[slice]:
-    """Runs of matrices that are encoded together, of which each gives a vector of so many `numbers`."""
+    """Runs of matrices that are encoded together. Each gives a vector of so many `numbers`."""
     first = rows = 0
     most = max(1, min(_TOGETHER, _NUMBERS_TOGETHER // numbers))
     for i, length in enumerate(lengths):

@@ -1,4 +1,4 @@
-"""The embedding of a query that an engine has made, to be scored later: there or in another process."""
+"""The embedding of an encoded query, to be scored later, here or in another process."""
 
 from dataclasses import dataclass
 
@@ -9,12 +9,11 @@ from maxsimd.pooling.vectors import Vectors
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class QueryRows(Vectors):
-    """What `Engine.encode_query` makes of a query, to be given in the query's place: a torch tensor on the
-    CPU, [tokens, dim] for late interaction and [1, dim] where a text has one vector, in the precision in
-    which documents are compared with it, so that nothing is rounded twice.
+    """A query that `Engine.encode_query` has encoded: a torch tensor on the CPU, [tokens, dim] for late
+    interaction and [1, dim] where a text has one vector, in the precision in which documents are compared.
 
-    `tokens` is how many were run for it, as usage counts them, and `truncated` says whether it was cut. The
-    `fingerprint` is its model's: another one refuses it with InvalidRequestError. It can be pickled."""
+    `tokens` is how many were run for it, as in usage, and `truncated` says whether it was truncated. Models
+    with another `fingerprint` refuse it with InvalidRequestError. It can be pickled."""
 
     tokens: int
     truncated: bool
@@ -26,7 +25,7 @@ class QueryRows(Vectors):
         return torch.as_tensor(self.values)
 
     def as_rows(self, dim: int) -> tuple[torch.Tensor, None]:
-        """As of `Vectors`, but for a query all of whose tokens are left out of scoring, which has no row."""
+        """As for `Vectors`. A query whose tokens are all left out of scoring has no row."""
         rows = self.rows
         if rows.shape == (0, dim):
             return rows, None

@@ -1,4 +1,4 @@
-"""The one form of everything ragged: flat rows plus offsets that the CPU knows."""
+"""Ragged items as flat rows, with offsets on the CPU, and copies between host and device."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -8,17 +8,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-# As float32 this many rows of a few hundred dimensions stay in a CPU's cache.
+# This many float32 rows of a few hundred dimensions stay in a CPU's cache.
 _DECODED_TOGETHER = 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False, init=False)
 class Ragged:
-    """Items of different lengths laid end to end: item i is `values[offsets[i]:offsets[i + 1]]`.
+    """Items of different lengths, end to end: item i is `values[offsets[i]:offsets[i + 1]]`.
 
-    `values` is [rows, dim]; `offsets`, int64, has one entry more than there are items and starts at 0. With
-    `scales`, float32 [rows], the values are int8, and stand for themselves times their row's scale.
-    """
+    `values` is [rows, dim]; `offsets` is int64 [items + 1] and starts at 0. With `scales`, float32 [rows],
+    the values are int8, to be multiplied by their row's scale."""
 
     values: torch.Tensor
     offsets: NDArray[np.int64]
@@ -49,12 +48,12 @@ class Ragged:
 
     @classmethod
     def one_row_each(cls, values: torch.Tensor) -> "Ragged":
-        """Each row of `values` as an item by itself."""
+        """Each row of `values` as an item."""
         return cls(values, np.arange(len(values) + 1))
 
     @classmethod
     def join(cls, parts: Sequence["Ragged"]) -> "Ragged":
-        """The items of all parts, one after the other; either all parts have scales or none has."""
+        """The items of all parts, in order. Either all parts have scales or none has."""
         lengths = np.concatenate([np.diff(part.offsets) for part in parts])
         scales = [part.scales for part in parts if part.scales is not None]
         values = torch.cat([part.values for part in parts])
@@ -72,7 +71,7 @@ class Ragged:
         return self._run(index, index + 1)
 
     def take(self, indices: Sequence[int]) -> "Ragged":
-        """These items, in this order. Where they follow one another here, they are not copied."""
+        """These items, in this order. Consecutive items are not copied."""
         wanted = np.asarray(indices, dtype=np.int64)
         cuts = np.flatnonzero(np.diff(wanted) != 1) + 1
         runs = [self._run(int(run[0]), int(run[-1]) + 1) for run in np.split(wanted, cuts) if len(run)]
@@ -84,7 +83,7 @@ class Ragged:
         return iter(self.values.split(self.lengths))
 
     def decoded(self, dtype: torch.dtype) -> "Ragged":
-        """The same in a precision that can be computed with, without scales."""
+        """The items in a precision that can be computed with, without scales."""
         return Ragged(decoded(self.values, self.scales, dtype), self.offsets)
 
     @property
@@ -101,7 +100,7 @@ class Ragged:
 
 
 def decoded(values: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """Rows [n, dim], times their scales [n] if they have any, in a precision that can be computed with."""
+    """Rows [n, dim], multiplied by their scales [n] if there are any, in `dtype`."""
     if scales is None:
         return values.to(dtype)
     if values.device.type != "cpu":
@@ -114,21 +113,19 @@ def decoded(values: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtyp
 
 
 def offsets_of(lengths: NDArray[np.int64] | Sequence[int]) -> NDArray[np.int64]:
-    """Where items of these lengths begin when they lie end to end, and where the last one ends."""
+    """The starts of items of these lengths, laid end to end, and the end of the last one."""
     offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(np.asarray(lengths, dtype=np.int64), out=offsets[1:])
     return offsets
 
 
-# Pinned memory is dear and stays with the process: what is larger goes through it in pieces.
+# Pinned memory is expensive and stays with the process, so larger copies go through it in pieces.
 _PIECE_BYTES = 32 * 1024 * 1024
 
 
 def to_device(numbers: NDArray[np.generic] | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy of host numbers on the device; on the CPU the numbers themselves.
-
-    A CUDA device copies from pinned memory, on its stream, while the caller goes on; for copies to other
-    devices the caller waits."""
+    """Copies host numbers to the device; on the CPU returns the numbers themselves. A CUDA device copies from
+    pinned memory on its stream while the caller goes on. For other devices the caller waits."""
     tensor = numbers if isinstance(numbers, torch.Tensor) else torch.from_numpy(numbers)
     if device.type != "cuda":
         return tensor.to(device)
@@ -136,15 +133,15 @@ def to_device(numbers: NDArray[np.generic] | torch.Tensor, device: torch.device)
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of device numbers in pinned host memory, there once the work launched so far is done; from other
-    devices than CUDA's a copy for which the caller waits; on the CPU the numbers themselves."""
+    """Copies device numbers to the host. From CUDA the copy is complete once the work launched so far is
+    done. For other devices the caller waits. On the CPU it returns the numbers themselves."""
     if tensor.device.type != "cuda":
         return tensor.cpu()
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def joined_on(device: torch.device, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A copy of host tensors [rows, ...], end to end, on the device, as `join_into` makes it."""
+    """Copies host tensors [rows, ...] end to end to the device, as `join_into`."""
     if device.type != "cuda":
         return torch.cat(list(parts)).to(device)
     out = torch.empty(
@@ -155,10 +152,8 @@ def joined_on(device: torch.device, parts: Sequence[torch.Tensor]) -> torch.Tens
 
 
 def join_into(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Copies host tensors [rows, ...], end to end, into `out` of the same rows and precision on a device.
-
-    A GPU copies from pinned memory, on its stream, while the caller goes on. Each piece is joined in pinned
-    memory while the one before it is copied."""
+    """Copies host tensors [rows, ...] end to end into `out`, of the same rows and precision, on a device. A
+    GPU copies from pinned memory on its stream: a piece is joined there while the one before it is copied."""
     if out.device.type != "cuda":
         torch.cat(list(parts), out=out)
         return
@@ -187,9 +182,10 @@ def _pieces(parts: Sequence[torch.Tensor], most: int) -> Iterator[list[torch.Ten
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spans:
-    """Item i is `values[starts[i]:stops[i]]`: `values` is [rows, dim], the bounds are int64 [items], on the
-    CPU. Rows may belong to several items or to none. With `scales`, float32 [rows], the values are int8, and
-    stand for themselves times their row's scale."""
+    """Items anywhere among the rows of one tensor: item i is `values[starts[i]:stops[i]]`.
+
+    `values` is [rows, dim] with `scales` as in `Ragged`; the bounds are int64 [items], on the CPU. Rows may
+    belong to several items or to none."""
 
     values: torch.Tensor
     starts: NDArray[np.int64]

@@ -1,5 +1,6 @@
-"""Sparse vectors: weights of some words of a vocabulary. As an item one is a row a word, [entries, 2] in
-float32: the word's id, each once, and its weight.
+"""Sparse vectors: weights of some words of a vocabulary, and hybrid items with dense vectors beside them.
+
+A sparse vector is an item [entries, 2] in float32: a word's id, each once, and its weight.
 """
 
 import copy
@@ -18,7 +19,7 @@ from maxsimd.scheduler import Role, TokenSequence
 
 # The columns of an item.
 COLUMNS = 2
-# What the numbers of all words may take for the rows that are pooled at a time.
+# Memory for the numbers of all words, for the rows that are pooled at a time.
 _PIECE_BYTES = 64 * 1024 * 1024
 _BYTES_A_NUMBER = 4
 
@@ -26,9 +27,8 @@ _BYTES_A_NUMBER = 4
 class WordsHead(ABC):
     """A head that gives each row a number for every word: [n, hidden] to [n, num_words].
 
-    A sparse vector has at most `most` entries, the heaviest; all of them for None. What the model makes of
-    texts in the `static_roles` is not used: their pooled tokens, each once, have these `static_weights`
-    [num_words]."""
+    A sparse vector has the `most` heaviest entries, or all for None. Texts in the `static_roles` do not use
+    the model's output: each of their pooled tokens has its weight in `static_weights` [num_words]."""
 
     num_words: int
     most: int | None = None
@@ -40,27 +40,25 @@ class WordsHead(ABC):
 
     @abstractmethod
     def weights(self, numbers: torch.Tensor) -> torch.Tensor:
-        """What such numbers weigh: 0 or more, and the more the higher they are."""
+        """The weights of such numbers: 0 or more, rising with the number."""
 
     def without_limit(self) -> Self:
-        """The same head for sparse vectors of any number of entries: which are the heaviest may hang on
-        rounding."""
+        """The same head without `most`. For comparisons: rounding may decide which entries are heaviest."""
         unlimited = copy.copy(self)
         unlimited.most = None
         return unlimited
 
 
 class WordsPool(PoolingMethod):
-    """From a number for every word and token to one sparse vector a sequence.
+    """Pools a number for each word and token into one sparse vector per sequence.
 
-    The numbers of a whole step are never there at once, which of a large vocabulary would take gigabytes.
-    Between chunks there is one number a word of each, by the token at which the chunk began."""
+    It works on a few rows at a time: a whole step's numbers for a large vocabulary would take gigabytes.
+    The state of a chunk is one number per word."""
 
     def __init__(self, head: Head) -> None:
         super().__init__(head)
         assert isinstance(head, WordsHead)
         self._head = head
-        self._chunks: dict[int, dict[int, torch.Tensor]] = {}
         self._most_rows = max(1, _PIECE_BYTES // (_BYTES_A_NUMBER * head.num_words))
 
     def pool(self, hidden: torch.Tensor, cursor: PoolingCursor) -> Ragged:
@@ -69,7 +67,7 @@ class WordsPool(PoolingMethod):
         read = self._read(hidden, cursor.select(lambda chunk: not self._is_static(chunk.sequence)))
         complete = [chunk.sequence for chunk in cursor.chunks if chunk.is_last]
         looked_up = self._looked_up([each for each in complete if self._is_static(each)])
-        # The first items are those that were read; each sequence takes the next of its own.
+        # The joined items are those of `read`, then the static ones.
         of_read, of_static = iter(range(len(read))), iter(range(len(read), len(complete)))
         order = [next(of_static if self._is_static(each) else of_read) for each in complete]
         return Ragged.join([read, looked_up]).take(order)
@@ -90,7 +88,7 @@ class WordsPool(PoolingMethod):
         return Ragged.from_items(items) if items else Ragged(weights.new_empty(0, COLUMNS), (0,))
 
     def _read(self, hidden: torch.Tensor, cursor: PoolingCursor) -> Ragged:
-        """What the model makes of texts, or of the parts of them in a step."""
+        """The sparse vectors that the model gives."""
         rows, lengths = cursor.pooled_rows()
         parts: list[Ragged] = []
         start = 0
@@ -100,32 +98,23 @@ class WordsPool(PoolingMethod):
             finished = []
             pooled = self._pooled(hidden, rows[start:stop], of_group)
             for chunk, part in zip(cursor.chunks[first:last], pooled, strict=True):
-                sequence_id = chunk.sequence.sequence_id
-                if not chunk.is_last:
-                    self._chunks.setdefault(sequence_id, {})[chunk.start] = part
-                    continue
-                earlier = self._chunks.get(sequence_id)
-                finished.append(self._joined([*earlier.values(), part]) if earlier else part)
+                if chunk.is_last:
+                    finished.append(self._joined([*self._earlier(chunk), part]))
+                else:
+                    self._keep(chunk, part)
             if finished:
                 parts.append(entries_of(self._finished(torch.stack(finished)), self._head.most))
             start = stop
         return Ragged.join(parts) if parts else Ragged(hidden.new_empty(0, COLUMNS).float(), (0,))
 
-    def free(self, sequence_id: int) -> None:
-        self._chunks.pop(sequence_id, None)
-
-    @property
-    def num_states(self) -> int:
-        return len(self._chunks)
-
     def comparable(self, item: torch.Tensor) -> torch.Tensor:
-        """A weight for every word, [1, words]: which of them are exactly 0 may hang on rounding."""
+        """A weight for every word, [1, words]: rounding may decide which of them are exactly 0."""
         return dense_of(item, self._head.num_words)[None]
 
     def _pooled(
         self, hidden: torch.Tensor, rows: NDArray[np.int64], lengths: list[int]
     ) -> list[torch.Tensor]:
-        """A number a word for each chunk of a group, [words]; `rows` are those of its tokens."""
+        """One number per word, [words], for each chunk of a group. `rows` are the rows of its tokens."""
         if len(lengths) > 1:
             numbers = self._head(take_rows(hidden, rows))  # [rows, words]
             return [self._reduced(part) for part in numbers.split(lengths)]
@@ -135,20 +124,19 @@ class WordsPool(PoolingMethod):
 
     @abstractmethod
     def _reduced(self, numbers: torch.Tensor) -> torch.Tensor:
-        """One number a word, [words], of those of some tokens [n, words]."""
+        """Reduces the numbers of some tokens [n, words] to one per word, [words]."""
 
     @abstractmethod
     def _joined(self, reduced: list[torch.Tensor]) -> torch.Tensor:
-        """One number a word of those of several runs of tokens."""
+        """Reduces the results of several runs of tokens to one number per word."""
 
     @abstractmethod
     def _finished(self, pooled: torch.Tensor) -> torch.Tensor:
-        """Weights of what was pooled of whole sequences, [n, words]."""
+        """The weights of whole sequences, [n, words]."""
 
 
 class MaxWordsPool(WordsPool, name="max-words"):
-    """Each word's greatest weight among the tokens. The weight rises with the number, so that it is taken of
-    the greatest number alone.
+    """Each word's greatest weight among the tokens: the weight of its greatest number.
 
     Source: SPLADE v2, Formal et al. 2021 (arXiv 2109.10086), eq. 6."""
 
@@ -180,7 +168,7 @@ class SumWordsPool(WordsPool, name="sum-words"):
 
 
 class GivenWordsPool(MaxWordsPool, name="given-words"):
-    """For whole sequences of which each has one row: the weights of all words."""
+    """For sequences with one row each that already has the weights of all words."""
 
     def _read(self, hidden: torch.Tensor, cursor: PoolingCursor) -> Ragged:
         rows = take_rows(hidden, np.array(cursor.starts, dtype=np.int64))
@@ -188,7 +176,7 @@ class GivenWordsPool(MaxWordsPool, name="given-words"):
 
 
 class GivenWords(WordsHead):
-    """In place of another head, for rows that are weights of all words already."""
+    """Stands in for a head whose rows already are the weights of all words."""
 
     def __init__(self, head: WordsHead) -> None:
         self.num_words, self.most = head.num_words, head.most
@@ -202,15 +190,15 @@ class GivenWords(WordsHead):
 
 
 def _pooled_ids(sequence: TokenSequence) -> NDArray[np.int64]:
-    """The tokens of a sequence that take part in pooling."""
+    """The ids of the pooled tokens."""
     tokens = sequence.tokens
     positions = tokens.pooled_positions
     return (tokens.ids if positions is None else tokens.ids[positions]).astype(np.int64)
 
 
 def entries_of(weights: torch.Tensor, most: int | None = None) -> Ragged:
-    """The words that have a weight other than 0 in each row of `weights` [n, words]; the heaviest of them, if
-    there are more than `most`. How many they are only the device knows, which this waits for."""
+    """The words with a weight other than 0 in each row of `weights` [n, words], at most the `most` heaviest.
+    Waits for the device, which alone knows their number."""
     if most is not None and most < weights.shape[1]:
         heaviest = torch.topk(weights, most, dim=1).indices
         weights = torch.zeros_like(weights).scatter(1, heaviest, weights.gather(1, heaviest))
@@ -220,13 +208,13 @@ def entries_of(weights: torch.Tensor, most: int | None = None) -> Ragged:
 
 
 def dense_of(item: torch.Tensor, num_words: int) -> torch.Tensor:
-    """The weight of every word, [num_words], in an item [entries, 2]."""
+    """An item [entries, 2] as the weights of all words, [num_words]."""
     weights = torch.zeros(num_words, device=item.device)
     return weights.index_put((item[:, 0].long(),), item[:, 1])
 
 
 def _groups(lengths: list[int], most: int) -> Iterator[tuple[int, int]]:
-    """Runs of chunks that have at most `most` rows together and are at most as many, or of one larger one."""
+    """Runs of at most `most` chunks with at most `most` rows together, or of one larger chunk."""
     first, rows = 0, 0
     for i, length in enumerate(lengths):
         if i > first and (rows + length > most or i - first == most):
@@ -238,9 +226,8 @@ def _groups(lengths: list[int], most: int) -> Iterator[tuple[int, int]]:
 
 
 class TokenWeights(ABC):
-    """A head that gives each row the weight of its token: [n, hidden] to [n, 1], 0 or more. Tokens with the
-    ids in `weightless` have none. Where several tokens count as one word, `words` has for each id that of the
-    word; None where each is its own."""
+    """A head that gives each row the weight of its token: [n, hidden] to [n, 1], 0 or more. Ids in
+    `weightless` have no weight. `words` maps ids to word ids if several tokens count as one word."""
 
     weightless: NDArray[np.int64]
     words: NDArray[np.int64] | None = None
@@ -254,48 +241,33 @@ class HybridHead(TokenWeights):
 
     @abstractmethod
     def whole(self, rows: torch.Tensor) -> torch.Tensor:
-        """The vectors [n, dim] of whole sequences, by the row of each one's first token."""
+        """The vectors [n, dim] of whole sequences, from the rows of their first tokens."""
 
 
 class _WholeSequences(PoolingMethod):
-    """Common ground of the methods that look at all tokens of a sequence, those too that take no part in
-    pooling. Rows of unfinished sequences are held as they are, by the token at which each chunk began."""
-
-    def __init__(self, head: Head) -> None:
-        super().__init__(head)
-        self._chunks: dict[int, dict[int, torch.Tensor]] = {}
+    """Base of the methods that read all tokens of a sequence, pooled or not. The state of a chunk is its
+    rows."""
 
     def pool(self, hidden: torch.Tensor, cursor: PoolingCursor) -> Ragged:
         finished, parts = [], []
         for chunk, start in zip(cursor.chunks, cursor.starts, strict=True):
-            sequence_id = chunk.sequence.sequence_id
-            rows = np.arange(start, start + len(chunk))
-            if not chunk.is_last:
-                self._chunks.setdefault(sequence_id, {})[chunk.start] = take_rows(hidden, rows).clone()
-                continue
-            earlier = {} if chunk.is_first else self._chunks.get(sequence_id, {})
-            parts += [earlier[first] for first in sorted(earlier)]
-            parts.append(take_rows(hidden, rows))
-            finished.append(chunk.sequence)
+            rows = take_rows(hidden, np.arange(start, start + len(chunk)))
+            if chunk.is_last:
+                parts += [*self._earlier(chunk), rows]
+                finished.append(chunk.sequence)
+            else:
+                self._keep(chunk, rows.clone())
         if not finished:
             return self._items(take_rows(hidden, np.empty(0, dtype=np.int64)), [])
         return self._items(parts[0] if len(parts) == 1 else torch.cat(parts), finished)
 
-    def free(self, sequence_id: int) -> None:
-        self._chunks.pop(sequence_id, None)
-
-    @property
-    def num_states(self) -> int:
-        return len(self._chunks)
-
     @abstractmethod
     def _items(self, rows: torch.Tensor, sequences: list[TokenSequence]) -> Ragged:
-        """The items of whole sequences, of their rows [tokens of all, hidden] end to end."""
+        """The items of whole sequences. `rows` [all tokens, hidden] are theirs, end to end."""
 
 
 class TokenWeightsPool(_WholeSequences, name="token-weights"):
-    """The tokens of a sequence with their weights, [entries, 2]: a sparse vector (`maxsimd.pooling.sparse`),
-    in which weights may be 0.
+    """The tokens of a sequence with their weights: a sparse vector [entries, 2], in which weights may be 0.
 
     Source: the lexical weights of BGE M3, Chen et al. 2024 (arXiv 2402.03216), section 3.2."""
 
@@ -306,13 +278,13 @@ class TokenWeightsPool(_WholeSequences, name="token-weights"):
         return Ragged.from_lengths(torch.stack([ids, heaviest.weights], dim=1), heaviest.counts)
 
     def comparable(self, item: torch.Tensor) -> torch.Tensor:
-        """The weights, [entries, 1]: the ids are no numbers to compare by."""
+        """The weights, [entries, 1], without the ids."""
         return item[:, 1:]
 
 
 class HybridPool(_WholeSequences, name="hybrid"):
-    """A row a token, [tokens, dim + 2]: its vector, its id, and its weight where it is the first of its id,
-    else 0. The first row has the vector of the whole sequence in place of its own."""
+    """One row per token, [tokens, dim + 2]: its vector, its id, and its weight, or 0 if the id came before.
+    The first row has the vector of the whole sequence instead of its own."""
 
     def _items(self, rows: torch.Tensor, sequences: list[TokenSequence]) -> Ragged:
         head = self.head
@@ -330,13 +302,13 @@ class HybridPool(_WholeSequences, name="hybrid"):
         return Ragged.from_lengths(torch.cat([vectors, numbers], dim=1), lengths)
 
     def comparable(self, item: torch.Tensor) -> torch.Tensor:
-        """Without the ids, which are no numbers to compare by."""
+        """All columns without the ids."""
         return torch.cat([item[:, :-2], item[:, -1:]], dim=1)
 
 
 class Heaviest(NamedTuple):
-    """Each token of some sequences once, one sequence after the other and ids ascending: its id, the first of
-    its rows, and its greatest weight; and how many each sequence has."""
+    """The distinct tokens of some sequences, in the sequences' order and by ascending id: id, first row and
+    greatest weight. `counts` is the number of each sequence's tokens."""
 
     ids: NDArray[np.int64]
     rows: NDArray[np.int64]
@@ -350,9 +322,9 @@ def heaviest_of(
     weightless: NDArray[np.int64],
     words: NDArray[np.int64] | None = None,
 ) -> Heaviest:
-    """Of the `weights` [tokens of all] of the sequences' tokens end to end, without `weightless` ids, and by
-    the ids of their `words` if there are any. Which tokens there are the CPU knows, so that nothing waits for
-    the device."""
+    """The distinct tokens without `weightless` ids; with `words`, the distinct words. `weights` [all tokens]
+    are those of the sequences' tokens, end to end. The CPU knows the ids, so this does not wait for the
+    device."""
     offsets = offsets_of([len(sequence) for sequence in sequences])
     ids, first, inverse, counts = [], [], [], []
     num_entries = 0

@@ -1,4 +1,4 @@
-"""Embeddings that callers bring themselves."""
+"""Embeddings that callers bring."""
 
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -16,16 +16,16 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int8)
 class Vectors:
     """The embedding of a query or a document in place of its text: a numpy array or torch tensor,
     [tokens, dim] for late interaction and [dim] where a text has one vector, in float32, float16, bfloat16 or
-    int8. (What is in float64 is made float32.)
+    int8 (float64 becomes float32).
 
-    Numbers in int8 are multiplied by `scales`, one a vector, if there are some. Nothing is copied or checked
-    until it is scored."""
+    int8 numbers are multiplied by `scales`, one per vector. Nothing is copied or checked until it is
+    scored."""
 
     values: Numbers
     scales: Numbers | float | None = None
 
     def __len__(self) -> int:
-        """How many vectors there are; 1 where the values are no array."""
+        """The number of vectors; 1 if the values are no array."""
         try:
             return len(self.values) if np.ndim(self.values) > 1 else 1
         except (TypeError, ValueError):
@@ -33,14 +33,14 @@ class Vectors:
 
     @property
     def largest(self) -> float:
-        """The largest magnitude of the numbers, times the largest scale if there are scales."""
+        """The largest magnitude of the numbers, times the largest scale."""
         scale = 1.0 if self.scales is None else _largest(_as_tensor(self.scales))
         return _largest(_as_tensor(self.values)) * scale
 
     def as_rows(self, dim: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The vectors as contiguous rows [n, dim], and in int8 with scales [n], on the CPU; the rows may have
-        numbers that are not finite. Raises ValueError, saying what is wrong, for another shape or kind of
-        numbers, and for scales that are not finite."""
+        """The vectors as contiguous rows [n, dim] on the CPU, with scales [n] if they are int8. Rows may be
+        not finite. Raises ValueError for another shape or kind of numbers, and for scales that are not
+        finite."""
         rows = _as_tensor(self.values)
         if rows.dim() == 1:
             rows = rows[None]
