@@ -1,4 +1,8 @@
-"""Embeddings on disk, shared by several processes, the oldest going first."""
+"""Embeddings on disk: an SQLite database that several processes may share.
+
+No part of it is mapped into memory: if someone truncates a mapped file, the process dies. For the same
+reason there is no write-ahead log, whose index is always mapped.
+"""
 
 import logging
 import os
@@ -23,18 +27,17 @@ _TABLES = (
     "CREATE TABLE counts (entries INTEGER NOT NULL)",
     "INSERT INTO counts VALUES (0)",
 )
-# More entries are not dropped at once, and more pages not given back, so that others get their turn.
-_MOST_DROPPED = 256
-_MOST_GIVEN_BACK = 256
+# The most entries dropped, and the most pages given back, in one transaction.
+_MOST_DROPPED = _MOST_GIVEN_BACK = 256
 
 
 class DamagedError(Exception):
-    """A database is ours and cannot be used."""
+    """The database is ours but cannot be used."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """How many entries a database has, how many bytes its pages in use take, and how many its file takes."""
+    """The size of a database: entries, bytes of the pages in use, and bytes of the file."""
 
     entries: int
     nbytes: int
@@ -42,8 +45,7 @@ class Usage:
 
 
 def create_tables(connection: sqlite3.Connection, page: int, application: int, version: int) -> None:
-    """Creates the tables of a new database, with pages of `page` bytes, and marks it as that of an
-    application, and of a version of it. Raises sqlite3.OperationalError where there are other tables."""
+    """Creates the tables of a new database. Raises sqlite3.OperationalError if it has other tables."""
     if not _has_tables(connection):
         # This cannot be set later, and the second of them writes at once.
         connection.execute(f"PRAGMA page_size = {page}")
@@ -59,7 +61,7 @@ def create_tables(connection: sqlite3.Connection, page: int, application: int, v
 
 
 def is_other_layout(error: Exception) -> bool:
-    """Whether an error says that a table or a column is not there, or of a format that SQLite cannot read."""
+    """Whether an error says that a table or column is missing, or that SQLite cannot read its format."""
     return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_ERROR
 
 
@@ -69,7 +71,7 @@ def read_entry(connection: sqlite3.Connection, key: bytes) -> bytes | None:
 
 
 def read_entry_before(connection: sqlite3.Connection, sequence: int) -> tuple[int, bytes, bytes] | None:
-    """Sequence number, key and data of the newest entry that is older than another."""
+    """Returns sequence number, key and data of the newest entry older than `sequence`."""
     statement = "SELECT sequence, key, data FROM entries WHERE sequence < ? ORDER BY sequence DESC LIMIT 1"
     for older, key, data in connection.execute(statement, (sequence,)).fetchall():
         if older >= sequence:  # or whoever reads on from there might never come to an end
@@ -79,7 +81,7 @@ def read_entry_before(connection: sqlite3.Connection, sequence: int) -> tuple[in
 
 
 def write_entries(connection: sqlite3.Connection, entries: list[tuple[bytes, bytes]]) -> None:
-    """Entries by their keys, as the newest."""
+    """Writes entries as the newest."""
     with _transaction(connection):
         replaced = 0
         for key, data in entries:
@@ -97,8 +99,7 @@ def drop_entry(connection: sqlite3.Connection, key: bytes) -> None:
 
 
 def drop_oldest_entries(connection: sqlite3.Connection, nbytes: int) -> int:
-    """Drops the oldest entries, until that many bytes are free or a few hundred entries are gone. Returns how
-    many."""
+    """Drops the oldest entries until `nbytes` are free, a few hundred at most. Returns how many."""
     with _transaction(connection):
         oldest = f"SELECT sequence, length(data) FROM entries ORDER BY sequence LIMIT {_MOST_DROPPED}"
         last = None
@@ -113,33 +114,29 @@ def drop_oldest_entries(connection: sqlite3.Connection, nbytes: int) -> int:
 
 
 def clear_entries(connection: sqlite3.Connection) -> None:
-    """Drops all entries, and gives back what the file took for them if that can be done now."""
+    """Drops all entries, and shrinks the file if possible."""
     with _transaction(connection):
         connection.execute("DELETE FROM entries")
         connection.execute("UPDATE counts SET entries = 0")
-    # It copies what is left, which is nothing: far quicker than to give back page by page.
+    # VACUUM copies what is left, which is nothing; giving pages back is far slower.
     with suppress(sqlite3.OperationalError):
         connection.execute("VACUUM")
 
 
 def shrink_file(connection: sqlite3.Connection, nbytes: int) -> None:
-    """Gives back what is not in use of the file, until it is shorter by that many bytes or by a few MiB."""
-    pages = min(-(-nbytes // _page_size(connection)), _MOST_GIVEN_BACK)
+    """Shortens the file by up to `nbytes` of unused pages, a few MiB at most."""
+    pages = min(-(-nbytes // _pragma(connection, "page_size")), _MOST_GIVEN_BACK)
     # As a script: sqlite3 stops a statement without columns after its first row, which is one page here.
     connection.executescript(f"PRAGMA incremental_vacuum({pages})")
 
 
 def count_usage(connection: sqlite3.Connection) -> Usage:
     pages, free = _pragma(connection, "page_count"), _pragma(connection, "freelist_count")
-    size = _page_size(connection)
+    size = _pragma(connection, "page_size")
     match connection.execute("SELECT entries FROM counts").fetchall():
         case [(int(entries),)]:
             return Usage(entries, (pages - free) * size, pages * size)
     raise DamagedError("the number of its entries is missing")
-
-
-def _page_size(connection: sqlite3.Connection) -> int:
-    return _pragma(connection, "page_size")
 
 
 def _pragma(connection: sqlite3.Connection, name: str) -> int:
@@ -151,53 +148,51 @@ def _has_tables(connection: sqlite3.Connection) -> bool:
 
 
 def _as_bytes(value: object) -> bytes:
-    """A value that damage may have given another type: then it is no entry's any more."""
+    """Damage may give a value another type."""
     return value if isinstance(value, bytes) else b""
 
 
 @contextmanager
 def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
-    """All that is written within, or none of it."""
+    """Commits all writes within, or none."""
     connection.execute("BEGIN IMMEDIATE")
     yield
     connection.execute("COMMIT")
 
 
 FILE = "maxsimd-embeddings.sqlite3"
-# Where a damaged database goes. There is one at most: the next takes its place.
+# A damaged database gets this name, in place of an earlier one.
 DAMAGED_FILE = "maxsimd-embeddings.damaged.sqlite3"
 
-# A new entry's key changes a page somewhere, which is then written whole: with large pages that is far more
-# than a small entry itself. With small ones a large entry is in many pieces.
+# Each new key rewrites a whole page of the index, so pages are small; but large entries take many of them.
 PAGE = 16 * 1024
-# More bytes than these are not written at once, so that nobody needs to wait for long.
+# The most bytes written at once, so that nobody waits for long.
 PORTION = 2 * 1024 * 1024
-# How many seconds are spent on waiting for another process's lock.
+# The longest wait for another process's lock.
 LOCK_SECONDS = 0.2
-# No entry is larger. A damaged length can therefore not ask for more memory.
+# The largest entry: a damaged length cannot ask for more memory.
 LARGEST = 256 * 1024 * 1024
 
 _MAGIC = b"SQLite format 3\0"
-# In SQLite's header: the magic, the version of the format for writing and for reading, a number that counts
-# changes of tables, the user version and the application's id.
+# SQLite's header: magic, versions for writing and reading, schema cookie, user version, application id.
 _HEADER = struct.Struct(">16s2x2B20xI16xi4xi")
-# The version of the format of a database that has no write-ahead log.
+# The format version without a write-ahead log.
 _WITHOUT_LOG = 1
 _APPLICATION = int.from_bytes(b"mxsd", "big")
 _VERSION = 1
 
-# The device and the number of a file, which tell it from another that comes to have its path.
+# The device and inode of a file: another file may get its path.
 Identity = tuple[int, int]
 
 
 class NotOursError(Exception):
-    """What lies under our name was made by another program, or by another version of this one."""
+    """Our file name is taken by another program, or by another version of this one."""
 
 
 class Database:
-    """An open database. Thread-safe: each use has a connection of its own.
+    """An open database. Thread-safe: each use has its own connection.
 
-    Raises NotOursError, DamagedError, sqlite3.Error or OSError where there is none and none can be made."""
+    Raises NotOursError, DamagedError, sqlite3.Error or OSError if it cannot be opened or created."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -208,7 +203,7 @@ class Database:
         _examine(self._path)
         try:
             with self.connection() as connection:
-                self.identity = identify(folder)
+                self.identity = identify(self._path)
                 create_tables(connection, PAGE, _APPLICATION, _VERSION)
         except sqlite3.OperationalError as error:
             if is_other_layout(error):
@@ -217,12 +212,12 @@ class Database:
 
     @property
     def is_current(self) -> bool:
-        """Whether the open file is still the one that its path leads to."""
-        return self.identity is not None and _identify(self._path) == self.identity
+        """Whether the open file still has its path."""
+        return self.identity is not None and identify(self._path) == self.identity
 
     @contextmanager
     def connection(self) -> Iterator[sqlite3.Connection]:
-        """A connection for the calling thread. After an error it is closed, which undoes what was begun."""
+        """Lends a connection to the calling thread. After an error it is closed, which rolls back."""
         with self._lock:
             connection = self._idle.pop() if self._idle else None
         if connection is None:
@@ -239,7 +234,7 @@ class Database:
         connection.close()
 
     def close(self) -> None:
-        """Closes what nobody uses now; the rest is closed after its use."""
+        """Closes idle connections now, the others after their use."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -248,16 +243,20 @@ class Database:
                 connection.close()
 
 
-def identify(folder: Path) -> Identity | None:
-    """Which file is the folder's database now; None where there is none."""
-    return _identify(_path(folder))
+def identify(path: str) -> Identity | None:
+    """Returns which file has this path now; None if none does."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def set_aside(folder: Path, damaged: Identity | None) -> bool:
-    """Gives a damaged database its other name. Says whether it did: not where another process was quicker, so
-    that another file has its name now. Raises NotOursError or OSError."""
+    """Renames a damaged database. Returns False if another process has already replaced it. Raises
+    NotOursError or OSError."""
     path = _path(folder)
-    if damaged is None or _identify(path) != damaged:
+    if damaged is None or identify(path) != damaged:
         return False
     with suppress(DamagedError):
         _examine(path)  # someone may have written something else over it
@@ -266,14 +265,14 @@ def set_aside(folder: Path, damaged: Identity | None) -> bool:
 
 
 def forget_damaged(folder: Path) -> None:
-    """Removes what was set aside. Raises OSError."""
+    """Removes the renamed database. Raises OSError."""
     (folder / DAMAGED_FILE).unlink(missing_ok=True)
 
 
 def is_damage(error: Exception) -> bool:
-    """Whether an error says that the file is damaged: not that it is locked, that a disk is full, that memory
-    or a permission is lacking, or whatever else may be over soon."""
-    # SQLite's messages quote the definitions of tables, which sqlite3 cannot decode where they are damaged.
+    """Whether an error means damage, not a lock, a full disk, missing permission or anything that may
+    pass."""
+    # SQLite's messages quote table definitions, which cannot be decoded if they are damaged.
     if isinstance(error, DamagedError | UnicodeDecodeError):
         return True
     # No entry of ours is too big, or there twice.
@@ -282,12 +281,12 @@ def is_damage(error: Exception) -> bool:
 
 
 def is_lock(error: Exception) -> bool:
-    """Whether an error says that another process has the database locked."""
+    """Whether an error says that another process has locked the database."""
     return _code(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
 
 def _code(error: Exception) -> int | None:
-    """SQLite's code for an error, without the details that it may have in its higher bits."""
+    """SQLite's error code without its extended bits."""
     code = getattr(error, "sqlite_errorcode", None)
     return None if code is None else int(code) & 0xFF
 
@@ -296,20 +295,11 @@ def _path(folder: Path) -> str:
     return os.path.join(os.path.abspath(folder), FILE)
 
 
-def _identify(path: str) -> Identity | None:
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
-
-
 def _examine(path: str) -> None:
-    """Raises NotOursError or DamagedError where a file cannot be used, by its header.
+    """Raises NotOursError or DamagedError for a file that cannot be used, by its header.
 
-    This must not be left to SQLite, which would map a file for a database that says that it has a write-ahead
-    log. And it must be done while no connection is in use: on POSIX systems, a process that closes a file
-    loses all the locks that it has on it."""
+    SQLite itself would map a file that claims to have a write-ahead log. Must run while no connection is
+    in use: on POSIX, closing a file drops all the locks that the process has on it."""
     try:
         status = os.stat(path)
     except FileNotFoundError:
@@ -334,21 +324,21 @@ def _examine(path: str) -> None:
 
 
 def _connect(path: str) -> sqlite3.Connection:
-    # A thread may use what another has opened, as long as no two use it at once.
+    # Threads may share a connection as long as no two use it at once.
     connection = sqlite3.connect(path, timeout=LOCK_SECONDS, isolation_level=None, check_same_thread=False)
     try:
         connection.text_factory = bytes  # damage may turn a blob into a text
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LARGEST)
         for setting in (
             "mmap_size = 0",
-            # In pages. As much as is written at once, so that a lock is needed only at the end.
+            # In pages. Holds all that is written at once, so that a lock is needed only at the end.
             f"cache_size = {2 * PORTION // PAGE}",
             "journal_mode = TRUNCATE",
-            # What the system has taken outlives the process, which is all that is promised.
+            # Entries need to outlive the process, not the machine.
             "synchronous = OFF",
-            # Some builds write zeros over whatever is deleted.
+            # Some builds overwrite deleted data with zeros.
             "secure_delete = OFF",
-            # A database is data: nothing in it is run.
+            # Never run code that a database contains.
             "trusted_schema = OFF",
             "cell_size_check = ON",
         ):
@@ -363,16 +353,16 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# After a failure the folder is left alone for this many seconds, so that a request with many documents waits
-# for a lock once, and not once for each of them.
+# The pause after a failure: a request with many documents waits for a lock once, not once for each.
 PAUSE_SECONDS = 1.0
-# How often the same is logged while it lasts.
 SECONDS_BETWEEN_WARNINGS = 60.0
 
 
 class GuardedDatabase:
-    """Opens a folder's database as it is needed, and anew when it has been damaged, removed or replaced.
-    Thread-safe; raises nothing."""
+    """Opens a folder's database on demand, and again after it was damaged, removed or replaced. Failures are
+    logged and count as misses. Thread-safe; raises nothing.
+
+    A damaged database of ours is renamed and begun anew; foreign files stay untouched."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -385,33 +375,33 @@ class GuardedDatabase:
         self._locks, self._unusable = Warnings(folder), Warnings(folder)
 
     def read(self, work: Callable[[sqlite3.Connection], T]) -> T | None:
-        """What `work` returns for a connection. None after a failure, and in the pause that follows."""
+        """Returns the result of `work` for a connection; None after a failure and during the pause that
+        follows."""
         return self._attempt(self._reading, work)
 
     def write(self, work: Callable[[sqlite3.Connection], T]) -> T | None:
-        """The same for what writes. That a folder cannot be written to is no reason not to read it."""
+        """Like `read`. Failures to write do not pause reads."""
         return self._attempt(self._writing, work)
 
     def clear(self) -> None:
-        """Drops all entries. Where that fails, nothing is read until it has been done."""
+        """Drops all entries. If that fails, nothing is read until it has been done."""
         self._must_clear = True
-        self._reading.resume()
-        self._writing.resume()
+        self._reading.paused_until = self._writing.paused_until = 0.0
         self._attempt(self._writing, lambda connection: None)
 
     def forget_damaged(self) -> None:
-        """Removes what is left of a database that was damaged, where that can be done."""
+        """Removes a renamed database if possible."""
         with suppress(OSError, ValueError):
             forget_damaged(self._folder)
 
     def close(self) -> None:
-        """From now on the database is as if it could not be used."""
+        """Ends all use of the database."""
         self._closed = True
         if self._database is not None:
             self._database.close()
 
     def _attempt(self, access: "_Access", work: Callable[[sqlite3.Connection], T]) -> T | None:
-        if self._closed or access.is_paused:
+        if self._closed or time.monotonic() < access.paused_until:
             return None
         database = None
         try:
@@ -431,8 +421,8 @@ class GuardedDatabase:
         return result
 
     def _open(self) -> Database | None:
-        """The open database, opened now if none is. None while another thread opens it, and where its file is
-        found to be another: that one is opened after a pause."""
+        """Returns the open database, opening it if needed. None while another thread opens it, and if its
+        file was replaced: the new file is opened after a pause."""
         database = self._database
         if database is not None and database.is_current:
             return database
@@ -452,7 +442,7 @@ class GuardedDatabase:
             self._opening.release()
 
     def _open_anew(self) -> Database:
-        seen = identify(self._folder)
+        seen = identify(_path(self._folder))
         try:
             self._database = Database(self._folder)
         except Exception as error:
@@ -463,7 +453,7 @@ class GuardedDatabase:
         return self._database
 
     def _handle(self, error: Exception, access: "_Access", database: Database | None) -> None:
-        """Logs a failure, and closes a database that is damaged or whose tables are gone."""
+        """Logs a failure, and closes a database that is damaged or has lost its tables."""
         if is_lock(error):
             self._locks.say("was locked for too long, so documents are encoded instead")
         elif database is None:
@@ -505,27 +495,20 @@ class GuardedDatabase:
             self._database = None
 
 
+@dataclass(slots=True)
 class _Access:
-    """Reading or writing: whether it pauses after a failure, and what is logged of its failures."""
+    """Reads or writes: their log messages, and until when they pause after a failure."""
 
-    def __init__(self, name: str, warnings: "Warnings") -> None:
-        self.name = name
-        self.warnings = warnings
-        self._until = 0.0
-
-    @property
-    def is_paused(self) -> bool:
-        return time.monotonic() < self._until
+    name: str
+    warnings: "Warnings"
+    paused_until: float = 0.0
 
     def pause(self) -> None:
-        self._until = time.monotonic() + PAUSE_SECONDS
-
-    def resume(self) -> None:
-        self._until = 0.0
+        self.paused_until = time.monotonic() + PAUSE_SECONDS
 
 
 class Warnings:
-    """Logs what happens to a folder, the same at most once a minute as long as it lasts."""
+    """Logs messages about a folder, each at most once a minute."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -538,9 +521,8 @@ class Warnings:
             _log(self._folder, what)
 
     def forget(self) -> None:
-        """What is said next is logged, because the last is over."""
-        if self._said:
-            self._said.clear()
+        """Makes the next message appear at once, because the last problem is over."""
+        self._said.clear()
 
 
 def _log(folder: Path, what: str) -> None:
@@ -548,7 +530,7 @@ def _log(folder: Path, what: str) -> None:
 
 
 def _advice(error: Exception) -> str:
-    """What is wrong with a folder, and what to change."""
+    """Returns what is wrong with a folder, and what to change."""
     if isinstance(error, NotOursError):
         return f"{error}; move it away, or name another folder (cache_dir)"
     if isinstance(error, OSError):
@@ -561,22 +543,23 @@ def _reason(error: Exception) -> str:
 
 
 def _printable(what: object) -> str:
-    """For the log, of which a damaged file must not make what it likes."""
+    """Keeps what a damaged file says from garbling the log."""
     return "".join(character if character.isprintable() else "?" for character in str(what))[:300]
 
 
-# How often what other processes write is counted, at most.
+# The least interval between counts of what other processes write.
 SECONDS_BETWEEN_COUNTS = 1.0
-# What a database takes beside its entries.
+# Bytes beside the entries.
 _OVERHEAD = 8 * PAGE
-# More than any entry's sequence number.
+# Above any sequence number.
 _END = (1 << 63) - 1
 
 
 class DiskStore:
-    """At most `limit` bytes in a folder, which several processes may share. Thread-safe; raises nothing.
+    """Embeddings in at most `limit` bytes of a folder, which processes may share; the oldest are evicted
+    first. Thread-safe; raises nothing.
 
-    What cannot be read is as if it were not there, and what cannot be written is left out."""
+    What cannot be read counts as missing, and what cannot be written is left out."""
 
     def __init__(self, folder: Path, limit: int) -> None:
         self.limit = limit
@@ -591,11 +574,10 @@ class DiskStore:
 
     @property
     def nbytes(self) -> int:
-        """How much of the file was in use when it was last looked at."""
+        """Bytes of the file in use when it was last counted."""
         return self._usage.nbytes
 
     def __len__(self) -> int:
-        """How many entries there were when they were last counted."""
         return self._usage.entries
 
     def get(self, key: bytes) -> CachedEmbedding | None:
@@ -609,16 +591,16 @@ class DiskStore:
         return entry
 
     def newest(self) -> Iterator[tuple[bytes, CachedEmbedding | None]]:
-        """The entries, None for one that is damaged, the newest first. Ends early where the store cannot be
+        """Yields all entries, the newest first; None for a damaged one. Ends early if the store cannot be
         read."""
         sequence = _END
-        # Each by itself, because nobody can write while something is read.
+        # One by one, because nobody can write during a read.
         while found := self._database.read(partial(_find_before, sequence=sequence)):
             sequence, key, entry = found
             yield key, entry
 
     def put(self, entries: Entries) -> None:
-        """Stores entries; the oldest go where there is no room."""
+        """Stores entries; the oldest are evicted for them."""
         for portion in self._portions(entries):
             self._database.write(partial(self._write, entries=portion))
 
@@ -626,26 +608,26 @@ class DiskStore:
         self._database.write(partial(self._drop, key=key))
 
     def clear(self) -> None:
-        """Forgets all entries, and those of a database that was damaged. Where that cannot be done now, none
-        is found until it is."""
+        """Forgets all entries, and those of a damaged database. If that fails, none is found until it
+        succeeds."""
         self._usage = Usage(0, 0, 0)
         self._database.clear()
         self._database.read(self._count)
         self._database.forget_damaged()
 
     def close(self) -> None:
-        """From now on the store is as if it were empty."""
+        """Makes the store appear empty."""
         self._database.close()
 
     def _find(self, connection: sqlite3.Connection, key: bytes) -> list[CachedEmbedding | None]:
-        """What there is under a key: nothing, an entry, or one that is damaged, as None."""
+        """Returns [] if there is no entry, [None] if it is damaged."""
         if time.monotonic() - self._counted_at >= SECONDS_BETWEEN_COUNTS:
             self._count(connection)
         data = read_entry(connection, key)
         return [] if data is None else [CachedEmbedding.from_bytes(key, data)]
 
     def _portions(self, entries: Iterable[tuple[bytes, CachedEmbedding]]) -> Iterator[Entries]:
-        """Entries in portions that are written at once. What has no room alone is left out."""
+        """Yields portions to write at once. Entries too large for the store are left out."""
         portion: Entries = []
         size, most = 0, min(PORTION, self.limit // 4)
         for key, entry in entries:
@@ -665,12 +647,11 @@ class DiskStore:
         self._make_room(connection, sum(_most_bytes(len(value)) for _, value in data))
         write_entries(connection, data)
         self._count(connection)
-        # It is longer than that only where an earlier limit was higher.
+        # Only if an earlier limit was higher.
         if self._usage.file_bytes > self.limit:
             shrink_file(connection, self._usage.file_bytes - self.limit)
 
     def _make_room(self, connection: sqlite3.Connection, nbytes: int) -> None:
-        """Drops the oldest entries, where there are not as many bytes left."""
         while (lacking := count_usage(connection).nbytes + nbytes - self.limit) > 0:
             dropped = drop_oldest_entries(connection, lacking)
             if dropped == 0:
@@ -689,7 +670,7 @@ class DiskStore:
 def _find_before(
     connection: sqlite3.Connection, sequence: int
 ) -> tuple[int, bytes, CachedEmbedding | None] | None:
-    """Sequence number, key and entry, None if damaged, of the newest that is older than `sequence`."""
+    """Returns sequence number, key and entry (None if damaged) of the newest entry older than `sequence`."""
     found = read_entry_before(connection, sequence)
     if found is None:
         return None
@@ -698,7 +679,6 @@ def _find_before(
 
 
 def _most_bytes(length: int) -> int:
-    """How much of a database an entry of that length takes at most."""
-    # What is long is cut into pages of its own, and what is left, up to a page, lies beside others. A header
-    # and the key, which is stored twice, come on top.
+    """Returns the most bytes that an entry of this length takes."""
+    # Long entries have whole pages of their own; the header and the key, stored twice, come on top.
     return length + 256 if length < PAGE // 4 else (length // PAGE + 1) * PAGE

@@ -1,7 +1,7 @@
-"""What a document's embedding depends on beside its text, as named ingredients, and the digest of them all.
+"""All that a document's embedding depends on beside its text, as named ingredients, and their digest.
 
-Whatever can change an embedding is an ingredient; what only queries, scores or latency depend on is not.
-How the document itself is read (windows, truncation) is part of each entry's own key instead.
+Queries, scores and latency are no ingredients. How a document is read (windows, truncation) is part of its
+own key.
 """
 
 import dataclasses
@@ -25,32 +25,24 @@ from maxsimd.engine.versions import versions_of
 from maxsimd.pooling.methods import Head
 from maxsimd.pooling.sparse import WordsHead
 
-# What a config says that changes no hidden state: names, and where the checkpoint lay. `architecture` is an
-# ingredient of its own.
+# Settings that change no hidden state. `architecture` is an ingredient of its own.
 _NAMES_IN_CONFIG = frozenset(
-    {
-        "_name_or_path",
-        "architectures",
-        "id2label",
-        "label2id",
-        "model_type",
-        "problem_type",
-        "transformers_version",
-    }
+    {"_name_or_path", "architectures", "id2label", "label2id", "model_type", "problem_type"}
+    | {"transformers_version"}
 )
-# Libraries that take part in making an embedding. Another version may make other bits.
+# Libraries of which another version may compute other bits.
 _LIBRARIES = ("maxsimd", "torch", "transformers", "sentence-transformers", "tokenizers")
 
-# Weights are hashed in blocks of this many bytes, on as many threads as torch computes with.
+# Weights are hashed in blocks of this many bytes, on torch's number of threads.
 _BLOCK = 32 * 1024 * 1024
 
 
 def ingredients(
     model: LoadedModel, config: EngineConfig, dtype: torch.dtype, stored: Precision
 ) -> dict[str, bytes]:
-    """Each ingredient by its name. The backbone must be as it was loaded, in the precision of its file.
+    """Returns each ingredient by name. The backbone must be as it was loaded, in the precision of its file.
 
-    `dtype` is the precision that the model will run in and `stored` the one that embeddings are stored in."""
+    `dtype` is the precision that the model will run in, and `stored` that of cached embeddings."""
     backbone: Any = model.backbone
     device = next(backbone.parameters()).device
     task, rules = model.tasks[model.score_task], model.document
@@ -92,7 +84,7 @@ def ingredients(
     return {
         "weights": digest_tensors(sorted(backbone.named_parameters(), key=itemgetter(0))),
         "buffers": digest_tensors(sorted(saved_buffers(backbone), key=itemgetter(0))),
-        # Without the numbers of their modules: the order of modules is said by `head`.
+        # Without module numbers: `head` has the order.
         "head weights": digest_tensors(
             (name.partition(".")[2], tensor) for name, tensor in head_tensors(head)
         ),
@@ -102,7 +94,6 @@ def ingredients(
 
 
 def fingerprint(parts: Mapping[str, bytes]) -> bytes:
-    """The digest of ingredients."""
     digest = hashlib.sha256()
     for name, value in sorted(parts.items()):
         digest.update(hashlib.sha256(name.encode()).digest() + hashlib.sha256(value).digest())
@@ -110,9 +101,8 @@ def fingerprint(parts: Mapping[str, bytes]) -> bytes:
 
 
 def digest_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
-    """The digest of tensors: their names, shapes, types and values. Each is read once.
-
-    SHA-256 because common processors have instructions for it."""
+    """Returns the digest of names, shapes, types and values. SHA-256, because common CPUs have
+    instructions for it."""
     named = list(tensors)
     digest = hashlib.sha256()
     for name, tensor in named:
@@ -133,21 +123,20 @@ def _digest_of_block(block: torch.Tensor) -> bytes:
 
 
 def _tower_settings(model: LoadedModel) -> list[object]:
-    """The settings of all that encodes pictures."""
     modules = model.vision.modules if model.vision is not None else ()
     configs = [getattr(module, "config", None) for module in modules]
     return [settings_of(config) for config in configs if config is not None]
 
 
 def _of_tower(model: LoadedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights that encode pictures, by name."""
     for i, module in enumerate(model.vision.modules if model.vision is not None else ()):
         for name, tensor in sorted(module.state_dict().items()):
             yield f"{i}.{name}", tensor
 
 
 def saved_buffers(backbone: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The buffers that a checkpoint holds. All others follow from the architecture and its settings."""
+    """Yields the buffers that a checkpoint holds. The others follow from the architecture and its
+    settings."""
     for path, module in backbone.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
@@ -155,22 +144,20 @@ def saved_buffers(backbone: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor
 
 
 def settings_of(config: Any) -> tuple[object, ...]:
-    """A backbone's config, and which of its own attention functions it runs where it is not packed."""
+    """Returns a backbone's config, and which of its own attention functions it runs if it is not packed."""
     stated = [(name, value) for name, value in config.to_dict().items() if name not in _NAMES_IN_CONFIG]
     return sorted(stated, key=itemgetter(0)), getattr(config, "_attn_implementation", None)
 
 
 def stated_tokenizer(tokenizer: Any) -> dict[str, Any]:
-    """A tokeniser as the tokenizers library states it, without what a call to it may have left behind."""
+    """Returns a tokenizer's description, without traces of earlier calls."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     stated: dict[str, Any] = {} if backend is None else json.loads(backend.to_str())
     return {name: value for name, value in stated.items() if name not in ("truncation", "padding")}
 
 
 def _modules(head: Head) -> list[object]:
-    """A head's modules in their order, with their settings and activations.
-
-    Raises TypeError for a head that cannot be described."""
+    """Describes a head's modules in their order. Raises TypeError for an unknown kind of head."""
     if isinstance(head, FirstColumns):
         return _modules(head.inner)
     if isinstance(head, WordsHead):
@@ -192,7 +179,6 @@ def _token_pooling(model: LoadedModel) -> tuple[object, ...] | None:
 
 
 def _expansion(rules: RoleRules) -> tuple[object, ...] | None:
-    """What texts are filled up with, and which token ends them."""
     expansion = rules.expansion
     if expansion is None and rules.last_id is None:
         return None
@@ -200,20 +186,16 @@ def _expansion(rules: RoleRules) -> tuple[object, ...] | None:
 
 
 def _fused_head(config: EngineConfig, device: torch.device) -> str | None:
-    """Which MaxSim was asked for, where that decides whether the head runs as one kernel: Triton's does."""
+    """Returns the MaxSim option if it decides whether the head runs as one kernel: Triton's does."""
     return config.maxsim if device.type == "cuda" or config.maxsim == "triton" else None
 
 
 def _device(device: torch.device) -> tuple[object, ...]:
-    """The kind of device, as far as another would compute other bits."""
+    """Returns the kind of device, as far as another would compute other bits."""
     if device.type == "cuda":
         return "cuda", torch.cuda.get_device_name(device)
     if device.type != "cpu":
         name = getattr(getattr(torch, device.type, None), "get_device_name", None)
         return device.type, "" if name is None else str(name(device))
-    return (
-        device.type,
-        torch.backends.cpu.get_cpu_capability(),
-        torch.cpu._is_amx_tile_supported(),
-        in_words(),
-    )
+    capability, has_tiles = torch.backends.cpu.get_cpu_capability(), torch.cpu._is_amx_tile_supported()
+    return device.type, capability, has_tiles, in_words()

@@ -1,4 +1,4 @@
-"""Embeddings or scores in memory. When it is full, those stay that are asked for more often."""
+"""A store in memory that keeps what is requested most often."""
 
 import logging
 import random
@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
-# Cells for each key: a key counts in one of each row, and the least of its cells is nearest the truth.
+# A key counts in one cell of each row. The least of its cells is nearest the truth.
 _ROWS = 4
 _MOST = 255
 _MASK_64 = (1 << 64) - 1
@@ -18,20 +18,20 @@ _HALVED = bytes(count // 2 for count in range(256))
 
 
 class FrequencySketch:
-    """Counts how often keys were asked for. A count is never too low, and is too high where other keys share
-    all of a key's cells. Not thread-safe.
+    """Counts requests of keys. Counts are never too low; they are too high if other keys share all of a key's
+    cells. Not thread-safe.
 
     Source: count-min sketch with conservative update and halving, as in TinyLFU (Einziger, Friedman and
-    Manes, "TinyLFU: A Highly Efficient Cache Admission Policy", ACM Transactions on Storage 13(4), 2017)."""
+    Manes, ACM Transactions on Storage 13(4), 2017)."""
 
     def __init__(self, cells: int) -> None:
-        """`cells` in a row, a power of two."""
+        """`cells` in a row: a power of two."""
         self._mask = cells - 1
         self._rows = [bytearray(self._mask + 1) for _ in range(_ROWS)]
         self._counted = 0
 
     def count(self, key: bytes, period: int) -> None:
-        """Counts a key once more. After `period` keys all counts are halved, so that new ones weigh more."""
+        """Counts a key. After `period` keys all counts are halved, so that new ones weigh more."""
         cells = self._cells(key)
         least = min(row[cell] for row, cell in zip(self._rows, cells, strict=True))
         if least < _MOST:
@@ -44,18 +44,16 @@ class FrequencySketch:
             self._rows = [row.translate(_HALVED) for row in self._rows]
 
     def grow(self, cells: int) -> None:
-        """Has that many cells in a row, a power of two, if these are more than now. No estimate changes."""
+        """Grows to that many cells in a row, a power of two. Estimates stay."""
         times = cells // (self._mask + 1)
         if times > 1:
             self._mask = cells - 1
             self._rows = [row * times for row in self._rows]
 
     def estimate(self, key: bytes) -> int:
-        """How often a key was counted, and not less."""
         return min(row[cell] for row, cell in zip(self._rows, self._cells(key), strict=True))
 
     def _cells(self, key: bytes) -> list[int]:
-        """A key's cell in each row."""
         mixed = hash(key) & _MASK_64
         cells = []
         for _ in range(_ROWS):
@@ -65,45 +63,40 @@ class FrequencySketch:
 
 
 class Entry(Protocol):
-    """What is kept, and the memory that it takes."""
-
     @property
     def nbytes(self) -> int: ...
 
 
 E = TypeVar("E", bound=Entry)
 
-# Of the limit, what the newest entries have for themselves, so that they can be asked for again before they
-# are compared with others.
+# The share of the newest entries, so that they can be requested again before they compete with others.
 _WINDOW_SHARE = 0.01
-# For each entry that is there a sketch has this many cells in a row: others are asked for too.
+# Cells in a row of the sketch for each entry: other keys are requested too.
 _CELLS_AN_ENTRY, _FEWEST_CELLS = 16, 16_384
-# Counts are halved after this many requests for each entry, of which there are taken to be this many or more.
+# Counts are halved after this many requests for each entry.
 _REQUESTS_AN_ENTRY, _FEWEST_ENTRIES = 8, 1000
-# Of how many, drawn at random, the one that is asked for least has to go.
+# The least requested of this many random entries is evicted.
 _DRAWN = 8
 
 
 class MemoryStore(Generic[E]):
     """Holds at most `limit` bytes of entries. Thread-safe.
 
-    An entry that no longer fits into the window of the newest takes the place of others that are asked for
-    less often, each the least of a few that are drawn at random; where one of these is asked for as often,
-    the entry goes itself. A scan over many documents therefore leaves those in place that are asked for
-    again, and a loop over more than fits hits what does fit. (Were those to go that were asked for longest
-    ago, one wrong choice in a loop would be followed by another each time that the loop comes to what had to
-    go.)
+    An entry that leaves the window of the newest replaces entries that are requested less often, each the
+    least of a few random ones. If one of these is requested as often, the new entry is dropped. So a scan
+    over many documents evicts none that are requested again, and a loop over more than fits still hits what
+    fits.
 
-    Sources: W-TinyLFU (Einziger, Friedman and Manes, ACM Transactions on Storage 13(4), 2017), whose main
-    part here is Ristretto's SampledLFU (https://github.com/hypermodeinc/ristretto)."""
+    Sources: W-TinyLFU (Einziger, Friedman and Manes, ACM Transactions on Storage 13(4), 2017), with the
+    main part of Ristretto's SampledLFU (https://github.com/hypermodeinc/ristretto)."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._most_in_window = int(limit * _WINDOW_SHARE)
-        # In the order of their last use.
+        # Least recently used first.
         self._window: OrderedDict[bytes, E] = OrderedDict()
         self._main: dict[bytes, E] = {}
-        # The keys of the main part in a list, since one cannot draw from a dict, and the place of each in it.
+        # The keys of the main part as a list to draw from, and the index of each in it.
         self._main_keys: list[bytes] = []
         self._positions: dict[bytes, int] = {}
         self._draw = random.Random(0)
@@ -111,8 +104,7 @@ class MemoryStore(Generic[E]):
         self._requests = FrequencySketch(_FEWEST_CELLS)
         self._lock = threading.Lock()
         self.evictions = 0
-        # How many entries were put in, and how many of them had been asked for more than once by then, and so
-        # been in before, or not let in.
+        # Entries that were put in, and those among them that had been requested more than once by then.
         self.puts = self.returned = 0
 
     @property
@@ -123,7 +115,7 @@ class MemoryStore(Generic[E]):
         return len(self._window) + len(self._main)
 
     def get(self, key: bytes) -> E | None:
-        """An entry, None where there is none; either way its key was asked for once more."""
+        """Returns an entry, or None. Counts a request of the key."""
         with self._lock:
             self._requests.count(key, _REQUESTS_AN_ENTRY * max(len(self), _FEWEST_ENTRIES))
             if (entry := self._window.get(key)) is not None:
@@ -132,12 +124,12 @@ class MemoryStore(Generic[E]):
             return self._main.get(key)
 
     def peek(self, key: bytes) -> E | None:
-        """The same without counting."""
+        """Like `get`, without counting."""
         with self._lock:
             return self._window.get(key) or self._main.get(key)
 
     def put(self, key: bytes, entry: E) -> None:
-        """Keeps an entry, unless it alone is more than the store takes or others are asked for more often."""
+        """Keeps an entry, unless it exceeds the limit alone or others are requested more often."""
         if entry.nbytes > self.limit:
             return
         with self._lock:
@@ -151,7 +143,7 @@ class MemoryStore(Generic[E]):
             self._requests.grow(1 << (_CELLS_AN_ENTRY * len(self)).bit_length())
 
     def resize(self, limit: int) -> None:
-        """Holds at most `limit` bytes from now on; what is asked for least goes at once."""
+        """Changes the limit, and evicts at once what exceeds it."""
         with self._lock:
             self.limit = limit
             self._most_in_window = int(limit * _WINDOW_SHARE)
@@ -176,17 +168,17 @@ class MemoryStore(Generic[E]):
 
     def _evict(self) -> None:
         while self.nbytes > self.limit:
-            victim = self._least_asked_for()
+            victim = self._least_requested()
             assert victim is not None, "the window alone is never over the limit"
             self._remove(victim)
             self.evictions += 1
 
     def _admit(self, key: bytes, entry: E) -> None:
-        """Moves an entry to the main part, if it is asked for more often than each that has to go."""
+        """Moves an entry to the main part if it is requested more often than each entry that must go."""
         requests = self._requests.estimate(key)
         gone: dict[bytes, E] = {}
         while self.nbytes + entry.nbytes > self.limit:
-            victim = self._least_asked_for()
+            victim = self._least_requested()
             if victim is None or self._requests.estimate(victim) >= requests:
                 self.evictions += 1
                 for each, other in gone.items():
@@ -197,15 +189,13 @@ class MemoryStore(Generic[E]):
         self._add(key, entry)
         self.evictions += len(gone)
 
-    def _least_asked_for(self) -> bytes | None:
-        """Of some in the main part; None where there are none."""
+    def _least_requested(self) -> bytes | None:
         if not self._main:
             return None
         drawn = [self._draw.choice(self._main_keys) for _ in range(_DRAWN)]
         return min(drawn, key=self._requests.estimate)
 
     def _add(self, key: bytes, entry: E) -> None:
-        """To the main part."""
         self._main[key] = entry
         self._main_bytes += entry.nbytes
         self._positions[key] = len(self._main_keys)
@@ -223,22 +213,18 @@ class MemoryStore(Generic[E]):
 
 log = logging.getLogger(__name__)
 
-# What is put in is judged this many at a time; of these, so large a share had been put in before.
+# Warn if this share of the last so many entries had been evicted before.
 _JUDGED, _SHARE = 1000, 0.5
 _SECONDS_BETWEEN_WARNINGS = 3600.0
 _MIB = 1024 * 1024
 
 
 class CacheSizeWatch:
-    """Looks at what a store counts, and warns where most of what is put in has been there before and had to
-    go. `what` is put in; `advice` says what else there is to do. Thread-safe."""
+    """Warns if most new entries of a store had been evicted from it before. `what` names the entries, and
+    `advice` says what to change. Thread-safe."""
 
     def __init__(
-        self,
-        memory: MemoryStore[Any],
-        what: str,
-        advice: str,
-        clock: Callable[[], float] = time.monotonic,
+        self, memory: MemoryStore[Any], what: str, advice: str, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._memory = memory
         self._what = what
@@ -249,7 +235,7 @@ class CacheSizeWatch:
         self._silent_until = clock()
 
     def check(self) -> None:
-        """To be called whenever something has been put in."""
+        """To be called after each `put`."""
         with self._lock:
             puts, returned = self._memory.puts - self._puts, self._memory.returned - self._returned
             if puts < _JUDGED:

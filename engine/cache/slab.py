@@ -1,7 +1,6 @@
-"""Cached embeddings that stay on the device, so that scoring them again copies nothing to it.
+"""The slab: copies of cached embeddings on the device, so that scoring them again copies nothing.
 
-The slab is a second copy of what the cache has on the host: a document is cached where the host says so, and
-only then looked for here. What is not here is copied again.
+A document is looked up in the host's cache first. If it is not in the slab, it is copied again.
 """
 
 import threading
@@ -21,21 +20,18 @@ Indices = NDArray[np.int64]
 
 ABSENT = -1
 
-# A larger segment wastes less where a document does not fit into what is left of it; with a smaller one fewer
-# documents go at a time.
+# Larger segments waste less room at their ends; smaller ones evict fewer documents at a time.
 _SEGMENT_ROWS = 65_536
 _FEWEST_SEGMENTS = 8
 
 
 class Segments:
-    """`rows` rows, or a few less, in `count` segments of `size` rows each. Rows are given out one after the
-    other within a segment, and are free again when the whole segment is.
+    """About `rows` rows in `count` segments of `size` rows. Rows are given out in order within a segment and
+    freed with the whole segment, the least recently used first.
 
-    A free list of ranges would lose fewer documents at a time, but with documents of different lengths it
-    breaks into pieces and must be searched for each document. Here neither happens: giving out rows for a
-    whole step is a few operations on arrays. Documents that come together lie together, and are mostly asked
-    for together; those of a segment that had to go and are still asked for are copied into a new one, beside
-    others of their kind. Work is done in turns: what has been used in a turn stays until its end."""
+    A free list of ranges would evict fewer documents at a time, but would fragment and need a search for
+    each document. Here a step's rows take a few array operations. Segments used in a turn stay until its
+    end."""
 
     def __init__(self, rows: int) -> None:
         self.count = max(_FEWEST_SEGMENTS, rows // _SEGMENT_ROWS)
@@ -51,21 +47,21 @@ class Segments:
         return self.count * self.size
 
     def begin_turn(self) -> None:
-        """From now on all segments may go, until they are used again."""
+        """Allows all segments to be evicted until they are used again."""
         self._turn += 1
 
     def of(self, rows: Indices) -> Indices:
-        """The segments of these rows."""
+        """Returns the segments of rows."""
         segments: Indices = rows // self.size
         return segments
 
     def touch(self, rows: Indices) -> None:
-        """Notes that these rows are used in this turn."""
+        """Marks the segments of rows as used in this turn."""
         self._used[self.of(rows)] = self._turn
 
     def reserve(self, lengths: Indices) -> tuple[Indices, list[int]]:
-        """The first of as many rows for each document, `ABSENT` where there is no room; and which segments
-        had to go for them."""
+        """Returns the first row for each document, `ABSENT` if there is no room, and the segments evicted
+        for them."""
         taken = np.maximum(lengths, 1)  # so that a document without rows has a segment too
         starts = np.full(len(lengths), ABSENT, dtype=np.int64)
         left = np.flatnonzero(taken <= self.size)
@@ -88,20 +84,19 @@ class Segments:
         return starts, emptied
 
     def clear(self) -> None:
-        """All segments are free."""
         self._used[:] = 0
         self._current = self._filled = 0
 
 
-# A document's first row and number of rows are one number in the index, so that one look-up finds both.
+# The index packs a document's first row and number of rows into one number.
 _LENGTH_BITS = 31
 _LENGTH = (1 << _LENGTH_BITS) - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Located:
-    """Of some documents those that are in the slab: `resident` [n] are their indices, and `spans` [n] where
-    they lie; `absent` are the indices of the rest."""
+    """The documents in the slab: their indices `resident` [n] and their `spans` [n]. `absent` are the
+    indices of the others."""
 
     resident: Indices
     spans: Spans
@@ -109,16 +104,15 @@ class Located:
 
 
 class EmbeddingSlab:
-    """Embeddings by their cache key in one tensor of `rows` rows: of `dim` numbers of `dtype`, and if that is
-    int8 with a float32 scale a row.
+    """Embeddings by cache key in one tensor of `rows` rows of `dim` numbers, and a float32 scale a row for
+    int8.
 
-    Only the device thread calls `put` and `locate`, which launch copies on the device's current stream;
-    `drop` and `clear`, which change nothing on the device, may be called from anywhere. What `locate` has
-    found stays as it is until whatever was launched before the next call of `put` or `locate` has run:
-    these alone write to rows, and a stream runs what it is given in order. So rows that a launched step may
-    still read can be given to another document at once.
+    Only the device thread calls `put` and `locate`, which launch copies on the current stream. `drop` and
+    `clear` touch no device memory and may be called from anywhere. What `locate` returned stays valid for
+    work launched before the next `put` or `locate`: only these write rows, and a stream runs in order. So
+    rows can be given to another document while a launched step may still read them.
 
-    A second `put` under a key takes the place of the first, so that a step may be tried again."""
+    A second `put` under a key replaces the first, so that a step may be retried."""
 
     def __init__(self, rows: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
         self._segments = Segments(rows)
@@ -132,16 +126,15 @@ class EmbeddingSlab:
         self.hits = self.copied = self.evictions = 0
 
     def __len__(self) -> int:
-        """How many documents are in it."""
         return len(self._index)
 
     @property
     def nbytes(self) -> int:
-        """What it takes of the device's memory, used or not."""
+        """Bytes of device memory, used or not."""
         return self._values.nbytes + (0 if self._scales is None else self._scales.nbytes)
 
     def put(self, keys: Sequence[bytes], embeddings: Ragged) -> None:
-        """Copies embeddings that are on the device, as far as they fit."""
+        """Copies embeddings on the device, as far as they fit."""
         if self._scales is None:
             embeddings = embeddings.decoded(self._values.dtype)
         with self._turn():
@@ -157,8 +150,8 @@ class EmbeddingSlab:
             self._enter(keys, starts, lengths)
 
     def locate(self, keys: Sequence[bytes | None], embeddings: Sequence[CachedEmbedding]) -> Located:
-        """Where the documents under these keys lie. Those that are not in the slab are copied to it from
-        their `embeddings` on the host, as far as they fit; what has no key stays out."""
+        """Finds documents by their keys. Missing ones are copied from their `embeddings` on the host, as
+        far as they fit; documents without a key stay out."""
         with self._turn():
             found = self._look_up(keys)
             self._segments.touch(found[found != ABSENT] >> _LENGTH_BITS)
@@ -174,19 +167,17 @@ class EmbeddingSlab:
         return Located(resident, Spans(self._values, starts, starts + lengths, self._scales), absent)
 
     def drop(self, key: bytes) -> None:
-        """Forgets a document."""
         with self._lock:
             self._index.pop(key, None)
 
     def clear(self) -> None:
-        """Forgets all documents."""
         with self._lock:
             self._empty()
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Work on the slab. Where it fails on the way, nothing in the slab is certain any more, and all is
-        forgotten."""
+        """Work on the slab. If it fails midway, everything is forgotten, because nothing is certain any
+        more."""
         with self._lock:
             self._segments.begin_turn()
             try:
@@ -228,7 +219,7 @@ class EmbeddingSlab:
         self._values[to] = decoded(together, with_scales, self._values.dtype)
 
     def _reserve(self, lengths: Indices) -> Indices:
-        """The first rows for documents of these lengths; `ABSENT` for those that do not fit."""
+        """Returns the first row for documents of these lengths; `ABSENT` if they do not fit."""
         starts, emptied = self._segments.reserve(lengths)
         for segment in emptied:
             for key in self._keys[segment]:
@@ -240,7 +231,7 @@ class EmbeddingSlab:
         return starts
 
     def _enter(self, keys: Sequence[bytes], starts: Indices, lengths: Indices) -> None:
-        """Makes documents findable whose rows have been copied, and those no longer that did not fit."""
+        """Makes copied documents findable, and those that did not fit no longer."""
         packed = starts << _LENGTH_BITS | lengths
         found = zip(keys, packed.tolist(), self._segments.of(starts).tolist(), strict=True)
         for key, rows, segment in found:
@@ -252,8 +243,7 @@ class EmbeddingSlab:
 
 
 def _runs(starts: Indices, lengths: Indices) -> Iterator[tuple[int, int]]:
-    """Runs of documents, as (first, last), that lie end to end from `starts` on; those that are absent are in
-    none."""
+    """Yields runs (first, last) of documents that lie end to end, without absent ones."""
     together = (starts[1:] == starts[:-1] + lengths[:-1]) & (starts[:-1] != ABSENT)
     for first, last in pairwise([0, *(np.flatnonzero(~together) + 1).tolist(), len(starts)]):
         if first < last and starts[first] != ABSENT:

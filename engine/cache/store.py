@@ -1,4 +1,4 @@
-"""The cache as the engine sees it: keys by content, memory before disk, and counts."""
+"""The caches as the engine sees them: embeddings of documents, and scores of pairs."""
 
 import hashlib
 import threading
@@ -17,7 +17,7 @@ from maxsimd.engine.cache.memory import CacheSizeWatch, MemoryStore
 from maxsimd.engine.cache.slab import EmbeddingSlab
 from maxsimd.pooling.ragged import Ragged
 
-# Staged embeddings may take this many bytes until they are written.
+# The most bytes of embeddings that wait to be written.
 STAGED_BYTES = 256 * 1024 * 1024
 _ADVICE = (
     "raise cache_mb, name a folder for more of them (cache_dir), or have them in fewer bytes "
@@ -26,13 +26,11 @@ _ADVICE = (
 
 
 class EmbeddingCache:
-    """Embeddings of documents by the digest of all that they depend on. Thread-safe.
+    """Embeddings of documents by the digest of all that they depend on: memory first, then disk. Thread-safe.
 
-    What was written to disk last is read into memory beside whatever else a start does.
-
-    `fingerprint` is the digest of the model and its options; `precision` is what embeddings are cached in,
-    and, so that a hit and a miss score identically, what new ones are rounded to before use. On a GPU a
-    second copy of those that are used is in the `slab`, which is set once, before the cache is used."""
+    At start a thread reads the newest entries on disk into memory. `fingerprint` is the digest of the
+    model and its options. New embeddings are rounded to `precision` before use, so that a hit and a miss
+    score identically. On a GPU the `slab`, set once before use, has a second copy of those in use."""
 
     def __init__(
         self,
@@ -45,7 +43,6 @@ class EmbeddingCache:
         self.precision: Precision = precision
         self._memory = memory
         self._disk = disk
-        # What is on disk is found there.
         self._size_watch = None if disk is not None else CacheSizeWatch(memory, "embeddings", _ADVICE)
         self._lock = threading.Lock()
         self.slab: EmbeddingSlab | None = None
@@ -61,7 +58,7 @@ class EmbeddingCache:
             self._warming.start()
 
     def key(self, text: str, how: str) -> bytes:
-        """The digest of a document and `how` it is read: role, truncation, limits."""
+        """Returns the digest of a document and `how` it is read: role, truncation, limits."""
         digest = hashlib.blake2b(self._fingerprint, digest_size=32)
         digest.update(how.encode())
         digest.update(b"\0")
@@ -69,12 +66,12 @@ class EmbeddingCache:
         return digest.digest()
 
     def get(self, key: bytes) -> CachedEmbedding | None:
-        """An entry from memory, from among those that are still to be written, or from disk; counted as
-        neither hit nor miss."""
+        """Returns an entry from memory, from those still to be written, or from disk. Counts no hit or
+        miss."""
         return self._memory.get(key) or self._beside_memory(key)
 
     def peek(self, key: bytes) -> CachedEmbedding | None:
-        """The same for a document that was looked up before: it is not asked for once more."""
+        """Like `get`, for a document that was looked up before: this is no further request."""
         return self._memory.peek(key) or self._beside_memory(key)
 
     def _beside_memory(self, key: bytes) -> CachedEmbedding | None:
@@ -86,23 +83,21 @@ class EmbeddingCache:
         return entry
 
     def count(self, hits: int, misses: int) -> None:
-        """Counts documents whose embeddings were cached and were not."""
         with self._lock:
             self.hits += hits
             self.misses += misses
 
     def rounded(self, items: Ragged) -> Ragged:
-        """Embeddings in the cache's precision, on the device that they are on."""
+        """Rounds embeddings to the cache's precision, on their device."""
         values, scales = rounded(items.values.detach(), self.precision)
         return Ragged(values, items.offsets, scales)
 
     def stage(self, embeddings: PendingEmbeddings) -> None:
-        """Makes new embeddings findable at once; a thread writes them to memory and disk, as far as it keeps
-        up with them."""
+        """Makes new embeddings findable at once. A thread writes them to memory and disk, as far as it
+        keeps up."""
         self._writer.stage(embeddings)
 
     def put(self, entries: Iterable[tuple[bytes, CachedEmbedding]]) -> None:
-        """Writes entries to memory and disk."""
         written = list(entries)
         for key, entry in written:
             self._memory.put(key, entry)
@@ -112,11 +107,10 @@ class EmbeddingCache:
             self._size_watch.check()
 
     def flush(self, seconds: float | None = None) -> bool:
-        """Waits until all staged embeddings are written, for at most that long; says whether they are."""
+        """Waits at most `seconds` until all staged embeddings are written; returns whether they are."""
         return self._writer.flush(seconds)
 
     def drop(self, key: bytes) -> None:
-        """Forgets an entry."""
         self._writer.drop(key)
         self._memory.drop(key)
         if self.slab is not None:
@@ -125,12 +119,12 @@ class EmbeddingCache:
             self._disk.drop(key)
 
     def wait_until_warm(self, seconds: float) -> None:
-        """Waits for what is read at a start, but not for longer than that."""
+        """Waits at most `seconds` for what is read at start."""
         if self._warming is not None:
             self._warming.join(seconds)
 
     def clear(self) -> None:
-        """Forgets all entries, also those that are still to be written."""
+        """Forgets all entries, also those still to be written."""
         self._stop_warming()
         self._writer.clear()
         self._memory.clear()
@@ -140,15 +134,14 @@ class EmbeddingCache:
             self._disk.clear()
 
     def close(self, seconds: float | None = None) -> None:
-        """Writes what is staged, as far as that takes at most so long, and closes the disk: what is not
-        written by then never is."""
+        """Writes what is staged within `seconds`, and closes the disk. The rest is lost."""
         self._stop_warming(seconds)
         self._writer.close(seconds)
         if self._disk is not None:
             self._disk.close()
 
     def _warm(self, disk: DiskStore) -> None:
-        """Reads the newest entries, as many as memory takes, and puts the newest of them in last."""
+        """Reads as many of the newest entries as fit, and puts the newest in last."""
         found: list[tuple[bytes, CachedEmbedding]] = []
         room = self._memory.limit
         for key, entry in disk.newest():
@@ -170,41 +163,38 @@ class EmbeddingCache:
 
     @property
     def num_staged(self) -> int:
-        """How many embeddings are still to be written."""
+        """Embeddings still to be written."""
         return self._writer.num_staged
 
     @property
     def skipped(self) -> int:
-        """How many embeddings were not cached because writing did not keep up."""
+        """Embeddings that were not cached because writing did not keep up."""
         return self._writer.skipped
 
     @property
     def limit(self) -> int:
-        """How many bytes of embeddings may be cached on the host, in memory and on disk."""
+        """The most bytes on the host, in memory and on disk."""
         return self._memory.limit + (0 if self._disk is None else self._disk.limit)
 
     def resize(self, limit: int) -> None:
-        """Takes at most `limit` bytes of the host's memory from now on."""
         self._memory.resize(limit)
 
     @property
     def device_entries(self) -> int:
-        """How many embeddings are on the device as well."""
         return 0 if self.slab is None else len(self.slab)
 
     @property
     def device_bytes(self) -> int:
-        """What is set aside for them there."""
         return 0 if self.slab is None else self.slab.nbytes
 
     @property
     def device_hits(self) -> int:
-        """How many cached documents were scored without being copied to the device."""
+        """Cached documents scored without a copy to the device."""
         return 0 if self.slab is None else self.slab.hits
 
     @property
     def device_copies(self) -> int:
-        """How many were copied to it first."""
+        """Cached documents that were copied to the device."""
         return 0 if self.slab is None else self.slab.copied
 
     @property
@@ -224,14 +214,14 @@ class EmbeddingCache:
         return self._memory.evictions + (0 if self._disk is None else self._disk.evictions)
 
 
-# What an entry takes in this process, with its key and its places in the store: about, as Python counts.
+# About what an entry takes, with its key and its places in the store.
 _ENTRY_BYTES = 512
 
 
 @dataclass(frozen=True, slots=True)
 class CachedScore:
-    """A document's score as the model gives it, before any activation; how many tokens were run and how many
-    inputs cut for it; whether its query was cut; and through how many windows it was read."""
+    """A document's score before any activation, and what it cost: tokens, truncated inputs, whether the
+    query was truncated, and windows."""
 
     score: float
     tokens: int
@@ -245,7 +235,8 @@ class CachedScore:
 
 
 class ScoreCache:
-    """Scores by the digest of all that they depend on, in at most `limit` bytes of memory. Thread-safe."""
+    """Scores of pairs, for models that read query and document together, in `limit` bytes of memory.
+    Thread-safe."""
 
     num_staged = skipped = disk_bytes = 0
     device_entries = device_bytes = device_hits = device_copies = 0
@@ -258,7 +249,7 @@ class ScoreCache:
 
     @staticmethod
     def key(query: str, document: str, how: str) -> bytes:
-        """The digest of a pair and `how` it is read: instruction, truncation, limits."""
+        """Returns the digest of a pair and `how` it is read: instruction, truncation, limits."""
         digest = hashlib.blake2b(digest_size=32)
         for text in (how, query):
             part = text.encode("utf-8", "surrogatepass")
@@ -267,7 +258,7 @@ class ScoreCache:
         return digest.digest()
 
     def find(self, keys: Sequence[bytes]) -> list[CachedScore | None]:
-        """The entry of each key, None where there is none; counted."""
+        """Returns the entry of each key, or None. Counts hits and misses."""
         found = [self._memory.get(key) for key in keys]
         hits = sum(entry is not None for entry in found)
         with self._lock:
@@ -281,7 +272,6 @@ class ScoreCache:
         self._size_watch.check()
 
     def resize(self, limit: int) -> None:
-        """Takes at most `limit` bytes of memory from now on."""
         self._memory.resize(limit)
 
     def clear(self) -> None:

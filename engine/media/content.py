@@ -1,4 +1,8 @@
-"""What a query or a document is that has pictures: texts and pictures in their order."""
+"""Texts and pictures as callers send them: content, picture files, base64 and data URLs (RFC 2397), PDF
+pages.
+
+The `read` methods raise PictureError.
+"""
 
 import base64
 import binascii
@@ -23,8 +27,8 @@ _SPACE = str.maketrans("", "", " \t\r\n")
 
 
 def bytes_of_data_url(url: str, most_bytes: int) -> bytes:
-    """The bytes of `data:image/...;base64,...`. Raises PictureError for another URL, for what is no picture
-    by its media type, and for more than `most_bytes`."""
+    """Decodes `data:image/...;base64,...`. Raises PictureError for other URLs and media types, and for
+    more than `most_bytes`."""
     head = _DATA_URL_HEAD.match(url[:_LONGEST_PREFIX])
     if head is None or head["base64"] is None:
         raise PictureError("is no data URL; give data:image/png;base64,... with the file's bytes")
@@ -35,9 +39,8 @@ def bytes_of_data_url(url: str, most_bytes: int) -> bytes:
 
 
 def bytes_of_base64(text: str, most_bytes: int, start: int = 0) -> bytes:
-    """The bytes that base64 stands for, from the character `start` on; white space is passed over, URL-safe
-    letters and missing padding are taken too. Raises PictureError for what is no base64, and for more than
-    `most_bytes`, before anything is decoded."""
+    """Decodes base64 from the character `start` on. White space, URL-safe letters and missing padding are
+    allowed. Raises PictureError, for more than `most_bytes` before anything is decoded."""
     if 3 * (len(text) - start) // 4 > most_bytes + most_bytes // 16 + 64:
         raise PictureError(f"has more than {most_bytes:,} bytes; send a smaller file")
     try:
@@ -53,7 +56,6 @@ def bytes_of_base64(text: str, most_bytes: int, start: int = 0) -> bytes:
 
 
 def _plain(text: str, start: int) -> bytes:
-    """The characters from `start` on, without white space."""
     plain = bytearray()
     for first in range(start, len(text), _PIECE):
         plain += text[first : first + _PIECE].translate(_SPACE).encode("ascii")
@@ -61,7 +63,7 @@ def _plain(text: str, start: int) -> bytes:
 
 
 def _decoded(plain: bytes, altchars: bytes | None) -> bytes:
-    """Piece by piece, so that other threads run between two. Raises binascii.Error."""
+    """Decodes in pieces, so that other threads run in between. Raises binascii.Error."""
     data = bytearray()
     for first in range(0, len(plain), _PIECE):
         data += base64.b64decode(plain[first : first + _PIECE], altchars=altchars, validate=True)
@@ -86,7 +88,6 @@ class PictureAt:
     path: Path
 
     def read(self, limits: PictureLimits) -> Picture:
-        """Raises PictureError."""
         try:
             data = self.path.read_bytes()
         except OSError as error:
@@ -102,7 +103,6 @@ class PdfPage:
     page: int
 
     def read(self, limits: PictureLimits) -> Picture:
-        """Raises PictureError."""
         from pypdfium2 import PdfDocument, PdfiumError
 
         with _DRAWING:
@@ -125,8 +125,8 @@ class PdfPage:
 
 
 def pages_of(path: Path) -> list[PdfPage]:
-    """The pages of a PDF. Raises PictureError for a file that is none, or needs a password, and ImportError
-    without pypdfium2."""
+    """Returns the pages of a PDF. Raises PictureError for other files and for PDFs with a password, and
+    ImportError without pypdfium2."""
     from pypdfium2 import PdfDocument, PdfiumError
 
     with _DRAWING:
@@ -145,23 +145,19 @@ _CHARACTERS_A_PICTURE = 4_096
 
 @dataclass(frozen=True, slots=True)
 class PictureFile:
-    """A picture as the bytes of its file."""
-
     data: bytes
 
     def read(self, limits: PictureLimits) -> Picture:
-        """Raises PictureError."""
         return decoded(self.data, limits)
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedPicture:
-    """A picture's file in base64, or as a data URL."""
+    """A picture's file in base64 or as a data URL."""
 
     text: str
 
     def read(self, limits: PictureLimits) -> Picture:
-        """Raises PictureError."""
         is_url = self.text[: len(_DATA_URL)].lower() == _DATA_URL
         data = (bytes_of_data_url if is_url else bytes_of_base64)(self.text, limits.file_bytes)
         return decoded(data, limits)
@@ -169,28 +165,26 @@ class EncodedPicture:
 
 @dataclass(frozen=True, slots=True)
 class MissingPicture:
-    """A picture that cannot be had, and why: what errors say behind its name."""
+    """A picture that cannot be had; errors give the reason behind its name."""
 
     reason: str
 
     def read(self, limits: PictureLimits) -> Picture:
-        """Raises PictureError."""
         raise PictureError(self.reason)
 
 
 @dataclass(frozen=True, slots=True)
 class PictureUrl:
-    """A picture at a URL, which whoever takes requests replaces by its file."""
+    """A picture at a URL. The API fetches it before the engine sees it."""
 
     url: str
 
     def read(self, limits: PictureLimits) -> Picture:
-        """Raises PictureError."""
         raise PictureError("is at a URL; give the bytes of its file, as the engine fetches nothing")
 
 
 class OpenImage(Protocol):
-    """What Pillow's `Image` has, which is not imported to say so."""
+    """The part of Pillow's `Image` that is used, without importing Pillow."""
 
     @property
     def size(self) -> tuple[int, int]: ...
@@ -208,7 +202,6 @@ class PillowPicture:
     image: OpenImage
 
     def read(self, limits: PictureLimits) -> Picture:
-        """Raises PictureError."""
         return picture_of_pillow(self.image, limits)
 
     def __hash__(self) -> int:
@@ -224,7 +217,7 @@ Part: TypeAlias = str | AnyPicture
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """A query or a document: texts and pictures in their order, at least one."""
+    """A query or document with pictures: texts and pictures in their order, at least one."""
 
     parts: tuple[Part, ...]
 
@@ -249,10 +242,10 @@ class Content:
         return any(not isinstance(part, str) for part in self.parts)
 
     def __len__(self) -> int:
-        """How many characters a text would have that is about as much work."""
+        """Returns the number of characters of a text that is about as much work."""
         return sum(len(part) if isinstance(part, str) else _CHARACTERS_A_PICTURE for part in self.parts)
 
 
 def is_pillow(item: object) -> bool:
-    """Whether something is a picture of Pillow, which is not imported to find out."""
+    """Whether an object is a Pillow image, without importing Pillow."""
     return any(f"{kind.__module__}.{kind.__qualname__}" == "PIL.Image.Image" for kind in type(item).__mro__)

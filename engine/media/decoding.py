@@ -1,9 +1,9 @@
 """Reads pictures from the bytes of files, with Pillow.
 
-What comes is upright (EXIF's orientation is applied), in RGB with 8 bits a channel, and stands on white where
-it is transparent. Of a file with several frames it is the first. Colours are taken as the file has them:
-profiles are not applied, and of colours with 16 bits the upper 8 are taken. A picture's size is looked at
-before its pixels are unpacked; while it is read it takes some 20 bytes a pixel."""
+Pictures come out upright (EXIF's orientation applied), in RGB with 8 bits a channel, on white where
+transparent. Of several frames the first counts. Color profiles are ignored, and of 16-bit colors the upper
+8 bits count. The size is checked before pixels are unpacked; reading takes some 20 bytes a pixel.
+"""
 
 import ctypes
 import warnings
@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 
 class PictureError(ValueError):
-    """A picture cannot be fetched or read. The message goes on from the picture's name: it says what is wrong
-    with it, and what to change."""
+    """A picture cannot be fetched or read. The message continues the picture's name: what is wrong and
+    what to change."""
 
 
 # A progressive JPEG has some ten scans, each a pass over the whole picture.
@@ -35,19 +35,19 @@ _OF_PIXELS = (b"IDAT", b"fdAT", b"fcTL")
 
 
 def check_file(data: bytes, check_size: Callable[[tuple[int, int]], None]) -> None:
-    """Raises PictureError for a file that is not to be opened, `check_size` for a size that is too large."""
+    """Refuses files that cost far more to unpack than their bytes and pixels justify. Raises PictureError."""
     if data[:2] == b"\xff\xd8":
         _check_jpeg(data)
     elif data[:8] == b"\x89PNG\r\n\x1a\n":
         _check_png(data)
     elif data[:4] == b"RIFF" and data[12:16] == b"VP8X":
-        # Of such a file memory for the whole canvas is taken as it is opened.
+        # Opening it allocates the whole canvas.
         width, height = (1 + int.from_bytes(data[at : at + 3], "little") for at in (24, 27))
         check_size((width, height))
 
 
 def _check_jpeg(data: bytes) -> None:
-    # What is compressed has no such bytes; a preview within the file may have some of its own.
+    # Compressed data has no such bytes; previews may have some.
     if data.count(b"\xff\xda") > _MOST_SCANS:
         raise PictureError("has too many scans for a JPEG; save it anew, not progressive")
 
@@ -66,7 +66,7 @@ def _check_png(data: bytes) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """Pixels in RGB, uint8 [height, width, 3], upright and without transparency. They are not changed."""
+    """Read-only pixels in RGB, uint8 [height, width, 3], upright and without transparency."""
 
     pixels: NDArray[np.uint8]
 
@@ -83,8 +83,7 @@ class Picture:
 
     @cached_property
     def digest(self) -> bytes:
-        """Of the pixels and their shape: the same for the same picture, in whatever file it came. 32 bytes of
-        SHA-256, for which most processors have instructions of their own."""
+        """32 bytes of SHA-256 over pixels and shape; most CPUs have instructions for it."""
         digest = sha256(np.array(self.pixels.shape, dtype="<i8").tobytes())
         digest.update(np.ascontiguousarray(self.pixels).data)
         return digest.digest()
@@ -98,8 +97,6 @@ _PARTS, _HEAD = 12, 8
 
 
 class _Features(ctypes.Structure):
-    """libwebp's `WebPBitstreamFeatures`."""
-
     _fields_ = (
         ("width", ctypes.c_int),
         ("height", ctypes.c_int),
@@ -112,8 +109,7 @@ class _Features(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class WebpHeader:
-    """What a file's head says: width and height in pixels, whether pixels may be transparent, and whether
-    there is one frame alone."""
+    """Width and height in pixels, whether pixels may be transparent, and whether there is just one frame."""
 
     size: tuple[int, int]
     has_alpha: bool
@@ -121,12 +117,11 @@ class WebpHeader:
 
 
 def is_webp(data: bytes) -> bool:
-    """Whether a file says that it is one."""
     return data[:4] == b"RIFF" and data[8:12] == b"WEBP"
 
 
 def header_of(data: bytes) -> WebpHeader | None:
-    """None where the library is not found, and for what it cannot read."""
+    """Returns None if the library is missing or cannot read the file."""
     library = _library()
     features = _Features()
     if library is None or library.WebPGetFeaturesInternal(data, len(data), features, _INTERFACE) != 0:
@@ -136,8 +131,8 @@ def header_of(data: bytes) -> WebpHeader | None:
 
 
 def rgba_of(data: bytes, size: tuple[int, int]) -> NDArray[np.uint8] | None:
-    """The pixels [height, width, 4] of a file with one frame of this width and height. None where the library
-    is not found, and for what it cannot decode, which Pillow then says in its words."""
+    """Returns the pixels [height, width, 4] of a file with one frame; None if the library is missing or
+    cannot decode it, which Pillow then explains."""
     library = _library()
     if library is None:
         return None
@@ -148,7 +143,6 @@ def rgba_of(data: bytes, size: tuple[int, int]) -> NDArray[np.uint8] | None:
 
 
 def exif_of(data: bytes) -> bytes | None:
-    """The part of a file that says how the picture was taken, and how it is turned."""
     at = _PARTS
     while at + _HEAD <= len(data):
         length = int.from_bytes(data[at + 4 : at + _HEAD], "little")
@@ -159,15 +153,16 @@ def exif_of(data: bytes) -> bytes | None:
 
 
 def is_available() -> bool:
-    """Whether the library is found."""
     return _library() is not None
 
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    """libwebp, with two functions. `WebPDecodeRGBAInto` takes a file, its length, and where the pixels go,
-    with its size and that of a row in bytes; it gives null for a file that it cannot decode, or that does not
-    fit there. `WebPGetFeaturesInternal` gives 0 for a head that it could read."""
+    """Returns the libwebp that Pillow has loaded. Pillow holds Python's lock while it decodes; ctypes does
+    not.
+
+    `WebPDecodeRGBAInto` takes a file, its length, the pixels' address and size, and a row's size; null
+    means failure. `WebPGetFeaturesInternal` returns 0 for a header that it could read."""
     from PIL import _webp  # noqa: F401 (loads the library)
 
     try:
@@ -185,34 +180,32 @@ def _library() -> ctypes.CDLL | None:
     return library
 
 
-# TIFF is not among them: its tiles may be many times as large as the picture, and its grey has many meanings.
+# Not TIFF: its tiles may be far larger than the picture, and its gray has many meanings.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-# Those whose pixels Pillow reads into one picture, in one go.
+# Formats that Pillow reads into one picture at once.
 _READ_AT_ONCE = ("PNG", "JPEG", "BMP")
 _SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N", "I")
 _TRANSPARENT = ("RGBA", "LA", "PA", "RGBa", "La")
 _WHITE = (255, 255, 255, 255)
-# From here on Pillow refuses files by a limit of its own.
+# Above this Pillow refuses files itself.
 _MOST_PIXELS = 150_000_000
-# A picture's long side by its short one, at most. Qwen's processors have the same limit; CLIP's makes
-# gigabytes of one line of 8,000 pixels.
+# Qwen's processors have the same limit; CLIP's makes gigabytes of one line of 8,000 pixels.
 _MAX_ASPECT_RATIO = 200
-# What Pillow may decode of a WebP file, during which nothing else runs.
+# The most WebP pixels for Pillow, which lets nothing else run meanwhile.
 _MOST_AT_ONCE = 2_000_000
-# What is copied in one go, within a millisecond or so.
+# Copied at once, within about a millisecond.
 _STRIP_PIXELS = 512 * 1024
-# How much memory Pillow takes at once: as much as a picture needs.
+# Pillow allocates blocks of this size: as large as a picture needs.
 _BLOCK_BYTES = 1 << 29
-# Where EXIF says how a picture is turned.
 _ORIENTATION = 0x0112
-# Where PNG's header has the bits a channel and the kind of colour, and the kinds.
-_DEPTH, _COLOUR, _GREY, _RGB = 24, 25, 0, 2
+# Offsets of the bits a channel and the color type in a PNG's header, and two color types.
+_DEPTH, _COLOR, _GRAY, _RGB = 24, 25, 0, 2
 
 
 @dataclass(frozen=True, slots=True)
 class PictureLimits:
-    """What one picture may have: bytes of its file, and pixels, at most 150 million. It may be 200 times as
-    long as wide. Raises ValueError for other limits."""
+    """The most bytes of a file, and pixels of a picture, up to 150 million. Raises ValueError for other
+    limits."""
 
     file_bytes: int = 20 * 1024 * 1024
     pixels: int = 50_000_000
@@ -222,7 +215,7 @@ class PictureLimits:
             raise ValueError(f"a picture must have a byte, and from 1 to {_MOST_PIXELS:,} pixels")
 
     def check_size(self, size: tuple[int, int]) -> None:
-        """Raises PictureError for a width and height that are too large, too elongated, or none."""
+        """Raises PictureError for a picture that is too large, too elongated or empty."""
         width, height = size
         if width < 1 or height < 1:
             raise PictureError(f"has {width} x {height} pixels; send one that has some")
@@ -238,8 +231,7 @@ class PictureLimits:
 
 
 def decoded(data: bytes, limits: PictureLimits) -> Picture:
-    """The picture that a file holds. Raises PictureError for a file that is too large or cannot be read, and
-    ModuleNotFoundError where Pillow is not installed."""
+    """Reads the picture that a file holds. Raises PictureError, and ModuleNotFoundError without Pillow."""
     if len(data) > limits.file_bytes:
         raise PictureError(
             f"has {len(data):,} bytes, but may have {limits.file_bytes:,}; send a smaller file"
@@ -255,7 +247,7 @@ def decoded(data: bytes, limits: PictureLimits) -> Picture:
             box = image.tile[0][1] if image.format == "GIF" and image.tile else None
             _make_room(image)
             image.load()
-            _scale_transparent_colour(image, data)
+            _scale_transparent_color(image, data)
             return _picture(image, box)
     except (PictureError, MemoryError):
         raise
@@ -266,16 +258,15 @@ def decoded(data: bytes, limits: PictureLimits) -> Picture:
     except pillow.DecompressionBombError:
         raise PictureError(f"has more than {limits.pixels:,} pixels; send a smaller picture") from None
     except Exception as error:
-        # Pillow says in many ways (OSError, SyntaxError, ValueError, struct.error) that a file is damaged.
+        # Pillow raises OSError, SyntaxError, ValueError, struct.error and more for damaged files.
         raise PictureError(f"cannot be read: its file is damaged ({_in_short(error)})") from None
 
 
 def picture_of_pillow(image: Any, limits: PictureLimits) -> Picture:
-    """The picture that a caller has opened with Pillow. Raises PictureError for one that is too large or
-    cannot be read."""
+    """Reads a picture that the caller has opened with Pillow. Raises PictureError."""
     limits.check_size(image.size)
     try:
-        # It is turned in place, so one that is not upright must not be the caller's own.
+        # It is rotated in place, so copy the caller's own.
         is_upright = image.getexif().get(_ORIENTATION, 1) == 1
         return _picture(image if is_upright else image.copy(), None)
     except (PictureError, MemoryError):
@@ -285,8 +276,7 @@ def picture_of_pillow(image: Any, limits: PictureLimits) -> Picture:
 
 
 def load_readers() -> None:
-    """Imports Pillow and its readers, and finds libwebp. For who loads a model, so that no request waits for
-    it. Raises ModuleNotFoundError where Pillow is not installed."""
+    """Imports Pillow and its readers at load, so that no request waits for it. Raises ModuleNotFoundError."""
     _pillow()
 
 
@@ -298,16 +288,15 @@ def _pillow() -> ModuleType:
     for name in FORMATS:
         import_module(f"PIL.{name.capitalize() if name != 'WEBP' else 'WebP'}ImagePlugin")
     is_available()
-    # Pillow takes memory for a picture while it holds Python's lock. It has none to clear where it asks the
-    # system anew, as it does for large blocks.
+    # Pillow holds Python's lock while it allocates. Large blocks come from the system and need no clearing.
     import_module("PIL._imaging").set_block_size(_BLOCK_BYTES)
-    # It warns of each tag that is odd, with what the file says in it.
+    # Pillow warns of odd tags and quotes them.
     warnings.filterwarnings("ignore", module=r"PIL\.")
     return PIL.Image
 
 
 def _still_webp(data: bytes, limits: PictureLimits) -> Any:
-    """A WebP picture without animation, decoded; None where Pillow is to open it."""
+    """Decodes a WebP picture without animation; None if Pillow must open it."""
     header = header_of(data) if is_webp(data) else None
     if header is None or not header.is_still:
         return None
@@ -323,7 +312,7 @@ def _still_webp(data: bytes, limits: PictureLimits) -> Any:
 
 
 def _check_at_once(image: Any) -> None:
-    """Raises PictureError for a WebP file that Pillow would decode for long, in one go."""
+    """Raises PictureError for a WebP file that Pillow would decode for long."""
     width, height = image.size
     if image.format == "WEBP" and width * height > _MOST_AT_ONCE:
         is_still = getattr(image, "n_frames", 1) == 1
@@ -334,20 +323,20 @@ def _check_at_once(image: Any) -> None:
             )
 
 
-def _scale_transparent_colour(image: Any, data: bytes) -> None:
-    """The colour of a PNG that is transparent, in the numbers that Pillow has made of the pixels."""
-    colour = image.info.get("transparency")
-    if image.format != "PNG" or colour is None or isinstance(colour, bytes):
+def _scale_transparent_color(image: Any, data: bytes) -> None:
+    """Converts a PNG's transparent color to the numbers that Pillow makes of the pixels."""
+    color = image.info.get("transparency")
+    if image.format != "PNG" or color is None or isinstance(color, bytes):
         return
-    depth, kind = data[_DEPTH], data[_COLOUR]
-    if kind == _GREY and depth in (2, 4):
-        image.info["transparency"] = colour * (255 // (2**depth - 1))
+    depth, kind = data[_DEPTH], data[_COLOR]
+    if kind == _GRAY and depth in (2, 4):
+        image.info["transparency"] = color * (255 // (2**depth - 1))
     elif kind == _RGB and depth == 16:
-        image.info["transparency"] = tuple(value >> 8 for value in colour)
+        image.info["transparency"] = tuple(value >> 8 for value in color)
 
 
 def _picture(image: Any, box: tuple[int, int, int, int] | None) -> Picture:
-    """Outside of its `box`, if there is one, a picture is white."""
+    """Makes a picture, white outside of its `box`."""
     from PIL import ImageOps
 
     ImageOps.exif_transpose(image, in_place=True)
@@ -364,8 +353,7 @@ def _picture(image: Any, box: tuple[int, int, int, int] | None) -> Picture:
 
 
 def array_of(image: Any) -> NDArray[np.uint8]:
-    """The pixels [height, width, 3] of a picture in RGB, on white where it is transparent, strip by strip:
-    other threads run between two."""
+    """Returns pixels [height, width, 3] in RGB, on white, strip by strip: other threads run in between."""
     width, height = image.size
     if width * height <= _STRIP_PIXELS:
         return np.asarray(_in_rgb(image))
@@ -376,15 +364,15 @@ def array_of(image: Any) -> NDArray[np.uint8]:
 
 
 def pillow_of(pixels: NDArray[np.uint8]) -> Any:
-    """A picture of Pillow's with these pixels [height, width, 3]. Other threads run meanwhile."""
+    """Makes a Pillow image of pixels [height, width, 3]. Other threads run meanwhile."""
     four = np.empty((*pixels.shape[:2], 4), dtype=np.uint8)
     four[:, :, :3] = pixels
     return _pillow_of_four(four, "RGB")
 
 
 def _pillow_of_four(pixels: NDArray[np.uint8], mode: str) -> Any:
-    """A picture of Pillow's with these pixels [height, width, 4], in mode RGB, without the fourth channel, or
-    RGBA. Pillow keeps four bytes a pixel in both, and other threads run while it copies them."""
+    """Makes a Pillow image of pixels [height, width, 4] in mode RGBA, or RGB without the fourth channel.
+    Pillow keeps four bytes a pixel in both, and lets other threads run while it copies them."""
     height, width, _ = pixels.shape
     raw = "RGBA" if mode == "RGBA" else "RGBX"
     image = _pillow().frombuffer(raw, (width, height), pixels, "raw", raw, 0, 1)
@@ -392,28 +380,28 @@ def _pillow_of_four(pixels: NDArray[np.uint8], mode: str) -> Any:
 
 
 def _make_room(image: Any) -> None:
-    """Gives a large picture that was opened the memory that its pixels go to. Pillow would fill it with zeros
-    while it holds Python's lock; it holds none while it cuts a larger picture from a smaller."""
+    """Allocates a large picture's pixels ahead. Pillow would zero them while it holds Python's lock, but
+    not when it crops a larger picture from a smaller."""
     width, height = image.size
     if width * height > _STRIP_PIXELS and image.format in _READ_AT_ONCE:
         image.im = _pillow().new(image.mode, (1, 1)).im.crop((0, 0, width, height))
 
 
 def strips(width: int, height: int) -> Iterator[tuple[int, int]]:
-    """First rows, and those after the last, of strips of a picture."""
+    """Yields the first row, and the one after the last, of each strip."""
     rows = max(1, _STRIP_PIXELS // width)
     for top in range(0, height, rows):
         yield top, min(height, top + rows)
 
 
 def _of_sixteen_bits(values: NDArray[Any], transparent: object) -> NDArray[np.uint8]:
-    """Grey numbers, which Pillow itself would cut at 255, with the one that is transparent as white."""
+    """Converts gray numbers, which Pillow would clip at 255; the transparent one becomes white."""
     if values.min() < 0 or values.max() > 65_535:
-        raise PictureError("has numbers that are no colours of 16 bits; send one with 8 or 16 bits a channel")
-    grey = ((values.astype(np.uint32) + 128) // 257).astype(np.uint8)
+        raise PictureError("has numbers that are no colors of 16 bits; send one with 8 or 16 bits a channel")
+    gray = ((values.astype(np.uint32) + 128) // 257).astype(np.uint8)
     if isinstance(transparent, int):
-        grey[values == transparent] = 255
-    return np.repeat(grey[:, :, None], 3, axis=2)
+        gray[values == transparent] = 255
+    return np.repeat(gray[:, :, None], 3, axis=2)
 
 
 def _in_rgb(image: Any) -> Any:
@@ -428,6 +416,6 @@ def _on_white(image: Any) -> Any:
 
 
 def _in_short(error: Exception) -> str:
-    """An error's kind and the first words of what it says, which may hold what the file says."""
+    """Returns an error's kind and its first words, which may quote the file."""
     said = "".join(character if character.isprintable() else " " for character in str(error))[:80]
     return f"{type(error).__name__}: {said}" if said else type(error).__name__

@@ -1,5 +1,5 @@
-"""Processors: one module for each kind of request. A processor makes a plan of a request, and the plan makes
-the result.
+"""Processors: one module for each kind of request. A processor makes a plan of a request; the plan makes its
+result.
 
-Functions of their input, run in the thread pool. Nothing here knows of queues or devices.
+They run in the thread pool and know of neither queues nor devices.
 """

@@ -28,7 +28,7 @@ _ROWS = 64
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ClassificationPlan(Plan):
-    """One value a text or pair: the logits of all labels. `pairs` is the plan of pairs, if they are such."""
+    """One value a text or pair: the logits of all labels. `pairs` is the plan of pairs."""
 
     model: LoadedModel
     pairs: ScorePlan | None = None
@@ -84,14 +84,14 @@ class PairClassificationProcessor(Processor[ScoreRequest, ClassificationPlan]):
 
 @lru_cache(maxsize=64)
 def keeps_order(activation: Head) -> bool:
-    """Whether a larger logit never has a smaller score, apart from rounding. Tried on numbers, because a
+    """Whether a larger logit never has a smaller score, apart from rounding. Tried on numbers: a
     checkpoint may name any function."""
     scores = activation(torch.linspace(-40, 40, 641)[:, None])  # [641, 1]
     return bool((scores.diff(dim=0) >= -1e-6).all())
 
 
 def activate(logits: NDArray[np.float32], activation: Head) -> NDArray[np.float32]:
-    """Applies an activation to logits [n, labels]. Each row has the same bits, whatever the other rows."""
+    """Applies an activation to logits [n, labels]. A row's bits do not depend on other rows."""
     filled = np.zeros((len(logits) + -len(logits) % _ROWS, logits.shape[1]), dtype=np.float32)
     filled[: len(logits)] = logits
     # Without rows there is one part, which is empty.

@@ -31,7 +31,7 @@ from maxsimd.engine.processors.processor import (
     with_window_scores,
 )
 from maxsimd.engine.processors.score_lookup import CachedScorePlan, FoundScores, RunFacts, ScoreLookup
-from maxsimd.engine.processors.text.builder import Fitted, InputName, LongInputs
+from maxsimd.engine.processors.text.builder import FittedText, InputName, LongInputs
 from maxsimd.engine.requests import ScoreOptions, ScoreRequest, Value
 from maxsimd.engine.workers import yield_to_smaller
 from maxsimd.pooling.methods import Head
@@ -46,13 +46,13 @@ _NAMED_LABELS = 4
 
 @dataclass(frozen=True, slots=True)
 class ScoreLabel:
-    """The label whose probability is the score. Labels that are `exclusive` share 1 between them."""
+    """The label whose probability is the score. `exclusive` labels share 1 between them."""
 
     index: int
     exclusive: bool
 
     def logits_of(self, rows: NDArray[np.float32]) -> NDArray[np.float64]:
-        """Returns the numbers [n] whose sigmoids are the probabilities, from the logits [n, labels]."""
+        """Returns the numbers [n] whose sigmoids are the probabilities, from logits [n, labels]."""
         numbers = rows.astype(np.float64)
         if not self.exclusive:
             return numbers[:, self.index]
@@ -65,11 +65,11 @@ class ScoreLabel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadPairs:
-    """How the pairs of a plan were read, from which the characters of a window are found again."""
+    """How the pairs of a plan were read, to find the characters of windows again."""
 
     builder: PairBuilder
     request: ScoreRequest
-    queries: Sequence[Fitted[np.int32]]
+    queries: Sequence[FittedText[np.int32]]
     long_inputs: LongInputs
 
     def window_spans(self, pair: int) -> list[Span]:
@@ -79,10 +79,9 @@ class ReadPairs:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class CrossEncoderPlan(CachedScorePlan):
-    """One value for each window of each document to run; the best window of a document counts.
+    """One value for each window of each document to run; the best window counts.
 
-    `label` is set if the model has several labels. `pairs`
-    are kept for requests with `explain`."""
+    `label` is set if the model has several labels, and `pairs` for requests with `explain`."""
 
     activation: Head | None = None
     label: ScoreLabel | None = None
@@ -159,9 +158,9 @@ class CrossEncoderPlan(CachedScorePlan):
 class CrossEncoderProcessor(ScoreProcessor):
     """Makes one sequence for each pair, or one for each window of its document.
 
-    With prefix sharing, the tokens before the document are a sequence by themselves, which is run once for
-    all pairs of a query. Without CUDA graphs a pair is split there even if it is alone, so that its score
-    does not depend on the other pairs."""
+    With prefix sharing, the tokens before the document are a sequence that is run once for all pairs of a
+    query. Without CUDA graphs even a lone pair is split there, so that its score does not depend on other
+    pairs."""
 
     def __init__(self, context: ProcessorContext) -> None:
         super().__init__(context)
@@ -256,7 +255,7 @@ class CrossEncoderProcessor(ScoreProcessor):
         queries = (rules.prompt + each if isinstance(each, str) else each for each in request.queries)
         return replace(request, queries=tuple(queries))
 
-    def _read_queries(self, request: ScoreRequest, long_inputs: LongInputs) -> list[Fitted[np.int32]]:
+    def _read_queries(self, request: ScoreRequest, long_inputs: LongInputs) -> list[FittedText[np.int32]]:
         most = None if long_inputs.max_query_tokens is None else long_inputs.max_query_tokens + 1
         names = [InputName("queries", i) for i in range(len(request.queries))]
         texts = [query if isinstance(query, str) else "" for query in request.queries]
@@ -266,7 +265,7 @@ class CrossEncoderProcessor(ScoreProcessor):
     def _build(
         self,
         request: ScoreRequest,
-        queries: list[Fitted[np.int32]],
+        queries: list[FittedText[np.int32]],
         long_inputs: LongInputs,
         ids: RequestIds,
     ) -> list[BuiltPair]:
@@ -282,7 +281,7 @@ class CrossEncoderProcessor(ScoreProcessor):
         return pairs
 
     def _sequences(self, pairs: Sequence[BuiltPair], ids: RequestIds) -> list[TokenSequence]:
-        """The sequences of all windows, each prefix before the first window that begins with it."""
+        """Returns the sequences of all windows, each prefix before the first window that begins with it."""
         sharing = self._context.sharing
         shared = [] if sharing is None else _shared_prefixes(sharing, pairs, ids)
         prefix_of: Mapping[int, TokenSequence] = {i: prefix for prefix, windows in shared for i in windows}
@@ -301,7 +300,6 @@ class CrossEncoderProcessor(ScoreProcessor):
 
 
 def _pair_builder(context: ProcessorContext) -> PairBuilder:
-    """Returns what puts queries and documents together as the model reads them."""
     model, tokenizer, longest = context.model, context.tokenizer, context.limits.longest_sequence
     template = model.pairs.template
     if template is None:
@@ -346,10 +344,8 @@ def _shared_prefixes(
 
 
 def shared_tokens(ids: TokenIds, prefix: TokenIds) -> int:
-    """Returns how many tokens a pair shares with all others that begin with `prefix`.
-
-    That is 0 if the pair begins otherwise, has no tokens of its own, or its prefix is too short to share. It
-    depends on nothing but the pair."""
+    """Returns how many tokens a pair shares with all others that begin with `prefix`: 0 if it begins
+    otherwise, has no tokens of its own, or the prefix is too short. Depends on nothing but the pair."""
     length = len(prefix)
     if length < SHORTEST_PREFIX or len(ids) <= length or not np.array_equal(ids[:length], prefix):
         return 0

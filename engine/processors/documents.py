@@ -1,5 +1,6 @@
-"""Documents that are encoded without their query: each different one once, as its embedding if that is cached
-or was sent, else as windows or as a page."""
+"""Documents that are encoded without their query: cached, sent as embeddings, or to run as windows or a
+page.
+"""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,15 +34,14 @@ _USUAL = torch.finfo(torch.float16).max
 
 
 class GivenVectors:
-    """Checks embeddings for one model, of at most `most` vectors each. All raise InvalidRequestError."""
+    """Checks embeddings for one model, of at most `most` vectors each. Raises InvalidRequestError."""
 
     def __init__(self, model: LoadedModel, most: int | None) -> None:
         self._model = model
         self._most = most
 
     def documents(self, given: Mapping[int, Vectors]) -> Iterator[tuple[int, CachedEmbedding]]:
-        """Documents by their index, which are scored as if they were cached. No token was ever run for
-        them."""
+        """Yields documents by their index, to be scored as if they were cached."""
         left = iter(given.items())
         while part := dict(islice(left, _AT_ONCE)):
             yield_to_smaller()
@@ -51,7 +51,7 @@ class GivenVectors:
                 yield index, CachedEmbedding(values, scales, tokens=0, truncated=False)
 
     def query(self, vectors: Vectors, index: int) -> torch.Tensor:
-        """A query's rows [tokens, dim], without scales."""
+        """Returns a query's rows [tokens, dim], without scales."""
         if isinstance(vectors, QueryRows) and vectors.fingerprint != self._model.fingerprint:
             what = "was encoded by another model than this one; encode it here, or give its text"
             raise _wrong("queries", index, what)
@@ -80,10 +80,10 @@ class GivenVectors:
 def overflow_error(
     request: ScoreRequest, document: int, largest_of_queries: Mapping[int, float]
 ) -> InvalidRequestError | None:
-    """Returns the error for the embedding that makes a document's score infinite or NaN; None if the numbers
-    of the embeddings are too small for that, or no embedding was sent.
+    """Returns the error for the embedding that makes a document's score infinite or NaN; None if no embedding
+    was sent or the numbers are too small for that.
 
-    `largest_of_queries` has the largest number of each query that was sent as an embedding."""
+    `largest_of_queries` has the largest number of each query that was sent."""
     query = request.query_of(document)
     largest: dict[tuple[str, int], float] = {}
     dim = 0
@@ -108,7 +108,7 @@ def _check_finite(arrays: Sequence[torch.Tensor], param: str, indexes: Sequence[
 
 
 def _first_not_finite(arrays: Sequence[torch.Tensor]) -> int | None:
-    """Does the same in plain torch. A NaN among the numbers is the least and the greatest of them."""
+    """The same in plain torch: a NaN is both the least and the greatest."""
     for i, array in enumerate(arrays):
         if not all(math.isfinite(each) for each in torch.aminmax(array)):
             return i
@@ -122,8 +122,8 @@ def _wrong(param: str, index: int, what: object) -> InvalidRequestError:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DocumentInCache:
-    """A document whose embedding is cached, or was sent in place of its text. `query` is the index of the
-    query that it is scored against. A document to explain has the `windows` through which it was read."""
+    """A document whose embedding is cached or was sent, for query `query`. To be explained, it has the
+    `windows` through which it was read."""
 
     query: int
     embedding: CachedEmbedding
@@ -140,7 +140,7 @@ class DocumentInCache:
 
     @property
     def tokens(self) -> int:
-        """How many were run for it when it was cached."""
+        """Tokens that were run when it was cached."""
         return self.embedding.tokens
 
     @property
@@ -154,12 +154,11 @@ class DocumentInCache:
 
     @property
     def num_rows(self) -> int:
-        """How many vectors it has."""
         return len(self.embedding.rows)
 
     @property
     def window_rows(self) -> tuple[int, ...]:
-        """How many vectors each of its windows has."""
+        """The vectors of each window."""
         if not self.windows:
             return (len(self.embedding.rows),)
         return tuple(window.num_rows for window in self.windows)
@@ -167,8 +166,8 @@ class DocumentInCache:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DocumentToRun:
-    """A document to be run through its `windows`, or as the one sequence that it is, and then to be cached
-    under `cache_key` if there is one. `query` is the index of the query that it is scored against."""
+    """A document to run through its `windows`, for query `query`, and then to cache under `cache_key`, if
+    any."""
 
     query: int
     windows: list[BuiltText]
@@ -185,7 +184,6 @@ class DocumentToRun:
 
     @property
     def tokens(self) -> int:
-        """How many are run for it."""
         return sum([len(window.tokens) for window in self.windows])
 
     @property
@@ -198,17 +196,15 @@ class DocumentToRun:
 
     @property
     def num_rows(self) -> int:
-        """How many vectors it has."""
         return sum([window.num_rows for window in self.windows])
 
     @property
     def window_rows(self) -> tuple[int, ...]:
-        """How many vectors each of its windows has."""
         return tuple(window.num_rows for window in self.windows)
 
 
 def _tokens_of_page(windows: list[BuiltText]) -> Tokens | None:
-    """The tokens of a document that has pictures."""
+    """Returns the tokens of a document with pictures."""
     return windows[0].tokens if windows and windows[0].tokens.images else None
 
 
@@ -218,8 +214,7 @@ Document: TypeAlias = DocumentInCache | DocumentToRun
 @dataclass(frozen=True, slots=True, eq=False)
 class Documents:
     """The different documents of a request; document i of the request is `different[position_of[i]]`.
-
-    `firsts` has the first index in the request of each different document."""
+    `firsts` has the first index in the request of each."""
 
     different: list[Document]
     position_of: list[int]
@@ -234,19 +229,18 @@ class Documents:
 
 @dataclass(frozen=True, slots=True)
 class CacheKeys:
-    """The keys of one document. It is cached as `plain` if any request would read it alike: it fits, or is
-    read to the checkpoint's own length. Else it is cached `as_requested`: for requests that say the same of
-    documents that do not fit."""
+    """The keys of one document. `plain`: any request reads it alike, because it fits or is read to the
+    checkpoint's own length. `as_requested`: requests with the same limits read it alike."""
 
     plain: bytes
     as_requested: bytes
 
 
 class CacheLookup:
-    """Looks up the documents of one request. With `refresh` nothing is found, and what is cached is dropped.
+    """Looks up the documents of one request. With `refresh`, cached entries are dropped instead.
 
-    `own_length` is how much of a document the checkpoint reads, None for all of it. Entries of one `owner`
-    are invisible to others."""
+    `own_length` is how much of a document the checkpoint reads, None for all. Entries of one `owner` are
+    invisible to others."""
 
     def __init__(
         self,
@@ -275,11 +269,11 @@ class CacheLookup:
         return found
 
     def page_key(self, digest: bytes) -> bytes:
-        """The key of a picture, by the digest of its pixels."""
+        """Returns the key of a picture, by the digest of its pixels."""
         return self._cache.key(digest.hex(), "a picture" + self._owned)
 
     def find_page(self, key: bytes) -> CachedEmbedding | None:
-        """The embedding of a picture, if there is one. Counts a hit or a miss."""
+        """Returns the embedding of a picture, if cached. Counts a hit or a miss."""
         if self._refresh:
             self._cache.drop(key)
             return None
@@ -288,7 +282,7 @@ class CacheLookup:
         return entry
 
     def key_for(self, keys: CacheKeys, windows: Sequence[BuiltText]) -> bytes:
-        """The key for a document that is read through `windows`, or through one sequence."""
+        """Returns the key for a document that is read through `windows`."""
         whole = len(windows) == 1 and not windows[0].truncated
         return keys.plain if whole and self._is_plain(len(windows[0].tokens)) else keys.as_requested
 
@@ -317,9 +311,8 @@ class CacheLookup:
         return self._cache.key(text, self._long_inputs.signature + self._owned)
 
     def _is_plain(self, tokens: int) -> bool:
-        """Whether any request would read a document of this number of `tokens` as this one does.
-
-        A document of the checkpoint's own length may have been truncated to it."""
+        """Whether any request would read a document of this many tokens alike. One of the checkpoint's own
+        length may have been truncated to it."""
         if self._long_inputs.max_document_tokens is not None:
             return False
         return self._own_length is None or tokens < self._own_length or self._long_inputs.truncates_as_usual
@@ -327,7 +320,7 @@ class CacheLookup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _NewPage:
-    """A content that is not cached, as its sequence, and the key to cache it under."""
+    """A content with pictures that is not cached, and the key to cache it under."""
 
     built: BuiltText
     cache_key: bytes | None
@@ -338,17 +331,13 @@ _Found: TypeAlias = CachedEmbedding | CacheKeys | DocumentInCache | _NewPage | N
 
 
 class DocumentReader:
-    """Reads the documents of one request: checks embeddings that were sent, finds cached ones, and builds
-    windows and pages of the rest.
+    """Reads the documents of one request: checks sent embeddings, finds cached ones, and builds windows and
+    pages.
 
     `lookup` is None if no cache is in use, and `pages` if the model reads only text."""
 
     def __init__(
-        self,
-        builder: TextBuilder,
-        lookup: CacheLookup | None,
-        given: GivenVectors,
-        pages: PageBuilder | None,
+        self, builder: TextBuilder, lookup: CacheLookup | None, given: GivenVectors, pages: PageBuilder | None
     ) -> None:
         self.builder = builder
         self._lookup = lookup
@@ -358,8 +347,8 @@ class DocumentReader:
     def read(self, request: ScoreRequest, ids: RequestIds) -> Documents:
         """Reads each different document once.
 
-        Raises InvalidRequestError for a document that is too long, by its index in the request, and
-        RequestTooLargeError as soon as windows have too many tokens."""
+        Raises InvalidRequestError for a document that is too long, and RequestTooLargeError as soon as
+        windows have too many tokens."""
         positions: dict[tuple[int, Item], int] = {}
         firsts: list[int] = []
         position_of = []
@@ -402,7 +391,7 @@ class DocumentReader:
         return Documents(different, position_of, firsts)
 
     def _find(self, documents: Mapping[int, Item], ids: RequestIds, explain: bool) -> dict[int, _Found]:
-        """Looks up each document by its index, and returns what is found in the same order."""
+        """Looks up each document by its index; returns what is found in the same order."""
         texts = {i: document for i, document in documents.items() if isinstance(document, str)}
         cached = [None] * len(texts) if self._lookup is None else self._lookup.find([*texts.values()])
         found: dict[int, _Found] = dict(zip(texts, cached, strict=True))
@@ -422,7 +411,7 @@ class DocumentReader:
         return {i: found[i] for i in documents}
 
     def _page(self, index: int, content: Content, ids: RequestIds, explain: bool) -> _Found:
-        """One content: the pixels of its pictures are there only while it is read."""
+        """Reads one content; the pixels of its pictures are in memory only meanwhile."""
         assert self._pages is not None
         name = InputName("documents", index)
         opened = self._pages.opened(content, name)

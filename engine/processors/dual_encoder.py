@@ -1,7 +1,7 @@
-"""Dual encoders: late interaction, bi-encoders and sparse models.
+"""Dual encoders (late interaction, bi-encoders, sparse models): queries and documents are encoded separately.
 
-Queries and documents are encoded separately, and a score compares their embeddings. Late interaction:
-score(q, d) = sum over i of max over j of <q_i, d_j> (Khattab and Zaharia 2020, arXiv 2004.12832).
+Late interaction: score(q, d) = sum over i of max over j of <q_i, d_j> (Khattab and Zaharia 2020, arXiv
+2004.12832).
 """
 
 from bisect import bisect_right
@@ -72,9 +72,7 @@ _MOST_SHOWN = 100
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """The most rows, as `ScoringPrice` counts them, and documents of a batch of cached documents.
-
-    Scoring such a batch takes little new memory and little time."""
+    """The most rows, as `ScoringPrice` counts them, and documents of a batch of cached documents."""
 
     rows: int
     documents: int
@@ -91,8 +89,8 @@ IN_SLAB = BatchLimits(262_144, 4096)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Query:
-    """A query under its sequence id: built from a text or a picture, to be run, or sent as rows [tokens,
-    dim], which an earlier request may have encoded (`prior`)."""
+    """A query under its sequence id: built from text or pictures, or sent as rows [tokens, dim], perhaps
+    encoded by an earlier request (`prior`)."""
 
     id: int
     built: BuiltText | torch.Tensor
@@ -122,8 +120,8 @@ class QueryPlan(Plan):
         return f"queries[{value}]"
 
     def result(self, values: Values, dtype: torch.dtype) -> QueryRows:
-        """Makes the query's embedding. Token vectors are in the precision `dtype`, in which they are compared
-        later. One vector is in float32."""
+        """Makes the query's embedding: token vectors in `dtype`, in which they are compared later, one
+        vector in float32."""
         rows = torch.from_numpy(np.array(values.values[0], dtype=np.float32))
         return QueryRows(
             rows.to(dtype) if self.model.score_task == "token_embed" else rows,
@@ -142,7 +140,7 @@ class QueryProcessor(Processor[ScoreRequest, QueryPlan]):
         self._pages = pages
 
     def prepare(self, request: ScoreRequest, ids: RequestIds) -> QueryPlan:
-        """Returns the plan for the queries of a request that has no documents."""
+        """Returns the plan for the queries of a request without documents."""
         request = self._context.with_instruction(request)
         builder = self.builder(request, self._limits.applied_to(request.truncation, ids.most_tokens))
         built = [each.built for each in self.read(request, builder, ids) if isinstance(each.built, BuiltText)]
@@ -163,14 +161,13 @@ class QueryProcessor(Processor[ScoreRequest, QueryPlan]):
         return {"a query": shortest_text(self._model.query, self._tokenizer)}
 
     def builder(self, request: ScoreRequest, long_inputs: LongInputs) -> TextBuilder:
-        """Returns what builds the texts among the queries of a request."""
+        """Returns the builder of the request's query texts."""
         rules = self._model.query
         if request.instruction is not None:
             rules = rules.instructed(request.instruction)
         return TextBuilder(self._tokenizer, rules, long_inputs, "queries", long_inputs.max_query_tokens)
 
     def read(self, request: ScoreRequest, builder: TextBuilder, ids: RequestIds) -> list[Query]:
-        """Reads the queries of a request, in its order."""
         texts = {i: text for i, text in enumerate(request.queries) if isinstance(text, str)}
         encoded = builder.encode([*texts.values()], texts)
         built = {i: builder.build(text, i) for i, text in zip(texts, encoded, strict=True)}
@@ -190,7 +187,7 @@ class QueryProcessor(Processor[ScoreRequest, QueryPlan]):
         return Query(ids.next_sequence_id(), rows, prior)
 
     def _read_pages(self, request: ScoreRequest, rules: RoleRules, ids: RequestIds) -> dict[int, BuiltText]:
-        """The queries that have pictures, by their index."""
+        """Returns the queries with pictures, by their index."""
         pages: dict[int, BuiltText] = {}
         for i, query in enumerate(request.queries):
             if isinstance(query, Content):
@@ -204,11 +201,11 @@ class QueryProcessor(Processor[ScoreRequest, QueryPlan]):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class DualEncoderPlan(ScorePlan):
-    """The values of different document i begin at `first_values[i]` and end where those of the next begin.
+    """The values of different document i are `first_values[i]` to `first_values[i + 1]`.
 
-    With `windows_as_one` the score of a document is the sum of its values, one for each part of a long query,
-    and `query_rows` has how many token vectors the query of each document has. Else a document has one value
-    for each of its windows, and the best counts. `explainer` is there for requests with `explain`."""
+    With `windows_as_one` they are summed, one for each part of a long query, and `query_rows` has the
+    token vectors of each document's query. Else there is one for each window, and the best counts.
+    `largest` has the largest number of each query that was sent as an embedding."""
 
     documents: Documents
     first_values: Sequence[int]
@@ -279,7 +276,7 @@ class DualEncoderPlan(ScorePlan):
 
 
 class DualEncoderProcessor(ScoreProcessor):
-    """Runs queries first, then the new documents. Documents with cached embeddings are scored in batches.
+    """Runs queries first, then new documents. Cached ones are scored in batches.
 
     With token embeddings the windows of a document are scored as one, which is exact: MaxSim is a maximum
     over the union of their tokens. Else each window has a score, and the best counts."""
@@ -387,8 +384,8 @@ class DualEncoderProcessor(ScoreProcessor):
             )
 
     def _num_parts(self, request: ScoreRequest, document: Document, queries: Sequence[Query]) -> int:
-        """Returns in how many parts of its query a document is scored: more than one only if its embedding is
-        cached or was sent, and the comparison exceeds the limit of a batch."""
+        """Returns into how many parts of its query a document's comparison is divided: several only if its
+        embedding is there and the comparison exceeds a batch."""
         if not self._windows_as_one or not isinstance(document, DocumentInCache):
             return 1
         query_rows = queries[document.query].num_rows
@@ -398,8 +395,8 @@ class DualEncoderProcessor(ScoreProcessor):
         return self._price.parts(query_rows, document.num_rows, self._batches.rows, times)
 
     def _check_pairs(self, documents: Documents, query_rows: Sequence[int]) -> None:
-        """Refuses a document that has too many vectors to be compared with those of its query at once. Raises
-        InvalidRequestError."""
+        """Raises InvalidRequestError for a document with too many vectors to compare with its query's at
+        once."""
         if self._limits.most_vectors is None:
             return
         most = self._limits.most_vectors**2
@@ -413,7 +410,7 @@ class DualEncoderProcessor(ScoreProcessor):
                 )
 
     def _how_explained(self, request: ScoreRequest, document: Document) -> Explained | None:
-        """Returns how the score of a document is explained: by matches of its windows, and maps of its
+        """Returns how a document's score is explained: by matches of its windows, and maps of its
         pictures."""
         if not request.explain or not self._windows_as_one:
             return None
@@ -422,7 +419,6 @@ class DualEncoderProcessor(ScoreProcessor):
     def _in_batches(
         self, cached: dict[tuple[Query, torch.dtype, Part], list[CachedDocument]]
     ) -> list[CachedBatch]:
-        """Puts cached documents that are compared with the same rows of a query into batches."""
         return [
             batch
             for (query, _, part), found in cached.items()
@@ -448,14 +444,9 @@ class DualEncoderProcessor(ScoreProcessor):
         return DocumentReader(builder, lookup, self._given, self._pages)
 
     def _scored_as_one(
-        self,
-        document: DocumentToRun,
-        query: Query,
-        index: int,
-        ids: RequestIds,
-        explained: Explained | None,
+        self, document: DocumentToRun, query: Query, index: int, ids: RequestIds, explained: Explained | None
     ) -> list[TokenSequence]:
-        """The sequences of a document of which all windows together have the score `index`."""
+        """Returns the sequences of a document whose windows share the score `index`."""
         sequence_ids = [ids.next_sequence_id() for _ in document.windows]
         times = 1 if explained is None else 1 + EXPLAINED
         window = Window(sequence_ids[0], len(sequence_ids)) if len(sequence_ids) > 1 else None
@@ -477,8 +468,8 @@ class DualEncoderProcessor(ScoreProcessor):
     def _scored_separately(
         self, document: DocumentToRun, query: Query, first: int, ids: RequestIds
     ) -> list[TokenSequence]:
-        """The sequences of a document of which each window has a score, from the score `first` on. A document
-        is cached only where it is one sequence."""
+        """Returns the sequences of a document whose windows have scores from `first` on. Only documents of
+        one window are cached."""
         cache_key = document.cache_key if len(document.windows) == 1 else None
         payload = DocumentPayload(query.id, cache_key, document.truncated, given_query=query.given)
         return [
@@ -504,8 +495,8 @@ def in_batches(
     query_part: tuple[int, int | None] | None = None,
     limits: BatchLimits = ON_HOST,
 ) -> Iterator[CachedBatch]:
-    """Puts cached documents of one query into batches within the limits, or of one document. They are
-    compared with `query_rows` rows of it: all, or the `query_part`."""
+    """Yields batches of one query's cached documents within the limits, or of one document. They are
+    compared with `query_rows` rows of the query: all, or the `query_part`."""
     batch: list[CachedDocument] = []
     rows = 0.0
 
@@ -527,8 +518,7 @@ def in_batches(
 
 
 def _parts_of(query: Query, count: int) -> list[Part]:
-    """Divides a query's rows into parts of nearly the same size; [None] for one part. The last has the
-    rest."""
+    """Divides a query's rows into parts of nearly the same size; [None] for one part."""
     if count == 1:
         return [None]
     bounds = [query.num_rows * i // count for i in range(count + 1)]
@@ -537,13 +527,12 @@ def _parts_of(query: Query, count: int) -> list[Part]:
 
 
 def _query_rows(request: ScoreRequest, queries: Sequence[Query]) -> NDArray[np.int64]:
-    """Returns how many tokens are scored of the query of each document."""
+    """Returns the scored tokens of each document's query."""
     rows = np.array([query.num_rows for query in queries])
     return rows if len(rows) > 1 else np.repeat(rows, len(request.documents))
 
 
 def _prior_of(queries: Sequence[Query]) -> PriorEncoding:
-    """Returns what earlier requests ran for all of the queries together."""
     given = [query.prior for query in queries if query.given is not None]
     if not given:
         return NO_PRIOR_ENCODING
@@ -552,14 +541,14 @@ def _prior_of(queries: Sequence[Query]) -> PriorEncoding:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FieldTexts:
-    """The texts of one field, the builder of their sequences, and the rows that were looked up last."""
+    """The texts of one field, their builder, and the rows that were looked up last."""
 
     texts: Sequence[Item]
     builder: TextBuilder
     last: dict[int, list[Origins]] = field(default_factory=dict)
 
     def text(self, index: int) -> str | None:
-        """Returns a text; None for a picture, and for a text that was sent as its embedding."""
+        """Returns a text; None for pictures and embeddings."""
         text = self.texts[index]
         return text if isinstance(text, str) else None
 
@@ -578,9 +567,9 @@ class FieldTexts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MatchExplainer:
-    """Explains documents of one request. The values of different document i begin at `first_values[i]`: one
-    with matches behind the score, or one for each part of a long query; or, for vectors of whole texts, the
-    scores of its windows. With `is_mean` scores are the mean of similarities, not their sum."""
+    """Explains the documents of one request. The values of different document i begin at
+    `first_values[i]`: scores with matches behind them, one for each part of a long query, or scores of
+    windows. With `is_mean`, scores are means of similarities, not sums."""
 
     request: ScoreRequest
     queries: FieldTexts
@@ -643,12 +632,12 @@ class MatchExplainer:
         )
 
     def _matches(self, index: int, best: NDArray[np.float32]) -> tuple[TokenMatch, ...]:
-        """The matches of a document, of which `best` [Lq, 2] has the row of each and its similarity."""
+        """Returns a document's matches; `best` [Lq, 2] has the row and similarity of each."""
         if len(best) == 0 or (best[:, 0] < 0).any():
             return ()
-        asked = self.request.query_of(index)
-        query, document = self.queries.text(asked), self.documents.text(index)
-        query_rows = self.queries.rows(asked, as_document=False)
+        query_index = self.request.query_of(index)
+        query, document = self.queries.text(query_index), self.documents.text(index)
+        query_rows = self.queries.rows(query_index, as_document=False)
         document_rows = self.documents.rows(index, as_document=True)
         page = self.read.different[self.read.position_of[index]].tokens_of_page
         of_query = Origins.join(query_rows) if query_rows else None
@@ -668,7 +657,7 @@ class MatchExplainer:
     def _token(
         self, origins: Origins | None, row: int, text: str | None
     ) -> tuple[str | None, tuple[int, int] | None]:
-        """A token as it is written in its text, or as the vocabulary has it, and its span."""
+        """Returns a token as written in its text, or as in the vocabulary, and its span."""
         if origins is None or text is None:
             return None, None
         span = origins.span(row, text)
@@ -679,15 +668,15 @@ class MatchExplainer:
 
 
 def _best_of_windows(found: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Returns the best window's match [Lq, 2] of each query token, from [Lq, windows, 2]."""
+    """Returns each query token's best match [Lq, 2] of [Lq, windows, 2]."""
     there = np.where(found[:, :, 0] < 0, -np.inf, found[:, :, 1])
     best: NDArray[np.float32] = found[np.arange(len(found)), there.argmax(axis=1)]
     return best
 
 
 def check_explained(request: ScoreRequest, read: Documents, query_rows: NDArray[np.int64] | None) -> None:
-    """Refuses a request whose explanations would be too much. `query_rows` says how many vectors the query of
-    each document has, where they are matched."""
+    """Raises RequestTooLargeError if explanations would be too large. `query_rows` has the vectors of each
+    document's query, if matches are explained."""
     windows = [len(each.window_rows) for each in read.different]
     of_each = [windows[position] for position in read.position_of]
     rows = [0] * len(of_each) if query_rows is None else query_rows.tolist()
@@ -704,7 +693,6 @@ def check_explained(request: ScoreRequest, read: Documents, query_rows: NDArray[
 
 
 def _check_mapped(numbers: Iterable[int]) -> None:
-    """Refuses a request whose maps would have too much, by the `numbers` in those of each document."""
     mapped = sum(numbers)
     if mapped > MOST_MAPPED:
         raise RequestTooLargeError(
@@ -714,8 +702,6 @@ def _check_mapped(numbers: Iterable[int]) -> None:
 
 
 def _check_noted(query_rows: Sequence[int], windows: Sequence[int]) -> None:
-    """Refuses a request for whose documents too many matches would be noted: each vector of the query in each
-    window."""
     noted = sum(rows * count for rows, count in zip(query_rows, windows, strict=True))
     if noted > MOST_NOTED:
         raise RequestTooLargeError(

@@ -1,5 +1,9 @@
-"""Embedding: texts and pictures to one vector, one vector a token, weights of words, or an encoding of all
-token vectors."""
+"""Embedding: texts and pictures to one vector, one vector a token, weights of words, or an encoding (MUVERA).
+
+Late chunking reads a document as one sequence with a vector for each chunk. A token belongs to the chunk
+that holds its first visible character. Pooled tokens before the text go with its first token, those behind
+it with its last: a document of one chunk has the vector of the whole text.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -49,9 +53,9 @@ _REASONS = {
 
 
 def as_document(texts: Sequence[Any], chunks: Any, late_chunking: bool) -> tuple[str, Chunks] | None:
-    """A document and its chunks, where a request asks for late chunking, else None: of several texts, which
-    are its chunks, or of one text with `chunks`, the first character of each and the one after its last.
-    Raises InvalidRequestError for anything else."""
+    """Returns a document and its chunks if a request asks for late chunking, else None. Chunks are several
+    texts, or of one text the `chunks`: the first character of each and the one after its last. Raises
+    InvalidRequestError for anything else."""
     if not late_chunking:
         if chunks is not None:
             raise InvalidRequestError("chunks are for late_chunking; set that, or leave them out", "chunks")
@@ -105,10 +109,9 @@ def check_late_chunking(request: EmbedRequest, pooling: str) -> None:
 
 
 def passages_of(text: str, spans: Spans, chunks: Chunks) -> NDArray[np.int64]:
-    """The first token of each chunk and the one after its last, int64 [chunks, 2], by the characters [tokens,
-    2] in the text that the tokens stand for, -1 for those that are not the text's. Raises InvalidRequestError
-    for a chunk that has none, and for chunks that overlap so much that they have many times the text's
-    tokens."""
+    """Returns the first token of each chunk and the one after its last, int64 [chunks, 2]. `spans` has the
+    characters [tokens, 2] of each token, -1 for tokens that are not the text's. Raises InvalidRequestError
+    for an empty chunk, and for chunks that overlap too much."""
     first_characters = _first_characters(text, spans)
     bounds = np.array(chunks, dtype=np.int64)
     passages = np.searchsorted(first_characters, bounds)  # [chunks, 2]
@@ -129,8 +132,8 @@ def passages_of(text: str, spans: Spans, chunks: Chunks) -> NDArray[np.int64]:
 
 
 def _first_characters(text: str, spans: Spans) -> NDArray[np.int64]:
-    """Returns the first visible character of each token, or its first if none is visible, ascending. Raises
-    InvalidRequestError for a text without tokens."""
+    """Returns the first visible character of each token, or its first if none is visible, ascending.
+    Raises InvalidRequestError for a text without tokens."""
     own = np.flatnonzero(spans[:, 0] >= 0)
     if not len(own):
         raise InvalidRequestError("the document has no tokens; leave it out", "input")
@@ -155,7 +158,7 @@ _ROLES = {"query": Role.QUERY, "document": Role.DOCUMENT}
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class EmbeddingPlan(Plan):
-    """One value for each text to run. `found` are the cached token vectors of texts, by their index."""
+    """One value for each text to run. `found` are cached token vectors, by the text's index."""
 
     model: LoadedModel
     task: str
@@ -166,7 +169,6 @@ class EmbeddingPlan(Plan):
 
     @property
     def _is_normalized(self) -> bool:
-        """Whether the model gives vectors of length 1."""
         return self.model.tasks[self.task].normalised
 
     def vectors(self, values: Values, dimensions: int | None) -> EmbedResult:
@@ -181,15 +183,14 @@ class EmbeddingPlan(Plan):
         return TokenEmbedResult(matrices, self.usage, self.truncated, values.timings)
 
     def sparse_vectors(self, values: Values) -> SparseEmbedResult:
-        """Makes one sparse vector a text."""
         vectors = [_sparse_vector(np.asarray(value)) for value in values.values]
         return SparseEmbedResult(vectors, self.usage, self.truncated, values.timings)
 
     def encoded(
         self, values: Values, muvera: Muvera, are_queries: bool, cache: EmbeddingCache | None
     ) -> EmbedResult:
-        """Makes one vector of each text's token vectors. Documents are encoded in the precision of the cache,
-        whether they were in it or not. On a thread of the pool, smaller work goes first."""
+        """Makes one vector of each text's token vectors, which documents have in the precision of the
+        cache. On a thread of the pool, smaller work goes first."""
         run = iter(values.values)
         matrices: list[torch.Tensor] = []
         for i in range(len(values.values) + len(self.found)):
@@ -204,7 +205,7 @@ class EmbeddingPlan(Plan):
 
 
 class InputReader:
-    """Reads the texts, token ids and pictures of requests that have nothing else. Thread-safe."""
+    """Reads texts, token ids and pictures that stand alone. Thread-safe."""
 
     def __init__(self, context: ProcessorContext) -> None:
         self._model = context.model
@@ -213,12 +214,9 @@ class InputReader:
         self._pages = page_builder(context.model, context.tokenizer, context.limits.longest_sequence)
 
     def read(
-        self,
-        request: EmbedRequest,
-        ids: RequestIds,
-        found: Mapping[int, CachedEmbedding] | None = None,
+        self, request: EmbedRequest, ids: RequestIds, found: Mapping[int, CachedEmbedding] | None = None
     ) -> list[BuiltText]:
-        """Builds all texts in their order, but for those that are `found`."""
+        """Builds all texts in their order, except those that are `found`."""
         builder = self.builder(request, ids)
         left = {i: text for i, text in enumerate(request.texts) if not found or i not in found}
         indexed = {i: text for i, text in left.items() if isinstance(text, str)}
@@ -240,7 +238,6 @@ class InputReader:
         return built
 
     def builder(self, request: EmbedRequest, ids: RequestIds) -> TextBuilder:
-        """Returns what builds the texts of a request."""
         long_inputs = self._limits.applied_to(request.truncation, ids.most_tokens)
         return TextBuilder(self._tokenizer, self.rules(request), long_inputs, "input")
 
@@ -260,7 +257,6 @@ class InputReader:
     def sequences(
         self, request: EmbedRequest, built: list[BuiltText], ids: RequestIds
     ) -> list[TokenSequence]:
-        """Returns one sequence a text."""
         role = _ROLES.get(request.input_type or "", Role.TEXT)
         return [
             TokenSequence.text(ids.next_sequence_id(), ids.slot(i), request.task, text.tokens, role)
@@ -271,7 +267,6 @@ class InputReader:
         return {"a text": shortest_text(self._model.text, self._tokenizer)}
 
     def _read_pages(self, request: EmbedRequest, rules: RoleRules, ids: RequestIds) -> Iterator[BuiltText]:
-        """Builds the contents with pictures."""
         pages = self._pages
         contents = [(i, text) for i, text in enumerate(request.texts) if isinstance(text, Content)]
         if pages is None:
@@ -316,8 +311,8 @@ class EmbeddingProcessor(Processor[EmbedRequest, EmbeddingPlan]):
         return self._inputs.shortest_sequences()
 
     def _find(self, request: EmbedRequest, ids: RequestIds) -> dict[int, CachedEmbedding]:
-        """Returns the cached token vectors of texts, by their index, for a request that takes them. Such
-        texts must be read as documents are that are scored."""
+        """Returns cached token vectors, by index, for a request that takes them and reads texts like
+        scored documents."""
         is_document = request.input_type == "document" and request.prompt_name is None
         # Documents that are scored through windows, or of which some tokens are read, are cached as such.
         is_document &= not request.truncation.windows and request.truncation.max_document_tokens is None
@@ -331,7 +326,7 @@ class EmbeddingProcessor(Processor[EmbedRequest, EmbeddingPlan]):
         return {i: entry for i, entry in found if isinstance(entry, CachedEmbedding)}
 
     def _with_chunks(self, request: EmbedRequest, ids: RequestIds) -> EmbeddingPlan:
-        """Makes one sequence of a document, which gives a row for each of its chunks (late chunking)."""
+        """Makes one sequence of a document, which gives a row for each chunk."""
         check_late_chunking(request, self._model.tasks["embed"].pooling)
         (document,) = request.texts
         assert isinstance(document, str)
@@ -346,14 +341,14 @@ class EmbeddingProcessor(Processor[EmbedRequest, EmbeddingPlan]):
 
 
 def encoding_price(muvera: Muvera, dim: int, input_type: InputType, num_texts: int) -> int:
-    """Returns the price, in tokens, of one vector for each text, and of the random numbers that it needs."""
+    """Returns the price in tokens of one vector for each text, and of the random numbers that it needs."""
     drawn = muvera.r_reps * (muvera.k_sim + (muvera.d_proj or 0)) * dim // _DRAWN_PER_TOKEN
     return drawn + num_texts * muvera.whole_length(dim) // _NUMBERS_PER_TOKEN[input_type] + 1
 
 
 def as_muvera(encoding: Muvera | Literal["muvera"]) -> Muvera:
-    """Returns an encoding by its name, with default parameters, or as it is given. Raises InvalidRequestError
-    for a name that is not known."""
+    """Returns an encoding by name, with default parameters, or as given. Raises InvalidRequestError for an
+    unknown name."""
     found = Muvera() if encoding == "muvera" else encoding
     if not isinstance(found, Muvera):
         raise InvalidRequestError(f"encoding {encoding!r} is not known; use muvera", "encoding")
@@ -363,10 +358,9 @@ def as_muvera(encoding: Muvera | Literal["muvera"]) -> Muvera:
 def check_encoding(
     muvera: Muvera, model: LoadedModel, input_type: InputType | None, others: Mapping[str, bool]
 ) -> None:
-    """Raises InvalidRequestError if a request cannot have its texts encoded.
-
-    That is so if the model's scores are not MaxSim, if its vectors do not fit the parameters, if `input_type`
-    is missing, and for any of the `others`, options that exclude an encoding."""
+    """Raises InvalidRequestError if texts cannot be encoded: if scores are not MaxSim, the vectors do not
+    fit the parameters, `input_type` is missing, or any of the `others`, which exclude an encoding, is
+    given."""
     if model.score_task != "token_embed":
         raise InvalidRequestError(
             "encoding is for models that score by late interaction, and this one does not; leave it out, or "
@@ -388,7 +382,7 @@ def check_encoding(
 
 
 def shorten(rows: NDArray[np.float32], dimensions: int | None, normalized: bool) -> NDArray[np.float32]:
-    """Returns the first `dimensions` columns of each row, L2-normalized again if the model normalizes.
+    """Returns the first `dimensions` columns, L2-normalized again if the model normalizes.
 
     Source: matryoshka embeddings, Kusupati et al. 2022 (arXiv 2205.13147)."""
     if dimensions is None or dimensions == rows.shape[-1]:
@@ -400,7 +394,7 @@ def shorten(rows: NDArray[np.float32], dimensions: int | None, normalized: bool)
 
 
 def _sparse_vector(entries: NDArray[np.float32]) -> SparseVector:
-    """Makes a sparse vector of entries [n, 2], each a token's id and its weight."""
+    """Makes a sparse vector of entries [n, 2], each a token's id and weight."""
     entries = entries[entries[:, 1] != 0]
     entries = entries[np.argsort(entries[:, 0], kind="stable")]
     return SparseVector(entries[:, 0].astype(np.int64), entries[:, 1].copy())
@@ -412,7 +406,6 @@ def _token_rows(value: Value | None) -> NDArray[np.float32]:
 
 
 def _rounded(rows: torch.Tensor, cache: EmbeddingCache) -> torch.Tensor:
-    """Returns rows in the precision of the cache."""
     return cache.rounded(Ragged(rows, (0, len(rows)))).decoded(torch.float32).values
 
 

@@ -1,7 +1,7 @@
 """Listwise models: many documents in one prompt, each scored beside the others.
 
-Source: jina-reranker-v3, "Last but Not Late Interaction for Document Reranking", arXiv 2509.25085; the
-wording of the prompt and the rule by which documents are packed are its model card's.
+Source: jina-reranker-v3, "Last but Not Late Interaction for Document Reranking", arXiv 2509.25085. The
+prompt and the rule for blocks are its model card's.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -13,14 +13,9 @@ from numpy.typing import NDArray
 from maxsimd.engine.checkpoint import ListwiseRules, LoadedModel
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.explanations import Explanation
-from maxsimd.engine.processors.processor import (
-    ProcessorContext,
-    RequestIds,
-    ScoreProcessor,
-    Scores,
-)
+from maxsimd.engine.processors.processor import ProcessorContext, RequestIds, ScoreProcessor, Scores
 from maxsimd.engine.processors.score_lookup import CachedScorePlan, RunFacts, ScoreLookup
-from maxsimd.engine.processors.text.builder import Fitted, InputName, LongInputs, Room
+from maxsimd.engine.processors.text.builder import FittedText, InputName, LongInputs, Room
 from maxsimd.engine.processors.text.tokenization import SHORTEST_TEXT, TextTokenizer, truncate
 from maxsimd.engine.requests import ScoreOptions, ScoreRequest, Value
 from maxsimd.scheduler import Tokens, TokenSequence
@@ -39,7 +34,7 @@ _ASSISTANT = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ListwisePlan(CachedScorePlan):
     """One value a block, float32 [documents + 1, dim], the query last. `num_blocks[i]` blocks in a row are
-    list i: a query and the documents that are ranked together for it. `texts` are the documents as read."""
+    list i, whose documents are ranked together for one query. `texts` are the documents as read."""
 
     num_blocks: tuple[int, ...] = ()
     texts: Sequence["_Text"] = ()
@@ -68,8 +63,8 @@ class ListwisePlan(CachedScorePlan):
 
 
 class ListwiseProcessor(ScoreProcessor):
-    """Makes one sequence for each block of documents that are ranked together. The tokens that are pooled are
-    the documents' markers, in order, and the query's."""
+    """Makes one sequence for each block of documents. The pooled tokens are the documents' markers, in
+    order, and the query's."""
 
     scores_together = True
 
@@ -145,8 +140,8 @@ class ListwiseProcessor(ScoreProcessor):
 def merge_blocks(blocks: Sequence[NDArray[np.float32]]) -> Scores:
     """Returns the score of each document of one query: its cosine with the query.
 
-    A block is float32 [documents + 1, dim], the query last. The query is the mean of its vectors in all
-    blocks, weighted by the best cosine of each block, mapped to 0 to 1."""
+    A block is float32 [documents + 1, dim], the query last. The query is the mean of its vectors, weighted
+    by the best cosine of each block, mapped to 0 to 1."""
     documents = [_unit(block[:-1]) for block in blocks]
     weights = [
         float((1 + unit @ _unit(block[-1])).max() / 2) for unit, block in zip(documents, blocks, strict=True)
@@ -161,10 +156,10 @@ def _unit(rows: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def in_blocks(lengths: Sequence[int], query_tokens: int, rules: ListwiseRules) -> list[int]:
-    """How many documents go into each block, in order.
+    """Returns how many documents go into each block, in order.
 
-    A block is closed once it is full, or once what is left of the context, with room for the query twice, may
-    not take a longest document."""
+    A block ends once it is full, or once the rest of the context, with room for the query twice, may not
+    take a longest document."""
     sizes, size = [], 0
     room = rules.context - 2 * query_tokens
     for length in lengths:
@@ -177,7 +172,6 @@ def in_blocks(lengths: Sequence[int], query_tokens: int, rules: ListwiseRules) -
 
 
 def listwise_prompt(query: str, documents: list[str], instruction: str | None, rules: ListwiseRules) -> str:
-    """Writes the prompt about a query and a block of documents."""
     instruct = f"<instruct>\n{instruction}\n</instruct>\n" if instruction else ""
     passages = "\n".join(
         f'<passage id="{i}">\n{text}{rules.document_marker}\n</passage>' for i, text in enumerate(documents)
@@ -191,8 +185,8 @@ def listwise_prompt(query: str, documents: list[str], instruction: str | None, r
 
 @dataclass(frozen=True, slots=True)
 class _RankedList:
-    """A query and the documents that are ranked together for it. `first` is the index in the request of the
-    first of them, and of the query."""
+    """A query and the documents that are ranked together for it. `first` is the index in the request of
+    the first of them, and of the query."""
 
     first: int
     query: str
@@ -200,7 +194,7 @@ class _RankedList:
 
 
 def _lists(request: ScoreRequest) -> Iterator[_RankedList]:
-    """All documents for the one query, or each of N pairs by itself."""
+    """Yields all documents for the one query, or each of N pairs by itself."""
     if len(request.queries) == 1:
         yield _RankedList(0, request.query_texts[0], request.document_texts)
     else:
@@ -218,8 +212,8 @@ class _Prompter:
     tokenizer: TextTokenizer
 
     def blocks(self, documents: list[str]) -> list[TokenIds]:
-        """The token ids of a block's prompt; of its halves' where the wording around short documents, which
-        the packing rule does not count, is more than the context takes."""
+        """Returns the token ids of a block's prompt, or of its halves' if the wording around short
+        documents, which `in_blocks` does not count, exceeds the context."""
         prompt = listwise_prompt(self.query, documents, self.instruction, self.rules)
         ids = self.tokenizer.encode([prompt], "documents")[0]
         if len(ids) <= self.rules.context:
@@ -236,7 +230,7 @@ class _Prompter:
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    """A text free of markers, within the model's length, with its number of tokens."""
+    """A text without markers, truncated to the model's length, and its number of tokens."""
 
     text: str
     tokens: int
@@ -244,7 +238,7 @@ class _Text:
 
 
 class _TextReader:
-    """Reads texts as the model's own code does, which truncates those that are longer than it takes."""
+    """Reads texts as the model's own code does, which truncates long ones."""
 
     def __init__(self, rules: ListwiseRules, tokenizer: TextTokenizer, long_inputs: LongInputs) -> None:
         self._rules = rules
@@ -267,9 +261,11 @@ class _TextReader:
         most = self._long_inputs.most_of_text(length, own_length, max_tokens)
         name = InputName("documents", index)
         ids = self._tokenizer.encode([text], "documents", most, self._long_inputs.side, [name])[0]
-        return self._clean(text, ids, self._long_inputs.fit(ids, room, name, own_length, max_tokens))
+        return self._clean(
+            text, ids, self._long_inputs.truncate_to_room(ids, room, name, own_length, max_tokens)
+        )
 
-    def _clean(self, text: str, ids: TokenIds, fitted: Fitted[np.int32]) -> _Text:
+    def _clean(self, text: str, ids: TokenIds, fitted: FittedText[np.int32]) -> _Text:
         if len(fitted.tokens) < len(ids):
             text = self._tokenizer.decode(fitted.tokens.tolist())
         for marker in (self._rules.query_marker, self._rules.document_marker):

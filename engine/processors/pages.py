@@ -1,4 +1,4 @@
-"""Queries and documents with pictures: their sequences, and which part of a picture a vector stands for."""
+"""Sequences of queries and documents with pictures, and the part of a picture that a vector stands for."""
 
 import hashlib
 from collections.abc import Sequence
@@ -28,14 +28,14 @@ _OpenPart: TypeAlias = str | Picture | ImageInputs
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenContent:
-    """A content whose pictures are read from their files. Where it has several, only what the tower needs of
-    each is still there."""
+    """A content whose pictures are read from their files. Of several, only what the model needs of each is
+    kept."""
 
     parts: tuple[_OpenPart, ...]
 
     @property
     def digest(self) -> bytes:
-        """Tells it from every content with other texts or pixels."""
+        """Differs for contents with other texts or pixels."""
         if len(self.parts) == 1 and not isinstance(self.parts[0], str):
             return self.parts[0].digest
         digest = hashlib.blake2b(digest_size=32)
@@ -49,11 +49,10 @@ class OpenContent:
 
 
 class PageBuilder:
-    """Builds the sequences of contents with pictures for one model: a picture by itself, with what the
-    checkpoint puts beside it, or what its chat template makes of texts and pictures. Thread-safe.
+    """Builds the sequences of contents with pictures: a picture by itself, with what the checkpoint puts
+    beside it, or what its chat template makes of texts and pictures. Thread-safe.
 
-    `longest` is the most tokens that can be run in one sequence. All methods raise InvalidRequestError, by
-    the name of what is wrong."""
+    `longest` is the most tokens of a sequence. All methods raise InvalidRequestError."""
 
     def __init__(
         self, vision: Vision, tokenizer: TextTokenizer, longest: int, limits: PictureLimits | None = None
@@ -73,7 +72,7 @@ class PageBuilder:
         return self._vision.image_token_id
 
     def opened(self, content: Content, name: InputName) -> OpenContent:
-        """The content, with its pictures read from their files."""
+        """Reads the pictures of a content from their files."""
         pictures, texts = content.pictures, content.texts
         if not self._vision.image_token and (len(pictures) != 1 or texts):
             numbers = f"{_number(len(pictures), 'picture')} and {_number(len(texts), 'text')}"
@@ -91,7 +90,7 @@ class PageBuilder:
         return OpenContent(tuple(parts))
 
     def built(self, content: OpenContent, rules: RoleRules, name: InputName, ids: RequestIds) -> BuiltText:
-        """The sequence of a content in a role."""
+        """Builds the sequence of a content in a role."""
         texts, images = self.split(content, name)
         if rules.chat is None:
             page = self._vision.reader.page(images[0])
@@ -106,7 +105,7 @@ class PageBuilder:
         return BuiltText(tokens.behind(0, ids.sequence_ids), truncated=False)
 
     def split(self, content: OpenContent, name: InputName) -> tuple[list[str | None], list[ImageInputs]]:
-        """The texts of a content, None in place of each picture, and the pictures."""
+        """Returns the texts of a content, None in place of each picture, and the pictures."""
         parts = [self._inputs(part, name) if isinstance(part, Picture) else part for part in content.parts]
         texts = [part if isinstance(part, str) else None for part in parts]
         return texts, [part for part in parts if isinstance(part, ImageInputs)]
@@ -114,8 +113,8 @@ class PageBuilder:
     def written(
         self, text: str, images: Sequence[ImageInputs], name: InputName, trailing_ids: tuple[int, ...] = ()
     ) -> Tokens:
-        """The tokens of a text in which the picture's token stands once for each of the images, with as many
-        for each as it has features, and then those that no text has. The images have no ids yet."""
+        """Returns the tokens of a text in which the picture's token stands once for each image, repeated
+        for each of its features, and then `trailing_ids`. The images have no ids yet."""
         most = self._longest + 1 + sum(image.features for image in images)
 
         def encoded(text: str) -> TokenIds:
@@ -138,7 +137,7 @@ class PageBuilder:
         return tokens
 
     def check_texts(self, texts: Sequence[str | None], name: InputName) -> None:
-        """Raises InvalidRequestError for a text that holds the picture's token."""
+        """Refuses a text that holds the picture's token."""
         if any(text is not None and self.image_token in text for text in texts):
             raise InvalidRequestError(
                 f"a text of {name} holds {self.image_token!r}, in whose place this model reads pictures; "
@@ -147,7 +146,6 @@ class PageBuilder:
             )
 
     def check_length(self, tokens: Tokens, limit: int, name: InputName) -> None:
-        """Raises InvalidRequestError for a sequence with pictures of more tokens than the limit."""
         if len(tokens) > limit:
             as_a_picture = " as a picture" if len(tokens.images) == 1 else ""
             raise InvalidRequestError(
@@ -173,7 +171,7 @@ class PageBuilder:
 
 
 def page_builder(model: LoadedModel, tokenizer: TextTokenizer, longest: int) -> PageBuilder | None:
-    """The builder for a model; None for one that reads only text."""
+    """Returns None for a model that reads only text."""
     return None if model.vision is None else PageBuilder(model.vision, tokenizer, longest)
 
 
@@ -182,8 +180,8 @@ def _number(count: int, what: str) -> str:
 
 
 def patch_of(tokens: Tokens, row: int) -> Patch | None:
-    """The patch that a vector of a sequence stands for, counted among those that are pooled; None for a token
-    beside its pictures, and for one of a small copy of a whole picture."""
+    """Returns the patch that a pooled vector stands for; None for a token beside the pictures, and for one
+    of a small copy of a whole picture."""
     token = row if tokens.pooled_positions is None else int(tokens.pooled_positions[row])
     for number, image in enumerate(tokens.images):
         feature = int(np.searchsorted(image.positions, token))
@@ -194,8 +192,8 @@ def patch_of(tokens: Tokens, row: int) -> Patch | None:
 
 
 def maps_of(tokens: Tokens, similarities: NDArray[np.float32]) -> tuple[NDArray[np.float32], ...]:
-    """The similarities [Lq, vectors] of a sequence's vectors where they are in its pictures: [Lq, rows,
-    columns] for each, NaN where a token takes no part."""
+    """Converts similarities [Lq, vectors] to a map [Lq, rows, columns] for each picture, NaN where a token
+    takes no part."""
     row_of = np.full(len(tokens), -1)
     pooled = np.arange(len(tokens)) if tokens.pooled_positions is None else tokens.pooled_positions
     row_of[pooled] = np.arange(len(pooled))
@@ -210,8 +208,8 @@ def maps_of(tokens: Tokens, similarities: NDArray[np.float32]) -> tuple[NDArray[
 
 
 def cells_of(image: PlacedImage) -> NDArray[np.int64]:
-    """The row and column [features, 2] of each feature of a picture in the grid of what the model reads; -1
-    for those of a small copy of the whole."""
+    """Returns row and column [features, 2] of each feature in the grid that the model reads; -1 for those
+    of a small copy of the whole."""
     inputs: ImageInputs = image.inputs
     rows, columns = inputs.grid
     features = np.arange(len(image.positions))
@@ -235,5 +233,5 @@ def _patch(inputs: ImageInputs, picture: int, row: int, column: int) -> Patch:
 
 
 def _span(index: int, count: int, pixels: int) -> tuple[int, int]:
-    """The pixels that one of `count` equal parts covers, at least one."""
+    """Returns the pixels that one of `count` equal parts covers, at least one."""
     return floor(index * pixels / count), max(1, ceil((index + 1) * pixels / count))

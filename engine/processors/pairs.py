@@ -1,4 +1,4 @@
-"""Pairs: how a query and a document are put into one sequence, as a cross-encoder reads them."""
+"""Pairs: a query and a document in one sequence, as a cross-encoder reads them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from maxsimd.engine.errors import InvalidRequestError, ModelLoadError
 from maxsimd.engine.explanations import Span
 from maxsimd.engine.media import Content
 from maxsimd.engine.processors.pages import PageBuilder
-from maxsimd.engine.processors.text.builder import Fitted, InputName, LongInputs, Room, no_room, too_long
+from maxsimd.engine.processors.text.builder import FittedText, InputName, LongInputs, Room, no_room, too_long
 from maxsimd.engine.processors.text.tokenization import (
     PART_TEXTS,
     SHORTEST_TEXT,
@@ -35,11 +35,10 @@ _NO_TOKENS = np.empty(0, dtype=np.int32)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BuiltPair:
-    """A query and a document in one sequence, or in one for each window of the document.
+    """A query and a document in one sequence, or one for each window of the document.
 
-    `prefix` is what stands before the document in all pairs of the query; a pair whose document merges with
-    it begins otherwise. `truncated` says whether the document, or the query for its sake, was truncated. The
-    pictures of a pair have no ids yet."""
+    `prefix` stands before the document in all pairs of the query; a pair whose document merges with it
+    begins otherwise. The pictures of a pair have no ids yet."""
 
     windows: Sequence[JoinedTokens | Tokens]
     prefix: TokenIds
@@ -51,7 +50,7 @@ class PairBuilder(ABC):
 
     @abstractmethod
     def build(
-        self, request: ScoreRequest, queries: list[Fitted[np.int32]], long_inputs: LongInputs
+        self, request: ScoreRequest, queries: list[FittedText[np.int32]], long_inputs: LongInputs
     ) -> Iterator[BuiltPair]:
         """Yields the pairs of a request in the order of its documents; `queries` are its queries' tokens."""
 
@@ -59,18 +58,18 @@ class PairBuilder(ABC):
     def window_spans(
         self, request: ScoreRequest, index: int, query_tokens: int, long_inputs: LongInputs
     ) -> list[Span]:
-        """Returns the characters of each window through which document `index` is read, with a query of
-        `query_tokens` tokens."""
+        """Returns the characters of each window of document `index`, beside a query of `query_tokens`
+        tokens."""
 
     @abstractmethod
     def shortest_pair(self) -> int:
-        """Returns how many tokens the shortest pair has."""
+        """Returns the tokens of the shortest pair."""
 
 
 class TokenizerPairBuilder(PairBuilder):
-    """Joins pairs by the tokenizer's template, BERT's [CLS] query [SEP] document [SEP] and its like.
+    """Joins pairs by the tokenizer's template, such as BERT's [CLS] query [SEP] document [SEP].
 
-    `truncation` is the tokenizers library's name for how a pair that is too long is truncated."""
+    `truncation` is the tokenizers library's name for how a long pair is truncated."""
 
     def __init__(self, tokenizer: TextTokenizer, truncation: TruncationStrategy) -> None:
         self._tokenizer = tokenizer
@@ -78,7 +77,7 @@ class TokenizerPairBuilder(PairBuilder):
         self._truncation = truncation
 
     def build(
-        self, request: ScoreRequest, queries: list[Fitted[np.int32]], long_inputs: LongInputs
+        self, request: ScoreRequest, queries: list[FittedText[np.int32]], long_inputs: LongInputs
     ) -> Iterator[BuiltPair]:
         before, between, _ = self._template.ids
         prefixes = [np.concatenate([before, query.tokens, between]) for query in queries]
@@ -127,12 +126,12 @@ class TokenizerPairBuilder(PairBuilder):
         return [self._template.join(truncate(query, first, side), truncate(document, second, side))], True
 
     def _beside(self, query: int, long_inputs: LongInputs) -> Room:
-        """The room for a document beside a query of this many tokens."""
+        """Returns the room for a document beside a query."""
         others = self._template.special_tokens + query
         return Room(long_inputs.limit - others, others)
 
     def _truncated_lengths(self, query: int, document: int, room: int, name: InputName) -> tuple[int, int]:
-        """How much of both texts is read within `room` tokens together."""
+        """Returns how much of both texts is read within `room` tokens together."""
         if self._truncation == "longest_first":
             return longest_first(query, document, room)
         if self._truncation == "only_first":
@@ -152,9 +151,9 @@ class TokenizerPairBuilder(PairBuilder):
 class _Surroundings:
     """The tokens around the documents of a query.
 
-    `before` and `after` are the token ids around a text that is the document between `left` and `right`, with
-    which its tokens may merge. All pairs of the query begin with `prefix`. `types` are the type ids before
-    the text, of it, and after it."""
+    `before` and `after` are token ids around a text: the document between `left` and `right`, with which
+    its tokens may merge. All pairs of the query begin with `prefix`. `types` are the type ids before the
+    text, of it, and after it."""
 
     before: TokenIds
     left: str
@@ -165,14 +164,13 @@ class _Surroundings:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens the sequence has beside that text."""
         return len(self.before) + len(self.after)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _TemplateQuery:
-    """A query as it is put into the template, and what then stands `around` its documents; None if the
-    template does not write a document once, as it is."""
+    """A query for the template. `around` is None if the template does not write a document once,
+    unchanged."""
 
     text: str
     instruction: str | None
@@ -199,7 +197,7 @@ class _TemplatePair:
 
 
 class _SegmentHeads:
-    """Tokenizes the part with which segments begin for all queries once: it ends with the instruction."""
+    """Tokenizes once what segments begin with for all queries: it ends with the instruction."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -208,8 +206,8 @@ class _SegmentHeads:
         self._last: dict[int, str] = {}
 
     def of(self, segment: int, text: str) -> tuple[str, TokenIds]:
-        """The part with which a segment's text begins as it did for an earlier query, and its tokens; none
-        for the first."""
+        """Returns the part with which a segment begins as for earlier queries, and its tokens; empty for
+        the first."""
         common, head, ids = self._heads.get(segment, ("", "", _NO_TOKENS))
         # The head can be split off where the rest of `common` follows, and perhaps not elsewhere.
         if not head or not text.startswith(common):
@@ -231,10 +229,10 @@ def _refused_instruction(error: ModelLoadError) -> InvalidRequestError:
 
 
 class TemplatePairBuilder(PairBuilder):
-    """Joins pairs by a score template; `instruction` is the one that the checkpoint is used with.
+    """Joins pairs by a score template; `instruction` is the checkpoint's own.
 
-    What stands around the documents of a query is tokenized once. Unless the template is plain, each pair is
-    also written as a whole, and where the two differ it is tokenized as a whole."""
+    The tokens around a query's documents are made once. Unless the template is plain, each pair is also
+    written as a whole, and tokenized as a whole if the two differ."""
 
     def __init__(self, tokenizer: TextTokenizer, template: ScoreTemplate, instruction: str | None) -> None:
         self._tokenizer = tokenizer
@@ -243,7 +241,7 @@ class TemplatePairBuilder(PairBuilder):
         self._trailing = np.array(template.trailing_ids, dtype=np.int32)
 
     def build(
-        self, request: ScoreRequest, queries: list[Fitted[np.int32]], long_inputs: LongInputs
+        self, request: ScoreRequest, queries: list[FittedText[np.int32]], long_inputs: LongInputs
     ) -> Iterator[BuiltPair]:
         heads = _SegmentHeads(self._tokenizer)
         query = self._query(request, 0, queries[0], heads)
@@ -273,7 +271,7 @@ class TemplatePairBuilder(PairBuilder):
         return BuiltPair(windows, pair.around.prefix, truncated)
 
     def _query(
-        self, request: ScoreRequest, index: int, fitted: Fitted[np.int32], heads: _SegmentHeads
+        self, request: ScoreRequest, index: int, fitted: FittedText[np.int32], heads: _SegmentHeads
     ) -> _TemplateQuery:
         text = request.query_texts[index]
         if fitted.truncated:
@@ -297,7 +295,7 @@ class TemplatePairBuilder(PairBuilder):
         return framed == self._written(query, document, name)
 
     def _written(self, query: _TemplateQuery, document: str, name: InputName) -> list[str]:
-        """The segments of a pair. Raises InvalidRequestError where the template does not take its texts."""
+        """Returns a pair's segments. Raises InvalidRequestError if the template refuses its texts."""
         try:
             return self._template.written(query.text, document, query.instruction)
         except ModelLoadError as error:
@@ -308,8 +306,8 @@ class TemplatePairBuilder(PairBuilder):
     ) -> BuiltPair:
         """Builds a pair that is tokenized as the template writes it.
 
-        One that is too long is truncated at one end, as sentence-transformers does. Its last tokens then
-        become those that the template writes at the end of all pairs."""
+        A long one is truncated at one end, as sentence-transformers does; its last tokens then become
+        those at the end of all pairs."""
         yield_to_smaller()
         most = long_inputs.max_document_tokens
         is_truncated = False
@@ -344,8 +342,8 @@ class TemplatePairBuilder(PairBuilder):
         return BuiltPair([tokens], prefix, is_truncated)
 
     def _end(self, instruction: str | None) -> TokenIds:
-        """The tokens that the template writes at the end of all pairs, as sentence-transformers finds
-        them. Raises InvalidRequestError for an instruction that the template does not take."""
+        """Returns the tokens at the end of all pairs, as sentence-transformers finds them. Raises
+        InvalidRequestError for an instruction that the template refuses."""
         try:
             written = [self._template.written(text, text, instruction) for text in ("0", "1 2 3 4")]
         except ModelLoadError as error:
@@ -385,8 +383,8 @@ class TemplatePairBuilder(PairBuilder):
     def _types(
         self, before: list[TokenIds], after: list[TokenIds]
     ) -> tuple[TokenIds | int, int, TokenIds | int]:
-        """The type ids around a document: the last two parts before it, and the first after it, are of its
-        segment."""
+        """Returns the type ids around a document: the last two parts before it, and the first after it,
+        are of its segment."""
         if not self._template.marks_document:
             return 0, 0, 0
         of_segment = [0] * (len(before) - 2) + [1, 1]
@@ -398,7 +396,7 @@ class TemplatePairBuilder(PairBuilder):
         )
 
     def _build_framed(self, pairs: list[_TemplatePair], long_inputs: LongInputs) -> Iterator[BuiltPair]:
-        """Each pair, as one sequence or with each window of the document in one."""
+        """Builds each pair, as one sequence or with each window of the document in one."""
         limit = long_inputs.limit
         if long_inputs.max_document_tokens is not None:
             yield from (self._build_from_parts(pair, long_inputs) for pair in pairs)
@@ -423,20 +421,19 @@ class TemplatePairBuilder(PairBuilder):
         most = None if long_inputs.max_query_tokens is None else long_inputs.max_query_tokens + 1
         (encoded,) = self._tokenizer.encode([request.query_texts[query]], "queries", most, long_inputs.side)
         fitted = long_inputs.query(encoded, InputName("queries", query))
-        asked = self._query(request, query, fitted, _SegmentHeads(self._tokenizer))
+        framed = self._query(request, query, fitted, _SegmentHeads(self._tokenizer))
         document = request.document_texts[index]
         name = InputName("documents", index)
-        if asked.around is None or not self._is_framed(asked, document, name):
+        if framed.around is None or not self._is_framed(framed, document, name):
             return [(0, len(document))]
-        pair = _TemplatePair(name, asked, asked.around, document)
+        pair = _TemplatePair(name, framed, framed.around, document)
         tokens, room = self._read_apart(pair, long_inputs)
-        limited = long_inputs.document(tokens.spans - len(asked.around.left), pair.name)
+        limited = long_inputs.document(tokens.spans - len(framed.around.left), pair.name)
         windows = long_inputs.windows(limited.tokens, room, pair.name)
         return [extent(np.clip(window.tokens, 0, len(pair.document))) or (0, 0) for window in windows]
 
     def _read_apart(self, pair: _TemplatePair, long_inputs: LongInputs) -> tuple[Around, Room]:
-        """The tokens of a pair's text that are the document's and those around them, and the room there is
-        for the former."""
+        """Returns the document's tokens and those around them, and the room for the former."""
         most = long_inputs.most_of_document(long_inputs.limit)
         tokens = self._tokenizer.encode_around(
             pair.text, pair.span, "documents", most, long_inputs.side, pair.name
@@ -480,7 +477,7 @@ class PicturePairBuilder(PairBuilder):
         self._longest = longest
 
     def build(
-        self, request: ScoreRequest, queries: list[Fitted[np.int32]], long_inputs: LongInputs
+        self, request: ScoreRequest, queries: list[FittedText[np.int32]], long_inputs: LongInputs
     ) -> Iterator[BuiltPair]:
         read: dict[int, _PictureSide] = {}
         others = self._texts.build(_without_pictures(request), queries, long_inputs)
@@ -498,13 +495,12 @@ class PicturePairBuilder(PairBuilder):
     def window_spans(
         self, request: ScoreRequest, index: int, query_tokens: int, long_inputs: LongInputs
     ) -> list[Span]:
-        """A pair with pictures is read through one window."""
         return self._texts.window_spans(_without_pictures(request), index, query_tokens, long_inputs)
 
     def shortest_pair(self) -> int:
         return self._texts.shortest_pair()
 
-    def _query(self, request: ScoreRequest, index: int, fitted: Fitted[np.int32]) -> _PictureSide:
+    def _query(self, request: ScoreRequest, index: int, fitted: FittedText[np.int32]) -> _PictureSide:
         query = request.queries[index]
         if isinstance(query, str) and fitted.truncated:
             query = self._tokenizer.decode(fitted.tokens.tolist())
@@ -549,7 +545,7 @@ class PicturePairBuilder(PairBuilder):
 
 
 def _without_pictures(request: ScoreRequest) -> ScoreRequest:
-    """The request with an empty text in place of what has pictures."""
+    """Replaces contents with pictures by empty texts."""
     return replace(
         request,
         queries=tuple("" if isinstance(query, Content) else query for query in request.queries),

@@ -1,4 +1,4 @@
-"""The base of all processors, and how score requests are read, whatever the kind of model."""
+"""The bases of all processors and plans."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -43,7 +43,8 @@ Scores: TypeAlias = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class PriorEncoding:
-    """Queries of this request that earlier requests encoded: their tokens, and how many were truncated."""
+    """The queries of this request that earlier requests encoded: their tokens, and how many were
+    truncated."""
 
     tokens: int = 0
     truncated: int = 0
@@ -56,10 +57,9 @@ NO_PRIOR_ENCODING = PriorEncoding()
 class Plan(ABC):
     """The sequences, cached documents and pictures that the engine runs for one request.
 
-    `sequences` are queries first, `cached` are batches of documents whose embeddings are cached or were sent,
-    and `images` are the pictures of the sequences in the same order. Together they give `num_values` values.
-    `truncated` counts the inputs that were truncated. `cached_documents` need nothing to be run: their
-    scores or token vectors are cached, and they had `cached_tokens`."""
+    `sequences` has queries first, `cached` has batches of documents whose embeddings are cached or were
+    sent, and `images` the pictures of the sequences in their order. Together they give `num_values`
+    values. `truncated` counts truncated inputs. `cached_documents` need no work; they had `cached_tokens`."""
 
     sequences: list[TokenSequence]
     num_values: int
@@ -72,25 +72,23 @@ class Plan(ABC):
 
     @abstractmethod
     def input_of(self, value: int) -> str:
-        """Names the input that a value belongs to, for an error message."""
+        """Names the input of a value for an error message."""
 
     def refusal_of(self, value: int) -> InvalidRequestError | None:
-        """Returns the error for an input that makes this value infinite or NaN; None if no input does."""
+        """Returns the error for an input that makes this value infinite or NaN, if one does."""
         return None
 
     @property
     def num_new_tokens(self) -> int:
-        """How many tokens are run."""
         return sum(sequence.num_new_tokens for sequence in self.sequences)
 
     @property
     def newly_truncated(self) -> int:
-        """How many inputs this request truncated, without those that an earlier request did."""
+        """Counts the inputs that this request truncated, not an earlier one."""
         return self.truncated - self.prior.truncated
 
     @property
     def usage(self) -> Usage:
-        """The tokens that the request uses."""
         tokens = of_queries = new_tokens = 0
         for sequence in self.sequences:
             length = len(sequence)
@@ -117,8 +115,8 @@ class Plan(ABC):
 class Normalization:
     """How the scores of a model become numbers from 0 to 1 for requests with `normalize`.
 
-    The probabilities of a classifier stay as they are. Cosines lose their negative part. A MaxSim sum is
-    first divided by the number of query tokens. A `calibration` then makes probabilities of these."""
+    Probabilities of classifiers stay. Negative cosines become 0. A MaxSim sum is first divided by the
+    number of query tokens. A `calibration` then makes probabilities."""
 
     is_probability: bool
     is_sum: bool
@@ -137,7 +135,6 @@ class Normalization:
         return cls(model.score_task == "classify", is_sum, calibration)
 
     def apply(self, scores: Scores, query_rows: NDArray[np.int64] | None = None) -> Scores:
-        """Normalizes scores whose queries have `query_rows` token vectors."""
         if not self.is_probability:
             divisor = query_rows if self.is_sum and query_rows is not None else 1
             scores = np.clip(scores / divisor, 0, 1)
@@ -146,10 +143,9 @@ class Normalization:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ScorePlan(Plan):
-    """The plan of a score request, which makes scores of its values and explains them.
+    """The plan of a score request. It makes scores of values and explains them.
 
-    `truncated_queries` are among the `truncated`. `errors` are the reasons of documents that cannot be read.
-    `normalization` is there if the request asks for it."""
+    `truncated_queries` are among the `truncated`. `errors` are the reasons of unreadable documents."""
 
     request: ScoreRequest
     errors: Mapping[int, str] = field(default_factory=dict)
@@ -158,7 +154,7 @@ class ScorePlan(Plan):
 
     @abstractmethod
     def raw_scores(self, values: Sequence[Value | None]) -> Scores:
-        """Returns the score of each document as the model computes it, NaN where a value is missing."""
+        """Returns each document's score as the model computes it, NaN where a value is missing."""
 
     @abstractmethod
     def final_scores(self, raw: Scores) -> Scores:
@@ -166,17 +162,16 @@ class ScorePlan(Plan):
 
     @abstractmethod
     def documents_of(self, values: Collection[int]) -> Sequence[int]:
-        """Returns the documents whose scores are made of any of these values."""
+        """Returns the documents whose scores depend on any of these values."""
 
     @abstractmethod
     def explanations(
         self, values: Sequence[Value | None], documents: Iterable[int]
     ) -> dict[int, Explanation]:
-        """Explains those of the `documents` that have a score. Only for requests with `explain`."""
+        """Explains those of the `documents` that have a score, for requests with `explain`."""
 
     def explanation_size(self, documents: Iterable[int]) -> int:
-        """Returns how much work it is to explain documents, as the number of characters that could be read
-        meanwhile."""
+        """Returns the work of explaining documents, as characters that could be read meanwhile."""
         texts = self.request.documents
         return sum(len(text) for i in documents if isinstance(text := texts[i], str))
 
@@ -192,7 +187,7 @@ class ScorePlan(Plan):
         return f"documents[{self.documents_of([value])[0]}]"
 
     def scores(self, values: Sequence[Value | None]) -> list[float]:
-        """Returns the score of each document, NaN where values are still missing."""
+        """Returns the score of each document, NaN where values are missing."""
         scores: list[float] = self.final_scores(self.raw_scores(values)).tolist()
         return scores
 
@@ -215,7 +210,7 @@ class ScorePlan(Plan):
         )
 
     def _value_errors(self, errors: Mapping[int, str]) -> dict[int, str]:
-        """Errors of values as errors of documents."""
+        """Converts errors of values to errors of documents."""
         of_documents: dict[int, str] = {}
         for reason in dict.fromkeys(errors.values()):
             values = [value for value, other in errors.items() if other == reason]
@@ -248,8 +243,8 @@ class UnscoredPlan(ScorePlan):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ReadablePlan(ScorePlan):
-    """A request of which some documents cannot be read. `inner` is the plan for the others, which are at
-    `positions` of the request."""
+    """A request with unreadable documents. `inner` plans the others, which are at `positions` of the
+    request."""
 
     inner: ScorePlan
     positions: list[int]
@@ -291,7 +286,7 @@ class ReadablePlan(ScorePlan):
         return self.inner.explanation_size(self._readable(documents))
 
     def _readable(self, documents: Iterable[int]) -> list[int]:
-        """Returns where those of the documents that can be read are among these."""
+        """Converts document indices to those of the inner plan."""
         number = {position: i for i, position in enumerate(self.positions)}
         return [number[document] for document in documents if document in number]
 
@@ -299,14 +294,13 @@ class ReadablePlan(ScorePlan):
         self.inner.cache_scores(raw[self.positions])
 
     def _among_all(self, scores: Scores) -> Scores:
-        """Scores of the readable documents, with NaN for the others."""
+        """Adds NaN for unreadable documents."""
         found = np.full(self.request.num_documents, np.nan, dtype=scores.dtype)
         found[self.positions] = scores
         return found
 
 
 def with_window_scores(explanation: Explanation, scores: Scores) -> Explanation:
-    """Replaces the scores of an explanation's windows."""
     windows = zip(explanation.windows, scores.tolist(), strict=True)
     return replace(explanation, windows=tuple(replace(window, score=score) for window, score in windows))
 
@@ -314,7 +308,7 @@ def with_window_scores(explanation: Explanation, scores: Scores) -> Explanation:
 def check_explained_lines(explain: int, lines: Iterable[int]) -> None:
     """Raises RequestTooLargeError if explanations could become too long.
 
-    At most `explain` documents are explained, and `lines` has how many lines each document would take."""
+    At most `explain` documents are explained, and `lines` has the lines of each document."""
     most = sum(nlargest(explain, lines))
     if most > MOST_EXPLAINED:
         raise RequestTooLargeError(
@@ -326,16 +320,14 @@ def check_explained_lines(explain: int, lines: Iterable[int]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RequestIds:
-    """The ids of one request. All requests take their sequences' ids from the same `sequence_ids`.
-
-    `most_tokens` is how many tokens the request may have."""
+    """The ids of one request and its sequences, which all come from the same `sequence_ids`. `most_tokens`
+    is the limit of the request's tokens."""
 
     request_id: int
     sequence_ids: Iterator[int]
     most_tokens: int
 
     def next_sequence_id(self) -> int:
-        """Returns an id that no other sequence of the engine has."""
         return next(self.sequence_ids)
 
     def slot(self, index: int) -> ResultSlot:
@@ -358,19 +350,17 @@ PlanT = TypeVar("PlanT", bound=Plan)
 class PrefixSharing:
     """Decides which prefixes are run once for all pairs that begin with them.
 
-    A step with a shared prefix cannot be replayed as a CUDA graph, so the host launches it kernel by kernel.
-    `launch_tokens` is how many tokens the device computes in the time that this takes; None where steps are
-    not replayed, and every prefix is shared."""
+    A step with a shared prefix cannot be replayed as a CUDA graph; the host launches it kernel by kernel.
+    `launch_tokens` is how many tokens the device computes in that time; None if steps are never replayed,
+    so that every prefix is shared."""
 
     launch_tokens: int | None = None
 
     def is_worth(self, prefix: int, consumers: int, own: int) -> bool:
-        """Whether to share a prefix of `prefix` tokens among `consumers` sequences, which have `own` more
-        tokens in all.
+        """Whether to share a prefix among `consumers` sequences, which have `own` more tokens in all.
 
-        Sharing saves the prefix for all consumers but one. But the step is then launched kernel by kernel,
-        which takes as long as `launch_tokens` tokens do: a smaller step loses the difference. On a device
-        that replays steps, a prefix with one consumer is not shared."""
+        Sharing saves the prefix for all consumers but one. A step smaller than `launch_tokens` loses the
+        difference."""
         if self.launch_tokens is None:
             return True
         saved = prefix * (consumers - 1)
@@ -382,8 +372,7 @@ class PrefixSharing:
 class ProcessorContext:
     """The model, tokenizer, limits and cache that the processors of one model share.
 
-    The `cache` has embeddings if documents are encoded without their query, else scores. With `sharing`,
-    tokens that all pairs of a query begin with are run once. `calibration` makes probabilities of scores."""
+    The `cache` has embeddings if documents are encoded without their query, else scores."""
 
     model: LoadedModel
     tokenizer: TextTokenizer
@@ -401,7 +390,7 @@ class ProcessorContext:
         return self.cache if isinstance(self.cache, ScoreCache) else None
 
     def with_instruction(self, request: ScoreRequest) -> ScoreRequest:
-        """Returns the request with the instruction to use: its own, else the model's.
+        """Returns the request with its own instruction, else the model's.
 
         Raises InvalidRequestError if the model takes none, or if it is too long."""
         if request.instruction is not None and not self.model.takes_instruction:
@@ -421,7 +410,7 @@ class ProcessorContext:
 
 
 class Processor(ABC, Generic[RequestT, PlanT]):
-    """Turns requests of one kind into plans. Thread-safe: it holds what is the same for all requests."""
+    """Turns requests of one kind into plans. Thread-safe."""
 
     def __init__(self, context: ProcessorContext) -> None:
         self._context = context
@@ -434,7 +423,6 @@ class Processor(ABC, Generic[RequestT, PlanT]):
         """Returns what is to be run. Raises InvalidRequestError and RequestTooLargeError."""
 
     def _image_jobs(self, sequences: Iterable[TokenSequence]) -> list[ImageJob]:
-        """Returns the pictures of sequences, in their order."""
         vision = self._model.vision
         if vision is None:
             return []
@@ -471,11 +459,11 @@ class ScoreProcessor(Processor[ScoreRequest, ScorePlan]):
 
     @abstractmethod
     def plan(self, request: ScoreRequest, ids: RequestIds) -> ScorePlan:
-        """Returns what is to be run for a request, whose instruction is the one to use."""
+        """Returns the plan for a request whose instruction has been decided."""
 
     @abstractmethod
     def shortest_sequences(self) -> dict[str, int]:
-        """Returns how many tokens the shortest sequence of each kind has, by its name in errors."""
+        """Returns the tokens of the shortest sequence of each kind, by its name in errors."""
 
     def check_options(self, options: ScoreOptions) -> None:
         """Raises InvalidRequestError for options that the model cannot serve."""
@@ -533,7 +521,7 @@ class ScoreProcessor(Processor[ScoreRequest, ScorePlan]):
         return Normalization.of(self._model, self._context.calibration) if request.normalize else None
 
     def _unreadable(self, request: ScoreRequest, ids: RequestIds) -> Iterator[tuple[int, str]]:
-        """Yields the documents that cannot be read, with the reason."""
+        """Yields unreadable documents, with the reason."""
         reasons: dict[str, str | None] = {}
         whole = []
         for i, document in enumerate(request.documents):

@@ -1,6 +1,4 @@
-"""The processors of a model, and whether the shortest requests to it can be run.
-
-A new kind of model registers its processor here."""
+"""The processors of a model. A new kind of model registers its processor here."""
 
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.errors import InvalidRequestError, ModelLoadError
@@ -67,7 +65,7 @@ def check_room(model: LoadedModel, tokenizer: TextTokenizer, budget: int, chunke
 
 
 def shortest_sequences(model: LoadedModel, tokenizer: TextTokenizer) -> dict[str, int]:
-    """Returns how many tokens the shortest sequence of each kind has, by its name in errors."""
+    """Returns the tokens of the shortest sequence of each kind, by its name in errors."""
     limits = LengthLimits(model.max_tokens, window_overlap=0)
     processors = Processors(ProcessorContext(model, tokenizer, limits))
     shortest = processors.scores.shortest_sequences()

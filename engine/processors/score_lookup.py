@@ -1,4 +1,4 @@
-"""Looks up cached scores, so that only the other documents of a request are run."""
+"""Cached scores of a request, so that only its other documents are run."""
 
 import hashlib
 import math
@@ -16,8 +16,8 @@ from maxsimd.engine.requests import ScoreRequest
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """The cost of running a document for its query: tokens, truncated inputs, whether the query is truncated,
-    and windows. If documents are run together, the first has the numbers of all."""
+    """What running a document took: tokens, truncated inputs, whether the query was truncated, and
+    windows. If documents are run together, the first has the numbers of all."""
 
     tokens: int
     truncated: int
@@ -27,10 +27,8 @@ class RunFacts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FoundScores:
-    """The documents of a request that have cached scores, and those to run: `new`, in order.
-
-    New scores go into the `cache` under `keys`, one for each new document; None for one that is not to be
-    cached."""
+    """The documents of a request with cached scores, and those to run: `new`, in order. New scores go into
+    the `cache` under `keys`; None for one that is not cached."""
 
     num_documents: int
     new: list[int]
@@ -40,7 +38,6 @@ class FoundScores:
 
     @classmethod
     def none(cls, request: ScoreRequest) -> Self:
-        """Nothing is looked up, and nothing will be cached."""
         return cls(request.num_documents, list(range(request.num_documents)))
 
     @property
@@ -48,8 +45,7 @@ class FoundScores:
         return sum(entry.tokens for entry in self.cached.values())
 
     def truncated(self, request: ScoreRequest) -> int:
-        """Returns how many inputs were truncated for the cached scores. Queries that are run again for new
-        documents do not count."""
+        """Counts inputs truncated for cached scores, without queries that are run again for new documents."""
         run_again = {request.query_of(i) for i in self.new}
         queries = {request.query_of(i) for i, entry in self.cached.items() if entry.query_truncated}
         return sum(entry.truncated for entry in self.cached.values()) + len(queries - run_again)
@@ -82,7 +78,7 @@ class FoundScores:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class CachedScorePlan(ScorePlan):
-    """The plan of a request whose cached scores were looked up. `facts` are those of the `found.new` ones."""
+    """A plan with cached scores. `facts` are those of the `found.new` documents."""
 
     found: FoundScores
     facts: list[RunFacts]
@@ -92,17 +88,16 @@ class CachedScorePlan(ScorePlan):
 
 
 class ScoreLookup:
-    """Finds the cached scores of requests to one model; with no `cache`, none.
+    """Finds the cached scores of requests to one model; none without `cache`.
 
-    With `together` a document's score depends on the others of its request: either all documents of a
-    request are found, or none."""
+    With `together` a document's score depends on the others: all documents of a request are found, or
+    none."""
 
     def __init__(self, cache: ScoreCache | None, together: bool) -> None:
         self._cache = cache
         self._together = together
 
     def find(self, request: ScoreRequest) -> FoundScores:
-        """Looks up all documents of a request."""
         if self._cache is None or request.cache == "bypass":
             return FoundScores.none(request)
         keys = self._keys(self._cache, request)

@@ -1,6 +1,4 @@
-"""Checks preprocessing at load: compares the tokens of difficult texts with those of the checkpoint's own
-library. Also makes the sequences of such texts for the self-check of execution.
-"""
+"""Checks preprocessing at load against the checkpoint's own library, with difficult texts."""
 
 import logging
 import time
@@ -47,8 +45,6 @@ _WORDS = ("a", "the", "w1", "1", "e")
 
 @dataclass(frozen=True, slots=True)
 class _Probe:
-    """A text to be read, and what messages call it."""
-
     name: str
     text: str
 
@@ -56,11 +52,11 @@ class _Probe:
 def check_texts(
     model: LoadedModel, config: EngineConfig, tokenizer: TextTokenizer, content: str | None
 ) -> str | None:
-    """Compares what preprocessing makes of texts with what the checkpoint's own library makes of them, and
-    says how many were compared. `content` is the `texts_content` from before the model was read: returns None
-    where it has been compared before. With None it is compared anyway, and not remembered.
+    """Compares preprocessing with the checkpoint's own library, and says how many texts were compared.
+    `content` is the `texts_content` from before the model was read: returns None if it was compared before.
+    With None it is compared anyway, and not remembered.
 
-    Raises ModelLoadError where a text is read in another way."""
+    Raises ModelLoadError if a text is read differently."""
     if content is not None and knows_texts(content):
         return None
     started = time.perf_counter()
@@ -78,8 +74,8 @@ def check_texts(
 def in_library_terms(
     model: LoadedModel, config: EngineConfig, query: str, instruction: str | None
 ) -> tuple[str, str | None]:
-    """The query and the instruction with which a reader reads a pair as it is read here. None for the
-    instruction leaves the checkpoint's own."""
+    """Returns the query and instruction with which a reader reads a pair as it is read here. None leaves
+    the checkpoint's own instruction."""
     used = config.instruction if instruction is None else instruction
     if model.pairs.template is not None:
         return (config.query_prompt or "") + query, used
@@ -89,7 +85,7 @@ def in_library_terms(
 
 
 class _Check:
-    """The comparison of one model's preprocessing with a reader."""
+    """Compares one model's preprocessing with a reader."""
 
     def __init__(
         self, model: LoadedModel, config: EngineConfig, tokenizer: TextTokenizer, reader: Reader
@@ -108,7 +104,7 @@ class _Check:
         self.is_whole = True
 
     def run(self) -> int:
-        """Compares all probes; returns how many. Raises ModelLoadError."""
+        """Returns the number of compared probes. Raises ModelLoadError."""
         if self._model.listwise is not None:
             self._listwise()
         elif self._model.score_task == "classify":
@@ -194,12 +190,12 @@ class _Check:
             self._pair("an instruction", _QUERY, _DOCUMENT, _INSTRUCTION)
 
     def _pair(self, name: str, query: str, document: str, instruction: str | None = None) -> None:
-        asked, used = in_library_terms(self._model, self._config, query, instruction)
+        read_query, used = in_library_terms(self._model, self._config, query, instruction)
         self._compare(
             name,
             "a pair",
             lambda: self._ours.pair(query, document, instruction),
-            lambda: self._reader.pair(asked, document, used, self._limit),
+            lambda: self._reader.pair(read_query, document, used, self._limit),
             self._model.text,
         )
 
@@ -226,8 +222,8 @@ class _Check:
         theirs: Callable[[], Reading],
         rules: RoleRules,
     ) -> None:
-        """Raises ModelLoadError where both read a text in other ways. A text that one of them refuses is
-        never served, or never scored by the other."""
+        """Raises ModelLoadError if both read a text differently. A text that one of them refuses is
+        skipped."""
         try:
             found = ours()
         except InvalidRequestError as error:
@@ -255,14 +251,14 @@ class _Check:
         self._compared[kind] += 1
 
     def _for_classifier(self, reading: Reading) -> Reading:
-        """A reading up to the token that the classifier reads, as requests are prepared."""
+        """Ends a reading at the token that the classifier reads."""
         types = np.zeros_like(reading.ids) if reading.type_ids is None else reading.type_ids
         tokens = self._model.for_classifier(Tokens(reading.ids, types))
         attended = min(reading.attended, len(tokens))
         return Reading(tokens.ids, tokens.type_ids, attended, tokens.pooled_positions)
 
     def _difference(self, found: AnyTokens, expected: Reading, rules: RoleRules) -> str | None:
-        """The first difference between a sequence and a reading, in words."""
+        """Returns the first difference between a sequence and a reading, in words."""
         ids = found.ids
         types = np.zeros_like(ids) if found.type_ids is None else found.type_ids
         wanted, attended = expected.ids, expected.attended
@@ -306,8 +302,7 @@ class _Check:
         return _short_probes(self._model)
 
     def _long_texts(self, role: TextRole | None) -> Iterator[_Probe]:
-        """Texts of exactly as many tokens as are read in a role, of one more and one less, and of many
-        more."""
+        """Yields texts of exactly as many tokens as a role reads, of one more, one less, and many more."""
         rules = self._model.rules(role)
         limit = self._limit if rules.max_tokens is None else min(self._limit, rules.max_tokens)
         word = self._word()
@@ -320,7 +315,8 @@ class _Check:
                 yield _Probe(f"{words} words", " ".join([word] * words))
 
     def _long_pairs(self) -> Iterator[tuple[str, str, str]]:
-        """Pairs of exactly as many tokens as are read, of one more, and with long queries and documents."""
+        """Yields pairs of exactly as many tokens as are read, of one more, and with long queries and
+        documents."""
         word = self._word()
         if word is None:
             return
@@ -341,7 +337,7 @@ class _Check:
                 yield (f"{first} and {second} words", *texts)
 
     def _word(self) -> str | None:
-        """A word that is one token wherever it is repeated."""
+        """Returns a word that is one token wherever it is repeated."""
         for word in _WORDS:
             few, more = self._tokenizer.encode([" ".join([word] * 8), " ".join([word] * 16)], "text")
             if len(few) == 8 and len(more) == 16:
@@ -350,7 +346,7 @@ class _Check:
 
 
 class _Preprocessed:
-    """Reads single texts and pairs with the processors that requests go through."""
+    """Reads single texts and pairs with the processors of requests."""
 
     def __init__(self, model: LoadedModel, tokenizer: TextTokenizer, longest: int) -> None:
         self._model = model
@@ -359,13 +355,9 @@ class _Preprocessed:
         self._sequence_ids = count()
 
     def text(
-        self,
-        text: str,
-        role: TextRole | None,
-        instruction: str | None = None,
-        prompt_name: str | None = None,
+        self, text: str, role: TextRole | None, instruction: str | None = None, prompt_name: str | None = None
     ) -> AnyTokens:
-        """A query or a document as it is scored, or a text as it is embedded."""
+        """Returns a query or document as scored, or a text as embedded."""
         if role is None:
             task: Any = self._model.score_task
             request = EmbedRequest(texts=(text,), task=task, prompt_name=prompt_name, truncation=CUT_LONG)
@@ -382,7 +374,7 @@ class _Preprocessed:
         return sequence.payload.tokens
 
     def listed(self, query: str, documents: list[str]) -> AnyTokens:
-        """The first block of documents that are ranked together."""
+        """Returns the first block of documents that are ranked together."""
         return self._score((query,), tuple(documents), None)[0].payload.tokens
 
     def _score(
@@ -399,8 +391,8 @@ class _Preprocessed:
 
 
 def probe_sequences(model: LoadedModel, tokenizer: TextTokenizer) -> tuple[TokenSequence, ...]:
-    """Sequences for the proof of execution, of at most 512 tokens, as requests with special tokens in their
-    texts have them. None where such a text is refused."""
+    """Returns sequences of at most 512 tokens for the self-check of execution, some with special tokens in
+    their texts. Refused texts are left out."""
     ours = _Preprocessed(model, tokenizer, min(model.max_tokens, _LONGEST_SAMPLE))
     specials = _special_tokens(model)
     mixed = " ".join(f"{token} {word}" for token, word in zip(specials, _QUERY.split() * 3, strict=False))
@@ -464,7 +456,7 @@ def _short_probes(model: LoadedModel) -> list[_Probe]:
 
 
 def _special_tokens(model: LoadedModel) -> list[str]:
-    """The first special tokens of the tokenizer that texts may have."""
+    """Returns the first special tokens that texts may have."""
     backend = model.tokenizer.backend_tokenizer
     rows = model.token_rows
     ids = [each for each in model.tokenizer.all_special_ids if rows is None or each < rows]
@@ -483,8 +475,8 @@ def _same_rules(one: RoleRules, other: RoleRules) -> bool:
 
 
 def _limit_of(model: LoadedModel, config: EngineConfig) -> int:
-    """The most tokens that the library may be given, where it would read more than the model has positions
-    for, or than are asked for."""
+    """Returns the most tokens for the library, if it would read more than the model's positions or than
+    the options allow."""
     settings = model.backbone.config
     limits = [int(model.tokenizer.model_max_length)]
     positions = getattr(settings, "max_position_embeddings", None)

@@ -1,6 +1,5 @@
-"""MaxSim over packed ragged embeddings, in several backends with one signature.
-
-`reference` is the definition; the others must agree with it.
+"""MaxSim over packed ragged embeddings, in backends with one signature. `maxsim_reference` is the
+definition.
 """
 
 import logging
@@ -23,10 +22,8 @@ EMPTY_DOCUMENT_SCORE = -1e9
 def maxsim_reference(queries: Ragged, documents: Ragged, pairs: NDArray[np.int64]) -> torch.Tensor:
     """score(q, d) = sum over query tokens i of max over document tokens j of <q_i, d_j>.
 
-    Source: Khattab & Zaharia, ColBERT (SIGIR 2020), equation 3. `queries.values` is [Tq, dim] and
-    `documents.values` [Td, dim], already normalised if the model normalises; `pairs` [n, 2] are the indices
-    of a query and a document each. Returns float32 [n].
-    """
+    Source: Khattab & Zaharia, ColBERT (SIGIR 2020), equation 3. `queries.values` is [Tq, dim],
+    `documents.values` [Td, dim], `pairs` [n, 2] query and document index. Returns float32 [n]."""
     scores = torch.full((len(pairs),), EMPTY_DOCUMENT_SCORE, device=documents.values.device)
     for i, (query, document) in enumerate(pairs):
         similarity = queries[query].float() @ documents[document].float().T  # [Lq, Ld]
@@ -35,12 +32,12 @@ def maxsim_reference(queries: Ragged, documents: Ragged, pairs: NDArray[np.int64
     return scores
 
 
-# Rows over which the first level takes maxima, halving by halving: a power of two. A document's similarities
-# are padded to a multiple of it with those of its last token, which changes no maximum.
+# Rows over which the first level takes maxima: a power of two. Documents are padded to a multiple of it with
+# their last row, which changes no maximum.
 BLOCK = 32
-# The size of the similarities of a tile of documents, so that they stay in the second-level cache.
+# The similarities of a tile of documents stay in the second-level cache.
 TILE_BYTES = 2 * 1024 * 1024
-# Rows of a document that are multiplied at once however long the query: with fewer, products are slower.
+# The least rows of a document per product: with fewer, products are slower.
 LEAST_ROWS = 256
 
 # The shapes of products that are not float32: their rows, and the multiple to which query tokens are padded.
@@ -51,9 +48,8 @@ Indices = NDArray[np.int64]
 
 
 def maxsim_tiled(queries: Ragged, documents: Ragged, pairs: Indices) -> torch.Tensor:
-    """As `maxsim_reference`, with products in the documents' precision and sums in float32.
-
-    Plain torch operations, so it runs on any device."""
+    """Multiplies tiles of documents that stay in cache, in their precision, with sums in float32. Plain
+    torch."""
     scores = torch.full((len(pairs),), EMPTY_DOCUMENT_SCORE, device=documents.values.device)
     lengths = np.diff(documents.offsets)
     of_query, of_document = pairs[:, 0], pairs[:, 1]
@@ -68,7 +64,7 @@ def maxsim_tiled(queries: Ragged, documents: Ragged, pairs: Indices) -> torch.Te
 
 
 def _best_matches(query: torch.Tensor, tokens: torch.Tensor, lengths: Indices) -> torch.Tensor:
-    """The similarity of each query token to its best match in each document: float32 [documents, Lq].
+    """Returns the similarity of each query token's best match: float32 [documents, Lq].
 
     `tokens` holds the rows of documents of these lengths, none of them 0, end to end."""
     blocks = -(-lengths // BLOCK)  # of each document
@@ -90,17 +86,15 @@ def _best_matches(query: torch.Tensor, tokens: torch.Tensor, lengths: Indices) -
 
 
 def maxima_by_torch(rows: torch.Tensor, counts: Indices) -> torch.Tensor:
-    """Maxima over consecutive rows, `counts[i]` of them for item i, on the rows' device: float32 [items,
-    columns]."""
+    """Returns maxima over consecutive rows, `counts[i]` of them for item i: float32 [items, columns]."""
     owner = to_device(np.repeat(np.arange(len(counts)), counts), rows.device)
     best = torch.full((len(counts), rows.shape[1]), float("-inf"), device=rows.device)
     return best.scatter_reduce_(0, owner[:, None].expand_as(rows), rows, "amax")
 
 
 def _product(rows: torch.Tensor, transposed: torch.Tensor) -> torch.Tensor:
-    """`rows @ transposed`. Unless it is float32, it is computed in pieces of few different shapes, because a
-    kernel is compiled for each shape and its memory is never freed. The last piece overlaps the one before
-    it."""
+    """`rows @ transposed`. Unless it is float32, it is computed in pieces of few shapes: a kernel is
+    compiled for each shape and its memory never freed. The last piece overlaps the one before it."""
     count, columns = len(rows), transposed.shape[1]
     if rows.dtype is torch.float32 or rows.device.type != "cpu":
         return rows @ transposed
@@ -119,16 +113,15 @@ def _product(rows: torch.Tensor, transposed: torch.Tensor) -> torch.Tensor:
 
 
 def _take(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Indices by index, copied as int64 where their size allows it: torch has a fast path for int64, and none
-    for bfloat16."""
+    """Selects rows, as int64 if their size allows: torch has a fast path for int64, and none for bfloat16."""
     if not rows.is_contiguous() or rows.shape[1] * rows.itemsize % 8:
         return rows.index_select(0, index)
     return rows.view(torch.int64).index_select(0, index).view(rows.dtype)
 
 
 def _maxima(similarity: torch.Tensor) -> torch.Tensor:
-    """Maxima over the middle of [blocks, rows, Lq], for a power of two of rows: each halving is one
-    vectorised operation, which a reduction in bfloat16 is not."""
+    """Returns maxima over the middle of [blocks, rows, Lq], for a power of two of rows: each halving is
+    one vectorized operation, which a reduction in bfloat16 is not."""
     while similarity.shape[1] > 1:
         half = similarity.shape[1] // 2
         similarity = torch.maximum(similarity[:, :half], similarity[:, half:])
@@ -136,7 +129,7 @@ def _maxima(similarity: torch.Tensor) -> torch.Tensor:
 
 
 def _filled_rows(lengths: Indices, blocks: Indices, offsets: Indices) -> Indices:
-    """The indices of the documents' rows, each document padded to whole blocks with its last row."""
+    """Returns row indices, each document padded to whole blocks with its last row."""
     rows = blocks * BLOCK
     within = np.arange(rows.sum()) - np.repeat(offsets_of(rows)[:-1], rows)
     filled: Indices = np.repeat(offsets[:-1], rows) + np.minimum(within, np.repeat(lengths - 1, rows))
@@ -144,8 +137,8 @@ def _filled_rows(lengths: Indices, blocks: Indices, offsets: Indices) -> Indices
 
 
 def _tiles(offsets: Indices, block_offsets: Indices, rows: int) -> Iterator[tuple[int, int, int, int]]:
-    """Tiles as (start, stop) of rows and (first, last) of blocks: documents that have at most `rows` rows
-    together, or as many of one longer document, but at least `LEAST_ROWS`."""
+    """Yields tiles as (start, stop) of rows and (first, last) of blocks: documents of at most `rows` rows
+    together, or part of a longer document, at least `LEAST_ROWS`."""
     document, count = 0, len(offsets) - 1
     while document < count:
         end = int(np.searchsorted(offsets, offsets[document] + rows, side="right")) - 1
@@ -160,7 +153,6 @@ def _tiles(offsets: Indices, block_offsets: Indices, rows: int) -> Iterator[tupl
 
 
 def _tokens_of(wanted: Indices, documents: Ragged, lengths: Indices) -> torch.Tensor:
-    """The rows of the wanted documents, end to end."""
     first, last = int(wanted[0]), int(wanted[-1])
     if np.array_equal(wanted, np.arange(first, last + 1)):
         return documents.values[int(documents.offsets[first]) : int(documents.offsets[last + 1])]
@@ -177,7 +169,7 @@ def avx512_runs_on(device: torch.device) -> bool:
 
 
 def maxsim_avx512(queries: Ragged, documents: Ragged, pairs: NDArray[np.int64]) -> torch.Tensor:
-    """As `maxsim_reference`, with products in the documents' precision, maxima and sums in float32."""
+    """MaxSim by the compiled kernel; falls back to `maxsim_tiled` for other precisions and dimensions."""
     dtype, dim = documents.values.dtype, documents.values.shape[1]
     if not is_supported(dtype, dim):
         return maxsim_tiled(queries, documents, pairs)
@@ -195,8 +187,8 @@ def maxsim_avx512(queries: Ragged, documents: Ragged, pairs: NDArray[np.int64]) 
 
 
 def maxsim_apart_avx512(queries: Ragged, documents: Sequence[Rows], pairs: NDArray[np.int64]) -> torch.Tensor:
-    """The same of documents that lie each by itself, in any precision that embeddings come in; products are
-    in the queries' precision."""
+    """The same for documents each in a tensor of its own, in any cached precision; products are in the
+    queries' precision."""
     dtype, dim = queries.values.dtype, queries.values.shape[1]
     if not is_supported(dtype, dim):
         together = Ragged.from_items([decoded(*rows, dtype) for rows in documents])
@@ -210,7 +202,7 @@ def maxsim_apart_avx512(queries: Ragged, documents: Sequence[Rows], pairs: NDArr
 
 
 def _by_query(pairs: NDArray[np.int64], score: Callable[[NDArray[np.int64]], torch.Tensor]) -> torch.Tensor:
-    """Scores pairs of one query one after the other, so that it is packed once."""
+    """Scores the pairs of one query after the other, so that it is packed once."""
     by_query = pairs[:, 0]
     if (by_query[1:] >= by_query[:-1]).all():
         return score(pairs)
@@ -245,12 +237,10 @@ __all__ = [
 
 
 def choose_maxsim(name: str, device: torch.device, compiled_allowed: bool = True) -> tuple[str, MaxSim]:
-    """The backend for a name (auto, reference, tiled, avx512, triton), with its own name.
+    """Returns the backend for a name (auto, reference, tiled, avx512, triton), with its own name.
 
-    `auto` is Triton on a CUDA device that has it, elsewhere the AVX-512 kernel where it is allowed and runs,
-    else `tiled`, which is plain torch and runs on any device. Raises ValueError where the named
-    backend cannot run on the device.
-    """
+    `auto` is Triton on a CUDA device that has it, else the AVX-512 kernel if it is allowed and runs, else
+    `tiled`. Raises ValueError if the named backend cannot run on the device."""
     if name == "reference":
         return "reference", maxsim_reference
     if avx512_runs_on(device) and (name == "avx512" or (name == "auto" and compiled_allowed)):
@@ -273,7 +263,7 @@ def choose_maxsim(name: str, device: torch.device, compiled_allowed: bool = True
 
 
 def choose_maxsim_spans(name: str) -> MaxSimSpans | None:
-    """The backend of that name for documents anywhere in one tensor; None where it needs them end to end."""
+    """Returns the backend for documents anywhere in one tensor; None if it needs them end to end."""
     if name != "triton":
         return None
     from maxsimd.engine.scoring.maxsim_triton import maxsim_spans_triton

@@ -1,4 +1,4 @@
-"""MaxSim by the Triton kernel: all indices and bounds of a step reach the device in one copy."""
+"""MaxSim by the Triton kernel. Apart from `maxsim.py`, because triton loads slowly and not everywhere."""
 
 import numpy as np
 import torch
@@ -13,8 +13,7 @@ from maxsimd.pooling.ragged import Ragged, Spans, to_device
 def maxsim_triton(
     queries: Ragged, documents: Ragged, pairs: NDArray[np.int64], split_k: int | None = None
 ) -> torch.Tensor:
-    """Scores float32 [pairs], as `maxsim_reference` has them, of `pairs` [pairs, 2]: the indices of a query
-    and a document. Documents may be int8 rows with a scale each. Each document is divided among `split_k`
+    """Like `maxsim_reference`. Documents may be int8 rows with scales. Each is divided among `split_k`
     programs, by default as many as keep the device busy."""
     return maxsim_spans_triton(queries, Spans.of(documents), pairs, split_k)
 
@@ -22,8 +21,8 @@ def maxsim_triton(
 def maxsim_spans_triton(
     queries: Ragged, documents: Spans, pairs: NDArray[np.int64], split_k: int | None = None
 ) -> torch.Tensor:
-    """As `maxsim_triton`, for documents that lie anywhere in one tensor; they are copied first if one lies
-    beyond row `MOST_ROWS`. Raises ValueError if queries or documents still reach beyond that row."""
+    """Like `maxsim_triton` for documents anywhere in one tensor; they are copied first if one lies beyond
+    row `MOST_ROWS`. Raises ValueError for more than `MOST_ROWS` rows."""
     device = documents.values.device
     if len(pairs) == 0:
         return torch.empty(0, dtype=torch.float32, device=device)
@@ -50,7 +49,7 @@ def maxsim_spans_triton(
 
 
 def bounds_of(queries: Ragged, documents: Spans, pairs: NDArray[np.int64]) -> NDArray[np.int32]:
-    """The table of `Pairs.bounds`: [pairs, 4]."""
+    """Returns `Pairs.bounds`: [pairs, 4]."""
     query, document = pairs.T
     columns = (
         queries.offsets[query],

@@ -1,4 +1,4 @@
-"""What a model's scores are: how they are made of what it computes, and between which bounds they lie."""
+"""The scale of a model's scores: bounds, and probabilities fitted to judged documents."""
 
 import json
 import math
@@ -21,11 +21,10 @@ _EXTREME = 1e30
 
 @dataclass(frozen=True, slots=True)
 class ScoreScale:
-    """`transform` names what the score is: maxsim (the sum over the query's tokens of each one's best
-    cosine), meanmaxsim (the mean), cosine, dot, euclidean or manhattan (the distance below 0), sparse (the
-    dot product of sparse vectors) and sparse-cosine and the like, hybrid, or the activation of a classifier's
-    logit, which is itself called logit; clipped says that negative ones are 0.
-    `least` and `most` are None where there is no bound."""
+    """`transform` names what the score is: maxsim (sum over query tokens of the best cosine), meanmaxsim
+    (the mean), cosine, dot, euclidean or manhattan (distances below 0), sparse and the like, hybrid, or a
+    classifier's activation (logit: none). "clipped": negative scores are 0. None for `least` or `most`:
+    unbounded."""
 
     transform: str
     least: float | None
@@ -33,7 +32,7 @@ class ScoreScale:
 
 
 def has_bounds(model: LoadedModel) -> bool:
-    """Whether a model's scores have any: those of vectors of any length have none."""
+    """Whether a model's scores have bounds: those of vectors of any length have none."""
     if model.score_task == "classify" or model.score_type is ScoreType.LISTWISE:
         return True
     if model.similarity in ("cosine", "sparse-cosine"):
@@ -44,8 +43,7 @@ def has_bounds(model: LoadedModel) -> bool:
 def score_scale(
     model: LoadedModel, *, use_activation: bool = True, normalize: bool = False, calibrated: bool = False
 ) -> ScoreScale:
-    """The scale of the scores that a request with these options gets. Those that are normalised have bounds:
-    a model whose scores have none does not give them. Where they are `calibrated`, they are probabilities."""
+    """Returns the scale for a request with these options."""
     if normalize and calibrated:
         return ScoreScale("calibrated probability", 0.0, 1.0)
     if model.score_task == "classify":
@@ -66,7 +64,7 @@ def score_scale(
 
 
 def _scale_of(activation: Head) -> ScoreScale:
-    """Of an activation by what it makes of the least and the greatest logit."""
+    """Finds an activation's bounds from its values at the extremes."""
     ends = activation(torch.tensor([[-_EXTREME], [_EXTREME]], dtype=torch.float32)).flatten().tolist()
     least, most = (end if math.isfinite(end) and abs(end) < _EXTREME / 2 else None for end in ends)
     name = getattr(activation, "__name__", type(activation).__name__).lower()
@@ -78,12 +76,10 @@ _FORMAT = "maxsimd calibration 1"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Calibration:
-    """The probability of each of some normalised `scores`, both float64 [n] and ascending; between two of
-    them it goes straight. `model` is the digest of the model whose scores these are, and `judged` of how many
-    documents they were fitted.
+    """Maps normalized `scores` to `probabilities`, both float64 [n] and ascending, linear in between. `model`
+    is the digest of the model, and `judged` how many documents it was fitted to.
 
-    Source: isotonic regression (Zadrozny and Elkan, "Transforming classifier scores into accurate multiclass
-    probability estimates", KDD 2002)."""
+    Source: isotonic regression (Zadrozny and Elkan, KDD 2002)."""
 
     model: str
     scores: NDArray[np.float64]
@@ -92,8 +88,8 @@ class Calibration:
 
     @classmethod
     def fitted(cls, model: str, scores: Sequence[float], relevant: Sequence[bool]) -> Self:
-        """To documents of which each has a normalised score and is `relevant` or not. Raises ValueError where
-        all are judged alike."""
+        """Fits documents with normalized scores that are `relevant` or not. Raises ValueError if all are
+        judged alike."""
         if len(set(relevant)) < 2:
             raise ValueError(
                 "all documents are judged alike; give some that are relevant and some that are not"
@@ -105,7 +101,7 @@ class Calibration:
         return cls(model, regression.X_thresholds_, regression.y_thresholds_, len(scores))
 
     def __call__(self, scores: NDArray[np.float32]) -> NDArray[np.float32]:
-        """The probabilities of normalised scores [n]; NaN stays."""
+        """Returns the probabilities of normalized scores [n]; NaN stays."""
         return np.interp(scores, self.scores, self.probabilities).astype(np.float32)
 
     def write(self, path: Path) -> None:
@@ -120,7 +116,7 @@ class Calibration:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Raises OSError, and ValueError for what `write` has not written."""
+        """Raises OSError, and ValueError for a file that `write` did not write."""
         page = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(page, dict) or page.get("format") != _FORMAT:
             raise ValueError("it is no file of maxsimd calibrate")

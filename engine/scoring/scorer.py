@@ -1,5 +1,6 @@
-"""Scores documents against queries on the device: documents just pooled, documents read through windows once
-they are complete, and documents whose embeddings are cached."""
+"""Scores a step's documents against their queries: new documents, documents read through windows, cached
+ones.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,10 +26,10 @@ Indices = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Asked:
-    """The `embeddings` [tokens, dim] of queries, the `pairs` [n, 2] of query index and document index to
-    score, the slot of each pair's score, and of the pairs that are to be explained how, by their index. Where
-    the embeddings are a part of a query's rows, `share` is which share of them."""
+class ScoringJob:
+    """Queries and documents to compare: query `embeddings` [tokens, dim], `pairs` [n, 2] of query and
+    document index, and the slot of each pair's score. `explained` says by pair index how to explain a
+    score. `share` is less than 1 if the embeddings are a part of a query's rows."""
 
     embeddings: list[torch.Tensor]
     pairs: Indices
@@ -44,7 +45,7 @@ class Asked:
         explained: Mapping[int, Explained],
         share: float = 1.0,
     ) -> Self:
-        """One query and as many documents as there are slots."""
+        """One query with as many documents as slots."""
         pairs = np.zeros((len(slots), 2), dtype=np.int64)
         pairs[:, 1] = np.arange(len(slots))
         return cls([embedding], pairs, slots, explained, share)
@@ -53,8 +54,8 @@ class Asked:
     def queries(self) -> Ragged:
         return Ragged.from_items(self.embeddings)
 
-    def of_documents(self, documents: Indices) -> "Asked":
-        """What is asked of these documents alone, each now with its index among them."""
+    def of_documents(self, documents: Indices) -> "ScoringJob":
+        """Returns the job for some of its documents, renumbered."""
         position = np.full(max(self.pairs[:, 1].max(initial=-1), documents.max(initial=-1)) + 1, -1)
         position[documents] = np.arange(len(documents))
         at = position[self.pairs[:, 1]]
@@ -62,13 +63,14 @@ class Asked:
         pairs = np.column_stack([self.pairs[wanted, 0], at[wanted]])
         indices = wanted.tolist()
         explained = {new: self.explained[old] for new, old in enumerate(indices) if old in self.explained}
-        return Asked(self.embeddings, pairs, tuple(self.slots[i] for i in indices), explained, self.share)
+        return ScoringJob(
+            self.embeddings, pairs, tuple(self.slots[i] for i in indices), explained, self.share
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CachedDocument:
-    """A document whose embedding was cached when its request came, to be scored against one of its queries.
-    If its score is to be explained, `explained` says how, with the vectors of its windows."""
+    """A document to score whose embedding is cached or was sent."""
 
     slot: ResultSlot
     embedding: CachedEmbedding
@@ -77,8 +79,8 @@ class CachedDocument:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CachedDocuments:
-    """The documents of a `CachedBatch`, which names the query, by columns, so that the device thread need not
-    look at each. `keys` are those of the cache, and `explained` has the indices of those that are to be."""
+    """The documents of a `CachedBatch` by columns, so that the device thread need not visit each one.
+    `explained` is by index."""
 
     slots: tuple[ResultSlot, ...]
     embeddings: tuple[CachedEmbedding, ...]
@@ -100,7 +102,7 @@ class CachedDocuments:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CacheHit:
-    """A sequence of a step that is not run, because its embedding has been cached since its request came."""
+    """A sequence that is not run: its embedding has been cached since its request came."""
 
     sequence: TokenSequence
     embedding: CachedEmbedding
@@ -108,7 +110,7 @@ class CacheHit:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Duplicate:
-    """A sequence of a step that is not run, because an equal document comes before it in the step."""
+    """A sequence that is not run: an equal document comes before it in the step."""
 
     sequence: TokenSequence
 
@@ -117,8 +119,7 @@ SkippedSequence: TypeAlias = CacheHit | Duplicate
 
 
 class Result(NamedTuple):
-    """The value for one slot of a request's results. Made by the thousand: a tuple takes half as long as a
-    dataclass."""
+    """The value for one slot. A tuple, because thousands are made: half the time of a dataclass."""
 
     slot: ResultSlot
     value: Value
@@ -126,7 +127,7 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RequestFailure:
-    """A request that cannot be completed, and why: it lacks the values of `indexes`, or any."""
+    """A request that cannot be completed: it lacks the values of `indexes`, or any."""
 
     request_id: int
     reason: str
@@ -135,7 +136,7 @@ class RequestFailure:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Output:
-    """Item i of `items` is for `slots[i]`: as a number if `scalar`, else as an array."""
+    """Item i of `items` is for `slots[i]`: a number if `scalar`, else an array."""
 
     slots: tuple[ResultSlot, ...]
     items: Ragged
@@ -144,8 +145,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Releases:
-    """What a step has used up: how many consumers of each query, by its sequence id, have been scored, and
-    which documents that were read through windows are complete."""
+    """What a step has used up: scored consumers by query id, and complete documents read through windows."""
 
     queries: Mapping[int, int] = field(default_factory=dict)
     documents: frozenset[int] = frozenset()
@@ -155,16 +155,16 @@ class Arrival(Protocol):
     """A moment in the device's work (a CUDA event)."""
 
     def synchronize(self) -> None:
-        """Waits until the device has come to it; blocks the thread."""
+        """Blocks the thread until the device has come to it."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepOutcome:
-    """Scores, failures, what may be released, and what may be cached.
+    """The result of scoring a step. Nothing has happened yet.
 
-    `host` holds the outputs' numbers end to end, float32 [n], once the device has come to `arrival`; at once
-    where that is None."""
+    `host` holds the outputs' numbers end to end, float32 [n], once the device has come to `arrival` (None:
+    now)."""
 
     outputs: tuple[Output, ...]
     host: torch.Tensor
@@ -174,11 +174,10 @@ class StepOutcome:
     arrival: Arrival | None
 
     def results(self) -> list[Result]:
-        """The values for all slots. To be called once the numbers have arrived.
+        """Returns the values for all slots, once the numbers have arrived.
 
-        Values are copied out of pinned memory, so that a block of it can be used again once its step is done:
-        a view that a caller keeps would hold the block of the whole step, and torch never gives pinned memory
-        back."""
+        Values are copied out of pinned memory: a view that a caller keeps would hold the whole step's
+        block, and torch never frees pinned memory."""
         flat = self.host.numpy()
         is_pinned = self.host.is_pinned()
         results: list[Result] = []
@@ -205,9 +204,9 @@ class _StoredQuery:
 
 
 class QueryStore:
-    """Holds each query's embedding [tokens, dim] until as many documents as it announced are scored.
+    """Holds each query's embedding [tokens, dim] until its announced number of documents is scored.
 
-    Putting a query twice has the effect of putting it once, so that a step may be retried."""
+    Putting a query twice is like putting it once, so that a step may be retried."""
 
     def __init__(self) -> None:
         self._queries: dict[int, _StoredQuery] = {}
@@ -221,11 +220,11 @@ class QueryStore:
         self._queries[query.sequence_id] = stored
 
     def get(self, query_id: int) -> torch.Tensor:
-        """The embedding of a query; KeyError when it is not stored, or no longer."""
+        """Raises KeyError if the query is not stored."""
         return self._queries[query_id].embedding
 
     def release(self, query_id: int, consumers: int = 1) -> None:
-        """Counts `consumers` documents as scored; the query is forgotten after the last."""
+        """Counts documents as scored; the query is forgotten after the last."""
         query = self._queries.get(query_id)
         if query is not None:
             query.consumers_left -= consumers
@@ -233,16 +232,15 @@ class QueryStore:
                 del self._queries[query_id]
 
     def drop_request(self, request_id: int) -> None:
-        """Forgets all queries of a request that has ended."""
         owned = [query_id for query_id, query in self._queries.items() if query.request_id == request_id]
         for query_id in owned:
             del self._queries[query_id]
 
 
 class WindowStore:
-    """Holds each window's token embeddings until its document is complete.
+    """Holds the token embeddings of windows until their document is complete.
 
-    Where a step is tried again, its windows are forgotten first: a document is complete exactly once."""
+    Before a step is retried, its windows must be forgotten: a document is complete exactly once."""
 
     def __init__(self) -> None:
         self._held: dict[int, dict[int, torch.Tensor]] = {}
@@ -253,7 +251,7 @@ class WindowStore:
         return len(self._held)
 
     def put(self, sequence: TokenSequence, window: Window, embedding: torch.Tensor) -> torch.Tensor | None:
-        """The embeddings of the whole document [tokens, dim] once its last window is there, else None."""
+        """Returns the whole document's embeddings [tokens, dim] with its last window, else None."""
         self._requests[window.document_id] = sequence.request_id
         document = self._held.setdefault(window.document_id, {})
         self._tokens.setdefault(window.document_id, {})[sequence.sequence_id] = len(sequence)
@@ -264,11 +262,11 @@ class WindowStore:
         return torch.cat([document[sequence_id] for sequence_id in sorted(document)])
 
     def tokens(self, document_id: int) -> int:
-        """How many tokens the windows of a document have that have arrived."""
+        """Returns how many tokens of a document's windows have arrived."""
         return sum(self._tokens[document_id].values())
 
     def forget(self, sequence_ids: Collection[int]) -> None:
-        """Forgets the windows with these sequence ids, as if they had not been put."""
+        """Undoes `put` for these sequences."""
         for document_id, windows in list(self._held.items()):
             for sequence_id in [found for found in windows if found in sequence_ids]:
                 del windows[sequence_id]
@@ -277,13 +275,11 @@ class WindowStore:
                 self.release(document_id)
 
     def release(self, document_id: int) -> None:
-        """Forgets a document that has been scored."""
         self._held.pop(document_id, None)
         self._requests.pop(document_id, None)
         self._tokens.pop(document_id, None)
 
     def drop_request(self, request_id: int) -> None:
-        """Forgets all windows of a request that has ended."""
         owned = [document for document, owner in self._requests.items() if owner == request_id]
         for document_id in owned:
             self.release(document_id)
@@ -292,22 +288,9 @@ class WindowStore:
 _NO_QUERY = "the query's embedding is no longer stored"
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """The query that a document is scored against, where its score goes, and as how many consumers of the
-    query it counts. A `given_query` came as its embedding, and is not stored. `explained` says how the
-    score is to be explained, if it is."""
-
-    query_id: int
-    slot: ResultSlot
-    consumers: int = 1
-    given_query: torch.Tensor | None = None
-    explained: Explained | None = None
-
-
 @dataclass(slots=True, eq=False)
 class ScoredDocuments:
-    """What one call of `DocumentScorer.score` makes; complete when it returns."""
+    """The results of one call of `DocumentScorer.score`; complete when it returns."""
 
     outputs: list[Output] = field(default_factory=list)
     failures: list[RequestFailure] = field(default_factory=list)
@@ -324,12 +307,12 @@ class ScoredDocuments:
 
 
 class DocumentScorer:
-    """Owns the queries whose documents are still to come, and documents of which windows are missing.
+    """Owns queries whose documents are still to come, and documents with missing windows. Used by the scoring
+    actor alone.
 
-    Documents are compared on `device` in the precision `dtype`, or as int8 where they are cached so and
-    `takes_int8` says that `maxsim` reads it. Cached ones are compared where they lie on the host, if there is
-    a `maxsim_apart` that can, or in the cache's slab on the device, by `maxsim_spans` if there is one, else
-    end to end. Used by the scoring actor alone."""
+    Documents are compared on `device` in `dtype`, or as int8 if they are cached so and `maxsim`
+    `takes_int8`. Cached ones are compared on the host by `maxsim_apart`, or in the cache's slab by
+    `maxsim_spans`; without these they are joined first."""
 
     def __init__(
         self,
@@ -358,36 +341,35 @@ class DocumentScorer:
     def score(
         self, pooled: Sequence[Pooled], skipped: Sequence[SkippedSequence], cached: Sequence[CachedBatch]
     ) -> ScoredDocuments:
-        """Scores all documents that a step completes: one batch a task, whatever requests they belong to.
+        """Scores all documents that a step completes, in one batch a task.
 
-        Stores the step's queries and windows by their ids, and releases nothing, which `commit` does once the
-        scores are delivered. Before it is called again for sequences of a step that failed, `forget` must be
-        called with their ids."""
+        Stores the step's queries and windows by their ids. Releases nothing: `commit` does, once the
+        scores are delivered. Before a failed step is retried, `forget` must be called with its ids."""
         made = ScoredDocuments()
         new_rows: dict[bytes, tuple[Ragged, int]] = {}
         for task in pooled:
             self._store_queries(task)
             documents, items = self._complete_documents(task, made)
-            for part, rows in self._quantise_and_stage_for_cache(documents, items, new_rows, made):
-                self._against_queries([_target(document) for document in part], rows, made)
+            for part, rows in self._quantize_and_stage_for_cache(documents, items, new_rows, made):
+                self._score_job(self._find_queries(part, made), rows, made)
         self._score_skipped(skipped, new_rows, made)
         for batch in cached:
             self._score_batch(batch, made)
         return made
 
     def forget(self, sequence_ids: Collection[int]) -> None:
-        """Forgets the windows that a failed attempt has stored. Its queries the next one overwrites."""
+        """Forgets the windows that a failed attempt has stored. The next attempt overwrites its queries."""
         self.windows.forget(sequence_ids)
 
     def commit(self, releases: Releases) -> None:
-        """Releases the queries and the complete documents that a delivered step has used up."""
+        """Releases what a delivered step has used up."""
         for query_id, consumers in releases.queries.items():
             self.queries.release(query_id, consumers)
         for document_id in releases.documents:
             self.windows.release(document_id)
 
     def drop_request(self, request_id: int) -> None:
-        """Forgets all that belongs to a request that has ended."""
+        """Forgets all that belongs to an ended request."""
         self.queries.drop_request(request_id)
         self.windows.drop_request(request_id)
 
@@ -399,8 +381,7 @@ class DocumentScorer:
     def _complete_documents(
         self, pooled: Pooled, made: ScoredDocuments
     ) -> tuple[list[TokenSequence], Ragged]:
-        """The documents that are complete with this step, and their embeddings. A document that is read
-        through windows is complete when its last window is there."""
+        """Returns the documents that are complete with this step, and their embeddings."""
         payloads = [sequence.payload.document for sequence in pooled.sequences]
         if all(document is None or document.window is None for document in payloads):
             there = [i for i, document in enumerate(payloads) if document is not None]
@@ -419,7 +400,7 @@ class DocumentScorer:
                     made.complete.add(document.window.document_id)
         return documents, Ragged.from_items(items) if items else pooled.items
 
-    def _quantise_and_stage_for_cache(
+    def _quantize_and_stage_for_cache(
         self,
         documents: list[TokenSequence],
         items: Ragged,
@@ -428,16 +409,16 @@ class DocumentScorer:
     ) -> list[tuple[list[TokenSequence], Ragged]]:
         """Starts copying new embeddings to the host for the cache, and to the slab.
 
-        Returns the rows to score with: cacheable documents in the cache's precision (so that a hit and a miss
+        Returns the rows to score: cacheable documents in the cache's precision (so that a hit and a miss
         score identically), others unchanged."""
         if not documents:
             return []
-        cacheable = [i for i, document in enumerate(documents) if _cache_key(document) is not None]
+        cacheable = [i for i, document in enumerate(documents) if _document(document).cache_key is not None]
         if self._cache is None or not cacheable:
             return [(documents, items)]
         parts = []
         if len(cacheable) < len(documents):
-            others = [i for i, document in enumerate(documents) if _cache_key(document) is None]
+            others = [i for i, document in enumerate(documents) if _document(document).cache_key is None]
             parts.append(([documents[i] for i in others], items.take(others)))
             items = items.take(cacheable)
             documents = [documents[i] for i in cacheable]
@@ -454,7 +435,7 @@ class DocumentScorer:
         tokens = len(sequence)
         if document.window is not None:
             tokens = self.windows.tokens(document.window.document_id)
-        return EmbeddingFacts(_required_key(sequence), tokens, document.truncated)
+        return EmbeddingFacts(_cache_key(sequence), tokens, document.truncated)
 
     def _score_skipped(
         self,
@@ -464,17 +445,16 @@ class DocumentScorer:
     ) -> None:
         duplicates = [one.sequence for one in skipped if isinstance(one, Duplicate)]
         if duplicates:
-            found = [new_rows[_required_key(sequence)] for sequence in duplicates]
+            found = [new_rows[_cache_key(sequence)] for sequence in duplicates]
             rows = Ragged.join([rounded.item(i) for rounded, i in found])
-            self._against_queries([_target(sequence) for sequence in duplicates], rows, made)
+            self._score_job(self._find_queries(duplicates, made), rows, made)
         hits = [one for one in skipped if isinstance(one, CacheHit)]
         if hits:
-            asked = self._find_queries([_target(hit.sequence) for hit in hits], made)
+            job = self._find_queries([hit.sequence for hit in hits], made)
             entries = [hit.embedding for hit in hits]
-            self._score_cached(asked, entries, [entry.key for entry in entries], made)
+            self._score_cached(job, entries, [entry.key for entry in entries], made)
 
     def _score_batch(self, batch: CachedBatch, made: ScoredDocuments) -> None:
-        """Scores cached documents, all against one query."""
         documents: CachedDocuments = batch.documents
         try:
             query = self._query(batch.waits_for, batch.given_query)
@@ -486,54 +466,54 @@ class DocumentScorer:
         if batch.query_part is not None:
             whole, query = query, query[slice(*batch.query_part)]
             share = len(query) / len(whole)
-        asked = Asked.of_one(query, documents.slots, documents.explained, share)
-        self._score_cached(asked, documents.embeddings, documents.keys, made)
+        job = ScoringJob.of_one(query, documents.slots, documents.explained, share)
+        self._score_cached(job, documents.embeddings, documents.keys, made)
 
     def _score_cached(
         self,
-        asked: Asked,
+        job: ScoringJob,
         entries: Sequence[CachedEmbedding],
         keys: Sequence[bytes | None],
         made: ScoredDocuments,
     ) -> None:
         if self._slab is None:
-            self._score_from_host(asked, entries, made)
+            self._score_from_host(job, entries, made)
             return
         located = self._slab.locate(keys, entries)
         if not len(located.absent):
-            self._score_spans(asked, located.spans, made)
+            self._score_spans(job, located.spans, made)
             return
-        self._score_spans(asked.of_documents(located.resident), located.spans, made)
+        self._score_spans(job.of_documents(located.resident), located.spans, made)
         absent = [entries[i] for i in located.absent.tolist()]
-        self._score_from_host(asked.of_documents(located.absent), absent, made)
+        self._score_from_host(job.of_documents(located.absent), absent, made)
 
-    def _score_spans(self, asked: Asked, documents: Spans, made: ScoredDocuments) -> None:
+    def _score_spans(self, job: ScoringJob, documents: Spans, made: ScoredDocuments) -> None:
         """Scores documents in the slab. All that reads them is launched before this returns."""
-        if not len(asked.pairs):
+        if not len(job.pairs):
             return
         if self._maxsim_spans is None:
-            self._score_asked(asked, documents.gathered(), made)
+            self._score_job(job, documents.gathered(), made)
             return
-        queries = asked.queries.decoded(self._dtype)
+        queries = job.queries.decoded(self._dtype)
         scores = as_named(
-            self._similarity, self._maxsim_spans(queries, documents, asked.pairs), queries, asked.pairs
+            self._similarity, self._maxsim_spans(queries, documents, job.pairs), queries, job.pairs
         )
-        self._add(scores, asked, lambda i: documents.item(i).decoded(self._dtype).values, made)
+        self._add(scores, job, lambda i: documents.item(i).decoded(self._dtype).values, made)
 
     def _score_from_host(
-        self, asked: Asked, entries: Sequence[CachedEmbedding], made: ScoredDocuments
+        self, job: ScoringJob, entries: Sequence[CachedEmbedding], made: ScoredDocuments
     ) -> None:
         if self._maxsim_apart is None:
-            self._score_asked(asked, self._end_to_end(entries), made)
-        elif len(asked.pairs):
-            queries = asked.queries.decoded(self._dtype)
+            self._score_job(job, self._end_to_end(entries), made)
+        elif len(job.pairs):
+            queries = job.queries.decoded(self._dtype)
             rows = [(entry.rows, entry.scales) for entry in entries]
-            scores = self._maxsim_apart(queries, rows, asked.pairs)
-            scores = as_named(self._similarity, scores, queries, asked.pairs)
-            self._add(scores, asked, lambda i: decoded(*rows[i], self._dtype), made)
+            scores = self._maxsim_apart(queries, rows, job.pairs)
+            scores = as_named(self._similarity, scores, queries, job.pairs)
+            self._add(scores, job, lambda i: decoded(*rows[i], self._dtype), made)
 
     def _end_to_end(self, entries: Sequence[CachedEmbedding]) -> Ragged:
-        """Cached embeddings end to end on the device. They travel in the cache's precision."""
+        """Joins cached embeddings on the device; they travel in the cache's precision."""
         scales = [entry.scales for entry in entries if entry.scales is not None]
         return Ragged.from_lengths(
             joined_on(self.device, [entry.rows for entry in entries]),
@@ -542,86 +522,77 @@ class DocumentScorer:
         )
 
     def _query(self, query_id: int, given: torch.Tensor | None) -> torch.Tensor:
-        """Raises KeyError for one that is not stored, or no longer."""
+        """Raises KeyError if the query is not stored."""
         if given is None:
             return self.queries.get(query_id)
         rows = to_device(given, self.device)
         # One vector is compared in float32, as a query's that was run here is.
         return rows.to(self._dtype) if self._similarity in TOKEN_SIMILARITIES else rows.float()
 
-    def _against_queries(self, targets: list[_Target], items: Ragged, made: ScoredDocuments) -> None:
-        """Scores item i for target i; fails the requests whose queries are no longer stored."""
-        self._score_asked(self._find_queries(targets, made), items, made)
-
-    def _score_asked(self, asked: Asked, items: Ragged, made: ScoredDocuments) -> None:
-        if not len(asked.pairs):
+    def _score_job(self, job: ScoringJob, items: Ragged, made: ScoredDocuments) -> None:
+        if not len(job.pairs):
             return
         if items.scales is None or not self._takes_int8:
             items = items.decoded(self._dtype)
-        queries = asked.queries
+        queries = job.queries
         if self._similarity in TOKEN_SIMILARITIES:  # which multiply numbers of one precision
             queries = queries.decoded(self._dtype)
-        scores = score_pairs(self._similarity, queries, items, asked.pairs, self._maxsim)
-        self._add(scores, asked, lambda i: items.item(i).decoded(self._dtype).values, made)
+        scores = score_pairs(self._similarity, queries, items, job.pairs, self._maxsim)
+        self._add(scores, job, lambda i: items.item(i).decoded(self._dtype).values, made)
 
     def _add(
         self,
         scores: torch.Tensor,
-        asked: Asked,
+        job: ScoringJob,
         document: Callable[[int], torch.Tensor],
         made: ScoredDocuments,
     ) -> None:
-        """Adds the scores of all pairs, those that are to be explained with their matches; `document` gives
-        the rows of a document that were scored. Scores of parts of a query are to be added up: where they are
-        means, each counts by its share of the rows."""
+        """Adds the scores of all pairs, explained ones with their matches. `document` returns the rows
+        that were scored. Scores of parts of a query will be added up: means count by their share of the
+        rows."""
         is_mean = self._similarity == "meanmaxsim"
-        if is_mean and asked.share != 1:
-            scores = scores * asked.share
-        if not asked.explained:
-            made.add(scores, asked.slots)
+        if is_mean and job.share != 1:
+            scores = scores * job.share
+        if not job.explained:
+            made.add(scores, job.slots)
             return
         with_matches = []
-        for i, how in asked.explained.items():
-            query, item = asked.pairs[i].tolist()
-            embedding = asked.embeddings[query].to(self._dtype)
-            share = asked.share if is_mean else None
+        for i, how in job.explained.items():
+            query, item = job.pairs[i].tolist()
+            embedding = job.embeddings[query].to(self._dtype)
+            share = job.share if is_mean else None
             with_matches.append(score_with_matches(scores[i], embedding, document(item), how, share))
-        slots = tuple(asked.slots[i] for i in asked.explained)
+        slots = tuple(job.slots[i] for i in job.explained)
         made.outputs.append(Output(slots, Ragged.from_items(with_matches), scalar=False))
-        others = [i for i in range(len(asked.pairs)) if i not in asked.explained]
+        others = [i for i in range(len(job.pairs)) if i not in job.explained]
         if others:
             rows = to_device(torch.tensor(others), scores.device)
-            made.add(scores[rows], tuple(asked.slots[i] for i in others))
+            made.add(scores[rows], tuple(job.slots[i] for i in others))
 
-    def _find_queries(self, targets: list[_Target], made: ScoredDocuments) -> Asked:
-        """The query of target i for item i; fails the requests whose queries are no longer stored."""
+    def _find_queries(self, sequences: Sequence[TokenSequence], made: ScoredDocuments) -> ScoringJob:
+        """Finds the query of each document; fails the requests whose queries are no longer stored."""
         position: dict[int, int] = {}
         embeddings: list[torch.Tensor] = []
         pairs: list[tuple[int, int]] = []
         slots: list[ResultSlot] = []
         explained: dict[int, Explained] = {}
-        for i, target in enumerate(targets):
-            query_id = target.query_id
+        for i, sequence in enumerate(sequences):
+            document, slot = _document(sequence), sequence.payload.slot
+            assert slot is not None
+            query_id = document.query_id
             if query_id not in position:
                 try:
-                    embeddings.append(self._query(query_id, target.given_query))
+                    embeddings.append(self._query(query_id, document.given_query))
                 except KeyError:
-                    made.failures.append(RequestFailure(target.slot.request_id, _NO_QUERY))
+                    made.failures.append(RequestFailure(slot.request_id, _NO_QUERY))
                     continue
                 position[query_id] = len(embeddings) - 1
-            if target.explained is not None:
-                explained[len(pairs)] = target.explained
+            if document.explained is not None:
+                explained[len(pairs)] = document.explained
             pairs.append((position[query_id], i))
-            slots.append(target.slot)
-            made.consumers[query_id] += target.consumers
-        return Asked(embeddings, np.array(pairs, dtype=np.int64).reshape(-1, 2), tuple(slots), explained)
-
-
-def _target(sequence: TokenSequence) -> _Target:
-    document = _document(sequence)
-    assert sequence.payload.slot is not None
-    slot, explained = sequence.payload.slot, document.explained
-    return _Target(document.query_id, slot, document.num_windows, document.given_query, explained)
+            slots.append(slot)
+            made.consumers[query_id] += document.num_windows
+        return ScoringJob(embeddings, np.array(pairs, dtype=np.int64).reshape(-1, 2), tuple(slots), explained)
 
 
 def _document(sequence: TokenSequence) -> DocumentPayload:
@@ -629,72 +600,65 @@ def _document(sequence: TokenSequence) -> DocumentPayload:
     return sequence.payload.document
 
 
-def _cache_key(sequence: TokenSequence) -> bytes | None:
-    return _document(sequence).cache_key
-
-
-def _required_key(sequence: TokenSequence) -> bytes:
-    key = _cache_key(sequence)
+def _cache_key(sequence: TokenSequence) -> bytes:
+    key = _document(sequence).cache_key
     assert key is not None
     return key
 
 
 # An estimate for a small model (MiniLM-L6): scoring this many cached rows against a usual query, or handling
-# this many cached documents, takes as long as running a token. It is not measured on the machine at hand.
+# this many cached documents, takes as long as running a token.
 ROWS_PER_TOKEN, DOCUMENTS_PER_TOKEN = 128, 4
 
-# The multiply-adds of a token in the layers of MiniLM-L6. The least for all models: smaller ones take longer
-# than theirs suggest.
+# The multiply-adds of a token in MiniLM-L6. Smaller models take longer than theirs suggest.
 _LEAST_MULTIPLY_ADDS = 6 * (4 * 384 * 384 + 2 * 384 * 1536)
-# Comparing two rows takes as long as their multiply-adds and this many more, for maxima and moving numbers:
-# between 60 and 370 in plain torch for queries of 256 to 6,000 rows and 16 to 384 dimensions, by the time of
-# a core, relative to the layers' products on the same core.
+# Comparing two rows costs this many multiply-adds beside their product, for maxima and moving numbers: 60 to
+# 370 in plain torch, for queries of 256 to 6,000 rows and 16 to 384 dimensions.
 _MORE_A_COMPARISON = 256
-# Explaining a score costs this many times as much again: plain torch finds the matches in float32, with the
-# position of each maximum.
+# Explaining a score costs this many times the score: plain torch finds the matches in float32.
 EXPLAINED = 3
 
 
 @dataclass(frozen=True, slots=True)
 class ScoringPrice:
-    """The price of MaxSim in tokens, by query rows x document rows.
+    """The price of MaxSim in tokens: how many the model could run in the same time.
 
-    `ROWS_PER_TOKEN` rows of a document cost one token if the query has at most `usual_query_rows`: reading
-    them takes most of the time. The price of longer queries grows in proportion to their rows."""
+    `ROWS_PER_TOKEN` rows of a document cost one token for a query of at most `usual_query_rows`, since
+    reading them takes most of the time. Longer queries cost in proportion to their rows."""
 
     usual_query_rows: float
 
     @classmethod
     def of(cls, model: LoadedModel) -> Self:
-        """By the dimensions of a model's vectors, and the multiply-adds of a token in its layers."""
+        """Estimates from the dimensions of a model's vectors and the multiply-adds of its layers."""
         task = model.tasks.get(model.score_task)
         compared = (1 if task is None else task.dim) + _MORE_A_COMPARISON
         config = getattr(model.backbone, "config", None)
         return cls(max(_LEAST_MULTIPLY_ADDS, _multiply_adds(config)) / compared / ROWS_PER_TOKEN)
 
     def rows(self, query_rows: int, document_rows: int, times: int = 1) -> float:
-        """Returns how many rows, compared with a usual query, cost the same as `document_rows` compared with
-        this query. `times` multiplies the query's rows, for explained scores."""
+        """Returns how many rows, compared with a usual query, cost the same as `document_rows` compared
+        with this query. `times` multiplies the query's rows for explained scores."""
         return document_rows * max(1.0, times * query_rows / self.usual_query_rows)
 
     def parts(self, query_rows: int, document_rows: int, most: int, times: int = 1) -> int:
-        """Returns how many parts to divide a query into, so that a document's rows count as about `most` for
-        each part. No part is smaller than a usual query: smaller ones would cost the same."""
+        """Returns into how many parts to divide a query, so that a document counts as about `most` rows
+        for each. No part is smaller than a usual query: it would cost the same."""
         wanted = ceil(self.rows(query_rows, document_rows, times) / most)
         return max(1, min(wanted, query_rows, int(times * query_rows / self.usual_query_rows)))
 
     def tokens(self, rows: float, documents: int) -> int:
-        """The price of that many `rows`, of some cached documents; at least 1."""
+        """Returns the price of `rows` of some cached documents; at least 1."""
         return max(1, ceil(rows / ROWS_PER_TOKEN + documents / DOCUMENTS_PER_TOKEN))
 
     def extra_tokens(self, query_rows: int, document_rows: int, times: int = 1) -> int:
-        """Returns the extra price of scoring a document in the step that runs it. The price of its tokens
-        includes its score for a usual query."""
+        """Returns the price of scoring a document that is run in the same step, beyond the score for a
+        usual query, which the price of its tokens includes."""
         return int((self.rows(query_rows, document_rows, times) - document_rows) / ROWS_PER_TOKEN)
 
 
 def _multiply_adds(config: Any) -> int:
-    """Of one token in the linear layers of a backbone, by its configuration; 0 where that does not tell."""
+    """Returns those of a token in a backbone's linear layers; 0 if the configuration does not tell."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     hidden, layers, inner = (
         _size(text, name) for name in ("hidden_size", "num_hidden_layers", "intermediate_size")
@@ -703,7 +667,7 @@ def _multiply_adds(config: Any) -> int:
 
 
 def _size(config: Any, name: str) -> int:
-    """A number of a configuration, or the mean of those for each layer; 0 where it has none."""
+    """Returns a number of a configuration, or the mean over its layers; 0 if it has none."""
     try:
         value = getattr(config, name, None) or 0
         return int(sum(value) / len(value)) if isinstance(value, list | tuple) else int(value)

@@ -1,4 +1,6 @@
-"""Scores of pairs of items, by the similarity that the model was trained for."""
+"""Scores of pairs of items, by the similarity that the model was trained for, and the matches behind
+MaxSim.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,9 +22,10 @@ _Shared: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 def sparse_scores(
     similarity: str, queries: Ragged, documents: Ragged, pairs: NDArray[np.int64]
 ) -> torch.Tensor:
-    """The scores float32 [n] of the sparse vectors of pairs [n, 2] of a query's index and a document's: their
-    dot products for `sparse`, their cosines for `sparse-cosine`, and for `sparse-euclidean` and
-    `sparse-manhattan` their distances below 0."""
+    """Scores pairs of sparse vectors: items [entries, 2], a row a word with its id and its weight.
+
+    `sparse` is the dot product, `sparse-cosine` the cosine, and `sparse-euclidean` and `sparse-manhattan`
+    are distances below 0. Returns float32 [n]."""
     if similarity == "sparse":
         return sparse_dot(queries, documents, pairs)
     if similarity == "sparse-cosine":
@@ -47,7 +50,7 @@ def _of_pairs(
     documents: Ragged,
     pairs: NDArray[np.int64],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sums float64 [n] of something over the weights of each pair's query, and of its document."""
+    """Returns sums float64 [n] over the weights of each pair's query, and of its document."""
     sums = []
     for items, index in ((queries, pairs[:, 0]), (documents, pairs[:, 1])):
         owner = np.repeat(np.arange(len(items)), np.diff(items.offsets))
@@ -58,8 +61,7 @@ def _of_pairs(
 
 
 def sparse_dot(queries: Ragged, documents: Ragged, pairs: NDArray[np.int64]) -> torch.Tensor:
-    """The dot products float32 [n] of the sparse vectors of pairs [n, 2] of a query's index and a
-    document's."""
+    """Returns the dot products float32 [n] of sparse vectors."""
     return _over_shared_words(torch.mul, queries, documents, pairs, torch.float32)
 
 
@@ -70,31 +72,31 @@ def _over_shared_words(
     pairs: NDArray[np.int64],
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
-    """The sum [n] over the words that both vectors of a pair have.
+    """Returns sums [n] over the words that both vectors of a pair have.
 
-    Of words that a query has more than once the first counts; each of those of a document does. A query's
-    words are sorted, and each word of its documents is looked up among them."""
+    Of repeated words of a query the first counts; all of a document count. A document's words are looked
+    up among the query's sorted ones."""
     device = documents.values.device
     lengths = np.diff(documents.offsets)
     scores = torch.zeros(len(pairs), dtype=dtype, device=device)
     for query in np.unique(pairs[:, 0]).tolist():
         entries = queries[query].float()  # [words, 2]
-        asked = np.flatnonzero(pairs[:, 0] == query)
-        of_asked = documents.take(pairs[asked, 1].tolist()).values.float()  # [entries, 2]
-        if not len(entries) or not len(of_asked):
+        chosen = np.flatnonzero(pairs[:, 0] == query)
+        of_chosen = documents.take(pairs[chosen, 1].tolist()).values.float()  # [entries, 2]
+        if not len(entries) or not len(of_chosen):
             continue
         words, order = entries[:, 0].sort(stable=True)
-        at = torch.searchsorted(words, of_asked[:, 0].contiguous()).clamp(max=len(words) - 1)
-        made = shared(entries[order, 1][at].to(dtype), of_asked[:, 1].to(dtype))
-        owner = np.repeat(asked, lengths[pairs[asked, 1]])
-        scores.index_add_(0, to_device(owner, device), torch.where(words[at] == of_asked[:, 0], made, 0.0))
+        at = torch.searchsorted(words, of_chosen[:, 0].contiguous()).clamp(max=len(words) - 1)
+        made = shared(entries[order, 1][at].to(dtype), of_chosen[:, 1].to(dtype))
+        owner = np.repeat(chosen, lengths[pairs[chosen, 1]])
+        scores.index_add_(0, to_device(owner, device), torch.where(words[at] == of_chosen[:, 0], made, 0.0))
     return scores
 
 
 def sparse_dot_reference(
     queries: Ragged, documents: Ragged, pairs: NDArray[np.int64], num_words: int
 ) -> torch.Tensor:
-    """The same, plainly: each vector with a weight for all `num_words` words."""
+    """The same with dense vectors of `num_words` weights."""
     scores = [
         dense_of(queries[query], num_words).double() @ dense_of(documents[document], num_words).double()
         for query, document in pairs.tolist()
@@ -107,19 +109,13 @@ TOKEN_SIMILARITIES = ("maxsim", "meanmaxsim")
 
 
 def score_pairs(
-    similarity: str,
-    queries: Ragged,
-    documents: Ragged,
-    pairs: NDArray[np.int64],
-    maxsim: MaxSim,
+    similarity: str, queries: Ragged, documents: Ragged, pairs: NDArray[np.int64], maxsim: MaxSim
 ) -> torch.Tensor:
-    """float32 [n] for pairs [n, 2] of a query's index and a document's.
+    """Returns float32 [n] for pairs [n, 2] of query and document index.
 
-    `maxsim` as in ColBERT; `meanmaxsim` is that divided by the number of query tokens; `cosine` and `dot`
-    are of items of one row each, and so are `euclidean` and `manhattan`, the distances below 0. `sparse` is
-    the dot product of sparse vectors, which `sparse-cosine` and the like compare otherwise. For `hybrid`,
-    `maxsim` compares all that a text has.
-    """
+    `maxsim` as in ColBERT; `meanmaxsim` divides it by the number of query tokens. `cosine`, `dot`, and
+    `euclidean` and `manhattan` (distances below 0) compare items of one row. For `sparse` and the like see
+    `sparse_scores`. For `hybrid`, `maxsim` compares all that a text has."""
     if similarity in TOKEN_SIMILARITIES:
         return as_named(similarity, maxsim(queries, documents, pairs), queries, pairs)
     if similarity == "hybrid":
@@ -141,7 +137,7 @@ def score_pairs(
 def as_named(
     similarity: str, scores: torch.Tensor, queries: Ragged, pairs: NDArray[np.int64]
 ) -> torch.Tensor:
-    """MaxSim's scores [n] as one of `TOKEN_SIMILARITIES` has them."""
+    """Converts MaxSim scores [n] to one of `TOKEN_SIMILARITIES`."""
     if similarity == "maxsim":
         return scores
     tokens = np.maximum(1, np.diff(queries.offsets))[pairs[:, 0]]
@@ -154,9 +150,8 @@ _SPARSE = 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Hybrid:
-    """Scores pairs of items [tokens, dim + 2] as `HybridPool` makes them: by the dot product of their first
-    rows, by that of their sparse vectors, and by the mean over the query's other rows of each one's best
-    match among the document's. `weights` are those of the three, in this order; their sum is made 1.
+    """Hybrid scores of bge-m3: a weighted mean of dense, sparse and multi-vector scores. Items [tokens, dim +
+    2] are those of `HybridPool`; `weights` are made to sum to 1.
 
     Source: `M3Embedder.compute_score` in FlagEmbedding."""
 
@@ -164,7 +159,7 @@ class Hybrid:
     maxsim: MaxSim
 
     def __call__(self, queries: Ragged, documents: Ragged, pairs: NDArray[np.int64]) -> torch.Tensor:
-        """The scores float32 [n] of pairs [n, 2] of a query's index and a document's."""
+        """Returns float32 [n] for pairs [n, 2] of query and document index."""
         parts = self.parts(queries, documents, pairs)
         return sum(
             (part * (weight / sum(self.weights)) for part, weight in zip(parts, self.weights, strict=True)),
@@ -174,7 +169,7 @@ class Hybrid:
     def parts(
         self, queries: Ragged, documents: Ragged, pairs: NDArray[np.int64]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The scores [n] by dense, sparse and multi-vector embeddings."""
+        """Returns the dense, sparse and multi-vector scores, [n] each."""
         first, second = to_device(np.ascontiguousarray(pairs.T), documents.values.device)
         dense = (_first_rows(queries)[first] * _first_rows(documents)[second]).sum(dim=-1)
         sparse = sparse_dot(_sparse_of(queries), _sparse_of(documents), pairs)
@@ -190,7 +185,6 @@ def _first_rows(items: Ragged) -> torch.Tensor:
 
 
 def _other_rows(items: Ragged) -> Ragged:
-    """The vectors of each text's tokens."""
     lengths = np.diff(items.offsets)
     others = np.ones(int(items.offsets[-1]), dtype=bool)
     others[items.offsets[:-1][lengths > 0]] = False
@@ -199,7 +193,7 @@ def _other_rows(items: Ragged) -> Ragged:
 
 
 def _sparse_of(items: Ragged) -> Ragged:
-    """Each text's sparse vector, in which tokens that come again weigh nothing."""
+    """Returns each text's sparse vector; repeated tokens weigh nothing."""
     return Ragged(items.values[:, -_SPARSE:], items.offsets)
 
 
@@ -210,10 +204,9 @@ _AT_ONCE = 1 << 22
 
 
 def best_matches(query: torch.Tensor, document: torch.Tensor, window_rows: Sequence[int]) -> torch.Tensor:
-    """The best match of each row of a query [Lq, dim] in each window of a document [Ld, dim], whose windows
-    have `window_rows` rows: float32 [Lq, windows, 2], the row of the document (counted through all windows)
-    and the dot product. Of rows that are equally good the first is taken; a window without rows has row -1
-    and 0."""
+    """Returns the best match of each query row [Lq, dim] in each window of a document [Ld, dim], whose
+    windows have `window_rows` rows: float32 [Lq, windows, 2], the document's row and the dot product. The
+    first of equal rows wins; a window without rows has row -1 and 0."""
     query = query.float()
     each = []
     first = 0
@@ -239,12 +232,11 @@ def score_with_matches(
     explained: Explained,
     share: float | None,
 ) -> torch.Tensor:
-    """A score and the best matches behind it, as they leave the device: float32 [1 + Lq * windows * 2, 1];
-    and behind these the similarities [Lq, Ld] of all vectors, if there is to be a map.
+    """Returns a score and its best matches as they leave the device: float32 [1 + Lq * windows * 2, 1], then
+    the similarities [Lq, Ld] if there is a map.
 
-    The score is the sum of the matches. If scores are means, it is the mean of the matches times `share`, the
-    share of the query's rows that `query` has. If the backend's score differs, because it rounds each product
-    to the precision of its factors, the score from the matches replaces it."""
+    The score is the sum of the matches; for means, their mean times `share`, the share of the query's rows
+    in `query`. A backend's score that differs, because it rounds products, is replaced."""
     matches = best_matches(query, document, explained.rows)
     score = score.float()
     if len(document):
@@ -259,19 +251,18 @@ def score_with_matches(
 
 
 def matches_of(value: NDArray[np.float32], explained: Explained) -> NDArray[np.float32]:
-    """The matches [Lq, windows, 2] of what `score_with_matches` has made."""
+    """Reads the matches [Lq, windows, 2] from what `score_with_matches` made."""
     windows = len(explained.rows)
     query_rows = (len(value) - 1) // (2 * windows + _mapped(explained))
     return value[1 : 1 + query_rows * windows * 2, 0].reshape(-1, windows, 2)
 
 
 def similarities_of(value: NDArray[np.float32], explained: Explained) -> NDArray[np.float32]:
-    """The similarities [Lq, Ld] of what `score_with_matches` has made for a map."""
+    """Reads the similarities [Lq, Ld] of a map from what `score_with_matches` made."""
     mapped = _mapped(explained)
     query_rows = (len(value) - 1) // (2 * len(explained.rows) + mapped)
     return value[len(value) - query_rows * mapped :, 0].reshape(query_rows, mapped)
 
 
 def _mapped(explained: Explained) -> int:
-    """How many similarities there are of each vector of the query."""
     return sum(explained.rows) if explained.with_map else 0

@@ -1,20 +1,16 @@
-"""Breaks: where a text can be split so that its pieces, tokenized one by one, have the tokens of the whole.
+"""Breaks: positions where a text can be split so that its pieces have the tokens of the whole.
 
-Derived from the tokenizer's own description. The lists of steps below name normalizers, pre-tokenizers and
-patterns that are known to treat both sides of a break apart as they treat them together. A tokenizer that has
-any other step gets no breaks.
+Breaks are derived from the tokenizer's description. The lists of steps below name normalizers, pre-tokenizers
+and patterns that treat both sides of a break apart as they do together; any other step means no breaks. A
+sample proves the breaks at load. docs/internals/texts-and-pictures.md explains the three kinds of break:
 
-A break is in one of three positions:
-- Before whitespace that follows a letter, a letter with marks, or a sign. No normal form joins whitespace to
-  what stands before it, a grapheme cluster ends there, and no word goes on there; only to a mark or sign do
-  some patterns join the end of a line. A run of whitespace stays whole: a piece begins with it.
-- Between a letter or digit and a sign.
-- Between the end of a line and something visible.
-Which whitespace, signs and line ends these are is tried with the tokenizer.
+- before whitespace that follows a letter, a letter with marks, or a sign; a piece begins with the whitespace
+- between a letter or digit and a sign
+- between the end of a line and something visible
 
-Libraries know Unicode in different versions. Only those letters, digits and signs count as such that are in
-Unicode 3.2 of 2002 and in Python's version: every library has them in the same class. Newer letters count as
-what may be letters or signs. All stand in the first plane, where most scripts in use today are.
+Which whitespace, signs and line ends these are is tried with the tokenizer. Libraries differ in their
+version of Unicode: only letters, digits and signs of Unicode 3.2 (2002) that Python's version classifies
+alike count as such. Newer letters may be letters or signs.
 """
 
 import functools
@@ -113,9 +109,8 @@ _REST = ("a", "1", ".", "\u4e00", " a", "  a", "\n", "\n\na", "\r\n.", "\ta", ""
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """The characters that a piece can end with, each a class of characters of a pattern, by what it is when
-    normalized: `letters` and digits, `marked` letters, which become a letter and a mark, the `marks` that may
-    stand behind either, `signs`, which are punctuation and symbols, and `newer` letters."""
+    """Character classes of what a piece can end with, by what it is when normalized: `letters` and digits,
+    `marked` letters, which become letter and mark, `marks` behind either, `signs`, and `newer` letters."""
 
     letters: str
     marked: str
@@ -126,15 +121,15 @@ class Ends:
 
 @functools.cache
 def kind_of(character: str) -> Kind | None:
-    """The kind of a character; None where libraries may differ, and for what is not seen."""
+    """Returns the kind of a character; None if libraries may differ, and for invisible ones."""
     now = _KINDS.get(unicodedata.category(character))
     then = _KINDS.get(unicodedata.ucd_3_2_0.category(character))
     return now if now == then and character not in _JOINED and character != SPACE_SIGN else None
 
 
 def ends_of(normalize: Callable[[str], str], is_mark: Callable[[str], bool], no_ends: set[str]) -> Ends:
-    """Finds what the pieces of a tokenizer can end with. `is_mark` says whether the tokenizer takes a mark
-    for one that newer versions of Unicode have. Nothing ends a piece that has one of `no_ends` at its end."""
+    """Finds what pieces can end with, but not with `no_ends`. `is_mark` says whether the tokenizer knows a
+    mark of newer Unicode."""
     found: dict[str, list[str]] = {"letters": [], "marked": [], "marks": [], "signs": [], "newer": []}
     kinds = _characters()
     for letter, shown in _shown_each(normalize, kinds["letter"]):
@@ -155,7 +150,7 @@ def ends_of(normalize: Callable[[str], str], is_mark: Callable[[str], bool], no_
 
 
 def as_class(characters: Iterable[str]) -> str:
-    """Writes characters, in their order, as they stand between the brackets of a pattern."""
+    """Writes characters as they stand between the brackets of a pattern."""
     ranges: list[list[int]] = []
     for code in map(ord, characters):
         if ranges and ranges[-1][1] == code - 1:
@@ -167,7 +162,8 @@ def as_class(characters: Iterable[str]) -> str:
 
 @functools.cache
 def _characters() -> dict[Kind | Literal["newer"], str]:
-    """The characters of each kind, marks that only Python's version of Unicode has, and such letters."""
+    """Returns the characters of each kind; marks and `newer` letters may be known to Python's Unicode
+    only."""
     found: dict[Kind | Literal["newer"], list[str]] = {"letter": [], "mark": [], "sign": [], "newer": []}
     for character in map(chr, range(0x21, 0xFFFE)):
         kind = kind_of(character)
@@ -181,14 +177,14 @@ def _characters() -> dict[Kind | Literal["newer"], str]:
 
 
 def _shown_each(normalize: Callable[[str], str], characters: str) -> Iterator[tuple[str, str]]:
-    """Each character, and as it is normalized; BERT sets spaces around ideographs."""
+    """Yields each character with its normal form, without the spaces that BERT sets around ideographs."""
     for character, shown in zip(characters, _normalized_each(normalize, characters), strict=True):
         yield character, character if shown.strip() == character else shown
 
 
 def _normalized_each(normalize: Callable[[str], str], texts: Sequence[str]) -> list[str]:
-    """Each text, which has no spaces, as it is normalized by itself. Many are normalized in one call, as the
-    words of a text; fewer where the normalizer changes what stands between them."""
+    """Normalizes each text, which has no spaces, by itself. Many go in one call; fewer if the normalizer
+    changes what stands between them."""
     if len(texts) > _AT_ONCE:
         parts = [texts[start : start + _AT_ONCE] for start in range(0, len(texts), _AT_ONCE)]
     elif len(shown := normalize(_BETWEEN.join(texts)).split(_BETWEEN)) == len(texts):
@@ -201,7 +197,7 @@ def _normalized_each(normalize: Callable[[str], str], texts: Sequence[str]) -> l
 
 
 def _is_visible(shown: str) -> bool:
-    """Whether a normalized text has characters, all of them such that one sees them or their marks."""
+    """Whether a normalized text consists of visible characters and their marks."""
     return bool(shown) and all(
         kind_of(character) is not None or unicodedata.category(character)[0] == "M" for character in shown
     )
@@ -209,7 +205,7 @@ def _is_visible(shown: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class AddedToken:
-    """A token that is found in texts before they are split, as it is written or as it is normalized."""
+    """A token that is found in texts before they are split, as written or as normalized."""
 
     contents: set[str]
     lstrip: bool
@@ -221,8 +217,8 @@ class AddedToken:
         return any(re.search(rf"\S[{separators}]", content) for content in self.contents)
 
     def looks_across(self, separator: str, shown: str) -> bool:
-        """Whether it depends on the other side of a break before a separator, `shown` when normalized. One
-        that takes the spaces behind it and ends with a sign does not: that sign ends no piece."""
+        """Whether it depends on the other side of a break before a separator, `shown` when normalized. A
+        token that takes the spaces behind it and ends with a sign does not: that sign ends no piece."""
         return any(
             (self.single_word and content[:1] in (separator, shown))
             or (self.rstrip and separator in SPACES and kind_of(content[-1:] or " ") != "sign")
@@ -231,7 +227,7 @@ class AddedToken:
 
     @property
     def concerns_lines(self) -> bool:
-        """Whether it can lie across the end of a line, takes it away, or depends on what lies behind it."""
+        """Whether it can span or remove the end of a line, or depends on what follows it."""
         return self.lstrip or any(
             re.search(r"\s\S", content) or (self.single_word and content[-1:].isspace())
             for content in self.contents
@@ -240,8 +236,8 @@ class AddedToken:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """The steps of a tokenizer. `merged` are the tokens of a model that makes them by merges alone,
-    each between zeros, and "" for other models."""
+    """The steps of a tokenizer. `merged` has all tokens of a model that makes them by merges alone,
+    between zeros, else ""."""
 
     normalizers: list[dict[str, Any]]
     pre_tokenizers: list[dict[str, Any]]
@@ -250,7 +246,7 @@ class Steps:
 
     @property
     def are_local(self) -> bool:
-        """Whether what happens on one side of a break has nothing to do with the other."""
+        """Whether neither side of a break affects the other."""
         if self.strip_spaces and not self._give_spaces_back:
             return False
         last = len(self.pre_tokenizers) - 1
@@ -261,12 +257,12 @@ class Steps:
 
     @property
     def strip_spaces(self) -> bool:
-        """Whether a piece loses the spaces that it begins with."""
+        """Whether a piece loses its leading spaces."""
         return any(step["type"] == "Strip" and step["strip_left"] for step in self.normalizers)
 
     @property
     def set_ideographs_apart(self) -> bool:
-        """Whether each Chinese character is a word, as BERT has it."""
+        """Whether each Chinese character is a word, as in BERT."""
         return (
             any(
                 step["type"] == "BertNormalizer" and step["handle_chinese_chars"] for step in self.normalizers
@@ -277,7 +273,7 @@ class Steps:
 
     @property
     def leave_lines_alone(self) -> bool:
-        """Whether nothing happens to the end of a line that depends on whether the text ends there."""
+        """Whether the end of a line is treated alike at the end of a text."""
         return not (
             self.give_spaces
             or any(step["type"] == "Strip" for step in self.normalizers)
@@ -286,14 +282,14 @@ class Steps:
 
     @property
     def join_slashes_to_lines(self) -> bool:
-        """Whether line ends and slashes may be one match of a pattern."""
+        """Whether line ends and slashes may match together."""
         return any(
             "/" in step["pattern"].get("Regex", "") for step in self.pre_tokenizers if "pattern" in step
         )
 
     @property
     def give_spaces(self) -> bool:
-        """Whether a piece that does not begin with a space may be given one."""
+        """Whether a piece without a leading space may get one."""
         end = self._end
         return end["type"] == "Metaspace" or (end["type"] == "ByteLevel" and bool(end["add_prefix_space"]))
 
@@ -304,13 +300,11 @@ class Steps:
 
     @property
     def token_starts(self) -> set[str]:
-        """The characters that added tokens begin with."""
         return {content[0] for token in self.added_tokens for content in token.contents if content}
 
     def merge_nothing_across(self, separator: str, ends: str) -> bool:
-        """Whether text that is not split has no token in which the separator follows one of `ends`, a class
-        of characters that holds all that pieces end with, and the ends of tokens for bytes or for what is
-        unknown."""
+        """Whether no token has the separator behind one of `ends`, a class of all that pieces end with,
+        including tokens for bytes and unknowns, in text that is not split."""
         if self._end["type"] in _LAST or f"\0{separator}\0" not in self.merged:
             return False
         return re.search(f"[{ends}]{re.escape(separator)}", self.merged) is None
@@ -321,8 +315,8 @@ class Steps:
 
     @property
     def _give_spaces_back(self) -> bool:
-        """Whether each piece that begins with a word or sign begins with a space in the end, and no added
-        token is a word or begins with a space that is lost."""
+        """Whether every piece that begins with a word or sign gets a leading space in the end, and no
+        added token is affected."""
         always = self._end["type"] == "Metaspace" and self._end["prepend_scheme"] == "always"
         return always and not any(
             re.match(r"[\w\s]", text) for token in self.added_tokens for text in token.contents
@@ -330,7 +324,6 @@ class Steps:
 
 
 def steps_of(tokenizer: Tokenizer) -> Steps:
-    """Reads the steps of a tokenizer from its description."""
     description = json.loads(tokenizer.to_str())
     model = description["model"]
     is_merged = model["type"] == "BPE" and not any(map(model.get, _MORE_THAN_MERGES))
@@ -351,12 +344,11 @@ def steps_of(tokenizer: Tokenizer) -> Steps:
 
 
 def normalized(tokenizer: Tokenizer, text: str) -> str:
-    """A text as a tokenizer's normalizer leaves it."""
     return text if tokenizer.normalizer is None else str(tokenizer.normalizer.normalize_str(text))
 
 
 def _in_order(step: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
-    """The steps of a component, those of sequences within sequences laid out."""
+    """Flattens nested sequences of steps."""
     if step is None:
         return []
     return [inner for part in step[name] for inner in _in_order(part, name)] if name in step else [step]
@@ -392,17 +384,16 @@ class Breaks:
     pattern: re.Pattern[str]
 
     def first(self, text: str, start: int, stop: int) -> int | None:
-        """The first break from `start` on and before `stop`; None if there is none."""
+        """Returns the first break from `start` on and before `stop`, or None."""
         found = self.pattern.search(text, max(0, start - 1), stop + 1)
         return found.end() if found and found.end() < stop else None
 
     def all(self, text: str) -> list[int]:
-        """All breaks of a text."""
         return [found.end() for found in self.pattern.finditer(text)]
 
 
 def find_breaks(tokenizer: Tokenizer) -> Breaks | None:
-    """The breaks of a tokenizer; None where none are certain."""
+    """Returns the breaks of a tokenizer; None if none are certain."""
     steps = steps_of(tokenizer)
     if not steps.are_local:
         return None
@@ -420,8 +411,8 @@ def find_breaks(tokenizer: Tokenizer) -> Breaks | None:
 
 @dataclass(frozen=True, slots=True)
 class _Position:
-    """A kind of position of breaks: a pattern that is compared behind a character that a piece can end with,
-    looks back at it, and moves on to the break. `following` is the class of what it begins with."""
+    """A kind of break: a pattern that follows a character that can end a piece, looks back at it, and
+    moves to the break. It begins with one of the class `following`."""
 
     following: str
     pattern: str
@@ -429,25 +420,25 @@ class _Position:
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """Tries a tokenizer with short texts, as far as its model is not needed."""
+    """Tries a tokenizer with short texts, without its model."""
 
     tokenizer: Tokenizer
     steps: Steps
 
     def divides(self, end: str, separator: str, rest: str) -> bool:
-        """Whether a word ends before the separator, and what follows has the words that it has alone."""
+        """Whether a word ends before the separator, and the rest has the words that it has alone."""
         following = f"{separator}{rest}"
         return self.words(f"{end}{following}") == self.words(end) + self.words(following)
 
     def words(self, text: str) -> list[str]:
-        """Returns the words that the model tokenizes, each by itself."""
+        """Returns the words that the model tokenizes one by one."""
         shown = normalized(self.tokenizer, text)
         if self.tokenizer.pre_tokenizer is None:
             return [shown]
         return [word for word, _ in self.tokenizer.pre_tokenizer.pre_tokenize_str(shown)]
 
     def takes_for_mark(self, mark: str) -> bool:
-        """Whether a mark is one to the tokenizer too: it ends words before a line's end as others do."""
+        """Whether a mark ends words before the end of a line as other marks do."""
         return self._lengths(f"x{mark}\na") in [self._lengths(f"x{other}\na") for other in "\u0301\u093f"]
 
     def _lengths(self, text: str) -> list[int]:
@@ -457,8 +448,8 @@ class _Trial:
         return [stop - start for _, (start, stop) in self.tokenizer.pre_tokenizer.pre_tokenize_str(shown)]
 
     def spaces(self, ends: tuple[str, ...], in_tokens: str) -> str:
-        """The whitespace before which all of the ends, in tokens a class of characters, are divided from
-        whatever follows."""
+        """Returns the whitespace before which all of the ends, in tokens a class of characters, are
+        divided from what follows."""
         # A piece that loses its spaces begins with a word or sign behind them, as the pattern has it.
         rests = ("a", "1", ".") if self.steps.strip_spaces else _REST
         found = [
@@ -477,7 +468,7 @@ class _Trial:
         return all(self.divides("a", first, f"{second}a") for first, second in product(spaces, repeat=2))
 
     def signs(self) -> str:
-        """The signs before which letters and digits are divided from what follows."""
+        """Returns the signs before which letters and digits are divided from what follows."""
         if self.steps.strip_spaces or self.steps.give_spaces:
             return ""
         found = [
@@ -492,7 +483,7 @@ class _Trial:
         return "".join(found)
 
     def line_ends(self) -> list[str]:
-        """The ends of lines behind which a text can be cut."""
+        """Returns the ends of lines behind which a text can be split."""
         if not self.steps.leave_lines_alone:
             return []
         return [
@@ -506,7 +497,8 @@ class _Trial:
         ]
 
     def _stays(self, separator: str, others: str) -> bool:
-        """Whether a separator is one character of its kind when normalized, and no added token reaches it."""
+        """Whether a separator stays one character of its kind when normalized, and no added token reaches
+        it."""
         shown = self._shown(separator)
         if len(shown) != 1 or shown not in others:
             return False
@@ -522,8 +514,7 @@ class _Trial:
 
 
 def _before_spaces(trial: _Trial, ends: Ends) -> list[_Position]:
-    """The breaks before whitespace, by what they look back at. A space at the end of a text stays with the
-    last word."""
+    """Breaks before whitespace. A space at the end of a text stays with the last word."""
     behind = _behind(ends)
     spaces = {
         "letters": trial.spaces(_LETTERS, _LETTER_ENDS),
@@ -542,8 +533,8 @@ def _before_spaces(trial: _Trial, ends: Ends) -> list[_Position]:
 
 
 def _after_lost_spaces(trial: _Trial, spaces: str, ends: Ends) -> str:
-    """The pattern of what must follow a break where a piece loses its spaces and gets one back: a word or
-    sign, but not the beginning of an added token."""
+    """Returns what must follow a break if a piece loses its spaces and gets one back: a word or sign, but
+    no added token."""
     if not trial.steps.strip_spaces:
         return ""
     run = "+" if trial.collapses(spaces) else ""
@@ -553,7 +544,7 @@ def _after_lost_spaces(trial: _Trial, spaces: str, ends: Ends) -> str:
 
 
 def _before_signs(trial: _Trial, ends: Ends) -> list[_Position]:
-    """The breaks between a letter and a sign; with BERT, also before ideographs."""
+    """Breaks between a letter and a sign; with BERT, also before ideographs."""
     signs = as_class(trial.signs()) + (IDEOGRAPHS if trial.steps.set_ideographs_apart else "")
     if not (signs and ends.letters):
         return []
@@ -561,7 +552,6 @@ def _before_signs(trial: _Trial, ends: Ends) -> list[_Position]:
 
 
 def _behind_lines(trial: _Trial, ends: Ends) -> list[_Position]:
-    """The breaks between the end of a line and the next line."""
     line_ends, behind = "|".join(trial.line_ends()), "|".join(_behind(ends).values())
     no_slash = "(?!/)" if trial.steps.join_slashes_to_lines else ""
     if not (line_ends and behind):
@@ -570,7 +560,7 @@ def _behind_lines(trial: _Trial, ends: Ends) -> list[_Position]:
 
 
 def _behind(ends: Ends) -> dict[str, str]:
-    """Patterns that look back at an end of each class that has any."""
+    """Returns patterns that look back at each class of ends."""
     patterns = {}
     letters = ends.letters + ends.marked + ends.newer
     if ends.letters:
@@ -615,8 +605,8 @@ _ADDED_TOKENS = 64
 
 
 def remembered_breaks(tokenizer: Tokenizer, description: str) -> Breaks | None:
-    """A tokenizer's breaks, as `proven_breaks` returns them. Finding them takes half a second, so the user's
-    cache folder keeps them for the next start, which only proves them again."""
+    """Returns `proven_breaks`, kept in the user's cache folder, because finding them takes half a second.
+    They are proven again."""
     depends_on = [*versions_of(("tokenizers",)), sys.version, unicodedata.unidata_version, own_sources()]
     name = hashlib.sha256(f"{depends_on} {description}".encode()).hexdigest() + ".breaks"
     kept = read_kept(name)

@@ -1,4 +1,6 @@
-"""Single texts to sequences: prompt, template, truncation, query expansion, tokens left out of pooling."""
+"""Single texts to sequences: prompt, template, truncation, windows, query expansion, tokens left out of
+pooling.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,11 +33,10 @@ _SMALLEST_SHARE = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Fitted(Generic[IdType]):
-    """A text that fits, and whether the request or the model's maximum has truncated it.
+class FittedText(Generic[IdType]):
+    """A text that fits, and whether the request or the model's maximum truncated it.
 
-    The length that the checkpoint itself sets for a query or document is how it is meant to be read: reading
-    that much of it is no truncation."""
+    Reading only the length that the checkpoint sets for a query or document is no truncation."""
 
     tokens: NDArray[IdType]
     truncated: bool = False
@@ -54,21 +55,18 @@ class InputName:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """A sequence with room for `tokens` of a text beside `others` that it has anyway: special tokens, the
-    prompt, the query."""
+    """A sequence with room for `tokens` of a text, and `others`: special tokens, the prompt, the query."""
 
     tokens: int
     others: int
 
 
 class LongInputs:
-    """Truncates the texts of one request, or divides them into windows. Nothing in it changes.
+    """Truncates the texts of one request, or divides them into windows. Immutable.
 
-    `longest` is the most tokens that can be run in one sequence and `limit` the most of this request's.
-    `overlap` is how many tokens windows share if the request does not say, but at most half of each.
-    `own_side` is the end at which texts are truncated if the request does not say.
-    `most_tokens` is how many tokens all windows may have together.
-    """
+    `longest` is the most tokens of any sequence, and `limit` the most for this request. Windows share
+    `overlap` tokens by default, but at most half of each. Texts are truncated at `own_side` by default.
+    `most_tokens` is the limit of all windows together."""
 
     def __init__(
         self,
@@ -97,7 +95,7 @@ class LongInputs:
 
     @property
     def may_truncate(self) -> bool:
-        """Whether a text that is too long is truncated rather than refused."""
+        """Whether long texts are truncated rather than refused."""
         return self._truncation.max_tokens is not None and not self._truncation.refuse
 
     @property
@@ -113,7 +111,7 @@ class LongInputs:
         return self._truncation.max_document_tokens
 
     def most_of_text(self, room: int, own_length: int | None, max_tokens: int | None) -> int | None:
-        """Returns how many tokens of a text must be read to know what `fit` makes of it; None for all.
+        """Returns how many tokens `truncate_to_room` needs; None for all.
 
         That is one more than are kept, unless the text is refused by its length."""
         limits = [limit for limit in (own_length, max_tokens) if limit is not None]
@@ -124,28 +122,27 @@ class LongInputs:
         return max(0, min(limits)) + 1 if limits else None
 
     def most_of_document(self, room: int) -> int | None:
-        """Returns how many tokens of a document must be read to know what is kept of it within
-        `max_document_tokens` and, if it is truncated, within its room; None for all."""
+        """Returns how many tokens of a document must be read to know what is kept of it; None for all."""
         limits = [] if self.max_document_tokens is None else [self.max_document_tokens]
         if self.may_truncate and not self.uses_windows:
             limits.append(room)
         return max(0, min(limits)) + 1 if limits else None
 
-    def query(self, text: NDArray[IdType], name: InputName) -> Fitted[IdType]:
-        """A query within `max_query_tokens`."""
+    def query(self, text: NDArray[IdType], name: InputName) -> FittedText[IdType]:
+        """Truncates a query to `max_query_tokens`."""
         return self.within(text, self.max_query_tokens, name)
 
-    def document(self, text: NDArray[IdType], name: InputName) -> Fitted[IdType]:
-        """A document within `max_document_tokens`."""
+    def document(self, text: NDArray[IdType], name: InputName) -> FittedText[IdType]:
+        """Truncates a document to `max_document_tokens`."""
         return self.within(text, self.max_document_tokens, name)
 
-    def within(self, text: NDArray[IdType], max_tokens: int | None, name: InputName) -> Fitted[IdType]:
-        """A text within `max_tokens`, which the request may have left open. Raises InvalidRequestError for a
-        longer one where the request wants these refused."""
+    def within(self, text: NDArray[IdType], max_tokens: int | None, name: InputName) -> FittedText[IdType]:
+        """Truncates a text to `max_tokens`, None for no limit. Raises InvalidRequestError if the request
+        refuses longer ones."""
         if max_tokens is None or len(text) <= max_tokens:
-            return Fitted(text)
+            return FittedText(text)
         self._check_own_limit(len(text), max_tokens, name)
-        return Fitted(truncate(text, max_tokens, self.side), truncated=True)
+        return FittedText(truncate(text, max_tokens, self.side), truncated=True)
 
     def _check_own_limit(self, length: int, max_tokens: int, name: InputName) -> None:
         if self._truncation.refuse and length > max_tokens:
@@ -156,19 +153,19 @@ class LongInputs:
                 name.param,
             )
 
-    def fit(
+    def truncate_to_room(
         self,
         text: NDArray[IdType],
         room: Room,
         name: InputName,
         own_length: int | None = None,
         max_tokens: int | None = None,
-    ) -> Fitted[IdType]:
-        """Returns a text truncated to its room, if the request allows that.
+    ) -> FittedText[IdType]:
+        """Truncates a text to its room, if the request allows that.
 
-        `own_length` is how much of a text the checkpoint reads in this role, which refuses no text, and
-        `max_tokens` how much of one the request wants. Raises InvalidRequestError for a text that is too long
-        for its room or for the request, and may not be truncated."""
+        `own_length` is how much of a text the checkpoint reads in this role, which refuses no text;
+        `max_tokens` is what the request wants. Raises InvalidRequestError for a text that is too long and
+        may not be truncated."""
         meant = len(text) if own_length is None else min(len(text), own_length)
         length = meant
         if max_tokens is not None:
@@ -183,33 +180,32 @@ class LongInputs:
                     "queries",
                 )
             length = room.tokens
-        return Fitted(truncate(text, length, self.side), truncated=length < meant)
+        return FittedText(truncate(text, length, self.side), truncated=length < meant)
 
-    def windows(self, text: NDArray[IdType], room: Room, name: InputName) -> list[Fitted[IdType]]:
-        """A document as windows of at most `room.tokens` tokens, of which neighbours share as many as the
-        overlap says. For a request that wants no windows: the one text, fitted. Raises RequestTooLargeError
-        before any is made where they would be too much."""
+    def windows(self, text: NDArray[IdType], room: Room, name: InputName) -> list[FittedText[IdType]]:
+        """Divides a document into overlapping windows of at most `room.tokens` tokens; without windows,
+        truncates it. Raises RequestTooLargeError before too many are made."""
         if len(text) <= room.tokens or not self.uses_windows:
-            return [self.fit(text, room, name)]
+            return [self.truncate_to_room(text, room, name)]
         overlap = self._shared(room, name)
         starts = range(0, len(text) - overlap, room.tokens - overlap)
         # All but the last are full. There may be as many as the text has tokens.
         check_tokens((len(starts) - 1) * (room.tokens + room.others), self._most_tokens)
-        return [Fitted(text[start : start + room.tokens]) for start in starts]
+        return [FittedText(text[start : start + room.tokens]) for start in starts]
 
     def _shared(self, room: Room, name: InputName) -> int:
-        """How many tokens neighbouring windows share. Raises InvalidRequestError where a document would
-        become many times the tokens that it has: windows that repeat more than they read."""
+        """Returns how many tokens neighboring windows share. Raises InvalidRequestError if windows would
+        repeat more than they read."""
         if room.tokens * _SMALLEST_SHARE < room.tokens + room.others:
             raise InvalidRequestError(
                 f"{name} is to be read through windows of {max(0, room.tokens)} tokens beside {room.others} "
                 f"others; shorten the query, so that at least one in {_SMALLEST_SHARE} is the document's",
                 name.param,
             )
-        asked, most = self._truncation.window_overlap, room.tokens // 2
-        if asked is not None and asked > most:
+        wanted, most = self._truncation.window_overlap, room.tokens // 2
+        if wanted is not None and wanted > most:
             raise InvalidRequestError(
-                f"window_overlap is {asked}, but windows of {name} have {room.tokens} tokens and may share "
+                f"window_overlap is {wanted}, but windows of {name} have {room.tokens} tokens and may share "
                 f"at most {most}; ask for no more, or shorten the query",
                 "window_overlap",
             )
@@ -218,11 +214,11 @@ class LongInputs:
 
 @dataclass(frozen=True, slots=True)
 class LengthLimits:
-    """The lengths that the engine can run: at most `longest_sequence` tokens in one sequence.
+    """The lengths that the engine can run.
 
-    The windows of a long document share `window_overlap` tokens if the request names no number, and texts are
-    truncated at `side` if it names none. A query or document sent as vectors has at most `most_vectors`, and
-    every pair at most the square of that in comparisons; None for no limit."""
+    `longest_sequence` is the most tokens of a sequence. Windows share `window_overlap` tokens and texts
+    are truncated at `side` by default. A query or document sent as vectors has at most `most_vectors`, and
+    a pair at most the square of that in comparisons; None for no limit."""
 
     longest_sequence: int
     window_overlap: int
@@ -231,22 +227,22 @@ class LengthLimits:
 
     def applied_to(self, truncation: Truncation, most_tokens: int) -> LongInputs:
         """Applies these limits to a request of at most `most_tokens`. Raises InvalidRequestError if its
-        truncation asks for more than can be run."""
+        truncation asks for more."""
         return LongInputs(truncation, self.longest_sequence, self.window_overlap, most_tokens, self.side)
 
 
 def _limit(truncation: Truncation, longest: int) -> int:
-    """The longest sequence a request allows. Raises InvalidRequestError for one longer than can be run."""
-    asked = truncation.max_tokens
-    if asked is None or asked == -1:
+    """Returns the longest sequence that a request allows. Raises InvalidRequestError if it cannot be run."""
+    wanted = truncation.max_tokens
+    if wanted is None or wanted == -1:
         return longest
-    if asked > longest:
+    if wanted > longest:
         raise InvalidRequestError(
-            f"truncate_prompt_tokens is {asked}, more than the {longest} tokens that this model takes; ask "
+            f"truncate_prompt_tokens is {wanted}, more than the {longest} tokens that this model takes; ask "
             "for less, or for -1",
             "truncate_prompt_tokens",
         )
-    return asked
+    return wanted
 
 
 def check_tokens(tokens: int, most: int | None) -> None:
@@ -281,8 +277,6 @@ _IDS = 65_536
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BuiltText:
-    """The tokens of a text's sequence, and whether the text was `truncated`."""
-
     tokens: Tokens
     truncated: bool
 
@@ -296,8 +290,8 @@ class BuiltText:
 class TextBuilder:
     """Builds the single-text sequences of one field of one request.
 
-    `param` names the field in errors and `max_tokens` is how many tokens of a text the request wants. A text
-    is never refused for being longer than the role's own length: that much of it is read."""
+    `param` names the field in errors, and `max_tokens` is the request's own limit. No text is refused for
+    exceeding the role's own length: that much of it is read."""
 
     def __init__(
         self,
@@ -324,38 +318,38 @@ class TextBuilder:
             raise no_room(long_inputs.limit, special_tokens)
 
     def encode(self, texts: Sequence[str], indices: Iterable[int] | None = None) -> list[TokenIds]:
-        """Token ids of each text behind the role's prompt, as many as `build` needs. `indices` say which of
-        the field's texts these are, if not all."""
+        """Returns token ids of each text behind the role's prompt, as many as `build` needs. `indices` are
+        the texts' positions in the field, if not all are given."""
         return self._encode(texts, self._most, indices)
 
     def build(self, text: TokenIds, index: int) -> BuiltText:
-        """Returns one text's sequence, truncated if it must be and may be."""
+        """Returns one text's sequence, truncated if needed and allowed."""
         name = InputName(self._param, index)
         return self._filled(self._one(text, name), name)
 
     def encode_for_windows(
         self, texts: Sequence[str], indices: Iterable[int] | None = None
     ) -> list[TokenIds]:
-        """Token ids of each text behind the role's prompt, as many as `windows` needs."""
+        """Like `encode`, as many as `windows` needs."""
         return self._encode(texts, self._most_for_windows, indices)
 
     def windows(self, text: TokenIds, index: int) -> list[BuiltText]:
-        """One document's sequences: one, or its windows, each behind the role's prompt."""
+        """Returns one document's sequences: one, or its windows, each behind the role's prompt."""
         name = InputName(self._param, index)
         return [self._filled(part, name) for part in self._windows(text, name)]
 
     def origins(self, text: str, index: int) -> Origins:
-        """Which characters the rows of one text's sequence stand for."""
+        """Returns the characters of the rows of one text's sequence."""
         return next(self._origins(text, InputName(self._param, index), self._most, self._alone))
 
     def window_origins(self, text: str, index: int) -> list[Origins]:
-        """Which characters the rows of one document's sequences stand for."""
+        """Returns the characters of the rows of one document's sequences."""
         name = InputName(self._param, index)
         return [*self._origins(text, name, self._most_for_windows, self._windows)]
 
     def whole(self, text: str) -> tuple[BuiltText, Origins]:
-        """Returns the sequence of the field's one text, not truncated, and the characters of its rows. Raises
-        InvalidRequestError for a text that is too long."""
+        """Returns the sequence of a text that is not truncated, and the characters of its rows. Raises
+        InvalidRequestError if it is too long."""
         prompt = self._before
         room = self._room.tokens if self._own_room is None else min(self._room.tokens, self._own_room)
         ids, spans = self._tokenizer.encode_with_spans(prompt + text, self._param, room + 1)
@@ -365,13 +359,13 @@ class TextBuilder:
                 "in parts",
                 self._param,
             )
-        tokens = self._filled(Fitted(ids), InputName(self._param, 0)).tokens
+        tokens = self._filled(FittedText(ids), InputName(self._param, 0)).tokens
         placed = around(behind_prompt(spans, len(prompt)), self._num_before, len(tokens))
         rows = slice(None) if tokens.pooled_positions is None else tokens.pooled_positions
         return BuiltText(tokens, truncated=False), Origins(tokens.ids[rows], placed[rows])
 
     def build_from_ids(self, token_ids: tuple[int, ...], index: int) -> BuiltText:
-        """The sequence of token ids that the caller made, special tokens included."""
+        """Builds a sequence of the caller's token ids, special tokens included."""
         name = InputName(self._param, index)
         size = self._tokenizer.vocabulary_size
         parts = []
@@ -383,36 +377,35 @@ class TextBuilder:
             parts.append(self._tokenizer.known(np.array(part, dtype=np.int32), self._param, name))
         ids = np.concatenate(parts)
         room = Room(self._long_inputs.limit, 0)
-        fitted = self._long_inputs.fit(ids, room, name, self.own_length, self._max_tokens)
+        fitted = self._long_inputs.truncate_to_room(ids, room, name, self.own_length, self._max_tokens)
         types = np.zeros(len(fitted.tokens), dtype=np.int32)
         return self._completed(fitted.tokens, types, fitted.truncated, prompt_end=0)
 
     @property
     def _own_room(self) -> int | None:
-        """How much of a text the checkpoint reads."""
         return None if self.own_length is None else max(0, self.own_length - self._room.others)
 
     @property
     def _most(self) -> int | None:
-        """How many tokens of a text must be read that is one sequence."""
+        """How many tokens to read of a text that is one sequence."""
         return self._long_inputs.most_of_text(self._room.tokens, self._own_room, self._max_tokens)
 
     @property
     def _most_for_windows(self) -> int | None:
-        """How many tokens of a document must be read."""
+        """How many tokens to read of a document."""
         if not self._long_inputs.uses_windows:
             return self._most
         return None if self._max_tokens is None else self._max_tokens + 1
 
-    def _one(self, text: NDArray[np.int32], name: InputName) -> Fitted[np.int32]:
-        """Returns the part of a text that one sequence has: its tokens or their spans."""
-        return self._long_inputs.fit(text, self._room, name, self._own_room, self._max_tokens)
+    def _one(self, text: NDArray[np.int32], name: InputName) -> FittedText[np.int32]:
+        """Returns what one sequence has of a text: its tokens or their spans."""
+        return self._long_inputs.truncate_to_room(text, self._room, name, self._own_room, self._max_tokens)
 
-    def _alone(self, text: NDArray[np.int32], name: InputName) -> list[Fitted[np.int32]]:
+    def _alone(self, text: NDArray[np.int32], name: InputName) -> list[FittedText[np.int32]]:
         return [self._one(text, name)]
 
-    def _windows(self, text: NDArray[np.int32], name: InputName) -> list[Fitted[np.int32]]:
-        """Returns the part of a document that each of its sequences has: its tokens or their spans."""
+    def _windows(self, text: NDArray[np.int32], name: InputName) -> list[FittedText[np.int32]]:
+        """Returns what each sequence has of a document: its tokens or their spans."""
         if not self._long_inputs.uses_windows:
             return self._alone(text, name)
         limited = self._long_inputs.within(text, self._max_tokens, name)
@@ -424,7 +417,7 @@ class TextBuilder:
         prompt, body = np.split(limited.tokens, [self.prompt_length])
         beside_prompt = Room(room - len(prompt), special_tokens + len(prompt))
         return [
-            Fitted(np.concatenate([prompt, window.tokens]), limited.truncated)
+            FittedText(np.concatenate([prompt, window.tokens]), limited.truncated)
             for window in self._long_inputs.windows(body, beside_prompt, name)
         ]
 
@@ -433,9 +426,9 @@ class TextBuilder:
         text: str,
         name: InputName,
         most: int | None,
-        parts: Callable[[NDArray[np.int32], InputName], list[Fitted[np.int32]]],
+        parts: Callable[[NDArray[np.int32], InputName], list[FittedText[np.int32]]],
     ) -> Iterator[Origins]:
-        """The rows of each sequence that `parts` makes of a text."""
+        """Yields the rows of each sequence that `parts` makes of a text."""
         prompt, side = self._before, self._long_inputs.side
         ids, spans = self._tokenizer.encode_with_spans(prompt + text, self._param, most, side, name)
         spans = behind_prompt(spans, len(prompt))
@@ -454,8 +447,8 @@ class TextBuilder:
         names = (InputName(self._param, i) for i in (count() if indices is None else indices))
         return self._tokenizer.encode(prompted, self._param, most, self._long_inputs.side, names)
 
-    def _filled(self, fitted: Fitted[np.int32], name: InputName) -> BuiltText:
-        """The sequence of a text that fits: special tokens around it."""
+    def _filled(self, fitted: FittedText[np.int32], name: InputName) -> BuiltText:
+        """Puts special tokens around a text that fits."""
         if self._room.others + len(fitted.tokens) == 0:
             raise InvalidRequestError(f"{name} has no tokens; leave it out", self._param)
         # An empty text may stand between the role's tokens alone.
@@ -474,16 +467,14 @@ class TextBuilder:
         return len(self._template.ids[0]) + len(self._leading)
 
     def _with_fixed_ids(self, ids: TokenIds, types: TokenIds) -> tuple[TokenIds, TokenIds]:
-        """A text's tokens between those that the role always has."""
         return (
             np.concatenate([self._leading, ids, self._trailing]),
             np.concatenate([np.zeros_like(self._leading), types, np.zeros_like(self._trailing)]),
         )
 
     def _completed(self, ids: TokenIds, types: TokenIds, truncated: bool, prompt_end: int) -> BuiltText:
-        """Does what the checkpoint's rules for the role ask for: expansion, and tokens left out of pooling,
-        which are those before `prompt_end`, those of the skip list and perhaps the first, or the special
-        ones around the text."""
+        """Applies the role's rules: expansion, and tokens left out of pooling: those before `prompt_end`,
+        those of the skip list, and perhaps the first or the special ones around the text."""
         yield_to_smaller()
         if self.rules.last_id is not None:
             behind = int(np.argmax(ids == self.rules.last_id)) + 1
@@ -510,7 +501,7 @@ class TextBuilder:
         return BuiltText(Tokens(ids, types, attended_len, pooled), truncated)
 
     def _specials_around(self, ids: TokenIds) -> NDArray[np.bool_]:
-        """Which of a sequence's tokens are the template's before and behind a text."""
+        """Returns which tokens are the template's before and behind a text."""
         before, behind = self._template.ids[0], self._template.ids[-1]
         found = np.zeros(len(ids), dtype=bool)
         if len(before) and np.array_equal(ids[: len(before)], before):
@@ -521,7 +512,7 @@ class TextBuilder:
 
 
 def _leading(rules: RoleRules, tokenizer: TextTokenizer, param: str) -> tuple[TokenIds, str]:
-    """The tokens that stand before every text, however long it is, and what is tokenized with it."""
+    """Returns the tokens before every text, and the text that is tokenized with it."""
     if rules.chat is None:
         return _NONE if rules.leading_ids is None else rules.leading_ids, rules.before
     fixed, joined = rules.chat.parts_before(rules.prompt)
@@ -529,7 +520,7 @@ def _leading(rules: RoleRules, tokenizer: TextTokenizer, param: str) -> tuple[To
 
 
 def shortest_text(rules: RoleRules, tokenizer: TextTokenizer) -> int:
-    """How many tokens the shortest sequence of a role has."""
+    """Returns the tokens of the shortest sequence of a role."""
     text = tokenizer.encode([rules.before + SHORTEST_TEXT], "text")[0]
     tokens = tokenizer.single.special_tokens + rules.num_fixed_ids + len(text)
     if rules.max_tokens is not None:

@@ -1,8 +1,8 @@
-"""Texts to token ids, exactly as the checkpoint's tokenizer does it, but each text only once.
+"""Texts to token ids, exactly as the checkpoint's tokenizer makes them, and the characters that tokens stand
+for.
 
-A pair is put together from two texts that are tokenized separately. So a query is not tokenized again for
-every document, and truncation is arithmetic on lengths. The special tokens around texts are learned from
-the tokenizer itself.
+Each text is tokenized once, pairs as two texts. The special tokens around texts are learned from the
+tokenizer.
 """
 
 import unicodedata
@@ -40,27 +40,25 @@ _SKIN_TONES = "\U0001f3fb\U0001f3fc\U0001f3fd\U0001f3fe\U0001f3ff"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Origins:
-    """The tokens of a sequence, of those that are pooled if not all: their ids [rows], and their spans in the
-    text [rows, 2], -1 for those that are not the text's: special tokens, prompt, expansion."""
+    """The ids [rows] of a sequence's pooled tokens, and their spans [rows, 2] in the text; -1 for tokens
+    that are not the text's: special tokens, prompt, expansion."""
 
     ids: TokenIds
     spans: Spans
 
     @property
     def extent(self) -> Span | None:
-        """The characters from the first to the last that any of the tokens stands for."""
+        """The characters from the first to the last of all tokens."""
         return extent(self.spans)
 
     @classmethod
     def join(cls, parts: Iterable["Origins"]) -> "Origins":
-        """The tokens of several sequences, one after the other."""
         ids, spans = zip(*((part.ids, part.spans) for part in parts), strict=True)
         return cls(np.concatenate(ids), np.concatenate(spans))
 
     def span(self, row: int, text: str) -> Span | None:
-        """The characters of `text` that a token stands for, as people count them: without the spaces around
-        them that tokenizers count to the token, and with the accents and joiners of the first and the last,
-        for which there may be tokens of their own."""
+        """Returns a token's characters as people count them: without the spaces around them, and with the
+        accents and joiners of the first and last, which may be tokens of their own."""
         start, stop = map(int, self.spans[row])
         if start < 0:
             return None
@@ -78,8 +76,8 @@ class Origins:
 
 
 def _belong_together(first: str, second: str) -> bool:
-    """Whether a reader sees two characters as one: an accent or vowel sign and what it stands on, letters of
-    a Korean syllable, or parts of an emoji."""
+    """Whether a reader sees two characters as one: accents and vowel signs, Korean syllables, parts of an
+    emoji."""
     is_mark = unicodedata.category(second).startswith("M") and not first.isspace()
     is_syllable = _is_between(first, _JAMO) and _is_between(second, _VOWELS_AND_ENDS)
     return is_mark or is_syllable or _JOINER in (first, second) or second in _SKIN_TONES
@@ -96,15 +94,14 @@ def extent(spans: Spans) -> Span | None:
 
 
 def around(spans: Spans, before: int, length: int) -> Spans:
-    """The spans of a text's tokens within a sequence of `length` tokens, of which `before` stand before
-    them."""
+    """Places a text's spans in a sequence of `length` tokens, behind `before` others."""
     placed = np.full((length, 2), _NONE, dtype=np.int32)
     placed[before : before + len(spans)] = spans
     return placed
 
 
 def behind_prompt(spans: Spans, characters: int) -> Spans:
-    """Converts spans in a text behind a prompt of that many `characters` to spans in the text itself."""
+    """Converts spans in a text behind a prompt of that many `characters` to spans in the text."""
     moved = np.maximum(spans - characters, 0)
     moved[spans[:, 1] <= characters] = _NONE
     return moved
@@ -133,8 +130,8 @@ _MOST_BREAKS = 32
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Template:
-    """The special tokens around one text or two: `ids[i]` and `types[i]` come before text i, the last
-    ones after the last text. `text_types[i]` is the type of text i's own tokens."""
+    """The special tokens around one text or two: `ids[i]` and `types[i]` come before text i, the last ones
+    after the last text. `text_types[i]` is the type of text i."""
 
     ids: tuple[TokenIds, ...]
     types: tuple[TokenIds, ...]
@@ -146,12 +143,12 @@ class Template:
         object.__setattr__(self, "special_tokens", sum(map(len, self.ids)))
 
     def fill(self, *texts: TokenIds) -> tuple[TokenIds, TokenIds]:
-        """The token ids and type ids of one sequence."""
+        """Returns token ids and type ids of one sequence."""
         joined = self.join(*texts)
         return joined.ids, joined.type_ids
 
     def join(self, *texts: TokenIds) -> JoinedTokens:
-        """The tokens of one sequence, of which the texts' are not copied. Raises ValueError for none."""
+        """Joins one sequence without copying the texts' tokens. Raises ValueError if it is empty."""
         parts: list[TokenIds] = [self.ids[0]]
         types: list[TokenIds | int] = [self.types[0]]
         for i, text in enumerate(texts):
@@ -162,8 +159,8 @@ class Template:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Around:
-    """The tokens of a part of a text, and those that stand before and after it. `spans` are the characters
-    in the text of the tokens `inside`."""
+    """The tokens of a part of a text, and those before and after it. `spans` are the characters of the
+    tokens `inside`."""
 
     before: TokenIds
     inside: TokenIds
@@ -172,12 +169,12 @@ class Around:
 
 
 class TextTokenizer:
-    """A checkpoint's tokenizer, without padding and truncation. Thread-safe: nothing in it changes.
+    """A checkpoint's tokenizer, without padding and truncation. Thread-safe and immutable.
 
-    Long texts are tokenized in pieces, between which other work goes on. Texts that are not Unicode, or that
-    nothing splits for more than `LONGEST_PIECE` characters, are refused: `param` is the field in errors, and
-    a `name` what they call a text where the field has several. Texts with a token whose id is `rows` or more,
-    for which the model has no embedding, are refused too; only `read` takes them."""
+    Long texts are tokenized in pieces, between which other work goes on. Texts that are not Unicode, or
+    that have no break for more than `LONGEST_PIECE` characters, are refused: errors name the field
+    `param`, or the text's `name`. So are tokens whose id is `rows` or more, which have no embedding; only
+    `read` takes them."""
 
     def __init__(self, tokenizer: Any, rows: int | None = None) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -213,8 +210,8 @@ class TextTokenizer:
     ) -> list[TokenIds]:
         """Returns the token ids of each text, without special tokens.
 
-        A text of more than `most` tokens is truncated at the given side, and the rest is not read. There are
-        as many `names` as texts, or more."""
+        A text is truncated to `most` tokens at the given side, and the rest is not read. There are as many
+        `names` as texts, or more."""
         size = PIECE if most is None else min(PIECE, max(_FEWEST_CHARACTERS, _CHARACTERS_A_TOKEN * most))
         rests: deque[tuple[Iterator[str], object]] = deque()
 
@@ -248,8 +245,8 @@ class TextTokenizer:
         side: Side = "right",
         name: object = None,
     ) -> Around:
-        """Returns the tokens of a text by where they stand. `inside` are those from the first that holds one
-        of the characters in `span` to the last, truncated like a text by itself to `most` tokens."""
+        """Splits a text's tokens at `span`. `inside` are those from the first that holds one of its
+        characters to the last, truncated to `most` tokens."""
         parts: list[tuple[TokenIds, TokenIds, TokenIds, Spans]] = []
         num_inside = 0
         for start, stop in self._piece_bounds(text, PIECE, side, param, name or param):
@@ -272,7 +269,7 @@ class TextTokenizer:
     def encode_with_spans(
         self, text: str, param: str, most: int | None = None, side: Side = "right", name: object = None
     ) -> tuple[TokenIds, Spans]:
-        """The token ids that `encode` has for a text, and which of its characters each stands for."""
+        """Returns the token ids of a text like `encode`, and the characters of each."""
         ids: list[TokenIds] = []
         spans: list[Spans] = []
         num_tokens = 0
@@ -287,20 +284,19 @@ class TextTokenizer:
         return self.known(_joined(ids, most, side), param, name or param), _joined(spans, most, side)
 
     def read(self, text: str, param: str) -> Iterator[tuple[int, Encoding]]:
-        """A text as encoded pieces, without special tokens, each behind the characters before it."""
+        """Yields a text's encoded pieces, without special tokens, and where each begins."""
         for start, stop in self._piece_bounds(text, PIECE, "right", param, param):
             yield_to_smaller()
             (encoding,) = self._encode_batch([text[start:stop]], param, complete=True)
             yield start, encoding
 
     def known(self, ids: TokenIds, param: str, name: object) -> TokenIds:
-        """The same token ids. Raises InvalidRequestError for one without an embedding: a GPU would end the
-        process for it."""
+        """Returns the same token ids. Raises InvalidRequestError for one without an embedding, which would
+        crash a GPU."""
         if self._rows is not None and len(ids) and ids.max() >= self._rows:
             token = self.token(int(ids.max()))
             raise InvalidRequestError(
-                f"{name} holds the token {token!r}, for which the model has no embedding; leave it out",
-                param,
+                f"{name} holds the token {token!r}, for which the model has no embedding; leave it out", param
             )
         return ids
 
@@ -309,17 +305,15 @@ class TextTokenizer:
         return [] if self._breaks is None else self._breaks.all(text)
 
     def token(self, token_id: int) -> str:
-        """A token of the vocabulary by its id."""
         return str(self._tokenizer.id_to_token(token_id))
 
     def token_id(self, token: str) -> int:
-        """The id of a token of the vocabulary."""
         token_id = self._tokenizer.token_to_id(token)
         assert token_id is not None, token
         return int(token_id)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """The text of at most `MOST_DECODED` tokens."""
+        """Returns the text of at most `MOST_DECODED` tokens."""
         return self._tokenizer.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
 
     def _pieces(self, text: str, size: int, side: Side, param: str, name: object) -> Iterator[str]:
@@ -344,8 +338,7 @@ class TextTokenizer:
     def _encode_batch(
         self, texts: list[str], param: str, complete: bool = False, names: Iterable[object] = ()
     ) -> list[Encoding]:
-        """Encodings with token ids, and if they are to be complete, strings and offsets. Errors call a
-        text by its name among `names`, or else `param`."""
+        """Encodes texts, with strings and offsets only if `complete`."""
         # Unlike `encode`, both let other threads run meanwhile.
         encode = self._tokenizer.encode_batch if complete else self._tokenizer.encode_batch_fast
         try:
@@ -359,11 +352,11 @@ class TextTokenizer:
 
 
 class LongPieceError(Exception):
-    """Raised for text that cannot be split for more than `LONGEST_PIECE` characters."""
+    """Text without a break for more than `LONGEST_PIECE` characters."""
 
 
 def piece_bounds(text: str, size: int, breaks: Breaks | None) -> Iterator[tuple[int, int]]:
-    """Yields where pieces of about `size` characters begin and end, first to last."""
+    """Yields the bounds of pieces of about `size` characters, first to last."""
     start = 0
     while len(text) - start > size:
         most = start + LONGEST_PIECE
@@ -377,7 +370,7 @@ def piece_bounds(text: str, size: int, breaks: Breaks | None) -> Iterator[tuple[
 
 
 def piece_bounds_backwards(text: str, size: int, breaks: Breaks | None) -> Iterator[tuple[int, int]]:
-    """Yields where pieces of about `size` characters begin and end, last to first."""
+    """Yields the bounds of pieces of about `size` characters, last to first."""
     stop = len(text)
     while stop > size:
         start = None if breaks is None else _last_start(text, stop, size, breaks)
@@ -407,7 +400,7 @@ def _check(length: int) -> None:
 
 
 def is_broken(text: str) -> bool:
-    """Whether a text has half of a character, a lone surrogate: then it is not Unicode."""
+    """Whether a text has a lone surrogate and so is not Unicode."""
     if text.isascii():
         return False
     try:
@@ -418,7 +411,7 @@ def is_broken(text: str) -> bool:
 
 
 def in_parts(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Texts in parts of at most `PART_TEXTS` texts and `PART_CHARACTERS` characters, or of one text."""
+    """Yields parts of at most `PART_TEXTS` texts and `PART_CHARACTERS` characters, or of one text."""
     part: list[str] = []
     characters = 0
     for text in texts:
@@ -436,20 +429,20 @@ def _ids(encoding: Encoding) -> TokenIds:
 
 
 def _spans(encoding: Encoding, start: int) -> Spans:
-    """The characters of each token, of a text in which the piece that was encoded begins at `start`."""
+    """Returns the characters of each token of a piece that begins at `start`."""
     return np.array(encoding.offsets, dtype=np.int32).reshape(-1, 2) + np.int32(start)
 
 
 def _joined(read: list[NDArray[np.int32]], most: int | None, side: Side) -> NDArray[np.int32]:
-    """Joins the tokens, or their spans, of pieces that were read from the other side. More than `most` are
-    truncated."""
+    """Joins the tokens, or spans, of pieces, which were read from the kept side, and truncates them to
+    `most`."""
     ids = read[0] if len(read) == 1 else np.concatenate(read if side == "right" else read[::-1])
     return ids if most is None or len(ids) <= most else truncate(ids, most, side).copy()
 
 
 def _holding(offsets: list[tuple[int, int]], start: int, stop: int) -> tuple[int, int]:
-    """The first token that holds one of the characters `start` to `stop`, and the one after the last; where
-    none does, both are the first after these characters."""
+    """Returns the first token that holds one of the characters `start` to `stop`, and the one after the
+    last."""
     inside = [i for i, (begin, end) in enumerate(offsets) if end > start and begin < stop]
     if inside:
         return inside[0], inside[-1] + 1
@@ -478,7 +471,7 @@ def _learn_template(encoding: Encoding, texts: int) -> Template:
 
 
 def truncate(text: NDArray[IdType], length: int, side: Side) -> NDArray[IdType]:
-    """Returns at most `length` tokens of a text, truncated at the given side."""
+    """Truncates a text to `length` tokens at the given side."""
     if len(text) <= length:
         return text
     return text[:length] if side == "right" else text[len(text) - length :]
@@ -487,8 +480,8 @@ def truncate(text: NDArray[IdType], length: int, side: Side) -> NDArray[IdType]:
 def longest_first(first: int, second: int, room: int) -> tuple[int, int]:
     """Returns the lengths of two texts truncated to `room` tokens together.
 
-    As the tokenizers library's longest_first strategy: the longer text gets what the shorter leaves. If that
-    is less than half, both get half."""
+    Like the tokenizers library's longest_first: the longer text gets what the shorter leaves, but at least
+    half."""
     if first + second <= room:
         return first, second
     short, long = min(first, second), max(first, second)
@@ -506,8 +499,8 @@ def chat_text(
     add_generation_prompt: bool,
     continue_final_message: bool,
 ) -> str:
-    """Messages of "role" and "content" as the template of a checkpoint's tokenizer writes them, special
-    tokens included. Raises InvalidRequestError where there is no template, or none for such messages."""
+    """Writes messages of "role" and "content" by the checkpoint's chat template, special tokens included.
+    Raises InvalidRequestError if there is no template, or it does not take such messages."""
     if not getattr(tokenizer, "chat_template", None):
         raise InvalidRequestError("this model has no chat template; send the text as input", "messages")
     try:

@@ -233,6 +233,7 @@ def test_an_entry_that_is_only_on_disk_is_in_memory_from_then_on(disk: DiskStore
 
 def test_entries_go_to_memory_and_disk_and_leave_both(disk: DiskStore) -> None:
     cache = _cache(disk=disk)
+    cache.wait_until_warm(10)
     cache.put((key(number), entry(number)) for number in range(3))
     assert (cache.entries, len(disk), cache.memory_bytes) == (3, 3, 3 * entry(0).nbytes)
     assert cache.disk_bytes == disk.nbytes > 0

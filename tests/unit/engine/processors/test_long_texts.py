@@ -303,7 +303,7 @@ def test_as_much_of_a_text_is_read_as_is_needed(
 
     def fitted(text: np.ndarray) -> tuple[list[int], bool] | str:
         try:
-            found = inputs.fit(text, of_room, name, own, most)
+            found = inputs.truncate_to_room(text, of_room, name, own, most)
         except InvalidRequestError as error:
             return str(error)
         return found.tokens.tolist(), found.truncated
