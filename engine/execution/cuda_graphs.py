@@ -5,8 +5,7 @@ step's belong to no sequence, and sequences beyond the step's have no rows.
 
 All graphs share the memory of the largest: with the hidden states that all write to, as much as one eager
 step of its size takes. That is 30 KiB a row, or 480 MiB for 16,384 rows of 1,024 hidden units in 16 bits. For
-the 19 sizes of such a model seven passes each are run at load, 460,000 rows in all: about a second.
-"""
+the 19 sizes of such a model seven passes each are run at load, 460,000 rows in all: about a second."""
 
 import logging
 import math
@@ -393,8 +392,8 @@ class GraphedRunner(FasterRunner):
         recorder: Recorder,
     ) -> Mapping[CaptureSize, str]:
         """Captures a graph for each of the sizes, the largest first, with steps of the samples' tokens, and
-        drops those that give something else than the steps give without them. Returns why, by
-        size. Captures none for a model that waits for the device within a step."""
+        drops those that give something else than the steps give without them. Returns why, by size. Captures
+        none for a model that waits for the device within a step."""
         if not self._may_be_captured(filling_steps(sizes[-1], samples)[0]):
             return {}
         mismatches = {}

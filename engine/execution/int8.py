@@ -1,8 +1,7 @@
 """Linear layers with weights in int8 for CPUs without AVX-512 BF16, which the other kernels need.
 
 Rows are rounded to bytes, each with a scale of its own, and multiplied by whichever of several ways is right
-and fastest on this processor.
-"""
+and fastest on this processor."""
 
 import functools
 import logging

@@ -1,6 +1,5 @@
-"""The layout of a step: which row each token takes, and which rows attend together. It is worked out on the
-CPU before the model runs; `lay_out.py` makes it, and backends of attention read it.
-"""
+"""Lays out a step on the CPU before the model runs: which row each token takes, and which rows attend
+together."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,20 +15,19 @@ from maxsimd.scheduler import Chunk, Step
 
 
 class PrefillKV:
-    """Keys and values of one sequence, [kv_heads, tokens, head_dim] a layer, by the chunk they came from.
+    """The keys and values that the chunks of a sequence leave for later ones, or a shared prefix for the
+    sequences that begin with it: [kv_heads, tokens, head_dim] a layer, by chunk.
 
-    A sequence that begins with a shared `prefix` holds only what comes after it. Owned by the model runner.
-    Writing a chunk twice has the effect of writing it once, so that a step may be retried.
-    """
+    A sequence with a shared `prefix` holds only the tokens after it. Owned by the model runner. Writing a
+    chunk again replaces it, so a step may be retried."""
 
     def __init__(self, prefix: "PrefillKV | None" = None) -> None:
         self._prefix = prefix
         self._layers: dict[int, dict[int, KV]] = {}
 
     def extend(self, layer: int, start: int, chunk: KV, *, store: bool) -> KV:
-        """All keys and values of a layer up to the end of the `chunk` that begins at token `start`.
-
-        With `store`, the chunk's own are stored for the chunks after it."""
+        """All keys and values of a layer up to the end of the `chunk` that begins at token `start`. With
+        `store`, those of the chunk are kept for later chunks."""
         chunks = self._layers.setdefault(layer, {})
         if store:
             # Clones: the originals are views of the whole step's tensors.
@@ -38,14 +36,12 @@ class PrefillKV:
         return _concatenated([*earlier, chunk]) if earlier else chunk
 
     def all_of(self, layer: int) -> KV:
-        """All keys and values that are stored of a layer."""
         chunks = self._layers[layer]
         if len(chunks) == 1:
             return next(iter(chunks.values()))
         return _concatenated([chunks[start] for start in sorted(chunks)])
 
     def _before(self, layer: int, start: int) -> list[KV]:
-        """What the prefix and the chunks before token `start` left, in order."""
         chunks = self._layers.get(layer, {})
         earlier = [chunks[begin] for begin in sorted(chunks) if begin < start]
         return earlier if self._prefix is None else [self._prefix.all_of(layer), *earlier]
@@ -59,11 +55,11 @@ def _concatenated(parts: list[KV]) -> KV:
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """How an attention backend wants the rows of a step.
+    """The order in which an attention backend wants the rows of a step.
 
-    `groups_whole` asks for whole sequences of similar length side by side, padded to one length, instead of
-    end to end without padding; `groups_shared` asks the same for sequences that share a prefix. The number of
-    rows of a step is a multiple of `row_multiple`."""
+    `groups_whole` puts whole sequences of similar length side by side, padded to one length, instead of end
+    to end; `groups_shared` does so with sequences that share a prefix. A step's number of rows is a multiple
+    of `row_multiple`."""
 
     groups_whole: bool
     groups_shared: bool
@@ -72,11 +68,9 @@ class Arrangement:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """Whole sequences that attend in one batched product: `count` of them in `length` rows each, from
-    `first_row` on.
-
-    `key_lengths` says how many keys the queries of each sequence may see; the keys after these are padding,
-    or not to be attended to."""
+    """Whole sequences that attend in one batched product: `count` sequences of `length` rows each, from
+    `first_row` on. Queries see the first `key_lengths` keys of their sequence; the others are padding or
+    masked."""
 
     first_row: int
     count: int
@@ -90,9 +84,8 @@ class Group:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedGroup:
-    """Sequences that attend in one batched product, each to one prefix that all share and then to itself:
-    `count` of them in `length` rows each, from `first_row` on. They are causal, so that no token sees the
-    padding behind it."""
+    """Causal sequences that attend in one batched product, each to the shared `prefix` and then to itself:
+    `count` sequences of `length` rows each, from `first_row` on."""
 
     first_row: int
     count: int
@@ -106,12 +99,11 @@ class SharedGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefillChunk:
-    """A chunk of a sequence whose keys and values outlive the step: a chunk of a cut sequence, or a prefix
-    that other sequences share.
+    """The tokens `start` to `stop` of a sequence that is cut between steps, or of a shared prefix, in the
+    rows from `first_row` on.
 
-    The rows from `first_row` on hold the tokens `start` to `stop` of the sequence. They attend to the
-    sequence's earlier tokens, whose keys and values are in `prefill_kv`, and to themselves. `is_stored` says
-    whether their own keys and values are needed after the step."""
+    They attend to themselves and to the earlier tokens, whose keys and values are in `prefill_kv`.
+    `is_stored` says whether theirs are needed after the step."""
 
     first_row: int
     start: int
@@ -130,11 +122,10 @@ class PrefillChunk:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Which rows of a step attend together: `groups` of whole sequences come first, then those that share a
-    prefix, then the chunks that use or make `PrefillKV`.
+    """Which rows of a step attend together, in the order of the rows: whole sequences, sequences that share a
+    prefix, and chunks that use or fill a `PrefillKV`.
 
-    `hides_ends` says whether some whole sequences end in tokens that none attends to. The padding of a group
-    is no such end: causal tokens cannot see what is behind them."""
+    `hides_ends` says whether some whole sequences end in masked tokens."""
 
     causal: bool
     groups: tuple[Group, ...] = ()
@@ -148,8 +139,7 @@ class Layout:
 
     @cached_property
     def whole_sequences(self) -> NDArray[np.int64]:
-        """The whole sequences in the order of their rows: first row, rows, and keys that may be seen,
-        [sequences, 3]."""
+        """First row, rows and visible keys of each whole sequence, [sequences, 3]."""
         groups = np.array(
             [(group.first_row, group.length, group.count) for group in self.groups], dtype=np.int64
         ).reshape(-1, 3)
@@ -173,7 +163,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageRows:
-    """Part of a picture in a step: the `rows` in which its features from the `first` on stand."""
+    """The `rows` of a step for the features of a picture from number `first` on."""
 
     image_id: int
     first: int
@@ -182,9 +172,9 @@ class ImageRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedBatch:
-    """A step's tensors on the CPU: `input_ids`, `position_ids`, `type_ids` and `attended_rows`, which is 1
-    where other tokens may attend to a row, are int64 [rows], and positions in time, height and width
-    [3, rows]. In some rows stand `images` in place of tokens."""
+    """A step's tensors on the CPU, int64 [rows] each. `position_ids` may be [3, rows]: time, height and
+    width. `attended_rows` is 1 where other tokens may attend to a row. `images` replace the tokens of some
+    rows."""
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
@@ -195,15 +185,14 @@ class PackedBatch:
     images: tuple[ImageRows, ...] = ()
 
 
-# What one more batched product costs, counted in padding rows that would cost as much.
+# The cost of one more batched product, in padding rows.
 GROUP_COST_ROWS = 16
 
 
 def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
-    """Splits sequences into groups of similar length, each a list of indices into `lengths`.
+    """Splits sequences into groups of similar length: indices into `lengths`, shortest first.
 
-    Ascending by length. A group takes in the next longer sequence as long as the padding rows that this adds
-    cost less than a group of its own would."""
+    A group takes the next longer sequence as long as the padding costs less than another group."""
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     groups: list[list[int]] = []
     padding = 0
@@ -220,14 +209,13 @@ def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def round_length(length: int) -> int:
-    """The number of rows for a sequence of `length` tokens: rounded up a little, so that few different
-    numbers occur."""
+    """`length` rounded up, so that few different lengths occur."""
     multiple = 4 if length <= 32 else 8 if length <= 128 else 16
     return length + -length % multiple
 
 
 def in_powers_of_two(members: list[int]) -> list[list[int]]:
-    """A group split into parts of 1, 2, 4, ... members, largest part first."""
+    """A group in parts of 1, 2, 4, ... members, largest first."""
     parts = []
     while members:
         size = 1 << (len(members).bit_length() - 1)
@@ -245,36 +233,35 @@ def lay_out(
     position_offset: int,
     uncounted_id: int | None = None,
 ) -> PackedBatch:
-    """Lays out a step, for which `prefill_kv` has the keys and values of cut sequences and of shared prefixes
-    by sequence id. Positions count from `position_offset`, without the tokens `uncounted_id`.
-
-    Padding rows hold token 0, and nothing reads them."""
+    """Lays out a step. `prefill_kv` has the keys and values of cut sequences and shared prefixes by sequence
+    id. Positions count from `position_offset`, without the tokens `uncounted_id`. Padding rows hold token
+    0."""
     rows = _Rows()
     layout = Layout(
         causal,
-        _whole(rows, step, arrangement),
-        _shared(rows, step, arrangement, prefill_kv),
+        _groups(rows, step, arrangement),
+        _shared_groups(rows, step, arrangement, prefill_kv),
         _prefill_chunks(rows, step, prefill_kv),
         hides_ends=any(chunk.sequence.tokens.num_attended < len(chunk.sequence) for chunk in step.chunks),
     )
     count = rows.count + -rows.count % arrangement.row_multiple
     input_ids = np.zeros(count, dtype=np.int64)
-    # One number a row, or three if some sequence counts in time, height and width.
+    # One position a row, or three (time, height, width) if a sequence has pictures.
     in_space = any(chunk.sequence.tokens.position_ids is not None for chunk in rows.chunks)
     position_ids = np.full((3, count) if in_space else count, position_offset, dtype=np.int64)
     type_ids = np.zeros(count, dtype=np.int64)
     attended = np.zeros(count, dtype=np.int64)
     for chunk, start in zip(rows.chunks, rows.starts, strict=True):
-        of_chunk, part = slice(start, start + len(chunk)), slice(chunk.start, chunk.stop)
+        rows_of_chunk, part = slice(start, start + len(chunk)), slice(chunk.start, chunk.stop)
         tokens = chunk.sequence.tokens
-        input_ids[of_chunk] = tokens.ids[part]
+        input_ids[rows_of_chunk] = tokens.ids[part]
         attended[start : start + min(len(chunk), max(0, tokens.num_attended - chunk.start))] = 1
         if tokens.position_ids is None:
-            position_ids[..., of_chunk] = np.arange(chunk.start, chunk.stop) + position_offset
+            position_ids[..., rows_of_chunk] = np.arange(chunk.start, chunk.stop) + position_offset
         else:
-            position_ids[:, of_chunk] = tokens.position_ids[:, part]
+            position_ids[:, rows_of_chunk] = tokens.position_ids[:, part]
         if (types := tokens.type_ids) is not None:
-            type_ids[of_chunk] = types[part]
+            type_ids[rows_of_chunk] = types[part]
     if uncounted_id is not None and (input_ids == uncounted_id).any():
         for chunk, start in zip(rows.chunks, rows.starts, strict=True):
             counted = chunk.sequence.tokens.ids != uncounted_id
@@ -296,7 +283,7 @@ def lay_out(
 
 
 def _images(chunk: Chunk, start: int) -> Iterator[ImageRows]:
-    """What a chunk that begins in the row `start` has of its sequence's pictures."""
+    """The rows of pictures in a chunk that begins in row `start`."""
     for image in chunk.sequence.tokens.images:
         low, high = np.searchsorted(image.positions, (chunk.start, chunk.stop))
         if low < high:
@@ -304,7 +291,7 @@ def _images(chunk: Chunk, start: int) -> Iterator[ImageRows]:
 
 
 class _Rows:
-    """The rows that are given away so far: chunks in the order of their rows, with the first row of each."""
+    """The rows given away so far: chunks in the order of their rows, and the first row of each."""
 
     def __init__(self) -> None:
         self.chunks: list[Chunk] = []
@@ -312,7 +299,7 @@ class _Rows:
         self.count = 0
 
     def take(self, chunks: Sequence[Chunk], length: int) -> int:
-        """Gives each chunk the next `length` rows; returns the first of them all."""
+        """Gives each chunk the next `length` rows; returns the first row."""
         first = self.count
         self.chunks += chunks
         self.count += length * len(chunks)
@@ -320,7 +307,7 @@ class _Rows:
         return first
 
 
-def _whole(rows: _Rows, step: Step, arrangement: Arrangement) -> tuple[Group, ...]:
+def _groups(rows: _Rows, step: Step, arrangement: Arrangement) -> tuple[Group, ...]:
     whole = [chunk for chunk in step.chunks if chunk.is_whole and not chunk.is_prefix]
     return tuple(
         Group(
@@ -333,7 +320,7 @@ def _whole(rows: _Rows, step: Step, arrangement: Arrangement) -> tuple[Group, ..
     )
 
 
-def _shared(
+def _shared_groups(
     rows: _Rows, step: Step, arrangement: Arrangement, prefill_kv: Mapping[int, PrefillKV]
 ) -> tuple[SharedGroup, ...]:
     by_prefix: dict[int, list[Chunk]] = {}
@@ -367,7 +354,7 @@ def _prefill_chunks(rows: _Rows, step: Step, prefill_kv: Mapping[int, PrefillKV]
 
 
 def _in_groups(chunks: Sequence[Chunk], grouped: bool) -> list[tuple[list[Chunk], int]]:
-    """Chunks that stand side by side, and the number of rows that each of them is given."""
+    """Chunks that stand side by side, and the rows that each gets."""
     lengths = [len(chunk) for chunk in chunks]
     if not grouped:
         return [([chunk], length) for chunk, length in zip(chunks, lengths, strict=True)]

@@ -2,8 +2,8 @@
 layer. The embeddings before the layers, if they are built as BERT's, are compiled with them.
 
 Plain `nn.Linear` reorders its weight in every call, and writes to memory what GELU or a layer norm reads
-again. Its result for a row depends in the last bits on the number of rows; that of our own kernels does not.
-"""
+again. Its result for a row depends in the last bits on the number of rows; that of our own kernels does
+not."""
 
 import functools
 import logging

@@ -1,6 +1,5 @@
-"""How a model is run: packed where that is proven to be exact, else padded where that is, else one by one
-through its own library.
-"""
+"""How a model runs: packed if the self-check proves that exact, else padded, else one by one through its own
+library."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -36,7 +35,8 @@ from maxsimd.scheduler import Chunk, Step
 
 
 class OwnForwardRunner(ModelRunner):
-    """A `ModelRunner` whose rows are finished items, made by the task's reference in `references`."""
+    """Runs sequences one by one through the model's own library: slow, and right by definition. Its rows are
+    finished items, made by the task's reference."""
 
     chunked = False
 
@@ -51,8 +51,8 @@ class OwnForwardRunner(ModelRunner):
 
 
 def with_finished_items(task: Task) -> Task:
-    """The task for rows that are finished items: all rows of a sequence, or its only one; of a sparse vector
-    this has the weights of all words."""
+    """The task for rows that are finished items: all rows of a sequence, or its only one (in a sparse task,
+    the weights of all words)."""
     if isinstance(task.head, TokenWeights):
         raise ModelLoadError(
             "a model whose tokens are weighed cannot be run one by one; leave its layers sparse_linear and "
@@ -64,14 +64,14 @@ def with_finished_items(task: Task) -> Task:
     return replace(task, pooling=pooling, head=after_reference(task.head), reference=None)
 
 
-# The share of a batch that may be padding, and the size in tokens up to which padding costs less than another
-# pass.
+# The share of a batch that may be padding, and the tokens up to which padding is cheaper than another pass.
 PADDING = 0.1
 SMALL_BATCH = 256
 
 
 class PaddedRunner(ModelRunner):
-    """Passes over [sequences, longest] with an attention mask, each over sequences of similar length."""
+    """Passes over [sequences, longest] with an attention mask, each over sequences of similar length: for
+    models that cannot be packed."""
 
     chunked = False
 
@@ -83,7 +83,6 @@ class PaddedRunner(ModelRunner):
 
     @torch.inference_mode()
     def forward(self, step: Step) -> tuple[torch.Tensor, PoolingCursor]:
-        """The hidden states [rows, hidden] of a step, and where each chunk's rows are."""
         hidden: list[torch.Tensor] = []
         chunks: list[Chunk] = []
         starts: list[int] = []
@@ -120,9 +119,8 @@ class PaddedRunner(ModelRunner):
 
 
 def by_length(lengths: Sequence[int]) -> list[list[int]]:
-    """Splits sequences into batches of similar length, each a list of indices into `lengths`, shortest first.
-
-    A batch takes in the next longer sequence as long as little of it is padding, or it is small."""
+    """Splits sequences into batches of similar length: indices into `lengths`, shortest first. A batch takes
+    the next longer sequence while it is small or has little padding."""
     batches: list[list[int]] = []
     tokens = 0
     for index in sorted(range(len(lengths)), key=lengths.__getitem__):
@@ -145,8 +143,7 @@ Backend = AttentionBackend[Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """Steps without padding. `cls_only` is the last layer if it computes only first rows; `chunked` says
-    whether sequences may be cut between steps and share prefixes."""
+    """Steps without padding. `cls_only` is the last layer if it computes first rows alone."""
 
     comparison: Comparison
     cls_only: ClsOnlyLastLayer | None
@@ -155,7 +152,7 @@ class Packed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Padded:
-    """Padded batches; `not_packed` says why."""
+    """Padded batches; `not_packed` is the reason."""
 
     comparison: Comparison
     not_packed: str
@@ -163,8 +160,7 @@ class Padded:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OneByOne:
-    """One sequence at a time through the model's own library; `not_packed` says why it is neither of the
-    others."""
+    """One sequence at a time through the model's own library; `not_packed` is the reason."""
 
     not_packed: str
 
@@ -179,9 +175,8 @@ def choose_execution(
     samples: Sequence[Sample],
     packing_allowed: bool,
 ) -> Execution:
-    """The fastest execution that is proven on the samples, for a backbone in float32.
-
-    Leaves the backbone as this execution needs it."""
+    """The fastest execution that the samples prove, for a backbone in float32. Leaves the backbone as this
+    execution needs it."""
     if len({len(sample.sequence) for sample in samples}) < 2:
         return _one_by_one("too few random texts of different lengths could be run to prove anything else")
     alone = why_one_by_one(model)
@@ -207,9 +202,8 @@ def choose_execution(
 def try_packed(
     model: LoadedModel, device: torch.device, backend: Backend, samples: Sequence[Sample]
 ) -> Packed | str:
-    """Packed execution where it is exact, else a description of the mismatch.
-
-    Leaves the backbone with packed attention if it is, and with its own attention if it is not."""
+    """Packed execution if it is exact, else a description of the mismatch. Leaves the backbone with packed
+    attention if it is, with its own if not."""
     if model.compression is not None:
         return "documents have fewer rows behind some of its layers than before them"
     backbone: Any = model.backbone
@@ -233,7 +227,7 @@ def try_packed(
         _set_attention(backbone, own)
         return mismatch
     cls_only = _cls_only_if_exact(model, device, backend, samples)
-    # What a later chunk brings cannot be left out by an earlier one.
+    # An earlier chunk cannot mask the end that a later one brings.
     chunked = (
         model.causal and not leaves_ends_out(model) and _is_exact_in_parts(model, device, backend, samples)
     )
@@ -243,7 +237,6 @@ def try_packed(
 def make_runner(
     execution: Execution, model: LoadedModel, device: torch.device, backend: Backend
 ) -> ModelRunner:
-    """The runner for an execution."""
     match execution:
         case Packed():
             return PackedRunner(model, device, backend, execution.cls_only, execution.chunked)
@@ -267,7 +260,7 @@ def _one_by_one(reason: str) -> OneByOne:
 
 
 def _try_padded(model: LoadedModel, device: torch.device, samples: Sequence[Sample]) -> Comparison | str:
-    """The comparison where padded batches are exact, else a description of the mismatch."""
+    """The comparison if padded batches are exact, else a description of the mismatch."""
     if model.vision is not None:
         return "pictures are not run in padded batches"
     try:
@@ -280,8 +273,8 @@ def _try_padded(model: LoadedModel, device: torch.device, samples: Sequence[Samp
 def _cls_only_if_exact(
     model: LoadedModel, device: torch.device, backend: Backend, samples: Sequence[Sample]
 ) -> ClsOnlyLastLayer | None:
-    """A last layer that computes only first rows, if the model needs no others and gives the same with it;
-    else None, and the backbone as it was."""
+    """A last layer that computes first rows alone, if the model needs no others and gives the same; else
+    None, with the backbone unchanged."""
     if not backend.supports_first_rows or any(task.pooling != "cls" for task in model.tasks.values()):
         return None
     cls_only = install_cls_only(model.backbone)
@@ -301,8 +294,7 @@ def _cls_only_if_exact(
 def _is_exact_in_parts(
     model: LoadedModel, device: torch.device, backend: Backend, samples: Sequence[Sample]
 ) -> bool:
-    """Whether a sequence may be cut into chunks and begin with a shared prefix, as tried with the longest
-    sample."""
+    """Whether the longest sample may be cut into chunks and begin with a shared prefix."""
     longest = max(samples, key=lambda sample: len(sample.sequence))
     if len(longest.sequence) < 2:
         return False
@@ -318,8 +310,8 @@ def _is_exact_in_parts(
 
 
 def _remove_pooler(backbone: Any, sample: Sample) -> torch.nn.Module | None:
-    """Removes a backbone's pooler, whose work the heads do on pooled rows alone, and returns it; None if
-    there is none, or the backbone does not run without it."""
+    """Removes and returns a backbone's pooler, whose work the heads do on pooled rows; None if there is none,
+    or the backbone does not run without it."""
     pooler: torch.nn.Module | None = getattr(backbone, "pooler", None)
     if pooler is None:
         return None

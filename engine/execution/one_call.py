@@ -2,8 +2,7 @@
 Python takes as long as the layers' products where a step has few rows; where it has many, what lies between
 the products of a layer goes to memory and back.
 
-Used where it gives the same to the last bit and takes less time, which is found out at load.
-"""
+Used where it gives the same to the last bit and takes less time, which is found out at load."""
 
 import logging
 import time

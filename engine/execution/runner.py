@@ -1,7 +1,5 @@
-"""Runs the backbone over a step in one packed pass.
-
-Used by the device thread alone. What becomes of the hidden states is not decided here.
-"""
+"""Runs the backbone over a step in one packed pass: its inputs, its attention, pictures, and keys and values
+between steps. Used by the device thread alone."""
 
 import sys
 from abc import ABC, abstractmethod
@@ -27,16 +25,16 @@ from maxsimd.scheduler import Chunk, ImageJob, Step
 
 
 class ClsOnlyLastLayer(nn.Module):
-    """Takes the place of the output module of the last layer's attention and hands only `rows` on to it, if
-    they are set.
+    """Replaces the output module of the last layer's attention, so that the rest of the layer runs on `rows`
+    alone if they are set: a model that is pooled by its first token needs no others. For BERT, RoBERTa,
+    XLM-RoBERTa and ELECTRA.
 
     The output module maps (attended, residual), both [1, rows, hidden]."""
 
     def __init__(self, inner: nn.Module, attention: nn.Module) -> None:
         super().__init__()
         self.inner = inner
-        # In a tuple, so that it does not become a child a second time: it is one of the layer's already.
-        self._attention = (attention,)
+        self._attention = (attention,)  # out of the module tree
         self.rows: torch.Tensor | None = None
 
     def belongs_to(self, attention: nn.Module) -> bool:
@@ -51,7 +49,7 @@ class ClsOnlyLastLayer(nn.Module):
 
 
 def install_cls_only(backbone: Any) -> ClsOnlyLastLayer | None:
-    """Installs the module in a backbone's last layer; None if the structure is not BERT's."""
+    """Installs it in a backbone's last layer; None if the layer is not built as BERT's."""
     layers = getattr(getattr(backbone, "encoder", None), "layer", None)
     attention = getattr(layers[-1], "attention", None) if layers else None
     if not isinstance(getattr(attention, "self", None), nn.Module):
@@ -76,8 +74,8 @@ _UNSUPPORTED = ("softcap", "s_aux")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepAttention(Generic[M]):
-    """The attention of one step: a backend with its metadata, and the last layer that computes only the first
-    row of each sequence, if the model has one. Layers add the window that they ask for to `windows`."""
+    """The attention of one step, which every layer gets: a backend with its metadata, and the last layer if
+    it computes first rows alone. `windows` collects the windows that layers ask for."""
 
     backend: AttentionBackend[M]
     metadata: M
@@ -90,8 +88,8 @@ class StepAttention(Generic[M]):
         return self.metadata.layout.longest
 
     def of_layer(self, module: Any, qkv: QKV) -> torch.Tensor:
-        """What the attention `module` of a layer gives: [rows, heads, head_dim]. Raises NotImplementedError
-        for relative positions if the backend lacks them."""
+        """Attention for the attention `module` of a layer: [rows, heads, head_dim]. Raises
+        NotImplementedError for relative positions that the backend lacks."""
         if qkv.relative is not None and not self.backend.supports_relative:
             raise NotImplementedError(f"attention by {self.backend.name} lacks relative positions")
         layout = self.metadata.layout
@@ -118,8 +116,7 @@ class StepAttention(Generic[M]):
         return out
 
     def _contexts(self, layer: int, qkv: QKV) -> list[KV]:
-        """The keys and values that each prefill chunk attends to; stores its own where they are needed
-        later."""
+        """The keys and values that each prefill chunk attends to; stores its own where needed later."""
         return [
             chunk.prefill_kv.extend(
                 layer,
@@ -144,10 +141,9 @@ def attend(
     step_attention: StepAttention[Any] | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: query, key and value are [1, heads, rows, head_dim].
+    """transformers' attention interface: [1, heads, rows, head_dim] each to [1, rows, heads, head_dim].
 
-    Returns [1, rows, heads, head_dim]. Raises for features that packed attention lacks, so that the proof at
-    load fails and the model runs padded."""
+    Raises for features that packed attention lacks: the self-check fails and the model runs padded."""
     if step_attention is None:  # where layers do not hand it on
         step_attention = getattr(module, "step_attention", None)
     if step_attention is None:
@@ -162,9 +158,8 @@ def attend(
 
 
 def register_attention() -> None:
-    """Registers the function for our own models and, if it is in use, with transformers. There is no function
-    for masks: for a name without one transformers makes no mask, and the layout says which rows attend
-    together."""
+    """Registers `attend` for our own models and with transformers if it is loaded. transformers makes no mask
+    for a name without a mask function; the layout says which rows attend together."""
     bert.ATTENTION_FUNCTIONS[ATTENTION_NAME] = attend
     if "transformers" in sys.modules:  # else no model of its own is loaded
         from transformers import AttentionInterface
@@ -173,7 +168,7 @@ def register_attention() -> None:
 
 
 class FeatureStore:
-    """Owns the features [n, hidden x layers] of pictures by their ids. Used by the device thread alone."""
+    """Owns the features [n, hidden x layers] of pictures by id, until the sequences with them have run."""
 
     def __init__(self, vision: Vision, device: torch.device) -> None:
         self._vision = vision
@@ -182,17 +177,16 @@ class FeatureStore:
 
     @torch.inference_mode()
     def encode(self, jobs: Sequence[ImageJob]) -> None:
-        """Encodes pictures together. A second time it overwrites what the first has made."""
+        """Encodes pictures together; may be repeated."""
         features = self._vision.tower([job.inputs for job in jobs], self._device)
         for job, rows in zip(jobs, features, strict=True):
             # A clone, so that one picture does not hold the memory of all that were encoded with it.
             self._features[job.image_id] = rows.clone() if len(jobs) > 1 else rows
 
     def put_into(self, embeddings: torch.Tensor, images: Sequence[ImageRows]) -> dict[str, Any]:
-        """The backbone's inputs for a step with pictures: `inputs_embeds` [1, rows, hidden], the embeddings
-        [rows, hidden] of its tokens with features in the rows of pictures; and where pictures have features
-        for further layers, the mask of those rows and what is added to the states of each layer there. Raises
-        KeyError for a picture that was not encoded."""
+        """The backbone's inputs for a step with pictures: the token embeddings [rows, hidden] with features
+        in the rows of pictures; with features for further layers, also the mask of these rows and the
+        features. Raises KeyError for a picture that was not encoded."""
         rows = to_device(np.concatenate([image.rows for image in images]), self._device)
         parts = [
             self._features[image.image_id][image.first : image.first + len(image.rows)] for image in images
@@ -207,12 +201,11 @@ class FeatureStore:
 
     @property
     def are_results(self) -> bool:
-        """Whether a picture's feature is all that is made of it."""
+        """Whether a picture's feature is its hidden state, which no language model reads."""
         return self._vision.is_result
 
     def rows_of(self, image_ids: Sequence[int]) -> torch.Tensor:
-        """The features [pictures, hidden] of pictures that have one each. Raises KeyError for a picture that
-        was not encoded."""
+        """The features [pictures, hidden] of pictures with one each. Raises KeyError for one not encoded."""
         return torch.cat([self._features[image_id] for image_id in image_ids])
 
     def free(self, image_id: int) -> None:
@@ -251,9 +244,8 @@ class ModelRunner(ABC):
 
 
 class PackedRunner(ModelRunner):
-    """One pass over [1, rows]; owns the `PrefillKV` of sequences that are cut between steps and of prefixes.
-
-    With `cls_only`, only the first row of each sequence comes out of the last layer."""
+    """One pass over [1, rows]. Owns the `PrefillKV` of cut sequences and of prefixes. With `cls_only`, the
+    last layer gives the first row of each sequence alone."""
 
     def __init__(
         self,
@@ -271,11 +263,10 @@ class PackedRunner(ModelRunner):
         self.cls_only = cls_only
         # The windows that layers asked for, None among them for attention without one.
         self.windows: set[int | None] = set()
-        # Without this a causal model would build a second cache of keys and values in every pass.
+        # Or a causal model builds a second cache of keys and values in every pass.
         self._options = {"use_cache": False} if declares(self._backbone, "use_cache") else {}
         # Attention knows from the layout which tokens it leaves out.
         names_attended = any(each.leaves_out_padding for each in short_convolutions_of(self._backbone))
-        # What the backbone is called with.
         self.input_names: tuple[str, ...] = ("input_ids", "position_ids")
         if model.takes_type_ids:
             self.input_names += ("token_type_ids",)
@@ -289,11 +280,13 @@ class PackedRunner(ModelRunner):
         if self._features is not None and self._features.are_results:
             pictures = tuple(chunk for chunk in step.chunks if chunk.sequence.tokens.images)
             if pictures:
-                return self._beside_texts(step, pictures)
+                return self._forward_with_pictures(step, pictures)
         return self._forward(step)
 
-    def _beside_texts(self, step: Step, pictures: tuple[Chunk, ...]) -> tuple[torch.Tensor, PoolingCursor]:
-        """The states of texts, and behind them a row for each picture, which no language model reads."""
+    def _forward_with_pictures(
+        self, step: Step, pictures: tuple[Chunk, ...]
+    ) -> tuple[torch.Tensor, PoolingCursor]:
+        """The states of texts, then a row for each picture."""
         assert self._features is not None
         rows = self._features.rows_of([chunk.sequence.tokens.images[0].image_id for chunk in pictures])
         texts = tuple(chunk for chunk in step.chunks if not chunk.sequence.tokens.images)
@@ -328,7 +321,6 @@ class PackedRunner(ModelRunner):
         self._features.encode(images)
 
     def lay_out(self, step: Step) -> PackedBatch:
-        """The step's tensors, on the CPU."""
         return lay_out(
             step,
             self._prefill_kv,
@@ -339,12 +331,11 @@ class PackedRunner(ModelRunner):
         )
 
     def prepare(self, batch: PackedBatch) -> AttentionMetadata:
-        """What the backend needs of a step, on the device."""
         metadata: AttentionMetadata = self.backend.prepare(batch.layout, self._device)
         return metadata
 
     def inputs_of(self, batch: PackedBatch) -> dict[str, torch.Tensor]:
-        """The backbone's inputs by name: int64 [rows] each, and positions perhaps [3, rows]."""
+        """The backbone's inputs by name, int64 [rows] each; positions may be [3, rows]."""
         made = {
             "input_ids": batch.input_ids,
             "position_ids": batch.position_ids,
@@ -359,8 +350,8 @@ class PackedRunner(ModelRunner):
         metadata: AttentionMetadata,
         pictures: Mapping[str, Any] | None = None,
     ) -> torch.Tensor:
-        """The hidden states [rows, hidden] of `inputs_of` a step, on the device, with the backend's metadata
-        and, for a step with pictures, what the store of features makes of its tokens."""
+        """The hidden states [rows, hidden] for `inputs_of` a step on the device. `pictures` are the inputs
+        that a `FeatureStore` makes."""
         output = self._backbone(
             **{name: ids.unsqueeze(-2) for name, ids in inputs.items()},
             **(pictures or {}),

@@ -1,7 +1,6 @@
 """Replaces a model's layers by those that our kernels run, where the model gives the same with them: on a CPU
 linear layers, whose weights are laid out for the kernels that multiply them, and on a GPU fused layers. Some
-models read their layers' weights instead of calling the layers.
-"""
+models read their layers' weights instead of calling the layers."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence

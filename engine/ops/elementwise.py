@@ -7,8 +7,7 @@ is rounded first, as in transformers.
 Sources: layer norm, Ba, Kiros & Hinton 2016 (arXiv 1607.06450), equations 3 and 4; RMSNorm, Zhang & Sennrich
 2019 (arXiv 1910.07467), equation 4; rotary positions, Su et al. 2021 (arXiv 2104.09864), equation 34, with
 halves in place of neighbors as in transformers; the norm of heads, Qwen3 (arXiv 2505.09388), section 2;
-gates, Shazeer 2020 (arXiv 2002.05202), equations 5 and 6.
-"""
+gates, Shazeer 2020 (arXiv 2002.05202), equations 5 and 6."""
 
 from typing import Literal, NamedTuple, TypeAlias, get_args
 

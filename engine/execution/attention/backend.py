@@ -1,6 +1,5 @@
 """The interface of attention backends, and the metadata that a backend makes of a step's layout. Nothing here
-depends on transformers, whose calls come through `interface.py`.
-"""
+depends on transformers, whose calls come through `interface.py`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -315,8 +314,8 @@ def _of_group(qkv: QKV, group: Group | SharedGroup) -> QKV:
 
 
 def _bidirectional(qkv: QKV, group: Group, metadata: GroupedMetadata) -> torch.Tensor:
-    """Queries [n, heads, tokens, head_dim] of a group, all or the first ones, against its keys and values:
-    as many rows as queries."""
+    """Queries [n, heads, tokens, head_dim] of a group, all or the first ones, against its keys and values: as
+    many rows as queries."""
     n, heads, tokens, head_dim = qkv.query.shape
     key, value = repeat_heads(qkv.key, qkv.query), repeat_heads(qkv.value, qkv.query)
     # One product over all sequences and heads, with the scaling in it.

@@ -1,7 +1,6 @@
 """Attention for a CPU that runs our compiled kernels: sequences end to end, without padding.
 
-A token's result is the same to the last bit whatever else is in the step, and however its sequence is cut.
-"""
+A token's result is the same to the last bit whatever else is in the step, and however its sequence is cut."""
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property

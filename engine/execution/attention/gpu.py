@@ -2,8 +2,7 @@
 
 Both take whole sequences end to end. What they lack (chunks of a cut sequence and shared prefixes; with
 flash-attn key lengths; with older versions of torch key lengths, windows and grouped heads) is inherited from
-our own kernel, and from plain torch without Triton.
-"""
+our own kernel, and from plain torch without Triton."""
 
 import functools
 import importlib
@@ -41,8 +40,8 @@ class Launch:
     _blocks: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def blocks_for(self, qkv: QKV, prefix_keys: int = 0) -> torch.Tensor:
-        """The blocks, int32 [blocks, 5], for queries that see a prefix of
-        `prefix_keys` keys before their own."""
+        """The blocks, int32 [blocks, 5], for queries that see a prefix of `prefix_keys` keys before their
+        own."""
         tile = _queries_of_a_tile(qkv)
         blocks = self._blocks.get(tile)
         if blocks is None:

@@ -223,8 +223,8 @@ def choose_attention(
 def _choose(
     right: Mapping[str, Backend], model: LoadedModel, device: torch.device, dtype: torch.dtype
 ) -> str:
-    """The name of the fastest of the backends that are right; without a timing where there is one, or no
-    GPU to time it on."""
+    """The name of the fastest of the backends that are right; without a timing where there is one, or no GPU
+    to time it on."""
     if len(right) == 1 or device.type != "cuda":
         chosen = next(iter(right))
         log.debug("attention: %s, the first that is right on this device", chosen)

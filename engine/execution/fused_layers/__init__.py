@@ -1,6 +1,6 @@
 """Layers of a packed model in few launches, found by structure and tried before they are used: on a GPU
-modules that take the positions of those that transformers builds, on a CPU layers with rotary
-positions, and a table of all layers built as BERT's."""
+modules that take the positions of those that transformers builds, on a CPU layers with rotary positions, and
+a table of all layers built as BERT's."""
 
 import logging
 from collections.abc import Callable, Collection, Sequence
@@ -190,8 +190,8 @@ def fuse(backbone: nn.Module, known: Collection[Fused] | None = None) -> list[Fu
 
 
 def _fused(module: Any, makers: Sequence[_Maker], failures: set[str]) -> nn.Module | None:
-    """What may take a module's position; None if there is nothing that does the same. Adds to `failures`
-    what failed with modules that are built as expected."""
+    """What may take a module's position; None if there is nothing that does the same. Adds to `failures` what
+    failed with modules that are built as expected."""
     if has_hooks(module):
         return None
     for make in makers:

@@ -7,8 +7,7 @@ The norms stand before the parts (Qwen3, Llama, Gemma, ModernBERT), after the su
 nomic-bert), or on both sides of the parts (Gemma3). They are LayerNorm or RMSNorm, and the feed-forward is
 gated or plain.
 
-A layer updates its residual in place only if it made that tensor; its input is never changed.
-"""
+A layer updates its residual in place only if it made that tensor; its input is never changed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

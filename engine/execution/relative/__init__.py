@@ -1,8 +1,7 @@
 """Encoders with relative positions, run packed. transformers makes a matrix of all pairs of a step's tokens
 for them; here each sequence has its own positions, through the step's attention.
 
-What an encoder computes besides attention is its own modules' work.
-"""
+What an encoder computes besides attention is its own modules' work."""
 
 from collections.abc import Callable
 from typing import Any

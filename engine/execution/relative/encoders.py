@@ -1,8 +1,7 @@
 """DeBERTa-v2 and -v3, packed.
 
 Their attention is disentangled: queries and keys are multiplied with each other and with the projections of
-relative positions (He et al. 2021, arXiv 2006.03654 and 2111.09543).
-"""
+relative positions (He et al. 2021, arXiv 2006.03654 and 2111.09543)."""
 
 import math
 from dataclasses import dataclass

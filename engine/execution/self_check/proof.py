@@ -1,6 +1,5 @@
 """The proof, at load, that the engine's way of running a model gives what the model's own library gives: from
-token ids to logits or embeddings, pooling and head included.
-"""
+token ids to logits or embeddings, pooling and head included."""
 
 import logging
 import math

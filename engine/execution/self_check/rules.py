@@ -1,6 +1,5 @@
 """Models whose sequences must not share a pass, or not without padding, because of what their configs say.
-Random texts as short as those of the proof would not show it.
-"""
+Random texts as short as those of the proof would not show it."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,8 +1,7 @@
 """Attention within each sequence of packed rows, compiled: float32, or bfloat16 with float32 sums.
 
 A query's result is the same to the last bit whatever other sequences and queries are in the call, however
-many of its keys come from a prefix, and however many threads there are.
-"""
+many of its keys come from a prefix, and however many threads there are."""
 
 from collections.abc import Sequence
 

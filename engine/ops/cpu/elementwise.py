@@ -1,8 +1,7 @@
 """Norms of rows, and rotary positions of queries and keys, compiled: float32, or bfloat16 with float32 sums.
 
 A row's result is the same to the last bit whatever other rows are in the call, and however many threads there
-are.
-"""
+are."""
 
 import torch
 

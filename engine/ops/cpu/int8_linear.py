@@ -1,8 +1,7 @@
 """Linear layers with weights in int8 for processors without AVX-512 BF16, compiled: float32 in and out.
 
 A row's result is the same to the last bit whatever other rows are in the call, however many threads there
-are, and whichever kernel multiplies the weights.
-"""
+are, and whichever kernel multiplies the weights."""
 
 import ctypes
 from collections.abc import Callable
@@ -96,8 +95,8 @@ def pack(
 
 
 def linear(x: torch.Tensor, weights: Int8Weights, gelu: bool = False) -> torch.Tensor:
-    """`x @ weight.T + bias`, float32 [..., inputs] to [..., columns], then GELU (exact form) if `gelu`.
-    Each row of x is rounded to int8 with a scale of its own."""
+    """`x @ weight.T + bias`, float32 [..., inputs] to [..., columns], then GELU (exact form) if `gelu`. Each
+    row of x is rounded to int8 with a scale of its own."""
     return _linear(x, weights, gelu, None)
 
 

@@ -1,8 +1,7 @@
 """Loads the compiled libraries, each once, and says which instructions of the processor they may use.
 
 MAXSIMD_MAX_CPU_ISA caps the instructions, to run on one machine what others run. torch and oneDNN have caps
-of their own, to be set with it: ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA.
-"""
+of their own, to be set with it: ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA."""
 
 import ctypes
 import functools

@@ -2,8 +2,7 @@
 bfloat16 or int8.
 
 A row's result is the same to the last bit whatever other rows are in the call, and however many threads there
-are.
-"""
+are."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,6 @@
 """Launches attention within the sequences of a step: the tiles by what a device offers, and the function on
 torch tensors. The kernel is in `attention_kernel.py`, the blocks that it takes come from
-`attention_blocks.py`.
-"""
+`attention_blocks.py`."""
 
 from dataclasses import dataclass
 

@@ -6,8 +6,7 @@ it reads 4 and writes 2, as it ends both halves of a BERT layer. Where the next 
 equations 3 and 4.
 
 Order of roundings: the mean, the variance and the result are float32, and the result is rounded once. A sum
-that is written is rounded first, as transformers does; one that is not stays float32.
-"""
+that is written is rounded first, as transformers does; one that is not stays float32."""
 
 from dataclasses import dataclass
 

@@ -362,8 +362,8 @@ _SUMMED_TOGETHER = 2048
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pairs:
-    """The pairs to score. Row i of `bounds`, int32 [pairs, 4] on the device, has the query's first row
-    and the one behind its last, and those of the document. Texts may lie in any order, and share rows.
+    """The pairs to score. Row i of `bounds`, int32 [pairs, 4] on the device, has the query's first row and
+    the one behind its last, and those of the document. Texts may lie in any order, and share rows.
 
     `groups` says how long the queries of consecutive pairs are: see `group_by_query_length`.
     `longest_document` is at least the number of tokens in the longest document."""

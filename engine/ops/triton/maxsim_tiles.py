@@ -1,8 +1,7 @@
 """The tiles of MaxSim by device, precision and length of queries, and among how many programs a document is
 divided.
 
-Chosen by the compiled kernels' registers and shared memory: `maxsimd.bench.gpu.compiled` prints them.
-"""
+Chosen by the compiled kernels' registers and shared memory: `maxsimd.bench.gpu.compiled` prints them."""
 
 import functools
 from dataclasses import dataclass, replace

@@ -1,8 +1,7 @@
 """Token embeddings from hidden states in one Triton kernel: gather, projection and L2 normalisation.
 
-Its output is what is scored and cached; the hidden states of tokens that are skipped are never read.
-Source of the head: ColBERT, Khattab & Zaharia 2020 (arXiv 2004.12832), section 3.2.
-"""
+Its output is what is scored and cached; the hidden states of tokens that are skipped are never read. Source
+of the head: ColBERT, Khattab & Zaharia 2020 (arXiv 2004.12832), section 3.2."""
 
 from dataclasses import dataclass
 
