@@ -1,4 +1,5 @@
-"""Devices: which one a name means, and which ones this machine has."""
+"""Devices: choosing one by name, its precision, the time that work takes on it, and the tokens of a step that
+its memory holds."""
 
 import functools
 import statistics
@@ -15,14 +16,14 @@ from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.ops.cpu.library import multiplies_bfloat16
 
-# What may have devices besides the CPU and an accelerator that a package of its own adds to torch.
+# Kinds of devices besides the CPU and an accelerator that a package adds to torch.
 _KINDS = ("cuda", "xpu", "mps", "mtia", "hpu")
 
 
 def choose_device(name: str) -> torch.device:
-    """The device that a name means: auto, or a type of torch's with or without a number; hip means AMD's
-    GPUs, which torch calls cuda. Raises ModelLoadError, with the names of those that there are, for one that
-    torch does not know or that does not add two numbers."""
+    """The device of a name: auto, or one of torch's with or without a number; hip means AMD's GPUs, which
+    torch calls cuda. Raises ModelLoadError, with the available devices, for one that is unknown or does not
+    add two numbers."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kind, colon, number = name.partition(":")
@@ -39,8 +40,8 @@ def choose_device(name: str) -> torch.device:
 
 
 def use_device(device: torch.device) -> None:
-    """Makes a device the calling thread's current one, which is where streams, events and kernels go that
-    name none. Each thread that touches the device calls this first: a new thread begins with device 0."""
+    """Makes a device the calling thread's current one, for streams, events and kernels that name none. Each
+    thread that uses the device calls this first: a new thread begins with device 0."""
     if device.index is not None:
         set_device = getattr(getattr(torch, device.type, None), "set_device", None)
         if set_device is not None:
@@ -66,7 +67,7 @@ def _refusal(name: str, reason: str) -> ModelLoadError:
 
 
 def _why_unusable(device: torch.device) -> str | None:
-    """None where a device adds two numbers, else what it says instead."""
+    """None if a device adds two numbers, else its error."""
     try:
         found = (torch.full((2,), 1.0, device=device) + 1.0).cpu().tolist()
     except Exception as error:  # each kind of device has errors of its own
@@ -75,7 +76,7 @@ def _why_unusable(device: torch.device) -> str | None:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 where the hardware multiplies it natively, else float32: models that are trained in
+    """`auto` is bfloat16 if the hardware multiplies it natively, else float32: models that were trained in
     bfloat16 may leave the range of float16."""
     if name != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
@@ -94,7 +95,6 @@ def lacks_bfloat16(device: torch.device) -> bool:
 
 
 def _says_bfloat16_is_native(device: torch.device) -> bool:
-    """Whether what torch has for a kind of device knows the question, and says yes."""
     ask = getattr(getattr(torch, device.type, None), "is_bf16_supported", None)
     try:
         return ask is not None and bool(ask(including_emulation=False))
@@ -103,13 +103,13 @@ def _says_bfloat16_is_native(device: torch.device) -> bool:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a precision as users write it, such as bfloat16."""
+    """The name of a precision for users, such as bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
 def cast(backbone: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Converts the weights to a precision. Buffers that are not in the checkpoint stay as the model made
-    them: rotary frequencies among them, whose rounding would lose far positions."""
+    """Converts weights to a precision. Buffers that are not in the checkpoint stay: rounded rotary
+    frequencies would lose far positions."""
     for module in backbone.modules():
         for parameter in module.parameters(recurse=False):
             parameter.data = parameter.data.to(dtype)
@@ -124,15 +124,14 @@ _ROUNDS = 5
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Milliseconds until the host has launched something, and from its first kernel to its last on the
-    device, during which the device may have waited for the host."""
+    """Milliseconds until the host has launched a run, and from its first kernel to its last on the device."""
 
     host: float
     device: float
 
 
 def times_on_cuda(run: Run) -> Times:
-    """The times of one run, which is waited for, after all that was launched before."""
+    """The times of one run, after all that was launched before. Waits for it."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     start.record()
@@ -145,8 +144,8 @@ def times_on_cuda(run: Run) -> Times:
 
 
 def milliseconds_on_cuda(run: Run, budget: float) -> float:
-    """The device's time for one run, as the median of rounds of several runs back to back; all of them
-    together take about `budget` milliseconds, and at least one run a round."""
+    """The median time of one run on the device, in rounds of several runs back to back that take about
+    `budget` milliseconds in all."""
     run()  # compiles kernels and loads libraries
     once = times_on_cuda(run).device
     runs = max(1, int(budget / _ROUNDS / max(once, 1e-3)))
@@ -159,8 +158,8 @@ def milliseconds_on_cuda(run: Run, budget: float) -> float:
 
 
 def milliseconds_in_turns_on_cuda(runs: Mapping[str, Run], budget: float) -> dict[str, float]:
-    """Median milliseconds of each of `runs` on the device. They take turns in every round, and all rounds
-    together take about `budget` milliseconds."""
+    """Median milliseconds of each of `runs` on the device, in rounds that take about `budget` milliseconds in
+    all."""
     repeats = {}
     for name, run in runs.items():
         run()  # compiles kernels and loads libraries
@@ -180,7 +179,8 @@ def milliseconds_in_turns_on_cuda(runs: Mapping[str, Run], budget: float) -> dic
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Lets torch and our kernels compute on the calling thread alone."""
+    """Lets torch and our kernels compute on the calling thread alone: for short sequences more threads cost
+    more than they gain, and far more on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -193,9 +193,7 @@ _TIMES = 3
 
 
 def milliseconds_in_turns(runs: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """The shortest of a few runs of each on one thread, after one that is not counted.
-
-    What counts is the thread's processor time: beside other work the clock would tell more about that."""
+    """The shortest processor time of a few runs of each on one thread of a CPU, after a warm-up."""
     best = dict.fromkeys(runs, float("inf"))
     with one_thread():
         for run in runs.values():
@@ -211,28 +209,25 @@ def milliseconds_in_turns(runs: Mapping[str, Callable[[], object]]) -> dict[str,
 ON_A_CPU, ON_A_GPU = 2_048, 16_384
 _LEAST = 1_024
 _LEAST_BESIDE_SMALL = 256
-# Of a step, and of the usual one where a step must hold longer texts.
+# Of a step, or of the usual one if a step must hold longer texts.
 _SIXTEENTHS = 8
 
-# A step's tensors may take this share of what is free; keys, values and queries that are held need room too.
+# Of the free memory, for a step's tensors; keys, values and queries that are held need room too.
 _SHARE = 0.5
 
 
 def step_tokens(
     config: EngineConfig, model: LoadedModel, device: torch.device, dtype: torch.dtype, chunked: bool
 ) -> int:
-    """Tokens of a step: as configured, else by the memory that is free once the weights are loaded. To be
-    called before anything else takes a share of that: graphs are captured and a slab is opened for steps of
-    this size."""
+    """Tokens of a step: as configured, else by the memory that is free once the weights are loaded. Called
+    before graphs are captured and a slab is opened, which depend on it."""
     if config.max_batch_tokens is not None:
         return config.max_batch_tokens
     return default_budget(model, device, dtype, chunked)
 
 
 def default_budget(model: LoadedModel, device: torch.device, dtype: torch.dtype, chunked: bool) -> int:
-    """Tokens a step: many enough to keep the device busy, and few enough for the memory that it has left; as
-    many as on a CPU where torch does not say how much that is.
-
+    """Tokens of a step that keep the device busy and fit its free memory; as on a CPU if that is unknown.
     Without chunks a step must hold the longest sequence."""
     free = None if device.type == "cpu" else free_bytes(device)
     budget = ON_A_CPU if free is None else tokens_that_fit(free, bytes_a_token(model.backbone.config, dtype))
@@ -240,8 +235,7 @@ def default_budget(model: LoadedModel, device: torch.device, dtype: torch.dtype,
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """The memory that a device other than the CPU has left, with what torch holds of it unused; None where
-    torch does not say."""
+    """The free memory of a device other than the CPU, with what torch holds unused; None if unknown."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -254,17 +248,17 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def beside_small_requests(budget: int, device: torch.device) -> int | None:
-    """How many tokens of larger requests a step may have while requests of a document or so come; None for as
-    many as fit. On a CPU whoever comes meanwhile waits for a step, but short steps do less in all: with 8
-    sixteenths small requests took 2.9 and 3.3 times as long at p99 as alone, and batches lost 9 and 12% of
-    their throughput (`maxsimd bench mixed`, two runs). Of a GPU that has not been measured."""
+    """The tokens of larger requests in a step while small requests come; None for as many as fit. On a CPU
+    small requests wait for a step, but short steps lower the throughput: with half a step, small requests
+    took 2.9 and 3.3 times as long at p99 as alone, and batches lost 9 and 12% (`maxsimd bench mixed`, two
+    runs)."""
     if device.type != "cpu":
         return None
     return min(budget, max(_LEAST_BESIDE_SMALL, _SIXTEENTHS * min(budget, ON_A_CPU) // 16))
 
 
 def tokens_that_fit(free: int, bytes_a_token: int) -> int:
-    """A power of two of tokens that take no more than their share of the free bytes; within bounds."""
+    """A power of two of tokens, within bounds, that take no more than their share of the free bytes."""
     budget = ON_A_GPU
     while budget > _LEAST and budget * bytes_a_token > _SHARE * free:
         budget //= 2
@@ -272,8 +266,8 @@ def tokens_that_fit(free: int, bytes_a_token: int) -> int:
 
 
 def bytes_a_token(config: Any, dtype: torch.dtype) -> int:
-    """What a token takes at the widest place of a layer: what the feed-forward makes of it, twice, beside the
-    layer's input, queries, keys, values and output; and, once, its float32 row for pooling."""
+    """Bytes of a token in the widest part of a layer: twice the feed-forward's width, and the layer's input,
+    queries, keys, values and output; and its float32 row for pooling."""
     text = config.get_text_config()
     hidden = int(getattr(text, "hidden_size", 1024))
     inner = int(getattr(text, "intermediate_size", 4 * hidden) or 4 * hidden)

@@ -24,7 +24,7 @@ ZERO = 128  # the byte of a row's zero
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoundedWeights:
-    """The weights of a layer as integers, each column with a scale of its own, and its bias."""
+    """The weights of a layer as integers, each column with its own scale, and the bias."""
 
     weight: torch.Tensor  # int8 [columns, inputs]
     scales: torch.Tensor  # float32 [columns]
@@ -32,10 +32,10 @@ class RoundedWeights:
 
 
 class Product(Protocol):
-    """A layer whose weights are rounded: float32 [rows, inputs] -> float32 [rows, columns]."""
+    """A layer with int8 weights: float32 [rows, inputs] -> float32 [rows, columns]."""
 
     def linear(self, rows: torch.Tensor, gelu: bool) -> torch.Tensor:
-        """The product plus the bias, then GELU (exact form) if `gelu` is set."""
+        """The product plus the bias, then exact GELU if `gelu` is set."""
 
     def linear_norm(self, rows: torch.Tensor, residual: torch.Tensor, norm: Norm) -> torch.Tensor:
         """The layer norm of the product plus the bias plus the residual [rows, columns]."""
@@ -54,18 +54,17 @@ def round_weights(weight: torch.Tensor, bias: torch.Tensor | None, most: int) ->
 
 
 def round_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 [n, inputs] as bytes, uint8 with zero at 128, and scales [n, 1]. The scale of a row with a
-    number that is not finite is not finite either."""
+    """float32 [n, inputs] as uint8 with zero at 128, and scales [n, 1], not finite for a row that is not."""
     sizes = torch.linalg.vector_norm(rows, float("inf"), dim=1, keepdim=True)
-    # Rows of nothing but tiny numbers are zero: the inverse of those may be infinite. A number divided by a
-    # tensor would be multiplied by its reciprocal, which is rounded once more.
+    # Rows of tiny numbers are zero: their inverse may be infinite. A number divided by a tensor would be
+    # multiplied by its reciprocal, which is rounded once more.
     inverses = torch.where(sizes > 1e-30, torch.full_like(sizes, ROW_MAX) / sizes, 0.0)
     shifted = (rows * inverses).round_().add_(ZERO)
     return shifted.to(torch.uint8), torch.where(sizes <= 1e-30, 0.0, sizes / ROW_MAX)
 
 
 class TorchProduct:
-    """Both in plain torch: `sums` gives the product of the integers, and the rest follows here."""
+    """Rounding, scaling and norm in plain torch around a product of integers."""
 
     def __init__(self, weights: RoundedWeights) -> None:
         self._bias = torch.zeros(len(weights.scales)) if weights.bias is None else weights.bias
@@ -86,7 +85,7 @@ class TorchProduct:
 
 
 class PlainProduct(TorchProduct):
-    """The definition, which runs everywhere: a product of the integers in float32."""
+    """The definition: a product of the integers in float32, which runs everywhere."""
 
     def __init__(self, weights: RoundedWeights) -> None:
         super().__init__(weights)
@@ -96,13 +95,13 @@ class PlainProduct(TorchProduct):
         return ((rows.float() - ZERO) @ self._weights.weight.float().T).mul_(self._weights.scales)
 
 
-# Rows of one call: what is made of them stays in the cache, and oneDNN generates code for few sizes.
+# Rows of one call, so that their results stay in the cache and oneDNN generates code for few sizes.
 _ROWS_OF_A_CALL = 256
 
 
 class OneDnnProduct(TorchProduct):
-    """By oneDNN through torch, which has code for VNNI, AMX, AVX-VNNI and ARM's dot products. Raises where
-    this build of torch lacks it."""
+    """By oneDNN through torch: VNNI, AMX, AVX-VNNI, ARM's dot products. Raises if torch was built without
+    it."""
 
     def __init__(self, weights: RoundedWeights) -> None:
         super().__init__(weights)
@@ -129,7 +128,7 @@ class OneDnnProduct(TorchProduct):
 
 
 class KernelProduct:
-    """By a kernel of our own, which rounds, multiplies and finishes in one go."""
+    """By our kernel, which rounds, multiplies and finishes in one call."""
 
     def __init__(self, kernel: int8_linear.Kernel, weights: RoundedWeights) -> None:
         self._weights = int8_linear.pack(kernel, weights.weight, weights.scales, weights.bias)
@@ -146,15 +145,15 @@ log = logging.getLogger(__name__)
 # Rows and sides of the layer that is timed.
 _TIMED_ROWS, _TIMED_SIDE = 128, 768
 _TOLERANCE = 1e-5
-# What int8 is timed beside: a product by torch, of weights that are not rounded.
+# The name of torch's product with weights that are not rounded, which int8 is timed beside.
 _FLOAT32 = "float32"
-# How much slower it must be for a warning: less may be chance.
+# How many times slower int8 must be for a warning: less may be chance.
 _CLEARLY = 1.1
 
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """A way of multiplying int8: its name, the largest weight that it is given, and what makes a layer."""
+    """A way of multiplying int8: its name, the largest weight that it takes, and how it makes a product."""
 
     name: str
     most: int
@@ -166,17 +165,15 @@ PLAIN = Path("plain float32 products", ROW_MAX, PlainProduct)
 
 @functools.cache
 def choose_path(compiled: bool) -> Path:
-    """The path that this process takes; `compiled` says whether our own kernels may be used.
-
-    How finely weights are rounded depends only on which paths are right, never on the timing."""
+    """The path of this process; `compiled` allows our own kernels. The size of weights depends on the right
+    paths alone, never on the timing."""
     path = choose(candidates(compiled))
     log.debug("int8: weights up to %d, on a CPU with %s", path.most, in_words())
     return path
 
 
 def candidates(compiled: bool) -> list[Path]:
-    """What may run here, beside the plain products."""
-    # Without VNNI, oneDNN adds two products in 16 bits, as our kernels do; those hold weights of 7 bits.
+    # Without VNNI, oneDNN and our kernels add two products in 16 bits, which hold weights of 7 bits.
     found = [Path("oneDNN", most, OneDnnProduct) for most in (ROW_MAX, int8_linear.AVX2.most)]
     kernels = [kernel for kernel in int8_linear.KERNELS if compiled and kernel.is_available()]
     return found + [
@@ -186,8 +183,8 @@ def candidates(compiled: bool) -> list[Path]:
 
 
 def choose(paths: Iterable[Path]) -> Path:
-    """The fastest of the paths that are right with the largest weights, or the plain one; with a warning
-    where it is slower than float32."""
+    """The fastest right path with the largest weights, or the plain one; warns if it is slower than
+    float32."""
     right = [path for path in paths if is_right(path)]
     most = max((path.most for path in right), default=PLAIN.most)
     contenders = {path.name: path for path in right if path.most == most}
@@ -210,7 +207,7 @@ def choose(paths: Iterable[Path]) -> Path:
 
 @torch.inference_mode()
 def is_right(path: Path) -> bool:
-    """Whether a path gives what the plain one gives, on random layers and on the largest sums there are."""
+    """Whether a path gives the plain one's results, on random layers and on the largest possible sums."""
     generator = torch.Generator().manual_seed(0)
     try:
         for rows, inputs, columns in ((1, 70, 33), (37, 256, 64)):
@@ -248,9 +245,8 @@ def _milliseconds(paths: Mapping[str, Path]) -> dict[str, float]:
 
 
 class RoundedLinear(nn.Module):
-    """Replaces an `nn.Linear` in inference, together with the GELU that follows it if `gelu` is set.
-
-    `weight` has no contents; it is there for models that ask for its precision or shape."""
+    """Replaces an `nn.Linear`, and the GELU after it if `gelu` is set. `weight` has no contents; models ask
+    for its precision or shape."""
 
     def __init__(self, layer: nn.Linear, gelu: bool, path: Path) -> None:
         super().__init__()
@@ -265,8 +261,8 @@ class RoundedLinear(nn.Module):
 
 
 class RoundedOutput(nn.Module):
-    """Replaces the module that ends the attention and the feed-forward part of a BERT layer: a linear layer,
-    the residual sum, and a layer norm."""
+    """Replaces the end of the attention and the feed-forward of a BERT layer: a linear layer, the residual
+    sum, and a layer norm."""
 
     def __init__(self, output: Any, path: Path) -> None:
         super().__init__()
@@ -296,6 +292,3 @@ def _product(layer: nn.Linear, path: Path) -> Product:
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """[..., n] as float32 [rows, n]."""
     return x.float().reshape(-1, x.shape[-1])
-
-
-__all__ = ["choose_path", "round_layers"]

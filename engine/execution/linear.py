@@ -1,9 +1,9 @@
-"""Linear layers for the CPU: weights are laid out once, and the operation that follows is fused into the
-layer. The embeddings before the layers, if they are built as BERT's, are compiled with them.
+"""Linear layers on a CPU, and BERT's embeddings before them, by our kernels or the fastest of torch's ways.
 
-Plain `nn.Linear` reorders its weight in every call, and writes to memory what GELU or a layer norm reads
-again. Its result for a row depends in the last bits on the number of rows; that of our own kernels does
-not."""
+Our kernels lay out weights once and fuse the operation that follows. `nn.Linear` reorders its weight in every
+call, and its result for a row depends in the last bits on the number of rows. The ways of torch differ by
+far: MKL uses AVX-512 on some makers' processors alone, and 16-bit products are slow without native
+support."""
 
 import functools
 import logging
@@ -34,14 +34,15 @@ from maxsimd.engine.ops.cpu.linear import (
     pack_int8,
 )
 
-# The rows that are tried, and by what share of their length they may differ.
+# Rows that are tried, and the share of their length by which they may differ.
 _ROWS = 32
 _EMBEDDING_SHARE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 _CHILDREN = {"word_embeddings", "position_embeddings", "token_type_embeddings", "LayerNorm", "dropout"}
 
 
 class CompiledEmbeddings(nn.Module):
-    """Replaces such a module in inference. Where it is called with anything but ids, the module is."""
+    """Replaces BERT's embeddings, the sum of three tables' rows and its norm, by one call of our library.
+    Calls with anything but ids go to the replaced module."""
 
     def __init__(self, module: Any) -> None:
         super().__init__()
@@ -62,7 +63,7 @@ class CompiledEmbeddings(nn.Module):
         position_ids: torch.Tensor | None = None,
         **others: Any,
     ) -> torch.Tensor:
-        # Positions that are given are counted from there already.
+        # Given positions count from there already.
         given = {name for name, value in others.items() if value is not None} - {"past_key_values_length"}
         if input_ids is None or position_ids is None or given:
             made: torch.Tensor = self._module[0](
@@ -75,7 +76,7 @@ class CompiledEmbeddings(nn.Module):
 
 
 def compile_embeddings(backbone: nn.Module) -> None:
-    """Replaces every such module within a backbone whose results are the same but for rounding."""
+    """Replaces every such module within a backbone that gives the same but for rounding."""
     for parent in list(backbone.modules()):
         for name, child in list(parent.named_children()):
             if _is_built_so(child):
@@ -122,7 +123,6 @@ def _gives_the_same(ours: nn.Module, module: Any) -> bool:
 
 
 def _is_near(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether the difference is what rounding each sum explains, all numbers together."""
     if found.shape != expected.shape or found.dtype is not expected.dtype:
         return False
     off = (found.double() - expected.double()).norm()
@@ -136,10 +136,10 @@ _FUSABLE = {"dense": "intermediate_act_fn", "lin1": "activation"}
 
 
 class CompiledLinear(nn.Module):
-    """Replaces an `nn.Linear` in inference by our own kernels, together with the GELU that follows it if
-    `gelu` is set. With int8 weights, activations are rounded to int8 too, row by row.
+    """Replaces an `nn.Linear`, and the GELU after it if `gelu` is set, by our kernels. With int8 weights,
+    activations are rounded to int8 too, row by row.
 
-    `weight` has no contents; it is there for models that ask for its precision or shape."""
+    `weight` has no contents; models ask for its precision or shape."""
 
     def __init__(self, layer: nn.Linear, gelu: bool, pack: Pack) -> None:
         super().__init__()
@@ -157,8 +157,8 @@ class CompiledLinear(nn.Module):
 
 
 class CompiledOutput(nn.Module):
-    """Replaces the module that ends the attention and the feed-forward part of a BERT layer: a linear layer,
-    the residual sum, and a layer norm."""
+    """Replaces the end of the attention and the feed-forward of a BERT layer: a linear layer, the residual
+    sum, and a layer norm."""
 
     def __init__(self, output: Any, pack: Pack) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class CompiledOutput(nn.Module):
 
 
 class Gated(nn.Module):
-    """The first products of a feed-forward as one, whose first half is activated and gates the second."""
+    """The first products of a feed-forward as one, with the gate first."""
 
     def __init__(self, up: nn.Linear, activation: elementwise.Activation) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class Gated(nn.Module):
 
 
 class CompiledGated(nn.Module):
-    """Replaces a `Gated` by our own kernels: the gate is applied before anything leaves the registers."""
+    """Replaces a `Gated` by our kernels, which apply the gate in registers."""
 
     def __init__(self, replaced: Gated, pack: Pack) -> None:
         super().__init__()
@@ -199,26 +199,23 @@ class CompiledGated(nn.Module):
 
 
 def compile_float32(module: nn.Module) -> int:
-    """Replaces every float32 layer that our kernels can compute, within a backbone or a head; returns the
-    number of weights."""
+    """Replaces every float32 layer within a backbone or a head; returns the number of weights."""
     return _compile(module, pack_float32, lambda layer: layer.weight.dtype is torch.float32)
 
 
 def compile_bfloat16(backbone: nn.Module) -> int:
-    """Replaces the layers of a backbone that runs in bfloat16, with weights in bfloat16; returns the number
-    of weights."""
+    """Replaces the layers of a bfloat16 backbone; returns the number of weights."""
     return _compile(backbone, pack_bfloat16)
 
 
 def compile_int8(backbone: nn.Module) -> int:
-    """Replaces the layers of a backbone that runs in bfloat16, with weights in int8; returns the number of
-    weights."""
+    """Replaces the layers of a bfloat16 backbone with int8 weights; returns the number of weights."""
     return _compile(backbone, pack_int8)
 
 
 def hide(module: nn.Module) -> int:
-    """Replaces every layer by one that computes the same and hides its weight. A model that gives the same
-    with these calls its layers instead of reading their weights, so any replacement will do."""
+    """Replaces every layer by one that hides its weight. A model that still gives the same calls its layers
+    instead of reading their weights, so any replacement will do."""
     return replace_layers(module, lambda layer, gelu: _Hidden(layer, gelu), _HiddenOutput)
 
 
@@ -272,8 +269,8 @@ def replace_layers(
     stand_in_output: Callable[[Any], nn.Module],
     fits: Callable[[nn.Linear], bool] = lambda layer: True,
 ) -> int:
-    """Replaces the modules that end the parts of a BERT layer, then every `nn.Linear` that is left, told
-    whether it takes the GELU behind it along; returns the number of weights."""
+    """Replaces the ends of the parts of a BERT layer, then every `nn.Linear` that is left, told whether it
+    computes the GELU after it; returns the number of weights."""
     replaced = 0
     for parent in list(backbone.modules()):
         child: Any
@@ -289,7 +286,7 @@ def replace_linears(
     stand_in: Callable[[nn.Linear, bool], nn.Module],
     fits: Callable[[nn.Linear], bool] = lambda layer: True,
 ) -> int:
-    """Replaces every `nn.Linear`, told whether it takes the GELU behind it along; returns the number of
+    """Replaces every `nn.Linear`, told whether it computes the GELU after it; returns the number of
     weights."""
     replaced = 0
     for parent in list(backbone.modules()):
@@ -306,7 +303,7 @@ def replace_linears(
 
 
 def _is_output(module: Any) -> bool:
-    """Whether a module has the children of a BERT output module, and computes what such a module computes."""
+    """Whether a module has the children of a BERT output module, and computes the same."""
     children = dict(module.named_children())
     if children.keys() != {"dense", "LayerNorm", "dropout"} or not type(module).__name__.endswith("Output"):
         return False
@@ -328,7 +325,7 @@ def _is_output(module: Any) -> bool:
 
 
 def is_exact_gelu(activation: Any) -> bool:
-    """Whether a module is GELU in its exact form, by the error function."""
+    """Whether a module is GELU by the error function."""
     if isinstance(activation, nn.GELU):
         return activation.approximate == "none"
     # transformers' class, by its name: importing it takes a second.
@@ -339,19 +336,18 @@ log = logging.getLogger(__name__)
 
 # Rows and sides of the layer that is timed.
 _TIMED_ROWS, _TIMED_SIDE = 128, 768
-# How many times as fast as torch's another way must be: oneDNN compiles a kernel for each number of rows,
-# which costs some of what it wins.
+# Another way must be this many times as fast as torch's: oneDNN also compiles a kernel for each number of rows.
 _MARGIN = 1.2
-# A way is right if it differs from torch's result by no more than this, in units of the largest number.
+# The largest difference from torch's result, as a share of the largest number.
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
-# Makes what replaces a layer, told whether it takes the GELU behind it along.
+# Makes a replacement, told whether it computes the GELU after the layer.
 Make = Callable[[nn.Linear, bool], nn.Module]
 
 
 class OneDnnLinear(nn.Module):
-    """Replaces an `nn.Linear`, and the GELU (exact form) that follows it if `gelu` is set, by oneDNN's
-    product with a weight that is laid out for it once."""
+    """Replaces an `nn.Linear`, and the exact GELU after it if `gelu` is set, by oneDNN's product with a
+    weight that is laid out once."""
 
     def __init__(self, layer: nn.Linear, gelu: bool) -> None:
         super().__init__()
@@ -373,15 +369,15 @@ class OneDnnLinear(nn.Module):
 
 
 def rounded(rows: int) -> int:
-    """A number of rows that is not smaller, of which there are few: oneDNN compiles a kernel for each, of
-    about 0.4 MB, and torch keeps a thousand of them. At most an eighth is added, or less than 8 rows."""
+    """`rows` rounded up by at most an eighth or 7, to few different numbers: oneDNN compiles a kernel of
+    about 0.4 MB for each, and torch keeps a thousand."""
     step = max(8, 1 << max(0, rows.bit_length() - 4))
     return -(-rows // step) * step
 
 
 class Float32Linear(nn.Module):
-    """Replaces an `nn.Linear` whose weight has 16 bits, and the GELU that follows it if `gelu` is set: the
-    weight is kept as it is, and multiplied in float32."""
+    """Replaces an `nn.Linear` with a 16-bit weight, and the GELU after it if `gelu` is set: multiplies in
+    float32."""
 
     def __init__(self, layer: nn.Linear, gelu: bool) -> None:
         super().__init__()
@@ -397,7 +393,7 @@ class Float32Linear(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way of multiplying: its name, and what makes a layer, or None where layers stay as they are."""
+    """A way of multiplying: its name, and how it replaces a layer, None to leave layers as they are."""
 
     name: str
     make: Make | None
@@ -408,7 +404,7 @@ TORCH = Way("torch", None)
 
 @functools.cache
 def choose_way(dtype: torch.dtype) -> Way:
-    """The way that layers of this precision take in this process."""
+    """The way for layers of this precision in this process, by a short timing."""
     right = [way for way in ways_for(dtype) if is_right_way(way, dtype)]
     milliseconds = _milliseconds([TORCH, *right], dtype)
     fastest = min(milliseconds, key=milliseconds.__getitem__)
@@ -420,7 +416,6 @@ def choose_way(dtype: torch.dtype) -> Way:
 
 
 def ways_for(dtype: torch.dtype) -> list[Way]:
-    """What may be faster than torch's layers."""
     found = []
     if torch.backends.mkldnn.is_available() and dtype is not torch.float16:
         found.append(Way("oneDNN", OneDnnLinear))
@@ -431,7 +426,7 @@ def ways_for(dtype: torch.dtype) -> list[Way]:
 
 @torch.inference_mode()
 def is_right_way(way: Way, dtype: torch.dtype) -> bool:
-    """Whether a way gives what torch's layers give in float32, on random layers with and without GELU."""
+    """Whether a way gives the float32 results of torch's layers, on random ones with and without GELU."""
     generator = torch.Generator().manual_seed(0)
     try:
         for rows, inputs, columns, gelu in ((1, 70, 33, False), (37, 256, 64, True)):

@@ -1,1 +1,1 @@
-"""Attention over packed sequences: one interface, one backend a file, and the choice among them."""
+"""Attention over packed sequences: the interface, its backends, and the choice among them."""

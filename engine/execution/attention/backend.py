@@ -1,5 +1,5 @@
-"""The interface of attention backends, and the metadata that a backend makes of a step's layout. Nothing here
-depends on transformers, whose calls come through `interface.py`."""
+"""The interface of attention backends, and attention in plain torch: one by one, the reference of all others,
+and in batched products."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -20,10 +20,8 @@ from maxsimd.pooling.ragged import to_device
 
 @dataclass(frozen=True, eq=False)
 class AttentionMetadata:
-    """What a backend needs of a step besides queries, keys and values, for `device`. Made once a step and
-    read by every layer.
-
-    Subclasses add what their backend needs. What only some steps need is a `cached_property`."""
+    """What a backend needs of a step besides queries, keys and values. Made once a step, read by every
+    layer."""
 
     layout: Layout
     device: torch.device
@@ -40,11 +38,8 @@ M = TypeVar("M", bound=AttentionMetadata)
 class AttentionBackend(ABC, Generic[M]):
     """One way to attend within the sequences of a step, with metadata of its own.
 
-    A subclass overrides what it does better and inherits the rest. `supports_float32` says whether it takes
-    float32; `supports_first_rows` whether `first_rows` is worth calling. Where it is not, a last layer of
-    which only the first rows are needed is computed whole. `supports_relative` says whether it adds what
-    relative positions add to products, and `supports_causal_ends` whether causal sequences may end in tokens
-    that none attends to."""
+    `supports_first_rows` says whether `first_rows` is worth calling, `supports_relative` whether relative
+    positions are added, and `supports_causal_ends` whether causal sequences may end in masked tokens."""
 
     name: str
     arrangement: Arrangement
@@ -59,28 +54,28 @@ class AttentionBackend(ABC, Generic[M]):
 
     @abstractmethod
     def full(self, qkv: QKV, metadata: M) -> torch.Tensor:
-        """Attention within each whole sequence: [rows, heads, head_dim]. The rows of `layout.groups` come
-        first among those of `qkv`; any rows after them are padding, whose result has no meaning."""
+        """Attention within each whole sequence: [rows, heads, head_dim]. The rows of `qkv` after those of
+        `layout.groups` are padding, whose result has no meaning."""
 
     def first_rows(self, qkv: QKV, metadata: M) -> torch.Tensor:
-        """As `full`, but only the first row of each sequence is defined."""
+        """As `full`, but only the result for the first row of each sequence counts."""
         return self.full(qkv, metadata)
 
     @abstractmethod
     def with_prefill_kv(self, qkv: QKV, contexts: Sequence[KV], metadata: M, out: torch.Tensor) -> None:
-        """Attention of the rows of each of `layout.prefill_chunks` to their context: all keys and values of
-        their sequence up to and including the chunk. Writes these rows of `out` [rows, heads, head_dim]."""
+        """Attention of each of `layout.prefill_chunks` to its context: all keys and values of its sequence up
+        to and including the chunk. Writes these rows of `out` [rows, heads, head_dim]."""
 
     @abstractmethod
     def shared_prefix(self, qkv: QKV, prefixes: Sequence[KV], metadata: M, out: torch.Tensor) -> None:
-        """Cascade attention: each sequence in `layout.shared_groups` attends to its group's prefix and then
-        to itself. `prefixes` has one entry a group. Writes these rows of `out` [rows, heads, head_dim]."""
+        """Attention of each sequence in `layout.shared_groups` to its group's prefix and then to itself.
+        `prefixes` has one entry a group. Writes these rows of `out` [rows, heads, head_dim]."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class CaptureSize:
-    """What a CUDA graph is captured for: steps of up to `rows` rows and `sequences` whole sequences, of up to
-    `longest` rows each."""
+    """The steps of a CUDA graph: up to `rows` rows and `sequences` whole sequences of up to `longest`
+    rows."""
 
     rows: int
     sequences: int
@@ -100,12 +95,12 @@ class StaticMetadata(Protocol):
         ...
 
     def over(self, tensors: Mapping[str, torch.Tensor]) -> AttentionMetadata:
-        """What the captured launches read, with these tensors for their contents."""
+        """The metadata that the captured launches read from these tensors."""
         ...
 
     def contents(self, layout: Layout) -> Mapping[str, NDArray[np.int32]] | None:
-        """What the tensors hold for a layout, followed by zeros where it is shorter; None for a layout that
-        the captured launches are not made for."""
+        """The contents of the tensors for a layout, to be followed by zeros; None for a layout that the
+        captured launches do not fit."""
         ...
 
 
@@ -114,15 +109,13 @@ class CapturableBackend(Protocol):
     """A backend whose attention of whole sequences may be captured in a CUDA graph."""
 
     def prepare_for_capture(self, tried: Any, size: CaptureSize) -> StaticMetadata | None:
-        """Metadata for steps of a size; None where a graph would cost more than it saves.
-
-        `tried` is metadata with which the model has run, so that it shows what the model's layers asked
-        for."""
+        """Metadata for steps of a size; None if a graph would cost more than it saves. `tried` is metadata
+        with which the model has run, so it shows what layers ask for."""
         ...
 
 
 class OneByOneAttention(AttentionBackend[M]):
-    """`scaled_dot_product_attention` for each sequence alone, whatever the metadata of the backend."""
+    """torch's own attention, one sequence at a time, for any metadata."""
 
     def full(self, qkv: QKV, metadata: M) -> torch.Tensor:
         out = torch.zeros_like(qkv.new_output())
@@ -151,7 +144,7 @@ class OneByOneAttention(AttentionBackend[M]):
 
 
 class OneByOneBackend(OneByOneAttention[AttentionMetadata]):
-    """The reference with rows end to end."""
+    """The reference, with rows end to end."""
 
     name = "one by one"
     supports_relative = True
@@ -179,10 +172,8 @@ def attend_one(qkv: QKV, rows: slice, kv: KV, causal: bool) -> torch.Tensor:
 def visible(
     tokens: int, keys: int, causal: bool, window: int | None, device: torch.device
 ) -> torch.Tensor | None:
-    """Which keys each token sees, as bool [tokens, keys], or None if each sees all of them.
-
-    Causal tokens are the last of the keys' sequence, or begin with it if they are more than the keys. A
-    window means what it means in transformers' masks."""
+    """The keys that each token sees, bool [tokens, keys], or None for all. Causal tokens are the last of the
+    keys' sequence, or begin with it if they outnumber the keys. Windows are those of transformers' masks."""
     row = torch.arange(tokens, device=device)[:, None]
     column = torch.arange(keys, device=device)[None, :]
     if causal:
@@ -199,20 +190,19 @@ def repeat_heads(kv: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     return kv if repeats == 1 else kv.repeat_interleave(repeats, dim=-3)
 
 
-# Matrix libraries compile a kernel for each new shape, which takes time, and memory that is hardly ever
-# freed. So the number of rows of a step is a multiple of this, and lengths within it are rounded
-# (`grouping.py`).
+# Matrix libraries compile a kernel for each new shape, which takes time and memory. So the number of rows of a
+# step is a multiple of this, and lengths within it are rounded (`round_length`).
 ROW_MULTIPLE = 32
 GROUPED_ROWS = Arrangement(groups_whole=True, groups_shared=True, row_multiple=ROW_MULTIPLE)
 
 
 class GroupedMetadata(AttentionMetadata):
-    """Which keys of each group are padding."""
+    """The keys of each group that are padding or masked."""
 
     @cached_property
     def hidden_keys(self) -> dict[Group, torch.Tensor]:
-        """The keys that must not be seen, for each group that has any: bool [count, 1, 1, columns] over the
-        columns from the end of its shortest sequence on, because no other column can be padding."""
+        """The hidden keys of each group that has any: bool [count, 1, 1, columns], over the columns from the
+        end of its shortest sequence on."""
         hidden = {}
         for group in self.layout.groups:
             shortest = min(group.key_lengths)
@@ -227,16 +217,16 @@ G = TypeVar("G", bound=GroupedMetadata)
 
 
 class GroupedAttention(OneByOneAttention[G]):
-    """One batched product a group, softmax, one batched product; chunks of cut sequences one by one."""
+    """Batched products for each group of sequences of similar length; chunks of cut sequences one by one."""
 
     def full(self, qkv: QKV, metadata: G) -> torch.Tensor:
         out = qkv.new_output()
         qkv = _for_products(qkv)
         layout = metadata.layout
         for group in layout.groups:
-            of_group = _of_group(qkv, group)
+            batched = _batched(qkv, group)
             attend = _causal if layout.causal else _bidirectional
-            attended = attend(of_group, group, metadata)
+            attended = attend(batched, group, metadata)
             _rows_of(out, group).copy_(attended.transpose(1, 2))
         out[layout.groups[-1].rows.stop :] = 0
         return out
@@ -245,7 +235,7 @@ class GroupedAttention(OneByOneAttention[G]):
         out = qkv.new_output()
         qkv = _for_products(qkv)
         for group in metadata.layout.groups:
-            whole = _of_group(qkv, group)
+            whole = _batched(qkv, group)
             first = replace(whole, query=whole.query[:, :, :1])
             _rows_of(out, group)[:, 0] = _bidirectional(first, group, metadata)[:, :, 0]
         return out
@@ -256,13 +246,13 @@ class GroupedAttention(OneByOneAttention[G]):
     def shared_prefix(self, qkv: QKV, prefixes: Sequence[KV], metadata: G, out: torch.Tensor) -> None:
         qkv = _for_products(qkv)
         for group, prefix in zip(metadata.layout.shared_groups, prefixes, strict=True):
-            attended = _attend_behind_prefix(_of_group(qkv, group), _kv_for_products(prefix))
+            attended = _attend_behind_prefix(_batched(qkv, group), _kv_for_products(prefix))
             _rows_of(out, group).copy_(attended.transpose(1, 2))
 
 
 class GroupedBackend(GroupedAttention[GroupedMetadata]):
-    """Attention by plain torch. `arrangement` and what it supports are options, so that it can replace
-    another backend in a proof."""
+    """Attention in plain torch. Its arrangement and support are options, so that it can stand in for another
+    backend in the self-check."""
 
     name = "grouped"
     supports_relative = True
@@ -292,8 +282,7 @@ def _kv_for_products(kv: KV) -> KV:
 
 
 def _float32_on_slow_cpu(x: torch.Tensor) -> torch.Tensor:
-    """Numbers of 16 bits in float32 on a CPU that does not multiply such natively, where torch's products of
-    them take many times as long."""
+    """16-bit numbers as float32 on a CPU that does not multiply them natively: torch is many times slower."""
     native = x.dtype is torch.float32 or (x.dtype is torch.bfloat16 and multiplies_bfloat16())
     return x if x.device.type != "cpu" or native else x.float()
 
@@ -304,7 +293,7 @@ def _rows_of(out: torch.Tensor, group: Group | SharedGroup) -> torch.Tensor:
     return part
 
 
-def _of_group(qkv: QKV, group: Group | SharedGroup) -> QKV:
+def _batched(qkv: QKV, group: Group | SharedGroup) -> QKV:
     """A group's queries, keys and values, as views [n, heads, length, head_dim]."""
     query, key, value = (
         x[:, group.rows].unflatten(1, (group.count, group.length)).transpose(0, 1)
@@ -314,8 +303,7 @@ def _of_group(qkv: QKV, group: Group | SharedGroup) -> QKV:
 
 
 def _bidirectional(qkv: QKV, group: Group, metadata: GroupedMetadata) -> torch.Tensor:
-    """Queries [n, heads, tokens, head_dim] of a group, all or the first ones, against its keys and values: as
-    many rows as queries."""
+    """All or the first queries [n, heads, tokens, head_dim] of a group against its keys and values."""
     n, heads, tokens, head_dim = qkv.query.shape
     key, value = repeat_heads(qkv.key, qkv.query), repeat_heads(qkv.value, qkv.query)
     # One product over all sequences and heads, with the scaling in it.
@@ -326,7 +314,7 @@ def _bidirectional(qkv: QKV, group: Group, metadata: GroupedMetadata) -> torch.T
         beta=0,
         alpha=qkv.scaling,
     ).unflatten(0, (n, heads))  # [n, heads, tokens, keys]
-    if qkv.relative is not None:  # in float32: what far keys lose may be larger than what products differ by
+    if qkv.relative is not None:  # in float32: far keys may lose more than products differ by
         weights = weights.float() + qkv.relative.terms(qkv.query, key, qkv.scaling)
     values = value.reshape(n * heads, group.length, value.shape[-1])
     _hide(weights, group, qkv.window, metadata)
@@ -338,7 +326,7 @@ def _bidirectional(qkv: QKV, group: Group, metadata: GroupedMetadata) -> torch.T
 
 
 def _causal(qkv: QKV, group: Group, metadata: GroupedMetadata) -> torch.Tensor:
-    """Causal attention of each sequence of a group; no token sees the padding, which comes last."""
+    """Causal attention of each sequence of a group. The padding comes last, so no token sees it."""
     _refuse_relative(qkv)
     length = qkv.query.shape[2]
     gqa = qkv.key.shape[1] != qkv.query.shape[1]
@@ -382,7 +370,7 @@ def _refuse_relative(qkv: QKV) -> None:
 
 
 def _hide(weights: torch.Tensor, group: Group, window: int | None, metadata: GroupedMetadata) -> None:
-    """Masks in `weights` [n, heads, tokens, length] the keys that must not be seen."""
+    """Masks the hidden keys in `weights` [n, heads, tokens, length]."""
     low = torch.finfo(weights.dtype).min
     hidden = metadata.hidden_keys.get(group)
     if hidden is not None:
@@ -394,8 +382,8 @@ def _hide(weights: torch.Tensor, group: Group, window: int | None, metadata: Gro
 
 
 def _clear_blind_rows(attended: torch.Tensor, group: Group, window: int | None) -> None:
-    """Zeroes the rows of [n, heads, tokens, head_dim] that see no key at all, because their window holds none
-    that may be seen. Such are the tokens that expand a query, far behind its attended ones."""
+    """Zeroes the rows of [n, heads, tokens, head_dim] whose window holds no visible key, such as tokens that
+    expand a query far behind its attended ones."""
     tokens = attended.shape[2]
     if window is None or min(group.key_lengths) + window > tokens:
         return

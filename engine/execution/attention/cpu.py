@@ -20,12 +20,11 @@ def is_compiled_supported(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class CompiledMetadata(AttentionMetadata):
-    """Tables of sequences for the kernel, int64 [n, 4] each: first row, queries, own keys, and the index of
-    what comes before them or -1."""
+    """Tables of sequences for the kernel, int64 [n, 4]: first row, queries, own keys, and index of the prefix
+    or -1."""
 
     @cached_property
     def sequences(self) -> torch.Tensor:
-        """The whole sequences."""
         return _table(
             (group.first_row + i * group.length, group.length, keys, -1)
             for group in self.layout.groups
@@ -41,7 +40,6 @@ class CompiledMetadata(AttentionMetadata):
 
     @cached_property
     def prefill_chunks(self) -> torch.Tensor:
-        """The prefill chunks, each after a context of its own."""
         return _table(
             (chunk.first_row, chunk.num_tokens, chunk.num_tokens, index)
             for index, chunk in enumerate(self.layout.prefill_chunks)
@@ -49,7 +47,6 @@ class CompiledMetadata(AttentionMetadata):
 
     @cached_property
     def shared_sequences(self) -> torch.Tensor:
-        """The sequences that share prefixes, each after the prefix of its group."""
         return _table(
             (group.first_row + i * group.length, group.length, group.length, index)
             for index, group in enumerate(self.layout.shared_groups)
@@ -58,7 +55,7 @@ class CompiledMetadata(AttentionMetadata):
 
 
 class CompiledBackend(AttentionBackend[CompiledMetadata]):
-    """Attention by our kernel, which takes sequences and steps of any length: one call for all sequences."""
+    """Attention by our kernel, in one call for all sequences."""
 
     name = "compiled"
     arrangement = Arrangement(groups_whole=False, groups_shared=False, row_multiple=1)
@@ -84,7 +81,7 @@ class CompiledBackend(AttentionBackend[CompiledMetadata]):
     def with_prefill_kv(
         self, qkv: QKV, contexts: Sequence[KV], metadata: CompiledMetadata, out: torch.Tensor
     ) -> None:
-        # A chunk's own keys are in the step's rows; what comes before them is a prefix to the kernel.
+        # A chunk's own keys are in the step's rows; the kernel takes those before them as a prefix.
         chunks = metadata.layout.prefill_chunks
         before = [
             KV(*(x[:, : x.shape[1] - chunk.num_tokens] for x in context))

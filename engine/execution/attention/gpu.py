@@ -1,8 +1,7 @@
-"""Packed attention by libraries for GPUs: torch's variable-length attention, or the package flash-attn.
+"""Packed attention on GPUs: by our Triton kernel, torch's variable-length attention, or flash-attn.
 
-Both take whole sequences end to end. What they lack (chunks of a cut sequence and shared prefixes; with
-flash-attn key lengths; with older versions of torch key lengths, windows and grouped heads) is inherited from
-our own kernel, and from plain torch without Triton."""
+The libraries take whole sequences end to end. Prefill chunks, shared prefixes and whatever else a version
+lacks run by our kernel, and without Triton in plain torch."""
 
 import functools
 import importlib
@@ -30,9 +29,8 @@ from maxsimd.pooling.ragged import to_device
 class Launch:
     """The sequences of one launch, in `table`: first row, queries, first key and keys, int64 [n, 4].
 
-    The blocks that the kernel takes depend on the tile size, and so on the size of heads and whether there is
-    a window. They are cut and copied to the device once a step for each tile size, of which there is one
-    unless layers differ."""
+    Their blocks depend on the tile size, and so on the size of heads and the window. They are copied to the
+    device once a step for each tile size: one, unless layers differ."""
 
     table: NDArray[np.int64]
     causal: bool
@@ -40,8 +38,7 @@ class Launch:
     _blocks: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def blocks_for(self, qkv: QKV, prefix_keys: int = 0) -> torch.Tensor:
-        """The blocks, int32 [blocks, 5], for queries that see a prefix of `prefix_keys` keys before their
-        own."""
+        """The blocks, int32 [blocks, 5], for queries that see `prefix_keys` keys before their own."""
         tile = _queries_of_a_tile(qkv)
         blocks = self._blocks.get(tile)
         if blocks is None:
@@ -51,25 +48,23 @@ class Launch:
 
     @property
     def tiles(self) -> tuple[int, ...]:
-        """The numbers of queries a block that were asked for."""
         return tuple(self._blocks)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StaticLaunch:
-    """The launch of a CUDA graph: `blocks` by the queries of a tile, at addresses that stay the same."""
+    """The launch of a CUDA graph: `blocks` by tile size, at fixed addresses."""
 
     blocks: Mapping[int, torch.Tensor]
 
     def blocks_for(self, qkv: QKV) -> torch.Tensor:
-        """As those of a `Launch`. Raises KeyError for a tile that no layer asked for when it was tried."""
+        """Raises KeyError for a tile size that no layer asked for when it was tried."""
         return self.blocks[_queries_of_a_tile(qkv)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedLaunch:
-    """The launch of all sequences that share one prefix; `group` is the index of the first of their
-    groups."""
+    """The launch of all sequences that share a prefix; `group` is the index of their first group."""
 
     group: int
     launch: Launch
@@ -77,24 +72,21 @@ class SharedLaunch:
 
 @dataclass(frozen=True, eq=False)
 class TritonMetadata(GroupedMetadata):
-    """What each launch of the kernel takes. In a CUDA graph that of whole sequences is `captured`."""
+    """The launches of the kernel. In a CUDA graph that of whole sequences is `captured`."""
 
     captured: StaticLaunch | None = field(default=None, kw_only=True)
 
     @cached_property
     def whole(self) -> Launch:
-        """All whole sequences."""
         return Launch(_own_keys(self.layout), self.layout.causal, self.device)
 
     def whole_blocks(self, qkv: QKV) -> torch.Tensor:
-        """The blocks of all whole sequences, int32 [blocks, 5]."""
         launch = self.whole if self.captured is None else self.captured
         return launch.blocks_for(qkv)
 
     @cached_property
     def prefill_chunks(self) -> tuple[Launch, ...]:
-        """A launch for each prefill chunk, whose rows and context are handed to it as row and key 0
-        onwards."""
+        """A launch for each prefill chunk, whose rows and context begin at row and key 0."""
         return tuple(
             Launch(_table([(0, chunk.num_tokens, 0, chunk.stop)]), True, self.device)
             for chunk in self.layout.prefill_chunks
@@ -102,7 +94,6 @@ class TritonMetadata(GroupedMetadata):
 
     @cached_property
     def shared(self) -> tuple[SharedLaunch, ...]:
-        """A launch for each shared prefix."""
         by_prefix: dict[PrefillKV, list[tuple[int, SharedGroup]]] = {}
         for index, group in enumerate(self.layout.shared_groups):
             by_prefix.setdefault(group.prefix, []).append((index, group))
@@ -156,10 +147,8 @@ class TritonAttention(GroupedAttention[T]):
 
 
 class TritonBackend(TritonAttention[TritonMetadata]):
-    """Attention by our kernel, with rows end to end.
-
-    It has no `first_rows` of its own: one query a sequence would mean one block a sequence and head, which is
-    no less work for the device."""
+    """Attention by our kernel, with rows end to end. `first_rows` would launch as many blocks for one query
+    each, so it is not supported."""
 
     name = "triton"
     arrangement = Arrangement(groups_whole=False, groups_shared=False, row_multiple=1)
@@ -172,10 +161,8 @@ class TritonBackend(TritonAttention[TritonMetadata]):
 
 
 class StaticBlocks:
-    """The blocks of a CUDA graph, for each tile size that was `tried`.
-
-    The kernel is launched for as many blocks as sequences of a graph's size can be cut into. Those that a
-    step does not have are empty, and end at once."""
+    """The blocks of a CUDA graph, for each tile size that was `tried`: the most that a step of its size can
+    have. Those that a step lacks are empty and end at once."""
 
     def __init__(self, tried: TritonMetadata, size: CaptureSize) -> None:
         self._causal = tried.layout.causal
@@ -186,7 +173,6 @@ class StaticBlocks:
         }
 
     def launch(self, tensors: Mapping[str, torch.Tensor]) -> StaticLaunch:
-        """The launch that reads its blocks from these tensors."""
         return StaticLaunch({tile: tensors[name] for tile, name in self._names.items()})
 
     def over(self, tensors: Mapping[str, torch.Tensor]) -> TritonMetadata:
@@ -198,7 +184,7 @@ class StaticBlocks:
 
 
 def _takes(qkv: QKV) -> bool:
-    """Whether the kernel runs on this device and takes heads like these."""
+    """Whether the kernel runs on this device and takes these heads."""
     if not triton_ops.runs_on(qkv.query.device):
         return False
     from maxsimd.engine.ops.triton.attention import is_supported
@@ -213,12 +199,11 @@ def _queries_of_a_tile(qkv: QKV) -> int:
 
 
 def _own_keys(layout: Layout) -> NDArray[np.int64]:
-    """The table of whole sequences, whose first keys are their own."""
+    """The table of whole sequences."""
     return layout.whole_sequences[:, [0, 1, 0, 2]]
 
 
 def _own(group: SharedGroup) -> Iterable[tuple[int, int, int, int]]:
-    """The sequences of a group with their own keys."""
     starts = range(group.rows.start, group.rows.stop, group.length)
     return ((start, group.length, start, group.length) for start in starts)
 
@@ -228,8 +213,8 @@ def _table(sequences: Iterable[tuple[int, int, int, int]]) -> NDArray[np.int64]:
 
 
 _PRECISIONS = (torch.bfloat16, torch.float16)
-# A block that finds no query for it costs a multiprocessor half a microsecond or so: of 1,024 a head, with 16
-# heads, 132 multiprocessors with two at a time have done with them in about 30.
+# An empty block costs a multiprocessor about half a microsecond: 1,024 a head, with 16 heads, on 132
+# multiprocessors with two at a time, take about 30.
 _QUERIES_OF_A_BLOCK, _MOST_BLOCKS = 128, 1024
 
 
@@ -252,20 +237,18 @@ def is_flash_available(device: torch.device, dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class VarlenMetadata(TritonMetadata):
-    """Where each whole sequence begins: `offsets`, int32 [sequences + 1] on the device; and how many keys
-    each may see, `key_lengths` int32 [sequences], or None if all sequences see all of their keys."""
+    """The first row of each whole sequence, `offsets` int32 [sequences + 1], and its visible keys,
+    `key_lengths` int32 [sequences], or None if each sees all of its keys."""
 
     offsets: torch.Tensor
     key_lengths: torch.Tensor | None
 
 
 class _LibraryAttention(TritonAttention[VarlenMetadata]):
-    """What both libraries have in common. Nothing is padded, so that groups have one sequence each."""
-
     supports_float32 = False
 
     def __init__(self, device: torch.device) -> None:
-        # Plain torch, which stands in for the kernel without Triton, wants shared prefixes in groups.
+        # Without Triton plain torch attends to shared prefixes, in groups.
         self.arrangement = Arrangement(
             groups_whole=False, groups_shared=not triton_ops.runs_on(device), row_multiple=1
         )
@@ -285,7 +268,7 @@ class _LibraryAttention(TritonAttention[VarlenMetadata]):
 
     @abstractmethod
     def _options(self, qkv: QKV, metadata: VarlenMetadata) -> dict[str, Any] | None:
-        """The keyword arguments of the library's function; None if it cannot do what is asked for."""
+        """The keyword arguments of the library's function; None if it lacks something."""
 
     @abstractmethod
     def _call(self, *arguments: Any, **options: Any) -> torch.Tensor:
@@ -293,16 +276,13 @@ class _LibraryAttention(TritonAttention[VarlenMetadata]):
 
 
 class VarlenBackend(_LibraryAttention):
-    """Attention by torch's kernel, which may be captured in a CUDA graph.
-
-    Of what this version of torch takes, it is asked only for what differs from plain attention over whole
-    sequences."""
+    """Attention by torch's kernel, which may be captured in a CUDA graph."""
 
     name = "varlen"
 
     def prepare_for_capture(self, tried: VarlenMetadata, size: CaptureSize) -> "StaticVarlen | None":
-        # The kernel is launched for the longest that each sequence may be. Our own, which is launched for the
-        # blocks of a step, is better where sequences of a step differ and may be long.
+        # The kernel is launched for the longest possible sequence, ours for the blocks of a step: ours is
+        # better if sequences may be long.
         blocks = size.sequences * -(-size.longest // _QUERIES_OF_A_BLOCK)
         if blocks > _MOST_BLOCKS:
             return None
@@ -318,7 +298,7 @@ class VarlenBackend(_LibraryAttention):
 
 
 def varlen_options(qkv: QKV, metadata: VarlenMetadata, parameters: frozenset[str]) -> dict[str, Any] | None:
-    """The keyword arguments for a `varlen_attn` that has these parameters; None where it lacks one."""
+    """The keyword arguments for a `varlen_attn` with these parameters; None if it lacks one."""
     heads, _, head_dim = qkv.query.shape
     causal = metadata.layout.causal
     options: dict[str, Any] = {}
@@ -336,7 +316,7 @@ def varlen_options(qkv: QKV, metadata: VarlenMetadata, parameters: frozenset[str
 
 
 class FlashBackend(_LibraryAttention):
-    """Attention by flash-attn's kernel, where each sequence sees all of its keys."""
+    """Attention by flash-attn's kernel, for sequences that see all of their keys."""
 
     name = "flash"
 
@@ -353,9 +333,9 @@ class FlashBackend(_LibraryAttention):
 
 
 class StaticVarlen:
-    """Metadata for torch's kernel in a CUDA graph. It is padded to the graph's sequences with some that have
-    no rows. Where torch takes no key lengths, sequences must see all of their keys; `tried` shows whether
-    some layers ran by our own kernel, whose blocks are then part of it."""
+    """Metadata for torch's kernel in a CUDA graph, filled up with sequences without rows. If torch takes no
+    key lengths, sequences must see all of their keys. Layers that ran by our own kernel when `tried` have
+    their blocks here."""
 
     def __init__(self, tried: VarlenMetadata, size: CaptureSize, takes_key_lengths: bool) -> None:
         self._size = size
@@ -397,13 +377,12 @@ def _varlen_attn() -> Callable[..., Any]:
 
 @functools.cache
 def _parameters(function: Callable[..., Any]) -> frozenset[str]:
-    """The names of the keyword arguments that a function takes."""
     return frozenset(inspect.signature(function).parameters)
 
 
 def _offsets(layout: Layout, sequences: int) -> NDArray[np.int32]:
-    """Where each sequence begins and the last one ends, int32 [sequences + 1]; those that the layout lacks
-    have no rows."""
+    """The first row of each sequence and the end of the last, int32 [sequences + 1]; missing ones are
+    empty."""
     offsets = np.zeros(sequences + 1, dtype=np.int32)
     ends = np.cumsum(layout.whole_sequences[:, 1])
     offsets[1 : len(ends) + 1] = ends
@@ -412,18 +391,16 @@ def _offsets(layout: Layout, sequences: int) -> NDArray[np.int32]:
 
 
 def _key_lengths(layout: Layout) -> NDArray[np.int32]:
-    """How many keys each sequence may see, int32 [sequences]."""
     return layout.whole_sequences[:, 2].astype(np.int32)
 
 
 def _reach(causal: bool, window: int | None) -> tuple[int, int]:
-    """How many positions back and ahead a token sees; -1 for no limit."""
+    """The positions back and ahead that a token sees; -1 for no limit."""
     reach = -1 if window is None else window - 1
     return (reach, 0) if causal else (reach, reach)
 
 
 def _by_row(heads: torch.Tensor) -> torch.Tensor:
-    """Heads [heads, rows, head_dim] as the libraries read them, [rows, heads, head_dim]: with any strides, as
-    long as the numbers of a head lie side by side."""
+    """[heads, rows, head_dim] as [rows, heads, head_dim] with the numbers of a head side by side."""
     rows = heads.transpose(0, 1)
     return rows if rows.stride(-1) == 1 else rows.contiguous()

@@ -26,23 +26,21 @@ from maxsimd.engine.execution.self_check.samples import largest
 from maxsimd.engine.ops import triton as triton_ops
 from maxsimd.engine.ops.qkv import KV, QKV
 
-# For random values of size 1, attended in the model's precision: rounding alone is ten times less.
+# For random values of size 1 in the model's precision: ten times what rounding alone does.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
-# Rows and keys of the sequences that are tried, so that blocks of the kernels are full, cut, and left over;
-# and the first row of each.
+# Rows and keys of the sequences that are tried, with full, partial and empty blocks; the first row of each.
 _SHAPES = ((1, 1), (70, 70), (257, 257), (33, 20))
 _FIRST_ROWS = (0, 1, 71, 328)
 _ROWS = 361
-# The last rows, tried as a chunk of one sequence that has all rows.
+# The last rows, as a chunk of one sequence with all rows.
 _CHUNK = 9
 
 
 def find_mismatch(
     backend: AttentionBackend[Any], model: LoadedModel, device: torch.device, dtype: torch.dtype
 ) -> str | None:
-    """None if random sequences attend as they do one by one in float32, else a description of the mismatch.
-
-    For a causal model this includes a chunk of a cut sequence and sequences after a shared prefix."""
+    """None if random sequences attend as one by one in float32, else a description of the mismatch. A causal
+    model also has a chunk of a cut sequence, and sequences after a shared prefix."""
     exact = _random_qkv(model, dtype)
     query, key, value = (x.to(device, dtype) for x in (exact.query, exact.key, exact.value))
     ours = QKV(query, key, value, exact.scaling, exact.window)
@@ -61,7 +59,7 @@ def find_mismatch(
 
 
 def head_shape(model: LoadedModel) -> tuple[int, int, int, int | None]:
-    """The numbers of heads and of key heads, their size, and the window, as far as the config has them."""
+    """Heads, key heads, their size, and the window, as far as the config has them."""
     backbone: Any = model.backbone
     config = backbone.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None) or 4
@@ -72,7 +70,7 @@ def head_shape(model: LoadedModel) -> tuple[int, int, int, int | None]:
 
 
 def _attended(backend: AttentionBackend[M], qkv: QKV, layout: Layout) -> Iterator[torch.Tensor]:
-    """What a backend gives for the parts of a layout; all keys and values are the prefix and the context."""
+    """A backend's results for the parts of a layout. The prefix and the context have all keys and values."""
     metadata = backend.prepare(layout, qkv.query.device)
     kv = KV(qkv.key, qkv.value)
     if layout.groups:
@@ -88,8 +86,7 @@ def _attended(backend: AttentionBackend[M], qkv: QKV, layout: Layout) -> Iterato
 
 
 def _layouts(causal: bool) -> Iterator[Layout]:
-    """The sequences by themselves, seeing all of their keys and fewer; for a causal model as parts of steps
-    too."""
+    """Whole sequences that see all of their keys; then fewer, or for a causal model chunks and prefixes."""
     yield Layout(causal, _groups(all_keys=True))
     if not causal:
         yield Layout(False, _groups(all_keys=False))
@@ -109,7 +106,7 @@ def _groups(*, all_keys: bool) -> tuple[Group, ...]:
 
 
 def _random_qkv(model: LoadedModel, dtype: torch.dtype) -> QKV:
-    """Random values in float32 that the precision represents exactly, for heads as the model has them."""
+    """Random float32 values that the precision represents exactly, for the model's heads."""
     heads, kv_heads, head_dim, window = head_shape(model)
     random = torch.Generator().manual_seed(0)
     query, key, value = (
@@ -119,13 +116,13 @@ def _random_qkv(model: LoadedModel, dtype: torch.dtype) -> QKV:
     return QKV(query, key, value, head_dim**-0.5, window)
 
 
-# Tokens of the sequences that are timed: 16,384 in all, as in a full step, a few long ones and many short,
-# which are cut where a model takes no more. A quarter of them takes a GPU less time than launching does.
+# Tokens of the timed sequences: 16,384 in all, as in a full step, truncated to the model's limit. A quarter of
+# them takes a GPU less time than launching.
 LENGTHS = (1024, 640, 512, 512, 320, 256, 256, 192, 128, 96, 64, 48, 32, 16) * 4
-# Milliseconds of the device for one backend.
+# Milliseconds of the device for each backend.
 _BUDGET = 20.0
-# A later backend is taken if it is faster than the ones before by more than this: less may be chance, and the
-# first is cheaper to launch.
+# A later backend must be faster than earlier ones by more than this: less may be chance, and the first is
+# cheaper to launch.
 _MARGIN = 0.1
 
 Timer = Callable[[Callable[[], object]], float]
@@ -133,7 +130,7 @@ time_on_cuda: Timer = functools.partial(milliseconds_on_cuda, budget=_BUDGET)
 
 
 def fastest(milliseconds: Mapping[str, float]) -> str:
-    """The first of the names, in their order, that takes at most 10% longer than the fastest."""
+    """The first name that takes at most 10% longer than the fastest."""
     least = min(milliseconds.values())
     return next(name for name, taken in milliseconds.items() if taken <= least * (1 + _MARGIN))
 
@@ -146,12 +143,12 @@ def time_backends(
     dtype: torch.dtype,
     timer: Timer,
 ) -> dict[str, float]:
-    """Milliseconds of each backend for attention within whole sequences of typical lengths, for heads as the
-    model has them; with a window, for a layer with and one without it."""
+    """Milliseconds of each backend for whole sequences of typical lengths, with the model's heads; if it has
+    a window, for a layer with and one without it."""
     heads, kv_heads, head_dim, window = head_shape(model)
     layout = _layout(model)
     rows = layout.groups[-1].rows.stop
-    # As rows in which heads stand side by side, which is how models hand them on.
+    # Heads stand side by side in a row, as models have them.
     # Not the device's own generator, which an attempt at a CUDA graph may have left unusable.
     random = torch.Generator(device).manual_seed(0)
     query, key, value = (
@@ -184,11 +181,10 @@ Backend = AttentionBackend[Any]
 def choose_attention(
     name: str, model: LoadedModel, device: torch.device, dtype: torch.dtype, compiled: bool
 ) -> Backend:
-    """The backend for a name (auto, varlen, flash, triton, torch).
+    """The backend for a name: auto, varlen, flash, triton or torch.
 
-    `auto` takes the fastest that runs here and agrees with plain torch on random sequences, with a warning
-    for each that does not. `compiled` says whether the compiled kernels may be used. Raises ModelLoadError
-    for a name that cannot run here."""
+    `auto` takes the fastest that agrees with plain torch on random sequences, and warns of those that do not.
+    `compiled` allows the compiled kernels. Raises ModelLoadError for a name that cannot run here."""
     if name == "torch":
         return GroupedBackend()
     if name == "auto" and device.type == "cpu":
@@ -223,8 +219,7 @@ def choose_attention(
 def _choose(
     right: Mapping[str, Backend], model: LoadedModel, device: torch.device, dtype: torch.dtype
 ) -> str:
-    """The name of the fastest of the backends that are right; without a timing where there is one, or no GPU
-    to time it on."""
+    """The name of the fastest right backend; the first without a timing if there is one, or no GPU."""
     if len(right) == 1 or device.type != "cuda":
         chosen = next(iter(right))
         log.debug("attention: %s, the first that is right on this device", chosen)
@@ -237,7 +232,7 @@ def _choose(
 
 
 def candidates(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[], Backend]]:
-    """What can run on a device besides the backends for CPUs, preferred where they are as fast as others."""
+    """The backends for GPUs that can run on a device, preferred first."""
     found: dict[str, Callable[[], Backend]] = {}
     if triton_ops.runs_on(device):
         # First, because CUDA graphs of any size can be captured with it.
