@@ -246,28 +246,19 @@ def _has_mask(indices: Sequence[torch.Tensor | None]) -> bool:
 _ALIGNMENT = 512
 
 
-@dataclass(frozen=True, slots=True)
-class Field:
-    """One tensor: its shape and type of number."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
 class StaticInputs:
     """Owns one buffer on the device, of which `tensors` are views by name."""
 
-    def __init__(self, fields: Mapping[str, Field], device: torch.device) -> None:
-        self._offsets: dict[str, int] = {}
-        self._fields = dict(fields)
+    def __init__(
+        self, fields: Mapping[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device
+    ) -> None:
+        """`fields` are the shapes and dtypes of the tensors."""
+        self._fields: dict[str, tuple[slice, torch.dtype, tuple[int, ...]]] = {}
         size = 0
-        for name, field in fields.items():
-            self._offsets[name] = size
-            size += -(-field.nbytes // _ALIGNMENT) * _ALIGNMENT
+        for name, (shape, dtype) in fields.items():
+            nbytes = math.prod(shape) * dtype.itemsize
+            self._fields[name] = slice(size, size + nbytes), dtype, shape
+            size += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         self._buffer = torch.zeros(size, dtype=torch.uint8, device=device)
         self.tensors = self._views(self._buffer)
 
@@ -284,10 +275,7 @@ class StaticInputs:
 
     def _views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         return {
-            name: buffer[start : start + self._fields[name].nbytes]
-            .view(self._fields[name].dtype)
-            .view(self._fields[name].shape)
-            for name, start in self._offsets.items()
+            name: buffer[part].view(dtype).view(shape) for name, (part, dtype, shape) in self._fields.items()
         }
 
 
@@ -304,12 +292,15 @@ class StaticGraph:
         recorder: Recorder,
     ) -> None:
         """Captures it with a step. Raises ValueError for one that its metadata is not made for."""
+        self.least_tokens = 0  # of a step that gains from it
         self._runner = runner
         self._static = static
         self._hidden = hidden
         names = tuple(runner.inputs_of(batch))
-        fields = {name: Field((len(hidden),), torch.int64) for name in names}
-        fields |= {name: Field(shape, torch.int32) for name, shape in static.shapes.items()}
+        fields: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            name: ((len(hidden),), torch.int64) for name in names
+        }
+        fields |= {name: (shape, torch.int32) for name, shape in static.shapes.items()}
         self._inputs = StaticInputs(fields, hidden.device)
         tensors = self._inputs.tensors
         metadata = static.over(tensors)
@@ -348,21 +339,13 @@ TOLERANCE = 0.02
 _MEMORY = 0.25
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Graph:
-    """A graph, and the fewest tokens of a step that gains from it."""
-
-    static: StaticGraph
-    least_tokens: int
-
-
 class GraphedRunner(FasterRunner):
     """A `PackedRunner` whose steps of whole sequences are replayed where a graph holds them."""
 
     def __init__(self, inner: PackedRunner, device: torch.device) -> None:
         super().__init__(inner)
         self._device = device
-        self._graphs: dict[CaptureSize, _Graph] = {}  # the smallest first
+        self._graphs: dict[CaptureSize, StaticGraph] = {}  # the smallest first
         # Tokens that a replay computes in the time that the host needs to launch a step kernel by kernel.
         self.launch_tokens = 0
         self._hidden: torch.Tensor | None = None  # [rows of the largest, hidden], to which all of them write
@@ -445,8 +428,8 @@ class GraphedRunner(FasterRunner):
             self._hidden = exact[0].new_empty(size.rows, exact[0].shape[-1])
         graph = StaticGraph(runner, static, batch, self._hidden[: size.rows], recorder)
         replay = recorder.cost(graph.again).times.device
-        least = least_tokens(size.rows, eager.times.host, replay)
-        self._graphs[size] = _Graph(graph, least)
+        graph.least_tokens = least_tokens(size.rows, eager.times.host, replay)
+        self._graphs[size] = graph
         mismatch = self._mismatch(graph, steps, exact)
         if mismatch is not None:
             del self._graphs[size]
@@ -475,7 +458,7 @@ class GraphedRunner(FasterRunner):
             return None
         for size, graph in self._graphs.items():
             if size.rows >= step.num_tokens and size.sequences >= len(step.chunks):
-                return graph.static if step.num_tokens >= graph.least_tokens else None
+                return graph if step.num_tokens >= graph.least_tokens else None
         return None
 
 

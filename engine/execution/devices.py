@@ -143,20 +143,6 @@ def times_on_cuda(run: Run) -> Times:
     return Times((launched - began) * 1e3, start.elapsed_time(end))
 
 
-def milliseconds_on_cuda(run: Run, budget: float) -> float:
-    """The median time of one run on the device, in rounds of several runs back to back that take about
-    `budget` milliseconds in all."""
-    run()  # compiles kernels and loads libraries
-    once = times_on_cuda(run).device
-    runs = max(1, int(budget / _ROUNDS / max(once, 1e-3)))
-
-    def several() -> None:
-        for _ in range(runs):
-            run()
-
-    return statistics.median(times_on_cuda(several).device for _ in range(_ROUNDS)) / runs
-
-
 def milliseconds_in_turns_on_cuda(runs: Mapping[str, Run], budget: float) -> dict[str, float]:
     """Median milliseconds of each of `runs` on the device, in rounds that take about `budget` milliseconds in
     all."""

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from maxsimd.engine.execution.attention.cpu import CompiledBackend, CompiledMetadata
-from maxsimd.engine.execution.fused_layers.linears import ROWS, random_like, recorded
+from maxsimd.engine.execution.fused_layers.linears import ROWS, children_of, random_like, recorded
 from maxsimd.engine.execution.linear import CompiledLinear, CompiledOutput
 from maxsimd.engine.execution.runner import ClsOnlyLastLayer, FasterRunner, PackedRunner, is_whole_text
 from maxsimd.engine.ops.cpu.linear import Layer, Layers
@@ -24,7 +24,7 @@ from maxsimd.scheduler import Chunk, Step, TokenSequence
 def packed_layers(backbone: Any, most_rows: int) -> Layers | str:
     """The layers of a backbone that consists of embeddings and such layers, for steps of at most `most_rows`
     rows; or why they are not run so."""
-    if _children(backbone) != {"embeddings", "encoder"} or _children(backbone.encoder) != {"layer"}:
+    if children_of(backbone) != {"embeddings", "encoder"} or children_of(backbone.encoder) != {"layer"}:
         return "it does not consist of embeddings and layers alone"
     if any(module._forward_hooks or module._forward_pre_hooks for module in backbone.modules()):
         return "its modules have hooks"
@@ -49,17 +49,17 @@ def packed_layers(backbone: Any, most_rows: int) -> Layers | str:
 
 def _layer(module: Any) -> Layer | None:
     """A layer's products and norms; None if it is not built as BERT's."""
-    if _children(module) != {"attention", "intermediate", "output"}:
+    if children_of(module) != {"attention", "intermediate", "output"}:
         return None
-    if _children(module.attention) != {"self", "output"}:
+    if children_of(module.attention) != {"self", "output"}:
         return None
     attention, wide = module.attention.self, module.intermediate
     after = module.attention.output
     if isinstance(after, ClsOnlyLastLayer):
         after = after.inner
-    if _children(attention) != {"query", "key", "value", "dropout"}:
+    if children_of(attention) != {"query", "key", "value", "dropout"}:
         return None
-    if _children(wide) != {"dense", "intermediate_act_fn"} or not _is_gelu(wide):
+    if children_of(wide) != {"dense", "intermediate_act_fn"} or not _is_gelu(wide):
         return None
     inputs = [attention.query, attention.key, attention.value]
     if not all(isinstance(each, CompiledLinear) and not each.gelu for each in inputs):
@@ -106,10 +106,6 @@ def _attention(module: Any, layer: Layer) -> tuple[int, float] | None:
             if not torch.equal(asked.transpose(0, 1).reshape(made.shape), made):
                 return None
     return len(qkv.query), qkv.scaling
-
-
-def _children(module: nn.Module) -> set[str]:
-    return {name for name, _ in module.named_children()}
 
 
 log = logging.getLogger(__name__)

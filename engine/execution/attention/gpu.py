@@ -24,6 +24,11 @@ from maxsimd.engine.ops.qkv import KV, QKV
 from maxsimd.engine.ops.triton.launch import blocks_of, is_nvidia, most_blocks
 from maxsimd.pooling.ragged import to_device
 
+_PRECISIONS = (torch.bfloat16, torch.float16)
+# An empty block costs a multiprocessor about half a microsecond: 1,024 a head, with 16 heads, on 132
+# multiprocessors with two at a time, take about 30.
+_QUERIES_OF_A_BLOCK, _MOST_BLOCKS = 128, 1024
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Launch:
@@ -62,14 +67,6 @@ class StaticLaunch:
         return self.blocks[_queries_of_a_tile(qkv)]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SharedLaunch:
-    """The launch of all sequences that share a prefix; `group` is the index of their first group."""
-
-    group: int
-    launch: Launch
-
-
 @dataclass(frozen=True, eq=False)
 class TritonMetadata(GroupedMetadata):
     """The launches of the kernel. In a CUDA graph that of whole sequences is `captured`."""
@@ -93,12 +90,13 @@ class TritonMetadata(GroupedMetadata):
         )
 
     @cached_property
-    def shared(self) -> tuple[SharedLaunch, ...]:
+    def shared(self) -> tuple[tuple[int, Launch], ...]:
+        """A launch for all sequences with the same prefix, and the index of their first group."""
         by_prefix: dict[PrefillKV, list[tuple[int, SharedGroup]]] = {}
         for index, group in enumerate(self.layout.shared_groups):
             by_prefix.setdefault(group.prefix, []).append((index, group))
         return tuple(
-            SharedLaunch(
+            (
                 groups[0][0],
                 Launch(_table(row for _, group in groups for row in _own(group)), True, self.device),
             )
@@ -140,9 +138,9 @@ class TritonAttention(GroupedAttention[T]):
             return
         from maxsimd.engine.ops.triton.attention import attention
 
-        for shared in metadata.shared:
-            prefix = prefixes[shared.group]
-            blocks = shared.launch.blocks_for(qkv, prefix.key.shape[1])
+        for index, launch in metadata.shared:
+            prefix = prefixes[index]
+            blocks = launch.blocks_for(qkv, prefix.key.shape[1])
             attention(qkv, blocks, True, out, prefix)
 
 
@@ -210,12 +208,6 @@ def _own(group: SharedGroup) -> Iterable[tuple[int, int, int, int]]:
 
 def _table(sequences: Iterable[tuple[int, int, int, int]]) -> NDArray[np.int64]:
     return np.array(list(sequences), dtype=np.int64)
-
-
-_PRECISIONS = (torch.bfloat16, torch.float16)
-# An empty block costs a multiprocessor about half a microsecond: 1,024 a head, with 16 heads, on 132
-# multiprocessors with two at a time, take about 30.
-_QUERIES_OF_A_BLOCK, _MOST_BLOCKS = 128, 1024
 
 
 def is_varlen_available(device: torch.device, dtype: torch.dtype) -> bool:

@@ -14,6 +14,7 @@ from maxsimd.engine.execution.fused_layers.linears import (
     GeluLinear,
     agrees,
     asks_the_same,
+    children_of,
     has_hooks,
     is_plain,
     joined_linear,
@@ -92,7 +93,7 @@ class FusedOutput(nn.Module):
 def fused_self_attention(module: Any) -> FusedSelfAttention | None:
     """What replaces a self-attention of BERT's structure whose queries, keys and values are products of one
     input; None for any other module."""
-    if _children(module) != {"query", "key", "value", "dropout"} or type(module.dropout) is not nn.Dropout:
+    if children_of(module) != {"query", "key", "value", "dropout"} or type(module.dropout) is not nn.Dropout:
         return None
     layers = (module.query, module.key, module.value)
     if not all(is_plain(layer) for layer in layers) or len({layer.weight.shape for layer in layers}) != 1:
@@ -110,7 +111,7 @@ def fused_self_attention(module: Any) -> FusedSelfAttention | None:
 def fused_intermediate(module: Any) -> FusedIntermediate | None:
     """A fused first product with exact GELU for the module that begins the feed-forward of BERT's structure;
     None for any other module, and where that is not faster or less exact."""
-    if _children(module) != {"dense", "intermediate_act_fn"} or not is_plain(module.dense):
+    if children_of(module) != {"dense", "intermediate_act_fn"} or not is_plain(module.dense):
         return None
     if not is_exact_gelu(module.intermediate_act_fn):
         return None
@@ -123,7 +124,7 @@ def fused_intermediate(module: Any) -> FusedIntermediate | None:
 def fused_output(module: Any) -> FusedOutput | None:
     """What replaces the module that ends the attention or the feed-forward of BERT's structure; None for any
     other module."""
-    if _children(module) != {"dense", "LayerNorm", "dropout"} or not is_plain(module.dense):
+    if children_of(module) != {"dense", "LayerNorm", "dropout"} or not is_plain(module.dense):
         return None
     norm = module.LayerNorm
     if type(norm) is not nn.LayerNorm or norm.weight is None or norm.bias is None:
@@ -140,10 +141,6 @@ def _give_the_same(fused: nn.Module, module: Any, widths: tuple[int, ...]) -> bo
     rows = [random_like((1, ROWS, width), module.dense.weight, seed) for seed, width in enumerate(widths)]
     with torch.inference_mode():
         return agrees(fused(*rows), module(*rows))
-
-
-def _children(module: nn.Module) -> set[str]:
-    return {name for name, _ in module.named_children()}
 
 
 log = logging.getLogger(__name__)

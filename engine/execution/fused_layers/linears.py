@@ -147,6 +147,11 @@ def is_plain(module: nn.Module) -> bool:
     return type(module) is nn.Linear and not has_hooks(module) and module.weight.is_floating_point()
 
 
+def children_of(module: nn.Module) -> set[str]:
+    """The names of a module's children."""
+    return {name for name, _ in module.named_children()}
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Whether a module has a hook that may do something. transformers leaves hooks behind when a model was
     asked for the states of all layers; without that question, as in a step, they do nothing."""

@@ -4,6 +4,7 @@ for them; here each sequence has its own positions, through the step's attention
 What an encoder computes besides attention is its own modules' work."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -65,26 +66,12 @@ def in_heads(projected: torch.Tensor, heads: int) -> torch.Tensor:
     return separate.transpose(0, 1)
 
 
-def share_bias(stack: nn.Module) -> Callable[[], None]:
-    """Has the first layer of a `T5Stack` make its bias by distance in packed steps. Returns what undoes
-    it."""
-    blocks: Any = stack.block
-    bias = _BiasOfStep(blocks[0].layer[0].SelfAttention)
-    hook = stack.register_forward_pre_hook(bias.take_attention, with_kwargs=True)
-
-    def undo() -> None:
-        hook.remove()
-        bias.restore()
-
-    return undo
-
-
-class _BiasOfStep:
-    """Replaces `compute_bias` of an attention module: the bias by distance for the step that its stack was
+class _StepBias:
+    """Replaces `compute_bias` of a T5 attention module: a bias by distance for the step that its stack was
     last called with, or the module's own outside of packed steps."""
 
     def __init__(self, attention: Any) -> None:
-        self._attention = attention
+        self.attention = attention
         self._own = attention.compute_bias
         self._step: StepAttention[Any] | None = None
         attention.compute_bias = self
@@ -93,13 +80,10 @@ class _BiasOfStep:
         """A hook for the stack's calls."""
         self._step = options.get("step_attention")
 
-    def restore(self) -> None:
-        del self._attention.compute_bias
-
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         if self._step is None:
             return self._own(*arguments, **options)
-        attention = self._attention
+        attention = self.attention
         weight = attention.relative_attention_bias.weight  # [buckets, heads]
         buckets = attention._relative_position_bucket(
             distances(reach_of(self._step.metadata.layout), weight.device),
@@ -124,48 +108,29 @@ def has_relative_positions(backbone: nn.Module) -> bool:
 
 
 def install(backbone: Any, attention: str) -> Callable[[], None]:
-    """Has the encoder of a backbone run packed, for steps with their attention; does nothing to one without
-    relative positions. A backbone whose attention has no interface counts as one that attends by the name
-    `attention`, for which transformers makes no masks. Returns what undoes it."""
+    """Runs the encoder of a backbone with relative positions packed; does nothing to other backbones. An
+    encoder without an attention interface counts as one that attends by the name `attention`, for which
+    transformers makes no masks. Returns a function that undoes it."""
+    undo = ExitStack()
     encoder = getattr(backbone, "encoder", None)
-    packed = _packed_class(type(encoder).__name__)
-    if packed is None:
-        return _undoing([share_bias(module) for module in backbone.modules() if _is_stack(module)])
-    replacement, before = packed(encoder), backbone.config._attn_implementation
-    backbone.encoder = replacement
-    backbone.config._attn_implementation = attention
-    hook = backbone.register_forward_pre_hook(replacement.take_attention, with_kwargs=True)
+    name = type(encoder).__name__
+    if name in _PACKED:
+        from maxsimd.engine.execution.relative import encoders  # which imports transformers
 
-    def restore() -> None:
-        backbone.encoder = encoder
-        backbone.config._attn_implementation = before
-
-    return _undoing([hook.remove, restore])
-
-
-def _packed_class(name: str) -> type[PackedEncoder] | None:
-    """What replaces an encoder of this class. Imported here because it imports transformers."""
-    if name == "DebertaV2Encoder":
-        from maxsimd.engine.execution.relative.encoders import PackedDebertaV2
-
-        return PackedDebertaV2
-    if name == "MPNetEncoder":
-        from maxsimd.engine.execution.relative.encoders import PackedMPNet
-
-        return PackedMPNet
-    return None
+        packed = encoders.PACKED[name](encoder)
+        undo.callback(setattr, backbone, "encoder", encoder)
+        undo.callback(setattr, backbone.config, "_attn_implementation", backbone.config._attn_implementation)
+        backbone.encoder, backbone.config._attn_implementation = packed, attention
+        undo.callback(backbone.register_forward_pre_hook(packed.take_attention, with_kwargs=True).remove)
+        return undo.close
+    for stack in backbone.modules():
+        if _is_stack(stack):
+            # The other layers use the bias that the first makes.
+            bias = _StepBias(stack.block[0].layer[0].SelfAttention)
+            undo.callback(delattr, bias.attention, "compute_bias")
+            undo.callback(stack.register_forward_pre_hook(bias.take_attention, with_kwargs=True).remove)
+    return undo.close
 
 
 def _is_stack(module: nn.Module) -> bool:
     return type(module).__name__ in _STACKS and not getattr(module, "is_decoder", False)
-
-
-def _undoing(steps: list[Callable[[], None]]) -> Callable[[], None]:
-    def undo() -> None:
-        for step in steps:
-            step()
-
-    return undo
-
-
-__all__ = ["has_relative_positions", "install"]

@@ -161,3 +161,6 @@ class PackedMPNet(PackedEncoder):
         )
         qkv = QKV(query, key, value, attention.attention_head_size**-0.5, None, bias)
         return self.step.of_layer(attention, qkv).flatten(1)[None]
+
+
+PACKED: dict[str, type[PackedEncoder]] = {"DebertaV2Encoder": PackedDebertaV2, "MPNetEncoder": PackedMPNet}
