@@ -1,11 +1,10 @@
-"""Steps as CUDA graphs: for most, launching kernels one by one takes longer than running them.
+"""Replays steps as CUDA graphs: most steps take longer to launch kernel by kernel than to run.
 
-A graph is captured for each of a few sizes, and replayed with a step's tokens in its inputs. Rows beyond the
+A graph is captured for each of a few sizes and replayed with a step's tokens in its inputs. Rows beyond the
 step's belong to no sequence, and sequences beyond the step's have no rows.
 
-All graphs share the memory of the largest: with the hidden states that all write to, as much as one eager
-step of its size takes. That is 30 KiB a row, or 480 MiB for 16,384 rows of 1,024 hidden units in 16 bits. For
-the 19 sizes of such a model seven passes each are run at load, 460,000 rows in all: about a second."""
+All graphs share the memory of the largest: with 1,024 hidden units in 16 bits 30 KiB a row, 480 MiB for
+16,384 rows. The 19 sizes of such a model run seven passes each at load, about a second."""
 
 import logging
 import math
@@ -38,27 +37,26 @@ Run = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a run takes: its times, and the share of the device's free memory that it needs meanwhile."""
+    """The times of a run, and the share of the device's free memory that it needs."""
 
     times: Times
     memory: float
 
 
 class Recorder(Protocol):
-    """Records launches for one model."""
+    """Measures and captures what a model launches."""
 
     def cost(self, run: Run) -> Cost:
-        """What a run takes that has been run before."""
+        """The cost of a function that has run before."""
         ...
 
     def capture(self, run: Run) -> Callable[[], None]:
-        """Runs a function and captures what it launches; returns what launches it again."""
+        """Captures what a function launches; returns a function that launches it again."""
         ...
 
 
 class CudaRecorder:
-    """CUDA graphs of the thread's current device. They share their memory, because only one runs at a
-    time."""
+    """CUDA graphs of the thread's current device. They share their memory: one runs at a time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -67,14 +65,14 @@ class CudaRecorder:
     def cost(self, run: Run) -> Cost:
         torch.cuda.synchronize()
         before, (free, _) = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()
-        # What torch holds for itself is free as well.
+        # Memory that torch holds unused is free as well.
         free += torch.cuda.memory_reserved() - before
         torch.cuda.reset_peak_memory_stats()
         times = times_on_cuda(run)
         return Cost(times, (torch.cuda.max_memory_allocated() - before) / max(free, 1))
 
     def capture(self, run: Run) -> Callable[[], None]:
-        # A run beside the default stream, as torch asks for: libraries set up there what a graph may not.
+        # On a side stream first, as torch asks for: libraries set up what a graph may not.
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
             run()
@@ -89,17 +87,15 @@ class CudaRecorder:
 ROWS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 # Enough for most steps; empty sequences make the attention of a graph a little slower.
 _FEW_SEQUENCES = 32
-# Beyond the host's time, a step may leave this share of a graph's rows empty: much less costs it nothing, and
-# spares the host's threads the work of launching.
+# The share of a graph's rows that a step may leave empty if its replay takes longer than launching would.
 _EMPTY = 0.125
-# Where the device takes this many times as long as the host, graphs would only take memory.
+# If the device takes this many times as long as the host, graphs would only take memory.
 _DEVICE_BOUND = 8.0
 
 
 def sizes_for(rows: int, sequences: int, longest: int) -> tuple[CaptureSize, ...]:
-    """The sizes for steps of at most `rows` tokens and `sequences` sequences, of which the longest has
-    `longest`: each with few sequences, and with the most. The largest comes first, so that the others need no
-    more memory."""
+    """The sizes for steps of up to `rows` tokens and `sequences` sequences of up to `longest` tokens, each
+    with few sequences and with the most. The largest comes first: the others need no more memory."""
     found = {
         CaptureSize(size, min(size, most, sequences), min(size, longest))
         for size in {*(size for size in ROWS if size < rows), min(rows, ROWS[-1])}
@@ -109,19 +105,19 @@ def sizes_for(rows: int, sequences: int, longest: int) -> tuple[CaptureSize, ...
 
 
 def is_worth_capturing(host: float, device: float) -> bool:
-    """Whether graphs help with steps that take the host and the device these milliseconds eagerly."""
+    """Whether graphs help with steps that take these milliseconds to launch and to run."""
     return device <= host * _DEVICE_BOUND
 
 
 def least_tokens(rows: int, host: float, replay: float) -> int:
-    """The fewest tokens with which a step gains from a graph of `rows` rows whose replay takes `replay`
-    milliseconds, where the host takes `host` to launch an eager pass."""
+    """The fewest tokens of a step that gains from a graph of `rows` rows: a replay takes `replay`
+    milliseconds, launching a step `host`. A graph computes all of its rows, whatever a step has."""
     return 0 if replay <= host else int(rows * (1 - _EMPTY))
 
 
 def filling_steps(size: CaptureSize, samples: Sequence[TokenSequence]) -> tuple[Step, ...]:
-    """Two steps of the tokens of samples: one of as many sequences and rows as the graph takes, the samples
-    themselves among them; and one of few long sequences that leaves some rows empty."""
+    """Two steps of the samples' tokens: one with as many sequences and rows as the graph holds, the samples
+    among them; and one of few long sequences, with empty rows."""
     return (
         _step(samples, [*_many(size, [sample.tokens for sample in samples])]),
         _step(samples, [*_split(max(1, size.rows - size.rows // 10), size.longest, size.sequences)]),
@@ -129,8 +125,8 @@ def filling_steps(size: CaptureSize, samples: Sequence[TokenSequence]) -> tuple[
 
 
 def _many(size: CaptureSize, samples: Sequence[AnyTokens]) -> Iterator[AnyTokens | int]:
-    """Samples for half of the sequences, as long as the others can have a row each; and the lengths of the
-    others, which take the rows that are left if they are not too many."""
+    """Samples for up to half of the sequences, then random lengths for the others, which take the other
+    rows."""
     rows, sequences = size.rows, size.sequences
     for number in range(size.sequences // 2):
         tokens = samples[number % len(samples)]
@@ -141,7 +137,7 @@ def _many(size: CaptureSize, samples: Sequence[AnyTokens]) -> Iterator[AnyTokens
 
 
 def _random_lengths(rows: int, longest: int, count: int) -> Iterator[int]:
-    """`count` lengths from 1 to `longest`, `rows` in all if that is possible, else fewer."""
+    """`count` lengths from 1 to `longest`, `rows` in all if possible, else fewer."""
     random = np.random.default_rng(rows)
     for others in range(count - 1, -1, -1):
         least = max(1, min(longest, rows - others * longest))
@@ -152,13 +148,13 @@ def _random_lengths(rows: int, longest: int, count: int) -> Iterator[int]:
 
 
 def _split(rows: int, longest: int, most: int) -> Iterator[int]:
-    """The lengths of up to `most` sequences in `rows` rows: all of `longest` but the last."""
+    """The lengths of up to `most` sequences in `rows` rows: `longest` each, but for the last."""
     for first in range(0, rows, longest)[:most]:
         yield min(longest, rows - first)
 
 
 def _step(samples: Sequence[TokenSequence], parts: Sequence[AnyTokens | int]) -> Step:
-    """A step of these tokens, and of the samples' tokens one after the other in sequences of these
+    """A step of sequences with these tokens, or with the samples' tokens one after the other in these
     lengths."""
     ids = np.concatenate([sample.tokens.ids for sample in samples])
     types = [sample.tokens.type_ids for sample in samples]
@@ -176,18 +172,18 @@ def _step(samples: Sequence[TokenSequence], parts: Sequence[AnyTokens | int]) ->
     return Step(0, tuple(chunks))
 
 
-# Torch marks functions so whose result, or its size, depends on numbers in their arguments.
+# torch's tags of functions whose result, or its size, depends on numbers in their arguments.
 _DEPENDS_ON_NUMBERS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _AS_NUMBERS = (torch.bool, torch.uint8)
 _aten = torch.ops.aten
-# Those with positions to write to, which may be given as a mask.
+# Functions with positions to write to, which may be a mask.
 _WRITES = (_aten.index_put, _aten.index_put_, _aten._index_put_impl_, _aten._unsafe_index_put)
 _COPIES = (_aten._to_copy, _aten.to, _aten.copy_)
 
 
 def waits_in(run: Callable[[], object], device: torch.device) -> list[str]:
-    """Runs a function; returns the names of torch's functions in it that wait for what was computed on the
-    device, sorted."""
+    """Runs a function; returns the sorted names of torch's functions in it that wait for the device. Such a
+    function cannot be captured, and an attempt breaks later ones too."""
     watch = _Watch(device)
     with watch:
         run()
@@ -195,8 +191,6 @@ def waits_in(run: Callable[[], object], device: torch.device) -> list[str]:
 
 
 class _Watch(TorchDispatchMode):
-    """For the thread that enters it."""
-
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.waits: set[str] = set()
@@ -211,7 +205,7 @@ class _Watch(TorchDispatchMode):
     ) -> Any:
         given = kwargs or {}
         if func.namespace == "aten" and "device" not in given:
-            with self:  # in inference mode functions come here that are made of others
+            with self:  # in inference mode composite functions come here
                 result = func.decompose(*args, **given)
             if result is not NotImplemented:
                 return result
@@ -227,7 +221,7 @@ class _Watch(TorchDispatchMode):
 
 def _reads_numbers(func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> bool:
     if func.overloadpacket in _WRITES:
-        return _has_mask(args[1]) and args[2].numel() > 1  # a number is written without a look
+        return _has_mask(args[1]) and args[2].numel() > 1  # a single number needs no look
     if not _DEPENDS_ON_NUMBERS & set(func.tags):
         return False
     if func is _aten.index.Tensor:
@@ -238,16 +232,15 @@ def _reads_numbers(func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> b
 
 
 def _has_mask(indices: Sequence[torch.Tensor | None]) -> bool:
-    """Whether any is a mask, not positions."""
     return any(index is not None and index.dtype in _AS_NUMBERS for index in indices)
 
 
-# As torch aligns what it allocates: kernels are compiled for addresses that are multiples of 16.
+# As torch aligns allocations: kernels are compiled for addresses that are multiples of 16.
 _ALIGNMENT = 512
 
 
 class StaticInputs:
-    """Owns one buffer on the device, of which `tensors` are views by name."""
+    """Owns one buffer on the device, filled by one copy a step; `tensors` are views of it by name."""
 
     def __init__(
         self, fields: Mapping[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device
@@ -263,9 +256,8 @@ class StaticInputs:
         self.tensors = self._views(self._buffer)
 
     def load(self, contents: Mapping[str, NDArray[np.generic]]) -> None:
-        """Replaces the contents of all tensors: arrays of their types, which may be shorter and are followed
-        by zeros. The copy runs after what was launched before, and nobody waits for it. Raises KeyError for a
-        tensor that is left out."""
+        """Replaces the contents of all tensors by arrays, followed by zeros where these are shorter. The copy
+        is not waited for. Raises KeyError for a missing array."""
         # Pinned memory that is freed here is not used again before the copy is done.
         host = torch.zeros(self._buffer.shape, dtype=torch.uint8, pin_memory=self._buffer.is_cuda)
         for name, tensor in self._views(host).items():
@@ -280,8 +272,7 @@ class StaticInputs:
 
 
 class StaticGraph:
-    """The graph for one size of steps. Its replays write to `hidden` [rows, hidden], which is part of what
-    other graphs write to."""
+    """The graph for one size of steps. Replays write to `hidden` [rows, hidden], as other graphs do."""
 
     def __init__(
         self,
@@ -291,7 +282,7 @@ class StaticGraph:
         hidden: torch.Tensor,
         recorder: Recorder,
     ) -> None:
-        """Captures it with a step. Raises ValueError for one that its metadata is not made for."""
+        """Captures it with a step. Raises ValueError for a step that does not fit its metadata."""
         self.least_tokens = 0  # of a step that gains from it
         self._runner = runner
         self._static = static
@@ -313,8 +304,8 @@ class StaticGraph:
         self.again = recorder.capture(run)
 
     def replay(self, batch: PackedBatch) -> torch.Tensor | None:
-        """The hidden states [rows, hidden] of the graph's rows, of which the first are those of the step; the
-        next replay of any graph overwrites them. None for a step that it is not made for."""
+        """The hidden states [rows, hidden] of the graph's rows, those of the step first, until the next
+        replay of any graph. None for a step that does not fit."""
         if not self._load(batch):
             return None
         self.again()
@@ -333,22 +324,22 @@ class StaticGraph:
 
 log = logging.getLogger(__name__)
 
-# Of hidden states, relative to the largest: graphs run the same kernels, at most with other tiles.
+# Of hidden states, as a share of the largest: graphs run the same kernels, at most with other tiles.
 TOLERANCE = 0.02
-# Of the device's free memory, that a graph may hold for good.
+# The share of the device's free memory that a graph may hold for good.
 _MEMORY = 0.25
 
 
 class GraphedRunner(FasterRunner):
-    """A `PackedRunner` whose steps of whole sequences are replayed where a graph holds them."""
+    """Replays steps of whole sequences that fit a graph."""
 
     def __init__(self, inner: PackedRunner, device: torch.device) -> None:
         super().__init__(inner)
         self._device = device
         self._graphs: dict[CaptureSize, StaticGraph] = {}  # the smallest first
-        # Tokens that a replay computes in the time that the host needs to launch a step kernel by kernel.
+        # Tokens that a replay computes while the host would launch a step kernel by kernel.
         self.launch_tokens = 0
-        self._hidden: torch.Tensor | None = None  # [rows of the largest, hidden], to which all of them write
+        self._hidden: torch.Tensor | None = None  # [rows of the largest, hidden]; all graphs write to it
 
     @torch.inference_mode()
     def forward(self, step: Step) -> tuple[torch.Tensor, PoolingCursor]:
@@ -363,7 +354,7 @@ class GraphedRunner(FasterRunner):
 
     @property
     def sizes(self) -> tuple[CaptureSize, ...]:
-        """What it has graphs for, the smallest first."""
+        """The sizes of the graphs, the smallest first."""
         return tuple(self._graphs)
 
     @torch.inference_mode()
@@ -374,9 +365,9 @@ class GraphedRunner(FasterRunner):
         samples: Sequence[TokenSequence],
         recorder: Recorder,
     ) -> Mapping[CaptureSize, str]:
-        """Captures a graph for each of the sizes, the largest first, with steps of the samples' tokens, and
-        drops those that give something else than the steps give without them. Returns why, by size. Captures
-        none for a model that waits for the device within a step."""
+        """Captures a graph for each of the sizes, the largest first, with steps of the samples' tokens. Drops
+        those whose results differ, and returns the mismatches by size. Captures none for a model that waits
+        for the device within a step."""
         if not self._may_be_captured(filling_steps(sizes[-1], samples)[0]):
             return {}
         mismatches = {}
@@ -391,9 +382,9 @@ class GraphedRunner(FasterRunner):
         return mismatches
 
     def _may_be_captured(self, step: Step) -> bool:
-        """Whether the model does not wait for the device in a step; if it does, the log says where."""
+        """Whether a step does not wait for the device; logs where it does."""
         try:
-            self.inner.forward(step)  # what is made once may wait
+            self.inner.forward(step)  # the first step may wait
             waits = waits_in(lambda: self.inner.forward(step), self._device)
         except Exception as error:
             log.warning("no CUDA graphs: a step cannot be watched: %s", error)
@@ -405,8 +396,7 @@ class GraphedRunner(FasterRunner):
     def _capture(
         self, backend: CapturableBackend, size: CaptureSize, steps: Sequence[Step], recorder: Recorder
     ) -> str | None:
-        """Captures and compares the graph of a size; says how it differs if it does. Does nothing where it
-        would be no help."""
+        """Captures and compares the graph of a size, if it helps; returns a description of a mismatch."""
         runner, full = self.inner, steps[0]
         exact = [runner.forward(step)[0] for step in steps]
         eager = recorder.cost(lambda: runner.forward(full))
@@ -440,12 +430,12 @@ class GraphedRunner(FasterRunner):
     def _mismatch(
         self, graph: StaticGraph, steps: Sequence[Step], exact: Sequence[torch.Tensor]
     ) -> str | None:
-        """None if a graph gives for steps what they give without it, else a description of the mismatch."""
+        """None if a graph gives the steps' results, else a description of the mismatch."""
         for step, expected in zip(steps, exact, strict=True):
             batch = self.inner.lay_out(step)
             hidden = graph.replay(batch)
             if hidden is None:
-                continue  # nor will it be replayed for such steps
+                continue  # such steps will not be replayed either
             ours, plain = hidden[: len(expected)].float(), expected.float()
             worst = float((ours - plain).abs().max() / plain.abs().max().clamp(min=1e-6))
             if not worst <= TOLERANCE:
@@ -453,7 +443,7 @@ class GraphedRunner(FasterRunner):
         return None
 
     def _graph_for(self, step: Step) -> StaticGraph | None:
-        """The smallest graph that holds a step and helps with it."""
+        """The smallest graph that holds a step, if it helps."""
         if not step.chunks or not all(is_whole_text(chunk) for chunk in step.chunks):
             return None
         for size, graph in self._graphs.items():
@@ -469,9 +459,8 @@ def with_graphs(
     samples: Sequence[TokenSequence],
     most: CaptureSize,
 ) -> PackedRunner | GraphedRunner:
-    """The runner with graphs for steps of up to the size `most`, as far as they can be captured and give the
-    same hidden states for steps of the samples' tokens; a warning says for which sizes they do not. The
-    runner itself where there are none."""
+    """The runner with graphs for steps of up to the size `most` that can be captured and give the same hidden
+    states, with a warning for sizes that do not. The runner itself if there are none."""
     texts = [each for each in samples if is_whole_text(Chunk(each, 0, len(each)))]
     if device.type != "cuda" or not isinstance(backend, CapturableBackend) or not texts:
         return runner

@@ -286,8 +286,8 @@ def replace_linears(
     stand_in: Callable[[nn.Linear, bool], nn.Module],
     fits: Callable[[nn.Linear], bool] = lambda layer: True,
 ) -> int:
-    """Replaces every `nn.Linear`, told whether it computes the GELU after it; returns the number of
-    weights."""
+    """Replaces every `nn.Linear`, told whether it computes the GELU after it; returns the weights
+    replaced."""
     replaced = 0
     for parent in list(backbone.modules()):
         for name, child in list(parent.named_children()):

@@ -1,8 +1,7 @@
-"""Steps on a CPU with all layers of an encoder in one call of our library. To go from layer to layer in
-Python takes as long as the layers' products where a step has few rows; where it has many, what lies between
-the products of a layer goes to memory and back.
+"""Runs all layers of a BERT-like encoder in one call of our library, on a CPU. Going from layer to layer in
+Python takes as long as the products of a small step; in a large one, results between products go to memory.
 
-Used where it gives the same to the last bit and takes less time, which is found out at load."""
+Used if it gives the same bits and is faster, which is tried at load."""
 
 import logging
 import time
@@ -22,8 +21,8 @@ from maxsimd.scheduler import Chunk, Step, TokenSequence
 
 
 def packed_layers(backbone: Any, most_rows: int) -> Layers | str:
-    """The layers of a backbone that consists of embeddings and such layers, for steps of at most `most_rows`
-    rows; or why they are not run so."""
+    """The layers of a backbone that is built as BERT and whose products are packed, for steps of at most
+    `most_rows` rows; or the reason why they cannot run in one call."""
     if children_of(backbone) != {"embeddings", "encoder"} or children_of(backbone.encoder) != {"layer"}:
         return "it does not consist of embeddings and layers alone"
     if any(module._forward_hooks or module._forward_pre_hooks for module in backbone.modules()):
@@ -48,7 +47,7 @@ def packed_layers(backbone: Any, most_rows: int) -> Layers | str:
 
 
 def _layer(module: Any) -> Layer | None:
-    """A layer's products and norms; None if it is not built as BERT's."""
+    """The products and norms of a layer; None if it is not built as BERT's."""
     if children_of(module) != {"attention", "intermediate", "output"}:
         return None
     if children_of(module.attention) != {"self", "output"}:
@@ -80,14 +79,14 @@ def _layer(module: Any) -> Layer | None:
 
 
 def _is_gelu(wide: Any) -> bool:
-    """Whether the first half of a feed-forward is one product with the exact GELU in it."""
+    """Whether the first half of a feed-forward is one product with exact GELU."""
     dense = wide.dense
     return isinstance(dense, CompiledLinear) and dense.gelu and type(wide.intermediate_act_fn) is nn.Identity
 
 
 def _attention(module: Any, layer: Layer) -> tuple[int, float] | None:
-    """The number of heads of a self-attention, and by what it multiplies products; None if it does anything
-    else with what a layer's products give for random rows than to attend to it."""
+    """The heads and the scaling of a self-attention; None if, on random rows, it does anything else with the
+    products of queries, keys and values than attend."""
     weights = layer.query.weights
     x = random_like((1, ROWS, weights.inputs), torch.empty(0, dtype=weights.dtype))
     found = recorded(lambda attention: module(x, step_attention=attention)[0])
@@ -110,15 +109,15 @@ def _attention(module: Any, layer: Layer) -> tuple[int, float] | None:
 
 log = logging.getLogger(__name__)
 
-# Steps of more rows run layer by layer: the memory between the layers, which is kept, would be too large.
+# Steps of more rows run layer by layer: the memory that is kept between layers would be too large.
 MOST_ROWS = 4096
-# So do those of more rows than this where a step of as many or a few more is not the faster in one call. With
-# more threads it has more rows, so that each thread takes some of them as in larger steps.
+# So do steps of more rows than this if one of as many is not faster in one call. With more threads that step
+# has more rows.
 FEW_ROWS, _ROWS_A_THREAD = 512, 32
-# The rows of the small step that is tried at load.
+# Rows of the small step that is tried at load.
 _TRIED_ROWS = 64
-# How often a small step is timed, and one of many rows: at least, and at most while one call is not the
-# faster. Where others load models meanwhile, the best of a few times says little.
+# How often a small and a large step are timed: at least, and at most while one call is not faster. On a busy
+# machine the best of a few times says little.
 _ROUNDS, _ROUNDS_OF_MANY = (5, 40), (1, 4)
 
 # Seconds of a call.
@@ -126,8 +125,8 @@ Timer = Callable[[Callable[[], object]], float]
 
 
 class OneCallRunner(FasterRunner):
-    """A `PackedRunner` whose steps run all layers in one call, behind the backbone's `embeddings`. With
-    `firsts_only` the last layer gives the first row of each sequence alone."""
+    """Runs all layers of a step in one call, after the backbone's `embeddings`. With `firsts_only` the last
+    layer gives the first row of each sequence alone."""
 
     def __init__(
         self, inner: PackedRunner, embeddings: nn.Module, layers: Layers, *, firsts_only: bool
@@ -153,7 +152,7 @@ class OneCallRunner(FasterRunner):
         return hidden, cursor
 
     def takes(self, step: Step) -> bool:
-        """Whether a step is run in one call: it has whole texts alone, and not too many rows."""
+        """Whether a step has whole texts alone, and not too many rows."""
         if not 0 < step.num_tokens <= self.most_rows:
             return False
         return all(is_whole_text(chunk) for chunk in step.chunks)
@@ -168,8 +167,8 @@ def seconds_of(run: Callable[[], object]) -> float:
 def with_one_call(
     runner: PackedRunner, backbone: Any, sequences: Sequence[TokenSequence], timer: Timer | None = None
 ) -> PackedRunner | OneCallRunner:
-    """The runner with all layers in one call, if the backbone's layers can be run so, give the same bits for
-    the sequences, and take less time; else the runner itself. The log says which, and why."""
+    """The runner with all layers in one call, if that gives the same bits for the sequences in less time;
+    else the runner itself. Logs the reason."""
     if not isinstance(runner.backend, CompiledBackend):
         return runner
     try:
@@ -190,10 +189,9 @@ def with_one_call(
 
 
 def _why_not(fast: OneCallRunner, sequences: Sequence[TokenSequence], timer: Timer) -> str | None:
-    """None if steps are the same in one call, and small ones faster, else the reason why none are run so. If
-    only small steps are faster, the runner takes no others from then on.
-
-    Tries steps of some sequences and of many, and the shortest and the longest alone."""
+    """None if steps give the same in one call, and small ones faster, else the reason. If large steps are not
+    faster, the runner takes small ones alone. Tries steps of some sequences and of many, and the shortest and
+    the longest alone."""
     texts = sorted((each for each in sequences if fast.takes(_step([each]))), key=len)
     if not texts:
         return "there is no sequence to try"
@@ -226,7 +224,6 @@ def _measured(step: Step, ours: float, plain: float) -> str:
 def _least_seconds(
     fast: OneCallRunner, step: Step, timer: Timer, fewest: int, most: int
 ) -> tuple[float, float]:
-    """The least seconds of a step in one call and layer by layer."""
     ours = plain = float("inf")
     for number in range(1, most + 1):
         ours = min(ours, timer(lambda: fast.forward(step)))

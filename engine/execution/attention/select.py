@@ -133,7 +133,7 @@ def time_on_cuda(run: Callable[[], object]) -> float:
 
 
 def fastest(milliseconds: Mapping[str, float]) -> str:
-    """The first name that takes at most 10% longer than the fastest."""
+    """The first that takes at most 10% longer than the fastest."""
     least = min(milliseconds.values())
     return next(name for name, taken in milliseconds.items() if taken <= least * (1 + _MARGIN))
 

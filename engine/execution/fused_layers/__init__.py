@@ -1,6 +1,8 @@
-"""Layers of a packed model in few launches, found by structure and tried before they are used: on a GPU
-modules that take the positions of those that transformers builds, on a CPU layers with rotary positions, and
-a table of all layers built as BERT's."""
+"""Replaces modules of a packed model by fused ones in few launches: found by structure, tried before use. On
+a CPU, layers with rotary positions alone; layers built as BERT's run in one call there.
+
+A layer built as BERT's takes eight launches in place of twelve, or seven if the first product of its
+feed-forward computes the GELU."""
 
 import logging
 from collections.abc import Callable, Collection, Sequence
@@ -29,9 +31,8 @@ from maxsimd.engine.ops.qkv import QKV
 
 
 class FusedSelfAttention(nn.Module):
-    """Queries, keys and values as one product, and packed attention.
-
-    The module that it replaces is handed on to attention, which tells layers apart by it."""
+    """Queries, keys and values as one product, and packed attention, which tells layers apart by the replaced
+    module."""
 
     def __init__(self, replaced: Any, asked: QKV) -> None:
         super().__init__()
@@ -65,7 +66,7 @@ class FusedSelfAttention(nn.Module):
 
 
 class FusedIntermediate(nn.Module):
-    """The first product of a feed-forward, which computes its GELU itself."""
+    """The first product of a feed-forward with its GELU."""
 
     def __init__(self, product: GeluLinear) -> None:
         super().__init__()
@@ -78,7 +79,7 @@ class FusedIntermediate(nn.Module):
 
 
 class FusedOutput(nn.Module):
-    """A linear layer, and the residual sum and layer norm after it as one kernel."""
+    """A linear layer, and one kernel for the residual sum and layer norm after it."""
 
     def __init__(self, replaced: Any) -> None:
         super().__init__()
@@ -91,8 +92,7 @@ class FusedOutput(nn.Module):
 
 
 def fused_self_attention(module: Any) -> FusedSelfAttention | None:
-    """What replaces a self-attention of BERT's structure whose queries, keys and values are products of one
-    input; None for any other module."""
+    """Replaces a self-attention built as BERT's; None for any other module."""
     if children_of(module) != {"query", "key", "value", "dropout"} or type(module.dropout) is not nn.Dropout:
         return None
     layers = (module.query, module.key, module.value)
@@ -109,8 +109,8 @@ def fused_self_attention(module: Any) -> FusedSelfAttention | None:
 
 
 def fused_intermediate(module: Any) -> FusedIntermediate | None:
-    """A fused first product with exact GELU for the module that begins the feed-forward of BERT's structure;
-    None for any other module, and where that is not faster or less exact."""
+    """Replaces the beginning of a feed-forward built as BERT's with exact GELU; None for any other module, or
+    if that is slower or less exact."""
     if children_of(module) != {"dense", "intermediate_act_fn"} or not is_plain(module.dense):
         return None
     if not is_exact_gelu(module.intermediate_act_fn):
@@ -122,8 +122,7 @@ def fused_intermediate(module: Any) -> FusedIntermediate | None:
 
 
 def fused_output(module: Any) -> FusedOutput | None:
-    """What replaces the module that ends the attention or the feed-forward of BERT's structure; None for any
-    other module."""
+    """Replaces the end of an attention or a feed-forward built as BERT's; None for any other module."""
     if children_of(module) != {"dense", "LayerNorm", "dropout"} or not is_plain(module.dense):
         return None
     norm = module.LayerNorm
@@ -147,21 +146,19 @@ log = logging.getLogger(__name__)
 
 _Maker: TypeAlias = Callable[[Any], nn.Module | None]
 _MAKERS: tuple[_Maker, ...] = (fused_rotary_layer, fused_self_attention, fused_intermediate, fused_output)
-# On a CPU, layers built as BERT's are all run in one call.
 _MAKERS_ON_CPU: tuple[_Maker, ...] = (fused_rotary_layer,)
 
 
-# A module's type and that of the module which has taken its position.
+# The types of a module and of its replacement.
 Fused: TypeAlias = tuple[type[nn.Module], type[nn.Module]]
 
 
 def fuse(backbone: nn.Module, known: Collection[Fused] | None = None) -> list[Fused]:
-    """Replaces the modules of a backbone that fused ones can stand for, and returns a pair of types for each.
-    The backbone must run packed, and be on its device and in its precision. A module stays if it is not built
-    as expected, if its results differ, or if its pair is not among the `known` ones, where these are given: a
-    trial in float32 notices more than one in 16 bits.
+    """Replaces modules of a backbone by fused ones; returns a pair of types for each. The backbone must run
+    packed, on its device and in its precision.
 
-    One module after the other, so that only one has its weights twice in memory."""
+    A module stays if its structure is unknown, if its results differ, or if its pair is not `known`: a trial
+    in float32 notices more than one in 16 bits. Only one module at a time has its weights twice in memory."""
     replaced: list[Fused] = []
     failures: set[str] = set()
     makers = _MAKERS if triton.runs_on(next(backbone.parameters()).device) else _MAKERS_ON_CPU
@@ -171,12 +168,12 @@ def fuse(backbone: nn.Module, known: Collection[Fused] | None = None) -> list[Fu
             parent = backbone.get_submodule(owner)
             module: Any = parent._modules[attribute]
         except (AttributeError, KeyError):
-            continue  # it was part of a module that is replaced by now
+            continue  # part of a module that has been replaced
         fused = _fused(module, makers, failures)
         if fused is None:
             continue
         kind = (type(module), type(fused))
-        # GELU is part of a product in bfloat16 alone, and is compared with the exact one.
+        # GELU is fused in bfloat16 alone, and compared with the exact one.
         if known is None or kind in known or isinstance(fused, FusedIntermediate):
             setattr(parent, attribute, fused)
             _release(fused)
@@ -187,8 +184,7 @@ def fuse(backbone: nn.Module, known: Collection[Fused] | None = None) -> list[Fu
 
 
 def _fused(module: Any, makers: Sequence[_Maker], failures: set[str]) -> nn.Module | None:
-    """What may take a module's position; None if there is nothing that does the same. Adds to `failures` what
-    failed with modules that are built as expected."""
+    """The fused module for a module; None if none gives the same. Adds errors to `failures`."""
     if has_hooks(module):
         return None
     for make in makers:
@@ -203,7 +199,7 @@ def _fused(module: Any, makers: Sequence[_Maker], failures: set[str]) -> nn.Modu
 
 
 def _release(fused: nn.Module) -> None:
-    """Frees the layers whose weights a fused module has copies of; attention modules live on without them."""
+    """Frees the layers whose weights a fused module has copies of."""
     if isinstance(fused, FusedSelfAttention):
         fused._replaced[0]._modules.clear()
     elif isinstance(fused, FusedRotaryLayer):

@@ -1,4 +1,5 @@
-"""Linear layers as one product with what is beside them: other layers of the same input, or a GELU behind."""
+"""Parts of fused layers: linear layers joined with others of the same input or with a GELU, and the trial of
+a fused module, which must ask the same of attention and give the same as the module it replaces."""
 
 import functools
 import logging
@@ -19,18 +20,17 @@ log = logging.getLogger(__name__)
 _TIMED_ROWS = (16_384, 512)
 # Milliseconds of the device for each number of rows.
 _BUDGET = 20.0
-# GELU is joined only if that takes less than this share of the time of the two launches.
+# GELU is joined if that takes less than this share of the time of two launches.
 _FASTER = 0.95
-# Rows that are compared. Neither number is a multiple of a tile's.
+# Rows that are compared: no multiples of a tile's.
 _COMPARED_ROWS = (3, 253)
-# How large the joined error may be, relative to the error of linear layer and GELU apart. Apart, bfloat16
-# rounds twice, and joined once. GELU by tanh adds an error that is a tenth of one rounding.
+# The joined error as a share of the error in two launches, where bfloat16 rounds twice instead of once. GELU by
+# tanh adds a tenth of one rounding.
 _ERROR_SHARE = 1.1
 
 
 def joined_linear(layers: Sequence[nn.Linear]) -> nn.Linear:
-    """Linear layers of one input as one product, whose outputs stand side by side in each row. It has copies
-    of their weights."""
+    """Linear layers of one input as one product, with outputs side by side. Copies their weights."""
     joined = nn.Linear(layers[0].in_features, sum(layer.out_features for layer in layers), device="meta")
     joined.weight = _constant(torch.cat([layer.weight.detach() for layer in layers]))
     if any(layer.bias is not None for layer in layers):
@@ -41,8 +41,7 @@ def joined_linear(layers: Sequence[nn.Linear]) -> nn.Linear:
 
 
 class GeluLinear(nn.Module):
-    """A linear layer and the exact GELU of its output: one product where `joins_gelu` allows it, else two
-    launches."""
+    """A linear layer and the exact GELU of its output: one launch if `joins_gelu` allows it, else two."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
@@ -55,21 +54,19 @@ class GeluLinear(nn.Module):
 
 
 def joined_gelu(x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
-    """GELU of `layer(x)`, [rows, outputs], for `x` [rows, inputs], in one launch. On a GPU, cuBLASLt computes
-    it by tanh from float32 sums and rounds once. The layer must have a bias."""
+    """GELU of `layer(x)` in one launch, for a layer with a bias: [rows, inputs] to [rows, outputs]. On a GPU,
+    cuBLASLt computes it by tanh from float32 sums and rounds once."""
     return torch._addmm_activation(layer.bias, x, layer.weight.t(), use_gelu=True)
 
 
 def gelu_apart(x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
-    """The same in two launches, by the error function."""
+    """GELU of `layer(x)` in two launches, by the error function."""
     return nn.functional.gelu(layer(x))
 
 
 def joins_gelu(layer: nn.Linear) -> bool:
-    """Whether `joined_gelu` is as exact as `gelu_apart` for layers like this one, and faster. Each shape is
-    tried once a process and device, which takes the device about 50 ms, so call this at load.
-
-    Always False but in bfloat16: in float16 the two forms of GELU differ by more than rounding."""
+    """Whether `joined_gelu` is as exact as `gelu_apart` for layers of this shape, and faster: tried once, for
+    about 50 ms. Always False except in bfloat16: in float16 both differ by more than rounding."""
     weight = layer.weight
     if layer.bias is None or weight.dtype is not torch.bfloat16 or not _may_join(weight.device):
         return False
@@ -77,8 +74,8 @@ def joins_gelu(layer: nn.Linear) -> bool:
 
 
 def _may_join(device: torch.device) -> bool:
-    """Whether a device has compute capability 8.0 to 10.x. Others report that the joined product is slower on
-    12.0."""
+    """Whether a device has compute capability 8.0 to 10.x; on 12.0 the joined product is said to be
+    slower."""
     return is_nvidia(device) and (8, 0) <= torch.cuda.get_device_capability(device) < (11, 0)
 
 
@@ -105,7 +102,7 @@ def _is_right_and_faster(device: torch.device, inputs: int, outputs: int) -> boo
 
 
 def _is_right(device: torch.device, inputs: int, outputs: int) -> bool:
-    """Whether the joined result for random rows is as near to the exact one as the result apart, on average
+    """Whether the joined result for random rows is as near to the exact one as in two launches, on average
     and at worst."""
     layer = _random_layer(device, inputs, outputs)
     errors: dict[str, list[torch.Tensor]] = {"joined": [], "apart": []}
@@ -129,7 +126,7 @@ def _milliseconds(device: torch.device, rows: int, inputs: int, outputs: int) ->
 
 
 def _random_layer(device: torch.device, inputs: int, outputs: int) -> nn.Linear:
-    """A layer in bfloat16 whose outputs are as large as its inputs, plus a bias of the same size."""
+    """A bfloat16 layer whose outputs and bias are as large as its inputs."""
     layer = nn.Linear(inputs, outputs, device="meta")
     layer.weight = _constant(_normal(device, outputs, inputs, seed=1) * inputs**-0.5)
     layer.bias = _constant(_normal(device, 1, outputs, seed=2)[0])
@@ -143,7 +140,7 @@ def _normal(device: torch.device, rows: int, width: int, seed: int = 0) -> torch
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether a module is a linear layer and nothing else: no adapter, no quantised weight, no hook."""
+    """Whether a module is a plain linear layer: no adapter, no quantized weight, no hook."""
     return type(module) is nn.Linear and not has_hooks(module) and module.weight.is_floating_point()
 
 
@@ -153,15 +150,15 @@ def children_of(module: nn.Module) -> set[str]:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a module has a hook that may do something. transformers leaves hooks behind when a model was
-    asked for the states of all layers; without that question, as in a step, they do nothing."""
+    """Whether a module has a hook other than those that transformers leaves after a request for the states of
+    all layers, which do nothing in a step."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return any(hook.__module__ != "transformers.utils.output_capturing" for hook in hooks)
 
 
 def add_product_(total: torch.Tensor, x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
-    """Adds a linear layer's output for `x` [rows, inputs] to `total` [rows, outputs]. Without a bias the
-    product does it, in float32 and rounded once; otherwise its output is rounded first."""
+    """Adds a linear layer's output for `x` [rows, inputs] to `total` [rows, outputs]: without a bias in
+    float32, rounded once; else the output is rounded first."""
     if type(layer) is nn.Linear and layer._parameters["bias"] is None:
         return total.addmm_(x, layer.weight.t())
     return total.add_(layer(x))  # such as one with int8 weights
@@ -177,14 +174,14 @@ def _constant(tensor: torch.Tensor) -> nn.Parameter:
 
 ROWS = 5
 
-# Of the largest number, how far two ways of rounding may be apart after a few layers' sums.
+# The difference, as a share of the largest number, that rounding makes in the sums of a few layers.
 _SHARE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 
 
 @dataclass(slots=True, eq=False)
 class RecordedAttention:
-    """Takes the position of a step's attention: records what a layer asks of it, and gives random numbers,
-    the same each time."""
+    """Stands in for a step's attention: records what a layer asks for, and gives the same random numbers each
+    time."""
 
     asked: list[QKV] = field(default_factory=list)
 
@@ -196,14 +193,15 @@ class RecordedAttention:
 
 
 def random_like(shape: torch.Size | tuple[int, ...], like: torch.Tensor, seed: int = 0) -> torch.Tensor:
-    """Normally distributed numbers in the precision and on the device of `like`."""
+    """Normally distributed numbers with the dtype and device of `like`."""
     random = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=random).to(like.device, like.dtype)
 
 
 @torch.inference_mode()
 def recorded(call: Callable[[RecordedAttention], torch.Tensor]) -> tuple[QKV, torch.Tensor] | None:
-    """What a layer asks of attention, and gives; None if it does not ask exactly once, or gives no tensor."""
+    """The input that a layer gives attention, and its result; None if it does not call attention once, or
+    gives no tensor."""
     attention = RecordedAttention()
     given = call(attention)
     if len(attention.asked) != 1 or not isinstance(given, torch.Tensor):
@@ -212,7 +210,7 @@ def recorded(call: Callable[[RecordedAttention], torch.Tensor]) -> tuple[QKV, to
 
 
 def asks_the_same(ours: QKV, theirs: QKV) -> bool:
-    """Whether two calls of attention are the same but for rounding."""
+    """Whether two inputs of attention are the same but for rounding."""
     if (ours.scaling, ours.window) != (theirs.scaling, theirs.window) or ours.relative is not theirs.relative:
         return False
     pairs = zip((ours.query, ours.key, ours.value), (theirs.query, theirs.key, theirs.value), strict=True)

@@ -1,13 +1,8 @@
-"""Runs a whole layer with rotary positions in about 9 launches, or 12 with norms on both sides: norm; one
-product for queries, keys and values; rotation, and the norm of heads; attention; the output product; sum and
-norm; the first product of the feed-forward; its activation; and the last product, with the sum. transformers
-takes 22 to 82.
+"""Runs a layer with rotary positions in about 9 launches, or 12 with norms on both sides; transformers takes
+22 to 82.
 
-The norms stand before the parts (Qwen3, Llama, Gemma, ModernBERT), after the sums (jina-embeddings-v3, gte,
-nomic-bert), or on both sides of the parts (Gemma3). They are LayerNorm or RMSNorm, and the feed-forward is
-gated or plain.
-
-A layer updates its residual in place only if it made that tensor; its input is never changed."""
+Norms stand before the parts (Qwen3, Llama, Gemma, ModernBERT), after the sums (jina-embeddings-v3, gte,
+nomic-bert), or on both sides (Gemma3). They are LayerNorm or RMSNorm; the feed-forward is gated or plain."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,7 +35,7 @@ _Angles: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _LayerNames:
-    """The children of a layer: attention, feed-forward, and the norms before and after each of them."""
+    """The children of a layer, with the norms before and after attention and feed-forward."""
 
     attention: str
     feed_forward: str
@@ -53,8 +48,7 @@ class _LayerNames:
 
 @dataclass(frozen=True, slots=True)
 class _AttentionNames:
-    """The children of an attention: the products of its input, the one of its output, and the norms of heads
-    of queries and keys."""
+    """The children of an attention: the products of its input and output, and the norms of heads."""
 
     qkv: tuple[str, ...]
     out: str
@@ -66,8 +60,8 @@ class _AttentionNames:
 
 @dataclass(frozen=True, slots=True)
 class _FeedForwardNames:
-    """The children of a feed-forward: the products of its input, the gate first; the activation; and the last
-    product. An activation that is no child is tried as SiLU."""
+    """The children of a feed-forward: the first products with the gate first, the activation (SiLU is tried
+    if it is no child), and the last product."""
 
     up: tuple[str, ...]
     activation: str | None
@@ -106,12 +100,12 @@ _FEED_FORWARDS = (
     _FeedForwardNames(("Wi",), "act", "Wo"),
     _FeedForwardNames(("w1", "w3"), None, "w2"),
 )
-# Children that do nothing in a step, and those that the backbone calls, not the layer.
+# Children that do nothing in a step, or that the backbone calls.
 _IDLE = (nn.Dropout, nn.Identity)
 _IDLE_NAMES = {"rotary_emb"}
 # Between the positions of rows in a trial.
 _FAR = 1_000_003
-# How norms call their epsilon.
+# Names of a norm's epsilon.
 _EPSILONS = ("variance_epsilon", "eps")
 
 
@@ -120,14 +114,13 @@ class _LayerNorm(nn.Module):
 
     def __init__(self, replaced: nn.LayerNorm) -> None:
         super().__init__()
-        self.weight, self.epsilon = _as_read(replaced.weight), replaced.eps
-        self.bias = None if replaced.bias is None else _as_read(replaced.bias)
+        self.weight, self.epsilon = _kernel_weight(replaced.weight), replaced.eps
+        self.bias = None if replaced.bias is None else _kernel_weight(replaced.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return elementwise.layer_norm(x, self.weight, self.bias, self.epsilon)
 
     def of_sum(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """The norm of `x + residual`."""
         return elementwise.layer_norm(x, self.weight, self.bias, self.epsilon, residual)
 
     def with_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -140,13 +133,12 @@ class _RMSNorm(nn.Module):
 
     def __init__(self, weight: nn.Parameter, epsilon: float) -> None:
         super().__init__()
-        self.weight, self.epsilon = _as_read(weight), epsilon
+        self.weight, self.epsilon = _kernel_weight(weight), epsilon
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return elementwise.rms_norm(x, self.weight, self.epsilon)
 
     def of_sum(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """The norm of `x + residual`."""
         return self.with_sum(x, residual)[1]
 
     def with_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -154,15 +146,15 @@ class _RMSNorm(nn.Module):
         return elementwise.sum_and_rms_norm(x, residual, self.weight, self.epsilon)
 
 
-def _as_read(weight: nn.Parameter) -> nn.Parameter:
-    """A norm's weight as its kernel reads it: the compiled one for CPUs reads float32."""
+def _kernel_weight(weight: nn.Parameter) -> nn.Parameter:
+    """A norm's weight for its kernel: the one for CPUs reads float32."""
     if triton.runs_on(weight.device):
         return weight
     return nn.Parameter(weight.detach().float().contiguous(), requires_grad=False)
 
 
 class _Plain(nn.Module):
-    """The first product of a feed-forward, and its activation as a launch of its own."""
+    """The first product of a feed-forward, and its activation in another launch."""
 
     def __init__(self, up: nn.Module, activation: nn.Module) -> None:
         super().__init__()
@@ -179,8 +171,8 @@ _Wide: TypeAlias = GeluLinear | _Plain | Gated
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Parts:
-    """The modules of a layer. The norms before and after its parts, if there are any, are that of attention
-    and that of the feed-forward; one that does nothing is None."""
+    """The modules of a layer. `before` and `after` are the norms of attention and feed-forward, or empty; a
+    norm that does nothing is None."""
 
     attention: nn.Module
     qkv: tuple[nn.Linear, ...]
@@ -193,12 +185,11 @@ class _Parts:
 
 
 class FusedRotaryLayer(nn.Module):
-    """The whole layer. The attention module that it replaces is handed on to packed attention, which tells
-    layers apart by it."""
+    """The whole layer. Packed attention tells layers apart by the replaced attention module."""
 
     def __init__(self, replaced: nn.Module, parts: _Parts, asked: QKV) -> None:
         super().__init__()
-        # Models read these from their layers: ModernBERT chooses positions by the type of attention.
+        # Models read settings of their layers: ModernBERT chooses positions by the type of attention.
         for name, setting in vars(replaced).items():
             if isinstance(setting, (bool, int, str)) and not name.startswith("_"):
                 setattr(self, name, setting)
@@ -223,12 +214,12 @@ class FusedRotaryLayer(nn.Module):
         position_embeddings: _Angles | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """[1, rows, hidden] to [1, rows, hidden]; the cosines and sines of `position_embeddings` are [1,
-        rows, head_dim]."""
+        """[1, rows, hidden] to [1, rows, hidden]; cosines and sines are [1, rows, head_dim]. The input is not
+        changed."""
         assert position_embeddings is not None
         hidden = hidden_states[0]
         x = hidden if self.before_attention is None else self.before_attention(hidden)
-        qkv = self._turned(self.qkv(x), position_embeddings)
+        qkv = self._rotated(self.qkv(x), position_embeddings)
         query, key, value = qkv.transpose(0, 1)[None].split((*self.heads, self.heads[1]), dim=1)
         attended, _ = attend(
             self._attention[0],
@@ -256,9 +247,9 @@ class FusedRotaryLayer(nn.Module):
         given: torch.Tensor = total[None]
         return given
 
-    def _turned(self, product: torch.Tensor, position_embeddings: _Angles) -> torch.Tensor:
-        """Queries, keys and values [rows, all heads, head_dim], where the product wrote them. ValueError for
-        positions that are not one for each row."""
+    def _rotated(self, product: torch.Tensor, position_embeddings: _Angles) -> torch.Tensor:
+        """Rotates queries and keys in place: [rows, all heads, head_dim]. Raises ValueError unless there is
+        one position for each row."""
         rows = len(product)
         cos, sin = position_embeddings
         if cos.shape != (1, rows, self.head_dim) or sin.shape != cos.shape:
@@ -274,30 +265,30 @@ class FusedRotaryLayer(nn.Module):
 
 
 def _normed_sum(layer: nn.Module, x: torch.Tensor, residual: torch.Tensor, norm: Any) -> torch.Tensor:
-    """The norm of a linear layer's output for `x` plus the residual, in one call where there is one."""
+    """The norm of a linear layer's output for `x` plus the residual."""
     if isinstance(layer, CompiledLinear) and isinstance(norm, _LayerNorm) and norm.bias is not None:
-        product, as_read = layer.product, Norm(norm.weight, norm.bias, norm.epsilon)
-        return linear_norm(x, residual, product.weights, product.bias, as_read)
+        product = layer.product
+        weights = Norm(norm.weight, norm.bias, norm.epsilon)
+        return linear_norm(x, residual, product.weights, product.bias, weights)
     normed: torch.Tensor = norm.of_sum(layer(x), residual)
     return normed
 
 
 def fused_rotary_layer(layer: Any) -> FusedRotaryLayer | None:
-    """A fused layer that gives the same results, or None if the structure is unknown or the results
-    differ."""
+    """A fused layer, or None if the structure is unknown or the results differ."""
     parts = _parts_of(layer)
     if parts is None:
         return None
     like = parts.out.weight
     large = random_like((1, ROWS, parts.out.out_features), like)
-    # With small ones before a norm, what the layer adds is as large as ever, and shows in the sum.
+    # Before a norm, small rows add as much as large ones, which shows in the sum.
     rows = [large, large / 64] if parts.before else [large]
 
     def run(module: Any, x: torch.Tensor, head_dim: int) -> tuple[QKV, torch.Tensor] | None:
         angles = random_like((1, ROWS, head_dim // 2), like, seed=2).float().repeat(1, 1, 2)
         options: dict[str, Any] = {
             "attention_mask": None,
-            # Far apart, so that a layer shows that does with positions more than rotate.
+            # Far apart, to show a layer that does more with positions than rotate.
             "position_ids": torch.arange(ROWS, device=like.device)[None] * _FAR,
             "past_key_values": None,
             "use_cache": False,
@@ -321,7 +312,7 @@ def fused_rotary_layer(layer: Any) -> FusedRotaryLayer | None:
 
 
 def _parts_of(layer: Any) -> _Parts | None:
-    """The parts of a layer that has the children of such a layer, and rows that the kernels hold."""
+    """The parts of a layer of known structure whose rows fit the kernels."""
     names = _names_of(layer, _LAYERS)
     if names is None or any(has_hooks(module) for module in layer.modules()):
         return None
@@ -331,7 +322,7 @@ def _parts_of(layer: Any) -> _Parts | None:
     if of_attention is None or of_feed_forward is None:
         return None
     if any({**module._parameters, **module._buffers} for module in (layer, attention, feed_forward)):
-        return None  # such as a scale of the layer's output
+        return None  # for example a scale of the layer's output
     qkv, up = _children(attention, of_attention.qkv), _children(feed_forward, of_feed_forward.up)
     out, down = getattr(attention, of_attention.out), getattr(feed_forward, of_feed_forward.down)
     if not all(is_plain(linear) for linear in (*qkv, out, *up, down)):
@@ -360,7 +351,7 @@ _Names = TypeVar("_Names", _LayerNames, _AttentionNames, _FeedForwardNames)
 
 
 def _names_of(module: nn.Module, known: Sequence[_Names]) -> _Names | None:
-    """Those of the known names that a module's children have; what others it has does nothing in a step."""
+    """The known names of a module's children; its other children do nothing in a step."""
     children = dict(module.named_children())
     working = {
         name for name, child in children.items() if type(child) not in _IDLE and name not in _IDLE_NAMES
@@ -377,7 +368,7 @@ def _children(module: nn.Module, names: Sequence[str]) -> tuple[Any, ...]:
 
 def _wide_of(up: tuple[nn.Linear, ...], activation: nn.Module | None, inner: int) -> _Wide | None:
     """The first products and the activation of a feed-forward whose last product takes `inner` columns; None
-    for an activation that no kernel knows, or other widths."""
+    for an unknown activation or other widths."""
     made = sum(linear.out_features for linear in up)
     if made == inner and len(up) == 1 and activation is not None:
         product = GeluLinear(up[0]) if is_exact_gelu(activation) else None
@@ -387,7 +378,7 @@ def _wide_of(up: tuple[nn.Linear, ...], activation: nn.Module | None, inner: int
 
 
 def _activation_name(module: nn.Module | None) -> Any:
-    """The kernel's name for an activation, found by comparing outputs; None if it has none."""
+    """The kernel's name for an activation, by comparing outputs; None if it has none."""
     if module is None:
         return "silu"
     x = torch.linspace(-8, 8, 1001)
@@ -409,15 +400,14 @@ def _joined(layers: tuple[nn.Linear, ...]) -> nn.Linear:
 
 
 def _norm_of(module: Any) -> _LayerNorm | _RMSNorm | None:
-    """Our version of a LayerNorm, or of an RMSNorm with one weight for each column, to which it may add one;
-    None for any other module."""
+    """Our version of a LayerNorm, or of an RMSNorm by its weight or its weight plus one; None for others."""
     if type(module) is nn.LayerNorm:
         return _LayerNorm(module) if module.weight is not None and module.weight.dim() == 1 else None
     parameters, epsilon = dict(module.named_parameters()), _epsilon_of(module)
     if parameters.keys() != {"weight"} or parameters["weight"].dim() != 1 or epsilon is None:
         return None
     weight = parameters["weight"]
-    # Its mean is not zero, so that a norm that subtracts it is told apart.
+    # With a mean that is not zero, to tell a norm that subtracts it.
     x = random_like((ROWS, len(weight)), weight) + 1
     plus_one = nn.Parameter(weight.detach().float() + 1, requires_grad=False)
     with torch.inference_mode():
@@ -436,7 +426,7 @@ def _epsilon_of(norm: Any) -> float | None:
 
 
 def _has_heads(parts: _Parts, asked: QKV) -> bool:
-    """Whether queries, keys and values are heads of one size that stand side by side in the products."""
+    """Whether queries, keys and values are heads of one size, side by side in the products."""
     heads, _, head_dim = asked.query.shape
     kv_heads = asked.key.shape[0]
     widths = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
