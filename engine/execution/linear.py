@@ -336,7 +336,8 @@ log = logging.getLogger(__name__)
 
 # Rows and sides of the layer that is timed.
 _TIMED_ROWS, _TIMED_SIDE = 128, 768
-# Another way must be this many times as fast as torch's: oneDNN also compiles a kernel for each number of rows.
+# Another way must be this many times as fast as torch's: oneDNN also compiles a kernel for each number of
+# rows.
 _MARGIN = 1.2
 # The largest difference from torch's result, as a share of the largest number.
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}

@@ -1,6 +1,6 @@
-"""Replaces a model's layers by those that our kernels run, where the model gives the same with them: on a CPU
-linear layers, whose weights are laid out for the kernels that multiply them, and on a GPU fused layers. Some
-models read their layers' weights instead of calling the layers."""
+"""Replaces a model's layers by those of our kernels, if it gives the same with them: linear layers and towers
+of pictures on a CPU, fused layers on a GPU. Some models read their layers' weights instead of calling
+them."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -36,9 +36,9 @@ def attend_within_pictures(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: query, key and value are [pictures, heads, patches, head_dim], and
-    all patches of a picture see each other. Returns [pictures, patches, heads, head_dim]. What has a mask
-    goes to torch."""
+    """transformers' attention interface for patches that see all of their picture: [pictures, heads, patches,
+    head_dim] to [pictures, patches, heads, head_dim]. torch takes calls with a mask. On a CPU its attention
+    is several times slower (`bench page-speed`)."""
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     if attention_mask is not None or is_causal or kwargs:
@@ -67,9 +67,8 @@ def attend_within_pictures(
 
 
 class PatchProduct(nn.Module):
-    """Replaces a convolution whose patches lie side by side by a product with each patch.
-
-    `weight` has no contents; it is there for models that ask for its precision."""
+    """Replaces a convolution with patches side by side by a product with each patch: torch's convolutions
+    reorder their weights in every call. `weight` has no contents; models ask for its precision."""
 
     def __init__(self, convolution: nn.Conv2d | nn.Conv3d) -> None:
         super().__init__()
@@ -83,8 +82,8 @@ class PatchProduct(nn.Module):
             self.product.bias = nn.Parameter(convolution.bias.detach(), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[n, channels, *sizes] to [n, out channels, *patches along each]; what is left behind the last patch
-        is not read, as in a convolution."""
+        """[n, channels, *sizes] to [n, out channels, *patches]; as in a convolution, a rest after the last
+        patch is not read."""
         counts = [size // side for size, side in zip(x.shape[2:], self._sides, strict=True)]
         for dim, (count, side) in enumerate(zip(counts, self._sides, strict=True), start=2):
             x = x.narrow(dim, 0, count * side)
@@ -97,7 +96,7 @@ class PatchProduct(nn.Module):
 
 
 def use_tower_kernels(towers: Iterable[nn.Module]) -> None:
-    """Has the attention of towers run by our kernel, and replaces convolutions by products."""
+    """Runs the attention of towers by our kernel, and replaces their convolutions by products."""
     towers = list(towers)
     if towers:
         _register()
@@ -112,7 +111,7 @@ def use_tower_kernels(towers: Iterable[nn.Module]) -> None:
 
 @contextmanager
 def tower_attention_restored(towers: Iterable[nn.Module]) -> Iterator[None]:
-    """Restores at the end how the towers' attention is run. Modules are others' to restore."""
+    """Restores the attention of towers at the end, but not their modules."""
     before = [
         (config, config._attn_implementation) for tower in towers for config in _attention_configs(tower)
     ]
@@ -128,13 +127,12 @@ def _register() -> None:
     from transformers.masking_utils import sdpa_mask
 
     AttentionInterface.register(TOWER_ATTENTION, attend_within_pictures)
-    # Masks are made as for torch's attention: none where all patches are seen.
+    # Masks as for torch's attention: none if all patches are seen.
     AttentionMaskInterface.register(TOWER_ATTENTION, sdpa_mask)
 
 
 def _attention_configs(tower: nn.Module) -> list[Any]:
-    """The configurations that the attention of a tower is chosen by; those of other parts stay as they
-    are."""
+    """The configs by which the attention of a tower is chosen."""
     modules = [module for module in tower.modules() if type(module).__name__.endswith("Attention")]
     configs = [config for module in modules if (config := getattr(module, "config", None)) is not None]
     return [*{id(config): config for config in configs}.values()]
@@ -154,9 +152,9 @@ def why_not_replaced(
     compiled: bool,
     fusible: Collection[Fused] = (),
 ) -> str | None:
-    """None if the model, in float32, gives the expected items for the samples with its linear layers
-    replaced, behind the fusing of layers of the kinds given, and, where kernels are compiled, its tower run
-    by them; else a description of the mismatch. Leaves all as it was."""
+    """None if the model in float32 gives the expected items for the samples with its linear layers replaced
+    (after fusing layers of the `fusible` kinds) and, if `compiled`, its tower run by our kernels; else a
+    description of the mismatch. Leaves the model unchanged."""
     replace: Callable[[nn.Module], int] = linear.compile_float32 if compiled else linear.hide
     roots = [*model.encoders, *_head_modules(model)]
     try:
@@ -176,9 +174,8 @@ def why_not_replaced(
 def proven_fused(
     model: LoadedModel, runner: ModelRunner, samples: Sequence[Sample]
 ) -> frozenset[Fused] | str:
-    """The kinds of modules that can be fused if the model, in float32, gives the expected items for the
-    samples with them, cut sequences and shared prefixes included where it is run so; else a description of
-    the mismatch. Leaves all as it was."""
+    """The kinds of modules that can be fused if the model in float32 then gives the expected items for the
+    samples, also in chunks if it runs so; else a description of the mismatch. Leaves the model unchanged."""
     pooler = pooler_for(model.tasks)
     try:
         with _restored([model.backbone]):
@@ -198,9 +195,8 @@ def proven_fused(
 def lay_out_weights(
     model: LoadedModel, device: torch.device, dtype: torch.dtype, config: EngineConfig, compiled: bool
 ) -> int:
-    """Replaces the linear layers of backbone and heads; returns how many weights are int8.
-
-    int8 is for the language model: what a tower makes of a picture is read by all that follows."""
+    """Replaces the linear layers of backbone and heads; returns the number of int8 weights. A tower has none:
+    all that follows reads its results."""
     rounded = config.quantization == "int8"
     exact = [*_towers(model), *([] if rounded else [model.backbone])]
     if not compiled:
@@ -233,7 +229,7 @@ def _head_modules(model: LoadedModel) -> list[nn.Module]:
 
 @contextmanager
 def _restored(roots: Sequence[nn.Module]) -> Iterator[None]:
-    """Restores at the end all attributes and children of the modules under `roots`."""
+    """Restores all attributes and children of the modules under `roots` at the end."""
     before = [
         (module, dict(vars(module)), dict(module._modules)) for root in roots for module in root.modules()
     ]

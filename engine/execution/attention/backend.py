@@ -190,8 +190,8 @@ def repeat_heads(kv: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     return kv if repeats == 1 else kv.repeat_interleave(repeats, dim=-3)
 
 
-# Matrix libraries compile a kernel for each new shape, which takes time and memory. So the number of rows of a
-# step is a multiple of this, and lengths within it are rounded (`round_length`).
+# Matrix libraries compile a kernel for each new shape, which takes time and memory. So the number of rows of
+# a step is a multiple of this, and lengths within it are rounded (`round_length`).
 ROW_MULTIPLE = 32
 GROUPED_ROWS = Arrangement(groups_whole=True, groups_shared=True, row_multiple=ROW_MULTIPLE)
 
@@ -217,7 +217,7 @@ G = TypeVar("G", bound=GroupedMetadata)
 
 
 class GroupedAttention(OneByOneAttention[G]):
-    """Batched products for each group of sequences of similar length; chunks of cut sequences one by one."""
+    """Batched products for each group of similar sequences; chunks of cut sequences one by one."""
 
     def full(self, qkv: QKV, metadata: G) -> torch.Tensor:
         out = qkv.new_output()

@@ -116,8 +116,8 @@ def _random_qkv(model: LoadedModel, dtype: torch.dtype) -> QKV:
     return QKV(query, key, value, head_dim**-0.5, window)
 
 
-# Tokens of the timed sequences: 16,384 in all, as in a full step, truncated to the model's limit. A quarter of
-# them takes a GPU less time than launching.
+# Tokens of the timed sequences: 16,384 in all, as in a full step, truncated to the model's limit. A quarter
+# of them takes a GPU less time than launching.
 LENGTHS = (1024, 640, 512, 512, 320, 256, 256, 192, 128, 96, 64, 48, 32, 16) * 4
 # Milliseconds of the device for each backend.
 _BUDGET = 20.0

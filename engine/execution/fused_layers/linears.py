@@ -24,8 +24,8 @@ _BUDGET = 20.0
 _FASTER = 0.95
 # Rows that are compared: no multiples of a tile's.
 _COMPARED_ROWS = (3, 253)
-# The joined error as a share of the error in two launches, where bfloat16 rounds twice instead of once. GELU by
-# tanh adds a tenth of one rounding.
+# The joined error as a share of the error in two launches, where bfloat16 rounds twice instead of once. GELU
+# by tanh adds a tenth of one rounding.
 _ERROR_SHARE = 1.1
 
 

@@ -1,7 +1,5 @@
-"""Encoders with relative positions, run packed. transformers makes a matrix of all pairs of a step's tokens
-for them; here each sequence has its own positions, through the step's attention.
-
-What an encoder computes besides attention is its own modules' work."""
+"""Runs encoders with relative positions packed: each sequence has its own positions, through the step's
+attention, where transformers makes a matrix of all pairs of a step's tokens."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -14,13 +12,13 @@ from maxsimd.engine.execution.layout import Layout
 from maxsimd.engine.execution.runner import StepAttention
 from maxsimd.engine.ops.qkv import PositionBias
 
-# Tables of positions reach at least this far, and twice as far whenever that is not enough.
+# The least reach of tables of positions, doubled whenever it is not enough.
 _LEAST_REACH = 64
 
 
 class PackedEncoder(nn.Module):
-    """Runs the layers of `inner`, which it replaces, over packed rows [1, rows, hidden] with the attention of
-    the step that its backbone was last called with."""
+    """Replaces the encoder `inner` and runs its layers over packed rows [1, rows, hidden] with the attention
+    of the step that the backbone was last called with."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
@@ -47,8 +45,7 @@ class PackedEncoder(nn.Module):
 
 
 def reach_of(layout: Layout) -> int:
-    """How far tables of positions must reach for the whole sequences of a step, rounded up so that they are
-    seldom made anew."""
+    """The reach of tables of positions for a step, rounded up so that they are seldom made anew."""
     reach = _LEAST_REACH
     while reach + 1 < layout.longest:
         reach *= 2
@@ -96,12 +93,12 @@ class _StepBias:
 
 _PACKED = frozenset({"DebertaV2Encoder", "MPNetEncoder"})
 _STACKS = frozenset({"T5Stack", "MT5Stack"})
-# Models of ours, which hand their bias to any attention by themselves.
+# Our own models, which give any attention their bias.
 _BIASED = frozenset({"JinaBertEncoder"})
 
 
 def has_relative_positions(backbone: nn.Module) -> bool:
-    """Whether attention of a backbone is asked for relative positions."""
+    """Whether a backbone asks attention for relative positions."""
     return any(
         type(module).__name__ in _PACKED | _BIASED or _is_stack(module) for module in backbone.modules()
     )

@@ -1,7 +1,8 @@
-"""DeBERTa-v2 and -v3, packed.
+"""DeBERTa-v2 and -v3 (He et al. 2021, arXiv 2006.03654 and 2111.09543) and MPNet (Song et al. 2020, arXiv
+2004.09297), packed.
 
-Their attention is disentangled: queries and keys are multiplied with each other and with the projections of
-relative positions (He et al. 2021, arXiv 2006.03654 and 2111.09543)."""
+DeBERTa's queries and keys are multiplied with each other and with projections of relative positions. MPNet's
+layers share one bias by distance, as T5's do."""
 
 import math
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from maxsimd.pooling.ragged import to_device
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Prepared:
-    """The positions of a layer as they were projected by these modules, in this precision."""
+    """The positions of a layer, as these modules project them in this precision."""
 
     projections: tuple[nn.Module, ...]
     dtype: torch.dtype
@@ -34,8 +35,8 @@ class _Prepared:
 
 
 class PackedDebertaV2(PackedEncoder):
-    """Replaces a `DebertaV2Encoder`. Owns the positions of each layer, which depend on nothing but its
-    weights and are projected once."""
+    """Replaces a `DebertaV2Encoder`. Owns the positions of each layer, which depend on its weights alone and
+    are projected once."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__(inner)
@@ -44,13 +45,12 @@ class PackedDebertaV2(PackedEncoder):
     def take_attention(
         self, backbone: nn.Module, arguments: Any, options: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
-        """As of any packed encoder. Without a mask the backbone would look for padding among the tokens, for
-        which it waits for the device."""
+        """Adds a mask, without which the backbone would wait for the device to look for padding."""
         everything = torch.ones(options["input_ids"].shape, device=options["input_ids"].device)
         return super().take_attention(backbone, arguments, {**options, "attention_mask": everything})
 
     def forward(self, hidden_states: torch.Tensor, *arguments: Any, **options: Any) -> BaseModelOutput:
-        """The hidden states [1, rows, hidden] of packed rows; masks mean nothing here."""
+        """[1, rows, hidden] to [1, rows, hidden]; masks mean nothing here."""
         layout = self.step.metadata.layout
         reach = reach_of(layout)
         hidden = hidden_states
@@ -86,7 +86,7 @@ class PackedDebertaV2(PackedEncoder):
     ) -> PositionContent:
         span = attention.pos_ebd_size
         rows = self.inner.get_rel_embedding()[: 2 * span]  # [2 * span, hidden]
-        # The other way round from tables by distance: transformers counts from the key to the query.
+        # transformers counts from the key to the query, tables by distance from the query to the key.
         apart = -distances(reach, torch.device("cpu"))
         if attention.position_buckets > 0:
             apart = make_log_bucket_position(
@@ -94,7 +94,6 @@ class PackedDebertaV2(PackedEncoder):
             )
         buckets = to_device((apart.long() + span).clamp(0, 2 * span - 1), rows.device)
         heads = attention.num_attention_heads
-        # What is left out is multiplied with nothing.
         keys, queries = (
             in_heads(
                 projection(rows[None]) if projection is not None else torch.zeros_like(rows)[None], heads
@@ -105,7 +104,7 @@ class PackedDebertaV2(PackedEncoder):
 
 
 def _projections(attention: Any) -> tuple[nn.Module | None, nn.Module | None]:
-    """What projects positions that queries are multiplied with, and those that keys are."""
+    """The projections of the positions that queries and keys are multiplied with."""
     shared = attention.share_att_key
     keys = attention.key_proj if shared else getattr(attention, "pos_key_proj", None)
     queries = attention.query_proj if shared else getattr(attention, "pos_query_proj", None)
@@ -116,12 +115,12 @@ def _projections(attention: Any) -> tuple[nn.Module | None, nn.Module | None]:
 
 
 def _convolved(conv: Any, embedded: torch.Tensor, hidden: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """What a `ConvLayer` makes of the embedded rows [1, rows, hidden] and of those after the first layer: no
-    sequence sees another's rows, or those that it may not attend to."""
+    """A `ConvLayer` on the embedded rows [1, rows, hidden] and those after the first layer. Sequences see
+    neither other sequences nor their masked rows."""
     width = conv.conv.kernel_size[0]
     table = layout.whole_sequences
     rows = torch.cat([torch.arange(first, first + keys) for first, _, keys in table.tolist()])
-    # Between sequences stand rows of zeros, as many as the convolution sees to one side.
+    # Rows of zeros separate sequences, as many as the convolution sees to one side.
     apart = torch.repeat_interleave(torch.arange(len(table)), torch.from_numpy(table[:, 2].copy()))
     ends = torch.from_numpy(table[:, 2].cumsum() - table[:, 2])
     within = torch.arange(len(rows)) - ends[apart]
@@ -142,7 +141,7 @@ class PackedMPNet(PackedEncoder):
     """Replaces an `MPNetEncoder`."""
 
     def forward(self, hidden_states: torch.Tensor, *arguments: Any, **options: Any) -> BaseModelOutput:
-        """The hidden states [1, rows, hidden] of packed rows; masks mean nothing here."""
+        """[1, rows, hidden] to [1, rows, hidden]; masks mean nothing here."""
         weight = self.inner.relative_attention_bias.weight  # [buckets, heads]
         apart = distances(reach_of(self.step.metadata.layout), weight.device)
         bias = PositionBias(weight[self.inner.relative_position_bucket(apart)].t().float().contiguous())

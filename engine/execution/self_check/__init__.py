@@ -1,1 +1,1 @@
-"""The check at load: does the packed model give what the plain one gives, on random sequences?"""
+"""The self-check at load: the packed model must give what its own library gives, on random sequences."""

@@ -1,5 +1,5 @@
-"""The proof, at load, that the engine's way of running a model gives what the model's own library gives: from
-token ids to logits or embeddings, pooling and head included."""
+"""Compares a runner with the model's own library on samples, from token ids to items, pooling and head
+included; the findings for the log, the model card and `inspect --check`."""
 
 import logging
 import math
@@ -19,13 +19,12 @@ from maxsimd.pooling.methods import Head, PoolingCursor
 from maxsimd.pooling.sparse import WordsHead
 from maxsimd.scheduler import Chunk, ImageJob, Step, Tokens, TokenSequence
 
-# How far float32 rounding moves hidden states, as a share of the largest. Heads that make small numbers of
-# large states amplify it.
+# The share of the largest hidden state by which float32 rounding moves them. Heads may amplify it.
 _ROUNDING = 1e-6
 
 
 def pooler_for(tasks: Mapping[str, Task]) -> DispatchPooler:
-    """The pooling of some tasks, as in serving but without merging of tokens and limits of entries."""
+    """The pooling of tasks as in serving, but without merged tokens and limits of entries."""
     return DispatchPooler(
         {name: pooling_method(task.pooling, _unlimited(task.head)) for name, task in tasks.items()}
     )
@@ -36,7 +35,7 @@ def _unlimited(head: Head) -> Head:
 
 
 def compare(runner: ModelRunner, pooler: DispatchPooler, samples: Sequence[Sample]) -> Comparison:
-    """Runs all samples in one step and compares their items: the comparison of the task that differs most."""
+    """Runs all samples in one step and compares their items; returns the comparison of the worst task."""
     encode_images(runner, [sample.sequence for sample in samples])
     hidden, cursor = runner.forward(step_of(sample.sequence for sample in samples))
     items, moved = (_items(pooler, rows, cursor) for rows in (hidden, _rounded_otherwise(hidden)))
@@ -53,8 +52,8 @@ def compare(runner: ModelRunner, pooler: DispatchPooler, samples: Sequence[Sampl
 
 
 def compare_in_parts(runner: ModelRunner, pooler: DispatchPooler, sample: Sample) -> Comparison:
-    """Runs a sample in two chunks and compares its item; if it is a pair, also behind its first half as a
-    shared prefix."""
+    """Runs a sample in two chunks, and if it is a pair also after its first half as a shared prefix; compares
+    its items."""
     sequence = sample.sequence
     encode_images(runner, [sequence])
     middle = len(sequence) // 2
@@ -81,8 +80,8 @@ def compare_in_parts(runner: ModelRunner, pooler: DispatchPooler, sample: Sample
 
 
 def compare_bits(runner: ModelRunner, pooler: DispatchPooler, samples: Sequence[Sample]) -> Comparison:
-    """The samples' items from one step against those from a step for each sample, on one thread: the
-    difference is 0 if a sequence's item depends on that sequence alone, to the last bit."""
+    """The samples' items from one step against those from a step for each sample on one thread. The
+    difference is 0 if an item depends on its sequence alone, to the last bit."""
     sequences = [sample.sequence for sample in samples]
     encode_images(runner, sequences)
     together = _items(pooler, *runner.forward(step_of(sequences)))
@@ -97,26 +96,25 @@ def compare_bits(runner: ModelRunner, pooler: DispatchPooler, samples: Sequence[
 
 
 def step_of(sequences: Iterable[TokenSequence]) -> Step:
-    """One step with all of these sequences, whole."""
+    """One step of these whole sequences."""
     return Step(0, tuple(Chunk(sequence, 0, len(sequence)) for sequence in sequences))
 
 
 def encode_images(runner: ModelRunner, sequences: Sequence[TokenSequence]) -> None:
-    """Encodes the pictures of sequences, all together."""
+    """Encodes the pictures of sequences together."""
     images = [image for sequence in sequences for image in sequence.tokens.images]
     if images:
         runner.encode([ImageJob(image.image_id, 0, 1, 0, image.inputs) for image in images])
 
 
 def free_images(runner: ModelRunner, sequences: Sequence[TokenSequence]) -> None:
-    """Frees what was encoded."""
     for sequence in sequences:
         for image in sequence.tokens.images:
             runner.free(image.image_id)
 
 
 def _rounded_otherwise(hidden: torch.Tensor) -> torch.Tensor:
-    """Hidden states [rows, hidden] with random noise, as large as what float32 rounding does to each row."""
+    """Hidden states [rows, hidden] with random noise of the size of float32 rounding."""
     random = torch.Generator().manual_seed(0)
     noise = torch.randn(hidden.shape, generator=random).to(hidden.device, hidden.dtype)
     return hidden + noise * (_ROUNDING * hidden.abs().amax(dim=-1, keepdim=True))
@@ -124,7 +122,7 @@ def _rounded_otherwise(hidden: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def _items(pooler: DispatchPooler, hidden: torch.Tensor, cursor: PoolingCursor) -> dict[int, torch.Tensor]:
-    """The items [n, dim] of the finished sequences, as they are compared, by sequence id."""
+    """The comparable items [n, dim] of the finished sequences by sequence id."""
     return {
         sequence.sequence_id: item
         for pooled in pooler.pool(hidden, cursor)
@@ -134,14 +132,14 @@ def _items(pooler: DispatchPooler, hidden: torch.Tensor, cursor: PoolingCursor) 
 
 log = logging.getLogger(__name__)
 
-# How far the numbers of a lower precision may be from those of float32, as a share of the largest: a warning
-# is logged beyond the first limit, and the model is refused beyond the second.
+# The difference of a lower precision from float32, as a share of the largest number: beyond the first limit a
+# warning is logged, beyond the second the model is refused.
 _FAR, _WRONG = 0.15, 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that was compared at load, and the result."""
+    """A comparison at load, and its result."""
 
     subject: str
     result: str
@@ -159,10 +157,8 @@ def findings_of(
     samples: Sequence[Sample],
     rounded: bool,
 ) -> tuple[Finding, ...]:
-    """The comparison in float32, and those of the model as it runs now, on the samples; `rounded` says that
-    its weights are int8.
-
-    Raises ModelLoadError if its results are not finite, or wrong."""
+    """The comparison `in_float32`, and those of the model as it runs on the samples; `rounded` says that its
+    weights are int8. Raises ModelLoadError if its results are wrong or not finite."""
     precision = dtype_name(dtype) + (" with int8 weights" if rounded else "")
     exact = dtype is torch.float32 and not rounded
     own = f"as the model's own library one by one: {in_float32}"
@@ -199,15 +195,15 @@ def _refuse_wrong(name: str, found: Comparison, exact: bool, precision: str) -> 
         log.warning("in %s results are far from those in float32: %s", precision, found)
 
 
-# How far results in float32 may be from the CPU's, as a share of the largest number: many times what another
-# order of sums does, and less than what products of rounded numbers do.
+# The difference of float32 results from the CPU's, as a share of the largest number: far more than another
+# order of sums explains, and less than products of rounded numbers do.
 _CPU_SHARE = 1e-3
 
 
 def refuse_unlike_cpu(
     name: str, device: torch.device, found_there: Sequence[Sample], on_cpu: Sequence[Sample]
 ) -> None:
-    """Raises ModelLoadError where the samples of a model differ between a device and the CPU."""
+    """Raises ModelLoadError if a model's own library gives other results on a device than on the CPU."""
     if len(found_there) != len(on_cpu) or not all(map(_have_same_tokens, found_there, on_cpu)):
         raise ModelLoadError(
             f"{name!r} is not run right on {device}: its own library fails there on some random texts"

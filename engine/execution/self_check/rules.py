@@ -1,5 +1,4 @@
-"""Models whose sequences must not share a pass, or not without padding, because of what their configs say.
-Random texts as short as those of the proof would not show it."""
+"""Rules by a model's config that the short random texts of the self-check would not show."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,7 +6,7 @@ from typing import Any
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.checkpoint.short_convolution import short_convolutions_of
 
-# Kinds of layers, by their names in configs, whose attention packed execution computes.
+# Kinds of layers, as configs name them, that run packed.
 _PACKABLE = frozenset({"full_attention", "sliding_attention"})
 # Kinds of rotary positions whose frequencies depend on the longest sequence of a pass.
 _BY_LENGTH = frozenset({"longrope", "dynamic"})
@@ -19,19 +18,18 @@ _ORIGINAL = "original_max_position_embeddings"
 
 
 def why_not_float16(model: LoadedModel) -> str | None:
-    """Why a model is not to be run in float16, though short random texts may stay within its range, or
-    None."""
+    """The reason why a model cannot run in float16, or None."""
     if getattr(_config(model), "model_type", None) in _BEYOND_FLOAT16:
         return "the states of T5 leave the range of float16 (65504) on real texts; use bfloat16 or float32"
     return None
 
 
 def why_one_by_one(model: LoadedModel) -> str | None:
-    """Why the sequences of a model must not share a pass at all, or None."""
+    """The reason why the sequences of a model must not share a pass, or None."""
     config = _config(model)
     if any(getattr(config, name, None) for name in ("index_topk", "index_topk_blocks")):
         return "it attends to a choice of keys, in which ties are broken by how a step is padded"
-    for rope in _ropes(config):
+    for rope in _rotary_settings(config):
         if rope.get("rope_type", rope.get("type")) not in _BY_LENGTH:
             continue
         said = (rope.get(_ORIGINAL), getattr(config, _ORIGINAL, None))
@@ -45,13 +43,13 @@ def why_one_by_one(model: LoadedModel) -> str | None:
 
 
 def leaves_ends_out(model: LoadedModel) -> bool:
-    """Whether queries of a model end in tokens that are not attended to."""
+    """Whether queries of a model end in masked tokens."""
     return model.query.expansion is not None and not model.query.expansion.attended
 
 
 def why_not_packed(model: LoadedModel, windows: set[int | None], causal_ends: bool) -> str | None:
-    """Why a model cannot be packed, though short sequences may not show it, or None. `windows` are those that
-    its layers asked for; `causal_ends` says whether attention leaves out the ends of causal sequences."""
+    """The reason why a model cannot be packed, or None. `windows` are those that its layers asked for;
+    `causal_ends` says whether attention masks the ends of causal sequences."""
     config = _config(model)
     packable = _PACKABLE | {"conv"} if short_convolutions_of(model.backbone) else _PACKABLE
     others = set(getattr(config, "layer_types", None) or ()) - packable
@@ -63,7 +61,7 @@ def why_not_packed(model: LoadedModel, windows: set[int | None], causal_ends: bo
     if isinstance(chunk, int) and chunk < model.max_tokens:
         return f"it attends within chunks of {chunk} tokens"
     window = window_of(config)
-    # ModernBERT's layers ask for one more. Samples that reach beyond a window prove it themselves.
+    # ModernBERT's layers ask for one more. Samples longer than a window prove it themselves.
     if (
         window is not None
         and LONGEST_WINDOW < window < model.max_tokens
@@ -74,7 +72,7 @@ def why_not_packed(model: LoadedModel, windows: set[int | None], causal_ends: bo
 
 
 def window_of(config: Any) -> int | None:
-    """The window that some layers of a model attend through, if its config names one."""
+    """The attention window of some layers, if a config names one."""
     kinds = getattr(config, "layer_types", None)
     if kinds and "sliding_attention" not in kinds:
         return None
@@ -87,8 +85,8 @@ def _config(model: LoadedModel) -> Any:
     return backbone.config.get_text_config()
 
 
-def _ropes(config: Any) -> Iterator[dict[str, Any]]:
-    """What a config says of rotary positions: once, or for each kind of layer."""
+def _rotary_settings(config: Any) -> Iterator[dict[str, Any]]:
+    """The settings of rotary positions in a config: once, or for each kind of layer."""
     for said in (getattr(config, "rope_parameters", None), getattr(config, "rope_scaling", None)):
         if isinstance(said, dict):
             yield said

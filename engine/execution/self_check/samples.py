@@ -1,5 +1,5 @@
-"""Samples: sequences like those that a model will be given, with the item that its own library makes of
-each."""
+"""Samples: sequences like those of requests with the items that a model's own library gives, the comparison
+with other items, and the model in float32 with some of its layers, which makes samples cheap."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +19,7 @@ from maxsimd.engine.execution.self_check.rules import LONGEST_WINDOW, window_of
 from maxsimd.engine.media import Picture
 from maxsimd.scheduler import ResultSlot, Tokens, TokenSequence
 
-# How far an item may be from the library's, as a share of the largest number expected.
+# The difference of an item from the library's, as a share of the largest number expected.
 TOLERANCE = 1e-5
 # A difference may be this many times what rounding alone explains.
 _ROUNDING_FACTOR = 4.0
@@ -27,8 +27,8 @@ _ROUNDING_FACTOR = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Items against those expected: the number of sequences, the largest difference, the largest number
-    expected, and the largest difference that is tolerated. A difference of NaN does not agree."""
+    """Items against those expected: the number of sequences, the largest difference (NaN does not agree), the
+    largest number expected, and the tolerated difference."""
 
     sequences: int
     difference: float
@@ -46,8 +46,8 @@ class Comparison:
 def compare_items(
     found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], rounding: float, share: float = TOLERANCE
 ) -> Comparison:
-    """The items in `found` against those expected. They may differ by `share` of the largest number expected,
-    and by a few times `rounding`, the difference that rounding alone explains."""
+    """Compares items. They may differ by `share` of the largest number expected, and by a few times
+    `rounding`, the difference that rounding alone explains."""
     size = largest(expected)
     if any(item.shape != wanted.shape for item, wanted in zip(found, expected, strict=True)):
         return Comparison(len(found), float("inf"), size, 0.0)
@@ -56,18 +56,17 @@ def compare_items(
 
 
 def largest(tensors: Iterable[torch.Tensor]) -> float:
-    """The largest absolute number in some tensors, NaN if there is one: Python's own `max` would drop it."""
+    """The largest absolute number in some tensors, or NaN, which Python's `max` would drop."""
     numbers = [tensor.abs().max().float().cpu() for tensor in tensors if tensor.numel()]
     return float(torch.stack(numbers).max()) if numbers else 0.0
 
 
-# Widths and heights: lying, standing, and hardly more than a line.
+# Widths and heights: landscape, portrait, and a line.
 _SIZES = ((90, 60), (70, 130), (200, 9))
 
 
 def random_pages(model: LoadedModel, task: str) -> Iterator[TokenSequence]:
-    """Sequences of a picture each, of different sizes; none for a model that reads only text. The ids of
-    their pictures are negative, which those of sequences are not."""
+    """Sequences of a random picture each, with negative ids, unlike sequences; none for a model of texts."""
     if model.vision is None:
         return
     random = np.random.default_rng(0)
@@ -78,7 +77,7 @@ def random_pages(model: LoadedModel, task: str) -> Iterator[TokenSequence]:
         yield TokenSequence.text(0, ResultSlot(0, 0), task, model.vision.tokens_of(page, -1 - i, inputs))
 
 
-# Tokens of the longest random document where there is no window to reach beyond.
+# Tokens of the longest random document without a window.
 _SHORT = 23
 
 
@@ -92,11 +91,9 @@ class Sample:
 
 @torch.inference_mode()
 def make_samples(model: LoadedModel, probes: Sequence[TokenSequence] = ()) -> tuple[Sample, ...]:
-    """Samples for every task of a model in float32: of the `probes`, which preprocessing has made of texts,
-    and of random sequences.
-
-    Leaves out sequences on which the model's own library fails. Raises ModelLoadError if it fails on all of a
-    task, or gives numbers that are not finite."""
+    """Samples for every task of a model in float32: of the `probes`, which preprocessing made of texts, and
+    of random sequences. Leaves out sequences on which the model's own library fails. Raises ModelLoadError if
+    it fails on all of a task, or gives numbers that are not finite."""
     samples: list[Sample] = []
     for name, task in model.tasks.items():
         failure = "it makes numbers that are not finite"
@@ -122,8 +119,7 @@ def make_samples(model: LoadedModel, probes: Sequence[TokenSequence] = ()) -> tu
 
 
 def _expected(task: Task, sequence: TokenSequence) -> torch.Tensor:
-    """The item [n, dim] of a sequence by the task's reference, which makes a row of every token where those
-    of some are pooled."""
+    """The item [n, dim] of a sequence by the task's reference, without the rows that are not pooled."""
     assert task.reference is not None
     item = task.reference(sequence)
     pooled = sequence.tokens.pooled_positions
@@ -134,7 +130,7 @@ def _expected(task: Task, sequence: TokenSequence) -> torch.Tensor:
 
 
 def _given(model: LoadedModel, task: str, probes: Sequence[TokenSequence]) -> Iterator[TokenSequence]:
-    """The probes for a task. The tokens that are pooled are named where its reference is told of them."""
+    """The probes for a task, with pooled positions if its reference needs them."""
     all_pooled = model.document.pool_first and model.document.pool_specials and model.query.pool_specials
     for probe in probes:
         tokens = probe.tokens
@@ -146,9 +142,8 @@ def _given(model: LoadedModel, task: str, probes: Sequence[TokenSequence]) -> It
 
 
 def random_sequences(model: LoadedModel, task: str, num_probes: int = 0) -> list[TokenSequence]:
-    """Random sequences for a task: texts or pairs as the tokeniser joins them, or plain token ids where a
-    template joins them. Some are longer than the model's window, if it has one. Beside probes fewer are
-    needed: behind a template these are long."""
+    """Random sequences for a task: texts or pairs as the tokenizer joins them, or token ids if a template
+    joins them. Some are longer than the model's window. Fewer are needed beside probes."""
     random = np.random.default_rng(0)
     plain = model.listwise is not None or model.pairs.template is not None
     lengths = [(5, 8), (1, 1), (3, 14), (9, _SHORT)]
@@ -171,8 +166,7 @@ def random_sequences(model: LoadedModel, task: str, num_probes: int = 0) -> list
 
 
 def _plain_types(model: LoadedModel, ids: NDArray[np.int32], first: int) -> NDArray[np.int32]:
-    """The type ids of a pair that a template joins: those of a document, where the template marks it, stand
-    behind the first tokens and before the last."""
+    """The type ids of a pair that a template joins: 1 in the document if the template marks it."""
     types = np.zeros_like(ids)
     template = model.pairs.template
     if template is not None and template.marks_document:
@@ -183,8 +177,8 @@ def _plain_types(model: LoadedModel, ids: NDArray[np.int32], first: int) -> NDAr
 def _special_readings(
     model: LoadedModel, task: str, sequences: list[TokenSequence]
 ) -> Iterator[TokenSequence]:
-    """Sequences with the special rules of a checkpoint: with tokens at the end that no token attends to
-    (query expansion), and with a prompt that takes no part in pooling."""
+    """Sequences for special rules of a checkpoint: masked tokens at the end (query expansion), and a prompt
+    that is not pooled."""
     expansion = model.query.expansion
     longest = sequences[-1].tokens
     assert isinstance(longest, Tokens)
@@ -197,14 +191,13 @@ def _special_readings(
 
 
 def _beyond_window(backbone: Any) -> int | None:
-    """How many tokens reach beyond a model's window; None for a model without one."""
+    """A number of tokens beyond a model's window; None if it has none."""
     window = window_of(backbone.config.get_text_config())
     return 2 * window + 3 if window is not None and window <= LONGEST_WINDOW else None
 
 
 def _random_ids(model: LoadedModel, count: int, random: np.random.Generator) -> NDArray[np.int32]:
-    """Token ids from the vocabulary, without special tokens, and without those that no text may have because
-    they have no embedding."""
+    """Token ids from the vocabulary, without special tokens and those without an embedding."""
     size = int(model.tokenizer.backend_tokenizer.get_vocab_size())
     size = size if model.token_rows is None else min(size, model.token_rows)
     usable = np.setdiff1d(
@@ -245,8 +238,9 @@ _LARGE = 4_000_000
 
 @contextmanager
 def in_float32(backbone: nn.Module) -> Iterator[None]:
-    """Converts the layers that the backbone now has to float32, for good; large tables keep their
-    precision."""
+    """Converts the present layers of a backbone to float32, for good. Large embedding tables keep their
+    precision, and their rows are converted after look-up: converting a vocabulary takes longer than the
+    proof."""
     tables = {
         module
         for module in backbone.modules()
@@ -269,19 +263,18 @@ def _widened(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
-# Where a tower names the layers whose outputs it hands on beside the last one's (DeepStack).
+# A tower's attribute with the layers whose outputs it returns beside the last one's (DeepStack).
 _DEEP = "deepstack_visual_indexes"
-# What configs call the kinds of layers, by which models look up masks.
+# The field of configs with the kinds of layers, by which models look up masks.
 _KINDS = "layer_types"
-# The names by which modules hold their own index among the layers, which says nothing about their kind.
+# Attributes with a module's index among the layers, which says nothing about its kind.
 _INDEX_NAMES = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number", "idx", "index"})
 
 
 @contextmanager
 def sample_layers(backbone: Any) -> Iterator[None]:
-    """Leaves the backbone with the first of its layers of each kind, and its last; with all of them if its
-    list of layers is not found. A tower whose layers have outputs for several layers of the language model
-    has these outputs of the ones that are left."""
+    """Leaves a backbone with its first layers of each kind and its last; with all if its list of layers is
+    not found. Layers differ in weights and perhaps in kind, so these prove it for all."""
     found = _layer_list(backbone)
     if found is None:
         yield
@@ -307,7 +300,7 @@ def sample_layers(backbone: Any) -> Iterator[None]:
 
 
 def _layer_list(backbone: Any) -> tuple[nn.Module, str, nn.ModuleList] | None:
-    """The only list that has as many modules as the model has layers, with its parent and name."""
+    """The only list with as many modules as the model has layers, with its parent and name."""
     config = getattr(backbone, "config", None)
     # Towers that encode pictures call it depth.
     count = getattr(config, "num_hidden_layers", None) or getattr(config, "depth", None)
@@ -323,13 +316,13 @@ def _layer_list(backbone: Any) -> tuple[nn.Module, str, nn.ModuleList] | None:
 
 
 def _kinds_named(config: Any, count: int) -> list[Any] | None:
-    """What a config calls the kind of each of its `count` layers, if it says so in a field of its own."""
+    """The kinds of the `count` layers, if a config has them in a field of its own."""
     named = vars(config).get(_KINDS)
     return named if isinstance(named, list) and len(named) == count else None
 
 
 def _one_of_each_kind(layers: nn.ModuleList, config: Any) -> list[int]:
-    """The indices of the shortest run of first layers that has all kinds, and of the last layer."""
+    """The indices of the shortest run of first layers with all kinds, and of the last layer."""
     others = list(layers)[:-1]
     named = _kinds_named(config, len(layers)) or [None] * len(layers)
     kinds = [(_kind(layer), name) for layer, name in zip(others, named, strict=False)]
@@ -338,7 +331,7 @@ def _one_of_each_kind(layers: nn.ModuleList, config: Any) -> list[int]:
 
 
 def _kind(layer: nn.Module) -> tuple[object, ...]:
-    """What distinguishes kinds of layers: the types, shapes and plain settings of all their modules."""
+    """The types, shapes and plain settings of all modules of a layer."""
     kind: list[object] = [(name, tuple(tensor.shape)) for name, tensor in layer.named_parameters()]
     for name, module in layer.named_modules():
         settings = {
