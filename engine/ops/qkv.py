@@ -1,4 +1,8 @@
-"""The input of an attention kernel: one layer's queries, keys and values, and how they are compared."""
+"""The input of attention: a layer's queries, keys and values, and what the distance of a key from a query
+adds to their product.
+
+Tables of relative positions are by distance: the entry `reach + d` is for a key d positions after its
+query."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -6,33 +10,30 @@ from typing import NamedTuple
 
 import torch
 
-# Entries behind the last distance, which the compiled kernel reads with blocks of columns.
+# Entries after the last distance, which the compiled kernel reads in blocks.
 _BEHIND = 63
 
 
 @dataclass(frozen=True, eq=False)
 class PositionBias:
-    """A number for each head and distance, added to products that are scaled already: `by_distance`, float32
-    [heads, 2 * reach + 1].
-
-    Source: Raffel et al. 2020 (arXiv 1910.10683), section 2.1."""
+    """A number for each head and distance, added to scaled products: `by_distance`, float32 [heads, 2 * reach
+    + 1]. Source: Raffel et al. 2020 (arXiv 1910.10683), section 2.1."""
 
     by_distance: torch.Tensor
 
     @property
     def reach(self) -> int:
-        """The greatest distance that there is an entry for."""
+        """The greatest distance with an entry."""
         return self.by_distance.shape[-1] // 2
 
     def terms(self, query: torch.Tensor, key: torch.Tensor, scaling: float, before: int = 0) -> torch.Tensor:
-        """What is added to the scaled products of queries [..., heads, n, head_dim], the first of which
-        stands at the position `before`, and keys [..., heads, m, head_dim]: [heads, n, m]. Raises ValueError
-        beyond the reach."""
+        """The addends [heads, n, m] to the scaled products of queries [..., heads, n, head_dim], from
+        position `before` on, and keys [..., heads, m, head_dim]. Raises ValueError beyond the reach."""
         entries = _entries(self.by_distance, self.reach, query, key, before)
         return entries.unfold(1, key.shape[-2], 1).flip(1)  # one window of distances a query
 
     def divided(self, scaling: float) -> torch.Tensor:
-        """As the kernel adds it before it multiplies by the scaling: float32 [heads, stride]."""
+        """The bias as the kernel adds it before scaling: float32 [heads, stride]."""
         if scaling not in self._divided:
             self._divided[scaling] = torch.nn.functional.pad(self.by_distance / scaling, (0, _BEHIND))
         return self._divided[scaling]
@@ -44,8 +45,8 @@ class PositionBias:
 
 @dataclass(frozen=True, eq=False)
 class PositionContent:
-    """A row for each head and distance that queries are multiplied with, and one that keys are, as keys and
-    queries are with each other: `keys` and `queries`, [heads, 2 * reach + 1, head_dim].
+    """For each head and distance, a row that queries are multiplied with and one for keys: `keys` and
+    `queries`, [heads, 2 * reach + 1, head_dim].
 
     Source: DeBERTa's disentangled attention, He et al. 2021 (arXiv 2006.03654), equation 4."""
 
@@ -54,11 +55,11 @@ class PositionContent:
 
     @property
     def reach(self) -> int:
-        """The greatest distance that there is an entry for."""
+        """The greatest distance with an entry."""
         return self.keys.shape[1] // 2
 
     def terms(self, query: torch.Tensor, key: torch.Tensor, scaling: float, before: int = 0) -> torch.Tensor:
-        """As of a bias, but with the leading dimensions of queries and keys: [..., heads, n, m]."""
+        """The addends [..., heads, n, m], as for a bias."""
         n, m = query.shape[-2], key.shape[-2]
         width = n + m - 1
         near_keys, near_queries = (  # [heads, width, head_dim]
@@ -66,7 +67,7 @@ class PositionContent:
             for table in (self.keys, self.queries)
         )
         near_queries = near_queries.flip(1)
-        # Of the products with all distances, those of a query and a key stand where rows are shifted by one.
+        # Products with all distances; those of a query and a key are shifted by one from row to row.
         of_queries = (query @ near_keys.transpose(1, 2)).contiguous()  # [..., heads, n, width]
         of_keys = (key @ near_queries.transpose(1, 2)).contiguous()  # [..., heads, m, width]
         shape, outer = (*query.shape[:-2], n, m), of_queries.stride()[:-2]
@@ -76,7 +77,7 @@ class PositionContent:
 
     @cached_property
     def units(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and queries as the kernel reads them, 32 bits of a head at a time: [heads, units, stride]."""
+        """Keys and queries for the kernel, 32 bits of a head at a time: [heads, units, stride]."""
         return _in_units(self.keys), _in_units(self.queries)
 
 
@@ -86,7 +87,7 @@ RelativePositions = PositionBias | PositionContent
 def _entries(
     table: torch.Tensor, reach: int, query: torch.Tensor, key: torch.Tensor, before: int
 ) -> torch.Tensor:
-    """The entries [heads, n + m - 1, ...] of all distances between n queries and m keys, the least first."""
+    """The entries [heads, n + m - 1, ...] of all distances between n queries and m keys, least first."""
     first = reach - before - (query.shape[-2] - 1)
     last = reach - before + key.shape[-2] - 1
     if first < 0 or last > 2 * reach:
@@ -101,8 +102,7 @@ def _in_units(table: torch.Tensor) -> torch.Tensor:
 
 
 class KV(NamedTuple):
-    """Keys and values, [kv_heads, tokens, head_dim] each; the heads of values may have a size of their
-    own."""
+    """Keys and values, [kv_heads, tokens, head_dim] each; values may have another head size."""
 
     key: torch.Tensor
     value: torch.Tensor
@@ -112,8 +112,8 @@ class KV(NamedTuple):
 class QKV:
     """`query` is [heads, rows, head_dim], `key` and `value` are [kv_heads, rows, head_dim].
 
-    Products of queries and keys are multiplied by `scaling`. With a `window`, a query sees only the keys that
-    are fewer than `window` positions away. With `relative`, distances add to the products."""
+    Products are multiplied by `scaling`. With a `window`, a query sees the keys that are fewer than `window`
+    positions away. With `relative`, distances add to the products."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -123,9 +123,9 @@ class QKV:
     relative: RelativePositions | None = None
 
     def of_rows(self, rows: slice) -> "QKV":
-        """The queries, keys and values of these rows alone, as views."""
+        """The queries, keys and values of these rows, as views."""
         return replace(self, query=self.query[:, rows], key=self.key[:, rows], value=self.value[:, rows])
 
     def new_output(self) -> torch.Tensor:
-        """Memory for what attention gives: [rows, heads, head_dim of the values], not initialised."""
+        """Uninitialized memory for the result: [rows, heads, head_dim of the values]."""
         return self.query.new_empty(self.query.shape[1], self.query.shape[0], self.value.shape[-1])

@@ -1,7 +1,7 @@
-"""Compiled kernels for CPUs with AVX-512: MaxSim, linear layers and attention, as C++ in `src/`.
+"""Compiled kernels for CPUs with AVX-512, from C++ in `src/`; the modules wrap them for torch tensors.
 
-Each module here wraps one of them for torch tensors. They are optional: `is_available` says whether they were
-built and this processor can run them, and every caller has an alternative."""
+They are optional: `is_available` says whether they were built and run here, and every caller has a
+fallback."""
 
 from maxsimd.engine.ops.cpu.library import is_available
 

@@ -1,7 +1,6 @@
-"""Attention within each sequence of packed rows, compiled: float32, or bfloat16 with float32 sums.
-
-A query's result is the same to the last bit whatever other sequences and queries are in the call, however
-many of its keys come from a prefix, and however many threads there are."""
+"""Attention within each sequence of packed rows, compiled: float32, or bfloat16 with float32 sums. A query's
+bits do not depend on others in the call, on how many of its keys come from a prefix, or on the number of
+threads."""
 
 from collections.abc import Sequence
 
@@ -18,11 +17,11 @@ def attention(
 ) -> None:
     """softmax(query key^T * scaling) value, for queries, keys and values of one precision.
 
-    `sequences`, int64 [n, 4], holds for each sequence its first row, the number of its queries to compute
-    from there, the number of its own keys that they may see, and the index in `prefixes` of the keys and
-    values that come before its own, or -1. A causal query sees the keys up to its own. Writes these queries'
-    rows of `out` [rows, heads, head_dim of the values]; a row that sees no key becomes zero. Raises
-    ValueError for a sequence that is longer than relative positions reach, and for a prefix beside these."""
+    `sequences`, int64 [n, 4], has for each sequence its first row, the queries from there, their visible
+    keys, and the index in `prefixes` of the keys and values before its own, or -1. A causal query sees the
+    keys up to its own. Writes these rows of `out` [rows, heads, head_dim of the values]; a row without keys
+    is zero. Raises ValueError for a sequence beyond the reach of relative positions, and for a prefix beside
+    them."""
     tensors = (qkv.key, qkv.value, out, *(tensor for prefix in prefixes for tensor in prefix))
     if {tensor.dtype for tensor in tensors} != {qkv.query.dtype}:
         raise TypeError(f"queries are {qkv.query.dtype}, and keys, values and output must be too")
@@ -31,7 +30,7 @@ def attention(
     q, k, v = (_readable(_padded(x, dims)) for x in (qkv.query, qkv.key, qkv.value))
     padded_out = _padded(out, dims)
     strides = torch.tensor([stride for x in (q, k, v) for stride in x.stride()[:2]])
-    # The padded prefixes must outlive the call, which is given their addresses alone.
+    # The padded prefixes must outlive the call, which gets their addresses.
     pairs = [(_readable(_padded(keys, dims)), _readable(_padded(values, dims))) for keys, values in prefixes]
     table = torch.tensor(
         [
@@ -40,7 +39,7 @@ def attention(
         ],
         dtype=torch.int64,
     )
-    positions, held = _positions(qkv, sequences, len(pairs))  # noqa: RUF059 (held is only to outlive the call)
+    positions, held = _positions(qkv, sequences, len(pairs))  # noqa: RUF059 (held outlives the call)
     kernels().maxsimd_attention(
         KINDS[q.dtype],
         q.data_ptr(),
@@ -67,7 +66,7 @@ def attention(
 def _positions(
     qkv: QKV, sequences: torch.Tensor, prefixes: int
 ) -> tuple[torch.Tensor | None, tuple[torch.Tensor, ...]]:
-    """The addresses and sizes of the tables of relative positions, if there are any, and the tables."""
+    """The addresses and sizes of the tables of relative positions, if any, and the tables."""
     relative = qkv.relative
     if relative is None:
         return None, ()
@@ -85,14 +84,12 @@ def _positions(
 
 
 def _padded(x: torch.Tensor, dims: int) -> torch.Tensor:
-    """x with its last dimension padded to `dims` with zeros, which change no product; x itself if it has that
-    size."""
+    """x with its last dimension padded to `dims` with zeros; x itself if it has that size."""
     missing = dims - x.shape[-1]
     return torch.nn.functional.pad(x, (0, missing)) if missing else x
 
 
 def _readable(x: torch.Tensor) -> torch.Tensor:
-    """x as the kernel reads it: the dimensions of a row are contiguous, those of bfloat16 start at an even
-    element."""
+    """x for the kernel: contiguous rows, which start at an even element in bfloat16."""
     even = x.dtype is torch.float32 or x.stride(1) % 2 == 0
     return x if x.stride(2) == 1 and even else x.contiguous()

@@ -1,7 +1,5 @@
-"""Norms of rows, and rotary positions of queries and keys, compiled: float32, or bfloat16 with float32 sums.
-
-A row's result is the same to the last bit whatever other rows are in the call, and however many threads there
-are."""
+"""Norms and rotary positions, compiled: float32, or bfloat16 with float32 sums. A row's bits do not depend on
+other rows in the call or on the number of threads."""
 
 import torch
 
@@ -15,8 +13,8 @@ def layer_norm(
     epsilon: float,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The layer norm of `x` [rows, width], or of its sum with the residual, which stays float32. Weight and
-    bias are float32 [width]."""
+    """The layer norm of `x` [rows, width], or of its float32 sum with the residual. Weight and bias are
+    float32 [width]."""
     return _norm(x, residual, weight, bias, epsilon, is_centered=True)
 
 

@@ -1,7 +1,5 @@
-"""Linear layers with weights in int8 for processors without AVX-512 BF16, compiled: float32 in and out.
-
-A row's result is the same to the last bit whatever other rows are in the call, however many threads there
-are, and whichever kernel multiplies the weights."""
+"""Linear layers with int8 weights for processors without AVX-512 BF16, compiled: float32 in and out. A row's
+bits do not depend on other rows in the call, on the number of threads, or on the kernel."""
 
 import ctypes
 from collections.abc import Callable
@@ -19,7 +17,7 @@ _ZERO = 128  # the byte of a row's zero
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A compiled kernel, in a library that is compiled for its instructions alone."""
+    """A compiled kernel, in a library for its instructions."""
 
     title: str
     level: str  # what it needs, as MAXSIMD_MAX_CPU_ISA names it
@@ -40,8 +38,8 @@ class Kernel:
 
 
 def _with_excess(octets: torch.Tensor) -> torch.Tensor:
-    """Twice four weights, then -128 times the sums of those whose products are added in 16 bits: of each half
-    of an octet, the first two are added to those of the other half, and so are the last two."""
+    """Eight weights, then -128 times the sums of those whose products are added in 16 bits: of each half of
+    an octet, the first two are added to those of the other half, and so are the last two."""
     sums = octets.unflatten(2, (2, 2, 2)).sum((2, 4), dtype=torch.int16)  # [columns, octets, 2]
     return torch.cat([octets.view(torch.int32), sums.mul_(-_ZERO).view(torch.int32)], dim=2).flatten(1)
 
@@ -65,8 +63,8 @@ def is_available() -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Int8Weights:
-    """The packed weights [columns, inputs] of a layer with a scale and a bias for each column; all padded
-    with zeros to whole panels."""
+    """The packed weights [columns, inputs] of a layer with a scale and a bias for each column, padded with
+    zeros to whole panels."""
 
     kernel: Kernel
     packed: torch.Tensor  # int32 [columns / lanes, words, lanes]
@@ -79,9 +77,8 @@ class Int8Weights:
 def pack(
     kernel: Kernel, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
 ) -> Int8Weights:
-    """Packs int8 weights [columns, inputs] with their scales [columns].
-
-    Raises ValueError for weights that are larger than the kernel can add up."""
+    """Packs int8 weights [columns, inputs] with their scales [columns]. Raises ValueError for weights that
+    are too large for the kernel."""
     if weight.numel() and int(weight.int().abs().max()) > kernel.most:
         raise ValueError(f"weights are beyond {kernel.most}, which the kernel cannot add up")
     columns, inputs = weight.shape
@@ -95,8 +92,8 @@ def pack(
 
 
 def linear(x: torch.Tensor, weights: Int8Weights, gelu: bool = False) -> torch.Tensor:
-    """`x @ weight.T + bias`, float32 [..., inputs] to [..., columns], then GELU (exact form) if `gelu`. Each
-    row of x is rounded to int8 with a scale of its own."""
+    """`x @ weight.T + bias`, float32 [..., inputs] to [..., columns], then exact GELU if `gelu`. Each row of
+    x is rounded to int8 with its own scale."""
     return _linear(x, weights, gelu, None)
 
 

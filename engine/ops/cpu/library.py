@@ -14,13 +14,13 @@ from typing import Any
 import torch  # whose OpenMP threads the kernels share
 
 VARIABLE = "MAXSIMD_MAX_CPU_ISA"
-# Each with all before it; `avx512_bf16` means VNNI too, and `all` whatever the processor has, AMX among it.
+# Each includes those before it; `avx512_bf16` includes VNNI, `all` includes AMX.
 LEVELS = ("default", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "all")
 
 
 @functools.cache
 def cap() -> str:
-    """The highest level that may be used. Raises ValueError where the environment names no level."""
+    """The highest level that may be used. Raises ValueError for an unknown level in the environment."""
     named = os.environ.get(VARIABLE, "").strip().lower() or "all"
     if named not in LEVELS:
         raise ValueError(f"{VARIABLE} is {named!r}, but must be one of {', '.join(LEVELS)}")
@@ -28,7 +28,6 @@ def cap() -> str:
 
 
 def may_use(level: str) -> bool:
-    """Whether the cap leaves a level."""
     return LEVELS.index(level) <= LEVELS.index(cap())
 
 
@@ -40,7 +39,7 @@ def multiplies_bfloat16() -> bool:
 
 
 def in_words() -> str:
-    """The processor's instruction sets that count here, for logs and reports."""
+    """The instruction sets in use, for logs and reports."""
     has = {
         "avx2": torch.cpu._is_avx2_supported(),
         "avx512": torch.cpu._is_avx512_supported(),
@@ -53,7 +52,7 @@ def in_words() -> str:
     return ", ".join(found) or "neither AVX2 nor AVX-512"
 
 
-# What platforms call processors that the kernels may be compiled for.
+# Names of processors that the kernels are compiled for.
 _MACHINES = ("x86_64", "amd64")
 
 _NUMBER, _POINTER = ctypes.c_int64, ctypes.c_void_p
@@ -102,22 +101,20 @@ KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 
 
 def library() -> ctypes.CDLL | None:
-    """The library with its argument types declared, or None if it was not built or cannot run here.
-
-    Its functions release Python's lock and compute on as many threads as torch does."""
+    """The library, or None if it was not built or cannot run here. Its functions release the GIL and use as
+    many threads as torch."""
     found = _found()
     return None if isinstance(found, str) else found
 
 
 def why_unavailable() -> str | None:
-    """Why the kernels cannot run here; None where they can."""
+    """The reason why the kernels cannot run here, or None."""
     found = _found()
     return found if isinstance(found, str) else None
 
 
 @functools.cache
 def _found() -> ctypes.CDLL | str:
-    """The library, or why there is none."""
     loaded = _load("_cpu")
     if isinstance(loaded, str):
         return loaded
@@ -141,8 +138,8 @@ def _found() -> ctypes.CDLL | str:
 
 @functools.cache
 def int8_function(name: str, level: str) -> Any:
-    """The function for int8 layers that needs the instructions of a level, in the library of that name; None
-    if it was not built or cannot run here."""
+    """The function for int8 layers at a level, in the library of that name; None if it was not built or
+    cannot run here."""
     loaded = _load(name)
     if isinstance(loaded, str) or not may_use(level):
         return None
@@ -181,7 +178,7 @@ def check_float32(count: int, *tensors: torch.Tensor | None) -> None:
 
 
 def _load(name: str) -> ctypes.CDLL | str:
-    """The library of that name beside this file, or why it cannot be had."""
+    """The library of that name beside this file, or the reason why there is none."""
     paths = (Path(__file__).with_name(name + suffix) for suffix in EXTENSION_SUFFIXES)
     path = next((path for path in paths if path.exists()), None)
     if path is None:

@@ -1,8 +1,8 @@
-"""Linear layers, compiled, and what follows them: float32 with weights in float32, bfloat16 with weights in
-bfloat16 or int8.
+"""Linear layers with the operation after them, all layers of a BERT-like encoder in one call, and its
+embeddings, compiled: float32 with float32 weights, bfloat16 with bfloat16 or int8 weights.
 
-A row's result is the same to the last bit whatever other rows are in the call, and however many threads there
-are."""
+A row's bits do not depend on other rows in the call, on the number of threads, or on whether layers run in
+one call."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,9 +21,8 @@ _FIRST_GATE = 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weights:
-    """The packed weights [columns, inputs] of a layer, and the precision of its inputs and outputs. int8
-    weights have a scale for each column, and its sum of weights, which cancels the offset of the unsigned
-    activations."""
+    """The packed weights [columns, inputs] of a layer, and the dtype of its inputs and outputs. int8 weights
+    have a scale for each column, and a sum, which cancels the offset of unsigned activations."""
 
     packed: torch.Tensor  # int32 [columns / 16, units, 16], padded with zeros
     inputs: int
@@ -50,8 +49,7 @@ def pack_bfloat16(weight: torch.Tensor) -> Weights:
 
 
 def pack_int8(weight: torch.Tensor) -> Weights:
-    """Rounds [columns, inputs] to int8, symmetrically, each column with its own scale, and packs it for
-    bfloat16 inputs."""
+    """Rounds [columns, inputs] to int8, each column with its own scale, and packs it for bfloat16 inputs."""
     columns, inputs = weight.shape
     scales = weight.float().abs().amax(dim=1) / INT8_MAX
     # A column of zeros has the scale 0, and may be divided by any number.
@@ -75,10 +73,9 @@ class Norm:
 
 
 def linear(x: torch.Tensor, weights: Weights, bias: torch.Tensor | None, gelu: bool = False) -> torch.Tensor:
-    """`x @ weight.T + bias`, then GELU (exact form) if `gelu` is set: [..., inputs] -> [..., columns]. x has
-    the precision that the weights were packed for, and the bias is float32.
-
-    With int8 weights, each row of x is rounded to int8 with a scale of its own."""
+    """`x @ weight.T + bias`, then exact GELU if `gelu` is set: [..., inputs] -> [..., columns]. x has the
+    dtype that the weights were packed for, the bias is float32. With int8 weights, each row of x is rounded
+    to int8 with its own scale."""
     return _linear(x, weights, bias, int(gelu))
 
 
@@ -95,8 +92,7 @@ def linear_gated(
 def linear_added(
     x: torch.Tensor, weights: Weights, bias: torch.Tensor | None, added: torch.Tensor
 ) -> torch.Tensor:
-    """`linear(x) + added`, rounded once, where `added` is [..., columns] with the rows and the precision of
-    x."""
+    """`linear(x) + added`, rounded once; `added` is [..., columns] with the rows and the dtype of x."""
     rows = _rows_like(added, x, weights)
     return _linear(x, weights, bias, 0, (rows.data_ptr(), rows.stride(0)))
 
@@ -104,7 +100,7 @@ def linear_added(
 def linear_norm(
     x: torch.Tensor, residual: torch.Tensor, weights: Weights, bias: torch.Tensor | None, norm: Norm
 ) -> torch.Tensor:
-    """`norm(linear(x) + residual)`, where residual is [..., columns] with the rows and the precision of x."""
+    """`norm(linear(x) + residual)`; `residual` is [..., columns] with the rows and the dtype of x."""
     rows = _rows_like(residual, x, weights)
     check_float32(weights.columns, norm.weight, norm.bias)
     norm_args = (rows.data_ptr(), rows.stride(0), norm.weight.data_ptr(), norm.bias.data_ptr(), norm.epsilon)
@@ -112,16 +108,16 @@ def linear_norm(
 
 
 def gated_order(width: int) -> torch.Tensor:
-    """The order of the 2 `width` columns of a gated layer, gates first, as the kernel takes them: 16 gates
-    and what they multiply, and so on. Raises ValueError for a width that is no multiple of 16."""
+    """The order of the 2 `width` columns of a gated layer, gates first, for the kernel: alternately 16 gates
+    and the 16 columns that they multiply. Raises ValueError for a width that is no multiple of 16."""
     if width % LANES:
         raise ValueError(f"a gated layer of {width} columns is not a multiple of {LANES}")
     return torch.arange(2 * width).view(2, -1, LANES).transpose(0, 1).reshape(-1)
 
 
 def use_amx(wanted: bool) -> bool:
-    """Switches the use of AMX tiles for products of bfloat16 and int8, which is on by default where the
-    processor has them; returns whether they are used now. For tests of the kernels without AMX."""
+    """Switches AMX tiles for bfloat16 and int8 products on (the default if the processor has them) or off;
+    returns whether they are used now. For tests."""
     return bool(kernels().maxsimd_use_amx(wanted and may_use("all")))
 
 
@@ -157,7 +153,7 @@ def _linear(
 
 
 def _rows_like(added: torch.Tensor, x: torch.Tensor, weights: Weights) -> torch.Tensor:
-    """What is added to the output for x, as rows. Raises ValueError unless there are as many as x has."""
+    """An addend to the output for x, as rows. Raises ValueError unless it has the rows of x."""
     if added.shape[:-1] != x.shape[:-1]:
         raise ValueError(f"rows of {tuple(added.shape)} cannot be added to those of {tuple(x.shape)}")
     return _as_rows(added, weights.columns, weights.dtype)
@@ -172,8 +168,8 @@ def _as_rows(x: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _pack(weight: torch.Tensor) -> torch.Tensor:
-    """Weights [columns, inputs] in units of 32 bits, padded with zeros to whole tiles, as blocks of 16
-    columns: int32 [blocks, units, 16]."""
+    """Weights [columns, inputs] in units of 32 bits, padded to whole tiles, in blocks of 16 columns: int32
+    [blocks, units, 16]."""
     columns, inputs = weight.shape
     per_unit = 4 // weight.element_size()
     filled = torch.nn.functional.pad(weight, (0, -inputs % (LANES * per_unit), 0, -columns % PANEL))
@@ -198,8 +194,8 @@ class Product:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layer:
-    """Queries, keys and values; the product and norm after attention; and the feed-forward: a product with
-    GELU, and one with a norm. Either norm is of the sum with what came before."""
+    """The products and norms of a BERT layer: `attended` after attention, `widened` with GELU and `narrowed`
+    in the feed-forward. Norms are of the sum with the residual."""
 
     query: Product
     key: Product
@@ -220,11 +216,9 @@ class Layer:
 
 
 class Layers:
-    """The layers of an encoder with `heads` heads, whose products of queries and keys are multiplied by
-    `scaling`, for steps of at most `most_rows` rows.
-
-    Owns the memory in which a step is computed, so it runs one step at a time. Raises ValueError for layers
-    that differ in size or precision, or that do not fit together."""
+    """The layers of an encoder, for steps of at most `most_rows` rows. Owns the memory of a step, so it runs
+    one step at a time. Raises ValueError for layers that differ in size or precision, or do not fit
+    together."""
 
     def __init__(self, layers: Sequence[Layer], heads: int, scaling: float, most_rows: int) -> None:
         sizes = _sizes(layers, heads)
@@ -232,22 +226,21 @@ class Layers:
         self.hidden_size = sizes[0]
         self.dtype = layers[0].query.weights.dtype
         self._kind = layers[0].query.weights.kind
-        self._layers = tuple(layers)  # whose tensors the table has the addresses of
+        self._layers = tuple(layers)  # keeps the tensors of the table alive
         self._heads, self._scaling = heads, scaling
         self._table = torch.tensor([_addresses(layer) for layer in layers])
         epsilons = [[norm.epsilon for norm in layer.norms] for layer in layers]
         self._epsilons = torch.tensor(epsilons, dtype=torch.float32)
-        # Not touched before steps of that size come, so no memory is taken before.
+        # Takes no memory before steps of that size touch it.
         values = kernels().maxsimd_layers_workspace(self._table.data_ptr(), most_rows)
         self._workspace = torch.empty(values + _LINE, dtype=self.dtype)
         self._start = -(-self._workspace.data_ptr() // _LINE) * _LINE
 
     def run(self, hidden: torch.Tensor, sequences: torch.Tensor, *, firsts_only: bool) -> torch.Tensor:
-        """What the last layer gives for `hidden` [rows, hidden]; with `firsts_only` for the first row of each
-        sequence alone. May change `hidden` in place, and give it back.
-
-        `sequences`, int64 [n, 4], is as `attention` has it, and the sequences have all rows between them.
-        Raises ValueError for hidden states of another shape or precision."""
+        """The result of the last layer for `hidden` [rows, hidden]; with `firsts_only` for the first row of
+        each sequence alone. May change `hidden` in place and return it. `sequences`, int64 [n, 4], are those
+        of `attention` and have all rows. Raises ValueError for hidden states of another shape or
+        precision."""
         rows, size = hidden.shape
         if size != self.hidden_size or hidden.dtype is not self.dtype or not 0 < rows <= self.most_rows:
             raise ValueError(f"layers cannot run {rows} rows of {size} in {hidden.dtype}")
@@ -271,7 +264,7 @@ class Layers:
 
 
 def _sizes(layers: Sequence[Layer], heads: int) -> tuple[int, int, int]:
-    """The size of hidden states, of all heads together, and of the feed-forward, the same for all layers."""
+    """The sizes of hidden states, of all heads together, and of the feed-forward, the same in all layers."""
     weights = [product.weights for layer in layers for product in layer.products]
     if len({each.kind for each in weights}) != 1:
         raise ValueError("layers differ in precision")
@@ -298,7 +291,6 @@ def _sizes_of(layer: Layer) -> tuple[int, int, int]:
 
 
 def _addresses(layer: Layer) -> list[int]:
-    """A row of the library's table."""
     row = []
     for product in layer.products:
         weights = product.weights
@@ -312,8 +304,8 @@ def _addresses(layer: Layer) -> list[int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tables:
-    """Of words, types and positions: [rows, columns] each, contiguous, all in float32 or all in bfloat16; and
-    the norm, whose numbers are float32."""
+    """The embeddings of words, types and positions, [rows, columns] each, contiguous, all float32 or all
+    bfloat16; and the norm of their sum."""
 
     words: torch.Tensor
     types: torch.Tensor
@@ -324,8 +316,8 @@ class Tables:
 def embed(
     tables: Tables, word_ids: torch.Tensor, position_ids: torch.Tensor, type_ids: torch.Tensor | None
 ) -> torch.Tensor:
-    """Embeddings [rows, columns] in the precision of the tables, for ids [rows]; the type is the first where
-    there are no type ids. Raises IndexError for an id that is not in its table."""
+    """Embeddings [rows, columns] in the dtype of the tables, for ids [rows]; without type ids of type 0.
+    Raises IndexError for an id that is not in its table."""
     words, types, positions, norm = tables.words, tables.types, tables.positions, tables.norm
     word_ids, position_ids = _numbers(word_ids), _numbers(position_ids)
     type_ids = None if type_ids is None else _numbers(type_ids)

@@ -1,4 +1,4 @@
-"""MaxSim over packed ragged embeddings, compiled: similarities stay in registers."""
+"""MaxSim over packed ragged embeddings, and the search for numbers that are not finite, compiled."""
 
 from collections.abc import Sequence
 
@@ -22,16 +22,15 @@ def maxsim(
     pairs: NDArray[np.int64],
     empty_score: float,
 ) -> torch.Tensor:
-    """Scores float32 [n] of queries [Tq, dim] and documents [Td, dim] of one precision, on the CPU, for pairs
-    [n, 2] of a query and a document.
-
-    Sums and maxima are float32 in either precision. A document without tokens scores `empty_score`."""
+    """Scores float32 [n] of queries [Tq, dim] and documents [Td, dim] of one dtype, on the CPU, for pairs [n,
+    2] of a query and a document. Sums and maxima are float32. A document without tokens scores
+    `empty_score`."""
     kernel = kernels().maxsimd_maxsim_float32
     if documents.dtype is torch.bfloat16:
         kernel = kernels().maxsimd_maxsim_bfloat16
     queries, documents = queries.contiguous(), documents.contiguous()
-    starts, stops = _as_read(query_offsets), _as_read(document_offsets)
-    indices = _as_read(pairs)
+    starts, stops = _contiguous_int64(query_offsets), _contiguous_int64(document_offsets)
+    indices = _contiguous_int64(pairs)
     scores = np.full(len(indices), empty_score, dtype=np.float32)
     kernel(
         queries.data_ptr(),
@@ -53,14 +52,14 @@ def maxsim_apart(
     pairs: NDArray[np.int64],
     empty_score: float,
 ) -> torch.Tensor:
-    """As `maxsim`, of documents that lie each by itself: rows [tokens, dim] in float32, bfloat16, float16, or
-    int8 with float32 scales [tokens]. A tile of them is converted to the queries' precision where it is
-    multiplied, so that no copy of them all is made."""
+    """As `maxsim`, for documents in separate tensors: rows [tokens, dim] in float32, bfloat16, float16, or
+    int8 with float32 scales [tokens]. They are converted to the queries' dtype tile by tile, without a
+    copy."""
     kernel = kernels().maxsimd_maxsim_apart_float32
     if queries.dtype is torch.bfloat16:
         kernel = kernels().maxsimd_maxsim_apart_bfloat16
     queries = queries.contiguous()
-    # Those that are copied must outlive the call, which is given their addresses alone.
+    # Copies must outlive the call, which gets their addresses.
     rows = [values.contiguous() for values, _ in documents]
     scales = [None if scale is None else scale.contiguous() for _, scale in documents]
     of_each = np.array(
@@ -72,7 +71,7 @@ def maxsim_apart(
         ],
         dtype=np.int64,
     )
-    starts, indices = _as_read(query_offsets), _as_read(pairs)
+    starts, indices = _contiguous_int64(query_offsets), _contiguous_int64(pairs)
     scores = np.full(len(indices), empty_score, dtype=np.float32)
     kernel(
         queries.data_ptr(),
@@ -86,20 +85,18 @@ def maxsim_apart(
     return torch.from_numpy(scores)
 
 
-def _as_read(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The numbers as the kernels read them: end to end, of 64 bits."""
+def _contiguous_int64(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.ascontiguousarray(numbers, dtype=np.int64)
 
 
 _KINDS = KINDS | {torch.int8: INT8, torch.float16: FLOAT16}
-# The bits of a number's exponent, all of which are set where it is not finite. Numbers of 16 bits have theirs
-# twice in 32.
+# The bits of a number's exponent, which are all set if it is not finite; twice in 32 bits for 16-bit numbers.
 _EXPONENTS = {torch.float32: 0x7F80_0000, torch.bfloat16: 0x7F80_7F80, torch.float16: 0x7C00_7C00}
 
 
 def first_not_finite(arrays: Sequence[torch.Tensor]) -> int | None:
-    """Which of the arrays is the first with a number that is NaN or infinite; None if none is. They are
-    contiguous, on the CPU, in float32, bfloat16 or float16."""
+    """The index of the first array with a NaN or infinite number, or None. Arrays are contiguous, on the CPU,
+    in float32, bfloat16 or float16."""
     of_each = np.array(
         [
             [array.data_ptr() for array in arrays],

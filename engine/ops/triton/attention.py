@@ -1,6 +1,5 @@
-"""Launches attention within the sequences of a step: the tiles by what a device offers, and the function on
-torch tensors. The kernel is in `attention_kernel.py`, the blocks that it takes come from
-`attention_blocks.py`."""
+"""Attention within the sequences of a step as a Triton kernel: an online softmax over blocks of keys, in
+which no weight is written to memory. `blocks_of` splits sequences into blocks of queries."""
 
 from dataclasses import dataclass
 
@@ -233,9 +232,8 @@ _LARGEST_ROW_STRIDE = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """What one program works on: a block of `queries` against `keys` at a time, with this many warps and
-    stages of prefetched loads, and at most `registers` registers a thread, or as many as the compiler
-    takes."""
+    """The work of a program: a block of `queries` against `keys` at a time, its warps, the stages of
+    prefetched loads, and the most registers a thread, None for the compiler's choice."""
 
     queries: int
     keys: int
@@ -244,11 +242,10 @@ class Tiles:
     registers: int | None = None
 
 
-# By the KiB of shared memory that a program may have, and the size of a head, in 16 bits; first those without
-# a window. A window of some hundred keys is all edges, of which smaller blocks have fewer.
-# `maxsimd.bench.gpu.ahead_of_time` says how fast they can be. In a trial on an H100, blocks of 64 queries
-# were faster than those of 128 for heads of 64 and 128 numbers, though they read keys and values twice as
-# often.
+# For 16 bits, by the KiB of shared memory of a program and the size of a head; first without a window, then
+# with one: smaller blocks have fewer edges. On an H100, blocks of 64 queries were faster than those of 128,
+# though they read keys and values twice as often. `maxsimd.bench.gpu.ahead_of_time` says how fast they can
+# be.
 _TILES = {
     # Compute capability 9.0 and 10.0, of which 9.0 was measured.
     227: (
@@ -276,32 +273,31 @@ def tiles_for(device: Limits, head_dim: int, itemsize: int, windowed: bool) -> T
     size = max(64, next_power_of_two(head_dim))
     if itemsize > 2:
         return _FLOAT32_TILES[size]
-    # Where columns are masked, large blocks leave too few registers.
+    # With masked columns, large blocks leave too few registers.
     small = windowed or (head_dim > 64 and head_dim != size)
     fitting = [needed for needed in _TILES if needed * 1024 <= device.shared_memory]
     return _TILES[max(fitting, default=min(_TILES))][small][size]
 
 
 def tiles_of(qkv: QKV) -> Tiles:
-    """The tiles with which `attention` takes these queries."""
+    """The tiles of `attention` for these queries."""
     query = qkv.query
     return tiles_for(limits(query.device), query.shape[-1], query.itemsize, qkv.window is not None)
 
 
 def is_supported(qkv: QKV) -> bool:
-    """Whether the kernel takes heads of this size, and their scaling: it takes maxima before it scales."""
+    """Whether the kernel takes this head size and scaling: it takes maxima before it scales."""
     return qkv.query.shape[-1] == qkv.value.shape[-1] <= LARGEST_HEAD and qkv.scaling > 0
 
 
 def attention(
     qkv: QKV, blocks: torch.Tensor, causal: bool, out: torch.Tensor, prefix: KV | None = None
 ) -> None:
-    """Attends block by block: `blocks` is int32 [blocks, 5] on the device, cut by `blocks_of` with
-    `tiles_of(qkv).queries` and the same `causal`; blocks of no queries are passed over. `is_supported` must
-    hold.
+    """Attends block by block: `blocks` is int32 [blocks, 5] on the device, made by `blocks_of` with
+    `tiles_of(qkv).queries` and the same `causal`; empty blocks are skipped. `is_supported` must hold.
 
-    All blocks see the keys and values of the `prefix`, if there is one, before their own. Writes the blocks'
-    rows of `out` [rows, heads, head_dim]."""
+    All blocks see the `prefix`, if any, before their own keys. Writes their rows of `out` [rows, heads,
+    head_dim]."""
     heads, _, head_dim = qkv.query.shape
     tiles = tiles_of(qkv)
     if len(blocks) == 0:
@@ -328,8 +324,7 @@ def attention(
 
 
 def _close_rows(x: torch.Tensor) -> torch.Tensor:
-    """[heads, rows, head_dim] as the kernel reads it: the numbers of a row side by side, and rows not too far
-    apart."""
+    """[heads, rows, head_dim] for the kernel: the numbers of a row side by side, rows not too far apart."""
     return x if x.stride(-1) == 1 and x.stride(1) <= _LARGEST_ROW_STRIDE else x.contiguous()
 
 

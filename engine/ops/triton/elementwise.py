@@ -1,12 +1,12 @@
-"""Layer norm as a Triton kernel, and with the residual sum before it as one.
+"""The functions of `ops/elementwise.py` as Triton kernels: norms with the sum before them, rotary positions,
+gates.
 
-Bytes a row of `width` numbers in 16 bits: the norm alone reads 2 `width` and writes 2 `width`. With the sum
-it reads 4 and writes 2, as it ends both halves of a BERT layer. Where the next sum reads this one, it writes
-2 more. Weight and bias stay in the caches. Source of the formula: Ba, Kiros & Hinton 2016 (arXiv 1607.06450),
-equations 3 and 4.
+Bytes a row of `width` 16-bit numbers: a norm reads 2 `width` and writes as many, with the sum before it it
+reads 4 and writes 2, or 4 if the sum is written too. Rotation reads and writes 2 `head_dim` a head in place.
+A gate reads 4 and writes 2. Weights, cosines and sines stay in the caches.
 
-Order of roundings: the mean, the variance and the result are float32, and the result is rounded once. A sum
-that is written is rounded first, as transformers does; one that is not stays float32."""
+Sums, norms, rotations and gates are float32 and rounded once; transformers rounds in between. A sum that is
+written is rounded first, as in transformers."""
 
 from dataclasses import dataclass
 
@@ -17,14 +17,14 @@ import triton.language as tl
 from maxsimd.engine.ops.elementwise import Activation, HeadNorms
 from maxsimd.engine.ops.triton.launch import next_power_of_two
 
-# What a warp of 32 threads loads at a time: 8 numbers of 16 bits a thread.
+# Numbers that a warp of 32 threads loads at a time: 8 of 16 bits a thread.
 _OF_A_WARP = 256
 _MOST_WARPS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class RowTile:
-    """The numbers that a program holds of a row, a power of two, and its warps."""
+    """The numbers of a row that a program holds, a power of two, and its warps."""
 
     numbers: int
     warps: int

@@ -1,4 +1,5 @@
-"""What all launches need to know of a device: whether it runs Triton kernels, and its limits."""
+"""Launches without importing Triton: whether a device runs our kernels, its limits, and the blocks of
+attention."""
 
 import functools
 import importlib.util
@@ -17,8 +18,8 @@ def is_nvidia(device: torch.device) -> bool:
 
 
 def runs_plain_torch(device: torch.device) -> bool:
-    """Whether a device is an accelerator for which we have no kernels: plain torch runs on it, and what it
-    computes is compared with the CPU at load."""
+    """Whether a device is an accelerator without kernels of ours. Plain torch runs on it, and its results are
+    compared with the CPU's at load."""
     return device.type != "cpu" and not is_nvidia(device)
 
 
@@ -26,13 +27,12 @@ def runs_plain_torch(device: torch.device) -> bool:
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-# The advice for a device for which `is_missing_on` is true.
+# Advice for a device on which `is_missing_on`.
 MISSING = 'triton is not installed: pip install "maxsimd[cuda]"'
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether Triton is installed and runs our kernels on a device: on NVIDIA's GPUs always, elsewhere only
-    as an interpreter."""
+    """Whether Triton is installed and runs our kernels on a device: an NVIDIA GPU, or any if interpreted."""
     return (is_nvidia(device) or INTERPRETED) and _is_installed()
 
 
@@ -47,10 +47,8 @@ def _is_installed() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What tiles are chosen by: the major number of a GPU's compute capability, bytes of shared memory that
-    one program may have, and the number of multiprocessors.
-
-    Shared memory differs within a generation: 227 KiB in data centres, 99 in most other cards."""
+    """The limits that tiles are chosen by: the major number of a GPU's compute capability, the bytes of
+    shared memory of a program, and the multiprocessors. Data center cards have 227 KiB, most others 99."""
 
     generation: int
     shared_memory: int
@@ -59,7 +57,7 @@ class Limits:
 
 @functools.cache
 def limits(device: torch.device) -> Limits:
-    """Those of a GPU; for other devices, where kernels are interpreted, those of the smallest."""
+    """The limits of a GPU; for interpreted kernels those of the smallest."""
     if device.type != "cuda":
         return Limits(0, 99 * 1024, 1)
     found = torch.cuda.get_device_properties(device)
@@ -68,8 +66,7 @@ def limits(device: torch.device) -> Limits:
 
 
 def next_power_of_two(n: int) -> int:
-    """The smallest power of two that is at least `n`, and at least 16, the smallest side of a product's
-    tile."""
+    """The smallest power of two of at least `n` and 16, the smallest side of a product's tile."""
     return max(16, 1 << (n - 1).bit_length())
 
 
@@ -79,11 +76,11 @@ def blocks_of(
     prefix_keys: int,
     queries: int,
 ) -> NDArray[np.int32]:
-    """Cuts sequences (first row, queries, first key, keys) into blocks of at most `queries` queries.
+    """Splits sequences (first row, queries, first key, keys) into blocks of at most `queries` queries, one a
+    program and head: (first row, queries, position of its first query, first key, keys), int32 [blocks, 5].
 
-    Each block is (first row, queries, position of its first query, first key, keys): int32 [blocks, 5]. The
-    blocks that see the most keys come first. Positions count from the first key of the prefix; causal queries
-    are the last of their sequence's keys."""
+    Blocks with the most keys come first. Positions count from the first key of the prefix; causal queries are
+    the last of their sequence's keys."""
     table = np.asarray(sequences, dtype=np.int64).reshape(-1, 4)
     counts = -(-table[:, 1] // queries)
     owner = np.repeat(np.arange(len(table)), counts)
@@ -97,6 +94,6 @@ def blocks_of(
 
 
 def most_blocks(rows: int, sequences: int, queries: int) -> int:
-    """The most blocks of `queries` queries that up to `sequences` sequences in `rows` rows are cut into: all
-    but the last of a sequence are full, and a last one has a query at least."""
+    """The most blocks of `queries` queries for up to `sequences` sequences in `rows` rows: all blocks of a
+    sequence but its last are full."""
     return (rows + min(rows, sequences) * (queries - 1)) // queries

@@ -1,4 +1,13 @@
-"""MaxSim on torch tensors, by Triton kernels: see `maxsim_kernels`."""
+"""MaxSim as Triton kernels: each program walks over the tokens of a document and holds running maxima in
+registers. Nothing is padded or copied, and no similarity is written to memory.
+
+A tile's similarities are [document tokens, query tokens]: from tile to tile the maximum over document tokens
+is within a thread, and threads exchange theirs once, at the document's end. A tile beyond the document's end
+repeats the last token, which changes no maximum, so the loop compares no positions.
+
+There is a program for each pair. Programs that walk over all pairs would read a common query once, but three
+to five programs on a multiprocessor already fill the memory's bandwidth, and the query comes from its
+cache."""
 
 from dataclasses import dataclass
 
@@ -152,8 +161,8 @@ def _best_by_chunks(  # type: ignore[no-untyped-def]
     BLOCK_DIM: tl.constexpr,
     FOLD: tl.constexpr,
 ):
-    """Where a tile of all dimensions is too large: one loop over tiles and, within each, over chunks of
-    dimensions, so that the loads of all its turns are prefetched."""
+    """For dimensions that do not fit a tile: one loop over tiles and chunks of dimensions, so that all loads
+    are prefetched."""
     CHUNKS: tl.constexpr = (DIM + BLOCK_DIM - 1) // BLOCK_DIM
     similarity = tl.zeros((BLOCK_D, BLOCK_Q), tl.float32)
     for turn in range(tl.cdiv(stop - start, BLOCK_D) * CHUNKS):
@@ -218,8 +227,8 @@ def _best_by_words(  # type: ignore[no-untyped-def]
     BLOCK_DIM: tl.constexpr,
     FOLD: tl.constexpr,
 ):
-    """As `_best_by_tiles`, for int8 documents whose dimensions are a multiple of 4: they are read as words of
-    four. A row's numbers are then ordered by their byte in a word, those of the query too."""
+    """As `_best_by_tiles`, for int8 documents whose dimensions are a multiple of 4, read as words of four. A
+    row's numbers are ordered by their byte in a word, as are the query's."""
     transposed = tl.trans(grouped_by_byte(q, BLOCK_Q, BLOCK_DIM))
     columns = tl.arange(0, BLOCK_DIM // 4)[None, :]
     first_row = tl.minimum(start + tl.arange(0, BLOCK_D), stop - 1)
@@ -362,11 +371,9 @@ _SUMMED_TOGETHER = 2048
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pairs:
-    """The pairs to score. Row i of `bounds`, int32 [pairs, 4] on the device, has the query's first row and
-    the one behind its last, and those of the document. Texts may lie in any order, and share rows.
-
-    `groups` says how long the queries of consecutive pairs are: see `group_by_query_length`.
-    `longest_document` is at least the number of tokens in the longest document."""
+    """The pairs to score. `bounds`, int32 [pairs, 4] on the device, has the first row and the end of the
+    query, and those of the document; texts may lie in any order and share rows. `groups` come from
+    `group_by_query_length`. No document has more than `longest_document` tokens."""
 
     bounds: torch.Tensor
     groups: tuple[PairGroup, ...]
@@ -382,13 +389,13 @@ def maxsim(
     scales: torch.Tensor | None = None,
     split_k: int | None = None,
 ) -> torch.Tensor:
-    """Scores float32 [pairs] of the token embeddings of queries [rows, dim] and documents [rows, dim], in one
-    launch for each group of pairs; in two where a group's queries are longer than a tile, or its documents
-    are split. With `scales`, float32 [rows], documents are int8, and each row is multiplied by its scale.
+    """Scores float32 [pairs] of the token embeddings of queries and documents [rows, dim], in one launch for
+    each group of pairs, or two if its queries are longer than a tile or its documents are split. With
+    `scales`, float32 [rows], documents are int8, and each row is multiplied by its scale.
 
-    The tokens of each document are divided among `split_k` programs, by default among as many as keep the
-    device busy. A document without tokens scores `empty_score`, and one with a NaN scores NaN. Raises
-    ValueError where queries and documents are of different types, unless documents are int8 with scales."""
+    A document is split among `split_k` programs, by default as many as keep the device busy. A document
+    without tokens scores `empty_score`, one with a NaN scores NaN. Raises ValueError if queries and documents
+    differ in dtype, unless documents are int8 with scales."""
     _check_types(queries, documents, scales)
     queries, documents, bounds = _aligned(queries), _aligned(documents), _aligned(pairs.bounds)
     scores = torch.empty(len(bounds), dtype=torch.float32, device=documents.device)
@@ -404,7 +411,7 @@ def maxsim(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Launch:
-    """Pairs whose queries have at most `longest_query` tokens, so that they have the same tiles."""
+    """Pairs with the same tiles: their queries have at most `longest_query` tokens."""
 
     queries: torch.Tensor
     documents: torch.Tensor
@@ -464,15 +471,13 @@ def _score(
 
 
 def summed_splits(tiles: Tiles) -> int:
-    """How many splits a program of `sum_kernel` loads at a time."""
+    """The splits that a program of `sum_kernel` loads at a time."""
     return _SUMMED_TOGETHER // tiles.query
 
 
 def _aligned(rows: torch.Tensor) -> torch.Tensor:
-    """Rows [n, dim], end to end, at an address from which the kernel may load several numbers at a time.
-
-    torch allocates at such addresses, and slices of rows begin at others. A copy is made only of a view that
-    begins within a row of something else."""
+    """Contiguous rows [n, dim] at an address from which the kernel may load several numbers at a time. Only a
+    view that begins within a row of something else is copied."""
     rows = rows.contiguous()
     alignment = row_alignment(rows.shape[1] * rows.itemsize)
     return rows if rows.data_ptr() % alignment == 0 else rows.clone()

@@ -14,10 +14,9 @@ from maxsimd.engine.ops.triton.launch import Limits, next_power_of_two
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """What one program works on at a time: `query` query tokens and `document` document tokens, of `dim`
-    dimensions; its number of warps; and how many tiles of the document are on their way at a time.
-
-    `fold` 2 remembers one maximum for two rows of a tile that are in the same thread."""
+    """The work of a program: `query` query tokens and `document` document tokens of `dim` dimensions at a
+    time, its warps, and the tiles of the document that are loaded ahead. `fold` 2 keeps one maximum for two
+    rows of a tile in the same thread."""
 
     query: int
     document: int
@@ -72,8 +71,8 @@ _FEWEST_TILES_OF_SPLIT = 4
 def tiles_for(
     limits: Limits, dim: int, query_itemsize: int, document_itemsize: int, longest_query: int
 ) -> Tiles:
-    """The tiles for a device, embeddings of `dim` numbers of these many bytes each, and queries of at most
-    `longest_query` tokens. A tile has all dimensions, unless that is too large for the device."""
+    """The tiles for a device, embeddings of `dim` numbers of these bytes each, and queries of at most
+    `longest_query` tokens. A tile has all dimensions unless it is too large for the device."""
     if query_itemsize == 4:
         return replace(_FLOAT32, dim=min(_FLOAT32.dim, next_power_of_two(dim)))
     shared = limits.shared_memory - _BESIDE_TILES
@@ -108,8 +107,8 @@ def row_alignment(row_bytes: int) -> int:
 
 
 def choose_split_k(multiprocessors: int, programs: int, tiles_of_longest: int) -> int:
-    """Number of document splits that yields about two programs per multiprocessor, given the number of
-    programs without splits and the tiles in the longest document."""
+    """The splits of a document that yield about two programs a multiprocessor, for `programs` without
+    splits."""
     wanted = -(-2 * multiprocessors // programs)
     return max(1, min(wanted, tiles_of_longest // _FEWEST_TILES_OF_SPLIT, MAX_SPLIT_K))
 
@@ -125,11 +124,9 @@ class PairGroup:
 def group_by_query_length(
     query_tokens: NDArray[np.integer],
 ) -> tuple[NDArray[np.intp] | None, tuple[PairGroup, ...]]:
-    """Sorts pairs, of which each has a query of `query_tokens` [pairs] tokens, so that those of one class of
-    `QUERY_CLASSES` follow one another: one long query does not give its tile to all pairs of a step.
-
-    Returns the order, indices [pairs] of the pairs, and its groups. The order is None if pairs need no
-    sorting."""
+    """Sorts pairs with queries of `query_tokens` [pairs] tokens by class of `QUERY_CLASSES`, so that a long
+    query does not give its tile to all pairs of a step. Returns the order, indices [pairs], or None if they
+    are sorted, and the groups."""
     classes = np.searchsorted(QUERY_CLASSES, query_tokens)
     order = None if (np.diff(classes) >= 0).all() else np.argsort(classes, kind="stable")
     groups = []

@@ -1,7 +1,7 @@
-"""Token embeddings from hidden states in one Triton kernel: gather, projection and L2 normalisation.
+"""The product of tiles for all kernels, and token embeddings from hidden states in one Triton kernel: gather,
+projection and L2 normalization. Hidden states of skipped tokens are not read.
 
-Its output is what is scored and cached; the hidden states of tokens that are skipped are never read. Source
-of the head: ColBERT, Khattab & Zaharia 2020 (arXiv 2004.12832), section 3.2."""
+Source of the head: ColBERT, Khattab & Zaharia 2020 (arXiv 2004.12832), section 3.2."""
 
 from dataclasses import dataclass
 
@@ -17,8 +17,7 @@ _WIDEN = tl.constexpr(INTERPRETED)
 
 @triton.jit
 def add_product(total, a, b):  # type: ignore[no-untyped-def]
-    """`total + a @ b`, with float32 sums [m, n] of products of [m, k] and [k, n] in their own precision,
-    float32 included."""
+    """`total + a @ b`: float32 sums [m, n] of products of [m, k] and [k, n] in their own precision."""
     if _WIDEN:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, total, input_precision="ieee")
@@ -30,8 +29,8 @@ LARGEST_DIM = 1024
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """What one program works on: `rows` rows, `hidden` input dimensions at a time, with this many warps and
-    stages of prefetched loads."""
+    """The work of a program: `rows` rows, `hidden` input dimensions at a time, its warps, and the stages of
+    prefetched loads."""
 
     rows: int
     hidden: int
