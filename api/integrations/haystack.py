@@ -5,7 +5,7 @@ from typing import Any
 
 from haystack import Document, component, default_from_dict, default_to_dict
 
-from maxsimd.api.integrations import Ranker
+from maxsimd.integrations import Ranker
 from maxsimd.engine import SyncEngine
 
 

@@ -8,7 +8,7 @@ from langchain_core.callbacks import Callbacks
 from langchain_core.documents import BaseDocumentCompressor, Document
 from pydantic import ConfigDict, PrivateAttr
 
-from maxsimd.api.integrations import Place, Ranker
+from maxsimd.integrations import Place, Ranker
 from maxsimd.engine import SyncEngine
 
 

@@ -6,7 +6,7 @@ from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle
 
-from maxsimd.api.integrations import Ranker
+from maxsimd.integrations import Ranker
 from maxsimd.engine import SyncEngine
 
 

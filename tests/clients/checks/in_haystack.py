@@ -4,7 +4,7 @@ from haystack import Document, Pipeline
 from plain import BEST, DOCUMENTS, LATE_INTERACTION, QUERY, check_ranking
 
 from maxsimd import SyncEngine
-from maxsimd.api.integrations.haystack import MaxsimdRanker
+from maxsimd.integrations.haystack import MaxsimdRanker
 
 _OPTIONS = {"dtype": "float32", "threads": 1}
 
