@@ -29,7 +29,7 @@ from maxsimd.api.process import (
 )
 from maxsimd.api.state import FleetView, ServerState, Serving
 from maxsimd.engine import Engine, EngineConfig, Engines, ModelLoadError
-from maxsimd.engine.checkpoint.embedded import NAME
+from maxsimd.engine.config import EMBEDDED_MODEL
 from maxsimd.engine.device.facts import ModelFacts
 from maxsimd.engine.device.host import usable_cores
 from maxsimd.engine.device.load import num_given_up
@@ -158,7 +158,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig, started: flo
         return _run(Engine(engine_config), server_config, started)
     # More may join it while the server runs.
     try:
-        model = by_itself(engine_config, server_config, NAME)
+        model = by_itself(engine_config, server_config, EMBEDDED_MODEL)
     except ValueError as error:
         log.error("%s", error)
         return 1

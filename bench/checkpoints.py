@@ -120,7 +120,7 @@ def save_causal_reranker(folder: str) -> None:
 
 
 def _embedded_path() -> str:
-    from maxsimd.engine.checkpoint.embedded import embedded_model_path  # loads torch
+    from maxsimd.engine.checkpoint.files import embedded_model_path  # loads torch
 
     return embedded_model_path()
 

@@ -7,13 +7,12 @@ import numpy as np
 import torch
 
 from maxsimd.engine.checkpoint import LoadedModel, RoleRules, load_model
-from maxsimd.engine.checkpoint.embedded import NAME
 from maxsimd.engine.checkpoint.heads import after_reference
 from maxsimd.engine.checkpoint.model import HYBRID_EMBED, SPARSE_EMBED
 from maxsimd.engine.checkpoint.reading import LibraryReader, Reading
 from maxsimd.engine.checkpoint.recipe import in_float32
 from maxsimd.engine.checkpoint.recipe_store import texts_content
-from maxsimd.engine.config import EngineConfig, ScoreType
+from maxsimd.engine.config import EMBEDDED_MODEL, EngineConfig, ScoreType
 from maxsimd.engine.device.facts import kernels_in_words
 from maxsimd.engine.device.load import DeviceModel, prepare
 from maxsimd.engine.errors import ModelLoadError
@@ -167,7 +166,7 @@ def _scored(config: EngineConfig, expected: list[float] | None, is_exact: bool =
     largest = max(map(abs, expected))
     allowed = 1e-3 * largest if is_exact else max(0.02 * largest, 0.2 * spread)
     if config.doc_token_pooling is None and not off <= allowed:  # NaN, too
-        name = config.model or NAME
+        name = config.model or EMBEDDED_MODEL
         raise ModelLoadError(
             f"{name!r} is not scored as its own library scores it: {said}; report this as a bug"
         )

@@ -21,7 +21,7 @@ def download(model: str, folder: str, revision: str | None, check: bool) -> None
 
     `maxsimd serve FOLDER --offline` checks them and asks no hub for anything. What is there already is not
     downloaded again."""
-    from maxsimd.engine.checkpoint.digests import NAME, check_digests, write_digests
+    from maxsimd.engine.checkpoint.files import DIGESTS_FILE, check_digests, write_digests
     from maxsimd.engine.errors import ModelLoadError
 
     target = Path(folder)
@@ -29,8 +29,10 @@ def download(model: str, folder: str, revision: str | None, check: bool) -> None
         if check:
             compared = check_digests(target)
             if compared is None:
-                raise click.ClickException(f"there is no {NAME} in {folder}; download the checkpoint first")
-            click.echo(f"{compared} files are what {NAME} says")
+                raise click.ClickException(
+                    f"there is no {DIGESTS_FILE} in {folder}; download the checkpoint first"
+                )
+            click.echo(f"{compared} files are what {DIGESTS_FILE} says")
             return
         _download(model, revision, target)
         count = write_digests(target)

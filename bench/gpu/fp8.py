@@ -14,7 +14,7 @@ import torch
 
 from maxsimd.bench.datasets import Request, docstring_requests
 from maxsimd.bench.report import machine
-from maxsimd.engine.checkpoint.embedded import embedded_model_path
+from maxsimd.engine.checkpoint.files import embedded_model_path
 
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _BATCH = 64

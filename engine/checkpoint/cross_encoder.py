@@ -11,17 +11,20 @@ from sentence_transformers.base.modules import Dense
 from sentence_transformers.sentence_transformer.modules import Pooling
 from transformers.modeling_layers import GenericForSequenceClassification
 
-from maxsimd.engine.checkpoint.activations import set_activations, stated_activation
-from maxsimd.engine.checkpoint.backbone import is_causal
-from maxsimd.engine.checkpoint.bi_encoder import SCORES, pooling_of, taken_apart
+from maxsimd.engine.checkpoint.encoders import SCORES, pooling_of, taken_apart
 from maxsimd.engine.checkpoint.files import CheckpointFiles, module_settings
-from maxsimd.engine.checkpoint.fit import refuse_modules_not_finite
 from maxsimd.engine.checkpoint.heads import ClassifierHead, ModuleHead
-from maxsimd.engine.checkpoint.model import PairRules, RoleRules, Task
+from maxsimd.engine.checkpoint.model import PairRules, RoleRules, Task, is_causal
 from maxsimd.engine.checkpoint.reading import LibraryReader, Reader, TemplateReader
 from maxsimd.engine.checkpoint.reference import ClassifierReference, ModulesReference
-from maxsimd.engine.checkpoint.score_template import ScoreTemplate
-from maxsimd.engine.checkpoint.text_settings import Truncating, read_text_settings
+from maxsimd.engine.checkpoint.settings import (
+    Truncating,
+    read_text_settings,
+    set_activations,
+    stated_activation,
+)
+from maxsimd.engine.checkpoint.templates import ScoreTemplate
+from maxsimd.engine.checkpoint.weights import refuse_modules_not_finite
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.pooling.methods import METHODS
 

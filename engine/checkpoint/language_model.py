@@ -1,5 +1,6 @@
 """Loads language models that answer yes or no about a pair, and are scored by the logits of those words."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,18 +8,20 @@ from typing import Any
 import torch
 from sentence_transformers import CrossEncoder
 from sentence_transformers.cross_encoder.modules import LogitScore
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers.modeling_outputs import BaseModelOutput
 
-from maxsimd.engine.checkpoint.activations import stated_activation
 from maxsimd.engine.checkpoint.cross_encoder import prompted, special_tokens, template_of, truncation_of
 from maxsimd.engine.checkpoint.files import CheckpointFiles
 from maxsimd.engine.checkpoint.heads import TokenLogitsHead
 from maxsimd.engine.checkpoint.model import PairRules, RoleRules, Task
 from maxsimd.engine.checkpoint.reading import LibraryReader, Reader, TemplateReader
-from maxsimd.engine.checkpoint.reference import WordLogitsReference
-from maxsimd.engine.checkpoint.score_template import ScoreTemplate
-from maxsimd.engine.checkpoint.visual.vision_language import with_pictures
+from maxsimd.engine.checkpoint.reference import FirstWordReference, WordLogitsReference
+from maxsimd.engine.checkpoint.settings import stated_activation
+from maxsimd.engine.checkpoint.templates import ScoreTemplate
+from maxsimd.engine.checkpoint.visual_loaders import with_pictures
 from maxsimd.engine.errors import ModelLoadError
+from maxsimd.engine.ops.qkv import QKV
 
 NEWLINE = "{{ '\\n' }}"
 
@@ -211,3 +214,150 @@ def token_id(tokenizer: Any, word: str, path: str) -> int:
     if found is None or found == tokenizer.unk_token_id:
         raise ModelLoadError(f"the tokeniser of {path!r} has no token {word!r} to take the score from")
     return int(found)
+
+
+class AnsweringDecoder(torch.nn.Module):
+    """A T5 with its decoder's first step: the decoder's state, from which the logits of the first word of an
+    answer are made, stands in the first row of each sequence in place of the encoder's, and so is pooled as
+    a first token is.
+
+    In a packed step, all sequences' decoders run together, one row a sequence, and attend to the encoder's
+    rows of their own sequence as the first row of one."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.encoder = model.encoder
+        self.decoder = model.decoder
+        self.config = model.encoder.config
+        self._start = int(model.config.decoder_start_token_id)
+        scaled = getattr(model.config, "scale_decoder_outputs", False)
+        self._scale = model.config.d_model**-0.5 if scaled else 1.0
+
+    def get_input_embeddings(self) -> Any:
+        return self.encoder.get_input_embeddings()
+
+    def set_attn_implementation(self, name: str) -> None:
+        """Of the encoder; the decoder has a way of its own for packed steps."""
+        self.encoder.set_attn_implementation(name)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        step_attention: Any = None,
+        **others: Any,
+    ) -> BaseModelOutput:
+        """The states [n, tokens, hidden] of token ids [n, tokens], or [1, rows, hidden] of a packed step."""
+        options = {} if step_attention is None else {"step_attention": step_attention}
+        encoded = self.encoder(input_ids=input_ids, attention_mask=attention_mask, **options)
+        states = encoded.last_hidden_state.clone()
+        if step_attention is None:
+            starts = torch.full((len(input_ids), 1), self._start, device=input_ids.device)
+            decoded = self.decoder(
+                input_ids=starts,
+                encoder_hidden_states=encoded.last_hidden_state,
+                encoder_attention_mask=attention_mask,
+                use_cache=False,
+            )
+            states[:, 0] = decoded.last_hidden_state[:, 0] * self._scale
+        else:
+            first = step_attention.metadata.first_of_each
+            states[0, first] = self._decoded(encoded.last_hidden_state, first, step_attention) * self._scale
+        return BaseModelOutput(last_hidden_state=states)
+
+    def _decoded(self, encoded: torch.Tensor, first: torch.Tensor, step_attention: Any) -> torch.Tensor:
+        """The decoder's states [sequences, hidden] behind its start, for packed rows [1, rows, hidden] of
+        which those in `first` are the first of a sequence."""
+        start = torch.full_like(first, self._start)
+        states = self.decoder.embed_tokens(start)[None]  # [1, sequences, hidden]
+        for block in self.decoder.block:
+            alone, cross, feed_forward = block.layer
+            # A token that sees itself alone gives its own value, whatever its position.
+            states = states + alone.SelfAttention.o(alone.SelfAttention.v(alone.layer_norm(states)))
+            attention = cross.EncDecAttention
+            queries = encoded.new_zeros(encoded.shape[1], attention.inner_dim)
+            queries[first] = attention.q(cross.layer_norm(states))[0]
+            query, key, value = (
+                rows.unflatten(-1, (attention.n_heads, -1)).transpose(0, 1)
+                for rows in (queries, attention.k(encoded)[0], attention.v(encoded)[0])
+            )
+            qkv = QKV(query, key, value, attention.scaling)
+            attended = step_attention.backend.first_rows(qkv, step_attention.metadata)[first]
+            states = feed_forward(states + attention.o(attended.flatten(1)[None]))
+        decoded: torch.Tensor = self.decoder.final_layer_norm(states)[0]
+        return decoded
+
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """The words with which published rerankers of an architecture answer, and the width from which on they
+    answer with others."""
+
+    example: str
+    true: str
+    false: str
+    widest: int | None = None
+
+
+# By architecture, because a checkpoint says no more about itself. The words are pygaggle's
+# (pygaggle/rerank/transformer.py); of mT5 the models of 3B and 13B parameters have other ones there.
+_FAMILIES = {
+    "T5ForConditionalGeneration": _Family("castorini/monot5-base-msmarco", "\u2581true", "\u2581false"),
+    "MT5ForConditionalGeneration": _Family("unicamp-dl/mt5-base-mmarco-v2", "\u2581yes", "\u2581no", 1024),
+}
+_TEMPLATE = "Query: {{ query }} Document: {{ document }} Relevant:"
+
+
+def load_encoder_decoder(
+    path: str, files: CheckpointFiles, template: ScoreTemplate | None, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Reads a `T5ForConditionalGeneration` or `MT5ForConditionalGeneration`.
+
+    Its score is what pygaggle's `MonoT5` gives: the logarithm of the probability of the true word, of these
+    two words. Returns the parts of a `LoadedModel` that depend on the kind of checkpoint."""
+    family = _FAMILIES[files.architecture]
+    common = {"revision": options["revision"], "trust_remote_code": options["trust_remote_code"]}
+    tokenizer = AutoTokenizer.from_pretrained(path, **common)
+    model = AutoModelForSeq2SeqLM.from_pretrained(path, **common, **options["model_kwargs"])
+    model = model.to(options["device"]).eval()
+    _refuse_other_words(path, family, model.config)
+    log.info("%r is asked %r and answers %s or %s", path, _TEMPLATE, family.true, family.false)
+    words = [token_id(tokenizer, word, path) for word in (family.true, family.false)]
+    if template is None:
+        template = ScoreTemplate((_TEMPLATE,), trailing_ids=_trailing_ids(path, tokenizer))
+    # Before the reference, which leaves only the rows of the two words in the model's output layer.
+    head = TokenLogitsHead(model, words, (family.true, family.false))
+    return {
+        "backbone": AnsweringDecoder(model),
+        "tokenizer": tokenizer,
+        "tasks": {"classify": Task("cls", head, 1, False, FirstWordReference(model, tokenizer, head.output))},
+        "score_task": "classify",
+        "query": RoleRules(),
+        "document": RoleRules(),
+        "activation": torch.nn.LogSigmoid(),
+        "labels": (family.true,),
+        "pairs": PairRules("only_second", template),
+        "reader": TemplateReader(tokenizer, template),
+    }
+
+
+def _refuse_other_words(path: str, family: _Family, config: Any) -> None:
+    if config.decoder_start_token_id is None:
+        raise ModelLoadError(f"{path!r} has no decoder_start_token_id in its config; set it (T5's is 0)")
+    if family.widest is not None and config.d_model > family.widest:
+        raise ModelLoadError(
+            f"{path!r} is wider than the rerankers that answer {family.true} or {family.false}, such as "
+            f"{family.example}; published ones of its size answer with other words, which are not served"
+        )
+
+
+def _trailing_ids(path: str, tokenizer: Any) -> tuple[int, ...]:
+    """The tokens that the tokeniser puts behind every text, which is </s>."""
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    ids = tokenizer("a")["input_ids"]
+    if ids[: len(plain)] != plain:
+        raise ModelLoadError(f"the tokeniser of {path!r} puts tokens before a text; T5's do not")
+    return tuple(ids[len(plain) :])

@@ -8,75 +8,208 @@ from functools import partial
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub import constants as hub_constants
 from huggingface_hub.utils import logging as hub_logging
+from transformers import CONFIG_MAPPING
+from transformers.models.auto import modeling_auto
 from transformers.utils import logging as transformers_logging
 
-from maxsimd.engine.checkpoint.adapters import with_base
-from maxsimd.engine.checkpoint.adjust import score_template
-from maxsimd.engine.checkpoint.backbone import is_causal, max_tokens, position_offset, uncounted_id
-from maxsimd.engine.checkpoint.bi_encoder import load_bi_encoder
-from maxsimd.engine.checkpoint.bidirectional_reranker import load_bidirectional_reranker
+from maxsimd.engine.checkpoint.adapters import Adapter, with_base
 from maxsimd.engine.checkpoint.cross_encoder import load_cross_encoder
-from maxsimd.engine.checkpoint.damage import damage_of, one_line
 from maxsimd.engine.checkpoint.detect import (
     ENCODER_DECODERS,
     JINA_M0,
+    LAYERWISE,
     LISTWISE,
+    LLAMA_RERANKER,
+    RETRIEVAL,
     answers_in_words,
     detect_score_type,
+    in_a_sentence,
     is_language_model,
     is_late_interaction,
     is_visual,
+    says_both_ways,
     scores_pooled,
     weighs_words,
     with_architecture,
 )
-from maxsimd.engine.checkpoint.direction import check_direction, says_both_ways, take_mask_away
-from maxsimd.engine.checkpoint.embedded import NAME, embedded_model_path
-from maxsimd.engine.checkpoint.encoder_decoder import load_encoder_decoder
+from maxsimd.engine.checkpoint.encoders import load_bi_encoder, load_late_interaction, load_sparse_encoder
 from maxsimd.engine.checkpoint.files import (
     CheckpointFiles,
+    damage_of,
+    embedded_model_path,
     find_file,
+    one_line,
     read_files,
     refuse_missing_module_settings,
     refuse_missing_tokenizer,
 )
-from maxsimd.engine.checkpoint.fit import refusing_misfits
-from maxsimd.engine.checkpoint.gguf.folder import from_gguf
-from maxsimd.engine.checkpoint.heads import modules_of
-from maxsimd.engine.checkpoint.language_model import load_language_model
-from maxsimd.engine.checkpoint.late_interaction import load_late_interaction
-from maxsimd.engine.checkpoint.layerwise import load_layerwise
-from maxsimd.engine.checkpoint.listwise import load_listwise
-from maxsimd.engine.checkpoint.lora import Adapter
+from maxsimd.engine.checkpoint.gguf import from_gguf
+from maxsimd.engine.checkpoint.heads import Dense, modules_of
+from maxsimd.engine.checkpoint.language_model import load_encoder_decoder, load_language_model
 from maxsimd.engine.checkpoint.m3 import find_layers, readable, with_layers
-from maxsimd.engine.checkpoint.model import LoadedModel
-from maxsimd.engine.checkpoint.projection import check_projection
-from maxsimd.engine.checkpoint.quantized.tensors import quantized_weights
+from maxsimd.engine.checkpoint.model import LoadedModel, is_causal, max_tokens, position_offset, uncounted_id
+from maxsimd.engine.checkpoint.quantized import format_of, quantized_weights
 from maxsimd.engine.checkpoint.reference import takes_type_ids
-from maxsimd.engine.checkpoint.retrained import LAYERWISE, LLAMA_RERANKER, has_projection
-from maxsimd.engine.checkpoint.short_convolution import replace_short_convolutions
-from maxsimd.engine.checkpoint.sparse_encoder import load_sparse_encoder
-from maxsimd.engine.checkpoint.stored import StoredWeights
-from maxsimd.engine.checkpoint.support import COLPALI_ENGINE, refuse_unsupported
-from maxsimd.engine.checkpoint.tokenizer_code import follow_settings
-from maxsimd.engine.checkpoint.translate import in_transformers_terms
-from maxsimd.engine.checkpoint.visual.jina_m0 import load_jina_m0
-from maxsimd.engine.checkpoint.visual.retrieval import load_retrieval
-from maxsimd.engine.checkpoint.visual.two_towers import has_two_towers, load_two_towers
-from maxsimd.engine.checkpoint.visual.vision_language import by_pillow
-from maxsimd.engine.checkpoint.weights import hold_in_memory, refuse_missing_weights, refuse_pickles
-from maxsimd.engine.config import EngineConfig, ScoreType
+from maxsimd.engine.checkpoint.rerankers import (
+    load_bidirectional_reranker,
+    load_jina_m0,
+    load_layerwise,
+    load_listwise,
+)
+from maxsimd.engine.checkpoint.settings import follow_settings
+from maxsimd.engine.checkpoint.templates import score_template
+from maxsimd.engine.checkpoint.translate import has_projection, in_transformers_terms, retrained, runs_as
+from maxsimd.engine.checkpoint.visual_loaders import (
+    by_pillow,
+    has_two_towers,
+    load_retrieval,
+    load_two_towers,
+    reads_pictures,
+)
+from maxsimd.engine.checkpoint.weights import (
+    StoredWeights,
+    hold_in_memory,
+    read_tensors,
+    refuse_missing_weights,
+    refuse_pickles,
+    refusing_misfits,
+)
+from maxsimd.engine.config import EMBEDDED_MODEL, EngineConfig, ScoreType
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.media.decoding import load_readers
 from maxsimd.engine.models import registered  # noqa: F401 (transformers learns of our architectures)
+from maxsimd.engine.models.lfm2 import replace_short_convolutions
+
+# colpali-engine's classes. Its saves have the names of their base models, to which sentence-transformers
+# would add a random projection.
+COLPALI_ENGINE = frozenset(
+    {
+        "ColGemma3",
+        "ColIdefics3",
+        "ColModernVBert",
+        "ColPali",
+        "ColQwen2",
+        "ColQwen2_5",
+        "ColQwen3",
+        "ColQwen3_5",
+    }
+)
+
+
+def refuse_unsupported(
+    model: str, files: CheckpointFiles, score_type: ScoreType, trust_remote_code: bool
+) -> None:
+    """Raises ModelLoadError for an architecture that transformers does not have, for one that cannot be
+    scored with as asked, and for weights that are quantised."""
+    kind = files.config.get("model_type")
+    if not files.config and files.modules:
+        first = str(files.modules[0].get("type", "")).rsplit(".", 1)[-1]
+        raise ModelLoadError(
+            f"{model!r} begins with a {first}, not a transformer; supported are {in_a_sentence()}"
+        )
+    has_own_code = trust_remote_code and "auto_map" in files.config
+    # Of some published checkpoints with code of their own the type is known by other keys.
+    if not kind and not runs_as(files) and not has_own_code:
+        likely = _type_of(files.architecture)
+        add = f'add "model_type": "{likely}"' if likely else "add that of its architecture"
+        raise ModelLoadError(f"config.json of {model!r} has no model_type; {add}, or download it again")
+    if is_visual(files) and files.architecture not in RETRIEVAL:
+        raise ModelLoadError(
+            f"{model!r} is a {files.architecture}; of such models {', '.join(RETRIEVAL)} can be served"
+        )
+    if is_visual(files) and score_type is not ScoreType.LATE_INTERACTION:
+        raise ModelLoadError(f"{model!r} is a {files.architecture}, which scores by late interaction alone")
+    if files.architecture in COLPALI_ENGINE and not (files.modules and reads_pictures(files)):
+        raise ModelLoadError(
+            f"{model!r} is a {files.architecture} as colpali-engine saves it, which does not say how queries "
+            f"are written; name a version with sentence-transformers' modules, or a {' or '.join(RETRIEVAL)}"
+        )
+    is_bare = not files.modules and not is_visual(files) and files.architecture != JINA_M0
+    if reads_pictures(files) and is_bare:
+        raise ModelLoadError(
+            f"{model!r} is a {kind} that says neither how it is asked nor what becomes of its states; name a "
+            "version with sentence-transformers' modules"
+        )
+    is_retrained = files.config_at_root and retrained(files.config) is not None
+    if not trust_remote_code and not is_retrained and runs_as(files) not in CONFIG_MAPPING:
+        raise ModelLoadError(_unknown_type(model, files))
+    read_apart = files.architecture in (LISTWISE, JINA_M0, "HF_ColBERT") or is_visual(files)
+    if format_of(model, files) is not None and read_apart:
+        raise ModelLoadError(
+            f"the weights of {model!r} are quantised, which is not carried out for a {files.architecture}; "
+            "name the checkpoint that it was made from"
+        )
+    if kind == "reformer" and (not files.config.get("num_buckets") or files.config.get("hash_seed") is None):
+        raise ModelLoadError(
+            f"{model!r} is a Reformer whose config lacks num_buckets or hash_seed: the first text that it is "
+            "given would decide how it reads all others, and chance how it reads each; set both"
+        )
+    if is_bare and is_language_model(files) and says_both_ways(files):
+        raise ModelLoadError(
+            f"{model!r} reads in both directions, so that it has no next word to answer with, and does not "
+            "say how its states are pooled; name a version with sentence-transformers' modules"
+        )
+    _refuse_score_type(model, files, score_type)
+
+
+def _type_of(architecture: str) -> str | None:
+    """The type of model that an architecture is of in transformers."""
+    for name, mapping in vars(modeling_auto).items():
+        if name.endswith("_MAPPING_NAMES"):
+            for kind, named in mapping.items():
+                if architecture in (named if isinstance(named, list | tuple) else (named,)):
+                    return str(kind)
+    return None
+
+
+def _unknown_type(model: str, files: CheckpointFiles) -> str:
+    """What is said of a type of model that this version of transformers does not have."""
+    kind, read_as = files.config.get("model_type"), runs_as(files)
+    what = f"{model!r} is a {files.architecture} of type {kind!r}"
+    if files.architecture == "unknown":
+        what = f"{model!r} has a config.json with the model_type {kind!r} and no architecture"
+    here = f"transformers {transformers.__version__}"
+    has_code = "auto_map" in files.config
+    code = " It comes with code of its own, which trust_remote_code=True would run." if has_code else ""
+    if read_as != kind:
+        return f"{what}, which is read as {read_as!r}; {here} does not have that, a newer one does.{code}"
+    return f"{what}, which {here} does not have.{code} Supported are {in_a_sentence()}"
+
+
+def _refuse_score_type(model: str, files: CheckpointFiles, score_type: ScoreType) -> None:
+    """Raises ModelLoadError for an architecture that is not scored so."""
+    if files.architecture in (LLAMA_RERANKER, *LAYERWISE) and score_type is not ScoreType.CROSS_ENCODER:
+        raise ModelLoadError(f"{model!r} is a {files.architecture}, which can be a cross-encoder alone")
+    if has_two_towers(files) and score_type is not ScoreType.BI_ENCODER:
+        raise ModelLoadError(f"{model!r} is a {files.architecture}, which can be a bi-encoder alone")
+    if score_type is ScoreType.CROSS_ENCODER and not _reads_pairs(files):
+        raise ModelLoadError(
+            f"{model!r} is a {files.architecture}, which has no classifier to score pairs with; "
+            'load it with score_type="bi-encoder" or "late-interaction", or name a '
+            "*ForSequenceClassification checkpoint"
+        )
+    if score_type is ScoreType.LISTWISE and files.architecture != LISTWISE:
+        raise ModelLoadError(f"{model!r} is a {files.architecture}; listwise scoring needs a {LISTWISE}")
+
+
+def _reads_pairs(files: CheckpointFiles) -> bool:
+    classifies = files.architecture.endswith("ForSequenceClassification")
+    answers = is_language_model(files) or answers_in_words(files)
+    first_word = files.architecture in ENCODER_DECODERS and not files.modules
+    other = files.architecture == JINA_M0 or scores_pooled(files)
+    return classifies or answers or first_word or other
+
+
+log = logging.getLogger(__name__)
 
 # The first parts of the names of tensors that are read apart from the backbone, by architecture: the
 # projections of ColBERT and of the listwise model.
 _READ_APART = {"HF_ColBERT": frozenset({"linear"}), LISTWISE: frozenset({"projector"})}
 # The projection of colpali-engine's models, of which sentence-transformers' modules have a copy.
-_PROJECTION = frozenset({"custom_text_proj"})
+_PROJECTION = "custom_text_proj"
 
 
 def read_with_libraries(config: EngineConfig, device: torch.device) -> LoadedModel:
@@ -138,9 +271,9 @@ def _load_whole(
             parts = with_layers(path, parts, read, score_type)
             parts["unread"] = tuple(sorted(layers[name].name for name in layers.keys() - read.keys()))
             if files.architecture in COLPALI_ENGINE and adapter is None:
-                check_projection(path, config.revision, parts)
+                _check_projection(path, config.revision, parts)
             model = _complete(config, score_type, files, parts)
-            check_direction(path, files, model.causal, config.trust_remote_code)
+            _check_direction(path, files, model.causal, config.trust_remote_code)
     except ModelLoadError:
         raise
     except Exception as error:
@@ -173,7 +306,7 @@ def _complete_weights(files: CheckpointFiles, adapter: Adapter | None, model: to
         adapter.add_to(model)
     both_ways = says_both_ways(files)
     if both_ways:
-        take_mask_away(model)
+        _take_mask_away(model)
     # LFM2.5-ColBERT and -Embedding differ in this, by their code; configs for later transformers say it.
     said = files.config.get("conv_zero_padding")
     leaves_out = said if isinstance(said, bool) else not (both_ways and is_late_interaction(files))
@@ -234,7 +367,7 @@ def _complete(
     follows_tokenizer = template is None or template.by_messages
     cuts_left = follows_tokenizer and parts["tokenizer"].truncation_side == "left"
     return LoadedModel(
-        name=config.model or NAME,
+        name=config.model or EMBEDDED_MODEL,
         score_type=score_type,
         max_tokens=longest,
         causal=parts.pop("causal") if "causal" in parts else is_causal(backbone),
@@ -266,3 +399,61 @@ def _quiet_transformers() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
         if bars:
             transformers_logging.enable_progress_bar()
+
+
+def _check_projection(path: str, revision: str | None, parts: dict[str, Any]) -> None:
+    """Raises ModelLoadError where the modules lack the projection of a colpali-engine model, or differ."""
+    modules = modules_of(parts["tasks"][parts["score_task"]].head)
+    dense = [module for module in modules if isinstance(module, Dense)]
+    if not dense:
+        raise ModelLoadError(
+            f"{path!r} has no module for its projection {_PROJECTION}, which would be left out"
+        )
+    linear = dense[0].linear
+    for name, tensor in read_tensors(path, revision, f"{_PROJECTION}.").items():
+        ours = linear.weight if name == "weight" else linear.bias
+        if ours is None or ours.shape != tensor.shape:
+            raise ModelLoadError(f"{path!r} has modules that do not fit its projection {_PROJECTION}.{name}")
+        if not torch.allclose(ours.float().cpu(), tensor.float(), atol=1e-2, rtol=1e-2):
+            raise ModelLoadError(
+                f"{path!r} has modules with another projection than its {_PROJECTION}.{name}"
+            )
+
+
+def _take_mask_away(model: torch.nn.Module) -> None:
+    """Has a causal language model of transformers attend in both directions, unless it does so already.
+
+    transformers makes no causal mask where the config says `is_causal: false`; kernels that are given no mask
+    ask the attention modules."""
+    backbone: Any = getattr(model, "base_model", model)
+    if not is_causal(backbone):
+        return
+    backbone.config.is_causal = False
+    for module in backbone.modules():
+        if getattr(module, "is_causal", None) is True:
+            module.is_causal = False
+
+
+def _check_direction(path: str, files: CheckpointFiles, causal: bool, runs_own_code: bool) -> None:
+    """Compares what a checkpoint says of its direction with what its model does. Raises ModelLoadError where
+    they differ, and logs a warning where a causal model has code of its own that is not run and that might
+    read otherwise."""
+    if says_both_ways(files) and causal:
+        raise ModelLoadError(
+            f"{path!r} says that it reads in both directions, and its {files.architecture} reads in one "
+            "here; name a model of which transformers' class can be run without a causal mask"
+        )
+    if files.config.get("is_causal") is True and not causal:
+        raise ModelLoadError(
+            f"{path!r} says that it is causal, and its {files.architecture} is not; take is_causal out of "
+            "its config.json if that is wrong"
+        )
+    mapped = files.config.get("auto_map")
+    named = isinstance(mapped, dict) and any(str(kind).startswith("AutoModel") for kind in mapped)
+    has_loader = retrained(files.config) is not None or files.architecture in (LISTWISE, JINA_M0)
+    if causal and named and not runs_own_code and not has_loader:
+        log.warning(
+            "%s comes with code of its own, which is not run: transformers' class reads it, in one direction;"
+            ' say "is_causal": false in its config.json if its own code reads in both',
+            path,
+        )

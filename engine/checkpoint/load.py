@@ -4,26 +4,148 @@ The first start of a checkpoint reads it with transformers and sentence-transfor
 what they made of it, later starts build the model from that, without importing them.
 """
 
+import hashlib
 import logging
 import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
-from maxsimd.engine.checkpoint.adjust import adjusted
-from maxsimd.engine.checkpoint.backbone import token_rows
-from maxsimd.engine.checkpoint.damage import damage_of, one_line, refuse_damaged_files
-from maxsimd.engine.checkpoint.digests import check_digests, stay_offline
-from maxsimd.engine.checkpoint.embedded import NAME, embedded_model_path
-from maxsimd.engine.checkpoint.identity import identity_of
+from maxsimd.engine.checkpoint.detect import COST_WISE, LAYERWISE
+from maxsimd.engine.checkpoint.files import (
+    check_digests,
+    damage_of,
+    embedded_model_path,
+    one_line,
+    refuse_damaged_files,
+    stay_offline,
+)
+from maxsimd.engine.checkpoint.heads import FirstColumns, modules_of
 from maxsimd.engine.checkpoint.known_settings import check_settings
-from maxsimd.engine.checkpoint.model import LoadedModel
+from maxsimd.engine.checkpoint.model import LoadedModel, Task, token_rows
 from maxsimd.engine.checkpoint.reading import Reader
 from maxsimd.engine.checkpoint.recipe import UnfitError, build, make_recipe
 from maxsimd.engine.checkpoint.recipe_store import Source, find_recipe, source_of, store_recipe
-from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.config import EMBEDDED_MODEL, EngineConfig, hybrid_weights_of
 from maxsimd.engine.errors import ModelLoadError
+from maxsimd.pooling.dispatch import merging_documents
+from maxsimd.pooling.sparse import WordsHead
+
+
+def adjusted(model: LoadedModel, config: EngineConfig) -> LoadedModel:
+    """The model as configured. Raises ModelLoadError for a setting that does not apply to it."""
+    if config.score_template is not None and model.pairs.template is None:
+        raise ModelLoadError("score_template is for models that read query and document together")
+    if config.cutoff_layer is not None and model.architecture not in LAYERWISE:
+        raise ModelLoadError("cutoff_layer is for models with a score behind each layer")
+    asks = config.compress_ratio != 1 or config.compress_layers is not None
+    if asks and model.architecture != COST_WISE:
+        raise ModelLoadError(
+            "compress_ratio and compress_layers are for models that were trained with token compression "
+            "(bge-reranker-v2.5-gemma2-lightweight)"
+        )
+    if config.query_prompt is not None and model.listwise is not None:
+        raise ModelLoadError("listwise models do not support query_prompt; use instruction instead")
+    if config.document_prompt is not None and not model.encodes_apart:
+        raise ModelLoadError(
+            "document_prompt needs a model that encodes queries and documents separately; leave it out"
+        )
+    if config.query_prompt is not None:
+        model = replace(model, query=replace(model.query, prompt=config.query_prompt))
+    if config.document_prompt is not None:
+        model = replace(model, document=replace(model.document, prompt=config.document_prompt))
+    if config.instruction is not None:
+        if not model.takes_instruction:
+            raise ModelLoadError(f"{model.name!r} takes no instruction")
+        model = replace(model, instruction=config.instruction)
+    if config.doc_token_pooling is not None:
+        if model.score_task != "token_embed":
+            raise ModelLoadError("doc_token_pooling is for late interaction")
+        # A text begins with a token that stands for all of it, a page with none; nor is it among bge-m3's.
+        left_alone = 1 if model.vision is None and model.document.pool_first else 0
+        pooling = merging_documents(config.doc_token_pooling, left_alone)
+        model = replace(model, token_pooling=pooling)
+    if config.hybrid_weights is not None:
+        if model.similarity != "hybrid":
+            raise ModelLoadError(
+                'hybrid_weights is for hybrid scores: set score_type="hybrid", or leave it out'
+            )
+        model = replace(model, hybrid_weights=hybrid_weights_of(config.hybrid_weights))
+    model = replace(model, score_label=_score_label(model, config.score_label))
+    if config.dimensions is not None:
+        if model.items_have_ids:
+            raise ModelLoadError(
+                "dimensions is for vectors of a fixed size, not for sparse ones; leave it out"
+            )
+        model = replace(model, tasks=_shortened(model.tasks, config.dimensions))
+    return model
+
+
+def _score_label(model: LoadedModel, asked: str | None) -> int | None:
+    """The label that stands for relevance: the one that is asked for, else yes. Raises ModelLoadError for a
+    label that the model does not have."""
+    has_several = model.score_task == "classify" and len(model.labels) > 1
+    if asked is None:
+        named_yes = [i for i, label in enumerate(model.labels) if label.casefold() == "yes"]
+        return named_yes[0] if has_several and len(named_yes) == 1 else None
+    if not has_several:
+        raise ModelLoadError("score_label is for classifiers of several labels; leave it out")
+    if asked not in model.labels:
+        named = ", ".join(model.labels)
+        raise ModelLoadError(f"score_label {asked!r} is not a label of {model.name!r}; use one of: {named}")
+    return model.labels.index(asked)
+
+
+def _shortened(tasks: Mapping[str, Task], dimensions: int) -> dict[str, Task]:
+    shortened = dict(tasks)
+    for name in ("embed", "token_embed"):
+        if name in tasks:
+            if dimensions > tasks[name].dim:
+                raise ModelLoadError(
+                    f"dimensions={dimensions} is more than the {tasks[name].dim} of embeddings"
+                )
+            task = tasks[name]
+            head = FirstColumns(task.head, dimensions, task.normalised)
+            shortened[name] = replace(task, head=head, dim=dimensions)
+    return shortened
+
+
+# How many numbers of each weight are looked at: training changes some in nearly all weights, and reading
+# whole checkpoints would make each start longer.
+_NUMBERS = 64
+
+_Named: TypeAlias = tuple[str, torch.Tensor]
+
+
+def identity_of(model: LoadedModel) -> str:
+    """A digest of what its embeddings are made by and compared by, the same in every process and in every
+    precision that the model may be run in. The weights must be as they were loaded."""
+    task = model.tasks[model.score_task]
+    columns = task.head.dimensions if isinstance(task.head, FirstColumns) else None
+    head = [repr(module) for module in modules_of(task.head)]
+    if isinstance(task.head, WordsHead):
+        head.append(str(task.head))
+    stated = model.architecture, model.similarity, task.pooling, task.dim, columns, head
+    digest = hashlib.sha256(repr(stated).encode())
+    named = [*_weights(model)]
+    digest.update(repr([(name, tuple(weight.shape)) for name, weight in named]).encode())
+    numbers = [weight.detach().reshape(-1)[:_NUMBERS].float() for _, weight in named]
+    digest.update(torch.cat(numbers).cpu().numpy().tobytes())
+    return digest.hexdigest()[:32]
+
+
+def _weights(model: LoadedModel) -> Iterator[_Named]:
+    modules = (*model.encoders, *modules_of(model.tasks[model.score_task].head))
+    head = model.tasks[model.score_task].head
+    if isinstance(head, WordsHead) and head.static_weights is not None:
+        yield "static", head.static_weights
+    for i, module in enumerate(modules):
+        for name, weight in module.named_parameters():
+            yield f"{i}.{name}", weight
+
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +185,7 @@ def load_model(config: EngineConfig, device: torch.device, *, recheck: bool = Fa
         except ModelLoadError:
             raise
         except Exception as error:
-            name = config.model or NAME
+            name = config.model or EMBEDDED_MODEL
             raise damage_of(name) or ModelLoadError(f"cannot load {name!r}: {one_line(error)}") from error
 
 
@@ -78,7 +200,9 @@ def library_reader(config: EngineConfig) -> Reader:
         except ModelLoadError:
             raise
         except Exception as error:
-            raise ModelLoadError(f"cannot load {config.model or NAME!r}: {one_line(error)}") from error
+            raise ModelLoadError(
+                f"cannot load {config.model or EMBEDDED_MODEL!r}: {one_line(error)}"
+            ) from error
     assert reader is not None
     return reader
 

@@ -19,14 +19,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from sentence_transformers.base.modules import Dense, Normalize
 
-from maxsimd.engine.checkpoint.damage import one_line
 from maxsimd.engine.checkpoint.detect import weighs_words
-from maxsimd.engine.checkpoint.files import CheckpointFiles, find_file
-from maxsimd.engine.checkpoint.fit import refuse_not_finite
+from maxsimd.engine.checkpoint.files import CheckpointFiles, find_file, one_line
 from maxsimd.engine.checkpoint.heads import ModuleHead
 from maxsimd.engine.checkpoint.model import HYBRID_EMBED, SPARSE_EMBED, RoleRules, Task
 from maxsimd.engine.checkpoint.reference import HiddenStatesReference, inputs_of
-from maxsimd.engine.checkpoint.weights import files_of_tensors, tensor_names
+from maxsimd.engine.checkpoint.weights import files_of_tensors, refuse_not_finite, tensor_names
 from maxsimd.engine.config import ScoreType
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.pooling.sparse import COLUMNS, HybridHead, TokenWeights

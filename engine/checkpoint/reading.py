@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from maxsimd.engine.checkpoint.score_template import ScoreTemplate
+from maxsimd.engine.checkpoint.templates import ScoreTemplate
 from maxsimd.scheduler.sequence import TokenIds
 
 log = logging.getLogger(__name__)

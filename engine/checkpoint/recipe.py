@@ -22,8 +22,6 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from torch import nn
 
-from maxsimd.engine.checkpoint.backbone import position_offset, uncounted_id
-from maxsimd.engine.checkpoint.fit import refuse_not_finite
 from maxsimd.engine.checkpoint.heads import (
     ClassifierHead,
     Dense,
@@ -32,7 +30,15 @@ from maxsimd.engine.checkpoint.heads import (
     ModuleHead,
     Normalize,
 )
-from maxsimd.engine.checkpoint.model import Expansion, LoadedModel, PairRules, RoleRules, Task
+from maxsimd.engine.checkpoint.model import (
+    Expansion,
+    LoadedModel,
+    PairRules,
+    RoleRules,
+    Task,
+    position_offset,
+    uncounted_id,
+)
 from maxsimd.engine.checkpoint.reference import (
     ClassifierReference,
     HiddenStatesReference,
@@ -40,10 +46,59 @@ from maxsimd.engine.checkpoint.reference import (
     Reference,
     takes_type_ids,
 )
-from maxsimd.engine.checkpoint.tokenizer import PlainTokenizer, TokenizerFacts, facts_of
+from maxsimd.engine.checkpoint.weights import refuse_not_finite
 from maxsimd.engine.config import ScoreType
 from maxsimd.engine.models import bert
 from maxsimd.scheduler import ResultSlot, Tokens, TokenSequence
+
+
+class TokenizerFacts(msgspec.Struct, frozen=True):
+    """Facts that transformers knows and tokenizer.json lacks."""
+
+    model_input_names: tuple[str, ...]
+    model_max_length: int
+    all_special_ids: tuple[int, ...]
+
+
+class PlainTokenizer:
+    """Has the attributes of transformers' fast tokenizers that serving reads."""
+
+    def __init__(self, backend: Tokenizer, facts: TokenizerFacts) -> None:
+        backend.no_padding()
+        backend.no_truncation()
+        self.backend_tokenizer = backend
+        self.model_input_names = list(facts.model_input_names)
+        self.model_max_length = facts.model_max_length
+        self.all_special_ids = list(facts.all_special_ids)
+
+    def __call__(self, text: str, pair: str | None = None) -> Mapping[str, list[int]]:
+        """The token ids of a text or pair with its special tokens, and token types where the model reads
+        them."""
+        encoded = self.backend_tokenizer.encode(text, pair)
+        made: dict[str, list[int]] = {"input_ids": encoded.ids}
+        if "token_type_ids" in self.model_input_names:
+            made["token_type_ids"] = encoded.type_ids
+        return made
+
+    def __len__(self) -> int:
+        """How many tokens there are, the added ones included."""
+        return int(self.backend_tokenizer.get_vocab_size())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self.backend_tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def convert_ids_to_tokens(self, token_id: int) -> str:
+        return str(self.backend_tokenizer.id_to_token(token_id))
+
+
+def facts_of(tokenizer: Any) -> TokenizerFacts:
+    """Takes the facts from one of transformers' tokenizers."""
+    return TokenizerFacts(
+        tuple(tokenizer.model_input_names),
+        int(tokenizer.model_max_length),
+        tuple(map(int, tokenizer.all_special_ids)),
+    )
+
 
 # How far results may differ from the libraries', as a share of the largest number: float32 rounding.
 _TOLERANCE = 1e-5

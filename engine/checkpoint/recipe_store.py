@@ -19,11 +19,15 @@ from pathlib import Path
 
 import msgspec
 
-from maxsimd.engine.checkpoint.adjust import score_template_file
-from maxsimd.engine.checkpoint.embedded import NAME, embedded_model_path
-from maxsimd.engine.checkpoint.files import CheckpointFiles, find_file, read_files
+from maxsimd.engine.checkpoint.files import (
+    CheckpointFiles,
+    embedded_model_path,
+    find_file,
+    read_files,
+)
 from maxsimd.engine.checkpoint.recipe import Recipe
-from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.checkpoint.templates import score_template_file
+from maxsimd.engine.config import EMBEDDED_MODEL, EngineConfig
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.models.bert import ENCODERS
 from maxsimd.engine.versions import versions_of
@@ -105,7 +109,7 @@ def source_of(config: EngineConfig) -> Source | None:
     content = _content([folder], config, _IRRELEVANT)
     if content is None:
         return None
-    return Source(config.model or NAME, folder, content, _module_folders(files))
+    return Source(config.model or EMBEDDED_MODEL, folder, content, _module_folders(files))
 
 
 def find_recipe(source: Source) -> Recipe | None:

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from maxsimd.engine.checkpoint.visual.vision import Tower
+from maxsimd.engine.checkpoint.visual import Tower
 from maxsimd.pooling.methods import CONCATENATED
 from maxsimd.scheduler import TokenSequence
 

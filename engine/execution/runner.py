@@ -13,11 +13,11 @@ from torch import nn
 
 from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.checkpoint.reference import declares
-from maxsimd.engine.checkpoint.short_convolution import short_convolutions_of
-from maxsimd.engine.checkpoint.visual.vision import Vision
+from maxsimd.engine.checkpoint.visual import Vision
 from maxsimd.engine.execution.attention.backend import AttentionBackend, AttentionMetadata, M
 from maxsimd.engine.execution.layout import ImageRows, PackedBatch, PrefillKV, lay_out
 from maxsimd.engine.models import bert
+from maxsimd.engine.models.lfm2 import short_convolutions_of
 from maxsimd.engine.ops.qkv import KV, QKV, PositionBias
 from maxsimd.pooling.methods import PoolingCursor
 from maxsimd.pooling.ragged import to_device

@@ -1,22 +1,176 @@
-"""Registers the architectures that transformers lacks with its Auto classes, on import."""
+"""Architectures that transformers lacks, or whose tensors it does not read as they are published. Importing
+this module registers them with transformers' Auto classes."""
 
 from typing import Any
 
-from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForSequenceClassification,
+    JinaEmbeddingsV3Config,
+    JinaEmbeddingsV3Model,
+    XLMRobertaConfig,
+    XLMRobertaForSequenceClassification,
+    XLMRobertaModel,
+)
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import Chunk, WeightConverter, WeightRenaming
 
-from maxsimd.engine.models import jina_bert, nomic_moe, xlm_roberta_flash
+from maxsimd.engine.models.jina_bert import JinaBertConfig, JinaBertForSequenceClassification, JinaBertModel
 
 
-def _register(room: Any) -> None:
-    """Makes a module's classes those of its type, for the rest of the process."""
-    config = room.CONFIG
+class NomicMoeConfig(JinaEmbeddingsV3Config):
+    """jina-embeddings-v3's, with the number of experts, how many of them a token goes to, and which layers
+    have them: the second of each `moe_every_n_layers`, or none for 0."""
+
+    model_type = "nomic_bert_moe"
+
+    num_experts: int = 8
+    moe_top_k: int = 2
+    moe_every_n_layers: int = 2
+
+
+class NomicRouter(nn.Module):
+    """The experts of each token."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.experts = config.moe_top_k
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The weights and the numbers of the experts of x [tokens, hidden]: [tokens, experts of a token]
+        each. The weights are shares of the softmax over all experts, so they add up to less than one."""
+        shares = self.layer(x).softmax(dim=-1, dtype=torch.float32)
+        weights, numbers = shares.topk(self.experts, dim=-1)
+        return weights.to(x.dtype), numbers
+
+
+class NomicExpertMLP(nn.Module):
+    """The weights of all experts, [experts * inner, hidden] each."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        rows = config.num_experts * config.intermediate_size
+        self.w1 = nn.Parameter(torch.empty(rows, config.hidden_size))
+        self.w2 = nn.Parameter(torch.empty(rows, config.hidden_size))
+        self.experts = config.num_experts
+
+    def forward(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        """What one expert makes of x [tokens, hidden]."""
+        up, down = (weight.unflatten(0, (self.experts, -1))[expert] for weight in (self.w1, self.w2))
+        made: torch.Tensor = nn.functional.gelu(x @ up.T) @ down
+        return made
+
+
+class NomicExperts(nn.Module):
+    """The weighted sum of each token's experts, and one bias for all."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.mlp = NomicExpertMLP(config)
+        self.bias = nn.Parameter(torch.empty(config.hidden_size))
+
+    def forward(self, x: torch.Tensor, weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        made = torch.zeros_like(x)
+        for expert in range(self.mlp.experts):
+            tokens, choice = torch.where(numbers == expert)
+            if len(tokens):
+                share = weights[tokens, choice, None]
+                made.index_add_(0, tokens, self.mlp(x[tokens], expert) * share)
+        return made + self.bias
+
+
+class NomicMoeMLP(nn.Module):
+    """A feed-forward layer of experts."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.router = NomicRouter(config)
+        self.experts = NomicExperts(config)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        x = hidden_states.flatten(0, -2)
+        made: torch.Tensor = self.experts(x, *self.router(x))
+        return made.view_as(hidden_states)
+
+
+class NomicMoeModel(JinaEmbeddingsV3Model):
+    """Token ids to hidden states [batch, tokens, hidden]."""
+
+    config: NomicMoeConfig
+    config_class = NomicMoeConfig
+
+    def __init__(self, config: NomicMoeConfig) -> None:
+        super().__init__(config, add_pooling_layer=False)
+        for i, layer in enumerate(self.layers):
+            if config.moe_every_n_layers and i % config.moe_every_n_layers == 1:
+                layer.mlp = NomicMoeMLP(config)
+        self.post_init()
+
+
+_NOMIC_TENSORS = [
+    WeightRenaming(r"emb_ln", r"embeddings.LayerNorm"),
+    WeightRenaming(r"encoder\.layers", r"layers"),
+    WeightRenaming(r"attn\.out_proj", r"self_attn.o_proj"),
+    WeightRenaming(r"norm1", r"post_attention_layernorm"),
+    WeightRenaming(r"norm2", r"post_mlp_layernorm"),
+    WeightConverter(
+        source_patterns=["attn.Wqkv"],
+        target_patterns=["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+        operations=[Chunk(dim=0)],
+    ),
+]
+
+
+class XLMRobertaFlashConfig(XLMRobertaConfig):
+    """transformers' own, by another name."""
+
+    model_type = "xlm_roberta_flash"
+
+
+class XLMRobertaFlashModel(XLMRobertaModel):
+    """transformers' own, by another name."""
+
+    config: XLMRobertaFlashConfig
+    config_class = XLMRobertaFlashConfig
+
+
+class XLMRobertaFlashForSequenceClassification(XLMRobertaForSequenceClassification):
+    """transformers' own, by another name."""
+
+    config: XLMRobertaFlashConfig
+    config_class = XLMRobertaFlashConfig
+
+
+_FLASH_TENSORS = [
+    WeightRenaming(r"emb_ln", r"embeddings.LayerNorm"),
+    WeightRenaming(r"encoder\.layers", r"encoder.layer"),
+    WeightRenaming(r"mixer\.out_proj", r"attention.output.dense"),
+    WeightRenaming(r"norm1", r"attention.output.LayerNorm"),
+    WeightRenaming(r"mlp\.fc1", r"intermediate.dense"),
+    WeightRenaming(r"mlp\.fc2", r"output.dense"),
+    WeightRenaming(r"norm2", r"output.LayerNorm"),
+    WeightConverter(
+        source_patterns=["mixer.Wqkv"],
+        target_patterns=["attention.self.query", "attention.self.key", "attention.self.value"],
+        operations=[Chunk(dim=0)],
+    ),
+]
+
+
+def _register(config: Any, model: Any, classifier: Any, tensors: list[Any]) -> None:
     AutoConfig.register(config.model_type, config)
-    AutoModel.register(config, room.MODEL)
-    if room.CLASSIFIER is not None:
-        AutoModelForSequenceClassification.register(config, room.CLASSIFIER)
-    register_checkpoint_conversion_mapping(config.model_type, room.CONVERSIONS)
+    AutoModel.register(config, model)
+    if classifier is not None:
+        AutoModelForSequenceClassification.register(config, classifier)
+    register_checkpoint_conversion_mapping(config.model_type, tensors)
 
 
-for _room in (jina_bert, nomic_moe, xlm_roberta_flash):
-    _register(_room)
+_register(JinaBertConfig, JinaBertModel, JinaBertForSequenceClassification, [])
+_register(NomicMoeConfig, NomicMoeModel, None, _NOMIC_TENSORS)
+_register(
+    XLMRobertaFlashConfig, XLMRobertaFlashModel, XLMRobertaFlashForSequenceClassification, _FLASH_TENSORS
+)

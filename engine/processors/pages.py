@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maxsimd.engine.checkpoint import LoadedModel, RoleRules
-from maxsimd.engine.checkpoint.visual.vision import ImageInputs, Vision
+from maxsimd.engine.checkpoint.visual import ImageInputs, Vision
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.explanations import Patch
 from maxsimd.engine.media import AnyPicture, Content, Picture, PictureError, PictureLimits

@@ -7,8 +7,8 @@ from typing import Literal
 
 import numpy as np
 
-from maxsimd.engine.checkpoint.score_template import Frame, ScoreTemplate
-from maxsimd.engine.checkpoint.visual.vision import ImageInputs
+from maxsimd.engine.checkpoint.templates import Frame, ScoreTemplate
+from maxsimd.engine.checkpoint.visual import ImageInputs
 from maxsimd.engine.errors import InvalidRequestError, ModelLoadError
 from maxsimd.engine.explanations import Span
 from maxsimd.engine.media import Content

@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from maxsimd.engine.checkpoint.embedded import embedded_model_path
+from maxsimd.engine.checkpoint.files import embedded_model_path
 from tests.checkpoints.tokenizers import merges_of, pieces_of
 
 Kind = Callable[[], Tokenizer]

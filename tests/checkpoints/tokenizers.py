@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from maxsimd.bench.datasets import docstring_pairs
-from maxsimd.engine.checkpoint.embedded import embedded_model_path
+from maxsimd.engine.checkpoint.files import embedded_model_path
 
 Words = tuple[str, ...]
 # Special tokens by their roles.

@@ -27,7 +27,7 @@ from transformers import (
     Qwen3VLModel,
 )
 
-from maxsimd.engine.checkpoint.visual.processor import for_pictures_alone, without_videos
+from maxsimd.engine.checkpoint.visual_readers import for_pictures_alone, without_videos
 from tests.checkpoints.late_interaction import OF_TOKENS
 from tests.checkpoints.tokenizers import byte_level_bpe
 from tests.checkpoints.visual import (

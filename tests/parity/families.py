@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from maxsimd.engine.checkpoint.embedded import embedded_model_path
+from maxsimd.engine.checkpoint.files import embedded_model_path
 from tests.checkpoints import (
     bi_encoders,
     cross_encoders,

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from maxsimd.engine import EngineConfig
-from maxsimd.engine.checkpoint.served import as_markdown
+from maxsimd.engine.checkpoint.detect import as_markdown
 from maxsimd.engine.inspection import inspect_model, show
 from tests.checkpoints import cross_encoders, language_models
 from tests.checkpoints.shared import SharedCheckpoints

@@ -21,7 +21,7 @@ from transformers import (
     Qwen3Model,
 )
 
-from maxsimd.engine.checkpoint.visual.processor import for_pictures_alone, without_videos
+from maxsimd.engine.checkpoint.visual_readers import for_pictures_alone, without_videos
 from tests.parity.plain_models import DETERMINE, Scores, Texts
 
 Reference = Callable[..., Scores]

@@ -11,8 +11,8 @@ from sentence_transformers import MultiVectorEncoder, SentenceTransformer
 
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import CUT_LONG, EngineConfig
+from maxsimd.engine.checkpoint.detect import row_of
 from maxsimd.engine.checkpoint.files import read_files
-from maxsimd.engine.checkpoint.served import row_of
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
 from tests.native_bfloat16 import needs_native_bfloat16

@@ -7,8 +7,8 @@ import pytest
 from click.testing import CliRunner
 
 from maxsimd.api.cli import main
-from maxsimd.engine.checkpoint.embedded import embedded_model_path
-from maxsimd.engine.checkpoint.served import SERVED, as_markdown
+from maxsimd.engine.checkpoint.detect import SERVED, as_markdown
+from maxsimd.engine.checkpoint.files import embedded_model_path
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.parity.models_page import PAGE, PAGE_FAMILIES, PROOF, page, proof
 from tests.parity.second_readers import READERS, as_words

@@ -23,7 +23,7 @@ from maxsimd.engine import (
     RequestTooLargeError,
     Truncation,
 )
-from maxsimd.engine.checkpoint.visual.vision import ImageInputs
+from maxsimd.engine.checkpoint.visual import ImageInputs
 from maxsimd.engine.media import Picture, PictureUrl, PillowPicture
 from tests.checkpoints import two_towers, vision_language, visual
 from tests.checkpoints.shared import SharedCheckpoints

@@ -16,8 +16,8 @@ from maxsimd.bench.datasets import Pair
 from maxsimd.engine import EngineConfig
 from maxsimd.engine.checkpoint import load_model
 from maxsimd.engine.checkpoint.files import read_files
-from maxsimd.engine.checkpoint.gguf.folder import from_gguf
-from maxsimd.engine.checkpoint.quantized.tensors import quantized_weights
+from maxsimd.engine.checkpoint.gguf import from_gguf
+from maxsimd.engine.checkpoint.quantized import quantized_weights
 from maxsimd.engine.execution.self_check.rules import why_not_packed
 from maxsimd.engine.inspection import inspect_model
 from tests.checkpoints import (

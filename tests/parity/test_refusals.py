@@ -23,9 +23,8 @@ from tokenizers import Tokenizer
 
 from maxsimd.engine import Engine, EngineConfig, ModelLoadError, RequestFailedError
 from maxsimd.engine.checkpoint import load_model
-from maxsimd.engine.checkpoint.damage import damage_of, refuse_damaged_files
-from maxsimd.engine.checkpoint.files import VOCABULARIES
-from maxsimd.engine.checkpoint.served import SERVED
+from maxsimd.engine.checkpoint.detect import SERVED
+from maxsimd.engine.checkpoint.files import VOCABULARIES, damage_of, refuse_damaged_files
 from tests.checkpoints import (
     adapters,
     bi_encoders,
@@ -699,7 +698,7 @@ def test_an_unknown_architecture_gets_the_table(tmp_path: Path, monkeypatch: pyt
     message = refusal(tmp_path)
     assert "NothingModel" in message
     assert all(name in message for row in SERVED for name in row.architectures if name != "*")
-    monkeypatch.setattr("maxsimd.engine.checkpoint.support.CONFIG_MAPPING", {})
+    monkeypatch.setattr("maxsimd.engine.checkpoint.library.CONFIG_MAPPING", {})
     version = re.escape(transformers.__version__)
     config = {"model_type": "gte", "architectures": ["GteModel"], "rope_theta": 1e4}
     written("config.json", json.dumps(config))(tmp_path)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from maxsimd.engine.checkpoint import hub as hub_files
+from maxsimd.engine.checkpoint import files as hub_files
 from maxsimd.engine.checkpoint.files import find_file
 from maxsimd.engine.errors import ModelLoadError
 from tests.server.conftest import web_server

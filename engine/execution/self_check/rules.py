@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from maxsimd.engine.checkpoint import LoadedModel
-from maxsimd.engine.checkpoint.short_convolution import short_convolutions_of
+from maxsimd.engine.models.lfm2 import short_convolutions_of
 
 # Kinds of layers, as configs name them, that run packed.
 _PACKABLE = frozenset({"full_attention", "sliding_attention"})

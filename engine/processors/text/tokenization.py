@@ -18,7 +18,7 @@ from jinja2 import TemplateError
 from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
-from maxsimd.engine.checkpoint.tokenizer import PlainTokenizer
+from maxsimd.engine.checkpoint.recipe import PlainTokenizer
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.explanations import Span
 from maxsimd.engine.processors.text.breaks import LONGEST_PIECE, Breaks, remembered_breaks

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from maxsimd.engine.checkpoint import LoadedModel, library
 from maxsimd.engine.checkpoint import load as loading
-from maxsimd.engine.checkpoint.embedded import embedded_model_path
+from maxsimd.engine.checkpoint.files import embedded_model_path
 from maxsimd.engine.checkpoint.recipe import Recipe
 from maxsimd.engine.checkpoint.recipe_store import (
     SHIPPED,

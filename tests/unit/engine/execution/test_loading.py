@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, processors
 
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig, InvalidRequestError, ModelLoadError
 from maxsimd.engine.checkpoint import LoadedModel, load_model
-from maxsimd.engine.checkpoint.backbone import token_rows
+from maxsimd.engine.checkpoint.model import token_rows
 from maxsimd.engine.device.load import prepare
 from tests.checkpoints import bi_encoders, cross_encoders, language_models, late_interaction
 from tests.checkpoints.architectures import Architecture, build

@@ -11,15 +11,14 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 
 from maxsimd.engine import EngineConfig
-from maxsimd.engine.checkpoint.short_convolution import ShortConvolution
 from maxsimd.engine.config import compress_layers_of
 from maxsimd.engine.execution.fused_layers import fused_self_attention
 from maxsimd.engine.execution.fused_layers.linears import recorded
 from maxsimd.engine.execution.runner import ATTENTION_NAME, register_attention
 from maxsimd.engine.models import bert
-from maxsimd.engine.models.alibi import AlibiBias, slopes_of
-from maxsimd.engine.models.compression import Rows, compressed
-from maxsimd.engine.models.jina_bert import JinaBertConfig, JinaBertSelfAttention
+from maxsimd.engine.models.gemma2 import Rows, compressed
+from maxsimd.engine.models.jina_bert import AlibiBias, JinaBertConfig, JinaBertSelfAttention, slopes_of
+from maxsimd.engine.models.lfm2 import ShortConvolution
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta", "xlm-roberta"])

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from maxsimd.engine.checkpoint import ListwiseRules, LoadedModel, PairRules
-from maxsimd.engine.checkpoint.score_template import ScoreTemplate
+from maxsimd.engine.checkpoint.templates import ScoreTemplate
 from maxsimd.engine.errors import InvalidRequestError, RequestTooLargeError
 from maxsimd.engine.media import Content
 from maxsimd.engine.processors.cross_encoder import shared_tokens

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from maxsimd.engine.checkpoint import LoadedModel, PairRules
-from maxsimd.engine.checkpoint.score_template import ScoreTemplate
+from maxsimd.engine.checkpoint.templates import ScoreTemplate
 from maxsimd.engine.errors import InvalidRequestError
 from maxsimd.engine.processors.text import breaks
 from maxsimd.engine.processors.text.breaks import LONGEST_PIECE, Breaks, proven_breaks, remembered_breaks

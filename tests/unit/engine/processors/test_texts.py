@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from maxsimd.engine.checkpoint import ListwiseRules, PairRules, RoleRules
 from maxsimd.engine.checkpoint.model import Expansion
-from maxsimd.engine.checkpoint.score_template import ScoreTemplate
+from maxsimd.engine.checkpoint.templates import ScoreTemplate
 from maxsimd.engine.errors import InvalidRequestError, ModelLoadError
 from maxsimd.engine.media import Picture
 from maxsimd.engine.processors.embedding import EmbeddingPlan

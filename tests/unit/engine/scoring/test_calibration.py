@@ -18,7 +18,7 @@ from maxsimd.api.cli.evaluate import read_judgements, read_texts
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import Engine, EngineConfig, ModelLoadError
 from maxsimd.engine.checkpoint.model import PairRules, Task
-from maxsimd.engine.checkpoint.score_template import ScoreTemplate
+from maxsimd.engine.checkpoint.templates import ScoreTemplate
 from maxsimd.engine.device.stores import model_digest
 from maxsimd.engine.scoring.scale import Calibration
 from tests.unit.calling_handlers import Caller, RecordingEngine

@@ -1,6 +1,6 @@
 """What a checkpoint says of pictures: how one becomes numbers and tokens, and the tower that encodes it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any, Protocol
@@ -9,10 +9,29 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from maxsimd.engine.checkpoint.visual.rope import rope_positions
 from maxsimd.engine.media import Picture
 from maxsimd.scheduler import PlacedImage, Tokens
 from maxsimd.scheduler.sequence import TokenIds
+
+
+def rope_positions(length: int, images: Iterable[tuple[int, tuple[int, int]]]) -> NDArray[np.int64]:
+    """The positions [3, length] of a sequence whose `images`, in their order, each begin at a token and have
+    a grid of rows and columns, a token a patch.
+
+    Tokens of text have one number in all three. From a picture's first position on, rows are counted in
+    height and columns in width; what follows counts on from behind the longer side."""
+    positions = np.empty((3, length), dtype=np.int64)
+    done = following = 0
+    for first, (rows, columns) in images:
+        behind = first + rows * columns
+        positions[:, done:first] = np.arange(first - done) + following
+        following += first - done
+        row, column = np.divmod(np.arange(rows * columns), columns)
+        positions[:, first:behind] = following + np.stack([np.zeros_like(row), row, column])
+        following += max(rows, columns)
+        done = behind
+    positions[:, done:] = np.arange(length - done) + following
+    return positions
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,0 +1,453 @@
+"""Loads bi-encoders, and encoders that are to score by late interaction over their token states."""
+
+import copy
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from sentence_transformers import MultiVectorEncoder, SentenceTransformer, SparseEncoder
+from sentence_transformers.base.modules import Dense, Normalize, Router
+from sentence_transformers.multi_vector_encoder.modules import HierarchicalTokenPooling, MultiVectorMask
+from sentence_transformers.sentence_transformer.modules import Dropout, LayerNorm, Pooling
+from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding, SpladePooling
+
+from maxsimd.engine.checkpoint.files import CheckpointFiles, module_settings
+from maxsimd.engine.checkpoint.heads import FirstColumns, GivenRows, ModuleHead
+from maxsimd.engine.checkpoint.model import SPARSE_EMBED, Expansion, RoleRules, Task
+from maxsimd.engine.checkpoint.reading import LibraryReader, prompt_of_documents
+from maxsimd.engine.checkpoint.reference import ModulesReference
+from maxsimd.engine.checkpoint.settings import (
+    TextSettings,
+    read_text_settings,
+    set_activations,
+    with_limit,
+)
+from maxsimd.engine.checkpoint.visual_loaders import with_pictures
+from maxsimd.engine.checkpoint.weights import refuse_modules_not_finite
+from maxsimd.engine.errors import ModelLoadError
+from maxsimd.pooling.dispatch import TokenPooling
+from maxsimd.pooling.methods import CONCATENATED, MODES, Head
+from maxsimd.pooling.sparse import COLUMNS, WordsHead
+from maxsimd.scheduler import Role
+
+# The names of pooled vectors, and of a CrossEncoder's output, in sentence-transformers.
+_POOLED, SCORES = "sentence_embedding", "scores"
+_AFTER_POOLING = (Dense, Normalize, LayerNorm, Dropout)
+
+
+def load_bi_encoder(path: str, files: CheckpointFiles, late: bool, options: dict[str, Any]) -> dict[str, Any]:
+    """Reads a `SentenceTransformer` save or a plain transformers encoder, to be scored `late` or not.
+
+    Returns the parts of a `LoadedModel` that depend on the kind of checkpoint."""
+    model = SentenceTransformer(path, **options).eval()
+    set_activations(
+        path, list(model), module_settings(path, files, options["revision"]), options["trust_remote_code"]
+    )
+    transformer, pooling, after = taken_apart(path, list(model))
+    if after and getattr(after[-1], "module_output_name", _POOLED) != _POOLED:
+        made = after[-1].module_output_name
+        raise ModelLoadError(
+            f"the last module of {path!r} sets module_output_name to {made!r}; for embeddings "
+            f'"{_POOLED}" is supported'
+        )
+    if transformer.query_expansion is not None:
+        raise ModelLoadError(
+            f"sentence_bert_config.json of {path!r} sets query_expansion, which is for late interaction; "
+            "remove it"
+        )
+    settings = read_text_settings(path, transformer)
+    refuse_modules_not_finite(path, list(model)[1:])
+    dense = [module for module in after if isinstance(module, Dense)]
+    dim = dense[-1].out_features if dense else pooling.get_embedding_dimension()
+    head: Head = ModuleHead(after, "sentence_embedding")
+    normalised = ends_normalised(after)
+    if model.truncate_dim is not None and model.truncate_dim < dim:
+        dim, normalised = model.truncate_dim, False
+        head = FirstColumns(head, dim, normalised)
+    reference = ModulesReference([transformer, pooling, *after], transformer.tokenizer, "sentence_embedding")
+    tasks = {"embed": Task(pooling_of(pooling), head, dim, normalised, reference)}
+    obstacle = _obstacle_at_token_level(transformer, after)
+    if obstacle is None:
+        tasks["token_embed"] = _of_tokens(transformer, dense)
+    elif late:
+        raise ModelLoadError(f"{path!r} cannot use late interaction: {obstacle}; use score_type bi-encoder")
+    prompts = {name: prompt for name, prompt in model.prompts.items() if prompt}
+    document = prompt_of_documents(path, model.prompts)
+    lengths = [settings.length(each) for each in (transformer.query_length, transformer.document_length)]
+    rules: dict[str, Any] = {"pool_prompt": pooling.include_prompt}
+    own_limit = with_limit(transformer.tokenizer, *lengths)
+    parts = {
+        "backbone": transformer.auto_model,
+        "tokenizer": transformer.tokenizer,
+        "tasks": tasks,
+        "score_task": "token_embed" if late else "embed",
+        "query": RoleRules(prompts.get("query", ""), max_tokens=lengths[0], **rules),
+        "document": RoleRules(document, max_tokens=lengths[1], **rules),
+        "text": RoleRules(prompts.get(model.default_prompt_name or "", ""), max_tokens=own_limit, **rules),
+        "activation": torch.nn.Identity(),
+        "similarity": "maxsim" if late else model.similarity_fn_name,
+        "prompts": prompts,
+        "reader": LibraryReader(model, leaves_prompt_out=not pooling.include_prompt, can_score=not late),
+    }
+    return with_pictures(path, transformer, parts)
+
+
+def taken_apart(path: str, modules: list[Any]) -> tuple[Any, Pooling, list[Any]]:
+    """The transformer, the pooling and what follows it. Raises ModelLoadError for anything else."""
+    if not hasattr(modules[0], "auto_model"):
+        raise ModelLoadError(f"{path!r} is not a transformer encoder but {type(modules[0]).__name__}")
+    poolings = [module for module in modules if isinstance(module, Pooling)]
+    if len(poolings) != 1:
+        raise ModelLoadError(f"{path!r} has {len(poolings)} pooling modules; one is supported")
+    pooling = poolings[0]
+    after = modules[modules.index(pooling) + 1 :]
+    other = [module for module in modules[1:] if module is not pooling and module not in after]
+    other += [module for module in after if not isinstance(module, _AFTER_POOLING)]
+    if other:
+        names = ", ".join(type(module).__name__ for module in other)
+        raise ModelLoadError(f"{path!r} has modules that are not supported: {names}")
+    for module in after:
+        named = {key: getattr(module, key, _POOLED) for key in ("module_input_name", "module_output_name")}
+        if module is after[-1]:  # callers check its output
+            named.pop("module_output_name")
+        for key, value in named.items():
+            if value != _POOLED:
+                raise ModelLoadError(
+                    f"config.json of the {type(module).__name__} in {path!r} sets {key} to {value!r}; behind "
+                    f'its pooling "{_POOLED}" is supported'
+                )
+    return modules[0], pooling, after
+
+
+def pooling_of(pooling: Pooling) -> str:
+    """The name of the method, or of several whose vectors stand one behind the other."""
+    modes = (pooling.pooling_mode,) if isinstance(pooling.pooling_mode, str) else pooling.pooling_mode
+    names = MODES if pooling.include_prompt else MODES | {"cls": "cls-after-prompt"}
+    return CONCATENATED.join(names[mode] for mode in modes)
+
+
+def ends_normalised(modules: list[Any]) -> bool:
+    """Whether nothing but Dropout, which does nothing here, follows the last Normalize."""
+    that_count = [module for module in modules if not isinstance(module, Dropout)]
+    return bool(that_count) and isinstance(that_count[-1], Normalize)
+
+
+def _obstacle_at_token_level(transformer: Any, after: list[Any]) -> str | None:
+    """Why what follows the pooling cannot be applied to single tokens, or None."""
+    if any(isinstance(module, LayerNorm) for module in after):
+        return "it has a LayerNorm for pooled vectors"
+    hidden = transformer.get_embedding_dimension()
+    first = next((module for module in after if isinstance(module, Dense)), None)
+    if first is not None and first.in_features != hidden:
+        return f"its Dense module takes {first.in_features} numbers, and its tokens have {hidden}"
+    return None
+
+
+def _of_tokens(transformer: Any, dense: list[Dense]) -> Task:
+    """A vector a token. A projection of sentence embeddings is applied to tokens as well, as
+    sentence-transformers converts it."""
+    modules = [*map(_at_token_level, dense), Normalize("token_embeddings")]
+    dim = dense[-1].out_features if dense else transformer.get_embedding_dimension()
+    reference = ModulesReference([transformer, *modules], transformer.tokenizer, "token_embeddings")
+    return Task("all", ModuleHead(modules, "token_embeddings"), dim, True, reference)
+
+
+def _at_token_level(dense: Dense) -> Dense:
+    made = copy.deepcopy(dense)
+    made.module_input_name = made.module_output_name = "token_embeddings"
+    return made
+
+
+def load_late_interaction(path: str, files: CheckpointFiles, options: dict[str, Any]) -> dict[str, Any]:
+    """Reads the checkpoint with sentence-transformers, which reads all three formats.
+
+    Returns the parts of a `LoadedModel` that depend on the kind of checkpoint."""
+    model = MultiVectorEncoder(path, **options).eval()
+    modules = list(model)
+    set_activations(
+        path, modules, module_settings(path, files, options["revision"]), options["trust_remote_code"]
+    )
+    transformer, rest = modules[0], modules[1:]
+    settings = read_text_settings(path, transformer)
+    refuse_modules_not_finite(path, rest)
+    masks = [module for module in rest if isinstance(module, MultiVectorMask)]
+    projection = [module for module in rest if isinstance(module, Dense | Normalize)]
+    poolings = [module for module in rest if isinstance(module, HierarchicalTokenPooling)]
+    supported = [*masks, *projection, *poolings]
+    other = [type(module).__name__ for module in rest if module not in supported]
+    if len(masks) > 1:
+        other += [type(module).__name__ for module in masks]
+    if poolings and (len(poolings) > 1 or rest[-1] is not poolings[0]):
+        other = [type(module).__name__ for module in poolings]
+    if other:
+        raise ModelLoadError(f"{path!r} has modules that are not supported: {', '.join(other)}")
+    dense = [module for module in projection if isinstance(module, Dense)]
+    dim = dense[-1].out_features if dense else transformer.get_embedding_dimension()
+    normalised = ends_normalised(projection)
+    mask = masks[-1] if masks else MultiVectorMask()
+    tokenizer = transformer.tokenizer
+    head = ModuleHead(projection, "token_embeddings")
+    reference = ModulesReference([transformer, *projection], tokenizer, "token_embeddings")
+    document_prompt = next(
+        (model.prompts[name] for name in ("document", "passage", "corpus") if name in model.prompts), ""
+    )
+    query = _query_rules(
+        transformer, settings, model.prompts.get("query") or "", _skipped(mask, "query", len(tokenizer))
+    )
+    document_length = settings.length(transformer.document_length)
+    expanded = None if query.expansion is None else query.expansion.length
+    own_limit = with_limit(tokenizer, query.max_tokens, document_length, expanded)
+    parts = {
+        "backbone": transformer.auto_model,
+        "tokenizer": tokenizer,
+        "tasks": {"token_embed": Task("all", head, dim, normalised, reference)},
+        "score_task": "token_embed",
+        "query": query,
+        "document": RoleRules(
+            prompt=document_prompt or "",
+            max_tokens=document_length,
+            skipped_ids=_skipped(mask, "document", len(tokenizer)),
+        ),
+        # sentence-transformers takes the skip list of documents for texts without a role.
+        "text": RoleRules(
+            model.prompts.get(model.default_prompt_name or "") or "",
+            max_tokens=own_limit,
+            skipped_ids=_skipped(mask, "document", len(tokenizer)),
+        ),
+        "activation": torch.nn.Identity(),
+        "similarity": model.similarity_fn_name,
+        "prompts": {name: text for name, text in model.prompts.items() if text},
+        "token_pooling": TokenPooling(poolings[0], _roles(poolings[0])) if poolings else None,
+        "reader": LibraryReader(model, mask),
+    }
+    return with_pictures(path, transformer, parts)
+
+
+def _roles(pooling: HierarchicalTokenPooling) -> frozenset[Role]:
+    """The roles whose tokens are merged; a text without a role counts as a document."""
+    roles = {Role.QUERY} if pooling.applies_to("query") else set()
+    return frozenset(roles | ({Role.DOCUMENT, Role.TEXT} if pooling.applies_to("document") else set()))
+
+
+def _skipped(mask: MultiVectorMask, role: str, vocabulary: int) -> NDArray[np.int64] | None:
+    """The token ids of a role that take no part in scoring: those on the skip list and, if documents are
+    scored by certain tokens alone, all others."""
+    skipped = np.empty(0, dtype=np.int64)
+    if mask._skiplist_ids is not None and role in mask.skiplist_tasks:
+        skipped = mask._skiplist_ids.numpy()
+    if role == "document" and mask.keep_only_token_ids:
+        others = np.setdiff1d(np.arange(vocabulary), mask.keep_only_token_ids)
+        skipped = np.concatenate([skipped, others])
+    return np.unique(skipped) if len(skipped) else None
+
+
+def _query_rules(transformer: Any, settings: TextSettings, prompt: str, skipped: Any) -> RoleRules:
+    expansion = transformer.query_expansion
+    if expansion is None:
+        length = settings.length(transformer.query_length)
+        return RoleRules(prompt=prompt, max_tokens=length, skipped_ids=skipped)
+    tokenizer = transformer.tokenizer
+    if expansion["token"] is not None:
+        token_id = tokenizer.convert_tokens_to_ids(expansion["token"])
+    else:
+        # As PyLate has it: [MASK] for encoders, the end-of-text token for decoders.
+        token_id = tokenizer.mask_token_id if tokenizer.mask_token_id is not None else tokenizer.eos_token_id
+    length = expansion["length"]
+    # Where nothing is cut, neither is a query to the length that shorter ones are filled up to.
+    fixed = expansion["strategy"] == "fixed" and settings.truncation is not None
+    at_least = transformer.query_length and max(transformer.query_length, length)
+    longest = length if fixed else settings.length(at_least)
+    return RoleRules(
+        prompt=prompt,
+        max_tokens=longest,
+        expansion=Expansion(length, token_id, expansion["attend"], fixed),
+        skipped_ids=skipped,
+    )
+
+
+class MaskedWordsHead(torch.nn.Module, WordsHead):
+    """What a transformers `*ForMaskedLM` model does after its backbone, by the model's own code: rows
+    [n, hidden] to logits [n, words], float32. A logit weighs log(1 + relu(logit)), of which another
+    log(1 + weight) is taken where `twice`.
+
+    Sources: SPLADE, Formal et al. 2021 (arXiv 2107.05720), eq. 1; Geng et al. 2024 (arXiv 2411.04403) for
+    the second logarithm."""
+
+    def __init__(self, model: Any, *, twice: bool, most: int | None) -> None:
+        super().__init__()
+        backbone = model.base_model
+        untie(model, backbone)
+        # A shallow copy shares every weight but has a module table of its own.
+        words: Any = copy.copy(model)
+        words._modules = dict(model._modules)
+        self._rows = GivenRows(None)
+        words._modules[model.base_model_prefix] = self._rows
+        for module in words._modules.values():
+            module.float()
+        self.words = words
+        self.most = most
+        self._twice = twice
+        device = next(backbone.parameters()).device
+        with torch.inference_mode():
+            hidden = model.config.get_text_config().hidden_size
+            self.num_words = self.forward(torch.zeros(1, hidden, device=device)).shape[1]
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self._rows.rows = rows[:, None, :]  # [n, 1, hidden]
+        input_ids = torch.ones(len(rows), 1, dtype=torch.long, device=rows.device)
+        try:
+            logits: torch.Tensor = self.words(input_ids=input_ids).logits
+        finally:
+            self._rows.rows = None
+        return logits[:, 0].float()  # [n, words]
+
+    def weights(self, numbers: torch.Tensor) -> torch.Tensor:
+        weights = numbers.relu().log1p()
+        return weights.log1p() if self._twice else weights
+
+    def look_up(self, weights: torch.Tensor, roles: frozenset[Role]) -> None:
+        """Has texts in these roles not read, but looked up in `weights` [words]."""
+        self.static_weights = weights.detach().float().clone()
+        self.static_roles = roles
+
+    def __str__(self) -> str:
+        logarithm = "log(1 + log(1 + relu))" if self._twice else "log(1 + relu)"
+        most = "" if self.most is None else f", at most {self.most}"
+        return f"the head of {type(self.words).__name__} and {logarithm}{most}"
+
+
+def untie(model: Any, backbone: torch.nn.Module) -> None:
+    """Gives what stands behind a backbone its own copies of weights that are the backbone's as well, such as
+    the embeddings of words: those may come to be in another precision."""
+    shared = {id(parameter) for parameter in backbone.parameters()}
+    inside = {id(module) for module in backbone.modules()}
+    for module in model.modules():
+        if id(module) in inside:
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in shared:
+                module._parameters[name] = torch.nn.Parameter(parameter.detach().clone(), requires_grad=False)
+
+
+_SIMILARITIES = {
+    "dot": "sparse",
+    "cosine": "sparse-cosine",
+    "euclidean": "sparse-euclidean",
+    "manhattan": "sparse-manhattan",
+}
+_ROLES = {"query": Role.QUERY, "document": Role.DOCUMENT}
+
+
+def load_sparse_encoder(path: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Reads the checkpoint with sentence-transformers, which takes a plain `*ForMaskedLM` for a SPLADE model
+    of the greatest weights.
+
+    Returns the parts of a `LoadedModel` that depend on the kind of checkpoint."""
+    model = SparseEncoder(path, **options).eval()
+    (transformer, pooling), static, roles = _taken_apart(path, list(model))
+    if transformer.query_expansion is not None:
+        raise ModelLoadError(
+            f"sentence_bert_config.json of {path!r} sets query_expansion, which is for late interaction; "
+            "remove it"
+        )
+    if "message" in transformer.modality_config:
+        raise ModelLoadError(
+            f"sentence_bert_config.json of {path!r} names a chat template, which is not supported "
+            'for sparse encoders; remove "message" from its modality_config'
+        )
+    settings = read_text_settings(path, transformer)
+    lengths = [
+        None if role in roles else settings.length(length)
+        for role, length in (
+            (Role.QUERY, transformer.query_length),
+            (Role.DOCUMENT, transformer.document_length),
+        )
+    ]
+    own_limit = with_limit(transformer.tokenizer, *lengths)
+    head = MaskedWordsHead(
+        transformer.auto_model,
+        twice=pooling.activation_function == "log1p_relu",
+        most=model.max_active_dims,
+    )
+    if static is not None:
+        refuse_modules_not_finite(path, [static])
+        _check_static(path, static, transformer, head)
+        head.look_up(static.weight, roles)
+    reference = ModulesReference([transformer, pooling], transformer.tokenizer, "sentence_embedding")
+    method = f"{pooling.pooling_strategy}-words"
+    task = Task(method, head, COLUMNS, normalised=False, reference=reference, words=head.num_words)
+    prompts = {name: prompt for name, prompt in model.prompts.items() if prompt}
+    document = prompt_of_documents(path, model.prompts)
+    of_text = prompts.get(model.default_prompt_name or "", "")
+    return {
+        "backbone": transformer.auto_model.base_model,
+        "tokenizer": transformer.tokenizer,
+        "tasks": {SPARSE_EMBED: task},
+        "score_task": SPARSE_EMBED,
+        "query": RoleRules(
+            prompts.get("query", ""), max_tokens=lengths[0], pool_specials=Role.QUERY not in roles
+        ),
+        "document": RoleRules(document, max_tokens=lengths[1], pool_specials=Role.DOCUMENT not in roles),
+        "text": RoleRules(of_text, max_tokens=own_limit, pool_specials=Role.TEXT not in roles),
+        "activation": torch.nn.Identity(),
+        "similarity": _SIMILARITIES[model.similarity_fn_name],
+        "prompts": prompts,
+        "reader": LibraryReader(model),
+    }
+
+
+_Parts = tuple[tuple[Any, SpladePooling], SparseStaticEmbedding | None, frozenset[Role]]
+
+
+def _taken_apart(path: str, modules: list[Any]) -> _Parts:
+    """The masked language model and its pooling, and what looks up the tokens of texts in some roles, if
+    anything does. Raises ModelLoadError for anything else."""
+    if len(modules) != 1 or not isinstance(modules[0], Router):
+        return _splade(path, modules), None, frozenset()
+    router = modules[0]
+    routes = {name: list(route) for name, route in router.sub_modules.items()}
+    if router.route_mappings or routes.keys() != _ROLES.keys():
+        names = ", ".join(routes)
+        raise ModelLoadError(f"{path!r} has the routes {names}; supported are query and document, unmapped")
+    looked_up = {name: route for name, route in routes.items() if isinstance(route[0], SparseStaticEmbedding)}
+    if len(looked_up) != 1 or any(len(route) != 1 for route in looked_up.values()):
+        raise ModelLoadError(
+            f"{path!r} reads queries and documents by two models; one is supported, with a "
+            "SparseStaticEmbedding for the other"
+        )
+    name, (static,) = next(iter(looked_up.items()))
+    other = next(other for other in routes if other != name)
+    roles = {_ROLES[name]}
+    # Texts that are said to be neither take the router's default.
+    if router.default_route == name:
+        roles.add(Role.TEXT)
+    return _splade(path, routes[other]), static, frozenset(roles)
+
+
+def _splade(path: str, modules: list[Any]) -> tuple[Any, SpladePooling]:
+    names = ", ".join(type(module).__name__ for module in modules)
+    if (
+        len(modules) != 2
+        or not hasattr(modules[0], "auto_model")
+        or not isinstance(modules[1], SpladePooling)
+    ):
+        raise ModelLoadError(
+            f"{path!r} has the modules {names}; of sparse encoders a masked language model with "
+            "SpladePooling is supported"
+        )
+    if not type(modules[0].auto_model).__name__.endswith("ForMaskedLM"):
+        kind = type(modules[0].auto_model).__name__
+        raise ModelLoadError(f"{path!r} is a {kind}; SpladePooling needs a *ForMaskedLM")
+    return modules[0], modules[1]
+
+
+def _check_static(path: str, static: Any, transformer: Any, head: MaskedWordsHead) -> None:
+    """Raises ModelLoadError where tokens would be looked up by other ids than those that are read."""
+    if static.tokenizer.get_vocab() != transformer.tokenizer.get_vocab():
+        raise ModelLoadError(f"{path!r} has another tokeniser for queries than for documents")
+    if len(static.weight) < len(transformer.tokenizer):
+        raise ModelLoadError(
+            f"{path!r} has {len(static.weight)} static weights for {len(transformer.tokenizer)} tokens; some "
+            "would have none"
+        )

@@ -1,0 +1,672 @@
+"""GGUF files: a model's settings, its tokenizer and its weights in one file, most of them quantized. A file
+becomes the folder that its model is published as; transformers is handed its weights.
+
+Source: the specification of the format (github.com/ggml-org/ggml, docs/gguf.md) and llama.cpp's conversion
+scripts, whose changes to names and weights are taken back here. The package gguf reads the file."""
+
+import json
+import logging
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from maxsimd.engine.checkpoint.detect import config_says_both_ways
+from maxsimd.engine.checkpoint.weights import StoredWeights
+from maxsimd.engine.errors import ModelLoadError
+
+log = logging.getLogger(__name__)
+
+_ENDING = ".gguf"
+_RANK = 4
+# llama.cpp's ways of pooling by their numbers, in the words of sentence-transformers.
+_POOLING = {1: "mean", 2: "cls", 3: "lasttoken"}
+_MODULES = "modules.json"
+# Files beside it that say how the model is used.
+_SAYING_HOW = (_MODULES, "config_sentence_transformers.json", "sentence_bert_config.json")
+
+# The kinds of blocks that tests prove to be read as llama.cpp's own definition has them.
+PROVEN = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K")
+
+
+class GgufFile:
+    """A file that is open for reading. Raises ModelLoadError where the package gguf is missing, and for a
+    file that is none, or one of several parts."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            import gguf
+        except ImportError as error:
+            raise ModelLoadError(
+                f"{path} is a GGUF file, for which the package gguf is needed: pip install 'maxsimd[gguf]'"
+            ) from error
+        try:
+            self._reader = gguf.GGUFReader(path)
+        except Exception as error:
+            raise ModelLoadError(f"{path} cannot be read as a GGUF file: {error}") from error
+        self._unread = set(self._reader.fields)
+        if int(self.get("split.count") or 1) > 1:
+            raise ModelLoadError(f"{path} is one part of several; join them with llama-gguf-split --merge")
+
+    def get(self, key: str) -> Any:
+        """A value of the metadata, None where there is none."""
+        self._unread.discard(key)
+        field = self._reader.fields.get(key)
+        return None if field is None else field.contents()
+
+    @property
+    def architecture(self) -> str:
+        """llama.cpp's name of the architecture."""
+        return str(self.get("general.architecture"))
+
+    def setting(self, key: str) -> Any:
+        """A value about the architecture, None where there is none."""
+        return self.get(f"{self.architecture}.{key}")
+
+    def number(self, key: str) -> Any:
+        """A number about the architecture. Raises ModelLoadError where there is none, or one a layer."""
+        value = self.setting(key)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ModelLoadError(f"{self.path} has no number {self.architecture}.{key}, but {value!r}")
+        return value
+
+    def refuse_unread(self) -> None:
+        """Raises ModelLoadError if a value about the architecture has not been asked for: it might change
+        what the model computes."""
+        unread = sorted(key for key in self._unread if key.startswith(f"{self.architecture}."))
+        if unread:
+            raise ModelLoadError(f"{self.path} sets {', '.join(unread)}, which is not carried out here")
+
+    @property
+    def names(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor by its name, in torch's order."""
+        return {
+            tensor.name: tuple(int(size) for size in reversed(tensor.shape))
+            for tensor in self._reader.tensors
+        }
+
+    @property
+    def form(self) -> str:
+        """How the tensors are stored."""
+        kinds = sorted({tensor.tensor_type.name for tensor in self._reader.tensors})
+        return f"GGUF: {', '.join(kinds)}"
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each tensor by its name, dequantised to float32. Raises ModelLoadError for a kind of blocks that
+        is not proven."""
+        from gguf.quants import dequantize
+
+        for tensor in self._reader.tensors:
+            kind = tensor.tensor_type
+            if kind.name not in PROVEN:
+                raise ModelLoadError(
+                    f"{self.path} stores {tensor.name} as {kind.name}; name a version whose weights are "
+                    + ", ".join(PROVEN)
+                )
+            shape = tuple(int(size) for size in reversed(tensor.shape))
+            values = torch.from_numpy(dequantize(tensor.data, kind).astype("float32"))
+            yield tensor.name, values.reshape(shape)
+
+
+Config = dict[str, Any]
+Undo = Callable[[str, torch.Tensor, Config], torch.Tensor]
+
+# Of decoders: llama.cpp's name without its ending, and the published one. `{}` is the layer's number.
+_DECODER = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "blk.{}.attn_norm": "model.layers.{}.input_layernorm",
+    "blk.{}.attn_q": "model.layers.{}.self_attn.q_proj",
+    "blk.{}.attn_k": "model.layers.{}.self_attn.k_proj",
+    "blk.{}.attn_v": "model.layers.{}.self_attn.v_proj",
+    "blk.{}.attn_output": "model.layers.{}.self_attn.o_proj",
+    "blk.{}.ffn_norm": "model.layers.{}.post_attention_layernorm",
+    "blk.{}.ffn_gate": "model.layers.{}.mlp.gate_proj",
+    "blk.{}.ffn_up": "model.layers.{}.mlp.up_proj",
+    "blk.{}.ffn_down": "model.layers.{}.mlp.down_proj",
+}
+_QK_NORMS = {
+    "blk.{}.attn_q_norm": "model.layers.{}.self_attn.q_norm",
+    "blk.{}.attn_k_norm": "model.layers.{}.self_attn.k_norm",
+}
+# The rows of the answers of a reranker, which the loader puts back into its output layer.
+ANSWERS = "cls.output"
+_BERT = {
+    "token_embd": "embeddings.word_embeddings",
+    "token_types": "embeddings.token_type_embeddings",
+    "position_embd": "embeddings.position_embeddings",
+    "token_embd_norm": "embeddings.LayerNorm",
+    "blk.{}.attn_q": "encoder.layer.{}.attention.self.query",
+    "blk.{}.attn_k": "encoder.layer.{}.attention.self.key",
+    "blk.{}.attn_v": "encoder.layer.{}.attention.self.value",
+    "blk.{}.attn_output": "encoder.layer.{}.attention.output.dense",
+    "blk.{}.attn_output_norm": "encoder.layer.{}.attention.output.LayerNorm",
+    "blk.{}.ffn_up": "encoder.layer.{}.intermediate.dense",
+    "blk.{}.ffn_down": "encoder.layer.{}.output.dense",
+    "blk.{}.layer_output_norm": "encoder.layer.{}.output.LayerNorm",
+}
+_CLASSIFIER = {"cls": "classifier.dense", ANSWERS: "classifier.out_proj"}
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """`backbone` is transformers' class without a head and `whole` the one with the head that `names` has;
+    `prefix` is what the published names begin with in a checkpoint that has a head."""
+
+    backbone: str
+    whole: str
+    config: Callable[[GgufFile], Config]
+    names: Mapping[str, str]
+    undo: Undo
+    causal: bool = True
+    prefix: str = ""
+
+
+def family_of(file: GgufFile) -> Family:
+    """The family of a file. Raises ModelLoadError for an architecture that is not read."""
+    if file.architecture == "bert" and file.get("tokenizer.ggml.model") == "t5":
+        return _XLM_ROBERTA
+    found = _FAMILIES.get(file.architecture)
+    if found is None:
+        raise ModelLoadError(
+            f"{file.path} is a {file.architecture!r}; of GGUF files {', '.join(sorted(_FAMILIES))} can be "
+            "served: name the checkpoint that it was made from"
+        )
+    return found
+
+
+def _common(file: GgufFile) -> Config:
+    """What all configs share. Raises ModelLoadError for positions that are scaled."""
+    scaling = file.setting("rope.scaling.type")
+    if scaling not in (None, "none"):
+        raise ModelLoadError(f"{file.path} scales positions by {scaling!r}, which is not carried out here")
+    file.setting("vocab_size")  # the rows of the embeddings say the same, and are what is read
+    return {
+        "hidden_size": file.number("embedding_length"),
+        "num_hidden_layers": file.number("block_count"),
+        "intermediate_size": file.number("feed_forward_length"),
+        "num_attention_heads": file.number("attention.head_count"),
+        "max_position_embeddings": file.number("context_length"),
+        "vocab_size": file.names["token_embd.weight"][0],
+        "dtype": "float32",
+    }
+
+
+def _decoder(file: GgufFile, kind: str) -> Config:
+    if file.setting("attention.causal") is False:
+        raise ModelLoadError(f"{file.path} is a {kind} that attends both ways, which is not carried out here")
+    common = _common(file)
+    head = file.setting("attention.key_length") or common["hidden_size"] // common["num_attention_heads"]
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if (file.setting(key) or head) != head:
+            raise ModelLoadError(f"{file.path} has another {file.architecture}.{key} than its heads are wide")
+    theta = file.setting("rope.freq_base")
+    return common | {
+        "model_type": kind,
+        "num_key_value_heads": file.setting("attention.head_count_kv") or common["num_attention_heads"],
+        "head_dim": head,
+        "rms_norm_eps": file.number("attention.layer_norm_rms_epsilon"),
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0 if theta is None else theta},
+        "tie_word_embeddings": "output.weight" not in file.names,
+    }
+
+
+def _qwen2(file: GgufFile) -> Config:
+    config = _decoder(file, "qwen2")
+    if config["head_dim"] * config["num_attention_heads"] != config["hidden_size"]:
+        raise ModelLoadError(f"{file.path} is a Qwen2 whose heads are not as wide as its states together")
+    return config
+
+
+def _llama(file: GgufFile) -> Config:
+    """Llama's. The factors by which Llama 3.1 and later divide frequencies are a tensor in the file."""
+    if "rope_freqs.weight" in file.names:
+        raise ModelLoadError(
+            f"{file.path} scales positions as Llama 3.1 does, which a GGUF file says by its result alone; "
+            "name the checkpoint that it was made from"
+        )
+    biased = "blk.0.attn_q.bias" in file.names
+    return _decoder(file, "llama") | {"attention_bias": biased}
+
+
+def _gemma(file: GgufFile) -> Config:
+    return _decoder(file, "gemma") | {"hidden_act": "gelu_pytorch_tanh"}
+
+
+def _bert(file: GgufFile) -> Config:
+    if "token_types.weight" not in file.names:
+        raise ModelLoadError(f"{file.path} is a 'bert' without types of tokens; name what it was made from")
+    if file.setting("attention.causal") is not False:
+        raise ModelLoadError(f"{file.path} is a 'bert' that is not said to attend both ways")
+    return _common(file) | {
+        "model_type": "bert",
+        "layer_norm_eps": file.number("attention.layer_norm_epsilon"),
+        "hidden_act": "gelu",
+        "type_vocab_size": file.names["token_types.weight"][0],
+    }
+
+
+def _xlm_roberta(file: GgufFile) -> Config:
+    """XLM-RoBERTa's: the positions of its padding, which no text has, are cut off its embeddings."""
+    config = _bert(file)
+    return config | {
+        "model_type": "xlm-roberta",
+        "max_position_embeddings": file.names["position_embd.weight"][0] + _PADDING_ROWS,
+        "pad_token_id": _PADDING_ROWS - 1,
+    }
+
+
+# RoBERTa counts positions from behind its padding's id, 1.
+_PADDING_ROWS = 2
+
+
+def _as_is(name: str, tensor: torch.Tensor, config: Config) -> torch.Tensor:
+    return tensor
+
+
+def _in_halves(name: str, tensor: torch.Tensor, config: Config) -> torch.Tensor:
+    """Rows of queries and keys as transformers has them: the first coordinates of all pairs that are rotated,
+    then the second ones; llama.cpp has them in turn."""
+    if ".attn_q." not in name and ".attn_k." not in name:
+        return tensor
+    heads = config["num_attention_heads" if ".attn_q." in name else "num_key_value_heads"]
+    paired = tensor.reshape(heads, -1, 2, *tensor.shape[1:])
+    return paired.transpose(1, 2).reshape(tensor.shape)
+
+
+def _around_zero(name: str, tensor: torch.Tensor, config: Config) -> torch.Tensor:
+    """Gemma's norms multiply by one more than their weight, which the conversion has added."""
+    return tensor - 1 if name.endswith("norm.weight") else tensor
+
+
+def _with_padding(name: str, tensor: torch.Tensor, config: Config) -> torch.Tensor:
+    if name != "position_embd.weight":
+        return tensor
+    return torch.cat([tensor.new_zeros(_PADDING_ROWS, tensor.shape[1]), tensor])
+
+
+_XLM_ROBERTA = Family(
+    "XLMRobertaModel", "XLMRobertaForSequenceClassification", _xlm_roberta, _BERT | _CLASSIFIER,
+    _with_padding, causal=False, prefix="roberta.",
+)  # fmt: skip
+_FAMILIES = {
+    "bert": Family("BertModel", "", _bert, _BERT, _as_is, causal=False),
+    "gemma": Family("GemmaModel", "GemmaForCausalLM", _gemma, _DECODER, _around_zero),
+    "llama": Family("LlamaModel", "LlamaForCausalLM", _llama, _DECODER, _in_halves),
+    "qwen2": Family("Qwen2Model", "Qwen2ForCausalLM", _qwen2, _DECODER, _as_is),
+    "qwen3": Family(
+        "Qwen3Model", "Qwen3ForCausalLM", lambda file: _decoder(file, "qwen3"),
+        _DECODER | _QK_NORMS | {ANSWERS: ANSWERS}, _as_is,
+    ),
+}  # fmt: skip
+
+
+_LAYER = re.compile(r"^blk\.(\d+)\.")
+
+
+def refuse_unnamed(file: GgufFile, family: Family) -> None:
+    """Raises ModelLoadError for tensors that the family does not have."""
+    unnamed = sorted(name for name in file.names if _published(name, family) is None)
+    if unnamed:
+        listed = ", ".join(unnamed[:4]) + (f" and {len(unnamed) - 4} more" if len(unnamed) > 4 else "")
+        raise ModelLoadError(
+            f"{file.path} has tensors that a {file.architecture} is not read with here: {listed}; name the "
+            "checkpoint that it was made from"
+        )
+
+
+def read_tensors(file: GgufFile, family: Family, config: Config) -> dict[str, torch.Tensor]:
+    """All tensors, float32, as they were before the conversion. Raises ModelLoadError for what
+    `GgufFile.tensors` does not read."""
+    prefix = family.prefix if config["architectures"][0] == family.whole else ""
+    tensors = {}
+    for name, stored in file.tensors():
+        published = _published(name, family)
+        assert published is not None
+        own = published if published.startswith("classifier.") else prefix + published
+        tensors[own] = family.undo(name, stored, config).contiguous()
+    answers = tensors.pop(f"{ANSWERS}.weight", None)
+    if answers is not None:
+        tensors["lm_head.weight"] = _output_layer(file, tensors, answers)
+    return tensors
+
+
+def _published(name: str, family: Family) -> str | None:
+    stem, _, ending = name.rpartition(".")
+    layer = _LAYER.match(stem)
+    found = family.names.get(_LAYER.sub("blk.{}.", stem))
+    if found is None or ending not in ("weight", "bias"):
+        return None
+    return f"{found.format(layer[1] if layer else '')}.{ending}"
+
+
+def _output_layer(file: GgufFile, tensors: dict[str, torch.Tensor], answers: torch.Tensor) -> torch.Tensor:
+    """The output layer of a reranker, of which the file may have only the rows of its answers, yes and no: in
+    the rows of all other words is what ties them, the embeddings. Nothing reads those."""
+    labels = file.setting("classifier.output_labels")
+    if labels != ["yes", "no"] or len(answers) != len(labels):
+        raise ModelLoadError(f"{file.path} answers with {labels}; a reranker that answers yes or no is read")
+    words = file.get("tokenizer.ggml.tokens")
+    rows = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"]).clone()
+    for label, answer in zip(labels, answers, strict=True):
+        rows[words.index(label)] = answer
+    return rows
+
+
+@contextmanager
+def from_gguf(model: str) -> Iterator[tuple[str, StoredWeights | None]]:
+    """The path to load a checkpoint from: its own, or for a GGUF file, or a folder that has one and no other
+    weights, a temporary folder; and then the weights. Raises ModelLoadError for a file that is not read."""
+    path = _file_of(model)
+    if path is None:
+        yield model, None
+        return
+    file = GgufFile(path)
+    with tempfile.TemporaryDirectory(prefix="maxsimd-") as folder:
+        stored = _lay_out(file, Path(folder))
+        try:
+            yield folder, stored
+        except ModelLoadError as error:
+            raise ModelLoadError(str(error).replace(folder, model)) from error
+
+
+def _file_of(model: str) -> Path | None:
+    path = Path(model)
+    if path.suffix == _ENDING:
+        if not path.is_file():
+            raise ModelLoadError(f"there is no file {model!r}")
+        return path
+    if not path.is_dir() or any(path.glob("*.safetensors")) or any(path.glob("*.bin")):
+        return None
+    found = sorted(path.glob(f"*{_ENDING}"))
+    if len(found) > 1:
+        names = ", ".join(each.name for each in found[:4])
+        raise ModelLoadError(f"{model!r} has {len(found)} GGUF files ({names}); name one of them")
+    return found[0] if found else None
+
+
+def _lay_out(file: GgufFile, folder: Path) -> StoredWeights:
+    """Writes all but the weights into a folder."""
+    family = family_of(file)
+    pooling = file.setting("pooling_type")
+    used_as_beside = (file.path.parent / _MODULES).is_file()
+    # Of an encoder nothing is left but its states; a decoder has an output layer, if only its embeddings.
+    embeds = used_as_beside or pooling in _POOLING
+    config = _config(file, family, pooling, embeds)
+    _check_beside(file)
+    refuse_unnamed(file, family)
+    file.refuse_unread()
+    write_tokenizer(file, folder, needs_end=pooling == 3 and not used_as_beside)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    if used_as_beside:
+        _link_modules(file.path.parent, folder)
+    elif embeds:
+        _write_modules(folder, _POOLING[pooling], config["hidden_size"])
+        log.info("%s pools %s; it says of no prompts: give query_prompt if there is one", file.path, pooling)
+    return StoredWeights(partial(read_tensors, file, family, config), file.form)
+
+
+def _check_beside(file: GgufFile) -> None:
+    """Raises ModelLoadError for a model of which the config.json beside it says what the file cannot say."""
+    beside = file.path.parent / "config.json"
+    if beside.is_file() and config_says_both_ways(json.loads(beside.read_text(encoding="utf-8"))):
+        raise ModelLoadError(
+            f"the config.json beside {file.path} says that the model reads in both directions, which is not "
+            "carried out for GGUF files; name the model in safetensors"
+        )
+
+
+def _config(file: GgufFile, family: Family, pooling: Any, embeds: bool) -> Config:
+    """The config of the checkpoint. Raises ModelLoadError for an encoder that does not say how it pools."""
+    config = _with_tokens(file, family.config(file))
+    labels = file.setting("classifier.output_labels")
+    if embeds:
+        return config | {"architectures": [family.backbone]}
+    if family.causal:
+        return config | {"architectures": [family.whole], "tie_word_embeddings": _is_tied(file, config)}
+    if pooling != _RANK:
+        raise ModelLoadError(
+            f"{file.path} does not say how it pools (pooling_type is {pooling}); put the {_MODULES} of the "
+            "model that it was made from beside it, with the folders that it names"
+        )
+    answers = file.names.get(f"{ANSWERS}.weight")
+    if not family.whole or answers is None:
+        raise ModelLoadError(
+            f"{file.path} is to rank, but the conversion has left out a part of its classifier; name the "
+            "checkpoint that it was made from"
+        )
+    names = labels if labels and len(labels) == answers[0] else [f"LABEL_{i}" for i in range(answers[0])]
+    return config | {
+        "architectures": [family.whole],
+        "id2label": dict(enumerate(names)),
+        "label2id": {name: i for i, name in enumerate(names)},
+    }
+
+
+def _is_tied(file: GgufFile, config: Config) -> bool:
+    """Whether the embeddings are the output layer, too. The rows of a reranker's answers are its own."""
+    return bool(config["tie_word_embeddings"]) and f"{ANSWERS}.weight" not in file.names
+
+
+def _with_tokens(file: GgufFile, config: Config) -> Config:
+    found = {}
+    for role, name in {"bos": "bos", "eos": "eos", "pad": "padding"}.items():
+        number = file.get(f"tokenizer.ggml.{name}_token_id")
+        if number is not None and number < config["vocab_size"]:
+            found[f"{role}_token_id"] = number
+    return found | config
+
+
+def _write_modules(folder: Path, pooling: str, width: int) -> None:
+    """Modules that pool and normalise, as llama.cpp does with all embeddings."""
+    kinds = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (path, kind) in enumerate(kinds)
+    ]
+    (folder / _MODULES).write_text(json.dumps(modules), encoding="utf-8")
+    settings = {"word_embedding_dimension": width, "pooling_mode": pooling}
+    for path, said in (("1_Pooling", settings), ("2_Normalize", {})):
+        (folder / path).mkdir()
+        (folder / path / "config.json").write_text(json.dumps(said), encoding="utf-8")
+
+
+def _link_modules(source: Path, folder: Path) -> None:
+    for name in _SAYING_HOW:
+        if (source / name).is_file():
+            (folder / name).symlink_to((source / name).resolve())
+    modules = json.loads((source / _MODULES).read_text(encoding="utf-8"))
+    paths = [str(module.get("path") or "") for module in modules]
+    if not paths or paths[0] or any("/" in path or path == ".." for path in paths):
+        raise ModelLoadError(f"{source / _MODULES} has its transformer, or another module, in another folder")
+    for path in paths[1:]:
+        if path and (source / path).is_dir():
+            (folder / path).symlink_to((source / path).resolve())
+
+
+# The tokenizer.
+
+BESIDE = "tokenizer.json"
+# Kinds of tokens, as llama.cpp numbers them.
+_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
+# In front of words that begin one, where BERT has "##" in front of those that do not.
+_WORD = "\u2581"
+# How Qwen's tokenisers part a text before their merges: published in their tokenizer.json.
+_QWEN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+_ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding", "mask": "mask"}
+
+
+def write_tokenizer(file: GgufFile, folder: Path, needs_end: bool) -> None:
+    """Writes a file's tokeniser into a folder. With `needs_end` it must be said whether a token ends texts.
+    Raises ModelLoadError where the tokeniser cannot be made without a tokenizer.json beside the file."""
+    beside = file.path.parent / BESIDE
+    if beside.is_file():
+        tokenizer = Tokenizer.from_file(str(beside))
+        _refuse_other_tokens(file, tokenizer)
+        names = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+        for name in (BESIDE, *names):
+            if (file.path.parent / name).is_file():
+                (folder / name).symlink_to((file.path.parent / name).resolve())
+        if (folder / names[0]).is_symlink():
+            return
+        (folder / BESIDE).unlink()
+    else:
+        tokenizer = _built(file, needs_end)
+    specials = {f"{role}_token": token for role, token in _specials(file).items()}
+    names_of_inputs = ["input_ids", "attention_mask"]
+    if file.architecture == "bert" and file.get("tokenizer.ggml.model") == "bert":
+        names_of_inputs.insert(1, "token_type_ids")
+        specials |= {"cls_token": "[CLS]", "sep_token": "[SEP]"}
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        model_max_length=file.number("context_length"),
+        model_input_names=names_of_inputs,
+        clean_up_tokenization_spaces=False,
+        **specials,
+    )
+    fast.save_pretrained(folder)
+
+
+def _built(file: GgufFile, needs_end: bool) -> Tokenizer:
+    model, way = file.get("tokenizer.ggml.model"), file.get("tokenizer.ggml.pre")
+    build = _BUILDERS.get((model, way if model == "gpt2" else None))
+    if build is None:
+        raise _to_be_put_beside(file, f"its tokeniser, {model!r} with {way!r}, is not made from a GGUF file")
+    ends = file.get("tokenizer.ggml.add_eos_token")
+    if needs_end and ends is None and model == "gpt2":
+        raise _to_be_put_beside(file, "it does not say whether a token ends texts, whose state is pooled")
+    tokens, kinds = file.get("tokenizer.ggml.tokens"), file.get("tokenizer.ggml.token_type")
+    if not tokens or kinds is None or len(tokens) != len(kinds):
+        raise _to_be_put_beside(file, "it has no tokens, or does not say of what kind they are")
+    if len(set(tokens)) != len(tokens):
+        raise _to_be_put_beside(file, "it has the same token twice")
+    tokenizer = build(file, dict(zip(tokens, kinds, strict=True)))
+    for token, kind in zip(tokens, kinds, strict=True):
+        if kind == _CONTROL:
+            tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])
+        elif kind == _USER_DEFINED:
+            tokenizer.add_tokens([AddedToken(token, special=False, normalized=False)])
+    return tokenizer
+
+
+def _qwen(file: GgufFile, kinds: Mapping[str, int]) -> Tokenizer:
+    """Byte-level BPE, as Qwen2 and Qwen3 have it. Texts are composed (NFC) first, which llama.cpp leaves
+    out."""
+    vocabulary = {token: i for i, (token, kind) in enumerate(kinds.items()) if kind != _UNUSED}
+    merges = [tuple(merge.split(" ")) for merge in file.get("tokenizer.ggml.merges") or ()]
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, fuse_unk=False, byte_fallback=False))
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_QWEN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    first = _added(file, "bos", kinds)
+    last = _added(file, "eos", kinds)
+    if first or last:
+        single = [*first, "$A", *last]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=single,
+            pair=[*first, "$A", "$B", *last],
+            special_tokens=[(token, vocabulary[token]) for token in {*first, *last}],
+        )
+    return tokenizer
+
+
+def _wordpiece(file: GgufFile, kinds: Mapping[str, int]) -> Tokenizer:
+    """BERT's WordPiece. Whether letters are made small follows from the vocabulary, every token of which must
+    be what the tokeniser would make of it."""
+    vocabulary = {}
+    for i, (token, kind) in enumerate(kinds.items()):
+        if kind == _UNUSED:
+            continue
+        is_word = kind == _CONTROL or token.startswith(_WORD)
+        vocabulary[token.removeprefix(_WORD) if is_word else f"##{token}"] = i
+    lacking = [token for token in ("[UNK]", "[CLS]", "[SEP]") if token not in vocabulary]
+    if lacking:
+        raise _to_be_put_beside(file, f"its vocabulary lacks {', '.join(lacking)}")
+    special = {token for token, kind in kinds.items() if kind == _CONTROL}
+    words = [token.removeprefix("##") for token in vocabulary if token not in special]
+    cased = any(word != word.lower() for word in words if not word.startswith("["))
+    normalizer = normalizers.BertNormalizer(lowercase=not cased)
+    changed = [word for word in words if normalizer.normalize_str(word).strip() != word]
+    if changed:
+        raise _to_be_put_beside(
+            file, f"its vocabulary has {changed[0]!r}, which BERT's tokeniser never makes"
+        )
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS]:0 $A:0 [SEP]:0",
+        pair="[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1",
+        special_tokens=[(token, vocabulary[token]) for token in ("[CLS]", "[SEP]")],
+    )
+    return tokenizer
+
+
+# By llama.cpp's name of the tokeniser, and of how it parts texts where that is not one way for all.
+_BUILDERS: dict[tuple[Any, Any], Callable[[GgufFile, Mapping[str, int]], Tokenizer]] = {
+    ("gpt2", "qwen2"): _qwen,
+    ("bert", None): _wordpiece,
+}
+
+
+def _added(file: GgufFile, role: str, kinds: Mapping[str, int]) -> list[str]:
+    """The token that is put at an end of every text, if one is."""
+    if not file.get(f"tokenizer.ggml.add_{role}_token"):
+        return []
+    token = _specials(file).get(role)
+    if token is None:
+        raise _to_be_put_beside(file, f"it adds a token for {role!r} to texts, but does not say which")
+    return [token]
+
+
+def _specials(file: GgufFile) -> dict[str, str]:
+    """The tokens that have a role, by it. A usual token that is said to have one may stand in texts, too."""
+    tokens, kinds = file.get("tokenizer.ggml.tokens") or [], file.get("tokenizer.ggml.token_type") or []
+    found = {role: file.get(f"tokenizer.ggml.{name}_token_id") for role, name in _ROLES.items()}
+    return {
+        role: tokens[i]
+        for role, i in found.items()
+        if i is not None and 0 <= i < len(kinds) and kinds[i] not in (_NORMAL, _UNUSED)
+    }
+
+
+def _refuse_other_tokens(file: GgufFile, tokenizer: Tokenizer) -> None:
+    """Raises ModelLoadError for a tokenizer.json of another model: each usual token of the file must be the
+    one of the same number."""
+    tokens, kinds = file.get("tokenizer.ggml.tokens") or [], file.get("tokenizer.ggml.token_type") or []
+    phantom = file.get("tokenizer.ggml.model") == "bert"
+    by_number = {number: token for token, number in tokenizer.get_vocab(with_added_tokens=True).items()}
+    for i, (token, kind) in enumerate(zip(tokens, kinds, strict=False)):
+        own = by_number.get(i)
+        if phantom and own is not None:
+            own = own.removeprefix("##") if own.startswith("##") else f"{_WORD}{own}"
+        if kind == _NORMAL and own != token:
+            raise ModelLoadError(
+                f"the {BESIDE} beside {file.path} is another model's: its token {i} is {own!r}, not {token!r}"
+            )
+
+
+def _to_be_put_beside(file: GgufFile, reason: str) -> ModelLoadError:
+    return ModelLoadError(
+        f"{file.path} has no tokeniser that is proven right: {reason}; put the {BESIDE} and the "
+        "tokenizer_config.json of the model that it was made from beside it"
+    )

@@ -1,1 +1,0 @@
-"""Safetensors whose matrices are rounded to few bits, with scales beside them: compressed-tensors and FP8."""
