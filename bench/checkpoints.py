@@ -29,7 +29,7 @@ def save_text_model(shape: str, folder: Path, layers: int) -> str:
     import torch
     import transformers as hf
 
-    from maxsimd.engine.models import jina_bert, nomic_moe
+    from maxsimd.engine.models import jina_bert, registered
 
     torch.manual_seed(0)
     model: Any
@@ -55,7 +55,7 @@ def save_text_model(shape: str, folder: Path, layers: int) -> str:
         case "nomic-v2-moe":  # nomic-ai/nomic-embed-text-v2-moe, likewise; every second layer has experts
             common |= {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12}
             common |= {"max_position_embeddings": 2048, "pad_token_id": 0}
-            model = nomic_moe.NomicMoeModel(nomic_moe.NomicMoeConfig(**common))
+            model = registered.NomicMoeModel(registered.NomicMoeConfig(**common))
         case "modernbert-base":  # answerdotai/ModernBERT-base: windows of 128 tokens but in every third layer
             special = ("pad_token_id", "bos_token_id", "cls_token_id", "sep_token_id", "eos_token_id")
             model = hf.ModernBertModel(hf.ModernBertConfig(**common, **dict.fromkeys(special, 0)))

@@ -104,10 +104,10 @@ def version() -> None:
 def inspect(check: bool, supported: bool, as_json: bool, **values: Any) -> None:
     """Says what would be done with MODEL, without serving it."""
     if supported:
-        from maxsimd.engine.checkpoint.detect import SERVED, as_lines
+        from maxsimd.engine.checkpoint.detect import SUPPORTED, kinds_as_lines
 
-        rows_of_table = [dataclasses.asdict(row) for row in SERVED]
-        click.echo(json.dumps(rows_of_table, indent=2) if as_json else "\n".join(as_lines()))
+        rows_of_table = [dataclasses.asdict(row) for row in SUPPORTED]
+        click.echo(json.dumps(rows_of_table, indent=2) if as_json else "\n".join(kinds_as_lines()))
         return
     config = config_from(EngineConfig, values)
     try:

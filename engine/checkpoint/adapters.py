@@ -1,5 +1,7 @@
-"""LoRA adapters: checkpoints that are a base model and small matrices, which are added to its weights when it
-is loaded. Here is which base, and which settings; what they change is in `lora.py`."""
+"""LoRA adapters: a base model and small matrices, whose products are added to its weights.
+
+Sources: Hu et al. 2021 (arXiv 2106.09685); with magnitudes, Liu et al. 2024, DoRA (arXiv 2402.09353); with
+other scales, Kalajdzievski 2023, rsLoRA (arXiv 2312.03732). The files are those that peft writes."""
 
 import json
 import logging
@@ -31,7 +33,18 @@ from maxsimd.engine.checkpoint.weights import refuse_not_finite
 from maxsimd.engine.config import refuse_missing_folder
 from maxsimd.engine.errors import ModelLoadError
 
+log = logging.getLogger(__name__)
 WEIGHTS = "adapter_model.safetensors"
+_SETTINGS = "adapter_config.json"
+# Of the adapters that a jina-embeddings-v5 has in a folder each, the one for queries and documents.
+_FOR_RETRIEVAL = "adapters/retrieval/"
+# What of the base says how it is used, where the adapter does not say so itself.
+_OF_THE_BASE = frozenset({"modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"})
+_CLASSIFIER = "ForSequenceClassification"
+# The layers of classifiers that have a row for each label.
+_LAST_LAYERS = ("classifier.weight", "classifier.out_proj.weight", "score.weight")
+# How matrices may have been begun without a change to the base.
+_BEGUN = (None, True, False, "gaussian", "eva", "orthogonal")
 # A projection that sentence-transformers' modules have, merged.
 _PROJECTION = "custom_text_proj"
 # The first parts of all names.
@@ -111,98 +124,6 @@ class Adapter:
                 "merge it into its base, with the two apart, and name the result"
             )
         return weight
-
-
-def read_adapter(path: str, folder: Path, settings: Mapping[str, Any]) -> Adapter:
-    """The adapter of a folder with the settings of its config. Raises ModelLoadError for tensors that are not
-    of LoRA, or do not agree with the settings."""
-    if not (folder / WEIGHTS).is_file():
-        raise ModelLoadError(f"the adapter {path!r} has no {WEIGHTS}")
-    tensors = load_file(folder / WEIGHTS)
-    refuse_not_finite(path, tensors.items())
-    parts: dict[str, dict[str, torch.Tensor]] = {}
-    whole: dict[str, torch.Tensor] = {}
-    allowed = {"A", "B", "magnitude_vector"} if settings.get("use_dora") else {"A", "B"}
-    for name, tensor in tensors.items():
-        layer, _, part = _DEFAULT.sub(r"\1", name).removesuffix(".weight").rpartition(".lora_")
-        if part in allowed and _PROJECTION not in layer:
-            parts.setdefault(layer.removeprefix(_WRAPPED), {})[part] = tensor
-        elif part not in allowed and ".original_module." not in name:  # the base's own
-            whole[_replaced(path, name, settings)] = tensor
-    incomplete = [name for name, found in parts.items() if found.keys() != allowed]
-    if incomplete or not parts:
-        raise ModelLoadError(f"the adapter {path!r} lacks matrices: {', '.join(incomplete) or 'it has none'}")
-    saved = settings.get("modules_to_save") or ()
-    if saved and not any(_is_in(name, saved) for name in whole):
-        raise ModelLoadError(
-            f"the adapter {path!r} has no tensors of its modules_to_save, {', '.join(saved)}"
-        )
-    return Adapter(path, {name: _change(path, name, found, settings) for name, found in parts.items()}, whole)
-
-
-def _replaced(path: str, name: str, settings: Mapping[str, Any]) -> str:
-    """The name of the model's tensor that one of the adapter replaces. Raises ModelLoadError for one that
-    replaces none."""
-    own = _WITHIN_SAVED.sub(".", name.removeprefix(_WRAPPED)).replace(".base_layer.", ".")
-    is_bias = own.endswith(".bias") and settings.get("bias", "none") != "none"
-    if ".lora_" in name or not (is_bias or _is_in(own, settings.get("modules_to_save") or ())):
-        raise ModelLoadError(f"the adapter {path!r} has a tensor {name}, which is not of LoRA")
-    return own
-
-
-def _is_in(name: str, modules: Any) -> bool:
-    """Whether a tensor belongs to one of some modules, each named by the end of its path."""
-    return any(f".{module}." in f".{name}" for module in modules)
-
-
-def _change(path: str, name: str, found: Mapping[str, torch.Tensor], settings: Mapping[str, Any]) -> Change:
-    rank = int(_for(path, name, settings.get("rank_pattern"), settings.get("r")) or 0)
-    alpha = float(_for(path, name, settings.get("alpha_pattern"), settings.get("lora_alpha")) or 0)
-    if rank < 1 or len(found["A"]) != rank:
-        raise ModelLoadError(
-            f"the adapter {path!r} says that its rank is {rank}, which its matrices have not"
-        )
-    scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
-    return Change(found["A"], found["B"], scale, found.get("magnitude_vector"))
-
-
-def _for(path: str, name: str, patterns: Any, otherwise: Any) -> Any:
-    """What the first pattern says that is the end of a layer's name, from the start of a part on."""
-    try:
-        for pattern, value in (patterns or {}).items():
-            if re.match(rf"(.*\.)?({pattern})$", name):
-                return value
-    except (re.error, AttributeError) as error:
-        raise ModelLoadError(f"the adapter {path!r} has patterns that cannot be read: {error}") from error
-    return otherwise
-
-
-def _named(path: str, modules: Mapping[str, Any], name: str) -> Any:
-    """The module of a name, of which the first parts may be others than in the model: those change with
-    transformers' versions. The longest rest that a module has must be that of one alone."""
-    parts = name.split(".")
-    for first in range(len(parts)):
-        rest = ".".join(parts[first:])
-        found = [each for each in modules if each == rest or each.endswith(f".{rest}")]
-        if len(found) == 1:
-            return modules[found[0]]
-        if found:
-            raise ModelLoadError(f"the adapter {path!r} may mean {' or '.join(found[:4])} by {name}")
-    raise ModelLoadError(f"the adapter {path!r} is for {name}, which the model does not have")
-
-
-log = logging.getLogger(__name__)
-
-_SETTINGS = "adapter_config.json"
-# Of the adapters that a jina-embeddings-v5 has in a folder each, the one for queries and documents.
-_FOR_RETRIEVAL = "adapters/retrieval/"
-# What of the base says how it is used, where the adapter does not say so itself.
-_OF_THE_BASE = frozenset({"modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"})
-_CLASSIFIER = "ForSequenceClassification"
-# The layers of classifiers that have a row for each label.
-_LAST_LAYERS = ("classifier.weight", "classifier.out_proj.weight", "score.weight")
-# How matrices may have been begun without a change to the base.
-_BEGUN = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
 @contextmanager
@@ -327,3 +248,81 @@ def _settings(path: str, found: Path) -> dict[str, Any]:
             "it into its base and name the result"
         )
     return settings
+
+
+def read_adapter(path: str, folder: Path, settings: Mapping[str, Any]) -> Adapter:
+    """The adapter of a folder with the settings of its config. Raises ModelLoadError for tensors that are not
+    of LoRA, or do not agree with the settings."""
+    if not (folder / WEIGHTS).is_file():
+        raise ModelLoadError(f"the adapter {path!r} has no {WEIGHTS}")
+    tensors = load_file(folder / WEIGHTS)
+    refuse_not_finite(path, tensors.items())
+    parts: dict[str, dict[str, torch.Tensor]] = {}
+    whole: dict[str, torch.Tensor] = {}
+    allowed = {"A", "B", "magnitude_vector"} if settings.get("use_dora") else {"A", "B"}
+    for name, tensor in tensors.items():
+        layer, _, part = _DEFAULT.sub(r"\1", name).removesuffix(".weight").rpartition(".lora_")
+        if part in allowed and _PROJECTION not in layer:
+            parts.setdefault(layer.removeprefix(_WRAPPED), {})[part] = tensor
+        elif part not in allowed and ".original_module." not in name:  # the base's own
+            whole[_replaced(path, name, settings)] = tensor
+    incomplete = [name for name, found in parts.items() if found.keys() != allowed]
+    if incomplete or not parts:
+        raise ModelLoadError(f"the adapter {path!r} lacks matrices: {', '.join(incomplete) or 'it has none'}")
+    saved = settings.get("modules_to_save") or ()
+    if saved and not any(_is_in(name, saved) for name in whole):
+        raise ModelLoadError(
+            f"the adapter {path!r} has no tensors of its modules_to_save, {', '.join(saved)}"
+        )
+    return Adapter(path, {name: _change(path, name, found, settings) for name, found in parts.items()}, whole)
+
+
+def _replaced(path: str, name: str, settings: Mapping[str, Any]) -> str:
+    """The name of the model's tensor that one of the adapter replaces. Raises ModelLoadError for one that
+    replaces none."""
+    own = _WITHIN_SAVED.sub(".", name.removeprefix(_WRAPPED)).replace(".base_layer.", ".")
+    is_bias = own.endswith(".bias") and settings.get("bias", "none") != "none"
+    if ".lora_" in name or not (is_bias or _is_in(own, settings.get("modules_to_save") or ())):
+        raise ModelLoadError(f"the adapter {path!r} has a tensor {name}, which is not of LoRA")
+    return own
+
+
+def _is_in(name: str, modules: Any) -> bool:
+    """Whether a tensor belongs to one of some modules, each named by the end of its path."""
+    return any(f".{module}." in f".{name}" for module in modules)
+
+
+def _change(path: str, name: str, found: Mapping[str, torch.Tensor], settings: Mapping[str, Any]) -> Change:
+    rank = int(_for(path, name, settings.get("rank_pattern"), settings.get("r")) or 0)
+    alpha = float(_for(path, name, settings.get("alpha_pattern"), settings.get("lora_alpha")) or 0)
+    if rank < 1 or len(found["A"]) != rank:
+        raise ModelLoadError(
+            f"the adapter {path!r} says that its rank is {rank}, which its matrices have not"
+        )
+    scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+    return Change(found["A"], found["B"], scale, found.get("magnitude_vector"))
+
+
+def _for(path: str, name: str, patterns: Any, otherwise: Any) -> Any:
+    """What the first pattern says that is the end of a layer's name, from the start of a part on."""
+    try:
+        for pattern, value in (patterns or {}).items():
+            if re.match(rf"(.*\.)?({pattern})$", name):
+                return value
+    except (re.error, AttributeError) as error:
+        raise ModelLoadError(f"the adapter {path!r} has patterns that cannot be read: {error}") from error
+    return otherwise
+
+
+def _named(path: str, modules: Mapping[str, Any], name: str) -> Any:
+    """The module of a name, of which the first parts may be others than in the model: those change with
+    transformers' versions. The longest rest that a module has must be that of one alone."""
+    parts = name.split(".")
+    for first in range(len(parts)):
+        rest = ".".join(parts[first:])
+        found = [each for each in modules if each == rest or each.endswith(f".{rest}")]
+        if len(found) == 1:
+            return modules[found[0]]
+        if found:
+            raise ModelLoadError(f"the adapter {path!r} may mean {' or '.join(found[:4])} by {name}")
+    raise ModelLoadError(f"the adapter {path!r} is for {name}, which the model does not have")

@@ -11,7 +11,7 @@ from sentence_transformers.base.modules import Dense
 from sentence_transformers.sentence_transformer.modules import Pooling
 from transformers.modeling_layers import GenericForSequenceClassification
 
-from maxsimd.engine.checkpoint.encoders import SCORES, pooling_of, taken_apart
+from maxsimd.engine.checkpoint.encoders import SCORES, pooling_of, split_modules
 from maxsimd.engine.checkpoint.files import CheckpointFiles, module_settings
 from maxsimd.engine.checkpoint.heads import ClassifierHead, ModuleHead
 from maxsimd.engine.checkpoint.model import PairRules, RoleRules, Task, is_causal
@@ -103,7 +103,7 @@ def _scored_by_modules(
     set_activations(
         path, modules, module_settings(path, files, options["revision"]), options["trust_remote_code"]
     )
-    transformer, pooling, after = taken_apart(path, modules)
+    transformer, pooling, after = split_modules(path, modules)
     if not (after and isinstance(after[-1], Dense) and after[-1].module_output_name == SCORES):
         raise ModelLoadError(
             f"{path!r} is a CrossEncoder whose last module gives no {SCORES}; make it a Dense "

@@ -1,5 +1,5 @@
-"""Finds out what kind a checkpoint is from its small files, and from the names of its tensors where
-config.json does not name its class, before anything heavy is loaded."""
+"""Tells what a checkpoint is from its small files, or from its tensors' names; and the table of what is
+supported."""
 
 from collections.abc import Set
 from dataclasses import dataclass, replace
@@ -23,8 +23,6 @@ COLMODERNVBERT = "ColModernVBertForRetrieval"
 # Bare ones are taken for rerankers: nothing in a checkpoint tells monoT5 from the T5 that it was made from.
 ENCODER_DECODERS = ("T5ForConditionalGeneration", "MT5ForConditionalGeneration")
 RETRIEVAL = (COLPALI, COLQWEN2, COLMODERNVBERT)
-
-
 # Keys of a config that only classifiers have, and the first parts of the names of their tensors.
 _OF_CLASSIFIERS = ("id2label", "num_labels", "problem_type", "sbert_ce_default_activation_function")
 _HEADS = frozenset({"classifier", "score", "classification_head", "logits_proj"})
@@ -235,7 +233,7 @@ _OF_EMBEDDINGS = (BI, LATE)
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class Kind:
     """Checkpoints of which config.json names one of the `architectures` (patterns, as of file names), how
     they can be scored, and in which form they are read."""
 
@@ -244,43 +242,43 @@ class Served:
     form: str
 
 
-SERVED = (
-    Served(
+SUPPORTED = (
+    Kind(
         ("NewModel", "NewForTokenClassification"),
         (BI, "sparse", LATE),
         "Alibaba's encoders, without the code that they come with; sparse scores where a layer that weighs "
         "tokens is among their weights",
     ),
-    Served(
+    Kind(
         ("GteModel", "JinaBertModel", "JinaBertForMaskedLM", "NomicBertModel"),
         _OF_EMBEDDINGS,
         "Snowflake's, Jina's and Nomic's encoders, without the code that they come with",
     ),
-    Served(
+    Kind(
         ("LlamaBidirectionalModel", "Lfm2BidirectionalModel"),
         _OF_EMBEDDINGS,
         "language models that read in both directions, without the code that they come with",
     ),
-    Served((JINA_V5,), _OF_EMBEDDINGS, "jina-embeddings-v5-text with its adapter for retrieval, or another"),
-    Served((LLAMA_RERANKER, *LAYERWISE), (CROSS,), "rerankers, without the code that they come with"),
-    Served(ENCODER_DECODERS, (CROSS, *_OF_EMBEDDINGS), "monoT5 and mT5 rerankers; the encoder alone"),
-    Served((LISTWISE,), ("listwise",), "jina-reranker-v3"),
-    Served((JINA_M0,), (CROSS,), "jina-reranker-m0, texts and pictures"),
-    Served(RETRIEVAL, (LATE,), "texts, and pages as pictures"),
-    Served(("HF_ColBERT",), (LATE,), "Stanford ColBERT saves"),
-    Served(("*ForSequenceClassification",), (CROSS,), "with transformers alone or as CrossEncoder saves"),
-    Served(
+    Kind((JINA_V5,), _OF_EMBEDDINGS, "jina-embeddings-v5-text with its adapter for retrieval, or another"),
+    Kind((LLAMA_RERANKER, *LAYERWISE), (CROSS,), "rerankers, without the code that they come with"),
+    Kind(ENCODER_DECODERS, (CROSS, *_OF_EMBEDDINGS), "monoT5 and mT5 rerankers; the encoder alone"),
+    Kind((LISTWISE,), ("listwise",), "jina-reranker-v3"),
+    Kind((JINA_M0,), (CROSS,), "jina-reranker-m0, texts and pictures"),
+    Kind(RETRIEVAL, (LATE,), "texts, and pages as pictures"),
+    Kind(("HF_ColBERT",), (LATE,), "Stanford ColBERT saves"),
+    Kind(("*ForSequenceClassification",), (CROSS,), "with transformers alone or as CrossEncoder saves"),
+    Kind(
         ("*ForCausalLM",),
         (CROSS, *_OF_EMBEDDINGS),
         "language models that answer yes or no, or as a score template says; LogitScore saves",
     ),
-    Served(("*ForMaskedLM",), ("sparse", *_OF_EMBEDDINGS), "SPLADE, plain or as SparseEncoder saves"),
-    Served(
+    Kind(("*ForMaskedLM",), ("sparse", *_OF_EMBEDDINGS), "SPLADE, plain or as SparseEncoder saves"),
+    Kind(
         ("XLMRobertaModel",),
         (BI, "sparse", LATE, "hybrid"),
         "all three embeddings of bge-m3, with its two layers beside it",
     ),
-    Served(
+    Kind(
         ("*Model", "*ForConditionalGeneration", "*"),
         _OF_EMBEDDINGS,
         "all encoders and decoders that transformers has, alone or as saves of sentence-transformers "
@@ -289,28 +287,30 @@ SERVED = (
 )
 
 
-def row_of(architecture: str) -> Served:
+def kind_of(architecture: str) -> Kind:
     """The first row that an architecture belongs to."""
-    return next(row for row in SERVED if any(fnmatchcase(architecture, each) for each in row.architectures))
+    return next(
+        row for row in SUPPORTED if any(fnmatchcase(architecture, name) for name in row.architectures)
+    )
 
 
-def as_lines() -> list[str]:
+def kinds_as_lines() -> list[str]:
     """The table for people, a line a row: how it can be scored, its architectures, its form."""
-    columns = [(", ".join(row.kinds), _names(row), row.form) for row in SERVED]
+    columns = [(", ".join(row.kinds), _names(row), row.form) for row in SUPPORTED]
     widths = [max(len(column[i]) for column in columns) for i in range(2)]
     return [f"{kinds:<{widths[0]}}  {names:<{widths[1]}}  {form}" for kinds, names, form in columns]
 
 
-def as_markdown() -> str:
+def kinds_as_markdown() -> str:
     """The same for a page."""
     head = "| scored by | architectures | form |\n| --- | --- | --- |\n"
-    return head + "\n".join(f"| {', '.join(row.kinds)} | {_names(row)} | {row.form} |" for row in SERVED)
+    return head + "\n".join(f"| {', '.join(row.kinds)} | {_names(row)} | {row.form} |" for row in SUPPORTED)
 
 
-def in_a_sentence() -> str:
+def supported_architectures() -> str:
     """The architectures, for an error."""
-    return ", ".join(_names(row) for row in SERVED)
+    return ", ".join(_names(row) for row in SUPPORTED)
 
 
-def _names(row: Served) -> str:
+def _names(row: Kind) -> str:
     return ", ".join(name for name in row.architectures if name != "*")

@@ -1,4 +1,4 @@
-"""Loads bi-encoders, and encoders that are to score by late interaction over their token states."""
+"""Loads encoders whose texts have embeddings: bi-encoders, late interaction and sparse encoders."""
 
 import copy
 from typing import Any
@@ -44,7 +44,7 @@ def load_bi_encoder(path: str, files: CheckpointFiles, late: bool, options: dict
     set_activations(
         path, list(model), module_settings(path, files, options["revision"]), options["trust_remote_code"]
     )
-    transformer, pooling, after = taken_apart(path, list(model))
+    transformer, pooling, after = split_modules(path, list(model))
     if after and getattr(after[-1], "module_output_name", _POOLED) != _POOLED:
         made = after[-1].module_output_name
         raise ModelLoadError(
@@ -93,7 +93,7 @@ def load_bi_encoder(path: str, files: CheckpointFiles, late: bool, options: dict
     return with_pictures(path, transformer, parts)
 
 
-def taken_apart(path: str, modules: list[Any]) -> tuple[Any, Pooling, list[Any]]:
+def split_modules(path: str, modules: list[Any]) -> tuple[Any, Pooling, list[Any]]:
     """The transformer, the pooling and what follows it. Raises ModelLoadError for anything else."""
     if not hasattr(modules[0], "auto_model"):
         raise ModelLoadError(f"{path!r} is not a transformer encoder but {type(modules[0]).__name__}")

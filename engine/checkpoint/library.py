@@ -1,4 +1,4 @@
-"""Reads a checkpoint of any supported kind with transformers and sentence-transformers."""
+"""Reads a checkpoint of any supported kind with transformers and sentence-transformers, or refuses it."""
 
 import logging
 from collections.abc import Iterator
@@ -26,12 +26,12 @@ from maxsimd.engine.checkpoint.detect import (
     RETRIEVAL,
     answers_in_words,
     detect_score_type,
-    in_a_sentence,
     is_language_model,
     is_late_interaction,
     is_visual,
     says_both_ways,
     scores_pooled,
+    supported_architectures,
     weighs_words,
     with_architecture,
 )
@@ -61,7 +61,12 @@ from maxsimd.engine.checkpoint.rerankers import (
 )
 from maxsimd.engine.checkpoint.settings import follow_settings
 from maxsimd.engine.checkpoint.templates import score_template
-from maxsimd.engine.checkpoint.translate import has_projection, in_transformers_terms, retrained, runs_as
+from maxsimd.engine.checkpoint.translate import (
+    has_projection,
+    in_transformers_terms,
+    language_model_translation,
+    runs_as,
+)
 from maxsimd.engine.checkpoint.visual_loaders import (
     by_pillow,
     has_two_towers,
@@ -83,6 +88,12 @@ from maxsimd.engine.media.decoding import load_readers
 from maxsimd.engine.models import registered  # noqa: F401 (transformers learns of our architectures)
 from maxsimd.engine.models.lfm2 import replace_short_convolutions
 
+log = logging.getLogger(__name__)
+# The first parts of the names of tensors that are read apart from the backbone, by architecture: the
+# projections of ColBERT and of the listwise model.
+_READ_APART = {"HF_ColBERT": frozenset({"linear"}), LISTWISE: frozenset({"projector"})}
+# The projection of colpali-engine's models, of which sentence-transformers' modules have a copy.
+_PROJECTION = "custom_text_proj"
 # colpali-engine's classes. Its saves have the names of their base models, to which sentence-transformers
 # would add a random projection.
 COLPALI_ENGINE = frozenset(
@@ -97,119 +108,6 @@ COLPALI_ENGINE = frozenset(
         "ColQwen3_5",
     }
 )
-
-
-def refuse_unsupported(
-    model: str, files: CheckpointFiles, score_type: ScoreType, trust_remote_code: bool
-) -> None:
-    """Raises ModelLoadError for an architecture that transformers does not have, for one that cannot be
-    scored with as asked, and for weights that are quantised."""
-    kind = files.config.get("model_type")
-    if not files.config and files.modules:
-        first = str(files.modules[0].get("type", "")).rsplit(".", 1)[-1]
-        raise ModelLoadError(
-            f"{model!r} begins with a {first}, not a transformer; supported are {in_a_sentence()}"
-        )
-    has_own_code = trust_remote_code and "auto_map" in files.config
-    # Of some published checkpoints with code of their own the type is known by other keys.
-    if not kind and not runs_as(files) and not has_own_code:
-        likely = _type_of(files.architecture)
-        add = f'add "model_type": "{likely}"' if likely else "add that of its architecture"
-        raise ModelLoadError(f"config.json of {model!r} has no model_type; {add}, or download it again")
-    if is_visual(files) and files.architecture not in RETRIEVAL:
-        raise ModelLoadError(
-            f"{model!r} is a {files.architecture}; of such models {', '.join(RETRIEVAL)} can be served"
-        )
-    if is_visual(files) and score_type is not ScoreType.LATE_INTERACTION:
-        raise ModelLoadError(f"{model!r} is a {files.architecture}, which scores by late interaction alone")
-    if files.architecture in COLPALI_ENGINE and not (files.modules and reads_pictures(files)):
-        raise ModelLoadError(
-            f"{model!r} is a {files.architecture} as colpali-engine saves it, which does not say how queries "
-            f"are written; name a version with sentence-transformers' modules, or a {' or '.join(RETRIEVAL)}"
-        )
-    is_bare = not files.modules and not is_visual(files) and files.architecture != JINA_M0
-    if reads_pictures(files) and is_bare:
-        raise ModelLoadError(
-            f"{model!r} is a {kind} that says neither how it is asked nor what becomes of its states; name a "
-            "version with sentence-transformers' modules"
-        )
-    is_retrained = files.config_at_root and retrained(files.config) is not None
-    if not trust_remote_code and not is_retrained and runs_as(files) not in CONFIG_MAPPING:
-        raise ModelLoadError(_unknown_type(model, files))
-    read_apart = files.architecture in (LISTWISE, JINA_M0, "HF_ColBERT") or is_visual(files)
-    if format_of(model, files) is not None and read_apart:
-        raise ModelLoadError(
-            f"the weights of {model!r} are quantised, which is not carried out for a {files.architecture}; "
-            "name the checkpoint that it was made from"
-        )
-    if kind == "reformer" and (not files.config.get("num_buckets") or files.config.get("hash_seed") is None):
-        raise ModelLoadError(
-            f"{model!r} is a Reformer whose config lacks num_buckets or hash_seed: the first text that it is "
-            "given would decide how it reads all others, and chance how it reads each; set both"
-        )
-    if is_bare and is_language_model(files) and says_both_ways(files):
-        raise ModelLoadError(
-            f"{model!r} reads in both directions, so that it has no next word to answer with, and does not "
-            "say how its states are pooled; name a version with sentence-transformers' modules"
-        )
-    _refuse_score_type(model, files, score_type)
-
-
-def _type_of(architecture: str) -> str | None:
-    """The type of model that an architecture is of in transformers."""
-    for name, mapping in vars(modeling_auto).items():
-        if name.endswith("_MAPPING_NAMES"):
-            for kind, named in mapping.items():
-                if architecture in (named if isinstance(named, list | tuple) else (named,)):
-                    return str(kind)
-    return None
-
-
-def _unknown_type(model: str, files: CheckpointFiles) -> str:
-    """What is said of a type of model that this version of transformers does not have."""
-    kind, read_as = files.config.get("model_type"), runs_as(files)
-    what = f"{model!r} is a {files.architecture} of type {kind!r}"
-    if files.architecture == "unknown":
-        what = f"{model!r} has a config.json with the model_type {kind!r} and no architecture"
-    here = f"transformers {transformers.__version__}"
-    has_code = "auto_map" in files.config
-    code = " It comes with code of its own, which trust_remote_code=True would run." if has_code else ""
-    if read_as != kind:
-        return f"{what}, which is read as {read_as!r}; {here} does not have that, a newer one does.{code}"
-    return f"{what}, which {here} does not have.{code} Supported are {in_a_sentence()}"
-
-
-def _refuse_score_type(model: str, files: CheckpointFiles, score_type: ScoreType) -> None:
-    """Raises ModelLoadError for an architecture that is not scored so."""
-    if files.architecture in (LLAMA_RERANKER, *LAYERWISE) and score_type is not ScoreType.CROSS_ENCODER:
-        raise ModelLoadError(f"{model!r} is a {files.architecture}, which can be a cross-encoder alone")
-    if has_two_towers(files) and score_type is not ScoreType.BI_ENCODER:
-        raise ModelLoadError(f"{model!r} is a {files.architecture}, which can be a bi-encoder alone")
-    if score_type is ScoreType.CROSS_ENCODER and not _reads_pairs(files):
-        raise ModelLoadError(
-            f"{model!r} is a {files.architecture}, which has no classifier to score pairs with; "
-            'load it with score_type="bi-encoder" or "late-interaction", or name a '
-            "*ForSequenceClassification checkpoint"
-        )
-    if score_type is ScoreType.LISTWISE and files.architecture != LISTWISE:
-        raise ModelLoadError(f"{model!r} is a {files.architecture}; listwise scoring needs a {LISTWISE}")
-
-
-def _reads_pairs(files: CheckpointFiles) -> bool:
-    classifies = files.architecture.endswith("ForSequenceClassification")
-    answers = is_language_model(files) or answers_in_words(files)
-    first_word = files.architecture in ENCODER_DECODERS and not files.modules
-    other = files.architecture == JINA_M0 or scores_pooled(files)
-    return classifies or answers or first_word or other
-
-
-log = logging.getLogger(__name__)
-
-# The first parts of the names of tensors that are read apart from the backbone, by architecture: the
-# projections of ColBERT and of the listwise model.
-_READ_APART = {"HF_ColBERT": frozenset({"linear"}), LISTWISE: frozenset({"projector"})}
-# The projection of colpali-engine's models, of which sentence-transformers' modules have a copy.
-_PROJECTION = "custom_text_proj"
 
 
 def read_with_libraries(config: EngineConfig, device: torch.device) -> LoadedModel:
@@ -294,7 +192,7 @@ def _score_type(config: EngineConfig, files: CheckpointFiles) -> ScoreType:
 
 def _read_apart(files: CheckpointFiles) -> frozenset[str]:
     if files.architecture in COLPALI_ENGINE:
-        return _PROJECTION
+        return frozenset({_PROJECTION})
     if files.config_at_root and has_projection(files.config):
         return frozenset({"linear"})
     return _READ_APART.get(files.architecture, frozenset())
@@ -450,10 +348,117 @@ def _check_direction(path: str, files: CheckpointFiles, causal: bool, runs_own_c
         )
     mapped = files.config.get("auto_map")
     named = isinstance(mapped, dict) and any(str(kind).startswith("AutoModel") for kind in mapped)
-    has_loader = retrained(files.config) is not None or files.architecture in (LISTWISE, JINA_M0)
+    has_loader = language_model_translation(files.config) is not None or files.architecture in (
+        LISTWISE,
+        JINA_M0,
+    )
     if causal and named and not runs_own_code and not has_loader:
         log.warning(
             "%s comes with code of its own, which is not run: transformers' class reads it, in one direction;"
             ' say "is_causal": false in its config.json if its own code reads in both',
             path,
         )
+
+
+def refuse_unsupported(
+    model: str, files: CheckpointFiles, score_type: ScoreType, trust_remote_code: bool
+) -> None:
+    """Raises ModelLoadError for an architecture that transformers does not have, for one that cannot be
+    scored with as asked, and for weights that are quantised."""
+    kind = files.config.get("model_type")
+    if not files.config and files.modules:
+        first = str(files.modules[0].get("type", "")).rsplit(".", 1)[-1]
+        raise ModelLoadError(
+            f"{model!r} begins with a {first}, not a transformer; supported are {supported_architectures()}"
+        )
+    has_own_code = trust_remote_code and "auto_map" in files.config
+    # Of some published checkpoints with code of their own the type is known by other keys.
+    if not kind and not runs_as(files) and not has_own_code:
+        likely = _type_of(files.architecture)
+        add = f'add "model_type": "{likely}"' if likely else "add that of its architecture"
+        raise ModelLoadError(f"config.json of {model!r} has no model_type; {add}, or download it again")
+    if is_visual(files) and files.architecture not in RETRIEVAL:
+        raise ModelLoadError(
+            f"{model!r} is a {files.architecture}; of such models {', '.join(RETRIEVAL)} can be served"
+        )
+    if is_visual(files) and score_type is not ScoreType.LATE_INTERACTION:
+        raise ModelLoadError(f"{model!r} is a {files.architecture}, which scores by late interaction alone")
+    if files.architecture in COLPALI_ENGINE and not (files.modules and reads_pictures(files)):
+        raise ModelLoadError(
+            f"{model!r} is a {files.architecture} as colpali-engine saves it, which does not say how queries "
+            f"are written; name a version with sentence-transformers' modules, or a {' or '.join(RETRIEVAL)}"
+        )
+    is_bare = not files.modules and not is_visual(files) and files.architecture != JINA_M0
+    if reads_pictures(files) and is_bare:
+        raise ModelLoadError(
+            f"{model!r} is a {kind} that says neither how it is asked nor what becomes of its states; name a "
+            "version with sentence-transformers' modules"
+        )
+    is_retrained = files.config_at_root and language_model_translation(files.config) is not None
+    if not trust_remote_code and not is_retrained and runs_as(files) not in CONFIG_MAPPING:
+        raise ModelLoadError(_unknown_type(model, files))
+    read_apart = files.architecture in (LISTWISE, JINA_M0, "HF_ColBERT") or is_visual(files)
+    if format_of(model, files) is not None and read_apart:
+        raise ModelLoadError(
+            f"the weights of {model!r} are quantised, which is not carried out for a {files.architecture}; "
+            "name the checkpoint that it was made from"
+        )
+    if kind == "reformer" and (not files.config.get("num_buckets") or files.config.get("hash_seed") is None):
+        raise ModelLoadError(
+            f"{model!r} is a Reformer whose config lacks num_buckets or hash_seed: the first text that it is "
+            "given would decide how it reads all others, and chance how it reads each; set both"
+        )
+    if is_bare and is_language_model(files) and says_both_ways(files):
+        raise ModelLoadError(
+            f"{model!r} reads in both directions, so that it has no next word to answer with, and does not "
+            "say how its states are pooled; name a version with sentence-transformers' modules"
+        )
+    _refuse_score_type(model, files, score_type)
+
+
+def _type_of(architecture: str) -> str | None:
+    """The type of model that an architecture is of in transformers."""
+    for name, mapping in vars(modeling_auto).items():
+        if name.endswith("_MAPPING_NAMES"):
+            for kind, named in mapping.items():
+                if architecture in (named if isinstance(named, list | tuple) else (named,)):
+                    return str(kind)
+    return None
+
+
+def _unknown_type(model: str, files: CheckpointFiles) -> str:
+    """What is said of a type of model that this version of transformers does not have."""
+    kind, read_as = files.config.get("model_type"), runs_as(files)
+    what = f"{model!r} is a {files.architecture} of type {kind!r}"
+    if files.architecture == "unknown":
+        what = f"{model!r} has a config.json with the model_type {kind!r} and no architecture"
+    here = f"transformers {transformers.__version__}"
+    has_code = "auto_map" in files.config
+    code = " It comes with code of its own, which trust_remote_code=True would run." if has_code else ""
+    if read_as != kind:
+        return f"{what}, which is read as {read_as!r}; {here} does not have that, a newer one does.{code}"
+    return f"{what}, which {here} does not have.{code} Supported are {supported_architectures()}"
+
+
+def _refuse_score_type(model: str, files: CheckpointFiles, score_type: ScoreType) -> None:
+    """Raises ModelLoadError for an architecture that is not scored so."""
+    if files.architecture in (LLAMA_RERANKER, *LAYERWISE) and score_type is not ScoreType.CROSS_ENCODER:
+        raise ModelLoadError(f"{model!r} is a {files.architecture}, which can be a cross-encoder alone")
+    if has_two_towers(files) and score_type is not ScoreType.BI_ENCODER:
+        raise ModelLoadError(f"{model!r} is a {files.architecture}, which can be a bi-encoder alone")
+    if score_type is ScoreType.CROSS_ENCODER and not _reads_pairs(files):
+        raise ModelLoadError(
+            f"{model!r} is a {files.architecture}, which has no classifier to score pairs with; "
+            'load it with score_type="bi-encoder" or "late-interaction", or name a '
+            "*ForSequenceClassification checkpoint"
+        )
+    if score_type is ScoreType.LISTWISE and files.architecture != LISTWISE:
+        raise ModelLoadError(f"{model!r} is a {files.architecture}; listwise scoring needs a {LISTWISE}")
+
+
+def _reads_pairs(files: CheckpointFiles) -> bool:
+    classifies = files.architecture.endswith("ForSequenceClassification")
+    answers = is_language_model(files) or answers_in_words(files)
+    first_word = files.architecture in ENCODER_DECODERS and not files.modules
+    other = files.architecture == JINA_M0 or scores_pooled(files)
+    return classifies or answers or first_word or other

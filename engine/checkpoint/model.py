@@ -1,4 +1,4 @@
-"""The one description of a loaded model that all later stages read."""
+"""The description of a loaded model, which all later stages read, and the properties of its backbone."""
 
 import re
 from collections.abc import Mapping
@@ -18,9 +18,10 @@ from maxsimd.pooling.dispatch import TokenPooling
 from maxsimd.pooling.methods import Head
 from maxsimd.scheduler.sequence import AnyTokens, TokenIds, Tokens
 
+# Tokenisers without a limit have a number of at least this size in its place.
+_NO_LIMIT = 1_000_000
 # "Instruct: {task}\nQuery:", as E5-instruct and Qwen3-Embedding have it (Wang et al. 2023, arXiv 2401.00368).
 INSTRUCT = re.compile(r"(Instruct: ).*?(\n\s*Query: ?)$", re.DOTALL)
-
 Similarity = Literal[
     "maxsim",
     "meanmaxsim",
@@ -34,7 +35,6 @@ Similarity = Literal[
     "sparse-manhattan",
     "hybrid",
 ]
-
 # The task whose items are sparse vectors, and that whose items are all that hybrid scores are made of.
 SPARSE_EMBED, HYBRID_EMBED = "sparse_embed", "hybrid_embed"
 
@@ -261,10 +261,6 @@ class LoadedModel:
         if self.pairs.template is not None:
             return self.pairs.template.takes_instruction
         return self.listwise is not None or self.query.takes_instruction
-
-
-# Tokenisers without a limit have a number of at least this size in its place.
-_NO_LIMIT = 1_000_000
 
 
 def position_offset(backbone: torch.nn.Module) -> int:

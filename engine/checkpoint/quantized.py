@@ -1,4 +1,4 @@
-"""What a config says about how its weights are quantised, and the refusal of all that is not read.
+"""Quantized weights in safetensors, read as float32: (integer - zero point) * scale, or 8-bit float * scale.
 
 Sources: the package compressed-tensors, whose configs and formats llm-compressor writes, and the configs of
 DeepSeek's and Qwen's FP8 checkpoints."""
@@ -18,6 +18,7 @@ from maxsimd.engine.checkpoint.files import CheckpointFiles
 from maxsimd.engine.checkpoint.weights import StoredWeights, files_of_tensors
 from maxsimd.engine.errors import ModelLoadError
 
+log = logging.getLogger(__name__)
 _INT, _PACKED, _FLOAT = "int-quantized", "pack-quantized", "float-quantized"
 # Settings that change nothing about what weights stand for, or are read.
 _OF_A_CONFIG = {"quant_method", "config_groups", "format", "quantization_status", "ignore", "version",
@@ -161,8 +162,6 @@ def _fp8(model: str, stated: Mapping[str, Any]) -> Format:
     scales = Scales("block", block=(block[0], block[1]))
     return Format("fp8", (scales,), ("weight_scale_inv",), activations="float8")
 
-
-log = logging.getLogger(__name__)
 
 _STORED_AS = (torch.int8, torch.float8_e4m3fn)
 # What a layer may have beside its weight and its scale.

@@ -1,7 +1,8 @@
-"""Loads language models that have a score behind each of their later layers, and may be cut off there.
+"""Loads rerankers that were published with code of their own, which is not run.
 
-Source: the cards of BAAI/bge-reranker-v2-minicpm-layerwise and bge-reranker-v2.5-gemma2-lightweight, and
-FlagEmbedding, whose classes `LayerWiseMiniCPMForCausalLM` and `CostWiseGemmaForCausalLM` they are."""
+Sources: the cards of BAAI/bge-reranker-v2-minicpm-layerwise and bge-reranker-v2.5-gemma2-lightweight, with
+FlagEmbedding; of nvidia/llama-nemotron-rerank-1b-v2 and llama-3.2-nv-rerankqa-1b-v2; of
+jinaai/jina-reranker-v3 (arXiv 2509.25085) and jinaai/jina-reranker-m0."""
 
 import logging
 from dataclasses import dataclass, replace
@@ -36,7 +37,6 @@ from maxsimd.engine.models.gemma2 import CompressingGemma2
 from maxsimd.pooling.methods import MODES
 
 log = logging.getLogger(__name__)
-
 _SEGMENTS = ("{{ bos_token }}", "A: {{ query }}", NEWLINE, "B: {{ document }}", NEWLINE, "{{ instruction }}")
 _PREDICT = "Predict whether passage B contains an answer to query A."
 # FlagEmbedding's, for a ratio without layers.
@@ -360,7 +360,6 @@ _SCORE_TOKEN = 100
 _PIXELS = {"shortest_edge": 3_136, "longest_edge": 602_112}
 _LONGEST = 10_240
 _BIAS = 2.65
-
 _SHAPES = {"0.weight": 2, "0.bias": 1, "2.weight": 2, "2.bias": 1}
 
 

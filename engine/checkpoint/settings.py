@@ -1,5 +1,4 @@
-"""What sentence-transformers' settings of a transformer say of how its texts are read: lengths, truncation,
-and special tokens."""
+"""What sentence-transformers' settings say: lengths, truncation, special tokens and activations."""
 
 import importlib
 import json
@@ -14,7 +13,6 @@ from maxsimd.engine.checkpoint.files import CheckpointFiles, find_file
 from maxsimd.engine.errors import ModelLoadError
 
 Truncating = Literal["longest_first", "only_first", "only_second"]
-
 # Arguments of a tokenizer that change neither token ids nor what is attended to, once padding is taken away.
 _IRRELEVANT = frozenset(
     {
@@ -27,6 +25,10 @@ _OUTPUTS = ("last_hidden_state", "logits", "embeddings")
 _SIZES = ("max_length", "truncation")
 # More than any model reads.
 _NO_LIMIT = 1_000_000_000
+_SETTINGS = "tokenizer_config.json"
+# Libraries that are installed anyway, whose classes run no code of a checkpoint.
+_TRUSTED = ("torch.", "transformers.", "sentence_transformers.")
+_KEY = "activation_fn"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +128,6 @@ def with_limit(tokenizer: Any, *lengths: int | None) -> int | None:
     return limit
 
 
-_SETTINGS = "tokenizer_config.json"
-
-
 def follow_settings(path: str, revision: str | None, tokenizer: Any) -> None:
     """Has a tokeniser of which the settings name code of its own end each text with the end-of-text token, if
     the settings say so (gte-Qwen2): that code does it, and tokenizer.json says nothing of it.
@@ -150,11 +149,6 @@ def follow_settings(path: str, revision: str | None, tokenizer: Any) -> None:
 
 def _ends(tokenizer: Any) -> bool:
     return bool(tokenizer("a")["input_ids"][-1] == tokenizer.eos_token_id)
-
-
-# Libraries that are installed anyway, whose classes run no code of a checkpoint.
-_TRUSTED = ("torch.", "transformers.", "sentence_transformers.")
-_KEY = "activation_fn"
 
 
 def activation_of(path: str, file: str, named: str) -> nn.Module:

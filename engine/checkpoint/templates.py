@@ -1,4 +1,4 @@
-"""Templates by which a language model is asked about a pair: Jinja over query, document and instruction."""
+"""Jinja templates: how a language model is asked about a pair, and how checkpoints write texts as chats."""
 
 import json
 import re
@@ -15,7 +15,6 @@ from maxsimd.engine.errors import InvalidRequestError, ModelLoadError
 _OF_TYPE = frozenset({"defined", "iterable", "mapping", "none", "string", "undefined"})
 # What a condition may ask of a message or one of its parts without a look at its text.
 _KINDS = frozenset({"role", "type"})
-
 # Placeholders for the texts while a template is rendered, from Unicode's private use area.
 _QUERY, _DOCUMENT, _INSTRUCTION = "\ue0a0", "\ue0a1", "\ue0a2"
 _NOT_HELD = (

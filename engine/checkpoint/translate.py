@@ -1,7 +1,7 @@
-"""Checkpoints that were published with code of their own, and whose architecture transformers has by now:
-their config is translated into transformers' terms, and their code is not run. transformers renames the
-tensors as it reads them.
-"""
+"""Checkpoints that were published with code of their own, which is not run: their configs are translated for
+the classes that run them here. A setting that those classes do not carry out is refused.
+
+Sources: the model cards, and the code that the checkpoints come with."""
 
 import json
 import tempfile
@@ -24,182 +24,92 @@ from maxsimd.engine.models.registered import NomicMoeConfig, XLMRobertaFlashConf
 
 Config = dict[str, Any]
 
-_LFM2 = "lfm2_bidirectional"
-# How NVIDIA names pooling, and sentence-transformers.
-POOLING = {"avg": "mean", "cls": "cls", "last": "lasttoken"}
-_BASE, _OF_EMBEDDINGS = (
-    "sentence_transformers.base.modules",
-    "sentence_transformers.sentence_transformer.modules",
-)
+
+def runs_as(files: CheckpointFiles) -> Any:
+    """The type of model that a checkpoint's config is read as. Raises ModelLoadError for a config that
+    cannot be translated."""
+    translate = _translation(files.config) if files.config_at_root else None
+    config = files.config if translate is None else translate(files.config)
+    return config.get("model_type")
 
 
-def retrained(config: Mapping[str, Any]) -> Callable[[Config], Config] | None:
-    """How the config of such a model is translated, or None for a model of another kind."""
-    named = config.get("architectures")
-    architecture = str(named[0]) if isinstance(named, list) and named else ""
-    if config.get("model_type") == "llama_bidirec":
-        return _llama
-    if architecture == MINICPM:
-        return _minicpm
-    if architecture == COST_WISE:
-        return _cost_wise_gemma
-    if architecture == JINA_V5:
-        return _jina_v5
-    if architecture == "Lfm2BidirectionalModel" or config.get("model_type") == _LFM2:
-        return _lfm2
-    return _qwen3 if has_projection(config) else None
+def translated_type(config: Config) -> tuple[Any, bool]:
+    """The type of model that a config.json is read as, and whether the config is translated for that. Raises
+    ModelLoadError for a config that cannot be translated."""
+    translate = language_model_translation(config) or _translation(config)
+    return (config if translate is None else translate(config)).get("model_type"), translate is not None
 
 
-def has_projection(config: Mapping[str, Any]) -> bool:
-    """Whether a config is that of voyage-4-nano: a Qwen3 that reads in both directions, and a projection of
-    each token's state."""
-    if config.get("model_type") != "qwen3" or config.get("use_bidirectional_attention") is not True:
-        return False
-    mapped = config.get("auto_map")
-    return isinstance(mapped, dict) and "Qwen3BidirectionalModel" in str(mapped.get("AutoModel"))
+@contextmanager
+def in_transformers_terms(
+    model: str, revision: str | None, files: CheckpointFiles, trust_remote_code: bool
+) -> Iterator[str]:
+    """The path to load the checkpoint from: its own, or a temporary folder with links to its files and a
+    config in transformers' terms.
+
+    With `trust_remote_code` a checkpoint's own code reads it, but for language models that were retrained:
+    our loaders need to see into those."""
+    if not files.config_at_root:
+        yield model
+        return
+    of_language_model = language_model_translation(files.config)
+    is_ours = not trust_remote_code and _translation(files.config) is not None
+    if of_language_model is None and not is_ours and not files.is_restated:
+        yield model
+        return
+    source = Path(model) if Path(model).is_dir() else downloaded(model, revision)
+    config = files.config
+    if of_language_model is not None or is_ours:
+        translate = of_language_model or _translation(config, tensor_names(model, revision))
+        assert translate is not None
+        config = {name: value for name, value in translate(config).items() if name != "auto_map"}
+    with tempfile.TemporaryDirectory(prefix="maxsimd-") as folder:
+        for entry in source.iterdir():
+            if entry.name != "config.json":
+                (Path(folder) / entry.name).symlink_to(entry.resolve())
+        (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        if of_language_model is not None:
+            write_modules_beside(source, files.config, Path(folder))
+        yield folder
 
 
-def _llama(config: Config) -> Config:
-    """NVIDIA's: a Llama that attends in both directions."""
-    if config.get("pooling", "avg") not in POOLING:
-        supported = ", ".join(POOLING)
-        raise ModelLoadError(f"it pools by {config['pooling']}; of its kind {supported} are read")
-    reranks = LLAMA_RERANKER in (config.get("architectures") or [])
-    architecture = "LlamaForSequenceClassification" if reranks else "LlamaModel"
-    return config | {"model_type": "llama", "architectures": [architecture], "is_causal": False}
+def downloaded(model: str, revision: str | None) -> Path:
+    """A hub checkpoint's files on this machine, without other frameworks' weights."""
+    others = ["onnx/*", "openvino/*", "*.onnx", "*.h5", "*.msgpack", "*.gguf"]
+    return Path(snapshot_download(model, revision=revision, ignore_patterns=others))
 
 
-def _qwen3(config: Config) -> Config:
-    # The numbers of "labels" are the projection's columns.
-    others = {name: each for name, each in config.items() if name not in ("id2label", "label2id")}
-    return others | {"architectures": ["Qwen3Model"], "is_causal": False}
+def _translation(config: Config, tensors: Collection[str] = ()) -> Callable[[Config], Config] | None:
+    """What translates a config, if it must be; `tensors` are the names in the checkpoint's files, where they
+    are at hand."""
+    kind, flash = config.get("model_type"), is_flash_xlm_roberta(config)
+    positions = config.get("position_embedding_type")
+    if positions == "rotary" and (flash or kind in ("xlm-roberta", "xlm_roberta")):
+        return _rotary_xlm_roberta
+    if flash:
+        return flash_xlm_roberta
+    if kind == "bert" and positions == "alibi":
+        return partial(jina_bert, tensors=tensors)
+    if kind == "nomic_bert" and "n_embd" in config:
+        return nomic_bert
+    if kind == "new" or (kind == "gte" and "rope_theta" in config):
+        return gte
+    return None
 
 
-def _lfm2(config: Config) -> Config:
-    return config | {"model_type": "lfm2", "architectures": ["Lfm2Model"], "is_causal": False}
-
-
-def _jina_v5(config: Config) -> Config:
-    """jina-embeddings-v5-text-small, a Qwen3, and -nano, a EuroBERT, under one name."""
-    is_encoder = config.get("is_decoder") is False
-    kind, architecture = ("eurobert", "EuroBertModel") if is_encoder else ("qwen3", "Qwen3Model")
-    return config | {"model_type": kind, "architectures": [architecture]}
-
-
-def _minicpm(config: Config) -> Config:
-    """MiniCPM multiplies embeddings, and what each half of a layer adds, as Granite does."""
-    if config.get("head_type", "simple") != "simple" or config.get("head_multi", True) is not True:
-        raise ModelLoadError("of MiniCPM rerankers those with a simple head for each layer are read")
-    if config.get("rope_scaling"):
-        raise ModelLoadError("this MiniCPM scales its rotary positions, which is not carried out here")
-    layers, hidden = config["num_hidden_layers"], config["hidden_size"]
-    heads = config["num_attention_heads"]
-    others = {name: each for name, each in config.items() if name not in ("rope_scaling", "rope_theta")}
-    return others | {
-        "model_type": "granite",
-        "architectures": ["GraniteForCausalLM"],
-        "embedding_multiplier": config.get("scale_emb", 1),
-        "residual_multiplier": config.get("scale_depth", 1) / layers**0.5,
-        "attention_multiplier": (hidden // heads) ** -0.5,
-        "logits_scaling": 1.0,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.get("rope_theta", 10_000.0)},
-        "tie_word_embeddings": False,
-    }
-
-
-def _cost_wise_gemma(config: Config) -> Config:
-    """A Gemma2, whose attention does not cap its logits: its own code is run by torch's attention, in which
-    `attn_logit_softcapping` has no effect (transformers 4.46, for which it was written)."""
-    if config.get("layer_wise") is not True:
-        raise ModelLoadError("of such Gemma2 rerankers those with a head for each layer are read")
+def _rotary_xlm_roberta(config: Config) -> Config:
+    """jina-colbert-v2: XLM-RoBERTa with rotary positions, as transformers has it (jina-embeddings-v3)."""
+    if config.get("lora_adaptations"):
+        raise ModelLoadError(
+            "this checkpoint has adapters woven into its weights; name its version for transformers, "
+            "such as jinaai/jina-embeddings-v3-hf"
+        )
+    theta = float(config.get("rotary_emb_base", 10_000.0))
     return config | {
-        "model_type": "gemma2",
-        "architectures": ["Gemma2ForCausalLM"],
-        "attn_logit_softcapping": None,
+        "model_type": "jina_embeddings_v3",
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
         "tie_word_embeddings": False,
     }
-
-
-def files_beside(source: Path, config: Config, folder: Path) -> None:
-    """Writes into a folder what sentence-transformers must find beside the config of an encoder: the modules
-    that its card describes, where the checkpoint `source` has none, and the projection."""
-    has_modules = (source / "modules.json").is_file()
-    if JINA_V5 in (config.get("architectures") or []):
-        _write_modules(folder, config["hidden_size"], "lasttoken")
-        prompts = {"query": "Query: ", "document": "Document: "}
-        settings: Config = {"prompts": prompts, "default_prompt_name": "document"}
-        _write(folder / "config_sentence_transformers.json", settings)
-        longest = {"max_seq_length": config["max_position_embeddings"], "do_lower_case": False}
-        _write(folder / "sentence_bert_config.json", longest)
-    elif config.get("model_type") == "llama_bidirec":
-        if not has_modules and LLAMA_RERANKER not in (config.get("architectures") or []):
-            pooling = POOLING[config.get("pooling", "avg")]
-            _write_modules(folder, config["hidden_size"], pooling)
-            settings = {"prompts": {"query": "query: ", "document": "passage: "}}
-            _write(folder / "config_sentence_transformers.json", settings)
-    elif has_projection(config):
-        if has_modules:
-            _check_mean(source)
-        _write_modules(folder, config["hidden_size"], "mean", _projection(source, config))
-
-
-def _check_mean(source: Path) -> None:
-    """Raises ModelLoadError for modules other than a transformer, a mean and normalisation."""
-    modules = json.loads((source / "modules.json").read_text(encoding="utf-8"))
-    kinds = [str(module.get("type")).rsplit(".", 1)[-1] for module in modules]
-    if kinds != ["Transformer", "Pooling", "Normalize"]:
-        raise ModelLoadError(f"before and behind its projection it has other modules: {', '.join(kinds)}")
-    path = source / str(modules[1].get("path")) / "config.json"
-    pooling = json.loads(path.read_text(encoding="utf-8"))
-    earlier = {name for name, value in pooling.items() if name.startswith("pooling_mode_") and value is True}
-    is_mean = pooling.get("pooling_mode") == "mean" or earlier == {"pooling_mode_mean_tokens"}
-    if not is_mean or pooling.get("include_prompt") is False:
-        raise ModelLoadError("it pools otherwise than by the mean of all tokens, prompts included")
-
-
-def _projection(source: Path, config: Config) -> torch.Tensor:
-    """The projection of voyage-4-nano [columns, hidden]."""
-    tensors = read_tensors(str(source), None, "linear.")
-    columns = config.get("num_labels") or len(config.get("id2label") or ()) or None
-    weight = tensors.get("weight")
-    if weight is None or len(tensors) > 1:
-        found = ", ".join(f"linear.{name}" for name in sorted(tensors)) or "none"
-        raise ModelLoadError(f"it must have the projection linear.weight alone, and has {found}")
-    if weight.ndim != 2 or weight.shape != (columns or len(weight), config["hidden_size"]):
-        raise ModelLoadError(f"its projection linear.weight is {list(weight.shape)}, which does not fit")
-    refuse_not_finite(str(source), [("linear.weight", weight)])
-    return weight
-
-
-def _write_modules(folder: Path, hidden: int, pooling: str, projection: torch.Tensor | None = None) -> None:
-    """Modules that pool, project (which is linear, so that it may come after the mean) and normalise."""
-    kinds = {"": f"{_BASE}.transformer.Transformer", "read_Pooling": f"{_OF_EMBEDDINGS}.pooling.Pooling"}
-    _write(folder / "read_Pooling" / "config.json", {"embedding_dimension": hidden, "pooling_mode": pooling})
-    if projection is not None:
-        kinds["read_Dense"] = f"{_BASE}.dense.Dense"
-        settings = {
-            "in_features": hidden,
-            "out_features": len(projection),
-            "bias": False,
-            "activation_function": "torch.nn.modules.linear.Identity",
-        }
-        _write(folder / "read_Dense" / "config.json", settings)
-        save_file({"linear.weight": projection}, folder / "read_Dense" / "model.safetensors")
-    kinds["read_Normalize"] = f"{_BASE}.normalize.Normalize"
-    _write(folder / "read_Normalize" / "config.json", {})
-    modules = [
-        {"idx": i, "name": str(i), "path": path, "type": kind} for i, (path, kind) in enumerate(kinds.items())
-    ]
-    _write(folder / "modules.json", modules)
-
-
-def _write(path: Path, content: Any) -> None:
-    path.parent.mkdir(exist_ok=True)
-    path.unlink(missing_ok=True)  # a link to a file of the checkpoint
-    path.write_text(json.dumps(content), encoding="utf-8")
-
-
-Config = dict[str, Any]
 
 
 def gte(config: Config) -> Config:
@@ -318,15 +228,13 @@ _NOMIC_PLAIN: Config = {
     "num_shared_experts": 0,
     "expert_choice_router": False,
 }
+_XLM_ROBERTA = (None, "xlm-roberta", "xlm_roberta")
 
 
 def is_flash_xlm_roberta(config: Config) -> bool:
     """Whether a config is for jinaai/xlm-roberta-flash-implementation, whose configs may have no type."""
     code = str((config.get("auto_map") or {}).get("AutoConfig", ""))
     return code.endswith("XLMRobertaFlashConfig") and config.get("model_type") in _XLM_ROBERTA
-
-
-_XLM_ROBERTA = (None, "xlm-roberta", "xlm_roberta")
 
 
 def flash_xlm_roberta(config: Config) -> Config:
@@ -354,88 +262,176 @@ def _require(config: Config, required: Mapping[str, Any]) -> None:
             )
 
 
-def _rotary_xlm_roberta(config: Config) -> Config:
-    """jina-colbert-v2: XLM-RoBERTa with rotary positions, as transformers has it (jina-embeddings-v3)."""
-    if config.get("lora_adaptations"):
-        raise ModelLoadError(
-            "this checkpoint has adapters woven into its weights; name its version for transformers, "
-            "such as jinaai/jina-embeddings-v3-hf"
-        )
-    theta = float(config.get("rotary_emb_base", 10_000.0))
-    return config | {
-        "model_type": "jina_embeddings_v3",
-        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+_LFM2 = "lfm2_bidirectional"
+# How NVIDIA names pooling, and sentence-transformers.
+POOLING = {"avg": "mean", "cls": "cls", "last": "lasttoken"}
+_BASE, _OF_EMBEDDINGS = (
+    "sentence_transformers.base.modules",
+    "sentence_transformers.sentence_transformer.modules",
+)
+
+
+def language_model_translation(config: Mapping[str, Any]) -> Callable[[Config], Config] | None:
+    """How the config of such a model is translated, or None for a model of another kind."""
+    named = config.get("architectures")
+    architecture = str(named[0]) if isinstance(named, list) and named else ""
+    if config.get("model_type") == "llama_bidirec":
+        return _llama
+    if architecture == MINICPM:
+        return _minicpm
+    if architecture == COST_WISE:
+        return _cost_wise_gemma
+    if architecture == JINA_V5:
+        return _jina_v5
+    if architecture == "Lfm2BidirectionalModel" or config.get("model_type") == _LFM2:
+        return _lfm2
+    return _qwen3 if has_projection(config) else None
+
+
+def has_projection(config: Mapping[str, Any]) -> bool:
+    """Whether a config is that of voyage-4-nano: a Qwen3 that reads in both directions, and a projection of
+    each token's state."""
+    if config.get("model_type") != "qwen3" or config.get("use_bidirectional_attention") is not True:
+        return False
+    mapped = config.get("auto_map")
+    return isinstance(mapped, dict) and "Qwen3BidirectionalModel" in str(mapped.get("AutoModel"))
+
+
+def _llama(config: Config) -> Config:
+    """NVIDIA's: a Llama that attends in both directions."""
+    if config.get("pooling", "avg") not in POOLING:
+        supported = ", ".join(POOLING)
+        raise ModelLoadError(f"it pools by {config['pooling']}; of its kind {supported} are read")
+    reranks = LLAMA_RERANKER in (config.get("architectures") or [])
+    architecture = "LlamaForSequenceClassification" if reranks else "LlamaModel"
+    return config | {"model_type": "llama", "architectures": [architecture], "is_causal": False}
+
+
+def _qwen3(config: Config) -> Config:
+    # The numbers of "labels" are the projection's columns.
+    others = {name: each for name, each in config.items() if name not in ("id2label", "label2id")}
+    return others | {"architectures": ["Qwen3Model"], "is_causal": False}
+
+
+def _lfm2(config: Config) -> Config:
+    return config | {"model_type": "lfm2", "architectures": ["Lfm2Model"], "is_causal": False}
+
+
+def _jina_v5(config: Config) -> Config:
+    """jina-embeddings-v5-text-small, a Qwen3, and -nano, a EuroBERT, under one name."""
+    is_encoder = config.get("is_decoder") is False
+    kind, architecture = ("eurobert", "EuroBertModel") if is_encoder else ("qwen3", "Qwen3Model")
+    return config | {"model_type": kind, "architectures": [architecture]}
+
+
+def _minicpm(config: Config) -> Config:
+    """MiniCPM multiplies embeddings, and what each half of a layer adds, as Granite does."""
+    if config.get("head_type", "simple") != "simple" or config.get("head_multi", True) is not True:
+        raise ModelLoadError("of MiniCPM rerankers those with a simple head for each layer are read")
+    if config.get("rope_scaling"):
+        raise ModelLoadError("this MiniCPM scales its rotary positions, which is not carried out here")
+    layers, hidden = config["num_hidden_layers"], config["hidden_size"]
+    heads = config["num_attention_heads"]
+    others = {name: each for name, each in config.items() if name not in ("rope_scaling", "rope_theta")}
+    return others | {
+        "model_type": "granite",
+        "architectures": ["GraniteForCausalLM"],
+        "embedding_multiplier": config.get("scale_emb", 1),
+        "residual_multiplier": config.get("scale_depth", 1) / layers**0.5,
+        "attention_multiplier": (hidden // heads) ** -0.5,
+        "logits_scaling": 1.0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.get("rope_theta", 10_000.0)},
         "tie_word_embeddings": False,
     }
 
 
-def _translation(config: Config, tensors: Collection[str] = ()) -> Callable[[Config], Config] | None:
-    """What translates a config, if it must be; `tensors` are the names in the checkpoint's files, where they
-    are at hand."""
-    kind, flash = config.get("model_type"), is_flash_xlm_roberta(config)
-    positions = config.get("position_embedding_type")
-    if positions == "rotary" and (flash or kind in ("xlm-roberta", "xlm_roberta")):
-        return _rotary_xlm_roberta
-    if flash:
-        return flash_xlm_roberta
-    if kind == "bert" and positions == "alibi":
-        return partial(jina_bert, tensors=tensors)
-    if kind == "nomic_bert" and "n_embd" in config:
-        return nomic_bert
-    if kind == "new" or (kind == "gte" and "rope_theta" in config):
-        return gte
-    return None
+def _cost_wise_gemma(config: Config) -> Config:
+    """A Gemma2, whose attention does not cap its logits: its own code is run by torch's attention, in which
+    `attn_logit_softcapping` has no effect (transformers 4.46, for which it was written)."""
+    if config.get("layer_wise") is not True:
+        raise ModelLoadError("of such Gemma2 rerankers those with a head for each layer are read")
+    return config | {
+        "model_type": "gemma2",
+        "architectures": ["Gemma2ForCausalLM"],
+        "attn_logit_softcapping": None,
+        "tie_word_embeddings": False,
+    }
 
 
-def runs_as(files: CheckpointFiles) -> Any:
-    """The type of model that a checkpoint's config is read as. Raises ModelLoadError for a config that
-    cannot be translated."""
-    translate = _translation(files.config) if files.config_at_root else None
-    config = files.config if translate is None else translate(files.config)
-    return config.get("model_type")
+def write_modules_beside(source: Path, config: Config, folder: Path) -> None:
+    """Writes into a folder what sentence-transformers must find beside the config of an encoder: the modules
+    that its card describes, where the checkpoint `source` has none, and the projection."""
+    has_modules = (source / "modules.json").is_file()
+    if JINA_V5 in (config.get("architectures") or []):
+        _write_modules(folder, config["hidden_size"], "lasttoken")
+        prompts = {"query": "Query: ", "document": "Document: "}
+        settings: Config = {"prompts": prompts, "default_prompt_name": "document"}
+        _write(folder / "config_sentence_transformers.json", settings)
+        longest = {"max_seq_length": config["max_position_embeddings"], "do_lower_case": False}
+        _write(folder / "sentence_bert_config.json", longest)
+    elif config.get("model_type") == "llama_bidirec":
+        if not has_modules and LLAMA_RERANKER not in (config.get("architectures") or []):
+            pooling = POOLING[config.get("pooling", "avg")]
+            _write_modules(folder, config["hidden_size"], pooling)
+            settings = {"prompts": {"query": "query: ", "document": "passage: "}}
+            _write(folder / "config_sentence_transformers.json", settings)
+    elif has_projection(config):
+        if has_modules:
+            _check_mean(source)
+        _write_modules(folder, config["hidden_size"], "mean", _projection(source, config))
 
 
-def translated_type(config: Config) -> tuple[Any, bool]:
-    """The type of model that a config.json is read as, and whether the config is translated for that. Raises
-    ModelLoadError for a config that cannot be translated."""
-    translate = retrained(config) or _translation(config)
-    return (config if translate is None else translate(config)).get("model_type"), translate is not None
+def _check_mean(source: Path) -> None:
+    """Raises ModelLoadError for modules other than a transformer, a mean and normalisation."""
+    modules = json.loads((source / "modules.json").read_text(encoding="utf-8"))
+    kinds = [str(module.get("type")).rsplit(".", 1)[-1] for module in modules]
+    if kinds != ["Transformer", "Pooling", "Normalize"]:
+        raise ModelLoadError(f"before and behind its projection it has other modules: {', '.join(kinds)}")
+    path = source / str(modules[1].get("path")) / "config.json"
+    pooling = json.loads(path.read_text(encoding="utf-8"))
+    earlier = {name for name, value in pooling.items() if name.startswith("pooling_mode_") and value is True}
+    is_mean = pooling.get("pooling_mode") == "mean" or earlier == {"pooling_mode_mean_tokens"}
+    if not is_mean or pooling.get("include_prompt") is False:
+        raise ModelLoadError("it pools otherwise than by the mean of all tokens, prompts included")
 
 
-@contextmanager
-def in_transformers_terms(
-    model: str, revision: str | None, files: CheckpointFiles, trust_remote_code: bool
-) -> Iterator[str]:
-    """The path to load the checkpoint from: its own, or a temporary folder with links to its files and a
-    config in transformers' terms.
-
-    With `trust_remote_code` a checkpoint's own code reads it, but for language models that were retrained:
-    our loaders need to see into those."""
-    if not files.config_at_root:
-        yield model
-        return
-    of_language_model = retrained(files.config)
-    is_ours = not trust_remote_code and _translation(files.config) is not None
-    if of_language_model is None and not is_ours and not files.is_restated:
-        yield model
-        return
-    source = Path(model) if Path(model).is_dir() else downloaded(model, revision)
-    config = files.config
-    if of_language_model is not None or is_ours:
-        translate = of_language_model or _translation(config, tensor_names(model, revision))
-        assert translate is not None
-        config = {name: value for name, value in translate(config).items() if name != "auto_map"}
-    with tempfile.TemporaryDirectory(prefix="maxsimd-") as folder:
-        for entry in source.iterdir():
-            if entry.name != "config.json":
-                (Path(folder) / entry.name).symlink_to(entry.resolve())
-        (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        if of_language_model is not None:
-            files_beside(source, files.config, Path(folder))
-        yield folder
+def _projection(source: Path, config: Config) -> torch.Tensor:
+    """The projection of voyage-4-nano [columns, hidden]."""
+    tensors = read_tensors(str(source), None, "linear.")
+    columns = config.get("num_labels") or len(config.get("id2label") or ()) or None
+    weight = tensors.get("weight")
+    if weight is None or len(tensors) > 1:
+        found = ", ".join(f"linear.{name}" for name in sorted(tensors)) or "none"
+        raise ModelLoadError(f"it must have the projection linear.weight alone, and has {found}")
+    if weight.ndim != 2 or weight.shape != (columns or len(weight), config["hidden_size"]):
+        raise ModelLoadError(f"its projection linear.weight is {list(weight.shape)}, which does not fit")
+    refuse_not_finite(str(source), [("linear.weight", weight)])
+    return weight
 
 
-def downloaded(model: str, revision: str | None) -> Path:
-    """A hub checkpoint's files on this machine, without other frameworks' weights."""
-    others = ["onnx/*", "openvino/*", "*.onnx", "*.h5", "*.msgpack", "*.gguf"]
-    return Path(snapshot_download(model, revision=revision, ignore_patterns=others))
+def _write_modules(folder: Path, hidden: int, pooling: str, projection: torch.Tensor | None = None) -> None:
+    """Modules that pool, project (which is linear, so that it may come after the mean) and normalise."""
+    kinds = {"": f"{_BASE}.transformer.Transformer", "read_Pooling": f"{_OF_EMBEDDINGS}.pooling.Pooling"}
+    _write(folder / "read_Pooling" / "config.json", {"embedding_dimension": hidden, "pooling_mode": pooling})
+    if projection is not None:
+        kinds["read_Dense"] = f"{_BASE}.dense.Dense"
+        settings = {
+            "in_features": hidden,
+            "out_features": len(projection),
+            "bias": False,
+            "activation_function": "torch.nn.modules.linear.Identity",
+        }
+        _write(folder / "read_Dense" / "config.json", settings)
+        save_file({"linear.weight": projection}, folder / "read_Dense" / "model.safetensors")
+    kinds["read_Normalize"] = f"{_BASE}.normalize.Normalize"
+    _write(folder / "read_Normalize" / "config.json", {})
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": kind} for i, (path, kind) in enumerate(kinds.items())
+    ]
+    _write(folder / "modules.json", modules)
+
+
+def _write(path: Path, content: Any) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)  # a link to a file of the checkpoint
+    path.write_text(json.dumps(content), encoding="utf-8")

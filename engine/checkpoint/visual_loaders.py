@@ -1,5 +1,6 @@
-"""Vision-language models as sentence-transformers saves them: Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Idefics3.
-What they make of a text or a picture is the language model's; pictures come in as features of a tower."""
+"""Loads models that read pictures: vision-language models as sentence-transformers saves them (Qwen-VL,
+Idefics3), transformers' `*ForRetrieval` models (ColPali, arXiv 2407.01449), and two towers: CLIP (arXiv
+2103.00020) and SigLIP (arXiv 2303.15343)."""
 
 import copy
 from collections.abc import Iterator, Sequence

@@ -1,5 +1,5 @@
-"""Resized pixels of pictures, which wait for their turn in a byte each, and the numbers that a tower makes of
-them."""
+"""How checkpoints read pictures: as grids of patches, squares or tiles. Pixels wait in a byte each until a
+tower makes features of them."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,10 +30,24 @@ from maxsimd.engine.media.decoding import pillow_of
 from maxsimd.pooling.ragged import to_device
 from maxsimd.scheduler import TokenSequence
 
+# How the models write a picture.
+PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
 # Pixels that a processor with nothing but `shortest_edge` may make of a picture.
 _MOST_RESIZED = 20_000_000
 # Of numbers around 1: float32 may be rounded otherwise.
 _TOLERANCE = 1e-5
+# Settings of processors of pictures that may be given with a call.
+_SETTINGS = frozenset(
+    {
+        *("size", "do_resize", "resample", "do_center_crop", "crop_size", "do_convert_rgb"),
+        *("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std"),
+        *("do_image_splitting", "max_image_size"),
+    }
+)
+# Pictures that the tower encodes together: some, or as many as have this many patches.
+_TOGETHER, _PATCHES = 4, 4096
+# Tiles that the tower encodes together.
+_TILES_TOGETHER = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,16 +128,6 @@ def check_as_called(
 def together(arrays: Sequence[NDArray[Any]], device: torch.device) -> torch.Tensor:
     """Arrays end to end, on the device."""
     return to_device(np.concatenate(arrays), device)
-
-
-# Settings of processors of pictures that may be given with a call.
-_SETTINGS = frozenset(
-    {
-        *("size", "do_resize", "resample", "do_center_crop", "crop_size", "do_convert_rgb"),
-        *("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std"),
-        *("do_image_splitting", "max_image_size"),
-    }
-)
 
 
 def page_of(ids: Any, image_token_id: int) -> Page:
@@ -258,10 +262,6 @@ class GridTower:
         return [*torch.split(features, [image.patches // merged for image in images])]
 
 
-# How the models write a picture.
-PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
-
-
 def vision_of(path: str, model: Any, processor: Any) -> Vision:
     """How a model reads pictures, as its processor makes numbers of them. Raises ModelLoadError for one that
     is not read as expected here."""
@@ -304,10 +304,6 @@ class PictureInputs:
             images = [image.inputs for image in sequence.tokens.images]
             inputs |= self._vision.tower.inputs(images, self._device)
         return inputs
-
-
-# Pictures that the tower encodes together: some, or as many as have this many patches.
-_TOGETHER, _PATCHES = 4, 4096
 
 
 class SquareReader:
@@ -357,10 +353,6 @@ class SquareTower:
             made = self._model.get_image_features(pixels.to(dtype)).pooler_output
             features += made if made.dim() == 3 else made[:, None]
         return features
-
-
-# Tiles that the tower encodes together.
-_TILES_TOGETHER = 8
 
 
 class TileReader:

@@ -1,5 +1,4 @@
-"""The weight files of a checkpoint: which ones there are, reading single tensors from them, and holding what
-was read apart from them."""
+"""Weights: the files that have them, reading tensors, and whether they fit the model."""
 
 import json
 import logging
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+log = logging.getLogger(__name__)
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLED = "pytorch_model.bin"
 _OF_OTHERS = frozenset({".h5", ".msgpack", ".onnx", ".ot", ".tflite"})
@@ -205,9 +205,6 @@ UNUSED_HEADS = frozenset(
 _LOSS = re.compile(r"(loss|criterion)(_|$)|.*_(loss|criterion)$")
 # Buffers that older versions of transformers saved, and that follow from the config.
 _BUFFERS = re.compile(r".*\b(position_ids|token_type_ids|inv_freq|masked_bias)$|.*\b(attn|attention)\.bias$")
-
-log = logging.getLogger(__name__)
-
 # How many names a message lists of each kind.
 _LISTED = 4
 

@@ -11,7 +11,7 @@ from sentence_transformers import MultiVectorEncoder, SentenceTransformer
 
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import CUT_LONG, EngineConfig
-from maxsimd.engine.checkpoint.detect import row_of
+from maxsimd.engine.checkpoint.detect import kind_of
 from maxsimd.engine.checkpoint.files import read_files
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
@@ -56,7 +56,7 @@ async def test_scores_equal_library(family: Family, path: str, engines: Engines,
     assert engine.model.score_type.value == family.kind
     assert bool(engine.model.stored_as) == (family in FORMS)
     if family not in FORMS:
-        assert family.kind in row_of(read_files(path, None).architecture).kinds, (
+        assert family.kind in kind_of(read_files(path, None).architecture).kinds, (
             "in the table of what is served"
         )
     texts = [pair.query for pair in pairs], [pair.document for pair in pairs]

@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from maxsimd.api.cli import main
-from maxsimd.engine.checkpoint.detect import SERVED, as_markdown
+from maxsimd.engine.checkpoint.detect import SUPPORTED, kinds_as_markdown
 from maxsimd.engine.checkpoint.files import embedded_model_path
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.parity.models_page import PAGE, PAGE_FAMILIES, PROOF, page, proof
@@ -16,7 +16,7 @@ from tests.parity.second_readers import READERS, as_words
 
 def test_the_tables_are_those_of_the_families() -> None:
     assert page() == PAGE.read_text(encoding="utf-8"), "run: python -m tests.parity.models_page"
-    assert as_markdown() in PROOF.read_text(encoding="utf-8"), "run: python -m tests.parity.models_page"
+    assert kinds_as_markdown() in PROOF.read_text(encoding="utf-8"), "run: python -m tests.parity.models_page"
 
 
 @pytest.mark.exhaustive
@@ -45,7 +45,7 @@ def test_the_command_prints_what_the_page_shows() -> None:
 
 def test_the_command_lists_what_is_served() -> None:
     listed = CliRunner().invoke(main, ["inspect", "--supported"]).stdout
-    assert len(listed.splitlines()) == len(SERVED)
+    assert len(listed.splitlines()) == len(SUPPORTED)
     assert "JinaForRanking" in listed
     as_json = json.loads(CliRunner().invoke(main, ["inspect", "--supported", "--json"]).stdout)
-    assert [row["form"] for row in as_json] == [row.form for row in SERVED]
+    assert [row["form"] for row in as_json] == [row.form for row in SUPPORTED]

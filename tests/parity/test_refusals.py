@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 
 from maxsimd.engine import Engine, EngineConfig, ModelLoadError, RequestFailedError
 from maxsimd.engine.checkpoint import load_model
-from maxsimd.engine.checkpoint.detect import SERVED
+from maxsimd.engine.checkpoint.detect import SUPPORTED
 from maxsimd.engine.checkpoint.files import VOCABULARIES, damage_of, refuse_damaged_files
 from tests.checkpoints import (
     adapters,
@@ -697,7 +697,7 @@ def test_an_unknown_architecture_gets_the_table(tmp_path: Path, monkeypatch: pyt
     written("config.json", '{"model_type": "nothing", "architectures": ["NothingModel"]}')(tmp_path)
     message = refusal(tmp_path)
     assert "NothingModel" in message
-    assert all(name in message for row in SERVED for name in row.architectures if name != "*")
+    assert all(name in message for row in SUPPORTED for name in row.architectures if name != "*")
     monkeypatch.setattr("maxsimd.engine.checkpoint.library.CONFIG_MAPPING", {})
     version = re.escape(transformers.__version__)
     config = {"model_type": "gte", "architectures": ["GteModel"], "rope_theta": 1e4}
