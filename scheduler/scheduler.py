@@ -1,7 +1,4 @@
-"""The policy: which waiting work makes up the next step.
-
-Nothing here knows how a step is run, or what comes of it.
-"""
+"""The scheduler: which waiting work makes up the next step."""
 
 import math
 import sys
@@ -14,16 +11,33 @@ from maxsimd.scheduler.forecast import work_ahead
 from maxsimd.scheduler.sequence import CachedBatch, Chunk, ImageJob, Step, TokenSequence
 from maxsimd.scheduler.waiting import HeldFeatures, Share, Shares, WaitingRequest, share_of
 
+# The oldest request's share of each step. By `maxsimd bench order-of-work --oldest-share`, with one giant in
+# a hundred requests at a load of 0.95 and seed 1, shares of 1/16, 1/8, 1/4 and 1/2 have mean latencies of
+# 0.52, 0.52, 0.56 and 0.81 s (round robin: 0.76) and p99 of 1.3, 1.4, 1.8 and 4.9 s (2.8). So 1/8 costs next
+# to nothing, and the oldest request waits half as long as with 1/16.
+OLDEST_SHARE = 1 / 8
+# Its share once it is overdue: once as much has run since it came as waited with it then. By the same command
+# with `--overdue-share`, shares of 1/8, 1/4 and 1/2 have p99 of 4.5, 3.7 and 3.0 s for requests of 20
+# docstrings at twice the load that can be served. With one giant in a hundred at a load of 0.95, they have
+# mean latencies of 0.52, 0.54 and 0.66 s and p99 of 1.4, 1.7 and 4.4 s.
+OVERDUE_SHARE = 1 / 4
+# More small requests are expected for this many steps after the last one: for seconds, on a CPU.
+STEPS_BESIDE_SMALL = 256
+# At most this many requests that do not fit are tried for a step, which bounds the time of forming it.
+_MAX_MISSES = 64
+
+Part: TypeAlias = TokenSequence | CachedBatch | ImageJob
+
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """What one step may hold: `tokens` in all, cached batches and pictures counted at their price, and
-    `sequences` in number, those not counted; `chunked` allows to cut a sequence. While small requests come,
-    which have at most `beside_small` tokens, a step has at most as many of the others' work; None for no such
-    limit. Pictures are encoded as long as those whose sequences are still to run have at most as many
-    `features`, or there are none.
+    """The limits of a step: `tokens`, including the prices of cached batches and pictures, and the number of
+    `sequences`. With `chunked`, sequences may be split.
 
-    Raises ValueError for a step that could hold nothing."""
+    Requests of at most `beside_small` tokens are small. While small requests come, other requests get at most
+    as many tokens of a step; None turns this off. Scheduled pictures whose sequences still wait have at most
+    `features` features together, or those of one sequence. Raises ValueError for a step that could hold
+    nothing."""
 
     tokens: int
     sequences: int
@@ -39,19 +53,19 @@ class StepLimits:
             raise ValueError(f"beside_small must be from 1 to {self.tokens}, not {small}")
 
 
-class Filling:
-    """The parts chosen so far.
+class StepBuilder:
+    """A step while it is being filled.
 
-    In a short step larger requests have at most `most_of_larger` tokens, or one sequence, cached batch or
-    picture that has more, and their pictures do not share it with their sequences. A request is small or
-    larger in all of a step, as it was noted first."""
+    In a short step larger requests have at most `most_of_larger` tokens, or one longer sequence, cached batch
+    or picture, and their pictures do not share it with their sequences. A request stays small or larger for
+    the whole step, as first noted."""
 
     def __init__(self, budget: int, max_sequences: int, most_of_larger: int | None = None) -> None:
         self._budget = budget
         self._max_sequences = max_sequences
         self._most = most_of_larger
         self._small: dict[int, bool] = {}
-        # What of larger requests is in the step: Chunk, also for cached batches, or ImageJob.
+        # The kinds of larger requests' parts in the step: Chunk, also for cached batches, or ImageJob.
         self._larger: set[type] = set()
         self._small_tokens = 0
         self._larger_tokens = 0
@@ -61,72 +75,69 @@ class Filling:
 
     @property
     def room(self) -> int:
-        """The tokens that are left of the budget for larger requests, and where the step is not short for all
-        of them. Negative once something that is larger than the budget has been added alone."""
+        """The tokens left for larger requests, and for all of them in a step that is not short. Negative once
+        a part above the budget has been added alone."""
         left = self._budget - self._small_tokens - self._larger_tokens
         return left if self._most is None else min(left, self._most - self._larger_tokens)
 
     @property
     def room_for_small(self) -> int:
-        """What is left for small requests. In a short step they are run first, by themselves, so that they
-        may have a part of it however long the rest is."""
+        """The tokens left for small requests. A short step runs them first, by themselves, so that they may
+        have a part of it however long the rest is."""
         left = self._budget - self._small_tokens - self._larger_tokens
         return left if self._most is None else max(left, self._most - self._small_tokens)
 
     def room_of(self, request_id: int) -> int:
-        """The tokens that are left for a request."""
+        """The tokens left for a request."""
         return self.room_for_small if self._small[request_id] else self.room
 
     def may_have_more_images_of(self, request_id: int) -> bool:
-        """Whether it has a picture of a request, and nothing that is larger than the budget."""
+        """Whether the step has a picture of the request, and no part above the budget."""
         return self.room >= 0 and any(image.request_id == request_id for image in self._images)
 
     def note(self, request_id: int, is_small: bool) -> bool:
-        """Notes whether a request is small, before anything of it is added; returns what it counts as."""
+        """Notes whether a request is small before any of it is added. Returns whether it counts as small."""
         return self._small.setdefault(request_id, is_small)
 
     def takes_oversized(self, request_id: int) -> bool:
-        """Whether what is larger than the budget may be added: nothing is in the step, or nothing of a larger
-        request in a short one."""
+        """Whether a part above the budget may be added: only to an empty step, or to a short step without
+        parts of larger requests."""
         if self._most is not None and not self._small[request_id]:
             return not self._larger
         return not (self._chunks or self._cached or self._images)
 
     def takes_sequence(self, request_id: int) -> bool:
-        """Whether one more sequence of a request may be added."""
         return len(self._chunks) < self._max_sequences and self._takes(request_id, ImageJob)
 
     def takes_cached(self, request_id: int) -> bool:
-        """Whether one more cached batch of a request may be added."""
         return self._takes(request_id, ImageJob)
 
     def takes_image(self, request_id: int) -> bool:
-        """Whether one more picture of a request may be added."""
         return self._takes(request_id, Chunk)
 
     def _takes(self, request_id: int, other: type) -> bool:
         return self._most is None or self._small[request_id] or other not in self._larger
 
     def add(self, part: Chunk | CachedBatch | ImageJob) -> int:
-        """Adds a part and returns what it costs, in tokens."""
+        """Adds a part and returns its cost in tokens."""
         match part:
             case CachedBatch():
                 self._cached.append(part)
-                cost = part.price
+                request_id, cost = part.request_id, part.price
             case ImageJob():
                 self._images.append(part)
-                cost = part.price
+                request_id, cost = part.request_id, part.price
             case Chunk():
                 self._chunks.append(part)
-                cost = len(part) + part.scoring
-        self._count(_request_of(part), cost)
-        if not self._small[_request_of(part)]:
+                request_id, cost = part.sequence.request_id, len(part) + part.scoring
+        self._count(request_id, cost)
+        if not self._small[request_id]:
             self._larger.add(ImageJob if isinstance(part, ImageJob) else Chunk)
         return cost
 
     def lengthen(self, sequence: TokenSequence, start: int, most: int) -> int:
-        """Adds up to `most` tokens of a sequence from `start` on: to its chunk, where the step has one
-        already, else as a chunk, where one more is allowed. Returns how many tokens it added."""
+        """Adds at most `most` tokens of a sequence from `start` on: to its chunk in the step, or as a new
+        chunk if one more is allowed. Returns the number of tokens."""
         more = min(most, self.room_of(sequence.request_id), len(sequence) - start)
         for i, chunk in enumerate(self._chunks):
             if chunk.sequence is sequence:
@@ -150,105 +161,36 @@ class Filling:
             self._larger_tokens += tokens
 
 
-def _request_of(part: Chunk | CachedBatch | ImageJob) -> int:
-    return part.sequence.request_id if isinstance(part, Chunk) else part.request_id
-
-
-# For how many steps after the last small request the next is expected: for seconds, on a CPU.
-STEPS_BESIDE_SMALL = 256
-
-
-class SmallRequests:
-    """A request is small while `most` tokens or fewer of it wait; none is where `most` is None."""
-
-    def __init__(self, most: int | None) -> None:
-        self._most = most
-        self._steps_left = 0
-
-    def include(self, request: WaitingRequest) -> bool:
-        return self._most is not None and request.work <= self._most
-
-    def note(self, request: WaitingRequest) -> None:
-        """Notes that something of a request has come: after a small one, more are expected for a while."""
-        if self.include(request):
-            self._steps_left = STEPS_BESIDE_SMALL
-
-    def next_step(self, budget: int) -> int:
-        """How much of the next step's budget larger requests may use."""
-        if self._most is None or not self._steps_left:
-            return budget
-        self._steps_left -= 1
-        return min(budget, self._most)
-
-
-class StepBudget:
-    """As many `tokens`, or for a while a part of them, after the device ran out of memory."""
-
-    def __init__(self, tokens: int) -> None:
-        self._tokens = tokens
-        self._divisor = 1
-        self._steps = 0
-
-    def halve(self, steps: int) -> None:
-        """Halves it for the next `steps` steps; again if it is halved already, down to a 64th."""
-        self._divisor = min(self._divisor * 2, 64)
-        self._steps = steps
-
-    def next_step(self) -> int:
-        if self._steps == 0:
-            self._divisor = 1
-            return self._tokens
-        self._steps -= 1
-        return max(1, self._tokens // self._divisor)
-
-
-# What the oldest request gets of each step. By `maxsimd bench order-of-work --oldest-share`, with one giant
-# in a hundred requests at a load of 0.95 and seed 1, shares of 1/16, 1/8, 1/4 and 1/2 have mean latencies of
-# 0.52, 0.52, 0.56 and 0.81 s (round robin: 0.76) and p99 of 1.3, 1.4, 1.8 and 4.9 s (2.8). So 1/8 costs next
-# to nothing, and who must wait for a turn as the oldest waits half as long as with 1/16.
-OLDEST_SHARE = 1 / 8
-# What it gets once it is overdue: once as much has been run since it came as waited with it then. By the same
-# command with `--overdue-share`, shares of 1/8, 1/4 and 1/2 have p99 of 4.5, 3.7 and 3.0 s for requests of 20
-# docstrings at twice the load that can be served; with one giant in a hundred at a load of 0.95, they have
-# mean latencies of 0.52, 0.54 and 0.66 s and p99 of 1.4, 1.7 and 4.4 s.
-OVERDUE_SHARE = 1 / 4
-Part: TypeAlias = TokenSequence | CachedBatch | ImageJob
-
-# How many requests of which nothing fits are looked at to fill a step; it bounds the time of a step.
-_MAX_MISSES = 64
-
-
 class Scheduler:
-    """Owns all waiting work and forms steps from it. Not thread-safe: one owner calls it.
+    """Owns all waiting work and forms steps from it. Not thread-safe.
 
-    Which request is served first, `Shares` says: weighted shares between tenants and priorities, then the
-    class of what a request has left, then arrival. A step is filled in four passes:
+    `Shares` orders the requests: weighted shares between tenants and priorities, then the class of the
+    remaining work, then arrival. A step is filled in four passes:
 
     1. The oldest request gets its part: `oldest_share` of the budget over time, taken as twice that in every
        other step, so that in the steps between a long sequence finds the whole budget free. Once it is
        overdue, because later ones have passed it, that is `overdue_share`, as far as it is at most half of
        what its tenant and priority are due by their weight.
-    2. In those steps, the first request of which nothing fitted the step before is given one part.
-    3. All requests in order, as much of each as fits; of a causal model the first of which nothing fits any
-       more is cut to fill the step. At most one sequence is mid-prefill at a time.
-    4. What room is left goes to the sequence that is mid-prefill.
+    2. In the other steps, the first request that did not fit the step before gets one part.
+    3. All requests in order, as much of each as fits. With chunking, the first sequence that does not fit any
+       more is split to fill the step. At most one sequence is mid-prefill at a time.
+    4. The remaining room goes to the sequence that is mid-prefill.
 
     While small requests come (`StepLimits.beside_small`), steps are short: these passes have a smaller
     budget, or one sequence or picture of larger requests, whose pictures and sequences do not share a step.
-    Only small requests use what is left of the whole budget, and but for pictures they are run first.
+    Only small requests use the rest of the whole budget. They run first, except for pictures.
 
-    Cached batches are scheduled like sequences and cost their price. So do pictures, each before the sequence
-    that has it, which runs in a later step; they are run behind the step's sequences, and the last few of a
-    request come along with others, up to half a budget more. What is larger than the whole budget and cannot
-    be cut makes up a step alone, when its request's turn comes and the step is still empty.
+    Cached batches are scheduled like sequences and cost their price. So do pictures, which come in an earlier
+    step than their sequence. They run behind the step's sequences. The last pictures of a request come along
+    with others, up to half a budget more. A part above the whole budget that cannot be split makes up a step
+    alone, when its request's turn comes and the step is empty.
 
-    So nothing starves: a request of T tokens that is admitted while Q tokens wait is scheduled completely
-    within (Q + T) / (oldest_share * budget) steps; to this add, once, what the step before and the request's
-    longest part took beyond the share, and what is left of the sequence that was mid-prefill.
+    Nothing starves: a request of T tokens that is admitted while Q tokens wait is scheduled completely within
+    (Q + T) / (oldest_share * budget) steps, plus once the excess of the step before and of the request's
+    longest part beyond the share, and the rest of the sequence that was mid-prefill.
 
-    `weights` are those of tenants, 1 for each that it does not name. `oldest_share` is above 0, and both
-    shares are at most 0.5; an `overdue_share` below `oldest_share` changes nothing. Raises ValueError for
-    other values.
+    `weights` are the tenants' weights, 1 by default. `oldest_share` is above 0, and both shares are at most
+    0.5; an `overdue_share` below `oldest_share` changes nothing. Raises ValueError for other values.
     """
 
     def __init__(
@@ -275,65 +217,65 @@ class Scheduler:
         self._cached = 0
         self._features = HeldFeatures(limits.features)
         self._partial: WaitingRequest | None = None
-        # The oldest request, while it has to wait until another's sequence is no longer mid-prefill.
+        # The oldest request, while it waits for another's sequence that is mid-prefill.
         self._next_partial: WaitingRequest | None = None
         self._passed_over: WaitingRequest | None = None
         self._oldest_credit = 0.0
         self._steps = 0
-        self._budget = StepBudget(limits.tokens)
-        self._small = SmallRequests(limits.beside_small)
+        # The budget is divided by this for some steps after the device ran out of memory.
+        self._divisor, self._divided_steps = 1, 0
+        self._short_steps = 0
 
     @property
     def waiting_tokens(self) -> int:
-        """Tokens not scheduled yet, and the prices of cached batches and pictures not scheduled yet."""
+        """Unscheduled tokens, including the prices of cached batches and pictures."""
         return self._tokens
 
     @property
     def waiting_sequences(self) -> int:
-        """Sequences not scheduled to their end."""
+        """Sequences that are not completely scheduled."""
         return self._sequences
 
     @property
     def waiting_cached(self) -> int:
-        """Cached batches not scheduled yet."""
+        """Unscheduled cached batches."""
         return self._cached
 
     @property
     def held_features(self) -> int:
-        """Features of pictures that have been scheduled, and whose sequences have not."""
+        """Features of scheduled pictures whose sequences are not scheduled."""
         return self._features.number
 
     @property
     def waiting_requests(self) -> int:
-        """Requests of which something is not scheduled yet."""
         return len(self._requests)
 
     @property
     def is_mid_prefill(self) -> bool:
-        """Whether a sequence has been scheduled in part; there is at most one."""
+        """Whether a sequence is scheduled in part; there is at most one."""
         return self._partial is not None
 
     def work_ahead(
         self, tokens: int, tenant: str = "", priority: int = 0, coming: Iterable[tuple[Share, int]] = ()
     ) -> int:
-        """About how many tokens are run before the last of a request of `tokens` that were admitted now.
-        Those `coming` before it are not admitted yet: whose they are, and their tokens."""
+        """About how many tokens run before the last one of a request of `tokens` that is admitted now.
+        `coming` are the shares and tokens of requests that are admitted before it."""
         waiting = chain(((request.share, request.work) for request in self._requests.values()), coming)
         share = share_of(tenant, priority)
         weights, oldest_share = self._shares.weights, self._share_of_oldest()
         return work_ahead(tokens, share, waiting, weights, oldest_share, self.limits.tokens)
 
     def waiting_of(self, tenant: str) -> int:
-        """Tokens of a tenant that are not scheduled yet, and the prices of its cached batches."""
+        """The part of `waiting_tokens` that is a tenant's."""
         return sum(request.work for request in self._requests.values() if request.share[0] == tenant)
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
-        """Changes what tenants weigh, those whose requests wait included; 1 for each that is not named.
-        Raises ValueError, and changes nothing, for a weight that is not positive and finite."""
+        """Changes the tenants' weights, 1 by default, for waiting requests too. Raises ValueError, and
+        changes nothing, for a weight that is not positive and finite."""
         self._shares.set_weights(weights)
 
     def fits(self, num_tokens: int) -> bool:
-        """Whether a sequence of which `num_tokens` tokens are to be run can ever be scheduled."""
+        """Whether a sequence of `num_tokens` new tokens can ever be scheduled."""
         return self.limits.chunked or num_tokens <= self.limits.tokens
 
     def admit(
@@ -347,14 +289,13 @@ class Scheduler:
         images: Iterable[ImageJob] = (),
         in_order: bool = False,
     ) -> None:
-        """Takes a request's sequences, cached batches and pictures into the queue. Queries, prefixes and
-        pictures must be in the same call as what waits for them, or in an earlier one of the same request.
+        """Queues a request, or adds to a waiting one, which keeps its tenant and priority. Queries, prefixes
+        and pictures come in the same call as the sequences that wait for them, or earlier.
 
-        Among the waiting requests of a tenant, those with a lower `priority` (cut to -8 to 8) get a larger
-        share, by powers of two; a priority above 0 also lets other tenants pass. What is added to a waiting
-        request stays under the tenant and priority of the first call. Its sequences are run in steps that are
-        full, or `in_order`, as they were given in the first call. Raises ValueError, and takes nothing, for a
-        sequence that can never fit a step."""
+        A tenant's requests with a lower `priority` (limited to -8 to 8) get a larger share, by powers of two.
+        A priority above 0 also lets other tenants pass. Sequences run in steps that are full, or `in_order`
+        as given in the first call. Raises ValueError, and queues nothing, for a sequence that can never fit a
+        step."""
         sequences, cached = list(sequences), list(cached)
         request = self._requests.get(request_id)
         if request is None:
@@ -368,13 +309,12 @@ class Scheduler:
         self._tokens += request.work - before
         self._sequences += len(sequences)
         self._cached += len(cached)
-        self._small.note(request)
+        self._expect_small(request)
         self._shares.charge(request, 0)
 
     def enter(self, request: WaitingRequest) -> None:
-        """Takes a request with all its work into the queue: what `admit` does, in a moment however much it
-        is. Nothing with its id waits yet. Raises ValueError, and does not take it, if it has a sequence that
-        can never fit a step."""
+        """Queues a complete request in constant time. No request with its id may wait. Raises ValueError, and
+        does not queue it, if it has a sequence that can never fit a step."""
         self._check_fits(request.longest)
         if not request.work:
             return
@@ -387,12 +327,11 @@ class Scheduler:
         request.due = self._scheduled_tokens + self._tokens
         self._sequences += request.num_sequences
         self._cached += request.num_cached
-        self._small.note(request)
+        self._expect_small(request)
         self._shares.join(request)
 
     def cancel(self, request_id: int) -> None:
-        """Forgets everything of a request that no step has taken, also the rest of a partial prefill. Does
-        nothing for a request that does not wait."""
+        """Forgets the unscheduled rest of a request, if it waits."""
         request = self._requests.get(request_id)
         if request is None:
             return
@@ -402,50 +341,65 @@ class Scheduler:
         self._forget(request)
 
     def reduce_budget(self, steps: int = 100) -> None:
-        """Halves the token budget for the next `steps` steps, after the device ran out of memory; again if it
-        is halved already, down to a 64th.
-
-        What no longer fits and cannot be cut is still run, alone in its step."""
-        self._budget.halve(steps)
+        """Halves the token budget for the next `steps` steps after the device ran out of memory, down to a
+        64th if called again. Parts that no longer fit and cannot be split still run, alone in their step."""
+        self._divisor, self._divided_steps = min(self._divisor * 2, 64), steps
 
     def schedule(self) -> Step | None:
         """Forms the next step, or returns None when nothing waits."""
         if not self._requests:
             return None
-        budget = self._budget.next_step()
-        most = self._small.next_step(budget)
-        filling = Filling(budget, self.limits.sequences, most if most < budget else None)
-        if not self._serve_oldest(filling):
-            self._serve_passed_over(filling)
-        self._serve_in_order(filling)
-        while filling.room > 0 and self._fill_gap(filling):
+        budget, small = self._next_budget(), self.limits.beside_small
+        is_short = small is not None and self._short_steps > 0 and small < budget
+        self._short_steps = max(0, self._short_steps - 1)
+        builder = StepBuilder(budget, self.limits.sequences, small if is_short else None)
+        if not self._serve_oldest(builder):
+            self._serve_passed_over(builder)
+        self._serve_in_order(builder)
+        while builder.room > 0 and self._fill_gap(builder):
             self._shares.restore()
-            self._serve_in_order(filling)
+            self._serve_in_order(builder)
         self._shares.restore()
-        if most < budget:
-            self._serve_small(filling)
+        if is_short:
+            self._serve_small(builder)
         elif budget == self.limits.tokens:
-            self._take_last_pictures(filling)
+            self._take_last_pictures(builder)
         self._features.end_step()
         self._steps += 1
-        return filling.step(self._steps)
+        return builder.step(self._steps)
+
+    def _next_budget(self) -> int:
+        if self._divided_steps == 0:
+            self._divisor = 1
+            return self.limits.tokens
+        self._divided_steps -= 1
+        return max(1, self.limits.tokens // self._divisor)
+
+    def _is_small(self, request: WaitingRequest) -> bool:
+        small = self.limits.beside_small
+        return small is not None and request.work <= small
+
+    def _expect_small(self, request: WaitingRequest) -> None:
+        """Makes the next steps short if the request is small: more small ones are expected."""
+        if self._is_small(request):
+            self._short_steps = STEPS_BESIDE_SMALL
 
     def _check_fits(self, longest: int) -> None:
         if not self.fits(longest):
             raise ValueError(f"{longest} tokens do not fit a step of {self.limits.tokens}")
 
-    def _serve_oldest(self, filling: Filling) -> bool:
-        """Gives the oldest request its part, if it is due one; says whether it was."""
-        part = self._share_of_oldest() * filling.room
+    def _serve_oldest(self, builder: StepBuilder) -> bool:
+        """Gives the oldest request its part, if it is due one. Returns whether it was."""
+        part = self._share_of_oldest() * builder.room
         self._oldest_credit = min(self._oldest_credit + part, self.limits.tokens)
         if self._oldest_credit <= 0:
             return False
-        while self._requests and filling.room > 0 and self._oldest_credit > -part:
+        while self._requests and builder.room > 0 and self._oldest_credit > -part:
             oldest, most = next(iter(self._requests.values())), math.ceil(self._oldest_credit + part)
-            given = self._give(oldest, filling, most)
-            if not given and filling.takes_oversized(oldest.request_id):
+            given = self._give(oldest, builder, most)
+            if not given and builder.takes_oversized(oldest.request_id):
                 self._next_partial = oldest
-                given = self._continue_partial(filling, most)
+                given = self._continue_partial(builder, most)
             if not given:
                 break
             self._oldest_credit -= given
@@ -460,100 +414,99 @@ class Scheduler:
             return self.oldest_share
         return max(self.oldest_share, min(self.overdue_share, self._shares.part(oldest) / 2))
 
-    def _serve_passed_over(self, filling: Filling) -> None:
+    def _serve_passed_over(self, builder: StepBuilder) -> None:
         request, self._passed_over = self._passed_over, None
-        if request is not None and not self._give(request, filling):
-            self._continue_partial(filling)
+        if request is not None and not self._give(request, builder):
+            self._continue_partial(builder)
 
-    def _serve_in_order(self, filling: Filling) -> None:
+    def _serve_in_order(self, builder: StepBuilder) -> None:
         misses = 0
-        while filling.room > 0 and misses < _MAX_MISSES and (request := self._shares.first()) is not None:
-            if self._give(request, filling):
+        while builder.room > 0 and misses < _MAX_MISSES and (request := self._shares.first()) is not None:
+            if self._give(request, builder):
                 continue
             if self._passed_over is None:
                 self._passed_over = request
-            self._shares.set_aside(request)
+            self._shares.hide(request)
             misses += 1
 
-    def _serve_small(self, filling: Filling) -> None:
+    def _serve_small(self, builder: StepBuilder) -> None:
         misses = 0
-        while filling.room_for_small > 0 and misses < _MAX_MISSES and (request := self._shares.first()):
-            is_small = filling.note(request.request_id, self._small.include(request))
-            if not is_small or not self._give(request, filling):
-                self._shares.set_aside(request)
+        while builder.room_for_small > 0 and misses < _MAX_MISSES and (request := self._shares.first()):
+            is_small = builder.note(request.request_id, self._is_small(request))
+            if not is_small or not self._give(request, builder):
+                self._shares.hide(request)
                 misses += 1
         self._shares.restore()
 
-    def _take_last_pictures(self, filling: Filling) -> None:
+    def _take_last_pictures(self, builder: StepBuilder) -> None:
         request = self._shares.first()
-        if request is not None and filling.may_have_more_images_of(request.request_id):
+        if request is not None and builder.may_have_more_images_of(request.request_id):
             for image in self._features.take_last(request, self.limits.tokens // 2, self._oldest()):
-                self._add(request, image, filling)
+                self._add(request, image, builder)
 
-    def _fill_gap(self, filling: Filling) -> bool:
-        """Fills what nothing else fits into; says whether it could."""
+    def _fill_gap(self, builder: StepBuilder) -> bool:
+        """Fills room that nothing fits into. Returns whether it could."""
         if self._partial is None and self._next_partial is not None:
-            return self._give(self._next_partial, filling) > 0
-        return self._continue_partial(filling) > 0
+            return self._give(self._next_partial, builder) > 0
+        return self._continue_partial(builder) > 0
 
-    def _give(self, request: WaitingRequest, filling: Filling, most: int = sys.maxsize) -> int:
-        """Adds to the step what of a request best uses the room, but at most `most` tokens of a sequence that
-        has to be cut. Returns its cost in tokens: 0 when nothing could be added."""
-        filling.note(request.request_id, self._small.include(request))
-        if request is self._partial and (given := self._continue_partial(filling, most)):
+    def _give(self, request: WaitingRequest, builder: StepBuilder, most: int = sys.maxsize) -> int:
+        """Adds the part of a request that best uses the room, with at most `most` tokens of a split sequence.
+        Returns its cost in tokens, 0 if nothing fits."""
+        builder.note(request.request_id, self._is_small(request))
+        if request is self._partial and (given := self._continue_partial(builder, most)):
             return given
-        part = self._take(request, filling)
-        takes_sequence = filling.takes_sequence(request.request_id)
-        if part is None and takes_sequence and self._may_cut(request) and request.start_partial():
+        room, takes_sequence = builder.room_of(request.request_id), builder.takes_sequence(request.request_id)
+        part: Part | None = None
+        if takes_sequence:
+            part = request.take(room)
+        elif builder.takes_cached(request.request_id):
+            part = request.take_cached(room)
+        if part is None and takes_sequence and self._may_split(request) and request.start_partial():
             self._partial = request
             self._next_partial = None
-            return self._continue_partial(filling, most)
-        if part is None and filling.takes_image(request.request_id):
-            part = self._features.take(request, filling.room_of(request.request_id), self._oldest())
-        if part is None and filling.takes_oversized(request.request_id):
+            return self._continue_partial(builder, most)
+        if part is None and builder.takes_image(request.request_id):
+            part = self._features.take(request, room, self._oldest())
+        if part is None and builder.takes_oversized(request.request_id):
             part = self._take_oversized(request, takes_sequence)
-        return 0 if part is None else self._add(request, part, filling)
+        return 0 if part is None else self._add(request, part, builder)
 
-    def _take(self, request: WaitingRequest, filling: Filling) -> Part | None:
-        room = filling.room_of(request.request_id)
-        if filling.takes_sequence(request.request_id):
-            return request.take(room)
-        return request.take_cached(room) if filling.takes_cached(request.request_id) else None
-
-    def _may_cut(self, request: WaitingRequest) -> bool:
+    def _may_split(self, request: WaitingRequest) -> bool:
         reserved = self._next_partial
-        # One that waits for its pictures would keep others from being cut whose features these wait for.
+        # A reserved request that waits for pictures does not count: it may wait for features that others
+        # hold.
         is_reserved = reserved is not None and reserved is not request and reserved.has_sequence
         return self.limits.chunked and self._partial is None and not is_reserved
 
     def _take_oversized(self, request: WaitingRequest, may_be_sequence: bool) -> Part | None:
-        """What is larger than the whole budget and cannot be cut."""
+        """Takes a part above the whole budget that cannot be split."""
         sequence = request.take_longest() if may_be_sequence and not self.limits.chunked else None
         if sequence is not None:
             return sequence
         image = self._features.take(request, None, self._oldest())
         return request.take_cached() if image is None else image
 
-    def _add(self, request: WaitingRequest, part: Part, filling: Filling) -> int:
+    def _add(self, request: WaitingRequest, part: Part, builder: StepBuilder) -> int:
         match part:
             case CachedBatch():
                 self._cached -= 1
-                given = filling.add(part)
+                given = builder.add(part)
             case ImageJob():
-                given = filling.add(part)
+                given = builder.add(part)
             case TokenSequence():
                 self._sequences -= 1
-                given = filling.add(Chunk(part, part.shared_prefix_len, len(part)))
+                given = builder.add(Chunk(part, part.shared_prefix_len, len(part)))
         self._account(request, given)
         return given
 
-    def _continue_partial(self, filling: Filling, most: int = sys.maxsize) -> int:
-        """Adds to the step up to `most` tokens of the sequence that is mid-prefill; returns how many."""
+    def _continue_partial(self, builder: StepBuilder, most: int = sys.maxsize) -> int:
+        """Adds at most `most` tokens of the sequence that is mid-prefill. Returns how many."""
         request = self._partial
         if request is None or request.partial is None:
             return 0
-        filling.note(request.request_id, self._small.include(request))
-        given = filling.lengthen(*request.partial, most)
+        builder.note(request.request_id, self._is_small(request))
+        given = builder.lengthen(*request.partial, most)
         if not given:
             return 0
         sequence = request.partial[0]

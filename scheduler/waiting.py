@@ -1,10 +1,4 @@
-"""What one request has waiting: sequences, cached batches, pictures, and the rest of a sequence that is
-mid-prefill.
-
-Documents and cached batches wait until their query has been scheduled, and pairs until their prefix has been;
-what has pictures waits until these are encoded. What is ready can be asked for by size. Which request comes
-next is decided elsewhere.
-"""
+"""Waiting work: the parts of each request, and the order in which requests are served."""
 
 import math
 import sys
@@ -16,17 +10,17 @@ from typing import Generic, TypeVar
 
 from maxsimd.scheduler.sequence import CachedBatch, ImageJob, TokenSequence
 
-# A tenant and a priority: who shares the device with whom.
+# A tenant and a priority, which share the device with others.
 Share = tuple[str, int]
 
 
 def share_of(tenant: str, priority: int) -> Share:
-    """Whose share of the device a request uses; priorities are cut to -8 to 8."""
+    """The share of the device that a request uses. Priorities are limited to -8 to 8."""
     return tenant, max(-8, min(8, priority))
 
 
 def checked_weights(weights: Mapping[str, float]) -> dict[str, float]:
-    """A copy of tenants' weights. Raises ValueError for one that means nothing."""
+    """A copy of tenants' weights. Raises ValueError for invalid ones."""
     for tenant, weight in weights.items():
         if not 0 < weight < math.inf:
             raise ValueError(f"the weight of tenant {tenant!r} must be positive and finite, not {weight}")
@@ -34,26 +28,26 @@ def checked_weights(weights: Mapping[str, float]) -> dict[str, float]:
 
 
 def part_of(priority: int) -> float:
-    """What a priority weighs beside the other priorities of its tenant."""
+    """The weight of a priority among its tenant's priorities."""
     return 2.0**-priority
 
 
 def weight_of(tenant_weight: float, priority: int, together: float) -> float:
-    """What a priority of a tenant weighs; `together` is the sum of the parts of those that have work.
+    """The weight of a tenant's priority. `together` is the sum of `part_of` for its priorities with work.
 
-    No tenant takes from another by its choice of priority: all its priorities together weigh at most as much
-    as the tenant. They weigh less where none of them is 0 or below: what can wait lets other tenants pass."""
+    No choice of priority takes from other tenants: a tenant's priorities together weigh at most as much as
+    the tenant. They weigh less if all of them are above 0, which lets other tenants pass."""
     return tenant_weight * part_of(priority) / max(1.0, together)
 
 
 Item = TypeVar("Item")
 
-# How many items that come next are looked at for one that fits.
+# How many of the next items are tried for one that fits.
 _LOOKED_AT = 64
 
 
 class BySize(Generic[Item]):
-    """Items that can be asked for by size; equal ones come out in the order in which they went in."""
+    """Items by size; equal sizes come out first in, first out."""
 
     def __init__(self) -> None:
         self._items: dict[int, deque[Item]] = {}
@@ -69,7 +63,7 @@ class BySize(Generic[Item]):
         return bool(self._sizes)
 
     def take_over(self, others: "BySize[Item] | InOrder[Item]") -> None:
-        """Adds all others, in a moment even if they are thousands."""
+        """Adds all others without a step for each of them."""
         assert isinstance(others, BySize)
         for size, items in others._items.items():
             if size not in self._items:
@@ -79,8 +73,7 @@ class BySize(Generic[Item]):
                 self._items[size].extend(items)
 
     def pop(self, most: int | None = None) -> Item | None:
-        """Removes and returns the largest item, of those of at most the size `most` if that is given, or
-        None where there is none."""
+        """Removes and returns the largest item, of at most the size `most` if given, or None."""
         position = len(self._sizes) if most is None else bisect_right(self._sizes, most)
         if not position:
             return None
@@ -94,8 +87,7 @@ class BySize(Generic[Item]):
 
 
 class InOrder(Generic[Item]):
-    """Items that come out in the order in which they went in; where the first does not fit, one of the next
-    that does."""
+    """Items that come out first in, first out. If the first does not fit, one of the next that does."""
 
     def __init__(self) -> None:
         self._items: deque[tuple[int, Item]] = deque()
@@ -107,13 +99,12 @@ class InOrder(Generic[Item]):
         return bool(self._items)
 
     def take_over(self, others: "BySize[Item] | InOrder[Item]") -> None:
-        """Adds all others behind those that are there."""
+        """Adds all others at the end."""
         assert isinstance(others, InOrder)
         self._items.extend(others._items)
 
     def pop(self, most: int | None = None) -> Item | None:
-        """Removes and returns the first item of at most the size `most` if that is given, or None where none
-        of the next is."""
+        """Removes and returns the first item, of at most the size `most` if given, or None."""
         for position, (size, item) in enumerate(islice(self._items, _LOOKED_AT)):
             if most is None or size <= most:
                 del self._items[position]
@@ -122,7 +113,7 @@ class InOrder(Generic[Item]):
 
 
 class _Ready:
-    """Sequences and cached batches that may be run, or may be once a query is."""
+    """Sequences and cached batches that may run, or may once a query has."""
 
     def __init__(self, in_order: bool) -> None:
         self.sequences: BySize[TokenSequence] | InOrder[TokenSequence] = InOrder() if in_order else BySize()
@@ -140,16 +131,17 @@ class _Ready:
 
 
 class WaitingRequest:
-    """The waiting work of one request. Made by anybody, on any thread; once it is in a `Scheduler`, that owns
-    it and alone may call it.
+    """The waiting work of one request. Created on any thread; a `Scheduler` that has taken it owns it.
 
-    Its sequences are run by size, so that steps are full, or `in_order`: of a request that may be ended
-    before it is done, the first count most. `work` is what is left, in tokens: of sequences those that have
-    not been scheduled, and the prices of cached batches and pictures. No sequence that was added has more new
-    tokens than `longest`. Of its pictures that have been scheduled, those have `features` whose sequences are
-    not yet. The scheduler sets `arrival`, which counts requests in the order in which it took them, and
-    `due`: how many tokens have been scheduled in all when those are that waited when it came, its own by then
-    included.
+    Documents and cached batches wait until their query has been scheduled, pairs until their prefix has been,
+    and sequences with pictures until these are encoded. Sequences run by size, so that steps are full, or
+    `in_order`, for requests that may be ended early.
+
+    `work` is the unscheduled work in tokens, with the prices of cached batches and pictures. `longest` is the
+    most new tokens of a sequence. `features` are those of scheduled pictures whose sequences are not
+    scheduled yet. The scheduler sets `arrival`, the request's number in order of arrival, and `due`: the
+    count of scheduled tokens at which everything that waited when it came, and itself, could have been
+    scheduled.
     """
 
     def __init__(self, request_id: int, share: Share, in_order: bool = False) -> None:
@@ -165,19 +157,19 @@ class WaitingRequest:
         self.partial: tuple[TokenSequence, int] | None = None
         self._in_order = in_order
         self._ready = _Ready(in_order)
-        # Queries, prefixes and pictures, in the order in which they are scheduled: a picture before the query
-        # that has it or after that of its document, and those of one sequence one after the other.
+        # Queries, prefixes and pictures, in the order of scheduling: a query's pictures before it, a
+        # document's after its query, and those of one sequence together.
         self._leading: deque[TokenSequence | ImageJob] = deque()
-        # By the id of the query, prefix or picture that they wait for.
+        # By the id of the query, prefix or picture that the items wait for.
         self._blocked: dict[int, _Ready] = {}
-        # Pictures of the step that is being formed.
+        # The pictures in the step that is being formed.
         self._encoding: list[ImageJob] = []
-        # Of pictures whose sequences are still to be scheduled, by their ids.
+        # By the id of a scheduled picture whose sequence is not scheduled yet.
         self._features: dict[int, int] = {}
 
     @property
     def has_sequence(self) -> bool:
-        """Whether there is a sequence that waits for nothing."""
+        """Whether a sequence is ready."""
         return bool(self._ready.sequences) or self._next_query() is not None
 
     def add(
@@ -186,8 +178,8 @@ class WaitingRequest:
         cached: Iterable[CachedBatch],
         images: Iterable[ImageJob] = (),
     ) -> None:
-        """Adds work. What waits for a query, prefix or picture that neither waits here nor comes with it is
-        ready. Of what has pictures and waits for a query or prefix as well, that comes first."""
+        """Adds work. An item is ready if the query, prefix or picture that it waits for neither waits here
+        nor comes with it. A document's query or prefix comes before its pictures."""
         sequences = list(sequences)
         by_id = {image.image_id: image for image in images}
         for sequence in sequences:
@@ -213,12 +205,11 @@ class WaitingRequest:
         self.work += image.price
 
     def take(self, room: int) -> TokenSequence | CachedBatch | None:
-        """Removes and returns what best uses `room` tokens, or None when nothing fits.
+        """Removes and returns the item that best uses `room` tokens, or None.
 
-        The longest ready sequence goes first, so that short ones are left to fill the gaps of later steps, or
-        the first where that is the request's order; then the dearest cached batch, which there is first,
-        because it costs little; a query or prefix only when nothing else fits, so that few of them are held
-        at a time."""
+        The longest ready sequence goes first, so that short ones fill the gaps of later steps; then the most
+        expensive cached batch; then a query or prefix, so that few of them are held at a time. Requests
+        `in_order` take cached batches, which cost little, and then the first sequence."""
         if self._in_order and (batch := self.take_cached(room)) is not None:
             return batch
         if (sequence := self._ready.sequences.pop(room)) is not None:
@@ -233,14 +224,13 @@ class WaitingRequest:
 
     @property
     def next_features(self) -> int:
-        """How many features the pictures have whose turn it is; 0 where it is not."""
+        """The features of the picture that comes next; 0 if something else does."""
         image = self._next_leading()
         return image.features if isinstance(image, ImageJob) else 0
 
     def take_image(self, room: int | None, most_features: int) -> ImageJob | None:
-        """Removes and returns the picture that comes next, if its price fits `room` tokens where that is
-        given, and if there is room for its features; else None. What waits for it is ready after
-        `end_step`."""
+        """Removes and returns the picture that comes next, if its price fits `room` (if given) and its
+        features fit `most_features`, or None. Items that wait for it are ready after `end_step`."""
         image = self._next_leading()
         if not isinstance(image, ImageJob):
             return None
@@ -254,21 +244,20 @@ class WaitingRequest:
         return image
 
     def end_step(self) -> None:
-        """Makes ready what waits for the pictures of a step, once that is formed: it runs in a later one."""
+        """Makes the items ready that wait for the step's pictures: they run in a later step."""
         for image in self._encoding:
             self._release(image.image_id)
         self._encoding.clear()
 
     def take_cached(self, room: int | None = None) -> CachedBatch | None:
-        """Removes and returns the dearest cached batch that is ready, of those that fit `room` tokens if that
-        is given; None where there is none."""
+        """Removes and returns the most expensive ready cached batch that fits `room` (if given), or None."""
         if (batch := self._ready.cached.pop(room)) is not None:
             self._account(batch)
         return batch
 
     def take_longest(self) -> TokenSequence | None:
-        """Removes and returns the longest ready sequence, or the first where that is the order, else the
-        next query, else None."""
+        """Removes and returns the longest ready sequence (the first if `in_order`), else the next query, or
+        None."""
         if (sequence := self._ready.sequences.pop()) is not None:
             self._account(sequence)
             return sequence
@@ -276,9 +265,8 @@ class WaitingRequest:
         return None if query is None else self._take_query(query)
 
     def start_partial(self) -> bool:
-        """Chooses the longest ready sequence, or the first where that is the order, else the next query, as
-        the one that is mid-prefill; says whether there was one. It counts as waiting until `advance` has
-        brought it to its end."""
+        """Starts to prefill the sequence that `take_longest` would return. Returns whether there is one. It
+        counts as waiting until `advance` completes it."""
         sequence = self._ready.sequences.pop()
         if sequence is None:
             sequence = self._next_query()
@@ -289,8 +277,8 @@ class WaitingRequest:
         return True
 
     def advance(self, tokens: int) -> bool:
-        """Notes that more tokens of the sequence that is mid-prefill have been scheduled. Once all of them
-        are, returns True, and what waits for it is ready."""
+        """Counts scheduled tokens of the sequence that is mid-prefill. Returns True once it is complete;
+        items that wait for it are then ready."""
         assert self.partial is not None
         sequence, start = self.partial
         self.work -= tokens
@@ -305,8 +293,8 @@ class WaitingRequest:
         return True
 
     def _next_leading(self) -> TokenSequence | ImageJob | None:
-        """What comes next of that for which others wait. Nothing comes before all of a query that is
-        mid-prefill: a document whose pictures are done may wait for that too."""
+        """The next query, prefix or picture. None while a query is mid-prefill: a document whose pictures are
+        done may wait for it too."""
         if not self._leading or (self.partial is not None and self.partial[0].num_consumers):
             return None
         leading = self._leading[0]
@@ -314,7 +302,7 @@ class WaitingRequest:
         return None if has_images and self._encoding else leading
 
     def _next_query(self) -> TokenSequence | None:
-        """The query or prefix that comes next, if it is not a picture's turn."""
+        """The next query or prefix, unless a picture comes first."""
         leading = self._next_leading()
         return leading if isinstance(leading, TokenSequence) else None
 
@@ -325,7 +313,7 @@ class WaitingRequest:
         return query
 
     def _release(self, leading_id: int) -> None:
-        """Makes ready what waits for a sequence, because its last token is in a step, or for a picture."""
+        """Makes the items ready that wait for a completely scheduled sequence or picture."""
         if (released := self._blocked.pop(leading_id, None)) is not None:
             self._ready.take_over(released)
 
@@ -338,18 +326,17 @@ class WaitingRequest:
         (self._ready if blocked is None else blocked).add(item)
 
     def _account(self, item: TokenSequence | CachedBatch) -> None:
+        self.work -= item.price
         if isinstance(item, CachedBatch):
-            self.work -= item.price
             self.num_cached -= 1
         else:
-            self.work -= item.price
             self.num_sequences -= 1
             self._forget_features(item)
 
 
 class HeldFeatures:
-    """The requests with pictures that have been scheduled, and sequences of these that have not. Together
-    they hold at most as many features as the `limit`, or those of one sequence."""
+    """Requests with scheduled pictures whose sequences are not scheduled yet. Together they hold at most
+    `limit` features, or those of one sequence."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -363,10 +350,10 @@ class HeldFeatures:
     def take(
         self, request: WaitingRequest, room: int | None, oldest: WaitingRequest | None
     ) -> ImageJob | None:
-        """Takes a request's next picture for the step that is being formed, if its price fits `room` and its
-        features may be held; else None. Where the `oldest` request finds no room for features, nobody else
-        takes any until it has: newer ones would use up what becomes free."""
-        # The further pictures of a sequence have none of their own.
+        """Takes a request's next picture for the step, if its price fits `room` and its features may be held,
+        or None. If the `oldest` request finds no room for features, no other takes any until it has: newer
+        ones would use up the room that becomes free."""
+        # Only the first picture of a sequence counts features.
         if self._reserved is not None and self._reserved is not request and request.next_features:
             return None
         held = self.number
@@ -383,14 +370,14 @@ class HeldFeatures:
     def take_last(
         self, request: WaitingRequest, most: int, oldest: WaitingRequest | None
     ) -> Iterator[ImageJob]:
-        """Takes what pictures a request has left, if all that it has costs at most `most`: two short passes
-        of a tower take longer than one."""
+        """Takes a request's last pictures if its work is at most `most`: one pass of a tower takes less time
+        than two."""
         if request.work <= most:
             while (image := self.take(request, None, oldest)) is not None:
                 yield image
 
     def end_step(self) -> None:
-        """Lets what waits for a step's pictures into the next one."""
+        """Makes the items ready that wait for the step's pictures."""
         for request in [*self._requests.values()]:
             request.end_step()
             if not request.features:
@@ -408,16 +395,15 @@ _MAX_STEPS_AHEAD = 4
 
 
 def size_class(tokens: int, budget: int) -> int:
-    """The size class of a request with `tokens` left: 0 for those of less than half the `budget` of a step, 1
-    for less than a whole step, 2 for less than two, 3 for less than four, and so on. A step runs several of
-    the smallest: if some of them passed the others, these would be late and nobody much earlier."""
+    """The size class of a request with `tokens` left: 0 below half the `budget` of a step, 1 below a whole
+    step, 2 below two, 3 below four, and so on. A step runs several of the smallest, so ordering these would
+    delay some and hurry none."""
     return (2 * tokens // max(1, budget)).bit_length()
 
 
 class _Group:
-    """The waiting requests of one tenant and priority, in the order in which they are served.
-
-    `virtual_time` is what they have been given, in tokens divided by their weight."""
+    """The waiting requests of one tenant and priority, in order. `virtual_time` is the tokens given to them
+    divided by their weight."""
 
     def __init__(self, share: tuple[str, int], number: int, virtual_time: float) -> None:
         self.share = share
@@ -428,15 +414,14 @@ class _Group:
 
 
 class Shares:
-    """Ranks the waiting requests. Owned by the `Scheduler`, which alone may call it.
+    """Ranks the waiting requests. Owned by the `Scheduler`.
 
-    The group that has been given least for its weight is served first: start-time fair queueing (Goyal, Vin &
-    Cheng 1996). So shares hold only between groups that have work, and none is saved up without work. A
-    tenant's weight is divided among its priorities that have work, 2**-priority to each: no tenant takes from
-    another by its choice of `priority`. One that has only priorities above 0 lets others pass: it weighs no
-    more than these parts together. Within a group, requests are ranked by the class of what they have left,
-    then by arrival: shortest remaining processing time (Schrage 1968), the order with the least mean
-    latency, but with classes (`size_class`), so that like requests are served one after the other.
+    The next group is the one that has been given least for its weight: start-time fair queueing (Goyal, Vin &
+    Cheng 1996). Shares hold between groups that have work, and nothing is saved up without work. A tenant's
+    weight is divided among its priorities with work (`weight_of`). Within a group, requests are ranked by the
+    class of their remaining work (`size_class`), then by arrival: shortest remaining processing time (Schrage
+    1968), the order with the least mean latency, in classes, so that like requests are served in order of
+    arrival.
 
     Every change costs a binary search and an insertion into a list.
     """
@@ -449,16 +434,16 @@ class Shares:
         self._numbered = 0
         self._groups: dict[tuple[str, int], _Group] = {}
         self._order: list[tuple[float, int, _Group]] = []
-        # What those priorities of a tenant that have work weigh together.
+        # By tenant: the sum of `part_of` for its priorities with work.
         self._priorities: dict[str, float] = {}
-        # The virtual times of groups that ran out of work while they were ahead of the others.
+        # The virtual times of groups that ran out of work while ahead of the others.
         self._ahead: dict[tuple[str, int], float] = {}
         self._classes: dict[int, int] = {}
-        self._aside: dict[int, WaitingRequest] = {}
+        self._hidden: dict[int, WaitingRequest] = {}
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
-        """Changes what tenants weigh from now on. What each has been given ahead of the others stays as many
-        tokens as it was. Raises ValueError, and changes nothing, for a weight that means nothing."""
+        """Changes the tenants' weights. The tokens that each is ahead of the others stay the same. Raises
+        ValueError, and changes nothing, for invalid weights."""
         before, self.weights = self.weights, checked_weights(weights)
 
         def scaled(share: tuple[str, int], virtual_time: float) -> float:
@@ -470,7 +455,7 @@ class Shares:
         self._ahead = {share: scaled(share, time) for share, time in self._ahead.items()}
 
     def join(self, request: WaitingRequest) -> None:
-        """Takes in a request that has work."""
+        """Adds a request that has work."""
         group = self._groups.get(request.share)
         if group is None:
             self._advance()
@@ -483,9 +468,9 @@ class Shares:
         self._rank(group, request)
 
     def leave(self, request: WaitingRequest) -> None:
-        """Forgets a request."""
+        """Removes a request."""
         group = self._groups[request.share]
-        if self._aside.pop(request.request_id, None) is None:
+        if self._hidden.pop(request.request_id, None) is None:
             self._unrank(group, request)
         group.num_requests -= 1
         if group.num_requests:
@@ -501,19 +486,18 @@ class Shares:
             self._now = 0.0
 
     def first(self) -> WaitingRequest | None:
-        """The request to serve next: the first of its group, in the group that has had least."""
+        """The request to serve next."""
         return self._order[0][2].ranked[0][2] if self._order else None
 
     def part(self, request: WaitingRequest) -> float:
-        """The part of the device that the request's tenant and priority are due by their weight, beside all
-        others that have work."""
+        """The part of the device that the request's group is due by its weight."""
         together = sum(self._weight(group) for group in self._groups.values())
         return self._weight(self._groups[request.share]) / together
 
     def charge(self, request: WaitingRequest, tokens: int) -> None:
-        """Notes that a request was given tokens, or with 0 that what it has left has changed."""
+        """Counts tokens given to a request; 0 if only its remaining work has changed."""
         group = self._groups[request.share]
-        is_ranked = request.request_id not in self._aside
+        is_ranked = request.request_id not in self._hidden
         if is_ranked and self._classes[request.request_id] != self._class_of(request):
             self._unrank(group, request)
             self._rank(group, request)
@@ -522,21 +506,21 @@ class Shares:
         if later > group.virtual_time:
             self._move(group, later)
 
-    def set_aside(self, request: WaitingRequest) -> None:
-        """Leaves a request out of the order until `restore`: nothing of it fits the step."""
+    def hide(self, request: WaitingRequest) -> None:
+        """Leaves a request that does not fit the step out of the order until `restore`."""
         self._unrank(self._groups[request.share], request)
-        self._aside[request.request_id] = request
+        self._hidden[request.request_id] = request
 
     def restore(self) -> None:
-        """Brings back, at the end of a step, what was set aside."""
-        for request in self._aside.values():
+        """Brings hidden requests back, at the end of a step."""
+        for request in self._hidden.values():
             self._rank(self._groups[request.share], request)
-        self._aside.clear()
+        self._hidden.clear()
         self._advance()
 
     def _advance(self) -> None:
-        """Moves the present to the group that has been given least; who was ahead of the others until then,
-        and has no work, is even with them."""
+        """Moves the virtual present to the group that has been given least, and forgets groups without work
+        that are no longer ahead."""
         if self._order:
             self._now = max(self._now, self._order[0][0])
         if self._ahead:
