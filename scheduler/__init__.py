@@ -1,6 +1,6 @@
-"""What to run next: sequences, steps, the token budget and the order of work.
+"""What runs next: sequences, steps, the token budget and the order of work.
 
-Pure Python and numpy: no torch and no asyncio, so that the policy can be simulated a million steps at a time.
+Python and numpy only, without torch and asyncio, so that a million steps can be simulated.
 """
 
 from maxsimd.scheduler.forecast import ServiceRate, StepTimes, WaitErrors

@@ -1,7 +1,4 @@
-"""When waiting work will be done: estimates, by which those at the door decide whether more may come in.
-
-Nothing here changes what is run, or in which order.
-"""
+"""Estimates of when waiting work will be done, for admission."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -10,14 +7,14 @@ import numpy as np
 
 from maxsimd.scheduler.waiting import Share, part_of, size_class, weight_of
 
-# The longer all takes, the more the oldest get meanwhile: how often that is worked out anew at most.
+# The most rounds of the estimate: the longer everything takes, the more the oldest requests get meanwhile.
 _ROUNDS = 100
 # After this many seconds (of steps, for a rate) a measurement counts half.
 _HALF_LIFE = 10.0
-# By how many of the latest steps it is judged how long another may take.
+# The number of latest steps that tell how long another may take.
 _LATEST_STEPS = 16
-# This many seconds of waits are taken to have been as forecast, beside those that were seen; and a wait is
-# never taken to be more than this many times as long.
+# This many seconds of waits count as exactly forecast, beside those that were seen. Forecasts are corrected
+# at most by this factor.
 _TRUSTED_SECONDS, _MOST_TIMES = 2.0, 4.0
 
 
@@ -29,17 +26,16 @@ def work_ahead(
     oldest_share: float,
     budget: int,
 ) -> int:
-    """How many tokens are run, by about, before the last of a request of `tokens` that came now.
+    """About how many tokens run before the last one of a request of `tokens` that comes now.
 
-    `waiting` has each waiting request's share and what it has left, in tokens, the oldest first. Of the same
-    tenant and priority all of the same class of size (`size_class`) or a lower one goes before. Others run
-    beside it, as their weights allow. An `oldest_share` of all goes to one request after the other, the
-    oldest first; what the larger ones of the same tenant and priority get of it is taken from that tenant and
-    priority.
+    `waiting` has each waiting request's share and remaining tokens, oldest first. Requests of the same share
+    and the same or a lower size class (`size_class`) run before it. Other shares run beside it by weight. The
+    requests get `oldest_share` of everything in turn, oldest first; the part that goes to larger requests of
+    the same share delays it.
     """
     own_class = size_class(tokens, budget)
     own, beside = tokens, dict[Share, int]()
-    # How much has gone to larger ones of the same group once the oldest requests have had all they need.
+    # The tokens given to the oldest requests, and how many of them to larger ones of the same share.
     given, to_larger = [0], [0]
     for each, work in waiting:
         is_larger = each == share and size_class(work, budget) > own_class
@@ -72,8 +68,8 @@ def _weights(shares: set[Share], tenants: Mapping[str, float]) -> dict[Share, fl
 
 
 class ServiceRate:
-    """How many tokens a second the device runs when it has enough to do: an average of steps, in which newer
-    ones count more. A step of less than half of `budget` tokens says nothing of it."""
+    """The tokens per second of a device with enough work: an average over steps, in which newer ones count
+    more. Steps of less than half of `budget` tokens do not count."""
 
     def __init__(self, budget: int) -> None:
         self._least = budget / 2
@@ -81,7 +77,6 @@ class ServiceRate:
         self._seconds = 0.0
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """Notes a step."""
         if tokens < self._least or seconds <= 0:
             return
         remaining = 0.5 ** (seconds / _HALF_LIFE)
@@ -94,27 +89,26 @@ class ServiceRate:
         return self._tokens / self._seconds if self._seconds else None
 
     def seconds(self, tokens: int) -> float | None:
-        """How long the device takes for that many tokens; None where that is not known yet."""
+        """The time for that many tokens; None until the rate is known."""
         rate = self.tokens_per_second
         return None if rate is None else tokens / rate
 
 
 class WaitErrors:
-    """How many times as long as forecast requests have waited, by their class of size. A forecast knows only
-    what waits already: smaller requests that come later go before large ones, and not every step is full. Of
-    what was seen, newer counts more; with nothing seen for long, forecasts are trusted again."""
+    """By how much waits exceed their forecasts, by size class. A forecast knows only the work that already
+    waits: smaller requests that come later pass large ones, and not every step is full. Newer waits count
+    more, and without new ones forecasts are trusted again."""
 
     def __init__(self) -> None:
-        # By class of size: seconds that were forecast, seconds that it took, and when (in seconds) that was.
+        # By size class: seconds forecast, seconds waited, and the time of the last wait.
         self._seen: dict[int, tuple[float, float, float]] = {}
 
     def observe(self, tokens: int, forecast: float, waited: float, now: float) -> None:
-        """Notes how many seconds a request of that many tokens has waited."""
         before = self._since(tokens, now)
         self._seen[tokens.bit_length()] = before[0] + forecast, before[1] + max(0.0, waited), now
 
     def factor(self, tokens: int, now: float) -> float:
-        """By how much the forecast for a request of that many tokens is to be multiplied: at least 1."""
+        """The factor that corrects a forecast for a request of `tokens`: at least 1."""
         forecast, waited = self._since(tokens, now)
         times = (waited + _TRUSTED_SECONDS) / (forecast + _TRUSTED_SECONDS)
         return max(1.0, min(_MOST_TIMES, times))
@@ -126,16 +120,15 @@ class WaitErrors:
 
 
 class StepTimes:
-    """How long another step may take, by the latest ones: each says that it is no longer than it was itself
-    for as many tokens or fewer, and in proportion for more. Small steps say so too, if less exactly."""
+    """An upper bound of a step's time, from the latest steps: no longer than any of them for as many tokens
+    or fewer, and in proportion for more."""
 
     def __init__(self) -> None:
         self._latest: deque[tuple[int, float]] = deque(maxlen=_LATEST_STEPS)
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """Notes a step of at least one token."""
         self._latest.append((tokens, seconds))
 
     def most_seconds(self, tokens: int) -> float | None:
-        """How long a step of that many tokens takes at most; None before the first."""
+        """The longest time for a step of `tokens`; None before the first step."""
         return min((seconds * max(1.0, tokens / each) for each, seconds in self._latest), default=None)

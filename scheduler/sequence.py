@@ -1,7 +1,4 @@
-"""The nouns of scheduling: a tokenised sequence, a batch of cached documents, a chunk, and a step.
-
-Nothing here decides anything; the policy does.
-"""
+"""The data of scheduling: token sequences, batches of cached documents, pictures, chunks and steps."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +13,7 @@ TokenIds = NDArray[np.int32]
 
 
 class Role(Enum):
-    """What a sequence is to its request."""
+    """The role of a sequence in its request."""
 
     QUERY = "query"
     DOCUMENT = "document"
@@ -27,7 +24,7 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ResultSlot:
-    """Result `index` of the request `request_id`."""
+    """The place of a result: `index` among those of the request `request_id`."""
 
     request_id: int
     index: int
@@ -35,9 +32,8 @@ class ResultSlot:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedImage:
-    """A picture within a sequence: its feature i stands in place of token `positions[i]`, ascending. `inputs`
-    are what the vision tower reads, passed on unread, and `digest` tells them from those of other
-    pictures."""
+    """A picture within a sequence: its feature i replaces token `positions[i]`, ascending. The vision tower
+    reads the `inputs`, whose digest is `digest`."""
 
     image_id: int
     positions: NDArray[np.int64]
@@ -45,18 +41,18 @@ class PlacedImage:
     digest: bytes
 
     def within(self, count: int) -> "PlacedImage":
-        """What the first `count` tokens of the sequence have of the picture."""
+        """The part of the picture in the first `count` tokens."""
         return replace(self, positions=self.positions[: np.searchsorted(self.positions, count)])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tokens:
-    """What the model reads: token ids [n] and, where the tokeniser gives them, type ids [n].
+    """The model's input: token ids [n] and, if the tokenizer gives them, type ids [n].
 
-    In place of some stand the `images`. `position_ids` [3, n] are those in time, height and width, where they
-    are not those of text (None). Only the first `attended_len` tokens may be attended to (fewer than
-    all where query expansion is not attended; None for all). `pooled_positions`, ascending, are the tokens
-    that take part in pooling (None for all). Raises ValueError for no token."""
+    `images` replace some tokens. `position_ids` [3, n] are positions in time, height and width; None for
+    those of text. Only the first `attended_len` tokens may be attended to, which leaves out query expansion;
+    None for all. `pooled_positions`, ascending, are the tokens that are pooled; None for all. Raises
+    ValueError for no token."""
 
     ids: TokenIds
     type_ids: TokenIds | None = None
@@ -81,12 +77,12 @@ class Tokens:
         return int(self.ids[-1])
 
     def behind(self, count: int, image_ids: Iterator[int]) -> "Tokens":
-        """The same, with those images alone that stand behind the first `count` tokens, under new ids."""
+        """The same tokens with only the images behind the first `count` of them, under new ids."""
         images = [image for image in self.images if image.positions[0] >= count]
         return replace(self, images=tuple(replace(image, image_id=next(image_ids)) for image in images))
 
     def first(self, count: int) -> "Tokens":
-        """The first tokens, all attended to and pooled, and what they have of the images."""
+        """The first tokens, all attended to and pooled, with their part of the images."""
         begun = (image.within(count) for image in self.images if image.positions[0] < count)
         types = None if self.type_ids is None else self.type_ids[:count]
         positions = None if self.position_ids is None else self.position_ids[:, :count]
@@ -95,11 +91,9 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JoinedTokens:
-    """`Tokens` that are put together when they are read, so that what thousands of sequences have in common,
-    a long query say, is held once. All are attended to and pooled.
-
-    `types[i]` is the type ids of `parts[i]`, or the one that all its tokens have. Raises ValueError for no
-    token."""
+    """`Tokens` that are joined when they are read, so that thousands of sequences share a long query. All are
+    attended to and pooled. `types[i]` are the type ids of `parts[i]`, or one for all. Raises ValueError for
+    no token."""
 
     parts: tuple[TokenIds, ...]
     types: tuple[TokenIds | int, ...]
@@ -132,7 +126,7 @@ class JoinedTokens:
         return next(int(part[-1]) for part in reversed(self.parts) if len(part))
 
     def first(self, count: int) -> "JoinedTokens":
-        """The first tokens, which are not copied."""
+        """The first tokens, not copied."""
         parts: list[TokenIds] = []
         types: list[TokenIds | int] = []
         for part, of_part in zip(self.parts, self.types, strict=True):
@@ -163,8 +157,8 @@ AnyTokens: TypeAlias = Tokens | JoinedTokens
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """One of `num_windows` sequences through which a document is read and then scored as one. The document
-    goes by the sequence id of its first window."""
+    """One of `num_windows` sequences of a long document, which is scored as one. `document_id` is the
+    sequence id of its first window."""
 
     document_id: int
     num_windows: int
@@ -172,8 +166,8 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """How a score is to be explained: by the best matches in each window of the document, which have `rows`
-    vectors each, and `with_map` also by the similarities of all its vectors."""
+    """How a score is explained: by the best matches in each window, which have `rows` vectors each, and
+    `with_map` also by the similarities of all vectors."""
 
     rows: tuple[int, ...]
     with_map: bool = False
@@ -181,11 +175,11 @@ class Explained:
 
 @dataclass(frozen=True, slots=True)
 class DocumentPayload:
-    """A document that is scored against the query with the sequence id `query_id`.
+    """A document that is scored against the query with the sequence id `query_id`, or against `given_query`,
+    the embedding that the request brought.
 
-    With a `cache_key` its embedding is cached, marked as `truncated` where the text was cut. `window` is None
-    for a document that is one sequence. A query that came as its embedding is not run, but is the
-    `given_query`. A document whose score is to be explained says how it is `explained`."""
+    With a `cache_key` its embedding is cached, marked as `truncated` if the text was. `window` is None for a
+    document in one sequence. `explained` is for documents whose scores are explained."""
 
     query_id: int
     cache_key: bytes | None = None
@@ -201,10 +195,12 @@ class DocumentPayload:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Payload:
-    """`task` names the pooling method; `slot` is where the result goes, None for queries and prefixes, which
-    serve other sequences. `document` says what a document of a two-stage request is scored against. Of a text
-    that is read as a whole and pooled in `passages`, these are which of its pooled tokens each has, counted
-    from 0: the first, and the one after the last, int64 [passages, 2]."""
+    """What the stages after the scheduler need of a sequence.
+
+    `task` names the pooling method. `slot` is the place of the result; queries and prefixes have none.
+    `document` says what a document is scored against. `passages`, int64 [passages, 2], are the first pooled
+    token of each passage and the one after its last, for texts that are read as a whole and pooled by
+    passage."""
 
     role: Role
     task: str
@@ -216,12 +212,11 @@ class Payload:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageJob:
-    """A picture for the vision tower. `image_id` is an id as sequences have them.
+    """A picture for the vision tower. `image_id` is from the ids of sequences; the tower reads `inputs`.
 
-    `price` is how many tokens the language model could run in the same time. The features stay on the device
-    until the one sequence that has the picture has run, whose result is that of the `slot`. The first picture
-    of a sequence has as many `features` as all of them have together, and the others none: who begins with a
-    sequence's pictures has room for all. `inputs` are what the tower reads, passed on unread."""
+    `price` is the number of tokens that the language model runs in the same time. The features stay on the
+    device until the picture's sequence, whose result is that of `slot`, has run. The first picture of a
+    sequence counts the `features` of all its pictures, so that they all fit once the first one does."""
 
     image_id: int
     request_id: int
@@ -237,15 +232,14 @@ class ImageJob:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenSequence:
-    """One tokenised text or pair. The scheduler reads all but the payload; made by the named constructors.
+    """One tokenized text or pair. The scheduler does not read the payload. Use the named constructors.
 
-    `sequence_id` is unique in the engine. A sequence with `waits_for` is scheduled after the sequence of that
-    id: a document after its query, a pair after its prefix, and what has pictures of its own after the last
-    of these. The tokens of the prefix `prefix_id` are a pair's own first `shared_prefix_len`, which are not
-    run again. `num_consumers` is how many sequences and cached documents use what this one leaves on the
-    device, its embedding or its keys and values. Of its `num_tokens`, as many as `num_new_tokens` are run for
-    itself. `scoring` is the extra price, in tokens, of a score that takes long; it counts with the
-    last token. Its `price` is `num_new_tokens` plus `scoring`.
+    `sequence_id` is unique in the engine. A sequence is scheduled after the one it `waits_for`: a document
+    after its query, a pair after its prefix, and a sequence with pictures of its own after the last of these.
+    A pair's first `shared_prefix_len` tokens are those of the prefix `prefix_id` and do not run again.
+    `num_consumers` sequences and cached documents use this one's embedding, or its keys and values, on the
+    device. `scoring` is the extra price, in tokens, of a score that takes long; it counts with the last
+    token. `num_new_tokens` are run, and `price` is that plus `scoring`.
     """
 
     sequence_id: int
@@ -256,7 +250,7 @@ class TokenSequence:
     shared_prefix_len: int = 0
     prefix_id: int | None = None
     scoring: int = 0
-    # Kept because they are read again and again for each of thousands of sequences.
+    # Stored because they are read often, for thousands of sequences.
     num_tokens: int = field(init=False)
     num_new_tokens: int = field(init=False)
     price: int = field(init=False)
@@ -270,7 +264,7 @@ class TokenSequence:
     def text(
         cls, sequence_id: int, slot: ResultSlot, task: str, tokens: AnyTokens, role: Role = Role.TEXT
     ) -> "TokenSequence":
-        """A text, or one with pictures, whose pooled output is the result."""
+        """A text, perhaps with pictures, whose pooled output is the result."""
         waits_for = tokens.images[-1].image_id if tokens.images else None
         return cls(sequence_id, slot.request_id, Payload(role, task, tokens, slot), waits_for)
 
@@ -278,7 +272,7 @@ class TokenSequence:
     def passages(
         cls, sequence_id: int, slot: ResultSlot, task: str, tokens: AnyTokens, passages: NDArray[np.int64]
     ) -> "TokenSequence":
-        """A text that is read as a whole, of which the result has a row for each of its passages."""
+        """A text that is read as a whole. The result has a row per passage."""
         payload = Payload(Role.TEXT, task, tokens, slot, passages=passages)
         return cls(sequence_id, slot.request_id, payload)
 
@@ -290,8 +284,8 @@ class TokenSequence:
         tokens: AnyTokens,
         prefix: "TokenSequence | None" = None,
     ) -> "TokenSequence":
-        """A query and a document in one sequence, for a cross-encoder; run behind `prefix` if given, whose
-        pictures are not among those of the tokens."""
+        """A query and a document in one sequence, for a cross-encoder. With a `prefix` it runs behind that,
+        whose pictures are not among the tokens'."""
         payload = Payload(Role.PAIR, "classify", tokens, slot)
         waits_for = tokens.images[-1].image_id if tokens.images else None
         if prefix is None:
@@ -304,14 +298,14 @@ class TokenSequence:
     def prefix(
         cls, sequence_id: int, request_id: int, tokens: AnyTokens, num_consumers: int
     ) -> "TokenSequence":
-        """The tokens that `num_consumers` pairs begin with: run for their keys and values alone."""
+        """The tokens that `num_consumers` pairs start with, run for their keys and values alone."""
         return cls(sequence_id, request_id, Payload(Role.PREFIX, "", tokens), None, num_consumers)
 
     @classmethod
     def query(
         cls, sequence_id: int, request_id: int, task: str, tokens: AnyTokens, num_consumers: int
     ) -> "TokenSequence":
-        """A query whose embedding `num_consumers` documents (each window counted) are scored against."""
+        """A query against whose embedding `num_consumers` documents, counted in windows, are scored."""
         return cls(sequence_id, request_id, Payload(Role.QUERY, task, tokens), None, num_consumers)
 
     @classmethod
@@ -324,7 +318,7 @@ class TokenSequence:
         document: DocumentPayload,
         scoring: int = 0,
     ) -> "TokenSequence":
-        """A document, or a window of one, to be scored against a query of the same request."""
+        """A document, or a window of one, that is scored against a query of the same request."""
         payload = Payload(Role.DOCUMENT, task, tokens, slot, document)
         waits_for = tokens.images[-1].image_id if tokens.images else document.query_id
         return cls(sequence_id, slot.request_id, payload, waits_for, scoring=scoring)
@@ -334,7 +328,6 @@ class TokenSequence:
 
     @property
     def tokens(self) -> AnyTokens:
-        """What the model reads."""
         return self.payload.tokens
 
     @property
@@ -344,12 +337,12 @@ class TokenSequence:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CachedBatch:
-    """Documents of one query whose embeddings are cached: nothing of them is run, but scoring takes time.
+    """Cached documents of one query, which are only scored.
 
-    `price` is how many tokens the device could run in that time. Scored in the step of the query
-    `waits_for`, or in a later one; in any, where the request brought the query's embedding, `given_query`.
-    For a part of a long query, `query_part` is its first row and the row after its last, or None for all that
-    are left. The scheduler passes on these and the `documents` unread."""
+    `price` is the number of tokens that the device runs in the same time. They are scored in the step of the
+    query `waits_for` or later, or in any step against `given_query`, the embedding that the request brought.
+    `query_part` is the part of a long query: its first row and the row after its last, None for all that are
+    left."""
 
     request_id: int
     waits_for: int
@@ -365,7 +358,7 @@ class CachedBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
-    """The tokens `start` to `stop` of a sequence, to be run in one step."""
+    """The tokens `start` to `stop` of a sequence, which run in one step."""
 
     sequence: TokenSequence
     start: int
@@ -376,7 +369,7 @@ class Chunk:
 
     @property
     def scoring(self) -> int:
-        """What scoring costs that comes with it, in tokens."""
+        """The price of scoring that comes with it, in tokens."""
         scoring = self.sequence.scoring
         return scoring if scoring and self.is_last else 0
 
@@ -394,25 +387,25 @@ class Chunk:
 
     @property
     def is_prefix(self) -> bool:
-        """Whether its keys and values are for other sequences."""
         return self.sequence.is_prefix
 
     @property
     def is_all_after_prefix(self) -> bool:
-        """Whether it is all of a sequence but what that shares with others."""
+        """Whether it is all of a sequence except its shared prefix."""
         start = self.sequence.shared_prefix_len
         return start > 0 and self.start == start and self.is_last
 
 
-# Cached batches that are run and delivered together: some ten milliseconds of scoring.
+# Cached batches that are scored and delivered together: some ten milliseconds of scoring.
 _BATCHES_TOGETHER = 4
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One forward pass, the cached documents scored after it, and then pictures to encode for later steps;
-    before all that, the sequences and cached documents of the requests that are run `first`, by themselves.
-    `step_id` counts steps; a step that is split keeps its id in all parts."""
+    """One forward pass, then cached documents to score, then pictures to encode for later steps. The
+    sequences and cached documents of the requests in `first` run before all that. The parts of a split step
+    keep its `step_id`.
+    """
 
     step_id: int
     chunks: tuple[Chunk, ...]
@@ -422,34 +415,33 @@ class Step:
 
     @cached_property
     def num_tokens(self) -> int:
-        """Tokens to be run."""
         return sum(len(chunk) for chunk in self.chunks)
 
     @property
     def others(self) -> tuple[CachedBatch | ImageJob, ...]:
-        """Its cached batches and pictures."""
+        """The cached batches and pictures."""
         return (*self.cached, *self.images)
 
     @property
     def other_price(self) -> int:
-        """What cached batches, pictures and scoring that takes long cost, in tokens."""
+        """The price of cached batches, pictures and long scoring, in tokens."""
         return sum(part.price for part in self.others) + sum(chunk.scoring for chunk in self.chunks)
 
     @property
     def num_parts(self) -> int:
-        """Into how many steps it can be split: chunks, cached batches and pictures."""
+        """The number of chunks, cached batches and pictures."""
         return len(self.chunks) + len(self.cached) + len(self.images)
 
     @property
     def request_ids(self) -> set[int]:
-        """Whose parts these are."""
+        """The requests that have parts in the step."""
         of_chunks = {part.sequence.request_id for part in self.chunks}
         return of_chunks | {part.request_id for part in self.others}
 
     def stages(self) -> list["Step"]:
-        """What is run and delivered one after the other: the chunks, then some cached batches at a time, so
-        that the results of a forward pass do not wait for other requests' cached documents, and of neither
-        for pictures; first of all those of the requests that are run first."""
+        """The parts that run and are delivered one after the other: the chunks, then a few cached batches at
+        a time, then pictures, all for the requests in `first` before the others. So results of a forward pass
+        do not wait for other requests' cached documents."""
         stages = []
         for is_first in (True, False) if self.first else (False,):
             chunks = [chunk for chunk in self.chunks if (chunk.sequence.request_id in self.first) is is_first]
@@ -464,10 +456,10 @@ class Step:
         return stages
 
     def halves(self) -> tuple["Step", "Step"]:
-        """The two halves of a step that failed as a whole; needs at least two parts. Chunks stay before
-        cached batches, so that a query comes before what is scored against it, and pictures come last."""
-        middle = self.num_parts // 2
-        cut = max(0, middle - len(self.chunks))
-        last = max(0, cut - len(self.cached))
-        first = Step(self.step_id, self.chunks[:middle], self.cached[:cut], self.images[:last])
-        return first, Step(self.step_id, self.chunks[middle:], self.cached[cut:], self.images[last:])
+        """The two halves of a failed step with at least two parts. Chunks come before cached batches, so that
+        a query comes before its documents, and pictures come last."""
+        i = self.num_parts // 2
+        j = max(0, i - len(self.chunks))
+        k = max(0, j - len(self.cached))
+        first = Step(self.step_id, self.chunks[:i], self.cached[:j], self.images[:k])
+        return first, Step(self.step_id, self.chunks[i:], self.cached[j:], self.images[k:])
