@@ -1,7 +1,4 @@
-"""Actors: asyncio tasks that own state and read typed messages from a mailbox.
-
-What the messages mean is the actors' own business.
-"""
+"""Actors, asyncio tasks that own state and read typed messages from a mailbox, and their messages."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -41,11 +38,8 @@ class _Letter(Generic[M]):
 
 
 class Mailbox(Generic[M]):
-    """The queue in front of an actor.
-
-    Backpressure is in how one sends: `ask` waits for the answer; `tell` and `post` are for messages whose
-    number is bounded by other means (steps in flight, admitted requests).
-    """
+    """The queue of an actor. `ask` waits for the answer; `tell` and `post` are for messages whose number is
+    bounded by other means (steps in flight, admitted requests)."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -56,13 +50,12 @@ class Mailbox(Generic[M]):
         self._loop.call_soon_threadsafe(self._letters.put_nowait, _Letter(message, None))
 
     def tell(self, message: M) -> None:
-        """Delivers a message without waiting, before this returns. For senders on the actor's own loop."""
+        """Delivers a message before it returns. For senders on the actor's own loop."""
         self._letters.put_nowait(_Letter(message, None))
 
     async def ask(self, question: Question[R]) -> R:
-        """Delivers a message and waits for the answer; raises what dealing with it raised.
-
-        For senders on the actor's own loop."""
+        """Delivers a message and waits for the answer, or raises its error. For senders on the actor's own
+        loop."""
         reply: asyncio.Future[R] = self._loop.create_future()
         self._letters.put_nowait(_Letter(cast("M", question), reply))
         return await reply
@@ -72,15 +65,15 @@ class Mailbox(Generic[M]):
 
 
 class Actor(ABC, Generic[M]):
-    """Owns its state: only its own `receive` may touch it. Dies of what `receive` raises, unless the message
-    was a question, whose sender is given the error."""
+    """Owns its state, which only `receive` touches. An error of `receive` ends the actor, unless the message
+    was a question, whose sender gets the error."""
 
     def __init__(self, mailbox: Mailbox[M]) -> None:
         self.mailbox = mailbox
 
     @abstractmethod
     async def receive(self, message: M) -> object:
-        """Deals with one message before the next is read; returns the answer to a question."""
+        """Handles one message. Returns the answer to a question."""
 
     async def run(self) -> None:
         while True:
@@ -100,10 +93,11 @@ class Actor(ABC, Generic[M]):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Admit:
-    """Engine to scheduler: run a request's sequences, score its cached documents, and resolve `values` with
-    `num_results` values by index, as the options say. `arrived` is called with all that have come whenever
-    some have; it must not change them, and not block. `refusal_of`
-    takes the index of a value that is not finite, and returns an error if the caller's input is the cause."""
+    """Engine to scheduler: run a request and resolve `values` with its `num_results` values by index.
+
+    `arrived` is called with the values so far whenever some have arrived; it must not change them, nor block.
+    `refusal_of` returns an error for the index of a value that is not finite if the caller's input is the
+    cause."""
 
     request: WaitingRequest
     num_results: int
@@ -115,28 +109,28 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Engine to scheduler: nobody waits for this request any more."""
+    """Engine to scheduler: forget a request."""
 
     request_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class EndEarly:
-    """Engine to scheduler: this request's time is up, resolve its values with those that have come."""
+    """Engine to scheduler: a request has timed out; resolve it with the values so far."""
 
     request_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class SetWeights:
-    """Engine to scheduler: tenants weigh this from now on, and those that are not named 1."""
+    """Engine to scheduler: use these weights of tenants, 1 by default."""
 
     weights: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Scheduler to runner: this request has ended, forget all that it left on the device."""
+    """Scheduler to runner: a request has ended; free its state on the device."""
 
     request_id: int
 
@@ -151,15 +145,14 @@ class Pool(Question[list[Pooled]]):
 
 @dataclass(frozen=True, slots=True)
 class FreeSequences:
-    """Runner to pooling: forget the state of these cut sequences, by their ids."""
+    """Runner to pooling: free the state of these sequences."""
 
     sequence_ids: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Score(Question[StepOutcome]):
-    """Runner to scoring: score what a step finished, its sequences that were not run, and its cached
-    documents."""
+    """Runner to scoring: score a step's finished and skipped sequences and its cached documents."""
 
     pooled: list[Pooled]
     skipped: list[SkippedSequence]
@@ -168,32 +161,32 @@ class Score(Question[StepOutcome]):
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Runner to scoring: a step is delivered, release what it has used up."""
+    """Runner to scoring: a step is delivered; release its state."""
 
     releases: Releases
 
 
 @dataclass(frozen=True, slots=True)
 class ForgetAttempt:
-    """Runner to scoring: the attempt at a step with these sequences has failed, forget their windows."""
+    """Runner to scoring: an attempt with these sequences has failed; forget their windows."""
 
     sequence_ids: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
 class DropRequest:
-    """Runner to scoring: this request has ended, forget its queries and windows."""
+    """Runner to scoring: a request has ended; forget its queries and windows."""
 
     request_id: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepReport:
-    """Runner to scheduler: what became of `num_parts` chunks, cached batches and pictures of a step.
+    """Runner to scheduler: the outcome of `num_parts` parts of a step, with `num_tokens` run and cached
+    documents and pictures of `other_price` tokens.
 
-    `num_tokens` were run, and cached documents scored and pictures encoded of the price `other_price`
-    (tokens); `seconds` have passed since the step was begun, and `score_seconds` of them were for scoring.
-    Where several models share the device, it had `waited` for its turn before, and had `device_seconds`."""
+    `seconds` have passed since the step started, `score_seconds` of them for scoring. On a shared device the
+    step had `waited` for its turn before, and used `device_seconds`."""
 
     step_id: int
     num_parts: int
@@ -210,15 +203,15 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class StepEnding:
-    """Runner to scheduler: the last stage of a step has begun; choose the next step, so that the device has
-    something to do afterwards. Not sent for a last stage of pictures, whose report is enough."""
+    """Runner to scheduler: the last stage of a step has started; choose the next step. Not sent for
+    pictures."""
 
     step_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class ChooseStep:
-    """Scheduler to itself: the step on the device is nearly done; choose the next."""
+    """Scheduler to itself: the step on the device is nearly done; choose the next one."""
 
 
 SchedulerMessage = Admit | Cancel | ChooseStep | EndEarly | SetWeights | StepEnding | StepReport
