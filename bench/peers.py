@@ -18,15 +18,7 @@ import numpy as np
 
 from maxsimd.bench.checkpoints import save_colbert, save_cross_encoder
 from maxsimd.bench.datasets import Request, docstring_requests, paired_request
-from maxsimd.bench.load import (
-    Send,
-    SentenceTransformers,
-    System,
-    drive_or_raise,
-    maxsimd,
-    run_engine,
-    vllm,
-)
+from maxsimd.bench.load import Send, SentenceTransformers, System, drive_or_raise, maxsimd, run_engine, vllm
 from maxsimd.bench.report import Figures, lines_of, machine, write_json
 from maxsimd.bench.report import Outcome as SentRequest
 from maxsimd.engine.config import EngineConfig

@@ -29,11 +29,7 @@ def _steps() -> list[Step]:
     """The most important first: all together may take nine minutes, after which the last are cut short."""
     return [
         _ours("machine", 30, "measure", "machine"),
-        _ours(
-            "smallest",
-            105,
-            "smallest",
-        ),
+        _ours("smallest", 105, "smallest"),
         # The other packages choose among many variants of their kernels first.
         _ours("MaxSim beside others", 160, "measure", "kernels", "--rounds", "12"),
         _ours("forward, jina", 70, "measure", "forward", "jina"),
