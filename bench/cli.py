@@ -632,8 +632,8 @@ def bench_fleet(
     shape = fleet.FleetShape(1, cell_size=cell_size, zipf=zipf, busy=busy)
     figures: Figures = {
         "fleets": fleet.compare_fleets(shape, members, requests),
-        "moves": fleet.print_moves(members, cell_size),
-        "moves_of_growth": fleet.print_growth(cell_size),
+        "moves": fleet.compare_moves(members, cell_size),
+        "moves_of_growth": fleet.moves_of_growth(fleet.GROWN, cell_size),
     }
     if sweeps:
         figures["sweep"] = fleet.sweep(requests)

@@ -44,7 +44,7 @@ _STEP_TOKENS, _MEAN_TOKENS = 2_048, 180
 # about queues, and the parts that it may retry.
 _REMEMBERED, _QUEUES_FOR, _SPARE_TRIES = 200_000, 1.0, 1_000.0
 # Requests that count at least, however few engines there are; engines to which a fleet grows one by one.
-LEAST_REQUESTS, _GROWN = 2_000, 100
+LEAST_REQUESTS, GROWN = 2_000, 100
 # Documents whose moves count; requests that are drawn for each cell, and at least.
 _MOVED_DOCUMENTS, _DRAWN_A_CELL, _DRAWN = 4_000, 40, 1_000
 
@@ -358,8 +358,8 @@ def _shapes() -> Iterator[tuple[str, FleetShape]]:
         yield f"{members} engines", FleetShape(members)
 
 
-def print_moves(members: Sequence[int], cell_size: int) -> dict[str, dict[str, float]]:
-    """`moves_times_members` of each fleet."""
+def compare_moves(members: Sequence[int], cell_size: int) -> dict[str, dict[str, float]]:
+    """`moves_times_members` of each fleet, printed as they come."""
     moves = {}
     for count in members:
         moves[str(count)] = moves_times_members(count, cell_size)
@@ -369,28 +369,27 @@ def print_moves(members: Sequence[int], cell_size: int) -> dict[str, dict[str, f
     return moves
 
 
-def print_growth(cell_size: int) -> list[float]:
-    """`moves_of_growth` up to 100 engines."""
-    steps = moves_of_growth(_GROWN, cell_size)
-    mean, most = sum(steps) / len(steps), max(steps)
-    shown = f"{mean:.2f} / engines a step, at most {most:.2f}"
-    click.echo(f"  from 1 engine to {_GROWN}, one by one: {shown}")
-    return steps
-
-
 def moves_times_members(members: int, cell_size: int) -> dict[str, float]:
     """By change, the share of all requests' documents that move, times the larger number of members: 1 if as
     many move as the one that comes or goes has on average."""
+    fleet, newer = _fleet(members), Member(0, "newer", "f")
+    changes = {"one more comes": _fleet(members + 1), "one dies, another takes its slot": (newer, *fleet[1:])}
+    if members > 1:
+        changes |= {"the last goes": fleet[:-1], "the first goes, its slot stays free": fleet[1:]}
     return {
-        name: round(moved(before, after, cell_size) * max(len(before), len(after)), 3)
-        for name, before, after in _changes(members)
+        name: round(moved(fleet, after, cell_size) * max(len(fleet), len(after)), 3)
+        for name, after in changes.items()
     }
 
 
 def moves_of_growth(members: int, cell_size: int) -> list[float]:
-    """The same for each step from one member to two, three, and on to `members`."""
+    """The same for each step from one member to two, three, and on to `members`, and prints a summary."""
     fleets = [_fleet(count) for count in range(1, members + 1)]
-    return [round(moved(before, after, cell_size) * len(after), 3) for before, after in pairwise(fleets)]
+    steps = [round(moved(before, after, cell_size) * len(after), 3) for before, after in pairwise(fleets)]
+    mean, most = sum(steps) / len(steps), max(steps)
+    shown = f"{mean:.2f} / engines a step, at most {most:.2f}"
+    click.echo(f"  from 1 engine to {members}, one by one: {shown}")
+    return steps
 
 
 def moved(before: tuple[Member, ...], after: tuple[Member, ...], cell_size: int) -> float:
@@ -416,7 +415,10 @@ class _Owners:
 
     def __init__(self, members: tuple[Member, ...], cell_size: int, digests: NDArray[np.uint64]) -> None:
         self.cells = cells_of(members, cell_size)
-        self.owners = {cell.number: _owners(cell, digests) for cell in self.cells}
+        self.owners = {
+            cell.number: np.array([member.name for member in cell.members])[cell.ranked(digests)[:, 0]]
+            for cell in self.cells
+        }
         self.is_owned = {cell.number: cell.is_owned(digests) for cell in self.cells}
         self._cell_of = {member.name: cell.number for cell in self.cells for member in cell.members}
         self._work = dict.fromkeys(self._cell_of, 0)
@@ -449,19 +451,5 @@ class _Owners:
         return float(np.mean([self._work[member.name] for member in cell.members]))
 
 
-def _changes(members: int) -> Iterator[tuple[str, tuple[Member, ...], tuple[Member, ...]]]:
-    fleet = _fleet(members)
-    newer = Member(0, "newer", "f")
-    yield "one more comes", fleet, _fleet(members + 1)
-    yield "one dies, another takes its slot", fleet, (newer, *fleet[1:])
-    if members > 1:
-        yield "the last goes", fleet, fleet[:-1]
-        yield "the first goes, its slot stays free", fleet, fleet[1:]
-
-
 def _fleet(members: int) -> tuple[Member, ...]:
     return tuple(Member(slot, f"m{slot}", "f") for slot in range(members))
-
-
-def _owners(cell: Cell, digests: NDArray[np.uint64]) -> NDArray[np.str_]:
-    return np.array([member.name for member in cell.members])[cell.ranked(digests)[:, 0]]

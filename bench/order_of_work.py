@@ -8,8 +8,8 @@ import statistics
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import click
 import numpy as np
@@ -50,16 +50,6 @@ MIXES: dict[str, Mix] = {
 }
 
 
-class Order(Protocol):
-    """Which waiting sequences come next."""
-
-    def admit(self, request_id: int, lengths: Sequence[int]) -> None: ...
-
-    def step(self) -> dict[int, int]:
-        """The tokens of each request in the next step."""
-        ...
-
-
 class FirstComeFirstServed:
     """Runs the requests in order, the longest sequence that fits first."""
 
@@ -85,45 +75,41 @@ class FirstComeFirstServed:
         return used
 
 
-@dataclass(slots=True)
-class _Turn:
-    lengths: list[int]
-    deficit: float = field(default=0.0)
-
-
 class RoundRobin:
     """Deficit round robin by tokens (Shreedhar & Varghese 1995): a turn for each request in rotation, which
     moves on by one request a step; then all that still fits."""
 
     def __init__(self, budget: int) -> None:
         self._budget = budget
-        self._turns: dict[int, _Turn] = {}
+        self._waiting: dict[int, list[int]] = {}
+        self._deficits: dict[int, float] = {}
         self._rotation: deque[int] = deque()
 
     def admit(self, request_id: int, lengths: Sequence[int]) -> None:
-        self._turns[request_id] = _Turn(sorted(lengths))
+        self._waiting[request_id], self._deficits[request_id] = sorted(lengths), 0.0
         self._rotation.append(request_id)
 
     def step(self) -> dict[int, int]:
         room = self._budget
         used: dict[int, int] = {}
-        quantum = self._budget / max(1, len(self._turns))
+        quantum = self._budget / max(1, len(self._waiting))
         for has_turn in (True, False):
             for request_id in self._rotation:
-                turn = self._turns[request_id]
+                lengths, deficit = self._waiting[request_id], self._deficits[request_id]
                 if has_turn:
-                    turn.deficit = min(turn.deficit + quantum, 2.0 * self._budget)
-                while (turn.deficit > 0 or not has_turn) and (position := bisect_right(turn.lengths, room)):
-                    length = turn.lengths.pop(position - 1)
-                    turn.deficit -= length
+                    deficit = min(deficit + quantum, 2.0 * self._budget)
+                while (deficit > 0 or not has_turn) and (position := bisect_right(lengths, room)):
+                    length = lengths.pop(position - 1)
+                    deficit -= length
                     room -= length
                     used[request_id] = used.get(request_id, 0) + length
+                self._deficits[request_id] = deficit
                 if not has_turn and not room:
                     break
         self._rotation.rotate(-1)
         for request_id in used:
-            if not self._turns[request_id].lengths:
-                del self._turns[request_id]
+            if not self._waiting[request_id]:
+                del self._waiting[request_id], self._deficits[request_id]
                 self._rotation.remove(request_id)
         return used
 
@@ -162,6 +148,9 @@ class SchedulerOrder:
             request_id = chunk.sequence.request_id
             used[request_id] = used.get(request_id, 0) + len(chunk)
         return used
+
+
+Order = FirstComeFirstServed | RoundRobin | SchedulerOrder
 
 
 @dataclass(frozen=True, slots=True)

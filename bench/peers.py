@@ -7,7 +7,7 @@ import asyncio
 import statistics
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,53 +54,37 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Contest:
-    """An experiment in which systems compete under each of `loads`. Its figures are a throughput table, a
-    latency table or a curve of `documents` or `latency`."""
+class Experiment:
+    """Systems compete under each of `loads`, which gives a throughput table, a latency table or a curve of
+    `documents` or `latency`. Without loads, no server competes."""
 
     title: str
-    loads: tuple[Load, ...]
+    loads: tuple[Load, ...] = ()
     table: str = "throughput"
     checkpoint: str = "cross-encoder"
 
-    @property
-    def is_curve(self) -> bool:
-        return len(self.loads) > 1
 
-
-@dataclass(frozen=True, slots=True)
-class Alone:
-    """An experiment in which no server competes: `measure` is given the rounds."""
-
-    title: str
-    measure: Callable[[int], Awaitable[Figures]]
-
-
-async def _maxsim(rounds: int) -> Figures:
+async def _measure_alone(name: str, rounds: int) -> Figures:
+    from maxsimd.bench.in_process import measure_cache, measure_prefix_sharing
     from maxsimd.bench.methods import time_maxsim
-
-    return await asyncio.to_thread(time_maxsim, 1000, 128, 25)
-
-
-async def _cache(rounds: int, **settings: Any) -> Figures:
-    from maxsimd.bench.in_process import measure_cache
-
-    return await measure_cache(EngineConfig(**settings), 1000, rounds)
-
-
-async def _prefix(rounds: int) -> Figures:
-    from maxsimd.bench.in_process import measure_prefix_sharing
-
-    return await measure_prefix_sharing(100, 0.4, rounds)
-
-
-async def _scaling(rounds: int) -> Figures:
     from maxsimd.bench.servers import measure_scaling
 
-    return await measure_scaling(None, 64, _FEW_ROUNDS)
+    match name:
+        case "maxsim":
+            return await asyncio.to_thread(time_maxsim, 1000, 128, 25)
+        case "cache":
+            return await measure_cache(EngineConfig(), 1000, rounds)
+        case "cache-int8":
+            return await measure_cache(EngineConfig(cache_precision="int8"), 1000, rounds)
+        case "prefix":
+            return await measure_prefix_sharing(100, 0.4, rounds)
+        case "scaling":
+            return await measure_scaling(None, 64, _FEW_ROUNDS)
+        case _:
+            return await _measure_ranking()
 
 
-async def _ranking(rounds: int) -> Figures:
+async def _measure_ranking() -> Figures:
     """The ranking of docstrings by the embedded model, with int8 weights and without."""
     workload = {"dataset": "docstrings", "documents": 100, "concurrency": 4, "request_rate": None}
     workload |= {"cache": "bypass", "warmup": 5, "seed": 0}
@@ -114,30 +98,23 @@ async def _ranking(rounds: int) -> Figures:
 _LOADS_BY_DOCUMENTS = tuple(Load(max(1, min(100, 800 // count)), count, 8) for count in (1, 10, 100, 1000))
 _LOADS_BY_CLIENTS = tuple(Load(4 * max(4, clients), 10, clients) for clients in (1, 2, 4, 8, 16, 32))
 _SHAPE = "Cross-encoder, MiniLM-L6 shape"
+_BY_DOCUMENTS = "Cross-encoder: documents a second by documents a request, 8 requests at a time"
+_BY_CLIENTS = "Cross-encoder: latency by requests at a time, 10 documents each"
+_PREFIX = "Causal reranker: 40% of the tokens shared by all pairs, run once or every time"
 # All experiments, in the order in which they run.
-EXPERIMENTS: dict[str, Contest | Alone] = {
-    "cross-encoder": Contest(_SHAPE, (Load(8, 100, 8),)),
-    "pairs": Contest(f"{_SHAPE}: 200 pairs in one request", (Load(1, 200, 1, paired=True),)),
-    "single": Contest(f"{_SHAPE}: one request of one document at a time", (Load(50, 1, 1),), "latency"),
-    "documents": Contest(
-        "Cross-encoder: documents a second by documents a request, 8 requests at a time",
-        _LOADS_BY_DOCUMENTS,
-        "documents",
-    ),
-    "load": Contest(
-        "Cross-encoder: latency by requests at a time, 10 documents each", _LOADS_BY_CLIENTS, "latency"
-    ),
-    "colbert": Contest("ColBERT, BERT-base shape", (Load(4, 50, 4),), checkpoint="colbert"),
-    "maxsim": Alone("MaxSim alone: 32 x 128 query, 1,000 documents of 20 to 340 tokens", _maxsim),
-    "cache": Alone("Embedding cache, bfloat16: one request of 1,000 documents", _cache),
-    "cache-int8": Alone(
-        "Embedding cache, int8: the same", lambda rounds: _cache(rounds, cache_precision="int8")
-    ),
-    "prefix": Alone(
-        "Causal reranker: 40% of the tokens shared by all pairs, run once or every time", _prefix
-    ),
-    "scaling": Alone("Many clients, and requests of 10 to 10,000 documents", _scaling),
-    "ranking": Alone("int8 on the embedded model: docstrings ranked", _ranking),
+EXPERIMENTS = {
+    "cross-encoder": Experiment(_SHAPE, (Load(8, 100, 8),)),
+    "pairs": Experiment(f"{_SHAPE}: 200 pairs in one request", (Load(1, 200, 1, paired=True),)),
+    "single": Experiment(f"{_SHAPE}: one request of one document at a time", (Load(50, 1, 1),), "latency"),
+    "documents": Experiment(_BY_DOCUMENTS, _LOADS_BY_DOCUMENTS, "documents"),
+    "load": Experiment(_BY_CLIENTS, _LOADS_BY_CLIENTS, "latency"),
+    "colbert": Experiment("ColBERT, BERT-base shape", (Load(4, 50, 4),), checkpoint="colbert"),
+    "maxsim": Experiment("MaxSim alone: 32 x 128 query, 1,000 documents of 20 to 340 tokens"),
+    "cache": Experiment("Embedding cache, bfloat16: one request of 1,000 documents"),
+    "cache-int8": Experiment("Embedding cache, int8: the same"),
+    "prefix": Experiment(_PREFIX),
+    "scaling": Experiment("Many clients, and requests of 10 to 10,000 documents"),
+    "ranking": Experiment("int8 on the embedded model: docstrings ranked"),
 }
 
 
@@ -208,23 +185,23 @@ async def run_peers(
         ("cross-encoder", save_cross_encoder, plain if before is None else []),
         ("colbert", save_colbert, []),
     ):
-        contests = {
-            name: experiment
+        contests = [
+            name
             for name, experiment in EXPERIMENTS.items()
-            if name in wanted and isinstance(experiment, Contest) and experiment.checkpoint == checkpoint
-        }
+            if name in wanted and experiment.loads and experiment.checkpoint == checkpoint
+        ]
         if not contests:
             continue
         with tempfile.TemporaryDirectory() as folder:
             async with AsyncExitStack() as stack:
                 arena = await Arena.enter(stack, [*servers, *others], save(Path(folder, checkpoint)))
-                for name, contest in contests.items():
+                for name in contests:
                     click.echo(f"  {name}", err=True)
-                    results.outcomes[name] = await arena.compete(contest, rounds)
+                    results.outcomes[name] = await arena.compete(EXPERIMENTS[name], rounds)
     for name, experiment in EXPERIMENTS.items():
-        if name in wanted and isinstance(experiment, Alone):
+        if name in wanted and not experiment.loads:
             click.echo(f"  {name}", err=True)
-            results.alone[name] = await experiment.measure(rounds)
+            results.alone[name] = await _measure_alone(name, rounds)
     # Again, in case something else was still running at first: a machine is never faster than it is.
     for name, value in _limits().items():
         results.limits[name] = max(value, results.limits[name])
@@ -250,10 +227,10 @@ class Arena:
         servers = (system.name for system in systems if not isinstance(system, SentenceTransformers))
         return cls(senders, frozenset(servers))
 
-    async def compete(self, contest: Contest, rounds: int) -> list[Outcome]:
+    async def compete(self, contest: Experiment, rounds: int) -> list[Outcome]:
         """Curves and latencies are of servers alone, curves in fewer rounds: they are for the eye."""
         names = [name for name in self._senders if contest.table == "throughput" or name in self._servers]
-        rounds = _FEW_ROUNDS if contest.is_curve else rounds
+        rounds = rounds if len(contest.loads) == 1 else _FEW_ROUNDS
         return [await self.run(load, rounds, names) for load in contest.loads]
 
     async def run(self, load: Load, rounds: int, names: list[str] | None = None) -> Outcome:

@@ -43,10 +43,6 @@ def _curve(setting: str, what: str, labels: tuple[str, str]) -> Callable[[Any], 
     return plot
 
 
-def _maxsim(figures: Any) -> Any:
-    return bars({name: figure["ms"] for name, figure in figures["contenders"].items()}, "milliseconds")
-
-
 def _cache(figures: Any) -> Any:
     encoded, restarted, cached = (
         figures[f"{name}_ms"] for name in ("encoded", "after_a_restart", "cached_in_memory")
@@ -66,21 +62,19 @@ def _scaling(figures: Any) -> Any:
     return _lines(sizes, {"maxsimd": list(by_size.values())}, ("documents a request", "ms a document"))
 
 
-def _ranking(figures: Any) -> Any:
-    return bars({"bfloat16": figures["mrr_without"], "int8": figures["mrr"]}, "mean reciprocal rank", "%.4f")
-
-
 # Each experiment, and how it is drawn.
 _PLOTS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("cross-encoder", "pairs", "colbert"), _bars_of("documents_per_s", "documents a second")),
     "single": _bars_of("median_ms", "median latency, ms"),
     "documents": _curve("documents", "documents_per_s", ("documents a request", "documents a second")),
     "load": _curve("concurrency", "median_ms", ("requests at a time", "median latency, ms")),
-    "maxsim": _maxsim,
+    "maxsim": lambda found: bars({name: x["ms"] for name, x in found["contenders"].items()}, "milliseconds"),
     "cache": _cache,
     "prefix": _prefix,
     "scaling": _scaling,
-    "ranking": _ranking,
+    "ranking": lambda found: bars(
+        {"bfloat16": found["mrr_without"], "int8": found["mrr"]}, "mean reciprocal rank", "%.4f"
+    ),
 }
 
 

@@ -5,7 +5,8 @@ A kernel of ours joins the table by a function in `KERNELS`.
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import product
 from typing import Any
 
 from maxsimd.bench.gpu.ahead_of_time import (
@@ -57,14 +58,13 @@ COLPALI = MaxSimShape(1024, 500, 1024)
 @dataclass(frozen=True, slots=True)
 class MaxSimLaunch:
     """The kernel for queries of up to `longest_query` tokens, by the precision of queries and documents, with
-    the table's tiles or `other` ones, and for documents that are `split`."""
+    the table's tiles, and for documents that are `split`."""
 
     capability: int
     longest_query: int
     dim: int = 128
     documents: str = "bf16"
     queries: str = "bf16"
-    other: Tiles | None = None
     split: bool = False
 
     @property
@@ -74,8 +74,6 @@ class MaxSimLaunch:
 
     @property
     def tiles(self) -> Tiles:
-        if self.other is not None:
-            return self.other
         of_query, of_document = ITEMSIZE[self.queries], ITEMSIZE[self.documents]
         return tiles_for(LIMITS[self.capability], self.dim, of_query, of_document, self.longest_query)
 
@@ -109,12 +107,10 @@ class MaxSimLaunch:
 def maxsim_launches(capability: int) -> Iterator[MaxSimLaunch]:
     """Every tile of a GPU for 128 dimensions, and the first tile for other dimensions."""
     lengths = (*QUERY_CLASSES, QUERY_CLASSES[-1] + 1)
-    found = [
-        MaxSimLaunch(capability, query, documents=dtype) for dtype in ("bf16", "i8") for query in lengths
-    ]
-    found += [
-        MaxSimLaunch(capability, 32, dim, dtype) for dim in (96, 256, 512, 1024) for dtype in ("bf16", "i8")
-    ]
+    dtypes = ("bf16", "i8")
+    found = [MaxSimLaunch(capability, query, documents=dtype) for dtype, query in product(dtypes, lengths)]
+    dims = (96, 256, 512, 1024)
+    found += [MaxSimLaunch(capability, 32, dim, dtype) for dim, dtype in product(dims, dtypes)]
     found += [MaxSimLaunch(capability, 129, 1024), MaxSimLaunch(capability, 32, 128, "fp32", "fp32")]
     different: dict[tuple[object, ...], MaxSimLaunch] = {}
     for launch in found:  # a device may have fewer tiles than there are classes of queries
@@ -199,24 +195,12 @@ class AttentionLaunch:
         types = dict.fromkeys(("q", "k", "v", "prefix_k", "prefix_v", "out"), POINTERS[self.dtype])
         types |= {"blocks": "*i32", "scale": "fp32"}
         constants: dict[str, Any] = {"CAUSAL": self.causal, "WINDOWED": self.windowed}
-        constants |= {
-            "PREFIXED": self.prefixed,
-            "HEAD_DIM": self.head_dim,
-            "BLOCK_DIM": next_power_of_two(self.head_dim),
-        }
+        constants |= {"PREFIXED": self.prefixed, "HEAD_DIM": self.head_dim}
+        constants |= {"BLOCK_DIM": next_power_of_two(self.head_dim)}
         constants |= {"BLOCK_Q": tiles.queries, "BLOCK_K": tiles.keys}
         options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
         options |= {} if tiles.registers is None else {"maxnreg": tiles.registers}
         return Source(attention_kernel, types, constants, options)
-
-
-def attention_launches(capability: int) -> list[AttentionLaunch]:
-    """The launches of encoders and rerankers in 16 bits."""
-    return [
-        AttentionLaunch(capability, head_dim, causal=causal)
-        for head_dim in (64, 128, 256)
-        for causal in (False, True)
-    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,12 +221,6 @@ def maxsim_variants(capability: int) -> Iterator[Variant]:
         yield Variant(f"sum over splits, {query} query tokens", launch.sum_source)
 
 
-def projection_variants(capability: int) -> Iterator[Variant]:
-    for dtype in ("bf16", "fp32"):
-        for dim in (128, 1024):
-            yield Variant(f"{dtype}, to {dim} dims", projection_source(capability, dim, dtype))
-
-
 def projection_source(capability: int, dim: int, dtype: str) -> Source:
     """With bias and normalization."""
     from maxsimd.engine.ops.triton import projection
@@ -256,98 +234,72 @@ def projection_source(capability: int, dim: int, dtype: str) -> Source:
     return Source(projection.projection_kernel, types, constants, options)
 
 
+def layer_variants(dtype: str = "bf16") -> Iterator[Variant]:
+    """The kernels of fused layers as well-known models launch them."""
+    from maxsimd.engine.ops.triton import elementwise
+
+    pointer, epsilon = POINTERS[dtype], {"epsilon": "fp32"}
+
+    def of_rows(kernel: Any, arguments: tuple[str, ...], width: int, **constants: Any) -> Source:
+        tile = elementwise.row_tile(width)
+        types = dict.fromkeys(arguments, pointer) | epsilon
+        return Source(kernel, types, constants | {"BLOCK": tile.numbers}, {"num_warps": tile.warps})
+
+    def layer_norms(width: int, biased: bool) -> Iterator[Variant]:
+        arguments = ("x", "residual", "weight", "bias", "total", "out")
+        for kind in ("layer norm", "add and layer norm", "sum and layer norm"):
+            constants = {
+                "ADDED": kind != "layer norm",
+                "SUMMED": kind == "sum and layer norm",
+                "BIASED": biased,
+            }
+            source = of_rows(elementwise.layer_norm_kernel, arguments, width, **constants)
+            yield Variant(f"{kind} {width}{'' if biased else ', no bias'}", source)
+
+    def rms_norm(width: int, added: bool) -> Variant:
+        arguments = ("x", "residual", "weight", "total", "out")
+        source = of_rows(elementwise.rms_norm_kernel, arguments, width, ADDED=added)
+        return Variant(f"{'add and ' * added}RMS norm {width}", source)
+
+    for width in (384, 768, 1024, 4096, 8192):
+        yield from layer_norms(width, biased=True)
+        yield from (rms_norm(width, added) for added in (False, True))
+    gemma = rms_norm(2048, added=True)
+    yield replace(gemma, source=replace(gemma.source, types={**gemma.source.types, "weight": "*fp32"}))
+    yield from layer_norms(768, biased=False)  # ModernBERT
+    # Qwen3-0.6B and 8B, Llama-3.2-1B, a head of 256, jina-colbert-v2, ModernBERT and gte-multilingual-base.
+    for heads, head_dim in ((24, 128), (40, 128), (40, 64), (24, 256), (32, 64), (24, 64)):
+        normed, block = head_dim > 64, elementwise.blocks_for(heads, head_dim)
+        types = dict.fromkeys(("qkv", "cos", "sin", "query_weight", "key_weight"), pointer) | epsilon
+        constants = {"NORMED": normed, "BLOCK_HEADS": block.heads, "BLOCK_HALF": block.half}
+        options, varying = {"num_warps": elementwise.WARPS}, VARYING | {"queries", "heads"}
+        source = Source(elementwise.norm_rotary_kernel, types, constants, options, varying)
+        yield Variant(f"{'norm and ' * normed}rotary {heads} heads of {head_dim}", source)
+    for width, activation in (
+        (3072, "silu"),  # Qwen3, nomic-bert
+        (3072, "gelu"),  # gte-multilingual-base
+        (1152, "gelu"),  # ModernBERT
+        (16384, "gelu_tanh"),  # Gemma
+        (512, "relu"),
+    ):
+        size = elementwise.block_for(width)
+        options = {"num_warps": size // elementwise.NUMBERS_OF_A_WARP}
+        types = dict.fromkeys(("gate_up", "out"), pointer)
+        gated = {"ACTIVATION": activation, "BLOCK": size}
+        source = Source(elementwise.gated_kernel, types, gated, options)
+        yield Variant(f"gated {activation} {width}", source)
+
+
 def attention_variants(capability: int) -> Iterator[Variant]:
-    for launch in attention_launches(capability):
+    """The kernels of encoders and rerankers in 16 bits."""
+    for head_dim, causal in product((64, 128, 256), (False, True)):
+        launch = AttentionLaunch(capability, head_dim, causal=causal)
         yield Variant(launch.name, launch.source)
 
 
-def layer_variants(dtype: str = "bf16") -> Iterator[Variant]:
-    """The kernels of fused layers as well-known models launch them."""
-    for width in (384, 768, 1024, 4096, 8192):
-        yield from (_layer_norm(width, dtype, kind, biased=True) for kind in _LAYER_NORMS)
-        yield from (_rms_norm(width, dtype, added=added) for added in (False, True))
-    yield _rms_norm(2048, dtype, added=True, weight="fp32")  # Gemma
-    # ModernBERT has no biases.
-    yield from (_layer_norm(768, dtype, kind, biased=False) for kind in _LAYER_NORMS)
-    # Qwen3-0.6B and 8B, Llama-3.2-1B, a head of 256, jina-colbert-v2, ModernBERT and gte-multilingual-base.
-    for heads, head_dim, normed in (
-        (24, 128, True),
-        (40, 128, True),
-        (40, 64, False),
-        (24, 256, True),
-        (32, 64, False),
-        (24, 64, False),
-    ):
-        yield _norm_rotary(heads, head_dim, dtype, normed=normed)
-    yield _gated(3072, "silu", dtype)  # Qwen3, nomic-bert
-    yield _gated(3072, "gelu", dtype)  # gte-multilingual-base
-    yield _gated(1152, "gelu", dtype)  # ModernBERT
-    yield _gated(16384, "gelu_tanh", dtype)  # Gemma
-    yield _gated(512, "relu", dtype)
-
-
-# The norm alone, of a sum, and with the sum.
-_LAYER_NORMS = ("layer norm", "add and layer norm", "sum and layer norm")
-
-
-def _layer_norm(width: int, dtype: str, kind: str, *, biased: bool) -> Variant:
-    from maxsimd.engine.ops.triton.elementwise import layer_norm_kernel
-
-    arguments = ("x", "residual", "weight", "bias", "total", "out")
-    constants = {"ADDED": kind != "layer norm", "SUMMED": kind == "sum and layer norm", "BIASED": biased}
-    source = _of_rows(layer_norm_kernel, arguments, width, dtype, constants)
-    return Variant(f"{kind} {width}{'' if biased else ', no bias'}", source)
-
-
-def _rms_norm(width: int, dtype: str, *, added: bool, weight: str | None = None) -> Variant:
-    from maxsimd.engine.ops.triton.elementwise import rms_norm_kernel
-
-    arguments = ("x", "residual", "weight", "total", "out")
-    types = {"weight": POINTERS[weight or dtype]}
-    source = _of_rows(rms_norm_kernel, arguments, width, dtype, {"ADDED": added}, types)
-    return Variant(f"{'add and ' * added}RMS norm {width}", source)
-
-
-def _of_rows(
-    kernel: Any,
-    arguments: tuple[str, ...],
-    width: int,
-    dtype: str,
-    constants: dict[str, Any],
-    others: dict[str, str] | None = None,
-) -> Source:
-    """`others` are the types of the arguments that are not of `dtype`."""
-    from maxsimd.engine.ops.triton.elementwise import row_tile
-
-    tile = row_tile(width)
-    types = dict.fromkeys(arguments, POINTERS[dtype]) | {"epsilon": "fp32"} | (others or {})
-    return Source(kernel, types, constants | {"BLOCK": tile.numbers}, {"num_warps": tile.warps})
-
-
-def _norm_rotary(heads: int, head_dim: int, dtype: str, *, normed: bool) -> Variant:
-    from maxsimd.engine.ops.triton import elementwise
-
-    block = elementwise.blocks_for(heads, head_dim)
-    types = dict.fromkeys(("qkv", "cos", "sin", "query_weight", "key_weight"), POINTERS[dtype])
-    constants = {"NORMED": normed, "BLOCK_HEADS": block.heads, "BLOCK_HALF": block.half}
-    source = Source(
-        elementwise.norm_rotary_kernel,
-        types | {"epsilon": "fp32"},
-        constants,
-        {"num_warps": elementwise.WARPS},
-        VARYING | {"queries", "heads"},
-    )
-    return Variant(f"{'norm and ' * normed}rotary {heads} heads of {head_dim}", source)
-
-
-def _gated(width: int, activation: str, dtype: str) -> Variant:
-    from maxsimd.engine.ops.triton import elementwise
-
-    types = dict.fromkeys(("gate_up", "out"), POINTERS[dtype])
-    block = elementwise.block_for(width)
-    options = {"num_warps": block // elementwise.NUMBERS_OF_A_WARP}
-    source = Source(elementwise.gated_kernel, types, {"ACTIVATION": activation, "BLOCK": block}, options)
-    return Variant(f"gated {activation} {width}", source)
+def projection_variants(capability: int) -> Iterator[Variant]:
+    for dtype, dim in product(("bf16", "fp32"), (128, 1024)):
+        yield Variant(f"{dtype}, to {dim} dims", projection_source(capability, dim, dtype))
 
 
 # By kernel, its variants on a GPU of a compute capability.
@@ -407,16 +359,9 @@ def _table(found: list[Row]) -> str:
     lines = [f"sm_{found[0].capability}", f"{'':11} {'':{width}}  {headings}"]
     for row in found:
         first_gpu = [next(iter(of_gpus.values()), None) for of_gpus in (row.most_tflops, row.expected_tflops)]
-        numbers = (
-            row.registers,
-            row.spills,
-            row.shared_bytes / 1024,
-            next(iter(row.programs.values()), None),
-            row.instructions,
-            row.turn_instructions,
-            row.turn_tensor_instructions,
-            *first_gpu,
-        )
+        programs = next(iter(row.programs.values()), None)
+        numbers = [row.registers, row.spills, row.shared_bytes / 1024, programs, row.instructions]
+        numbers += [row.turn_instructions, row.turn_tensor_instructions, *first_gpu]
         cells = (
             f"{'-' if number is None else format(number, '.0f'):>{len(heading)}}"
             for number, heading in zip(numbers, (*_HEADINGS, *_BOUNDS), strict=True)

@@ -259,12 +259,10 @@ def contenders(shape: MaxSimShape, device: torch.device, in_int8: bool = False) 
     is_dense = shape.tokens[0] == shape.tokens[1]
     if device.type != "cuda" or (in_int8 and not is_dense):
         return found
-    if package("flash_maxsim") is not None:
-        if in_int8:
-            return found | {"flash-maxsim": _flash_int8, "flash-maxsim, query in int8": _flash_int8_by_int8}
-        found["flash-maxsim"] = _flash_dense if is_dense else _flash_packed
-    if not in_int8 and package("late_interaction_kernels") is not None:
-        found["late-interaction-kernels"] = _late_dense if is_dense else _late_packed
+    if (flash := package("flash_maxsim")) is not None:
+        found |= _flash_int8(flash) if in_int8 else {"flash-maxsim": _flash(flash, is_dense)}
+    if not in_int8 and (late := package("late_interaction_kernels")) is not None:
+        found["late-interaction-kernels"] = _late(late, is_dense)
     return found
 
 
@@ -307,47 +305,37 @@ def _pad(values: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
     return torch.nn.utils.rnn.pad_sequence(list(values.split(list(lengths))), batch_first=True)
 
 
-def _flash_dense(scored: Scored) -> Run:
-    flash = package("flash_maxsim")
-    query, documents = scored.query.half(), scored.dense(scored.rows.half())
-    return lambda: flash.flash_maxsim(query, documents)
+def _flash(flash: Any, is_dense: bool) -> Contender:
+    # It would convert documents of another precision at each call.
+    if is_dense:
+        return lambda x: partial(flash.flash_maxsim, x.query.half(), x.dense(x.rows.half()))
+    return lambda x: partial(flash.flash_maxsim_packed, x.query.half(), x.rows.half(), x.offsets, x.longest)
 
 
-def _flash_packed(scored: Scored) -> Run:
-    flash = package("flash_maxsim")
-    # It would convert all documents of another precision at each call.
-    query, rows = scored.query.half(), scored.rows.half()
-    return lambda: flash.flash_maxsim_packed(query, rows, scored.offsets, scored.longest)
+def _flash_int8(flash: Any) -> dict[str, Contender]:
+    def by_16_bits(scored: Scored) -> Run:
+        assert scored.scales is not None
+        documents, scales = scored.dense(scored.rows), scored.dense(scored.scales.half())
+        return partial(flash.flash_maxsim_int8_symmetric, scored.query.half(), documents, scales)
+
+    def by_int8(scored: Scored) -> Run:
+        assert scored.scales is not None
+        documents, scales = scored.dense(scored.rows), scored.dense(scored.scales.half())
+        query, query_scales = flash.quantize_query_int8(scored.query)
+        return partial(flash.flash_maxsim_int8x8, scored.query, documents, scales, query, query_scales)
+
+    return {"flash-maxsim": by_16_bits, "flash-maxsim, query in int8": by_int8}
 
 
-def _flash_int8(scored: Scored) -> Run:
-    flash = package("flash_maxsim")
-    assert scored.scales is not None
-    query, documents = scored.query.half(), scored.dense(scored.rows)
-    scales = scored.dense(scored.scales.half())
-    return lambda: flash.flash_maxsim_int8_symmetric(query, documents, scales)
+def _late(late: Any, is_dense: bool) -> Contender:
+    if is_dense:
+        return lambda x: partial(late.maxsim, x.query[None], x.dense(x.rows))
 
+    def packed(x: Scored) -> Run:
+        of_query = torch.tensor([0, len(x.query)], dtype=torch.int32, device=x.rows.device)
+        return partial(late.maxsim_varlen, x.query, x.rows, of_query, x.offsets, len(x.query), x.longest)
 
-def _flash_int8_by_int8(scored: Scored) -> Run:
-    flash = package("flash_maxsim")
-    assert scored.scales is not None
-    documents, scales = scored.dense(scored.rows), scored.dense(scored.scales.half())
-    query, query_scales = flash.quantize_query_int8(scored.query)
-    return lambda: flash.flash_maxsim_int8x8(scored.query, documents, scales, query, query_scales)
-
-
-def _late_dense(scored: Scored) -> Run:
-    late = package("late_interaction_kernels")
-    query, documents = scored.query[None], scored.dense(scored.rows)
-    return lambda: late.maxsim(query, documents)
-
-
-def _late_packed(scored: Scored) -> Run:
-    late = package("late_interaction_kernels")
-    of_query = torch.tensor([0, len(scored.query)], dtype=torch.int32, device=scored.rows.device)
-    return lambda: late.maxsim_varlen(
-        scored.query, scored.rows, of_query, scored.offsets, len(scored.query), scored.longest
-    )
+    return packed
 
 
 # Tolerance of results, as a share of the largest exact number.

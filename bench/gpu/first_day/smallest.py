@@ -128,18 +128,15 @@ _KINDS = ("whole", "causal", "window", "causal window", "prefix", "chunk")
 
 
 def attention_cases(
-    heads: tuple[int, ...] = (32, 64, 80, 128, 256), dtypes: tuple[str, ...] = (*DTYPES,)
+    heads: tuple[int, ...] = (32, 64, 80, 128, 256),
+    dtypes: tuple[str, ...] = (*DTYPES,),
+    kinds: tuple[str, ...] = _KINDS,
+    lengths: tuple[int, ...] = (1, 64, 128, 129, 300),
 ) -> Iterator[Case]:
     """All sizes of heads and kinds of sequences, with two heads of queries to one of keys."""
-    for dtype, head_dim, kind in product(dtypes, heads, _KINDS):
-        check = _Attention(dtype, head_dim, kind, (1, 64, 128, 129, 300))
+    for dtype, head_dim, kind in product(dtypes, heads, kinds):
+        check = _Attention(dtype, head_dim, kind, lengths)
         yield Case(f"attention {dtype}, heads of {head_dim}, {kind}", check)
-
-
-def small_attention_cases() -> Iterator[Case]:
-    """A few, for an interpreter."""
-    for kind in ("causal", "prefix"):
-        yield Case(f"attention bf16, heads of 32, {kind}", _Attention("bf16", 32, kind, (1, 17)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,15 +187,10 @@ class _Attention:
 
 
 def projection_cases(dims: tuple[int, ...] = (16, 96, 128, 1024), width: int = 1024) -> Iterator[Case]:
-    """All sizes of embeddings, with and without bias and normalisation."""
+    """All sizes of embeddings, with and without bias and normalization."""
     for dtype, dim, biased in product(DTYPES, dims, (True, False)):
         name = f"projection {dtype}, {width} to {dim}, {'with' if biased else 'without'} bias"
         yield Case(name, _Projected(dtype, dim, width, biased))
-
-
-def small_projection_cases() -> Iterator[Case]:
-    """A few, for an interpreter."""
-    return projection_cases((16,), 48)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,94 +244,74 @@ def layer_cases(
     widths: tuple[int, ...] = (100, 384, 1024, 4096), heads: tuple[int, ...] = (32, 64, 80, 128, 256)
 ) -> Iterator[Case]:
     """All kernels in all precisions, with rows of these widths and heads of these sizes."""
-    of_width = {
-        "layer norm": _layer_norm,
-        "add and layer norm": _add_layer_norm,
-        "RMS norm": _rms_norm,
-        "add and RMS norm": _sum_and_rms_norm,
-        "gated": _gated,
-    }
-    for dtype, width, (name, check) in product(DTYPES, widths, of_width.items()):
-        yield Case(f"{name} {dtype}, {width} wide", partial(check, _Numbers(dtype), width))
+    kernels = ("layer norm", "add and layer norm", "RMS norm", "add and RMS norm", "gated")
+    for dtype, width, name in product(DTYPES, widths, kernels):
+        yield Case(f"{name} {dtype}, {width} wide", partial(_check_layers, name, dtype, width))
     for dtype, head_dim, normed in product(DTYPES, heads, (True, False)):
         name = f"rotary {dtype}, heads of {head_dim}, {'with' if normed else 'without'} norm"
-        yield Case(name, partial(_rotary, _Numbers(dtype), head_dim, normed))
+        yield Case(name, partial(_check_rotary, dtype, head_dim, normed))
 
 
-def small_layer_cases() -> Iterator[Case]:
-    """A few, for an interpreter."""
-    return (case for case in layer_cases((48,), (32,)) if " bf16" in case.name)
+def _check_layers(name: str, dtype: str, width: int, device: torch.device) -> None:
+    for found, exact in _layer_results(name, dtype, width, device):
+        _compare_rounded(found, exact, dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class _Numbers:
-    """Random numbers of a precision, and its comparison with a reference."""
-
-    dtype: str
-
-    def draw(self, device: torch.device, *shape: int, scale: float = 1.0) -> torch.Tensor:
-        return (torch.randn(*shape, device=device) * scale).to(DTYPES[self.dtype])
-
-    def compare(self, found: torch.Tensor, exact: torch.Tensor) -> None:
-        assert found.dtype is exact.dtype, f"{found.dtype} is not {exact.dtype}"
-        compare(found, exact, _LAYER_TOLERANCE[self.dtype] * float(exact.abs().max()))
-
-
-def _layer_norm(numbers: _Numbers, width: int, device: torch.device) -> None:
-    """With and without a bias, and without the sum and with it."""
-    x, residual = (numbers.draw(device, _ROWS, width) for _ in range(2))
-    weight, some_bias = (numbers.draw(device, width) for _ in range(2))
-    for bias in (some_bias, None):
-        exact = layer_norm_reference(x, weight, bias, 1e-5)
-        numbers.compare(layer_norm(x, weight, bias, 1e-5), exact)
-        both = sum_and_layer_norm_reference(x, residual, weight, bias, 1e-5)
-        for found, wanted in zip(sum_and_layer_norm(x, residual, weight, bias, 1e-5), both, strict=True):
-            numbers.compare(found, wanted)
-
-
-def _add_layer_norm(numbers: _Numbers, width: int, device: torch.device) -> None:
-    x, residual = (numbers.draw(device, _ROWS, width) for _ in range(2))
-    weight, bias = (numbers.draw(device, width) for _ in range(2))
-    exact = layer_norm_reference(x, weight, bias, 1e-5, residual)
-    numbers.compare(layer_norm(x, weight, bias, 1e-5, residual), exact)
+def _layer_results(
+    name: str, dtype: str, width: int, device: torch.device
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The results of a kernel beside its reference's."""
+    gate_up = torch.randn(_ROWS, 2 * width, device=device).to(DTYPES[dtype])
+    x, residual = gate_up.chunk(2, dim=1)
+    x, residual = x.contiguous(), residual.contiguous()
+    weight, some_bias = torch.randn(2, width, device=device).to(DTYPES[dtype])
+    match name:
+        case "layer norm":
+            for bias in (some_bias, None):
+                yield layer_norm(x, weight, bias, 1e-5), layer_norm_reference(x, weight, bias, 1e-5)
+                both = sum_and_layer_norm_reference(x, residual, weight, bias, 1e-5)
+                yield from zip(sum_and_layer_norm(x, residual, weight, bias, 1e-5), both, strict=True)
+        case "add and layer norm":
+            exact = layer_norm_reference(x, weight, some_bias, 1e-5, residual)
+            yield layer_norm(x, weight, some_bias, 1e-5, residual), exact
+        case "RMS norm":
+            yield rms_norm(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6)
+        case "add and RMS norm":
+            both = sum_and_rms_norm_reference(x, residual, weight, 1e-6)
+            yield from zip(sum_and_rms_norm(x, residual, weight, 1e-6), both, strict=True)
+        case "gated":
+            for activation in ACTIVATIONS:
+                yield gated(gate_up, activation), gated_reference(gate_up, activation)
 
 
-def _rms_norm(numbers: _Numbers, width: int, device: torch.device) -> None:
-    x, weight = numbers.draw(device, _ROWS, width), numbers.draw(device, width)
-    numbers.compare(rms_norm(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6))
-
-
-def _sum_and_rms_norm(numbers: _Numbers, width: int, device: torch.device) -> None:
-    x, residual = (numbers.draw(device, _ROWS, width) for _ in range(2))
-    weight = numbers.draw(device, width)
-    exact = sum_and_rms_norm_reference(x, residual, weight, 1e-6)
-    for found, wanted in zip(sum_and_rms_norm(x, residual, weight, 1e-6), exact, strict=True):
-        numbers.compare(found, wanted)
-
-
-def _gated(numbers: _Numbers, width: int, device: torch.device) -> None:
-    gate_up = numbers.draw(device, _ROWS, 2 * width)
-    for activation in ACTIVATIONS:
-        numbers.compare(gated(gate_up, activation), gated_reference(gate_up, activation))
-
-
-def _rotary(numbers: _Numbers, head_dim: int, normed: bool, device: torch.device) -> None:
+def _check_rotary(dtype: str, head_dim: int, normed: bool, device: torch.device) -> None:
     heads = (6, 3)
-    qkv = numbers.draw(device, _ROWS, heads[0] + 2 * heads[1], head_dim)
-    cos, sin = (numbers.draw(device, _ROWS, head_dim) for _ in range(2))
-    weights = (numbers.draw(device, head_dim), numbers.draw(device, head_dim))
-    norms = HeadNorms(*weights, 1e-6) if normed else None
+    qkv = torch.randn(_ROWS, heads[0] + 2 * heads[1], head_dim, device=device).to(DTYPES[dtype])
+    cos, sin = torch.randn(2, _ROWS, head_dim, device=device).to(DTYPES[dtype])
+    weights = torch.randn(2, head_dim, device=device).to(DTYPES[dtype])
+    norms = HeadNorms(weights[0], weights[1], 1e-6) if normed else None
     exact = norm_rotary_reference(qkv, cos, sin, heads, norms)
     norm_rotary_(qkv, cos, sin, heads, norms)
-    numbers.compare(qkv, exact)
+    _compare_rounded(qkv, exact, dtype)
+
+
+def _compare_rounded(found: torch.Tensor, exact: torch.Tensor, dtype: str) -> None:
+    assert found.dtype is exact.dtype, f"{found.dtype} is not {exact.dtype}"
+    compare(found, exact, _LAYER_TOLERANCE[dtype] * float(exact.abs().max()))
 
 
 # By kernel, the cases on a GPU, and a few for an interpreter.
 _CASES: dict[str, tuple[Callable[[], Iterator[Case]], Callable[[], Iterator[Case]]]] = {
     "maxsim": (partial(maxsim_cases, (96, 128, 1024), ("bf16", "int8"), (1, 2)), small_maxsim_cases),
-    "attention": (partial(attention_cases, (64, 128), ("bf16", "fp32")), small_attention_cases),
-    "projection": (partial(projection_cases, (128,)), small_projection_cases),
-    "layers": (partial(layer_cases, (768, 1024), (64, 128)), small_layer_cases),
+    "attention": (
+        partial(attention_cases, (64, 128), ("bf16", "fp32")),
+        partial(attention_cases, (32,), ("bf16",), ("causal", "prefix"), (1, 17)),
+    ),
+    "projection": (partial(projection_cases, (128,)), partial(projection_cases, (16,), 48)),
+    "layers": (
+        partial(layer_cases, (768, 1024), (64, 128)),
+        lambda: (case for case in layer_cases((48,), (32,)) if " bf16" in case.name),
+    ),
 }
 
 
