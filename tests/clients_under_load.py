@@ -54,7 +54,6 @@ class Clients:
 
     @contextmanager
     def asking(self) -> Iterator[None]:
-        """They ask for as long as this is entered."""
         with ThreadPoolExecutor(8) as threads:
             tasks = [threads.submit(self._ask, seed) for seed in range(8)]
             try:
@@ -98,7 +97,6 @@ class Clients:
 
 
 def right_scores(url: str, documents: Sequence[str]) -> dict[str, float]:
-    """Each document's score, by a server that is left alone."""
     body = {"queries": QUERY, "documents": [*documents], "cache": "bypass"}
     data = httpx.post(url + "/score", json=body, timeout=120).json()["data"]
     return {documents[each["index"]]: each["score"] for each in data}

@@ -45,8 +45,6 @@ def _random(size: int) -> bytes:
 
 
 def _overwrite_part(parts: int, data: Callable[[int], bytes]) -> Callable[[Path], None]:
-    """The second of so many."""
-
     def overwrite(folder: Path) -> None:
         size = (folder / FILE).stat().st_size // parts
         _overwrite(folder, size, data(size))
@@ -101,7 +99,6 @@ def _overwrite_by_foreign(folder: Path) -> None:
 
 
 def _scramble_definitions(folder: Path) -> None:
-    """What sqlite3 cannot even quote in an error."""
     table = (folder / FILE).read_bytes().index(b"TABLE entries")
     _overwrite(folder, table, b"\xff")
 

@@ -28,7 +28,6 @@ class Engines:
         self._scores: dict[tuple[EngineConfig, tuple[Pair, ...]], NDArray[np.float32]] = {}
 
     async def __call__(self, config: EngineConfig) -> Engine:
-        """The engine of this configuration, started if there is none."""
         if config in self._running:
             self._running.move_to_end(config)
             return self._running[config]

@@ -20,13 +20,11 @@ class Process:
 
 
 def processes() -> list[Process]:
-    """All that are there."""
     numbers = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
     return [found for number in numbers if (found := _read(number)) is not None]
 
 
 def descendants(pid: int) -> list[Process]:
-    """All that a process has started, and that these have started."""
     running, family = processes(), {pid}
     while new := {each.pid for each in running if each.parent in family} - family:
         family |= new

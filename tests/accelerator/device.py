@@ -66,7 +66,6 @@ class ImaginaryTensor(torch.Tensor):
 
 
 def add_device() -> None:
-    """Adds the type of device to torch, for good."""
     backend_registration._setup_privateuseone_for_python_backend(NAME)
     _LIBRARY.impl("empty.memory_format", _empty, "PrivateUse1")
     _LIBRARY.impl("empty_strided", _empty_strided, "PrivateUse1")

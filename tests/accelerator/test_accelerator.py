@@ -38,8 +38,6 @@ BROKEN = [("BERT", "aten::gelu"), ("ColBERT", "aten::scatter_reduce_")]
 def run(
     names: list[str], checkpoints: SharedCheckpoints, *wrong: str, **settings: Any
 ) -> list[dict[str, Any]]:
-    """Scores the models in a process of their own, whose torch has the device, and returns the outcomes. For
-    the last models an operation of the device is `wrong`."""
     lines = []
     for name, broken in zip(names, [None] * (len(names) - len(wrong)) + [*wrong], strict=True):
         build, own = BY_NAME[name]
@@ -50,7 +48,6 @@ def run(
 
 
 def check(name: str, outcome: dict[str, Any], tolerance: float = 1e-4) -> None:
-    """They may differ by a share of the largest score: by rounding in float32."""
     assert "error" not in outcome, (name, outcome)
     there, here = (np.array(outcome[where]) for where in ("there", "here"))
     assert np.isfinite(here).all()

@@ -66,7 +66,6 @@ def _json(**fields: Any) -> bytes:
 
 
 def _vectors(count: int, dim: int, value: float | None = None) -> dict[str, Any]:
-    """Vectors in int8; in float32 where all numbers are one `value`."""
     if value is not None:
         numbers = np.full((count, dim), value, dtype="<f4")
         return {"embedding": base64.b64encode(numbers.tobytes()).decode(), "shape": [count, dim]}
@@ -86,7 +85,6 @@ def _texts(count: int, words: int, seed: int = 0) -> list[str]:
 
 
 def _png(width: int, height: int) -> str:
-    """A gray picture, in base64."""
     head = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
     packer = zlib.compressobj(9)
     rows = [packer.compress(bytes(1 + width)) for _ in range(height)]
@@ -172,7 +170,6 @@ def _on_wide() -> Iterator[Attack]:
 
 
 def _on_reranker() -> Iterator[Attack]:
-    """Pairs whose instruction each pair repeats."""
     for words in (800, 1_000_000):
         body = _json(queries=_texts(2000, 20), documents=_texts(2000, 20), instruction="word " * words)
         body = body[:-1] + b', "timeout": 10}'
@@ -285,7 +282,6 @@ def _wrong(attack: Attack, status: int, body: bytes) -> str | None:
 
 
 def _attacked(server: Running, attack: Attack, small: SmallRequests, alone: float) -> tuple[Row, list[str]]:
-    """A row of the table, and the promises that were broken."""
     if attack.first is not None:
         _post(server.port, attack.path, attack.first)
     before = server.resident_bytes

@@ -58,8 +58,6 @@ class Record:
 
 
 class Crowd:
-    """Several processes, and all that they have reported so far."""
-
     def __init__(self) -> None:
         self.records: list[Record] = []
         self.processes: list[asyncio.subprocess.Process] = []
@@ -77,7 +75,6 @@ class Crowd:
         self._stops.append([])
 
     async def collect(self, number: int) -> None:
-        """Reads what a process reports until it ends."""
         reported = self.processes[number].stdout
         assert reported is not None
         async for line in reported:
@@ -109,7 +106,6 @@ class Crowd:
 
 @asynccontextmanager
 async def crowd(url: str, pool: Path, processes: int, mix: str) -> AsyncIterator[Crowd]:
-    """Under load from here on; in the end all clients have finished."""
     crowd = Crowd()
     try:
         for _ in range(processes):
@@ -135,7 +131,6 @@ async def crowd(url: str, pool: Path, processes: int, mix: str) -> AsyncIterator
 async def _client(
     session: aiohttp.ClientSession, pool: Pool, mix: Mix, draw: random.Random, is_over: asyncio.Event
 ) -> None:
-    """A request after the other."""
     while not is_over.is_set():
         ask = mix.draw(pool, draw)
         abandons = draw.random() < mix.abandoned

@@ -52,7 +52,6 @@ async def _leave(port: int, path: str, body: bytes, draw: random.Random) -> str:
 
 
 async def leave_often(server: Running, pool: Pool, count: int, seed: int) -> Counter[str]:
-    """That many clients leave; returns how many did at which moment."""
     moments: Counter[str] = Counter()
     left = iter(range(count))
 
@@ -70,7 +69,6 @@ async def leave_often(server: Running, pool: Pool, count: int, seed: int) -> Cou
 async def disconnect(
     server: Running, pool: Pool, count: int, seed: int = 0, most_growth: float = _MOST_GROWTH
 ) -> Found:
-    """That many clients come and leave, and some that warm the server up before."""
     await leave_often(server, pool, int(_WARM_UP * count), seed + 1)
     server.settled()
     await asyncio.sleep(_REST_SECONDS)

@@ -152,7 +152,6 @@ class Disturber:
         (self._cache / FILE).unlink(missing_ok=True)
 
     async def _until_there(self) -> None:
-        """A cache that was removed is made anew within a second or two."""
         with suppress(TimeoutError):
             async with asyncio.timeout(5):
                 while not (self._cache / FILE).exists():
@@ -232,7 +231,6 @@ _PANELS = {
 
 
 def draw(samples: Sequence[Sample], faults: Sequence[float], path: Path) -> Path:
-    """Draws the samples, and marks when there were faults (seconds since the start)."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -313,7 +311,6 @@ class Report:
 async def disturb(
     model: str, pool: Pool, seconds: float, *, seed: int = 0, processes: int = 3, pause: float = 2.0
 ) -> Report:
-    """Runs a server and disturbs it for that long."""
     with tempfile.TemporaryDirectory() as temporary:
         cache = Path(temporary) / "cache"
         cache.mkdir()

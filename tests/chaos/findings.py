@@ -9,8 +9,6 @@ _SHOWN = 10
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Tables to print, and the promises that were broken: there should be none."""
-
     tables: Sequence[Sequence[Row]]
     broken: Sequence[str]
 

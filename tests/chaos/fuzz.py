@@ -112,7 +112,6 @@ _LONGEST = 9 << 20
 
 
 def _changed(usual: tuple[str, dict[str, Any]], changes: dict[str, Any], many: int) -> tuple[str, bytes]:
-    """A usual request with other values, or with its lists repeated."""
     path, body = usual
     repeated = {name: value * many if isinstance(value, list) else value for name, value in body.items()}
     return path, json.dumps(repeated | changes).encode()[:_LONGEST]
@@ -186,7 +185,6 @@ _METHODS = st.sampled_from(
 
 @st.composite
 def requests(draw: st.DrawFn) -> Strange:
-    """One request, of whose bytes some may be changed."""
     method = draw(_METHODS)
     path, body = draw(st.one_of(_FITTING, _FITTING, st.tuples(_PATHS, _BODIES)))
     headers = draw(st.lists(st.tuples(_NAMES, _HEADER_VALUES), max_size=4))
@@ -255,7 +253,6 @@ class Fuzzer:
         return Found([rows], self._broken)
 
     def send(self, batch: Sequence[Strange]) -> None:
-        """All at a time."""
         if self._server.process.poll() is not None:
             return
         self._server.forget_peak()
@@ -342,7 +339,6 @@ def _measure_speed(url: str) -> float:
 
 
 def fuzz(server: Running, seconds: float, first_seed: int) -> Found:
-    """Sends strange requests for that long."""
     speed = _measure_speed(server.url)
     server.ask("watch stalls")
     end = time.monotonic() + seconds

@@ -50,7 +50,6 @@ class Kind:
     seconds: list[float] = field(default_factory=list)
 
     async def client(self, port: int, gate: asyncio.Semaphore) -> None:
-        """One of them, until the server closes its connection."""
         loop = asyncio.get_running_loop()
         with socket.socket() as client:
             client.setblocking(False)
@@ -97,7 +96,6 @@ class Kind:
 
 
 def _kinds() -> list[Kind]:
-    """Those whose answers take the server some work come first."""
     return [
         Kind("slow readers", 0.01, _HEAD + b"Content-Length: %d\r\n\r\n" % len(_LONG) + _LONG, reads=100),
         Kind("half headers", 0.4, _HEAD + b"X-Slow: ", b"x"),

@@ -17,7 +17,6 @@ _REPORTED = {"on_error": "report", "cache": "bypass"}
 
 
 async def poison(server: Running, pool: Pool, sequences: int, poisoned: int, seed: int = 0) -> Found:
-    """Sends that many sequences, the poisoned ones at random places among them."""
     draw = random.Random(seed)
     number = Counter(position // _DOCUMENTS for position in draw.sample(range(sequences), poisoned))
     requests = -(-sequences // _DOCUMENTS)

@@ -81,8 +81,6 @@ class Stalls:
 
 
 class Hooks:
-    """What is to go wrong with steps, and what is known of the engine."""
-
     def __init__(self) -> None:
         # How likely it is that a step of several sequences fails, and that it lacks memory.
         self.failing = 0.0
@@ -95,14 +93,12 @@ class Hooks:
         self._stalls: Any = None
 
     def watch(self, engine: Engine) -> None:
-        """Called on the engine's loop once it has started."""
         self._engine, self._loop = engine, asyncio.get_running_loop()
         [tokens] = engine.tokenizer.encode([POISON], "texts")
         assert len(tokens) == 1, "the poison must be one token"
         self._poison = int(tokens[0])
 
     def check(self, step: Step) -> None:
-        """Called before a step's forward pass; raises where it is to fail."""
         error = self._error(step)
         if error is not None:
             self.failed += 1
@@ -118,7 +114,6 @@ class Hooks:
         return None
 
     def obey(self, do: str, **values: float) -> Any:
-        """In the loop's thread."""
         match do:
             case "set":
                 vars(self).update(values)
@@ -140,7 +135,6 @@ class Hooks:
         return None
 
     def serve(self, listening: socket.socket) -> None:
-        """Obeys one client, in a thread of its own."""
         connection, _ = listening.accept()
         for line in connection.makefile("rb"):
             future: Future[Any] = Future()
@@ -171,7 +165,6 @@ class Failing:
 
 
 def install(hooks: Hooks) -> None:
-    """Puts the hooks into the classes of this process."""
     start: Any = Engine.start
     init: Any = RunnerActor.__init__
 

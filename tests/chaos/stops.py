@@ -51,7 +51,6 @@ class Stop:
 
 
 async def stop(server: Running, pool: Pool, seed: int) -> Stop:
-    """Puts a server under load, ends it, and says what became of the requests."""
     requests: list[Request] = []
     async with asyncio.TaskGroup() as group:
         for number in range(_CLIENTS):
@@ -65,7 +64,6 @@ async def stop(server: Running, pool: Pool, seed: int) -> Stop:
 
 
 async def _client(server: Running, pool: Pool, draw: random.Random, requests: list[Request]) -> None:
-    """A request after the other, until the server takes no more connections."""
     while True:
         try:
             reader, writer = await asyncio.open_connection("127.0.0.1", server.port)

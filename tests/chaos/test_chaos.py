@@ -20,7 +20,6 @@ def server(stanford_colbert: str) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def pool(server: Running) -> Pool:
-    """Asked of the server before anything disturbs it."""
     return Pool.ask(Texts.draw(0, queries=6, documents=100), server.url)
 
 

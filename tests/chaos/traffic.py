@@ -90,7 +90,6 @@ class Pool:
 
     @classmethod
     def ask(cls, texts: Texts, url: str) -> Self:
-        """Asks a server that nothing disturbs."""
         with httpx.Client(base_url=url, timeout=300) as client:
 
             def data(path: str, **body: Any) -> Any:
@@ -118,7 +117,6 @@ class Pool:
 
 
 async def send(session: aiohttp.ClientSession, ask: Ask) -> tuple[int, Verdict]:
-    """Sends a request and judges the answer."""
     headers = {"Content-Type": "application/json"}
     async with session.post(ask.path, data=ask.body, headers=headers) as response:
         body = await response.read()
@@ -235,7 +233,6 @@ _KINDS: tuple[tuple[float, Callable[[Pool, random.Random], Ask]], ...] = (
 
 
 def draw_ask(pool: Pool, draw: random.Random) -> Ask:
-    """One of the mixed traffic."""
     [kind] = draw.choices([kind for _, kind in _KINDS], [weight for weight, _ in _KINDS])
     return kind(pool, draw)
 

@@ -98,26 +98,21 @@ def _names_of_parts(config_class: Any) -> Iterator[str]:
 _ENCODER_LEFT_RANDOM = "sentence-transformers finds none of its encoder's tensors, and leaves them random"
 _READ_AS_IMAGES = "sentence-transformers reads its files with a processor of images"
 UNSCORED = {
-    "blip_2_qformer": "it asks for the states of an image (query_embeds)",
-    "blenderbot": _ENCODER_LEFT_RANDOM,
-    "blenderbot-small": _ENCODER_LEFT_RANDOM,
-    "bros": "it asks for the boxes in which the words stand (bbox)",
+    "blip_2_qformer": "it asks for the states of an image (query_embeds)", "blenderbot": _ENCODER_LEFT_RANDOM,
+    "blenderbot-small": _ENCODER_LEFT_RANDOM, "bros": "it asks for the boxes in which the words stand (bbox)",
     "dia": "sentence-transformers reads its files with a processor of sounds",
     "dpr": "it has no hidden states, only their pooled one, of which sentence-transformers makes nothing",
     "layoutlmv3": "sentence-transformers reads its files with a processor of images",
-    "lxmert": "it asks for an image, and has two kinds of hidden states",
-    "m2m_100": _ENCODER_LEFT_RANDOM,
+    "lxmert": "it asks for an image, and has two kinds of hidden states", "m2m_100": _ENCODER_LEFT_RANDOM,
     "marian": _ENCODER_LEFT_RANDOM,
     "markuplm": "sentence-transformers reads its files with a processor of HTML",
     "neomme": "sentence-transformers reads its files with a processor of images",
     "nllb-moe": "sentence-transformers gives its decoder nothing, which it needs",
-    "pegasus": _ENCODER_LEFT_RANDOM,
-    "pegasus_x": _ENCODER_LEFT_RANDOM,
-    "prophetnet": _ENCODER_LEFT_RANDOM,
+    "pegasus": _ENCODER_LEFT_RANDOM, "pegasus_x": _ENCODER_LEFT_RANDOM, "prophetnet": _ENCODER_LEFT_RANDOM,
     "udop": "sentence-transformers reads its files with a processor of images",
     "vilt": "sentence-transformers reads its files with a processor of images",
     "vits": "it makes sounds; its hidden states are not what its forward returns",
-}
+}  # fmt: skip
 
 
 def build(architecture: Architecture, folder: Path) -> str:
@@ -137,7 +132,6 @@ def build(architecture: Architecture, folder: Path) -> str:
 
 
 def classifier(folder: Path, model_type: str) -> str:
-    """A cross-encoder of this type."""
     return build(Architecture("cross-encoder", model_type), folder)
 
 
@@ -176,7 +170,6 @@ def randomise(model: Any) -> Any:
 
 
 def _inputs(owner: nn.Module, weight: torch.Tensor) -> int:
-    """How many products are summed into one output."""
     if isinstance(owner, nn.Linear | nn.Conv1d | nn.Conv2d):
         return weight[0].numel()
     return max(weight.shape[-2:])  # experts, and layers of transformers' own, either way round

@@ -58,13 +58,9 @@ def without_prompt(folder: Path) -> str:
 def bge_m3(folder: Path) -> str:
     """BAAI/bge-m3: the first token, normalised, and two layers in pickles for weights and vectors."""
     save_model(
-        folder / "backbone",
-        "xlm-roberta",
-        options={"add_pooling_layer": False},
-        vocab_size=xlm_roberta(folder / "backbone"),
-        max_position_embeddings=514,
-        type_vocab_size=1,
-    )
+        folder / "backbone", "xlm-roberta", options={"add_pooling_layer": False},
+        vocab_size=xlm_roberta(folder / "backbone"), max_position_embeddings=514, type_vocab_size=1,
+    )  # fmt: skip
     saved = saved_pooled(folder, "cls", Normalize())
     random = torch.Generator().manual_seed(3)
     for name, rows in (("sparse_linear", 1), ("colbert_linear", 128)):
@@ -94,13 +90,9 @@ def nomic(folder: Path) -> str:
     `own` beside it holds the same weights in transformers' own terms."""
     own, published = folder / "own", folder / "published"
     model = save_model(
-        own / "backbone",
-        "nomic_bert",
-        options={"add_pooling_layer": False},
-        vocab_size=WORDS,
-        max_position_embeddings=2048,
-        rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
-    )
+        own / "backbone", "nomic_bert", options={"add_pooling_layer": False}, vocab_size=WORDS,
+        max_position_embeddings=2048, rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
+    )  # fmt: skip
     prompts = {"query": "search_query: ", "document": "search_document: ", "clustering": "clustering: "}
     wordpiece().save_pretrained(own / "backbone")
     saved_pooled(own, "mean", Normalize(), prompts=prompts)
@@ -160,17 +152,11 @@ def embeddinggemma(folder: Path) -> str:
     """google/embeddinggemma-300m: a Gemma3 that looks both ways, windows in part, two dense layers."""
     size = unigram(folder / "backbone", GEMMA, "<bos> $A <eos>", "<bos> $A $B <eos>")
     save_model(
-        folder / "backbone",
-        "gemma3_text",
-        vocab_size=size,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
-        sliding_window=16,
+        folder / "backbone", "gemma3_text", vocab_size=size, num_key_value_heads=2, head_dim=32,
+        max_position_embeddings=512, sliding_window=16,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-        use_bidirectional_attention=True,
-        query_pre_attn_scalar=32,
-    )
+        use_bidirectional_attention=True, query_pre_attn_scalar=32,
+    )  # fmt: skip
     dense = {"bias": False, "activation_function": torch.nn.Identity()}
     torch.manual_seed(2)
     prompts = {
@@ -186,13 +172,10 @@ def embeddinggemma(folder: Path) -> str:
 def jina_v3(folder: Path) -> str:
     """jinaai/jina-embeddings-v3-hf: XLM-RoBERTa with rotary positions, its adapters apart."""
     save_model(
-        folder / "backbone",
-        "jina_embeddings_v3",
-        vocab_size=xlm_roberta(folder / "backbone"),
-        max_position_embeddings=514,
-        type_vocab_size=1,
+        folder / "backbone", "jina_embeddings_v3", vocab_size=xlm_roberta(folder / "backbone"),
+        max_position_embeddings=514, type_vocab_size=1,
         rope_parameters={"rope_type": "default", "rope_theta": 20_000.0},
-    )
+    )  # fmt: skip
     prompts = {
         "query": "Represent the query for retrieving evidence documents: ",
         "document": "Represent the document for retrieval: ",
@@ -205,15 +188,9 @@ def sgpt(folder: Path) -> str:
     specials = {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
     size = byte_level_bpe(folder / "backbone", specials, "$A", "$A $B")
     config = GPTNeoConfig(
-        vocab_size=size,
-        hidden_size=128,
-        num_layers=2,
-        num_heads=4,
-        intermediate_size=256,
-        window_size=16,
-        attention_types=[[["global", "local"], 1]],
-        max_position_embeddings=512,
-    )
+        vocab_size=size, hidden_size=128, num_layers=2, num_heads=4, intermediate_size=256, window_size=16,
+        attention_types=[[["global", "local"], 1]], max_position_embeddings=512,
+    )  # fmt: skip
     spread(GPTNeoModel(config)).save_pretrained(folder / "backbone")
     return saved_pooled(folder, "weightedmean")
 

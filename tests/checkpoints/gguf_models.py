@@ -55,12 +55,9 @@ def _qwen3(folder: Path, kind: type = Qwen3ForCausalLM, end: bool = False, **set
     """A Qwen3 wide enough for blocks of 256, with Qwen's tokeniser."""
     size = _qwen_tokenizer(folder, end)
     config = Qwen3Config(
-        vocab_size=size + 5,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=4096,
+        vocab_size=size + 5, num_key_value_heads=2, head_dim=32, max_position_embeddings=4096,
         **{"tie_word_embeddings": True, **WIDE, **settings},
-    )
+    )  # fmt: skip
     spread(kind(config), weight=0.1, embedding=0.1).save_pretrained(folder)
     return str(folder)
 
@@ -182,7 +179,6 @@ def _random_blocks(shape: tuple[int, ...], kind: Kind) -> Any:
 
 
 def decoder_said(config: Mapping[str, Any], **said: Any) -> dict[str, Any]:
-    """What llama.cpp says of decoders beside their sizes."""
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return {
         "attention.head_count_kv": config["num_key_value_heads"],
@@ -277,16 +273,9 @@ def bge_reranker(folder: Path, kind: str = "F16") -> str:
     source = folder / "hf"
     size = xlm_roberta(source, most=FEW)
     save_model(
-        source,
-        "xlm-roberta",
-        AutoModelForSequenceClassification,
-        vocab_size=size,
-        max_position_embeddings=514,
-        type_vocab_size=1,
-        num_labels=1,
-        layer_norm_eps=1e-5,
-        **WIDE,
-    )
+        source, "xlm-roberta", AutoModelForSequenceClassification, vocab_size=size,
+        max_position_embeddings=514, type_vocab_size=1, num_labels=1, layer_norm_eps=1e-5, **WIDE,
+    )  # fmt: skip
     said = {
         "pooling_type": 4,
         "attention.causal": False,
@@ -359,12 +348,8 @@ def _decoder(
     """A decoder in float32, its tokeniser beside; `hf` has the same weights."""
     source = folder / "hf"
     sizes = {
-        "vocab_size": size,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 4096,
-        **WIDE,
-        **settings,
-    }
+        "vocab_size": size, "num_key_value_heads": 2, "max_position_embeddings": 4096, **WIDE, **settings,
+    }  # fmt: skip
     save_model(source, kind, AutoModelForCausalLM, **sizes)
     config = _config(str(source))
     said = decoder_said(config) | said_of_tokens(str(source), config["vocab_size"], model="other") | changed

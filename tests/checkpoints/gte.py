@@ -45,14 +45,10 @@ def snowflake(folder: Path) -> str:
     """Snowflake/snowflake-arctic-embed-m-v2.0: a larger base for the scaling, no prefix, and a prompt."""
     code = "configuration_hf_alibaba_nlp_gte.GteConfig", "modeling_hf_alibaba_nlp_gte.GteModel"
     config = _sentencepiece(folder) | {
-        "architectures": ["GteModel"],
-        "auto_map": dict(zip(("AutoConfig", "AutoModel"), code, strict=True)),
-        "model_type": "gte",
-        "rope_scaling": None,
-        "rope_theta": 160000,
-        "unpad_inputs": "true",
+        "architectures": ["GteModel"], "auto_map": dict(zip(("AutoConfig", "AutoModel"), code, strict=True)),
+        "model_type": "gte", "rope_scaling": None, "rope_theta": 160000, "unpad_inputs": "true",
         "use_memory_efficient_attention": "true",
-    }
+    }  # fmt: skip
     save(folder, config, _backbone(config, ""))
     return save_modules(folder, "cls", normalize=True, prompts={"query": "query: "})
 
@@ -61,13 +57,9 @@ def english(folder: Path, types: int = 2) -> str:
     """Alibaba-NLP/gte-large-en-v1.5: BERT's tokeniser, and learned types of tokens, or none as the base."""
     wordpiece().save_pretrained(folder)
     config = _CONFIG | {
-        "architectures": ["NewModel"],
-        "pad_token_id": 0,
-        "rope_scaling": {"factor": 2.0, "type": "ntk"},
-        "rope_theta": 500000,
-        "type_vocab_size": types,
-        "vocab_size": WORDS + 8,
-    }
+        "architectures": ["NewModel"], "pad_token_id": 0, "rope_scaling": {"factor": 2.0, "type": "ntk"},
+        "rope_theta": 500000, "type_vocab_size": types, "vocab_size": WORDS + 8,
+    }  # fmt: skip
     save(folder, config, _backbone(config, "new."))
     return save_modules(folder, "cls", normalize=False)
 

@@ -73,13 +73,10 @@ def embeddings_v2(folder: Path, feed_forward: str = "geglu") -> str:
 def embeddings_v2_code(folder: Path) -> str:
     """jinaai/jina-embeddings-v2-base-code: normed queries and keys, six heads, byte-level tokens."""
     config = _JINA_BERT | {
-        "_name_or_path": "jinaai/jina-bert-v2-qk-post-norm",
-        "architectures": ["JinaBertForMaskedLM"],
-        "attn_implementation": "torch",
-        "hidden_size": 192,
-        "num_attention_heads": 6,
+        "_name_or_path": "jinaai/jina-bert-v2-qk-post-norm", "architectures": ["JinaBertForMaskedLM"],
+        "attn_implementation": "torch", "hidden_size": 192, "num_attention_heads": 6,
         "vocab_size": byte_level_bpe(folder, XLM_R, *ENDS),
-    }
+    }  # fmt: skip
     config["auto_map"] = {"AutoModel": "jinaai/jina-bert-v2-qk-post-norm--modeling_bert.JinaBertModel"}
     save(folder, config, _layers(config))
     return save_modules(folder, "mean", normalize=False)

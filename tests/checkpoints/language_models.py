@@ -32,15 +32,9 @@ def _qwen_tokenizer(folder: Path, **options: Any) -> int:
     words = ("yes", "no", "Yes", "0", "1")
     extra = [token for token in _CHAT if token not in _SPECIALS.values()]
     return byte_level_bpe(
-        folder,
-        _SPECIALS,
-        "$A",
-        "$A $B",
-        words,
-        additional_special_tokens=extra + options.pop("markers", []),
-        padding_side="left",
-        **{"model_max_length": 4096} | options,
-    )
+        folder, _SPECIALS, "$A", "$A $B", words, additional_special_tokens=extra + options.pop("markers", []),
+        padding_side="left", **{"model_max_length": 4096} | options,
+    )  # fmt: skip
 
 
 def _save(folder: Path, kind: str, size: int, **settings: Any) -> str:

@@ -117,14 +117,10 @@ def jina_colbert_v2(folder: Path) -> str:
     size, theta = xlm_roberta(folder, additional_special_tokens=markers), 10_000.0
     backbone = folder / "backbone"
     model = save_model(
-        backbone,
-        "jina_embeddings_v3",
-        options={"add_pooling_layer": False},
-        vocab_size=size,
-        max_position_embeddings=514,
-        type_vocab_size=1,
+        backbone, "jina_embeddings_v3", options={"add_pooling_layer": False}, vocab_size=size,
+        max_position_embeddings=514, type_vocab_size=1,
         rope_parameters={"rope_type": "default", "rope_theta": theta},
-    )
+    )  # fmt: skip
     projection = torch.randn(32, 128) * 0.2
     save_renamed(model, folder, _REMOTE_TERMS, "mixer.Wqkv", "roberta.", {"linear.weight": projection})
     code = "jinaai/xlm-roberta-flash-implementation--"
@@ -159,12 +155,9 @@ def jina_colbert_v2(folder: Path) -> str:
 
 
 _REMOTE_TERMS = {
-    "layers.": "encoder.layers.",
-    "self_attn.o_proj": "mixer.out_proj",
-    "embeddings.LayerNorm": "emb_ln",
-    "post_attention_layernorm": "norm1",
-    "post_mlp_layernorm": "norm2",
-}
+    "layers.": "encoder.layers.", "self_attn.o_proj": "mixer.out_proj", "embeddings.LayerNorm": "emb_ln",
+    "post_attention_layernorm": "norm1", "post_mlp_layernorm": "norm2",
+}  # fmt: skip
 
 
 def write_artifact(folder: Path, query: str, document: str, attend: bool, dim: int, **lengths: int) -> None:

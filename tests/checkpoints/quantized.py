@@ -40,14 +40,10 @@ def _compressed(
         "output_activations": None,
     }
     return {
-        "quant_method": "compressed-tensors",
-        "format": form,
-        "quantization_status": "compressed",
-        "global_compression_ratio": None,
-        "kv_cache_scheme": None,
-        "ignore": ["lm_head"],
+        "quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed",
+        "global_compression_ratio": None, "kv_cache_scheme": None, "ignore": ["lm_head"],
         "config_groups": {"group_0": group},
-    }
+    }  # fmt: skip
 
 
 _DYNAMIC = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}

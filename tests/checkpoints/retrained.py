@@ -30,16 +30,9 @@ def _llama(folder: Path, **settings: Any) -> None:
         "high_freq_factor": 4.0, "original_max_position_embeddings": 256,
     }  # fmt: skip
     save_model(
-        folder,
-        "llama",
-        vocab_size=size,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=2048,
-        rope_parameters=rope,
-        pad_token_id=2,
-        **settings,
-    )
+        folder, "llama", vocab_size=size, num_key_value_heads=2, head_dim=32, max_position_embeddings=2048,
+        rope_parameters=rope, pad_token_id=2, **settings,
+    )  # fmt: skip
 
 
 def nemotron_rerank(folder: Path) -> str:
@@ -47,13 +40,10 @@ def nemotron_rerank(folder: Path) -> str:
     _llama(folder, auto=AutoModelForSequenceClassification, num_labels=1)
     code = "llama_bidirectional_model.LlamaBidirectional"
     return change_config(
-        folder,
-        architectures=["LlamaBidirectionalForSequenceClassification"],
+        folder, architectures=["LlamaBidirectionalForSequenceClassification"],
         auto_map={"AutoConfig": f"{code}Config", "AutoModelForSequenceClassification": f"{code}ForSeq"},
-        model_type="llama_bidirec",
-        pooling="avg",
-        temperature=0.8,
-    )
+        model_type="llama_bidirec", pooling="avg", temperature=0.8,
+    )  # fmt: skip
 
 
 def nemotron_embed(folder: Path) -> str:
@@ -90,13 +80,10 @@ def voyage_4_nano(folder: Path) -> str:
     save_tensors(tensors | {"linear.weight": torch.randn(192, 128) * 0.2}, folder)
     save_modules(folder, "mean", longest=2048, prompts=VOYAGE, dim=192)
     return change_config(
-        folder,
-        architectures=["Qwen3ForCausalLM"],
+        folder, architectures=["Qwen3ForCausalLM"],
         auto_map={"AutoModel": "modeling_qwen3_bidirectional.Qwen3BidirectionalModel"},
-        use_bidirectional_attention=True,
-        num_labels=192,
-        tie_word_embeddings=True,
-    )
+        use_bidirectional_attention=True, num_labels=192, tie_word_embeddings=True,
+    )  # fmt: skip
 
 
 def gte_qwen2(folder: Path) -> str:
@@ -104,12 +91,9 @@ def gte_qwen2(folder: Path) -> str:
     _qwen(folder, "qwen2")
     kinds = [f"tokenization_qwen.{kind}" for kind in ("Qwen2Tokenizer", "Qwen2TokenizerFast")]
     change_config(
-        folder,
-        "tokenizer_config.json",
-        add_eos_token=True,
-        auto_map={"AutoTokenizer": kinds},
+        folder, "tokenizer_config.json", add_eos_token=True, auto_map={"AutoTokenizer": kinds},
         tokenizer_class="Qwen2Tokenizer",
-    )
+    )  # fmt: skip
     save_modules(folder, "lasttoken", longest=2048, prompts={"query": INSTRUCTION})
     code = "modeling_qwen.Qwen2"
     return change_config(
@@ -152,13 +136,10 @@ def _jina_v5(folder: Path, model: Any, **settings: Any) -> str:
     (folder / "modules.json").write_text(json.dumps(modules))
     code = "jina_embeddings_v5.JinaEmbeddingsV5"
     return change_config(
-        folder,
-        architectures=["JinaEmbeddingsV5Model"],
+        folder, architectures=["JinaEmbeddingsV5Model"],
         auto_map={"AutoConfig": f"configuration_{code}Config", "AutoModel": f"modeling_{code}Model"},
-        model_type="jina_embeddings_v5",
-        task_names=tasks,
-        **settings,
-    )
+        model_type="jina_embeddings_v5", task_names=tasks, **settings,
+    )  # fmt: skip
 
 
 # The ways in which configs say that a model reads in both directions.
@@ -206,28 +187,17 @@ def bge_gemma2(folder: Path) -> str:
     """BAAI/bge-reranker-v2.5-gemma2-lightweight: Gemma2 with a score behind each layer from the second."""
     size = unigram(folder, GEMMA, "<bos> $A", "<bos> $A <bos> $B", model_max_length=2048)
     model = save_model(
-        folder,
-        "gemma2",
-        vocab_size=size,
-        num_hidden_layers=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        query_pre_attn_scalar=32,
-        max_position_embeddings=2048,
-        sliding_window=64,
-    )
+        folder, "gemma2", vocab_size=size, num_hidden_layers=4, num_key_value_heads=2, head_dim=32,
+        query_pre_attn_scalar=32, max_position_embeddings=2048, sliding_window=64,
+    )  # fmt: skip
     tensors = {f"model.{name}": each for name, each in spread(model, weight=0.1).state_dict().items()}
     save_tensors(tensors | _heads(3), folder)
     code = "BAAI/bge-reranker-v2.5-gemma2-lightweight--gemma_model.CostWiseGemma"
     return change_config(
-        folder,
-        architectures=["CostWiseGemmaForCausalLM"],
+        folder, architectures=["CostWiseGemmaForCausalLM"],
         auto_map={"AutoModel": f"{code}Model", "AutoModelForCausalLM": f"{code}ForCausalLM"},
-        model_type="cost_wise_gemma",
-        start_layer=2,
-        layer_sep=1,
-        layer_wise=True,
-    )
+        model_type="cost_wise_gemma", start_layer=2, layer_sep=1, layer_wise=True,
+    )  # fmt: skip
 
 
 def lfm2_colbert(folder: Path, both_ways: bool = False) -> str:
@@ -240,14 +210,9 @@ def lfm2_colbert(folder: Path, both_ways: bool = False) -> str:
     tokenizer.add_tokens(["[Q] ", "[D] "])
     tokenizer.save_pretrained(folder)
     save_model(
-        folder,
-        "lfm2",
-        vocab_size=size + 2,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        layer_types=["conv", "full_attention", "conv"],
-        block_multiple_of=32,
-    )
+        folder, "lfm2", vocab_size=size + 2, num_key_value_heads=2, max_position_embeddings=2048,
+        layer_types=["conv", "full_attention", "conv"], block_multiple_of=32,
+    )  # fmt: skip
     if both_ways:
         name = "Lfm2BidirectionalModel"
         code = {"AutoModel": f"modeling_lfm2_bidirectional.{name}"}
@@ -272,5 +237,4 @@ def lfm2_5_embedding(folder: Path) -> str:
 
 
 def tensors_of(path: str) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint at its root."""
     return load_file(Path(path) / "model.safetensors")

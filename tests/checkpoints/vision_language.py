@@ -119,13 +119,10 @@ def colqwen3_of_pictures(folder: Path) -> str:
 def colsmol(folder: Path) -> str:
     """vidore/colSmol-256M, merged: an Idefics3, whose pages are tiles with markers between them."""
     byte_level_bpe(
-        folder,
-        {"bos_token": "<|im_start|>", "eos_token": "<end_of_utterance>", "pad_token": "<|im_end|>"},
-        "$A",
-        "$A $B",
-        additional_special_tokens=[*TILE_MARKERS, "<fake_token_around_image>", "<image>"],
+        folder, {"bos_token": "<|im_start|>", "eos_token": "<end_of_utterance>", "pad_token": "<|im_end|>"},
+        "$A", "$A $B", additional_special_tokens=[*TILE_MARKERS, "<fake_token_around_image>", "<image>"],
         model_max_length=4096,
-    )
+    )  # fmt: skip
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     image_processor = Idefics3ImageProcessorPil(
         size={"longest_edge": 3 * TILE}, max_image_size={"longest_edge": TILE}
@@ -133,13 +130,9 @@ def colsmol(folder: Path) -> str:
     processor = Idefics3Processor(image_processor, tokenizer, image_seq_len=4)
     vision = {**TOWER, "num_hidden_layers": 3, "image_size": TILE, "patch_size": 8}
     text = {
-        **SIZES,
-        "model_type": "llama",
-        "vocab_size": len(tokenizer),
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 4096,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+        **SIZES, "model_type": "llama", "vocab_size": len(tokenizer), "num_key_value_heads": 2,
+        "max_position_embeddings": 4096, "pad_token_id": tokenizer.pad_token_id,
+    }  # fmt: skip
     config = Idefics3Config(
         text_config=text, vision_config=vision, image_token_id=processor.image_token_id, scale_factor=4
     )
@@ -185,12 +178,9 @@ def qwen3_vl_reranker(folder: Path) -> str:
     named = folder / "additional_chat_templates" / "reranker.jinja"
     named.write_text(RERANKER_TEMPLATE, encoding="utf-8")
     transformer = _transformer(
-        folder,
-        config,
-        EMBEDDING_TEMPLATE,
-        transformer_task="any-to-any",
+        folder, config, EMBEDDING_TEMPLATE, transformer_task="any-to-any",
         processing_kwargs={"chat_template": {"chat_template": "reranker"}},
-    )
+    )  # fmt: skip
     yes, no = (transformer.tokenizer.convert_tokens_to_ids(word) for word in ("yes", "no"))
     head = LogitScore(true_token_id=yes, false_token_id=no)
     return save_own(CrossEncoder(modules=[transformer, head], activation_fn=torch.nn.Sigmoid()), folder)

@@ -107,12 +107,9 @@ def colmodernvbert(folder: Path) -> str:
         "max_position_embeddings": 1024, "local_attention": 16, "global_attn_every_n_layers": 2,
     }  # fmt: skip
     vision = {
-        **TOWER,
-        "model_type": "siglip_vision_model",
-        "image_size": TILE,
-        "patch_size": 8,
+        **TOWER, "model_type": "siglip_vision_model", "image_size": TILE, "patch_size": 8,
         "vision_use_head": False,
-    }
+    }  # fmt: skip
     vlm = ModernVBertConfig(
         text_config=text,
         vision_config=vision,
@@ -149,14 +146,9 @@ def qwen2_vl(vocabulary: int, image_token_id: int) -> Qwen2VLConfig:
 def qwen_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     extra = ["<|im_start|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
     byte_level_bpe(
-        folder,
-        {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
-        "$A",
-        "$A $B",
-        words=("yes", "no"),
-        additional_special_tokens=extra,
-        model_max_length=4096,
-    )
+        folder, {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}, "$A", "$A $B", words=("yes", "no"),
+        additional_special_tokens=extra, model_max_length=4096,
+    )  # fmt: skip
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
 

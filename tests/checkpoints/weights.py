@@ -12,11 +12,8 @@ from transformers import CONFIG_MAPPING, AutoModel
 
 # Sizes that most families' configs share.
 SIZES: dict[str, Any] = {
-    "hidden_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "intermediate_size": 256,
-}
+    "hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 256,
+}  # fmt: skip
 
 # How models call the projections of queries and keys.
 _ATTENDING = ("query", "key", "q_proj", "k_proj", "q_lin", "k_lin", "attn.q.", "attn.k.")
@@ -34,7 +31,6 @@ def spread(model: Any, weight: float = 0.2, attention: float = 0.12, embedding: 
 
 
 def sizes_of(kind: str) -> dict[str, Any]:
-    """The usual sizes that the config of a kind of model knows."""
     config = CONFIG_MAPPING[kind]
     known = {each.name for each in fields(config)} | config.attribute_map.keys()
     return {name: size for name, size in SIZES.items() if name in known}
@@ -123,7 +119,6 @@ class RandomTensors:
         return made | {f"{name}.bias": self(outputs)} if bias else made
 
     def norm(self, name: str, width: int) -> dict[str, torch.Tensor]:
-        """The weight and the bias of a layer norm, about one and zero."""
         return {f"{name}.weight": 1 + self(width), f"{name}.bias": self(width)}
 
 

@@ -69,7 +69,6 @@ def _checks(client: Client, command: list[str], urls: dict[str, str]) -> list[Ou
 
 
 def _examples(client: Client, urls: dict[str, str]) -> Iterator[Outcome]:
-    """Runs a client's examples of the documentation."""
     interpreter = environments.interpreter(client.environment)
     for shown, server in page.SERVERS.items():
         for example in page.examples(client.name, shown):

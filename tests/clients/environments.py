@@ -26,19 +26,16 @@ def command(name: str, script: Path) -> list[str]:
 
 
 def made(name: str) -> str:
-    """What runs scripts in an environment, which is made if need be."""
     locked = _HERE / "requirements" / f"{name}.txt"
     _fill(name, _NODE / "package-lock.json" if name == "node" else locked)
     return interpreter(name)
 
 
 def interpreter(name: str) -> str:
-    """What runs scripts in an environment."""
     return _node_tool("node") if name == "node" else str(_python(name))
 
 
 def _fill(name: str, locked: Path) -> None:
-    """Installs what is locked, unless that is there already."""
     digest = hashlib.sha256(locked.read_bytes()).hexdigest()
     stamp = FOLDER / f"{name}.installed"
     if stamp.exists() and stamp.read_text() == digest:

@@ -47,7 +47,6 @@ class Failed(Exception):
 
 
 def run(command: Sequence[str], environment: Mapping[str, str], folder: Path, seconds: float) -> str:
-    """What a command prints that is run in a folder."""
     try:
         ran = subprocess.run(
             command, env=environment, cwd=folder, capture_output=True, text=True, check=False, timeout=seconds

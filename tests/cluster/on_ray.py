@@ -73,14 +73,12 @@ def deploy_file(name: str, url: str, *, scorers: int = 2, **args: Any) -> str:
 
 
 def delete(name: str) -> None:
-    """Ends an application."""
     from ray import serve
 
     serve.delete(_own(name))
 
 
 def num_ready(url: str) -> int:
-    """How many scorers a front of an application reaches."""
     with suppress(httpx.TransportError):
         answer = httpx.get(url + "/ready", timeout=10)
         if answer.status_code == 200:
@@ -89,7 +87,6 @@ def num_ready(url: str) -> int:
 
 
 def replicas(name: str, deployment: str) -> list[int]:
-    """The processes of a deployment of an application, by their titles."""
     title = f"ray::ServeReplica:{_own(name)}:{deployment}"
     return [each.pid for each in processes() if each.title.startswith(title)]
 

@@ -68,7 +68,6 @@ TOLERANCE = 1e-6
 
 
 def pairs(count: int) -> pa.Table:
-    """Rows of about 16 tokens, all different."""
     numbers = range(count)
     return pa.table(
         {
@@ -80,7 +79,6 @@ def pairs(count: int) -> pa.Table:
 
 
 def direct_scores(rows: pa.Table) -> list[float]:
-    """The same in this process, in few requests."""
     queries, documents = rows["query"].to_pylist(), rows["document"].to_pylist()
     scores: list[float] = []
     with SyncEngine(CONFIG, progress=False) as engine:

@@ -27,8 +27,6 @@ from maxsimd.engine import EngineConfig
 
 
 class Lengths:
-    """Scores a document by its length."""
-
     def read(self, rows: list[dict[str, object]]) -> list[ScoreRow]:
         return [ScoreRow.of(row, "q") for row in rows]
 

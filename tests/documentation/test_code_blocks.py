@@ -26,8 +26,6 @@ _FENCE = re.compile(r"^```(?P<language>\S*)\n(?P<text>.*?)^```$", re.MULTILINE |
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A fenced block."""
-
     page: Path
     line: int
     language: str
@@ -50,7 +48,6 @@ _OF_CLIENTS = {ROOT / "docs" / "clients.md", ROOT / "docs" / "rag.md"}
 
 
 def blocks_of(language: str) -> list[Block]:
-    """The blocks of all pages but those that clients run."""
     return [block for block in _BLOCKS if block.language == language and block.page not in _OF_CLIENTS]
 
 

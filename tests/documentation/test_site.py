@@ -42,7 +42,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def site(folder: Path) -> Iterator[str]:
-    """The site's address."""
     with web_server(partial(SimpleHTTPRequestHandler, directory=str(folder))) as url:
         yield url
 

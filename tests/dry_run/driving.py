@@ -142,24 +142,11 @@ class OnGPU:
         self._loop = asyncio.new_event_loop()
         tokenizer: Any = None  # which the device thread does not ask
         model = DeviceModel(
-            model=self.model,
-            tokenizer=tokenizer,
-            device=GPU,
-            runner=self.runner,
-            tasks=tasks,
-            pooler=self.pooler,
-            dtype=DTYPE,
-            execution="packed",
-            attention=self.backend.name,
-            not_packed=None,
-            findings=(),
-            proof_seconds=0.0,
-            quantized=0,
-            step_tokens=16_384,
-            maxsim_name=name,
-            maxsim=maxsim,
+            model=self.model, tokenizer=tokenizer, device=GPU, runner=self.runner, tasks=tasks,
+            pooler=self.pooler, dtype=DTYPE, execution="packed", attention=self.backend.name, not_packed=None,
+            findings=(), proof_seconds=0.0, quantized=0, step_tokens=16_384, maxsim_name=name, maxsim=maxsim,
             cache=self.cache,
-        )
+        )  # fmt: skip
         # The actors of the device thread, which are asked here one after the other.
         _, self._pooling, self._scoring = DeviceActors(self._loop, model, Mailbox(self._loop))._actors
 
@@ -195,8 +182,6 @@ class OnGPU:
     def run(
         self, step: Step, skipped: Iterable[SkippedSequence] = (), runner: ModelRunner | None = None
     ) -> StepOutcome:
-        """All that the device thread does with a step, up to the copy of its results, and what it releases
-        when they have arrived."""
         runner = self.runner if runner is None else runner
         pooled: list[Pooled] = []
         if step.chunks:
@@ -298,7 +283,6 @@ class Ids:
 
 
 def step_of(*parts: TokenSequence | Chunk, **others: Any) -> Step:
-    """Sequences whole, or as the chunks say."""
     chunks = (x if isinstance(x, Chunk) else Chunk(x, x.shared_prefix_len, len(x)) for x in parts)
     return Step(0, tuple(chunks), **others)
 
@@ -411,13 +395,11 @@ BEHIND_BACKBONE = (documents, cached, windows)
 
 
 def run(drive: Drive, on: OnGPU) -> None:
-    """With as few layers as will do."""
     with first_layers(on.model.backbone, 1 if drive in BEHIND_BACKBONE else 2):
         drive(on)
 
 
 def drives(on: OnGPU) -> Iterator[Drive]:
-    """What this model can be driven through."""
     yield whole
     if on.runner.chunked:
         yield cut
@@ -518,12 +500,9 @@ def cost_of(on: OnGPU) -> StepCost:
     with first_layers(on.model.backbone, -1) as layers:
         layer = whole.launches.total() - _counted(on, lambda: on.run(step)).launches.total()
     return StepCost(
-        layer,
-        whole.launches.total() - layer * layers,
-        whole.to_device + whole.to_host,
-        round(whole.bytes_to_device / sum(LENGTHS)),
-        whole.waits,
-    )
+        layer, whole.launches.total() - layer * layers, whole.to_device + whole.to_host,
+        round(whole.bytes_to_device / sum(LENGTHS)), whole.waits,
+    )  # fmt: skip
 
 
 def _counted(on: OnGPU, run: Callable[[], object]) -> Counts:

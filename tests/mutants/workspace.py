@@ -90,7 +90,6 @@ class Part:
         return WORKSPACES / self.name.replace("/", "-")
 
     def modules(self) -> list[str]:
-        """The folders of the source, where they lie once installed."""
         return ["maxsimd/" + folder for folder in self.source]
 
     def test_files(self) -> list[str]:

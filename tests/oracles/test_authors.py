@@ -33,7 +33,6 @@ pytestmark = [
 
 
 def _asked(python: str, side: str, folder: Path, **order: Any) -> dict[str, NDArray[np.float64]]:
-    """What another library answers in an environment of its own."""
     order["output"] = str(folder / "found.npz")
     command = [python, str(Path(__file__).with_name(side))]
     subprocess.run(command, input=json.dumps(order), text=True, check=True, timeout=600)

@@ -59,21 +59,13 @@ Numbers = NDArray[np.float32]
 
 _SIDE = Path(__file__).with_name("vllm_side.py")
 _ENVIRONMENT = {
-    "VLLM_TARGET_DEVICE": "cpu",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
+    "VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+}  # fmt: skip
 _TASKS: dict[Compared, str] = {
-    "embeddings": "embed",
-    "tokens": "token_embed",
-    "logits": "classify",
-    "words": "embed",
-    "own words": "token_classify",
-    "listwise": "token_embed",
-}
+    "embeddings": "embed", "tokens": "token_embed", "logits": "classify", "words": "embed",
+    "own words": "token_classify", "listwise": "token_embed",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,19 +98,14 @@ class Vllm:
         self._folder, self._numbers = folder, count()
         with (folder / "log.txt").open("wb") as log:
             self._process = subprocess.Popen(
-                [python, str(_SIDE)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
+                [python, str(_SIDE)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
                 env=os.environ | _ENVIRONMENT,
-            )
+            )  # fmt: skip
         self.version = self._line().strip()
 
     def run(
         self, checkpoint: str, compared: Compared, told: Told, inputs: list[Input], activation: bool
     ) -> list[Numbers]:
-        """What vLLM gives for each input."""
         output = self._folder / f"{next(self._numbers)}.npz"
         order = {
             "checkpoint": checkpoint,
@@ -281,13 +268,9 @@ async def _listwise(engine: Engine, queries: list[str], documents: list[str]) ->
 
 
 _ASK: dict[Compared, Callable[[Engine, list[str], list[str]], Awaitable[Asked]]] = {
-    "embeddings": _embeddings,
-    "tokens": _tokens,
-    "logits": _logits,
-    "words": _words,
-    "own words": _own_words,
+    "embeddings": _embeddings, "tokens": _tokens, "logits": _logits, "words": _words, "own words": _own_words,
     "listwise": _listwise,
-}
+}  # fmt: skip
 
 
 def relative_error(ours: list[Numbers], theirs: list[Numbers]) -> float:

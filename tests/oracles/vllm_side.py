@@ -62,7 +62,6 @@ def main() -> None:
 
 
 def _carried_out(order: dict[str, Any], wrong: Path) -> int:
-    """Returns 0, or 1 if `wrong` has what went wrong."""
     os.dup2(2, 1)  # answers alone go to standard output
     # vLLM looks at a model's class in a process that imports all anew, which only GPUs need.
     registry._run_in_subprocess = lambda function: function()

@@ -29,8 +29,6 @@ def settings(file: str = "config.json", **values: Any) -> Edit:
 
 
 def without_settings(*names: str, file: str = "config.json") -> Edit:
-    """Takes keys out of a file of JSON."""
-
     def edit(folder: Path) -> None:
         config = json.loads((folder / file).read_text())
         (folder / file).write_text(
@@ -54,7 +52,6 @@ def dropped(name: str, file: str = "model.safetensors") -> Edit:
 
 
 def added(name: str, tensor: torch.Tensor, file: str = "model.safetensors") -> Edit:
-    """Adds a tensor, or replaces it."""
     return tensors(lambda found: found.update({name: tensor}), file)
 
 
@@ -74,8 +71,6 @@ def not_finite(name: str, file: str = "model.safetensors") -> Edit:
 
 
 def removed(pattern: str) -> Edit:
-    """Removes a file, or all that fit a pattern."""
-
     def edit(folder: Path) -> None:
         for path in [*folder.glob(pattern)]:
             path.unlink()
@@ -117,7 +112,6 @@ def converted(folder: Path) -> None:
 
 
 def refusal(path: str | Path, **options: Any) -> str:
-    """What is said when the checkpoint is refused."""
     with pytest.raises(ModelLoadError) as refused:
         load_model(EngineConfig(model=str(path), **options), CPU)
     return str(refused.value)

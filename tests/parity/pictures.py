@@ -33,7 +33,6 @@ class Encoder:
         self.model, self._bare = loaded(kind, path), bare
 
     def vectors(self, item: Any, role: str, **options: Any) -> NDArray[Any]:
-        """A vector a token, or one."""
         if self._bare:
             role = "query" if isinstance(item, str) else "document"
         encode = self.model.encode_query if role == "query" else self.model.encode_document
@@ -59,8 +58,6 @@ class Bare(Encoder):
 
 
 class Embedder(Encoder):
-    """One vector each."""
-
     def __init__(self, path: str) -> None:
         super().__init__(path, SentenceTransformer)
 

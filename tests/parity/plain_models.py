@@ -57,7 +57,6 @@ class PlainEncoder:
         return layer_norm(x, x.shape[-1:], weight, bias, eps)
 
     def embedded(self, ids: torch.Tensor, types: torch.Tensor) -> torch.Tensor:
-        """The sum of the embeddings of tokens and of their types, [tokens, hidden]."""
         x = self.tensors["embeddings.word_embeddings.weight"][ids]
         learned = self.tensors.get("embeddings.token_type_embeddings.weight")
         return x if learned is None else x + learned[types]
@@ -241,14 +240,12 @@ class PlainEmbedder(OneByOne):
 
 
 def cosines(path: str, queries: Texts, documents: Texts, model: Model) -> Scores:
-    """The cosines of what a model makes of queries and documents."""
     embedder = model(path)
     first, second = embedder.encode_query(queries), embedder.encode_document(documents)
     return cosine_similarity(torch.stack(first), torch.stack(second)).numpy()
 
 
 def maxsims(path: str, queries: Texts, documents: Texts, model: Model) -> Scores:
-    """MaxSim of the vectors that a model makes of queries and documents."""
     encoder = model(path)
     pairs = zip(encoder.encode_query(queries), encoder.encode_document(documents), strict=True)
     found = [float((first @ second.T).amax(1).sum()) for first, second in pairs]
@@ -448,7 +445,6 @@ def jina_v5(path: str, task: str = "retrieval") -> PlainEmbedder:
 
 
 def _text_ids(tokenizer: Any, text: str) -> list[int]:
-    """The tokens of a text, without special ones."""
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids
 

@@ -76,7 +76,6 @@ def sparse_encoder(path: str, queries: Texts, documents: Texts) -> Scores:
 
 
 def sparse_vectors(path: str, texts: Texts, role: str | None) -> Scores:
-    """The weight of every word for each text, [texts, words]."""
     model = loaded(SparseEncoder, path)
     encode = {"query": model.encode_query, "document": model.encode_document, None: model.encode}[role]
     weights: Scores = encode(list(texts)).to_dense().numpy()
@@ -89,7 +88,6 @@ def plain_encoder(path: str, queries: Texts, documents: Texts) -> Scores:
 
 
 def token_states(path: str) -> MultiVectorEncoder:
-    """A bi-encoder's token states, normalised, without projection."""
     transformer = loaded(SentenceTransformer, path)[0]
     modules = [transformer, MultiVectorMask(), Normalize(module_input_name="token_embeddings")]
     return MultiVectorEncoder(modules=modules, device="cpu")
@@ -184,7 +182,6 @@ def qwen3_reranker(
 
 
 def qwen3_template(path: str, queries: Texts, documents: Texts, template: str) -> Scores:
-    """The same asked in other words."""
     return sigmoid(_answers(path, queries, documents, (template,), "yes", "no"))
 
 

@@ -45,13 +45,9 @@ def as_words(reader: Reader) -> str:
 
 
 _NAMES: dict[Compared, str] = {
-    "embeddings": "embeddings",
-    "tokens": "token embeddings",
-    "logits": "logits",
-    "words": "weights of words",
-    "own words": "weights of words",
-    "listwise": "cosines",
-}
+    "embeddings": "embeddings", "tokens": "token embeddings", "logits": "logits", "words": "weights of words",
+    "own words": "weights of words", "listwise": "cosines",
+}  # fmt: skip
 
 
 def _architecture(name: str, stand_in: str | None = None, **more: Any) -> Told:

@@ -37,7 +37,6 @@ READINGS = {"whole": CUT_LONG, "windows": WINDOW_LONG}
 
 @pytest.fixture(scope="module")
 def documents(pairs: list[Pair]) -> list[str]:
-    """50 of very different lengths, some longer than the models read."""
     texts = [pair.document for pair in pairs]
     return [
         *(text[: 40 + 46 * i] for i, text in enumerate(texts[:20])),

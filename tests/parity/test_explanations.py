@@ -32,7 +32,6 @@ DOCUMENT = "Der gute {} ist da."
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def engine(engines: Engines) -> AsyncIterator[Engine]:
-    """The embedded model, as late interaction."""
     yield await engines(EngineConfig(dtype="float32"))
 
 

@@ -97,7 +97,6 @@ def _parameters(function: Any) -> set[str]:
 
 
 def _modules() -> Iterator[type[Module]]:
-    """sentence-transformers' modules."""
     kinds = ("sentence_transformer", "sparse_encoder", "cross_encoder", "multi_vector_encoder")
     for package in ("base", *kinds):
         room = import_module(f"sentence_transformers.{package}.modules")
@@ -117,7 +116,6 @@ def _keys_of_module(kind: type[Module]) -> set[str]:
 
 
 def _written_by(function: Any) -> set[str]:
-    """The keys that a function writes into a dictionary."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     found = {
         key.value
@@ -181,7 +179,6 @@ _PROVEN = (
 
 
 def _tokenizers() -> Iterator[type[Any]]:
-    """The tokenizers of the proven types of models."""
     for kind in _PROVEN:
         found = transformers.TOKENIZER_MAPPING.get(CONFIG_MAPPING[kind], None)
         for each in found if isinstance(found, tuple) else (found,):
@@ -421,7 +418,6 @@ _SPECIAL = re.compile(r"_token$")
 
 
 def _others(key: str, value: Any) -> tuple[Any, ...]:
-    """Other values of a key than the present one, None where it is absent."""
     if key in _VALUES:
         return tuple(each for each in _VALUES[key] if each != value)
     if _SPECIAL.search(key):
@@ -461,7 +457,6 @@ class Walk:
         self._before = self._reference(self._source)
 
     def rows(self) -> Iterator[tuple[str, str, Known]]:
-        """Each file that is walked, each of its keys, and the file's known keys."""
         for name, key, known in self._all_rows():
             of_all = name.endswith("config.json") and known.use_of(key) == "irrelevant"
             if re.fullmatch(self._base.files, name) and (not of_all or self._base.files == ".*"):
@@ -498,7 +493,6 @@ class Walk:
                     yield path, key, MODULES[kind]
 
     def outcomes(self, file: str, key: str, known: Known) -> Iterator[tuple[Any, Outcome | str]]:
-        """What becomes of each other value, or what is wrong with it."""
         said = json.loads((self._source / file).read_text())
         present = said[0].get(key) if isinstance(said, list) else said.get(key)
         for value in _others(key, present):

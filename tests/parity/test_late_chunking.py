@@ -63,7 +63,6 @@ def plain(
 
 
 def parts_of(text: str, seed: int) -> list[str]:
-    """A text cut at random characters, in words too."""
     draw = np.random.default_rng(seed)
     cuts = sorted({0, len(text), *draw.integers(1, len(text), 1 + seed % 5).tolist()})
     parts = [text[start:stop] for start, stop in pairwise(cuts)]
@@ -71,7 +70,6 @@ def parts_of(text: str, seed: int) -> list[str]:
 
 
 def documents(pairs: list[Pair]) -> list[str]:
-    """Of a few tokens to several hundred."""
     texts = [pair.document[: 40 + 90 * i] for i, pair in enumerate(pairs[:6])]
     return [*texts, "A naïve café — 日本語の文書、and 🤖 emoji."]
 

@@ -64,7 +64,6 @@ async def test_a_late_interaction_score_does_not_depend_on_the_budget(
 
 @pytest.fixture(scope="module")
 def documents(pairs: list[Pair]) -> list[str]:
-    """From a few words to more than the checkpoints read, and more than their models take."""
     return [" ".join(pair.document for pair in pairs[i : i + 1 + 4 * (i % 3)]) for i in range(9)]
 
 
@@ -114,7 +113,6 @@ QUERY = "How is a file opened for reading?"
 
 @pytest.fixture(scope="module")
 def long_documents(pairs: list[Pair]) -> list[str]:
-    """From a few to several hundred words."""
     return [" ".join(pair.document for pair in pairs[i : i + 1 + i % 3]) for i in range(4)]
 
 

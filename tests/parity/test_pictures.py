@@ -84,7 +84,6 @@ async def engine(path: str, engines: Engines) -> Engine:
 
 
 async def scored(engine: Engine, query: Any, documents: Any, **options: Any) -> Any:
-    """Logits, of models that make them, and nothing from the cache."""
     activation = {"use_activation": False} if engine.model.score_type.value == "cross-encoder" else {}
     return await engine.score(query, documents, cache="bypass", **activation, **options)
 

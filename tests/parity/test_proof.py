@@ -33,7 +33,6 @@ CPU = torch.device("cpu")
 
 
 def with_biases(folder: str) -> str:
-    """A checkpoint whose biases are not zero, so that one that is left out is missed."""
     for file in Path(folder).rglob("model.safetensors"):
         tensors = load_file(file)
         torch.manual_seed(3)

@@ -97,8 +97,6 @@ def _without_dense(folder: Path) -> None:
 
 
 def _in_place(file: str, old: str, new: str) -> Edit:
-    """Replaces a part of a text file. `file` is a pattern."""
-
     def edit(folder: Path) -> None:
         path = next(folder.glob(file))
         text = path.read_text(encoding="utf-8")
@@ -266,8 +264,6 @@ _DOWN = "model.layers.0.mlp.down_proj"
 
 
 def _quantized(**said: Any) -> Edit:
-    """Changes what the config says of quantisation."""
-
     def edit(folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
         settings(quantization_config=config["quantization_config"] | said)(folder)
@@ -315,8 +311,6 @@ _Q_PROJ = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
 def _as_matrices_of(layer: str) -> Edit:
-    """Adds matrices for another layer."""
-
     def add(found: Tensors) -> None:
         for half in ("lora_A", "lora_B"):
             found[f"base_model.model.{layer}.{half}.weight"] = found[f"{_Q_PROJ}.{half}.weight"].clone()

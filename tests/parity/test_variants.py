@@ -110,14 +110,12 @@ DOCUMENTS = ("in the reeds", "Swallows sleep in reeds, by the thousand.", "It is
 
 
 def _meant(name: str, build: Build, documents: tuple[str, ...] = DOCUMENTS, **more: Any) -> Variant:
-    """Documents that show whether a checkpoint is read as it is meant."""
     return Variant(name, build, **{"reference": references.cross_encoder, "documents": documents} | more)
 
 
 def _saved(
     name: str, build: Build, kind: type[Any] = SentenceTransformer, edits: tuple[Edit, ...] = (), **more: Any
 ) -> Variant:
-    """A checkpoint that a class of sentence-transformers reads."""
     return Variant(
         name, build, partial(_by_library, kind=kind), edits=edits, execution=None, kind=kind, **more
     )

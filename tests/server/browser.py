@@ -48,13 +48,11 @@ class Watched:
     complaints: list[str] = field(default_factory=list)
 
     def check(self, origin: str) -> None:
-        """Asserts that it loaded nothing from another origin and complained of nothing."""
         foreign = [url for url in self.requests if not url.startswith((f"{origin}/", "data:"))]
         assert not foreign
         assert not self.complaints
 
     def serious_findings(self) -> list[str]:
-        """What axe-core finds that keeps people from using the page."""
         violations = Axe().run(self.page).response["violations"]
         return [
             f"{each['id']}: {node['html']}"

@@ -24,8 +24,6 @@ from tests.forked import Forked, Program
 
 @dataclass
 class Server:
-    """A running `maxsimd serve`."""
-
     url: str
     process: "subprocess.Popen[bytes] | Forked"
     log_file: Path
@@ -53,7 +51,6 @@ class Server:
         raise AssertionError(f"the server did not become ready:\n{self.log}")
 
     def terminate(self) -> int:
-        """SIGTERM, and the exit status that comes of it."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout=_END_SECONDS)
 
@@ -101,7 +98,6 @@ def installed_command() -> str:
 
 @contextmanager
 def web_server(handler: Callable[..., BaseHTTPRequestHandler]) -> Iterator[str]:
-    """A server of another kind, in a thread; gives its URL."""
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, ThreadPoolExecutor(1) as threads:
         threads.submit(server.serve_forever)
         try:

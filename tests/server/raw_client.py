@@ -35,8 +35,6 @@ class Received:
 
 
 class RawClient:
-    """One connection."""
-
     def __init__(self, url: str, receive_buffer: int | None = None) -> None:
         parts = urlsplit(url)
         assert parts.hostname is not None
@@ -78,7 +76,6 @@ class RawClient:
 
 
 def post(path: str, body: bytes, *headers: str) -> bytes:
-    """A request's bytes, with the body's length."""
     return head(f"POST {path} HTTP/1.1", f"Content-Length: {len(body)}", *headers) + body
 
 

@@ -74,7 +74,6 @@ Download = Callable[..., Result]
 
 @pytest.fixture
 def download(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Download:
-    """Runs the command in this process, whose client asks the stand-in."""
     asks_at(hub.url, monkeypatch)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)

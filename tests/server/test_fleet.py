@@ -113,12 +113,10 @@ def _num_engines(server: Server) -> int:
 
 
 def _num_fronts(server: Server) -> int:
-    """How many fronts can be asked."""
     return len(set(re.findall(r'\{front="(\d+)"', httpx.get(server.url + "/metrics").text)))
 
 
 def _steps(server: Server) -> list[float]:
-    """How many steps each replica has run."""
     page = httpx.get(server.url + "/metrics").text
     return [
         float(line.rpartition(" ")[2])

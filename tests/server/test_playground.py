@@ -37,7 +37,6 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def page(browser: Browser, server: Server) -> Iterator[Page]:
-    """The page of a late-interaction model; it must not complain of anything."""
     with opened(browser, server.url + "/") as watched:
         yield watched.page
         watched.check(server.url)

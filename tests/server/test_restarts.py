@@ -34,7 +34,6 @@ def _warm_up(server: Server) -> float:
 
 
 def _probe(server: Server) -> tuple[int, int, str]:
-    """The status of /health and of /ready, and the word that both say."""
     health, ready = (httpx.get(server.url + path) for path in ("/health", "/ready"))
     assert health.json() == ready.json()
     return health.status_code, ready.status_code, health.json()["status"]

@@ -59,7 +59,6 @@ def test_a_model_that_dies_fails_its_own_and_can_be_reloaded(several: Server) ->
     before, over = {model: _ranked(several, model) for model in ("embed", "rerank", "org/doomed")}, Event()
 
     def ask(model: str) -> None:
-        """Again and again: all is answered, and alike."""
         while not over.wait(0.02):
             assert _ranked(several, model) == pytest.approx(before[model], rel=1e-5)
 

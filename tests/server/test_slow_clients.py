@@ -5,6 +5,7 @@ import json
 import resource
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -197,6 +198,23 @@ def test_a_process_without_descriptors_says_so_and_goes_on(small_server: Server)
         resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (64, 64))
     for client in held:
         client.close()
+
+
+def test_small_requests_are_answered_beside_a_long_text(cross_encoder_server: Server) -> None:
+    words = "it was the best of times, it was the worst of times; we had everything before us. "
+    times, url = 2_000_000 // len(words), cross_encoder_server.url  # some seconds of tokenising
+
+    def count(text: str) -> int:
+        return int(httpx.post(url + "/tokenize", json={"text": text}, timeout=300).json()["count"])
+
+    with ThreadPoolExecutor(1) as threads:
+        long, small = threads.submit(count, words * times), 0
+        while not long.done():
+            assert _is_served(cross_encoder_server)
+            small += 1
+            time.sleep(0.02)
+        assert small > 5, "had they waited for the long text, it would be one or two"
+        assert long.result() == 2 + times * (count(words) - 2)
 
 
 def _descriptors_at_rest(server: Server) -> int:

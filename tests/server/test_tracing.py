@@ -20,8 +20,6 @@ SECRET = "what-a-client-has-written"
 
 @dataclass
 class Collector:
-    """Takes spans as OTLP over HTTP has them."""
-
     url: str = ""
     spans: list[Any] = field(default_factory=list)
     raw: bytes = b""

@@ -57,8 +57,6 @@ def error_of(answer: Answer) -> Any:
 
 
 def _recorded(name: str) -> Any:
-    """A method of the engine that notes its calls."""
-
     async def method(engine: "RecordingEngine", *texts: Any, **options: Any) -> Any:
         engine.calls.append((name, texts, options))
         return await getattr(Engine, name)(engine, *texts, **options)
@@ -81,7 +79,6 @@ class RecordingEngine(Engine):
 
     @property
     def cancelled(self) -> float:
-        """How many requests were given up since the engine was made."""
         return self._own_metrics.registry.get_sample_value("maxsimd_cancelled_requests_total") or 0.0
 
     score, rerank, classify = _recorded("score"), _recorded("rerank"), _recorded("classify")
@@ -115,13 +112,11 @@ class Caller:
         return await self.ask("POST", path, body, headers)
 
     async def json(self, path: str, body: Any) -> Any:
-        """The answer to a request that is expected to succeed."""
         answer = await self.post(path, body)
         assert answer.status == 200, answer.body
         return json.loads(answer.body)
 
     async def error(self, path: str, body: Any) -> tuple[int, Any]:
-        """Status and error of the answer to a request that is expected to fail."""
         answer = await self.post(path, body)
         assert answer.status >= 400, answer.body
         return answer.status, json.loads(answer.body)["error"]

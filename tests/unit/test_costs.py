@@ -24,7 +24,6 @@ _PAGE = (Path(__file__).parents[2] / "docs" / "security.md").read_text(encoding=
 
 
 def _costs() -> list[tuple[set[str], set[str], str]]:
-    """The rows of the table of costs: fields, routes (none for all), and the row."""
     section = _PAGE.partition("## What a request may cost")[2].partition("\n## ")[0]
     rows = []
     for line in section.splitlines():

@@ -205,7 +205,6 @@ def _rules() -> list[dict[str, Any]]:
 
 
 def _queries() -> list[str]:
-    """Those of the dashboard, with its variables filled in."""
     dashboard = json.loads((OPERATING / "grafana.json").read_text(encoding="utf-8"))
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
     return [query.replace("$__rate_interval", "5m").replace("$job", ".*") for query in queries]

@@ -31,8 +31,6 @@ class DataFrame:
 
 
 class Series:
-    """A column of it."""
-
     ndim = 1
 
     def __iter__(self) -> Iterator[str]:

@@ -43,8 +43,6 @@ def _interrupts() -> Iterator[None]:
 
 
 def interrupt_when(event: threading.Event) -> threading.Thread:
-    """Presses Ctrl-C once the event is set."""
-
     def press() -> None:
         event.wait(60)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)

@@ -15,8 +15,6 @@ _OPTIONS = {"dtype": "float32", "threads": 1}
 
 
 class _All(BaseRetriever):
-    """Finds all documents, whatever it is asked."""
-
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun
     ) -> list[Document]:

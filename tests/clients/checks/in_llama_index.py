@@ -16,8 +16,6 @@ _OPTIONS = {"dtype": "float32", "threads": 1}
 
 
 class _All(BaseRetriever):
-    """Finds all documents, whatever it is asked."""
-
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         return [NodeWithScore(node=TextNode(text=text, id_=str(i))) for i, text in enumerate(DOCUMENTS)]
 

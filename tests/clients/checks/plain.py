@@ -27,7 +27,6 @@ BEST = 2
 
 
 def post(url: str, path: str, body: Any) -> Any:
-    """The answer to a plain request."""
     request = urllib.request.Request(
         url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -72,7 +71,6 @@ def for_each(cases: Mapping[str, T], check: Callable[[T], None]) -> None:
 
 
 def error_of(kind: type[Exception], call: Callable[[], Any]) -> Any:
-    """The error that a call ends with."""
     try:
         call()
     except kind as error:

@@ -38,6 +38,5 @@ def caller(engine: RecordingEngine) -> Caller:
 
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """The lines of the log about requests."""
     caplog.set_level(logging.DEBUG, logger="maxsimd.http")
     return caplog

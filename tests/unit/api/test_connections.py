@@ -35,7 +35,6 @@ class Room:
         self.table.leave(self.named(name))
 
     def evict(self) -> str | None:
-        """The name of the connection that had to make room."""
         return self.evicted[-1][0] if self.table.evict() else None
 
     def named(self, name: str) -> Any:
@@ -43,8 +42,6 @@ class Room:
 
 
 class StandIn:
-    """In the place of a connection."""
-
     def __init__(self, room: Room, name: str) -> None:
         self._room, self._name = room, name
 

@@ -16,8 +16,6 @@ from maxsimd.engine import Engine, Tenant
 
 
 class Clock:
-    """Stands still unless it is moved."""
-
     now = 0.0
 
     def __call__(self) -> float:
@@ -28,8 +26,6 @@ SECRET = "sk-3cr3t"
 
 
 class Keys:
-    """The keys of a file, and the tenants that the engine is given."""
-
     def __init__(self, file: Path, content: str | bytes, *given: str) -> None:
         self.file, self.clock = file, Clock()
         self.tenants: list[Mapping[str, Tenant]] = []

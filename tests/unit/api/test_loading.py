@@ -34,8 +34,6 @@ def test_pauses_double_and_a_death_counts_for_ten_minutes() -> None:
 
 
 class Asked:
-    """A signal that has come, or has not."""
-
     is_asked = False
 
     async def asked(self) -> None:
@@ -124,8 +122,6 @@ async def test_a_signal_ends_it_and_the_server_has_not_failed(caplog: pytest.Log
 
 
 class Standing(Engine):
-    """An engine that says how it is, without a model of its own."""
-
     is_healthy = False
     death: Any = None
 

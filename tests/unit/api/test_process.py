@@ -38,14 +38,11 @@ from tests.waiting import until, wait_for
 
 
 class Circle:
-    """Refers to itself: only the collector frees it."""
-
     def __init__(self) -> None:
         self.own = self
 
 
 def aged_circle() -> Callable[[], object]:
-    """A circle that nothing refers to and that has outlived its youth."""
     circle = Circle()
     gc.collect(1)
     return weakref.ref(circle)

@@ -21,7 +21,6 @@ PARTS = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
 
 @contextmanager
 def _refused(param: str, message: str) -> Iterator[None]:
-    """Expects an error that names the field."""
     with pytest.raises(InvalidRequestError) as caught:
         yield
     assert (str(caught.value), caught.value.param) == (message, param)

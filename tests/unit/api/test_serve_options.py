@@ -28,7 +28,6 @@ def measure() -> None:
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Captured:
-    """What the server was asked to run, instead of running it."""
     captured: Captured = []
 
     def serve(engine_config: EngineConfig, server_config: ServerConfig, started: float) -> int:
@@ -49,7 +48,6 @@ SAMPLES: dict[str, Any] = {
 
 
 def _sample(config: type, field: "dataclasses.Field[Any]") -> Any:
-    """A value of an option that differs from its default."""
     if field.name in SAMPLES:
         return SAMPLES[field.name]
     kind = typing.get_type_hints(config)[field.name]

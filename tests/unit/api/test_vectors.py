@@ -29,7 +29,6 @@ def vectors(*shape: int) -> Any:
 
 
 def read(numbers: Numbers, data: Any, scale: Any) -> Any:
-    """What a client makes of an array of these numbers."""
     if numbers in ("binary", "ubinary"):
         bits = np.asarray(data).astype(np.int16) + (128 if numbers == "binary" else 0)
         return np.unpackbits(bits.astype(np.uint8), axis=-1)

@@ -33,7 +33,6 @@ TEXT = EmbedRequest(texts=("x" * 336,), task="embed", truncation=Truncation(wind
 
 
 def text_of(tokens: int) -> EmbedRequest:
-    """A text that is estimated at that many tokens."""
     return replace(TEXT, texts=("x" * (4 * tokens - 64),))
 
 

@@ -37,7 +37,6 @@ class WaitingDoor(Door):
         return self._calls[name]
 
     async def let_go(self, *names: str) -> None:
-        """Ends the preparation of requests."""
         for name in names:
             self._held[name].set()
         await settle()

@@ -35,7 +35,6 @@ DOCUMENTS = [f"the document with the number {i}" for i in range(20)]
 
 @pytest.fixture(scope="module")
 def config(checkpoints: SharedCheckpoints) -> EngineConfig:
-    """A queue with room for about two of the calls below."""
     return EngineConfig(
         model=checkpoints(bi_encoders.bge),
         score_type="late-interaction",
@@ -54,7 +53,6 @@ async def engine(config: EngineConfig) -> AsyncIterator[Engine]:
 
 
 async def crowd(engine: Engine, calls: int) -> list["asyncio.Task[Any]"]:
-    """Calls of which most wait for a permit."""
     tasks = [asyncio.create_task(engine.score(f"query {i}", DOCUMENTS)) for i in range(calls)]
     await until(lambda: engine.stats().waiting_requests > calls // 2)
     read = engine.metrics.registry.get_sample_value
@@ -82,14 +80,6 @@ async def test_more_calls_than_the_queue_holds_are_all_served(engine: Engine) ->
     for i, result in enumerate(results):
         assert result.scores == pytest.approx(results[i % 7].scores, abs=1e-5)
     assert 0 < most <= 1000
-    await at_rest(engine)
-
-
-async def test_a_call_larger_than_the_queue_is_served_among_others(engine: Engine) -> None:
-    large = [f"{text} {i}" for i in range(20) for text in DOCUMENTS]
-    others = [engine.score("query", DOCUMENTS[:3]) for _ in range(30)]
-    results = await asyncio.gather(*others[:10], engine.score("query", large), *others[10:])
-    assert len(results[10].scores) == 400
     await at_rest(engine)
 
 
@@ -123,22 +113,6 @@ async def test_a_timeout_counts_the_wait_for_a_permit(engine: Engine) -> None:
         assert engine.metrics.registry.get_sample_value("maxsimd_waiting_requests") == waiting
         go_on.set()
         assert all(len(result.scores) == 20 for result in await asyncio.gather(*calls))
-    await at_rest(engine)
-
-
-async def test_a_tenants_only_call_passes_a_thousand_of_another(engine: Engine) -> None:
-    with held_steps(engine) as go_on:
-        many = [asyncio.create_task(engine.score("query", DOCUMENTS[:9], tenant="many")) for _ in range(1000)]
-        await until(lambda: engine.stats().waiting_requests > 900)
-        served = 1000 - engine.stats().waiting_requests
-        lone = asyncio.create_task(engine.score("query", DOCUMENTS[:9], tenant="lone"))
-        await asyncio.sleep(0)
-        go_on.set()
-        await lone
-        assert sum(call.done() for call in many) < served + 20
-    for call in many:
-        call.cancel()
-    await asyncio.gather(*many, return_exceptions=True)
     await at_rest(engine)
 
 

@@ -19,8 +19,6 @@ PATIENCE = 20
 
 
 class Blocked:
-    """Work that has begun and goes on when it is told to, with `then` if it is given."""
-
     def __init__(self, pool: WorkerPool, size: int, then: Callable[[], Any] = lambda: None) -> None:
         self.go_on = threading.Event()
         self._begun = threading.Event()

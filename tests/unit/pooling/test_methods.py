@@ -27,7 +27,6 @@ States = dict[int, torch.Tensor]
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that these few rows are more than one."""
     monkeypatch.setattr(methods, "TILE", 3)
 
 
@@ -36,7 +35,6 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @st.composite
 def cut_sequences(draw: st.DrawFn, task: st.SearchStrategy[str], may_be_none: bool = False) -> CutSequences:
-    """Sequences of these tasks, and the chunks of each step."""
     sequences = [_a_sequence(draw, key, draw(task), may_be_none) for key in range(draw(st.integers(1, 6)))]
     steps: list[list[Chunk]] = [[] for _ in range(12)]
     for each in sequences:
@@ -66,7 +64,6 @@ def _a_sequence(draw: st.DrawFn, key: int, task: str, may_be_none: bool) -> Toke
 
 
 def random_states(sequences: list[TokenSequence], seed: int = 0) -> States:
-    """The hidden states of each sequence."""
     random = torch.Generator().manual_seed(seed)
     return {each.sequence_id: torch.randn(len(each), HIDDEN, generator=random) for each in sequences}
 
@@ -116,7 +113,6 @@ def _weighted_mean(states: torch.Tensor, sequence: TokenSequence) -> torch.Tenso
 
 
 def _passages(states: torch.Tensor, sequence: TokenSequence) -> torch.Tensor:
-    """Passage by passage, as the paper has it."""
     rows = _pooled(states, sequence)
     assert sequence.payload.passages is not None
     return torch.cat([head(rows[start:stop].mean(dim=0)[None]) for start, stop in sequence.payload.passages])
@@ -244,7 +240,6 @@ class Weights(Hybrid):
 
 
 def heaviest(ids: list[int], weights: list[float]) -> dict[int, float]:
-    """The greatest weight of each token that has one."""
     found: dict[int, float] = {}
     for token, weight in zip(ids, weights, strict=True):
         if token not in WEIGHTLESS:

@@ -22,7 +22,6 @@ def tokens(length: int) -> Tokens:
 
 
 def texts(request_id: int, lengths: list[int], first_id: int = 0) -> list[TokenSequence]:
-    """Sequences that wait for nothing."""
     return [
         TokenSequence.text(first_id + i, ResultSlot(request_id, i), "embed", tokens(length))
         for i, length in enumerate(lengths)

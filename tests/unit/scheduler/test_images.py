@@ -88,7 +88,6 @@ def _features(sequence: TokenSequence) -> int:
 def steps_of(
     documents: list[list[Picture]], *, chunked: bool = False, words: int = 3, **options: Any
 ) -> list[Step]:
-    """The steps of a request of pages."""
     scheduler = Scheduler(StepLimits(100, 100, chunked, **options))
     sequences, images = pages(0, 0, documents, query_length=5, words=words)
     scheduler.admit(0, sequences, images=images)

@@ -19,7 +19,6 @@ def scheduler_of(tokens: int) -> Scheduler:
 
 
 def finishing_order(steps: list[Step]) -> list[int]:
-    """Request ids in the order of their last parts."""
     last: dict[int, int] = {}
     position = 0
     for step in steps:

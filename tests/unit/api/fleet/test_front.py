@@ -88,14 +88,11 @@ Before = Callable[["StandIn", Any], Awaitable[None]] | None
 
 
 async def _dying(engine: "StandIn", comes_back: bool = True) -> None:
-    """What an engine answers with that dies of a question: nothing."""
     asyncio.get_running_loop().create_task(engine.restart() if comes_back else engine.die())
     await asyncio.sleep(10)
 
 
 def _deadly(deaths: list["StandIn"], most: int, comes_back: bool = True) -> Any:
-    """Engines die of the first `most` questions, and are noted."""
-
     async def die(engine: "StandIn", question: object) -> None:
         if len(deaths) < most:
             deaths.append(engine)
@@ -121,7 +118,6 @@ class StandIn:
         self.door = Door(self._answer, lambda: 7)
 
     async def restart(self) -> None:
-        """Dies, and is there again."""
         await self.die()
         self.door = Door(self._answer, lambda: 7)
         await self.door.open(self.path)
@@ -199,7 +195,6 @@ async def fleet(
 async def leaving(
     folder: Path, before: Before, kind: type = Score, timeout: float = 60.0
 ) -> AsyncIterator[tuple[FleetEngine, Roster, list[StandIn]]]:
-    """A front whose only engine leaves, and the one in its place, which has not come yet."""
     engines = [StandIn(str(folder / str(i)), before, kind) for i in range(2)]
     await engines[0].door.open(engines[0].path)
     listed = [Listed(slot, UnixAddress(engine.path)) for slot, engine in enumerate(engines)]

@@ -29,7 +29,6 @@ RERANKS = ["/rerank", "/v1/rerank", "/v2/rerank"]
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def caller(engine: RecordingEngine) -> Caller:
-    """Of a server whose cache is empty and whose model has another name."""
     await engine.clear_cache()
     return Caller(engine, served_model_name=("mine",))
 

@@ -154,7 +154,6 @@ async def test_large_bodies_are_parsed_in_the_thread_pool(caller: Caller, engine
 
 
 def large(body: Any) -> bytes:
-    """A body of which is counted what it has."""
     return json.dumps(body).encode().ljust(LARGE_BODY + 1)
 
 

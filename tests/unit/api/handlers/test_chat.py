@@ -32,7 +32,6 @@ MESSAGES = [
 
 @pytest.fixture(scope="module")
 def model(folder: Path) -> str:
-    """A bi-encoder whose tokeniser has a template."""
     path = bi_encoders.qwen3(folder / "with a chat template")
     tokenizer = AutoTokenizer.from_pretrained(path)
     tokenizer.chat_template = TEMPLATE

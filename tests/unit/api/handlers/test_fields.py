@@ -173,27 +173,19 @@ CHANGES: list[Change] = [
     ),
 ]
 KINDS: dict[str, type[msgspec.Struct]] = {
-    "/score": rerank.ScoreRequest,
-    "/rerank": rerank.RerankRequest,
-    "/v1/reranking": vendor_reranks.RerankingRequest,
-    "/v1/ranking": vendor_reranks.NvidiaRequest,
-    DEEPINFRA: vendor_reranks.DeepInfraRequest,
-    "/api/embed": vendor_embeddings.OllamaEmbedRequest,
+    "/score": rerank.ScoreRequest, "/rerank": rerank.RerankRequest,
+    "/v1/reranking": vendor_reranks.RerankingRequest, "/v1/ranking": vendor_reranks.NvidiaRequest,
+    DEEPINFRA: vendor_reranks.DeepInfraRequest, "/api/embed": vendor_embeddings.OllamaEmbedRequest,
     "/infinity/rerank": vendor_reranks.InfinityRequest,
     **dict.fromkeys(("/v1/multi-vector", "/v1/embeddings"), embeddings.EmbeddingsRequest),
-    "/pooling": embeddings.PoolingRequest,
-    "/classify": classification.ClassifyRequest,
+    "/pooling": embeddings.PoolingRequest, "/classify": classification.ClassifyRequest,
     "/predict": classification.PredictRequest,
     **dict.fromkeys(("/v1/embed", "/v2/embed"), vendor_embeddings.CohereEmbedRequest),
-    "/v1/multimodalembeddings": vendor_embeddings.MultimodalRequest,
-    "/embed": tei.TeiEmbedRequest,
-    "/embed_all": tei.TeiEmbedAllRequest,
-    "/similarity": tei.TeiSimilarityRequest,
-    "/": tei.TeiVectorsRequest,
-    "/decode": tei.TeiDecodeRequest,
-    "/tokenize": tokens.TokenizeRequest,
+    "/v1/multimodalembeddings": vendor_embeddings.MultimodalRequest, "/embed": tei.TeiEmbedRequest,
+    "/embed_all": tei.TeiEmbedAllRequest, "/similarity": tei.TeiSimilarityRequest, "/": tei.TeiVectorsRequest,
+    "/decode": tei.TeiDecodeRequest, "/tokenize": tokens.TokenizeRequest,
     "/detokenize": tokens.DetokenizeRequest,
-}
+}  # fmt: skip
 # The same under another path.
 ALIASES = (
     *("/v1/score", "/v1/rerank", "/v2/rerank", "/infinity/v1/rerank", "/embeddings", "/reranking"),
@@ -306,13 +298,9 @@ REFUSED_OF: dict[tuple[str, str], tuple[Any, ...]] = {
     **{(path, "long_documents"): ("all", "window") for path in ("/v1/embeddings", "/pooling", "/classify")},
 }
 BODIES: dict[str, dict[str, Any]] = {path: body for path, body, *_ in PLAIN.values()} | {
-    **dict.fromkeys(("/rerank", "/v1/reranking"), RERANK_BODY),
-    "/pooling": {"input": "d"},
-    "/tokenize": {"text": "a"},
-    "/detokenize": {"tokens": [1]},
-    "/": {"inputs": "d"},
-    "/decode": {"ids": [1]},
-}
+    **dict.fromkeys(("/rerank", "/v1/reranking"), RERANK_BODY), "/pooling": {"input": "d"},
+    "/tokenize": {"text": "a"}, "/detokenize": {"tokens": [1]}, "/": {"inputs": "d"}, "/decode": {"ids": [1]},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("path", KINDS)

@@ -29,8 +29,6 @@ INSTRUCTED = {"model": "rerank", "instruction": "a"}
 
 
 class Asking(Caller):
-    """Asks the handlers of several models, as one of two keys."""
-
     def __init__(self, models: SeveralModels, keys: Path) -> None:
         self.models = models
         self.state = ServerState(models, ServerConfig(api_key_file=str(keys)))

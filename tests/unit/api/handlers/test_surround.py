@@ -35,15 +35,22 @@ GUARDED = [
 
 
 async def test_every_guarded_route_needs_one_of_the_keys(engine: RecordingEngine) -> None:
-    caller = Caller(engine, api_key=("one", "two"))
+    caller = Caller(engine, api_key=("one", "two", "schlüssel"))
     for method, path in (*GUARDED, ("GET", "/nope"), ("GET", "/rerank")):
-        for headers in ({}, {"authorization": "Bearer three"}, {"authorization": "Basic one"}):
+        wrong = (
+            "Bearer three",
+            "Basic one",
+            "Bearer schl\udcfcssel",
+            "Bearer schl",
+        )  # in Latin 1, and in part
+        for headers in ({}, *({"authorization": each} for each in wrong)):
             answer = await caller.ask(method, path, GOOD.get((method, path)), headers)
             assert (answer.status, answer.headers["WWW-Authenticate"]) == (401, "Bearer"), (path, headers)
             assert error_of(answer)["type"] == "AuthenticationError"
     assert engine.calls == []
     for method, path in GUARDED:
-        answer = await caller.ask(method, path, GOOD[method, path], {"authorization": "bearer two"})
+        key = "bearer two" if path != "/rerank" else "Bearer schlüssel"
+        answer = await caller.ask(method, path, GOOD[method, path], {"authorization": key})
         assert answer.status == (204 if path == "/cache" else expected(path)), path
     assert set(OPEN_ROUTES) == {"/health", "/ready", "/ping"}
     for path in OPEN_ROUTES:
@@ -74,10 +81,10 @@ async def test_a_request_is_its_keys_tenants_whatever_it_says(
 
 async def test_nothing_is_read_of_a_tenant_beyond_its_rate(engine: RecordingEngine, tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    file.write_text("one name=a requests_per_minute=1\ntwo name=b\n")
+    file.write_text("one name=a requests_per_minute=1\ntwo name=b\nnew name=a\n")
     caller = Caller(engine, api_key_file=str(file))
-    headers = {"authorization": "Bearer one"}
-    assert (await caller.post("/rerank", RERANK, headers)).status == 200
+    assert (await caller.post("/rerank", RERANK, {"authorization": "Bearer one"})).status == 200
+    headers = {"authorization": "Bearer new"}  # of the same tenant
     body = Pieces([b"not ", b"read"])
     answer = await caller.post("/rerank", body, headers)
     assert (answer.status, error_of(answer)["type"], body.read) == (429, "RateLimitError", 0)
@@ -99,7 +106,6 @@ async def test_the_clients_request_id_comes_back_if_it_is_usable(caller: Caller)
 
 
 def _timings(answer: Answer) -> dict[str, float]:
-    """Milliseconds by name."""
     parts = (part.partition(";dur=") for part in answer.headers["server-timing"].split(", "))
     return {name: float(milliseconds) for name, _, milliseconds in parts}
 

@@ -34,8 +34,6 @@ def test_only_public_addresses_are_public() -> None:
 
 @dataclass
 class Host:
-    """A web server on this machine, and the paths that it was asked for."""
-
     port: int = 0
     asked: list[str] = field(default_factory=list)
 

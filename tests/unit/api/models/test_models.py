@@ -68,8 +68,6 @@ def test_a_model_that_others_join_has_a_name_for_paths() -> None:
 
 
 class _Facts:
-    """What of a model decides which requests are for it."""
-
     def __init__(self, score_type: str, *tasks: str, labels: int = 0) -> None:
         self.score_type = ScoreType(score_type)
         self.dims = dict.fromkeys(tasks)

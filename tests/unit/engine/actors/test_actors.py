@@ -61,7 +61,6 @@ class Device:
         return values
 
     async def report(self, step: Step, first: int, last: int, seconds: float, waited: float = 0.0) -> None:
-        """Reports the chunks `first` to `last` of a step, with a value each."""
         chunks = step.chunks[first:last]
         results = tuple(
             Result(ResultSlot(chunk.sequence.request_id, chunk.sequence.sequence_id % 100), 1.0)

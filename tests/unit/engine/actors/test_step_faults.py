@@ -170,7 +170,6 @@ class Workload:
         ]
 
     async def prepare(self, engine: Engine) -> None:
-        """Leaves the first documents in the cache, and no others."""
         cache = engine.device_model.cache
         assert cache is not None
         cache.flush()
@@ -203,7 +202,6 @@ class Workload:
             self.faults.disarm()
 
     async def run(self, engine: Engine) -> list[Any]:
-        """Results, as flat arrays, or errors."""
         answers = await asyncio.gather(*self.requests(engine), return_exceptions=True)
         return [_flat(answer) for answer in answers]
 
@@ -221,7 +219,6 @@ def workload(pairs: list[Pair], faults: Faults) -> Workload:
 
 
 def _arrive_by(monkeypatch: pytest.MonkeyPatch, synchronize: Callable[[], object]) -> None:
-    """Waits for numbers by this, in another thread, in place of by a CUDA event."""
     event = SimpleNamespace(synchronize=synchronize)
     monkeypatch.setattr(scoring_module, "record_arrival", lambda device: event)
 

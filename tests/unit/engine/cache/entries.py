@@ -8,7 +8,6 @@ MIB = 1024 * 1024
 
 
 def entry(seed: int, rows: int = 2, dim: int = 4) -> CachedEmbedding:
-    """An embedding of `rows * dim * 4` bytes."""
     values = torch.randn(rows, dim, generator=torch.Generator().manual_seed(seed))
     return CachedEmbedding(values, None, rows, False)
 

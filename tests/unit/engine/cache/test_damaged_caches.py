@@ -60,8 +60,6 @@ HARMLESS = ("garbage appended", "journal overwritten", "read-only", "earlier ver
 
 
 class Log(logging.Handler):
-    """What was logged since it was asked last."""
-
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[str] = []
@@ -86,7 +84,6 @@ def open_cache(folder: Path) -> EmbeddingCache:
 
 
 def read(store: EmbeddingCache, numbers: range) -> tuple[int, int]:
-    """How many entries are found, and how many of those are wrong."""
     found = [(number, store.get(key(number))) for number in numbers]
     return sum(got is not None for _, got in found), sum(
         not (
@@ -99,7 +96,6 @@ def read(store: EmbeddingCache, numbers: range) -> tuple[int, int]:
 
 
 def works(store: EmbeddingCache) -> bool:
-    """Whether the disk takes and returns something new, soon."""
     for _ in range(25):
         store.put([(key(10_000), entry(10_000))])
         if read(store, range(10_000, 10_001)) == (1, 0):
@@ -155,7 +151,6 @@ def run(folder: Path, damage: str, moment: str, log: Log) -> dict[str, Any]:
 
 
 def meet_all(root: Path, reports: Path) -> None:
-    """Lets a cache meet every damage at every moment, and tells what came of it."""
     threading.excepthook = lambda _: os._exit(1)
     heed_permissions()
     log = Log()

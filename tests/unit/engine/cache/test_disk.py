@@ -18,13 +18,11 @@ from tests.unit.engine.cache.entries import MIB, entry, key, same
 
 
 def numbers(store: DiskStore) -> list[int]:
-    """The entries that are whole, the newest first."""
     return [int.from_bytes(name, "big") for name, found in store.newest() if found is not None]
 
 
 @contextmanager
 def sql(folder: Path) -> Iterator[sqlite3.Connection]:
-    """The database as another program sees it."""
     with closing(sqlite3.connect(folder / FILE, isolation_level=None, timeout=5)) as connection:
         yield connection
 

@@ -28,7 +28,6 @@ QUERY = "how is a file read"
 
 @pytest.fixture(scope="module")
 def documents(pairs: list[Pair]) -> list[str]:
-    """Short texts, and one that is longer than models take."""
     texts = list(dict.fromkeys(" ".join(pair.document.split()[:20]) for pair in pairs))[:11]
     return [*texts, " ".join(texts * 4)]
 

@@ -34,37 +34,17 @@ USUAL: dict[str, Any] = {"dtype": "float32", "cache_precision": "float32"}
 
 # Options that each change an ingredient.
 BY_OPTIONS: dict[str, Any] = {
-    "doc_token_pooling": 2.0,
-    "document_prompt": "passage: ",
-    "max_model_len": 100,
-    "dimensions": 16,
-}
+    "doc_token_pooling": 2.0, "document_prompt": "passage: ", "max_model_len": 100, "dimensions": 16,
+}  # fmt: skip
 # Options that leave a document's embedding as it is, with other values than the usual.
 OF_NO_CONCERN: dict[str, Any] = {
-    "query_prompt": "query: ",
-    "window_overlap": 3,
-    "max_batch_tokens": 999,
-    "max_batch_sequences": 99,
-    "max_queued_tokens": 99_999,
-    "max_wait_seconds": 99.0,
-    "step_timeout_seconds": 99.0,
-    "max_request_tokens": 99_999,
-    "max_vectors": 99,
-    "steps_in_flight": 1,
-    "maxsim": "reference",
-    "cuda_graphs": "off",
-    "prefix_sharing": "off",
-    "threads": 1,
-    "tokenizer_threads": 1,
-    "calibration": "a file",
-    "cache_mb": 1,
-    "cache_by_tenant": True,
-    "device_cache_mb": 1,
-    "cache_disk_mb": 99,
-    "allow_pickle": True,
-    "trust_remote_code": True,
-    "offline": True,
-}
+    "query_prompt": "query: ", "window_overlap": 3, "max_batch_tokens": 999, "max_batch_sequences": 99,
+    "max_queued_tokens": 99_999, "max_wait_seconds": 99.0, "step_timeout_seconds": 99.0,
+    "max_request_tokens": 99_999, "max_vectors": 99, "steps_in_flight": 1, "maxsim": "reference",
+    "cuda_graphs": "off", "prefix_sharing": "off", "threads": 1, "tokenizer_threads": 1,
+    "calibration": "a file", "cache_mb": 1, "cache_by_tenant": True, "device_cache_mb": 1,
+    "cache_disk_mb": 99, "allow_pickle": True, "trust_remote_code": True, "offline": True,
+}  # fmt: skip
 # Options that are ingredients themselves, as CHANGES has them.
 INGREDIENTS = {"dtype", "cache_precision", "quantization", "kernels", "attention", "packing"}
 # Options whose effect shows in the loaded model, and those that only models without cached documents take.
@@ -75,7 +55,6 @@ SEEN_IN_THE_MODEL = {
 
 
 def made_of(folder: Path | str, **options: Any) -> dict[str, bytes]:
-    """The ingredients that an engine knows when it opens its cache."""
     config = EngineConfig(model=str(folder), **(USUAL | options))
     return ingredients(load_model(config, torch.device("cpu")), config, torch.float32, "float32")
 
@@ -91,7 +70,6 @@ def edit(path: Path, change: Callable[[Any], object]) -> None:
 
 
 def add_to(folder: Path, tensor: str) -> None:
-    """Another number at the end of one tensor."""
     tensors = load_file(folder / "model.safetensors")
     tensors[tensor].view(-1)[-1] += 1
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -432,12 +410,7 @@ def test_names_and_values_of_ingredients_matter_not_order() -> None:
     assert fingerprint(parts) == fingerprint(dict(reversed(parts.items())))
     assert len(fingerprint(parts)) == 32
     others: list[dict[str, bytes]] = [
-        {},
-        parts,
-        {"a": b"2", "b": b"1"},
-        {"a": b"1"},
-        {"a": b"1", "c": b"2"},
-        {"a1": b"", "b": b"2"},
+        {}, parts, {"a": b"2", "b": b"1"}, {"a": b"1"}, {"a": b"1", "c": b"2"}, {"a1": b"", "b": b"2"},
         {"a": b"1b", "": b"2"},
-    ]
+    ]  # fmt: skip
     assert len({fingerprint(other) for other in others}) == len(others)

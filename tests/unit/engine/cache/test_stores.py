@@ -146,8 +146,6 @@ def staged(*keys: bytes) -> PendingEmbeddings:
 
 
 class Written:
-    """Takes what is written once `go` is set."""
-
     def __init__(self) -> None:
         self.go = threading.Event()
         self.entries: dict[bytes, CachedEmbedding] = {}
@@ -370,7 +368,6 @@ def hits(store: MemoryStore, asked: Sequence[int]) -> int:
 
 
 def filled(rows: list[int], limit: int) -> MemoryStore[CachedEmbedding]:
-    """A store of that many rows, after entries of so many each were put in."""
     store: MemoryStore[CachedEmbedding] = MemoryStore(limit * zeros(1).nbytes)
     for number, each in enumerate(rows):
         store.put(key(number), zeros(each))

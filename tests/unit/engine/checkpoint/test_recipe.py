@@ -61,19 +61,16 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def path(checkpoints: SharedCheckpoints) -> str:
-    """A small cross-encoder, which a test does not change."""
     return checkpoints(cross_encoders.bert)
 
 
 @pytest.fixture
 def folder(checkpoints: SharedCheckpoints, tmp_path: Path) -> Path:
-    """A copy of it that a test may change."""
     return checkpoints.copy(cross_encoders.bert, tmp_path / "copy")
 
 
 @pytest.fixture(scope="module")
 def made_recipes(checkpoints: SharedCheckpoints, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of recipes after a first load of the small cross-encoder."""
     cache = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(cache))

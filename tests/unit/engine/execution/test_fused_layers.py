@@ -281,7 +281,6 @@ def plain_kernels() -> Iterator[None]:
 
 @contextmanager
 def warnings() -> Iterator[list[str]]:
-    """Collects the messages that are logged meanwhile."""
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
@@ -304,8 +303,6 @@ def _config(path: str, **options: Any) -> EngineConfig:
 def _scores(
     path: str, starting: Callable[[], AbstractContextManager[None]] = nullcontext, **options: Any
 ) -> np.ndarray:
-    """The scores of an engine that starts inside of a context and scores outside of it."""
-
     async def run() -> Sequence[float]:
         engine = Engine(_config(path, max_batch_tokens=24, **options))
         with starting():
@@ -401,7 +398,6 @@ def test_gelu_is_part_of_the_product_where_that_is_right_and_faster(
 
 
 def check_rounding() -> None:
-    """Layers that only float32 tells apart are chosen rightly in bfloat16 too."""
     norm = rotary_model("gemma", runner.ATTENTION_NAME).layers[0].input_layernorm
     with torch.no_grad():
         norm.weight[:] = torch.linspace(0, 2, 64)
@@ -519,7 +515,6 @@ def test_a_fused_head_equals_the_plain_head() -> None:
 def plain_project(
     hidden: torch.Tensor, rows: torch.Tensor, projection: Any, dtype: torch.dtype
 ) -> torch.Tensor:
-    """What the kernel computes, in plain torch."""
     out = torch.nn.functional.linear(hidden[rows].float(), projection.weight.float(), projection.bias)
     if projection.epsilon is not None:
         out = torch.nn.functional.normalize(out, dim=-1)

@@ -235,7 +235,6 @@ def test_the_budget_of_a_step_fits_into_what_a_gpu_has_free() -> None:
 
 
 def with_free(monkeypatch: pytest.MonkeyPatch, free: int, unused: int = 0) -> None:
-    """A GPU with this much memory free, and this much that torch holds without using it."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80 << 30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: unused + (1 << 30))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1 << 30)

@@ -150,8 +150,6 @@ def test_int8_is_refused_on_what_is_not_a_cpu() -> None:
 
 @pytest.fixture
 def capped(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """Sets the cap, and forgets what was found under the last one."""
-
     def forget() -> None:
         for cache in (library.cap, library._found, library.int8_function):
             cache.cache_clear()

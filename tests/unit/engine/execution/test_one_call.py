@@ -123,7 +123,6 @@ def turns(*seconds: float) -> one_call.Timer:
 
 
 def loaded(checkpoint: str | None, dtype: Any, **options: Any) -> tuple[LoadedModel, PackedRunner]:
-    """A model as it is served, and its runner that runs layer by layer."""
     config = EngineConfig(model=checkpoint, dtype=dtype, device="cpu", **options)
     model = load_model(config, CPU)
     runner = prepare(model, config, CPU).runner
@@ -152,8 +151,6 @@ def one_call_of(served: tuple[LoadedModel, PackedRunner], *seconds: float) -> On
 
 @pytest.fixture
 def why_not(served: tuple[LoadedModel, PackedRunner], caplog: pytest.LogCaptureFixture) -> Callable[..., str]:
-    """Tells why a model runs layer by layer, as the log has it."""
-
     def reason(*seconds: float) -> str:
         with caplog.at_level(logging.DEBUG, logger="maxsimd"):
             assert choice(served, *seconds) is served[1]
@@ -239,7 +236,6 @@ NEAR = {torch.float32: {"atol": 2e-6, "rtol": 2e-6}, torch.bfloat16: {"atol": 4e
 
 
 def made(family: str, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
-    """A module with random numbers, and the compiled one in its place."""
     torch.manual_seed(0)
     module = MAKERS[family]()
     for parameter in module.parameters():
@@ -320,7 +316,6 @@ QUERY, DOCUMENTS = "what is a fox", ["the quick brown fox jumps over the dog", "
 
 
 async def _scores(path: str, **options: Any) -> tuple[list[float], dict[type[nn.Module], int]]:
-    """Scores of a checkpoint, and the kinds of its modules."""
     async with Engine(EngineConfig(model=path, device="cpu", **options)) as engine:
         scores = (await engine.score(QUERY, DOCUMENTS)).scores
         return scores, Counter(map(type, engine.model.backbone.modules()))

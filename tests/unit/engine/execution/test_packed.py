@@ -256,8 +256,6 @@ def test_padded_batches_hold_each_once_and_little_padding(lengths: list[int]) ->
 
 
 class LeakyBackend(GroupedBackend):
-    """Lets every sequence of a step see all others."""
-
     def full(self, qkv: QKV, metadata: GroupedMetadata) -> torch.Tensor:
         attended = torch.nn.functional.scaled_dot_product_attention(qkv.query, qkv.key, qkv.value)
         return attended.transpose(0, 1)

@@ -177,7 +177,6 @@ def _chunks(*chunks: tuple[bytes, bytes]) -> bytes:
 
 
 def _with_chunks(*chunks: tuple[bytes, bytes], image: Image.Image) -> bytes:
-    """A PNG with more chunks behind its header."""
     data = file_of(image)
     return data[:33] + _chunks(*chunks) + data[33:]
 
@@ -185,7 +184,6 @@ def _with_chunks(*chunks: tuple[bytes, bytes], image: Image.Image) -> bytes:
 def _png(
     width: int, height: int, rows: bytes, *chunks: tuple[bytes, bytes], depth: int = 8, kind: int = 2
 ) -> bytes:
-    """A PNG that says to be of that size, whatever it holds."""
     header = struct.pack(">IIBBBBB", width, height, depth, kind, 0, 0, 0)
     parts = ((b"IHDR", header), *chunks, (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
     return b"\x89PNG\r\n\x1a\n" + _chunks(*parts)

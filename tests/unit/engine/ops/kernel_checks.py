@@ -84,7 +84,6 @@ def check_maxsim(device: str) -> None:
 
 
 def quantised(items: Ragged) -> Ragged:
-    """As int8 rows with a scale each."""
     scales = items.values.abs().amax(dim=1).clamp(min=1e-12) / 127
     return Ragged((items.values / scales[:, None]).round().to(torch.int8), items.offsets, scales)
 
@@ -93,13 +92,10 @@ AMPERE, HOPPER, BLACKWELL = (
     Limits(generation, kib * 1024, 1) for generation, kib in ((8, 163), (9, 227), (10, 227))
 )
 SIZES = [
-    (128, torch.bfloat16, HOPPER),
-    (128, torch.float16, BLACKWELL),
-    (96, torch.bfloat16, HOPPER),
-    (200, torch.float32, AMPERE),
-    (1024, torch.bfloat16, HOPPER),
+    (128, torch.bfloat16, HOPPER), (128, torch.float16, BLACKWELL), (96, torch.bfloat16, HOPPER),
+    (200, torch.float32, AMPERE), (1024, torch.bfloat16, HOPPER),
     (42, torch.bfloat16, Limits(8, 99 * 1024, 1)),
-]
+]  # fmt: skip
 
 
 def check_maxsim_of_one_size(device: str) -> None:
@@ -179,7 +175,6 @@ def tiled_problems(draw: st.DrawFn, dims: st.SearchStrategy[int]) -> tuple[Ragge
 
 
 def check_maxsim_by_small_tiles(device: str) -> None:
-    """Each document of several tiles."""
     from maxsimd.engine.ops.triton import maxsim
     from maxsimd.engine.scoring.maxsim_triton import maxsim_spans_triton
 
@@ -253,7 +248,6 @@ SMALL_TILES = st.sampled_from([None, (16, 16, 4, 1), (32, 16, 4, 2), (16, 32, 4,
 
 @contextmanager
 def tiled(tiles: tuple[int, int, int, int] | None) -> Iterator[None]:
-    """Attention with these tiles."""
     from maxsimd.engine.ops.triton import attention
 
     with pytest.MonkeyPatch.context() as patch:
@@ -295,7 +289,6 @@ class Attention:
         return out
 
     def exactly(self) -> torch.Tensor:
-        """One by one, in float32."""
         contexts = [KV(*(x.float() for x in each)) for each in self.contexts]
         return Attention(self.layout, in_float32(self.qkv), contexts).by(OneByOneBackend())
 
@@ -314,7 +307,6 @@ def random_qkv(
 
 
 def keys_like(qkv: QKV, rows: int, seed: int) -> KV:
-    """Other keys and values of the same kind."""
     kind = qkv.key.shape[2], qkv.key.dtype
     return KV(*(random_heads(len(qkv.key), rows, *kind, each) for each in (seed, seed + 2)))
 
@@ -431,7 +423,6 @@ def same(ours: torch.Tensor, exact: torch.Tensor) -> None:
 
 
 def numbers(*shape: int, dtype: torch.dtype, seed: int, apart: int = 0) -> torch.Tensor:
-    """Random rows, that many columns apart in memory."""
     random = torch.Generator().manual_seed(seed)
     wide = torch.randn(*shape[:-1], shape[-1] + apart, generator=random).to(dtype)
     return wide[..., : shape[-1]]
@@ -567,18 +558,7 @@ def check_gated(device: str) -> None:
 
 
 CHECKS = [
-    check_maxsim,
-    check_maxsim_of_one_size,
-    check_maxsim_of_all_sizes,
-    check_maxsim_of_a_long_document,
-    check_maxsim_of_nan,
-    check_maxsim_by_small_tiles,
-    check_maxsim_of_slices,
-    check_maxsim_beyond_32_bits,
-    check_attention,
-    check_projection,
-    check_layer_norm,
-    check_rms_norm,
-    check_norm_rotary,
-    check_gated,
-]
+    check_maxsim, check_maxsim_of_one_size, check_maxsim_of_all_sizes, check_maxsim_of_a_long_document,
+    check_maxsim_of_nan, check_maxsim_by_small_tiles, check_maxsim_of_slices, check_maxsim_beyond_32_bits,
+    check_attention, check_projection, check_layer_norm, check_rms_norm, check_norm_rotary, check_gated,
+]  # fmt: skip

@@ -109,7 +109,6 @@ SHAPES = st.tuples(st.integers(1, 300), st.integers(1, 140), st.integers(1, 130)
 def random_layer(
     shape: tuple[int, int, int], dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Inputs, weights and biases."""
     rows, inputs, columns = shape
     random = torch.Generator().manual_seed(rows * inputs + columns)
     x = torch.randn(rows, inputs, generator=random).to(dtype)

@@ -35,12 +35,10 @@ DOCUMENT = 500  # the first word of documents
 
 
 def words(length: int, start: int = 0) -> str:
-    """A text of `length` different tokens."""
     return " ".join(f"w{i}" for i in range(start, start + length))
 
 
 def ids(length: int, start: int = 0) -> list[int]:
-    """The token ids of `words(length, start)`."""
     return [FIRST_WORD + i for i in range(start, start + length)]
 
 
@@ -72,22 +70,12 @@ def tokenizer(special_tokens: bool = True) -> TextTokenizer:
 def model(**changes: Any) -> LoadedModel:
     """A late-interaction model without rules of its own for roles, but for the changes."""
     settings: dict[str, Any] = {
-        "name": "small",
-        "score_type": ScoreType.LATE_INTERACTION,
-        "backbone": torch.nn.Identity(),
-        "tokenizer": None,
-        "tasks": {},
-        "score_task": "token_embed",
-        "query": RoleRules(),
-        "document": RoleRules(),
-        "max_tokens": 64,
-        "causal": False,
-        "position_offset": 0,
-        "takes_type_ids": True,
-        "activation": torch.sigmoid,
-        "architecture": "none",
+        "name": "small", "score_type": ScoreType.LATE_INTERACTION, "backbone": torch.nn.Identity(),
+        "tokenizer": None, "tasks": {}, "score_task": "token_embed", "query": RoleRules(),
+        "document": RoleRules(), "max_tokens": 64, "causal": False, "position_offset": 0,
+        "takes_type_ids": True, "activation": torch.sigmoid, "architecture": "none",
         "file_dtype": torch.float32,
-    }
+    }  # fmt: skip
     return LoadedModel(**settings | changes)
 
 
@@ -134,7 +122,6 @@ def embedding(rows: int = 3, tokens: int = 3, truncated: bool = False) -> Cached
 
 @contextmanager
 def refused(param: str, match: str) -> Iterator[None]:
-    """What is done within is refused for that field."""
     with pytest.raises(InvalidRequestError, match=match) as error:
         yield
     assert error.value.param == param

@@ -17,41 +17,22 @@ from tests.checkpoints.tokenizer_kinds import CUT, Kind
 
 # Words as they are written. Most end in a vowel sign or another mark in the scripts that have them.
 SCRIPTS = {
-    "Amharic": "አማርኛ ቋንቋ ሰላም",
-    "Arabic": "اللغة العربية جميلة العَرَبِيَّةُ",
+    "Amharic": "አማርኛ ቋንቋ ሰላም", "Arabic": "اللغة العربية جميلة العَرَبِيَّةُ",
     "Arabic presentation forms": "\ufe8d\ufedf\ufecc\ufeae\ufe91\ufef4\ufe94 \ufefb \ufe8e",
-    "Armenian": "Հայերեն լեզու բարև",
-    "Bengali": "ভাষা বাংলা নদী পাখি",
-    "Burmese": "ဘာသာ စကား မြန်မာ ရေ",
-    "Chinese": "漢字 中文 标点",
-    "Cyrillic supplement": "ԁԃ ӡӣ ҝҟҡ \u0501\u050f",
-    "Georgian": "ქართული ენა გამარჯობა",
-    "Greek": "λόγος ΛΌΓΟΣ ἀρχή ᾧ",
-    "Gujarati": "ગુજરાતી ભાષા નદી",
-    "Hebrew": "עִבְרִית שָׁלוֹם לְ",
-    "Hindi": "हिन्दी भाषा नदी पानी",
-    "Hindi in halves": "\u0915\u094d \u0924\u094d \u0938\u0902\u0938\u094d",
-    "Japanese": "かな カナ が",
-    "Kannada": "ಕನ್ನಡ ಭಾಷೆ ನದಿ",
-    "Khmer": "ភាសា ខ្មែរ ទឹក",
-    "Korean": "한국어 문장",
-    "Korean in jamo": "\u1112\u1161\u11ab \u1100\u116e\u11a8 \u110b\u1165",
-    "Lao": "ພາສາ ລາວ ນ້ຳ ນີ້",
-    "Malayalam": "മലയാളം ഭാഷ നദി",
-    "Pashto": "پښتو ژبه دي ښځې",
-    "Persian": "فارسی زبان می\u200cخواهم کتاب\u200cها",
-    "Punjabi": "ਪੰਜਾਬੀ ਭਾਸ਼ਾ ਨਦੀ",
-    "Russian": "Быстрая лиса бежит",
-    "Sinhala": "සිංහල භාෂාව නදී ශ්\u200dරී",
-    "Tamil": "தமிழ் மொழி நதி ஆறு",
-    "Telugu": "తెలుగు భాష నది",
-    "Thai": "ภาษา ไทย น้ำ ที่ เ",
-    "Tibetan": "བོད་སྐད། ཡིན། དེ་རིང་།",
-    "Tamazight": "ⵜⴰⵎⴰⵣⵉⵖⵜ ⵜⵓⵜⵍⴰⵢⵜ",
-    "N'Ko": "ߒߞߏ ߞߊ߲ ߘߐ߫",
-    "Urdu": "اردو زبان ہے ڑے",
+    "Armenian": "Հայերեն լեզու բարև", "Bengali": "ভাষা বাংলা নদী পাখি", "Burmese": "ဘာသာ စကား မြန်မာ ရေ",
+    "Chinese": "漢字 中文 标点", "Cyrillic supplement": "ԁԃ ӡӣ ҝҟҡ \u0501\u050f",
+    "Georgian": "ქართული ენა გამარჯობა", "Greek": "λόγος ΛΌΓΟΣ ἀρχή ᾧ", "Gujarati": "ગુજરાતી ભાષા નદી",
+    "Hebrew": "עִבְרִית שָׁלוֹם לְ", "Hindi": "हिन्दी भाषा नदी पानी",
+    "Hindi in halves": "\u0915\u094d \u0924\u094d \u0938\u0902\u0938\u094d", "Japanese": "かな カナ が",
+    "Kannada": "ಕನ್ನಡ ಭಾಷೆ ನದಿ", "Khmer": "ភាសា ខ្មែរ ទឹក", "Korean": "한국어 문장",
+    "Korean in jamo": "\u1112\u1161\u11ab \u1100\u116e\u11a8 \u110b\u1165", "Lao": "ພາສາ ລາວ ນ້ຳ ນີ້",
+    "Malayalam": "മലയാളം ഭാഷ നദി", "Pashto": "پښتو ژبه دي ښځې",
+    "Persian": "فارسی زبان می\u200cخواهم کتاب\u200cها", "Punjabi": "ਪੰਜਾਬੀ ਭਾਸ਼ਾ ਨਦੀ",
+    "Russian": "Быстрая лиса бежит", "Sinhala": "සිංහල භාෂාව නදී ශ්\u200dරී", "Tamil": "தமிழ் மொழி நதி ஆறு",
+    "Telugu": "తెలుగు భాష నది", "Thai": "ภาษา ไทย น้ำ ที่ เ", "Tibetan": "བོད་སྐད། ཡིན། དེ་རིང་།",
+    "Tamazight": "ⵜⴰⵎⴰⵣⵉⵖⵜ ⵜⵓⵜⵍⴰⵢⵜ", "N'Ko": "ߒߞߏ ߞߊ߲ ߘߐ߫", "Urdu": "اردو زبان ہے ڑے",
     "Vietnamese": "tiếng Việt được ngữ",
-}
+}  # fmt: skip
 SCRIPTS |= {
     f"{name}, decomposed": unicodedata.normalize("NFD", SCRIPTS[name])
     for name in ("Greek", "Japanese", "Korean", "Russian", "Tamil", "Vietnamese")
@@ -111,7 +92,6 @@ def text_tokenizer(kind: Kind) -> TextTokenizer:
 
 
 def tokenized(monkeypatch: pytest.MonkeyPatch, tokenizer: TextTokenizer) -> list[list[str]]:
-    """The texts that are tokenized from now on, batch by batch."""
     batches: list[list[str]] = []
     encode = tokenizer._encode_batch
 

@@ -91,7 +91,6 @@ def pair(query: list[int], read: list[int]) -> list[int]:
 
 
 def asked(query: list[int], read: list[int], instruction: int = 904) -> list[int]:
-    """The token ids of THREE_SEGMENTS."""
     before = [INSTRUCT, *ids(1, instruction), QUERY_PROMPT, *query]
     return [*before, DOCUMENT_PROMPT, *ids(1, 900), *read, *ids(3, 901)]
 

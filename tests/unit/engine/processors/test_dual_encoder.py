@@ -328,7 +328,6 @@ def as_requested(cache: EmbeddingCache, document: str, truncation: Truncation) -
 
 
 def key_of(plan: ScorePlan) -> bytes | None:
-    """The key under which the request's document will be cached."""
     (key,) = {
         sequence.payload.document.cache_key
         for sequence in plan.sequences

@@ -18,18 +18,8 @@ from tests.unit.engine.processors.small_models import refused
 from tests.unit.engine.processors.split_texts import KINDS, SCRIPTS, text_tokenizer
 
 WORDS = [
-    "Der",
-    "gute",
-    "Käse",
-    "e\u0301te\u0301",
-    "schmeckt",
-    "in",
-    "東京",
-    "naïve",
-    "👍🏽",
-    "👨\u200d👩",
-    "🎉",
-]
+    "Der", "gute", "Käse", "e\u0301te\u0301", "schmeckt", "in", "東京", "naïve", "👍🏽", "👨\u200d👩", "🎉",
+]  # fmt: skip
 TEXT = " ".join((*WORDS, *SCRIPTS.values()))
 
 
@@ -122,17 +112,11 @@ def test_a_token_is_in_its_first_letters_chunk(
 
 
 REFUSED: tuple[tuple[Any, Any, bool, str], ...] = (
-    (["a"], [(0, 1)], False, "chunks"),
-    ([(1, 2)], None, True, "input"),
-    (["a", "b"], [(0, 1)], True, "chunks"),
-    (["a"], [], True, "chunks"),
-    (["ab"], [(0, 3)], True, "chunks"),
-    (["ab"], [(1, 1)], True, "chunks"),
-    (["ab"], [(0, 1, 2)], True, "chunks"),
-    (["ab"], ["01"], True, "chunks"),
-    (["ab"], [3], True, "chunks"),
-    (["ab"], 5, True, "chunks"),
-)
+    (["a"], [(0, 1)], False, "chunks"), ([(1, 2)], None, True, "input"),
+    (["a", "b"], [(0, 1)], True, "chunks"), (["a"], [], True, "chunks"), (["ab"], [(0, 3)], True, "chunks"),
+    (["ab"], [(1, 1)], True, "chunks"), (["ab"], [(0, 1, 2)], True, "chunks"),
+    (["ab"], ["01"], True, "chunks"), (["ab"], [3], True, "chunks"), (["ab"], 5, True, "chunks"),
+)  # fmt: skip
 
 
 def test_texts_are_the_chunks_of_one_document() -> None:

@@ -83,8 +83,6 @@ def _stripped(patch: Patch, model: LoadedModel) -> None:
 
 
 def _template(change: Callable[[Template], Template]) -> Fault:
-    """Another template of special tokens than the tokenizer's."""
-
     def fault(patch: Patch, model: LoadedModel) -> None:
         learn = tokenization._learn_template
         patch.setattr(tokenization, "_learn_template", lambda *given, **more: change(learn(*given, **more)))
@@ -93,8 +91,6 @@ def _template(change: Callable[[Template], Template]) -> Fault:
 
 
 def _tokenizer(change: Callable[[Tokenizer], object]) -> Fault:
-    """A tokenizer that differs from the checkpoint's."""
-
     def fault(patch: Patch, model: LoadedModel) -> None:
         class Changed:
             @staticmethod

@@ -23,13 +23,10 @@ def config(checkpoints: SharedCheckpoints) -> EngineConfig:
 
 
 def threads() -> set[threading.Thread]:
-    """Threads of engines."""
     return {each for each in threading.enumerate() if each.name.startswith("maxsimd-")}
 
 
 class Pause:
-    """Stops a load at one place until it may go on."""
-
     def __init__(self) -> None:
         self.is_there, self.may_go_on = threading.Event(), threading.Event()
 

@@ -30,8 +30,6 @@ DOCUMENTS = ["Paris is the capital of France.", "Berlin is in Germany."]
 
 
 class Sticking:
-    """Keeps the steps of engines from ending until it is released."""
-
     def __init__(self) -> None:
         self.released = threading.Event()
         self.reached = threading.Event()

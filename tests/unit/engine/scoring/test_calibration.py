@@ -60,7 +60,6 @@ def test_a_file_that_is_no_calibration_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory, pairs: list[Pair]) -> Path:
-    """Real queries, each with its own document judged relevant."""
     folder = tmp_path_factory.mktemp("judged")
     queries = [{"_id": f"q{i}", "text": pair.query} for i, pair in enumerate(pairs[:12])]
     corpus = [{"_id": f"d{i}", "title": "", "text": pair.document[:80]} for i, pair in enumerate(pairs[:12])]

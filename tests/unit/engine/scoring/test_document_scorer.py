@@ -342,8 +342,6 @@ def test_windows_in_two_halves_leave_nothing(later_first: bool) -> None:
 
 
 class Sizes(TorchDispatchMode):
-    """Notes how many numbers the largest tensor has that is made."""
-
     def __init__(self) -> None:
         super().__init__()
         self.largest = 0

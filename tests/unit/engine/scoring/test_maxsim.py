@@ -49,7 +49,6 @@ def ragged(lengths: list[int], dim: int, seed: int) -> Ragged:
 
 
 def plain(queries: Ragged, documents: Ragged, pairs: Pairs) -> list[float]:
-    """The definition, number by number, in double precision."""
     found = []
     for q, d in pairs:
         query, document = queries[q].double().numpy(), documents[d].double().numpy()

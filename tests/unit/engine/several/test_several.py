@@ -309,7 +309,6 @@ async def test_another_number_of_threads_is_refused_and_said(config: EngineConfi
 
 
 def _breaking(engines: Engines, name: str, act: Callable[[], Any]) -> None:
-    """Has the model's next step do this in place of running."""
     runner: Any = engines[name].device_model.runner
     runner.forward = lambda step: act()
 

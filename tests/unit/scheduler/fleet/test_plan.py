@@ -68,7 +68,6 @@ def test_a_cell_has_the_latest_member_of_each_slot() -> None:
 
 
 def reach_over(members: tuple[Member, ...]) -> Reach:
-    """A request over all members of a small fleet."""
     [cell] = cells_of(members)
     return Reach(cell)
 
