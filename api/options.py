@@ -34,8 +34,8 @@ _KEYS_VARIABLE = "MAXSIMD_API_KEY"
 def options_from(
     config: type, exclude: frozenset[str] = frozenset(), defaults: Mapping[str, Any] = MappingProxyType({})
 ) -> Callable[[F], F]:
-    """A decorator that gives a click command one option a field of a configuration dataclass. `defaults` are
-    the command's own, where they are not the dataclass's."""
+    """Gives a click command an option for each field of a configuration dataclass. `defaults` override the
+    dataclass's."""
 
     def decorate(command: F) -> F:
         for field in reversed(_fields(config, exclude)):
@@ -49,7 +49,7 @@ def options_from(
 
 
 def config_from(config: type[C], values: dict[str, Any]) -> C:
-    """Builds the dataclass from a click command's values, and takes those out of `values`."""
+    """Builds the dataclass and takes its values out of `values`."""
     names = [field.name for field in dataclasses.fields(config) if field.name in values]  # type: ignore[arg-type]
     try:
         return config(**{name: values.pop(name) for name in names})
@@ -58,12 +58,10 @@ def config_from(config: type[C], values: dict[str, Any]) -> C:
 
 
 def engine_options() -> tuple[str, ...]:
-    """The names of the options of a model's engine."""
     return tuple(field.name for field in dataclasses.fields(EngineConfig) if field.name != "model")
 
 
 def markdown_table(*configs: type) -> str:
-    """The table of a server's options."""
     lines = ["| option | default | meaning |", "| --- | --- | --- |"]
     for config in configs:
         for field in _fields(config, frozenset({"model"})):
@@ -78,7 +76,6 @@ def flag(name: str) -> str:
 
 
 def variable(name: str) -> str:
-    """The environment's variable for an option."""
     return "MAXSIMD_" + name.upper()
 
 
@@ -115,7 +112,7 @@ def _click_arguments(config: type, field: "dataclasses.Field[Any]", default: Any
 
 
 def keys_of_environment() -> tuple[str, ...]:
-    """Keys that are not to be seen in the list of processes."""
+    """Keys that the list of processes shall not show."""
     value = os.environ.get(_KEYS_VARIABLE)
     if value is None:
         return ()
@@ -134,7 +131,7 @@ _FROM_ANOTHER = "tag:yaml.org,2002:merge"
 
 
 class TwiceError(ValueError):
-    """Something is in a file twice, and it is not said which counts."""
+    """Something is in a file twice."""
 
 
 def config_file_option(command: F) -> F:
@@ -151,7 +148,7 @@ def config_file_option(command: F) -> F:
 
 
 def shown(*configs: Any) -> str:
-    """Configurations as the YAML that gives them, without keys."""
+    """Configurations as YAML, without keys."""
     import yaml
 
     values = {name: value for config in configs for name, value in values_of(config).items()}
@@ -159,7 +156,6 @@ def shown(*configs: Any) -> str:
 
 
 def values_of(config: Any) -> dict[str, Any]:
-    """The values of a configuration as YAML has them, without keys."""
     values = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -169,7 +165,7 @@ def values_of(config: Any) -> dict[str, Any]:
 
 
 def options_of(said: Mapping[Any, Any]) -> dict[str, Any]:
-    """Options by their names in Python, of names as flags have them or as Python has. Raises TwiceError."""
+    """Options by Python name, from flags or Python names. Raises TwiceError."""
     options = {str(name).replace("-", "_"): value for name, value in said.items()}
     if len(options) < len(said):
         names = [str(name).replace("-", "_") for name in said]
@@ -179,7 +175,7 @@ def options_of(said: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def models_in_file(context: click.Context) -> Any:
-    """What `models` of the file holds; None where there is no file, or no models in it."""
+    """The file's `models`, or None."""
     return context.meta.get(_MODELS)
 
 
@@ -203,8 +199,8 @@ def _use(context: click.Context, parameter: click.Parameter, path: str | None) -
 
 
 def _read_yaml(text: str) -> Any:
-    """What YAML holds. Raises ValueError and yaml.YAMLError, and TwiceError for two entries whose names are
-    the same text, 1 and "1" for instance: of two with one name YAML's loaders take the last."""
+    """Raises ValueError, yaml.YAMLError, and TwiceError for entries with the same name (1 and "1" too):
+    YAML's loaders take the last."""
     import yaml
 
     loader = yaml.SafeLoader(text)
@@ -219,7 +215,7 @@ def _read_yaml(text: str) -> Any:
 
 
 def _check_no_entry_twice(loader: "yaml.SafeLoader", whole: "yaml.Node") -> None:
-    """Before anything is made of the nodes: then what one has from another by << would be there, too."""
+    """Runs before nodes are constructed: << would add entries."""
     import yaml
 
     seen, left = {id(whole)}, [whole]
@@ -236,7 +232,6 @@ def _check_no_entry_twice(loader: "yaml.SafeLoader", whole: "yaml.Node") -> None
 
 
 def _check_names(loader: "yaml.SafeLoader", nodes: Sequence["yaml.Node"]) -> None:
-    """The names of one mapping's entries."""
     import yaml
 
     names = set()
@@ -251,8 +246,7 @@ def _check_names(loader: "yaml.SafeLoader", nodes: Sequence["yaml.Node"]) -> Non
 
 
 def _read(path: str, names: set[str]) -> dict[str, Any]:
-    """The options in a file by their names in Python, those of a command or of others that serve. Raises
-    click.BadParameter for what is none."""
+    """Options by Python name. Raises click.BadParameter for unknown ones."""
     import yaml
 
     try:

@@ -1,4 +1,4 @@
-"""What the engine would do with a model, in words, without serving it."""
+"""Describes what the engine would do with a model, without serving it."""
 
 from dataclasses import replace
 from typing import Any
@@ -106,8 +106,7 @@ def inspect_model(config: EngineConfig, check: bool = False) -> dict[str, str | 
 
 
 def _expected_scores(model: LoadedModel, config: EngineConfig) -> list[float] | None:
-    """What the model's own library makes of a query and some documents, in float32, from texts to scores;
-    None for kinds of scores that it does not have."""
+    """Scores of the model's own library in float32, from texts; None for kinds that it does not have."""
     reader, task = model.reader, model.tasks[model.score_task]
     assert reader is not None
     scorer = reader if isinstance(reader, LibraryReader) and reader.can_score else None
@@ -150,8 +149,8 @@ def _expected_scores(model: LoadedModel, config: EngineConfig) -> list[float] | 
 
 
 def _scored(config: EngineConfig, expected: list[float] | None, is_exact: bool = True) -> str:
-    """How the scores of an engine compare with those expected, in words. Raises ModelLoadError where they
-    differ by more than rounding explains: that of float32 if `is_exact`."""
+    """Compares an engine's scores with the expected ones. Raises ModelLoadError where they differ by more
+    than rounding (of float32 if `is_exact`)."""
     if expected is None:
         return "not compared: it has no such scores"
     with SyncEngine(config, progress=False) as engine:
@@ -174,7 +173,6 @@ def _scored(config: EngineConfig, expected: list[float] | None, is_exact: bool =
 
 
 def show(rows: dict[str, str | list[str]]) -> str:
-    """Rows as aligned lines, one for each value."""
     width = max(map(len, rows))
     lines = []
     for name, value in rows.items():
@@ -205,7 +203,7 @@ def _score(model: LoadedModel) -> str:
 
 
 def _more(model: LoadedModel) -> str:
-    """What else the checkpoint gives, where it is asked for."""
+    """Other tasks of the checkpoint."""
     if model.unread:
         files = " and ".join(model.unread)
         return f"{files}, not read: sparse, multi-vector and hybrid if pickles are allowed"
@@ -233,7 +231,6 @@ def _task(model: LoadedModel, name: str) -> str:
 
 
 def _inputs(model: LoadedModel) -> dict[str, str]:
-    """How texts become token ids."""
     rows = {}
     if model.score_type is ScoreType.CROSS_ENCODER:
         rows["pair"] = "joined by the tokeniser" if model.pairs.template is None else "joined by a template"
@@ -262,7 +259,7 @@ def _inputs(model: LoadedModel) -> dict[str, str]:
 
 
 def _pictures(model: LoadedModel) -> str:
-    """What a page takes, by the example of two usual sizes; nothing for a model that reads only text."""
+    """Tokens of two usual page sizes."""
     if model.vision is None:
         return ""
     reader = model.vision.reader

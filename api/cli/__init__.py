@@ -195,8 +195,7 @@ def _server_config(values: dict[str, Any]) -> ServerConfig:
 
 
 def _ignore_service_links() -> None:
-    """Kubernetes tells each container of the services beside it: of one that is named maxsimd as
-    MAXSIMD_PORT, which is no port but an address."""
+    """Kubernetes sets MAXSIMD_PORT to an address where a service is named maxsimd: drops such variables."""
     for name, value in list(os.environ.items()):
         if name.startswith("MAXSIMD_") and re.match(r"(tcp|udp|sctp)://", value):
             del os.environ[name]

@@ -42,8 +42,7 @@ def download(model: str, folder: str, revision: str | None, check: bool) -> None
 
 
 def wanted(names: list[str]) -> list[str]:
-    """Which of a repository's files are downloaded: no weights of other frameworks, and pickles only where
-    there is no safetensors file."""
+    """Leaves out weights of other frameworks, and pickles where there is a safetensors file."""
     others = (*_OTHERS, ".gitattributes")
     mine = [name for name in names if not any(fnmatch(name, each) for each in others)]
     if any(name.endswith(".safetensors") for name in mine):

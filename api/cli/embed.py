@@ -18,6 +18,7 @@ from maxsimd.api.cli.files import (
     Progress,
     Record,
     each_part,
+    field_option,
     in_parts,
     open_output,
     read_records,
@@ -45,7 +46,7 @@ Rows = list[NDArray[np.float32]]
     help="File with the texts: lines, JSONL, CSV, TSV or Parquet; - for standard input.",
 )
 @click.option("--input-format", type=click.Choice(KINDS), help="How to read it; else its ending says it.")
-@click.option("--field", multiple=True, help="Field or column with the text; repeatable, joined by a space.")
+@field_option
 @click.option("--input-type", type=click.Choice(["query", "document"]), help="Behind which prompt to read.")
 @click.option("--tokens", is_flag=True, help="A vector a token, not one a text.")
 @click.option(

@@ -99,8 +99,8 @@ def evaluate(
 
 
 def _measuring(names: tuple[str, ...]) -> Any:
-    """What measures a run. Raises click.ClickException where ir_measures is not installed, and for a measure
-    that it does not know."""
+    """Returns a function that measures a run. Raises click.ClickException without ir_measures, and for an
+    unknown measure."""
     try:
         import ir_measures
     except ImportError:
@@ -175,9 +175,8 @@ async def rank_all(
     documents: Mapping[str, str],
     progress: Progress,
 ) -> Run:
-    """The number by which each document is ranked for each query, by their ids: its score, before an
-    activation that may make different scores alike. Raises MaxsimdError, and Interrupted when someone asks
-    the command to end."""
+    """Each document's score before its activation, by query and document. Raises MaxsimdError and
+    Interrupted."""
     pairs = [(query, id_) for query, ids in work for id_ in ids]
     ranked: Run = {query: {} for query, _ in work}
     done_pairs = tokens = 0
@@ -298,8 +297,8 @@ async def _score_judged(
 
 
 def _errors_of(scored: Scored) -> tuple[float, float]:
-    """The mean squared error of normalised scores as probabilities, and of calibrated ones, each fitted
-    without the queries that it is judged by; NaN where there are too few."""
+    """The mean squared errors of normalised scores and of calibrated ones, cross-validated by query; NaN for
+    too few."""
     from maxsimd.engine.scoring.scale import Calibration
 
     scores, relevant = np.array(scored.scores), np.array(scored.relevant)
@@ -314,8 +313,8 @@ def _errors_of(scored: Scored) -> tuple[float, float]:
 
 
 def read_texts(path: str) -> dict[str, str]:
-    """Texts by their ids, from a JSON object a line, where a title stands before its text, or from an id, a
-    tab and a text a line. Raises ValueError with the number of a line that is neither."""
+    """Texts by id, from JSON objects (a title goes before its text) or from lines of id, tab and text. Raises
+    ValueError with the number of a wrong line."""
     texts = {}
     for number, line in _lines(path):
         id_, tab, text = line.partition("\t")
@@ -332,7 +331,7 @@ def read_texts(path: str) -> dict[str, str]:
 
 
 def read_judgements(path: str) -> Judgements:
-    """What `read_grades` reads; documents with a number above 0 are relevant."""
+    """As `read_grades`; documents with a number above 0 are relevant."""
     return {
         query: {document: grade > 0 for document, grade in grades.items()}
         for query, grades in read_grades(path).items()
@@ -340,8 +339,8 @@ def read_judgements(path: str) -> Judgements:
 
 
 def read_grades(path: str) -> Grades:
-    """A query, a document and a number a line, or a query, a word, a document and a number; the first line
-    may be a heading. Raises ValueError with the number of a line that is neither."""
+    """Grades from lines of query, document and number, or TREC's four; the first may be a heading. Raises
+    ValueError with the number of a wrong line."""
     judged: dict[str, dict[str, float]] = {}
     for number, line in _lines(path):
         fields = line.split()
@@ -357,8 +356,8 @@ def read_grades(path: str) -> Grades:
 
 
 def read_candidates(path: str) -> dict[str, list[str]]:
-    """Of each query its documents, best first, from a run in TREC's form: query, Q0, document, rank, score
-    and the run's name. Raises ValueError with the number of a line that is none."""
+    """Documents by query, best first, from a run in TREC's form. Raises ValueError with the number of a wrong
+    line."""
     found: dict[str, list[tuple[float, str]]] = {}
     for number, line in _lines(path):
         try:

@@ -61,10 +61,23 @@ INTERRUPTED = 130
 # The engine's names for what is done with long documents.
 TRUNCATION = {"truncate": "cut", "window": "window", "error": "error"}
 
+# Options of several commands.
+normalize_option = click.option("--normalize", is_flag=True, help="Give scores from 0 to 1.")
+long_documents_option = click.option(
+    "--long-documents",
+    type=click.Choice(list(TRUNCATION)),
+    default="truncate",
+    show_default=True,
+    help="What is done with documents that are longer than the model reads.",
+)
+field_option = click.option(
+    "--field", multiple=True, help="Field or column with the text; repeatable, joined by a space."
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A text, and its id if the file has one. Of a `page` the text is what it is called."""
+    """A text and its id, if the file has one. A `page` has its name as text."""
 
     text: str
     id: str | None = None
@@ -72,7 +85,6 @@ class Record:
 
     @property
     def document(self) -> "str | Content":
-        """What is scored."""
         if self.page is None:
             return self.text
         from maxsimd.engine.media import Content
@@ -81,12 +93,12 @@ class Record:
 
     @property
     def size(self) -> int:
-        """How much it is to run, as characters of a text."""
+        """Cost, as characters of a text."""
         return len(self.text) if self.page is None else _PAGE
 
     @property
     def identity(self) -> str:
-        """Tells it from records that would have another score."""
+        """Changes when the score may change."""
         if self.page is None:
             return self.text
         found = self.page.path.stat()
@@ -94,9 +106,8 @@ class Record:
 
 
 def read_records(path: str, kind: str | None, fields: Sequence[str]) -> list[Record]:
-    """The texts of a file, or with - of standard input, in its order. `fields` are those of a record that
-    hold its text, joined by a space; else the first of `TEXT_FIELDS`. Raises click.ClickException for what
-    cannot be read, by its line."""
+    """The texts of a file, or of standard input for -. `fields` are joined by a space to be a record's text;
+    the default is the first of `TEXT_FIELDS`. Raises click.ClickException with the line."""
     try:
         data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
         kind = kind or _ENDINGS.get(Path(path).suffix.lower()) or _guess(data)
@@ -109,7 +120,6 @@ def read_records(path: str, kind: str | None, fields: Sequence[str]) -> list[Rec
 
 
 def _guess(data: bytes) -> str:
-    """Whether data without a name is JSON or plain lines."""
     return "jsonl" if data.lstrip()[:1] in (b"{", b"[") else "lines"
 
 
@@ -207,18 +217,16 @@ class Progress:
         self._bar.update(done - self._bar.n)
 
     def end(self) -> None:
-        """Leaves the bar as it is."""
         if self._bar is not None:
             self._bar.close()
 
 
 class Interrupted(Exception):
-    """Someone has asked the command to end (Ctrl-C, SIGTERM)."""
+    """Ctrl-C or SIGTERM ends the command."""
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """Runs a command's work. Raises click.ClickException, with one line, for what goes wrong with the model
-    or the texts."""
+    """Runs a command's work. Raises click.ClickException where the model or the texts are at fault."""
     import uvloop
 
     try:
@@ -248,7 +256,7 @@ async def started(config: EngineConfig, progress: Progress) -> AsyncIterator["En
 
 
 def in_parts(records: Sequence[Record], indexes: Sequence[int]) -> Iterator[list[int]]:
-    """The indexes of texts, in parts that are one request each."""
+    """Indexes in parts of one request each."""
     part: list[int] = []
     characters = 0
     for index in indexes:
@@ -265,8 +273,7 @@ def in_parts(records: Sequence[Record], indexes: Sequence[int]) -> Iterator[list
 async def each_part(
     parts: Iterator[list[int]], ask: Callable[[list[int]], Awaitable[T]], done: Callable[[list[int], T], None]
 ) -> None:
-    """Asks for some parts at a time and calls `done` with each that has come. Raises Interrupted once someone
-    asks the command to end: what has not come is given up."""
+    """Asks for some parts at a time and calls `done` with each result. Raises Interrupted on a signal."""
     asked: dict[asyncio.Task[T], list[int]] = {}
     with _stopping() as stop:
         stopped = asyncio.create_task(stop.wait())
@@ -308,14 +315,14 @@ def _stopping() -> Iterator[asyncio.Event]:
 
 
 def is_plain(path: Path) -> bool:
-    """Whether a file can be replaced: it is no device and no pipe, and need not be there yet."""
+    """Whether a file is regular or missing, and so can be replaced."""
     return path.is_file() or not path.exists()
 
 
 @contextmanager
 def open_output(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a file for writing. A regular file, or the target of a link, is replaced as a whole at the end;
-    devices and pipes are written directly. Raises click.ClickException if the file cannot be written."""
+    """Opens a file for writing. A regular file, or a link's target, is replaced as a whole at the end;
+    devices and pipes are written directly. Raises click.ClickException."""
     try:
         if not is_plain(path):
             with path.open("wb") as file:
@@ -337,7 +344,7 @@ def open_output(path: Path) -> Iterator[IO[bytes]]:
 
 
 def digest_of(parts: Iterable[str]) -> str:
-    """What tells one run from another: the model with its options, the query, the documents."""
+    """Identifies a run: its model and options, query and documents."""
     digest = hashlib.sha256()
     for part in parts:
         data = part.encode("utf-8", "surrogatepass")

@@ -5,7 +5,7 @@ import shutil
 import sys
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -21,8 +21,11 @@ from maxsimd.api.cli.files import (
     Record,
     digest_of,
     each_part,
+    field_option,
     in_parts,
     is_plain,
+    long_documents_option,
+    normalize_option,
     open_output,
     read_records,
     run,
@@ -45,8 +48,8 @@ def write(
     form: str | None,
     out: str | None,
 ) -> None:
-    """Writes documents by their indexes in this order, into the file `out` if one is named. `form` is table
-    or jsonl; by default a table in a terminal."""
+    """Writes documents in this order, into the file `out` if given. `form` is table or jsonl; the default is
+    a table in a terminal."""
     if form is None:
         form = "table" if out is None and sys.stdout.isatty() else "jsonl"
     lines = (_score_table if form == "table" else _json_lines)(ranked, scores, errors, records)
@@ -87,17 +90,16 @@ def _score_table(
 
 
 def _writable(text: str) -> str:
-    """The text as UTF-8 can have it."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _printable(text: str) -> str:
-    """The text without what would move a terminal's cursor."""
+    """Drops control characters."""
     return "".join(each for each in _writable(text) if unicodedata.category(each) != "Cc")
 
 
 def _width(text: str) -> int:
-    """How many columns of a terminal a text takes."""
+    """Width in columns of a terminal."""
     return sum(
         0 if unicodedata.combining(each) else 2 if unicodedata.east_asian_width(each) in "WF" else 1
         for each in text
@@ -120,7 +122,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _options(command: F) -> F:
-    """What both take."""
     for decorate in reversed(
         (
             click.argument("model", required=False, envvar="MAXSIMD_MODEL"),
@@ -138,22 +139,14 @@ def _options(command: F) -> F:
                 type=click.Choice(KINDS),
                 help="How to read the documents; by default the file's ending says it.",
             ),
-            click.option(
-                "--field", multiple=True, help="Field or column with the text; repeatable, joined by a space."
-            ),
+            field_option,
             click.option("--out", type=click.Path(dir_okay=False), help="File to write instead of printing."),
             click.option("--format", "form", type=click.Choice(["table", "jsonl"]), help="How to print."),
             click.option(
                 "--resume", is_flag=True, help="Go on with a run that was interrupted, with the same --out."
             ),
-            click.option("--normalize", is_flag=True, help="Give scores from 0 to 1."),
-            click.option(
-                "--long-documents",
-                type=click.Choice(list(TRUNCATION)),
-                default="truncate",
-                show_default=True,
-                help="What is done with documents that are longer than the model reads.",
-            ),
+            normalize_option,
+            long_documents_option,
             options_from(EngineConfig, exclude=frozenset({"model"})),
         )
     ):
@@ -201,23 +194,26 @@ def _run(values: dict[str, Any], order: Callable[[dict[int, float]], list[int]] 
     records = _records(values)
     progress.total = len(records)
     progress.note(f"Loading {shown_name(config.model)} for {len(records):,} documents ...")
-
     options = {"normalize": values["normalize"], "truncation": TRUNCATION[values["long_documents"]]}
-    journal = Path(f"{out}.part") if out is not None and is_plain(Path(out)) else None
-    work = Work(values["query"], records, options)
-    found = run(score_records(config, work, journal, resume, progress))
-    progress.end()
-    ranked = sorted({*found.scores, *found.errors}) if order is None else order(found.ranking_scores)
-    if found.is_complete or out is None:
-        write(ranked, found.scores, found.errors, records, form, out)
-    for index, reason in list(found.errors.items())[:5]:
+    path = Path(f"{out}.part") if out is not None and is_plain(Path(out)) else None
+    parts = [repr(config), values["query"], repr(sorted(options.items()))]
+    journal = Journal(path, digest_of([*parts, *(each.identity for each in records)]), resume)
+    try:
+        if journal.done < len(records):
+            run(score_records(config, values["query"], records, options, journal, progress))
+    finally:
+        progress.end()
+    scores, errors, missing = journal.scores, journal.errors, len(records) - journal.done
+    ranked = sorted({*scores, *errors}) if order is None else order(journal.ranking_scores)
+    if not missing or out is None:
+        write(ranked, scores, errors, records, form, out)
+    for index, reason in list(errors.items())[:5]:
         click.echo(f"document {index} has no score: {reason}", err=True)
-    if found.is_complete:
-        if journal is not None:
-            journal.unlink()
+    if not missing:
+        if path is not None:
+            path.unlink()
         return
-    missing = len(records) - len(found.scores) - len(found.errors)
-    hint = "" if journal is None else f"; {journal} has the rest, --resume goes on"
+    hint = "" if path is None else f"; {path} has the rest, --resume goes on"
     click.echo(f"interrupted with {missing:,} documents left{hint}", err=True)
     sys.exit(INTERRUPTED)
 
@@ -226,13 +222,11 @@ _VERSION = 2
 
 
 class Journal:
-    """A line for each document that is scored: its index, its score and the number that it is ranked by, or
-    null and why it has none. The first line has the run's digest. Used as a context manager; without a path
-    nothing is written."""
+    """Scores in a file beside the output, from which an interrupted run goes on: a line a document, with its
+    index, score and ranking score, or null and an error. The first line has the run's digest."""
 
     def __init__(self, path: Path | None, digest: str, resume: bool) -> None:
-        """Raises click.ClickException for a file that another run has left, and where there is one though
-        nobody said that it goes on."""
+        """Raises click.ClickException for a file of another run, and for any without `resume`."""
         self._path = path
         self._digest = digest
         self.scores: dict[int, float] = {}
@@ -261,8 +255,7 @@ class Journal:
             self._file.close()
 
     def add(self, scores: Mapping[int, tuple[float, float]], errors: Mapping[int, str]) -> None:
-        """Notes by the documents' indexes their scores, each with what it is ranked by, and errors, so that
-        they outlive this process."""
+        """Notes scores, each with its ranking score, and errors, by the documents' indexes."""
         self.errors |= errors
         for index, (score, by) in scores.items():
             self.scores[index], self.ranking_scores[index] = score, by
@@ -281,7 +274,7 @@ class Journal:
             self._file.write(json.dumps(line) + "\n")
 
     def _read(self, path: Path) -> bool:
-        """Reads what there is; False where that is nothing."""
+        """Reads the file; False if it is empty."""
         try:
             whole, _, broken = path.read_text(encoding="utf-8").rpartition("\n")
             lines = [json.loads(line) for line in whole.split("\n") if line]
@@ -305,38 +298,16 @@ class Journal:
         return True
 
 
-@dataclass(frozen=True, slots=True)
-class FileScores:
-    """Scores by the documents' indexes, why others have none, whether that is all of them, and the numbers by
-    which documents are ranked."""
-
-    scores: dict[int, float]
-    errors: dict[int, str]
-    is_complete: bool
-    ranking_scores: dict[int, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What is to be scored for which query, and the options of `Engine.score`."""
-
-    query: str
-    records: Sequence[Record]
-    options: dict[str, Any]
-
-    def digest(self, config: EngineConfig) -> str:
-        parts = [repr(config), self.query, repr(sorted(self.options.items()))]
-        return digest_of([*parts, *(each.identity for each in self.records)])
-
-
 async def score_records(
-    config: EngineConfig, work: Work, journal_path: Path | None, resume: bool, progress: Progress
-) -> FileScores:
-    """Raises click.ClickException for a journal of another run, and MaxsimdError."""
-    query, records, options = work.query, work.records, work.options
-    journal = Journal(journal_path, work.digest(config), resume)
-    if journal.done == len(records):
-        return _found(journal, is_complete=True)
+    config: EngineConfig,
+    query: str,
+    records: Sequence[Record],
+    options: dict[str, Any],
+    journal: Journal,
+    progress: Progress,
+) -> None:
+    """Scores what is not in the journal yet, with the options of `Engine.score`, until it is complete or
+    someone asks the command to end. Raises MaxsimdError."""
     async with started(config, progress) as engine:
         is_listwise = engine.model.score_type is ScoreType.LISTWISE
         left = [i for i in range(len(records)) if i not in journal.scores and i not in journal.errors]
@@ -358,17 +329,9 @@ async def score_records(
             journal.add(scores, errors)
             progress.update(journal.done, tokens)
 
-        with journal:
+        with journal, suppress(Interrupted):
             progress.update(journal.done, 0)
-            try:
-                await each_part(parts, ask, done)
-            except Interrupted:
-                return _found(journal, is_complete=False)
-    return _found(journal, is_complete=True)
-
-
-def _found(journal: Journal, *, is_complete: bool) -> FileScores:
-    return FileScores(journal.scores, journal.errors, is_complete, journal.ranking_scores)
+            await each_part(parts, ask, done)
 
 
 _PICTURES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp"})
@@ -376,8 +339,7 @@ _TEXTS = frozenset({".txt", ".md"})
 
 
 def records_of(folder: Path) -> list[Record]:
-    """A record for each picture and text of a folder and those in it, and for each page of its PDFs, by their
-    names. Raises click.ClickException for what cannot be read."""
+    """A record for each picture, text and page of a PDF in a folder, by name. Raises click.ClickException."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and not _is_hidden(path, folder))
     records = [record for path in files for record in _of_file(path, str(path.relative_to(folder)))]
     if not records:

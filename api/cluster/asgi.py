@@ -43,8 +43,6 @@ class AsgiAdapter:
 
 
 class _Sink:
-    """Sends an answer's parts as they come."""
-
     def __init__(self, send: Send) -> None:
         self._send = send
         self.has_begun = False
@@ -69,7 +67,7 @@ def _start(answer: Answer, length: int | None) -> dict[str, Any]:
 
 
 def _headers(scope: Mapping[str, Any]) -> dict[str, str]:
-    """By their names in lower case; of several of one name the first."""
+    """By name in lower case; the first of several."""
     headers: dict[str, str] = {}
     for name, value in scope["headers"]:
         headers.setdefault(name.decode("latin-1").lower(), value.decode("latin-1"))
@@ -89,8 +87,7 @@ def _path(scope: Mapping[str, Any]) -> str:
 
 
 async def _body(headers: Mapping[str, str], receive: Receive) -> AsyncIterator[bytes]:
-    """The body as it arrives, decompressed. Raises ApiError for an encoding that is not taken, and for a body
-    that is not of it."""
+    """The decompressed body. Raises ApiError for an unknown encoding or wrong data."""
     encoding = encoding_of(headers)
     chunks = _chunks(receive)
     async for chunk in chunks if encoding is None else decompressed(chunks, encoding):
@@ -108,7 +105,7 @@ async def _chunks(receive: Receive) -> AsyncIterator[bytes]:
 
 
 async def _live(receive: Receive, send: Send) -> None:
-    """Whoever has made the state starts and ends it."""
+    """Starts and ends nothing: the state's maker does."""
     while True:
         message = await receive()
         await send({"type": f"{message['type']}.complete"})

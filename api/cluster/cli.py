@@ -9,9 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from maxsimd.api.cli.files import INTERRUPTED, TRUNCATION, Progress
-from maxsimd.api.cluster.config import ONE_PROCESS, RAYS_OWN, AppConfig, ClusterConfig
-from maxsimd.api.cluster.session import require_ray
+from maxsimd.api.cli.files import INTERRUPTED, TRUNCATION, Progress, long_documents_option, normalize_option
+from maxsimd.api.cluster.config import (
+    ONE_PROCESS,
+    RAYS_OWN,
+    AppConfig,
+    ClusterConfig,
+    kuberay_yaml,
+    serve_yaml,
+)
+from maxsimd.api.cluster.session import ray_session, require_ray
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.model_setup import ModelsArgument
 from maxsimd.api.options import (
@@ -60,14 +67,8 @@ if TYPE_CHECKING:
     help="Rows that are scored together and written as one file.",
 )
 @click.option("--resume", is_flag=True, help="Go on with a run that was interrupted, with the same OUT.")
-@click.option("--normalize", is_flag=True, help="Give scores from 0 to 1.")
-@click.option(
-    "--long-documents",
-    type=click.Choice(list(TRUNCATION)),
-    default="truncate",
-    show_default=True,
-    help="What is done with documents that are longer than the model reads.",
-)
+@normalize_option
+@long_documents_option
 @options_from(EngineConfig, exclude=frozenset({"model", "threads"}))
 def score(source: Path, out: Path, **values: Any) -> None:
     """Scores the rows of IN, a file or a folder of Parquet or JSONL, into the folder OUT, on Ray.
@@ -75,8 +76,6 @@ def score(source: Path, out: Path, **values: Any) -> None:
     A row has a query and documents, a list of texts, or document, one text. OUT has files of the same kind
     with all columns and scores or score, error and prompt_tokens, in the order of the input."""
     config = config_from(EngineConfig, values)
-    from maxsimd.api.cluster.session import require_ray
-
     require_ray()
     from maxsimd.api.cluster.data import ActorPool
     from maxsimd.api.cluster.score_files import Files, RunFolder, Work
@@ -94,10 +93,11 @@ def score(source: Path, out: Path, **values: Any) -> None:
     progress.total = sum(shard.rows for shard in shards)
     pool = ActorPool(values["replicas"], values["num_cpus"], values["num_gpus"])
     with RunFolder(out, work.digest(), work.files.format.ending, values["resume"]) as folder:
-        left = folder.left(shards)
-        errors = _run(work, left, pool, values["address"], out, progress)
+        try:
+            errors = _run(work, folder.left(shards), pool, values["address"], out, progress)
+        finally:
+            progress.end()
         missing = sum(shard.rows for shard in folder.left(shards))
-    progress.end()
     if errors:
         click.echo(f"{errors:,} rows have an error", err=True)
     if missing:
@@ -108,9 +108,8 @@ def score(source: Path, out: Path, **values: Any) -> None:
 def _run(
     work: "Work", left: "list[Shard]", pool: "ActorPool", address: str | None, out: Path, progress: Progress
 ) -> int:
-    """Scores what is left, unless it is interrupted; the number of rows with an error."""
+    """Scores what is left until it is interrupted. Returns the number of rows with an error."""
     from maxsimd.api.cluster.score_files import ScoringError, score_shards
-    from maxsimd.api.cluster.session import ray_session
 
     done, tokens, errors = progress.total - sum(shard.rows for shard in left), 0, 0
     if not left:
@@ -133,7 +132,7 @@ def _run(
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """SIGTERM ends what is done here as Ctrl-C does: early, without an error."""
+    """Ends its block on SIGTERM as on Ctrl-C: early, without an error."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -153,7 +152,6 @@ def cluster() -> None:
 
 
 def _application(command: Any) -> Any:
-    """The options of an application."""
     for decorate in (
         options_from(ServerConfig, exclude=RAYS_OWN | ONE_PROCESS),
         options_from(EngineConfig, exclude=frozenset({"model"}), defaults=SERVED),
@@ -196,8 +194,6 @@ def serve(host: str, port: int, address: str | None, **values: Any) -> None:
 @click.option("--image", default="", help="With --kuberay: the container image, with maxsimd[ray] in it.")
 def show_config(kuberay: bool, image: str, **values: Any) -> None:
     """Prints YAML for `serve deploy`, or for kubectl with --kuberay."""
-    from maxsimd.api.cluster.config import kuberay_yaml, serve_yaml
-
     config = _config(values)
     if config.server.api_key:
         raise click.UsageError("keys are not for files that many read; give --api-key-file instead")

@@ -25,7 +25,7 @@ ONE_PROCESS = frozenset({"models_dir"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
-    """How many actors serve, and what each of them takes."""
+    """Number and size of the actors."""
 
     replicas: int = option(1, "Scorers: actors that each load the model.")
     max_replicas: int | None = option(
@@ -54,16 +54,14 @@ class ClusterConfig:
 
 @dataclass(frozen=True, slots=True)
 class AppConfig:
-    """All of an application's configuration."""
-
     engine: EngineConfig
     server: ServerConfig
     cluster: ClusterConfig
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Self:
-        """From the `args` of a Serve application: fields of the three, by their names. A field that is null
-        is left at its default. Raises ValueError for one that there is not, or whose value does not serve."""
+        """From the `args` of a Serve application. A null field has its default. Raises ValueError for an
+        unknown field or a wrong value."""
         left = {name: value for name, value in arguments.items() if value is not None}
         refused = sorted(RAYS_OWN & left.keys() - _names(ClusterConfig))
         if refused:
@@ -81,7 +79,7 @@ class AppConfig:
         return cls(engine, server, cluster)
 
     def arguments(self) -> dict[str, Any]:
-        """What `of` makes the same of, without what is as it is by default."""
+        """The mapping for `of`, without defaults."""
         given: dict[str, Any] = {}
         for config in (self.engine, self.server, self.cluster):
             for field in dataclasses.fields(config):
@@ -97,7 +95,7 @@ def _names(config: type) -> frozenset[str]:
 
 
 def _taken(values: dict[str, Any], names: frozenset[str]) -> dict[str, Any]:
-    """Takes some of the values out. YAML has lists where fields are tuples."""
+    """Takes values out. YAML has lists for tuples."""
     taken = {name: values.pop(name) for name in names & values.keys()}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in taken.items()}
 
@@ -107,7 +105,7 @@ _MEMORY_OF_FRONT, _MEMORY_OF_SCORER = "4Gi", "8Gi"
 
 
 def serve_yaml(config: AppConfig) -> str:
-    """What `serve deploy` reads."""
+    """The file for `serve deploy`."""
     return _dumped(_deployed(config))
 
 
@@ -165,8 +163,8 @@ def _deployed(config: AppConfig) -> dict[str, Any]:
 
 
 def _numbers(cluster: ClusterConfig) -> list[dict[str, Any]]:
-    """How many replicas there are, which can be changed here without replacing those that are there: a change
-    of `args` replaces all."""
+    """Numbers of replicas, which can be changed here without replacing them: a change of `args` replaces
+    all."""
     numbers = [{"name": "Front", "num_replicas": cluster.fronts}]
     if cluster.max_replicas is None:
         numbers.append({"name": "Scorer", "num_replicas": cluster.replicas})

@@ -41,8 +41,8 @@ _MAX_RETRIES = 3
 
 @dataclass(frozen=True, slots=True)
 class ActorPool:
-    """`replicas` is how many actors there are, or the least and the most of them; each has `num_cpus` cores
-    and `num_gpus` GPUs."""
+    """`replicas` is the number of actors, or its minimum and maximum; each has `num_cpus` cores and
+    `num_gpus`."""
 
     replicas: int | tuple[int, int]
     num_cpus: int
@@ -50,14 +50,13 @@ class ActorPool:
 
     @property
     def most_cpus(self) -> int:
-        """Cores of all actors."""
         return self.num_cpus * (self.replicas[1] if isinstance(self.replicas, tuple) else self.replicas)
 
     def map_batches(
         self, rows: "Dataset", actor: type, arguments: dict[str, Any], batch_size: int | None
     ) -> "Dataset":
-        """The data set that `actor`, made with these arguments, makes of tables of `batch_size` rows, or with
-        None of whole blocks. Its calls come from several threads. Actors that die are started again."""
+        """Runs `actor`, made with these arguments, on tables of `batch_size` rows (None: whole blocks), from
+        several threads. Actors that die are restarted."""
         from ray.data import ActorPoolStrategy
 
         least, most = self.replicas if isinstance(self.replicas, tuple) else (self.replicas, self.replicas)
@@ -86,8 +85,8 @@ class ActorPool:
 
 
 def with_threads(config: EngineConfig, num_cpus: int | None) -> tuple[EngineConfig, int]:
-    """The configuration with as many threads as an actor has cores, and their number: Ray limits OpenMP to
-    these. Raises ValueError where both are given and differ."""
+    """The configuration with a thread a core, and the number of cores: Ray limits OpenMP to it. Raises
+    ValueError where both are given and differ."""
     if config.threads is not None and num_cpus is not None and config.threads != num_cpus:
         raise ValueError(f"threads={config.threads}, but num_cpus={num_cpus}; give one of them")
     cpus = num_cpus or config.threads or 1
@@ -100,8 +99,8 @@ _MOST_NAMED = 5
 
 @dataclass(frozen=True, slots=True)
 class ScoreRow:
-    """A query and its documents, of whatever types the data set has them in: what is no text becomes an error
-    of the row. A `pair` has one document, and then one score instead of a list."""
+    """A query and documents of any types: values that are no text become errors. A pair has one document and
+    gets one score instead of a list."""
 
     query: Any
     documents: Any
@@ -109,8 +108,7 @@ class ScoreRow:
 
     @classmethod
     def of(cls, values: Mapping[str, Any], query: str | None) -> "ScoreRow":
-        """The row with these columns, `documents` or `document`; `query` is that of all rows, if they have
-        one in common."""
+        """From columns; `query` is the query of all rows, if there is one."""
         asked = values.get("query") if query is None else query
         if "documents" in values:
             return cls(asked, values["documents"], is_pair=False)
@@ -120,7 +118,7 @@ class ScoreRow:
 
     @property
     def refusal(self) -> str | None:
-        """Why none of the documents can be scored, or None."""
+        """Why no document can be scored, or None."""
         if not isinstance(self.query, str):
             return f"query is no text but {_kind(self.query)}"
         if self.documents is None:
@@ -131,12 +129,12 @@ class ScoreRow:
 
     @property
     def texts(self) -> dict[int, str]:
-        """The documents that are texts, by their indexes."""
+        """The documents that are texts, by index."""
         return {i: text for i, text in enumerate(self.documents) if isinstance(text, str)}
 
     @property
     def not_texts(self) -> dict[int, str]:
-        """Why the others have no score, by their indexes."""
+        """Errors of the others, by index."""
         others = [(i, each) for i, each in enumerate(self.documents) if not isinstance(each, str)]
         return {i: f"is no text but {_kind(each)}" for i, each in others}
 
@@ -200,11 +198,11 @@ _DEAD = 70
 
 
 class RowEngine:
-    """Owns an engine and the thread of its event loop. Its methods block, and may be called from any thread:
-    the rows of several calls fill steps together."""
+    """Owns an engine and its event loop's thread. Its methods block and may be called from any thread: rows
+    of several calls fill steps together."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Loads the model. Raises ModelLoadError."""
+        """Raises ModelLoadError."""
         waiting_threads_sleep()
         import uvloop
 
@@ -218,26 +216,25 @@ class RowEngine:
         self._wait(self._engine.start())
 
     def close(self) -> None:
-        """Frees everything. To be called once."""
         self._wait(self._engine.stop(0))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
     def check(self, method: str, options: dict[str, Any]) -> None:
-        """Tries the options of `score`, `embed` or `embed_tokens`. Raises InvalidRequestError for those that
-        the model does not take, so that not every row has the same error."""
+        """Raises InvalidRequestError for options that the model does not take, before every row has that
+        error."""
         texts = ("query", "document") if method == "score" else ("text",)
         self._wait(getattr(self._engine, method)(*texts, **options))
 
     def score(self, rows: Sequence[ScoreRow], options: dict[str, Any]) -> list[RowScores]:
-        """One result a row, in their order, with the `options` of `Engine.score`. Raises EngineDeadError,
-        except in an actor of Ray, which it ends: Ray then starts another one."""
+        """The added columns of each row. Raises EngineDeadError; an actor of Ray ends instead, and Ray starts
+        another."""
         with _leaving_when_dead():
             return self._wait(_gather(self._score(row, options) for row in rows))
 
     def embed(self, texts: Sequence[Any], method: str, options: dict[str, Any]) -> list[Embedded]:
-        """One result a text, by `Engine.embed` or `embed_tokens`, in their order. Raises as `score` does."""
+        """A result for each text. Raises as `score` does."""
         with _leaving_when_dead():
             return self._wait(_gather(self._embed(text, method, options) for text in texts))
 
@@ -279,7 +276,7 @@ class RowEngine:
         return result.embeddings[0], None, result.usage.prompt_tokens
 
     async def _admitted(self, size: int, ask: Callable[[], Awaitable[T]]) -> T:
-        """Asks the engine once there is room for `size` characters, and again for as long as it is full."""
+        """Asks the engine once there is room for `size` characters, and again while it is full."""
         await self._room.enter(size)
         try:
             while True:
@@ -295,8 +292,8 @@ class RowEngine:
 
 
 class _Room:
-    """Lets in, first come first served, while those inside have fewer characters than the room; the last one
-    may be of any size. Used on one event loop."""
+    """Admits in order while less than `characters` are inside; the last may be of any size. For one event
+    loop."""
 
     def __init__(self, characters: int) -> None:
         self._free = characters
@@ -325,7 +322,7 @@ class _Room:
 
 
 async def _gather(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results in their order; where one raises, the others are cancelled."""
+    """All results in order; an error cancels the others."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(each) for each in work]
     return [task.result() for task in tasks]
@@ -333,8 +330,7 @@ async def _gather(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 @contextmanager
 def _leaving_when_dead() -> Iterator[None]:
-    """Ends the process of an actor whose engine has died, since a device that has failed cannot be used again
-    in it. Anywhere else the error is raised."""
+    """Ends an actor's process when its engine has died, since a failed device cannot be used again in it."""
     try:
         yield
     except ExceptionGroup as errors:
@@ -388,16 +384,15 @@ class ScoreRows:
         return with_columns(table, added_columns(table), self.score(self.read(used.to_pylist())))
 
     def read(self, rows: list[Row]) -> list[ScoreRow]:
-        """Rows from their columns."""
         return [ScoreRow.of(row, self._query) for row in rows]
 
     def score(self, rows: list[ScoreRow]) -> list[Row]:
-        """What is added to each row, in their order."""
+        """The added columns of each row."""
         results = self._engine.score(rows, self._options)
         return [result.columns(row) for row, result in zip(rows, results, strict=True)]
 
     def close(self) -> None:
-        """Frees the engine; an actor need not, as its process ends."""
+        """Frees the engine. An actor need not."""
         self._engine.close()
 
 
@@ -436,7 +431,7 @@ class EmbedRows:
         return with_columns(table, added, columns)
 
     def close(self) -> None:
-        """Frees the engine; an actor need not, as its process ends."""
+        """Frees the engine. An actor need not."""
         self._engine.close()
 
 
@@ -476,7 +471,7 @@ def build_scorer(
 
 
 class _Adding:
-    """Adds to a row the columns that a function makes of it."""
+    """Adds a function's columns to a row."""
 
     def __init__(self, function: OnRow) -> None:
         self._function = function
@@ -502,7 +497,7 @@ def _columns(table: "pa.Table", needed: tuple[str, ...]) -> set[str]:
 
 
 def added_columns(table: "pa.Table") -> dict[str, Any]:
-    """What scoring adds to a table: the types of pyarrow by the columns' names."""
+    """The added columns' types by name."""
     import pyarrow as pa
 
     rest = {"error": pa.string(), "prompt_tokens": pa.int64()}
@@ -512,7 +507,7 @@ def added_columns(table: "pa.Table") -> dict[str, Any]:
 
 
 def with_columns(table: "pa.Table", types: Mapping[str, Any], rows: list[Row]) -> "pa.Table":
-    """The table with these columns, of which `rows` has the values; columns with their names are replaced."""
+    """The table with these columns, in place of any with their names."""
     import pyarrow as pa
 
     table = table.drop_columns([name for name in types if name in table.column_names])

@@ -14,7 +14,7 @@ Deployment: TypeAlias = tuple[str, str]
 
 
 class Watchers:
-    """For several threads."""
+    """Calls functions with what replicas of a deployment have published. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -22,7 +22,7 @@ class Watchers:
         self._changed: dict[Deployment, list[Changed]] = {}
 
     def publish(self, deployment: Deployment, published: Published) -> None:
-        """Takes what all replicas of a deployment have published by now."""
+        """Takes what all replicas have published by now."""
         with self._lock:
             self._published[deployment] = published
             changed = [*self._changed.get(deployment, ())]
@@ -30,7 +30,7 @@ class Watchers:
             call(published)
 
     def add(self, deployment: Deployment, changed: Changed) -> None:
-        """Has a function called with it, now and whenever it changes, from any thread."""
+        """Calls `changed` now and on each change, from any thread."""
         with self._lock:
             self._changed.setdefault(deployment, []).append(changed)
             published = self._published.get(deployment)
@@ -45,7 +45,7 @@ class MembersRouter(PowerOfTwoChoicesRequestRouter):
     """Chooses as Serve's own router does."""
 
     def update_replicas(self, replicas: Sequence[Any]) -> None:
-        """Called with all replicas, whenever they change or what they have published does."""
+        """Called when the replicas, or what they have published, change."""
         # The module of this process: this class may come from a copy of its text.
         from maxsimd.api.cluster.router import watchers
 

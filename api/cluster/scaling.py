@@ -18,8 +18,8 @@ _BUSY = 0.7
 
 
 class QueuedTokensPolicy:
-    """As many scorers as finish what waits, at the speed that they have shown, within `wanted_seconds`; and
-    enough that none needs to work for more than seven tenths of the time. Bounds and delays are Serve's."""
+    """As many scorers as finish the queue within `wanted_seconds` at their measured speed, and enough that
+    none is busy for more than seven tenths of the time. Serve applies bounds and delays."""
 
     def __init__(self, wanted_seconds: float = 2.0) -> None:
         self._wanted_seconds = wanted_seconds
@@ -43,8 +43,8 @@ log = logging.getLogger("maxsimd.cluster")
 
 
 class OwnSlot:
-    """The slot of one scorer. Ray numbers replicas anew when one of them leaves; a scorer stays with its
-    slot, and its cache with the documents that are its own."""
+    """A scorer's slot, which decides the documents that it caches. Ray renumbers replicas when one leaves;
+    the slot stays."""
 
     def __init__(self) -> None:
         self._listed: Sequence[Listed] = ()
@@ -53,17 +53,16 @@ class OwnSlot:
 
     @property
     def number(self) -> int:
-        """A number from 0; below it until one has been chosen."""
+        """Negative until `choose`."""
         return self._number
 
     def choose(self, rank: int, address: "Address") -> None:
-        """Takes the slot of the replica's rank, or where another scorer has that the lowest free one; it
-        listens at an address."""
+        """Takes the rank as slot, or the lowest free one where another scorer has it."""
         self._address = address
         self._number = free_slot(rank, [each.slot for each in self._listed])
 
     def set_listed(self, listed: "Sequence[Listed]") -> None:
-        """These scorers are there now; what they say of this one may be old."""
+        """Takes the scorers that are there now; their news of this one may be old."""
         self._listed = listed
         if self._address is None:
             return
@@ -83,17 +82,16 @@ _LOOK_SECONDS, _LOOKS = 0.1, 100
 
 
 class Busy:
-    """For one event loop."""
+    """Samples whether there is work, over the last ten seconds. For one event loop."""
 
     def __init__(self) -> None:
         self._looks: deque[bool] = deque(maxlen=_LOOKS)
 
     async def watch(self, is_busy: Callable[[], bool]) -> None:
-        """Looks, for as long as this runs."""
         while True:
             self._looks.append(is_busy())
             await asyncio.sleep(_LOOK_SECONDS)
 
     def share(self) -> float:
-        """From 0 to 1, over the latest seconds."""
+        """The share of time with work, from 0 to 1."""
         return sum(self._looks) / len(self._looks) if self._looks else 0.0

@@ -36,8 +36,8 @@ TEMPORARY = ".part-"
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Rows of one file: `rows` of them from the row `first` on. `offset` is where that row begins in the
-    file, in bytes, for formats in which it can be looked up."""
+    """Consecutive rows of one file, from the row `first` on, which begins at the byte `offset` where the
+    format can seek."""
 
     number: int
     path: str
@@ -46,13 +46,13 @@ class Shard:
     offset: int = 0
 
     def name(self, ending: str) -> str:
-        """Of its file in the output; in alphabetical order the names are in the order of the input."""
+        """The output file's name; names sort in the order of the input."""
         return f"part-{self.number:08d}{ending}"
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What was in a shard: rows, those with an error, and the tokens that were read."""
+    """Rows, rows with an error, and tokens of a shard."""
 
     rows: int
     errors: int
@@ -60,13 +60,12 @@ class Counts:
 
     @classmethod
     def of(cls, columns: list[Row]) -> "Counts":
-        """From what was added to each row."""
         errors = sum(row["error"] is not None for row in columns)
         return cls(len(columns), errors, sum(row["prompt_tokens"] for row in columns))
 
 
 class Scorer(Protocol):
-    """What `ScoreRows` does with rows."""
+    """Implemented by `ScoreRows`."""
 
     def read(self, rows: list[Row]) -> list[ScoreRow]: ...
 
@@ -74,27 +73,24 @@ class Scorer(Protocol):
 
 
 class Format(Protocol):
-    """A kind of files. `ending` is that of its files in the output."""
+    """A kind of files; `ending` is that of its output."""
 
     ending: str
 
     def cut(self, path: Path, rows: int) -> Iterator[tuple[int, int, int]]:
-        """The first row, the number of rows and the offset of each shard of a file. Raises ValueError for a
-        file of another kind."""
+        """First row, number of rows and offset of each shard. Raises ValueError for a file of another
+        kind."""
         ...
 
     def check(self, path: Path, has_query: bool) -> None:
-        """Raises ValueError where no row of a file can be scored; `has_query` where all rows have one in
-        common."""
+        """Raises ValueError where no row can be scored; `has_query` where all rows share a query."""
         ...
 
-    def score(self, shard: Shard, scorer: Scorer, out: Path) -> Counts:
-        """Scores a shard into the file `out`."""
-        ...
+    def score(self, shard: Shard, scorer: Scorer, out: Path) -> Counts: ...
 
 
 def write_shard(format: Format, shard: Shard, scorer: Scorer, folder: Path) -> Counts:
-    """Scores a shard into its file in the folder, as a whole or not at all."""
+    """Scores a shard into its file, as a whole or not at all."""
     temporary = folder / f"{TEMPORARY}{shard.number:08d}-{uuid4().hex}"
     try:
         counts = format.score(shard, scorer, temporary)
@@ -107,14 +103,13 @@ def write_shard(format: Format, shard: Shard, scorer: Scorer, folder: Path) -> C
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Removes what was being written when a run was ended."""
+    """Removes files of an interrupted run that are not complete."""
     for path in folder.glob(f"{TEMPORARY}*"):
         path.unlink(missing_ok=True)
 
 
 def cut_files(format: Format, files: list[Path], rows: int) -> list[Shard]:
-    """Shards of at most `rows` rows each, in the order of the files and of the rows in them; none has rows of
-    two files. Raises ValueError for a file of another kind."""
+    """Shards of at most `rows` rows, in order; none spans two files. Raises ValueError for another kind."""
     shards: list[Shard] = []
     for path in files:
         for first, count, offset in format.cut(path, rows):
@@ -123,7 +118,7 @@ def cut_files(format: Format, files: list[Path], rows: int) -> list[Shard]:
 
 
 class JsonlShards:
-    """See `Format`."""
+    """JSON lines. Blank lines are no rows; a line that is no object is a row with an error."""
 
     ending = ".jsonl"
 
@@ -141,7 +136,7 @@ class JsonlShards:
             yield first, count, begin
 
     def check(self, path: Path, has_query: bool) -> None:
-        """By the first row; others may differ, and have errors then."""
+        """Checks the first row; others may differ and have errors."""
         with path.open("rb") as file:
             line = next((line for line in file if line.strip()), None)
         row = None if line is None else _read_object(line)
@@ -172,7 +167,7 @@ class JsonlShards:
 
 
 def _read_object(line: bytes) -> Row | str:
-    """A line's object, or why it is none."""
+    """A line's object, or an error."""
     try:
         row = json.loads(line)
     except ValueError as error:
@@ -181,7 +176,7 @@ def _read_object(line: bytes) -> Row | str:
 
 
 class ParquetShards:
-    """See `Format`."""
+    """Parquet; reads a row group no further than needed."""
 
     ending = ".parquet"
 
@@ -247,7 +242,7 @@ _FORMATS: dict[str, type[Format]] = {
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """The input: files of one kind, in order, and their folder, or the one file itself."""
+    """Input files of one kind, in order, and their folder or the one file."""
 
     path: Path
     files: list[Path]
@@ -255,8 +250,8 @@ class Files:
 
     @classmethod
     def of(cls, path: Path) -> "Files":
-        """A file, or those of a folder and the folders in it, by name. Raises ValueError where there are
-        none, or of several kinds."""
+        """A file, or the files in a folder and its subfolders, by name. Raises ValueError for none or mixed
+        kinds."""
         path = path.resolve()
         found = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
         files = [each for each in found if each.suffix.lower() in _FORMATS and not _is_hidden(each, path)]
@@ -271,7 +266,7 @@ class Files:
 
     @property
     def identity(self) -> list[str]:
-        """Tells the files from any that would have other rows."""
+        """Changes when rows may change."""
         found = [(each.relative_to(self.path), each.stat()) for each in self.files]
         return [f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in found]
 
@@ -282,8 +277,7 @@ def _is_hidden(file: Path, folder: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is to be scored how: `query` is that of all rows, if they have one in common, `options` are those
-    of `ScoreRows`, and `shard_rows` how many rows are scored and written together."""
+    """What to score: `query` is the query of all rows, if given, `options` are those of `ScoreRows`."""
 
     config: EngineConfig
     files: Files
@@ -292,7 +286,7 @@ class Work:
     shard_rows: int
 
     def digest(self) -> str:
-        """Tells runs apart that would give other rows or other shards."""
+        """Identifies runs with the same rows and shards."""
         config = replace(self.config, threads=None)
         query = "" if self.query is None else f"={self.query}"
         parts = [repr(config), query, repr(sorted(self.options.items())), str(self.shard_rows)]
@@ -310,13 +304,13 @@ class ScoringError(Exception):
 
 
 class ScoreShards:
-    """Scores the shards that a table names, in an actor of Ray. Calls may come from several threads."""
+    """Scores the shards that a table names, in an actor. Thread-safe."""
 
     def __init__(
         self, config: EngineConfig, query: str | None, format: Format, out: str, options: Row
     ) -> None:
-        """Loads the model; `out` is the output's folder, the same on all machines. A model that cannot be
-        loaded is reported by each call: Ray would try again and again."""
+        """`out` is the output folder, the same on all machines. A model that cannot be loaded is reported by
+        each call: Ray would retry for ever."""
         try:
             self._scorer: ScoreRows | MaxsimdError = ScoreRows(config, query, **options)
         except MaxsimdError as error:
@@ -325,7 +319,7 @@ class ScoreShards:
         self._out = Path(out)
 
     def __call__(self, table: "pa.Table") -> "pa.Table":
-        """A row a shard: the fields of `Counts`, or `failure`, which says what went wrong."""
+        """A row a shard: the fields of `Counts`, or `failure`."""
         import pyarrow as pa
 
         shards = [Shard(**row) for row in table.to_pylist()]
@@ -342,7 +336,7 @@ class ScoreShards:
 
 
 def score_shards(work: Work, shards: list[Shard], pool: ActorPool, out: Path) -> Iterator[Counts]:
-    """What was in each shard, as it is done; Ray must be running. Raises ScoringError."""
+    """Counts of each shard as it is done; Ray must be running. Raises ScoringError."""
     import ray
 
     arguments = {
@@ -372,13 +366,11 @@ _RUN = "_run.json"
 
 
 class RunFolder:
-    """Owns the folder while it is used as a context manager: no other run on this machine can write it
-    then."""
+    """Owns the output folder while it is entered: no other run on this machine can write it."""
 
     def __init__(self, path: Path, digest: str, ending: str, resume: bool) -> None:
-        """`digest` tells runs apart; `ending` is that of the shards' files. Raises click.ClickException for a
-        folder with anything else in it, for one of another run, and for one of this run unless it is to
-        `resume`."""
+        """`digest` identifies the run. Raises click.ClickException for a folder with anything else, one of
+        another run, and one of this run without `resume`."""
         self.path = path
         self._ending = ending
         self._digest = digest
@@ -409,7 +401,7 @@ class RunFolder:
         os.close(self._lock)
 
     def left(self, shards: list[Shard]) -> list[Shard]:
-        """Those that are not written yet."""
+        """The shards that are not written yet."""
         written = {path.name for path in self.path.iterdir()}
         return [shard for shard in shards if shard.name(self._ending) not in written]
 
@@ -430,7 +422,7 @@ class RunFolder:
 
 
 def _locked(path: Path) -> int:
-    """A descriptor that holds the folder's lock until it is closed, or the process ends."""
+    """A descriptor that holds the folder's lock until it is closed."""
     import fcntl
 
     descriptor = os.open(path, os.O_RDONLY)

@@ -42,7 +42,7 @@ _SLOT_SECONDS = 5.0
 
 
 def router() -> RequestRouterConfig:
-    """What deployments are to be configured with whose replicas are watched."""
+    """The router for deployments whose replicas are watched."""
     return RequestRouterConfig(
         request_router_class="maxsimd.api.cluster.router:MembersRouter",
         request_routing_stats_period_s=_SLOT_SECONDS,
@@ -50,8 +50,7 @@ def router() -> RequestRouterConfig:
 
 
 def watch(handle: DeploymentHandle, changed: Callable[[list[Listed]], None]) -> None:
-    """Has a function called with all replicas of a deployment, now and whenever they change; from any
-    thread."""
+    """Calls a function with all replicas of a deployment, now and on each change, from any thread."""
 
     def published(replicas: Published) -> None:
         changed([_listed(each) for each in replicas if "secret" in each])
@@ -68,30 +67,29 @@ def _listed(published: Any) -> Listed:
 
 
 def own_handle() -> DeploymentHandle:
-    """A handle of the deployment that this replica belongs to."""
+    """This replica's deployment."""
     context = serve.get_replica_context()
     return serve.get_deployment_handle(context.deployment, context.app_name)
 
 
 def own_rank() -> int:
-    """The rank of this replica among its deployment's by now: a number from 0, which whoever replaces it
-    takes over. It changes where another one leaves."""
+    """This replica's rank among its deployment's. It changes when another replica leaves."""
     return int(serve.get_replica_context().rank.rank)
 
 
 def own_host() -> str:
-    """This machine's address, as others in the cluster reach it."""
+    """This machine's address in the cluster."""
     return str(ray.util.get_node_ip_address())
 
 
 def proxy_address() -> tuple[str, int]:
-    """Where Serve's proxies listen, which may have been started before with other options."""
+    """The proxies' address, which an earlier start may have set."""
     options = get_global_client().http_config
     return str(options.host), int(options.port)
 
 
 def published(address: NetAddress, slot: int) -> dict[str, Any]:
-    """What a replica is to return as its metadata."""
+    """A replica's metadata."""
     return {"host": address.host, "port": address.port, "secret": address.secret, "slot": slot}
 
 
@@ -101,8 +99,8 @@ _PATIENCE = 120.0
 
 
 class Front:
-    """A replica on Ray Serve, which calls its methods. Its constructor returns once there is a scorer, and
-    raises SetupError."""
+    """A replica without a model: reads requests, spreads them over scorers and writes answers. Serve calls
+    its methods. Its constructor returns once there is a scorer. Raises SetupError."""
 
     async def __init__(  # type: ignore[misc]
         self,
@@ -144,11 +142,10 @@ class Front:
         return AsgiAdapter(self._state)
 
     async def record_replica_metadata(self) -> dict[str, Any]:
-        """Where other fronts can ask this one."""
+        """The address for other fronts."""
         return published(self._address, own_rank())
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Its number in /metrics."""
         return {"slot": own_rank()}
 
     async def __del__(self) -> None:
@@ -192,8 +189,8 @@ log = logging.getLogger("maxsimd.cluster")
 
 
 class Scorer:
-    """A replica on Ray Serve, which calls its methods. Its constructor loads the model, and raises
-    ModelLoadError."""
+    """A replica with a model: one engine, which fronts connect to. Serve calls its methods. Its constructor
+    raises ModelLoadError."""
 
     async def __init__(  # type: ignore[misc]
         self, engine_config: EngineConfig, server_config: ServerConfig
@@ -223,20 +220,19 @@ class Scorer:
         log.info("scorer %d is ready: %s", self._slot.number, engine.facts.how_it_runs)
 
     async def check_health(self) -> None:
-        """Raises once the engine has died: Serve puts another replica in its place then."""
+        """Raises once the engine has died: Serve then replaces the replica."""
         if self._engine.death is not None:
             raise RuntimeError(self._engine.death)
 
     async def record_replica_metadata(self) -> dict[str, Any]:
-        """Where this scorer listens, for fronts."""
+        """The address for fronts."""
         return published(self._address, self._slot.number)
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Whose documents are cached here: those of this slot."""
         return {"slot": self._slot.number}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """What waits here in tokens, how many tokens a second are run, and for what share of the time."""
+        """Queue in tokens, speed in tokens/s and share of busy time."""
         engine = self._engine
         return {
             "queued_tokens": engine.stats().waiting_tokens,
@@ -245,7 +241,7 @@ class Scorer:
         }
 
     async def __del__(self) -> None:
-        """Ends once all fronts have left, to which Serve has said before that this one is leaving."""
+        """Ends once all fronts have left; Serve has told them."""
         if self._door is None:
             return  # the model was not loaded
         try:
@@ -282,13 +278,11 @@ _MORE_AFTER_SECONDS, _FEWER_AFTER_SECONDS = 10.0, 600.0
 
 
 def app_builder(args: dict[str, Any]) -> Application:
-    """The application of these `args`, see `AppConfig.of`: fronts, and scorers of one model. Raises
-    ValueError for what does not serve."""
+    """The application for the `args` of `AppConfig.of`. Raises ValueError."""
     return application(AppConfig.of(args))
 
 
 def application(config: AppConfig, scorer: type[Scorer] = Scorer) -> Application:
-    """Fronts, and scorers of a class."""
     cluster, server = config.cluster, config.server
     ends = {
         "graceful_shutdown_timeout_s": server.grace_seconds + _MARGIN_SECONDS,

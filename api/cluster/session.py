@@ -34,9 +34,8 @@ def require_ray() -> None:
 
 @contextmanager
 def ray_session(address: str | None, num_cpus: float, shows_log: bool = False) -> Iterator[None]:
-    """Connects to the cluster at `address`, or without one starts Ray on this machine and ends it afterwards;
-    Ray then counts `num_cpus` cores, however many there are. `shows_log` prints what actors log. Raises
-    click.ClickException where there is no such cluster."""
+    """Connects to the cluster at `address`, or starts Ray with `num_cpus` cores on this machine and ends it
+    afterwards. `shows_log` prints the actors' logs. Raises click.ClickException."""
     import ray
 
     # What Ray's C++ says is for those who operate a cluster.
@@ -76,14 +75,14 @@ def ray_session(address: str | None, num_cpus: float, shows_log: bool = False) -
 
 
 def _check_reachable(address: str) -> None:
-    """Raises OSError where nobody listens at host:port: Ray would try for minutes."""
+    """Raises OSError if nobody listens at host:port: Ray would retry for minutes."""
     host, colon, port = address.rpartition(":")
     if colon and port.isdecimal() and "/" not in host:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
 
 
 def last_line(message: str) -> str:
-    """The end of what one of Ray's errors says, which is what was raised in the actor."""
+    """The end of an error of Ray, which is what the actor raised."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     return lines[-1] if lines else message
 
@@ -93,12 +92,11 @@ _OWN_HOSTS = {"127.0.0.1", "localhost", "::1"}
 
 
 class Asked(Exception):
-    """Someone has asked the command to end."""
+    """A signal ends the command."""
 
 
 def run(config: AppConfig, host: str, port: int, address: str | None) -> None:
-    """Serves on the cluster at an address, or on a new one on this machine, until SIGTERM or SIGINT. Raises
-    click.ClickException where that cannot be."""
+    """Serves at `address`, or on this machine, until SIGTERM or SIGINT. Raises click.ClickException."""
     from ray import serve
 
     from maxsimd.api.cluster.serve import app_builder, proxy_address
@@ -135,7 +133,7 @@ def run(config: AppConfig, host: str, port: int, address: str | None) -> None:
 
 
 def _reason(error: RuntimeError) -> str:
-    """Why an application could not be deployed, as one of its deployments says it, else as Serve does."""
+    """Why the application was not deployed, from a deployment or from Serve."""
     from ray import serve
 
     with suppress(Exception):
@@ -146,8 +144,7 @@ def _reason(error: RuntimeError) -> str:
 
 
 def _end(is_own: bool) -> None:
-    """Takes the application from the cluster, once it has finished what is in flight, and Serve too from one
-    that is our own."""
+    """Removes the application once it has drained, and Serve from a session of our own."""
     from ray import serve
 
     with suppress(Exception):
@@ -159,8 +156,7 @@ def _end(is_own: bool) -> None:
 
 @contextmanager
 def _asked() -> Iterator[None]:
-    """The first SIGTERM or SIGINT raises Asked; a second one ends the process at once, and with it a Ray of
-    its own."""
+    """Raises Asked on SIGTERM or SIGINT; a second signal ends the process at once."""
     is_asked = False
 
     def ask(number: int, frame: FrameType | None) -> None:

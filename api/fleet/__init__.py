@@ -1,5 +1,1 @@
-"""Several engines behind one server: fronts take requests, each engine is a process of its own, and requests
-are spread over the engines by `maxsimd.scheduler.fleet`.
-
-What fronts and engines say to each other is in `messages`; on one machine Unix sockets carry it (`link`).
-"""
+"""One server of several processes: fronts take requests and spread them over engines."""

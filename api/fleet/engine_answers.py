@@ -1,19 +1,20 @@
-"""What an engine answers to the questions of fronts."""
+"""The answers of an engine to the questions of fronts."""
 
 import hashlib
-import logging
+import inspect
 import pickle
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import fields, replace
+from functools import cache
 from typing import Any
 
+import msgspec
 from prometheus_client import generate_latest
 
 from maxsimd import __version__
 from maxsimd.api.fleet import messages
 from maxsimd.api.fleet.messages import (
     Answer,
-    Arrived,
     Question,
     received_inputs,
     received_item,
@@ -22,11 +23,9 @@ from maxsimd.api.fleet.messages import (
 )
 from maxsimd.engine import Engine
 from maxsimd.engine.errors import InvalidRequestError
-from maxsimd.engine.requests import ScoreOptions, ScoreResult, Timings, Usage
+from maxsimd.engine.explanations import Explanation
+from maxsimd.engine.requests import RankedDocument, ScoreResult, Timings, Usage
 
-log = logging.getLogger("maxsimd.fleet")
-
-_NOTHING = Usage(0)
 Send = Callable[[Answer], Awaitable[None]]
 
 
@@ -39,10 +38,16 @@ _DECIDE_NOTHING = frozenset(
         *("cache_mb", "device_cache_mb", "cache_dir", "cache_disk_mb", "max_vectors"),
     }
 )
+# The engine's method for each task of `Embed`, and its answer.
+_EMBED: dict[str, tuple[str, Callable[[Any], Answer]]] = {
+    "embed": ("embed", messages.Embedded),
+    "token_embed": ("embed_tokens", messages.EmbeddedTokens),
+    "sparse_embed": ("embed_sparse", messages.EmbeddedSparse),
+}
 
 
 class EngineAnswers:
-    """Answers what fronts ask of an engine that runs. For one event loop."""
+    """Answers the questions of fronts by a running engine. For one event loop."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -54,36 +59,32 @@ class EngineAnswers:
         )
 
     async def __call__(self, question: Question, send: Send) -> Answer:
-        """The answer to a question, after what is sent before it. Raises the errors of `Engine`."""
+        """The answer to a question, after those that are sent before it. Raises the errors of `Engine`."""
         engine = self._engine
         match question:
             case messages.Score():
                 return await self._score(question, send)
             case messages.EncodeQuery():
-                return await self._encode_query(question)
+                query: Any = received_item(question.query)
+                return messages.EncodedQuery(
+                    sent_query(await engine.encode_query(query, **_options("encode_query", question)))
+                )
             case messages.Rank():
                 return await self._rank(question)
             case messages.Embed():
-                return await self._embed(question)
+                method, answer = _EMBED[question.task]
+                texts = received_inputs(question.texts)
+                return answer(await getattr(engine, method)(texts, **_options(method, question)))
             case messages.Classify():
-                run = question.run
-                classified = await engine.classify(
-                    received_inputs(question.texts),
-                    text_pairs=question.text_pairs,
-                    truncation=run.truncation,
-                    use_activation=question.use_activation,
-                    priority=run.priority,
-                    tenant=run.tenant,
-                    timeout=run.timeout,
-                )
-                return messages.Classified(classified)
+                texts = received_inputs(question.texts)
+                return messages.Classified(await engine.classify(texts, **_options("classify", question)))
             case messages.Converse():
-                text, is_complete = await engine.conversation(
-                    question.messages,
-                    add_generation_prompt=question.add_generation_prompt,
-                    continue_final_message=question.continue_final_message,
+                flags = question.add_generation_prompt, question.continue_final_message
+                return messages.Conversation(
+                    *await engine.conversation(
+                        question.messages, add_generation_prompt=flags[0], continue_final_message=flags[1]
+                    )
                 )
-                return messages.Conversation(text, is_complete)
             case messages.ClearCache():
                 await engine.clear_cache()
             case messages.SetTenants():
@@ -96,43 +97,28 @@ class EngineAnswers:
 
     async def _score(self, question: messages.Score, send: Send) -> Answer:
         queries, documents = received_items(question.queries), received_items(question.documents)
-        options = _options(question)
+        options = _options("score", question)
         if not question.streams:
             return messages.Scored(await self._engine.score(queries, documents, **options))
         async with self._engine.stream(queries, documents, **options) as stream:
             async for new in stream:
-                explanations = {one.index: one.explanation for one in new if one.explanation is not None}
-                scores = [one.score for one in new]
-                result = ScoreResult(scores, _NOTHING, 0, timings=Timings(), explanations=explanations)
-                await send(Arrived(result, [one.index for one in new]))
+                result = ScoreResult(
+                    [one.score for one in new], Usage(0), 0, timings=Timings(), explanations=_explained(new)
+                )
+                await send(messages.Arrived(result, [one.index for one in new]))
         return messages.Scored(stream.result)
 
-    async def _encode_query(self, question: messages.EncodeQuery) -> Answer:
-        run = question.run
-        query: Any = received_item(question.query)
-        encoded = await self._engine.encode_query(
-            query,
-            instruction=question.instruction,
-            truncation=run.truncation,
-            priority=run.priority,
-            tenant=run.tenant,
-            timeout=run.timeout,
-        )
-        return messages.EncodedQuery(sent_query(encoded))
-
     async def _rank(self, question: messages.Rank) -> Answer:
-        score = question.score
-        queries, documents = received_items(score.queries), received_items(score.documents)
+        queries = received_items(question.score.queries)
         if len(queries) != 1:
             raise InvalidRequestError("a ranking has one query", "query")
         ranked = await self._engine.rerank(
             queries[0],
-            documents,
+            received_items(question.score.documents),
             top_n=question.top_n,
             score_threshold=question.score_threshold,
-            **_options(score),
+            **_options("score", question.score),
         )
-        explanations = {one.index: one.explanation for one in ranked.results if one.explanation is not None}
         result = ScoreResult(
             [one.score for one in ranked.results],
             ranked.usage,
@@ -140,51 +126,30 @@ class EngineAnswers:
             ranked.unscored,
             ranked.errors,
             ranked.timings,
-            explanations,
+            _explained(ranked.results),
         )
         return messages.Ranked(result, [one.index for one in ranked.results])
 
-    async def _embed(self, question: messages.Embed) -> Answer:
-        run, texts = question.run, received_inputs(question.texts)
-        options: dict[str, Any] = {
-            "input_type": question.input_type,
-            "prompt_name": question.prompt_name,
-            "dimensions": question.dimensions,
-            "truncation": run.truncation,
-            "priority": run.priority,
-            "tenant": run.tenant,
-            "timeout": run.timeout,
-        }
-        if question.task == "sparse_embed":
-            del options["dimensions"]
-            return messages.EmbeddedSparse(await self._engine.embed_sparse(texts, **options))
-        if question.task == "token_embed":
-            options["max_tokens"] = question.max_tokens
-            return messages.EmbeddedTokens(await self._engine.embed_tokens(texts, **options))
-        options |= {"late_chunking": question.late_chunking, "chunks": question.chunks}
-        options["encoding"] = question.encoding
-        return messages.Embedded(await self._engine.embed(texts, **options))
+
+def _explained(documents: Sequence[RankedDocument]) -> dict[int, Explanation]:
+    return {one.index: one.explanation for one in documents if one.explanation is not None}
 
 
-def _options(question: messages.Score) -> ScoreOptions:
-    run = question.run
-    return {
-        "truncation": run.truncation,
-        "use_activation": question.use_activation,
-        "normalize": question.normalize,
-        "instruction": question.instruction,
-        "cache": question.cache,
-        "priority": run.priority,
-        "tenant": run.tenant,
-        "timeout": run.timeout,
-        "on_timeout": question.on_timeout,
-        "on_error": question.on_error,
-        "explain": question.explain,  # type: ignore[typeddict-item]
-    }
+@cache
+def _names(method: str) -> tuple[str, ...]:
+    """The options of a method of the engine."""
+    parameters = inspect.signature(getattr(Engine, method)).parameters.values()
+    return tuple(each.name for each in parameters if each.kind is each.KEYWORD_ONLY)
+
+
+def _options(method: str, question: Any) -> Any:
+    """The fields of a question that are options of the engine's method, and of how it is run."""
+    fields = msgspec.structs.asdict(question) | msgspec.structs.asdict(question.run)
+    return {name: fields[name] for name in _names(method) if name in fields}
 
 
 def fingerprint_of(engine: Engine) -> str:
-    """A digest of what decides an engine's scores: the version, the model and how it is run."""
+    """A digest of what decides an engine's scores: version, model and settings."""
     # Where it runs, and the last digits of what was measured at load, decide nothing.
     facts = replace(engine.facts, device="", kernels="", findings=())
     config = engine.config

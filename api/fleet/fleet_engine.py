@@ -1,4 +1,4 @@
-"""What handlers have in place of an engine where engines are other processes: the same methods, spread."""
+"""The engine that handlers have where engines are other processes: the same methods, spread."""
 
 import asyncio
 import logging
@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, TypeVar, Unpack, cast
+from typing import Any, Literal, TypeVar, Unpack, cast
 
 import msgspec
 import numpy as np
@@ -42,7 +42,6 @@ from maxsimd.api.fleet.spread import (
     NewScores,
     ScoreJob,
     Spreader,
-    estimated_tokens,
     num_characters,
     run_of,
 )
@@ -78,7 +77,7 @@ _LIMITS = ("requests_per_minute", "tokens_per_minute", "max_queued_tokens", "max
 
 
 def check_limits(tenants: Mapping[str, Tenant], replicas: int) -> None:
-    """Raises SetupError for limits of tenants that would not hold."""
+    """Raises SetupError for limits that would not hold with several replicas."""
     limited = [name for name, tenant in tenants.items() if _has_limits(tenant)]
     if replicas > 1 and limited:
         raise SetupError(
@@ -88,8 +87,8 @@ def check_limits(tenants: Mapping[str, Tenant], replicas: int) -> None:
 
 
 def without_limits(tenants: Mapping[str, Tenant], replicas: int) -> dict[str, Tenant]:
-    """The tenants with what holds at several engines, their weights and priorities. For a file of keys that
-    has changed while the server runs: limits in it are left out, and the log says so."""
+    """The tenants' weights and priorities. A changed key file may have limits: they are dropped and
+    logged."""
     try:
         check_limits(tenants, replicas)
     except SetupError as error:
@@ -145,9 +144,8 @@ _ENGINE_SECONDS = 5.0
 
 
 class FleetEngine:
-    """Has no model: everything is asked of the engines on the roster. Its methods are those of `Engine`, and
-    raise the same errors. While no engine is there, requests without a timeout wait for `patience` seconds.
-    For one event loop."""
+    """Has `Engine`'s methods and raises its errors, but asks the engines on the roster. While there is none,
+    requests without a timeout wait for `patience` seconds. For one event loop."""
 
     def __init__(
         self,
@@ -171,17 +169,17 @@ class FleetEngine:
         self.restart_obstacle: str | None = None
 
     async def start(self) -> None:
-        """Returns when at least one engine is there."""
+        """Returns once an engine is there."""
         self._roster.start()
         await self._roster.until_another(set())
 
     async def stop(self, grace: float | None = None) -> None:
-        """Ends all connections; engines go on."""
+        """Closes connections; engines go on."""
         await self._roster.close()
         self._pool.close(0)
 
     async def until_dead(self) -> None:
-        """Never returns: engines that die are started again."""
+        """Never returns: dead engines are restarted."""
         await asyncio.Event().wait()
 
     @property
@@ -190,7 +188,7 @@ class FleetEngine:
 
     @property
     def size(self) -> tuple[int, int]:
-        """How many engines are there, and how many are meant to be."""
+        """Engines that are there, and engines that should be."""
         return len(self._roster.members), self._roster.num_listed
 
     @property
@@ -216,17 +214,17 @@ class FleetEngine:
         return self._roster.served
 
     def stats(self) -> EngineStats:
-        """What this front has sent and waits for."""
+        """Tokens that this front has sent and waits for."""
         waiting = int(self._spreader.loads.of(self._roster.members).sum())
         return EngineStats(waiting_tokens=waiting)
 
     def set_tenants(self, tenants: Mapping[str, Tenant]) -> None:
-        """Weights and priorities hold at every engine, limits while there is one at most."""
+        """Weights and priorities hold at every engine, limits only at a single one."""
         self._tenants = tenants
         self._roster.set_tenants(without_limits(tenants, max(self._roster.most, self._roster.num_listed)))
 
     def set_listed(self, listed: Sequence[Listed]) -> None:
-        """These engines are meant to be there from now on; they may be more than the roster was made for."""
+        """Changes the engines that should be there."""
         were_several = max(self._roster.most, self._roster.num_listed) > 1
         self._roster.set_listed(listed)
         if (max(self._roster.most, self._roster.num_listed) > 1) != were_several:
@@ -246,15 +244,14 @@ class FleetEngine:
             del work  # it holds the error, which holds this frame
 
     async def clear_cache(self) -> None:
-        """At every engine. Raises ApiError where some have not done so in time."""
+        """Clears every engine's cache. Raises ApiError if some are late."""
         late = ", ".join(f"replica {slot}" for slot in await self._roster.clear_caches())
         if late:
             message = f"the cache is not cleared yet by {late}; ask again"
             raise ApiError(503, "ServiceUnavailableError", message, retry_after=5)
 
     async def ask_all(self, question: Question) -> list[tuple[int, Answer]]:
-        """The answers of all engines that are there, by their slots; of those that die or hang
-        meanwhile there is none."""
+        """Answers by slot; engines that die or hang are left out."""
         connected = self._roster.all_connected()
         asked = [asyncio.wait_for(each.link.ask(question), _ENGINE_SECONDS) for each in connected]
         replies = await asyncio.gather(*asked, return_exceptions=True)
@@ -316,7 +313,7 @@ class FleetEngine:
     async def _explained(
         self, query: Any, documents: Any, top_n: int | None, threshold: float | None, options: ScoreOptions
     ) -> RerankResult:
-        """By one engine, which explains only what it returns."""
+        """One engine ranks and explains only what it returns."""
         scored = ScoreJob(self.facts, query, documents, options)
         answers: list[Answer] = []
 
@@ -366,16 +363,17 @@ class FleetEngine:
         return await _until_not_replaced(embedded_by_one_kind, options.get("timeout"))
 
     async def embed_tokens(self, texts: Any, **options: Any) -> TokenEmbedResult:
-        check_task("token_embed", self.facts.dims)
-        embedding = EmbedJob(as_inputs(texts, self.facts.reads_pictures), options)
-        answer = await self._whole(embedding.question_of_all("token_embed"), options.get("timeout"))
-        return cast("EmbeddedTokens", answer).result
+        return cast("EmbeddedTokens", await self._embed_whole("token_embed", texts, options)).result
 
     async def embed_sparse(self, texts: Any, **options: Any) -> SparseEmbedResult:
-        check_task("sparse_embed", self.facts.dims)
+        return cast("EmbeddedSparse", await self._embed_whole("sparse_embed", texts, options)).result
+
+    async def _embed_whole(
+        self, task: Literal["token_embed", "sparse_embed"], texts: Any, options: dict[str, Any]
+    ) -> Answer:
+        check_task(task, self.facts.dims)
         embedding = EmbedJob(as_inputs(texts, self.facts.reads_pictures), options)
-        answer = await self._whole(embedding.question_of_all("sparse_embed"), options.get("timeout"))
-        return cast("EmbeddedSparse", answer).result
+        return await self._whole(embedding.question_of_all(task), options.get("timeout"))
 
     async def classify(
         self,
@@ -389,25 +387,24 @@ class FleetEngine:
         question = Classify(
             texts=sent_inputs(as_inputs(texts, takes_pictures=False)),
             text_pairs=None if text_pairs is None else list(text_pairs),
-            run=run_of(options),
+            run=run_of(options, options.get("timeout")),
             use_activation=use_activation,
         )
         return cast("Classified", await self._whole(question, options.get("timeout"))).result
 
     async def _run(self, job: Job, most_tokens: int) -> None:
-        """Spreads a request, unless it may have more tokens than one may have: an engine that has all of it
-        says so."""
+        """Spreads a request. One that may be too large goes to one engine whole, which refuses it."""
         if most_tokens > self.config.max_request_tokens:
             job = replace(job, split=Split.NEVER)
         await self._spreader.run(job, self._least_tokens)
 
     @property
     def _least_tokens(self) -> int:
-        """A request that is no larger than one step of an engine is not split."""
+        """A request of at most one step is not split."""
         return self.facts.step_tokens
 
     async def _whole(self, question: Converse | Classify | Embed, timeout: float | None = None) -> Answer:
-        """The answer of one engine to a question that is not split."""
+        """One engine's answer."""
         answers: list[Answer] = []
 
         def asked(indices: NDArray[np.int64], left: float | None) -> Question:
@@ -415,20 +412,13 @@ class FleetEngine:
                 return question
             return msgspec.structs.replace(question, run=msgspec.structs.replace(question.run, timeout=left))
 
-        job = Job(
-            np.zeros(1, dtype=np.uint64),
-            estimated_tokens([num_characters(question)]),
-            Split.NEVER,
-            timeout,
-            False,
-            asked,
-            lambda _, answer: answers.append(answer),
-        )
-        await self._run_whole(job)
+        def commit(indices: NDArray[np.int64], answer: Answer) -> None:
+            answers.append(answer)
+
+        await self._run_whole(Job.of_one(num_characters(question), timeout, asked, commit))
         return answers[0]
 
     async def _run_whole(self, job: Job) -> None:
-        """Runs what is not split."""
 
         async def run(left: float | None) -> None:
             await self._spreader.run(replace(job, timeout=left), self._least_tokens)
@@ -437,8 +427,7 @@ class FleetEngine:
 
 
 async def _until_not_replaced(work: Callable[[float | None], Awaitable[T]], timeout: float | None) -> T:
-    """What some work gives within a timeout in seconds, of which it is passed what is left; from the start
-    again where other engines take over meanwhile."""
+    """Runs `work` with the seconds left of a timeout; again where other engines take over meanwhile."""
     loop = asyncio.get_running_loop()
     begun, left = loop.time(), timeout
     while True:
@@ -450,8 +439,8 @@ async def _until_not_replaced(work: Callable[[float | None], Awaitable[T]], time
 
 
 def joined(pages: Iterable[tuple[str, int, bytes]]) -> bytes:
-    """Pages in Prometheus's text format, each with the name of a label and its value: `replica` and 0, say.
-    Every family is described once."""
+    """Joins pages in Prometheus's text format, each with a label and its value (`replica`, 0). Every family
+    is described once."""
     described: dict[str, list[str]] = {}
     samples: dict[str, list[str]] = {}
     for label, value, page in pages:
@@ -472,7 +461,6 @@ def joined(pages: Iterable[tuple[str, int, bytes]]) -> bytes:
 
 
 def _labelled(sample: str, label: str) -> str:
-    """A sample, which may have labels, with one more in front."""
     name, brace, rest = sample.partition("{")
     if brace and " " not in name:
         return f"{name}{{{label},{rest}"
@@ -485,8 +473,8 @@ _FRONT_SECONDS = 2.0
 
 
 class FrontView:
-    """What one front, by its slot, sees of the others and of the engines. The `others` are where they can be
-    asked now, by their slots; they ask this one at its `door`, which is to be opened."""
+    """One front's view of the fleet: the engines, and the `others`, fronts by slot. They ask it at its
+    `door`."""
 
     def __init__(
         self, engine: FleetEngine, slot: Callable[[], int], others: Callable[[], Mapping[int, Address]]
@@ -498,11 +486,10 @@ class FrontView:
 
     @property
     def replicas(self) -> tuple[int, int]:
-        """How many engines are there, and how many are meant to be."""
         return self._engine.size
 
     async def metrics(self, own: bytes) -> bytes:
-        """The page of all fronts and engines, by the front's own."""
+        """The page of all fronts and engines; `own` is this front's."""
         others = self._others()
         asked = asyncio.gather(*(self._page_of(address) for address in others.values()))
         engines = await self._engine.ask_all(ShowMetrics())
@@ -512,7 +499,7 @@ class FrontView:
         return joined(sorted(pages, key=lambda page: page[:2]))
 
     async def _page_of(self, address: Address) -> bytes:
-        """Of another front; nothing of one that cannot be asked now."""
+        """Another front's page; empty if it does not answer."""
         with suppress(LostError, TimeoutError):
             async with asyncio.timeout(_FRONT_SECONDS):
                 link = await Link.open(address)

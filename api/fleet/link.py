@@ -1,4 +1,4 @@
-"""One connection from a front to an engine: many questions at a time."""
+"""Connections between processes: a front asks at a `Link`, an engine answers at its `Door`."""
 
 import asyncio
 import hmac
@@ -43,7 +43,7 @@ class UnixAddress:
 
 @dataclass(frozen=True, slots=True)
 class NetAddress:
-    """A port that whoever has the `secret` (hexadecimal) may connect to."""
+    """A port that only holders of the `secret` (hexadecimal) may connect to."""
 
     host: str
     port: int
@@ -54,7 +54,7 @@ Address: TypeAlias = UnixAddress | NetAddress
 
 
 async def connect(address: Address) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Raises OSError where nobody listens."""
+    """Raises OSError."""
     if isinstance(address, UnixAddress):
         return await asyncio.open_unix_connection(address.path)
     async with asyncio.timeout(_SECRET_SECONDS):
@@ -70,7 +70,7 @@ async def listen_on_path(accept: Accept, path: str) -> asyncio.Server:
 
 
 async def listen_on_port(accept: Accept, host: str) -> tuple[asyncio.Server, NetAddress]:
-    """On a free port, with a secret of its own. Raises OSError where it cannot listen."""
+    """Listens on a free port with a secret of its own. Raises OSError."""
     secret = secrets.token_bytes(_SECRET_BYTES)
 
     async def let_in(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -90,7 +90,7 @@ async def listen_on_port(accept: Accept, host: str) -> tuple[asyncio.Server, Net
 
 
 def _watch(writer: asyncio.StreamWriter) -> None:
-    """Has the system notice when the other machine is gone without a word."""
+    """Lets the system notice a peer that is gone without a word."""
     connection = writer.get_extra_info("socket")
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -108,15 +108,15 @@ LENGTH_BYTES = 4
 
 
 class LostError(Exception):
-    """The engine's process died, or cannot be reached: what was asked may or may not have been done."""
+    """The process died or cannot be reached: the question may or may not have been answered."""
 
 
 class SilentError(LostError):
-    """The engine's process is there and does not answer: what was asked may yet be done, in vain."""
+    """The process does not answer; it may yet work in vain."""
 
 
 class NotSentError(LostError):
-    """It was gone before anything was sent: nothing has been done."""
+    """The process was gone before anything was sent."""
 
 
 @dataclass(slots=True)
@@ -126,7 +126,7 @@ class _Waiting:
 
 
 class Link:
-    """Connected when made by `open`, until the other side is gone. For one event loop."""
+    """A connection with many questions at a time. For one event loop."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -139,15 +139,15 @@ class Link:
 
     @classmethod
     async def open(cls, address: Address) -> "Link":
-        """Raises LostError where nobody listens."""
+        """Raises LostError."""
         try:
             return cls(*await connect(address))
         except OSError as error:
             raise LostError(str(error)) from error
 
     async def ask(self, question: Question, arrived: Callable[[Arrived], None] | None = None) -> Reply:
-        """The answer to a question; `arrived` is called with what comes before it. Cancelling it cancels the
-        work. Raises LostError."""
+        """Returns the reply; `arrived` gets answers before the last. Cancelling cancels the work. Raises
+        LostError."""
         if self._is_lost:
             raise NotSentError("the engine is gone")
         self._numbered += 1
@@ -164,18 +164,17 @@ class Link:
             del self._waiting[number]
 
     async def until_quiet(self) -> None:
-        """Returns when all that was asked is answered, or the other side is gone."""
+        """Returns when all is answered, or the peer is gone."""
         while self._waiting and not self._is_lost:
             reply = next(iter(self._waiting.values())).reply
             await asyncio.wait([reply])  # where the other side is gone, it fails
             await asyncio.sleep(0)  # who has waited for it takes it
 
     async def until_lost(self) -> None:
-        """Returns when the other side is gone."""
         await asyncio.wait({self._reading})
 
     async def close(self, error: type[LostError] = LostError) -> None:
-        """Ends the connection: what was asked fails by this error."""
+        """Closes; open questions fail with `error`."""
         self._lost_by = error
         # A peer that does not read needs nothing that is still unsent.
         self._writer.transport.abort()
@@ -193,7 +192,7 @@ class Link:
 
     @property
     def num_moved_bytes(self) -> int:
-        """Bytes that have come, and those that have gone: a large question may take long to send."""
+        """Bytes received and sent: large questions take long to send."""
         return self._num_received + self._num_written - self._writer.transport.get_write_buffer_size()
 
     async def _read(self) -> None:
@@ -219,8 +218,7 @@ class Link:
                     waiting.reply.set_exception(self._lost_by("the engine is gone or does not answer"))
 
     async def _read_exactly(self, length: int) -> bytes:
-        """Counts the bytes as they come, because a large message may be on its way for long. Raises EOFError
-        at the end, and OSError."""
+        """Counts bytes as they come, because large messages take long. Raises EOFError and OSError."""
         pieces: list[bytes] = []
         while length:
             piece = await self._reader.read(length)
@@ -242,8 +240,8 @@ Send = Callable[[Answer], Awaitable[None]]
 
 
 class Door:
-    """Listens; `answer` is called with each question, and with what sends answers before its last.
-    `queued_tokens` is asked of each reply. For one event loop."""
+    """Listens, and calls `answer` with each question and a function that sends answers before the last. Each
+    reply has `queued_tokens`. For one event loop."""
 
     def __init__(
         self, answer: Callable[[Question, Send], Awaitable[Answer]], queued_tokens: Callable[[], int]
@@ -256,11 +254,11 @@ class Door:
         self._left.set()
 
     async def open(self, path: str) -> None:
-        """On a Unix socket. Raises OSError where it cannot listen."""
+        """Raises OSError."""
         self._server = await listen_on_path(self._accept, path)
 
     async def open_port(self, host: str) -> NetAddress:
-        """On a free port; returns where that is. Raises OSError where it cannot listen."""
+        """Listens on a free port. Raises OSError."""
         self._server, address = await listen_on_port(self._accept, host)
         return address
 
@@ -269,7 +267,7 @@ class Door:
         await self._left.wait()
 
     async def close(self) -> None:
-        """Ends all connections, and what was asked on them."""
+        """Closes all connections and cancels their questions."""
         if self._server is not None:
             self._server.close()
         for connection in self._connections:

@@ -1,4 +1,4 @@
-"""What a front asks of an engine, and what it is answered: values, as msgpack. Errors are answers too."""
+"""Questions of fronts to engines and their answers, as msgpack. Errors are answers too."""
 
 import logging
 import re
@@ -44,13 +44,13 @@ from maxsimd.pooling.vectors import Vectors
 
 
 class SentBroken(msgspec.Struct, tag="broken", frozen=True):
-    """A text that is not Unicode: messages have none as a string."""
+    """A text that is not valid Unicode."""
 
     text: bytes
 
 
 class SentVectors(msgspec.Struct, tag="vectors", frozen=True):
-    """An embedding that came along, and its scales."""
+    """An embedding and its scales."""
 
     values: np.ndarray[Any, Any]
     scales: np.ndarray[Any, Any] | None
@@ -58,7 +58,7 @@ class SentVectors(msgspec.Struct, tag="vectors", frozen=True):
 
 
 class SentQuery(msgspec.Struct, tag="query", frozen=True):
-    """A query that an engine has encoded, as in `QueryRows`."""
+    """An encoded query, see `QueryRows`."""
 
     rows: SentVectors
     tokens: int
@@ -87,7 +87,7 @@ SentInput: TypeAlias = str | list[int] | SentContent
 
 
 class Run(msgspec.Struct, frozen=True):
-    """How a request is run, as in `RunOptions`; `timeout` is what is left of it."""
+    """`RunOptions`; `timeout` is the rest of it."""
 
     truncation: Truncation
     priority: Priority
@@ -96,7 +96,7 @@ class Run(msgspec.Struct, frozen=True):
 
 
 class Score(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Asks for scores, by the options of `Engine.score`. With `streams`, `Arrived` come before the answer."""
+    """`Engine.score`. With `streams`, `Arrived` come before the answer."""
 
     queries: list[SentItem]
     documents: list[SentItem]
@@ -112,7 +112,7 @@ class Score(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class EncodeQuery(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Asks for a query's embedding, by the options of `Engine.encode_query`."""
+    """`Engine.encode_query`."""
 
     query: SentItem
     run: Run
@@ -120,8 +120,7 @@ class EncodeQuery(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Rank(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Asks for the best documents of a request that is not split, as `Engine.rerank` ranks them: explained
-    are only these."""
+    """`Engine.rerank` of a request that is not split; explains only the documents that it returns."""
 
     score: Score
     top_n: int | None
@@ -129,7 +128,7 @@ class Rank(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Embed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Asks for vectors: one a text, one a token, or sparse ones."""
+    """`Engine.embed`, `embed_tokens` or `embed_sparse`."""
 
     texts: list[SentInput]
     run: Run
@@ -144,7 +143,7 @@ class Embed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Classify(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Asks for labels' probabilities or logits."""
+    """`Engine.classify`."""
 
     texts: list[SentInput]
     text_pairs: list[str] | None
@@ -153,7 +152,7 @@ class Classify(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Converse(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """Asks for messages as the checkpoint's template writes them."""
+    """`Engine.conversation`."""
 
     messages: list[dict[str, str]]
     add_generation_prompt: bool
@@ -161,25 +160,25 @@ class Converse(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class ClearCache(msgspec.Struct, tag=True, frozen=True):
-    """Asks an engine to forget what it has cached."""
+    """`Engine.clear_cache`."""
 
 
 class ShowMetrics(msgspec.Struct, tag=True, frozen=True):
-    """Asks for the page of /metrics that a process has by itself."""
+    """Asks for a process's own /metrics."""
 
 
 class SetTenants(msgspec.Struct, tag=True, frozen=True):
-    """Names the tenants and their weights."""
+    """`Engine.set_tenants`."""
 
     tenants: dict[str, Tenant]
 
 
 class Introduce(msgspec.Struct, tag=True, frozen=True):
-    """Asks an engine what it serves."""
+    """Asks what an engine serves."""
 
 
 class Ping(msgspec.Struct, tag=True, frozen=True):
-    """Asks a process whether it answers."""
+    """Asks for any answer."""
 
 
 Question: TypeAlias = (
@@ -198,76 +197,61 @@ Question: TypeAlias = (
 
 
 class Scored(msgspec.Struct, tag=True, frozen=True):
-    """The whole result of `Score`."""
-
     result: ScoreResult
 
 
 class EncodedQuery(msgspec.Struct, tag=True, frozen=True):
-    """The answer to `EncodeQuery`."""
-
     query: SentQuery
 
 
 class Arrived(msgspec.Struct, tag=True, frozen=True):
-    """Scores of some documents, by their index, while more are to come, and explanations if they were asked
-    for."""
+    """Scores of some documents, while more are to come."""
 
     result: ScoreResult
     indices: list[int]
 
 
 class Ranked(msgspec.Struct, tag=True, frozen=True):
-    """The answer to `Rank`: the scores of the best documents, in their order, with their indices."""
+    """Scores of the best documents, in order, with their indices."""
 
     result: ScoreResult
     indices: list[int]
 
 
 class Embedded(msgspec.Struct, tag=True, frozen=True):
-    """The result of `Embed`, one vector a text."""
-
     result: EmbedResult
 
 
 class EmbeddedTokens(msgspec.Struct, tag=True, frozen=True):
-    """The result of `Embed`, one vector a token."""
-
     result: TokenEmbedResult
 
 
 class EmbeddedSparse(msgspec.Struct, tag=True, frozen=True):
-    """The result of `Embed`, a sparse vector a text."""
-
     result: SparseEmbedResult
 
 
 class Classified(msgspec.Struct, tag=True, frozen=True):
-    """The result of `Classify`."""
-
     result: ClassifyResult
 
 
 class Conversation(msgspec.Struct, tag=True, frozen=True):
-    """The result of `Converse`: the text, and whether it has its special tokens."""
+    """The text, and whether it has its special tokens."""
 
     text: str
     is_complete: bool
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):
-    """There is no more to say."""
+    """The answer to all other questions."""
 
 
 class Metrics(msgspec.Struct, tag=True, frozen=True):
-    """A page in Prometheus's text format."""
-
     page: bytes
 
 
 class Introduction(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """What an engine serves: the model's facts, the configuration that it runs by, its tokeniser (pickled: it
-    comes from a process of our own), and a digest of all that decides its scores."""
+    """What an engine serves. The tokenizer is pickled: it comes from our own process. The fingerprint digests
+    all that decides scores."""
 
     facts: ModelFacts
     config: EngineConfig
@@ -276,7 +260,7 @@ class Introduction(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """The question was refused or failed; see `failures`."""
+    """An error, see `as_failed`."""
 
     kind: str
     message: str
@@ -303,20 +287,20 @@ Answer: TypeAlias = (
 
 
 class Ask(msgspec.Struct, tag="ask", frozen=True):
-    """A question under a number; all answers to it bear the number."""
+    """A question; its answers have the same number."""
 
     number: int
     question: Question
 
 
 class Cancel(msgspec.Struct, tag="cancel", frozen=True):
-    """Nobody waits for the answer to a question any more."""
+    """Nobody waits for the answer any more."""
 
     number: int
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """An answer to a question; its last unless it is `Arrived`. `queued_tokens` wait at the engine."""
+    """An answer, the last unless it is `Arrived`. `queued_tokens` wait at the engine."""
 
     number: int
     answer: Answer
@@ -330,7 +314,7 @@ def _encoded(value: Any) -> Any:
 
 
 def _decoded(kind: Any, value: Any) -> Any:
-    """An array of its own: the message is not held for it."""
+    """Copies the array, to free the message."""
     dtype, shape, data = value
     return np.frombuffer(data, dtype).reshape(shape).copy()
 
@@ -343,25 +327,23 @@ encode = _encoder.encode
 
 
 def decode_to_engine(message: bytes) -> Ask | Cancel:
-    """Raises msgspec.DecodeError for anything else."""
+    """Raises msgspec.DecodeError."""
     decoded: Ask | Cancel = _to_engine.decode(message)
     return decoded
 
 
 def decode_to_front(message: bytes) -> Reply:
-    """Raises msgspec.DecodeError for anything else."""
+    """Raises msgspec.DecodeError."""
     return _to_front.decode(message)
 
 
 def sent_items(items: Sequence[Item]) -> list[SentItem]:
-    """Queries or documents as they are sent."""
     if all(isinstance(item, str) and not is_broken(item) for item in items):
         return cast("list[SentItem]", list(items))
     return [sent_item(item) for item in items]
 
 
 def sent_item(item: Item) -> SentItem:
-    """One of them."""
     match item:
         case str():
             return SentBroken(item.encode("utf-8", "surrogatepass")) if is_broken(item) else item
@@ -373,12 +355,10 @@ def sent_item(item: Item) -> SentItem:
 
 
 def sent_query(query: QueryRows) -> SentQuery:
-    """A query that was encoded, as it is sent."""
     return SentQuery(_sent_vectors(query), query.tokens, query.truncated, query.fingerprint)
 
 
 def sent_inputs(inputs: Sequence[str | tuple[int, ...] | Content]) -> list[SentInput]:
-    """Texts, token ids or contents as they are sent."""
     sent: list[SentInput] = []
     for each in inputs:
         match each:
@@ -392,12 +372,10 @@ def sent_inputs(inputs: Sequence[str | tuple[int, ...] | Content]) -> list[SentI
 
 
 def received_items(items: Sequence[SentItem]) -> list[Item]:
-    """What was sent."""
     return [received_item(item) for item in items]
 
 
 def received_item(item: SentItem) -> Item:
-    """One of them."""
     match item:
         case str():
             return item
@@ -411,13 +389,11 @@ def received_item(item: SentItem) -> Item:
 
 
 def received_query(query: SentQuery) -> QueryRows:
-    """A query that was encoded."""
     rows = torch.as_tensor(_received_vectors(query.rows).values)
     return QueryRows(rows, tokens=query.tokens, truncated=query.truncated, fingerprint=query.fingerprint)
 
 
 def received_inputs(inputs: Sequence[SentInput]) -> list[str | list[int] | Content]:
-    """What was sent."""
     return [_received_content(each) if isinstance(each, SentContent) else each for each in inputs]
 
 
@@ -484,7 +460,7 @@ _DOCUMENT = re.compile(r"\b(documents|text_pairs|input|texts)\[(\d+)\]")
 
 
 def as_failed(error: Exception) -> Failed:
-    """An error that an engine has raised. One that it does not raise on purpose is logged here."""
+    """An engine's error as data. Unexpected ones are logged here."""
     match error:
         case InvalidRequestError():
             return Failed(kind="invalid", message=str(error), param=error.param)
@@ -498,7 +474,7 @@ def as_failed(error: Exception) -> Failed:
 
 
 def as_error(failed: Failed) -> Exception:
-    """The error as the caller of an engine would have got it."""
+    """The error as `Engine` raises it."""
     if failed.kind == "invalid":
         return InvalidRequestError(failed.message, failed.param)
     if failed.kind == "full":
@@ -508,12 +484,11 @@ def as_error(failed: Failed) -> Exception:
 
 
 def renumbered(failed: Failed, indices: list[int]) -> Failed:
-    """The same of a part of a request, whose document i is `indices[i]` of the whole."""
     return msgspec.structs.replace(failed, message=in_whole(failed.message, indices))
 
 
 def in_whole(message: str, indices: list[int]) -> str:
-    """A message about a part of a request, whose document i is `indices[i]` of the whole."""
+    """Renumbers documents in a message about a part, whose document i is `indices[i]` of the whole."""
 
     def whole(found: re.Match[str]) -> str:
         position = int(found[2])

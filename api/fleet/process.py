@@ -1,5 +1,4 @@
-"""One process of a fleet, a front or an engine: `python -m maxsimd.api.fleet.process`, with its setup on the
-standard input."""
+"""A process of a fleet, front or engine: `python -m maxsimd.api.fleet.process`, with its setup on stdin."""
 
 import asyncio
 import logging
@@ -48,7 +47,6 @@ _CONNECTING_SECONDS = 5.0
 
 
 def main() -> NoReturn:
-    """Ends with the process: what is left to free goes with it."""
     started = time.perf_counter()
     show_stacks_when_asked()
     setup = read_setup()
@@ -87,7 +85,7 @@ async def _front(setup: Setup, started: float) -> int:
 
 
 async def _connect(engine: FleetEngine, paths: Sequence[str]) -> None:
-    """Waits for an engine, unless none is ready: then /health is to say so."""
+    """Waits for an engine if one listens; otherwise /health shall say so."""
     if any(map(os.path.exists, paths)):
         with suppress(TimeoutError):
             await asyncio.wait_for(engine.start(), _CONNECTING_SECONDS)
@@ -129,7 +127,7 @@ async def _engine(setup: Setup, started: float) -> int:
 
 
 async def _loaded(engine: Engine, stop: Stop) -> bool:
-    """Whether the model could be loaded. A signal ends the process meanwhile."""
+    """Loads the model. A signal ends the process meanwhile."""
     start = asyncio.create_task(engine.start())
     asked = asyncio.create_task(stop.asked())
     await asyncio.wait({start, asked}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""The engines that a front can reach: it connects to each, again whenever one was lost."""
+"""The engines that a front is connected to; it reconnects to those that are lost."""
 
 import asyncio
 import logging
@@ -39,12 +39,12 @@ _SILENT_TICKS = 10
 
 
 class ReplacedError(Exception):
-    """The engines that serve by now give other scores than those that began with a request."""
+    """Engines with other scores have taken over since the request began."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """An engine that is meant to be there, where it listens, and its slot."""
+    """An engine that should be there: its slot and address."""
 
     slot: int
     address: Address
@@ -52,8 +52,6 @@ class Listed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Served:
-    """What the engines of a fleet serve, as the first of them said it."""
-
     facts: ModelFacts
     config: EngineConfig
     tokenizer: TextTokenizer
@@ -62,8 +60,7 @@ class Served:
 
 @dataclass(slots=True, eq=False)
 class Connected:
-    """An engine that this front is connected to. `alone` is held while a part is there that is suspected of
-    killing engines, so that no other such part dies with it."""
+    """A connected engine. `alone` is held while it has a part that may have killed others."""
 
     member: Member
     link: Link
@@ -71,10 +68,9 @@ class Connected:
 
 
 class Roster:
-    """For one event loop. All engines that serve a request are of one fingerprint: where there are several,
-    as while a new version takes the place of an old one, requests go to those that are more. There may be
-    as many as `most` engines, by default those that are listed. An engine that is silent for `timeout`
-    seconds is not asked until it answers again."""
+    """The engines by address. A request is served by engines of one fingerprint: while a new version replaces
+    an old one, the more numerous. Engines that are silent for `timeout` seconds get no work until they
+    answer. For one event loop."""
 
     def __init__(self, listed: Sequence[Listed] = (), most: int | None = None, timeout: float = 5.0) -> None:
         self.most = len(listed) if most is None else most
@@ -101,25 +97,23 @@ class Roster:
 
     @classmethod
     def of_paths(cls, paths: Sequence[str], timeout: float = 5.0) -> "Roster":
-        """Engine i of a fleet on one machine listens on the i-th of the paths."""
+        """Engine i listens on path i."""
         return cls([Listed(slot, UnixAddress(path)) for slot, path in enumerate(paths)], timeout=timeout)
 
     def start(self) -> None:
-        """Connects, from now on."""
         self._is_started = True
         for address in self._listed.keys() - self._tasks.keys():
             self._begin(address)
 
     async def close(self) -> None:
-        """Ends all connections."""
         tasks = [*self._tasks.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def set_listed(self, listed: Sequence[Listed]) -> None:
-        """These engines are meant to be there from now on. Others get nothing more to do once one of these
-        is there; what they were asked before they may still answer."""
+        """Changes the engines that should be there. Others finish what they have, once one of these is
+        there."""
         self._listed = {each.address: each.slot for each in listed}
         for address, slot in self._listed.items():
             connected = self._connected.get(address)
@@ -132,21 +126,20 @@ class Roster:
 
     @property
     def num_listed(self) -> int:
-        """How many engines there are meant to be."""
         return len(self._listed)
 
     @property
     def num_silent(self) -> int:
-        """How many engines did not answer in time and have not answered since."""
+        """Engines that did not answer in time and have not since."""
         return len(self._silent)
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """The engines that can be asked now, all of one fingerprint."""
+        """Engines that can be asked now, of one fingerprint."""
         return () if self.served is None else self.alike(self.served.fingerprint)
 
     def alike(self, fingerprint: str) -> tuple[Member, ...]:
-        """The engines of a fingerprint that can be asked now."""
+        """Engines of a fingerprint that can be asked now."""
         members = (connected.member for connected in self._connected.values())
         alike = (member for member in members if member.fingerprint == fingerprint)
         return tuple(sorted(alike, key=lambda member: member.slot))
@@ -159,15 +152,14 @@ class Roster:
         raise NotSentError("the engine is gone")
 
     def all_connected(self) -> list[Connected]:
-        """Every engine that can be asked now, of whatever fingerprint."""
+        """Engines of any fingerprint."""
         return sorted(self._connected.values(), key=lambda connected: connected.member.slot)
 
     async def until_changed(self) -> None:
-        """Returns when an engine has come or gone."""
         await self._changed.wait()
 
     async def until_another(self, names: set[str], fingerprint: str | None = None) -> None:
-        """Returns when there is an engine whose name is none of these, of a fingerprint if it matters. Raises
+        """Returns when there is an engine of another name, and of the fingerprint if given. Raises
         ReplacedError where engines of another fingerprint have taken over."""
         while True:
             members = self.members if fingerprint is None else self.alike(fingerprint)
@@ -179,7 +171,6 @@ class Roster:
 
     @property
     def tenants(self) -> dict[str, Tenant]:
-        """The tenants by name, as engines have them."""
         return self._tenants
 
     def set_tenants(self, tenants: dict[str, Tenant]) -> None:
@@ -191,9 +182,9 @@ class Roster:
             self._in_background(_tell(connected.link, tenants))
 
     async def clear_caches(self) -> list[int]:
-        """Clears the caches of all engines that can be reached. Returns the slots of those that have not done
-        so in time: they clear theirs as soon as they answer. Raises the error of one that cannot. An engine
-        that starts meanwhile may have a cache on disk, and clears it before it gets work."""
+        """Clears all engines' caches. Returns the slots of late ones, which clear theirs as soon as they
+        answer. An engine that starts meanwhile clears its disk cache before it gets work. Raises an engine's
+        error."""
         self._uncleared |= self._silent | (self._listed.keys() - self._links.keys())
         # Others that are late are not asked twice at a time: they may keep every question for long.
         late = self._silent | {each for each, task in self._clearing.items() if not task.done()}
@@ -215,12 +206,11 @@ class Roster:
         return sorted(slot for slot in slots if slot is not None)
 
     def _slot(self, address: Address) -> int | None:
-        """The slot of an engine that serves or is listed."""
         connected = self._connected.get(address)
         return self._listed.get(address) if connected is None else connected.member.slot
 
     async def _clear(self, address: Address, link: Link) -> Exception | None:
-        """Clears the cache of an engine; returns why that failed."""
+        """Clears an engine's cache; returns its error."""
         self._uncleared.add(address)
         try:
             answer = (await link.ask(ClearCache())).answer
@@ -232,7 +222,7 @@ class Roster:
         return None
 
     async def _clear_if_late(self, address: Address, link: Link) -> None:
-        """Clears the cache of an engine that was to do so and did not answer. Raises LostError."""
+        """Clears the cache of an engine that missed it. Raises LostError."""
         while address in self._uncleared:
             error = await self._clear(address, link)
             if isinstance(error, LostError):
@@ -282,7 +272,7 @@ class Roster:
             self._clearing.pop(address, None)
 
     async def _use(self, address: Address, link: Link) -> None:
-        """Until the engine is gone or silent, or has left and answered what it was asked before."""
+        """Returns when the engine is gone, silent, or unlisted and done."""
         await self._clear_if_late(address, link)
         introduced = (await link.ask(Introduce())).answer
         if not isinstance(introduced, Introduction):
@@ -326,8 +316,8 @@ class Roster:
                 task.cancel()
 
     async def _until_silent(self, link: Link) -> None:
-        """Returns when an engine has not answered in time. It counts ticks, not time: a process that
-        is stopped cannot hear an engine."""
+        """Returns when an engine has not answered in time. Counts ticks, not time: a stopped process hears
+        nobody."""
         ping: asyncio.Task[None] | None = None
         ticks = 0
         while ticks < _SILENT_TICKS:
@@ -341,7 +331,7 @@ class Roster:
                 ticks += 1
 
     def _let_unlisted_go(self) -> None:
-        """An engine that is not listed any more serves until one that is listed is there in its place."""
+        """An unlisted engine serves until a listed one is there."""
         if self._connected.keys() & self._listed.keys():
             for address in self._unlisted.keys() - self._listed.keys():
                 self._unlisted[address].set()

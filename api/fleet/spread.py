@@ -1,5 +1,4 @@
-"""One request over the engines of a fleet: planned, sent in parts, tried again where an engine dies, and put
-together."""
+"""One request over several engines: planned, sent in parts, retried where an engine dies, and merged."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -110,10 +109,24 @@ class Job:
     needs_first: bool = True
     deadly: str | None = None
 
+    @classmethod
+    def of_one(
+        cls,
+        characters: int,
+        timeout: float | None,
+        question: Callable[[NDArray[np.int64], float | None], Question],
+        commit: Callable[[NDArray[np.int64], Answer], None],
+        deadly: str | None = None,
+    ) -> "Job":
+        """A question that is not split."""
+        tokens = estimated_tokens([characters])
+        digests = np.zeros(1, dtype=np.uint64)
+        return cls(digests, tokens, Split.NEVER, timeout, False, question, commit, deadly=deadly)
+
 
 class Spreader:
-    """Spreads the requests of one front. A request without a timeout waits for `patience` seconds for an
-    engine while there is none. For one event loop."""
+    """Spreads one front's requests. Without a timeout they wait `patience` seconds for an engine. For one
+    event loop."""
 
     def __init__(self, roster: Roster, patience: float) -> None:
         self._roster = roster
@@ -125,12 +138,11 @@ class Spreader:
 
     @property
     def loads(self) -> Loads:
-        """What each engine has to do, in tokens."""
+        """Tokens at each engine."""
         return self._loads
 
     async def run(self, job: Job, least_tokens: int) -> None:
-        """Returns when all documents are committed. Raises the errors of `Engine`, and ReplacedError where
-        other engines have taken over, with another model or precision."""
+        """Returns when all documents are committed. Raises `Engine`'s errors, and ReplacedError."""
         deadline = None if job.timeout is None else asyncio.get_running_loop().time() + job.timeout
         try:
             await self._run(job, least_tokens, deadline)
@@ -159,7 +171,6 @@ class Spreader:
         return float(self._loads.of(cell.members).mean())
 
     async def _run_parts(self, job: Job, parts: list[Part], reach: Reach, deadline: float | None) -> None:
-        """Returns when all parts are committed."""
         attempts = Attempts(parts, self._budget)
         under_way: dict[asyncio.Task[Reply], Send] = {}
         try:
@@ -191,7 +202,7 @@ class Spreader:
     async def _ended(
         self, job: Job, attempts: Attempts, send: Send, task: "asyncio.Task[Reply]", deadline: float | None
     ) -> list[Send] | Fail:
-        """What follows from an attempt that has ended."""
+        """The next attempts after one that has ended."""
         error = task.exception()
         if isinstance(error, LostError):
             # Its part may go to those that did not die with it: where there is none, one will come.
@@ -224,7 +235,7 @@ class Spreader:
         raise as_error(renumbered(answer, send.part.indices.tolist()))
 
     async def _send(self, job: Job, send: Send, deadline: float | None) -> Reply:
-        """The engine enforces the deadline; where it hangs the front does, somewhat later."""
+        """The engine enforces the deadline; the front does so somewhat later, in case the engine hangs."""
         connected = self._roster.connected(send.member)
         async with asyncio.timeout_at(None if deadline is None else deadline + _HANGS):
             if send.is_suspect:
@@ -256,13 +267,13 @@ class Spreader:
         return self._roster.members
 
     async def _others(self, attempts: Attempts, send: Send, deadline: float | None) -> tuple[Member, ...]:
-        """Those that may take a part whose attempt has failed, once there are some."""
+        """Engines that may take a failed attempt's part, once there are some."""
         fingerprint, avoided = send.member.fingerprint, attempts.avoided(send.attempt)
         await self._until(self._roster.until_another(avoided, fingerprint), deadline)
         return self._roster.alike(fingerprint)
 
     async def _until(self, there: Coroutine[Any, Any, None], deadline: float | None) -> None:
-        """Raises TimeoutError at the deadline, and EngineNotReadyError before it where it is late."""
+        """Raises TimeoutError at the deadline, or EngineNotReadyError after `patience`."""
         loop = asyncio.get_running_loop()
         patience = loop.time() + self._patience
         try:
@@ -279,7 +290,7 @@ def _is_answered(task: "asyncio.Task[Reply]") -> bool:
 
 
 def _by_one(job: Job, parts: list[Part]) -> Part:
-    """All of a job for the engine that has the heaviest of the parts, and for others in that part's order."""
+    """A whole job for the engine with the heaviest part."""
     members = max(parts, key=lambda part: part.weight).members
     return Part(members, np.arange(len(job.digests)), int(job.tokens.sum()), is_whole=True)
 
@@ -291,7 +302,6 @@ def _raised(error: FleetError, job: Job) -> Exception:
 
 
 def estimated_tokens(characters: Sequence[int]) -> NDArray[np.int64]:
-    """About how many tokens texts have, by their lengths in characters."""
     return np.array(characters, dtype=np.int64) // 4 + 4
 
 
@@ -299,8 +309,8 @@ _DEADLY = "three engines died while they encoded the query; send another one"
 
 
 class SharedQuery:
-    """The one query of a request, as it is sent in each part: as it came, until it is encoded. `size` is
-    about how many characters it has."""
+    """A request's one query: the first engine encodes it and each part brings the embedding, so that all
+    documents meet the same vectors."""
 
     def __init__(self, query: Item, size: int, options: ScoreOptions) -> None:
         self._query = query
@@ -315,26 +325,17 @@ class SharedQuery:
 
     @property
     def instruction(self) -> str | None:
-        """The request's, until the query is encoded, of which it becomes a part."""
+        """Belongs to the query once that is encoded."""
         return None if self._is_encoded else self._options["instruction"]
 
     def job(self) -> Job:
         """Has the query encoded."""
-        return Job(
-            np.zeros(1, dtype=np.uint64),
-            estimated_tokens([self._size]),
-            Split.NEVER,
-            self._options["timeout"],
-            False,
-            self._question,
-            self._commit,
-            deadly=_DEADLY,
-        )
+        timeout = self._options["timeout"]
+        return Job.of_one(self._size, timeout, self._question, self._commit, deadly=_DEADLY)
 
     def _question(self, indices: NDArray[np.int64], left: float | None) -> EncodeQuery:
-        options = self._options
-        run = Run(as_truncation(options["truncation"]), options["priority"], options["tenant"], left)
-        return EncodeQuery(query=sent_item(self._query), run=run, instruction=options["instruction"])
+        run, instruction = run_of(self._options, left), self._options["instruction"]
+        return EncodeQuery(query=sent_item(self._query), run=run, instruction=instruction)
 
     def _commit(self, indices: NDArray[np.int64], answer: Answer) -> None:
         self._sent = cast("EncodedQuery", answer).query
@@ -350,10 +351,10 @@ NewScores = Callable[[list[int], list[float], Mapping[int, Explanation]], None]
 
 
 class ScoreJob:
-    """The queries and documents of one request, and what is known of their scores so far."""
+    """A score request: its split, its parts' questions and its merged result."""
 
     def __init__(self, facts: ModelFacts, queries: Any, documents: Any, options: ScoreOptions) -> None:
-        """Raises InvalidRequestError for what an engine would refuse at once."""
+        """Raises InvalidRequestError."""
         self._facts = facts
         takes_vectors = facts.score_type not in (ScoreType.CROSS_ENCODER, ScoreType.LISTWISE)
         self.documents = as_scored(documents, "documents", takes_vectors, facts.reads_pictures)
@@ -370,7 +371,7 @@ class ScoreJob:
         self._explanations: dict[int, Explanation] = {}
 
     def job(self, arrived: NewScores | None = None) -> Job:
-        """What is to be spread; `arrived` is called with scores as they come, at times more than once."""
+        """`arrived` gets scores as they come, some more than once."""
 
         def part_arrived(indices: NDArray[np.int64], new: Arrived) -> None:
             assert arrived is not None
@@ -394,14 +395,14 @@ class ScoreJob:
 
     @property
     def most_tokens(self) -> int:
-        """The request has no more: a token is at least a character, and a pair has the query too."""
+        """Upper bound: a token is at least a character, and pairs repeat the query."""
         of_query = max(map(size_of, self.queries))
         return sum(size_of(each) + of_query + MOST_AROUND for each in self.documents)
 
     @property
     def split(self) -> Split:
-        """A listwise model scores documents by each other; explanations and pairs of N queries are made where
-        the whole request is, and windows are counted there: they may have many times a document's tokens."""
+        """Listwise models, explanations, N:N pairs and windows need the whole request at one engine. (A
+        window may have many times a document's tokens.)"""
         options = self._options
         is_listwise = self._facts.score_type is ScoreType.LISTWISE
         if (
@@ -414,13 +415,12 @@ class ScoreJob:
         return Split.BY_TOKENS if self._facts.score_type is ScoreType.CROSS_ENCODER else Split.BY_OWNER
 
     def question(self, indices: NDArray[np.int64], left: float | None, *, streams: bool = False) -> Score:
-        """What an engine is asked about some of the documents."""
         options = self._options
         documents = [self.documents[i] for i in indices.tolist()]
         return Score(
             queries=sent_items(self.queries) if self._query is None else [self._query.sent],
             documents=sent_items(documents),
-            run=Run(as_truncation(options["truncation"]), options["priority"], options["tenant"], left),
+            run=run_of(options, left),
             use_activation=options["use_activation"],
             normalize=options["normalize"],
             instruction=options["instruction"] if self._query is None else self._query.instruction,
@@ -432,7 +432,6 @@ class ScoreJob:
         )
 
     def commit(self, indices: NDArray[np.int64], answer: Answer) -> None:
-        """Takes the scores of a part."""
         result = cast("Scored", answer).result
         self._merge.commit(indices, np.array(result.scores, dtype=np.float64))
         self._ranking.commit(indices, np.array(result.ranking_scores, dtype=np.float64))
@@ -444,7 +443,7 @@ class ScoreJob:
         self._explanations |= {int(indices[i]): why for i, why in result.explanations.items()}
 
     def result(self) -> ScoreResult:
-        """One score a document. The query counts once, in however many parts it was."""
+        """One score a document. The query counts once."""
         results = self._results
         # A part for which there was no time has read no query.
         of_query = max(each.usage.query_tokens for each in results)
@@ -469,7 +468,7 @@ class ScoreJob:
 
 
 def slowest(timings: list[Timings]) -> Timings:
-    """Of parts that were run side by side, the longest of each."""
+    """The maxima of parts that ran side by side."""
     return Timings(
         max(each.queue for each in timings),
         max(each.tokenise for each in timings),
@@ -479,15 +478,13 @@ def slowest(timings: list[Timings]) -> Timings:
 
 
 def _item_digest(item: Item) -> int:
-    """Of a text's content; of one that came as its embedding, which no engine caches, of its place in
-    memory."""
+    """By content; embeddings are not cached and go by identity."""
     if isinstance(item, str):
         return digest_of(item)
     return id(item) if isinstance(item, Vectors) else digest_of_content(item)
 
 
 def digest_of_content(content: Content) -> int:
-    """The same in every process."""
     return digest_of("\0".join(part if isinstance(part, str) else _named(part) for part in content.parts))
 
 
@@ -502,7 +499,7 @@ def _named(picture: AnyPicture) -> str:
 
 
 def size_of(item: Item) -> int:
-    """About as many characters as a text would have that is as much work."""
+    """Cost, as characters of a text."""
     if isinstance(item, str):
         return len(item)
     if isinstance(item, Vectors):
@@ -516,18 +513,17 @@ _CHARACTERS_A_TOKEN = 4
 
 
 class EmbedJob:
-    """The texts of one request, and the rows that there are of them so far."""
+    """A request to embed texts, and its rows."""
 
     def __init__(
         self, texts: tuple[str | tuple[int, ...] | Content, ...], options: Mapping[str, Any]
     ) -> None:
         self.texts = texts
-        self._run = run_of(options)
+        self._run = run_of(options, options.get("timeout"))
         self._options = {name: value for name, value in options.items() if name not in _OF_THE_RUN}
         self._parts: list[tuple[NDArray[np.int64], EmbedResult]] = []
 
     def job(self) -> Job:
-        """What is to be spread."""
         # Token vectors of documents may be cached where these were scored.
         is_cached = (
             self._options.get("encoding") is not None and self._options.get("input_type") == "document"
@@ -544,15 +540,13 @@ class EmbedJob:
 
     @property
     def most_tokens(self) -> int:
-        """The request has no more: a token is at least a character."""
+        """Upper bound: a token is at least a character."""
         return sum(_input_size(text) + MOST_AROUND for text in self.texts)
 
     def question_of_all(self, task: Literal["embed", "token_embed", "sparse_embed"]) -> Embed:
-        """What an engine is asked about all texts."""
         return Embed(texts=sent_inputs(self.texts), run=self._run, task=task, **self._options)
 
     def result(self) -> EmbedResult:
-        """One row a text."""
         results = [result for _, result in self._parts]
         if len(results) == 1:
             return results[0]
@@ -570,25 +564,20 @@ class EmbedJob:
 
     def _question(self, indices: NDArray[np.int64], left: float | None) -> Embed:
         texts = sent_inputs([self.texts[i] for i in indices.tolist()])
-        run = Run(self._run.truncation, self._run.priority, self._run.tenant, left)
+        run = msgspec.structs.replace(self._run, timeout=left)
         return Embed(texts=texts, run=run, **self._options)
 
     def _commit(self, indices: NDArray[np.int64], answer: Answer) -> None:
         self._parts.append((indices, cast("Embedded", answer).result))
 
 
-def run_of(options: Mapping[str, Any]) -> Run:
-    """How a request is run, by the options of the engine's method."""
-    return Run(
-        truncation=as_truncation(options.get("truncation", "cut")),
-        priority=options.get("priority", 0),
-        tenant=options.get("tenant", ""),
-        timeout=options.get("timeout"),
-    )
+def run_of(options: Mapping[str, Any], left: float | None) -> Run:
+    truncation = as_truncation(options.get("truncation", "cut"))
+    return Run(truncation, options.get("priority", 0), options.get("tenant", ""), left)
 
 
 def num_characters(question: Converse | Classify | Embed) -> int:
-    """About how much there is to read for an answer."""
+    """Cost, as characters of a text."""
     if isinstance(question, Converse):
         return sum(len(message["content"]) for message in question.messages)
     return sum(len(text) if isinstance(text, str) else 0 for text in question.texts)

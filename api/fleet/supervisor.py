@@ -1,4 +1,4 @@
-"""Starts the processes of a fleet, starts again those that die, and ends them all."""
+"""Starts the processes of a fleet, restarts those that die, and ends them all."""
 
 import asyncio
 import fcntl
@@ -27,8 +27,9 @@ _LENGTH_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """One process: a front, or the engine in `slot`. Engines listen on the `engine_paths`, and fronts, for
-    each other, on the `front_paths`; a front lets clients in from the descriptors in `sockets`."""
+    """What a process is told on stdin, where others cannot read it: a front or the engine in `slot`. Engines
+    listen on `engine_paths`, fronts on `front_paths` for each other and on `sockets` (descriptors) for
+    clients."""
 
     is_front: bool
     slot: int
@@ -39,13 +40,12 @@ class Setup:
     server_config: ServerConfig
 
     def encoded(self) -> bytes:
-        """For `read_setup` of another process."""
         whole = msgspec.msgpack.encode(self)
         return len(whole).to_bytes(_LENGTH_BYTES, "little") + whole
 
 
 def read_setup() -> Setup:
-    """Of this process, which ends at once when whoever has started it does."""
+    """Reads this process's setup. The process ends when its parent does."""
     length = int.from_bytes(sys.stdin.buffer.read(_LENGTH_BYTES), "little")
     setup = msgspec.msgpack.decode(sys.stdin.buffer.read(length), type=Setup)
     threading.Thread(target=_leave_with_parent, daemon=True).start()
@@ -53,7 +53,7 @@ def read_setup() -> Setup:
 
 
 def remove(path: str) -> None:
-    """Removes the socket that a process before this one has left, if there is one."""
+    """Removes the socket that an earlier process has left."""
     Path(path).unlink(missing_ok=True)
 
 
@@ -77,9 +77,8 @@ _LOOK_SECONDS = 0.02
 
 
 def supervise(engine_config: EngineConfig, server_config: ServerConfig, started: float) -> int:
-    """Serves by several processes until a signal ends it; returns the exit status.
-
-    `started` is when the command was given (perf_counter), for the log."""
+    """Serves by several processes until a signal. Returns the exit status. `started` is for the log
+    (perf_counter)."""
     try:
         sockets = open_sockets(server_config.host, server_config.port)
     except SetupError as error:
@@ -96,7 +95,7 @@ def supervise(engine_config: EngineConfig, server_config: ServerConfig, started:
 
 
 def locked_folder() -> "tempfile.TemporaryDirectory[str]":
-    """A new folder for the sockets of a fleet, which is locked until this process ends. Raises OSError."""
+    """A new folder for sockets, locked until this process ends. Raises OSError."""
     while True:
         made = tempfile.TemporaryDirectory(prefix=_FOLDERS, ignore_cleanup_errors=True)
         with suppress(FileNotFoundError):  # another start has removed it before it was locked
@@ -109,8 +108,8 @@ def locked_folder() -> "tempfile.TemporaryDirectory[str]":
 
 
 def remove_left_folders() -> None:
-    """Removes the folders of this user's fleets whose supervisor was killed: nobody holds their lock. A
-    folder with other files stays, without its sockets. Raises OSError if no folder is writable."""
+    """Removes folders whose supervisor was killed: nobody holds their lock. Folders with other files stay,
+    without sockets. Raises OSError if no folder is writable."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDERS}*"):
         with suppress(OSError):
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -157,7 +156,7 @@ class _Fleet:
         self._fronts = [_Process(each) for each in fronts]
 
     async def run(self) -> int:
-        """Until a signal comes, or none of the engines, or none of the fronts, can be started any more."""
+        """Returns on a signal, or when no engine or no front can be started."""
         stop = _Asked()
         loop = asyncio.get_running_loop()
         for number in handled_signals():
@@ -188,13 +187,12 @@ class _Fleet:
         return 0 if stop.event.is_set() else 1
 
     def _show_stacks(self) -> None:
-        """Has all processes write their stacks. Skips processes that are still starting: the signal would end
-        them."""
+        """Skips processes that are starting: the signal would end them."""
         for each in (*self._fronts, *self._engines):
             each.show_stacks()
 
     async def _after(self, first: "asyncio.Task[None]", other: "_Process") -> None:
-        """Starts another front once the first one is ready, and never where that cannot be started."""
+        """Starts another front once the first is ready."""
         while not self._fronts[0].is_ready():
             if first.done():
                 return
@@ -203,7 +201,7 @@ class _Fleet:
 
 
 class _Asked:
-    """The first signal that asks the fleet to end sets `event`; a second one ends it at once."""
+    """The first signal sets `event`; a second ends the fleet at once."""
 
     def __init__(self) -> None:
         self.event = asyncio.Event()
@@ -222,7 +220,7 @@ async def _all_ended(tasks: Sequence["asyncio.Task[None]"]) -> None:
 
 
 class _Process:
-    """One process of the fleet, and those that replace it when it has died."""
+    """One process of the fleet and its replacements."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
@@ -232,7 +230,7 @@ class _Process:
         self._is_ready = False
 
     async def live(self) -> None:
-        """Returns once the process is to end, or cannot be started any more."""
+        """Returns once the process is to end or cannot be restarted."""
         failures = 0
         was_ever_ready = False
         while not self._ending.is_set():
@@ -253,7 +251,7 @@ class _Process:
                 await asyncio.sleep(_PAUSE_SECONDS * 2**failures)
 
     async def end(self, seconds: float, number: signal.Signals) -> None:
-        """Ends the process by a signal, within some seconds."""
+        """Ends the process by a signal within `seconds`."""
         self._ending.set()
         process = self._process
         if process is None or process.returncode is not None:
@@ -274,19 +272,18 @@ class _Process:
 
     @property
     def _path(self) -> str:
-        """Where it listens for other processes, once it is ready."""
         paths = self._setup.front_paths if self._setup.is_front else self._setup.engine_paths
         return paths[self._setup.slot]
 
     def is_ready(self) -> bool:
-        """Whether it listens for other processes, or did when it ended."""
+        """Whether it listens, or did when it ended."""
         return self._is_ready
 
     def _listens(self) -> bool:
         return os.path.exists(self._path)
 
     async def _run(self) -> int:
-        """The exit status of one process."""
+        """Returns the exit status."""
         remove(self._path)
         self._is_ready = False
         self._process = await asyncio.create_subprocess_exec(

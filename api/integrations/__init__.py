@@ -9,15 +9,12 @@ from maxsimd.engine import SyncEngine
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The `index` of a text among those that were given, and its score."""
-
     index: int
     score: float
 
 
 class Ranker:
-    """Ranks texts by an engine, given or made of a model's folder or hub id and the options of an
-    `EngineConfig`. One that it makes is started when it is first used, and ended by `close`."""
+    """Ranks texts by a given engine, or by one of its own, started on first use and ended by `close`."""
 
     def __init__(self, engine: SyncEngine | None, model: str | None, options: dict[str, Any]) -> None:
         if engine is not None and (model is not None or options):
@@ -27,13 +24,12 @@ class Ranker:
         self._is_started = not self._is_own
 
     def start(self) -> None:
-        """Loads the model, unless that is done."""
         if not self._is_started:
             self._engine.start()
             self._is_started = True
 
     def close(self) -> None:
-        """Ends an engine that this has made."""
+        """Ends an engine of its own."""
         if self._is_own and self._is_started:
             self._engine.close()
             self._is_started = False
@@ -46,7 +42,7 @@ class Ranker:
         score_threshold: float | None,
         normalize: bool,
     ) -> list[Place]:
-        """The best `top_n` texts, best first, or all for None, without those below the threshold."""
+        """The best `top_n` texts (None: all) that reach the threshold, best first."""
         if not texts:
             return []
         self.start()

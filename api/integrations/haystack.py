@@ -1,12 +1,12 @@
-"""For Haystack: a ranker, as pipelines take one."""
+"""A ranker for Haystack."""
 
 from dataclasses import replace
 from typing import Any
 
 from haystack import Document, component, default_from_dict, default_to_dict
 
-from maxsimd.integrations import Ranker
 from maxsimd.engine import SyncEngine
+from maxsimd.integrations import Ranker
 
 
 @component

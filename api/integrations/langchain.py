@@ -1,4 +1,4 @@
-"""For LangChain: a document compressor, as `ContextualCompressionRetriever` takes one."""
+"""A document compressor for LangChain."""
 
 import asyncio
 from collections.abc import Sequence
@@ -8,8 +8,8 @@ from langchain_core.callbacks import Callbacks
 from langchain_core.documents import BaseDocumentCompressor, Document
 from pydantic import ConfigDict, PrivateAttr
 
-from maxsimd.integrations import Place, Ranker
 from maxsimd.engine import SyncEngine
+from maxsimd.integrations import Place, Ranker
 
 
 class MaxsimdRerank(BaseDocumentCompressor):

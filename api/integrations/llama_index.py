@@ -1,4 +1,4 @@
-"""For LlamaIndex: a node postprocessor, as query engines take one."""
+"""A node postprocessor for LlamaIndex."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle
 
-from maxsimd.integrations import Ranker
 from maxsimd.engine import SyncEngine
+from maxsimd.integrations import Ranker
 
 
 class MaxsimdRerank(BaseNodePostprocessor):

@@ -29,11 +29,11 @@ _SHORTEST_TEXT = "a"
 async def check_stage(
     engine: Engine, query: Scorable, documents: Sequence[Item], num_coming: int, options: ScoreOptions
 ) -> None:
-    """Raises InvalidRequestError where the model refuses the query or the options, or where any `num_coming`
-    of the documents include one that it refuses.
+    """Raises InvalidRequestError where a model refuses the query, the options, or one of any `num_coming` of
+    the documents.
 
-    Texts are tried from the longest down to the first that can be read, which usually is the longest. How
-    many tokens all documents have together is left to the stage, because cached ones have none to run."""
+    Tries texts from the longest down to the first readable one. The total of tokens is left to the stage:
+    cached documents have none to run."""
     found: dict[int, InvalidRequestError] = {}
     # Of embeddings, and of pictures, the model takes all or none.
     one_of_each = {type(document): document for document in documents if not isinstance(document, str)}
@@ -63,8 +63,8 @@ def _note(found: dict[int, InvalidRequestError], index: int, refusal: InvalidReq
 async def _refusal(
     engine: Engine, query: Scorable, document: Item, options: ScoreOptions
 ) -> InvalidRequestError | None:
-    """Why the model does not take a document, as far as that is known without opening a picture. Raises
-    InvalidRequestError for what is wrong with anything else."""
+    """Why the model refuses a document, as far as is known without opening pictures. Raises
+    InvalidRequestError for anything else."""
     try:
         complete: ScoreOptions = {**SCORE_DEFAULTS, **options, "cache": "bypass"}
         request = engine.score_processor.read(query, [document], complete)
@@ -139,7 +139,6 @@ class CascadeResult:
 
 
 def check_stages(stages: Sequence[Stage]) -> None:
-    """Raises InvalidRequestError for stages that make no cascade."""
     if not stages:
         raise InvalidRequestError("a cascade needs a stage at least", "stages")
     for i, stage in enumerate(stages):
@@ -148,14 +147,12 @@ def check_stages(stages: Sequence[Stage]) -> None:
 
 
 def _of_stage(error: InvalidRequestError, stage: Stage, indexes: Sequence[int]) -> InvalidRequestError:
-    """The error of a stage with the documents' indexes among those that came in, and the model's name."""
+    """The error with the indexes of the request's documents, and the model's name."""
     message = _DOCUMENT.sub(lambda found: f"documents[{indexes[int(found[1])]}]", str(error))
     return InvalidRequestError(f"{message} (the model {stage.model!r} of the cascade)", error.param)
 
 
 class _Planned(NamedTuple):
-    """A stage with the engine that runs it, and the options that hold for it."""
-
     stage: Stage
     engine: Engine
     options: ScoreOptions
@@ -164,7 +161,7 @@ class _Planned(NamedTuple):
 def _planned(
     engine_of: Callable[[str], Engine], stages: Sequence[Stage], options: CascadeOptions
 ) -> list[_Planned]:
-    """Raises UnknownModelError and its like for a model that is missing, whichever stage it is of."""
+    """Raises UnknownModelError and the like."""
     for_all = {name: value for name, value in options.items() if name not in _OF_LAST}
     plan = []
     for i, stage in enumerate(stages, start=1):
@@ -174,7 +171,7 @@ def _planned(
 
 
 async def _check_later_stages(plan: Sequence[_Planned], query: Scorable, documents: Sequence[Item]) -> None:
-    """Raises InvalidRequestError for what a stage after the first would refuse for certain."""
+    """Raises InvalidRequestError for what a later stage is sure to refuse."""
     num_coming = len(documents)
     for before, (stage, engine, options) in pairwise(plan):
         num_coming = min(num_coming, before.stage.keep or num_coming)
@@ -192,9 +189,8 @@ async def run_cascade(
     deadline: float | None,
     options: CascadeOptions,
 ) -> CascadeResult:
-    """Runs the stages one after the other, all within `deadline` seconds from now. Raises what
-    `Engine.rerank` does, before any stage runs where it is certain by then, and RequestTimeoutError when the
-    time is up between two stages."""
+    """Runs the stages within `deadline` seconds. Raises `Engine.rerank`'s errors, where possible before any
+    stage runs, and RequestTimeoutError between stages."""
     check_stages(stages)
     begun = time.perf_counter()
     plan = _planned(engine_of, stages, options)

@@ -1,4 +1,4 @@
-"""Several models in one process, by their names: the public face."""
+"""Several models in one process, by name."""
 
 import asyncio
 import logging
@@ -32,26 +32,22 @@ from maxsimd.engine.several.cascade import CascadeOptions, CascadeResult, Stage,
 
 
 class CacheBudget:
-    """What one model's cache would take by default, for the caches of all whose size is not configured.
-
-    How much that is, is settled when the first of them comes; each has an equal part, which becomes smaller
-    or larger as others come and go."""
+    """The memory that one cache has by default, in equal parts for all caches without a configured size."""
 
     def __init__(self) -> None:
         self._total: int | None = None
 
     def part(self, sharers: int) -> int:
-        """What each of the models that share may take, in MiB; 1 at least, because 0 would be none."""
+        """MiB of one sharer, at least 1: 0 would be no cache."""
         if self._total is None:
             self._total = memory_limit(EngineConfig())
         return max(1, self._total // max(1, sharers) // MIB)
 
     def applied(self, config: EngineConfig, sharers: int) -> EngineConfig:
-        """The configuration of a model that is one of the sharers, if it is one."""
         return replace(config, cache_mb=self.part(sharers)) if shares(config) else config
 
     def divide(self, engines: Collection[Engine], sharers: int) -> None:
-        """Gives each of these engines, which are among the sharers, its part."""
+        """Resizes these sharers' caches."""
         for engine in engines:
             cache = engine.metrics.cache
             if cache is not None:
@@ -59,12 +55,11 @@ class CacheBudget:
 
 
 def shares(config: EngineConfig) -> bool:
-    """Whether a model's cache has a part of what is for all."""
     return config.cache_mb is None
 
 
 def registry_by_model(registries: Callable[[], Mapping[str, CollectorRegistry]]) -> CollectorRegistry:
-    """A registry with what those by the models' names have whenever it is read."""
+    """A registry of the models' metrics, each with the label `model`."""
     registry = CollectorRegistry()
     registry.register(_ByModel(registries))
     return registry
@@ -87,7 +82,7 @@ class _ByModel(Collector):
 
 
 class SharedEngine(Engine):
-    """As `Engine`, but started on a seat that `take_seat` gives it, a new one for each start."""
+    """An engine on a seat of a shared device; `take_seat` gives a new one for each start."""
 
     def __init__(self, config: EngineConfig, take_seat: Callable[[], Seat]) -> None:
         super().__init__(config)
@@ -96,7 +91,7 @@ class SharedEngine(Engine):
 
     @property
     def device_seconds(self) -> float:
-        """The time that it has used on the device since it was started."""
+        """Device time since the start."""
         return 0.0 if self._seat is None else self._seat.seconds
 
     async def _launch(self) -> Running:
@@ -106,7 +101,7 @@ class SharedEngine(Engine):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loading:
-    """Its checkpoint is being read and proven."""
+    """Its checkpoint is being read and checked."""
 
     def __str__(self) -> str:
         return "loading"
@@ -124,7 +119,7 @@ class Serving:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Failed:
-    """It could not be loaded, or its engine has died; nothing of it is in memory."""
+    """It could not be loaded, or its engine has died; its memory is free."""
 
     reason: str
 
@@ -144,8 +139,7 @@ State: TypeAlias = Loading | Serving | Failed | Dropped
 
 
 def engine_of(name: str, state: State) -> Engine:
-    """The engine of a model in this state. Raises EngineNotReadyError, ModelFailedError or ModelDroppedError
-    where there is none."""
+    """Raises EngineNotReadyError, ModelFailedError or ModelDroppedError."""
     match state:
         case Serving(engine):
             return engine
@@ -164,7 +158,7 @@ GRACE_SECONDS = 30.0
 
 
 class _Going(NamedTuple):
-    """A model that is being dropped, with the state that it was in, and what is `done` when it is gone."""
+    """A model that is being dropped, with its state before; `done` when it is gone."""
 
     name: str
     state: State
@@ -443,7 +437,6 @@ def _dropped_while_loading(name: str) -> ModelDroppedError:
 
 
 def _reason(error: BaseException) -> str:
-    """Of what a model has failed that could not be loaded."""
     if isinstance(error, asyncio.CancelledError):
         return "loading it was cancelled"
     return str(error) if isinstance(error, MaxsimdError) else repr(error)

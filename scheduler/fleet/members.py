@@ -1,9 +1,13 @@
-"""Whose document it is: each document's digest ranks the members, and the first of them owns it.
+"""Members of a fleet: their slots, the documents that each owns, and the cells that share a request.
 
-Rendezvous hashing (Thaler & Ravishankar 1998, "Using name-based mappings to increase hit rates"): a member
-that comes takes an equal share from each of the others, and one that goes leaves its documents to all,
-without a table that anybody must agree on.
-"""
+Each document's digest ranks the members; the first owns it. Rendezvous hashing (Thaler & Ravishankar 1998,
+"Using name-based mappings to increase hit rates"): a new member takes an equal share from each other, without
+a table.
+
+A request over all members of a large fleet would wait for the slowest of a hundred; over a cell of eight it
+has eight parts. The price: a popular document is cached once a cell. A cell has fixed slots, and a document
+belongs to a slot whether or not it has a member. Where it has none, the document goes to its owner in another
+cell."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
