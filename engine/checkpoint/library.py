@@ -84,7 +84,7 @@ from maxsimd.engine.checkpoint.weights import (
 )
 from maxsimd.engine.config import EMBEDDED_MODEL, EngineConfig, ScoreType
 from maxsimd.engine.errors import ModelLoadError
-from maxsimd.engine.media.decoding import load_readers
+from maxsimd.engine.media import load_readers
 from maxsimd.engine.models import registered  # noqa: F401 (transformers learns of our architectures)
 from maxsimd.engine.models.lfm2 import replace_short_convolutions
 

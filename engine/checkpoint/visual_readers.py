@@ -26,7 +26,7 @@ from maxsimd.engine.checkpoint.visual import (
 )
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.engine.media import Picture
-from maxsimd.engine.media.decoding import pillow_of
+from maxsimd.engine.media import pillow_of
 from maxsimd.pooling.ragged import to_device
 from maxsimd.scheduler import TokenSequence
 

@@ -69,7 +69,7 @@ class ReadPairs:
 
     builder: PairBuilder
     request: ScoreRequest
-    queries: Sequence[FittedText[np.int32]]
+    queries: Sequence[FittedText]
     long_inputs: LongInputs
 
     def window_spans(self, pair: int) -> list[Span]:
@@ -255,7 +255,7 @@ class CrossEncoderProcessor(ScoreProcessor):
         queries = (rules.prompt + each if isinstance(each, str) else each for each in request.queries)
         return replace(request, queries=tuple(queries))
 
-    def _read_queries(self, request: ScoreRequest, long_inputs: LongInputs) -> list[FittedText[np.int32]]:
+    def _read_queries(self, request: ScoreRequest, long_inputs: LongInputs) -> list[FittedText]:
         most = None if long_inputs.max_query_tokens is None else long_inputs.max_query_tokens + 1
         names = [InputName("queries", i) for i in range(len(request.queries))]
         texts = [query if isinstance(query, str) else "" for query in request.queries]
@@ -263,11 +263,7 @@ class CrossEncoderProcessor(ScoreProcessor):
         return [long_inputs.query(*each) for each in zip(encoded, names, strict=True)]
 
     def _build(
-        self,
-        request: ScoreRequest,
-        queries: list[FittedText[np.int32]],
-        long_inputs: LongInputs,
-        ids: RequestIds,
+        self, request: ScoreRequest, queries: list[FittedText], long_inputs: LongInputs, ids: RequestIds
     ) -> list[BuiltPair]:
         """Builds all pairs. Raises RequestTooLargeError as soon as they have too many tokens."""
         pairs, num_tokens = [], 0

@@ -121,13 +121,22 @@ def _wrong(param: str, index: int, what: object) -> InvalidRequestError:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DocumentInCache:
+class _Document:
+    query: int
+    windows: list[BuiltText]
+
+    @property
+    def tokens_of_page(self) -> Tokens | None:
+        """The tokens of a document with pictures."""
+        return self.windows[0].tokens if self.windows and self.windows[0].tokens.images else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DocumentInCache(_Document):
     """A document whose embedding is cached or was sent, for query `query`. To be explained, it has the
     `windows` through which it was read."""
 
-    query: int
     embedding: CachedEmbedding
-    windows: list[BuiltText]
 
     @property
     def truncated(self) -> bool:
@@ -149,10 +158,6 @@ class DocumentInCache:
         return self.tokens > 0
 
     @property
-    def tokens_of_page(self) -> Tokens | None:
-        return _tokens_of_page(self.windows)
-
-    @property
     def num_rows(self) -> int:
         return len(self.embedding.rows)
 
@@ -165,12 +170,10 @@ class DocumentInCache:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DocumentToRun:
+class DocumentToRun(_Document):
     """A document to run through its `windows`, for query `query`, and then to cache under `cache_key`, if
     any."""
 
-    query: int
-    windows: list[BuiltText]
     cache_key: bytes | None
 
     @property
@@ -191,21 +194,12 @@ class DocumentToRun:
         return False
 
     @property
-    def tokens_of_page(self) -> Tokens | None:
-        return _tokens_of_page(self.windows)
-
-    @property
     def num_rows(self) -> int:
         return sum([window.num_rows for window in self.windows])
 
     @property
     def window_rows(self) -> tuple[int, ...]:
         return tuple(window.num_rows for window in self.windows)
-
-
-def _tokens_of_page(windows: list[BuiltText]) -> Tokens | None:
-    """Returns the tokens of a document with pictures."""
-    return windows[0].tokens if windows and windows[0].tokens.images else None
 
 
 Document: TypeAlias = DocumentInCache | DocumentToRun
@@ -381,7 +375,7 @@ class DocumentReader:
                 ids.check_tokens(num_tokens)
                 different.append(DocumentToRun(query, [entry.built], entry.cache_key))
             elif isinstance(entry, CachedEmbedding):
-                different.append(DocumentInCache(query, entry, windows))
+                different.append(DocumentInCache(query, windows, entry))
             else:
                 num_tokens += sum([len(window.tokens) for window in windows])
                 if len(windows) > 1:
@@ -420,7 +414,7 @@ class DocumentReader:
             key = self._lookup.page_key(opened.digest)
             if (entry := self._lookup.find_page(key)) is not None:
                 built = [self._pages.built(opened, self.builder.rules, name, ids)] if explain else []
-                return DocumentInCache(0, entry, built)
+                return DocumentInCache(0, built, entry)
         return _NewPage(self._pages.built(opened, self.builder.rules, name, ids), key)
 
     def _cache_key(self, keys: _Found, windows: list[BuiltText]) -> bytes | None:

@@ -327,17 +327,14 @@ class DualEncoderProcessor(ScoreProcessor):
         first_values = list(accumulate(num_values, initial=0))
         for document, parts, first in zip(documents.different, num_parts, first_values, strict=False):
             query = queries[document.query]
+            explained = self._how_explained(request, document)
             if isinstance(document, DocumentInCache):
-                explained = self._how_explained(request, document)
                 for i, part in enumerate(_parts_of(query, parts)):
                     found = CachedDocument(ids.slot(first + i), document.embedding, explained)
                     # Those that were sent may be in other numbers than those that are cached.
                     cached.setdefault((query, document.embedding.rows.dtype, part), []).append(found)
-            elif self._windows_as_one:
-                explained = self._how_explained(request, document)
-                sequences += self._scored_as_one(document, query, first, ids, explained)
             else:
-                sequences += self._scored_separately(document, query, first, ids)
+                sequences += self._sequences_of(document, query, first, ids, explained)
         query_rows = None
         if self._windows_as_one and (request.normalize or request.explain):
             query_rows = _query_rows(request, queries)
@@ -443,45 +440,27 @@ class DualEncoderProcessor(ScoreProcessor):
         lookup = CacheLookup(self._cache, refresh, long_inputs, builder.own_length, owner)
         return DocumentReader(builder, lookup, self._given, self._pages)
 
-    def _scored_as_one(
-        self, document: DocumentToRun, query: Query, index: int, ids: RequestIds, explained: Explained | None
+    def _sequences_of(
+        self, document: DocumentToRun, query: Query, first: int, ids: RequestIds, explained: Explained | None
     ) -> list[TokenSequence]:
-        """Returns the sequences of a document whose windows share the score `index`."""
+        """Returns the sequences of a document, which have one value together, or one each from `first` on."""
+        as_one, is_whole = self._windows_as_one, len(document.windows) == 1
         sequence_ids = [ids.next_sequence_id() for _ in document.windows]
+        window = Window(sequence_ids[0], len(sequence_ids)) if as_one and not is_whole else None
+        # A document whose windows are scored separately is cached only if it is one sequence.
+        cache_key = document.cache_key if as_one or is_whole else None
+        payload = DocumentPayload(query.id, cache_key, document.truncated, window, query.given, explained)
         times = 1 if explained is None else 1 + EXPLAINED
-        window = Window(sequence_ids[0], len(sequence_ids)) if len(sequence_ids) > 1 else None
-        payload = DocumentPayload(
-            query.id, document.cache_key, document.truncated, window, query.given, explained
-        )
         return [
             TokenSequence.document(
                 sequence_id,
-                ids.slot(index),
+                ids.slot(first if as_one else first + i),
                 self._model.score_task,
                 built.tokens,
                 payload,
                 self._price.extra_tokens(query.num_rows, built.num_rows, times),
             )
-            for sequence_id, built in zip(sequence_ids, document.windows, strict=True)
-        ]
-
-    def _scored_separately(
-        self, document: DocumentToRun, query: Query, first: int, ids: RequestIds
-    ) -> list[TokenSequence]:
-        """Returns the sequences of a document whose windows have scores from `first` on. Only documents of
-        one window are cached."""
-        cache_key = document.cache_key if len(document.windows) == 1 else None
-        payload = DocumentPayload(query.id, cache_key, document.truncated, given_query=query.given)
-        return [
-            TokenSequence.document(
-                ids.next_sequence_id(),
-                ids.slot(first + i),
-                self._model.score_task,
-                built.tokens,
-                payload,
-                self._price.extra_tokens(query.num_rows, built.num_rows),
-            )
-            for i, built in enumerate(document.windows)
+            for i, (sequence_id, built) in enumerate(zip(sequence_ids, document.windows, strict=True))
         ]
 
 
@@ -683,26 +662,19 @@ def check_explained(request: ScoreRequest, read: Documents, query_rows: NDArray[
     check_explained_lines(
         request.explain, (row + (count if count > 1 else 0) for row, count in zip(rows, of_each, strict=True))
     )
-    if query_rows is not None and request.maps:
+    if query_rows is None:
+        return
+    if request.maps:
         of_pages = [0 if each.tokens_of_page is None else sum(each.window_rows) for each in read.different]
-        _check_mapped(row * of_pages[position] for row, position in zip(rows, read.position_of, strict=True))
-    if query_rows is not None:
-        # Equal documents have one position and the same query.
-        rows_of = dict(zip(read.position_of, rows, strict=True))
-        _check_noted([rows_of[position] for position in range(len(windows))], windows)
-
-
-def _check_mapped(numbers: Iterable[int]) -> None:
-    mapped = sum(numbers)
-    if mapped > MOST_MAPPED:
-        raise RequestTooLargeError(
-            f"explain would map {mapped} similarities for these documents, and at most {MOST_MAPPED} are "
-            "mapped; send fewer documents, or explain without maps"
-        )
-
-
-def _check_noted(query_rows: Sequence[int], windows: Sequence[int]) -> None:
-    noted = sum(rows * count for rows, count in zip(query_rows, windows, strict=True))
+        mapped = sum(row * of_pages[position] for row, position in zip(rows, read.position_of, strict=True))
+        if mapped > MOST_MAPPED:
+            raise RequestTooLargeError(
+                f"explain would map {mapped} similarities for these documents, and at most {MOST_MAPPED} are "
+                "mapped; send fewer documents, or explain without maps"
+            )
+    # Each query vector is matched in each window. Equal documents have one position and one query.
+    rows_of = dict(zip(read.position_of, rows, strict=True))
+    noted = sum(rows_of[position] * count for position, count in enumerate(windows))
     if noted > MOST_NOTED:
         raise RequestTooLargeError(
             f"explain would note {noted} matches for these documents, and at most {MOST_NOTED} are noted; "

@@ -33,7 +33,6 @@ from maxsimd.engine.requests import (
     SparseEmbedResult,
     SparseVector,
     TokenEmbedResult,
-    Value,
     Values,
 )
 from maxsimd.engine.workers import called_on_each, yield_to_smaller
@@ -198,8 +197,10 @@ class EmbeddingPlan(Plan):
             if entry is not None:
                 matrices.append(decoded(entry.rows, entry.scales, torch.float32))
             else:
-                rows = torch.from_numpy(np.array(_token_rows(next(run)), dtype=np.float32))
-                matrices.append(rows if cache is None or are_queries else _rounded(rows, cache))
+                rows = torch.from_numpy(np.array(next(run), dtype=np.float32))
+                if cache is not None and not are_queries:
+                    rows = cache.rounded(Ragged(rows, (0, len(rows)))).decoded(torch.float32).values
+                matrices.append(rows)
         vectors = muvera.encode(matrices, "query" if are_queries else "document", yield_to_smaller)
         return EmbedResult(vectors, self.usage, self.truncated, values.timings, muvera)
 
@@ -398,15 +399,6 @@ def _sparse_vector(entries: NDArray[np.float32]) -> SparseVector:
     entries = entries[entries[:, 1] != 0]
     entries = entries[np.argsort(entries[:, 0], kind="stable")]
     return SparseVector(entries[:, 0].astype(np.int64), entries[:, 1].copy())
-
-
-def _token_rows(value: Value | None) -> NDArray[np.float32]:
-    assert isinstance(value, np.ndarray)
-    return value
-
-
-def _rounded(rows: torch.Tensor, cache: EmbeddingCache) -> torch.Tensor:
-    return cache.rounded(Ragged(rows, (0, len(rows)))).decoded(torch.float32).values
 
 
 def _check_tokens(tokens: int, most: int | None) -> None:

@@ -101,10 +101,10 @@ class ListwiseProcessor(ScoreProcessor):
             documents = [reader.document(text, ranked.first + i) for i, text in enumerate(ranked.documents)]
             texts += documents
             truncated += sum(text.truncated for text in (query, *documents))
-            prompter = _Prompter(query.text, request.instruction, rules, self._tokenizer)
             before, start = len(blocks), 0
             for size in in_blocks([document.tokens for document in documents], query.tokens, rules):
-                blocks += prompter.blocks([document.text for document in documents[start : start + size]])
+                block = [document.text for document in documents[start : start + size]]
+                blocks += _prompt_blocks(query.text, block, request.instruction, rules, self._tokenizer)
                 start += size
             num_blocks.append(len(blocks) - before)
         sequences = [
@@ -202,30 +202,27 @@ def _lists(request: ScoreRequest) -> Iterator[_RankedList]:
             yield _RankedList(i, query, (document,))
 
 
-@dataclass(frozen=True, slots=True)
-class _Prompter:
-    """Makes the prompts about one query."""
-
-    query: str
-    instruction: str | None
-    rules: ListwiseRules
-    tokenizer: TextTokenizer
-
-    def blocks(self, documents: list[str]) -> list[TokenIds]:
-        """Returns the token ids of a block's prompt, or of its halves' if the wording around short
-        documents, which `in_blocks` does not count, exceeds the context."""
-        prompt = listwise_prompt(self.query, documents, self.instruction, self.rules)
-        ids = self.tokenizer.encode([prompt], "documents")[0]
-        if len(ids) <= self.rules.context:
-            return [ids]
-        if len(documents) == 1:
-            raise InvalidRequestError(
-                f"a pass over one document has {len(ids)} tokens, but at most {self.rules.context} can be "
-                "run; shorten the query or the documents",
-                "documents",
-            )
-        half = len(documents) // 2
-        return [*self.blocks(documents[:half]), *self.blocks(documents[half:])]
+def _prompt_blocks(
+    query: str, documents: list[str], instruction: str | None, rules: ListwiseRules, tokenizer: TextTokenizer
+) -> list[TokenIds]:
+    """Returns the token ids of a block's prompt, or of its halves if it exceeds the context: `in_blocks`
+    does not count the wording around documents."""
+    prompt = listwise_prompt(query, documents, instruction, rules)
+    ids = tokenizer.encode([prompt], "documents")[0]
+    if len(ids) <= rules.context:
+        return [ids]
+    if len(documents) == 1:
+        raise InvalidRequestError(
+            f"a pass over one document has {len(ids)} tokens, but at most {rules.context} can be "
+            "run; shorten the query or the documents",
+            "documents",
+        )
+    half = len(documents) // 2
+    return [
+        block
+        for part in (documents[:half], documents[half:])
+        for block in _prompt_blocks(query, part, instruction, rules, tokenizer)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +262,7 @@ class _TextReader:
             text, ids, self._long_inputs.truncate_to_room(ids, room, name, own_length, max_tokens)
         )
 
-    def _clean(self, text: str, ids: TokenIds, fitted: FittedText[np.int32]) -> _Text:
+    def _clean(self, text: str, ids: TokenIds, fitted: FittedText) -> _Text:
         if len(fitted.tokens) < len(ids):
             text = self._tokenizer.decode(fitted.tokens.tolist())
         for marker in (self._rules.query_marker, self._rules.document_marker):

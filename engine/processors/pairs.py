@@ -50,7 +50,7 @@ class PairBuilder(ABC):
 
     @abstractmethod
     def build(
-        self, request: ScoreRequest, queries: list[FittedText[np.int32]], long_inputs: LongInputs
+        self, request: ScoreRequest, queries: list[FittedText], long_inputs: LongInputs
     ) -> Iterator[BuiltPair]:
         """Yields the pairs of a request in the order of its documents; `queries` are its queries' tokens."""
 
@@ -77,7 +77,7 @@ class TokenizerPairBuilder(PairBuilder):
         self._truncation = truncation
 
     def build(
-        self, request: ScoreRequest, queries: list[FittedText[np.int32]], long_inputs: LongInputs
+        self, request: ScoreRequest, queries: list[FittedText], long_inputs: LongInputs
     ) -> Iterator[BuiltPair]:
         before, between, _ = self._template.ids
         prefixes = [np.concatenate([before, query.tokens, between]) for query in queries]
@@ -241,7 +241,7 @@ class TemplatePairBuilder(PairBuilder):
         self._trailing = np.array(template.trailing_ids, dtype=np.int32)
 
     def build(
-        self, request: ScoreRequest, queries: list[FittedText[np.int32]], long_inputs: LongInputs
+        self, request: ScoreRequest, queries: list[FittedText], long_inputs: LongInputs
     ) -> Iterator[BuiltPair]:
         heads = _SegmentHeads(self._tokenizer)
         query = self._query(request, 0, queries[0], heads)
@@ -271,7 +271,7 @@ class TemplatePairBuilder(PairBuilder):
         return BuiltPair(windows, pair.around.prefix, truncated)
 
     def _query(
-        self, request: ScoreRequest, index: int, fitted: FittedText[np.int32], heads: _SegmentHeads
+        self, request: ScoreRequest, index: int, fitted: FittedText, heads: _SegmentHeads
     ) -> _TemplateQuery:
         text = request.query_texts[index]
         if fitted.truncated:
@@ -477,7 +477,7 @@ class PicturePairBuilder(PairBuilder):
         self._longest = longest
 
     def build(
-        self, request: ScoreRequest, queries: list[FittedText[np.int32]], long_inputs: LongInputs
+        self, request: ScoreRequest, queries: list[FittedText], long_inputs: LongInputs
     ) -> Iterator[BuiltPair]:
         read: dict[int, _PictureSide] = {}
         others = self._texts.build(_without_pictures(request), queries, long_inputs)
@@ -500,7 +500,7 @@ class PicturePairBuilder(PairBuilder):
     def shortest_pair(self) -> int:
         return self._texts.shortest_pair()
 
-    def _query(self, request: ScoreRequest, index: int, fitted: FittedText[np.int32]) -> _PictureSide:
+    def _query(self, request: ScoreRequest, index: int, fitted: FittedText) -> _PictureSide:
         query = request.queries[index]
         if isinstance(query, str) and fitted.truncated:
             query = self._tokenizer.decode(fitted.tokens.tolist())

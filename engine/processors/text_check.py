@@ -96,6 +96,7 @@ class _Check:
         self._tokenizer = tokenizer
         self._ours = _Preprocessed(model, tokenizer, model.max_tokens)
         self._limit = _limit_of(model, config)
+        self._probes = _short_probes(model)
         self._compared: Counter[str] = Counter()
         self._refusal = ""
         # By kind of text, what the library says of the first that it does not read.
@@ -296,10 +297,6 @@ class _Check:
         at = int(apart[0])
         ours, theirs = (f"{each[at]} {self._tokenizer.token(int(each[at]))!r}" for each in (ids, wanted))
         return f"token {at} is {theirs}, not {ours}"
-
-    @property
-    def _probes(self) -> list[_Probe]:
-        return _short_probes(self._model)
 
     def _long_texts(self, role: TextRole | None) -> Iterator[_Probe]:
         """Yields texts of exactly as many tokens as a role reads, of one more, one less, and many more."""

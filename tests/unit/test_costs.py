@@ -12,7 +12,7 @@ from maxsimd.api.handlers import operating, rerank, tokens
 from maxsimd.api.handlers.handle import _ALL
 from maxsimd.api.wire import Name
 from maxsimd.engine import EngineConfig
-from maxsimd.engine.media.decoding import _MAX_ASPECT_RATIO, PictureLimits
+from maxsimd.engine.media import _MAX_ASPECT_RATIO, PictureLimits
 from maxsimd.engine.processors import embedding
 from maxsimd.engine.processors.dual_encoder import MOST_MAPPED, MOST_NOTED
 from maxsimd.engine.processors.processor import MOST_EXPLAINED

@@ -5,7 +5,6 @@ pooling.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Generic
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +13,6 @@ from maxsimd.engine.checkpoint import RoleRules
 from maxsimd.engine.errors import InvalidRequestError, RequestTooLargeError
 from maxsimd.engine.processors.text.tokenization import (
     SHORTEST_TEXT,
-    IdType,
     Origins,
     Side,
     TextTokenizer,
@@ -33,12 +31,12 @@ _SMALLEST_SHARE = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class FittedText(Generic[IdType]):
+class FittedText:
     """A text that fits, and whether the request or the model's maximum truncated it.
 
     Reading only the length that the checkpoint sets for a query or document is no truncation."""
 
-    tokens: NDArray[IdType]
+    tokens: TokenIds
     truncated: bool = False
 
 
@@ -77,6 +75,9 @@ class LongInputs:
         own_side: Side = "right",
     ) -> None:
         self._truncation = truncation
+        self.uses_windows = truncation.windows
+        self.max_query_tokens = truncation.max_query_tokens
+        self.max_document_tokens = truncation.max_document_tokens
         self._most_tokens = most_tokens
         self._overlap = overlap if truncation.window_overlap is None else truncation.window_overlap
         self.limit = _limit(truncation, longest)
@@ -98,18 +99,6 @@ class LongInputs:
         """Whether long texts are truncated rather than refused."""
         return self._truncation.max_tokens is not None and not self._truncation.refuse
 
-    @property
-    def uses_windows(self) -> bool:
-        return self._truncation.windows
-
-    @property
-    def max_query_tokens(self) -> int | None:
-        return self._truncation.max_query_tokens
-
-    @property
-    def max_document_tokens(self) -> int | None:
-        return self._truncation.max_document_tokens
-
     def most_of_text(self, room: int, own_length: int | None, max_tokens: int | None) -> int | None:
         """Returns how many tokens `truncate_to_room` needs; None for all.
 
@@ -128,15 +117,15 @@ class LongInputs:
             limits.append(room)
         return max(0, min(limits)) + 1 if limits else None
 
-    def query(self, text: NDArray[IdType], name: InputName) -> FittedText[IdType]:
+    def query(self, text: TokenIds, name: InputName) -> FittedText:
         """Truncates a query to `max_query_tokens`."""
         return self.within(text, self.max_query_tokens, name)
 
-    def document(self, text: NDArray[IdType], name: InputName) -> FittedText[IdType]:
+    def document(self, text: TokenIds, name: InputName) -> FittedText:
         """Truncates a document to `max_document_tokens`."""
         return self.within(text, self.max_document_tokens, name)
 
-    def within(self, text: NDArray[IdType], max_tokens: int | None, name: InputName) -> FittedText[IdType]:
+    def within(self, text: TokenIds, max_tokens: int | None, name: InputName) -> FittedText:
         """Truncates a text to `max_tokens`, None for no limit. Raises InvalidRequestError if the request
         refuses longer ones."""
         if max_tokens is None or len(text) <= max_tokens:
@@ -155,12 +144,12 @@ class LongInputs:
 
     def truncate_to_room(
         self,
-        text: NDArray[IdType],
+        text: TokenIds,
         room: Room,
         name: InputName,
         own_length: int | None = None,
         max_tokens: int | None = None,
-    ) -> FittedText[IdType]:
+    ) -> FittedText:
         """Truncates a text to its room, if the request allows that.
 
         `own_length` is how much of a text the checkpoint reads in this role, which refuses no text;
@@ -182,7 +171,7 @@ class LongInputs:
             length = room.tokens
         return FittedText(truncate(text, length, self.side), truncated=length < meant)
 
-    def windows(self, text: NDArray[IdType], room: Room, name: InputName) -> list[FittedText[IdType]]:
+    def windows(self, text: TokenIds, room: Room, name: InputName) -> list[FittedText]:
         """Divides a document into overlapping windows of at most `room.tokens` tokens; without windows,
         truncates it. Raises RequestTooLargeError before too many are made."""
         if len(text) <= room.tokens or not self.uses_windows:
@@ -397,14 +386,14 @@ class TextBuilder:
             return self._most
         return None if self._max_tokens is None else self._max_tokens + 1
 
-    def _one(self, text: NDArray[np.int32], name: InputName) -> FittedText[np.int32]:
+    def _one(self, text: TokenIds, name: InputName) -> FittedText:
         """Returns what one sequence has of a text: its tokens or their spans."""
         return self._long_inputs.truncate_to_room(text, self._room, name, self._own_room, self._max_tokens)
 
-    def _alone(self, text: NDArray[np.int32], name: InputName) -> list[FittedText[np.int32]]:
+    def _alone(self, text: TokenIds, name: InputName) -> list[FittedText]:
         return [self._one(text, name)]
 
-    def _windows(self, text: NDArray[np.int32], name: InputName) -> list[FittedText[np.int32]]:
+    def _windows(self, text: TokenIds, name: InputName) -> list[FittedText]:
         """Returns what each sequence has of a document: its tokens or their spans."""
         if not self._long_inputs.uses_windows:
             return self._alone(text, name)
@@ -426,7 +415,7 @@ class TextBuilder:
         text: str,
         name: InputName,
         most: int | None,
-        parts: Callable[[NDArray[np.int32], InputName], list[FittedText[np.int32]]],
+        parts: Callable[[TokenIds, InputName], list[FittedText]],
     ) -> Iterator[Origins]:
         """Yields the rows of each sequence that `parts` makes of a text."""
         prompt, side = self._before, self._long_inputs.side
@@ -447,7 +436,7 @@ class TextBuilder:
         names = (InputName(self._param, i) for i in (count() if indices is None else indices))
         return self._tokenizer.encode(prompted, self._param, most, self._long_inputs.side, names)
 
-    def _filled(self, fitted: FittedText[np.int32], name: InputName) -> BuiltText:
+    def _filled(self, fitted: FittedText, name: InputName) -> BuiltText:
         """Puts special tokens around a text that fits."""
         if self._room.others + len(fitted.tokens) == 0:
             raise InvalidRequestError(f"{name} has no tokens; leave it out", self._param)

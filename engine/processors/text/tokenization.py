@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import repeat
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 from jinja2 import TemplateError
@@ -33,8 +33,6 @@ _NONE = -1
 # One visible character hardly has more code points than this.
 _LONGEST_CLUSTER = 16
 _JOINER = "\u200d"
-# Korean letters, and those of them that do not begin a syllable.
-_JAMO, _VOWELS_AND_ENDS = ("\u1100", "\u11ff"), ("\u1160", "\u11ff")
 _SKIN_TONES = "\U0001f3fb\U0001f3fc\U0001f3fd\U0001f3fe\U0001f3ff"
 
 
@@ -79,12 +77,9 @@ def _belong_together(first: str, second: str) -> bool:
     """Whether a reader sees two characters as one: accents and vowel signs, Korean syllables, parts of an
     emoji."""
     is_mark = unicodedata.category(second).startswith("M") and not first.isspace()
-    is_syllable = _is_between(first, _JAMO) and _is_between(second, _VOWELS_AND_ENDS)
+    # Korean letters: any, and those that do not begin a syllable.
+    is_syllable = "\u1100" <= first <= "\u11ff" and "\u1160" <= second <= "\u11ff"
     return is_mark or is_syllable or _JOINER in (first, second) or second in _SKIN_TONES
-
-
-def _is_between(character: str, bounds: tuple[str, str]) -> bool:
-    return bounds[0] <= character <= bounds[1]
 
 
 def extent(spans: Spans) -> Span | None:
@@ -108,7 +103,6 @@ def behind_prompt(spans: Spans, characters: int) -> Spans:
 
 
 Side = Literal["left", "right"]
-IdType = TypeVar("IdType", np.int32, np.int64)
 
 # Characters of a piece, or some more: tokenized within some milliseconds and a few megabytes.
 PIECE = 16_384
@@ -365,7 +359,8 @@ def piece_bounds(text: str, size: int, breaks: Breaks | None) -> Iterator[tuple[
             break
         yield start, stop
         start = stop
-    _check(len(text) - start)
+    if len(text) - start > LONGEST_PIECE:
+        raise LongPieceError
     yield start, len(text)
 
 
@@ -378,7 +373,8 @@ def piece_bounds_backwards(text: str, size: int, breaks: Breaks | None) -> Itera
             break
         yield start, stop
         stop = start
-    _check(stop)
+    if stop > LONGEST_PIECE:
+        raise LongPieceError
     yield 0, stop
 
 
@@ -392,11 +388,6 @@ def _last_start(text: str, stop: int, size: int, breaks: Breaks) -> int | None:
             return start
         upper, step = lower, 2 * step
     return None
-
-
-def _check(length: int) -> None:
-    if length > LONGEST_PIECE:
-        raise LongPieceError
 
 
 def is_broken(text: str) -> bool:
@@ -470,7 +461,7 @@ def _learn_template(encoding: Encoding, texts: int) -> Template:
     )
 
 
-def truncate(text: NDArray[IdType], length: int, side: Side) -> NDArray[IdType]:
+def truncate(text: NDArray[np.int32], length: int, side: Side) -> NDArray[np.int32]:
     """Truncates a text to `length` tokens at the given side."""
     if len(text) <= length:
         return text

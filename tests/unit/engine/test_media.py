@@ -22,8 +22,9 @@ from maxsimd.engine.media import (
     bytes_of_base64,
     bytes_of_data_url,
     decoded,
+    header_of,
+    rgba_of,
 )
-from maxsimd.engine.media.decoding import header_of, rgba_of
 
 LIMITS = PictureLimits(file_bytes=1 << 20, pixels=1_000_000)
 MOST_BYTES = 1_000

@@ -1,13 +1,17 @@
-"""Reads pictures from the bytes of files, with Pillow.
+"""Texts and pictures as callers send them (`Content`), and how pictures are read, with Pillow.
 
 Pictures come out upright (EXIF's orientation applied), in RGB with 8 bits a channel, on white where
 transparent. Of several frames the first counts. Color profiles are ignored, and of 16-bit colors the upper
 8 bits count. The size is checked before pixels are unpacked; reading takes some 20 bytes a pixel.
 """
 
+import base64
+import binascii
 import ctypes
+import re
+import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from hashlib import sha256
@@ -15,7 +19,7 @@ from importlib import import_module
 from io import BytesIO
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +32,7 @@ class PictureError(ValueError):
 
 # A progressive JPEG has some ten scans, each a pass over the whole picture.
 _MOST_SCANS = 100
-# Of a PNG, beside those that hold its pixels.
+# Chunks of a PNG beside those of its pixels.
 _MOST_CHUNKS = 1_000
 _ONCE = (b"iCCP", b"eXIf")
 _OF_PIXELS = (b"IDAT", b"fdAT", b"fcTL")
@@ -37,19 +41,15 @@ _OF_PIXELS = (b"IDAT", b"fdAT", b"fcTL")
 def check_file(data: bytes, check_size: Callable[[tuple[int, int]], None]) -> None:
     """Refuses files that cost far more to unpack than their bytes and pixels justify. Raises PictureError."""
     if data[:2] == b"\xff\xd8":
-        _check_jpeg(data)
+        # Compressed data has no such bytes; previews may have some.
+        if data.count(b"\xff\xda") > _MOST_SCANS:
+            raise PictureError("has too many scans for a JPEG; save it anew, not progressive")
     elif data[:8] == b"\x89PNG\r\n\x1a\n":
         _check_png(data)
     elif data[:4] == b"RIFF" and data[12:16] == b"VP8X":
         # Opening it allocates the whole canvas.
         width, height = (1 + int.from_bytes(data[at : at + 3], "little") for at in (24, 27))
         check_size((width, height))
-
-
-def _check_jpeg(data: bytes) -> None:
-    # Compressed data has no such bytes; previews may have some.
-    if data.count(b"\xff\xda") > _MOST_SCANS:
-        raise PictureError("has too many scans for a JPEG; save it anew, not progressive")
 
 
 def _check_png(data: bytes) -> None:
@@ -114,10 +114,6 @@ class WebpHeader:
     size: tuple[int, int]
     has_alpha: bool
     is_still: bool
-
-
-def is_webp(data: bytes) -> bool:
-    return data[:4] == b"RIFF" and data[8:12] == b"WEBP"
 
 
 def header_of(data: bytes) -> WebpHeader | None:
@@ -297,7 +293,7 @@ def _pillow() -> ModuleType:
 
 def _still_webp(data: bytes, limits: PictureLimits) -> Any:
     """Decodes a WebP picture without animation; None if Pillow must open it."""
-    header = header_of(data) if is_webp(data) else None
+    header = header_of(data) if data[:4] == b"RIFF" and data[8:12] == b"WEBP" else None
     if header is None or not header.is_still:
         return None
     limits.check_size(header.size)
@@ -406,16 +402,243 @@ def _of_sixteen_bits(values: NDArray[Any], transparent: object) -> NDArray[np.ui
 
 def _in_rgb(image: Any) -> Any:
     if image.mode in _TRANSPARENT or "transparency" in image.info:
-        image = _on_white(image if image.mode == "RGBA" else image.convert("RGBA"))
+        image = image if image.mode == "RGBA" else image.convert("RGBA")
+        pillow = _pillow()
+        image = pillow.alpha_composite(pillow.new("RGBA", image.size, _WHITE), image)
     return image if image.mode == "RGB" else image.convert("RGB")
-
-
-def _on_white(image: Any) -> Any:
-    pillow = _pillow()
-    return pillow.alpha_composite(pillow.new("RGBA", image.size, _WHITE), image)
 
 
 def _in_short(error: Exception) -> str:
     """Returns an error's kind and its first words, which may quote the file."""
     said = "".join(character if character.isprintable() else " " for character in str(error))[:80]
     return f"{type(error).__name__}: {said}" if said else type(error).__name__
+
+
+_DATA_URL_HEAD = re.compile(
+    r"data:(?P<kind>[\w.+/-]*)(?:;[\w.+-]+=[^;,]*)*(?P<base64>;base64)?,", re.IGNORECASE
+)
+_LONGEST_PREFIX = 256
+# Characters that are decoded in one go, within a millisecond or so; a multiple of 4.
+_PIECE = 512 * 1024
+_SPACE = str.maketrans("", "", " \t\r\n")
+
+
+def bytes_of_data_url(url: str, most_bytes: int) -> bytes:
+    """Decodes `data:image/...;base64,...`. Raises PictureError for other URLs and media types, and for
+    more than `most_bytes`."""
+    head = _DATA_URL_HEAD.match(url[:_LONGEST_PREFIX])
+    if head is None or head["base64"] is None:
+        raise PictureError("is no data URL; give data:image/png;base64,... with the file's bytes")
+    kind = head["kind"].lower()
+    if kind and not kind.startswith("image/") and kind != "application/octet-stream":
+        raise PictureError(f"is of the media type {kind}; only pictures can be read (image/...)")
+    return bytes_of_base64(url, most_bytes, head.end())
+
+
+def bytes_of_base64(text: str, most_bytes: int, start: int = 0) -> bytes:
+    """Decodes base64 from the character `start` on. White space, URL-safe letters and missing padding are
+    allowed. Raises PictureError, for more than `most_bytes` before anything is decoded."""
+    if 3 * (len(text) - start) // 4 > most_bytes + most_bytes // 16 + 64:
+        raise PictureError(f"has more than {most_bytes:,} bytes; send a smaller file")
+    try:
+        plain = _plain(text, start).rstrip(b"=")
+        data = _decoded(plain + b"=" * (-len(plain) % 4), b"-_" if b"-" in plain or b"_" in plain else None)
+    except (UnicodeEncodeError, binascii.Error):
+        raise PictureError("is no base64; encode the file's bytes") from None
+    if not data:
+        raise PictureError("is empty; send the file's bytes")
+    if len(data) > most_bytes:
+        raise PictureError(f"has {len(data):,} bytes, but may have {most_bytes:,}; send a smaller file")
+    return data
+
+
+def _plain(text: str, start: int) -> bytes:
+    plain = bytearray()
+    for first in range(start, len(text), _PIECE):
+        plain += text[first : first + _PIECE].translate(_SPACE).encode("ascii")
+    return bytes(plain)
+
+
+def _decoded(plain: bytes, altchars: bytes | None) -> bytes:
+    """Decodes in pieces, so that other threads run in between. Raises binascii.Error."""
+    data = bytearray()
+    for first in range(0, len(plain), _PIECE):
+        data += base64.b64decode(plain[first : first + _PIECE], altchars=altchars, validate=True)
+    return bytes(data)
+
+
+# Pages are drawn with this resolution: an A4 page has 1240 x 1754 pixels.
+_PIXELS_AN_INCH = 150
+_POINTS_AN_INCH = 72
+# PDFium draws one page at a time.
+_DRAWING = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class PictureAt:
+    """A picture in a file, read when it is needed."""
+
+    path: Path
+
+    def read(self, limits: PictureLimits) -> Picture:
+        try:
+            data = self.path.read_bytes()
+        except OSError as error:
+            raise PictureError(f"cannot be read: {error}") from None
+        return decoded(data, limits)
+
+
+@dataclass(frozen=True, slots=True)
+class PdfPage:
+    """A page of a PDF, counted from 0, drawn when it is needed."""
+
+    path: Path
+    page: int
+
+    def read(self, limits: PictureLimits) -> Picture:
+        from pypdfium2 import PdfDocument, PdfiumError
+
+        with _DRAWING:
+            try:
+                with PdfDocument(self.path) as document:
+                    page = document[self.page]
+                    scale = _PIXELS_AN_INCH / _POINTS_AN_INCH
+                    pixels = page.get_width() * page.get_height() * scale**2
+                    if pixels > limits.pixels:
+                        raise PictureError(
+                            f"is a page of {pixels:,.0f} pixels; at most {limits.pixels:,} are read"
+                        )
+                    bitmap = page.render(scale=scale, rev_byteorder=True, prefer_bgrx=False)
+                    drawn = np.array(bitmap.to_numpy())
+                    page.close()
+            except PdfiumError as error:
+                raise PictureError(f"is a page that cannot be drawn: {error}") from None
+        grey = drawn.ndim == 2 or drawn.shape[2] == 1
+        return Picture(np.repeat(drawn.reshape(*drawn.shape[:2], 1), 3, axis=2) if grey else drawn[:, :, :3])
+
+
+def pages_of(path: Path) -> list[PdfPage]:
+    """Returns the pages of a PDF. Raises PictureError for other files and for PDFs with a password, and
+    ImportError without pypdfium2."""
+    from pypdfium2 import PdfDocument, PdfiumError
+
+    with _DRAWING:
+        try:
+            with PdfDocument(path) as document:
+                count = len(document)
+        except (PdfiumError, OSError) as error:
+            raise PictureError(f"cannot be read as a PDF: {error}") from None
+    return [PdfPage(path, number) for number in range(count)]
+
+
+_DATA_URL = "data:"
+# A picture is some thousand tokens, whatever the bytes of its file.
+_CHARACTERS_A_PICTURE = 4_096
+
+
+@dataclass(frozen=True, slots=True)
+class PictureFile:
+    data: bytes
+
+    def read(self, limits: PictureLimits) -> Picture:
+        return decoded(self.data, limits)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPicture:
+    """A picture's file in base64 or as a data URL."""
+
+    text: str
+
+    def read(self, limits: PictureLimits) -> Picture:
+        is_url = self.text[: len(_DATA_URL)].lower() == _DATA_URL
+        data = (bytes_of_data_url if is_url else bytes_of_base64)(self.text, limits.file_bytes)
+        return decoded(data, limits)
+
+
+@dataclass(frozen=True, slots=True)
+class MissingPicture:
+    """A picture that cannot be had; errors give the reason behind its name."""
+
+    reason: str
+
+    def read(self, limits: PictureLimits) -> Picture:
+        raise PictureError(self.reason)
+
+
+@dataclass(frozen=True, slots=True)
+class PictureUrl:
+    """A picture at a URL. The API fetches it before the engine sees it."""
+
+    url: str
+
+    def read(self, limits: PictureLimits) -> Picture:
+        raise PictureError("is at a URL; give the bytes of its file, as the engine fetches nothing")
+
+
+class OpenImage(Protocol):
+    """The part of Pillow's `Image` that is used, without importing Pillow."""
+
+    @property
+    def size(self) -> tuple[int, int]: ...
+
+    @property
+    def mode(self) -> str: ...
+
+    def copy(self) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PillowPicture:
+    """A picture that a Python caller has opened with Pillow."""
+
+    image: OpenImage
+
+    def read(self, limits: PictureLimits) -> Picture:
+        return picture_of_pillow(self.image, limits)
+
+    def __hash__(self) -> int:
+        return id(self.image)
+
+
+# A picture, in whichever form it came.
+AnyPicture: TypeAlias = (
+    Picture | PictureFile | PictureAt | PdfPage | EncodedPicture | PictureUrl | MissingPicture | PillowPicture
+)
+Part: TypeAlias = str | AnyPicture
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """A query or document with pictures: texts and pictures in their order, at least one."""
+
+    parts: tuple[Part, ...]
+
+    def __post_init__(self) -> None:
+        if not self.parts:
+            raise ValueError("content has no parts; give at least one text or picture")
+
+    @classmethod
+    def of(cls, parts: Sequence[Part]) -> "Content":
+        return cls(tuple(parts))
+
+    @property
+    def pictures(self) -> tuple[AnyPicture, ...]:
+        return tuple(part for part in self.parts if not isinstance(part, str))
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return tuple(part for part in self.parts if isinstance(part, str))
+
+    @property
+    def has_pictures(self) -> bool:
+        return any(not isinstance(part, str) for part in self.parts)
+
+    def __len__(self) -> int:
+        """Returns the number of characters of a text that is about as much work."""
+        return sum(len(part) if isinstance(part, str) else _CHARACTERS_A_PICTURE for part in self.parts)
+
+
+def is_pillow(item: object) -> bool:
+    """Whether an object is a Pillow image, without importing Pillow."""
+    return any(f"{kind.__module__}.{kind.__qualname__}" == "PIL.Image.Image" for kind in type(item).__mro__)
