@@ -25,8 +25,7 @@ from maxsimd.engine.checkpoint.visual import (
     tokens_a_patch,
 )
 from maxsimd.engine.errors import ModelLoadError
-from maxsimd.engine.media import Picture
-from maxsimd.engine.media import pillow_of
+from maxsimd.engine.media import Picture, pillow_of
 from maxsimd.pooling.ragged import to_device
 from maxsimd.scheduler import TokenSequence
 
