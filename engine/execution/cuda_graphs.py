@@ -32,6 +32,7 @@ from maxsimd.pooling.methods import PoolingCursor
 from maxsimd.scheduler import Chunk, ResultSlot, Step, Tokens, TokenSequence
 from maxsimd.scheduler.sequence import AnyTokens
 
+log = logging.getLogger(__name__)
 Run = Callable[[], object]
 
 
@@ -321,8 +322,6 @@ class StaticGraph:
         self._inputs.load(given | dict(contents))
         return True
 
-
-log = logging.getLogger(__name__)
 
 # Of hidden states, as a share of the largest: graphs run the same kernels, at most with other tiles.
 TOLERANCE = 0.02

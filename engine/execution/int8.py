@@ -18,6 +18,7 @@ from maxsimd.engine.ops.cpu import int8_linear
 from maxsimd.engine.ops.cpu.library import in_words
 from maxsimd.engine.ops.cpu.linear import Norm
 
+log = logging.getLogger(__name__)
 ROW_MAX = 127
 ZERO = 128  # the byte of a row's zero
 
@@ -139,8 +140,6 @@ class KernelProduct:
     def linear_norm(self, rows: torch.Tensor, residual: torch.Tensor, norm: Norm) -> torch.Tensor:
         return int8_linear.linear_norm(rows, residual, self._weights, norm)
 
-
-log = logging.getLogger(__name__)
 
 # Rows and sides of the layer that is timed.
 _TIMED_ROWS, _TIMED_SIDE = 128, 768

@@ -34,103 +34,8 @@ from maxsimd.engine.ops.cpu.linear import (
     pack_int8,
 )
 
-# Rows that are tried, and the share of their length by which they may differ.
-_ROWS = 32
-_EMBEDDING_SHARE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-_CHILDREN = {"word_embeddings", "position_embeddings", "token_type_embeddings", "LayerNorm", "dropout"}
-
-
-class CompiledEmbeddings(nn.Module):
-    """Replaces BERT's embeddings, the sum of three tables' rows and its norm, by one call of our library.
-    Calls with anything but ids go to the replaced module."""
-
-    def __init__(self, module: Any) -> None:
-        super().__init__()
-        self._module = (module,)  # out of the module tree
-        self.word_embeddings = module.word_embeddings
-        norm = module.LayerNorm
-        self._tables = Tables(
-            module.word_embeddings.weight.detach().contiguous(),
-            module.token_type_embeddings.weight.detach().contiguous(),
-            module.position_embeddings.weight.detach().contiguous(),
-            Norm(norm.weight.detach().float(), norm.bias.detach().float(), norm.eps),
-        )
-
-    def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        token_type_ids: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        **others: Any,
-    ) -> torch.Tensor:
-        # Given positions count from there already.
-        given = {name for name, value in others.items() if value is not None} - {"past_key_values_length"}
-        if input_ids is None or position_ids is None or given:
-            made: torch.Tensor = self._module[0](
-                input_ids=input_ids, token_type_ids=token_type_ids, position_ids=position_ids, **others
-            )
-            return made
-        types = None if token_type_ids is None else token_type_ids.expand_as(input_ids).reshape(-1)
-        positions = position_ids.expand_as(input_ids).reshape(-1)
-        return embed(self._tables, input_ids.reshape(-1), positions, types).view(*input_ids.shape, -1)
-
-
-def compile_embeddings(backbone: nn.Module) -> None:
-    """Replaces every such module within a backbone that gives the same but for rounding."""
-    for parent in list(backbone.modules()):
-        for name, child in list(parent.named_children()):
-            if _is_built_so(child):
-                ours = CompiledEmbeddings(child)
-                if _gives_the_same(ours, child):
-                    setattr(parent, name, ours)
-
-
-def _is_built_so(module: Any) -> bool:
-    if dict(module.named_children()).keys() != _CHILDREN:
-        return False
-    if any(each._forward_hooks or each._forward_pre_hooks for each in module.modules()):
-        return False
-    tables = _tables_of(module)
-    norm = module.LayerNorm
-    if not all(type(table) is nn.Embedding for table in tables) or type(norm) is not nn.LayerNorm:
-        return False
-    precisions = {table.weight.dtype for table in tables}
-    is_precise = precisions == {torch.float32} or precisions == {torch.bfloat16}
-    return is_precise and norm.weight is not None and norm.bias is not None
-
-
-def _tables_of(module: Any) -> tuple[Any, Any, Any]:
-    return module.word_embeddings, module.token_type_embeddings, module.position_embeddings
-
-
-@torch.inference_mode()
-def _gives_the_same(ours: nn.Module, module: Any) -> bool:
-    """For random ids, with types and without."""
-    generator = torch.Generator().manual_seed(0)
-    words, types, positions = (
-        torch.randint(table.num_embeddings, (1, _ROWS), generator=generator) for table in _tables_of(module)
-    )
-    try:
-        return all(
-            _is_near(ours(**ids), module(**ids))
-            for ids in (
-                {"input_ids": words, "position_ids": positions},
-                {"input_ids": words, "position_ids": positions, "token_type_ids": types},
-            )
-        )
-    except Exception:  # it takes something else
-        return False
-
-
-def _is_near(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    if found.shape != expected.shape or found.dtype is not expected.dtype:
-        return False
-    off = (found.double() - expected.double()).norm()
-    return bool(off <= _EMBEDDING_SHARE[expected.dtype] * expected.double().norm())
-
-
+log = logging.getLogger(__name__)
 Pack = Callable[[torch.Tensor], Weights]
-
 # A feed-forward's first linear layer and the activation that follows it, by attribute name.
 _FUSABLE = {"dense": "intermediate_act_fn", "lin1": "activation"}
 
@@ -332,7 +237,100 @@ def is_exact_gelu(activation: Any) -> bool:
     return type(activation).__name__ == "GELUActivation" and activation.act is nn.functional.gelu
 
 
-log = logging.getLogger(__name__)
+# Rows that are tried, and the share of their length by which they may differ.
+_ROWS = 32
+_EMBEDDING_SHARE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+_CHILDREN = {"word_embeddings", "position_embeddings", "token_type_embeddings", "LayerNorm", "dropout"}
+
+
+class CompiledEmbeddings(nn.Module):
+    """Replaces BERT's embeddings, the sum of three tables' rows and its norm, by one call of our library.
+    Calls with anything but ids go to the replaced module."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self._module = (module,)  # out of the module tree
+        self.word_embeddings = module.word_embeddings
+        norm = module.LayerNorm
+        self._tables = Tables(
+            module.word_embeddings.weight.detach().contiguous(),
+            module.token_type_embeddings.weight.detach().contiguous(),
+            module.position_embeddings.weight.detach().contiguous(),
+            Norm(norm.weight.detach().float(), norm.bias.detach().float(), norm.eps),
+        )
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        **others: Any,
+    ) -> torch.Tensor:
+        # Given positions count from there already.
+        given = {name for name, value in others.items() if value is not None} - {"past_key_values_length"}
+        if input_ids is None or position_ids is None or given:
+            made: torch.Tensor = self._module[0](
+                input_ids=input_ids, token_type_ids=token_type_ids, position_ids=position_ids, **others
+            )
+            return made
+        types = None if token_type_ids is None else token_type_ids.expand_as(input_ids).reshape(-1)
+        positions = position_ids.expand_as(input_ids).reshape(-1)
+        return embed(self._tables, input_ids.reshape(-1), positions, types).view(*input_ids.shape, -1)
+
+
+def compile_embeddings(backbone: nn.Module) -> None:
+    """Replaces every such module within a backbone that gives the same but for rounding."""
+    for parent in list(backbone.modules()):
+        for name, child in list(parent.named_children()):
+            if _is_built_so(child):
+                ours = CompiledEmbeddings(child)
+                if _gives_the_same(ours, child):
+                    setattr(parent, name, ours)
+
+
+def _is_built_so(module: Any) -> bool:
+    if dict(module.named_children()).keys() != _CHILDREN:
+        return False
+    if any(each._forward_hooks or each._forward_pre_hooks for each in module.modules()):
+        return False
+    tables = _tables_of(module)
+    norm = module.LayerNorm
+    if not all(type(table) is nn.Embedding for table in tables) or type(norm) is not nn.LayerNorm:
+        return False
+    precisions = {table.weight.dtype for table in tables}
+    is_precise = precisions == {torch.float32} or precisions == {torch.bfloat16}
+    return is_precise and norm.weight is not None and norm.bias is not None
+
+
+def _tables_of(module: Any) -> tuple[Any, Any, Any]:
+    return module.word_embeddings, module.token_type_embeddings, module.position_embeddings
+
+
+@torch.inference_mode()
+def _gives_the_same(ours: nn.Module, module: Any) -> bool:
+    """For random ids, with types and without."""
+    generator = torch.Generator().manual_seed(0)
+    words, types, positions = (
+        torch.randint(table.num_embeddings, (1, _ROWS), generator=generator) for table in _tables_of(module)
+    )
+    try:
+        return all(
+            _is_near(ours(**ids), module(**ids))
+            for ids in (
+                {"input_ids": words, "position_ids": positions},
+                {"input_ids": words, "position_ids": positions, "token_type_ids": types},
+            )
+        )
+    except Exception:  # it takes something else
+        return False
+
+
+def _is_near(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    if found.shape != expected.shape or found.dtype is not expected.dtype:
+        return False
+    off = (found.double() - expected.double()).norm()
+    return bool(off <= _EMBEDDING_SHARE[expected.dtype] * expected.double().norm())
+
 
 # Rows and sides of the layer that is timed.
 _TIMED_ROWS, _TIMED_SIDE = 128, 768
@@ -341,7 +339,6 @@ _TIMED_ROWS, _TIMED_SIDE = 128, 768
 _MARGIN = 1.2
 # The largest difference from torch's result, as a share of the largest number.
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-
 # Makes a replacement, told whether it computes the GELU after the layer.
 Make = Callable[[nn.Linear, bool], nn.Module]
 

@@ -33,111 +33,7 @@ from maxsimd.pooling.ragged import to_device
 from maxsimd.pooling.sparse import GivenWords, TokenWeights, WordsHead
 from maxsimd.scheduler import Chunk, Step
 
-
-class OwnForwardRunner(ModelRunner):
-    """Runs sequences one by one through the model's own library: slow, and right by definition. Its rows are
-    finished items, made by the task's reference."""
-
-    chunked = False
-
-    def __init__(self, references: Mapping[str, Reference]) -> None:
-        self._references = dict(references)
-
-    @torch.inference_mode()
-    def forward(self, step: Step) -> tuple[torch.Tensor, PoolingCursor]:
-        items = [self._references[chunk.sequence.payload.task](chunk.sequence) for chunk in step.chunks]
-        starts = (0, *accumulate(len(item) for item in items[:-1]))
-        return torch.cat(items), PoolingCursor(step.chunks, starts)
-
-
-def with_finished_items(task: Task) -> Task:
-    """The task for rows that are finished items: all rows of a sequence, or its only one (in a sparse task,
-    the weights of all words)."""
-    if isinstance(task.head, TokenWeights):
-        raise ModelLoadError(
-            "a model whose tokens are weighed cannot be run one by one; leave its layers sparse_linear and "
-            "colbert_linear away"
-        )
-    if isinstance(task.head, WordsHead):
-        return replace(task, pooling="given-words", head=GivenWords(task.head), reference=None)
-    pooling = "all" if task.pooling == "all" else "cls"
-    return replace(task, pooling=pooling, head=after_reference(task.head), reference=None)
-
-
-# The share of a batch that may be padding, and the tokens up to which padding is cheaper than another pass.
-PADDING = 0.1
-SMALL_BATCH = 256
-
-
-class PaddedRunner(ModelRunner):
-    """Passes over [sequences, longest] with an attention mask, each over sequences of similar length: for
-    models that cannot be packed."""
-
-    chunked = False
-
-    def __init__(self, model: LoadedModel, device: torch.device) -> None:
-        self._model = model
-        self._backbone: Any = model.backbone
-        self._device = device
-        self._options = {"use_cache": False} if declares(self._backbone, "use_cache") else {}
-
-    @torch.inference_mode()
-    def forward(self, step: Step) -> tuple[torch.Tensor, PoolingCursor]:
-        hidden: list[torch.Tensor] = []
-        chunks: list[Chunk] = []
-        starts: list[int] = []
-        row = 0
-        for indices in by_length([len(chunk) for chunk in step.chunks]):
-            batch = [step.chunks[index] for index in indices]
-            states = self._run(batch)  # [n, longest, hidden]
-            hidden.append(states.flatten(0, 1))
-            chunks += batch
-            starts += range(row, row + len(hidden[-1]), states.shape[1])
-            row += len(hidden[-1])
-        return torch.cat(hidden), PoolingCursor(tuple(chunks), tuple(starts))
-
-    def _run(self, chunks: list[Chunk]) -> torch.Tensor:
-        n, longest = len(chunks), max(len(chunk) for chunk in chunks)
-        pad = getattr(self._backbone.config, "pad_token_id", None) or 0
-        input_ids = np.full((n, longest), pad, dtype=np.int64)
-        attention_mask = np.zeros((n, longest), dtype=np.int64)
-        type_ids = np.zeros((n, longest), dtype=np.int64)
-        for i, chunk in enumerate(chunks):
-            sequence = chunk.sequence
-            input_ids[i, : len(sequence)] = sequence.tokens.ids
-            attention_mask[i, : sequence.tokens.num_attended] = 1
-            if (types := sequence.tokens.type_ids) is not None:
-                type_ids[i, : len(sequence)] = types
-        inputs = {"input_ids": input_ids}
-        if takes(self._backbone, "attention_mask"):
-            inputs["attention_mask"] = attention_mask
-        if self._model.takes_type_ids:
-            inputs["token_type_ids"] = type_ids
-        tensors = {name: to_device(ids, self._device) for name, ids in inputs.items()}
-        output: torch.Tensor = self._backbone(**tensors, **self._options).last_hidden_state
-        return output
-
-
-def by_length(lengths: Sequence[int]) -> list[list[int]]:
-    """Splits sequences into batches of similar length: indices into `lengths`, shortest first. A batch takes
-    the next longer sequence while it is small or has little padding."""
-    batches: list[list[int]] = []
-    tokens = 0
-    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
-        length = lengths[index]
-        if batches:
-            rows = length * (len(batches[-1]) + 1)
-            if rows <= SMALL_BATCH or rows - tokens - length <= PADDING * rows:
-                batches[-1].append(index)
-                tokens += length
-                continue
-        batches.append([index])
-        tokens = length
-    return batches
-
-
 log = logging.getLogger(__name__)
-
 Backend = AttentionBackend[Any]
 
 
@@ -330,3 +226,105 @@ def _remove_pooler(backbone: Any, sample: Sample) -> torch.nn.Module | None:
 def _set_attention(backbone: Any, name: str | None) -> None:
     if name is not None and backbone.config._attn_implementation != name:
         backbone.set_attn_implementation(name)
+
+
+# The share of a batch that may be padding, and the tokens up to which padding is cheaper than another pass.
+PADDING = 0.1
+SMALL_BATCH = 256
+
+
+class PaddedRunner(ModelRunner):
+    """Passes over [sequences, longest] with an attention mask, each over sequences of similar length: for
+    models that cannot be packed."""
+
+    chunked = False
+
+    def __init__(self, model: LoadedModel, device: torch.device) -> None:
+        self._model = model
+        self._backbone: Any = model.backbone
+        self._device = device
+        self._options = {"use_cache": False} if declares(self._backbone, "use_cache") else {}
+
+    @torch.inference_mode()
+    def forward(self, step: Step) -> tuple[torch.Tensor, PoolingCursor]:
+        hidden: list[torch.Tensor] = []
+        chunks: list[Chunk] = []
+        starts: list[int] = []
+        row = 0
+        for indices in by_length([len(chunk) for chunk in step.chunks]):
+            batch = [step.chunks[index] for index in indices]
+            states = self._run(batch)  # [n, longest, hidden]
+            hidden.append(states.flatten(0, 1))
+            chunks += batch
+            starts += range(row, row + len(hidden[-1]), states.shape[1])
+            row += len(hidden[-1])
+        return torch.cat(hidden), PoolingCursor(tuple(chunks), tuple(starts))
+
+    def _run(self, chunks: list[Chunk]) -> torch.Tensor:
+        n, longest = len(chunks), max(len(chunk) for chunk in chunks)
+        pad = getattr(self._backbone.config, "pad_token_id", None) or 0
+        input_ids = np.full((n, longest), pad, dtype=np.int64)
+        attention_mask = np.zeros((n, longest), dtype=np.int64)
+        type_ids = np.zeros((n, longest), dtype=np.int64)
+        for i, chunk in enumerate(chunks):
+            sequence = chunk.sequence
+            input_ids[i, : len(sequence)] = sequence.tokens.ids
+            attention_mask[i, : sequence.tokens.num_attended] = 1
+            if (types := sequence.tokens.type_ids) is not None:
+                type_ids[i, : len(sequence)] = types
+        inputs = {"input_ids": input_ids}
+        if takes(self._backbone, "attention_mask"):
+            inputs["attention_mask"] = attention_mask
+        if self._model.takes_type_ids:
+            inputs["token_type_ids"] = type_ids
+        tensors = {name: to_device(ids, self._device) for name, ids in inputs.items()}
+        output: torch.Tensor = self._backbone(**tensors, **self._options).last_hidden_state
+        return output
+
+
+def by_length(lengths: Sequence[int]) -> list[list[int]]:
+    """Splits sequences into batches of similar length: indices into `lengths`, shortest first. A batch takes
+    the next longer sequence while it is small or has little padding."""
+    batches: list[list[int]] = []
+    tokens = 0
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
+        length = lengths[index]
+        if batches:
+            rows = length * (len(batches[-1]) + 1)
+            if rows <= SMALL_BATCH or rows - tokens - length <= PADDING * rows:
+                batches[-1].append(index)
+                tokens += length
+                continue
+        batches.append([index])
+        tokens = length
+    return batches
+
+
+class OwnForwardRunner(ModelRunner):
+    """Runs sequences one by one through the model's own library: slow, and right by definition. Its rows are
+    finished items, made by the task's reference."""
+
+    chunked = False
+
+    def __init__(self, references: Mapping[str, Reference]) -> None:
+        self._references = dict(references)
+
+    @torch.inference_mode()
+    def forward(self, step: Step) -> tuple[torch.Tensor, PoolingCursor]:
+        items = [self._references[chunk.sequence.payload.task](chunk.sequence) for chunk in step.chunks]
+        starts = (0, *accumulate(len(item) for item in items[:-1]))
+        return torch.cat(items), PoolingCursor(step.chunks, starts)
+
+
+def with_finished_items(task: Task) -> Task:
+    """The task for rows that are finished items: all rows of a sequence, or its only one (in a sparse task,
+    the weights of all words)."""
+    if isinstance(task.head, TokenWeights):
+        raise ModelLoadError(
+            "a model whose tokens are weighed cannot be run one by one; leave its layers sparse_linear and "
+            "colbert_linear away"
+        )
+    if isinstance(task.head, WordsHead):
+        return replace(task, pooling="given-words", head=GivenWords(task.head), reference=None)
+    pooling = "all" if task.pooling == "all" else "cls"
+    return replace(task, pooling=pooling, head=after_reference(task.head), reference=None)

@@ -19,96 +19,7 @@ from maxsimd.engine.ops.cpu.linear import Layer, Layers
 from maxsimd.pooling.methods import PoolingCursor
 from maxsimd.scheduler import Chunk, Step, TokenSequence
 
-
-def packed_layers(backbone: Any, most_rows: int) -> Layers | str:
-    """The layers of a backbone that is built as BERT and whose products are packed, for steps of at most
-    `most_rows` rows; or the reason why they cannot run in one call."""
-    if children_of(backbone) != {"embeddings", "encoder"} or children_of(backbone.encoder) != {"layer"}:
-        return "it does not consist of embeddings and layers alone"
-    if any(module._forward_hooks or module._forward_pre_hooks for module in backbone.modules()):
-        return "its modules have hooks"
-    layers, asked = [], set()
-    for number, module in enumerate(backbone.encoder.layer):
-        layer = _layer(module)
-        if layer is None:
-            return f"layer {number} is not built as BERT's, or its products are not packed"
-        attention = _attention(module.attention.self, layer)
-        if attention is None:
-            return f"layer {number} attends in another way"
-        layers.append(layer)
-        asked.add(attention)
-    if len(asked) != 1:
-        return "its layers attend in different ways"
-    heads, scaling = asked.pop()
-    try:
-        return Layers(layers, heads, scaling, most_rows)
-    except ValueError as error:
-        return str(error)
-
-
-def _layer(module: Any) -> Layer | None:
-    """The products and norms of a layer; None if it is not built as BERT's."""
-    if children_of(module) != {"attention", "intermediate", "output"}:
-        return None
-    if children_of(module.attention) != {"self", "output"}:
-        return None
-    attention, wide = module.attention.self, module.intermediate
-    after = module.attention.output
-    if isinstance(after, ClsOnlyLastLayer):
-        after = after.inner
-    if children_of(attention) != {"query", "key", "value", "dropout"}:
-        return None
-    if children_of(wide) != {"dense", "intermediate_act_fn"} or not _is_gelu(wide):
-        return None
-    inputs = [attention.query, attention.key, attention.value]
-    if not all(isinstance(each, CompiledLinear) and not each.gelu for each in inputs):
-        return None
-    if not isinstance(after, CompiledOutput) or not isinstance(module.output, CompiledOutput):
-        return None
-    query, key, value = (each.product for each in inputs)
-    return Layer(
-        query,
-        key,
-        value,
-        after.product,
-        after.norm,
-        wide.dense.product,
-        module.output.product,
-        module.output.norm,
-    )
-
-
-def _is_gelu(wide: Any) -> bool:
-    """Whether the first half of a feed-forward is one product with exact GELU."""
-    dense = wide.dense
-    return isinstance(dense, CompiledLinear) and dense.gelu and type(wide.intermediate_act_fn) is nn.Identity
-
-
-def _attention(module: Any, layer: Layer) -> tuple[int, float] | None:
-    """The heads and the scaling of a self-attention; None if, on random rows, it does anything else with the
-    products of queries, keys and values than attend."""
-    weights = layer.query.weights
-    x = random_like((1, ROWS, weights.inputs), torch.empty(0, dtype=weights.dtype))
-    found = recorded(lambda attention: module(x, step_attention=attention)[0])
-    if found is None:
-        return None
-    qkv, _ = found
-    if qkv.window is not None or qkv.relative is not None:
-        return None
-    with torch.inference_mode():
-        for asked, made in (
-            (qkv.query, module.query(x)),
-            (qkv.key, module.key(x)),
-            (qkv.value, module.value(x)),
-        ):
-            # [heads, rows, head_dim] beside [1, rows, heads * head_dim]
-            if not torch.equal(asked.transpose(0, 1).reshape(made.shape), made):
-                return None
-    return len(qkv.query), qkv.scaling
-
-
 log = logging.getLogger(__name__)
-
 # Steps of more rows run layer by layer: the memory that is kept between layers would be too large.
 MOST_ROWS = 4096
 # So do steps of more rows than this if one of as many is not faster in one call. With more threads that step
@@ -119,7 +30,6 @@ _TRIED_ROWS = 64
 # How often a small and a large step are timed: at least, and at most while one call is not faster. On a busy
 # machine the best of a few times says little.
 _ROUNDS, _ROUNDS_OF_MANY = (5, 40), (1, 4)
-
 # Seconds of a call.
 Timer = Callable[[Callable[[], object]], float]
 
@@ -235,3 +145,90 @@ def _least_seconds(
 
 def _step(sequences: Sequence[TokenSequence]) -> Step:
     return Step(0, tuple(Chunk(each, 0, len(each)) for each in sequences))
+
+
+def packed_layers(backbone: Any, most_rows: int) -> Layers | str:
+    """The layers of a backbone that is built as BERT and whose products are packed, for steps of at most
+    `most_rows` rows; or the reason why they cannot run in one call."""
+    if children_of(backbone) != {"embeddings", "encoder"} or children_of(backbone.encoder) != {"layer"}:
+        return "it does not consist of embeddings and layers alone"
+    if any(module._forward_hooks or module._forward_pre_hooks for module in backbone.modules()):
+        return "its modules have hooks"
+    layers, asked = [], set()
+    for number, module in enumerate(backbone.encoder.layer):
+        layer = _layer(module)
+        if layer is None:
+            return f"layer {number} is not built as BERT's, or its products are not packed"
+        attention = _attention(module.attention.self, layer)
+        if attention is None:
+            return f"layer {number} attends in another way"
+        layers.append(layer)
+        asked.add(attention)
+    if len(asked) != 1:
+        return "its layers attend in different ways"
+    heads, scaling = asked.pop()
+    try:
+        return Layers(layers, heads, scaling, most_rows)
+    except ValueError as error:
+        return str(error)
+
+
+def _layer(module: Any) -> Layer | None:
+    """The products and norms of a layer; None if it is not built as BERT's."""
+    if children_of(module) != {"attention", "intermediate", "output"}:
+        return None
+    if children_of(module.attention) != {"self", "output"}:
+        return None
+    attention, wide = module.attention.self, module.intermediate
+    after = module.attention.output
+    if isinstance(after, ClsOnlyLastLayer):
+        after = after.inner
+    if children_of(attention) != {"query", "key", "value", "dropout"}:
+        return None
+    if children_of(wide) != {"dense", "intermediate_act_fn"} or not _is_gelu(wide):
+        return None
+    inputs = [attention.query, attention.key, attention.value]
+    if not all(isinstance(each, CompiledLinear) and not each.gelu for each in inputs):
+        return None
+    if not isinstance(after, CompiledOutput) or not isinstance(module.output, CompiledOutput):
+        return None
+    query, key, value = (each.product for each in inputs)
+    return Layer(
+        query,
+        key,
+        value,
+        after.product,
+        after.norm,
+        wide.dense.product,
+        module.output.product,
+        module.output.norm,
+    )
+
+
+def _is_gelu(wide: Any) -> bool:
+    """Whether the first half of a feed-forward is one product with exact GELU."""
+    dense = wide.dense
+    return isinstance(dense, CompiledLinear) and dense.gelu and type(wide.intermediate_act_fn) is nn.Identity
+
+
+def _attention(module: Any, layer: Layer) -> tuple[int, float] | None:
+    """The heads and the scaling of a self-attention; None if, on random rows, it does anything else with the
+    products of queries, keys and values than attend."""
+    weights = layer.query.weights
+    x = random_like((1, ROWS, weights.inputs), torch.empty(0, dtype=weights.dtype))
+    found = recorded(lambda attention: module(x, step_attention=attention)[0])
+    if found is None:
+        return None
+    qkv, _ = found
+    if qkv.window is not None or qkv.relative is not None:
+        return None
+    with torch.inference_mode():
+        for asked, made in (
+            (qkv.query, module.query(x)),
+            (qkv.key, module.key(x)),
+            (qkv.value, module.value(x)),
+        ):
+            # [heads, rows, head_dim] beside [1, rows, heads * head_dim]
+            if not torch.equal(asked.transpose(0, 1).reshape(made.shape), made):
+                return None
+    return len(qkv.query), qkv.scaling

@@ -24,6 +24,34 @@ from maxsimd.pooling.ragged import to_device
 from maxsimd.scheduler import Chunk, ImageJob, Step
 
 
+class ModelRunner(ABC):
+    """A way to run the model. By default it holds nothing between steps and encodes no pictures."""
+
+    # Whether sequences may be cut between steps and share prefixes.
+    chunked: bool
+
+    @abstractmethod
+    def forward(self, step: Step) -> tuple[torch.Tensor, PoolingCursor]:
+        """The hidden states [rows, hidden] of a step, and where each chunk's rows are. A step may be run
+        again, with the same result."""
+
+    def encode(self, images: Sequence[ImageJob]) -> None:  # noqa: B027
+        """Encodes pictures for sequences of later steps. May be called again."""
+
+    def free(self, sequence_id: int) -> None:  # noqa: B027
+        """Frees what is held for a sequence, a prefix or a picture."""
+
+    @property
+    def num_features(self) -> int:
+        """How many pictures have features on the device."""
+        return 0
+
+    @property
+    def num_prefill_kv(self) -> int:
+        """How many sequences have keys and values on the device."""
+        return 0
+
+
 class ClsOnlyLastLayer(nn.Module):
     """Replaces the output module of the last layer's attention, so that the rest of the layer runs on `rows`
     alone if they are set: a model that is pooled by its first token needs no others. For BERT, RoBERTa,
@@ -213,34 +241,6 @@ class FeatureStore:
 
     def __len__(self) -> int:
         return len(self._features)
-
-
-class ModelRunner(ABC):
-    """A way to run the model. By default it holds nothing between steps and encodes no pictures."""
-
-    # Whether sequences may be cut between steps and share prefixes.
-    chunked: bool
-
-    @abstractmethod
-    def forward(self, step: Step) -> tuple[torch.Tensor, PoolingCursor]:
-        """The hidden states [rows, hidden] of a step, and where each chunk's rows are. A step may be run
-        again, with the same result."""
-
-    def encode(self, images: Sequence[ImageJob]) -> None:  # noqa: B027
-        """Encodes pictures for sequences of later steps. May be called again."""
-
-    def free(self, sequence_id: int) -> None:  # noqa: B027
-        """Frees what is held for a sequence, a prefix or a picture."""
-
-    @property
-    def num_features(self) -> int:
-        """How many pictures have features on the device."""
-        return 0
-
-    @property
-    def num_prefill_kv(self) -> int:
-        """How many sequences have keys and values on the device."""
-        return 0
 
 
 class PackedRunner(ModelRunner):

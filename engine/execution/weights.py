@@ -21,6 +21,104 @@ from maxsimd.engine.execution.self_check.samples import Sample
 from maxsimd.engine.ops.cpu.attention import attention
 from maxsimd.engine.ops.qkv import QKV
 
+
+def why_not_replaced(
+    model: LoadedModel,
+    runner: ModelRunner,
+    samples: Sequence[Sample],
+    compiled: bool,
+    fusible: Collection[Fused] = (),
+) -> str | None:
+    """None if the model in float32 gives the expected items for the samples with its linear layers replaced
+    (after fusing layers of the `fusible` kinds) and, if `compiled`, its tower run by our kernels; else a
+    description of the mismatch. Leaves the model unchanged."""
+    replace: Callable[[nn.Module], int] = linear.compile_float32 if compiled else linear.hide
+    roots = [*model.encoders, *_head_modules(model)]
+    try:
+        with tower_attention_restored(_towers(model)), _restored(roots):
+            if compiled:
+                use_tower_kernels(_towers(model))
+            if fusible:
+                fuse(model.backbone, fusible)
+            for root in roots:
+                replace(root)
+            comparison = compare(runner, pooler_for(model.tasks), samples)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None if comparison.agrees else f"results differ: {comparison}"
+
+
+def proven_fused(
+    model: LoadedModel, runner: ModelRunner, samples: Sequence[Sample]
+) -> frozenset[Fused] | str:
+    """The kinds of modules that can be fused if the model in float32 then gives the expected items for the
+    samples, also in chunks if it runs so; else a description of the mismatch. Leaves the model unchanged."""
+    pooler = pooler_for(model.tasks)
+    try:
+        with _restored([model.backbone]):
+            kinds = frozenset(fuse(model.backbone))
+            if not kinds:
+                return kinds
+            comparisons = [compare(runner, pooler, samples)]
+            if runner.chunked:
+                longest = max(samples, key=lambda sample: len(sample.sequence))
+                comparisons.append(compare_in_parts(runner, pooler, longest))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    mismatches = [str(comparison) for comparison in comparisons if not comparison.agrees]
+    return f"results differ: {mismatches[0]}" if mismatches else kinds
+
+
+def lay_out_weights(
+    model: LoadedModel, device: torch.device, dtype: torch.dtype, config: EngineConfig, compiled: bool
+) -> int:
+    """Replaces the linear layers of backbone and heads; returns the number of int8 weights. A tower has none:
+    all that follows reads its results."""
+    rounded = config.quantization == "int8"
+    exact = [*_towers(model), *([] if rounded else [model.backbone])]
+    if not compiled:
+        if device.type == "cpu":
+            for module in exact:
+                linear.replace_by_way(module, linear.choose_way(dtype))
+    else:
+        for module in _head_modules(model):
+            linear.compile_float32(module)
+        use_tower_kernels(_towers(model))
+        for module in exact:
+            if dtype is torch.float32:
+                linear.compile_float32(module)
+            else:
+                linear.compile_bfloat16(module)
+    if not rounded:
+        return 0
+    if compiled and dtype is torch.bfloat16:
+        return linear.compile_int8(model.backbone)
+    return int8.round_layers(model.backbone, int8.choose_path(config.kernels == "auto"))
+
+
+def _towers(model: LoadedModel) -> tuple[nn.Module, ...]:
+    return () if model.vision is None else model.vision.modules
+
+
+def _head_modules(model: LoadedModel) -> list[nn.Module]:
+    return [module for task in model.tasks.values() for module in modules_of(task.head)]
+
+
+@contextmanager
+def _restored(roots: Sequence[nn.Module]) -> Iterator[None]:
+    """Restores all attributes and children of the modules under `roots` at the end."""
+    before = [
+        (module, dict(vars(module)), dict(module._modules)) for root in roots for module in root.modules()
+    ]
+    try:
+        yield
+    finally:
+        for module, attributes, children in before:
+            vars(module).update(attributes)
+            module._modules.clear()
+            module._modules.update(children)
+
+
 TOWER_ATTENTION = "maxsimd_tower"
 
 
@@ -143,100 +241,3 @@ def _has_patches_side_by_side(module: nn.Module) -> TypeGuard[nn.Conv2d | nn.Con
         return False
     is_plain = module.groups == 1 and not any(module.padding) and set(module.dilation) == {1}
     return is_plain and module.stride == module.kernel_size
-
-
-def why_not_replaced(
-    model: LoadedModel,
-    runner: ModelRunner,
-    samples: Sequence[Sample],
-    compiled: bool,
-    fusible: Collection[Fused] = (),
-) -> str | None:
-    """None if the model in float32 gives the expected items for the samples with its linear layers replaced
-    (after fusing layers of the `fusible` kinds) and, if `compiled`, its tower run by our kernels; else a
-    description of the mismatch. Leaves the model unchanged."""
-    replace: Callable[[nn.Module], int] = linear.compile_float32 if compiled else linear.hide
-    roots = [*model.encoders, *_head_modules(model)]
-    try:
-        with tower_attention_restored(_towers(model)), _restored(roots):
-            if compiled:
-                use_tower_kernels(_towers(model))
-            if fusible:
-                fuse(model.backbone, fusible)
-            for root in roots:
-                replace(root)
-            comparison = compare(runner, pooler_for(model.tasks), samples)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None if comparison.agrees else f"results differ: {comparison}"
-
-
-def proven_fused(
-    model: LoadedModel, runner: ModelRunner, samples: Sequence[Sample]
-) -> frozenset[Fused] | str:
-    """The kinds of modules that can be fused if the model in float32 then gives the expected items for the
-    samples, also in chunks if it runs so; else a description of the mismatch. Leaves the model unchanged."""
-    pooler = pooler_for(model.tasks)
-    try:
-        with _restored([model.backbone]):
-            kinds = frozenset(fuse(model.backbone))
-            if not kinds:
-                return kinds
-            comparisons = [compare(runner, pooler, samples)]
-            if runner.chunked:
-                longest = max(samples, key=lambda sample: len(sample.sequence))
-                comparisons.append(compare_in_parts(runner, pooler, longest))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    mismatches = [str(comparison) for comparison in comparisons if not comparison.agrees]
-    return f"results differ: {mismatches[0]}" if mismatches else kinds
-
-
-def lay_out_weights(
-    model: LoadedModel, device: torch.device, dtype: torch.dtype, config: EngineConfig, compiled: bool
-) -> int:
-    """Replaces the linear layers of backbone and heads; returns the number of int8 weights. A tower has none:
-    all that follows reads its results."""
-    rounded = config.quantization == "int8"
-    exact = [*_towers(model), *([] if rounded else [model.backbone])]
-    if not compiled:
-        if device.type == "cpu":
-            for module in exact:
-                linear.replace_by_way(module, linear.choose_way(dtype))
-    else:
-        for module in _head_modules(model):
-            linear.compile_float32(module)
-        use_tower_kernels(_towers(model))
-        for module in exact:
-            if dtype is torch.float32:
-                linear.compile_float32(module)
-            else:
-                linear.compile_bfloat16(module)
-    if not rounded:
-        return 0
-    if compiled and dtype is torch.bfloat16:
-        return linear.compile_int8(model.backbone)
-    return int8.round_layers(model.backbone, int8.choose_path(config.kernels == "auto"))
-
-
-def _towers(model: LoadedModel) -> tuple[nn.Module, ...]:
-    return () if model.vision is None else model.vision.modules
-
-
-def _head_modules(model: LoadedModel) -> list[nn.Module]:
-    return [module for task in model.tasks.values() for module in modules_of(task.head)]
-
-
-@contextmanager
-def _restored(roots: Sequence[nn.Module]) -> Iterator[None]:
-    """Restores all attributes and children of the modules under `roots` at the end."""
-    before = [
-        (module, dict(vars(module)), dict(module._modules)) for root in roots for module in root.modules()
-    ]
-    try:
-        yield
-    finally:
-        for module, attributes, children in before:
-            vars(module).update(attributes)
-            module._modules.clear()
-            module._modules.update(children)

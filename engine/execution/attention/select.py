@@ -26,6 +26,76 @@ from maxsimd.engine.execution.self_check.samples import largest
 from maxsimd.engine.ops import triton as triton_ops
 from maxsimd.engine.ops.qkv import KV, QKV
 
+log = logging.getLogger(__name__)
+Backend = AttentionBackend[Any]
+
+
+def choose_attention(
+    name: str, model: LoadedModel, device: torch.device, dtype: torch.dtype, compiled: bool
+) -> Backend:
+    """The backend for a name: auto, varlen, flash, triton or torch.
+
+    `auto` takes the fastest that agrees with plain torch on random sequences, and warns of those that do not.
+    `compiled` allows the compiled kernels. Raises ModelLoadError for a name that cannot run here."""
+    if name == "torch":
+        return GroupedBackend()
+    if name == "auto" and device.type == "cpu":
+        return CompiledBackend() if compiled else GroupedBackend()
+    found = candidates(device, dtype)
+    if name not in ("auto", *found):
+        is_missing = name == "triton" and triton_ops.is_missing_on(device)
+        raise ModelLoadError(
+            f"attention by {name} cannot run on this {device.type} in {dtype_name(dtype)}; "
+            + (triton_ops.MISSING if is_missing else "use auto")
+        )
+    if has_relative_positions(model.backbone):
+        level = logging.INFO if name == "auto" else logging.WARNING
+        log.log(level, "attention: plain torch, which alone adds relative positions on this device")
+        return GroupedBackend()
+    if name != "auto":
+        return found[name]()
+    right: dict[str, Backend] = {}
+    for candidate, make in found.items():
+        backend = make()
+        mismatch = find_mismatch(backend, model, device, dtype)
+        if mismatch is None:
+            right[candidate] = backend
+        else:
+            log.warning("attention by %s is not used: %s", candidate, mismatch)
+    if not right:
+        log.debug("attention: plain torch, because nothing else is right on this device")
+        return GroupedBackend()
+    return right[_choose(right, model, device, dtype)]
+
+
+def _choose(
+    right: Mapping[str, Backend], model: LoadedModel, device: torch.device, dtype: torch.dtype
+) -> str:
+    """The name of the fastest right backend; the first without a timing if there is one, or no GPU."""
+    if len(right) == 1 or device.type != "cuda":
+        chosen = next(iter(right))
+        log.debug("attention: %s, the first that is right on this device", chosen)
+        return chosen
+    times = time_backends(right, model, device, dtype, time_on_cuda)
+    chosen = fastest(times)
+    measured = ", ".join(f"{name} {taken:.3f} ms" for name, taken in times.items())
+    log.debug("attention: %s, by a short timing on this device: %s", chosen, measured)
+    return chosen
+
+
+def candidates(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[], Backend]]:
+    """The backends for GPUs that can run on a device, preferred first."""
+    found: dict[str, Callable[[], Backend]] = {}
+    if triton_ops.runs_on(device):
+        # First, because CUDA graphs of any size can be captured with it.
+        found["triton"] = TritonBackend
+    if is_varlen_available(device, dtype):
+        found["varlen"] = lambda: VarlenBackend(device)
+    if is_flash_available(device, dtype):
+        found["flash"] = lambda: FlashBackend(device)
+    return found
+
+
 # For random values of size 1 in the model's precision: ten times what rounding alone does.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 # Rows and keys of the sequences that are tried, with full, partial and empty blocks; the first row of each.
@@ -124,7 +194,6 @@ _BUDGET = 20.0
 # A later backend must be faster than earlier ones by more than this: less may be chance, and the first is
 # cheaper to launch.
 _MARGIN = 0.1
-
 Timer = Callable[[Callable[[], object]], float]
 
 
@@ -174,74 +243,3 @@ def _layout(model: LoadedModel) -> Layout:
         groups.append(Group(row, 1, length, (length,)))
         row += length
     return Layout(model.causal, tuple(groups))
-
-
-log = logging.getLogger(__name__)
-
-Backend = AttentionBackend[Any]
-
-
-def choose_attention(
-    name: str, model: LoadedModel, device: torch.device, dtype: torch.dtype, compiled: bool
-) -> Backend:
-    """The backend for a name: auto, varlen, flash, triton or torch.
-
-    `auto` takes the fastest that agrees with plain torch on random sequences, and warns of those that do not.
-    `compiled` allows the compiled kernels. Raises ModelLoadError for a name that cannot run here."""
-    if name == "torch":
-        return GroupedBackend()
-    if name == "auto" and device.type == "cpu":
-        return CompiledBackend() if compiled else GroupedBackend()
-    found = candidates(device, dtype)
-    if name not in ("auto", *found):
-        is_missing = name == "triton" and triton_ops.is_missing_on(device)
-        raise ModelLoadError(
-            f"attention by {name} cannot run on this {device.type} in {dtype_name(dtype)}; "
-            + (triton_ops.MISSING if is_missing else "use auto")
-        )
-    if has_relative_positions(model.backbone):
-        level = logging.INFO if name == "auto" else logging.WARNING
-        log.log(level, "attention: plain torch, which alone adds relative positions on this device")
-        return GroupedBackend()
-    if name != "auto":
-        return found[name]()
-    right: dict[str, Backend] = {}
-    for candidate, make in found.items():
-        backend = make()
-        mismatch = find_mismatch(backend, model, device, dtype)
-        if mismatch is None:
-            right[candidate] = backend
-        else:
-            log.warning("attention by %s is not used: %s", candidate, mismatch)
-    if not right:
-        log.debug("attention: plain torch, because nothing else is right on this device")
-        return GroupedBackend()
-    return right[_choose(right, model, device, dtype)]
-
-
-def _choose(
-    right: Mapping[str, Backend], model: LoadedModel, device: torch.device, dtype: torch.dtype
-) -> str:
-    """The name of the fastest right backend; the first without a timing if there is one, or no GPU."""
-    if len(right) == 1 or device.type != "cuda":
-        chosen = next(iter(right))
-        log.debug("attention: %s, the first that is right on this device", chosen)
-        return chosen
-    times = time_backends(right, model, device, dtype, time_on_cuda)
-    chosen = fastest(times)
-    measured = ", ".join(f"{name} {taken:.3f} ms" for name, taken in times.items())
-    log.debug("attention: %s, by a short timing on this device: %s", chosen, measured)
-    return chosen
-
-
-def candidates(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[], Backend]]:
-    """The backends for GPUs that can run on a device, preferred first."""
-    found: dict[str, Callable[[], Backend]] = {}
-    if triton_ops.runs_on(device):
-        # First, because CUDA graphs of any size can be captured with it.
-        found["triton"] = TritonBackend
-    if is_varlen_available(device, dtype):
-        found["varlen"] = lambda: VarlenBackend(device)
-    if is_flash_available(device, dtype):
-        found["flash"] = lambda: FlashBackend(device)
-    return found

@@ -29,6 +29,8 @@ from maxsimd.engine.execution.runner import attend
 from maxsimd.engine.ops import elementwise, triton
 from maxsimd.engine.ops.qkv import QKV
 
+log = logging.getLogger(__name__)
+
 
 class FusedSelfAttention(nn.Module):
     """Queries, keys and values as one product, and packed attention, which tells layers apart by the replaced
@@ -142,13 +144,9 @@ def _give_the_same(fused: nn.Module, module: Any, widths: tuple[int, ...]) -> bo
         return agrees(fused(*rows), module(*rows))
 
 
-log = logging.getLogger(__name__)
-
 _Maker: TypeAlias = Callable[[Any], nn.Module | None]
 _MAKERS: tuple[_Maker, ...] = (fused_rotary_layer, fused_self_attention, fused_intermediate, fused_output)
 _MAKERS_ON_CPU: tuple[_Maker, ...] = (fused_rotary_layer,)
-
-
 # The types of a module and of its replacement.
 Fused: TypeAlias = tuple[type[nn.Module], type[nn.Module]]
 

@@ -14,6 +14,46 @@ from maxsimd.engine.ops.qkv import PositionBias
 
 # The least reach of tables of positions, doubled whenever it is not enough.
 _LEAST_REACH = 64
+_PACKED = frozenset({"DebertaV2Encoder", "MPNetEncoder"})
+_STACKS = frozenset({"T5Stack", "MT5Stack"})
+# Our own models, which give any attention their bias.
+_BIASED = frozenset({"JinaBertEncoder"})
+
+
+def has_relative_positions(backbone: nn.Module) -> bool:
+    """Whether a backbone asks attention for relative positions."""
+    return any(
+        type(module).__name__ in _PACKED | _BIASED or _is_stack(module) for module in backbone.modules()
+    )
+
+
+def install(backbone: Any, attention: str) -> Callable[[], None]:
+    """Runs the encoder of a backbone with relative positions packed; does nothing to other backbones. An
+    encoder without an attention interface counts as one that attends by the name `attention`, for which
+    transformers makes no masks. Returns a function that undoes it."""
+    undo = ExitStack()
+    encoder = getattr(backbone, "encoder", None)
+    name = type(encoder).__name__
+    if name in _PACKED:
+        from maxsimd.engine.execution.relative import encoders  # which imports transformers
+
+        packed = encoders.PACKED[name](encoder)
+        undo.callback(setattr, backbone, "encoder", encoder)
+        undo.callback(setattr, backbone.config, "_attn_implementation", backbone.config._attn_implementation)
+        backbone.encoder, backbone.config._attn_implementation = packed, attention
+        undo.callback(backbone.register_forward_pre_hook(packed.take_attention, with_kwargs=True).remove)
+        return undo.close
+    for stack in backbone.modules():
+        if _is_stack(stack):
+            # The other layers use the bias that the first makes.
+            bias = _StepBias(stack.block[0].layer[0].SelfAttention)
+            undo.callback(delattr, bias.attention, "compute_bias")
+            undo.callback(stack.register_forward_pre_hook(bias.take_attention, with_kwargs=True).remove)
+    return undo.close
+
+
+def _is_stack(module: nn.Module) -> bool:
+    return type(module).__name__ in _STACKS and not getattr(module, "is_decoder", False)
 
 
 class PackedEncoder(nn.Module):
@@ -89,45 +129,3 @@ class _StepBias:
             max_distance=attention.relative_attention_max_distance,
         )
         return PositionBias(weight[buckets].t().float().contiguous())
-
-
-_PACKED = frozenset({"DebertaV2Encoder", "MPNetEncoder"})
-_STACKS = frozenset({"T5Stack", "MT5Stack"})
-# Our own models, which give any attention their bias.
-_BIASED = frozenset({"JinaBertEncoder"})
-
-
-def has_relative_positions(backbone: nn.Module) -> bool:
-    """Whether a backbone asks attention for relative positions."""
-    return any(
-        type(module).__name__ in _PACKED | _BIASED or _is_stack(module) for module in backbone.modules()
-    )
-
-
-def install(backbone: Any, attention: str) -> Callable[[], None]:
-    """Runs the encoder of a backbone with relative positions packed; does nothing to other backbones. An
-    encoder without an attention interface counts as one that attends by the name `attention`, for which
-    transformers makes no masks. Returns a function that undoes it."""
-    undo = ExitStack()
-    encoder = getattr(backbone, "encoder", None)
-    name = type(encoder).__name__
-    if name in _PACKED:
-        from maxsimd.engine.execution.relative import encoders  # which imports transformers
-
-        packed = encoders.PACKED[name](encoder)
-        undo.callback(setattr, backbone, "encoder", encoder)
-        undo.callback(setattr, backbone.config, "_attn_implementation", backbone.config._attn_implementation)
-        backbone.encoder, backbone.config._attn_implementation = packed, attention
-        undo.callback(backbone.register_forward_pre_hook(packed.take_attention, with_kwargs=True).remove)
-        return undo.close
-    for stack in backbone.modules():
-        if _is_stack(stack):
-            # The other layers use the bias that the first makes.
-            bias = _StepBias(stack.block[0].layer[0].SelfAttention)
-            undo.callback(delattr, bias.attention, "compute_bias")
-            undo.callback(stack.register_forward_pre_hook(bias.take_attention, with_kwargs=True).remove)
-    return undo.close
-
-
-def _is_stack(module: nn.Module) -> bool:
-    return type(module).__name__ in _STACKS and not getattr(module, "is_decoder", False)

@@ -19,6 +19,7 @@ from maxsimd.pooling.methods import Head, PoolingCursor
 from maxsimd.pooling.sparse import WordsHead
 from maxsimd.scheduler import Chunk, ImageJob, Step, Tokens, TokenSequence
 
+log = logging.getLogger(__name__)
 # The share of the largest hidden state by which float32 rounding moves them. Heads may amplify it.
 _ROUNDING = 1e-6
 
@@ -129,8 +130,6 @@ def _items(pooler: DispatchPooler, hidden: torch.Tensor, cursor: PoolingCursor) 
         for sequence, item in pooler.comparable(pooled)
     }
 
-
-log = logging.getLogger(__name__)
 
 # The difference of a lower precision from float32, as a share of the largest number: beyond the first limit a
 # warning is logged, beyond the second the model is refused.

@@ -61,22 +61,6 @@ def largest(tensors: Iterable[torch.Tensor]) -> float:
     return float(torch.stack(numbers).max()) if numbers else 0.0
 
 
-# Widths and heights: landscape, portrait, and a line.
-_SIZES = ((90, 60), (70, 130), (200, 9))
-
-
-def random_pages(model: LoadedModel, task: str) -> Iterator[TokenSequence]:
-    """Sequences of a random picture each, with negative ids, unlike sequences; none for a model of texts."""
-    if model.vision is None:
-        return
-    random = np.random.default_rng(0)
-    for i, (width, height) in enumerate(_SIZES):
-        picture = Picture(random.integers(0, 256, (height, width, 3), dtype=np.uint8))
-        inputs = model.vision.reader.read(picture)
-        page = model.vision.reader.page(inputs)
-        yield TokenSequence.text(0, ResultSlot(0, 0), task, model.vision.tokens_of(page, -1 - i, inputs))
-
-
 # Tokens of the longest random document without a window.
 _SHORT = 23
 
@@ -230,6 +214,22 @@ def _sequence(
 
 def _of_task(task: str, tokens: Tokens) -> TokenSequence:
     return TokenSequence.text(0, ResultSlot(0, 0), task, tokens)
+
+
+# Widths and heights: landscape, portrait, and a line.
+_SIZES = ((90, 60), (70, 130), (200, 9))
+
+
+def random_pages(model: LoadedModel, task: str) -> Iterator[TokenSequence]:
+    """Sequences of a random picture each, with negative ids, unlike sequences; none for a model of texts."""
+    if model.vision is None:
+        return
+    random = np.random.default_rng(0)
+    for i, (width, height) in enumerate(_SIZES):
+        picture = Picture(random.integers(0, 256, (height, width, 3), dtype=np.uint8))
+        inputs = model.vision.reader.read(picture)
+        page = model.vision.reader.page(inputs)
+        yield TokenSequence.text(0, ResultSlot(0, 0), task, model.vision.tokens_of(page, -1 - i, inputs))
 
 
 # Tables with fewer numbers are converted like everything else.
