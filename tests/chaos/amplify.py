@@ -107,12 +107,9 @@ def _on_embedded() -> Iterator[Attack]:
 
     def muvera(count: int) -> Attack:
         body = _json(
-            input=_texts(count, 12),
-            encoding="muvera",
-            input_type="document",
-            muvera={"k_sim": 12, "r_reps": 64, "d_proj": 1},
-            timeout=2,
-        )
+            input=_texts(count, 12), encoding="muvera", input_type="document",
+            muvera={"k_sim": 12, "r_reps": 64, "d_proj": 1}, timeout=2,
+        )  # fmt: skip
         return Attack(f"muvera of {count} texts, six at a time", "/v1/embeddings", body, count, 6, 2)
 
     yield ranked("shape of 60,000 numbers", {"embedding": vector, "shape": [10**18 + 1] * 60_000})

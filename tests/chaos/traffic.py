@@ -210,14 +210,11 @@ def _tokenize(pool: Pool, draw: random.Random) -> Ask:
 
 
 MALFORMED: dict[bytes, int] = {
-    b"": 400,
-    b"\xff\xfe": 400,
-    b'{"query": "a"}': 400,
-    b'{"query": "a", "documents": [1]}': 400,
+    b"": 400, b"\xff\xfe": 400, b'{"query": "a"}': 400, b'{"query": "a", "documents": [1]}': 400,
     b'{"query": "\\ud800", "documents": ["a"]}': 400,
     b'{"query": "a", "documents": ["a"], "model": "another"}': 404,
     b'{"query": "a", "documents": ' + b"[" * 5000: 400,
-}
+}  # fmt: skip
 
 
 def malformed(pool: Pool, draw: random.Random) -> Ask:

@@ -34,13 +34,9 @@ def ray_session(cores: int = 16) -> Iterator[str]:
     port = free_port()
     try:
         ray.init(
-            address="local",
-            num_cpus=cores,
-            include_dashboard=False,
-            object_store_memory=100 << 20,
-            _temp_dir=folder,
-            _node_ip_address="127.0.0.1",
-        )
+            address="local", num_cpus=cores, include_dashboard=False, object_store_memory=100 << 20,
+            _temp_dir=folder, _node_ip_address="127.0.0.1",
+        )  # fmt: skip
         serve.start(http_options={"host": "127.0.0.1", "port": port, "location": "HeadOnly"})
         yield f"http://127.0.0.1:{port}"
     finally:

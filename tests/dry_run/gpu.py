@@ -361,13 +361,10 @@ def _described(tensor: torch.Tensor | None = None) -> str:
 # An H100.
 CAPABILITY = (9, 0)
 PROPERTIES = SimpleNamespace(
-    name="a GPU that is not there",
-    major=9,
-    multi_processor_count=132,
-    shared_memory_per_block_optin=227 * 1024,
-    shared_memory_per_multiprocessor=228 * 1024,
+    name="a GPU that is not there", major=9, multi_processor_count=132,
+    shared_memory_per_block_optin=227 * 1024, shared_memory_per_multiprocessor=228 * 1024,
     total_memory=80 << 30,
-)
+)  # fmt: skip
 
 
 # What a grid may be: 2^31 - 1 programs along x, 65535 along y and z.

@@ -27,12 +27,9 @@ def _bge_m3(order: dict[str, Any], pairs: list[tuple[str, str]]) -> dict[str, An
     model = BGEM3FlagModel(order["checkpoint"], use_fp16=False, devices="cpu")
     # One by one: of padded documents its best match is at least 0.
     scores: dict[str, Any] = model.compute_score(
-        pairs,
-        batch_size=1,
-        max_query_length=512,
-        max_passage_length=512,
+        pairs, batch_size=1, max_query_length=512, max_passage_length=512,
         weights_for_different_modes=order["weights"],
-    )
+    )  # fmt: skip
     return scores
 
 

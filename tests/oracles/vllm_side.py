@@ -81,14 +81,10 @@ def _run(order: dict[str, Any]) -> dict[str, Any]:
         if "model_type" not in published:
             config._ARCHITECTURE_TO_MODEL_TYPE[published["architectures"][0]] = kind.model_type
     model = LLM(
-        order["checkpoint"],
-        runner="pooling",
-        dtype="float32",
-        enforce_eager=True,
-        enable_prefix_caching=False,
-        hf_overrides=order["overrides"],
+        order["checkpoint"], runner="pooling", dtype="float32", enforce_eager=True,
+        enable_prefix_caching=False, hf_overrides=order["overrides"],
         pooler_config=PoolerConfig(task=order["task"], **order["pooler"]),
-    )
+    )  # fmt: skip
     prompts: list[Any] = [{"prompt_token_ids": each["ids"]} for each in order["inputs"]]
     params: Any = [
         PoolingParams(

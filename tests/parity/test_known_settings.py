@@ -572,12 +572,9 @@ def _same(one: list[float], other: list[float]) -> bool:
 
 # What `make test` tries: a key of each use and of several files.
 _FEW = (
-    ("config.json", "layer_norm_eps"),
-    ("config.json", "hidden_dropout_prob"),
-    ("config.json", "pruned_heads"),
-    (_OF_TEXTS, "max_seq_length"),
-    ("modules.json", "kwargs"),
-)
+    ("config.json", "layer_norm_eps"), ("config.json", "hidden_dropout_prob"),
+    ("config.json", "pruned_heads"), (_OF_TEXTS, "max_seq_length"), ("modules.json", "kwargs"),
+)  # fmt: skip
 
 
 def test_some_keys_do_what_they_do_in_libraries(checkpoints: SharedCheckpoints, tmp_path: Path) -> None:

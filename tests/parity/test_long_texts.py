@@ -268,12 +268,9 @@ SHARED_QUERY = "How is a file opened for reading, and what is returned when ther
 
 
 BUILDS = [
-    language_models.qwen3_reranker,
-    language_models.mxbai_rerank_v2,
-    language_models.bge_reranker_v2_gemma,
-    cross_encoders.llama,
-    cross_encoders.qwen2,
-]
+    language_models.qwen3_reranker, language_models.mxbai_rerank_v2, language_models.bge_reranker_v2_gemma,
+    cross_encoders.llama, cross_encoders.qwen2,
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=with_default(BUILDS, [BUILDS[0]]))

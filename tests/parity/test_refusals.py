@@ -713,11 +713,8 @@ _RENAMED = {
 
 
 DAMAGES = {
-    "renamed": renamed,
-    "missing": dropped,
-    "of another shape": with_another_row,
-    "with a NaN": not_finite,
-}
+    "renamed": renamed, "missing": dropped, "of another shape": with_another_row, "with a NaN": not_finite,
+}  # fmt: skip
 
 # One of each loader; `make test-all` takes all.
 ONE_OF_EACH = (

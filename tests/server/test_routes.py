@@ -37,12 +37,8 @@ def test_every_route_takes_good_requests_and_refuses_bad(server: Server) -> None
 def test_no_text_is_logged_and_unusual_text_does_no_harm(server: Server) -> None:
     documents = ["", " ", "\x00", "🙂" * 50, "漢字 עברית العربية", "a" * 20_000, "\n\t", "a very secret text"]
     body = {
-        "query": "a secret question",
-        "documents": documents,
-        "user": "me",
-        "timeout": None,
-        "texts": None,
-    }
+        "query": "a secret question", "documents": documents, "user": "me", "timeout": None, "texts": None,
+    }  # fmt: skip
     assert len(post(server, "/rerank", body)["results"]) == len(documents)
     post(server, "/rerank", body | {"top_n": -1}, 400)
     wait_for(lambda: "POST /rerank 400" in server.log)

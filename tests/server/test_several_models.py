@@ -16,12 +16,9 @@ pytestmark = pytest.mark.one_process
 FAILING = Path(__file__).parents[1] / "stand_ins" / "failing_server.py"
 ADMIN = {"authorization": "Bearer boss"}
 DOCUMENTS = [
-    "Paris is the capital of France.",
-    "Berlin lies on the Spree.",
-    "The cat sat on the mat.",
-    "Rome is an old city, and a capital.",
-    "Rain is expected in the north.",
-]
+    "Paris is the capital of France.", "Berlin lies on the Spree.", "The cat sat on the mat.",
+    "Rome is an old city, and a capital.", "Rain is expected in the north.",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -232,13 +232,10 @@ def test_latency_and_refusals_leave_probes_out() -> None:
 _PROMTOOL = shutil.which("promtool")
 # Samples of a server in Prometheus's notation, a minute apart: no alert fires for these,
 _WELL = {
-    "maxsimd_ready{}": "1x30",
-    "maxsimd_build_info{}": "1x30",
-    'maxsimd_model_served{model="m"}': "1x30",
+    "maxsimd_ready{}": "1x30", "maxsimd_build_info{}": "1x30", 'maxsimd_model_served{model="m"}': "1x30",
     'maxsimd_http_requests_total{route="/ready",status="200"}': "0+100000x30",
     'maxsimd_http_requests_total{route="/rerank",status="200"}': "0+1000x30",
-    'maxsimd_refused_requests_total{reason="queue"}': "0x30",
-    "maxsimd_queue_tokens{}": "1000x30",
+    'maxsimd_refused_requests_total{reason="queue"}': "0x30", "maxsimd_queue_tokens{}": "1000x30",
     "maxsimd_tokens_total{}": "0+60000x30",
     'maxsimd_request_seconds_bucket{part="queue",le="5.0"}': "0+1000x30",
     'maxsimd_request_seconds_bucket{part="queue",le="10.0"}': "0+1000x30",
@@ -246,11 +243,9 @@ _WELL = {
     'maxsimd_event_loop_lag_seconds_bucket{le="0.1"}': "0+1000x30",
     'maxsimd_event_loop_lag_seconds_bucket{le="0.25"}': "0+1000x30",
     'maxsimd_event_loop_lag_seconds_bucket{le="+Inf"}': "0+1000x30",
-    "maxsimd_engine_restarts_total{}": "1x30",
-    "maxsimd_replicas_silent{}": "0x30",
-    "process_start_time_seconds{}": "1x30",
-    "maxsimd_log_dropped_total{}": "1x30",
-}
+    "maxsimd_engine_restarts_total{}": "1x30", "maxsimd_replicas_silent{}": "0x30",
+    "process_start_time_seconds{}": "1x30", "maxsimd_log_dropped_total{}": "1x30",
+}  # fmt: skip
 # and one fires with each of these in place of the same above.
 _ILL = {
     "MaxsimdNotReady": {"maxsimd_ready{}": "0x30"},

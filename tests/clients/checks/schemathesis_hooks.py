@@ -10,15 +10,11 @@ _SECONDS = 60
 # Of each route, the fields with texts that it cannot do without, though its schema leaves them open.
 _TEXTS = {
     "rerank": {"query": QUERY, "documents": list(DOCUMENTS)},
-    "score": {"queries": QUERY, "documents": list(DOCUMENTS)},
-    "embed": {"texts": list(DOCUMENTS)},
-    "embeddings": {"input": list(DOCUMENTS)},
-    "multi-vector": {"input": list(DOCUMENTS)},
-    "pooling": {"input": QUERY},
-    "reranking": {"query": QUERY, "input": list(DOCUMENTS)},
-    "ranking": {"query": QUERY, "passages": list(DOCUMENTS)},
-    "tokenize": {"text": QUERY},
-}
+    "score": {"queries": QUERY, "documents": list(DOCUMENTS)}, "embed": {"texts": list(DOCUMENTS)},
+    "embeddings": {"input": list(DOCUMENTS)}, "multi-vector": {"input": list(DOCUMENTS)},
+    "pooling": {"input": QUERY}, "reranking": {"query": QUERY, "input": list(DOCUMENTS)},
+    "ranking": {"query": QUERY, "passages": list(DOCUMENTS)}, "tokenize": {"text": QUERY},
+}  # fmt: skip
 _MODEL = "all-MiniLM-L6-v2"
 
 

@@ -4,12 +4,9 @@ from plain import ALL, DOCUMENTS, QUERY, check_ranking, for_each
 from rerankers.models.api_rankers import APIRanker
 
 _PATHS = {
-    "cohere": "/v1/rerank",
-    "jina": "/v1/rerank",
-    "voyage": "/v1/rerank",
-    "mixedbread.ai": "/v1/reranking",
+    "cohere": "/v1/rerank", "jina": "/v1/rerank", "voyage": "/v1/rerank", "mixedbread.ai": "/v1/reranking",
     "text-embeddings-inference": "/rerank",
-}
+}  # fmt: skip
 
 
 def _check(provider: str) -> None:

@@ -80,15 +80,9 @@ def test_the_level_is_the_least_that_is_logged(capsys: pytest.CaptureFixture[str
 
 
 FORGERIES = [
-    "x\n20:00:00 ERROR FAKE",
-    "x\r20:00:00 ERROR FAKE",
-    "x\x0b\x0c\x1c\x85\u2028\u2029FAKE",
-    "\x1b[31mred",
-    "\x9b31mred",
-    "\u202eleft to right",
-    "half \ud800 of a character",
-    "null \x00",
-]
+    "x\n20:00:00 ERROR FAKE", "x\r20:00:00 ERROR FAKE", "x\x0b\x0c\x1c\x85\u2028\u2029FAKE", "\x1b[31mred",
+    "\x9b31mred", "\u202eleft to right", "half \ud800 of a character", "null \x00",
+]  # fmt: skip
 
 
 def _record(message: str, error: Exception | None = None) -> logging.LogRecord:

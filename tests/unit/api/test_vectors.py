@@ -13,13 +13,8 @@ from safetensors.torch import load
 from maxsimd.api.handlers.embeddings import NUMBERS, Numbers, encode_vectors, file_of
 
 TYPES: dict[str, Any] = {
-    "float32": "<f4",
-    "float16": "<f2",
-    "bfloat16": "<u2",
-    "int8": "i1",
-    "binary": "i1",
-    "ubinary": "u1",
-}
+    "float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "int8": "i1", "binary": "i1", "ubinary": "u1",
+}  # fmt: skip
 # How much of the largest number in a vector each of its numbers may be off.
 ERRORS = {"float32": 0.0, "float16": 2**-11, "bfloat16": 2**-8, "int8": 0.5 / 127 + 1e-6}
 

@@ -27,14 +27,9 @@ pytest.importorskip("triton")
 
 # What `make test` compiles: of one generation what other tests compile too, and of the others one or two.
 FEW = (
-    MaxSimLaunch(90, 32),
-    MaxSimLaunch(90, 32, documents="i8"),
-    MaxSimLaunch(80, 32),
-    MaxSimLaunch(100, 32),
-    MaxSimLaunch(90, 32, 128, "fp32", "fp32"),
-    MaxSimLaunch(90, 1024),
-    MaxSimLaunch(90, 1024, documents="i8"),
-)
+    MaxSimLaunch(90, 32), MaxSimLaunch(90, 32, documents="i8"), MaxSimLaunch(80, 32), MaxSimLaunch(100, 32),
+    MaxSimLaunch(90, 32, 128, "fp32", "fp32"), MaxSimLaunch(90, 1024), MaxSimLaunch(90, 1024, documents="i8"),
+)  # fmt: skip
 
 
 def launches() -> list[MaxSimLaunch]:

@@ -21,13 +21,9 @@ from maxsimd.scheduler import Scheduler, StepLimits, WaitingRequest
 from tests.unit.scheduler.scheduled_requests import texts
 
 LIMITS = AdmissionLimits(
-    queued_tokens=10_000,
-    request_tokens=5000,
-    wait_seconds=2.0,
-    sequence_tokens=50,
-    step_tokens=50,
+    queued_tokens=10_000, request_tokens=5000, wait_seconds=2.0, sequence_tokens=50, step_tokens=50,
     scoring=ScoringPrice(200),
-)
+)  # fmt: skip
 # Of windows there is no most. A text counts as 64 characters more, and four are taken for a token at first.
 TEXT = EmbedRequest(texts=("x" * 336,), task="embed", truncation=Truncation(windows=True))
 

@@ -36,14 +36,9 @@ DOCUMENTS = [f"the document with the number {i}" for i in range(20)]
 @pytest.fixture(scope="module")
 def config(checkpoints: SharedCheckpoints) -> EngineConfig:
     return EngineConfig(
-        model=checkpoints(bi_encoders.bge),
-        score_type="late-interaction",
-        dtype="float32",
-        max_batch_tokens=128,
-        max_queued_tokens=1000,
-        cache_mb=0,
-        threads=1,
-    )
+        model=checkpoints(bi_encoders.bge), score_type="late-interaction", dtype="float32",
+        max_batch_tokens=128, max_queued_tokens=1000, cache_mb=0, threads=1,
+    )  # fmt: skip
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -65,24 +65,11 @@ _LONG = " and so on" * 300
 
 
 _FACTS = ModelFacts(
-    name="stand-in",
-    score_type=ScoreType.LATE_INTERACTION,
-    score_task="token_embed",
-    dims={"token_embed": 4},
-    normalised=("token_embed",),
-    embed_pooling=None,
-    labels=(),
-    max_tokens=512,
-    step_tokens=2_048,
-    reads_pictures=False,
-    scales=Scales(_SCALE, _SCALE, _SCALE),
-    normalizes=True,
-    device="cpu",
-    kernels="",
-    precision="float32",
-    execution="packed",
-    findings=(),
-)
+    name="stand-in", score_type=ScoreType.LATE_INTERACTION, score_task="token_embed", dims={"token_embed": 4},
+    normalised=("token_embed",), embed_pooling=None, labels=(), max_tokens=512, step_tokens=2_048,
+    reads_pictures=False, scales=Scales(_SCALE, _SCALE, _SCALE), normalizes=True, device="cpu", kernels="",
+    precision="float32", execution="packed", findings=(),
+)  # fmt: skip
 ENCODED = messages.SentQuery(messages.SentVectors(np.ones((3, 4), np.float32), None), 10, True, "one")
 Before = Callable[["StandIn", Any], Awaitable[None]] | None
 

@@ -76,13 +76,10 @@ class _Facts:
 
 
 MODELS: dict[str, Any] = {
-    "classifier": _Facts("cross-encoder", "classify", labels=3),
-    "splade": _Facts("sparse", "sparse_embed"),
-    "colbert": _Facts("late-interaction", "token_embed"),
-    "bi": _Facts("bi-encoder", "embed", "token_embed"),
-    "reranker": _Facts("cross-encoder", "classify", labels=1),
-    "unknown": None,
-}
+    "classifier": _Facts("cross-encoder", "classify", labels=3), "splade": _Facts("sparse", "sparse_embed"),
+    "colbert": _Facts("late-interaction", "token_embed"), "bi": _Facts("bi-encoder", "embed", "token_embed"),
+    "reranker": _Facts("cross-encoder", "classify", labels=1), "unknown": None,
+}  # fmt: skip
 
 
 def test_a_request_without_a_model_goes_to_the_first_fit() -> None:

@@ -214,14 +214,9 @@ class Adapted(torch.nn.Linear):
 
 
 SMALL = {
-    "vocab_size": 50,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-}
+    "vocab_size": 50, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
+    "num_hidden_layers": 2, "max_position_embeddings": 128, "pad_token_id": 0,
+}  # fmt: skip
 # ModernBERT's layers see all, then 9 tokens to either side twice, and so on.
 WINDOWED = {"num_hidden_layers": 4, "local_attention": 16}
 BIASED = {"attention_bias": True, "mlp_bias": True, "norm_bias": True}

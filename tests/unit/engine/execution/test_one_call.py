@@ -221,11 +221,8 @@ def test_other_layers_than_berts_run_layer_by_layer(
 
 WORDS, POSITIONS = 50, 40
 SIZES = {
-    "vocab_size": WORDS,
-    "hidden_size": 40,
-    "max_position_embeddings": POSITIONS,
-    "num_attention_heads": 2,
-}
+    "vocab_size": WORDS, "hidden_size": 40, "max_position_embeddings": POSITIONS, "num_attention_heads": 2,
+}  # fmt: skip
 MAKERS: dict[str, Any] = {
     "bert": lambda: BertEmbeddings(BertConfig(**SIZES)),
     "albert": lambda: AlbertEmbeddings(AlbertConfig(**SIZES, embedding_size=40)),

@@ -68,12 +68,9 @@ def laid_out(
     position_offset: int = 0,
 ) -> PackedBatch:
     return lay_out(
-        make_step(lengths, attended),
-        {},
-        causal=causal,
-        arrangement=backend.arrangement,
+        make_step(lengths, attended), {}, causal=causal, arrangement=backend.arrangement,
         position_offset=position_offset,
-    )
+    )  # fmt: skip
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=20), st.booleans(), st.integers(0, 2))

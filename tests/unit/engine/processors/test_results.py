@@ -87,13 +87,9 @@ def test_labels_become_one_number_once_for_all(exclusive: bool, monkeypatch: pyt
     monkeypatch.setattr(ScoreLabel, "logits_of", counting)
     request = score_request(["q"], ["d"] * 10, explain=10)
     plan = CrossEncoderPlan(
-        sequences=[],
-        num_values=10,
-        request=request,
-        found=FoundScores.none(request),
-        facts=[RunFacts(1, 0, False, 1)] * 10,
-        label=ScoreLabel(1, exclusive),
-    )
+        sequences=[], num_values=10, request=request, found=FoundScores.none(request),
+        facts=[RunFacts(1, 0, False, 1)] * 10, label=ScoreLabel(1, exclusive),
+    )  # fmt: skip
     values: list[Value | None] = [*rows[:4], None, *rows[4:]]
     assert set(plan.explanations(values, range(10))) == {0, 1, 2, 3, 5, 6, 7, 8, 9}
     assert made == [9], "once for all documents"
