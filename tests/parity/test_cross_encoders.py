@@ -71,9 +71,7 @@ async def test_pairs_are_cut_as_the_checkpoint_says(
     np.testing.assert_allclose(result.scores, reference, atol=1e-5)
 
 
-async def test_the_requests_instruction_takes_the_place_of_the_cards(
-    qwen3_reranker: str, bert_cross_encoder: str, engines: Engines
-) -> None:
+async def test_a_requests_instruction_replaces_the_cards(qwen3_reranker: str, engines: Engines) -> None:
     asked = ["python"] * 2, ["a snake", "a language"]
     engine = await engines(EngineConfig(model=qwen3_reranker, dtype="float32"))
     ours = await engine.score(*asked, instruction="Find documents about snakes")
@@ -137,9 +135,6 @@ async def test_the_encoder_of_monot5_alone(checkpoints: SharedCheckpoints, engin
     ours = (await (await engines(config)).embed(["some text"])).embeddings
     theirs = references.loaded(references.SentenceTransformer, config.model or "").encode(["some text"])
     np.testing.assert_allclose(ours, theirs, atol=1e-4, rtol=1e-4)
-
-
-pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest.fixture(scope="module")

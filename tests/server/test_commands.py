@@ -26,7 +26,8 @@ from tests.waiting import wait_for
 
 QUERY = "how is a file opened"
 TEXTS = [
-    "Open a file and return a stream.", "Sort a list in place.", "Käse, 東京 and 🎉.", "Read lines from a file.",
+    "Open a file and return a stream.", "Sort a list in place.", "Käse, 東京 and 🎉.",
+    "Read lines from a file.",
 ]  # fmt: skip
 FLOAT32 = ("--dtype", "float32")
 

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from maxsimd.bench import fleet
 from maxsimd.bench.cli import bench_fleet
-from maxsimd.bench.fleet import FleetShape, Routing, moves_of_growth, moves_times_members, simulate
+from maxsimd.bench.fleet import FleetShape, Routing, simulate
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +44,6 @@ def test_a_death_costs_no_request(healthy: dict[str, float]) -> None:
     assert figures["failed"] == 0
     assert figures["tried_again"] > 0
     assert figures["hits"] > healthy["hits"] - 0.1
-
-
-@pytest.mark.exhaustive  # test_plan.py has the same of the table that these simulate
-def test_a_member_that_comes_or_goes_moves_its_share() -> None:
-    for members in (1, 10, 100, 1_000):
-        assert max(moves_times_members(members, 8).values()) <= 1.2, members
-    assert max(moves_of_growth(10, 8)) <= 1.2
 
 
 @pytest.mark.exhaustive
