@@ -24,7 +24,7 @@ from maxsimd.api.options import in_flags
 from maxsimd.engine import EngineDeadError, EngineNotReadyError, ModelLoadError, QueueFullError
 from maxsimd.engine.config import EngineConfig, ScoreType
 from maxsimd.engine.device.facts import ModelFacts
-from maxsimd.engine.several.engines import registry_by_model
+from maxsimd.engine.several.engines import MetricsByModel
 from maxsimd.engine.tenants import Tenant
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class SeveralMetrics:
     ) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_ServedGauge(are_served))
-        self.registry.register(registry_by_model(registries))
+        self.registry.register(MetricsByModel(registries))
 
 
 class _ServedGauge(Collector):

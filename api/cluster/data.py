@@ -93,6 +93,8 @@ def with_threads(config: EngineConfig, num_cpus: int | None) -> tuple[EngineConf
     return replace(config, threads=cpus), cpus
 
 
+Row: TypeAlias = dict[str, Any]
+
 # How many of a row's failed documents its error names.
 _MOST_NAMED = 5
 
@@ -127,6 +129,28 @@ class ScoreRow:
             return f"documents is no list but {_kind(self.documents)}"
         return None
 
+    def refused(self, reason: str) -> Row:
+        """The added columns of a row without scores."""
+        is_list = isinstance(self.documents, Sequence) and not isinstance(self.documents, str | bytes)
+        return self._columns([None] * len(self.documents) if is_list else None, reason, 0)
+
+    def scored(self, scores: Mapping[int, float], errors: Mapping[int, str], tokens: int) -> Row:
+        """The added columns, from scores and errors by the documents' indexes."""
+        error = None
+        if errors and self.is_pair:
+            error = f"document {errors[0]}" if errors[0].startswith("is no text") else errors[0]
+        elif errors:
+            named = [f"documents[{i}]: {errors[i]}" for i in sorted(errors)[:_MOST_NAMED]]
+            more = len(errors) - len(named)
+            error = "; ".join(named) + (f"; and {more} more" if more else "")
+        return self._columns([scores.get(i) for i in range(len(self.documents))], error, tokens)
+
+    def _columns(self, scores: list[float | None] | None, error: str | None, tokens: int) -> Row:
+        rest = {"error": error, "prompt_tokens": tokens}
+        if self.is_pair:
+            return {"score": None if scores is None else scores[0], **rest}
+        return {"scores": scores, **rest}
+
     @property
     def texts(self) -> dict[int, str]:
         """The documents that are texts, by index."""
@@ -137,46 +161,6 @@ class ScoreRow:
         """Errors of the others, by index."""
         others = [(i, each) for i, each in enumerate(self.documents) if not isinstance(each, str)]
         return {i: f"is no text but {_kind(each)}" for i, each in others}
-
-
-@dataclass(frozen=True, slots=True)
-class RowScores:
-    """`scores` in the documents' order, with None for those that have an error; None where there is no list
-    of documents. `error` says why some have no score."""
-
-    scores: list[float | None] | None
-    error: str | None
-    prompt_tokens: int
-
-    @classmethod
-    def refused(cls, row: ScoreRow, reason: str) -> "RowScores":
-        """None of the row's documents has a score."""
-        is_list = isinstance(row.documents, Sequence) and not isinstance(row.documents, str | bytes)
-        return cls([None] * len(row.documents) if is_list else None, reason, 0)
-
-    @classmethod
-    def of(
-        cls, row: ScoreRow, scores: Mapping[int, float], errors: Mapping[int, str], tokens: int
-    ) -> "RowScores":
-        """From scores and errors by the documents' indexes."""
-        return cls([scores.get(i) for i in range(len(row.documents))], _error(row, errors), tokens)
-
-    def columns(self, row: ScoreRow) -> dict[str, Any]:
-        """What is written beside the row's own columns, by name."""
-        rest = {"error": self.error, "prompt_tokens": self.prompt_tokens}
-        if row.is_pair:
-            return {"score": None if self.scores is None else self.scores[0], **rest}
-        return {"scores": self.scores, **rest}
-
-
-def _error(row: ScoreRow, errors: Mapping[int, str]) -> str | None:
-    if not errors:
-        return None
-    if row.is_pair:
-        return f"document {errors[0]}" if errors[0].startswith("is no text") else errors[0]
-    named = [f"documents[{i}]: {errors[i]}" for i in sorted(errors)[:_MOST_NAMED]]
-    more = len(errors) - len(named)
-    return "; ".join(named) + (f"; and {more} more" if more else "")
 
 
 def _kind(value: Any) -> str:
@@ -227,7 +211,7 @@ class RowEngine:
         texts = ("query", "document") if method == "score" else ("text",)
         self._wait(getattr(self._engine, method)(*texts, **options))
 
-    def score(self, rows: Sequence[ScoreRow], options: dict[str, Any]) -> list[RowScores]:
+    def score(self, rows: Sequence[ScoreRow], options: dict[str, Any]) -> list[Row]:
         """The added columns of each row. Raises EngineDeadError; an actor of Ray ends instead, and Ray starts
         another."""
         with _leaving_when_dead():
@@ -238,12 +222,12 @@ class RowEngine:
         with _leaving_when_dead():
             return self._wait(_gather(self._embed(text, method, options) for text in texts))
 
-    async def _score(self, row: ScoreRow, options: dict[str, Any]) -> RowScores:
+    async def _score(self, row: ScoreRow, options: dict[str, Any]) -> Row:
         if (refusal := row.refusal) is not None:
-            return RowScores.refused(row, refusal)
+            return row.refused(refusal)
         texts, errors = row.texts, row.not_texts
         if not texts:
-            return RowScores.of(row, {}, errors, 0)
+            return row.scored({}, errors, 0)
         indexes = list(texts)
         # A listwise model scores documents by each other: of these it has all or none.
         is_listwise = self._engine.model.score_type is ScoreType.LISTWISE
@@ -257,10 +241,10 @@ class RowEngine:
         try:
             result = await self._admitted(size, ask)
         except ROW_ERRORS as error:
-            return RowScores.refused(row, str(error))
+            return row.refused(str(error))
         errors |= {indexes[i]: reason for i, reason in result.errors.items()}
         scores = {indexes[i]: score for i, score in enumerate(result.scores) if i not in result.errors}
-        return RowScores.of(row, scores, errors, result.usage.prompt_tokens)
+        return row.scored(scores, errors, result.usage.prompt_tokens)
 
     async def _embed(self, text: Any, method: str, options: dict[str, Any]) -> Embedded:
         if not isinstance(text, str):
@@ -347,7 +331,6 @@ def _is_actor() -> bool:
     return ray is not None and ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
 
 
-Row: TypeAlias = dict[str, Any]
 OnRow: TypeAlias = Callable[[Row], Row]
 
 _SCORE_OPTIONS = frozenset({"truncation", "use_activation", "normalize", "instruction"})
@@ -388,8 +371,7 @@ class ScoreRows:
 
     def score(self, rows: list[ScoreRow]) -> list[Row]:
         """The added columns of each row."""
-        results = self._engine.score(rows, self._options)
-        return [result.columns(row) for row, result in zip(rows, results, strict=True)]
+        return self._engine.score(rows, self._options)
 
     def close(self) -> None:
         """Frees the engine. An actor need not."""

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 from uuid import uuid4
 
 import click
@@ -17,7 +17,6 @@ from maxsimd.api.cli.files import digest_of
 from maxsimd.api.cluster.data import (
     ActorPool,
     Row,
-    ScoreRow,
     ScoreRows,
     added_columns,
     with_columns,
@@ -64,65 +63,13 @@ class Counts:
         return cls(len(columns), errors, sum(row["prompt_tokens"] for row in columns))
 
 
-class Scorer(Protocol):
-    """Implemented by `ScoreRows`."""
-
-    def read(self, rows: list[Row]) -> list[ScoreRow]: ...
-
-    def score(self, rows: list[ScoreRow]) -> list[Row]: ...
-
-
-class Format(Protocol):
-    """A kind of files; `ending` is that of its output."""
-
-    ending: str
-
-    def cut(self, path: Path, rows: int) -> Iterator[tuple[int, int, int]]:
-        """First row, number of rows and offset of each shard. Raises ValueError for a file of another
-        kind."""
-        ...
-
-    def check(self, path: Path, has_query: bool) -> None:
-        """Raises ValueError where no row can be scored; `has_query` where all rows share a query."""
-        ...
-
-    def score(self, shard: Shard, scorer: Scorer, out: Path) -> Counts: ...
-
-
-def write_shard(format: Format, shard: Shard, scorer: Scorer, folder: Path) -> Counts:
-    """Scores a shard into its file, as a whole or not at all."""
-    temporary = folder / f"{TEMPORARY}{shard.number:08d}-{uuid4().hex}"
-    try:
-        counts = format.score(shard, scorer, temporary)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(folder / shard.name(format.ending))
-    finally:
-        temporary.unlink(missing_ok=True)
-    return counts
-
-
-def remove_unfinished(folder: Path) -> None:
-    """Removes files of an interrupted run that are not complete."""
-    for path in folder.glob(f"{TEMPORARY}*"):
-        path.unlink(missing_ok=True)
-
-
-def cut_files(format: Format, files: list[Path], rows: int) -> list[Shard]:
-    """Shards of at most `rows` rows, in order; none spans two files. Raises ValueError for another kind."""
-    shards: list[Shard] = []
-    for path in files:
-        for first, count, offset in format.cut(path, rows):
-            shards.append(Shard(len(shards), str(path), first, count, offset))
-    return shards
-
-
 class JsonlShards:
     """JSON lines. Blank lines are no rows; a line that is no object is a row with an error."""
 
-    ending = ".jsonl"
+    ending = ".jsonl"  # of files in the output
 
     def cut(self, path: Path, rows: int) -> Iterator[tuple[int, int, int]]:
+        """First row, number of rows and offset of each shard."""
         first = count = begin = offset = 0
         with path.open("rb") as file:
             for line in file:
@@ -136,7 +83,8 @@ class JsonlShards:
             yield first, count, begin
 
     def check(self, path: Path, has_query: bool) -> None:
-        """Checks the first row; others may differ and have errors."""
+        """Raises ValueError where the first row cannot be scored; `has_query` where all rows share a query.
+        Others may differ and have errors."""
         with path.open("rb") as file:
             line = next((line for line in file if line.strip()), None)
         row = None if line is None else _read_object(line)
@@ -147,7 +95,7 @@ class JsonlShards:
         if row is not None and not {"documents", "document"} & row.keys():
             raise ValueError(f"{path} has neither a field documents nor document, but {', '.join(row)}")
 
-    def score(self, shard: Shard, scorer: Scorer, out: Path) -> Counts:
+    def score(self, shard: Shard, scorer: ScoreRows, out: Path) -> Counts:
         with Path(shard.path).open("rb") as file:
             file.seek(shard.offset)
             found = [
@@ -196,7 +144,7 @@ class ParquetShards:
         if not {"documents", "document"} & set(names):
             raise ValueError(f"{path} has neither a column documents nor document, but {', '.join(names)}")
 
-    def score(self, shard: Shard, scorer: Scorer, out: Path) -> Counts:
+    def score(self, shard: Shard, scorer: ScoreRows, out: Path) -> Counts:
         from pyarrow.parquet import write_table
 
         table = _read_table(shard)
@@ -232,12 +180,41 @@ def _read_table(shard: Shard) -> "pa.Table":
         return pa.Table.from_batches([part for part in parts if part.num_rows], file.schema_arrow)
 
 
-_FORMATS: dict[str, type[Format]] = {
+Format: TypeAlias = JsonlShards | ParquetShards
+_FORMATS: dict[str, type[JsonlShards] | type[ParquetShards]] = {
     ".parquet": ParquetShards,
     ".jsonl": JsonlShards,
     ".ndjson": JsonlShards,
     ".json": JsonlShards,
 }
+
+
+def write_shard(format: Format, shard: Shard, scorer: ScoreRows, folder: Path) -> Counts:
+    """Scores a shard into its file, as a whole or not at all."""
+    temporary = folder / f"{TEMPORARY}{shard.number:08d}-{uuid4().hex}"
+    try:
+        counts = format.score(shard, scorer, temporary)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(folder / shard.name(format.ending))
+    finally:
+        temporary.unlink(missing_ok=True)
+    return counts
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Removes files of an interrupted run that are not complete."""
+    for path in folder.glob(f"{TEMPORARY}*"):
+        path.unlink(missing_ok=True)
+
+
+def cut_files(format: Format, files: list[Path], rows: int) -> list[Shard]:
+    """Shards of at most `rows` rows, in order; none spans two files. Raises ValueError for another kind."""
+    shards: list[Shard] = []
+    for path in files:
+        for first, count, offset in format.cut(path, rows):
+            shards.append(Shard(len(shards), str(path), first, count, offset))
+    return shards
 
 
 @dataclass(frozen=True, slots=True)

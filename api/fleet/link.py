@@ -64,11 +64,6 @@ async def connect(address: Address) -> tuple[asyncio.StreamReader, asyncio.Strea
     return reader, writer
 
 
-async def listen_on_path(accept: Accept, path: str) -> asyncio.Server:
-    """Raises OSError where it cannot listen."""
-    return await asyncio.start_unix_server(accept, path)
-
-
 async def listen_on_port(accept: Accept, host: str) -> tuple[asyncio.Server, NetAddress]:
     """Listens on a free port with a secret of its own. Raises OSError."""
     secret = secrets.token_bytes(_SECRET_BYTES)
@@ -255,7 +250,7 @@ class Door:
 
     async def open(self, path: str) -> None:
         """Raises OSError."""
-        self._server = await listen_on_path(self._accept, path)
+        self._server = await asyncio.start_unix_server(self._accept, path)
 
     async def open_port(self, host: str) -> NetAddress:
         """Listens on a free port. Raises OSError."""

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias, cast
 
 import msgspec
@@ -66,20 +66,11 @@ class SentQuery(msgspec.Struct, tag="query", frozen=True):
     fingerprint: str
 
 
-class SentPart(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One part of a content: a text, or a picture by its file, by its file in base64, or by why there is
-    none."""
-
-    text: str | None = None
-    file: bytes | None = None
-    base64: str | None = None
-    missing: str | None = None
-
-
 class SentContent(msgspec.Struct, tag="content", frozen=True):
     """A query or document with pictures."""
 
-    parts: list[SentPart]
+    # Kinds of `_PARTS`, and a text or a picture's file or its file in base64, or why there is none.
+    parts: list[tuple[str, str | bytes]]
 
 
 SentItem: TypeAlias = str | SentBroken | SentVectors | SentQuery | SentContent
@@ -413,35 +404,33 @@ def _received_vectors(item: SentVectors) -> Vectors:
     return Vectors(item.values, item.scales)
 
 
+_PARTS: dict[str, Callable[[Any], Any]] = {
+    "text": str,
+    "file": PictureFile,
+    "base64": EncodedPicture,
+    "missing": MissingPicture,
+}
+
+
 def _sent_content(content: Content) -> SentContent:
-    parts = []
+    parts: list[tuple[str, str | bytes]] = []
     for part in content.parts:
         match part:
             case str():
-                parts.append(SentPart(text=part))
+                parts.append(("text", part))
             case PictureFile():
-                parts.append(SentPart(file=part.data))
+                parts.append(("file", part.data))
             case EncodedPicture():
-                parts.append(SentPart(base64=part.text))
+                parts.append(("base64", part.text))
             case MissingPicture():
-                parts.append(SentPart(missing=part.reason))
+                parts.append(("missing", part.reason))
             case _:
                 raise TypeError(f"{type(part).__name__} cannot be sent to another process")
     return SentContent(parts)
 
 
 def _received_content(content: SentContent) -> Content:
-    parts: list[str | PictureFile | EncodedPicture | MissingPicture] = []
-    for part in content.parts:
-        if part.text is not None:
-            parts.append(part.text)
-        elif part.file is not None:
-            parts.append(PictureFile(part.file))
-        elif part.base64 is not None:
-            parts.append(EncodedPicture(part.base64))
-        else:
-            parts.append(MissingPicture(part.missing or ""))
-    return Content.of(parts)
+    return Content.of([_PARTS[kind](value) for kind, value in content.parts])
 
 
 log = logging.getLogger("maxsimd.fleet")

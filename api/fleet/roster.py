@@ -89,7 +89,7 @@ class Roster:
         self._joined = 0
         self._changed = asyncio.Event()
         self._tasks: dict[Address, asyncio.Task[None]] = {}
-        self._tenants: dict[str, Tenant] = {}
+        self.tenants: dict[str, Tenant] = {}
         self._background: set[asyncio.Task[Any]] = set()
         self._is_started = False
         self._served: dict[str, Served] = {}
@@ -169,15 +169,11 @@ class Roster:
                 raise ReplacedError
             await self.until_changed()
 
-    @property
-    def tenants(self) -> dict[str, Tenant]:
-        return self._tenants
-
     def set_tenants(self, tenants: dict[str, Tenant]) -> None:
         """Tells all engines, and those that come later."""
-        if tenants == self._tenants:
+        if tenants == self.tenants:
             return
-        self._tenants = tenants
+        self.tenants = tenants
         for connected in self._connected.values():
             self._in_background(_tell(connected.link, tenants))
 
@@ -282,8 +278,8 @@ class Roster:
             tokenizer = pickle.loads(introduced.tokenizer)
             self._served[fingerprint] = Served(introduced.facts, introduced.config, tokenizer, fingerprint)
         reported = None
-        while reported is not self._tenants:
-            reported = self._tenants
+        while reported is not self.tenants:
+            reported = self.tenants
             await _tell(link, reported)
         await self._clear_if_late(address, link)
         if address not in self._listed:

@@ -131,15 +131,10 @@ class Spreader:
     def __init__(self, roster: Roster, patience: float) -> None:
         self._roster = roster
         self._patience = patience
-        self._loads = Loads()
+        self.loads = Loads()  # tokens at each engine
         self._forgot = 0.0
         self._seen = Seen(_REMEMBERED)
         self._budget = RetryBudget(spare=_SPARE_TRIES)
-
-    @property
-    def loads(self) -> Loads:
-        """Tokens at each engine."""
-        return self._loads
 
     async def run(self, job: Job, least_tokens: int) -> None:
         """Returns when all documents are committed. Raises `Engine`'s errors, and ReplacedError."""
@@ -153,12 +148,12 @@ class Spreader:
     async def _run(self, job: Job, least_tokens: int, deadline: float | None) -> None:
         members = await self._members(deadline)
         if (now := asyncio.get_running_loop().time()) > self._forgot + _QUEUES_FOR:
-            self._loads.forget_queued()
+            self.loads.forget_queued()
             self._forgot = now
         reach = reach_of(cells_of(members), self._load, getrandbits(64))
         weights = self._seen.weights(reach, job.digests, job.tokens) if job.is_cached else job.tokens
         documents = Documents(job.digests, job.tokens, weights)
-        parts = plan(documents, reach, self._loads.of(reach.members), job.split, least_tokens)
+        parts = plan(documents, reach, self.loads.of(reach.members), job.split, least_tokens)
         if job.first is not None and len(parts) > 1:
             try:
                 await self._run_parts(job.first, [_by_one(job.first, parts)], reach, deadline)
@@ -168,7 +163,7 @@ class Spreader:
         await self._run_parts(job, parts, reach, deadline)
 
     def _load(self, cell: Cell) -> float:
-        return float(self._loads.of(cell.members).mean())
+        return float(self.loads.of(cell.members).mean())
 
     async def _run_parts(self, job: Job, parts: list[Part], reach: Reach, deadline: float | None) -> None:
         attempts = Attempts(parts, self._budget)
@@ -207,7 +202,7 @@ class Spreader:
         if isinstance(error, LostError):
             # Its part may go to those that did not die with it: where there is none, one will come.
             alive = await self._others(attempts, send, deadline)
-            self._loads.forget_others(self._roster.members)
+            self.loads.forget_others(self._roster.members)
             match error:
                 case NotSentError():
                     return attempts.unsent(send.attempt, alive)
@@ -253,14 +248,14 @@ class Spreader:
                 tell(part.indices, new)
 
         queued = None
-        self._loads.sent(send.member, part.weight)
+        self.loads.sent(send.member, part.weight)
         try:
             left = None if deadline is None else deadline - asyncio.get_running_loop().time()
             reply = await link.ask(job.question(part.indices, left), arrived)
             queued = reply.queued_tokens
             return reply
         finally:
-            self._loads.answered(send.member, part.weight, queued)
+            self.loads.answered(send.member, part.weight, queued)
 
     async def _members(self, deadline: float | None) -> tuple[Member, ...]:
         await self._until(self._roster.until_another(set()), deadline)

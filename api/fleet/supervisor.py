@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -167,10 +168,10 @@ class _Fleet:
         first = asyncio.create_task(self._fronts[0].live())
         fronts = [first, *(asyncio.create_task(self._after(first, each)) for each in self._fronts[1:])]
         living = [*engines, *fronts]
-        ends = [
+        ends: list[asyncio.Future[Any]] = [
             asyncio.create_task(stop.event.wait()),
-            asyncio.create_task(_all_ended(engines)),
-            asyncio.create_task(_all_ended(fronts)),
+            asyncio.gather(*engines, return_exceptions=True),
+            asyncio.gather(*fronts, return_exceptions=True),
         ]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         # Fronts first: they accept work while they drain and finish it, for which they need the engines.
@@ -193,7 +194,7 @@ class _Fleet:
 
     async def _after(self, first: "asyncio.Task[None]", other: "_Process") -> None:
         """Starts another front once the first is ready."""
-        while not self._fronts[0].is_ready():
+        while not self._fronts[0].is_ready:
             if first.done():
                 return
             await asyncio.sleep(_LOOK_SECONDS)
@@ -215,10 +216,6 @@ class _Asked:
         self.event.set()
 
 
-async def _all_ended(tasks: Sequence["asyncio.Task[None]"]) -> None:
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
 class _Process:
     """One process of the fleet and its replacements."""
 
@@ -227,7 +224,8 @@ class _Process:
         self._name = f"{'front' if setup.is_front else 'replica'} {setup.slot}"
         self._process: asyncio.subprocess.Process | None = None
         self._ending = asyncio.Event()
-        self._is_ready = False
+        # Whether it listens for other processes, or did when it ended.
+        self.is_ready = False
 
     async def live(self) -> None:
         """Returns once the process is to end or cannot be restarted."""
@@ -241,8 +239,8 @@ class _Process:
                 status = 1
             if self._ending.is_set():
                 return
-            was_ever_ready |= self.is_ready()
-            failures = 0 if self.is_ready() else failures + 1
+            was_ever_ready |= self.is_ready
+            failures = 0 if self.is_ready else failures + 1
             if failures == _MOST_FAILURES or not was_ever_ready:
                 log.error("%s has ended (%s) and is not started again", self._name, _reason(status))
                 return
@@ -257,7 +255,7 @@ class _Process:
         if process is None or process.returncode is not None:
             return
         # SIGINT would have one that is still starting write a traceback.
-        process.send_signal(number if self._is_ready else signal.SIGTERM)
+        process.send_signal(number if self.is_ready else signal.SIGTERM)
         try:
             async with asyncio.timeout(seconds):
                 await process.wait()
@@ -267,25 +265,15 @@ class _Process:
             await process.wait()
 
     def show_stacks(self) -> None:
-        if self._process is not None and self._process.returncode is None and self._is_ready:
+        if self._process is not None and self._process.returncode is None and self.is_ready:
             self._process.send_signal(signal.SIGUSR1)
-
-    @property
-    def _path(self) -> str:
-        paths = self._setup.front_paths if self._setup.is_front else self._setup.engine_paths
-        return paths[self._setup.slot]
-
-    def is_ready(self) -> bool:
-        """Whether it listens, or did when it ended."""
-        return self._is_ready
-
-    def _listens(self) -> bool:
-        return os.path.exists(self._path)
 
     async def _run(self) -> int:
         """Returns the exit status."""
-        remove(self._path)
-        self._is_ready = False
+        paths = self._setup.front_paths if self._setup.is_front else self._setup.engine_paths
+        path = paths[self._setup.slot]
+        remove(path)
+        self.is_ready = False
         self._process = await asyncio.create_subprocess_exec(
             # Its name is for those who look at the list of processes.
             *(sys.executable, "-m", "maxsimd.api.fleet.process", *self._name.split()),
@@ -297,9 +285,13 @@ class _Process:
         self._process.stdin.write(self._setup.encoded())
         ended = asyncio.create_task(self._process.wait())
         while not ended.done():
-            self._is_ready = self._is_ready or self._listens()
-            await asyncio.wait({ended}, timeout=None if self._is_ready else _LOOK_SECONDS)
+            self.is_ready = self.is_ready or _is_there(path)
+            await asyncio.wait({ended}, timeout=None if self.is_ready else _LOOK_SECONDS)
         return ended.result()
+
+
+def _is_there(path: str) -> bool:
+    return os.path.exists(path)
 
 
 def _reason(status: int) -> str:

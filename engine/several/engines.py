@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -31,41 +31,9 @@ from maxsimd.engine.runtime import Running, launch_beside
 from maxsimd.engine.several.cascade import CascadeOptions, CascadeResult, Stage, run_cascade
 
 
-class CacheBudget:
-    """The memory that one cache has by default, in equal parts for all caches without a configured size."""
+class MetricsByModel(Collector):
+    """The metrics of several models, each with the label `model`."""
 
-    def __init__(self) -> None:
-        self._total: int | None = None
-
-    def part(self, sharers: int) -> int:
-        """MiB of one sharer, at least 1: 0 would be no cache."""
-        if self._total is None:
-            self._total = memory_limit(EngineConfig())
-        return max(1, self._total // max(1, sharers) // MIB)
-
-    def applied(self, config: EngineConfig, sharers: int) -> EngineConfig:
-        return replace(config, cache_mb=self.part(sharers)) if shares(config) else config
-
-    def divide(self, engines: Collection[Engine], sharers: int) -> None:
-        """Resizes these sharers' caches."""
-        for engine in engines:
-            cache = engine.metrics.cache
-            if cache is not None:
-                cache.resize(self.part(sharers) * MIB)
-
-
-def shares(config: EngineConfig) -> bool:
-    return config.cache_mb is None
-
-
-def registry_by_model(registries: Callable[[], Mapping[str, CollectorRegistry]]) -> CollectorRegistry:
-    """A registry of the models' metrics, each with the label `model`."""
-    registry = CollectorRegistry()
-    registry.register(_ByModel(registries))
-    return registry
-
-
-class _ByModel(Collector):
     def __init__(self, registries: Callable[[], Mapping[str, CollectorRegistry]]) -> None:
         self._registries = registries
 
@@ -199,10 +167,12 @@ class Engines:
         # Of those that are dropped and not gone yet, some more than once: done when they are.
         self._going: list[_Going] = []
         self._num_stops = 0
-        self._caches = CacheBudget()
-        self._sharers: set[str] = {name for name, config in configs.items() if shares(config)}
+        # The memory that one cache has by default, for all caches whose size is not configured.
+        self._cache_bytes: int | None = None
+        self._sharers = {name for name, config in configs.items() if config.cache_mb is None}
         # What the engines count, each sample with the label `model`.
-        self.registry: CollectorRegistry = registry_by_model(self._registries)
+        self.registry = CollectorRegistry()
+        self.registry.register(MetricsByModel(self._registries))
         for name in configs:
             self._states[name] = Loading()
 
@@ -355,9 +325,10 @@ class Engines:
 
     async def _start_alone(self, name: str, loading: Loading, config: EngineConfig, weight: float) -> None:
         """While no other is being loaded."""
-        if shares(config):
+        own = config
+        if config.cache_mb is None:
             self._sharers.add(name)
-        own = self._caches.applied(config, len(self._sharers))
+            own = replace(config, cache_mb=self._cache_part())
         engine = SharedEngine(own, lambda: self._devices.seat(own, weight))
         log.info("the model %s is being loaded", name)
         try:
@@ -417,12 +388,17 @@ class Engines:
         self._divide_caches()
 
     def _divide_caches(self) -> None:
-        sharing = [
-            state.engine
-            for name, state in self._states.items()
-            if isinstance(state, Serving) and name in self._sharers
-        ]
-        self._caches.divide(sharing, len(self._sharers))
+        for name, state in self._states.items():
+            if name in self._sharers and isinstance(state, Serving):
+                cache = state.engine.metrics.cache
+                if cache is not None:
+                    cache.resize(self._cache_part() * MIB)
+
+    def _cache_part(self) -> int:
+        """MiB of one sharer, at least 1: 0 would be no cache."""
+        if self._cache_bytes is None:
+            self._cache_bytes = memory_limit(EngineConfig())
+        return max(1, self._cache_bytes // max(1, len(self._sharers)) // MIB)
 
     def _registries(self) -> dict[str, CollectorRegistry]:
         return {

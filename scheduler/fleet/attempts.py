@@ -42,7 +42,7 @@ _UNANSWERED = 4
 # How many members are asked that have no room.
 _REFUSALS = 2
 
-Kind = Literal["full", "invalid", "failed", "lost"]
+Kind = Literal["full", "lost"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,8 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class FleetError:
-    """Why a request fails. `full`: no member has room, and one may have it in `retry_after` seconds.
-    `invalid`: the request's fault. `failed`: an engine's. `lost`: members died. The `indices` are the
-    documents that it is about, if it is about some."""
+    """Why a request fails. `full`: no member has room, and one may have it in `retry_after` seconds. `lost`:
+    members died; the `indices` are the documents that may have killed them."""
 
     kind: Kind
     message: str
@@ -195,17 +194,6 @@ class Attempts:
         longest = max(course.full.values())
         return self._fail(FleetError("full", "all engines are busy; try again later", retry_after=longest))
 
-    def failed(
-        self, attempt: int, kind: Literal["invalid", "failed"], message: str, index: int | None
-    ) -> Fail | None:
-        """An attempt was answered with an error, which another try would not change: about the document at
-        this place in its part, or none. None where it does not count."""
-        found = self._ended(attempt)
-        if found is None:
-            return None
-        indices = () if index is None else (int(found[0].part.indices[index]),)
-        return self._fail(FleetError(kind, message, indices))
-
     def _ended(self, attempt: int) -> tuple[_Course, Member] | None:
         return None if self._error else self._under_way.pop(attempt, None)
 
@@ -269,13 +257,8 @@ class Merge:
         self._scores[indices] = scores
         self._is_written[indices] = True
 
-    @property
-    def missing(self) -> NDArray[np.int64]:
-        """The documents without a score yet."""
-        return np.flatnonzero(~self._is_written).astype(np.int64)
-
     def result(self) -> NDArray[np.float64]:
         """The scores [N] in the request's order. Raises ValueError where one is missing."""
         if not self._is_written.all():
-            raise ValueError(f"{len(self.missing):,} documents have no score yet")
+            raise ValueError(f"{np.count_nonzero(~self._is_written):,} documents have no score yet")
         return self._scores
