@@ -70,7 +70,7 @@ class SentContent(msgspec.Struct, tag="content", frozen=True):
     """A query or document with pictures."""
 
     # Kinds of `_PARTS`, and a text or a picture's file or its file in base64, or why there is none.
-    parts: list[tuple[str, str | bytes]]
+    parts: list[tuple[str, Any]]
 
 
 SentItem: TypeAlias = str | SentBroken | SentVectors | SentQuery | SentContent
@@ -413,7 +413,7 @@ _PARTS: dict[str, Callable[[Any], Any]] = {
 
 
 def _sent_content(content: Content) -> SentContent:
-    parts: list[tuple[str, str | bytes]] = []
+    parts: list[tuple[str, Any]] = []
     for part in content.parts:
         match part:
             case str():
