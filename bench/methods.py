@@ -22,8 +22,8 @@ from maxsimd.bench.checkpoints import unigram_tokenizer
 from maxsimd.bench.datasets import docstring_pairs
 from maxsimd.bench.report import write_json
 from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache
-from maxsimd.engine.cache.memory import MemoryStore
 from maxsimd.engine.cache.slab import EmbeddingSlab
+from maxsimd.engine.cache.store import MemoryStore
 from maxsimd.engine.execution import choose_device
 from maxsimd.engine.processors.dual_encoder import IN_SLAB, ON_HOST, BatchLimits, in_batches
 from maxsimd.engine.processors.text.tokenization import TextTokenizer

@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 
 
 class PictureError(ValueError):
-    """A picture cannot be fetched or read. The message continues the picture's name: what is wrong and
-    what to change."""
+    """A picture cannot be fetched or read. The message continues the picture's name."""
 
 
 # A progressive JPEG has some ten scans, each a pass over the whole picture.
@@ -200,8 +199,7 @@ _DEPTH, _COLOR, _GRAY, _RGB = 24, 25, 0, 2
 
 @dataclass(frozen=True, slots=True)
 class PictureLimits:
-    """The most bytes of a file, and pixels of a picture, up to 150 million. Raises ValueError for other
-    limits."""
+    """The most bytes of a file, and pixels of a picture (up to 150 million, else ValueError)."""
 
     file_bytes: int = 20 * 1024 * 1024
     pixels: int = 50_000_000
@@ -424,8 +422,7 @@ _SPACE = str.maketrans("", "", " \t\r\n")
 
 
 def bytes_of_data_url(url: str, most_bytes: int) -> bytes:
-    """Decodes `data:image/...;base64,...`. Raises PictureError for other URLs and media types, and for
-    more than `most_bytes`."""
+    """Decodes `data:image/...;base64,...`. Raises PictureError, also for more than `most_bytes`."""
     head = _DATA_URL_HEAD.match(url[:_LONGEST_PREFIX])
     if head is None or head["base64"] is None:
         raise PictureError("is no data URL; give data:image/png;base64,... with the file's bytes")

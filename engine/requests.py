@@ -493,6 +493,8 @@ def as_content(item: Any, where: str, param: str, takes_pictures: bool) -> Any:
 
 
 def _is_content(item: Any) -> bool:
+    if isinstance(item, str | list | tuple):
+        return False
     return isinstance(item, Content | Picture | PictureFile) or is_pillow(item)
 
 

@@ -253,8 +253,7 @@ def identify(path: str) -> Identity | None:
 
 
 def set_aside(folder: Path, damaged: Identity | None) -> bool:
-    """Renames a damaged database. Returns False if another process has already replaced it. Raises
-    NotOursError or OSError."""
+    """Renames a damaged database; False if another process was quicker. Raises NotOursError or OSError."""
     path = _path(folder)
     if damaged is None or identify(path) != damaged:
         return False
@@ -270,8 +269,7 @@ def forget_damaged(folder: Path) -> None:
 
 
 def is_damage(error: Exception) -> bool:
-    """Whether an error means damage, not a lock, a full disk, missing permission or anything that may
-    pass."""
+    """Whether an error means damage, not a lock, a full disk, missing permission or the like."""
     # SQLite's messages quote table definitions, which cannot be decoded if they are damaged.
     if isinstance(error, DamagedError | UnicodeDecodeError):
         return True
@@ -375,8 +373,7 @@ class GuardedDatabase:
         self._locks, self._unusable = Warnings(folder), Warnings(folder)
 
     def read(self, work: Callable[[sqlite3.Connection], T]) -> T | None:
-        """Returns the result of `work` for a connection; None after a failure and during the pause that
-        follows."""
+        """Returns the result of `work` for a connection; None after a failure and in its pause."""
         return self._attempt(self._reading, work)
 
     def write(self, work: Callable[[sqlite3.Connection], T]) -> T | None:
@@ -591,8 +588,7 @@ class DiskStore:
         return entry
 
     def newest(self) -> Iterator[tuple[bytes, CachedEmbedding | None]]:
-        """Yields all entries, the newest first; None for a damaged one. Ends early if the store cannot be
-        read."""
+        """Yields entries, the newest first; None for a damaged one. Ends early if reading fails."""
         sequence = _END
         # One by one, because nobody can write during a read.
         while found := self._database.read(partial(_find_before, sequence=sequence)):
@@ -608,8 +604,7 @@ class DiskStore:
         self._database.write(partial(self._drop, key=key))
 
     def clear(self) -> None:
-        """Forgets all entries, and those of a damaged database. If that fails, none is found until it
-        succeeds."""
+        """Forgets all entries, damaged databases too. If that fails, nothing is found until it succeeds."""
         self._usage = Usage(0, 0, 0)
         self._database.clear()
         self._database.read(self._count)

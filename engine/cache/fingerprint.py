@@ -101,8 +101,7 @@ def fingerprint(parts: Mapping[str, bytes]) -> bytes:
 
 
 def digest_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
-    """Returns the digest of names, shapes, types and values. SHA-256, because common CPUs have
-    instructions for it."""
+    """Digests names, shapes, types and values. Common CPUs have instructions for SHA-256."""
     named = list(tensors)
     digest = hashlib.sha256()
     for name, tensor in named:
@@ -135,8 +134,7 @@ def _of_tower(model: LoadedModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def saved_buffers(backbone: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the buffers that a checkpoint holds. The others follow from the architecture and its
-    settings."""
+    """Yields the buffers in a checkpoint. The others follow from architecture and settings."""
     for path, module in backbone.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:

@@ -60,8 +60,7 @@ class Segments:
         self._used[self.of(rows)] = self._turn
 
     def reserve(self, lengths: Indices) -> tuple[Indices, list[int]]:
-        """Returns the first row for each document, `ABSENT` if there is no room, and the segments evicted
-        for them."""
+        """Returns each document's first row, `ABSENT` without room, and the segments evicted for them."""
         taken = np.maximum(lengths, 1)  # so that a document without rows has a segment too
         starts = np.full(len(lengths), ABSENT, dtype=np.int64)
         left = np.flatnonzero(taken <= self.size)
@@ -176,8 +175,7 @@ class EmbeddingSlab:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Work on the slab. If it fails midway, everything is forgotten, because nothing is certain any
-        more."""
+        """Guards work on the slab. If it fails midway, everything is forgotten."""
         with self._lock:
             self._segments.begin_turn()
             try:

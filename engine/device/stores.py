@@ -18,9 +18,8 @@ from maxsimd.engine.cache.fingerprint import (
     settings_of,
     stated_tokenizer,
 )
-from maxsimd.engine.cache.memory import MemoryStore
 from maxsimd.engine.cache.slab import EmbeddingSlab
-from maxsimd.engine.cache.store import EmbeddingCache, ScoreCache
+from maxsimd.engine.cache.store import EmbeddingCache, MemoryStore, ScoreCache
 from maxsimd.engine.checkpoint import LoadedModel, load_model
 from maxsimd.engine.checkpoint.heads import modules_of
 from maxsimd.engine.config import EngineConfig

@@ -171,8 +171,7 @@ class DocumentInCache(_Document):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DocumentToRun(_Document):
-    """A document to run through its `windows`, for query `query`, and then to cache under `cache_key`, if
-    any."""
+    """A document for query `query` to run through its `windows` and cache under `cache_key`, if any."""
 
     cache_key: bytes | None
 

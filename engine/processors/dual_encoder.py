@@ -120,8 +120,7 @@ class QueryPlan(Plan):
         return f"queries[{value}]"
 
     def result(self, values: Values, dtype: torch.dtype) -> QueryRows:
-        """Makes the query's embedding: token vectors in `dtype`, in which they are compared later, one
-        vector in float32."""
+        """Makes the query's embedding: token vectors in `dtype`, or one vector in float32."""
         rows = torch.from_numpy(np.array(values.values[0], dtype=np.float32))
         return QueryRows(
             rows.to(dtype) if self.model.score_task == "token_embed" else rows,
@@ -392,8 +391,7 @@ class DualEncoderProcessor(ScoreProcessor):
         return self._price.parts(query_rows, document.num_rows, self._batches.rows, times)
 
     def _check_pairs(self, documents: Documents, query_rows: Sequence[int]) -> None:
-        """Raises InvalidRequestError for a document with too many vectors to compare with its query's at
-        once."""
+        """Raises InvalidRequestError if too many pairs of vectors would be compared at once."""
         if self._limits.most_vectors is None:
             return
         most = self._limits.most_vectors**2
@@ -407,8 +405,7 @@ class DualEncoderProcessor(ScoreProcessor):
                 )
 
     def _how_explained(self, request: ScoreRequest, document: Document) -> Explained | None:
-        """Returns how a document's score is explained: by matches of its windows, and maps of its
-        pictures."""
+        """Returns what explains a score: matches of its windows, and maps of its pictures."""
         if not request.explain or not self._windows_as_one:
             return None
         return Explained(document.window_rows, with_map=request.maps and document.tokens_of_page is not None)

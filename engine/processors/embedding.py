@@ -312,8 +312,7 @@ class EmbeddingProcessor(Processor[EmbedRequest, EmbeddingPlan]):
         return self._inputs.shortest_sequences()
 
     def _find(self, request: EmbedRequest, ids: RequestIds) -> dict[int, CachedEmbedding]:
-        """Returns cached token vectors, by index, for a request that takes them and reads texts like
-        scored documents."""
+        """Returns cached token vectors, by index, if the request takes them and reads texts as scored."""
         is_document = request.input_type == "document" and request.prompt_name is None
         # Documents that are scored through windows, or of which some tokens are read, are cached as such.
         is_document &= not request.truncation.windows and request.truncation.max_document_tokens is None
@@ -348,8 +347,7 @@ def encoding_price(muvera: Muvera, dim: int, input_type: InputType, num_texts: i
 
 
 def as_muvera(encoding: Muvera | Literal["muvera"]) -> Muvera:
-    """Returns an encoding by name, with default parameters, or as given. Raises InvalidRequestError for an
-    unknown name."""
+    """Returns an encoding by name or as given. Raises InvalidRequestError for an unknown name."""
     found = Muvera() if encoding == "muvera" else encoding
     if not isinstance(found, Muvera):
         raise InvalidRequestError(f"encoding {encoding!r} is not known; use muvera", "encoding")

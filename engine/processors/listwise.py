@@ -63,8 +63,7 @@ class ListwisePlan(CachedScorePlan):
 
 
 class ListwiseProcessor(ScoreProcessor):
-    """Makes one sequence for each block of documents. The pooled tokens are the documents' markers, in
-    order, and the query's."""
+    """Makes one sequence for each block. Pooled are the documents' markers, in order, and the query's."""
 
     scores_together = True
 

@@ -28,8 +28,7 @@ _OpenPart: TypeAlias = str | Picture | ImageInputs
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenContent:
-    """A content whose pictures are read from their files. Of several, only what the model needs of each is
-    kept."""
+    """A content with its pictures read. Of several, only what the model needs of each is kept."""
 
     parts: tuple[_OpenPart, ...]
 

@@ -58,8 +58,7 @@ class PairBuilder(ABC):
     def window_spans(
         self, request: ScoreRequest, index: int, query_tokens: int, long_inputs: LongInputs
     ) -> list[Span]:
-        """Returns the characters of each window of document `index`, beside a query of `query_tokens`
-        tokens."""
+        """Returns the characters of each window of document `index`, beside a query of that many tokens."""
 
     @abstractmethod
     def shortest_pair(self) -> int:
@@ -169,8 +168,7 @@ class _Surroundings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _TemplateQuery:
-    """A query for the template. `around` is None if the template does not write a document once,
-    unchanged."""
+    """A query for the template. `around` is None if documents are not written once, unchanged."""
 
     text: str
     instruction: str | None
@@ -206,8 +204,7 @@ class _SegmentHeads:
         self._last: dict[int, str] = {}
 
     def of(self, segment: int, text: str) -> tuple[str, TokenIds]:
-        """Returns the part with which a segment begins as for earlier queries, and its tokens; empty for
-        the first."""
+        """Returns how a segment begins for earlier queries too, and its tokens; empty for the first."""
         common, head, ids = self._heads.get(segment, ("", "", _NO_TOKENS))
         # The head can be split off where the rest of `common` follows, and perhaps not elsewhere.
         if not head or not text.startswith(common):
@@ -383,8 +380,7 @@ class TemplatePairBuilder(PairBuilder):
     def _types(
         self, before: list[TokenIds], after: list[TokenIds]
     ) -> tuple[TokenIds | int, int, TokenIds | int]:
-        """Returns the type ids around a document: the last two parts before it, and the first after it,
-        are of its segment."""
+        """Returns type ids: the last two parts before a document, and the first after it, share its type."""
         if not self._template.marks_document:
             return 0, 0, 0
         of_segment = [0] * (len(before) - 2) + [1, 1]

@@ -43,8 +43,7 @@ Scores: TypeAlias = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class PriorEncoding:
-    """The queries of this request that earlier requests encoded: their tokens, and how many were
-    truncated."""
+    """Queries that earlier requests encoded: their tokens, and how many were truncated."""
 
     tokens: int = 0
     truncated: int = 0
@@ -243,8 +242,7 @@ class UnscoredPlan(ScorePlan):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ReadablePlan(ScorePlan):
-    """A request with unreadable documents. `inner` plans the others, which are at `positions` of the
-    request."""
+    """A request with unreadable documents. `inner` plans those at `positions`."""
 
     inner: ScorePlan
     positions: list[int]

@@ -162,8 +162,7 @@ class _Check:
         )
 
     def _limit_in(self, role: TextRole | None) -> int:
-        """The most tokens of a text in a role. Where the library looks up tokens without special ones, these
-        take their room here."""
+        """Returns the most tokens of a text in a role, less the special ones that a lookup leaves out."""
         rules = self._model.rules(role)
         around = 0 if rules.pool_specials else self._tokenizer.single.special_tokens
         # Lengths of roles are the library's own; a longer one has raised the tokenizer's limit.
@@ -223,8 +222,7 @@ class _Check:
         theirs: Callable[[], Reading],
         rules: RoleRules,
     ) -> None:
-        """Raises ModelLoadError if both read a text differently. A text that one of them refuses is
-        skipped."""
+        """Raises ModelLoadError if both read a text differently. Skips texts that one of them refuses."""
         try:
             found = ours()
         except InvalidRequestError as error:
@@ -312,8 +310,7 @@ class _Check:
                 yield _Probe(f"{words} words", " ".join([word] * words))
 
     def _long_pairs(self) -> Iterator[tuple[str, str, str]]:
-        """Yields pairs of exactly as many tokens as are read, of one more, and with long queries and
-        documents."""
+        """Yields pairs of just as many tokens as are read, one more, and with long texts."""
         word = self._word()
         if word is None:
             return

@@ -48,8 +48,7 @@ Indices = NDArray[np.int64]
 
 
 def maxsim_tiled(queries: Ragged, documents: Ragged, pairs: Indices) -> torch.Tensor:
-    """Multiplies tiles of documents that stay in cache, in their precision, with sums in float32. Plain
-    torch."""
+    """Multiplies tiles of documents that stay in cache, with sums in float32. Plain torch."""
     scores = torch.full((len(pairs),), EMPTY_DOCUMENT_SCORE, device=documents.values.device)
     lengths = np.diff(documents.offsets)
     of_query, of_document = pairs[:, 0], pairs[:, 1]
@@ -187,8 +186,7 @@ def maxsim_avx512(queries: Ragged, documents: Ragged, pairs: NDArray[np.int64]) 
 
 
 def maxsim_apart_avx512(queries: Ragged, documents: Sequence[Rows], pairs: NDArray[np.int64]) -> torch.Tensor:
-    """The same for documents each in a tensor of its own, in any cached precision; products are in the
-    queries' precision."""
+    """The same for documents each in a tensor, in any precision; products are in the queries'."""
     dtype, dim = queries.values.dtype, queries.values.shape[1]
     if not is_supported(dtype, dim):
         together = Ragged.from_items([decoded(*rows, dtype) for rows in documents])

@@ -88,8 +88,7 @@ class Calibration:
 
     @classmethod
     def fitted(cls, model: str, scores: Sequence[float], relevant: Sequence[bool]) -> Self:
-        """Fits documents with normalized scores that are `relevant` or not. Raises ValueError if all are
-        judged alike."""
+        """Fits normalized scores that are `relevant` or not. Raises ValueError if all are judged alike."""
         if len(set(relevant)) < 2:
             raise ValueError(
                 "all documents are judged alike; give some that are relevant and some that are not"

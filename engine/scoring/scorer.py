@@ -79,8 +79,7 @@ class CachedDocument:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CachedDocuments:
-    """The documents of a `CachedBatch` by columns, so that the device thread need not visit each one.
-    `explained` is by index."""
+    """A `CachedBatch` by columns: the device thread need not visit each document. `explained` is by index."""
 
     slots: tuple[ResultSlot, ...]
     embeddings: tuple[CachedEmbedding, ...]

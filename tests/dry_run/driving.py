@@ -20,8 +20,8 @@ from maxsimd.engine import EngineConfig
 from maxsimd.engine.actors.actor import Commit, Mailbox, Pool, Score
 from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache, Precision
 from maxsimd.engine.cache.embeddings import rounded
-from maxsimd.engine.cache.memory import MemoryStore
 from maxsimd.engine.cache.slab import EmbeddingSlab
+from maxsimd.engine.cache.store import MemoryStore
 from maxsimd.engine.checkpoint import LoadedModel, load_model
 from maxsimd.engine.checkpoint.heads import modules_of
 from maxsimd.engine.device.load import DeviceModel, _pooler, _samples

@@ -162,8 +162,7 @@ def as_class(characters: Iterable[str]) -> str:
 
 @functools.cache
 def _characters() -> dict[Kind | Literal["newer"], str]:
-    """Returns the characters of each kind; marks and `newer` letters may be known to Python's Unicode
-    only."""
+    """Returns the characters of each kind; marks and `newer` letters need only Python's Unicode."""
     found: dict[Kind | Literal["newer"], list[str]] = {"letter": [], "mark": [], "sign": [], "newer": []}
     for character in map(chr, range(0x21, 0xFFFE)):
         kind = kind_of(character)
@@ -236,8 +235,7 @@ class AddedToken:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """The steps of a tokenizer. `merged` has all tokens of a model that makes them by merges alone,
-    between zeros, else ""."""
+    """A tokenizer's steps. `merged` has a pure merging model's tokens between zeros, else ""."""
 
     normalizers: list[dict[str, Any]]
     pre_tokenizers: list[dict[str, Any]]
@@ -448,8 +446,7 @@ class _Trial:
         return [stop - start for _, (start, stop) in self.tokenizer.pre_tokenizer.pre_tokenize_str(shown)]
 
     def spaces(self, ends: tuple[str, ...], in_tokens: str) -> str:
-        """Returns the whitespace before which all of the ends, in tokens a class of characters, are
-        divided from what follows."""
+        """Returns the whitespace before which all `ends` are divided from what follows."""
         # A piece that loses its spaces begins with a word or sign behind them, as the pattern has it.
         rests = ("a", "1", ".") if self.steps.strip_spaces else _REST
         found = [
@@ -497,8 +494,7 @@ class _Trial:
         ]
 
     def _stays(self, separator: str, others: str) -> bool:
-        """Whether a separator stays one character of its kind when normalized, and no added token reaches
-        it."""
+        """Whether a separator stays one character of its kind, and no added token reaches it."""
         shown = self._shown(separator)
         if len(shown) != 1 or shown not in others:
             return False
@@ -533,8 +529,7 @@ def _before_spaces(trial: _Trial, ends: Ends) -> list[_Position]:
 
 
 def _after_lost_spaces(trial: _Trial, spaces: str, ends: Ends) -> str:
-    """Returns what must follow a break if a piece loses its spaces and gets one back: a word or sign, but
-    no added token."""
+    """Returns what must follow lost spaces that come back: a word or sign, but no added token."""
     if not trial.steps.strip_spaces:
         return ""
     run = "+" if trial.collapses(spaces) else ""

@@ -126,8 +126,7 @@ class LongInputs:
         return self.within(text, self.max_document_tokens, name)
 
     def within(self, text: TokenIds, max_tokens: int | None, name: InputName) -> FittedText:
-        """Truncates a text to `max_tokens`, None for no limit. Raises InvalidRequestError if the request
-        refuses longer ones."""
+        """Truncates a text to `max_tokens`. Raises InvalidRequestError if the request refuses longer ones."""
         if max_tokens is None or len(text) <= max_tokens:
             return FittedText(text)
         self._check_own_limit(len(text), max_tokens, name)
@@ -183,8 +182,7 @@ class LongInputs:
         return [FittedText(text[start : start + room.tokens]) for start in starts]
 
     def _shared(self, room: Room, name: InputName) -> int:
-        """Returns how many tokens neighboring windows share. Raises InvalidRequestError if windows would
-        repeat more than they read."""
+        """Returns how many tokens windows share. Raises InvalidRequestError if they would repeat too much."""
         if room.tokens * _SMALLEST_SHARE < room.tokens + room.others:
             raise InvalidRequestError(
                 f"{name} is to be read through windows of {max(0, room.tokens)} tokens beside {room.others} "
@@ -215,8 +213,7 @@ class LengthLimits:
     most_vectors: int | None = None
 
     def applied_to(self, truncation: Truncation, most_tokens: int) -> LongInputs:
-        """Applies these limits to a request of at most `most_tokens`. Raises InvalidRequestError if its
-        truncation asks for more."""
+        """Applies the limits to a request. Raises InvalidRequestError if its truncation asks for more."""
         return LongInputs(truncation, self.longest_sequence, self.window_overlap, most_tokens, self.side)
 
 

@@ -74,8 +74,7 @@ class Origins:
 
 
 def _belong_together(first: str, second: str) -> bool:
-    """Whether a reader sees two characters as one: accents and vowel signs, Korean syllables, parts of an
-    emoji."""
+    """Whether readers see one character: accents, vowel signs, Korean syllables, parts of an emoji."""
     is_mark = unicodedata.category(second).startswith("M") and not first.isspace()
     # Korean letters: any, and those that do not begin a syllable.
     is_syllable = "\u1100" <= first <= "\u11ff" and "\u1160" <= second <= "\u11ff"
@@ -153,8 +152,7 @@ class Template:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Around:
-    """The tokens of a part of a text, and those before and after it. `spans` are the characters of the
-    tokens `inside`."""
+    """The tokens before, inside and after a part of a text, and the characters of those `inside`."""
 
     before: TokenIds
     inside: TokenIds
@@ -285,8 +283,8 @@ class TextTokenizer:
             yield start, encoding
 
     def known(self, ids: TokenIds, param: str, name: object) -> TokenIds:
-        """Returns the same token ids. Raises InvalidRequestError for one without an embedding, which would
-        crash a GPU."""
+        """Returns the same ids. Raises InvalidRequestError for one without an embedding: it would crash a
+        GPU."""
         if self._rows is not None and len(ids) and ids.max() >= self._rows:
             token = self.token(int(ids.max()))
             raise InvalidRequestError(
@@ -425,15 +423,13 @@ def _spans(encoding: Encoding, start: int) -> Spans:
 
 
 def _joined(read: list[NDArray[np.int32]], most: int | None, side: Side) -> NDArray[np.int32]:
-    """Joins the tokens, or spans, of pieces, which were read from the kept side, and truncates them to
-    `most`."""
+    """Joins pieces' tokens or spans, read from the kept side, and truncates them to `most`."""
     ids = read[0] if len(read) == 1 else np.concatenate(read if side == "right" else read[::-1])
     return ids if most is None or len(ids) <= most else truncate(ids, most, side).copy()
 
 
 def _holding(offsets: list[tuple[int, int]], start: int, stop: int) -> tuple[int, int]:
-    """Returns the first token that holds one of the characters `start` to `stop`, and the one after the
-    last."""
+    """Returns the first token that has any of the characters, and the one after the last."""
     inside = [i for i, (begin, end) in enumerate(offsets) if end > start and begin < stop]
     if inside:
         return inside[0], inside[-1] + 1

@@ -21,7 +21,7 @@ import torch
 from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache
 from maxsimd.engine.cache import disk as disk_module
 from maxsimd.engine.cache.disk import DAMAGED_FILE, FILE, DiskStore
-from maxsimd.engine.cache.memory import MemoryStore
+from maxsimd.engine.cache.store import MemoryStore
 from tests.damage import DAMAGES, heed_permissions, undo
 from tests.forked import Forked
 from tests.unit.engine.cache.entries import MIB, key

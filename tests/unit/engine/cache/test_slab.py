@@ -9,8 +9,8 @@ import torch
 
 from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache, Precision
 from maxsimd.engine.cache.embeddings import rounded
-from maxsimd.engine.cache.memory import MemoryStore
 from maxsimd.engine.cache.slab import EmbeddingSlab, Segments
+from maxsimd.engine.cache.store import MemoryStore
 from maxsimd.engine.scoring.maxsim import choose_maxsim, choose_maxsim_spans, maxsim_reference
 from maxsimd.engine.scoring.scorer import (
     CachedDocument,

@@ -24,8 +24,7 @@ from maxsimd.engine.cache.embeddings import (
     Precision,
     rounded,
 )
-from maxsimd.engine.cache.memory import FrequencySketch, MemoryStore
-from maxsimd.engine.cache.store import CachedScore, EmbeddingCache, ScoreCache
+from maxsimd.engine.cache.store import CachedScore, EmbeddingCache, FrequencySketch, MemoryStore, ScoreCache
 from maxsimd.pooling.ragged import Ragged
 from tests.unit.engine.cache.entries import entry, key, same
 

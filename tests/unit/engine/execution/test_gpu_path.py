@@ -17,7 +17,7 @@ from maxsimd.engine import EngineConfig, ModelLoadError
 from maxsimd.engine.actors.runner import Arrivals
 from maxsimd.engine.actors.scoring import record_arrival
 from maxsimd.engine.cache import EmbeddingCache, Precision
-from maxsimd.engine.cache.memory import MemoryStore
+from maxsimd.engine.cache.store import MemoryStore
 from maxsimd.engine.checkpoint import LoadedModel, load_model
 from maxsimd.engine.device import checks, load, stores
 from maxsimd.engine.device.load import prepare_thread

@@ -14,7 +14,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache
-from maxsimd.engine.cache.memory import MemoryStore
+from maxsimd.engine.cache.store import MemoryStore
 from maxsimd.engine.checkpoint import LoadedModel, RoleRules
 from maxsimd.engine.config import ScoreType
 from maxsimd.engine.errors import InvalidRequestError

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache, Precision
-from maxsimd.engine.cache.memory import MemoryStore
+from maxsimd.engine.cache.store import MemoryStore
 from maxsimd.engine.ops import cpu as kernels
 from maxsimd.engine.scoring import similarity
 from maxsimd.engine.scoring.maxsim import maxsim_apart_avx512, maxsim_avx512, maxsim_reference
