@@ -175,9 +175,7 @@ class RunnerActor(Actor[RunnerMessage]):
         if self._suspects and step.num_parts == 1 and step.chunks and step.chunks[0].is_last:
             self._suspects.discard(step.chunks[0].sequence)
         try:
-            if self._cache is not None:
-                for embeddings in outcome.new_embeddings:
-                    self._cache.stage(embeddings)
+            self._stage(outcome)
         except Exception:
             log.exception("the new embeddings of a step are not cached")
         self._scheduler.post(
@@ -200,6 +198,12 @@ class RunnerActor(Actor[RunnerMessage]):
     def _charge(self, started: float) -> float | None:
         """Charges the turn for a stage begun at `started`. Returns its seconds on a shared device."""
         return None if self._turn is None else self._turn.charge(started)
+
+    def _stage(self, outcome: StepOutcome) -> None:
+        """Gives new embeddings to the cache."""
+        if self._cache is not None:
+            for embeddings in outcome.new_embeddings:
+                self._cache.stage(embeddings)
 
     def _free(self, sequence_ids: frozenset[int]) -> None:
         for sequence_id in sequence_ids:

@@ -1,4 +1,6 @@
-"""The actor that owns the queue and every waiting request. Lives on the caller's event loop."""
+"""The actor that owns the queue and all open requests, and the watchdog over the device, on the caller's
+event loop.
+"""
 
 import asyncio
 import logging
@@ -30,125 +32,97 @@ from maxsimd.engine.requests import Timings, Value, Values
 from maxsimd.engine.scoring.scorer import RequestFailure, Result
 from maxsimd.scheduler import Scheduler, ServiceRate, Share, Step, StepTimes
 
+log = logging.getLogger(__name__)
+
+# The next step is chosen when this share of the current step's time is left, within these bounds in seconds.
+_SHARE_LEFT, _LEAST_LEFT, _MOST_LEFT = 0.25, 0.005, 0.02
+# One message for all documents: there may be thousands.
+_TOO_LARGE = "the numbers of its embedding or its query's are too large for a finite score; normalize them"
+_TICK_SECONDS = 1.0
+# No step takes longer than expected by this factor.
+_BEYOND_EXPECTED = 20
+# Before the first step is done the speed is unknown, and kernels may have to be compiled.
+_BEYOND_TIMEOUT_AT_FIRST = 10
+
 
 class OpenRequest:
-    """One request's values by index, as they come. `errors` says of indexes why they have no value."""
+    """A request that waits for values. `errors` are the reasons why indexes have no value."""
 
     def __init__(self, admitted: Admit) -> None:
         self.request_id = admitted.request.request_id
-        self._options = admitted.options
+        self.tenant = admitted.options.tenant
+        self.errors: dict[int, str] = {}
+        self.missing = admitted.num_results
+        self.score_seconds = 0.0
+        self._admitted = admitted
         self._future = admitted.values
-        self._arrived = admitted.arrived
-        self._refusal_of = admitted.refusal_of
         self._values: list[Value | None] = [None] * admitted.num_results
-        self._errors: dict[int, str] = {}
-        self._missing = admitted.num_results
         self._queued = time.perf_counter()
         self._begun: float | None = None
-        self._score_seconds = 0.0
-
-    @property
-    def tenant(self) -> str:
-        return self._options.tenant
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether nothing more is to come."""
-        return self._missing == 0
-
-    @property
-    def has_errors(self) -> bool:
-        return bool(self._errors)
 
     def begin(self) -> None:
-        """Notes that a step with a part of it goes to the device."""
+        """Notes the first step with a part of it."""
         if self._begun is None:
             self._begun = time.perf_counter()
 
     def store(self, index: int, value: Value) -> bool:
-        """Takes a value, if it is finite; says whether it is."""
-        if not _is_finite(value):
-            return False
-        if self._values[index] is None:
-            self._missing -= index not in self._errors
-        self._values[index] = value
-        return True
+        """Stores a finite value. Returns whether it is finite."""
+        is_finite = math.isfinite(value) if isinstance(value, float) else bool(np.isfinite(value).all())
+        if is_finite:
+            if self._values[index] is None:
+                self.missing -= index not in self.errors
+            self._values[index] = value
+        return is_finite
 
     def refusal_of(self, index: int) -> InvalidRequestError | None:
-        """Why a value is not finite, where that is due to what the caller has sent."""
-        return None if self._refusal_of is None else self._refusal_of(index)
+        """The error for a value that is not finite if the caller's input is the cause."""
+        refusal_of = self._admitted.refusal_of
+        return None if refusal_of is None else refusal_of(index)
 
     def give_up(self, indexes: Iterable[int], reason: str) -> bool:
-        """Does without some values, if the caller wants to be told rather than to have no result at all; says
-        whether it does."""
-        if self._options.on_error == "fail":
+        """Marks values as failed, if the request reports errors. Returns whether it does."""
+        if self._admitted.options.on_error == "fail":
             return False
         for index in indexes:
-            if self._values[index] is None and index not in self._errors:
-                self._errors[index] = reason
-                self._missing -= 1
+            if self._values[index] is None and index not in self.errors:
+                self.errors[index] = reason
+                self.missing -= 1
         return True
 
-    def add_score_seconds(self, seconds: float) -> None:
-        """Notes how long scoring took in a step that brought values."""
-        self._score_seconds += seconds
-
     def tell_progress(self) -> BaseException | None:
-        """Tells the caller how many values have come; returns what the caller's function raised."""
+        """Tells the caller how many values have arrived. Returns the error of the caller's function."""
         if self._future.done():
             return None
-        if self._arrived is not None:
-            self._arrived(self._values)
-        if self._options.progress is None:
+        if self._admitted.arrived is not None:
+            self._admitted.arrived(self._values)
+        if (progress := self._admitted.options.progress) is None:
             return None
-        total = len(self._values)
         try:
-            self._options.progress(total - self._missing, total)
+            progress(len(self._values) - self.missing, len(self._values))
         except (Exception, asyncio.CancelledError) as error:
             return error
         return None
 
     def finish(self) -> None:
-        """Hands over what has come."""
+        """Resolves the request with the values so far."""
         if self._future.done():
             return
         now = time.perf_counter()
         begun = now if self._begun is None else self._begun
-        model = max(0.0, now - begun - self._score_seconds)
-        timings = Timings(queue=begun - self._queued, model=model, score=self._score_seconds)
-        self._future.set_result(Values(self._values, self._errors, timings))
+        model = max(0.0, now - begun - self.score_seconds)
+        timings = Timings(queue=begun - self._queued, model=model, score=self.score_seconds)
+        self._future.set_result(Values(self._values, self.errors, timings))
 
-    def fail(self, reason: str, cause: BaseException | None, value: int | None = None) -> None:
-        """Ends the request without a result; `value` is the one that is not finite, if that is why."""
-        log.error("request %d failed: %s", self.request_id, reason)
-        if not self._future.done():
-            error = RequestFailedError(reason, value)
-            error.__cause__ = cause
-            self._future.set_exception(error)
-
-    def refuse(self, error: InvalidRequestError) -> None:
-        """Ends the request without a result, because of what is in it."""
+    def fail(self, error: Exception) -> None:
+        """Ends the request without a result."""
         if not self._future.done():
             self._future.set_exception(error)
-
-
-def _is_finite(value: Value) -> bool:
-    return math.isfinite(value) if isinstance(value, float) else bool(np.isfinite(value).all())
-
-
-log = logging.getLogger(__name__)
-
-# The next step is chosen when this share of the time is left that the one on the device takes, but at least
-# and at most as many seconds before its end.
-_SHARE_LEFT, _LEAST_LEFT, _MOST_LEFT = 0.25, 0.005, 0.02
-# The error of one document. There may be thousands, so all have the same message.
-_TOO_LARGE = "the numbers of its embedding or its query's are too large for a finite score; normalize them"
 
 
 @dataclass(slots=True, eq=False)
 class _InFlight:
-    """A step of `work` tokens on the device, others than tokens at their price: how many of its parts are not
-    reported, the work of those that are, and whose work it is."""
+    """A step on the device: its `work` in tokens and by tenant, its unreported parts, and the `reported`
+    work."""
 
     work: int
     parts_left: int
@@ -157,10 +131,10 @@ class _InFlight:
 
 
 class SchedulerActor(Actor[SchedulerMessage]):
-    """Owns the `Scheduler` and the open requests; keeps up to `steps_in_flight` steps on the device.
+    """Owns the `Scheduler` and the open requests, and keeps up to `steps_in_flight` steps on the device.
 
-    Other parts may read its properties, `rate`, `step_times` and `num_signs` (how often the device was heard
-    of), wait for `changed`, and ask for `work_ahead`; all else goes by message.
+    Others on its loop may read its properties, `rate`, `step_times` and `num_signs` (signs of life of the
+    device), wait for `changed`, and ask for `work_ahead`. All else goes by message.
     """
 
     def __init__(
@@ -181,7 +155,7 @@ class SchedulerActor(Actor[SchedulerMessage]):
         self._steps_in_flight = steps_in_flight
         self._metrics = metrics
         self._open: dict[int, OpenRequest] = {}
-        # The steps on the device, and which of them are in their last stage.
+        # The steps on the device, and those in their last stage.
         self._in_flight: dict[int, _InFlight] = {}
         self._ending: set[int] = set()
         self._choose_at = 0.0
@@ -189,22 +163,22 @@ class SchedulerActor(Actor[SchedulerMessage]):
         self._posted: dict[int, Admit] = {}
         self._posted_tokens = 0
         self._last_report = 0.0
-        self._shown = (-1, -1)  # tokens and sequences that wait, as the metrics have them
-        # What was worked out since something changed, by share and class of size.
+        self._shown = (-1, -1)  # waiting tokens and sequences in the metrics
+        # Estimates since the last change, by share and size class.
         self._ahead: dict[tuple[Share, int], int] = {}
         small = scheduler.limits.beside_small
-        # While small requests come, steps that have half of what is allowed beside them tell the speed too.
+        # While small requests come, half of a short step is enough to tell the speed.
         self.rate = ServiceRate(scheduler.limits.tokens if small is None else small)
-        # That of steps that have begun, without what they waited for other models.
+        # The rate of steps once they have their turn on a shared device.
         self.pace = ServiceRate(scheduler.limits.tokens if small is None else small)
         self.step_times = StepTimes()
         self.num_signs = 0
-        # Set whenever less may wait than before; cleared by whoever waits for it.
+        # Set when less may wait than before. Whoever waits for it clears it.
         self.changed = asyncio.Event()
 
     @property
     def waiting_tokens(self) -> int:
-        """Tokens that wait for a step, those of posted requests included; cached documents at their price."""
+        """Tokens that wait for a step, posted requests included; cached documents at their price."""
         return self._scheduler.waiting_tokens + self._posted_tokens
 
     @property
@@ -213,27 +187,26 @@ class SchedulerActor(Actor[SchedulerMessage]):
 
     @property
     def waiting_cached(self) -> int:
-        """Batches of cached documents that wait for a step."""
         return self._scheduler.waiting_cached
 
     @property
     def open_requests(self) -> int:
-        """Requests of which values are missing."""
+        """The number of requests with missing values."""
         return len(self._open)
 
     @property
     def in_flight(self) -> int:
-        """Steps on the device."""
+        """The number of steps on the device."""
         return len(self._in_flight)
 
     @property
     def running_work(self) -> int:
-        """Tokens on the device that are not reported as run yet; cached documents at their price."""
+        """Unreported tokens on the device; cached documents at their price."""
         return sum(step.work - step.reported for step in self._in_flight.values())
 
     def work_ahead(self, tokens: int, share: Share) -> int:
-        """About how many tokens are run before the last of a request of `tokens` that came now, those on the
-        device included. Requests of the same class of size have the same ahead of them."""
+        """About how many tokens run before the last one of a request of `tokens` that comes now, those on the
+        device included. It is the same for requests of one size class."""
         like = (share, tokens.bit_length())
         if like not in self._ahead:
             posted = [(each.request.share, each.request.work) for each in self._posted.values()]
@@ -247,7 +220,7 @@ class SchedulerActor(Actor[SchedulerMessage]):
         return self._scheduler.waiting_of(tenant) + sum(posted)
 
     def post(self, message: Admit) -> None:
-        """Posts a request, whose tokens count as waiting at once. For senders on this actor's loop."""
+        """Posts a request. Its tokens count as waiting at once. For senders on this actor's loop."""
         self._ahead.clear()
         self._posted[message.request.request_id] = message
         self._posted_tokens += message.request.work
@@ -299,12 +272,11 @@ class SchedulerActor(Actor[SchedulerMessage]):
             message.values.set_exception(RequestFailedError(f"this request cannot be run: {error}"))
             return
         self._open[request_id] = OpenRequest(message)
-        if message.num_results == 0:  # of all its documents none can be read
+        if message.num_results == 0:  # no document can be read
             self._resolve(request_id, 0.0)
 
     def _end(self, request_id: int) -> OpenRequest | None:
-        """Forgets a request, here and on the device, with all that is still to be run. Returns it if it was
-        open."""
+        """Forgets a request here and on the device. Returns it if it was open."""
         request = self._open.pop(request_id, None)
         if request is not None:
             self._scheduler.cancel(request_id)
@@ -312,9 +284,8 @@ class SchedulerActor(Actor[SchedulerMessage]):
         return request
 
     def _dispatch(self) -> None:
-        """Chooses the next step when all that are on the device have begun their last stages and are nearly
-        done: late, so that a request that comes meanwhile can still be in it, and in time to keep the device
-        busy."""
+        """Chooses the next step when all steps on the device are in their last stage and nearly done: late,
+        so that new requests can still be in it, but in time to keep the device busy."""
         while len(self._ending) == len(self._in_flight) < self._steps_in_flight:
             if self._in_flight and time.perf_counter() < self._choose_at:
                 self._set_alarm()
@@ -332,8 +303,8 @@ class SchedulerActor(Actor[SchedulerMessage]):
             self._runner.post(step)
 
     def _nearly_done(self, step_id: int) -> float:
-        """When (perf_counter) the step after one that has begun its last stage is to be chosen. On a GPU at
-        once: a step takes no longer there than an alarm may be late."""
+        """The time (perf_counter) to choose the step after one in its last stage. On a GPU that is at once: a
+        step takes no longer than an alarm may be late."""
         now = time.perf_counter()
         step = self._in_flight[step_id]
         expected = self.pace.seconds(step.work - step.reported)
@@ -380,8 +351,8 @@ class SchedulerActor(Actor[SchedulerMessage]):
             self._resolve(request_id, report.score_seconds)
 
     def _measure(self, work: int, seconds: float, waited: float) -> None:
-        """Notes how fast a step was. Of one that was begun before another ended, only the time since then
-        counts in the rate; the time for which it waited for other models does, since the next will too."""
+        """Measures a step's speed. The rate counts the time since the last report, for steps that overlap,
+        and waits for other models, since the next steps will wait too."""
         now = time.perf_counter()
         since, self._last_report = now - self._last_report, now
         if work and seconds > 0:
@@ -402,12 +373,12 @@ class SchedulerActor(Actor[SchedulerMessage]):
             self._resolve(request.request_id, 0.0)
         elif refusal is not None:
             self._end(request.request_id)
-            request.refuse(refusal)
+            request.fail(refusal)
         else:
             self._fail(request.request_id, self._not_finite, value=index)
 
     def _lose(self, failure: RequestFailure) -> None:
-        """Ends a request that cannot be completed, or does without the values that it lacks."""
+        """Fails a request that cannot be completed, or marks its values as failed."""
         request = self._open.get(failure.request_id)
         if request is None:
             return
@@ -417,18 +388,16 @@ class SchedulerActor(Actor[SchedulerMessage]):
             self._fail(failure.request_id, failure.reason)
 
     def _resolve(self, request_id: int, score_seconds: float) -> None:
-        """Reports a request's progress to the caller, and ends it once no value is missing."""
+        """Reports a request's progress, and finishes it once no value is missing."""
         request = self._open.get(request_id)
         if request is None:
             return
-        request.add_score_seconds(score_seconds)
+        request.score_seconds += score_seconds
         raised = request.tell_progress()
         if raised is not None:
-            # It is the caller's own code: what it raises is this call's failure and nobody else's.
             self._fail(request_id, f"the progress callback failed: {raised!r}", raised)
-        elif request.is_complete:
-            # Where something failed, the device may hold what was to be used with it.
-            if request.has_errors:
+        elif not request.missing:
+            if request.errors:  # the device may hold state for the failed parts
                 self._end(request_id)
             else:
                 del self._open[request_id]
@@ -437,16 +406,13 @@ class SchedulerActor(Actor[SchedulerMessage]):
     def _fail(
         self, request_id: int, reason: str, cause: BaseException | None = None, value: int | None = None
     ) -> None:
+        """Fails a request. `value` is the index of a value that is not finite, if that is why."""
         request = self._end(request_id)
         if request is not None:
-            request.fail(reason, cause, value)
-
-
-_TICK_SECONDS = 1.0
-# No step takes this many times as long as the latest ones let expect.
-_BEYOND_EXPECTED = 20
-# Before the first step is done nothing is known of the speed, and kernels may have to be compiled.
-_BEYOND_TIMEOUT_AT_FIRST = 10
+            log.error("request %d failed: %s", request_id, reason)
+            error = RequestFailedError(reason, value)
+            error.__cause__ = cause
+            request.fail(error)
 
 
 class StuckDeviceError(Exception):
@@ -454,13 +420,12 @@ class StuckDeviceError(Exception):
 
 
 class Watchdog:
-    """Raises StuckDeviceError once the device has steps and was not heard of for `timeout` seconds, and for
-    many times as long as they should take; never where `timeout` is 0.
+    """Raises StuckDeviceError once the steps on the device give no sign of life for `timeout` seconds and
+    many times their expected time; never if `timeout` is 0.
 
-    It counts its own ticks, each for what it was to take and never for more: time in which this event loop
-    did not run (the machine slept, the process was stopped, others had the processor) proves nothing of the
-    device, nor does time in which another model has its turn there: its own watchdog looks at it. `stacks`
-    describes where threads stand, for the error."""
+    It counts its own ticks, each at its nominal length: time in which this event loop did not run (a machine
+    that slept, a stopped process) proves nothing. Other models' turns on the device do not count either.
+    `stacks` describes the threads' stacks, for the error."""
 
     def __init__(
         self,
@@ -478,7 +443,7 @@ class Watchdog:
 
     @property
     def allowance(self) -> float:
-        """For how many seconds the steps that are on the device may make no progress."""
+        """How many seconds the steps on the device may make no progress."""
         if self._timeout == 0:
             return math.inf
         expected = self._scheduler.step_times.most_seconds(self._scheduler.running_work)
@@ -487,14 +452,13 @@ class Watchdog:
         return max(self._timeout, _BEYOND_EXPECTED * expected)
 
     async def run(self) -> None:
-        """Watches until cancelled, or until the device is stuck."""
         seconds = min(_TICK_SECONDS, self._timeout / 10)
         while seconds:
             await asyncio.sleep(seconds)
             self.tick(seconds)
 
     def tick(self, seconds: float) -> None:
-        """Looks at the device once more, so much later."""
+        """Checks the device, `seconds` after the last check."""
         if self._scheduler.in_flight == 0 or self._scheduler.num_signs != self._num_signs:
             self._num_signs, self._seconds = self._scheduler.num_signs, 0.0
             return

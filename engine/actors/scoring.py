@@ -1,4 +1,4 @@
-"""The actor that scores documents against queries. Lives on the device thread's event loop."""
+"""The actors that pool hidden states and score documents, on the device thread's event loop."""
 
 import torch
 
@@ -19,11 +19,10 @@ from maxsimd.pooling.ragged import to_host
 
 
 class ScoringActor(Actor[ScoringMessage]):
-    """Owns the `DocumentScorer`: a query's embedding is stored, and documents are scored against it.
+    """Owns the `DocumentScorer`, which stores queries and scores documents against them.
 
-    Only results leave the device, in one transfer a step. `num_labels` is the number of a classifier's
-    labels; with one label its logit is a score.
-    """
+    Only results leave the device, in one transfer per step. A classifier with one of `num_labels` labels has
+    its logit as a score."""
 
     def __init__(self, mailbox: Mailbox[ScoringMessage], scorer: DocumentScorer, num_labels: int) -> None:
         super().__init__(mailbox)
@@ -60,7 +59,7 @@ class ScoringActor(Actor[ScoringMessage]):
         )
 
     def _plain_items(self, pooled: Pooled) -> list[Output]:
-        """The items that are results by themselves: all but those of queries and their documents."""
+        """The items that are results themselves: all except those of queries and their documents."""
         plain = [
             i
             for i, sequence in enumerate(pooled.sequences)
@@ -76,8 +75,8 @@ class ScoringActor(Actor[ScoringMessage]):
 
 
 def record_arrival(device: torch.device) -> Arrival | None:
-    """An event that completes when all work launched on a CUDA device so far is done. None for a CPU, where
-    it is, and for other devices, for which `to_host` has waited. Waiting for it sleeps and does not spin."""
+    """An event that completes when all work launched on a CUDA device so far is done. None for other devices,
+    for which `to_host` has waited. Waiting for it sleeps and does not spin."""
     if device.type != "cuda":
         return None
     # Waiting for another kind of event keeps a core busy.
@@ -88,9 +87,7 @@ def record_arrival(device: torch.device) -> Arrival | None:
 
 
 class PoolingActor(Actor[PoolingMessage]):
-    """Owns the `DispatchPooler`, and so the state of sequences that are cut between steps.
-
-    Pooling a step again, when a later stage has failed, overwrites the same state."""
+    """Owns the `DispatchPooler` with the state of unfinished sequences, which a retry overwrites."""
 
     def __init__(self, mailbox: Mailbox[PoolingMessage], pooler: DispatchPooler) -> None:
         super().__init__(mailbox)

@@ -1,5 +1,5 @@
-"""Whose step runs next on a device that several models share: the turns of their runners. Lives on the device
-thread's event loop; others may read what has been counted."""
+"""The turns of models on a shared device. Lives on the device thread's event loop; others may read its
+counts."""
 
 import asyncio
 import math
@@ -8,41 +8,40 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-# A model that has asked for no turn for a while comes in front of the others by this much time on the device
-# at most. Between two steps of a busy model there may be a moment without a request, for which it is not to
-# lose what it is due.
+# The most device time that a model without steps keeps its lead over the others. A busy model may have a
+# moment without a request between two steps.
 _CREDIT_SECONDS = 0.25
-# A runner whose step has ended asks again at once if its next step is there. A message from another thread
-# needs two rounds of the event loop to become such a request; they are waited for before one is chosen.
+# Rounds of the event loop before a turn is given: a runner's next step, posted by another thread, needs two
+# rounds to become a request for a turn.
 _ROUNDS = 3
 
 
 def check_weight(weight: float) -> None:
-    """Raises ValueError for one that means nothing."""
+    """Raises ValueError for an invalid weight."""
     if not 0 < weight < math.inf:
         raise ValueError(f"the weight of a model must be positive and finite, not {weight}")
 
 
 class Turns:
-    """Gives one model at a time the device, for one step: the one that has used least time on it for its
-    weight (start-time fair queueing, Goyal, Vin & Cheng 1996).
+    """Gives the device to one model at a time, for one step: to the model that has used least device time for
+    its weight (start-time fair queueing, Goyal, Vin & Cheng 1996).
 
-    Time is charged when it has passed, by what `clock` says between a step's start and its results, and never
-    twice where steps overlap. Shares hold only between models that have steps, and who has none costs nothing
-    and saves nothing up but a moment."""
+    A step is charged the time from its start to its results, by `clock`, and overlapping steps are not
+    charged twice. Shares hold between models that have steps; a model without steps saves up only a
+    moment."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
         self.holder: Turn | None = None
         self._members: list[Turn] = []
-        # In the order in which they asked.
-        self._asking: dict[Turn, asyncio.Future[None]] = {}
+        # In order of their requests.
+        self._waiting: dict[Turn, asyncio.Future[None]] = {}
         self._now = 0.0
         self._charged_until = -math.inf
         self._is_choosing = False
 
     def join(self, weight: float) -> "Turn":
-        """What one more model takes its turns by. Raises ValueError for a weight that means nothing."""
+        """Adds a model. Raises ValueError for an invalid weight."""
         check_weight(weight)
         turn = Turn(self, weight)
         self._members.append(turn)
@@ -52,27 +51,27 @@ class Turns:
         if turn in self._members:
             self._members.remove(turn)
 
-    def ask(self, turn: "Turn", granted: asyncio.Future[None]) -> None:
-        """Grants a turn as soon as it is this one's."""
+    def request(self, turn: "Turn", granted: asyncio.Future[None]) -> None:
+        """Requests a turn; `granted` is done when it starts."""
         turn.virtual_time = max(turn.virtual_time, self._now - _CREDIT_SECONDS / turn.weight)
-        self._asking[turn] = granted
+        self._waiting[turn] = granted
         if self.holder is None:
-            self._choose_soon()
+            self._choose_after_rounds()
 
     def withdraw(self, turn: "Turn") -> None:
-        """Forgets that it asked, and takes back what it was given."""
-        self._asking.pop(turn, None)
+        """Withdraws a request, and ends a turn that was granted."""
+        self._waiting.pop(turn, None)
         if self.holder is turn:
             self.end(turn)
 
     def end(self, turn: "Turn") -> None:
         assert self.holder is turn
         self.holder = None
-        if self._asking:
-            self._choose_soon()
+        if self._waiting:
+            self._choose_after_rounds()
 
     def charge(self, turn: "Turn", started: float) -> float:
-        """Notes that the results of a step are there that was begun at `started`; returns its seconds."""
+        """Charges a step from `started` until now. Returns its seconds."""
         now = self.clock()
         seconds = max(0.0, now - max(started, self._charged_until))
         self._charged_until = now
@@ -80,25 +79,25 @@ class Turns:
         turn.virtual_time += seconds / turn.weight
         return seconds
 
-    def _choose_soon(self) -> None:
+    def _choose_after_rounds(self) -> None:
         if len(self._members) == 1:
             self._grant()
         elif not self._is_choosing:
             self._is_choosing = True
-            self._look(_ROUNDS)
+            self._count_down(_ROUNDS)
 
-    def _look(self, rounds: int) -> None:
+    def _count_down(self, rounds: int) -> None:
         if rounds:
-            asyncio.get_running_loop().call_soon(self._look, rounds - 1)
+            asyncio.get_running_loop().call_soon(self._count_down, rounds - 1)
             return
         self._is_choosing = False
         self._grant()
 
     def _grant(self) -> None:
-        if self.holder is not None or not self._asking:
+        if self.holder is not None or not self._waiting:
             return
-        first = min(self._asking, key=lambda turn: turn.virtual_time)
-        granted = self._asking.pop(first)
+        first = min(self._waiting, key=lambda turn: turn.virtual_time)
+        granted = self._waiting.pop(first)
         self._now = max(self._now, first.virtual_time)
         self.holder = first
         if not granted.cancelled():
@@ -108,8 +107,8 @@ class Turns:
 
 
 class Turn:
-    """One model's turns: `async with` waits for one and ends it. `seconds` is the time that it has used on
-    the device. Belongs to `Turns`, which alone changes it."""
+    """One model's turns: `async with` waits for one and ends it. `seconds` is the device time that the model
+    has used. Only `Turns` changes it."""
 
     def __init__(self, turns: Turns, weight: float) -> None:
         self._turns = turns
@@ -119,7 +118,7 @@ class Turn:
 
     async def __aenter__(self) -> Self:
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._turns.ask(self, granted)
+        self._turns.request(self, granted)
         try:
             await granted
         except asyncio.CancelledError:
@@ -133,8 +132,7 @@ class Turn:
         self._turns.end(self)
 
     def charge(self, started: float) -> float:
-        """Notes that the results of a step are there that was begun at `started`; returns the seconds that it
-        had of the device."""
+        """Charges a step from `started` until now. Returns its seconds on the device."""
         return self._turns.charge(self, started)
 
     @property
