@@ -12,7 +12,7 @@ _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#]+")
 
 
 class SetupError(Exception):
-    """The server cannot be set up as it is configured. The message, one line, says what to change."""
+    """The server cannot be set up as configured. The message, one line, says what to change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +155,7 @@ class ServerConfig:
                 )
 
     def _check_alone(self) -> None:
-        """Raises ValueError for what a server whose models come and go cannot have."""
+        """Raises ValueError for options that `models_dir` excludes."""
         if self.is_fleet:
             raise ValueError("models_dir is for one process; leave it out, or fronts and replicas")
         if self.restart_on_failure:

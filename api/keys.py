@@ -20,7 +20,7 @@ from typing import Any
 from maxsimd.api.config import ServerConfig, SetupError
 from maxsimd.engine import Tenant
 
-# Names are labels of metrics. Reserved are the label of tenants without a name, and what those are called.
+# Names are labels of metrics. Two kinds are taken by tenants without a name.
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _RESERVED = re.compile(r"other|key-[0-9]+")
 _WHOLE = re.compile(r"[0-9][0-9_]{0,17}")
@@ -30,7 +30,7 @@ ATTRIBUTES = ("name", *_LIMITS, "admin")
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A key, as its digest, and the attributes that stand behind it."""
+    """A key's digest and attributes."""
 
     number: int
     digest: bytes
@@ -41,8 +41,8 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class KeyTable:
-    """The keys, by digest, each with the name of its tenant or None where it has none; the tenants that are
-    named; what keys without a name may use; and the keys of those who may change what the server serves."""
+    """Names of tenants by key (None without a name), named tenants, limits of keys without a name, and the
+    keys of admins."""
 
     names: Mapping[bytes, str | None]
     tenants: Mapping[str, Tenant]
@@ -51,12 +51,12 @@ class KeyTable:
 
 
 def digest_of(key: str) -> bytes:
-    # A header may hold bytes that are no UTF-8; servers hand these over as surrogates.
+    # Servers pass bytes that are no UTF-8 as surrogates.
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 def read_keys(content: bytes) -> KeyTable:
-    """Raises ValueError, which says where, for what is no file of keys."""
+    """Raises ValueError with the line at fault."""
     try:
         texts = content.decode("utf-8-sig").splitlines()
     except UnicodeDecodeError:
@@ -68,7 +68,7 @@ def read_keys(content: bytes) -> KeyTable:
 
 
 def _read_line(number: int, text: str) -> Line:
-    """The key is what stands before the first attribute; it may hold spaces."""
+    """The key ends before the first attribute and may hold spaces."""
     words = list(re.finditer(r"\S+", text))
     if _is_attribute(words[0][0]):
         raise ValueError(f"line {number} begins with an attribute; put the key before it")
@@ -95,7 +95,6 @@ def _is_attribute(word: str) -> bool:
 
 
 def _value_of(number: int, attribute: str, value: str) -> Any:
-    """Raises ValueError for what an attribute cannot be."""
     try:
         if attribute == "name":
             return _name_of(value)
@@ -136,8 +135,8 @@ def _number_of(attribute: str, value: str) -> Any:
 
 
 def _table_of(lines: list[Line]) -> KeyTable:
-    """Keys of one name are one tenant: what it may use stands behind any of them. Raises ValueError where two
-    lines contradict each other."""
+    """Keys of one name are one tenant, whose limits may stand behind any of them. Raises ValueError if lines
+    contradict each other."""
     by_key: dict[bytes, Line] = {}
     by_name: dict[str, dict[str, Any]] = {}
     first: dict[tuple[str, str], int] = {}
@@ -164,7 +163,7 @@ def _table_of(lines: list[Line]) -> KeyTable:
 
 log = logging.getLogger("maxsimd.keys")
 
-# A request looks at the file of keys only if none has done so for this long.
+# Requests check the file for changes at most this often.
 _LOOK_EVERY_SECONDS = 1.0
 _LARGEST_FILE = 1024 * 1024
 _NO_TABLE = KeyTable({}, {}, {})
@@ -172,9 +171,9 @@ _NO_LIMITS = Tenant()
 
 
 class ApiKeys:
-    """The keys that are accepted, and whose they are. Raises SetupError where the file of keys has none or
-    cannot be read, or if keys `must_be_named` and one is not. `set_tenants` is called with the tenants that
-    the file names, at once and whenever the file has changed."""
+    """The accepted keys and their tenants. Raises SetupError if the file of keys has none or cannot be read,
+    or if keys `must_be_named` and one is not. Calls `set_tenants` with the file's tenants, now and whenever
+    the file has changed."""
 
     def __init__(
         self,
@@ -195,26 +194,25 @@ class ApiKeys:
         self._table = _NO_TABLE if self._file is None else self._file.table()
         self._numbered = count(1)
         self._anonymous: dict[bytes, str] = {}
-        self._take_over()
+        self._assign_owners()
 
     @property
     def are_asked_for(self) -> bool:
         return bool(self._given) or self._file is not None
 
     def accept(self, authorization: str) -> str | None:
-        """The tenant whose key an Authorization header sends as `Bearer KEY`; None where it sends none."""
+        """The tenant whose key an Authorization header sends as `Bearer KEY`; None if there is none."""
         if self._file is not None and (table := self._file.table()) is not self._table:
             self._table = table
-            self._take_over()
+            self._assign_owners()
         digest = _digest_sent(authorization)
-        # Every key is compared, in constant time, so that timing reveals nothing.
+        # Comparing every key in constant time reveals nothing by timing.
         matches = [(hmac.compare_digest(digest, one), owner) for one, owner in self._owners.items()]
         owner = next((owner for matches_it, owner in matches if matches_it), None)
         return owner if _is_bearer(authorization) else None
 
     def is_admin(self, authorization: str) -> bool:
-        """Whether an Authorization header, whose key was accepted, sends that of one who may change what the
-        server serves."""
+        """Whether an Authorization header, whose key was accepted, has an admin's key."""
         digest = _digest_sent(authorization)
         matches = [hmac.compare_digest(digest, one) for one in self._table.admins]
         return any(matches) and _is_bearer(authorization)
@@ -223,9 +221,9 @@ class ApiKeys:
     def has_admins(self) -> bool:
         return bool(self._table.admins)
 
-    def _take_over(self) -> None:
-        """Gives each key its owner. One without a name is a tenant of its own, under a number that says
-        nothing of the key and stays while the key does."""
+    def _assign_owners(self) -> None:
+        """Gives each key its owner. A key without a name is its own tenant, under a number that says nothing
+        of the key and stays while the key does."""
         names = dict.fromkeys(self._given) | dict(self._table.names)
         before, self._anonymous = self._anonymous, {}
         for digest, name in names.items():
@@ -249,8 +247,8 @@ def _digest_sent(authorization: str) -> bytes:
 
 
 class KeyFile:
-    """The keys of a file with one a line. When the file changes they are read again; when it then has none,
-    or cannot be read, those that were read before stay, with all that was said of them."""
+    """The keys of a file, one a line, which are read again when it changes. If it then has none or cannot be
+    read, the earlier keys stay."""
 
     def __init__(self, path: Path, clock: Callable[[], float], must_be_named: bool) -> None:
         self._path = path
@@ -268,10 +266,10 @@ class KeyFile:
     def table(self) -> KeyTable:
         if self._clock() - self._looked >= _LOOK_EVERY_SECONDS:
             self._looked = self._clock()
-            self._look()
+            self._reload_if_changed()
         return self._table
 
-    def _look(self) -> None:
+    def _reload_if_changed(self) -> None:
         version = _version(self._path)
         if version == self._version:
             return
@@ -296,12 +294,12 @@ def _cannot_read(path: Path, error: Exception) -> str:
 
 
 def _version(path: Path) -> tuple[int, ...]:
-    """Numbers that change when the file does, or what may be done with it."""
+    """Numbers that change with the file and its permissions."""
     try:
         status = os.stat(path)
     except OSError:
         return (0,)
-    # A pipe can be read but once.
+    # A pipe can be read only once.
     if not stat.S_ISREG(status.st_mode):
         return ()
     return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

@@ -21,9 +21,8 @@ from maxsimd.api.options import in_flags
 
 
 def printable(text: str, most: int) -> str:
-    """At most `most` characters of a text, with an escape in place of every character that would not be seen:
-    control characters, line breaks of all kinds, what turns the direction of writing, halves of
-    surrogates."""
+    """At most `most` characters of a text, with escapes for those that are not seen: control characters, line
+    breaks, changes of the writing direction, halves of surrogates."""
     if len(text) > most:
         return printable(text[:most], most) + "..."
     if text.isprintable():
@@ -36,23 +35,23 @@ log = logging.getLogger("maxsimd.serve")
 _LONGEST_MESSAGE = 4_000
 _ENGINE = "maxsimd.engine."
 _LONGEST_LINE_OF_A_TRACE = 500
-# Events that wait to be written. With more, new ones are dropped.
+# New events are dropped when this many wait.
 _MOST_WAITING = 4_096
-# How long events are gathered before they are written: one wake-up of the thread for many.
+# Events are gathered so long, to wake the thread once for many.
 _GATHER_SECONDS = 0.02
-# The end of a process waits so long for lines that nobody reads, and for those that are read slowly.
+# Limits for the wait at the end: without progress, and in all.
 _FLUSH_SECONDS, _MOST_FLUSH_SECONDS = 1.0, 5.0
 
 
 class _Clock:
-    """Writes times of day, each second's once."""
+    """Formats times, once for each second."""
 
     def __init__(self, form: str) -> None:
         self._form = form
         self._shown = (0, "")
 
     def show(self, seconds: float) -> str:
-        """A time (in seconds since the epoch) where this machine stands."""
+        """A time in seconds since the epoch, in local time."""
         whole = int(seconds)
         if whole != self._shown[0]:
             self._shown = whole, time.strftime(self._form, time.localtime(whole))
@@ -60,7 +59,7 @@ class _Clock:
 
 
 class TextFormatter(logging.Formatter):
-    """Time, level and message on one line; the lines of a traceback follow, each behind a bar."""
+    """Time, level and message on one line. Lines of a traceback follow, each behind a bar."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +73,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line, with the `fields` of a record that has some (`extra`)."""
+    """One JSON object a line, with the record's `fields` (`extra`)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +106,7 @@ def _trace(formatter: logging.Formatter, record: logging.LogRecord) -> Iterator[
 
 
 class SeldomLogger:
-    """Logs one kind of event at most once in some seconds, and says how often it has happened since then."""
+    """Logs one kind of event at most once in `seconds`, with the number of events since then."""
 
     def __init__(self, log: logging.Logger, seconds: float = 10.0) -> None:
         self._log = log
@@ -125,8 +124,8 @@ class SeldomLogger:
 
 
 class QueuedHandler(logging.Handler):
-    """Writes log lines in a thread of its own, so that logging never waits for a pipe's reader. `dropped`
-    counts the events that found the queue full, or could not be written; a line says how many there were."""
+    """Writes log lines in its own thread, so that logging never waits for a pipe's reader. `dropped` counts
+    the events that found the queue full or could not be written; a line reports them."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
@@ -197,12 +196,12 @@ class QueuedHandler(logging.Handler):
             self._changed.notify_all()
 
     def _write_all(self, lines: list[str], dropped: int) -> None:
-        """Writes `lines` and removes each one that is written. If events were dropped since the last report,
-        a final line says how many."""
+        """Writes `lines`, removing each as it is written, and a line on events dropped since the last
+        report."""
         while lines:
             number, piece = 1, f"{lines[0]}\n"
-            # In pieces that a pipe takes as a whole, because other processes may write to it, too; a
-            # character has up to four bytes.
+            # Pieces that a pipe takes as a whole, because other processes may write to it. A character has up
+            # to four bytes.
             while number < len(lines) and len(piece) + len(lines[number]) < select.PIPE_BUF // 4:
                 piece += f"{lines[number]}\n"
                 number += 1
@@ -222,7 +221,7 @@ class QueuedHandler(logging.Handler):
         if self._descriptor is None:
             self._stream.write(text)
             return
-        # Not through the stream: a blocked write would hold its lock, and the interpreter could not end.
+        # The stream's blocked write would hold its lock, and the interpreter could not end.
         left = text.encode(self._stream.encoding, "backslashreplace")
         while left:
             try:
@@ -235,19 +234,19 @@ class QueuedHandler(logging.Handler):
 
 
 def dropped_events() -> int:
-    """How many events of the log this process has dropped, because standard error did not take them."""
+    """How many events this process has dropped because standard error did not take them."""
     return sum(each.dropped for each in logging.getLogger().handlers if isinstance(each, QueuedHandler))
 
 
 def set_up_logging(level: str, form: str) -> None:
-    """Logs to standard error, including Python's warnings and uncaught errors. By default Python writes these
-    directly, which blocks while nobody reads standard error."""
+    """Logs to standard error, with Python's warnings and uncaught errors: Python's own way blocks while
+    nobody reads."""
     handler = QueuedHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
-    # No line shows these, so they need not be looked up for each.
+    # No line shows these.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
-    # huggingface_hub adds its own handler when imported, which would log each line twice.
+    # huggingface_hub adds its own handler, which would log each line twice.
     hub = logging.getLogger("huggingface_hub")
     hub.handlers.clear()
     hub.addHandler = lambda hdlr: None  # type: ignore[method-assign]
@@ -281,6 +280,6 @@ def _log_end_of_thread(ended: threading.ExceptHookArgs) -> None:
 
 
 def _log_ignored(ignored: "sys.UnraisableHookArgs") -> None:
-    # Not as repr, which may have texts of users in it.
+    # Its repr may have texts of users.
     where = getattr(ignored.object, "__qualname__", type(ignored.object).__qualname__)
     log.error("an error was ignored in %s", where, exc_info=ignored.exc_value)

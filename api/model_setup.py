@@ -11,19 +11,19 @@ import click
 from click.core import ParameterSource
 
 from maxsimd.api.config import ServerConfig, SetupError
-from maxsimd.api.options import SERVED, TwiceError, engine_options, options_of, values_of
+from maxsimd.api.options import SERVED, DuplicateError, engine_options, options_of, values_of
 from maxsimd.engine.config import EngineConfig
 
-# What stands beside an engine's options in what is said of a model.
+# A model's option beside its engine's.
 WEIGHT = "weight"
 _LONGEST_NAME = 200
-# A folder with one of these holds a model; a file may be one, too (GGUF).
+# A folder with one of these holds a model. So does a GGUF file.
 _MARKS = ("config.json", "modules.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSetup:
-    """A model under the name that requests give it, and its share of the device beside the others."""
+    """A model's name in requests, its options, and its share of the device."""
 
     name: str
     engine: EngineConfig
@@ -34,9 +34,8 @@ class ModelSetup:
             raise ValueError(f"weight must be a number above 0, not {self.weight}")
 
 
-def named_by_themselves(models: Sequence[str], engine: EngineConfig) -> tuple[ModelSetup, ...]:
-    """Models that go by what they are called on the command line, with the same options. Raises ValueError
-    where one is named twice."""
+def setups_by_model(models: Sequence[str], engine: EngineConfig) -> tuple[ModelSetup, ...]:
+    """Models named as on the command line, with the same options. Raises ValueError for duplicates."""
     names = [model.rstrip("/") for model in models]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -50,7 +49,7 @@ def named_by_themselves(models: Sequence[str], engine: EngineConfig) -> tuple[Mo
 
 
 def check_together(models: Sequence[ModelSetup], server: ServerConfig) -> None:
-    """Raises ValueError for options that several models cannot have together."""
+    """Raises ValueError for options that several models cannot have."""
     if server.is_fleet:
         raise ValueError(
             "several models are served by one process: leave out fronts and replicas, or start a server for "
@@ -69,9 +68,9 @@ def check_together(models: Sequence[ModelSetup], server: ServerConfig) -> None:
         _check_name(setup.name, "give it one in a file's `models`")
 
 
-def by_itself(engine: EngineConfig, server: ServerConfig, unnamed: str) -> ModelSetup:
-    """The one model of a command, beside which others may be loaded later; `unnamed` is what one is called
-    where the command gives none. Raises ValueError where it needs another name."""
+def single_setup(engine: EngineConfig, server: ServerConfig, unnamed: str) -> ModelSetup:
+    """The only model of a command, beside which others may be loaded later. `unnamed` is its name if the
+    command gives none. Raises ValueError for an unusable name."""
     called = unnamed if engine.model is None else engine.model.rstrip("/")
     name = next(iter(server.served_model_name), called)
     _check_name(name, "give it one as served_model_name")
@@ -87,13 +86,13 @@ def _check_name(name: str, advice: str) -> None:
 
 
 def _is_name(name: str) -> bool:
-    """Whether paths can have it: of `.` and `..` clients make another path."""
+    """Whether paths can have it. Clients change the path for `.` and `..`."""
     is_plain = name.isprintable() and name == name.strip() and name[-1:] != "/" and name not in (".", "..")
     return is_plain and 0 < len(name) <= _LONGEST_NAME
 
 
 def shown(models: Sequence[ModelSetup], server: ServerConfig) -> str:
-    """The configuration of several models as the YAML that gives it, without keys."""
+    """The configuration of several models as YAML, without keys."""
     import yaml
 
     each = {setup.name: {**values_of(setup.engine), WEIGHT: setup.weight} for setup in models}
@@ -102,7 +101,7 @@ def shown(models: Sequence[ModelSetup], server: ServerConfig) -> str:
 
 
 def _resolved(path: Path) -> Path | None:
-    """Where a path leads; None for one that leads nowhere, such as to a link to itself."""
+    """The path without links; None if it leads nowhere, such as to a link to itself."""
     try:
         return path.resolve()
     except (OSError, RuntimeError, ValueError):  # Python 3.11 and 3.12 raise RuntimeError for such a link
@@ -118,8 +117,8 @@ def _is_model(path: Path) -> bool:
         return False
 
 
-def _beside(file: Path) -> list[Path]:
-    """Lists the files beside a GGUF file that are read with it, and the folders of its modules."""
+def _files_beside(file: Path) -> list[Path]:
+    """The files beside a GGUF file that are read with it, and the folders of its modules."""
     if not file.is_file():
         return []
     found = [each for each in file.parent.iterdir() if each.suffix in (".json", ".jinja")]
@@ -133,13 +132,13 @@ def _beside(file: Path) -> list[Path]:
 
 
 class Loadable:
-    """What may be loaded while the server runs: the models that were configured, and those in a folder, each
-    by its path there, with the options that all have."""
+    """The models that may be loaded while the server runs: the configured ones, and those in a folder by
+    their paths there, with common options."""
 
     def __init__(
         self, configured: Sequence[ModelSetup], folder: str | None = None, options: EngineConfig | None = None
     ) -> None:
-        """Raises SetupError where there is no such folder."""
+        """Raises SetupError if there is no such folder."""
         self._configured = {setup.name: setup for setup in configured}
         self._options = options or EngineConfig(**SERVED)
         self._folder = None if folder is None else _resolved(Path(folder))
@@ -152,7 +151,7 @@ class Loadable:
         return any(config.cache_by_tenant for config in configs)
 
     def setup_of(self, name: str) -> ModelSetup | None:
-        """How a model is loaded; None for one that is not for this server."""
+        """None if the model is not for this server."""
         if name in self._configured:
             return self._configured[name]
         path = self._path_of(name)
@@ -161,15 +160,14 @@ class Loadable:
         return ModelSetup(name=name, engine=dataclasses.replace(self._options, model=str(path)))
 
     def link_out(self, name: str) -> str | None:
-        """Returns the first link in a model's folder, or beside its GGUF file, that leads out of the folder
-        of models, or nowhere; None if there is none. Links of configured models are not checked. Reads the
-        file system."""
+        """The first link in a model's folder, or beside its GGUF file, that leads out of the folder of models
+        or nowhere; None without one. Links of configured models are not checked. Reads the file system."""
         path = None if name in self._configured else self._path_of(name)
         folders = [] if path is None else [path]
         seen = set(folders)
         while folders:
             folder = folders.pop()
-            for each in sorted(folder.iterdir() if folder.is_dir() else _beside(folder)):
+            for each in sorted(folder.iterdir() if folder.is_dir() else _files_beside(folder)):
                 target = _resolved(each) if each.is_symlink() else each
                 if self._folder is None or target is None or not target.is_relative_to(self._folder):
                     return str(each.relative_to(self._folder or folder))
@@ -179,7 +177,7 @@ class Loadable:
         return None
 
     def _path_of(self, name: str) -> Path | None:
-        """The folder of a model in the folder of models, and in no other, whatever its name."""
+        """The path of a model in the folder of models; None outside of it."""
         plain = PurePosixPath(name)
         is_within = not plain.is_absolute() and ".." not in plain.parts and str(plain) == name
         if self._folder is None or not _is_name(name) or not is_within:
@@ -194,7 +192,7 @@ _GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
 
 
 class ModelsArgument(click.Argument):
-    """Any number of models; the environment's variable holds one, whose path may have spaces."""
+    """Any number of models. The environment's variable holds one, whose path may have spaces."""
 
     def value_from_envvar(self, context: click.Context) -> Any:
         value = self.resolve_envvar_value(context)
@@ -202,12 +200,12 @@ class ModelsArgument(click.Argument):
 
 
 def several_models(context: click.Context, found: Any, values: Mapping[str, Any]) -> tuple[ModelSetup, ...]:
-    """The models of a command that names more than one, or whose file does (`found`), with what is said of
-    each of them before what the file says of all; `values` are the command's own. Raises click.UsageError."""
+    """The models of a command that names several, or whose file does (`found`). Options of a model go before
+    the file's common ones; `values` are the command's. Raises click.UsageError."""
     try:
         options = {name: values[name] for name in engine_options() if name in values}
         if found is None:
-            return named_by_themselves(values["model"], EngineConfig(**options))
+            return setups_by_model(values["model"], EngineConfig(**options))
         if values["model"]:
             raise ValueError("the models are named in the file; give none beside it")
         if not isinstance(found, dict) or not found:
@@ -224,7 +222,7 @@ def _setup(context: click.Context, name: str, own: Any, options: Mapping[str, An
         raise ValueError(f"models: {name} must hold options, or say which model it is; write model: ...")
     try:
         said = {option: value for option, value in options_of(own).items() if value is not None}
-    except TwiceError as error:
+    except DuplicateError as error:
         raise ValueError(f"models: {name}: {error}") from error
     unknown = sorted(said.keys() - set(engine_options()) - {"model", WEIGHT})
     if unknown:
@@ -232,7 +230,11 @@ def _setup(context: click.Context, name: str, own: Any, options: Mapping[str, An
     try:
         weight = float(said.pop(WEIGHT, 1.0))
         model = said.pop("model", None)
-        taken = {key: value for key, value in _typed(context, said).items() if not _is_given(context, key)}
+        taken = {
+            key: value
+            for key, value in _converted_values(context, said).items()
+            if not _is_set_explicitly(context, key)
+        }
         engine = EngineConfig(**{**options, **taken, "model": None if model is None else str(model)})
         return ModelSetup(name=name, engine=engine, weight=weight)
     except click.BadParameter as error:
@@ -241,12 +243,12 @@ def _setup(context: click.Context, name: str, own: Any, options: Mapping[str, An
         raise ValueError(f"models: {name}: {error}") from error
 
 
-def _is_given(context: click.Context, option: str) -> bool:
+def _is_set_explicitly(context: click.Context, option: str) -> bool:
     """Whether an option was given as a flag or a variable, which go before any file."""
     return context.get_parameter_source(option) in _GIVEN
 
 
-def _typed(context: click.Context, said: Mapping[str, Any]) -> dict[str, Any]:
-    """Values as the command's own options take them. Raises click.BadParameter."""
+def _converted_values(context: click.Context, said: Mapping[str, Any]) -> dict[str, Any]:
+    """Converts values as the command's options do. Raises click.BadParameter."""
     parameters = {each.name: each for each in context.command.params}
     return {name: parameters[name].type_cast_value(context, value) for name, value in said.items()}

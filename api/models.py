@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from prometheus_client import CollectorRegistry
@@ -31,19 +32,6 @@ if TYPE_CHECKING:
     from maxsimd.engine import CascadeResult, Engine, Engines
 
 
-class SeveralMetrics:
-    """A registry of the server's own metrics and of those of its models, as these are when they are read."""
-
-    def __init__(
-        self,
-        registries: Callable[[], Mapping[str, CollectorRegistry]],
-        are_served: Callable[[], Mapping[str, bool]],
-    ) -> None:
-        self.registry = CollectorRegistry()
-        self.registry.register(_ServedGauge(are_served))
-        self.registry.register(MetricsByModel(registries))
-
-
 class _ServedGauge(Collector):
     def __init__(self, are_served: Callable[[], Mapping[str, bool]]) -> None:
         self._are_served = are_served
@@ -63,7 +51,7 @@ OK, LOADING, DROPPED, _FAILED = "ok", "loading", "dropped", "failed: "
 
 @dataclass(frozen=True, slots=True)
 class _Served:
-    """A model that was loaded, whatever has become of it since. `watch` waits for its death."""
+    """A model that was loaded, even if it has died since. `watch` waits for its death."""
 
     engine: "Engine"
     facts: ModelFacts
@@ -71,22 +59,24 @@ class _Served:
 
 
 class LastModelError(Exception):
-    """Without this model a server would have none."""
+    """The server would have no model without this one."""
 
 
 class SeveralModels:
-    """Owns the models of a server, by their names and in their order. Used on one event loop, in place of
-    an engine: `engine` has the one that scores."""
+    """The models of a server by their names, in order. Used on one event loop, in place of an engine:
+    `engine` has the one that scores."""
 
     restart_obstacle: str | None = None
 
     def __init__(
         self, engines: "Engines", setups: Sequence[ModelSetup], loadable: Loadable, grace: float
     ) -> None:
-        """`engines` are not started, and were made of the `setups`; `grace` is how many seconds those that
-        are dropped have for the requests in flight."""
+        """`engines` are not started, and made of `setups`. Dropped models have `grace` seconds for requests
+        in flight."""
         self.death: str | None = None
-        self.metrics = SeveralMetrics(self._registries, self._are_served)
+        self.metrics = SimpleNamespace(registry=CollectorRegistry())
+        self.metrics.registry.register(_ServedGauge(self._are_served))
+        self.metrics.registry.register(MetricsByModel(self._registries))
         self._engines = engines
         self._grace = grace
         self._loadable = loadable
@@ -101,7 +91,7 @@ class SeveralModels:
     # What a server's life needs.
 
     async def start(self) -> None:
-        """Loads the models. Raises ModelLoadError where none can be."""
+        """Loads the models. Raises ModelLoadError if all fail."""
         await self._engines.start()
         self._is_started = True
         for name in self._setups:
@@ -136,12 +126,12 @@ class SeveralModels:
 
     @property
     def facts(self) -> ModelFacts:
-        """Those of the first model that is served."""
+        """The first served model's."""
         return self._first().facts
 
     @property
     def config(self) -> EngineConfig:
-        """That of the first model that is served, with the largest requests that any of them takes."""
+        """The first served model's, with the largest `max_request_tokens` of all."""
         largest = max(setup.engine.max_request_tokens for setup in self._setups.values())
         return dataclasses.replace(self._first().engine.config, max_request_tokens=largest)
 
@@ -151,8 +141,7 @@ class SeveralModels:
             served.engine.set_tenants(tenants)
 
     def check_rate(self, tenant: str) -> None:
-        """Raises QueueFullError for a tenant that has used up its rates with all the models; each counts its
-        own."""
+        """Raises QueueFullError if the tenant has used up its rates with all models; each counts its own."""
         refused: QueueFullError | None = None
         for name in self._ok():
             try:
@@ -169,8 +158,8 @@ class SeveralModels:
             await self._served[name].engine.clear_cache()
 
     async def in_thread(self, function: Callable[[], T], size: int) -> T:
-        """Runs what belongs to no model yet, in the threads of one; if that dies or is dropped meanwhile, in
-        those of another."""
+        """Runs work that belongs to no model yet in the threads of one, or of another if that dies or is
+        dropped."""
         for name in self._ok():
             try:
                 return await self._served[name].engine.in_thread(function, size)
@@ -182,7 +171,7 @@ class SeveralModels:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All models that there are or were, in their order."""
+        """All models, with those that have failed or were dropped, in order."""
         return tuple(self._setups)
 
     def state(self, name: str) -> str:
@@ -193,7 +182,7 @@ class SeveralModels:
         return state
 
     def facts_of(self, name: str) -> ModelFacts | None:
-        """What is known of a model; None of one that was never loaded."""
+        """None if the model was never loaded."""
         served = self._served.get(name)
         return None if served is None else served.facts
 
@@ -201,12 +190,12 @@ class SeveralModels:
         return self._setups[name]
 
     def engine(self, name: str) -> "Engine | None":
-        """The engine of a model; None where it takes no requests."""
+        """The engine of a model; None if it takes no requests."""
         return self._served[name].engine if name in self._served and self.state(name) == OK else None
 
     def choosable(self) -> dict[str, ModelFacts | None]:
-        """The models that a request may mean that names none: those that were served and not dropped, and
-        those that should have been since the start."""
+        """The models that a request without a name may mean: those that were served or configured, and are
+        not dropped."""
         return {
             name: self.facts_of(name)
             for name in self._setups
@@ -222,7 +211,7 @@ class SeveralModels:
         deadline: float | None,
         **options: Any,
     ) -> "CascadeResult":
-        """Ranks in stages, of which each is a model, how many documents it keeps, and its instruction."""
+        """Ranks in stages: a model, how many documents it keeps, and its instruction."""
         from maxsimd.engine import Stage
 
         return await self._engines.rerank(
@@ -230,7 +219,6 @@ class SeveralModels:
         )
 
     def all_facts(self) -> dict[str, ModelFacts]:
-        """What is known of the models that are served."""
         return {name: self._served[name].facts for name in self.names if name in self._ok()}
 
     # Loading and dropping.
@@ -239,17 +227,17 @@ class SeveralModels:
         return self._loadable.setup_of(name) is not None
 
     async def load(self, name: str) -> None:
-        """Loads a model that may be loaded, unless it is served, and goes on if its caller leaves. Raises
+        """Loads a model that may be loaded, unless it is served. Goes on if its caller leaves. Raises
         ModelLoadError."""
         await self._change(name, self._load)
 
     async def drop(self, name: str) -> None:
-        """Drops a model when the requests in flight are done, or the grace is over, and goes on if its caller
-        leaves. Raises LastModelError where no other is served."""
+        """Drops a model when its requests are done or the grace is over. Goes on if its caller leaves. Raises
+        LastModelError."""
         await self._change(name, self._drop)
 
     async def _change(self, name: str, change: Callable[[str], Coroutine[Any, Any, None]]) -> None:
-        """One change of a model at a time."""
+        """Makes one change of a model at a time."""
         while (before := self._changes.get(name)) is not None:
             await asyncio.wait({before})
         task = asyncio.create_task(change(name))
@@ -305,7 +293,7 @@ class SeveralModels:
         self._end_if_none_is_left()
 
     def _end_if_none_is_left(self) -> None:
-        """A server without a model, and none on its way, is of no use."""
+        """Ends a server without a model and none on its way."""
         if self._is_started and not self._changes and not self.is_healthy:
             self.death = "no model is left: " + "; ".join(
                 f"{name}: {_reason(self.state(name))}" for name in self._setups
@@ -327,7 +315,7 @@ class SeveralModels:
         return {name: served.engine.metrics.registry for name, served in self._served.items()}
 
     def _are_served(self) -> dict[str, bool]:
-        """Whether each model is served, without those that were dropped."""
+        """By the names of the models that are not dropped."""
         states = {name: self.state(name) for name in self._setups}
         return {name: state == OK for name, state in states.items() if state != DROPPED}
 
@@ -340,7 +328,7 @@ _RERANKERS = (ScoreType.CROSS_ENCODER, ScoreType.LATE_INTERACTION, ScoreType.LIS
 
 
 class Wanted(Enum):
-    """What a request asks for."""
+    """What a request needs of a model."""
 
     RANKING = auto()
     VECTORS = auto()
@@ -348,12 +336,12 @@ class Wanted(Enum):
     SPARSE_VECTORS = auto()
     CLASSES = auto()
     ANYTHING = auto()
-    # All models that the request names, and no other.
+    # The models that the request names.
     CASCADE = auto()
 
 
-class UndecidedError(Exception):
-    """The model `name`, which could not be loaded, may be the one that is meant."""
+class UndecidedModelError(Exception):
+    """The model `name` could not be loaded, and may be the one that is meant."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -367,52 +355,52 @@ def _anything(facts: ModelFacts) -> bool:
     return True
 
 
-def _ranks(facts: ModelFacts) -> bool:
-    return facts.score_type in _RERANKERS and not facts.is_classifier
-
-
 def _scores(facts: ModelFacts) -> bool:
     return not facts.is_classifier
-
-
-def _classifies(facts: ModelFacts) -> bool:
-    return facts.score_task == "classify"
 
 
 def _gives(*tasks: str) -> _Fits:
     return lambda facts: any(task in facts.dims for task in tasks)
 
 
-# The first of these that fits any model decides, and of the models that it fits the first.
+# The first test that any model passes decides, and the first model that passes it.
 _PREFERENCES: dict[Wanted, tuple[_Fits, ...]] = {
-    Wanted.RANKING: (_ranks, _scores, _anything),
+    Wanted.RANKING: (
+        lambda facts: facts.score_type in _RERANKERS and not facts.is_classifier,
+        _scores,
+        _anything,
+    ),
     Wanted.VECTORS: (_gives("embed"), _gives("token_embed", "sparse_embed"), _anything),
     Wanted.TOKEN_VECTORS: (_gives("token_embed"), _gives("embed"), _anything),
     Wanted.SPARSE_VECTORS: (_gives("sparse_embed"), _gives("embed", "token_embed"), _anything),
-    Wanted.CLASSES: (lambda facts: facts.is_classifier, _classifies, _anything),
+    Wanted.CLASSES: (
+        lambda facts: facts.is_classifier,
+        lambda facts: facts.score_task == "classify",
+        _anything,
+    ),
     Wanted.ANYTHING: (_anything,),
 }
 
 
-def first_for(wanted: Wanted, models: Mapping[str, ModelFacts | None]) -> str:
-    """The name of the first of the models, of which there is one at least, that is made for this; None is of
-    models that nothing is known of. Raises UndecidedError where one of these might come before it."""
+def first_suited(wanted: Wanted, models: Mapping[str, ModelFacts | None]) -> str:
+    """The first model that suits a request. Models have None if nothing is known of them. Raises
+    UndecidedModelError if such a one may come first."""
     for fits in _PREFERENCES[wanted]:
         for name, facts in models.items():
             if facts is None:
-                raise UndecidedError(name)
+                raise UndecidedModelError(name)
             if fits(facts):
                 return name
     raise ValueError("there is no model")
 
 
-def chosen(models: SeveralModels, name: str | None, wanted: Wanted) -> str:
-    """The name of the model that a request goes to, whether it is served now or not. Raises ApiError."""
+def choose_model(models: SeveralModels, name: str | None, wanted: Wanted) -> str:
+    """The model that a request goes to, served or not. Raises ApiError."""
     if name:
-        return named(models, name)
+        return find_model(models, name)
     try:
-        return first_for(wanted, models.choosable())
-    except UndecidedError as error:
+        return first_suited(wanted, models.choosable())
+    except UndecidedModelError as error:
         message = (
             f"the request names no model, and may be for {quoted(error.name)}, which could not be loaded; "
             f"say as `model` which you mean: {_served_here(models)}"
@@ -420,15 +408,15 @@ def chosen(models: SeveralModels, name: str | None, wanted: Wanted) -> str:
         raise unavailable(message, "model", retry_after=30) from None
 
 
-def named(models: SeveralModels, name: str) -> str:
-    """The model of this name, or the only one that is so called itself: of those that are not dropped, if
-    there are such. Raises ApiError."""
+def find_model(models: SeveralModels, name: str) -> str:
+    """The model of this name, or the only one whose own name it is; dropped models come last. Raises
+    ApiError."""
     if name in models.names:
         return name
     called = [each for each in models.names if name in _own_names(models, each)]
     called = [each for each in called if models.state(each) != DROPPED] or called
     if not called:
-        raise no_such_model(name, served(models))
+        raise no_such_model(name, served_names(models))
     if len(called) > 1:
         message = f"several models are {quoted(name)}; say which you mean by its name: "
         raise ApiError(404, "NotFoundError", message + ", ".join(map(quoted, called)), "model")
@@ -440,12 +428,12 @@ def _own_names(models: SeveralModels, name: str) -> tuple[str, ...]:
     return tuple(each for each in (given, None if facts is None else facts.name) if each)
 
 
-def served(models: SeveralModels) -> tuple[str, ...]:
-    """The names of those that take requests."""
+def served_names(models: SeveralModels) -> tuple[str, ...]:
+    """The models that take requests."""
     return tuple(name for name in models.names if models.engine(name) is not None)
 
 
-def not_served(models: SeveralModels, name: str) -> ApiError:
+def not_served_error(models: SeveralModels, name: str) -> ApiError:
     """The error of a request whose model takes no requests."""
     state = models.state(name)
     if state == LOADING:
@@ -460,7 +448,7 @@ def not_served(models: SeveralModels, name: str) -> ApiError:
 
 
 def _served_here(models: SeveralModels) -> str:
-    return "served here: " + (", ".join(map(quoted, served(models))) or "none")
+    return "served here: " + (", ".join(map(quoted, served_names(models))) or "none")
 
 
 def lost_during_request(models: SeveralModels, name: str) -> ApiError | None:
@@ -470,4 +458,4 @@ def lost_during_request(models: SeveralModels, name: str) -> ApiError | None:
     if models.state(name) == DROPPED:
         message = f"the model {quoted(name)} was dropped before the request was done"
         return unavailable(message, "model", retry_after=30)
-    return not_served(models, name)
+    return not_served_error(models, name)

@@ -130,7 +130,7 @@ _MODELS = "maxsimd.models"
 _FROM_ANOTHER = "tag:yaml.org,2002:merge"
 
 
-class TwiceError(ValueError):
+class DuplicateError(ValueError):
     """Something is in a file twice."""
 
 
@@ -165,12 +165,12 @@ def values_of(config: Any) -> dict[str, Any]:
 
 
 def options_of(said: Mapping[Any, Any]) -> dict[str, Any]:
-    """Options by Python name, from flags or Python names. Raises TwiceError."""
+    """Options by Python name, from flags or Python names. Raises DuplicateError."""
     options = {str(name).replace("-", "_"): value for name, value in said.items()}
     if len(options) < len(said):
         names = [str(name).replace("-", "_") for name in said]
         twice = sorted({name for name in names if names.count(name) > 1})
-        raise TwiceError(f"{', '.join(twice)} is there twice, with - and with _; leave out one")
+        raise DuplicateError(f"{', '.join(twice)} is there twice, with - and with _; leave out one")
     return options
 
 
@@ -199,7 +199,7 @@ def _use(context: click.Context, parameter: click.Parameter, path: str | None) -
 
 
 def _read_yaml(text: str) -> Any:
-    """Raises ValueError, yaml.YAMLError, and TwiceError for entries with the same name (1 and "1" too):
+    """Raises ValueError, yaml.YAMLError, and DuplicateError for entries with the same name (1 and "1" too):
     YAML's loaders take the last."""
     import yaml
 
@@ -241,7 +241,8 @@ def _check_names(loader: "yaml.SafeLoader", nodes: Sequence["yaml.Node"]) -> Non
         name = str(loader.construct_object(node))
         if name in names:
             line = node.start_mark.line + 1
-            raise TwiceError(f"there are two entries named {name}, the second in line {line}; leave out one")
+            message = f"there are two entries named {name}, the second in line {line}; leave out one"
+            raise DuplicateError(message)
         names.add(name)
 
 
@@ -251,7 +252,7 @@ def _read(path: str, names: set[str]) -> dict[str, Any]:
 
     try:
         values = _read_yaml(Path(path).read_text(encoding="utf-8"))
-    except TwiceError as error:
+    except DuplicateError as error:
         raise click.BadParameter(f"{path}: {error}") from error
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise click.BadParameter(f"{path} is no YAML: {' '.join(str(error).split())}") from error
@@ -260,7 +261,7 @@ def _read(path: str, names: set[str]) -> dict[str, Any]:
         raise click.BadParameter(f"{path} holds no options but {type(values).__name__}; write name: value")
     try:
         options = options_of(values)
-    except TwiceError as error:
+    except DuplicateError as error:
         raise click.BadParameter(f"{path}: {error}") from error
     there = {field.name for config in (EngineConfig, ServerConfig) for field in dataclasses.fields(config)}
     unknown = sorted(options.keys() - there - names - {"models"})

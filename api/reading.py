@@ -40,24 +40,23 @@ from maxsimd.engine.media import Content as PictureContent
 from maxsimd.engine.requests import Item
 from maxsimd.engine.workers import yield_to_smaller
 
-# Texts and pictures, or the token ids of each text.
+# Texts and pictures, or each text's token ids.
 Inputs = list[str] | list[list[int]] | list[str | PictureContent]
 
-# The longest line of YAML.
 _ENDLESS = 2**31 - 1
 # A field's name and the object around it.
 _AROUND_A_FIELD = 2
-# The most names and values that a request may have in what is written as YAML, which takes 8 microseconds for
-# each, and the most lists and objects within each other.
+# Limits of a request's names and values in YAML, which take 8 microseconds each, and of nested lists and
+# objects.
 _MOST_WRITTEN, _DEEPEST_WRITTEN = 10_000, 32
 
-# The names of pictures, in objects and as types of parts.
+# Names of pictures, in objects and as types of parts.
 _PICTURES = ("image", "image_url", "image_base64", "input_image")
 _TEXT_TYPES = ("text", "input_text")
-# Of media that no model here reads.
+# Media that no model here reads.
 _OTHER_NAMES = ("video", "video_url", "audio", "audio_url", "input_audio", "image_embeds")
 _OTHERS = (*_OTHER_NAMES, "file", "document")
-# An object that names a picture; how finely it is read is not the request's to say.
+# Fields of an object that names a picture. `detail` has no effect.
 PICTURE_URL = ("url", "detail")
 # Fields of each kind of object. Clients may set any id.
 _OF_TEXT, _OF_CONTENT = ("text", "type", "id"), ("content", "type", "id", "role")
@@ -71,24 +70,24 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
     "int8": torch.int8,
 }
-# Lists and base64 become numbers in parts of so many numbers or characters: each part holds Python's lock. A
-# multiple of the four characters that base64 has for three bytes.
+# Numbers are read in parts of this many numbers or characters, because each part holds Python's lock. A
+# multiple of base64's four characters.
 _PART = 1 << 18
 _LONGEST_SHOWN = 60
 
 
 @dataclass
 class RankFields:
-    """The names of fields, with the place that each has in the text, and how many names and values may still
-    be written as YAML."""
+    """The place of each named field in a document's text, and how many names and values may still be written
+    as YAML."""
 
     places: Mapping[str, int]
     room: int = _MOST_WRITTEN
 
 
 def rank_places(rank_fields: list[str] | None) -> RankFields | None:
-    """The place of each field, for one request; None for no fields. One that is named twice counts once,
-    where it is named first."""
+    """The places of one request's fields; None without fields. A field that is named twice has its first
+    place."""
     if not rank_fields:
         return None
     return RankFields({name: i for i, name in reversed(list(enumerate(rank_fields)))})
@@ -96,7 +95,7 @@ def rank_places(rank_fields: list[str] | None) -> RankFields | None:
 
 @contextmanager
 def with_request_field_names(**names: str) -> Iterator[None]:
-    """Errors of the engine name the request's fields: `names` has them by the engine's arguments."""
+    """Errors of the engine name the request's fields: `names` maps the engine's arguments to them."""
     try:
         yield
     except InvalidRequestError as error:
@@ -111,7 +110,7 @@ def with_request_field_names(**names: str) -> Iterator[None]:
 
 
 def check_count(contents: Any, param: str, most: int) -> None:
-    """Refuses a list of more than `most` entries."""
+    """Raises ApiError for a list of more than `most` entries."""
     if isinstance(contents, list) and len(contents) > most:
         message = (
             f"{param} has {len(contents)} entries, but at most {most} are taken at a time; send them in parts"
@@ -120,12 +119,12 @@ def check_count(contents: Any, param: str, most: int) -> None:
 
 
 def as_items(contents: Contents, param: str, rank_fields: RankFields | None = None) -> list[Item]:
-    """One or many contents as texts or embeddings."""
+    """Reads one or many contents."""
     return [as_item(content, where, param, rank_fields) for where, content in _named(contents, param)]
 
 
 def as_item(content: Content, where: str, param: str, rank_fields: RankFields | None = None) -> Item:
-    """One content as a text, or as an embedding or pictures, if it is that and not a record with fields."""
+    """Reads a content as a text, an embedding or pictures. With `rank_fields` an object is a record."""
     if not rank_fields and isinstance(content, dict):
         if is_vectors(content):
             return vectors_of(content, where, param)
@@ -134,13 +133,8 @@ def as_item(content: Content, where: str, param: str, rank_fields: RankFields | 
     return as_text(content, where, param, rank_fields)
 
 
-def as_texts(contents: Contents, param: str, rank_fields: RankFields | None = None) -> list[str]:
-    """One or many contents as plain texts."""
-    return [as_text(content, where, param, rank_fields) for where, content in _named(contents, param)]
-
-
 def _named(contents: Contents, param: str) -> Iterator[tuple[str, Content]]:
-    """One or many contents, each behind what errors call it."""
+    """Contents with their names in errors."""
     several: Sequence[Content] = contents if isinstance(contents, list) else [contents]
     if not isinstance(contents, list):
         several = each_picture(contents) or several
@@ -149,8 +143,8 @@ def _named(contents: Contents, param: str) -> Iterator[tuple[str, Content]]:
 
 
 def as_text(content: Content, where: str, param: str, rank_fields: RankFields | None = None) -> str:
-    """The text of a string, of {"text": ...}, of {"content": "..."} or content parts, or, with Cohere's
-    `rank_fields`, those of the named fields that a record has, a line each."""
+    """The text of a string, of {"text": ...}, of {"content": "..."} or content parts. With Cohere's
+    `rank_fields` it has a line for each named field of a record."""
     if isinstance(content, str):
         return content
     if rank_fields:
@@ -166,7 +160,7 @@ def as_text(content: Content, where: str, param: str, rank_fields: RankFields | 
 
 
 def _record_text(record: dict[str, Any], rank_fields: RankFields, where: str) -> str:
-    # Not every name is looked for in every record: of both there may be very many.
+    # Looking up every name in every record would take too long.
     places = rank_fields.places
     named = sorted(record.keys() & places.keys(), key=places.__getitem__)
     lines = [
@@ -181,11 +175,11 @@ def _record_text(record: dict[str, Any], rank_fields: RankFields, where: str) ->
 
 
 def _field_text(name: str, value: Any, rank_fields: RankFields, where: str) -> str:
-    """A field of a record as YAML, as Cohere's clients write records. A text is not quoted."""
+    """A field of a record as YAML, as Cohere's clients write records. Texts are not quoted."""
     if isinstance(value, str | int):
         return f"{name}: {str(value).lower() if isinstance(value, bool) else value}"
     if isinstance(value, float) and math.isfinite(value):
-        # As YAML's writer does, which takes much longer to begin.
+        # YAML's writer would give this, but takes long to begin.
         number = repr(value)
         return f"{name}: {number if '.' in number else number.replace('e', '.0e')}"
     rank_fields.room -= _size_as_yaml(name, value, rank_fields.room, where)
@@ -198,7 +192,7 @@ def _field_text(name: str, value: Any, rank_fields: RankFields, where: str) -> s
 
 
 def _size_as_yaml(name: str, value: Any, room: int, where: str) -> int:
-    """How many names and values a field has. Raises InvalidRequestError if they are more than `room`, or too
+    """How many names and values a field has. Raises InvalidRequestError above `room`, or if it is too
     deep."""
     size, depth, level = _AROUND_A_FIELD + 1, 0, [value]
     while level:
@@ -224,7 +218,7 @@ def _size_as_yaml(name: str, value: Any, room: int, where: str) -> int:
 
 @functools.cache
 def _dumper() -> Any:
-    """YAML's writer, in C where there is one, which writes values that are equal each time anew."""
+    """A YAML writer, in C if there is one, that writes equal values anew each time."""
     import yaml
 
     base = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
@@ -238,16 +232,16 @@ def _part_text(part: Any, where: str, param: str) -> str:
 
 
 def truncation_of(request: Common, default: LongDocuments) -> Truncation:
-    """What the request says of over-long inputs; `default` where it says nothing. Only documents that are
-    scored are read through windows: a vector or a label is one text's."""
+    """How the request truncates long inputs; `default` if it does not say. Only documents to be scored are
+    read through windows."""
     side = request.truncation_side
     tokens = request.truncate_prompt_tokens
     long_documents = request.long_documents or default
-    # Voyage's.
+    # Voyage's field.
     cut = getattr(request, "truncation", None)
     if cut is not None and tokens is None and request.long_documents is None:
         long_documents = "truncate" if cut else "error"
-    # The server's own setting does not make an error of the lengths that a request sets itself.
+    # A length that the request sets itself is no error by the server's default.
     refuse = long_documents == "error" and (request.long_documents is not None or cut is False)
     if tokens is None and long_documents != "error":
         tokens = -1
@@ -296,18 +290,18 @@ def as_inputs(value: Any, most: int, param: str = "input") -> Inputs:
         if all(isinstance(item, str) for item in value):
             return value
         if all(isinstance(item, str | dict) for item in value):  # Jina's {"text": ...}, {"image": ...}
-            return [*texts_and_pictures(value, param)]
+            return [*as_texts_and_pictures(value, param)]
         if all(isinstance(item, list) and item and all(map(_is_token, item)) for item in value):
             return value
     raise InvalidRequestError(
-        f"{_odd_entry(value, param)}{param} must be a text, a list of texts, a list of token ids or a list "
-        "of those, and not empty",
+        f"{_describe_odd_entry(value, param)}{param} must be a text, a list of texts, a list of token ids or "
+        "a list of those, and not empty",
         param,
     )
 
 
-def _odd_entry(values: Any, param: str) -> str:
-    """Says which entry of a list is of no kind that is taken, or of another than the first; "" for none."""
+def _describe_odd_entry(values: Any, param: str) -> str:
+    """Names the entry of a list that has no known kind, or another than the first; "" if there is none."""
     first = None
     for i, value in enumerate(values if isinstance(values, list) else ()):
         kind = _kind_of_input(value)
@@ -329,8 +323,8 @@ def _kind_of_input(value: Any) -> str | None:
     return "a list of token ids" if is_ids else None
 
 
-def texts_and_pictures(values: list[Content], param: str) -> Iterator[str | PictureContent]:
-    """Each of many contents as a text, or as pictures if it has some."""
+def as_texts_and_pictures(values: list[Content], param: str) -> Iterator[str | PictureContent]:
+    """Reads contents as texts, or as pictures if they have some."""
     for where, value in _named(values, param):
         if isinstance(value, dict) and has_pictures(value):
             yield content_of(value, where, param)
@@ -339,7 +333,7 @@ def texts_and_pictures(values: list[Content], param: str) -> Iterator[str | Pict
 
 
 def pictures_of(value: Any, most: int, param: str) -> list[str | PictureContent]:
-    """Pictures given as strings, where a request says that they are."""
+    """Reads strings as pictures."""
     values = [value] if isinstance(value, str) else value
     if not isinstance(values, list) or not values or not all(isinstance(each, str) for each in values):
         raise InvalidRequestError(f"{param} must be a list of pictures, and not empty", param)
@@ -348,7 +342,7 @@ def pictures_of(value: Any, most: int, param: str) -> list[str | PictureContent]
 
 
 def check_token_ids(inputs: Inputs, accepted: bool, param: str = "input") -> None:
-    """Raises InvalidRequestError for token ids, unless they are accepted."""
+    """Refuses token ids unless they are accepted."""
     if not accepted and isinstance(inputs[0], list):
         raise InvalidRequestError(
             f"{param} has token ids, and another tokeniser's would get vectors that mean nothing; send texts "
@@ -363,8 +357,7 @@ def _is_token(item: Any) -> bool:
 
 
 def known_names(content: dict[str, Any]) -> tuple[str, ...]:
-    """The fields of an object that are read where it holds a text, pictures, an embedding, or sentences to
-    be compared."""
+    """The fields that are read of an object with a text, pictures, an embedding, or sentences to compare."""
     if is_vectors(content):
         return _OF_VECTORS
     if has_pictures(content):
@@ -375,8 +368,8 @@ def known_names(content: dict[str, Any]) -> tuple[str, ...]:
 
 
 def has_pictures(content: dict[str, Any]) -> bool:
-    """Whether an object is, or has among its parts, something else than text. An object with a text, and
-    without a picture, is a text whatever its type."""
+    """Whether an object is, or has among its parts, something else than text. An object with a text and
+    without a picture is a text, whatever its type."""
     parts = content.get("content")
     if isinstance(parts, list):
         return _named_media(content) or any(map(_is_medium, parts or [content]))
@@ -384,13 +377,12 @@ def has_pictures(content: dict[str, Any]) -> bool:
 
 
 def content_of(content: dict[str, Any], where: str, param: str) -> PictureContent:
-    """The texts and pictures of an object in their order; `where` is what errors call it. Raises
-    InvalidRequestError."""
+    """The texts and pictures of an object in order. Errors call it `where`. Raises InvalidRequestError."""
     parts = content.get("content")
     if not isinstance(parts, list):
         return PictureContent.of([*_object_parts(content, where, param)])
     if not parts and not _named_media(content):
-        raise _unknown(where, param)
+        raise _not_text_or_picture(where, param)
     if _named_media(content) or content.get("text") is not None:
         raise InvalidRequestError(
             f"{where} has content parts and something beside them; make parts of all of it", param
@@ -403,13 +395,13 @@ def content_of(content: dict[str, Any], where: str, param: str) -> PictureConten
         elif isinstance(part, dict):
             read += _object_parts(part, named, param)
         else:
-            raise _unknown(named, param)
+            raise _not_text_or_picture(named, param)
     return PictureContent.of(read)
 
 
 def each_picture(content: Any) -> list[dict[str, Any]] | None:
-    """The pictures of an object that stands for a whole list, as vLLM's clients send several documents: its
-    parts are pictures alone, more than one. None for anything else."""
+    """The pictures of an object that stands for a list, as vLLM's clients send documents: several parts, all
+    pictures. None for anything else."""
     parts = content.get("content") if isinstance(content, dict) else None
     if not isinstance(parts, list) or len(parts) < 2 or not all(map(_is_medium, parts)):
         return None
@@ -426,19 +418,18 @@ def _named_media(part: dict[str, Any]) -> bool:
 
 
 def _object_parts(part: dict[str, Any], where: str, param: str) -> Iterator[Part]:
-    """A text, a picture, or, as Jina's clients send it, both: then the picture comes first, as the authors of
-    models that read both have it."""
+    """A text, a picture, or Jina's both; then the picture comes first, as models that read both expect."""
     text, kind = part.get("text"), part.get("type")
     given = [part[name] for name in _PICTURES if part.get(name) is not None]
     is_known = kind is None or kind in _TEXT_TYPES or (kind in _PICTURES and given)
     if not is_known or any(part.get(name) is not None for name in _OTHER_NAMES):
-        raise _unknown(where, param)
+        raise _not_text_or_picture(where, param)
     if len(given) > 1:
         raise InvalidRequestError(f"{where} has several pictures; give each in a part of its own", param)
     if not given and not isinstance(text, str):
-        raise _unknown(where, param)
+        raise _not_text_or_picture(where, param)
     if text is not None and not isinstance(text, str):
-        raise _unknown(where, param)
+        raise _not_text_or_picture(where, param)
     if given:
         yield _picture(given[0], where, param, may_be_bare="image_url" not in part)
     if isinstance(text, str):
@@ -446,7 +437,7 @@ def _object_parts(part: dict[str, Any], where: str, param: str) -> Iterator[Part
 
 
 def _picture(value: Any, where: str, param: str, may_be_bare: bool) -> AnyPicture:
-    """A picture from a URL, a data URL, or base64 where it may be bare; or an object with its `url`."""
+    """A picture from a URL, a data URL, bare base64 if `may_be_bare`, or an object with its `url`."""
     if isinstance(value, dict):
         value, may_be_bare = value.get("url"), False
     if not isinstance(value, str) or not value:
@@ -461,7 +452,7 @@ def _picture(value: Any, where: str, param: str, may_be_bare: bool) -> AnyPictur
     )
 
 
-def _unknown(where: str, param: str) -> InvalidRequestError:
+def _not_text_or_picture(where: str, param: str) -> InvalidRequestError:
     return InvalidRequestError(
         f'{where} is neither a text nor a picture; give {{"type": "text", "text": ...}} or '
         '{"type": "image_url", "image_url": {"url": ...}}',
@@ -470,13 +461,13 @@ def _unknown(where: str, param: str) -> InvalidRequestError:
 
 
 def is_vectors(content: Any) -> bool:
-    """Whether a content is an embedding: an object with one, and without a text, which would come first."""
+    """Whether a content is an object with an embedding and without a text, which would come first."""
     return isinstance(content, dict) and "embedding" in content and not content.keys() & {"text", "content"}
 
 
 def vectors_of(content: dict[str, Any], where: str, param: str) -> Vectors:
-    """The embedding of an object {"embedding", "dtype", "shape", "scales"}: lists of numbers, or base64 of
-    little-endian numbers in row order. Raises InvalidRequestError, which calls the object `where`."""
+    """The embedding of {"embedding", "dtype", "shape", "scales"}: lists of numbers, or base64 of
+    little-endian numbers in row order. Errors call it `where`. Raises InvalidRequestError."""
     try:
         given, shape = content["embedding"], content.get("shape")
         dtype = _dtype_of(content.get("dtype") or "float32")
@@ -539,8 +530,8 @@ def _parts_of(values: list[Any]) -> Iterator[list[Any]]:
 
 
 def _sizes_of(shape: Any, count: int) -> list[int]:
-    """The one or two sizes of a shape. They are bounded before they are multiplied: a product of thousands
-    of long numbers takes minutes."""
+    """The sizes of a shape. Checks their bounds first: multiplying thousands of long numbers takes
+    minutes."""
     sizes = shape if isinstance(shape, list) else [shape]
     if len(sizes) not in (1, 2):
         raise ValueError(f"shape has {len(sizes)} sizes; give [tokens, dimensions] or [dimensions]")
@@ -557,13 +548,11 @@ log = logging.getLogger("maxsimd.http")
 
 Names: TypeAlias = tuple[str, ...]
 
-# A request is told of this many unread fields by name, each shortened to as many characters. A header has
-# room for both.
+# Warnings name this many unread fields, each shortened so that a header has room.
 _MOST_NAMED = 8
 _LONGEST_NAME = 60
-# A client that makes up names does not fill the log: this many routes and fields are logged, each once.
+# At most so many routes and fields are logged, each once.
 _MOST_LOGGED = 200
-# Names that mean the same though they are spelled unlike.
 _SYNONYMS = {
     "activation": "use_activation",
     "docs": "documents",
@@ -578,7 +567,7 @@ _SYNONYMS = {
     "top": "top_n",
     "k": "top_n",
 }
-# How alike two names must be, from 0 to 1, for one to be taken for a misspelling of the other.
+# How alike a misspelled name must be, from 0 to 1.
 _ALIKE = 0.7
 
 # Fields whose texts may be objects.
@@ -591,20 +580,20 @@ _LIMITS = ("truncate_prompt_tokens", "max_tokens_per_query", "max_tokens_per_doc
 
 @dataclass(frozen=True, slots=True)
 class UnreadField:
-    """A field by its path, such as `top_N` or `documents[].title`, and the known name most like it."""
+    """The path of a field, such as `top_N` or `documents[].title`, and the known name most like it."""
 
     path: str
     nearest: str | None
 
     def __str__(self) -> str:
-        """In characters that a header may have."""
+        """Uses only characters that a header may have."""
         shown = self.path.encode("ascii", "backslashreplace").decode()
         meant = f"; did you mean `{self.nearest}`?" if self.nearest else ""
         return f"the field `{printable(shown, _LONGEST_NAME)}` is not read here{meant}"
 
 
 class LoggedFields:
-    """The unread fields that the log has had, each once for a route. Kept by the server for all requests."""
+    """The unread fields that were logged, each once for a route."""
 
     def __init__(self) -> None:
         self._seen: set[tuple[str, str]] = set()
@@ -622,8 +611,8 @@ class LoggedFields:
 
 
 def unread_fields(request: msgspec.Struct, given: Mapping[str, Any]) -> list[UnreadField]:
-    """The fields of `given`, the request as JSON has it, that nothing reads: at most one more than are named.
-    Values of `given` may be undecoded. A field that is null says nothing and does not count."""
+    """The fields of `given`, the request in JSON, that nothing reads: at most one more than warnings name.
+    Values may be undecoded. Null counts as left out."""
     found: dict[str, UnreadField] = {}
     for path, known in _unread(request, given, ""):
         if path not in found:
@@ -634,7 +623,7 @@ def unread_fields(request: msgspec.Struct, given: Mapping[str, Any]) -> list[Unr
 
 
 def refuse(unread: Iterable[UnreadField]) -> None:
-    """Raises InvalidRequestError for the first unread field, if there is one."""
+    """Raises InvalidRequestError for the first unread field."""
     for field in unread:
         raise InvalidRequestError(
             f"{field}, and this server refuses such fields (--strict-fields); correct it or leave it out",
@@ -642,8 +631,8 @@ def refuse(unread: Iterable[UnreadField]) -> None:
         )
 
 
-def messages_of(unread: Collection[UnreadField]) -> tuple[str, ...]:
-    """Returns the warnings about unread fields, for the answer."""
+def field_warnings_of(unread: Collection[UnreadField]) -> tuple[str, ...]:
+    """Warnings about unread fields."""
     named = map(str, islice(unread, _MOST_NAMED))
     return (*named, "more fields are not read here") if len(unread) > _MOST_NAMED else tuple(named)
 
@@ -672,7 +661,7 @@ def _truncation_warning(truncated: int, request: object) -> str:
 
 @lru_cache(maxsize=1024)
 def _nearest(name: str, known: Names) -> str | None:
-    """The known name that a misspelled one most likely stands for; None for none."""
+    """The known name that a misspelled one most likely means."""
     if _SYNONYMS.get(name) in known:
         return _SYNONYMS[name]
     plain = {_plain(each): each for each in known}
@@ -681,19 +670,19 @@ def _nearest(name: str, known: Names) -> str | None:
 
 
 def _plain(name: str) -> str:
-    """A name without what spellings differ in: case, underscores and hyphens."""
+    """A name without differences in case, underscores and hyphens."""
     return name.replace("_", "").replace("-", "").lower()
 
 
 def _unread(request: msgspec.Struct, given: Mapping[str, Any], at: str) -> Iterator[tuple[str, Names]]:
-    """The path of each unread field, with the names that are known where it stands."""
+    """The path of each unread field, with the known names at that place."""
     unused = request.unused_fields() if isinstance(request, RequestBody) else frozenset()
     used = tuple(name for name in request.__struct_fields__ if name not in unused)
     meant = tuple(name for name in used if name not in IGNORED_FIELDS)
     has_records = bool(getattr(request, "rank_fields", None))
     for name, value in given.items():
         if name not in used:
-            # An empty value of a field that another request shape has needs no warning.
+            # An empty value of another shape's field needs no warning.
             if not _is_null(value) and not (name in unused and _is_empty(value)):
                 yield f"{at}{name}", meant
             continue
@@ -708,7 +697,7 @@ def _unread(request: msgspec.Struct, given: Mapping[str, Any], at: str) -> Itera
 
 
 def _unread_of_contents(value: Any, at: str, *, are_parts: bool = False) -> Iterator[tuple[str, Names]]:
-    """The unread fields of objects that hold texts, vectors or pictures, or of the parts of one."""
+    """Unread fields of objects with texts, vectors or pictures, or of an object's parts."""
     is_list = isinstance(value, list)
     for each in value if is_list else (value,):
         # Nearly all objects have one field, and there may be very many.
@@ -735,7 +724,7 @@ def _is_empty(value: Any) -> bool:
 
 
 def _short(value: msgspec.Raw) -> bytes:
-    """The beginning of a value that is not decoded, which may be large."""
+    """The beginning of an undecoded value, which may be large."""
     return bytes(memoryview(value)[:5])
 
 

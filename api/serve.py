@@ -15,17 +15,17 @@ from maxsimd.api.config import ServerConfig, SetupError
 from maxsimd.api.http.app import STATE, build_app
 from maxsimd.api.http.connections import ConnectionTable, Listener
 from maxsimd.api.http.sockets import max_connections, open_sockets, raise_descriptor_limit, tls_context
-from maxsimd.api.model_setup import Loadable, ModelSetup, by_itself
+from maxsimd.api.model_setup import Loadable, ModelSetup, single_setup
 from maxsimd.api.models import SeveralModels
 from maxsimd.api.options import in_flags
 from maxsimd.api.process import (
     Stop,
     collect_when_quiet,
-    garbage_left_alone,
-    leave_at_once,
+    exit_at_once,
+    frequent_thread_switches,
+    postponed_garbage_collection,
     resident_bytes,
     share_heaps,
-    switching_often,
 )
 from maxsimd.api.state import FleetView, ServerState, Serving
 from maxsimd.engine import Engine, EngineConfig, Engines, ModelLoadError
@@ -36,26 +36,26 @@ from maxsimd.engine.device.load import num_given_up
 from maxsimd.engine.device.thread import num_left_behind
 from maxsimd.engine.workers import take_short_slices
 
-# The engine is not started again after this many deaths within this many seconds.
+# Too many deaths end the server.
 _MOST_DEATHS, _WITHIN_SECONDS = 5, 600.0
-# What takes longer than this, and this many times as long as the first load did, will never be loaded again.
+# A later load is given up after this long, and so many times as long as the first one.
 _LEAST_LOAD_SECONDS, _BEYOND_FIRST_LOAD = 60.0, 10.0
-# While a model is loaded, the log says so this often, in seconds.
+# Seconds between log lines on a load.
 _TOLD_EVERY = 5.0
-# The loop counts the seconds of a load itself: time in which the process did not run is none.
+# Seconds are counted here, because the process may stand still.
 _TICK_SECONDS = 1.0
 
 
-class Deaths:
-    """The latest deaths of an engine, a start that failed being one too, and what follows from them."""
+class EngineDeaths:
+    """The latest deaths of an engine; failed starts count too."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._times: deque[float] = deque(maxlen=_MOST_DEATHS)
 
     def note(self) -> float | None:
-        """Notes one; returns for how many seconds to wait before the next start: 1, and twice as many after
-        each that came within the time in which they count. None where there were too many."""
+        """Returns the seconds until the next start: 1, and twice as many after each recent death. None after
+        too many."""
         now = self._clock()
         self._times.append(now)
         recent = sum(now - each < _WITHIN_SECONDS for each in self._times)
@@ -63,28 +63,28 @@ class Deaths:
 
 
 class Loading:
-    """Loads the server's model, and remembers how long that took and how often the engine has died since."""
+    """Loads the server's model, at the start and after the engine's deaths."""
 
-    def __init__(self, engine: Serving, stop: Stop, deaths: Deaths) -> None:
+    def __init__(self, engine: Serving, stop: Stop, deaths: EngineDeaths) -> None:
         self._engine = engine
         self._stop = stop
         self._deaths = deaths
         self._first_seconds = 0.0
 
     async def first(self) -> bool:
-        """Whether the model could be loaded. A signal ends the process meanwhile: nothing has been promised
-        to anyone."""
+        """Whether the model could be loaded. A signal ends the process meanwhile: it has promised nothing
+        yet."""
         begun = time.monotonic()
         start = await self._start(None)
         if not start.done():
             log.info("stopped while loading")
-            leave_at_once(0)
+            exit_at_once(0)
         self._first_seconds = time.monotonic() - begun
         return _succeeded(start)
 
     async def again(self, state: ServerState) -> bool:
-        """Starts an engine that has died, and once more where that fails. Returns whether it runs: not once a
-        signal has come, nor once the engine is given up, after which it does not come back."""
+        """Restarts an engine that has died, repeatedly if that fails. Returns whether it runs: not after a
+        signal, nor after giving up, when it does not come back."""
         allowed = max(_LEAST_LOAD_SECONDS, _BEYOND_FIRST_LOAD * self._first_seconds)
         while True:
             pause = self._deaths.note()
@@ -107,8 +107,8 @@ class Loading:
             return _give_up(state, f"loading its model takes longer than {allowed:.0f} s")
 
     async def _start(self, allowed: float | None) -> asyncio.Task[None]:
-        """Starts the engine; returns when it runs, or could not be started, or a signal has come, or as many
-        seconds have passed."""
+        """Starts the engine. Returns when it runs, has failed, a signal has come, or `allowed` seconds have
+        passed."""
         start = asyncio.create_task(self._engine.start())
         asked = asyncio.create_task(self._stop.asked())
         seconds = 0.0
@@ -144,21 +144,19 @@ def _succeeded(start: asyncio.Task[None]) -> bool:
 
 log = logging.getLogger("maxsimd.serve")
 
-# For answers to requests that were ended, and for what is left of answers in the process's buffers.
+# For answers to ended requests, and the rest of answers in buffers.
 _LEAVING_SECONDS = 1.0
-# How often a front looks whether all engines of its fleet are there, in seconds, and how often at most.
+# How often a front checks whether its engines are there, in seconds, and at most.
 _LOOK_SECONDS, _MOST_LOOKS = 0.1, 600
 
 
 def serve(engine_config: EngineConfig, server_config: ServerConfig, started: float) -> int:
-    """Serves until a signal ends it; returns the process's exit status.
-
-    `started` is when the command was given (perf_counter), for the log."""
+    """Serves until a signal ends it; returns the exit status. `started` is the command's time for the log
+    (perf_counter)."""
     if server_config.models_dir is None:
         return _run(Engine(engine_config), server_config, started)
-    # More may join it while the server runs.
     try:
-        model = by_itself(engine_config, server_config, EMBEDDED_MODEL)
+        model = single_setup(engine_config, server_config, EMBEDDED_MODEL)
     except ValueError as error:
         log.error("%s", error)
         return 1
@@ -168,7 +166,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig, started: flo
 def serve_several(
     models: Sequence[ModelSetup], options: EngineConfig, server_config: ServerConfig, started: float
 ) -> int:
-    """The same for several models; `options` are those of models that are loaded later."""
+    """The same for several models. `options` are those of models that are loaded later."""
     try:
         loadable = Loadable(models, server_config.models_dir, options)
     except SetupError as error:
@@ -184,11 +182,11 @@ def serve_several(
 def _run(engine: Serving, server_config: ServerConfig, started: float) -> int:
     take_short_slices()
     share_heaps(usable_cores().threads)
-    with switching_often():
+    with frequent_thread_switches():
         status = uvloop.run(run_server(engine, server_config, started))
     if num_left_behind() or num_given_up():
-        # A thread that is stuck in a library may keep an interpreter from ending.
-        leave_at_once(status)
+        # A thread that is stuck in a library may keep the interpreter from ending.
+        exit_at_once(status)
     return status
 
 
@@ -199,43 +197,40 @@ async def run_server(
     sockets: Sequence[socket.socket] = (),
     fleet: FleetView | None = None,
 ) -> int:
-    """Serves an engine that is not started yet, until a signal comes, on `sockets` that listen already, if
-    there are some; returns the process's exit status. `fleet` is there where other processes belong to the
-    server."""
+    """Serves an engine that is not started yet until a signal comes; returns the exit status. `sockets`
+    listen already. `fleet` is there if other processes belong to the server."""
     stop = Stop(server_config.grace_seconds, server_config.drain_seconds)
     try:
-        # Listening comes first: while the model loads, /health and /ready say so instead of refusing.
+        # Listen first: /health and /ready answer while the model loads.
         door = await _open(engine, server_config, sockets)
         door.state.fleet = fleet
     except SetupError as error:
         log.error("%s", error)
         return 1
     try:
-        loading = Loading(engine, stop, Deaths())
+        loading = Loading(engine, stop, EngineDeaths())
         if not await loading.first():
             return 1
         while True:
-            await _live(engine, door, stop, started)
+            await _serve_until_end(engine, door, stop, started)
             started = time.perf_counter()
             if engine.death is None or not door.state.comes_back or not await loading.again(door.state):
                 break
-        # An engine that was to come back when the signal came has failed nobody who was not told.
+        # If the engine was to come back, every request has been told so.
         status = 0 if engine.death is None or door.state.comes_back else 1
         stop.begin(status)
         await _drain(engine, door, stop)
         await _finish_requests(door, stop.deadline)
         return status
     finally:
-        # What is still unfinished has had its grace.
+        # Unfinished requests have had their grace.
         await engine.stop(grace=0)
         await door.close()
         stop.done()
 
 
 @dataclass(frozen=True, slots=True)
-class _Door:
-    """All that stands between clients and the handlers."""
-
+class _HttpServer:
     url: str
     state: ServerState
     runner: web.AppRunner
@@ -252,7 +247,7 @@ class _Door:
             log.info("some clients have not read the end of their answers")
 
 
-async def _open(engine: Serving, config: ServerConfig, sockets: Sequence[socket.socket]) -> _Door:
+async def _open(engine: Serving, config: ServerConfig, sockets: Sequence[socket.socket]) -> _HttpServer:
     """Raises SetupError."""
     tls = tls_context(config)
     app = build_app(engine, config)
@@ -271,25 +266,25 @@ async def _open(engine: Serving, config: ServerConfig, sockets: Sequence[socket.
     url = f"{'http' if tls is None else 'https'}://{host}:{listener.port}"
     if not listener.is_on_loopback and not app[STATE].keys.are_asked_for:
         log.warning("whoever can reach %s may use it: there is no --api-key, no --api-key-file", url)
-    return _Door(url, app[STATE], runner, listener, connections)
+    return _HttpServer(url, app[STATE], runner, listener, connections)
 
 
-async def _live(engine: Serving, door: _Door, stop: Stop, started: float) -> None:
-    """Serves until the engine has died, or a signal has come. It was `started` then (perf_counter)."""
-    with garbage_left_alone():
+async def _serve_until_end(engine: Serving, door: _HttpServer, stop: Stop, started: float) -> None:
+    """Serves until the engine has died or a signal has come. `started` is a time of perf_counter."""
+    with postponed_garbage_collection():
         seconds = time.perf_counter() - started
         for name, facts in _served(engine).items():
             log.info("%s is ready after %.1f s: %s", name, seconds, facts.how_it_runs)
-        saying = asyncio.create_task(_say_where(door))
+        saying = asyncio.create_task(_log_address(door))
         collecting = asyncio.create_task(collect_when_quiet(lambda: door.state.is_quiet, resident_bytes))
-        await _until_the_end(engine, stop)
+        await _until_death_or_signal(engine, stop)
         collecting.cancel()
         saying.cancel()
 
 
-async def _say_where(door: _Door) -> None:
-    """Logs the address of the playground as the last line of the start: once all engines are there, or a
-    minute has passed."""
+async def _log_address(door: _HttpServer) -> None:
+    """Logs the playground's address as the start's last line, once all engines are there or a minute has
+    passed."""
     fleet = door.state.fleet
     for _ in range(_MOST_LOOKS):
         if fleet is None or fleet.replicas[0] >= fleet.replicas[1]:
@@ -299,21 +294,18 @@ async def _say_where(door: _Door) -> None:
 
 
 def _served(engine: Serving) -> dict[str, ModelFacts]:
-    """What is served, by name."""
     return engine.all_facts() if isinstance(engine, SeveralModels) else {engine.facts.name: engine.facts}
 
 
-async def _until_the_end(engine: Serving, stop: Stop) -> None:
-    """Returns when the engine has died, or a signal has come."""
+async def _until_death_or_signal(engine: Serving, stop: Stop) -> None:
     ends = {asyncio.create_task(engine.until_dead()), asyncio.create_task(stop.asked())}
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     for end in ends:
         end.cancel()
 
 
-async def _drain(engine: Serving, door: _Door, stop: Stop) -> None:
-    """Accepts work while /ready says that the server leaves, until the drain is over or the engine has
-    died."""
+async def _drain(engine: Serving, door: _HttpServer, stop: Stop) -> None:
+    """Takes work while /ready answers 503, until the drain is over or the engine has died."""
     door.state.draining = True
     ends = {asyncio.create_task(engine.until_dead()), asyncio.create_task(stop.drained())}
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -321,9 +313,8 @@ async def _drain(engine: Serving, door: _Door, stop: Stop) -> None:
         end.cancel()
 
 
-async def _finish_requests(door: _Door, deadline: float) -> None:
-    """Takes no more requests, and lets those in flight finish until the deadline; what is not done by then
-    gets a 503."""
+async def _finish_requests(door: _HttpServer, deadline: float) -> None:
+    """Takes no more requests. Those in flight get a 503 at the deadline."""
     door.state.closing = True
     door.listener.close()
     try:

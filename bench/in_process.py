@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from maxsimd.api.process import garbage_left_alone, resident_bytes, switching_often
+from maxsimd.api.process import frequent_thread_switches, postponed_garbage_collection, resident_bytes
 from maxsimd.bench.checkpoints import save_causal_reranker, save_cross_encoder, save_text_model
 from maxsimd.bench.datasets import QUERY, Bm25, Pair, docstring_pairs, numbered_documents
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig, Engines, Muvera, RerankResult
@@ -112,10 +112,10 @@ async def measure_crowd(config: EngineConfig, requests: int, documents: int, rou
     interpreter is set up like the server's."""
     texts = _texts(documents)
     config = replace(config, cache_mb=max(config.cache_mb or 0, 4096))
-    with switching_often():
+    with frequent_thread_switches():
         async with Engine(config) as engine:
             await engine.score(QUERY, texts, truncation=CUT_LONG)
-            with garbage_left_alone():
+            with postponed_garbage_collection():
                 figures = [await _crowd(engine, texts, requests, number) for number in range(rounds)]
     names = ("alone_ms", "behind_the_crowd_ms", "step_ms", "mean_step_ms", "crowd_ms")
     medians = {

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from maxsimd.api.process import garbage_left_alone
+from maxsimd.api.process import postponed_garbage_collection
 from maxsimd.bench.checkpoints import PAGE_SHAPES, clip_b32
 from maxsimd.bench.datasets import Pair, docstring_pairs
 from maxsimd.engine import Content, Engine, EngineConfig
@@ -227,7 +227,7 @@ async def measure_picture_stalls(pictures: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         async with Engine(EngineConfig(model=clip_b32(Path(folder) / "model", 2))) as engine:
             await engine.score("w1", ["w2"])
-            with garbage_left_alone():
+            with postponed_garbage_collection():
                 figures["idle_ms"] = round(await _longest_stall(asyncio.sleep(1)) * 1e3, 2)
                 for kind in ("JPEG", "PNG", "WEBP"):
                     files = [_photograph(kind, seed) for seed in range(pictures)]

@@ -40,10 +40,10 @@ MODULES = (
 
 
 def _import_all() -> None:
-    from maxsimd.api.process import waiting_threads_sleep
+    from maxsimd.api.process import let_waiting_threads_sleep
 
     # As a command does before it imports torch.
-    waiting_threads_sleep()
+    let_waiting_threads_sleep()
     for name in MODULES:
         import_module(name)
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping

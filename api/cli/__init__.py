@@ -30,10 +30,10 @@ from maxsimd.api.options import (
     shown,
 )
 from maxsimd.api.process import (
-    leaving_when_asked,
+    exiting_on_signals,
+    let_waiting_threads_sleep,
     open_standard_files,
-    show_stacks_when_asked,
-    waiting_threads_sleep,
+    show_stacks_on_sigusr1,
 )
 from maxsimd.engine.config import EngineConfig, refuse_missing_folder, shown_name
 from maxsimd.engine.errors import ModelLoadError
@@ -80,7 +80,7 @@ def _registered() -> Any:
 def main() -> None:
     """Scores documents against queries: late interaction, cross-, bi- and sparse encoders."""
     open_standard_files()
-    waiting_threads_sleep()
+    let_waiting_threads_sleep()
     _ignore_service_links()
 
 
@@ -144,8 +144,8 @@ def serve(context: click.Context, /, print_config: bool, **values: Any) -> None:
     from maxsimd.api.logs import set_up_logging
 
     set_up_logging(server_config.log_level, server_config.log_format)
-    show_stacks_when_asked()
-    with leaving_when_asked():
+    show_stacks_on_sigusr1()
+    with exiting_on_signals():
         _say_loading([engine_config])
         if server_config.is_fleet:
             from maxsimd.api.fleet.supervisor import supervise as run
@@ -167,8 +167,8 @@ def _serve_several(models: Sequence[ModelSetup], print_config: bool, values: dic
     from maxsimd.api.logs import set_up_logging
 
     set_up_logging(server_config.log_level, server_config.log_format)
-    show_stacks_when_asked()
-    with leaving_when_asked():
+    show_stacks_on_sigusr1()
+    with exiting_on_signals():
         _say_loading([setup.engine for setup in models], may_be_missing=True)
         from maxsimd.api.serve import serve_several
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from maxsimd.api.process import waiting_threads_sleep
+from maxsimd.api.process import let_waiting_threads_sleep
 from maxsimd.engine import (
     EngineConfig,
     EngineDeadError,
@@ -187,7 +187,7 @@ class RowEngine:
 
     def __init__(self, config: EngineConfig) -> None:
         """Raises ModelLoadError."""
-        waiting_threads_sleep()
+        let_waiting_threads_sleep()
         import uvloop
 
         from maxsimd.engine import Engine

@@ -26,13 +26,12 @@ from maxsimd.api.keys import ApiKeys
 from maxsimd.api.logs import set_up_logging
 from maxsimd.api.process import (
     collect_when_quiet,
-    garbage_left_alone,
+    frequent_thread_switches,
+    postponed_garbage_collection,
     resident_bytes,
     share_heaps,
-    switching_often,
 )
-from maxsimd.api.state import ServerState
-from maxsimd.api.telemetry import DroppedEvents
+from maxsimd.api.state import DroppedEvents, ServerState
 from maxsimd.engine import Engine, EngineConfig
 from maxsimd.engine.device.host import usable_cores
 from maxsimd.engine.workers import take_short_slices
@@ -125,7 +124,7 @@ class Front:
         self._view = FrontView(self._engine, own_rank, lambda: self._others)
         self._state.fleet = self._view
         self._stack = ExitStack()
-        self._stack.enter_context(switching_often())
+        self._stack.enter_context(frequent_thread_switches())
         self._loop = asyncio.get_running_loop()
         begun = self._loop.time()
         self._address = await self._view.door.open_port(own_host())
@@ -207,8 +206,8 @@ class Scorer:
         engine.metrics.registry.register(DroppedEvents())
         await engine.start()
         self._stack = ExitStack()
-        self._stack.enter_context(switching_often())
-        self._stack.enter_context(garbage_left_alone())
+        self._stack.enter_context(frequent_thread_switches())
+        self._stack.enter_context(postponed_garbage_collection())
         self._busy = Busy()
         self._tasks = [
             asyncio.create_task(collect_when_quiet(self._is_idle, resident_bytes)),

@@ -15,7 +15,7 @@ from types import FrameType
 import click
 
 from maxsimd.api.cluster.config import APP_NAME, AppConfig
-from maxsimd.api.process import leave_at_once
+from maxsimd.api.process import exit_at_once
 
 # For what goes from process to process; texts do not.
 _OBJECT_STORE = 100 * 1024 * 1024
@@ -163,7 +163,7 @@ def _asked() -> Iterator[None]:
         nonlocal is_asked
         if is_asked:
             click.echo("stopped at once by a second signal", err=True)
-            leave_at_once(128 + number)
+            exit_at_once(128 + number)
         is_asked = True
         raise Asked
 

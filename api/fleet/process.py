@@ -25,16 +25,16 @@ from maxsimd.api.options import in_flags
 from maxsimd.api.process import (
     Stop,
     collect_when_quiet,
-    garbage_left_alone,
-    leave_at_once,
-    leaving_when_asked,
+    exit_at_once,
+    exiting_on_signals,
+    frequent_thread_switches,
+    postponed_garbage_collection,
     resident_bytes,
     share_heaps,
-    show_stacks_when_asked,
-    switching_often,
+    show_stacks_on_sigusr1,
 )
 from maxsimd.api.serve import run_server
-from maxsimd.api.telemetry import DroppedEvents
+from maxsimd.api.state import DroppedEvents
 from maxsimd.engine import Engine, ModelLoadError
 from maxsimd.engine.device.host import usable_cores
 from maxsimd.engine.workers import take_short_slices
@@ -48,18 +48,18 @@ _CONNECTING_SECONDS = 5.0
 
 def main() -> NoReturn:
     started = time.perf_counter()
-    show_stacks_when_asked()
+    show_stacks_on_sigusr1()
     setup = read_setup()
     set_up_logging(setup.server_config.log_level, setup.server_config.log_format)
     take_short_slices()
     share_heaps(usable_cores().threads)
-    with switching_often():
+    with frequent_thread_switches():
         try:
             status = uvloop.run(_front(setup, started) if setup.is_front else _engine(setup, started))
         except Exception:
             log.exception("the process ends by an error that nobody expected")
             status = 1
-    leave_at_once(status)
+    exit_at_once(status)
 
 
 async def _front(setup: Setup, started: float) -> int:
@@ -76,7 +76,7 @@ async def _front(setup: Setup, started: float) -> int:
     own = setup.front_paths[setup.slot]
     remove(own)  # a front before this one may have left it
     await view.door.open(own)
-    with leaving_when_asked():
+    with exiting_on_signals():
         await _connect(engine, setup.engine_paths)
     try:
         return await run_server(engine, setup.server_config, started, sockets, view)
@@ -113,7 +113,7 @@ async def _engine(setup: Setup, started: float) -> int:
     await door.open(setup.engine_paths[setup.slot])
     seconds = time.perf_counter() - started
     log.info("replica %d is ready after %.1f s: %s", setup.slot, seconds, engine.facts.how_it_runs)
-    with garbage_left_alone():
+    with postponed_garbage_collection():
         collecting = asyncio.create_task(collect_when_quiet(lambda: _is_idle(engine), resident_bytes))
         ends = {asyncio.create_task(engine.until_dead()), asyncio.create_task(stop.asked())}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -132,7 +132,7 @@ async def _loaded(engine: Engine, stop: Stop) -> bool:
     asked = asyncio.create_task(stop.asked())
     await asyncio.wait({start, asked}, return_when=asyncio.FIRST_COMPLETED)
     if not start.done():
-        leave_at_once(0)
+        exit_at_once(0)
     asked.cancel()
     try:
         start.result()

@@ -19,7 +19,7 @@ import msgspec
 
 from maxsimd.api.config import ServerConfig, SetupError
 from maxsimd.api.http.sockets import open_sockets
-from maxsimd.api.process import handled_signals, leave_at_once, show_stacks_when_asked
+from maxsimd.api.process import exit_at_once, handled_signals, show_stacks_on_sigusr1
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.host import usable_cores
 
@@ -61,7 +61,7 @@ def remove(path: str) -> None:
 def _leave_with_parent() -> None:
     while os.read(0, 1):
         pass
-    leave_at_once(1)
+    exit_at_once(1)
 
 
 log = logging.getLogger("maxsimd.fleet")
@@ -162,7 +162,7 @@ class _Fleet:
         loop = asyncio.get_running_loop()
         for number in handled_signals():
             loop.add_signal_handler(number, stop.ask, number)
-        show_stacks_when_asked(also=self._show_stacks)
+        show_stacks_on_sigusr1(also=self._show_stacks)
         engines = [asyncio.create_task(each.live()) for each in self._engines]
         # The first front says what is wrong with the configuration, and the others need not say it too.
         first = asyncio.create_task(self._fronts[0].live())
@@ -211,7 +211,7 @@ class _Asked:
     def ask(self, number: signal.Signals) -> None:
         if self.event.is_set():
             log.warning("stopped at once by a second signal")
-            leave_at_once(128 + number)  # and with it all others, whose input ends
+            exit_at_once(128 + number)  # and with it all others, whose input ends
         self.number = number
         self.event.set()
 

@@ -23,7 +23,7 @@ from maxsimd.api.state import ServerState
 from maxsimd.api.wire import Common, Direction, HubOptions, Name, Positive, Sequences, Texts, Usage, Warned
 from maxsimd.engine import InvalidRequestError
 
-# Texts, the second texts of pairs if they are such, and whether there are many.
+# Texts, their second texts if they are pairs, and whether there are many.
 TextsOrPairs = tuple[list[str], list[str] | None, bool]
 
 # The exponential of a logit beyond this is not a float32.
@@ -91,7 +91,7 @@ class LabelsResponse(Warned):
 
 
 async def classify(state: ServerState, body: ClassifyRequest, inputs: Inputs, tenant: str) -> Answer:
-    """vLLM's; in Infinity's words where `raw_scores` says either."""
+    """vLLM's shape, or Infinity's if `raw_scores` is there."""
     check_token_ids(inputs, state.config.accept_token_ids)
     check_labels(state, len(inputs))
     model, wants_labels = state.model_name, body.raw_scores is not None
@@ -121,7 +121,7 @@ async def classify(state: ServerState, body: ClassifyRequest, inputs: Inputs, te
 
 
 async def predict(state: ServerState, body: PredictRequest, sequences: TextsOrPairs, tenant: str) -> Answer:
-    """text-embeddings-inference's: texts or pairs of texts in, labels with scores out, best first."""
+    """text-embeddings-inference's shape: texts or pairs in, labels with scores out, best first."""
     texts, text_pairs, is_batch = sequences
     parameters = body.parameters or PredictParameters()
     apply = parameters.function_to_apply
@@ -185,7 +185,7 @@ def as_sequences(value: Any, most: int) -> TextsOrPairs:
 
 
 def _num_texts(sequence: Any) -> int:
-    """How many texts a list holds; 0 for anything but a list of texts."""
+    """How many texts a list has; 0 for anything else."""
     is_short = isinstance(sequence, list) and len(sequence) <= 2
     return len(sequence) if is_short and all(isinstance(text, str) for text in sequence) else 0
 

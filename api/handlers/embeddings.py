@@ -41,12 +41,12 @@ from maxsimd.engine.media import Content
 from maxsimd.engine.requests import InputType
 from maxsimd.engine.workers import run_in_thread_if_large
 
-# Bytes that a number of an answer takes as text, and as much again while that is made; and a label.
+# Bytes of a number in an answer, as text and while it is made; and of a label.
 _BYTES_A_NUMBER, _BYTES_A_LABEL = 24, 160
 _SHORTEST = 1e-12
 NORMALIZES_ANYWAY = "{} false has no effect: the model's own last layer normalizes; leave it out"
 _SAFETENSORS = "application/vnd.safetensors"
-# binary: a bit a number, 1 for those above 0, eight in a byte, as signed bytes (128 less); ubinary: unsigned.
+# binary packs eight bits, 1 for numbers above 0, in a signed byte; ubinary in an unsigned one.
 Numbers = Literal["float32", "float16", "bfloat16", "int8", "binary", "ubinary"]
 NUMBERS: tuple[Numbers, ...] = get_args(Numbers)
 Array = NDArray[np.float32]
@@ -56,7 +56,7 @@ _MOST_INT8 = 127
 
 _Result = ClassifyResult | EmbedResult | TokenEmbedResult
 
-# Fields that only chats have, with the values that change nothing.
+# Fields of chats alone, with values that change nothing.
 _OF_CHAT = {
     "add_generation_prompt": False,
     "continue_final_message": False,
@@ -64,7 +64,7 @@ _OF_CHAT = {
     "chat_template": None,
     "chat_template_kwargs": None,
 }
-# What a text is embedded for that is neither a query nor a document, as Cohere and Jina call it.
+# Cohere's and Jina's purposes that are neither a query nor a document.
 _OTHER_TYPES = ("classification", "clustering", "separation", "text-matching")
 
 
@@ -188,7 +188,7 @@ class VectorsResponse(Warned):
     encoding: Encoding | msgspec.UnsetType = msgspec.UNSET
 
 
-# How the ids of answers begin, by what is in them.
+# Prefixes of the answers' ids.
 _PREFIXES = {Embedding: "embd", MultiVector: "multi-vector", Pooling: "pooling"}
 
 
@@ -201,7 +201,7 @@ class Encoded(msgspec.Struct, frozen=True):
 
 
 def encode_vectors(vectors: Array, numbers: Numbers, as_base64: bool) -> Encoded:
-    """For JSON: nested lists, or base64 of the numbers' little-endian bytes in row order."""
+    """Nested lists, or base64 of little-endian bytes in row order."""
     tensor, scales = _converted(vectors, numbers)
     numbers_of_each = msgspec.UNSET if scales is None else scales.tolist()
     if not as_base64:
@@ -211,21 +211,21 @@ def encode_vectors(vectors: Array, numbers: Numbers, as_base64: bool) -> Encoded
 
 
 def encode_entries(entries: list[Any]) -> Any:
-    """A part of an answer in JSON. Other threads have their turn between two such parts, and not while all of
-    an answer is written; and Python's objects for all of it take several times more memory."""
+    """Encodes a part of an answer. Other threads run between parts, and Python's objects for a whole answer
+    would take several times more memory."""
     return msgspec.Raw(msgspec.json.encode(entries))
 
 
 def encode_rows(rows: torch.Tensor | Array) -> msgspec.Raw:
-    """A vector, or rows of them, in JSON. Python's lists of all numbers take several times more memory."""
+    """A vector or rows of vectors. Python's lists of all numbers would take several times more memory."""
     if rows.ndim == 1:
         return msgspec.Raw(msgspec.json.encode(rows.tolist()))
     return msgspec.Raw(b"[" + b",".join(msgspec.json.encode(row.tolist()) for row in rows) + b"]")
 
 
 def file_of(matrices: Sequence[Array], numbers: Numbers, about: dict[str, str]) -> bytes:
-    """All vectors in the format of safetensors: `embeddings` [sum of lengths, dim], `lengths` [texts], how
-    many of them each text has, and `scales` where there are some; `about` becomes the file's metadata."""
+    """All vectors as safetensors: `embeddings` [sum of lengths, dim], `lengths` [texts], the number of each
+    text's vectors, and `scales` if there are some. `about` becomes the metadata."""
     matrices = [np.atleast_2d(matrix) for matrix in matrices]
     tensor, scales = _converted(np.concatenate(matrices), numbers)
     tensors = {
@@ -238,7 +238,7 @@ def file_of(matrices: Sequence[Array], numbers: Numbers, about: dict[str, str]) 
 
 
 def _converted(vectors: Array, numbers: Numbers) -> tuple[torch.Tensor, NDArray[np.float32] | None]:
-    """The vectors in those numbers, and their scales where they have some."""
+    """The vectors in other numbers, and their scales if they have some."""
     if numbers == "int8":
         most = np.abs(vectors).max(axis=-1, initial=0)
         scales = np.where(most > 0, most / _MOST_INT8, 1).astype(np.float32)
@@ -251,14 +251,13 @@ def _converted(vectors: Array, numbers: Numbers) -> tuple[torch.Tensor, NDArray[
 
 
 class Chat(NamedTuple):
-    """Messages of "role" and "content", to be read as one text."""
+    """Messages of "role" and "content" that become one text."""
 
     messages: list[dict[str, str]]
 
 
-def inputs_or_chat_of(request: EmbeddingsRequest, most: int) -> Inputs | Chat:
-    """The texts and pictures, or the messages, of which there may be at most a number. A message with a
-    picture is a document, not a chat."""
+def read_inputs_or_chat(request: EmbeddingsRequest, most: int) -> Inputs | Chat:
+    """Reads texts and pictures, or at most so many messages. A message with a picture is a document."""
     if request.messages is None:
         if request.modality in (None, "text"):
             return as_inputs(request.input, most)
@@ -295,7 +294,7 @@ def inputs_or_chat_of(request: EmbeddingsRequest, most: int) -> Inputs | Chat:
 
 
 def input_type_of(value: str | None, param: str = "input_type") -> InputType | None:
-    """`query` or `document` from what clients call them."""
+    """`query` or `document` for clients' names of them."""
     if value is None or value in _OTHER_TYPES:
         return None
     if value in ("query", "search_query", "retrieval.query"):
@@ -305,16 +304,15 @@ def input_type_of(value: str | None, param: str = "input_type") -> InputType | N
     raise InvalidRequestError(f"{param} {value!r} is not known; use query or document", param)
 
 
-def meaning_of(request: EmbeddingsRequest) -> InputType | None:
-    """Whether texts are queries or documents, by `input_type`, or by Jina's `task`, which on /pooling is
-    something else."""
+def _input_type_of_request(request: EmbeddingsRequest) -> InputType | None:
+    """By `input_type`, or by Jina's `task`, which means something else on /pooling."""
     if request.input_type is None and not isinstance(request, PoolingRequest):
         return input_type_of(request.task, "task")
     return input_type_of(request.input_type)
 
 
-def numbers_of(request: EmbeddingsRequest) -> Numbers:
-    """In which numbers the vectors are to leave, whichever field says so."""
+def _number_format_of(request: EmbeddingsRequest) -> Numbers:
+    """The number format of vectors, whichever field names it."""
     for param in ("embed_dtype", "output_dtype", "embedding_type"):
         given = getattr(request, param)
         names = given if isinstance(given, list) else [given]
@@ -332,14 +330,13 @@ def numbers_of(request: EmbeddingsRequest) -> Numbers:
     return "float32"
 
 
-def wants_base64(request: EmbeddingsRequest) -> bool:
-    """OpenAI's way to say so, or Jina's."""
+def _wants_base64(request: EmbeddingsRequest) -> bool:
+    """In OpenAI's field or in Jina's."""
     return request.encoding_format == "base64" or request.embedding_type in ("base64", ["base64"])
 
 
 def encoding_of(request: EmbeddingsRequest) -> Muvera | None:
-    """The encoding that a request asks for, None for none. Raises InvalidRequestError for parameters without
-    it, and for those that make no sense."""
+    """The requested encoding. Raises InvalidRequestError for parameters without it, and for wrong ones."""
     if request.encoding is None:
         if request.muvera is not None:
             raise InvalidRequestError(
@@ -378,12 +375,12 @@ async def embeddings(
 async def multi_vector(
     state: ServerState, body: EmbeddingsRequest, inputs: Inputs | Chat, tenant: str
 ) -> Answer:
-    """Jina's: a vector a token, as late interaction scores them."""
+    """Jina's: a vector for each token."""
     return await _vectors(state, body, inputs, tenant, "token_embed", MultiVector)
 
 
 async def pooling(state: ServerState, body: PoolingRequest, inputs: Inputs | Chat, tenant: str) -> Answer:
-    """vLLM's: the task that the request names, or else the one that the model's scores are made of."""
+    """vLLM's: the request's task, or the model's main one."""
     task = body.task or state.engine.facts.score_task
     return await _vectors(state, body, inputs, tenant, task, Pooling)
 
@@ -396,13 +393,13 @@ async def _vectors(
     task: str,
     item: type[Any],
 ) -> Answer:
-    """The vectors in the numbers and the format that the request wants; in JSON an `item` a text."""
-    numbers, as_base64, model = numbers_of(body), wants_base64(body), state.model_name
+    """Answers in the numbers and the format that the request wants. JSON has an `item` for each text."""
+    numbers, as_base64, model = _number_format_of(body), _wants_base64(body), state.model_name
     if isinstance(inputs, Chat):
         inputs = await _read_chat(state, body, inputs)
     else:
         check_token_ids(inputs, state.config.accept_token_ids)
-    state = state.telling_of(_unused_for(task, body), f"task {task}")
+    state = state.warning_about(_unused_for(task, body), f"task {task}")
     normalises = "embed" in state.engine.facts.normalised
     result = await _run(state, body, inputs, tenant, task)
     vectors = result.scores if isinstance(result, ClassifyResult) else result.embeddings
@@ -464,17 +461,17 @@ async def _run(
         raise InvalidRequestError("use_activation=false is only for the task classify", "use_activation")
     dimensions = body.dimensions or body.output_dimension
     options |= {
-        "input_type": meaning_of(body),
+        "input_type": _input_type_of_request(body),
         "prompt_name": body.prompt_name,
         "dimensions": dimensions,
     }
     if task == "embed":
-        return await engine.embed(inputs, **options, **_of_one_vector(state, body, len(inputs)))
+        return await engine.embed(inputs, **options, **_one_vector_options(state, body, len(inputs)))
     return await engine.embed_tokens(inputs, **options, max_tokens=most_vectors(state, dimensions))
 
 
 def _unused_for(task: str, body: EmbeddingsRequest) -> list[UnreadField]:
-    """Fields that say how vectors are made, in a request for something else."""
+    """Fields on vectors in a request for something else."""
     names = ["normalized"] if task != "embed" or body.encoding is not None else []
     if task == "classify":
         names += ["dimensions", "output_dimension", "input_type", "prompt_name"]
@@ -482,7 +479,6 @@ def _unused_for(task: str, body: EmbeddingsRequest) -> list[UnreadField]:
 
 
 def in_unit_length(rows: NDArray[np.floating[Any]]) -> NDArray[np.floating[Any]]:
-    """Each row divided by its length."""
     scaled: NDArray[np.floating[Any]] = rows / np.maximum(
         np.linalg.norm(rows, axis=-1, keepdims=True), _SHORTEST
     )
@@ -490,7 +486,7 @@ def in_unit_length(rows: NDArray[np.floating[Any]]) -> NDArray[np.floating[Any]]
 
 
 def _check_task(body: EmbeddingsRequest, task: str) -> None:
-    """Refuses what is said of one vector a text where others are asked for."""
+    """Refuses options of one vector a text for other tasks."""
     given = {
         "late_chunking": bool(body.late_chunking),
         "chunks": body.chunks is not None,
@@ -502,8 +498,8 @@ def _check_task(body: EmbeddingsRequest, task: str) -> None:
             raise InvalidRequestError(f"{name} is for the task embed, not {task}", name)
 
 
-def _of_one_vector(state: ServerState, body: EmbeddingsRequest, num_texts: int) -> dict[str, Any]:
-    """What a request says of how a text, or each of its chunks, becomes one vector."""
+def _one_vector_options(state: ServerState, body: EmbeddingsRequest, num_texts: int) -> dict[str, Any]:
+    """Options on how a text, or each of its chunks, becomes one vector."""
     options: dict[str, Any] = {}
     if body.late_chunking or body.chunks is not None:
         check_count(body.chunks, "chunks", state.config.max_documents)
@@ -518,23 +514,22 @@ def _of_one_vector(state: ServerState, body: EmbeddingsRequest, num_texts: int) 
             encoding.length(dim)
         except ValueError as error:
             raise InvalidRequestError(str(error), "muvera") from None
-        # A vector that is shortened is made at its whole length first.
+        # Shortened vectors are made in full length first.
         length = encoding.whole_length(dim)
         _check_room(state, num_vectors, length, "ask for a smaller k_sim, r_reps or d_proj")
     return options | {"encoding": encoding}
 
 
 def check_embeddings(state: ServerState, num_vectors: int, dimensions: int | None) -> None:
-    """Refuses more vectors than there is room for. Without `dimensions` they are as long as the model makes
-    them."""
+    """Refuses more vectors than there is room for. The model chooses the length if `dimensions` is None."""
     dim = state.engine.facts.dims.get("embed")
     if dim is not None and (dimensions is None or 1 <= dimensions <= dim):
         _check_room(state, num_vectors, dimensions or dim, "ask for shorter vectors")
-    # else the engine says what is wrong
+    # The engine refuses other dimensions.
 
 
 def check_labels(state: ServerState, num_texts: int) -> None:
-    """Refuses more texts than there is room for the scores of all labels of."""
+    """Refuses more texts than there is room for all labels of."""
     num_labels = len(state.engine.facts.labels)
     most = (state.config.max_bodies_mb << 20) // (_BYTES_A_LABEL * max(1, num_labels))
     if num_texts > most:
@@ -545,7 +540,7 @@ def check_labels(state: ServerState, num_texts: int) -> None:
 
 
 def _check_room(state: ServerState, num_vectors: int, length: int, remedy: str) -> None:
-    """Refuses vectors whose numbers, in an answer, need more memory than bodies may have together."""
+    """Refuses vectors that need more memory in an answer than all bodies may have."""
     most = (state.config.max_bodies_mb << 20) // (_BYTES_A_NUMBER * length)
     if num_vectors > most:
         raise RequestTooLargeError(
@@ -555,7 +550,7 @@ def _check_room(state: ServerState, num_vectors: int, length: int, remedy: str) 
 
 
 async def _read_chat(state: ServerState, body: EmbeddingsRequest, chat: Chat) -> Inputs:
-    """As token ids, unless the request wants special tokens beside those of the template."""
+    """Returns token ids, unless the request wants special tokens beside the template's."""
     engine = state.engine
     text, is_complete = await engine.conversation(
         chat.messages,
@@ -569,8 +564,8 @@ async def _read_chat(state: ServerState, body: EmbeddingsRequest, chat: Chat) ->
 
 
 def most_vectors(state: ServerState, dimensions: int | None) -> int | None:
-    """How many vectors of a token each an answer may have, so that it takes no more memory than bodies may
-    together; None where the model has none."""
+    """How many vectors of a token an answer may have, so that it takes no more memory than all bodies may;
+    None if the model has none."""
     dim = state.engine.facts.dims.get("token_embed")
     if dim is None or (dimensions is not None and not 1 <= dimensions <= dim):
         return None
@@ -594,16 +589,16 @@ def wanted_pooling(state: ServerState, body: PoolingRequest) -> Wanted:
 
 ROUTES = (
     *(
-        post_texts(path, EmbeddingsRequest, inputs_or_chat_of, embeddings, *_ANSWERS, wanted=wanted_vectors)
+        post_texts(path, EmbeddingsRequest, read_inputs_or_chat, embeddings, *_ANSWERS, wanted=wanted_vectors)
         for path in ("/v1/embeddings", "/embeddings")
     ),
     post_texts(
         "/v1/multi-vector",
         EmbeddingsRequest,
-        inputs_or_chat_of,
+        read_inputs_or_chat,
         multi_vector,
         *_ANSWERS,
         wanted=Wanted.TOKEN_VECTORS,
     ),
-    post_texts("/pooling", PoolingRequest, inputs_or_chat_of, pooling, *_ANSWERS, wanted=wanted_pooling),
+    post_texts("/pooling", PoolingRequest, read_inputs_or_chat, pooling, *_ANSWERS, wanted=wanted_pooling),
 )

@@ -31,12 +31,11 @@ from maxsimd.api.handlers import (
     vendor_embeddings,
     vendor_reranks,
 )
-from maxsimd.api.handlers.openapi import described
+from maxsimd.api.handlers.openapi import openapi_page
 from maxsimd.api.handlers.route import Body, Route, Work, get, refusal
 from maxsimd.api.logs import printable
 from maxsimd.api.pages import Page, playground, reference
-from maxsimd.api.state import RequestNotes, ServerState
-from maxsimd.api.telemetry import Traced
+from maxsimd.api.state import RequestNotes, ServerState, TracedRequest
 from maxsimd.engine import EngineDeadError
 
 
@@ -69,10 +68,10 @@ async def openapi(state: ServerState) -> Answer:
 def description(models_are_changed: bool = False) -> bytes:
     """The page /openapi.json. It has the routes that load and drop models if `models_are_changed`."""
     more = operating.CHANGE_ROUTES if models_are_changed else ()
-    return described((*_ALL, *more, *PAGE_ROUTES), OPEN_ROUTES)
+    return openapi_page((*_ALL, *more, *PAGE_ROUTES), OPEN_ROUTES)
 
 
-def table(*groups: tuple[Route, ...]) -> dict[str, dict[str, Work]]:
+def _works_by_path(*groups: tuple[Route, ...]) -> dict[str, dict[str, Work]]:
     """The work for each path and method."""
     works: dict[str, dict[str, Work]] = {}
     for route in (route for group in groups for route in group):
@@ -101,7 +100,7 @@ _ALL = (
     get("/openapi.json", openapi),
 )
 
-ROUTES = table(_ALL, PAGE_ROUTES)
+ROUTES = _works_by_path(_ALL, PAGE_ROUTES)
 METHODS = frozenset(method for methods in ROUTES.values() for method in methods)
 
 
@@ -133,7 +132,7 @@ async def handle(
     given = headers.get("x-request-id", "")
     request_id = given if _USABLE_ID.fullmatch(given) else uuid.uuid4().hex
     route = route_of(path)
-    is_known = method in ROUTES.get(route, {}) or _changes_models(state, method, route)
+    is_known = method in ROUTES.get(route, {}) or _is_model_change(state, method, route)
     label = route if is_known else "unknown"
     status, seconds, reason, timings = 499, math.nan, "", None
     cross_origin = state.cross_origin.headers(headers.get("origin"))
@@ -146,7 +145,7 @@ async def handle(
     whole = WholeAnswer()
     sender = LineSender(sink or whole, completed)
     try:
-        answer = await _answer(state, _Asked(method, path, headers, body, notes), request_id, sender)
+        answer = await _answer(state, _Incoming(method, path, headers, body, notes), request_id, sender)
         status, reason, timings = answer.status, answer.reason, answer.timings
     except ConnectionError:
         if not sender.has_begun:
@@ -158,7 +157,7 @@ async def handle(
         seconds = time.perf_counter() - started
         state.metrics.note_request(label, status, seconds)
         if state.tracing is not None:
-            state.tracing.note(Traced(method, label, status, seconds, request_id, timings), headers)
+            state.tracing.note(TracedRequest(method, label, status, seconds, request_id, timings), headers)
         level = logging.DEBUG if method == "GET" else logging.INFO
         # Without spaces, it cannot pass for the rest of the line.
         shown = printable(path, _LONGEST_LOGGED_PATH).replace(" ", "%20")
@@ -196,7 +195,7 @@ def route_of(path: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Incoming:
     method: str
     path: str
     headers: Mapping[str, str]
@@ -204,7 +203,7 @@ class _Asked:
     notes: RequestNotes
 
 
-async def _answer(state: ServerState, asked: _Asked, request_id: str, sender: LineSender) -> Answer:
+async def _answer(state: ServerState, asked: _Incoming, request_id: str, sender: LineSender) -> Answer:
     method, path, headers = asked.method, asked.path, asked.headers
     try:
         async with state.in_flight():
@@ -218,7 +217,7 @@ async def _answer(state: ServerState, asked: _Asked, request_id: str, sender: Li
             refused = refusal(headers, state.max_body_bytes) if method == "POST" else None
             if refused is not None:
                 raise refused
-            if method == "POST" and not _changes_models(state, method, route_of(path)):
+            if method == "POST" and not _is_model_change(state, method, route_of(path)):
                 state = state.for_request(asked.notes, _model_in(path))
             answer = await work(state, asked.body, tenant)
             if answer.lines is not None:
@@ -257,12 +256,12 @@ def _tenant_of(state: ServerState, headers: Mapping[str, str]) -> str:
     return tenant
 
 
-def _changes_models(state: ServerState, method: str, route: str) -> bool:
+def _is_model_change(state: ServerState, method: str, route: str) -> bool:
     """Whether the request loads or drops a model. A server of one model does not."""
     return state.models is not None and route == operating.MODEL_PATH and method in operating.CHANGE_METHODS
 
 
-def _more_methods(state: ServerState, route: str) -> tuple[str, ...]:
+def _model_change_methods(state: ServerState, route: str) -> tuple[str, ...]:
     """The methods that load and drop models, if some key may do that."""
     is_changed = state.models is not None and route == operating.MODEL_PATH and state.keys.has_admins
     return operating.CHANGE_METHODS if is_changed else ()
@@ -283,9 +282,9 @@ def _work_of(state: ServerState, method: str, path: str, headers: Mapping[str, s
     methods = ROUTES.get(route)
     if methods is None or (route in _AROUND_NAME and not _model_in(path)):
         raise ApiError(404, "NotFoundError", "there is no such route; GET /docs has those there are")
-    if _changes_models(state, method, route):
+    if _is_model_change(state, method, route):
         operating.check_allowed(state, headers)
         return operating.changing(method, _model_in(path))
     if method not in methods:
-        raise WrongMethodError({*methods, *_more_methods(state, route)})
+        raise WrongMethodError({*methods, *_model_change_methods(state, route)})
     return operating.model(_model_in(path)) if route == operating.MODEL_PATH else methods[method]

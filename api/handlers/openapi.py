@@ -23,7 +23,7 @@ _ABOUT = (
 Page = dict[str, Any]
 
 
-def described(routes: Iterable[Route], open_routes: Collection[str]) -> bytes:
+def openapi_page(routes: Iterable[Route], open_routes: Collection[str]) -> bytes:
     """The page as JSON. `open_routes` need no key, and have the same fields when they answer 503."""
     routes = list(routes)
     types = _types_of(routes)

@@ -18,7 +18,7 @@ from maxsimd.api.answer import (
     too_deep,
 )
 from maxsimd.api.handlers.route import Body, Route, Work, delete, get, read_body
-from maxsimd.api.models import DROPPED, LastModelError, SeveralModels, named, served
+from maxsimd.api.models import DROPPED, LastModelError, SeveralModels, find_model, served_names
 from maxsimd.api.options import in_flags
 from maxsimd.api.reading import UnreadField, unread_fields
 from maxsimd.api.state import ServerState
@@ -44,7 +44,7 @@ async def ready(state: ServerState) -> Answer:
 def _status(state: ServerState) -> dict[str, Any]:
     if state.models is not None:
         meant_to_be = [name for name in state.models.names if state.models.state(name) != DROPPED]
-        counts = {"ready": len(served(state.models)), "of": len(meant_to_be)}
+        counts = {"ready": len(served_names(state.models)), "of": len(meant_to_be)}
         return {"status": state.phase, "models": counts}
     if state.fleet is None:
         return {"status": state.phase}
@@ -66,7 +66,7 @@ def model(name: str) -> Work:
 
     async def show(state: ServerState) -> Answer:
         state.check_model(name)
-        return json_page(model_card(state, name if state.models is None else named(state.models, name)))
+        return json_page(model_card(state, name if state.models is None else find_model(state.models, name)))
 
     return get(MODEL_PATH, show).work
 
@@ -193,7 +193,7 @@ def changing(method: str, name: str) -> Work:
         assert models is not None
         with state.bodies.hold() as held:
             given = await read_body(state, body, held)
-        state = state.telling_of(_fields_in(given), MODEL_PATH)
+        state = state.warning_about(_fields_in(given), MODEL_PATH)
         is_load = method == "POST"
         answer = await (_load(state, models, name) if is_load else _drop(models, name))
         return answer.with_field_warnings(state.field_warnings)
@@ -252,7 +252,7 @@ async def _load(state: ServerState, models: SeveralModels, name: str) -> Answer:
 async def _drop(models: SeveralModels, name: str) -> Answer:
     """Returns when the model is gone."""
     if name not in models.names:
-        raise no_such_model(name, served(models))
+        raise no_such_model(name, served_names(models))
     try:
         await models.drop(name)
     except LastModelError:

@@ -15,7 +15,7 @@ import msgspec
 
 from maxsimd.api.answer import Answer, new_id, now, usage_of, wire_answer
 from maxsimd.api.handlers.route import TeiHeaders, post_texts
-from maxsimd.api.models import SeveralModels, Wanted, named
+from maxsimd.api.models import SeveralModels, Wanted, find_model
 from maxsimd.api.reading import (
     as_item,
     as_items,
@@ -632,7 +632,7 @@ async def _rerank_in_stages(
     """Ranks all documents with a model, the best of those with the next, within one deadline. The answer has
     the documents of the last stage, each with the model that scored it, and each stage's time."""
     models = _check_cascade(state, body, stages)
-    names = [named(models, stage.model) for stage in stages]
+    names = [find_model(models, stage.model) for stage in stages]
     plan = [
         (name, stage.keep, stage.instruction or _instruction_of(body))
         for name, stage in zip(names, stages, strict=True)

@@ -130,7 +130,7 @@ def _with_body(
             whole = await read_body(state, body, held)
             request, found, unread = await _parse(state, whole, held, kind, read)
             del whole
-            state = state.telling_of([*unread, *state.unread_name(model_of(request))], path)
+            state = state.warning_about([*unread, *state.unread_name(model_of(request))], path)
             asked = wanted if isinstance(wanted, Wanted) else wanted(state, request)
             serving = state.serving(model_of(request), asked)
             with naming_lost_model(state.models, serving.called):
@@ -376,10 +376,10 @@ _DOCUMENTS = frozenset({"documents", "items", "text_2", "data_2"})
 _DEEPEST = 4
 
 
-def mended(body: bytearray, kind: type[T]) -> T:
+def decode_with_halves(body: bytearray, kind: type[T]) -> T:
     """Decodes a body that has halves of characters, and changes it. Documents with one become `HALF` if the
     request wants errors reported. Raises InvalidRequestError that names another place."""
-    mark = _mark_in(body)
+    mark = _mark_halves(body)
     escaped = re.compile(re.escape(_escaped(mark)))
     fields = msgspec.json.decode(body, type=RawFields)
     known = _DOCUMENTS & {*getattr(kind, "__struct_fields__", _DOCUMENTS)}
@@ -388,10 +388,10 @@ def mended(body: bytearray, kind: type[T]) -> T:
     broken: list[tuple[str, int]] = []
     for name, value in fields.items():
         if chr(mark) in name:
-            raise _refusal("the name of a field", None)
+            raise _half_character_error("the name of a field", None)
         for place in _places(value, escaped):
             if place is None or name not in known or not _is_text(place[1], mark):
-                raise _refusal(_where(value, name, escaped), name)
+                raise _half_character_error(_where(value, name, escaped), name)
             broken.append((name, place[0]))
     request = msgspec.json.decode(body, type=kind, strict=False)
     for name, i in broken:
@@ -399,13 +399,13 @@ def mended(body: bytearray, kind: type[T]) -> T:
     return request
 
 
-def _mark_in(body: bytearray) -> int:
+def _mark_halves(body: bytearray) -> int:
     """Replaces each half by a mark that the body does not have; returns the mark's code point."""
     # Each search goes through the whole body.
     escaped = {int(found[1], 16) for found in _ESCAPED_MARK.finditer(body)}
     mark = next((each for each in _MARKS if each not in escaped and chr(each).encode() not in body), None)
     if mark is None:
-        raise _refusal("the body", None)
+        raise _half_character_error("the body", None)
     for found in _SURROGATE.finditer(body):
         if found[1] is None:
             body[found.end() - _LENGTH : found.end()] = _escaped(mark)
@@ -468,7 +468,7 @@ def _text(value: msgspec.Raw | None) -> Any:
     return None if value is None else msgspec.json.decode(value)
 
 
-def _refusal(where: str, param: str | None) -> InvalidRequestError:
+def _half_character_error(where: str, param: str | None) -> InvalidRequestError:
     return InvalidRequestError(
         f"{where} has half of a character, like \\ud83d alone; send whole characters, or leave it out", param
     )
@@ -518,15 +518,15 @@ async def _parse(
             try:
                 return parse(_decoded)
             except msgspec.DecodeError as error:
-                if not _is_about_half(error):
+                if not _reports_half_character(error):
                     raise
             # Finding halves of characters takes too long for the event loop.
-            return await state.engine.in_thread(lambda: parse(mended), len(body))
+            return await state.engine.in_thread(lambda: parse(decode_with_halves), len(body))
         most_shape = _most(state)
         shape = await state.engine.in_thread(lambda: shape_of(body, most_shape), len(body))
         _check_shape(shape, most_shape)
         held.add(max(0, shape.memory - len(body)))
-        return await state.engine.in_thread(lambda: parse(_decoded_or_mended), len(body))
+        return await state.engine.in_thread(lambda: parse(_decoded_with_halves), len(body))
     except UnicodeDecodeError as error:
         raise body_not_unicode(error.reason) from error
     except RecursionError as error:
@@ -538,16 +538,16 @@ def _decoded(body: bytearray, kind: type[T]) -> T:
     return msgspec.json.decode(body, type=kind, strict=False)
 
 
-def _decoded_or_mended(body: bytearray, kind: type[T]) -> T:
+def _decoded_with_halves(body: bytearray, kind: type[T]) -> T:
     try:
         return _decoded(body, kind)
     except msgspec.DecodeError as error:
-        if not _is_about_half(error):
+        if not _reports_half_character(error):
             raise
-        return mended(body, kind)
+        return decode_with_halves(body, kind)
 
 
-def _is_about_half(error: msgspec.DecodeError) -> bool:
+def _reports_half_character(error: msgspec.DecodeError) -> bool:
     # msgspec says the second of values that it skips.
     return "surrogate pair" in str(error) or "end of hex escape" in str(error)
 
@@ -601,7 +601,7 @@ async def answered_as(form: Form, state: ServerState, fields: Fields, tenant: st
     except RecursionError as error:
         raise too_deep() from error
     state.check_model(request.model)
-    state = state.telling_of(unread, path)
+    state = state.warning_about(unread, path)
     with state.bodies.hold() as held:
         if state.reads_pictures:
             found = await state.media.filled(found, held)

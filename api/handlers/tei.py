@@ -26,9 +26,9 @@ from maxsimd.api.handlers.embeddings import (
     encode_rows,
     in_unit_length,
     input_type_of,
-    inputs_or_chat_of,
     most_vectors,
     pooling,
+    read_inputs_or_chat,
 )
 from maxsimd.api.handlers.rerank import (
     PAIRED_FIELDS,
@@ -50,7 +50,7 @@ from maxsimd.engine import EmbedResult, InvalidRequestError, RequestTooLargeErro
 from maxsimd.engine.config import ScoreType
 from maxsimd.engine.device.facts import ModelFacts
 
-# What a word of a sparse answer takes on its way, in bytes: an object and two numbers.
+# Bytes of a word in a sparse answer: an object and two numbers.
 _BYTES_A_WORD = 120
 
 
@@ -125,7 +125,7 @@ def _truncation_of(state: ServerState, body: TeiTruncating) -> Truncation:
 
 
 async def embed(state: ServerState, body: TeiEmbedRequest, inputs: Inputs, tenant: str) -> Answer:
-    """One vector a text, of length 1 unless `normalize` is false and the model itself does not normalise."""
+    """A vector for each text, of length 1 unless `normalize` is false and the model does not normalize."""
     normalises = "embed" in state.engine.facts.normalised
     headers = TeiHeaders(state, inputs)
     check_embeddings(state, len(inputs), body.dimensions)
@@ -137,13 +137,13 @@ async def embed(state: ServerState, body: TeiEmbedRequest, inputs: Inputs, tenan
         return [encode_rows(row) for row in rows]
 
     answer = await wire_answer(build, result.embeddings.size)
-    # Haystack's client sends it by default, so that it is no reason to refuse.
+    # Haystack's client always sends it, so this is no error.
     is_vain = normalises and body.normalize is False
     return headers.added_to(answer, result, *([NORMALIZES_ANYWAY.format("normalize")] if is_vain else []))
 
 
 async def embed_all(state: ServerState, body: TeiEmbedAllRequest, inputs: Inputs, tenant: str) -> Answer:
-    """One vector a token, as late interaction scores them."""
+    """A vector for each token."""
     check_token_ids(inputs, state.config.accept_token_ids, "inputs")
     headers = TeiHeaders(state, inputs)
     result = await state.engine.embed_tokens(
@@ -163,7 +163,7 @@ async def embed_all(state: ServerState, body: TeiEmbedAllRequest, inputs: Inputs
 async def embed_sparse(
     state: ServerState, body: TeiEmbedSparseRequest, inputs: Inputs, tenant: str
 ) -> Answer:
-    """Words with their weights, by the ids of their tokens."""
+    """Weights of words, by the ids of their tokens."""
     if "sparse_embed" not in state.engine.facts.dims:
         raise InvalidRequestError("this model gives no sparse vectors; use /embed or /embed_all", "model")
     check_token_ids(inputs, state.config.accept_token_ids, "inputs")
@@ -195,7 +195,7 @@ async def embed_sparse(
 
 
 async def similarity(state: ServerState, body: TeiSimilarityRequest, texts: Inputs, tenant: str) -> Answer:
-    """The cosine of one text and each of many, by their vectors."""
+    """Cosines between one text and each of many."""
     options = body.parameters or TeiTruncating()
     headers = TeiHeaders(state, texts)
     result = await _embedded(state, options, texts, tenant)
@@ -247,7 +247,7 @@ def _inputs_of(request: TeiEmbedRequest | TeiEmbedAllRequest, most: int) -> Inpu
 
 
 def _sentences_of(request: TeiSimilarityRequest, most: int) -> Inputs:
-    """The text that is compared, and then those that it is compared with."""
+    """The text to compare, and then those to compare it with."""
     sentences = request.inputs.sentences
     check_count(sentences, "inputs.sentences", most)
     if not sentences:
@@ -258,7 +258,7 @@ def _sentences_of(request: TeiSimilarityRequest, most: int) -> Inputs:
 def inputs_or_sentences_of(
     request: TeiVectorsRequest, most: int
 ) -> tuple[Inputs, TeiSimilarityRequest | None]:
-    """The texts, and the request for similarities where it is one."""
+    """The texts, and the request for similarities if it is one."""
     if not isinstance(request.inputs, dict):
         return _inputs_of(request, most), None
     whole = {"inputs": request.inputs, "parameters": request.parameters}
@@ -300,25 +300,25 @@ PREDICT = Form(PredictRequest, sequences_of, predict)
 VECTORS = Form(TeiVectorsRequest, inputs_or_sentences_of, embed_or_compare)
 
 
-def _form_for(model: ModelFacts) -> Form:
-    """What a request to `/` is for this model."""
+def _form_for_model(model: ModelFacts) -> Form:
+    """The meaning of a request to `/` for this model."""
     if model.score_type is ScoreType.LISTWISE or (model.score_task == "classify" and len(model.labels) == 1):
         return RANK
     return PREDICT if model.score_task == "classify" else VECTORS
 
 
 def _wanted(state: ServerState, fields: Fields) -> Wanted:
-    """The model that a request names says what it means; where it names none, the first of several."""
-    form = _form_for(state.serving(model_of(fields), Wanted.ANYTHING).engine.facts)
+    """The named model gives the request its meaning, or the first of several."""
+    form = _form_for_model(state.serving(model_of(fields), Wanted.ANYTHING).engine.facts)
     if form is RANK:
         return Wanted.RANKING if fields.get("cascade") is None else Wanted.CASCADE
     return Wanted.CLASSES if form is PREDICT else Wanted.VECTORS
 
 
-async def _by_model(state: ServerState, fields: Fields, nothing: None, tenant: str) -> Answer:
-    """What text-embeddings-inference does on `/`: embed, rerank or predict, whichever the model is for."""
-    # Several models answer a cascade alone.
-    form = RANK if state.models is not None else _form_for(state.engine.facts)
+async def _answer_by_model(state: ServerState, fields: Fields, nothing: None, tenant: str) -> Answer:
+    """text-embeddings-inference's `/`: embeds, reranks or predicts, whichever the model is for."""
+    # Several models answer only cascades.
+    form = RANK if state.models is not None else _form_for_model(state.engine.facts)
     return await answered_as(form, state, fields, tenant, "/")
 
 
@@ -353,14 +353,14 @@ ROUTES = (
         wanted=Wanted.VECTORS,
     ),
     post("/decode", TeiDecodeRequest, decode, list[str]),
-    post_texts("/", Fields, lambda fields, most: None, _by_model, *_BY_KIND, wanted=_wanted),
+    post_texts("/", Fields, lambda fields, most: None, _answer_by_model, *_BY_KIND, wanted=_wanted),
 )
 
 
 _SCORE = Form(ScoreRequest, texts_to_score, score)
-_POOL = Form(PoolingRequest, inputs_or_chat_of, pooling)
+_POOL = Form(PoolingRequest, read_inputs_or_chat, pooling)
 _CLASSIFY = Form(ClassifyRequest, classified_inputs, classify)
-_EMBED = Form(EmbeddingsRequest, inputs_or_chat_of, embeddings)
+_EMBED = Form(EmbeddingsRequest, read_inputs_or_chat, embeddings)
 
 
 async def invocations(state: ServerState, body: Fields, nothing: None, tenant: str) -> Answer:
@@ -368,7 +368,7 @@ async def invocations(state: ServerState, body: Fields, nothing: None, tenant: s
 
 
 def _form_by_fields(state: ServerState, fields: Fields) -> Form:
-    """As vLLM and text-embeddings-inference tell what is wanted."""
+    """Decides as vLLM and text-embeddings-inference do."""
     if "query" in fields:
         return RANK
     if PAIRED_FIELDS & fields.keys():

@@ -63,10 +63,10 @@ async def tokenize(state: ServerState, body: TokenizeRequest) -> Answer:
         raise InvalidRequestError("text is missing", "text")
     _check_characters(len(text), param)
     tokenizer, longest = state.engine.tokenizer, state.engine.max_tokens
-    with_strings, (before, after) = bool(body.return_token_strs), _around(tokenizer, body)
+    with_strings, (before, after) = bool(body.return_token_strs), _special_tokens(tokenizer, body)
 
     def answer() -> bytes:
-        ids, strings = _List(), _List()
+        ids, strings = _JsonList(), _JsonList()
         ids.extend(before)
         strings.extend([tokenizer.token(token) for token in before])
         for _, encoding in tokenizer.read(text, param):
@@ -82,15 +82,17 @@ async def tokenize(state: ServerState, body: TokenizeRequest) -> Answer:
 
 
 async def _tokenize_inputs(state: ServerState, body: TokenizeRequest) -> Answer:
-    """text-embeddings-inference's: for each text its tokens, with the characters that they stand for."""
+    """text-embeddings-inference's shape: tokens with their characters."""
     texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs or []
     check_count(texts, "inputs", state.config.max_documents)
     _check_characters(sum(map(len, texts)), "inputs")
     tokenizer = state.engine.tokenizer
-    before, after = ([_special(tokenizer, token) for token in part] for part in _around(tokenizer, body))
+    before, after = (
+        [_special(tokenizer, token) for token in part] for part in _special_tokens(tokenizer, body)
+    )
 
     def tokens_of(text: str) -> msgspec.Raw:
-        tokens = _List()
+        tokens = _JsonList()
         tokens.extend(before)
         for start, encoding in tokenizer.read(text, "inputs"):
             spans = [(start + first, start + last) for first, last in encoding.offsets]
@@ -111,7 +113,7 @@ async def _tokenize_inputs(state: ServerState, body: TokenizeRequest) -> Answer:
 
 
 def _check_characters(number: int, param: str) -> None:
-    """Refuses more text than becomes tokens at once: the answer is many times larger."""
+    """Refuses more text than is tokenized at once: the answer is many times larger."""
     if number > _MOST_CHARACTERS:
         raise RequestTooLargeError(
             f"{param} has {number:,} characters, but at most {_MOST_CHARACTERS:,} become tokens at once; "
@@ -119,8 +121,8 @@ def _check_characters(number: int, param: str) -> None:
         )
 
 
-def _around(tokenizer: TextTokenizer, body: TokenizeRequest) -> tuple[list[int], list[int]]:
-    """The special tokens before and after a text, unless the request wants none."""
+def _special_tokens(tokenizer: TextTokenizer, body: TokenizeRequest) -> tuple[list[int], list[int]]:
+    """Special tokens before and after a text, unless the request wants none."""
     if body.add_special_tokens is False:
         return [], []
     before, after = (part.tolist() for part in tokenizer.single.ids)
@@ -146,9 +148,9 @@ def check_number_decoded(number: int, param: str) -> None:
         )
 
 
-class _List:
-    """A list that is written in JSON as it grows: the tokens of a long text take many times more memory as
-    Python's objects."""
+class _JsonList:
+    """A list that becomes JSON as it grows: a long text's tokens take many times more memory as Python's
+    objects."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
@@ -166,8 +168,7 @@ class _List:
 def decoded(
     tokenizer: TextTokenizer, tokens: list[int], param: str, skip_special_tokens: bool = False
 ) -> str:
-    """The text of tokens. Raises InvalidRequestError for ids that the vocabulary has not; `param` is the
-    field that they came in."""
+    """The text of tokens, which came in the field `param`. Raises InvalidRequestError for unknown ids."""
     if tokens and max(tokens) >= tokenizer.vocabulary_size:
         raise InvalidRequestError(f"{param} must be below {tokenizer.vocabulary_size}", param)
     return tokenizer.decode(tokens, skip_special_tokens)

@@ -23,10 +23,10 @@ from maxsimd.api.models import Wanted
 from maxsimd.api.reading import (
     Inputs,
     as_inputs,
+    as_texts_and_pictures,
     check_count,
     check_token_ids,
     pictures_of,
-    texts_and_pictures,
     warnings_of,
     with_request_field_names,
 )
@@ -37,7 +37,7 @@ from maxsimd.engine.media import Content as PictureContent
 
 TextsAndPictures = list[str | PictureContent]
 
-# Cohere's types, and the numbers of which each is made. Its types of 8 bits have no place for their scale.
+# Cohere's types by their numbers. Its 8-bit types have no place for a scale.
 _NUMBERS: Mapping[str, Numbers] = {
     "float": "float32",
     "base64": "float32",
@@ -187,14 +187,14 @@ def _cohere_rows(rows: NDArray[np.float32], name: str) -> list[Any]:
 
 
 def _cohere_truncation(request: CohereEmbedRequest, refuses: bool) -> Truncation:
-    """Which end of long texts is truncated, or none. `refuses` says what the server does by default."""
+    """Which end of long texts is truncated. The server `refuses` long texts by default, or truncates."""
     truncates = not refuses if request.truncate is None else request.truncate != "NONE"
     sides: dict[str | None, Literal["left", "right"]] = {"START": "left", "END": "right"}
     return Truncation(max_tokens=-1 if truncates else None, side=sides.get(request.truncate))
 
 
 def _cohere_field(request: CohereEmbedRequest) -> str:
-    """The one of three fields that has the texts or pictures."""
+    """The field with the texts or pictures, one of three."""
     named = [name for name in ("texts", "images", "inputs") if getattr(request, name) is not None]
     if not named:
         raise InvalidRequestError("texts is missing", "texts")
@@ -212,7 +212,7 @@ def _parts_of(values: list[Any], name: str, most: int) -> TextsAndPictures:
     check_count(values, name, most)
     if not values:
         raise InvalidRequestError(f"{name} is empty; give at least one", name)
-    return pictures_of(values, most, name) if name == "images" else [*texts_and_pictures(values, name)]
+    return pictures_of(values, most, name) if name == "images" else [*as_texts_and_pictures(values, name)]
 
 
 async def ollama_embed(state: ServerState, body: OllamaEmbedRequest, inputs: Inputs, tenant: str) -> Answer:

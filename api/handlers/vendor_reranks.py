@@ -148,7 +148,7 @@ class InfinityResponse(Warned, kw_only=True):
 
 
 async def reranking(state: ServerState, body: RerankingRequest, texts: ToRank, tenant: str) -> Answer:
-    """Answers in the shape of the service whose field has the documents."""
+    """Answers in the shape of the service that has the request's field for documents."""
     if body.input is not None:
         return await _mixedbread(state, body, texts, tenant)
     if body.texts is not None:
@@ -189,7 +189,7 @@ async def _mixedbread(state: ServerState, body: RerankingRequest, texts: ToRank,
 
 
 async def nvidia(state: ServerState, body: NvidiaRequest, texts: ToRank, tenant: str) -> Answer:
-    """Logits, where the model is a classifier, unless the request wants something else."""
+    """Gives a classifier's logits, unless the request wants something else."""
     if body.use_activation is None and body.raw_scores is None and not body.normalize:
         body.raw_scores = True
     truncation = None
@@ -210,7 +210,7 @@ async def nvidia(state: ServerState, body: NvidiaRequest, texts: ToRank, tenant:
 
 
 async def deepinfra(state: ServerState, body: DeepInfraRequest, texts: ToScore, tenant: str) -> Answer:
-    """A bare list of scores, one for each pair."""
+    """A list of scores, one for each pair."""
     check_all_ranked(body)
     if body.score_threshold is not None:
         raise InvalidRequestError(
@@ -239,7 +239,7 @@ async def deepinfra(state: ServerState, body: DeepInfraRequest, texts: ToScore, 
 
 
 async def infinity(state: ServerState, body: InfinityRequest, texts: ToRank, tenant: str) -> Answer:
-    """Documents are strings in the answer, and only if they are asked for."""
+    """Documents are strings, and only if they are asked for."""
     with_text = bool(body.return_documents)
 
     def build(result: RerankResult, model: str, warnings: Warnings) -> InfinityResponse:
@@ -263,7 +263,7 @@ async def infinity_models(state: ServerState) -> Answer:
 
 
 def _infinity_card(state: ServerState, name: str) -> dict[str, Any]:
-    """Infinity's client takes no other owner, and wants some figures of the load."""
+    """Infinity's client takes no other owner, and shows the load."""
     load = state.serving(name, Wanted.ANYTHING).engine.stats()
     return model_card(state, name) | {
         "owned_by": "infinity",

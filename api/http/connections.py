@@ -23,7 +23,7 @@ from http import HTTPStatus
 from socket import SO_LINGER, SOL_SOCKET
 from struct import Struct
 from termios import TIOCOUTQ
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMethod, HttpProcessingError, LineTooLong
@@ -41,7 +41,7 @@ from maxsimd.api.answer import (
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.http.sockets import BACKLOG
 from maxsimd.api.logs import SeldomLogger
-from maxsimd.api.telemetry import ServerMetrics
+from maxsimd.api.state import ServerMetrics
 
 # At most this many at a time are told before they are closed.
 _MOST_LEAVING = 8
@@ -65,13 +65,6 @@ _WAITING = frozenset({Phase.IDLE, Phase.HEADERS, Phase.LINGERING, Phase.CLOSING}
 _TRANSFERRING = frozenset({Phase.BODY, Phase.SENDING})
 
 
-class Evictable(Protocol):
-    """A connection, as far as the table goes."""
-
-    def evict(self, is_told: bool) -> None:
-        """Makes room for others: at once, or, where there is a request and its client is told, soon."""
-
-
 class ConnectionTable:
     """All open connections. When there are too many, one is closed that the server does not work for: the one
     that has waited longest for its client, or received or sent for longest. Waiting connections go first,
@@ -81,13 +74,13 @@ class ConnectionTable:
         self.config = config
         self.most = most
         self.metrics = metrics
-        self._open: set[Evictable] = set()
+        self._open: set[Connection] = set()
         # When they entered their phases, oldest first.
-        self._waiting: dict[Evictable, float] = {}
-        self._transferring: dict[Evictable, float] = {}
+        self._waiting: dict[Connection, float] = {}
+        self._transferring: dict[Connection, float] = {}
         # Bytes of answers that are being read, oldest first.
-        self._unread: dict[Evictable, int] = {}
-        self._leaving: set[Evictable] = set()
+        self._unread: dict[Connection, int] = {}
+        self._leaving: set[Connection] = set()
         self._changed = asyncio.Event()
         metrics.connections.set_function(lambda: len(self._open))
 
@@ -95,7 +88,7 @@ class ConnectionTable:
     def is_full(self) -> bool:
         return len(self._open) - len(self._leaving) >= self.most
 
-    def enter(self, connection: Evictable, phase: Phase) -> None:
+    def enter(self, connection: "Connection", phase: Phase) -> None:
         self._open.add(connection)
         self._waiting.pop(connection, None)
         self._transferring.pop(connection, None)
@@ -105,7 +98,7 @@ class ConnectionTable:
             self._transferring[connection] = time.monotonic()
         self._changed.set()
 
-    def leave(self, connection: Evictable) -> None:
+    def leave(self, connection: "Connection") -> None:
         self._open.discard(connection)
         self._leaving.discard(connection)
         self._waiting.pop(connection, None)
@@ -126,7 +119,7 @@ class ConnectionTable:
         return True
 
     @contextmanager
-    def sending(self, connection: Evictable, size: int) -> Iterator[None]:
+    def sending(self, connection: "Connection", size: int) -> Iterator[None]:
         """Holds `size` bytes of an answer while it is written. Above the limit, the slowest readers are cut
         off."""
         self._unread[connection] = size
@@ -421,6 +414,7 @@ class Connection(web.RequestHandler):
         self._end()
 
     def evict(self, is_told: bool) -> None:
+        """Makes room for others: at once, or soon if there is a request and its client `is_told`."""
         self._count("evicted")
         if is_told and self._phase is Phase.BODY:
             self._fail_body(too_many_connections())
@@ -443,9 +437,9 @@ class Connection(web.RequestHandler):
     def _set_timer(self, when: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = None if when == _NEVER else self._loop.call_at(when, self._look)
+        self._timer = None if when == _NEVER else self._loop.call_at(when, self._check_deadline)
 
-    def _look(self) -> None:
+    def _check_deadline(self) -> None:
         self._timer = None
         if self._loop.time() < self._deadline:
             self._set_timer(self._deadline)
@@ -454,12 +448,12 @@ class Connection(web.RequestHandler):
             self._set_timer(self._loop.time() + _SECOND_LOOK_SECONDS)
         else:
             self._looked = False
-            self._time_is_up()
+            self._handle_timeout()
 
-    def _time_is_up(self) -> None:
+    def _handle_timeout(self) -> None:
         match self._phase:
             case Phase.BODY:
-                if self._goes_on(self._received - self._mark):
+                if self._is_fast_enough(self._received - self._mark):
                     self._mark = self._received
                     self._enter(Phase.BODY, self._config.transfer_seconds)
                 else:
@@ -467,7 +461,7 @@ class Connection(web.RequestHandler):
                     self._fail_body(_too_slow("body", "--transfer-seconds"))
             case Phase.SENDING:
                 unsent = self._unsent()
-                if self._goes_on(self._mark - unsent):
+                if self._is_fast_enough(self._mark - unsent):
                     self._mark = unsent
                     self._enter(Phase.SENDING, self._config.transfer_seconds)
                 else:
@@ -483,7 +477,7 @@ class Connection(web.RequestHandler):
                 self._count("idle")
                 self._end()
 
-    def _goes_on(self, num_bytes: int) -> bool:
+    def _is_fast_enough(self, num_bytes: int) -> bool:
         least = self._config.min_bytes_per_second * self._config.transfer_seconds
         return num_bytes >= max(1, least)
 
@@ -580,13 +574,13 @@ class Listener:
             except OSError as error:
                 # Other errors are the client's, which has left again.
                 if error.errno in _NO_ROOM:
-                    self._rest(listening, error)
+                    self._pause_accepting(listening, error)
                     return False
                 continue
-            self._let_in(arrived)
+            self._admit(arrived)
         return True
 
-    def _rest(self, listening: socket.socket, error: OSError) -> None:
+    def _pause_accepting(self, listening: socket.socket, error: OSError) -> None:
         """Makes room, and waits a moment for it."""
         for _ in range(_AT_ONCE):
             self._table.evict()
@@ -602,7 +596,7 @@ class Listener:
         if listening in self._sockets:
             self._loop.add_reader(listening, self._accept, listening)
 
-    def _let_in(self, arrived: socket.socket) -> None:
+    def _admit(self, arrived: socket.socket) -> None:
         arrived.setblocking(False)
         if self._table.is_full:
             self._full.warning("there are %d connections, as many as --max-connections", self._table.most)

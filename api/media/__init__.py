@@ -31,8 +31,8 @@ _NO_URL = "has a URL that cannot be read; give file:///folder/name"
 
 
 def bytes_of_local_file(url: str, folder: Path | None, most_bytes: int) -> bytes:
-    """The bytes of the file that a URL (`file:///...`) names, if it lies in the folder, links followed.
-    Raises PictureError; the message does not tell whether a file outside of the folder exists."""
+    """The bytes of a file in the folder, after links, by its URL (`file:///...`). Raises PictureError, which
+    does not tell whether a file outside of the folder exists."""
     if folder is None:
         raise PictureError(
             "is a file of this server's machine, of which none is read; send the file itself as "
@@ -41,7 +41,7 @@ def bytes_of_local_file(url: str, folder: Path | None, most_bytes: int) -> bytes
     named = _path(url)
     root = folder.resolve()
     outside = PictureError("is a file outside of the folder from which pictures are read")
-    # Before any link is followed: where links outside lead is nobody's business.
+    # Check before following any link: where outside links lead stays secret.
     if ".." in named.parts or not (named.is_relative_to(root) or named.is_relative_to(folder.absolute())):
         raise outside
     try:
@@ -65,7 +65,7 @@ def _path(url: str) -> Path:
 
 def _read(path: Path, root: Path, most_bytes: int) -> bytes:
     try:
-        # Not blocking, because a pipe would be waited for.
+        # Non-blocking, because opening a pipe would wait.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except (OSError, ValueError):
         raise PictureError("is a file that cannot be opened") from None
@@ -73,8 +73,7 @@ def _read(path: Path, root: Path, most_bytes: int) -> bytes:
         about = os.fstat(descriptor)
         if not stat.S_ISREG(about.st_mode):
             raise PictureError("is no regular file")
-        # A folder on the way may have become a link since it was looked at. (Where there is no /proc, this
-        # refuses.)
+        # A folder may have become a link since the check. Without /proc, this refuses.
         opened = Path(f"/proc/self/fd/{descriptor}")
         if not opened.resolve().is_relative_to(root):
             raise PictureError("is a file outside of the folder from which pictures are read")
@@ -91,14 +90,13 @@ def _read(path: Path, root: Path, most_bytes: int) -> bytes:
 R = TypeVar("R")
 _Files = dict[PictureUrl, PictureFile | MissingPicture]
 
-# Pictures of one request that are fetched at a time.
+# For one request.
 _TOGETHER = 8
 
 
 class MediaSources:
-    """Fills in what requests name by URLs: from the hosts and the folder that the operator has named, else
-    from nowhere. Used on one event loop, closed by `close`. Raises SetupError for what names no host, or no
-    folder."""
+    """Gets the pictures that requests name by URL, from the hosts and the folder of the configuration alone.
+    Used on one event loop, closed by `close`. Raises SetupError for a wrong host or folder."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._most_images = config.max_images
@@ -112,9 +110,8 @@ class MediaSources:
         )
 
     async def filled(self, found: R, held: "HeldBytes") -> R:
-        """What was read of a request (texts and content, in lists and tuples), with the files of those
-        pictures that it names by URL. Raises InvalidRequestError, naming the picture, for one that cannot be
-        had and for too many."""
+        """Returns what was read of a request (texts and content, in lists and tuples), with the files of its
+        URLs. Raises InvalidRequestError for too many pictures, and for those that cannot be had."""
         contents = [*_contents(found)]
         if not contents:
             return found
@@ -135,8 +132,8 @@ class MediaSources:
             await self._fetcher.close()
 
     async def _files(self, urls: Iterable[PictureUrl], held: "HeldBytes") -> _Files:
-        """The file of each URL, each fetched once; together they have no more bytes than a body may have. Why
-        one cannot be had is said when its document is read, by that one's name."""
+        """Fetches each URL once. Together the files have no more bytes than a body may have. A missing file
+        becomes an error when its document is read."""
         gate, files, room = asyncio.Semaphore(_TOGETHER), _Files(), self._most_bytes
 
         async def fetch(url: PictureUrl) -> None:
@@ -176,7 +173,7 @@ class MediaSources:
 
 
 def _fetcher(hosts: Collection[str], limits: PictureLimits) -> "MediaFetcher":
-    # What connects is not loaded by those who fetch nothing.
+    # Load this only if needed.
     from maxsimd.api.media.fetching import MediaFetcher
 
     try:

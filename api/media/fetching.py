@@ -14,14 +14,14 @@ from yarl import URL
 from maxsimd.engine.media import PictureError
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-# Networks that Python's tables call public, and in which no machine of the public internet is: protocol
-# assignments (RFC 6890), 6to4 relays (RFC 7526), Azure's host service, documentation (RFC 9637), segment
-# routing (RFC 9602).
+# Networks that Python's tables call public, without machines of the public internet: protocol assignments
+# (RFC 6890), 6to4 relays (RFC 7526), Azure's host service, documentation (RFC 9637), segment routing (RFC
+# 9602).
 _REFUSED = tuple(
     ipaddress.ip_network(each)
     for each in ("192.0.0.0/24", "192.88.99.0/24", "168.63.129.16/32", "3fff::/20", "5f00::/16")
 )
-# The upper half of an interface's identifier that holds an IPv4 address in the lower (RFC 5214, ISATAP).
+# The upper half of an interface identifier whose lower half is an IPv4 address (RFC 5214, ISATAP).
 _ISATAP = (0x0000_5EFE, 0x0200_5EFE)
 
 
@@ -30,14 +30,13 @@ class AddressRefusedError(OSError):
 
 
 def is_public(address: str) -> bool:
-    """Whether an address, in figures, belongs to one machine of the public internet: it is none of loopback,
-    private and link-local networks and multicast, and holds no such IPv4 address (mapped, 6to4, Teredo,
-    NAT64)."""
+    """Whether an address belongs to one machine of the public internet: no loopback, private, link-local or
+    multicast network, nor one inside an IPv6 address (mapped, 6to4, Teredo, NAT64)."""
     try:
         parsed = ipaddress.ip_address(address.split("%")[0])
     except ValueError:
         return False
-    return "%" not in address and all(_is_public(each) for each in (parsed, *_held(parsed)))
+    return "%" not in address and all(_is_public(each) for each in (parsed, *_embedded_ipv4(parsed)))
 
 
 def _is_public(address: _Address) -> bool:
@@ -46,8 +45,8 @@ def _is_public(address: _Address) -> bool:
     return address.is_global and not (is_local or is_refused or address.is_multicast or address.is_reserved)
 
 
-def _held(address: _Address) -> list[_Address]:
-    """The IPv4 addresses that an IPv6 address stands for. (Those of NAT64 are reserved, and so refused.)"""
+def _embedded_ipv4(address: _Address) -> list[_Address]:
+    """The IPv4 addresses inside an IPv6 address. Those of NAT64 are reserved, and so refused."""
     if isinstance(address, ipaddress.IPv4Address):
         return []
     held: list[_Address] = [each for each in (address.ipv4_mapped, address.sixtofour) if each is not None]
@@ -59,8 +58,8 @@ def _held(address: _Address) -> list[_Address]:
 
 
 class CheckedResolver(AbstractResolver):
-    """Looks hosts up, and refuses one that has any address of which `may_connect` says no. Connections are
-    made to the very addresses that were checked."""
+    """Looks hosts up, and refuses a host if `may_connect` refuses any of its addresses. Connections go to the
+    checked addresses."""
 
     def __init__(self, may_connect: Callable[[str], bool] = is_public) -> None:
         self._may_connect = may_connect
@@ -69,7 +68,7 @@ class CheckedResolver(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
     ) -> list[ResolveResult]:
-        """Raises AddressRefusedError, and OSError for a host that cannot be found."""
+        """Raises AddressRefusedError, and OSError for an unknown host."""
         found = await self._resolver.resolve(host, port, family)
         if not found or not all(self._may_connect(each["host"]) for each in found):
             raise AddressRefusedError(f"{host} has an address that is not public")
@@ -81,7 +80,7 @@ class CheckedResolver(AbstractResolver):
 
 _MOST_REDIRECTS = 3
 _SECONDS = 10.0
-# For all requests together, of which each fetches a few at a time.
+# For all requests together.
 _MOST_CONNECTIONS = 64
 _CHUNK_BYTES = 64 * 1024
 _REDIRECTS = (301, 302, 303, 307, 308)
@@ -92,8 +91,6 @@ _NO_URL = "has a URL that cannot be read; give https://host/path"
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """Where a URL leads: scheme, host in lower case, and port."""
-
     scheme: str
     host: str
     port: int
@@ -102,10 +99,10 @@ class _Origin:
 class MediaFetcher:
     """Owns the connections to media hosts; used on one event loop, closed by `close`.
 
-    `allowed` are hosts by their names (https on its port), or origins (`http://host:8080`). Each URL and each
-    redirect is checked against them, each address that a name has by `may_connect`, and the connection goes
-    to the address that was checked. An address that is itself among the `allowed` may be any: the operator
-    has named it. No proxy, cookie or credential of the environment takes part."""
+    `allowed` are names of hosts (https on its port) or origins (`http://host:8080`). Every URL and redirect
+    is checked against them, and every address of a name by `may_connect`. An address among the `allowed` may
+    be any. Proxies, cookies and credentials of the environment are not used.
+    """
 
     def __init__(
         self,
@@ -122,7 +119,7 @@ class MediaFetcher:
         self._session: aiohttp.ClientSession | None = None
 
     async def fetch(self, url: str) -> bytes:
-        """The bytes that a URL leads to. Raises PictureError, saying what is wrong."""
+        """Raises PictureError."""
         try:
             async with asyncio.timeout(self._seconds):
                 return await self._fetch(url)
@@ -145,7 +142,6 @@ class MediaFetcher:
             raise PictureError(f"cannot be fetched ({type(error).__name__})") from None
 
     async def close(self) -> None:
-        """Closes all connections; does nothing where none was made."""
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -195,7 +191,7 @@ class MediaFetcher:
                 connector=connector,
                 cookie_jar=aiohttp.DummyCookieJar(),
                 trust_env=False,
-                # What is unpacked could be many times what is sent.
+                # Unpacked data could be many times larger.
                 auto_decompress=False,
                 headers={"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "maxsimd"},
             )
@@ -203,7 +199,7 @@ class MediaFetcher:
 
 
 def _origin_of_option(allowed: str) -> _Origin:
-    """Raises ValueError for what names no host."""
+    """Raises ValueError if this names no host."""
     try:
         origin = _origin(URL(allowed if "://" in allowed else f"https://{allowed}"))
     except ValueError:
@@ -214,7 +210,7 @@ def _origin_of_option(allowed: str) -> _Origin:
 
 
 def _read_url(text: str) -> URL:
-    """Raises ValueError for what is no URL. The library that connects reads it alike."""
+    """Raises ValueError. The library that connects reads URLs alike."""
     if len(text) > _LONGEST_URL:
         raise ValueError("too long")
     return URL(text)

@@ -9,7 +9,7 @@ from importlib.resources import files
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A page, and the policy by which a browser lets it load nothing but from its own server."""
+    """A page, and the policy that lets a browser load only from the page's server."""
 
     html: bytes
     policy: str
@@ -17,13 +17,13 @@ class Page:
 
 @cache
 def playground() -> Page:
-    """Where one ranks documents and sees why."""
+    """Ranks documents and shows why."""
     return _page("playground")
 
 
 @cache
 def reference() -> Page:
-    """The routes with their fields, drawn from /openapi.json."""
+    """The routes and their fields, drawn from /openapi.json."""
     return _page("reference")
 
 

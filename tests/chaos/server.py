@@ -16,9 +16,9 @@ from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any
 
-from maxsimd.api.process import waiting_threads_sleep
+from maxsimd.api.process import let_waiting_threads_sleep
 
-waiting_threads_sleep()  # before torch is imported, as in the command itself
+let_waiting_threads_sleep()  # before torch is imported, as in the command itself
 
 from maxsimd.api.cli import main
 from maxsimd.engine.actors.runner import RunnerActor

@@ -26,7 +26,7 @@ from maxsimd.api.config import ServerConfig
 from maxsimd.api.http.connections import Connection, ConnectionTable, Listener, as_response
 from maxsimd.api.http.sockets import open_sockets, tls_context
 from maxsimd.api.process import Stop
-from maxsimd.api.telemetry import ServerMetrics
+from maxsimd.api.state import ServerMetrics
 from maxsimd.engine import Engine, EngineConfig
 from tests.engines import held_steps
 from tests.server.conftest import free_port

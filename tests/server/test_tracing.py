@@ -11,7 +11,7 @@ import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from maxsimd.api.telemetry import tracing_of_environment
+from maxsimd.api.state import tracing_of_environment
 from tests.server.conftest import StartServer, web_server
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

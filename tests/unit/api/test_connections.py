@@ -14,7 +14,7 @@ from maxsimd.api.config import ServerConfig, SetupError
 from maxsimd.api.http import connections
 from maxsimd.api.http.connections import Connection, ConnectionTable, Phase
 from maxsimd.api.http.sockets import max_connections, raise_descriptor_limit
-from maxsimd.api.telemetry import ServerMetrics
+from maxsimd.api.state import ServerMetrics
 
 
 class Room:

@@ -9,7 +9,7 @@ import pytest
 
 from maxsimd.api import serve as loading_module
 from maxsimd.api.config import ServerConfig
-from maxsimd.api.serve import Deaths, Loading
+from maxsimd.api.serve import EngineDeaths, Loading
 from maxsimd.api.state import ServerState
 from maxsimd.engine import Engine, EngineDeadError, EngineNotReadyError, ModelLoadError
 
@@ -23,9 +23,9 @@ class Clock:
 
 def test_pauses_double_and_a_death_counts_for_ten_minutes() -> None:
     clock = Clock()
-    deaths = Deaths(clock)
+    deaths = EngineDeaths(clock)
     assert [deaths.note() for _ in range(5)] == [1.0, 2.0, 4.0, 8.0, None]
-    deaths = Deaths(clock)
+    deaths = EngineDeaths(clock)
     for _ in range(20):
         assert deaths.note() in (1.0, 2.0, 4.0, 8.0)
         clock.now += 150.0
@@ -70,7 +70,7 @@ def _never() -> Any:
 def _set_up(*starts: Callable[[], Any]) -> tuple[Starting, Any, ServerState, Loading]:
     engine, stop = Starting(*starts), Asked()
     state = ServerState(engine, ServerConfig(restart_on_failure=True))
-    return engine, stop, state, Loading(engine, stop, Deaths())  # type: ignore[arg-type]
+    return engine, stop, state, Loading(engine, stop, EngineDeaths())  # type: ignore[arg-type]
 
 
 @pytest.fixture(autouse=True)

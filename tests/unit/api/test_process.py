@@ -28,12 +28,12 @@ from maxsimd.api.process import (
     SIGNALS,
     Stop,
     collect_when_quiet,
-    garbage_left_alone,
     handled_signals,
+    postponed_garbage_collection,
     resident_bytes,
     share_heaps,
 )
-from maxsimd.api.telemetry import ServerMetrics
+from maxsimd.api.state import ServerMetrics
 from tests.waiting import until, wait_for
 
 
@@ -56,7 +56,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_older_objects_are_frozen_and_unfrozen_after() -> None:
     before = gc.get_threshold()
-    with garbage_left_alone():
+    with postponed_garbage_collection():
         assert gc.get_freeze_count() > 1000
         assert gc.get_threshold()[:2] == before[:2]
         assert gc.get_threshold()[2] >= 1_000_000_000
@@ -71,7 +71,7 @@ def test_older_objects_are_frozen_and_unfrozen_after() -> None:
 async def collecting(
     is_quiet: Callable[[], bool] = lambda: True, resident: Callable[[], int] = lambda: 0
 ) -> AsyncIterator[None]:
-    with garbage_left_alone():
+    with postponed_garbage_collection():
         task = asyncio.create_task(collect_when_quiet(is_quiet, resident))
         yield
         task.cancel()
@@ -134,7 +134,7 @@ def test_the_memory_of_this_process_is_known(monkeypatch: pytest.MonkeyPatch) ->
 _PROGRAM = """
 import ctypes, re, sys, tempfile, threading
 from maxsimd.api.process import share_heaps
-from maxsimd.api.telemetry import ServerMetrics
+from maxsimd.api.state import ServerMetrics
 share_heaps(int(sys.argv[1]))
 c = ctypes.CDLL(None)
 c.malloc.restype, c.fopen.restype = ctypes.c_void_p, ctypes.c_void_p
@@ -217,7 +217,7 @@ def test_folders_of_killed_fleets_are_removed(tmp_path: Path, monkeypatch: pytes
 def left(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The statuses with which the process would have ended at once."""
     statuses: list[int] = []
-    monkeypatch.setattr(process, "leave_at_once", statuses.append)
+    monkeypatch.setattr(process, "exit_at_once", statuses.append)
     monkeypatch.setattr(process, "_MARGIN_SECONDS", 0.2)
     before = {number: signal.getsignal(number) for number in SIGNALS}
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as if `nohup` did not run the tests

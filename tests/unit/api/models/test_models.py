@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from maxsimd.api.config import ServerConfig, SetupError
-from maxsimd.api.model_setup import Loadable, ModelSetup, by_itself
-from maxsimd.api.models import UndecidedError, Wanted, first_for
+from maxsimd.api.model_setup import Loadable, ModelSetup, single_setup
+from maxsimd.api.models import UndecidedModelError, Wanted, first_suited
 from maxsimd.engine.config import EngineConfig, ScoreType
 
 
@@ -58,7 +58,9 @@ def test_only_what_is_configured_or_in_the_folder_may_be_loaded(tmp_path: Path) 
 
 def test_a_model_that_others_join_has_a_name_for_paths() -> None:
     def name(model: str | None, *served: str) -> str:
-        return by_itself(EngineConfig(model=model), ServerConfig(served_model_name=served), "embedded").name
+        return single_setup(
+            EngineConfig(model=model), ServerConfig(served_model_name=served), "embedded"
+        ).name
 
     names = (name(None), name("a/b//"), name("/a/b/"), name("..", "mine"))
     assert names == ("embedded", "a/b", "/a/b", "mine")
@@ -97,7 +99,7 @@ def test_a_request_without_a_model_goes_to_the_first_fit() -> None:
         (Wanted.ANYTHING, "splade bi", "splade"),
         (Wanted.VECTORS, "bi unknown", "bi"),
     ):
-        assert first_for(wanted, {name: MODELS[name] for name in models.split()}) == expected
+        assert first_suited(wanted, {name: MODELS[name] for name in models.split()}) == expected
     for models in ("unknown reranker", "bi unknown"):
-        with pytest.raises(UndecidedError):
-            first_for(Wanted.CLASSES, {name: MODELS[name] for name in models.split()})
+        with pytest.raises(UndecidedModelError):
+            first_suited(Wanted.CLASSES, {name: MODELS[name] for name in models.split()})
