@@ -232,7 +232,7 @@ def caps() -> list[Cap | None]:
 
 @dataclass(frozen=True, slots=True)
 class InstructionsPlan:
-    """What is measured under each cap: `texts` docstrings in `rounds` rounds, or as many as begin within
+    """The measurement under each cap: `texts` docstrings in `rounds` rounds, or as many as begin within
     `seconds`, on `threads` threads."""
 
     shape: str

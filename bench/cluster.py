@@ -112,7 +112,7 @@ async def measure_hits(seed: int) -> dict[str, Any]:
 
 
 async def _working_set(front: FleetEngine) -> list[str]:
-    """As many documents as 1.5 caches of a scorer hold, by their mean tokens."""
+    """The documents that 1.5 caches of a scorer hold, by their mean tokens."""
     texts = [pair.document for pair in docstring_pairs() if 200 < len(pair.document) < 1_200]
     result = await front.score(QUERY, texts[:200], cache="bypass")
     tokens = (result.usage.prompt_tokens - result.usage.query_tokens) / 200

@@ -40,8 +40,8 @@ _PART, _TOKEN, _ROW = 2e-3, 1 / 40_000, 1e-5
 _HOP = 1e-3
 # Tokens of an engine's step, and of a document on average.
 _STEP_TOKENS, _MEAN_TOKENS = 2_048, 180
-# As in `api/fleet/spread.py`: the documents that a front remembers, the seconds for which it trusts a reply
-# about queues, and the parts that it may retry.
+# The values of `api/fleet/spread.py`: the documents that a front remembers, the seconds for which it trusts a
+# reply about queues, and the parts that it may retry.
 _REMEMBERED, _QUEUES_FOR, _SPARE_TRIES = 200_000, 1.0, 1_000.0
 # Requests that count at least, however few engines there are; engines to which a fleet grows one by one.
 LEAST_REQUESTS, GROWN = 2_000, 100

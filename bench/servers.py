@@ -525,15 +525,15 @@ async def _run_rerank(file: Path, documents: int) -> tuple[float, float, float]:
     )
     assert process.stderr is not None
     first_line = loaded = first_scores = ended = 0.0
-    async for line in process.stderr:
+    while printed := await process.stderr.read(1 << 16):
         now = time.perf_counter()
         first_line = first_line or now - started
-        found = _DONE.match(line)
-        if found and found[1] == b"0":
-            loaded = now
-        elif found:
-            first_scores = first_scores or now - loaded
-            ended = now
+        for done in _DONE.findall(printed):  # progress ends with a return or a newline
+            if done == b"0":
+                loaded = now
+            else:
+                first_scores = first_scores or now - loaded
+                ended = now
     if await process.wait() != 0:
         raise RuntimeError("maxsimd rerank failed")
     return documents / (ended - loaded), first_line, first_scores

@@ -194,7 +194,7 @@ def _loops(placed: list[tuple[int, str]]) -> list[Loop]:
     ]
 
 
-# Of a multiprocessor, from the CUDA programming guide's tables for compute capabilities 8.0, 9.0 and 10.0.
+# A multiprocessor's, from the CUDA programming guide's tables for compute capabilities 8.0, 9.0 and 10.0.
 _REGISTER_FILE, _THREADS, _SCHEDULERS = 65_536, 2048, 4
 # Registers are given to a warp in units of this many.
 _REGISTER_UNIT = 256

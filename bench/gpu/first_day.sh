@@ -4,7 +4,7 @@
 # on a CPU. Results: $OUT/first-day.{txt,json,log}.
 #
 # It runs from a plain checkout with torch and triton. What else it needs (other packages, the default model's
-# tokeniser) it takes from the folder $OFFLINE, made where there is a network by
+# tokenizer) it takes from the folder $OFFLINE, made where there is a network by
 #   python -m maxsimd.bench.gpu.first_day.offline pack build/offline
 set -uo pipefail
 cd "$(dirname "$0")/../.."

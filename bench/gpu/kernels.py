@@ -431,7 +431,7 @@ class Drawn:
 
 
 def _drawn_attention(shape: AttentionShape, setting: Setting) -> Drawn:
-    """As many copies of the data of a shape as no cache holds."""
+    """Copies of the data of a shape, more than a cache holds."""
     device = setting.device
     low, high = shape.tokens // 2, shape.tokens * 3 // 2 + 1
     lengths = np.random.default_rng(0).integers(low, high, shape.sequences).tolist()

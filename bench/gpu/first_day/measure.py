@@ -18,22 +18,9 @@ import click
 import numpy as np
 import torch
 
+from maxsimd.bench.gpu import kernels
 from maxsimd.bench.gpu.first_day.processes import Value, show, show_all
-from maxsimd.bench.gpu.kernels import (
-    MAXSIM_SHAPES,
-    OURS,
-    PUBLISHED_SHAPES,
-    MaxSimShape,
-    Setting,
-    contenders,
-    copies_beyond_cache,
-    draw,
-    measure_limits,
-    measure_maxsim,
-    medians,
-    prepared,
-    timings,
-)
+from maxsimd.bench.gpu.kernels import OURS, MaxSimShape
 from maxsimd.bench.gpu.serving import WORKLOADS, Shape, Workload, busy_share, measure_serving, save_colbert
 from maxsimd.bench.report import machine, run_and_clean_up
 from maxsimd.engine import EngineConfig
@@ -120,12 +107,12 @@ _DRY_MAXSIM = (MaxSimShape("few", 4, 5, (9, 9), 16, rounded=True),)
 def _kernels_beside_others(dry: bool, rounds: int) -> None:
     """MaxSim beside plain torch and other packages. Exits with 1 where ours failed."""
     device = torch.device("cpu" if dry else "cuda")
-    limits = measure_limits(device)
+    limits = kernels.measure_limits(device)
     show_all({"limits": limits.figures()})
-    setting = Setting(device, 1 if dry else rounds, limits)
+    setting = kernels.Setting(device, 1 if dry else rounds, limits)
     are_right = True
-    for shape in _DRY_MAXSIM if dry else (*MAXSIM_SHAPES, *PUBLISHED_SHAPES):
-        figures = measure_maxsim(shape, setting)
+    for shape in _DRY_MAXSIM if dry else (*kernels.MAXSIM_SHAPES, *kernels.PUBLISHED_SHAPES):
+        figures = kernels.measure_maxsim(shape, setting)
         show_all(figures)
         are_right &= not any("maxsimd_failed" in values for values in figures.values())
     if not are_right:
@@ -164,7 +151,7 @@ def _forward(model: str, rounds: int, dry: bool) -> None:
     device = loaded.device
     for count, tokens in _DRY if dry else _STEPS:
         run = partial(loaded.runner.forward, _step(loaded, count, tokens))
-        taken = timings({model: run}, device, 1 if dry else rounds)[model]
+        taken = kernels.timings({model: run}, device, 1 if dry else rounds)[model]
         title = f"forward, {model}, as it is, {count} x {tokens:,} tokens"
         show(f"{title}: ms", round(taken.streamed * 1e3, 4))
         show(f"{title}: alone_ms", round(taken.alone * 1e3, 4))
@@ -288,21 +275,21 @@ def _times(
     shape: MaxSimShape, tiles: tuple[Variant, ...], device: torch.device, rounds: int
 ) -> Iterator[tuple[str, float]]:
     """The name of each tile that runs and is right, with its milliseconds. Prints the reason of others."""
-    first = draw(shape, device, 0)
-    copies = min(8, copies_beyond_cache(first.nbytes, device))
-    scored = [first, *(draw(shape, device, seed) for seed in range(1, copies))]
+    first = kernels.draw(shape, device, 0)
+    copies = min(8, kernels.copies_beyond_cache(first.nbytes, device))
+    scored = [first, *(kernels.draw(shape, device, seed) for seed in range(1, copies))]
     if shape.rounded:
         scored = [each.rounded() for each in scored]
     exact = scored[0].exact(20)
-    ours = {OURS: contenders(shape, device, shape.rounded)[OURS]}
+    ours = {OURS: kernels.contenders(shape, device, shape.rounded)[OURS]}
     for variant in tiles:
         name = name_of(variant)
         with tiled(variant):
-            ready = prepared(ours, scored, exact)
+            ready = kernels.prepared(ours, scored, exact)
             if OURS in ready.failures:
                 show(f"tiles for {shape.name}: {name}", ready.failures[OURS][:200])
                 continue
-            taken = round(medians(ready.runs, device, rounds)[OURS] * 1e3, 4)
+            taken = round(kernels.medians(ready.runs, device, rounds)[OURS] * 1e3, 4)
         show(f"tiles for {shape.name}: {name}_ms", taken)
         yield name, taken
 

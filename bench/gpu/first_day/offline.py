@@ -1,8 +1,8 @@
-"""What a GPU machine without a network needs besides torch: `pack` collects it where there is a network, and
-`unpack` makes it importable there.
+"""Packages and the default model for a GPU machine without a network: `pack` collects them where there is a
+network, and `unpack` makes them importable there.
 
-The default model comes without its weights, which are large. Random ones take their place: here nobody reads
-its scores, but compares them with those of the same weights on a CPU.
+The default model comes without its weights, which are large. Random ones take their place: scores are only
+compared with those of the same weights on a CPU.
 """
 
 import importlib.util
@@ -13,8 +13,8 @@ from pathlib import Path
 
 import click
 
-# Wheels for CPython 3.12 on Linux, without what they depend on: that is among them, or comes with torch.
-# Versions of the packages that are compared are those whose published figures the predictions name.
+# Wheels for CPython 3.12 on Linux. Their requirements are among them, or come with torch. Packages that are
+# compared have the versions whose published figures the predictions name.
 PACKAGES = (
     "aiohttp>=3.14.5",
     "msgspec>=0.20",
@@ -33,14 +33,14 @@ _WEIGHTS = "model.safetensors"
 
 @click.group()
 def main() -> None:
-    """What a GPU machine without a network needs."""
+    """Packages and the default model for a GPU machine without a network."""
 
 
 @main.command("pack")
 @click.argument("folder", type=click.Path(file_okay=False))
 @click.option("--python-version", default=_PYTHON, show_default=True, help="Of the GPU machine.")
 def pack(folder: str, python_version: str) -> None:
-    """Fills FOLDER with wheels and the default model's tokeniser: a few megabytes."""
+    """Fills FOLDER with wheels and the default model's tokenizer: a few megabytes."""
     target = Path(folder)
     platforms = [word for platform in _PLATFORMS for word in ("--platform", platform)]
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]

@@ -21,22 +21,7 @@ from maxsimd.bench.gpu.first_day.processes import RIGHT, WRONG, Result, run_case
 from maxsimd.engine.execution.attention.backend import AttentionBackend, OneByOneBackend
 from maxsimd.engine.execution.attention.gpu import TritonBackend
 from maxsimd.engine.execution.layout import Group, Layout, PrefillChunk, PrefillKV, SharedGroup
-from maxsimd.engine.ops.elementwise import (
-    ACTIVATIONS,
-    HeadNorms,
-    gated,
-    gated_reference,
-    layer_norm,
-    layer_norm_reference,
-    norm_rotary_,
-    norm_rotary_reference,
-    rms_norm,
-    rms_norm_reference,
-    sum_and_layer_norm,
-    sum_and_layer_norm_reference,
-    sum_and_rms_norm,
-    sum_and_rms_norm_reference,
-)
+from maxsimd.engine.ops import elementwise as fused
 from maxsimd.engine.ops.qkv import KV, QKV
 from maxsimd.engine.ops.triton.projection import Projection, project
 from maxsimd.engine.scoring.maxsim import maxsim_reference
@@ -235,7 +220,7 @@ def compare(found: torch.Tensor, exact: torch.Tensor, tolerance: float) -> None:
     assert worst <= tolerance, f"differs by {worst:.2g}, and may by {tolerance:.2g}"
 
 
-# As a share of the largest number: both sides round once, perhaps to neighbors.
+# A share of the largest number: both sides round once, perhaps to neighbors.
 _LAYER_TOLERANCE = {"bf16": 1e-2, "fp16": 2e-3, "fp32": 2e-5}
 _ROWS = 33
 
@@ -268,20 +253,23 @@ def _layer_results(
     match name:
         case "layer norm":
             for bias in (some_bias, None):
-                yield layer_norm(x, weight, bias, 1e-5), layer_norm_reference(x, weight, bias, 1e-5)
-                both = sum_and_layer_norm_reference(x, residual, weight, bias, 1e-5)
-                yield from zip(sum_and_layer_norm(x, residual, weight, bias, 1e-5), both, strict=True)
+                yield (
+                    fused.layer_norm(x, weight, bias, 1e-5),
+                    fused.layer_norm_reference(x, weight, bias, 1e-5),
+                )
+                both = fused.sum_and_layer_norm_reference(x, residual, weight, bias, 1e-5)
+                yield from zip(fused.sum_and_layer_norm(x, residual, weight, bias, 1e-5), both, strict=True)
         case "add and layer norm":
-            exact = layer_norm_reference(x, weight, some_bias, 1e-5, residual)
-            yield layer_norm(x, weight, some_bias, 1e-5, residual), exact
+            exact = fused.layer_norm_reference(x, weight, some_bias, 1e-5, residual)
+            yield fused.layer_norm(x, weight, some_bias, 1e-5, residual), exact
         case "RMS norm":
-            yield rms_norm(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6)
+            yield fused.rms_norm(x, weight, 1e-6), fused.rms_norm_reference(x, weight, 1e-6)
         case "add and RMS norm":
-            both = sum_and_rms_norm_reference(x, residual, weight, 1e-6)
-            yield from zip(sum_and_rms_norm(x, residual, weight, 1e-6), both, strict=True)
+            both = fused.sum_and_rms_norm_reference(x, residual, weight, 1e-6)
+            yield from zip(fused.sum_and_rms_norm(x, residual, weight, 1e-6), both, strict=True)
         case "gated":
-            for activation in ACTIVATIONS:
-                yield gated(gate_up, activation), gated_reference(gate_up, activation)
+            for activation in fused.ACTIVATIONS:
+                yield fused.gated(gate_up, activation), fused.gated_reference(gate_up, activation)
 
 
 def _check_rotary(dtype: str, head_dim: int, normed: bool, device: torch.device) -> None:
@@ -289,9 +277,9 @@ def _check_rotary(dtype: str, head_dim: int, normed: bool, device: torch.device)
     qkv = torch.randn(_ROWS, heads[0] + 2 * heads[1], head_dim, device=device).to(DTYPES[dtype])
     cos, sin = torch.randn(2, _ROWS, head_dim, device=device).to(DTYPES[dtype])
     weights = torch.randn(2, head_dim, device=device).to(DTYPES[dtype])
-    norms = HeadNorms(weights[0], weights[1], 1e-6) if normed else None
-    exact = norm_rotary_reference(qkv, cos, sin, heads, norms)
-    norm_rotary_(qkv, cos, sin, heads, norms)
+    norms = fused.HeadNorms(weights[0], weights[1], 1e-6) if normed else None
+    exact = fused.norm_rotary_reference(qkv, cos, sin, heads, norms)
+    fused.norm_rotary_(qkv, cos, sin, heads, norms)
     _compare_rounded(qkv, exact, dtype)
 
 
