@@ -102,7 +102,6 @@ def right_scores(url: str, documents: Sequence[str]) -> dict[str, float]:
     return {documents[each["index"]]: each["score"] for each in data}
 
 
-# Differ from one answer to the next.
 _OWN = {"id", "created"}
 
 

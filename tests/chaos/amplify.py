@@ -39,7 +39,6 @@ _EVERY_SECONDS, _ALONE_SECONDS = 0.2, 4.0
 # How long connections are kept that send no more, or read nothing.
 _HELD_SECONDS = 5.0
 _PATIENCE_SECONDS = 300.0
-# Vectors of the embedded model and of the ColBERT.
 _EMBEDDED_DIM, _COLBERT_DIM = 384, 32
 _WORDS = [word for pair in docstring_pairs()[:200] for word in pair.document.split()]
 
@@ -187,7 +186,6 @@ def _on_clip() -> Iterator[Attack]:
         yield Attack(f"picture of {width:,} x {height:,}", "/rerank", body, 1, clients=2)
 
 
-# What is served, and the attacks on it.
 _SERVERS: dict[str, tuple[Callable[[Path], str] | None, Callable[[], Iterator[Attack]]]] = {
     "all-MiniLM-L6-v2": (None, _on_embedded),
     "ColBERT": (stanford, _on_colbert),

@@ -45,7 +45,6 @@ class Disturber:
 
     def __init__(self, server: Running, crowd: Crowd, pool: Pool, cache: Path, draw: random.Random) -> None:
         self.faults: list[Fault] = []
-        # The requests that are part of a fault.
         self.records: list[Record] = []
         self._server, self._crowd, self._pool, self._cache, self._draw = server, crowd, pool, cache, draw
         self._kinds: dict[str, Callable[[], Awaitable[None]]] = {

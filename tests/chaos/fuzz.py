@@ -37,7 +37,6 @@ from tests.chaos.running import Running, running
 from tests.chaos.traffic import Texts, error_mismatch, read_answer
 from tests.unit.calling_handlers import GOOD
 
-# The promises.
 _SECONDS = 1.0
 _TOKEN_FACTOR = 2
 _SMALL_BODY = 1 << 20
@@ -58,7 +57,6 @@ class Strange:
 
 
 _WIRE_TYPES = (*(wire, rerank, vendor_reranks, embeddings, vendor_embeddings, classification, tokens, tei),)
-# The names of fields in all bodies, requests and answers.
 _FIELDS = sorted(
     {
         name
@@ -87,7 +85,6 @@ _VALUES = st.recursive(
 # The length of the served model's vectors, and two such vectors in float16.
 _DIM = 32
 _HALVES = base64.b64encode(b"\x00\x2e" * 2 * _DIM).decode()
-# A PNG of 2 x 2 pixels, and it beside a text.
 _PICTURE = "iVBORw0KGgoAAAANSUhEUgAAAAIAAAACCAIAAAD91JpzAAAADUlEQVR4nGP4z4AA/wEOAAH/OF9wGgAAAABJRU5ErkJggg=="
 _URL = f"data:image/png;base64,{_PICTURE}"
 _PARTS = [{"type": "text", "text": "a text"}, {"type": "image_url", "image_url": {"url": _URL}}]

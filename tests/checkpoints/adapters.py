@@ -18,7 +18,6 @@ Tensors = dict[str, torch.Tensor]
 _QUERY, _VALUE = (f"bert.encoder.layer.1.attention.self.{part}" for part in ("query", "value"))
 
 
-# What an adapter of BERT may say.
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "rsLoRA": {"use_rslora": True},

@@ -204,15 +204,12 @@ BOS, PAD, EOS, UNK, MASK = range(5)
 
 # Values, and the settings that have each of them, by the names that architectures give them.
 _BY_VALUE = [
-    # Widths.
     (64, "hidden_size d_model n_embd dim emb_dim embedding_size pooler_hidden_size "
           "word_embed_proj_dim"),
     (128, "intermediate_size hidden_dim ffn_dim d_ff d_inner n_inner encoder_ffn_dim "
           "decoder_ffn_dim ffn_hidden_size"),
-    # Depths.
     (2, "num_hidden_layers num_layers n_layer n_layers encoder_layers decoder_layers "
           "num_encoder_layers num_decoder_layers"),
-    # Heads.
     (4, "num_attention_heads num_heads n_head n_heads encoder_attention_heads "
           "decoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads"),
     (2, "num_key_value_heads num_kv_heads"),
@@ -229,19 +226,15 @@ _BY_VALUE = [
     (8, "attention_window index_topk"),
     (4, "index_block_size"),
     (2, "index_topk_blocks"),
-    # Recurrences.
     (4, "linear_num_heads linear_num_value_heads"),
     (16, "linear_head_dim linear_key_head_dim linear_value_head_dim mamba_chunk_size chunk_size"),
     (2, "linear_num_key_heads"),
-    # Experts.
     (4, "num_experts num_local_experts n_routed_experts moe_num_experts"),
     (2, "num_experts_per_tok num_experts_per_token moe_topk moe_k"),
     (1, "n_group topk_group num_expert_group n_shared_experts num_shared_experts "
           "first_k_dense_replace"),
     (32, "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size"),
-    # Positions.
     (256, "max_position_embeddings n_positions max_seq_len"),
-    # Special tokens.
     (PAD, "pad_token_id pad_index"),
     (BOS, "bos_token_id cls_token_id bos_index"),
     (EOS, "eos_token_id sep_token_id decoder_start_token_id eos_index"),
@@ -249,12 +242,10 @@ _BY_VALUE = [
     (MASK, "mask_token_id mask_index"),
 ]  # fmt: skip
 _SHARED: dict[str, Any] = {name: value for value, names in _BY_VALUE for name in names.split()}
-# How architectures call the number of layers.
 _DEPTHS = [name for name, value in _SHARED.items() if "layers" in name or name == "n_layer"]
 _VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input", "src_vocab_size", "tgt_vocab_size")
 # Every configuration takes these, also where its own defaults leave them out.
 _ALWAYS = {"pad_token_id", "bos_token_id", "eos_token_id"}
-# One kind of layer for each layer.
 _KINDS_OF_LAYERS = ("layer_types", "layers_block_type", "mlp_layer_types")
 
 _EQUAL_HEADS = {"num_key_value_heads": 4}

@@ -24,7 +24,6 @@ from tests.checkpoints.weights import (
 )
 
 _BERT = {"hidden_size": 64, "intermediate_size": 128}
-# Of projections of each token's state.
 OF_TOKENS: dict[str, Any] = {
     "activation_function": torch.nn.Identity(),
     "module_input_name": "token_embeddings",

@@ -14,7 +14,6 @@ from maxsimd.bench.datasets import docstring_pairs
 from maxsimd.engine.checkpoint.files import embedded_model_path
 
 Words = tuple[str, ...]
-# Special tokens by their roles.
 XLM_R = {
     "bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "cls_token": "<s>", "sep_token": "</s>",
     "unk_token": "<unk>", "mask_token": "<mask>",

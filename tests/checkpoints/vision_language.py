@@ -60,7 +60,6 @@ COLQWEN_TEMPLATE = (
     "{%- if message.content[-1].type == 'image' -%}Describe the image.{%- endif -%}{%- endfor -%}"
     "<|im_end|><|endoftext|>{%- endif -%}"
 )
-# As ColSmol was trained.
 COLSMOL_TEMPLATE = (
     COLQWEN_TEMPLATE.replace(_PICTURE, "<image>")
     .replace("<|endoftext|>' * 10", "<end_of_utterance>' * 10")

@@ -27,7 +27,6 @@ from transformers import (
 from tests.checkpoints.tokenizers import byte_level_bpe, merges_of
 from tests.checkpoints.weights import SIZES, spread
 
-# Side of a tile in pixels.
 TILE = 64
 # Side of a page and of a patch in pixels: 4 x 4 patches.
 SIDE, PATCH = 56, 14

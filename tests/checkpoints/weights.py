@@ -15,7 +15,6 @@ SIZES: dict[str, Any] = {
     "hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 256,
 }  # fmt: skip
 
-# How models call the projections of queries and keys.
 _ATTENDING = ("query", "key", "q_proj", "k_proj", "q_lin", "k_lin", "attn.q.", "attn.k.")
 
 
@@ -94,9 +93,6 @@ def save_renamed(
             name = name.replace(ours, theirs)
         named[f"{prefix}{name}"] = tensor
     save_tensors(named, folder)
-
-
-# Parts of checkpoints that no library of ours can write.
 
 
 class RandomTensors:

@@ -54,7 +54,6 @@ def _compare(name: str, found: NDArray[np.float32], expected: NDArray[np.float64
     print(f"{name}: largest difference {np.abs(found - expected).max():.1e}")
 
 
-# Our kinds of scores, and what FlagEmbedding calls them.
 KINDS = {
     "bi-encoder": "dense",
     "sparse": "sparse",

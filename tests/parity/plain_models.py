@@ -203,7 +203,6 @@ def alibi_slopes(heads: int) -> torch.Tensor:
 
 Scores = NDArray[np.float32]
 
-# What rerankers of FlagEmbedding are asked.
 DETERMINE = (
     "Given a query A and a passage B, determine whether the passage contains an answer to the query by "
     "providing a prediction of either 'Yes' or 'No'."

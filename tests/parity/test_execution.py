@@ -18,7 +18,6 @@ from tests.unit.engine.ops.test_kernels import needs_kernels
 on_one_loop = pytest.mark.asyncio(loop_scope="module")
 
 CHECKPOINTS = ["bert_cross_encoder", "xlm_roberta_cross_encoder", "stanford_colbert", "qwen3_embedding"]
-# One of each kind of score.
 DEFAULT = ["bert_cross_encoder", "stanford_colbert", "qwen3_embedding"]
 
 

@@ -234,7 +234,6 @@ async def test_windows_of_a_cross_encoder_score_as_their_passages(
     document = _long(pairs)
     room = 250 if build is language_models.qwen3_reranker else 90
     truncation = Truncation(max_tokens=room, windows=True, window_overlap=9)
-    # The second document fits.
     documents = [document, "Open a file."]
     result = await engine.score(QUERY, documents, explain=True, truncation=truncation)
     explanation, short = (result.explanations[i] for i in range(2))

@@ -60,9 +60,6 @@ _OF_TEXTS, _OF_ALL = "sentence_bert_config.json", "config_sentence_transformers.
 _TOKENIZER = "tokenizer_config.json"
 
 
-# Which keys the libraries read.
-
-
 def _named_in(function: Any, *variables: str) -> set[str]:
     """The keys by which code takes values out of variables, or asks whether they are there."""
     found = set()
@@ -170,7 +167,6 @@ _HANDED_OVER = {
     *("tokenizer_truncation", "tokenizer", "save_jinja_files", "token", "revision", "cache_dir", "proxies"),
     *("subfolder", "push_to_hub", "commit_message", "repo_id", "args"),
 }
-# The types of models that docs/models.md proves.
 _PROVEN = (
     *("bert", "roberta", "xlm-roberta", "distilbert", "electra", "modernbert", "deberta-v2", "mpnet", "t5"),
     *("mt5", "qwen2", "qwen3", "llama", "gemma", "gemma2", "gemma3_text", "gpt_neo", "lfm2", "eurobert"),
@@ -245,9 +241,6 @@ def test_no_key_of_a_config_of_transformers_is_unknown() -> None:
         assert known is None or list(known.examine(said)) == [], kind
 
 
-# Checkpoints as the libraries save them.
-
-
 @families([*FAMILIES, LISTWISE, *FORMS], {"ColBERT", "BERT", "LogitScore", "SPLADE", "MPNet"})
 def test_no_key_of_a_family_is_unknown(family: Family, checkpoints: SharedCheckpoints) -> None:
     assert check_settings(EngineConfig(model=checkpoints(family.build))) == ()
@@ -274,8 +267,6 @@ def test_unknown_keys_are_named_at_every_start(changed: Changed, caplog: pytest.
     assert sorted(named()) == sorted(expected)
     assert sorted(inspect_model(config)["unknown keys"]) == sorted(expected)
 
-
-# The walk.
 
 _USES = ("unknown", "applied", "irrelevant", "refused")
 _TEXTS = ("Where do SWALLOWS sleep?", [
@@ -413,7 +404,6 @@ _VALUES: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("sliding_window", "local_attention"), (4,)),
     **dict.fromkeys(("truncation_side", "padding_side"), ("left",)),
 }  # fmt: skip
-# Whose meaning is a word of the vocabulary.
 _SPECIAL = re.compile(r"_token$")
 
 

@@ -26,7 +26,6 @@ from tests.unit.calling_handlers import Caller, RecordingEngine, error_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-# Saves of SparseEncoder.
 _OTHERS = ("bge-m3, sparse", "gte-multilingual, sparse")
 SAVES = [family for family in FAMILIES if family.kind == SPARSE and family.name not in _OTHERS]
 HYBRID: dict[str, Any] = {"score_type": "hybrid", "allow_pickle": True}

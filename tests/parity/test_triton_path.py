@@ -85,7 +85,6 @@ async def _score_twice(config: EngineConfig, documents: list[str]) -> list[float
         # Without a cache, with one, and with one in int8, whose rows are scored as they are.
         *[(compare_late_interaction, late_interaction.stanford, each)
           for each in (("0", "auto"), ("8", "float32"), ("8", "int8"))],
-        # Embeddings that stay on the device.
         *[(compare_with_a_slab, late_interaction.stanford, (each,)) for each in ("auto", "int8")],
         (compare_cross_encoder, cross_encoders.qwen3, ()),
     ],

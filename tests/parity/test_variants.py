@@ -197,7 +197,6 @@ VARIANTS = [
             (2, (2,), 4), (8, (1,), 4), (2, (1, 3), 4), (4, (2, 3), 4), (2, (1,), 3),
         ])
     ),
-    # What files say.
     *(
         Variant(f"a Llama that pools by {pooling}, with a sigmoid", retrained.nemotron_rerank, _sigmoids,
                 edits=(settings(pooling=pooling,
@@ -242,13 +241,11 @@ VARIANTS = [
     Variant("bge-m3, layers converted", bi_encoders.bge_m3, partial(references.bge_m3, weights=(1, 0.5, 2)),
             {"score_type": "hybrid", "hybrid_weights": "1,0.5,2"}, (converted,)),
     Variant("sums of weights", sparse_encoders.splade_sum, references.sparse_encoder),
-    # Options.
     Variant("token pooling", late_interaction.stanford, partial(_late, pooling=HierarchicalTokenPooling(2.0)),
             {"doc_token_pooling": 2}),
     Variant("fewer dimensions", late_interaction.stanford, partial(_late, dimensions=16), {"dimensions": 16}),
     Variant("an instruction", language_models.qwen3_reranker,
             partial(references.qwen3_reranker, instruction=_SNAKES), {"instruction": _SNAKES}),
-    # Ways to run.
     *(
         Variant(f"{build.__name__} not packed", build, reference, {"packing": "off"}, execution=execution,
                 exhaustive=build in (retrained.lfm2_5_embedding, t5.monot5))
@@ -384,7 +381,6 @@ VARIANTS = [
     _saved("buffers and a loss", bi_encoders.sgpt,
          edits=tuple(added(name, torch.ones(4)) for name in
                      ("h.0.attn.attention.bias", "h.0.attn.attention.masked_bias", "loss_fct.weight"))),
-    # Chat templates.
     _saved("texts in a chat", bi_encoders.qwen3_in_chat),
     *(_saved(f"{name}, {build.__name__}", build, CrossEncoder, (_with_template(template),),
            exhaustive=i % 2 != j)

@@ -229,14 +229,10 @@ def test_eval_is_ir_measures(tmp_path: Path, small: str, small_engine: SyncEngin
     again = ir_measures.calc_aggregate(measures, qrels, ir_measures.read_trec_run(str(run_file)))
     assert again == pytest.approx(expected, abs=1e-9)
 
-    # Of the best ten alone, in TREC's files.
     of_best = evaluated("--candidates", str(run_file), "--depth", "10", "--json", "--measure", "nDCG@10")
     assert json.loads(of_best.stdout) == pytest.approx({"nDCG@10": best}, abs=1e-9)
     assert "compare their ids" in evaluated(judged="other.txt").stderr
     assert "ir_measures knows no such measure" in evaluated("--measure", "nope", judged="other.txt").stderr
-
-
-# Folders of pictures, PDFs and texts.
 
 
 def drawn(seed: int) -> Image.Image:

@@ -113,7 +113,6 @@ def test_pointing_or_the_keyboard_shows_what_explain_says(page: Page, server: Se
     page.get_by_text("Why: each word's share").first.click()
     shares = page.locator("#results li:first-child td.number:nth-of-type(2)").all_text_contents()
     assert sum(float(share.removesuffix(" %")) for share in shares) == pytest.approx(100, abs=1)
-    # By keyboard alone.
     _fill(page, QUERY, DOCUMENTS[::-1])
     plain = _shown(page)
     page.get_by_role("button", name="Käse", exact=True).focus()

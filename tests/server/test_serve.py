@@ -57,7 +57,6 @@ class Serving:
 
 @asynccontextmanager
 async def serving(model: str | None = None, **options: Any) -> AsyncIterator[Serving]:
-    # Small steps, so that a request of some documents waits in part.
     engine = Engine(EngineConfig(model=model, dtype="float32", threads=1, max_batch_tokens=512))
     options = {"host": "127.0.0.1", "port": free_port(), "drain_seconds": 0.0} | options
     config = ServerConfig(**options)
@@ -215,7 +214,6 @@ async def test_a_certificate_means_https_alone(certificate: tuple[str, str], ber
         async with httpx.AsyncClient() as other:
             with pytest.raises(httpx.TransportError):
                 await other.get(server.url.replace("https", "http") + "/health")
-        # Who says nothing is not waited for.
         reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
         assert await asyncio.wait_for(reader.read(), 60) == b""
         writer.close()

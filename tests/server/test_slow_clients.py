@@ -81,7 +81,6 @@ def test_a_client_that_does_not_read_its_answer_is_cut_off(strict_server: Server
     before = cut(strict_server, "slow_reader")
     client = RawClient(strict_server.url, receive_buffer=4096).send(post("/detokenize", LONG_ANSWER))
     wait_for(lambda: cut(strict_server, "slow_reader") == before + 1)
-    # The one that asks.
     wait_for(lambda: strict_server.metric("maxsimd_http_connections") == 1)
     # Reset: else the system would hold the answer until the client has read it.
     wait_for(lambda: client.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ECONNRESET)
@@ -162,7 +161,6 @@ def _is_served(server: Server) -> bool:
 def test_more_clients_than_descriptors_shut_nobody_out(small_server: Server) -> None:
     server = small_server
     sending = RawClient(server.url).send(post("/rerank", RERANK)[:-1])
-    # That one, and the one that asks.
     wait_for(lambda: server.metric("maxsimd_http_in_flight") == 2)
     parts = [b"", b"POST /rerank HTTP/1.1\r\n", post("/rerank", RERANK)[:-1]]
     held = [RawClient(server.url).send(parts[number % 3]) for number in range(80)]
@@ -170,7 +168,6 @@ def test_more_clients_than_descriptors_shut_nobody_out(small_server: Server) -> 
     assert cut(server, "evicted") > 60
     assert server.metric("maxsimd_http_connections") <= 16
     wait_for(lambda: "there are 16 connections, as many as --max-connections" in server.log)
-    # The request that had to make room is answered.
     answer = sending.receive()
     assert answer.status == 503
     assert answer.headers["retry-after"] == "1"
@@ -192,7 +189,6 @@ def test_a_process_without_descriptors_says_so_and_goes_on(small_server: Server)
         before = _processor_seconds(server)
         time.sleep(1)
         assert _processor_seconds(server) - before < 0.5, "it must not spin"
-        # Said once, not once a connection.
         assert server.log.count("cannot accept") == 1
     finally:
         resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (64, 64))

@@ -14,7 +14,6 @@ from maxsimd.engine.metrics import EngineMetrics
 _SCORES = {"queries": "q", "documents": ["d"]}
 _RERANKS = {"query": "q", "documents": ["d"]}
 _PASSAGES = {"query": {"text": "q"}, "passages": [{"text": "d"}]}
-# A request that each route takes.
 GOOD: dict[tuple[str, str], Any] = {
     **{("POST", path): _SCORES for path in ("/score", "/v1/score")},
     **{("POST", path): _RERANKS for path in ("/rerank", "/v1/rerank", "/v2/rerank", "/invocations")},

@@ -112,7 +112,7 @@ def test_a_cached_model_is_read_without_its_hub(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(hub_files, "_MOST_ASKING_SECONDS", 0.5 if status is None else 60.0)
+    monkeypatch.setattr(hub_files, "_MOST_ASKING_SECONDS", 2.0 if status is None else 60.0)
     folder = tmp_path / "hub" / "models--some--model"
     snapshot = folder / "snapshots" / "0123456789abcdef0123456789abcdef01234567"
     snapshot.mkdir(parents=True)

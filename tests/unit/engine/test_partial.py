@@ -140,7 +140,7 @@ async def test_in_the_end_what_is_scored_comes_back(engine: RecordingEngine, doc
     whole = await engine.score("a query", documents, truncation=CUT_LONG)
     with held_steps(engine, after=4):
         result = await engine.score(
-            "a query", documents, truncation=CUT_LONG, timeout=1.0, on_timeout="partial"
+            "a query", documents, truncation=CUT_LONG, timeout=2.5, on_timeout="partial"
         )
     there = [i for i in range(len(documents)) if i not in result.unscored]
     assert 0 < len(result.unscored) < len(documents)

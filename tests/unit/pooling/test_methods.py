@@ -30,9 +30,6 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(methods, "TILE", 3)
 
 
-# Random sequences that are cut into chunks, spread over steps and pooled step by step
-
-
 @st.composite
 def cut_sequences(draw: st.DrawFn, task: st.SearchStrategy[str], may_be_none: bool = False) -> CutSequences:
     sequences = [_a_sequence(draw, key, draw(task), may_be_none) for key in range(draw(st.integers(1, 6)))]
@@ -91,9 +88,6 @@ def pooled_in_steps(
     return found
 
 
-# Methods by their names
-
-
 def head(rows: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.normalize(rows @ WEIGHT, dim=-1)
 
@@ -149,9 +143,6 @@ def test_pooling_in_chunks_equals_its_definition(workload: CutSequences, padding
     for sequence in sequences:
         expected = PLAIN[sequence.payload.task](states[sequence.sequence_id], sequence)
         torch.testing.assert_close(items[sequence.sequence_id], expected, atol=1e-5, rtol=1e-5)
-
-
-# Sparse vectors: a weight for every word
 
 
 class Words(WordsHead):
@@ -219,9 +210,6 @@ def test_sparse_scores_equal_dot_products(queries: Ragged, documents: Ragged, da
         raise AssertionError
 
     torch.testing.assert_close(score_pairs("sparse", queries, documents, pairs, no_maxsim), expected)
-
-
-# Hybrid scores: a weight for every token beside its vector
 
 
 class Hybrid(HybridHead):

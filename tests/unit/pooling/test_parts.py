@@ -165,8 +165,6 @@ def test_a_head_that_gathers_takes_the_rows_itself() -> None:
     assert [item[:, 0].tolist() for item in items] == [[100, 102], [103]]
 
 
-# Ragged: flat rows with offsets, and with scales if they are int8, seen as items.
-
 LENGTHS = st.lists(st.integers(0, 5), min_size=1, max_size=6)
 
 

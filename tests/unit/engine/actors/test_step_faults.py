@@ -416,7 +416,6 @@ class Counting:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.error: Exception | None = RuntimeError("shapes cannot be multiplied")
-        # By the ids of request and sequence.
         self.runs: dict[tuple[int, int], int] = {}
         runner: Any = engine.device_model.runner
         self._forward, runner.forward = runner.forward, self._run
@@ -486,7 +485,6 @@ async def test_the_second_time_nobody_else_is_run_twice(counting: Counting, pair
     found = await counting.score(mixed)
     assert not [answer for answer in found if isinstance(answer, BaseException)], "it runs, and is forgotten"
     assert len(_suspects(counting.engine)) == 0
-    # A query that breaks a step fails its documents alone.
     counting.error = RuntimeError("shapes cannot be multiplied")
     mixed = [*good[:4], (POISON, ["one", "two", "three"]), *good[4:]]
     await counting.score(mixed)

@@ -178,9 +178,6 @@ def test_a_damaged_entry_is_dropped(disk: DiskStore, folder: Path, caplog: pytes
     assert len(disk) == 1
 
 
-# Other processes
-
-
 def test_a_lock_is_waited_for_once_and_reported_once(
     disk: DiskStore, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -208,9 +205,6 @@ def test_entries_cleared_behind_a_lock_are_gone(disk: DiskStore, folder: Path, w
     assert disk.get(key(1)) is None
     disk.put([(key(2), entry(2))])
     assert numbers(disk) == [2]
-
-
-# Folders that cannot be used
 
 
 def unchanged(path: Path) -> dict[str, bytes]:

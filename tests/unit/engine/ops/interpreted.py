@@ -62,9 +62,6 @@ def _interpreter() -> Interpreter:
     return Interpreter()
 
 
-# The rest of this file runs in the process.
-
-
 def _serve() -> None:
     """Runs what each line of the input asks for. What checks print goes to the log."""
     _interpret()

@@ -407,9 +407,6 @@ def check_projection(device: str) -> None:
     assert (project(nothing, rows, Projection(nothing, None, 1e-12), torch.float32) == 0).all()
 
 
-# Fused layers
-
-
 # Both sides are float32 until they round once; they may round to neighbours.
 LAYER_TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 WIDTHS = st.sampled_from([1, 16, 100, 384, 1000, 1024])

@@ -212,7 +212,6 @@ def test_gates_and_sums_in_a_layer_equal_the_plain_ones(
         gated = linear_gated(x, pack(weight[order]), biases[order] if bias else None, gate)
         added = linear_added(x, pack(weight), biases if bias else None, residual)
     expected = elementwise.activated_reference(gates, gate) * others
-    # An activation's error is multiplied.
     torch.testing.assert_close(gated.double(), expected, atol=4 * atol, rtol=4 * rtol)
     torch.testing.assert_close(added.double(), wide + residual, atol=2 * atol, rtol=2 * rtol)
     row = rows // 2
@@ -387,8 +386,6 @@ def test_a_sequence_attends_to_the_same_bits_in_a_crowd(
         assert torch.equal(full(OURS, qkv.of_rows(rows), side_by_side([length])), everything[rows])
 
 
-# The search for numbers that are not finite, beside torch's
-
 FINITE_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 WRONG = [float("nan"), -float("nan"), float("inf"), -float("inf")]
 
@@ -424,9 +421,6 @@ def test_every_lane_and_every_rest_is_looked_at(dtype: torch.dtype) -> None:
             array = torch.zeros(length, dtype=dtype)
             array[position] = wrong
             assert first_not_finite([torch.ones(3, dtype=dtype), array]) == 1
-
-
-# Attention and patches of towers
 
 
 TOWER_TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}

@@ -90,7 +90,6 @@ def test_equal_documents_of_a_query_share_a_score() -> None:
     assert plan.sequences[0].num_consumers == 2
     assert plan.num_values == 2
     assert plan.raw_scores([3, 8]).tolist() == [3, 8, 3, 3]
-    # Under two queries it is scored against each.
     plan = score(["w1", "w2", "w1"], ["w4", "w4", "w4"])
     found = [(one.waits_for, one.tokens.ids.tolist()) for one in documents_of(plan)]
     assert found == [(query, [CLS, *ids(1, 4), SEP]) for query in (100, 101, 102)]
@@ -226,7 +225,6 @@ def test_cached_documents_are_in_batches_by_query_and_size() -> None:
     plan = score(["w1", "w2"], ["w5", "w5"], cache=cache)
     assert [batch.waits_for for batch in plan.cached] == [100, 101]
     assert [[slot.index for slot in batch.documents.slots] for batch in plan.cached] == [[0], [1]]
-    # They are larger where embeddings stay on the device.
     cache.put([(cache.key(f"w{i}", "as it is"), embedding(rows=ON_HOST.rows)) for i in range(3)])
     assert len(score(["w3"], ["w0", "w1", "w2"], cache=cache).cached) == 3
     cache.slab = EmbeddingSlab(64, 2, torch.float32, torch.device("cpu"))

@@ -83,7 +83,6 @@ def test_documents_share_prompts_with_the_query_block_by_block() -> None:
     tokens = plan.sequences[2].tokens
     assert tokens.pooled_positions is not None
     assert tokens.ids[tokens.pooled_positions].tolist() == [DOCUMENT_MARKER, QUERY_MARKER]
-    # N queries are ranked each with its own document.
     plan = score(["w1", "w2", "w3"], ["w4", "w5", "w6"])
     assert texts_of(plan) == [[ids(1, 4 + i), ids(1, 1 + i)] for i in range(3)]
     assert plan.num_blocks == (1, 1, 1)
