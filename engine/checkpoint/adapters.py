@@ -36,9 +36,9 @@ from maxsimd.engine.errors import ModelLoadError
 log = logging.getLogger(__name__)
 WEIGHTS = "adapter_model.safetensors"
 _SETTINGS = "adapter_config.json"
-# Of the adapters that a jina-embeddings-v5 has in a folder each, the one for queries and documents.
+# The adapter for queries and documents of a jina-embeddings-v5, which has several.
 _FOR_RETRIEVAL = "adapters/retrieval/"
-# What of the base says how it is used, where the adapter does not say so itself.
+# Files of the base that say how it is used, where the adapter has none.
 _OF_THE_BASE = frozenset({"modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"})
 _CLASSIFIER = "ForSequenceClassification"
 # The layers of classifiers that have a row for each label.
@@ -57,8 +57,8 @@ _DEFAULT = re.compile(r"(\.lora_[A-Za-z_]+)\.default(?=\.weight$|$)")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Change:
-    """What is added to one weight: A [r, in] and B [out, r], whose product is multiplied by `scale`. With a
-    `magnitude` [out], each row of the sum is then made as long as it says."""
+    """A [r, in] and B [out, r], whose product times `scale` is added to a weight. With a `magnitude` [out]
+    each row of the sum is then made that long."""
 
     first: torch.Tensor
     second: torch.Tensor
@@ -304,7 +304,7 @@ def _change(path: str, name: str, found: Mapping[str, torch.Tensor], settings: M
 
 
 def _for(path: str, name: str, patterns: Any, otherwise: Any) -> Any:
-    """What the first pattern says that is the end of a layer's name, from the start of a part on."""
+    """The value of the first pattern that matches the end of a layer's name."""
     try:
         for pattern, value in (patterns or {}).items():
             if re.match(rf"(.*\.)?({pattern})$", name):

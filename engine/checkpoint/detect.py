@@ -213,7 +213,6 @@ def says_both_ways(files: CheckpointFiles) -> bool:
 
 
 def config_says_both_ways(config: dict[str, Any]) -> bool:
-    """The same of a config alone."""
     if config.get("is_causal") is False or config.get("use_bidirectional_attention") is True:
         return True
     return any(_BOTH_WAYS in name.lower() for name in (str(config.get("model_type")), *_classes(config)))
@@ -302,7 +301,6 @@ def kinds_as_lines() -> list[str]:
 
 
 def kinds_as_markdown() -> str:
-    """The same for a page."""
     head = "| scored by | architectures | form |\n| --- | --- | --- |\n"
     return head + "\n".join(f"| {', '.join(row.kinds)} | {_names(row)} | {row.form} |" for row in SUPPORTED)
 

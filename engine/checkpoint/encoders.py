@@ -85,7 +85,6 @@ def load_bi_encoder(path: str, files: CheckpointFiles, late: bool, options: dict
         "query": RoleRules(prompts.get("query", ""), max_tokens=lengths[0], **rules),
         "document": RoleRules(document, max_tokens=lengths[1], **rules),
         "text": RoleRules(prompts.get(model.default_prompt_name or "", ""), max_tokens=own_limit, **rules),
-        "activation": torch.nn.Identity(),
         "similarity": "maxsim" if late else model.similarity_fn_name,
         "prompts": prompts,
         "reader": LibraryReader(model, leaves_prompt_out=not pooling.include_prompt, can_score=not late),
@@ -215,7 +214,6 @@ def load_late_interaction(path: str, files: CheckpointFiles, options: dict[str, 
             max_tokens=own_limit,
             skipped_ids=_skipped(mask, "document", len(tokenizer)),
         ),
-        "activation": torch.nn.Identity(),
         "similarity": model.similarity_fn_name,
         "prompts": {name: text for name, text in model.prompts.items() if text},
         "token_pooling": TokenPooling(poolings[0], _roles(poolings[0])) if poolings else None,
@@ -254,7 +252,7 @@ def _query_rules(transformer: Any, settings: TextSettings, prompt: str, skipped:
         # As PyLate has it: [MASK] for encoders, the end-of-text token for decoders.
         token_id = tokenizer.mask_token_id if tokenizer.mask_token_id is not None else tokenizer.eos_token_id
     length = expansion["length"]
-    # Where nothing is cut, neither is a query to the length that shorter ones are filled up to.
+    # Without truncation, a query may be longer than the length that shorter ones are filled up to.
     fixed = expansion["strategy"] == "fixed" and settings.truncation is not None
     at_least = transformer.query_length and max(transformer.query_length, length)
     longest = length if fixed else settings.length(at_least)
@@ -267,12 +265,11 @@ def _query_rules(transformer: Any, settings: TextSettings, prompt: str, skipped:
 
 
 class MaskedWordsHead(torch.nn.Module, WordsHead):
-    """What a transformers `*ForMaskedLM` model does after its backbone, by the model's own code: rows
-    [n, hidden] to logits [n, words], float32. A logit weighs log(1 + relu(logit)), of which another
-    log(1 + weight) is taken where `twice`.
+    """The code of a transformers `*ForMaskedLM` behind its backbone: rows [n, hidden] to logits [n, words],
+    float32. A logit weighs log(1 + relu(logit)); with `twice`, log(1 + weight) of that.
 
-    Sources: SPLADE, Formal et al. 2021 (arXiv 2107.05720), eq. 1; Geng et al. 2024 (arXiv 2411.04403) for
-    the second logarithm."""
+    Sources: SPLADE, Formal et al. 2021 (arXiv 2107.05720), eq. 1; Geng et al. 2024 (arXiv 2411.04403) for the
+    second logarithm."""
 
     def __init__(self, model: Any, *, twice: bool, most: int | None) -> None:
         super().__init__()
@@ -390,7 +387,6 @@ def load_sparse_encoder(path: str, options: dict[str, Any]) -> dict[str, Any]:
         ),
         "document": RoleRules(document, max_tokens=lengths[1], pool_specials=Role.DOCUMENT not in roles),
         "text": RoleRules(of_text, max_tokens=own_limit, pool_specials=Role.TEXT not in roles),
-        "activation": torch.nn.Identity(),
         "similarity": _SIMILARITIES[model.similarity_fn_name],
         "prompts": prompts,
         "reader": LibraryReader(model),

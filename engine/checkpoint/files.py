@@ -32,9 +32,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFiles:
-    """The small files that describe a checkpoint. `config_at_root` is False if only the folder of a module
-    has a config.json. `modules` are sentence-transformers', those of all routes where a Router chooses. With
-    `is_restated` the config says more than its file, which the libraries must be told too."""
+    """The small files that describe a checkpoint. `config_at_root` is False if only a module's folder has a
+    config.json. `modules` are sentence-transformers', those of all routes of a Router. With `is_restated` the
+    config says more than its file, which the libraries must be told too."""
 
     config: dict[str, Any]
     sentence_transformers: dict[str, Any]
@@ -196,7 +196,7 @@ def _refuse_missing_sentencepiece(model: str, vocabularies: Mapping[str, Path]) 
     if any(path.suffix in (".json", ".txt") for path in vocabularies.values()) or find_spec("sentencepiece"):
         return
     for name, path in vocabularies.items():
-        # Of a file in the format of protobuf the first field is the pieces.
+        # The first field of a protobuf file is the pieces.
         if path.suffix in (".model", ".spm") and path.read_bytes()[:1] == b"\n":
             raise ModelLoadError(
                 f"{model!r} has its tokenizer only as {name}, which needs a library that is not installed: "
@@ -381,8 +381,8 @@ def write_digests(folder: Path) -> int:
 
 
 def check_digests(folder: Path) -> int | None:
-    """How many files were compared with their digests; None where there are no digests. Raises
-    ModelLoadError, with its name, for a file that is missing or has changed."""
+    """Compares files with their digests. Returns their number; None where there are no digests. Raises
+    ModelLoadError for a file that is missing or has changed."""
     digests = folder / DIGESTS_FILE
     if not digests.is_file():
         return None
@@ -449,8 +449,8 @@ def refuse_damaged_files(model: str) -> None:
 
 
 def damage_of(model: str, config: Path | None = None) -> ModelLoadError | None:
-    """What is wrong with the files of a checkpoint that could not be loaded; None if nothing is. Of a hub's
-    the files beside its `config` are looked at."""
+    """The first damaged file of a checkpoint that could not be loaded, as an error; None if all are well. Of
+    a hub's checkpoint the files beside its `config` are checked."""
     try:
         is_local = Path(model).is_dir()
         if not is_local and config is None:
@@ -501,7 +501,7 @@ def _folders_read(folder: Path) -> Iterator[str]:
 
 
 def _json_of(path: Path) -> Any:
-    """Returns the parsed JSON of a file; None if it is missing or no JSON, which its loader reports."""
+    """The parsed JSON of a file; None if it is missing or no JSON, which its loader reports."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):

@@ -20,6 +20,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from maxsimd.engine.checkpoint.detect import config_says_both_ways
+from maxsimd.engine.checkpoint.translate import write_modules
 from maxsimd.engine.checkpoint.weights import StoredWeights
 from maxsimd.engine.errors import ModelLoadError
 
@@ -120,7 +121,7 @@ class GgufFile:
 Config = dict[str, Any]
 Undo = Callable[[str, torch.Tensor, Config], torch.Tensor]
 
-# Of decoders: llama.cpp's name without its ending, and the published one. `{}` is the layer's number.
+# Decoders: llama.cpp's name without its ending, and the published one. `{}` is the layer's number.
 _DECODER = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -186,7 +187,7 @@ def family_of(file: GgufFile) -> Family:
 
 
 def _common(file: GgufFile) -> Config:
-    """What all configs share. Raises ModelLoadError for positions that are scaled."""
+    """The settings that all configs share. Raises ModelLoadError for positions that are scaled."""
     scaling = file.setting("rope.scaling.type")
     if scaling not in (None, "none"):
         raise ModelLoadError(f"{file.path} scales positions by {scaling!r}, which is not carried out here")
@@ -400,7 +401,7 @@ def _lay_out(file: GgufFile, folder: Path) -> StoredWeights:
     family = family_of(file)
     pooling = file.setting("pooling_type")
     used_as_beside = (file.path.parent / _MODULES).is_file()
-    # Of an encoder nothing is left but its states; a decoder has an output layer, if only its embeddings.
+    # An encoder has its states alone; a decoder has an output layer, if only its embeddings.
     embeds = used_as_beside or pooling in _POOLING
     config = _config(file, family, pooling, embeds)
     _check_beside(file)
@@ -411,7 +412,7 @@ def _lay_out(file: GgufFile, folder: Path) -> StoredWeights:
     if used_as_beside:
         _link_modules(file.path.parent, folder)
     elif embeds:
-        _write_modules(folder, _POOLING[pooling], config["hidden_size"])
+        write_modules(folder, config["hidden_size"], _POOLING[pooling])
         log.info("%s pools %s; it says of no prompts: give query_prompt if there is one", file.path, pooling)
     return StoredWeights(partial(read_tensors, file, family, config), file.form)
 
@@ -465,20 +466,6 @@ def _with_tokens(file: GgufFile, config: Config) -> Config:
         if number is not None and number < config["vocab_size"]:
             found[f"{role}_token_id"] = number
     return found | config
-
-
-def _write_modules(folder: Path, pooling: str, width: int) -> None:
-    """Modules that pool and normalise, as llama.cpp does with all embeddings."""
-    kinds = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
-    modules = [
-        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for i, (path, kind) in enumerate(kinds)
-    ]
-    (folder / _MODULES).write_text(json.dumps(modules), encoding="utf-8")
-    settings = {"word_embedding_dimension": width, "pooling_mode": pooling}
-    for path, said in (("1_Pooling", settings), ("2_Normalize", {})):
-        (folder / path).mkdir()
-        (folder / path / "config.json").write_text(json.dumps(said), encoding="utf-8")
 
 
 def _link_modules(source: Path, folder: Path) -> None:

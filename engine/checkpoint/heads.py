@@ -178,7 +178,7 @@ class ClassifierHead:
         return self._logits(ids, rows[:, None, :])  # [n, labels]
 
     def _logits(self, input_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """What the model makes of hidden states [n, tokens, hidden]: [n, labels]."""
+        """Maps hidden states [n, tokens, hidden] to logits [n, labels]."""
         self._rows.rows = rows
         try:
             logits: torch.Tensor = self.model(input_ids=input_ids).logits

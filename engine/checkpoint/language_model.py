@@ -134,7 +134,6 @@ def load_language_model(
         "tasks": {"classify": Task("last", head, 1, False, reference)},
         "score_task": "classify",
         "query": RoleRules(read.prompt),
-        "document": RoleRules(),
         "prompts": read.prompts,
         "activation": read.activation,
         "labels": (names[0],),
@@ -239,7 +238,7 @@ class AnsweringDecoder(torch.nn.Module):
         return self.encoder.get_input_embeddings()
 
     def set_attn_implementation(self, name: str) -> None:
-        """Of the encoder; the decoder has a way of its own for packed steps."""
+        """Sets it for the encoder; the decoder has its own way for packed steps."""
         self.encoder.set_attn_implementation(name)
 
     def forward(
@@ -334,8 +333,6 @@ def load_encoder_decoder(
         "tokenizer": tokenizer,
         "tasks": {"classify": Task("cls", head, 1, False, FirstWordReference(model, tokenizer, head.output))},
         "score_task": "classify",
-        "query": RoleRules(),
-        "document": RoleRules(),
         "activation": torch.nn.LogSigmoid(),
         "labels": (family.true,),
         "pairs": PairRules("only_second", template),

@@ -199,7 +199,7 @@ def _read_apart(files: CheckpointFiles) -> frozenset[str]:
 
 
 def _complete_weights(files: CheckpointFiles, adapter: Adapter | None, model: torch.nn.Module) -> None:
-    """What is done to a model that fits its checkpoint, before anything is tried with it."""
+    """Completes a model that fits its checkpoint, before anything is tried with it."""
     if adapter is not None:
         adapter.add_to(model)
     both_ways = says_both_ways(files)
@@ -261,7 +261,7 @@ def _complete(
     if config.max_model_len is not None:
         longest = min(longest, config.max_model_len)
     template = parts["pairs"].template if "pairs" in parts else None
-    # Of pairs that a model card's template joins, the end of the document is left out, as in TemplateReader.
+    # A pair that a model card's template joins loses the end of the document, as in TemplateReader.
     follows_tokenizer = template is None or template.by_messages
     cuts_left = follows_tokenizer and parts["tokenizer"].truncation_side == "left"
     return LoadedModel(
@@ -372,7 +372,7 @@ def refuse_unsupported(
             f"{model!r} begins with a {first}, not a transformer; supported are {supported_architectures()}"
         )
     has_own_code = trust_remote_code and "auto_map" in files.config
-    # Of some published checkpoints with code of their own the type is known by other keys.
+    # Other keys tell the type of some published checkpoints with code of their own.
     if not kind and not runs_as(files) and not has_own_code:
         likely = _type_of(files.architecture)
         add = f'add "model_type": "{likely}"' if likely else "add that of its architecture"
@@ -427,7 +427,7 @@ def _type_of(architecture: str) -> str | None:
 
 
 def _unknown_type(model: str, files: CheckpointFiles) -> str:
-    """What is said of a type of model that this version of transformers does not have."""
+    """The message for a type of model that this version of transformers lacks."""
     kind, read_as = files.config.get("model_type"), runs_as(files)
     what = f"{model!r} is a {files.architecture} of type {kind!r}"
     if files.architecture == "unknown":

@@ -76,7 +76,7 @@ def load_model(config: EngineConfig, device: torch.device, *, recheck: bool = Fa
 
 
 def library_reader(config: EngineConfig) -> Reader:
-    """What the checkpoint's own library makes of texts, for a model that was loaded without it. Raises
+    """The reader of the checkpoint's own library, for a model that was loaded without it. Raises
     ModelLoadError."""
     from maxsimd.engine.checkpoint.library import read_with_libraries
 
@@ -253,7 +253,7 @@ def _shortened(tasks: Mapping[str, Task], dimensions: int) -> dict[str, Task]:
     return shortened
 
 
-# How many numbers of each weight are looked at: training changes some in nearly all weights, and reading
+# Numbers read of each weight: training changes some in nearly all weights, and reading
 # whole checkpoints would make each start longer.
 _NUMBERS = 64
 _Named: TypeAlias = tuple[str, torch.Tensor]

@@ -23,7 +23,7 @@ from maxsimd.engine.checkpoint.detect import weighs_words
 from maxsimd.engine.checkpoint.files import CheckpointFiles, find_file, one_line
 from maxsimd.engine.checkpoint.heads import ModuleHead
 from maxsimd.engine.checkpoint.model import HYBRID_EMBED, SPARSE_EMBED, RoleRules, Task
-from maxsimd.engine.checkpoint.reference import HiddenStatesReference, inputs_of
+from maxsimd.engine.checkpoint.reference import HiddenStatesReference, StatesReference
 from maxsimd.engine.checkpoint.weights import files_of_tensors, refuse_not_finite, tensor_names
 from maxsimd.engine.config import ScoreType
 from maxsimd.engine.errors import ModelLoadError
@@ -83,8 +83,8 @@ def readable(
     score_type: ScoreType,
     allow_pickle: bool,
 ) -> dict[str, Path]:
-    """Those of the layers that may be read. Raises ModelLoadError if the scores need one that is not there,
-    or may not."""
+    """The layers that may be read. Raises ModelLoadError if the scores need one that is missing or may not be
+    read."""
     pickled = {name for name, path in layers.items() if path.suffix == ".pt" and not allow_pickle}
     needed = (
         set() if score_type is ScoreType.SPARSE and weighs_words(files) else _NEEDED.get(score_type, set())
@@ -260,17 +260,11 @@ class _HybridHead(ModuleHead, HybridHead):
         return f"{TOKENS}, {SPARSE} and the dense vector"
 
 
-class _WeightsReference:
+class _WeightsReference(StatesReference):
     """Each token's greatest weight by ascending id, [entries, 1], plainly."""
 
-    def __init__(self, backbone: Any, tokenizer: Any, head: _WeightsHead) -> None:
-        self._backbone = backbone
-        self._tokenizer = tokenizer
-        self._head = head
-
     def __call__(self, sequence: TokenSequence) -> torch.Tensor:
-        inputs = inputs_of(sequence, self._tokenizer, self._backbone)
-        weights = self._head(self._backbone(**inputs).last_hidden_state[0].float())[:, 0]
+        weights = self._head(self._states(sequence))[:, 0]
         greatest: dict[int, torch.Tensor] = {}
         for own, weight in zip(sequence.tokens.ids.tolist(), weights, strict=True):
             token = own if self._head.words is None else int(self._head.words[own])
@@ -281,18 +275,12 @@ class _WeightsReference:
         return torch.stack([greatest[token] for token in sorted(greatest)])[:, None]
 
 
-class _HybridReference:
+class _HybridReference(StatesReference):
     """The vector of each token, the first that of the whole text, and at the first of each id its greatest
     weight, [tokens, dim + 1], plainly."""
 
-    def __init__(self, backbone: Any, tokenizer: Any, head: _HybridHead) -> None:
-        self._backbone = backbone
-        self._tokenizer = tokenizer
-        self._head = head
-
     def __call__(self, sequence: TokenSequence) -> torch.Tensor:
-        inputs = inputs_of(sequence, self._tokenizer, self._backbone)
-        hidden = self._backbone(**inputs).last_hidden_state[0].float()
+        hidden = self._states(sequence)
         made = self._head(hidden).clone()
         made[:1, :-1] = self._head.whole(hidden[:1])
         ids = sequence.tokens.ids.tolist()

@@ -54,12 +54,12 @@ class Expansion:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoleRules:
-    """How a text in one role becomes token ids: a prompt in front, a length of its own, expansion, and
-    tokens that take no part in scoring: those of `skipped_ids`, and the prompt's unless `pool_prompt`. The
-    `leading_ids` stand before the prompt and the `trailing_ids` behind the text, however long it is. Where a
-    `chat` template writes texts, it puts the prompt where a system's message stands. Nothing is read behind
-    the first `last_id`. Without `pool_specials`, the special tokens around a text take no part either,
-    and without `pool_first` the first token of all."""
+    """How a text in one role becomes token ids: a prompt in front, a length of its own, expansion. The
+    `leading_ids` stand before the prompt and the `trailing_ids` behind the text, however long it is. A `chat`
+    template writes texts, with the prompt in the system's place. Nothing is read behind the first `last_id`.
+
+    Tokens that take no part in scoring: those of `skipped_ids`, the prompt's unless `pool_prompt`, the
+    special tokens around a text unless `pool_specials`, and the first token unless `pool_first`."""
 
     prompt: str = ""
     leading_ids: TokenIds | None = None
@@ -75,12 +75,12 @@ class RoleRules:
 
     @property
     def before(self) -> str:
-        """What stands before a text, tokenised with it. Raises InvalidRequestError for a prompt that the chat
+        """The text before a text, tokenized with it. Raises InvalidRequestError for a prompt that the chat
         template cannot hold."""
         return self.prompt if self.chat is None else self.chat.before(self.prompt)
 
     def instructed(self, instruction: str) -> "RoleRules":
-        """The same with an instruction in the prompt, or as the prompt where a chat template has a place for
+        """A copy with an instruction in the prompt, or as the prompt of a chat template that has a place for
         one."""
         if self.chat is not None:
             return replace(self, prompt=instruction)
@@ -95,7 +95,7 @@ class RoleRules:
 
     @property
     def num_fixed_ids(self) -> int:
-        """How many tokens stand before and behind every text."""
+        """The number of tokens before and behind every text."""
         return sum(len(ids) for ids in (self.leading_ids, self.trailing_ids) if ids is not None)
 
 
@@ -123,8 +123,7 @@ class ListwiseRules:
 
 @dataclass(frozen=True, slots=True)
 class Compression:
-    """Behind each of the `layers`, counted from 1 and ascending, every `ratio` rows of a document become
-    their mean."""
+    """Every `ratio` rows of a document become their mean behind each of the `layers`, which count from 1."""
 
     ratio: int
     layers: tuple[int, ...]
@@ -137,9 +136,8 @@ class Compression:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Task:
-    """Something that the model can compute: a pooling method, and a head for the pooled rows; and the
-    `reference` against which this is proven, until the proof is done. Items have `dim` columns; those that
-    are sparse vectors (`maxsimd.pooling.sparse`) have weights of up to as many `words`."""
+    """A pooling method and a head for the pooled rows. The `reference` proves the execution, until the proof
+    is done. Items have `dim` columns; sparse vectors have weights of up to `words` words."""
 
     pooling: str
     head: Head
@@ -149,28 +147,30 @@ class Task:
     words: int | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class LoadedModel:
-    """A checkpoint in memory.
+    """A checkpoint in memory: what its files say, and its weights.
 
-    `backbone` maps token ids to hidden states; `tasks` are keyed embed, token_embed, sparse_embed,
-    hybrid_embed and classify, and `score_task` is the one that scores are computed from; `similarity`
-    compares its items, except for a cross-encoder, whose logits are the scores, and a listwise model, which
-    scores by its `listwise` rules. `max_tokens` is the length of the longest sequence that the model takes.
-    `prompts` are the checkpoint's, by name; `instruction` is the one in use, None for a model that takes
-    none. `probabilities` turns a classifier's logits into probabilities, `activation` into the scores that
-    its authors meant. With `vision` it reads pictures. `stored_as` says how weights are stored that are not
-    in `file_dtype`. The `fingerprint` tells embeddings of queries and documents that it makes from those of
-    other models. Hybrid scores are dense, sparse and multi-vector ones by their `hybrid_weights`. The
-    checkpoint's files `unread` would give more, if they may be read. With `compression` documents have fewer
-    rows behind some layers. `compared` says how the model was compared with transformers' where it is one of
-    ours. Token ids below `token_rows` have embeddings; None where the backbone does not say. Positions count
-    from `position_offset`; a token `uncounted_id` has the position before that, and those behind it count on.
-    A classifier with an `ending_pad_id` reads the last token that is another. Texts that are too long are cut
-    at their `truncation_side`. The score of a classifier with several `labels` is the probability of the
-    label `score_label`; None where it has no score. `unknown_keys` has a line for each of the checkpoint's
-    files with keys that are not known. The `reader` is what the checkpoint's own library makes of texts, None
-    where no library was loaded.
+    `backbone` maps token ids to hidden states. `tasks` are keyed embed, token_embed, sparse_embed,
+    hybrid_embed and classify. Scores are computed from the items of `score_task`, compared by `similarity`; a
+    cross-encoder's logits are its scores, and a listwise model scores by its `listwise` rules. `activation`
+    turns logits into the scores that the authors meant, `probabilities` into probabilities. With several
+    `labels` the score is the probability of the label `score_label`; None where there is no score.
+
+    `max_tokens` is the length of the longest sequence. Longer texts are truncated at their `truncation_side`.
+    Positions count from `position_offset`. A token `uncounted_id` has the position before that and is not
+    counted. Ids from `token_rows` on have no embedding; None where the backbone does not say. A classifier
+    with an `ending_pad_id` reads the last token that is another.
+
+    `prompts` are the checkpoint's, by name. `instruction` is the one in use, None for a model that takes
+    none. With `vision` the model reads pictures. With `compression` documents have fewer rows behind some
+    layers. Hybrid scores weigh dense, sparse and multi-vector ones by `hybrid_weights`.
+
+    `stored_as` says how weights are stored that are not in `file_dtype`. The `fingerprint` tells embeddings
+    from those of other models. The files `unread` would give more embeddings if they may be read. `compared`
+    says how one of our own models was compared with transformers'. `unknown_keys` has a line for each file
+    with unknown keys. The `reader` is what the checkpoint's own library makes of texts, None where none was
+    loaded.
     """
 
     name: str
@@ -179,13 +179,13 @@ class LoadedModel:
     tokenizer: Any
     tasks: Mapping[str, Task]
     score_task: str
-    query: RoleRules
-    document: RoleRules
+    query: RoleRules = RoleRules()
+    document: RoleRules = RoleRules()
     max_tokens: int
     causal: bool
     position_offset: int
     takes_type_ids: bool
-    activation: Head
+    activation: Head = field(default_factory=torch.nn.Identity)
     architecture: str
     file_dtype: torch.dtype
     labels: tuple[str, ...] = ()
@@ -214,22 +214,22 @@ class LoadedModel:
 
     @property
     def encoders(self) -> tuple[torch.nn.Module, ...]:
-        """All that is run before the heads: the backbone and, of a model that reads pictures, the tower."""
+        """The modules before the heads: the backbone and, for a model that reads pictures, the tower."""
         return (self.backbone, *(self.vision.modules if self.vision is not None else ()))
 
     @property
     def has_score(self) -> bool:
-        """Whether a query and a document have a score, and not one for each of several labels."""
+        """Whether a query and a document have one score."""
         return self.score_task != "classify" or len(self.labels) == 1 or self.score_label is not None
 
     @property
     def encodes_apart(self) -> bool:
-        """Whether queries and documents have embeddings, and their scores are made of these."""
+        """Whether queries and documents have embeddings, from which scores are made."""
         return self.score_type not in (ScoreType.CROSS_ENCODER, ScoreType.LISTWISE)
 
     @property
     def items_have_ids(self) -> bool:
-        """Whether what scores are made of holds ids of tokens, which only float32 holds exactly."""
+        """Whether items hold ids of tokens, which only float32 holds exactly."""
         return self.similarity.startswith("sparse") or self.similarity == "hybrid"
 
     @overload
@@ -316,7 +316,7 @@ def max_tokens(config: Any, tokenizer: Any, offset: int) -> int:
 
 
 def token_rows(backbone: Any) -> int | None:
-    """How many token ids have embeddings; None for a backbone that does not say."""
+    """The number of token embeddings; None for a backbone that does not say."""
     try:
         return int(backbone.get_input_embeddings().weight.shape[0])
     except (AttributeError, NotImplementedError):

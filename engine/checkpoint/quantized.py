@@ -32,8 +32,8 @@ _OF_FP8 = {"quant_method", "activation_scheme", "fmt", "weight_block_size", "mod
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """What a scale stands for: all of a matrix ("tensor"), a row of it ("channel"), `group` columns of a
-    row, or a `block` of rows and columns."""
+    """The part that a scale is for: a whole matrix ("tensor"), a row ("channel"), `group` columns of a row,
+    or a `block` of rows and columns."""
 
     strategy: str
     group: int | None = None
@@ -164,7 +164,7 @@ def _fp8(model: str, stated: Mapping[str, Any]) -> Format:
 
 
 _STORED_AS = (torch.int8, torch.float8_e4m3fn)
-# What a layer may have beside its weight and its scale.
+# Parts of a layer beside its weight and its scale.
 _PARTS = ("weight_packed", "weight_shape", "weight_g_idx", "weight_zero_point")
 # Scales of activations, which are not rounded here.
 _OF_ACTIVATIONS = ("input_scale", "input_zero_point")
@@ -209,7 +209,7 @@ def _read(model: str, revision: str | None, stored: Format) -> dict[str, torch.T
 
 @contextmanager
 def _opened(model: str, revision: str | None) -> Iterator[dict[str, Callable[[], torch.Tensor]]]:
-    """What reads each tensor, by its name."""
+    """A function for each tensor that reads it, by its name."""
     with ExitStack() as stack:
         files = files_of_tensors(model, revision)
         opened = {path: stack.enter_context(safe_open(path, framework="pt")) for path in set(files.values())}

@@ -81,7 +81,7 @@ class PlainTokenizer:
         return made
 
     def __len__(self) -> int:
-        """How many tokens there are, the added ones included."""
+        """The number of tokens, the added ones included."""
         return int(self.backend_tokenizer.get_vocab_size())
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -129,7 +129,7 @@ PROBES = (
 
 
 class TensorPlace(msgspec.Struct, frozen=True, array_like=True):
-    """Where a tensor is: a safetensors file, relative to the checkpoint's folder, and its name there."""
+    """A tensor's file, relative to the checkpoint's folder, and its name there."""
 
     file: str
     name: str
@@ -157,17 +157,10 @@ class TaskRecipe(msgspec.Struct, frozen=True):
     columns: int | None = None
 
 
-class ExpansionRecipe(msgspec.Struct, frozen=True):
-    length: int
-    token_id: int
-    attended: bool
-    fixed: bool
-
-
 class RoleRecipe(msgspec.Struct, frozen=True):
     prompt: str
     max_tokens: int | None
-    expansion: ExpansionRecipe | None
+    expansion: Expansion | None
     skipped_ids: tuple[int, ...] | None
     pool_prompt: bool
 
@@ -422,11 +415,10 @@ def _plain_name(module: Any) -> str:
 
 
 def _role(rules: RoleRules) -> RoleRecipe:
-    expansion = rules.expansion
     return RoleRecipe(
         rules.prompt,
         rules.max_tokens,
-        None if expansion is None else ExpansionRecipe(*dataclasses.astuple(expansion)),
+        rules.expansion,
         None if rules.skipped_ids is None else tuple(map(int, rules.skipped_ids)),
         rules.pool_prompt,
     )
@@ -506,7 +498,7 @@ def _assembled(recipe: Recipe, folder: Path, tensors: Mapping[str, torch.Tensor]
 
 
 def _under(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    """Those whose keys begin with a prefix, by the rest of their keys."""
+    """The entries whose keys begin with a prefix, by the rest of their keys."""
     return {key.removeprefix(prefix): each for key, each in tensors.items() if key.startswith(prefix)}
 
 
@@ -562,11 +554,10 @@ def _linear(recipe: ModuleRecipe, name: str) -> nn.Linear:
 
 
 def _rules(recipe: RoleRecipe) -> RoleRules:
-    expansion = recipe.expansion
     return RoleRules(
         prompt=recipe.prompt,
         max_tokens=recipe.max_tokens,
-        expansion=None if expansion is None else Expansion(*msgspec.structs.astuple(expansion)),
+        expansion=recipe.expansion,
         skipped_ids=None if recipe.skipped_ids is None else np.array(recipe.skipped_ids, dtype=np.int64),
         pool_prompt=recipe.pool_prompt,
     )

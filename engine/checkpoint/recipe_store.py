@@ -1,5 +1,5 @@
-"""Where recipes are kept, and which checkpoints' texts have been compared: in the user's cache folder, by a
-digest of all that they were made from.
+"""Stores recipes, and which checkpoints' texts have been compared, in the user's cache folder by a digest of
+all that they were made from.
 
 What there is of the embedded model comes with the package, and a test holds that it is right.
 """
@@ -49,7 +49,7 @@ _IRRELEVANT = frozenset(
         "score_label",
     }
 )
-# Those of them that change how texts are read.
+# Irrelevant options that change how texts are read.
 _OF_TEXTS = frozenset({"query_prompt", "document_prompt", "instruction"})
 _LIBRARIES = ("maxsimd", "torch", "transformers", "sentence-transformers", "tokenizers", "safetensors")
 # Files of a checkpoint that nobody reads who loads it with safetensors.
@@ -59,14 +59,14 @@ _UNREAD_FOLDERS = frozenset({"onnx", "openvino", "coreml"})
 _CODE_ELSEWHERE = re.compile(rb'"[^"\s/]+/[^"\s/]+--\w+(\.\w+)+"')
 # All configuration files together; folders with more hold something else, such as datasets.
 _MOST_BYTES = 256 * 2**20
-# What is read beside a GGUF file.
+# Files that are read beside a GGUF file.
 BESIDE_A_FILE = (
     *("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "modules.json"),
     *("config_sentence_transformers.json", "sentence_bert_config.json", "generation_config.json"),
 )
-# Of GGUF files, more than their metadata takes.
+# More bytes than the metadata of a GGUF file takes.
 _BEGINNING = 64 * 2**20
-# How many recipes are kept.
+# Recipes that are kept.
 _MOST = 100
 
 
@@ -182,8 +182,7 @@ def _name_of_texts(content: str) -> str:
 
 
 def read_kept(name: str) -> bytes | None:
-    """What the file of that name in the user's cache folder has; None where there is none of the user's
-    own."""
+    """The content of a file in the user's cache folder; None where the user has none."""
     folder = _cache_folder(create=False)
     if folder is None:
         return None
@@ -226,8 +225,8 @@ def keep(name: str, data: bytes) -> None:
 
 
 class Shipped(msgspec.Struct, frozen=True):
-    """What comes with the package about the embedded model: its recipes by the content of their sources, and
-    the contents whose `texts` have been compared."""
+    """Recipes of the embedded model by the content of their sources, and the contents whose `texts` have been
+    compared."""
 
     recipes: dict[str, Recipe] = {}
     texts: tuple[str, ...] = ()

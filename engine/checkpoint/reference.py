@@ -21,8 +21,27 @@ class Reference(Protocol):
     def __call__(self, sequence: TokenSequence) -> torch.Tensor: ...
 
 
-# What a model takes for the pictures of a sequence beside its token ids; None for one that reads only text.
+# Makes a model's inputs for the pictures of a sequence; None for one that reads only text.
 MorePictures: TypeAlias = Callable[[TokenSequence], dict[str, torch.Tensor]] | None
+
+
+class StatesReference:
+    """Base of the references that apply a `head` to a backbone's last hidden states. `pictures` makes the
+    inputs for those of a sequence."""
+
+    def __init__(self, backbone: Any, tokenizer: Any, head: Any) -> None:
+        self.pictures: MorePictures = None
+        self._backbone = backbone
+        self._tokenizer = tokenizer
+        self._head = head
+
+    def _states(self, sequence: TokenSequence) -> torch.Tensor:
+        """The last hidden states [tokens, hidden] in float32."""
+        inputs = inputs_of(sequence, self._tokenizer, self._backbone)
+        if self.pictures is not None:
+            inputs |= self.pictures(sequence)
+        states: torch.Tensor = self._backbone(**inputs).last_hidden_state[0].float()
+        return states
 
 
 class ClassifierReference:
@@ -38,21 +57,11 @@ class ClassifierReference:
         return logits.float()
 
 
-class LastStateReference:
-    """What a head makes of a backbone's last hidden state: [1, dim]. `pictures` makes the inputs for those of
-    a sequence."""
-
-    def __init__(self, backbone: Any, tokenizer: Any, head: Any) -> None:
-        self.pictures: MorePictures = None
-        self._backbone = backbone
-        self._tokenizer = tokenizer
-        self._head = head
+class LastStateReference(StatesReference):
+    """A head's output for a backbone's last hidden state: [1, dim]."""
 
     def __call__(self, sequence: TokenSequence) -> torch.Tensor:
-        inputs = inputs_of(sequence, self._tokenizer, self._backbone)
-        if self.pictures is not None:
-            inputs |= self.pictures(sequence)
-        made: torch.Tensor = self._head(self._backbone(**inputs).last_hidden_state[:, -1].float())
+        made: torch.Tensor = self._head(self._states(sequence)[-1:])
         return made
 
 
@@ -78,9 +87,8 @@ class WordLogitsReference:
 
 
 class FirstWordReference:
-    """Of a model with an encoder and a decoder, the logit of the first of two words, minus that of the
-    second, as the first word of its answer: [1, 1]. `output` replaces the model's output layer: it has the
-    rows of these words alone, in float32."""
+    """An encoder-decoder's logit of the first of two words, minus that of the second, as the first word of
+    its answer: [1, 1]. `output` replaces the model's output layer, as in `WordLogitsReference`."""
 
     def __init__(self, model: Any, tokenizer: Any, output: torch.nn.Linear) -> None:
         model.set_output_embeddings(output)
@@ -152,33 +160,24 @@ class VisualReference:
         return rows
 
 
-class HiddenStatesReference:
+class HiddenStatesReference(StatesReference):
     """A backbone's last hidden states through a head that maps each by itself: [tokens, dim]."""
 
-    def __init__(self, backbone: Any, tokenizer: Any, head: Any) -> None:
-        self._backbone = backbone
-        self._tokenizer = tokenizer
-        self._head = head
-
     def __call__(self, sequence: TokenSequence) -> torch.Tensor:
-        inputs = inputs_of(sequence, self._tokenizer, self._backbone)
-        rows: torch.Tensor = self._head(self._backbone(**inputs).last_hidden_state[0].float())
+        rows: torch.Tensor = self._head(self._states(sequence))
         return rows
 
 
-class PooledReference:
+class PooledReference(StatesReference):
     """Pools a backbone's hidden states and applies a head: [1, dim]. `pooling` names methods, whose vectors
     are concatenated."""
 
     def __init__(self, backbone: Any, tokenizer: Any, pooling: str, head: Any) -> None:
-        self._backbone = backbone
-        self._tokenizer = tokenizer
+        super().__init__(backbone, tokenizer, head)
         self._pooling = pooling
-        self._head = head
 
     def __call__(self, sequence: TokenSequence) -> torch.Tensor:
-        inputs = inputs_of(sequence, self._tokenizer, self._backbone)
-        rows = self._backbone(**inputs).last_hidden_state[0].float()  # [tokens, hidden]
+        rows = self._states(sequence)
         positions = torch.arange(sequence.tokens.num_attended, device=rows.device)
         if sequence.tokens.pooled_positions is not None:
             pooled = torch.from_numpy(sequence.tokens.pooled_positions).to(rows.device)

@@ -24,7 +24,7 @@ from maxsimd.engine.checkpoint.detect import COST_WISE
 from maxsimd.engine.checkpoint.files import CheckpointFiles
 from maxsimd.engine.checkpoint.heads import ModuleHead
 from maxsimd.engine.checkpoint.language_model import FAMILIES, NEWLINE
-from maxsimd.engine.checkpoint.model import Compression, ListwiseRules, PairRules, RoleRules, Task
+from maxsimd.engine.checkpoint.model import Compression, ListwiseRules, PairRules, Task
 from maxsimd.engine.checkpoint.reading import TemplateReader, TokenizerReader
 from maxsimd.engine.checkpoint.reference import HiddenStatesReference, LastStateReference, PooledReference
 from maxsimd.engine.checkpoint.templates import ScoreTemplate
@@ -111,9 +111,6 @@ def load_layerwise(
         "tokenizer": tokenizer,
         "tasks": {"classify": Task("last", head, 1, False, reference)},
         "score_task": "classify",
-        "query": RoleRules(),
-        "document": RoleRules(),
-        "activation": torch.nn.Identity(),
         "labels": ("LABEL_0",),
         "pairs": PairRules("only_second", template),
         "compression": compression,
@@ -234,8 +231,6 @@ def load_bidirectional_reranker(
         "tokenizer": tokenizer,
         "tasks": {"classify": Task(pooling, head, len(labels), False, reference)},
         "score_task": "classify",
-        "query": RoleRules(),
-        "document": RoleRules(),
         "activation": _activation(path, files),
         "labels": labels,
         "probabilities": torch.sigmoid if len(labels) == 1 else torch.nn.Softmax(dim=-1),
@@ -276,7 +271,7 @@ def _question(tokenizer: Any) -> ScoreTemplate:
 
 
 def _activation(path: str, files: CheckpointFiles) -> torch.nn.Module:
-    """What is done with a logit: nothing, as the card has it, unless the config names an activation."""
+    """The activation that the config names, or none, as the card has it."""
     of_sentence_transformers = files.config.get("sentence_transformers") or {}
     named = of_sentence_transformers.get("activation_fn") or files.config.get(
         "sbert_ce_default_activation_function"
@@ -316,9 +311,6 @@ def load_listwise(path: str, options: dict[str, Any]) -> dict[str, Any]:
         "tokenizer": tokenizer,
         "tasks": {"rank": Task("all", head, dim, False, HiddenStatesReference(backbone, tokenizer, head))},
         "score_task": "rank",
-        "query": RoleRules(),
-        "document": RoleRules(),
-        "activation": torch.nn.Identity(),
         "listwise": ListwiseRules(_QUERY_MARKER, _DOCUMENT_MARKER, context),
         "reader": TokenizerReader(tokenizer),
     }
@@ -354,7 +346,7 @@ class _Projection(torch.nn.Module):
         return features | {"token_embeddings": projected}
 
 
-# As the card has it, all of these.
+# All from the card of jina-reranker-m0.
 _TEMPLATE = "**Document**:\n{{ document }}\n**Query**:\n{{ query }}"
 _SCORE_TOKEN = 100
 _PIXELS = {"shortest_edge": 3_136, "longest_edge": 602_112}
@@ -386,8 +378,6 @@ def load_jina_m0(path: str, template: ScoreTemplate | None, options: dict[str, A
         "tokenizer": tokenizer,
         "tasks": {"classify": Task("last", head, 1, False, reference)},
         "score_task": "classify",
-        "query": RoleRules(),
-        "document": RoleRules(),
         "activation": _Shifted(),
         "labels": ("relevance",),
         "pairs": PairRules("only_second", template),

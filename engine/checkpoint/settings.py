@@ -1,4 +1,4 @@
-"""What sentence-transformers' settings say: lengths, truncation, special tokens and activations."""
+"""The settings of sentence-transformers' files: lengths, truncation, special tokens and activations."""
 
 import importlib
 import json
@@ -40,7 +40,7 @@ class TextSettings:
     truncation: Truncating | None
 
     def length(self, of_role: int | None) -> int | None:
-        """How many tokens are read of a text in a role, for which the transformer has a length of its own."""
+        """The number of tokens read of a text in a role whose own length is `of_role`."""
         if self.truncation is None:
             return None
         return of_role if self.max_length is None else self.max_length

@@ -13,7 +13,7 @@ from maxsimd.engine.errors import InvalidRequestError, ModelLoadError
 
 # Tests that do not look into a text.
 _OF_TYPE = frozenset({"defined", "iterable", "mapping", "none", "string", "undefined"})
-# What a condition may ask of a message or one of its parts without a look at its text.
+# Fields of a message or one of its parts that a condition may read.
 _KINDS = frozenset({"role", "type"})
 # Placeholders for the texts while a template is rendered, from Unicode's private use area.
 _QUERY, _DOCUMENT, _INSTRUCTION = "\ue0a0", "\ue0a1", "\ue0a2"
@@ -98,7 +98,7 @@ class ScoreTemplate:
         written = "".join(rendered)
         if written.count(_DOCUMENT) != 1:
             return None
-        # Of such a pair that is too long, sentence-transformers cuts off the query.
+        # sentence-transformers truncates the query of such a pair that is too long.
         if self.by_messages and _QUERY in written.partition(_DOCUMENT)[2]:
             return None
         frames = []
@@ -335,7 +335,7 @@ class ChatRole:
         return json.dumps([template, self._settings, self._formatter.message_format], default=str)
 
     def before(self, prompt: str) -> str:
-        """What stands before a text. Raises InvalidRequestError for a prompt that cannot be written."""
+        """The text before a text. Raises InvalidRequestError for a prompt that cannot be written."""
         if not prompt:
             return self._around("")[0]
         if _TEXT in prompt:
@@ -353,7 +353,7 @@ class ChatRole:
         return before
 
     def parts_before(self, prompt: str) -> tuple[str, str]:
-        """What stands before a text: what ends with a special token, and the rest, with which the text may
+        """The text before a text in two parts: up to a special token, and the rest, with which the text may
         merge. Raises InvalidRequestError for a prompt that cannot be written."""
         before = self.before(prompt)
         ends = [found.end() for found in self._special.finditer(before)]
@@ -361,14 +361,14 @@ class ChatRole:
         return before[:end], before[end:]
 
     def content(self, parts: Sequence[str | None], prompt: str) -> str:
-        """What a query or a document becomes that has texts and, each in place of None, pictures."""
+        """Renders a query or a document of texts and, for each None, a picture."""
         return self._rendered(
             [{"type": "image"} if part is None else {"type": "text", "text": part} for part in parts], prompt
         )
 
     def conversation(self, messages: Sequence[dict[str, str]], **options: bool) -> str:
-        """What messages of "role" and "content" become. Raises InvalidRequestError where the template takes
-        no such messages."""
+        """Renders messages of "role" and "content". Raises InvalidRequestError where the template takes no
+        such messages."""
         in_parts = self._formatter.message_format != "flat"
         given = [
             {**message, "content": [{"type": "text", "text": message["content"]}]} if in_parts else message

@@ -80,8 +80,8 @@ def downloaded(model: str, revision: str | None) -> Path:
 
 
 def _translation(config: Config, tensors: Collection[str] = ()) -> Callable[[Config], Config] | None:
-    """What translates a config, if it must be; `tensors` are the names in the checkpoint's files, where they
-    are at hand."""
+    """The function that translates a config, if it must be translated. `tensors` are the names in the
+    checkpoint's files, where they are at hand."""
     kind, flash = config.get("model_type"), is_flash_xlm_roberta(config)
     positions = config.get("position_embedding_type")
     if positions == "rotary" and (flash or kind in ("xlm-roberta", "xlm_roberta")):
@@ -201,7 +201,7 @@ def nomic_bert(config: Config) -> Config:
     return translated
 
 
-# What of NomicBERT's settings is carried out; a value that means nothing may be left out.
+# The settings of NomicBERT that are supported; a value that means nothing may be left out.
 _NOMIC_DEFAULTS: Config = {
     "prenorm": False,
     "parallel_block": False,
@@ -363,7 +363,7 @@ def write_modules_beside(source: Path, config: Config, folder: Path) -> None:
     that its card describes, where the checkpoint `source` has none, and the projection."""
     has_modules = (source / "modules.json").is_file()
     if JINA_V5 in (config.get("architectures") or []):
-        _write_modules(folder, config["hidden_size"], "lasttoken")
+        write_modules(folder, config["hidden_size"], "lasttoken")
         prompts = {"query": "Query: ", "document": "Document: "}
         settings: Config = {"prompts": prompts, "default_prompt_name": "document"}
         _write(folder / "config_sentence_transformers.json", settings)
@@ -372,13 +372,13 @@ def write_modules_beside(source: Path, config: Config, folder: Path) -> None:
     elif config.get("model_type") == "llama_bidirec":
         if not has_modules and LLAMA_RERANKER not in (config.get("architectures") or []):
             pooling = POOLING[config.get("pooling", "avg")]
-            _write_modules(folder, config["hidden_size"], pooling)
+            write_modules(folder, config["hidden_size"], pooling)
             settings = {"prompts": {"query": "query: ", "document": "passage: "}}
             _write(folder / "config_sentence_transformers.json", settings)
     elif has_projection(config):
         if has_modules:
             _check_mean(source)
-        _write_modules(folder, config["hidden_size"], "mean", _projection(source, config))
+        write_modules(folder, config["hidden_size"], "mean", _projection(source, config))
 
 
 def _check_mean(source: Path) -> None:
@@ -409,7 +409,7 @@ def _projection(source: Path, config: Config) -> torch.Tensor:
     return weight
 
 
-def _write_modules(folder: Path, hidden: int, pooling: str, projection: torch.Tensor | None = None) -> None:
+def write_modules(folder: Path, hidden: int, pooling: str, projection: torch.Tensor | None = None) -> None:
     """Modules that pool, project (which is linear, so that it may come after the mean) and normalise."""
     kinds = {"": f"{_BASE}.transformer.Transformer", "read_Pooling": f"{_OF_EMBEDDINGS}.pooling.Pooling"}
     _write(folder / "read_Pooling" / "config.json", {"embedding_dimension": hidden, "pooling_mode": pooling})

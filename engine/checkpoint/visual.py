@@ -1,4 +1,4 @@
-"""What a checkpoint says of pictures: how one becomes numbers and tokens, and the tower that encodes it."""
+"""Pictures: how one becomes numbers and tokens, and the tower that encodes it."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,9 +36,9 @@ def rope_positions(length: int, images: Iterable[tuple[int, tuple[int, int]]]) -
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageInputs:
-    """What a tower needs of one picture, in as few bytes as it takes while it waits: arrays of a reader's and
-    a tower's own, with as many `patches`. What it makes of them is a `grid` of features, row by row; or, with
-    a `tile_side`, tile by tile of as many rows and columns each, and then a tile of the whole picture. The
+    """A picture's inputs of a tower, in as few bytes as they take while they wait: arrays of a reader's and
+    tower's own, with as many `patches`. The tower makes a `grid` of features, row by row; or, with a
+    `tile_side`, tile by tile of as many rows and columns each, and then a tile of the whole picture. The
     `digest` is the picture's, and `size` its width and height in pixels."""
 
     arrays: Mapping[str, NDArray[Any]]
@@ -50,7 +50,7 @@ class ImageInputs:
 
     @property
     def features(self) -> int:
-        """How many features the tower makes of it."""
+        """The number of features that the tower makes."""
         rows, columns = self.grid
         of_tiles = rows * columns
         if self.tile_side is None or of_tiles == self.tile_side**2:
@@ -80,8 +80,8 @@ class PictureReader(Protocol):
     def page(self, inputs: ImageInputs) -> Page: ...
 
     def written(self, inputs: ImageInputs) -> str:
-        """What a processor writes for a picture's token: that token as many times as the picture has
-        features, and perhaps markers between them."""
+        """The text that a processor writes for a picture's token: that token once a feature, and perhaps
+        markers."""
         ...
 
 
@@ -89,7 +89,7 @@ class Tower(Protocol):
     """Encodes pictures on the device: features [n, hidden] each, in the precision of its weights."""
 
     def inputs(self, images: Sequence[ImageInputs], device: torch.device) -> dict[str, torch.Tensor]:
-        """What the checkpoint's own processor makes of these pictures together, in float32."""
+        """The inputs that the checkpoint's processor makes of these pictures together, in float32."""
         ...
 
     def __call__(self, images: Sequence[ImageInputs], device: torch.device) -> list[torch.Tensor]: ...
@@ -155,7 +155,7 @@ class Vision:
         return Tokens(ids, np.zeros_like(ids), images=images, position_ids=positions)
 
     def price(self, inputs: ImageInputs) -> int:
-        """How many tokens the language model could run while the tower encodes a picture."""
+        """The number of tokens that the language model could run while the tower encodes a picture."""
         attended = min(inputs.patches, self.attends_within or inputs.patches)
         return max(1, ceil(inputs.patches * self.tokens_a_patch * (1 + attended * self.attention)))
 

@@ -60,7 +60,7 @@ from maxsimd.scheduler.sequence import TokenIds
 
 # By the type in a config.
 VISION_LANGUAGE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3")
-# Of pictures: width and height.
+# Width and height of pictures.
 _PROBE_SIZE, _LARGE = (90, 60), (700, 500)
 _PLAIN_PROBES = ("a", "What is this?", "two\nlines, and numbers: 1.5", " a space in front")
 _PROBES = (*_PLAIN_PROBES, "spaces behind  ", "\n")
@@ -231,7 +231,6 @@ def load_retrieval(path: str, architecture: str, options: dict[str, Any]) -> dic
         # The checkpoint has one way to read texts, whatever they are.
         "document": rules,
         "text": rules,
-        "activation": torch.nn.Identity(),
         "similarity": model.similarity_fn_name,
         "vision": vision,
         "reader": ProcessorReader(processor),
@@ -364,7 +363,6 @@ def load_two_towers(path: str, options: dict[str, Any]) -> dict[str, Any]:
         "query": _rules_of_towers(path, transformer, prompts.get("query", "")),
         "document": _rules_of_towers(path, transformer, prompts.get("document", "")),
         "text": rules,
-        "activation": torch.nn.Identity(),
         "similarity": encoder.similarity_fn_name,
         "prompts": prompts,
         "vision": vision,
@@ -425,7 +423,7 @@ class _AtAnyLength(torch.nn.Module):
 
 
 class _PictureInputs:
-    """What sentence-transformers' module takes for a picture, in place of a text's inputs."""
+    """The inputs of sentence-transformers' module for a picture, in place of a text's."""
 
     def __init__(self, tower: Tower, device: torch.device) -> None:
         self._tower = tower

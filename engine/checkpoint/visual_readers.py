@@ -33,7 +33,7 @@ from maxsimd.scheduler import TokenSequence
 PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
 # Pixels that a processor with nothing but `shortest_edge` may make of a picture.
 _MOST_RESIZED = 20_000_000
-# Of numbers around 1: float32 may be rounded otherwise.
+# For numbers around 1: float32 may be rounded otherwise.
 _TOLERANCE = 1e-5
 # Settings of processors of pictures that may be given with a call.
 _SETTINGS = frozenset(
@@ -254,7 +254,7 @@ class GridTower:
         inputs = self.inputs(images, device)
         patches, grids = inputs["pixel_values"].to(dtype), inputs["image_grid_thw"]
         made = self._tower(patches, grid_thw=grids, return_dict=True)
-        # What is added to the first layers' states stands beside what takes the place of embeddings.
+        # Features for the first layers stand beside those that take the place of embeddings.
         deep = getattr(made, "deepstack_features", None) or []
         features = torch.cat([made.pooler_output, *deep], dim=-1)  # [features of all, hidden x (1 + layers)]
         merged = self._tower.spatial_merge_size**2
@@ -286,7 +286,7 @@ def vision_of(path: str, model: Any, processor: Any) -> Vision:
 
 
 class PictureInputs:
-    """What the model's own code takes for the pictures of a sequence, beside its token ids."""
+    """The inputs of the model's own code for the pictures of a sequence, beside its token ids."""
 
     def __init__(self, vision: Vision, device: torch.device) -> None:
         self._vision = vision

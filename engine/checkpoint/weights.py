@@ -201,11 +201,11 @@ UNUSED_HEADS = frozenset(
         "vocab_transform",
     }
 )
-# What trainers save beside a model: its loss, with weights of classes or margins of its own.
+# Losses that trainers save beside a model, with weights of classes or margins of their own.
 _LOSS = re.compile(r"(loss|criterion)(_|$)|.*_(loss|criterion)$")
 # Buffers that older versions of transformers saved, and that follow from the config.
 _BUFFERS = re.compile(r".*\b(position_ids|token_type_ids|inv_freq|masked_bias)$|.*\b(attn|attention)\.bias$")
-# How many names a message lists of each kind.
+# Names of each kind that a message lists.
 _LISTED = 4
 
 

@@ -198,7 +198,7 @@ class SelfOutput(nn.Module):
 
 
 class Output(SelfOutput):
-    """The same behind the feed-forward."""
+    """The same layer behind the feed-forward."""
 
 
 class Attention(nn.Module):
@@ -370,7 +370,7 @@ class EncoderForClassification(nn.Module):
         token_type_ids: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
     ) -> ClassifierOutput:
-        """As the encoder's, to logits [n, labels]."""
+        """Maps the encoder's inputs to logits [n, labels]."""
         made = self.base_model(
             input_ids=input_ids,
             attention_mask=attention_mask,

@@ -24,18 +24,16 @@ _LEAST_REACH = 64
 
 
 def slopes_of(heads: int) -> list[float]:
-    """What each head loses by one position, largest first for a power of two: 2^(-8 i / heads) for the i-th.
-
-    Another number of heads has the slopes of the power of two below it, and then every other slope of twice
-    that power."""
+    """The slope of each head: 2^(-8 i / heads) for the i-th, where heads is a power of two. Another number of
+    heads has the slopes of the power of two below it, and then every other slope of twice that power."""
     power = 2 ** int(math.log2(heads))
     slopes = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
     return slopes if power == heads else slopes + slopes_of(2 * power)[::2][: heads - power]
 
 
 class AlibiBias:
-    """What distances add to products in each of a model's `heads`: a table for all of its layers and many
-    steps, in float32 whatever the precision of the model."""
+    """The bias by distance of each of a model's `heads`: a table for all of its layers and many steps, in
+    float32 whatever the precision of the model."""
 
     def __init__(self, heads: int) -> None:
         self._slopes = slopes_of(heads)
@@ -237,8 +235,6 @@ class JinaBertEncoder(nn.Module):
 
 
 class JinaBertPreTrainedModel(PreTrainedModel):
-    """What the models have in common."""
-
     config: JinaBertConfig
     config_class = JinaBertConfig
     base_model_prefix = "bert"

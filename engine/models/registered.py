@@ -59,7 +59,7 @@ class NomicExpertMLP(nn.Module):
         self.experts = config.num_experts
 
     def forward(self, x: torch.Tensor, expert: int) -> torch.Tensor:
-        """What one expert makes of x [tokens, hidden]."""
+        """Maps x [tokens, hidden] by one expert."""
         up, down = (weight.unflatten(0, (self.experts, -1))[expert] for weight in (self.w1, self.w2))
         made: torch.Tensor = nn.functional.gelu(x @ up.T) @ down
         return made
