@@ -226,7 +226,7 @@ def _task(model: LoadedModel, name: str) -> str:
     if task.words is not None:
         return f"pools {task.pooling}, {task.head}: weights of up to {task.words} words"
     unit = "dimensions" if name != "classify" else "label" if task.dim == 1 else "labels"
-    normalised = ", normalised" if task.normalised else ""
+    normalised = ", normalised" if task.normalized else ""
     return f"pools {task.pooling}, then {task.head}: {task.dim} {unit}{normalised}"
 
 

@@ -400,7 +400,7 @@ async def _vectors(
     else:
         check_token_ids(inputs, state.config.accept_token_ids)
     state = state.warning_about(_unused_for(task, body), f"task {task}")
-    normalises = "embed" in state.engine.facts.normalised
+    normalises = "embed" in state.engine.facts.normalized
     result = await _run(state, body, inputs, tenant, task)
     vectors = result.scores if isinstance(result, ClassifyResult) else result.embeddings
     warnings = warnings_of(result.truncated, state.field_warnings, body)

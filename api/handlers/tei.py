@@ -126,7 +126,7 @@ def _truncation_of(state: ServerState, body: TeiTruncating) -> Truncation:
 
 async def embed(state: ServerState, body: TeiEmbedRequest, inputs: Inputs, tenant: str) -> Answer:
     """A vector for each text, of length 1 unless `normalize` is false and the model does not normalize."""
-    normalises = "embed" in state.engine.facts.normalised
+    normalises = "embed" in state.engine.facts.normalized
     headers = TeiHeaders(state, inputs)
     check_embeddings(state, len(inputs), body.dimensions)
     result = await _embedded(state, body, inputs, tenant, dimensions=body.dimensions)

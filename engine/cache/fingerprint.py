@@ -69,7 +69,7 @@ def ingredients(
         "skip list": None if rules.skipped_ids is None else rules.skipped_ids.tolist(),
         "pooling": task.pooling,
         "head": _modules(head),
-        "dimensions": (head.dimensions, head.normalised) if isinstance(head, FirstColumns) else None,
+        "dimensions": (head.dimensions, head.normalized) if isinstance(head, FirstColumns) else None,
         "token pooling": _token_pooling(model),
         "precision": str(dtype),
         "stored precision": stored,

@@ -56,28 +56,40 @@ def load_cross_encoder(
         pooling = "cls"
     labels = tuple(str(model.config.id2label[i]) for i in range(model.config.num_labels))
     head = ClassifierHead(model)
-    template, prompt = prompted(encoder, given or template_of(encoder[0]))
-    reference = ClassifierReference(model, encoder.tokenizer)
-    return {
+    task = Task(pooling, head, len(labels), False, ClassifierReference(model, encoder.tokenizer))
+    return _parts(path, encoder, given, task, labels, model.config) | {
         "backbone": backbone,
         "causal": causal,
+        "ending_pad_id": head.pad_id if head.passes_over_padding() else None,
+    }
+
+
+def _parts(
+    path: str,
+    encoder: CrossEncoder,
+    given: ScoreTemplate | None,
+    task: Task,
+    labels: tuple[str, ...],
+    config: Any,
+) -> dict[str, Any]:
+    template, prompt = prompted(encoder, given or template_of(encoder[0]))
+    sigmoid = len(labels) == 1 or config.problem_type == "multi_label_classification"
+    reader: Reader = LibraryReader(encoder)
+    if given is not None and template is not None:
+        reader = TemplateReader(encoder.tokenizer, template)
+    return {
         "tokenizer": encoder.tokenizer,
-        "tasks": {"classify": Task(pooling, head, len(labels), False, reference)},
+        "tasks": {"classify": task},
         "score_task": "classify",
         "query": RoleRules(prompt),
         "text": RoleRules(prompt),
         "prompts": {name: each for name, each in encoder.prompts.items() if each},
-        "ending_pad_id": head.pad_id if head.passes_over_padding() else None,
         "activation": encoder.activation_fn,
-        "probabilities": _probabilities(model.config, len(labels)),
+        "probabilities": torch.sigmoid if sigmoid else torch.nn.Softmax(dim=-1),
         "labels": labels,
         "pairs": PairRules(truncation_of(path, encoder[0]), template),
-        "reader": _reader(encoder, given and template),
+        "reader": reader,
     }
-
-
-def _reader(encoder: CrossEncoder, given: ScoreTemplate | None) -> Reader:
-    return LibraryReader(encoder) if given is None else TemplateReader(encoder.tokenizer, given)
 
 
 def prompted(encoder: Any, template: ScoreTemplate | None) -> tuple[ScoreTemplate | None, str]:
@@ -114,21 +126,9 @@ def _scored_by_modules(
     labels = tuple(str(named[i]) if len(named) == columns else f"LABEL_{i}" for i in range(columns))
     reference = ModulesReference(modules, transformer.tokenizer, SCORES)
     head = ModuleHead(after, "sentence_embedding", SCORES)
-    template, prompt = prompted(encoder, given or template_of(transformer))
-    return {
-        "backbone": transformer.auto_model,
-        "tokenizer": transformer.tokenizer,
-        "tasks": {"classify": Task(pooling_of(pooling), head, columns, False, reference)},
-        "score_task": "classify",
-        "query": RoleRules(prompt),
-        "text": RoleRules(prompt),
-        "prompts": {name: each for name, each in encoder.prompts.items() if each},
-        "activation": encoder.activation_fn,
-        "probabilities": _probabilities(transformer.config, columns),
-        "labels": labels,
-        "pairs": PairRules(truncation_of(path, transformer), template),
-        "reader": _reader(encoder, given and template),
-    }
+    task = Task(pooling_of(pooling), head, columns, False, reference)
+    parts = _parts(path, encoder, given, task, labels, transformer.config)
+    return parts | {"backbone": transformer.auto_model}
 
 
 def truncation_of(path: str, transformer: Any) -> Truncating:
@@ -170,9 +170,3 @@ def special_tokens(tokenizer: Any) -> dict[str, str]:
     return {
         name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)
     }
-
-
-def _probabilities(config: Any, labels: int) -> Any:
-    if labels == 1 or config.problem_type == "multi_label_classification":
-        return torch.sigmoid
-    return torch.nn.Softmax(dim=-1)

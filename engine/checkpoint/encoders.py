@@ -61,12 +61,12 @@ def load_bi_encoder(path: str, files: CheckpointFiles, late: bool, options: dict
     dense = [module for module in after if isinstance(module, Dense)]
     dim = dense[-1].out_features if dense else pooling.get_embedding_dimension()
     head: Head = ModuleHead(after, "sentence_embedding")
-    normalised = ends_normalised(after)
+    normalized = ends_normalized(after)
     if model.truncate_dim is not None and model.truncate_dim < dim:
-        dim, normalised = model.truncate_dim, False
-        head = FirstColumns(head, dim, normalised)
+        dim, normalized = model.truncate_dim, False
+        head = FirstColumns(head, dim, normalized)
     reference = ModulesReference([transformer, pooling, *after], transformer.tokenizer, "sentence_embedding")
-    tasks = {"embed": Task(pooling_of(pooling), head, dim, normalised, reference)}
+    tasks = {"embed": Task(pooling_of(pooling), head, dim, normalized, reference)}
     obstacle = _obstacle_at_token_level(transformer, after)
     if obstacle is None:
         tasks["token_embed"] = _of_tokens(transformer, dense)
@@ -126,7 +126,7 @@ def pooling_of(pooling: Pooling) -> str:
     return CONCATENATED.join(names[mode] for mode in modes)
 
 
-def ends_normalised(modules: list[Any]) -> bool:
+def ends_normalized(modules: list[Any]) -> bool:
     """Whether nothing but Dropout, which does nothing here, follows the last Normalize."""
     that_count = [module for module in modules if not isinstance(module, Dropout)]
     return bool(that_count) and isinstance(that_count[-1], Normalize)
@@ -183,7 +183,7 @@ def load_late_interaction(path: str, files: CheckpointFiles, options: dict[str, 
         raise ModelLoadError(f"{path!r} has modules that are not supported: {', '.join(other)}")
     dense = [module for module in projection if isinstance(module, Dense)]
     dim = dense[-1].out_features if dense else transformer.get_embedding_dimension()
-    normalised = ends_normalised(projection)
+    normalized = ends_normalized(projection)
     mask = masks[-1] if masks else MultiVectorMask()
     tokenizer = transformer.tokenizer
     head = ModuleHead(projection, "token_embeddings")
@@ -200,7 +200,7 @@ def load_late_interaction(path: str, files: CheckpointFiles, options: dict[str, 
     parts = {
         "backbone": transformer.auto_model,
         "tokenizer": tokenizer,
-        "tasks": {"token_embed": Task("all", head, dim, normalised, reference)},
+        "tasks": {"token_embed": Task("all", head, dim, normalized, reference)},
         "score_task": "token_embed",
         "query": query,
         "document": RoleRules(
@@ -373,7 +373,7 @@ def load_sparse_encoder(path: str, options: dict[str, Any]) -> dict[str, Any]:
         head.look_up(static.weight, roles)
     reference = ModulesReference([transformer, pooling], transformer.tokenizer, "sentence_embedding")
     method = f"{pooling.pooling_strategy}-words"
-    task = Task(method, head, COLUMNS, normalised=False, reference=reference, words=head.num_words)
+    task = Task(method, head, COLUMNS, normalized=False, reference=reference, words=head.num_words)
     prompts = {name: prompt for name, prompt in model.prompts.items() if prompt}
     document = prompt_of_documents(path, model.prompts)
     of_text = prompts.get(model.default_prompt_name or "", "")
@@ -441,7 +441,7 @@ def _splade(path: str, modules: list[Any]) -> tuple[Any, SpladePooling]:
 def _check_static(path: str, static: Any, transformer: Any, head: MaskedWordsHead) -> None:
     """Raises ModelLoadError where tokens would be looked up by other ids than those that are read."""
     if static.tokenizer.get_vocab() != transformer.tokenizer.get_vocab():
-        raise ModelLoadError(f"{path!r} has another tokeniser for queries than for documents")
+        raise ModelLoadError(f"{path!r} has another tokenizer for queries than for documents")
     if len(static.weight) < len(transformer.tokenizer):
         raise ModelLoadError(
             f"{path!r} has {len(static.weight)} static weights for {len(transformer.tokenizer)} tokens; some "

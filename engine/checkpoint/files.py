@@ -157,7 +157,7 @@ def refuse_missing_module_settings(model: str, revision: str | None, files: Chec
             )
 
 
-# Files that hold a tokeniser's vocabulary; one of them is enough.
+# Files that hold a tokenizer's vocabulary; one of them is enough.
 VOCABULARIES = (
     "tokenizer.json",
     "vocab.txt",
@@ -175,7 +175,7 @@ VOCABULARIES = (
 
 
 def refuse_missing_tokenizer(model: str, revision: str | None, files: CheckpointFiles) -> None:
-    """Raises ModelLoadError if there is no tokeniser: transformers would make up an empty one, for which
+    """Raises ModelLoadError if there is no tokenizer: transformers would make up an empty one, for which
     every word is unknown."""
     folder = str(files.modules[0].get("path") or "") if files.modules else ""
     folders = dict.fromkeys(["", f"{folder}/" if folder else ""])
@@ -185,8 +185,8 @@ def refuse_missing_tokenizer(model: str, revision: str | None, files: Checkpoint
         _refuse_missing_sentencepiece(model, there)
         return
     raise ModelLoadError(
-        f"{model!r} has no tokeniser: none of {', '.join(VOCABULARIES[:4])} and the like is there; "
-        "save the tokeniser of the model that it was made from beside it"
+        f"{model!r} has no tokenizer: none of {', '.join(VOCABULARIES[:4])} and the like is there; "
+        "save the tokenizer of the model that it was made from beside it"
     )
 
 
@@ -369,7 +369,6 @@ def stay_offline() -> None:
 
 
 DIGESTS_FILE = "SHA256SUMS"
-_AT_ONCE = 1 << 20
 
 
 def write_digests(folder: Path) -> int:
@@ -405,11 +404,16 @@ def _is_hidden(path: Path, folder: Path) -> bool:
 
 
 def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while part := file.read(_AT_ONCE):
-            digest.update(part)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def local_folder(model: str, revision: str | None) -> Path | None:
+    """The folder of a checkpoint on this machine, or that of a GGUF file; None where there is none."""
+    if Path(model).exists():
+        return Path(model) if Path(model).is_dir() else Path(model).parent
+    found = find_file(model, "config.json", revision) or find_file(model, "modules.json", revision)
+    return None if found is None else found.parent
 
 
 # How a file begins that Git LFS has left in the place of another, and its greatest length.

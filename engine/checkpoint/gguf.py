@@ -102,7 +102,7 @@ class GgufFile:
         return f"GGUF: {', '.join(kinds)}"
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each tensor by its name, dequantised to float32. Raises ModelLoadError for a kind of blocks that
+        """Each tensor by its name, dequantized to float32. Raises ModelLoadError for a kind of blocks that
         is not proven."""
         from gguf.quants import dequantize
 
@@ -488,7 +488,7 @@ BESIDE = "tokenizer.json"
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 # In front of words that begin one, where BERT has "##" in front of those that do not.
 _WORD = "\u2581"
-# How Qwen's tokenisers part a text before their merges: published in their tokenizer.json.
+# How Qwen's tokenizers part a text before their merges: published in their tokenizer.json.
 _QWEN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -497,8 +497,8 @@ _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad
 
 
 def write_tokenizer(file: GgufFile, folder: Path, needs_end: bool) -> None:
-    """Writes a file's tokeniser into a folder. With `needs_end` it must be said whether a token ends texts.
-    Raises ModelLoadError where the tokeniser cannot be made without a tokenizer.json beside the file."""
+    """Writes a file's tokenizer into a folder. With `needs_end` it must be said whether a token ends texts.
+    Raises ModelLoadError where the tokenizer cannot be made without a tokenizer.json beside the file."""
     beside = file.path.parent / BESIDE
     if beside.is_file():
         tokenizer = Tokenizer.from_file(str(beside))
@@ -531,7 +531,7 @@ def _built(file: GgufFile, needs_end: bool) -> Tokenizer:
     model, way = file.get("tokenizer.ggml.model"), file.get("tokenizer.ggml.pre")
     build = _BUILDERS.get((model, way if model == "gpt2" else None))
     if build is None:
-        raise _to_be_put_beside(file, f"its tokeniser, {model!r} with {way!r}, is not made from a GGUF file")
+        raise _to_be_put_beside(file, f"its tokenizer, {model!r} with {way!r}, is not made from a GGUF file")
     ends = file.get("tokenizer.ggml.add_eos_token")
     if needs_end and ends is None and model == "gpt2":
         raise _to_be_put_beside(file, "it does not say whether a token ends texts, whose state is pooled")
@@ -577,7 +577,7 @@ def _qwen(file: GgufFile, kinds: Mapping[str, int]) -> Tokenizer:
 
 def _wordpiece(file: GgufFile, kinds: Mapping[str, int]) -> Tokenizer:
     """BERT's WordPiece. Whether letters are made small follows from the vocabulary, every token of which must
-    be what the tokeniser would make of it."""
+    be what the tokenizer would make of it."""
     vocabulary = {}
     for i, (token, kind) in enumerate(kinds.items()):
         if kind == _UNUSED:
@@ -594,7 +594,7 @@ def _wordpiece(file: GgufFile, kinds: Mapping[str, int]) -> Tokenizer:
     changed = [word for word in words if normalizer.normalize_str(word).strip() != word]
     if changed:
         raise _to_be_put_beside(
-            file, f"its vocabulary has {changed[0]!r}, which BERT's tokeniser never makes"
+            file, f"its vocabulary has {changed[0]!r}, which BERT's tokenizer never makes"
         )
     tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     tokenizer.normalizer = normalizer
@@ -608,7 +608,7 @@ def _wordpiece(file: GgufFile, kinds: Mapping[str, int]) -> Tokenizer:
     return tokenizer
 
 
-# By llama.cpp's name of the tokeniser, and of how it parts texts where that is not one way for all.
+# By llama.cpp's name of the tokenizer, and of how it parts texts where that is not one way for all.
 _BUILDERS: dict[tuple[Any, Any], Callable[[GgufFile, Mapping[str, int]], Tokenizer]] = {
     ("gpt2", "qwen2"): _qwen,
     ("bert", None): _wordpiece,
@@ -654,6 +654,6 @@ def _refuse_other_tokens(file: GgufFile, tokenizer: Tokenizer) -> None:
 
 def _to_be_put_beside(file: GgufFile, reason: str) -> ModelLoadError:
     return ModelLoadError(
-        f"{file.path} has no tokeniser that is proven right: {reason}; put the {BESIDE} and the "
+        f"{file.path} has no tokenizer that is proven right: {reason}; put the {BESIDE} and the "
         "tokenizer_config.json of the model that it was made from beside it"
     )

@@ -242,14 +242,14 @@ class TokenLogitsHead(torch.nn.Module):
 
 
 class FirstColumns:
-    """The first `dimensions` columns of another head's rows, normalised again if the rows were.
+    """The first `dimensions` columns of another head's rows, normalized again if the rows were.
 
     Source: matryoshka embeddings, Kusupati et al. 2022 (arXiv 2205.13147)."""
 
-    def __init__(self, head: Head, dimensions: int, normalised: bool) -> None:
+    def __init__(self, head: Head, dimensions: int, normalized: bool) -> None:
         self.inner = head
         self.dimensions = dimensions
-        self.normalised = normalised
+        self.normalized = normalized
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         return self.shorten(self.inner(rows))
@@ -257,7 +257,7 @@ class FirstColumns:
     def shorten(self, rows: torch.Tensor) -> torch.Tensor:
         """The first columns of the other head's rows."""
         first = rows[:, : self.dimensions]
-        return torch.nn.functional.normalize(first, dim=-1) if self.normalised else first
+        return torch.nn.functional.normalize(first, dim=-1) if self.normalized else first
 
     def __str__(self) -> str:
         return f"{self.inner} and the first columns"

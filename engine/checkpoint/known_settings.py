@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from maxsimd.engine.checkpoint.files import find_file
+from maxsimd.engine.checkpoint.files import local_folder
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.errors import ModelLoadError
 
@@ -382,7 +382,7 @@ def _files_with_known_keys(
 ) -> Iterator[tuple[str, Mapping[str, Any], Known]]:
     """The files of a checkpoint that are on this machine, each by its name: what it says, and its known
     keys."""
-    folder = _folder_of(model, revision)
+    folder = local_folder(model, revision)
     if folder is None:
         return
     yield from _files_of_base(folder, trust_remote_code)
@@ -437,15 +437,6 @@ def _joined(root: str, name: str) -> str:
 
 def _kind_of(entry: Mapping[str, Any]) -> str:
     return str(entry.get("type", "")).rpartition(".")[2]
-
-
-def _folder_of(model: str, revision: str | None) -> Path | None:
-    if Path(model).is_file():
-        return Path(model).parent
-    if Path(model).is_dir():
-        return Path(model)
-    found = find_file(model, "config.json", revision) or find_file(model, "modules.json", revision)
-    return None if found is None else found.parent
 
 
 def _read(path: Path) -> Any:

@@ -213,7 +213,7 @@ def token_id(tokenizer: Any, word: str, path: str) -> int:
     """The id of a word of an answer. Raises ModelLoadError where it is no token."""
     found = tokenizer.convert_tokens_to_ids(word)
     if found is None or found == tokenizer.unk_token_id:
-        raise ModelLoadError(f"the tokeniser of {path!r} has no token {word!r} to take the score from")
+        raise ModelLoadError(f"the tokenizer of {path!r} has no token {word!r} to take the score from")
     return int(found)
 
 
@@ -351,9 +351,9 @@ def _refuse_other_words(path: str, family: _Family, config: Any) -> None:
 
 
 def _trailing_ids(path: str, tokenizer: Any) -> tuple[int, ...]:
-    """The tokens that the tokeniser puts behind every text, which is </s>."""
+    """The tokens that the tokenizer puts behind every text, which is </s>."""
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]
     ids = tokenizer("a")["input_ids"]
     if ids[: len(plain)] != plain:
-        raise ModelLoadError(f"the tokeniser of {path!r} puts tokens before a text; T5's do not")
+        raise ModelLoadError(f"the tokenizer of {path!r} puts tokens before a text; T5's do not")
     return tuple(ids[len(plain) :])

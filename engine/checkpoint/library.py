@@ -208,7 +208,7 @@ def _complete_weights(files: CheckpointFiles, adapter: Adapter | None, model: to
     # LFM2.5-ColBERT and -Embedding differ in this, by their code; configs for later transformers say it.
     said = files.config.get("conv_zero_padding")
     leaves_out = said if isinstance(said, bool) else not (both_ways and is_late_interaction(files))
-    replace_short_convolutions(model, centred=both_ways, leaves_out_padding=leaves_out)
+    replace_short_convolutions(model, centered=both_ways, leaves_out_padding=leaves_out)
 
 
 def _load_parts(
@@ -255,7 +255,7 @@ def _complete(
     hold_in_memory([backbone, *heads, *of_vision])
     if getattr(parts["tokenizer"], "backend_tokenizer", None) is None:
         kind = type(parts["tokenizer"]).__name__
-        raise ModelLoadError(f"the tokeniser, a {kind}, is not a fast one; save a tokenizer.json beside it")
+        raise ModelLoadError(f"the tokenizer, a {kind}, is not a fast one; save a tokenizer.json beside it")
     offset = parts.pop("position_offset") if "position_offset" in parts else position_offset(backbone)
     longest = max_tokens(backbone.config, parts["tokenizer"], offset)
     if config.max_model_len is not None:
@@ -364,7 +364,7 @@ def refuse_unsupported(
     model: str, files: CheckpointFiles, score_type: ScoreType, trust_remote_code: bool
 ) -> None:
     """Raises ModelLoadError for an architecture that transformers does not have, for one that cannot be
-    scored with as asked, and for weights that are quantised."""
+    scored with as asked, and for weights that are quantized."""
     kind = files.config.get("model_type")
     if not files.config and files.modules:
         first = str(files.modules[0].get("type", "")).rsplit(".", 1)[-1]
@@ -400,7 +400,7 @@ def refuse_unsupported(
     read_apart = files.architecture in (LISTWISE, JINA_M0, "HF_ColBERT") or is_visual(files)
     if format_of(model, files) is not None and read_apart:
         raise ModelLoadError(
-            f"the weights of {model!r} are quantised, which is not carried out for a {files.architecture}; "
+            f"the weights of {model!r} are quantized, which is not carried out for a {files.architecture}; "
             "name the checkpoint that it was made from"
         )
     if kind == "reformer" and (not files.config.get("num_buckets") or files.config.get("hash_seed") is None):

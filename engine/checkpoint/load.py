@@ -248,7 +248,7 @@ def _shortened(tasks: Mapping[str, Task], dimensions: int) -> dict[str, Task]:
                     f"dimensions={dimensions} is more than the {tasks[name].dim} of embeddings"
                 )
             task = tasks[name]
-            head = FirstColumns(task.head, dimensions, task.normalised)
+            head = FirstColumns(task.head, dimensions, task.normalized)
             shortened[name] = replace(task, head=head, dim=dimensions)
     return shortened
 

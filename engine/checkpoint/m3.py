@@ -166,7 +166,7 @@ def _scored(
             return {"score_task": HYBRID_EMBED, "similarity": "hybrid"}
         case ScoreType.HYBRID:
             raise ModelLoadError(
-                f"{path!r} cannot be scored in a hybrid way: its dense vectors must be normalised first "
+                f"{path!r} cannot be scored in a hybrid way: its dense vectors must be normalized first "
                 "tokens, and as long as the vectors of its tokens"
             )
     return {}
@@ -175,7 +175,7 @@ def _scored(
 def _fits_hybrid(tasks: Mapping[str, Task], hidden: int) -> bool:
     dense = tasks["embed"]
     same = dense.dim == tasks["token_embed"].dim == hidden
-    return same and dense.pooling == "cls" and dense.normalised
+    return same and dense.pooling == "cls" and dense.normalized
 
 
 def _named(layers: set[str]) -> str:
@@ -264,7 +264,7 @@ class _WeightsReference(StatesReference):
     """Each token's greatest weight by ascending id, [entries, 1], plainly."""
 
     def __call__(self, sequence: TokenSequence) -> torch.Tensor:
-        weights = self._head(self._states(sequence))[:, 0]
+        weights: torch.Tensor = self._head(self._states(sequence))[:, 0]
         greatest: dict[int, torch.Tensor] = {}
         for own, weight in zip(sequence.tokens.ids.tolist(), weights, strict=True):
             token = own if self._head.words is None else int(self._head.words[own])
@@ -281,7 +281,7 @@ class _HybridReference(StatesReference):
 
     def __call__(self, sequence: TokenSequence) -> torch.Tensor:
         hidden = self._states(sequence)
-        made = self._head(hidden).clone()
+        made: torch.Tensor = self._head(hidden).clone()
         made[:1, :-1] = self._head.whole(hidden[:1])
         ids = sequence.tokens.ids.tolist()
         weights = torch.zeros(len(ids), device=made.device)

@@ -18,7 +18,7 @@ from maxsimd.pooling.dispatch import TokenPooling
 from maxsimd.pooling.methods import Head
 from maxsimd.scheduler.sequence import AnyTokens, TokenIds, Tokens
 
-# Tokenisers without a limit have a number of at least this size in its place.
+# Tokenizers without a limit have a number of at least this size in its place.
 _NO_LIMIT = 1_000_000
 # "Instruct: {task}\nQuery:", as E5-instruct and Qwen3-Embedding have it (Wang et al. 2023, arXiv 2401.00368).
 INSTRUCT = re.compile(r"(Instruct: ).*?(\n\s*Query: ?)$", re.DOTALL)
@@ -101,7 +101,7 @@ class RoleRules:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PairRules:
-    """How a cross-encoder's query and document are joined: by the tokeniser's own template for pairs, or by
+    """How a cross-encoder's query and document are joined: by the tokenizer's own template for pairs, or by
     `template`. A pair that is too long is cut by `truncation`, in the words of the tokenizers library."""
 
     truncation: Literal["longest_first", "only_first", "only_second"] = "longest_first"
@@ -142,7 +142,7 @@ class Task:
     pooling: str
     head: Head
     dim: int
-    normalised: bool
+    normalized: bool
     reference: Reference | None = None
     words: int | None = None
 
@@ -302,7 +302,7 @@ def _embeddings_beside_padding(backbone: torch.nn.Module) -> Any:
 
 
 def max_tokens(config: Any, tokenizer: Any, offset: int) -> int:
-    """The longest sequence, special tokens included, that both the model and its tokeniser take."""
+    """The longest sequence, special tokens included, that both the model and its tokenizer take."""
     positions = getattr(config, "max_position_embeddings", None)
     # Some configs have -1, or nothing, where positions are relative and unlimited.
     limits = [positions - offset] if isinstance(positions, int) else []

@@ -83,8 +83,8 @@ def format_of(model: str, files: CheckpointFiles) -> Format | None:
 
 def _not_read(model: str, method: str) -> ModelLoadError:
     return ModelLoadError(
-        f"the weights of {model!r} are quantised by {method}, which is not carried out here; name the "
-        'checkpoint that it was made from (quantization="int8" quantises that one)'
+        f"the weights of {model!r} are quantized by {method}, which is not carried out here; name the "
+        'checkpoint that it was made from (quantization="int8" quantizes that one)'
     )
 
 
@@ -171,7 +171,7 @@ _OF_ACTIVATIONS = ("input_scale", "input_zero_point")
 
 
 def quantized_weights(model: str, revision: str | None, files: CheckpointFiles) -> StoredWeights | None:
-    """The weights of a checkpoint whose config says that they are quantised; None for usual ones. Raises
+    """The weights of a checkpoint whose config says that they are quantized; None for usual ones. Raises
     ModelLoadError for a format that is not read."""
     found = format_of(model, files)
     if found is None:
@@ -190,15 +190,15 @@ def _read(model: str, revision: str | None, stored: Format) -> dict[str, torch.T
         read: dict[str, torch.Tensor] = {}
         used = {"weight", *_PARTS, *stored.endings} | (set(_OF_ACTIVATIONS) if stored.activations else set())
         for layer, parts in layers.items():
-            quantised = used.intersection(parts) if set(parts).intersection(stored.endings) else set()
-            if quantised:
+            quantized = used.intersection(parts) if set(parts).intersection(stored.endings) else set()
+            if quantized:
                 try:
                     read[f"{layer}.weight"] = _layer(
-                        {part: tensors[f"{layer}.{part}"]() for part in quantised}, stored
+                        {part: tensors[f"{layer}.{part}"]() for part in quantized}, stored
                     )
                 except ModelLoadError as error:
                     raise ModelLoadError(f"{layer}.weight of {model!r} {error}") from error
-            for part in set(parts) - quantised:
+            for part in set(parts) - quantized:
                 name = f"{layer}.{part}".removeprefix(".")
                 tensor = tensors[name]()
                 if not tensor.is_floating_point() or tensor.dtype.itemsize == 1:

@@ -152,7 +152,7 @@ class TaskRecipe(msgspec.Struct, frozen=True):
 
     pooling: str
     dim: int
-    normalised: bool
+    normalized: bool = msgspec.field(name="normalised")  # as earlier versions wrote it
     modules: tuple[ModuleRecipe, ...] | None
     columns: int | None = None
 
@@ -375,7 +375,7 @@ class _StoredTensors:
 
 def _task(task: Task, stored: _StoredTensors, module_folders: Sequence[tuple[str, str]]) -> TaskRecipe:
     if isinstance(task.head, ClassifierHead):
-        return TaskRecipe(task.pooling, task.dim, task.normalised, None)
+        return TaskRecipe(task.pooling, task.dim, task.normalized, None)
     head, columns = _whole_head(task)
     if type(head) is not ModuleHead or task.words is not None:
         raise UnfitError("its head is of another kind")
@@ -397,12 +397,12 @@ def _task(task: Task, stored: _StoredTensors, module_folders: Sequence[tuple[str
                 tensors={name: stored.place_of(name, tensor, within) for name, tensor in tensors.items()},
             )
         )
-    return TaskRecipe(task.pooling, task.dim, task.normalised, tuple(modules), columns)
+    return TaskRecipe(task.pooling, task.dim, task.normalized, tuple(modules), columns)
 
 
 def _whole_head(task: Task) -> tuple[Any, int | None]:
     """The head of a task, and how many of its columns the task has, if not all."""
-    if isinstance(task.head, FirstColumns) and not task.head.normalised:
+    if isinstance(task.head, FirstColumns) and not task.head.normalized:
         return task.head.inner, task.head.dimensions
     return task.head, None
 
@@ -514,7 +514,7 @@ def _assembled_task(
     if task.modules is None:
         head: Any = ClassifierHead(whole)
         reference: Reference = ClassifierReference(whole, tokenizer)
-        return Task(task.pooling, head, task.dim, task.normalised, reference)
+        return Task(task.pooling, head, task.dim, task.normalized, reference)
     modules = [_module(module, _under(tensors, f"{key}.{i}.")) for i, module in enumerate(task.modules)]
     feature = "token_embeddings" if task.pooling == "all" else "sentence_embedding"
     head = ModuleHead(modules, feature)
@@ -522,8 +522,8 @@ def _assembled_task(
         reference = HiddenStatesReference(whole, tokenizer, head)
     else:
         reference = PooledReference(whole, tokenizer, task.pooling, head)
-    made = head if task.columns is None else FirstColumns(head, task.columns, normalised=False)
-    return Task(task.pooling, made, task.dim, task.normalised, reference)
+    made = head if task.columns is None else FirstColumns(head, task.columns, normalized=False)
+    return Task(task.pooling, made, task.dim, task.normalized, reference)
 
 
 def _module(recipe: ModuleRecipe, tensors: Mapping[str, torch.Tensor]) -> nn.Module:
@@ -577,7 +577,7 @@ def _difference(made: LoadedModel, model: LoadedModel) -> str | None:
         return "its tasks would differ"
     for name, task in model.tasks.items():
         ours = made.tasks[name]
-        for attribute in ("pooling", "dim", "normalised", "words"):
+        for attribute in ("pooling", "dim", "normalized", "words"):
             if getattr(ours, attribute) != getattr(task, attribute):
                 return f"{attribute} of {name} would differ"
     return None

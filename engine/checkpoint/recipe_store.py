@@ -23,6 +23,7 @@ from maxsimd.engine.checkpoint.files import (
     CheckpointFiles,
     embedded_model_path,
     find_file,
+    local_folder,
     read_files,
 )
 from maxsimd.engine.checkpoint.recipe import Recipe
@@ -103,7 +104,7 @@ def source_of(config: EngineConfig) -> Source | None:
         raise
     if files.config.get("model_type") not in ENCODERS:
         return None
-    folder = _folder(path, config.revision)
+    folder = local_folder(path, config.revision)
     if folder is None:
         return None
     content = _content([folder], config, _IRRELEVANT)
@@ -145,11 +146,11 @@ def _texts_content(config: EngineConfig) -> str | None:
     path = config.model if config.model is not None else embedded_model_path()
     # A GGUF file begins with its tokenizer, and the files beside it say how it is used.
     beginnings = [Path(path)] if Path(path).is_file() else sorted(Path(path).glob("*.gguf"))
-    folders = [Path(path).parent if Path(path).is_file() else _folder(path, config.revision)]
+    folders = [local_folder(path, config.revision)]
     adapter = None if Path(path).is_file() else find_file(path, "adapter_config.json", config.revision)
     if adapter is not None:
         settings = json.loads(adapter.read_text(encoding="utf-8"))
-        folders.append(_folder(str(settings["base_model_name_or_path"]), settings.get("revision")))
+        folders.append(local_folder(str(settings["base_model_name_or_path"]), settings.get("revision")))
     found = [folder for folder in folders if folder is not None]
     # A file may stand among many others.
     names = BESIDE_A_FILE if Path(path).is_file() else None
@@ -238,14 +239,6 @@ SHIPPED = Path(__file__).with_name("embedded_recipes.json")
 @cache
 def _shipped() -> Shipped:
     return msgspec.json.decode(SHIPPED.read_bytes(), type=Shipped) if SHIPPED.exists() else Shipped()
-
-
-def _folder(path: str, revision: str | None) -> Path | None:
-    """The folder of a checkpoint on this machine."""
-    if Path(path).is_dir():
-        return Path(path)
-    found = find_file(path, "config.json", revision) or find_file(path, "modules.json", revision)
-    return None if found is None else found.parent
 
 
 def _module_folders(files: CheckpointFiles) -> tuple[tuple[str, str], ...]:

@@ -212,7 +212,7 @@ def _pooled(rows: torch.Tensor, positions: torch.Tensor, method: str) -> torch.T
 
 def inputs_of(sequence: TokenSequence, tokenizer: Any, model: Any) -> dict[str, torch.Tensor]:
     """The inputs that the library would make of a sequence: int64 [1, tokens] each, those that both the
-    tokeniser makes and the model takes."""
+    tokenizer makes and the model takes."""
     device = next(model.parameters()).device
     ids = torch.from_numpy(sequence.tokens.ids).long()[None]
     inputs = {"input_ids": ids}
@@ -238,7 +238,7 @@ def declares(model: Any, name: str) -> bool:
 
 
 def takes_type_ids(model: Any, tokenizer: Any) -> bool:
-    """Whether the model distinguishes the texts of a pair by token types: it takes them, and its tokeniser
+    """Whether the model distinguishes the texts of a pair by token types: it takes them, and its tokenizer
     makes them, or it needs those that a template gives."""
     made = "token_type_ids" in getattr(tokenizer, "model_input_names", ())
     return (made or getattr(model, "needs_type_ids", False)) and declares(model, "token_type_ids")

@@ -261,7 +261,7 @@ class _Score(torch.nn.Module):
 
 
 def _question(tokenizer: Any) -> ScoreTemplate:
-    """The card's template, between the special tokens that the tokeniser puts around a text."""
+    """The card's template, between the special tokens that the tokenizer puts around a text."""
     bare = tokenizer("a", add_special_tokens=False)["input_ids"]
     around = tokenizer("a")["input_ids"]
     first = next(i for i in range(len(around)) if around[i : i + len(bare)] == bare)
@@ -303,7 +303,7 @@ def load_listwise(path: str, options: dict[str, Any]) -> dict[str, Any]:
     )
     for marker in (_QUERY_MARKER, _DOCUMENT_MARKER):
         if tokenizer.convert_tokens_to_ids(marker) in (None, tokenizer.unk_token_id):
-            raise ModelLoadError(f"the tokeniser of {path!r} lacks the marker {marker}")
+            raise ModelLoadError(f"the tokenizer of {path!r} lacks the marker {marker}")
     dim = projection["2.weight"].shape[0]
     context = min(int(tokenizer.model_max_length), config.max_position_embeddings)
     return {

@@ -129,7 +129,7 @@ def with_limit(tokenizer: Any, *lengths: int | None) -> int | None:
 
 
 def follow_settings(path: str, revision: str | None, tokenizer: Any) -> None:
-    """Has a tokeniser of which the settings name code of its own end each text with the end-of-text token, if
+    """Has a tokenizer of which the settings name code of its own end each text with the end-of-text token, if
     the settings say so (gte-Qwen2): that code does it, and tokenizer.json says nothing of it.
 
     Raises ModelLoadError where it cannot be done."""
@@ -142,7 +142,7 @@ def follow_settings(path: str, revision: str | None, tokenizer: Any) -> None:
     tokenizer.add_eos_token = True
     if not _ends(tokenizer):
         raise ModelLoadError(
-            f"the tokeniser of {path!r} is to end texts with {tokenizer.eos_token!r}, which its class does "
+            f"the tokenizer of {path!r} is to end texts with {tokenizer.eos_token!r}, which its class does "
             "not do; save a tokenizer.json whose post-processor does"
         )
 

@@ -43,7 +43,7 @@ class WrittenPair:
 
 @dataclass(frozen=True, eq=False)
 class ScoreTemplate:
-    """Segments of Jinja, each rendered and tokenised by itself, as model cards put their inputs together.
+    """Segments of Jinja, each rendered and tokenized by itself, as model cards put their inputs together.
 
     A segment may name `query`, `document` and `instruction`, or go through `messages`, which have the roles
     system (the instruction), query and document, as sentence-transformers' chat templates for rerankers do.

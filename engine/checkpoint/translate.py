@@ -382,7 +382,7 @@ def write_modules_beside(source: Path, config: Config, folder: Path) -> None:
 
 
 def _check_mean(source: Path) -> None:
-    """Raises ModelLoadError for modules other than a transformer, a mean and normalisation."""
+    """Raises ModelLoadError for modules other than a transformer, a mean and normalization."""
     modules = json.loads((source / "modules.json").read_text(encoding="utf-8"))
     kinds = [str(module.get("type")).rsplit(".", 1)[-1] for module in modules]
     if kinds != ["Transformer", "Pooling", "Normalize"]:
@@ -410,7 +410,7 @@ def _projection(source: Path, config: Config) -> torch.Tensor:
 
 
 def write_modules(folder: Path, hidden: int, pooling: str, projection: torch.Tensor | None = None) -> None:
-    """Modules that pool, project (which is linear, so that it may come after the mean) and normalise."""
+    """Modules that pool, project (which is linear, so that it may come after the mean) and normalize."""
     kinds = {"": f"{_BASE}.transformer.Transformer", "read_Pooling": f"{_OF_EMBEDDINGS}.pooling.Pooling"}
     _write(folder / "read_Pooling" / "config.json", {"embedding_dimension": hidden, "pooling_mode": pooling})
     if projection is not None:

@@ -294,7 +294,7 @@ def _language_model(vlm: Any) -> Any:
 
 
 def _without_template(tokenizer: Any) -> Any:
-    """A copy of a tokeniser that adds no special tokens: the rules have them."""
+    """A copy of a tokenizer that adds no special tokens: the rules have them."""
     bare = copy.deepcopy(tokenizer)
     bare.backend_tokenizer.post_processor = TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
     return bare

@@ -30,7 +30,7 @@ class Scales:
 class ModelFacts:
     """A served model as plain data, for processes that do not run it.
 
-    `dims` has the number of columns of each task's items, and `normalised` names the tasks with unit vectors.
+    `dims` has the number of columns of each task's items, and `normalized` names the tasks with unit vectors.
     `max_tokens` is the longest sequence that can be run, `step_tokens` the budget of one step. `normalizes`
     says whether scores have bounds and can be normalised. `findings` say what was compared at load."""
 
@@ -38,7 +38,7 @@ class ModelFacts:
     score_type: ScoreType
     score_task: str
     dims: dict[str, int]
-    normalised: tuple[str, ...]
+    normalized: tuple[str, ...]
     embed_pooling: str | None
     labels: tuple[str, ...]
     max_tokens: int
@@ -74,7 +74,7 @@ def facts_of(loaded: DeviceModel, max_tokens: int) -> ModelFacts:
         score_type=model.score_type,
         score_task=model.score_task,
         dims={name: task.dim for name, task in model.tasks.items()},
-        normalised=tuple(name for name, task in model.tasks.items() if task.normalised),
+        normalized=tuple(name for name, task in model.tasks.items() if task.normalized),
         embed_pooling=model.tasks["embed"].pooling if "embed" in model.tasks else None,
         labels=model.labels,
         has_score=model.has_score,

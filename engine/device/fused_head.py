@@ -85,7 +85,7 @@ def _projection_of(head: Head, products: torch.dtype) -> Projection | None:
     """What a head projects by, with weights for `products`; None if it does anything else."""
     inner, columns, normalized = head, None, False
     if isinstance(head, FirstColumns):
-        inner, columns, normalized = head.inner, head.dimensions, head.normalised
+        inner, columns, normalized = head.inner, head.dimensions, head.normalized
     if not isinstance(inner, ModuleHead) or not inner.modules or not isinstance(inner.modules[0], Dense):
         return None
     dense, after = inner.modules[0], inner.modules[1:]

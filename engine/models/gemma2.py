@@ -1,5 +1,5 @@
 """Gemma2 with token compression (bge-reranker-v2.5-gemma2-lightweight): behind some layers the rows of the
-document become fewer, each the mean of its neighbours, and the layers that follow run the shorter sequence.
+document become fewer, each the mean of its neighbors, and the layers that follow run the shorter sequence.
 
 Source: the card of BAAI/bge-reranker-v2.5-gemma2-lightweight and FlagEmbedding's `CostWiseGemmaModel`.
 """
@@ -28,7 +28,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Groups:
-    """The neighbouring rows that become one: the `first` of each group, and its `size`, 0 for padding; int64
+    """The neighboring rows that become one: the `first` of each group, and its `size`, 0 for padding; int64
     [n, longest] each. No group has more than `most` rows."""
 
     first: torch.Tensor
@@ -70,7 +70,7 @@ class CompressingGemma2(Gemma2Model):
     The tokens of a document have type 1, all others 0. Of the states that come out only the last of each
     sequence is one, at the index of the sequence's last token; all others are zeros."""
 
-    # Told apart by whoever writes the pair, whatever the tokeniser makes.
+    # Told apart by whoever writes the pair, whatever the tokenizer makes.
     needs_type_ids = True
 
     def forward(

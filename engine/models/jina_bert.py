@@ -78,7 +78,7 @@ _Attended: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class JinaBertConfig(BertConfig):
-    """BERT's, with the kind of feed-forward layers, and whether queries and keys are normalised."""
+    """BERT's, with the kind of feed-forward layers, and whether queries and keys are normalized."""
 
     model_type = "jina_bert"
 

@@ -1,7 +1,7 @@
-"""LFM2's short convolutions: causal as transformers has them or centred, over sequences one behind the other
+"""LFM2's short convolutions: causal as transformers has them or centered, over sequences one behind the other
 in a row of tokens, of which none sees another's.
 
-Source: Liquid AI's LFM2 (transformers' `Lfm2ShortConv`); for centred ones LFM2.5-ColBERT-350M and
+Source: Liquid AI's LFM2 (transformers' `Lfm2ShortConv`); for centered ones LFM2.5-ColBERT-350M and
 LFM2.5-Embedding-350M, whose code convolves with `kernel // 2` zeros on either side."""
 
 from typing import TYPE_CHECKING, Any
@@ -18,16 +18,16 @@ _POSITIONS = "row_positions"
 class ShortConvolution(nn.Module):
     """Replaces an `Lfm2ShortConv`, whose weights it has, of a kernel of K taps.
 
-    With `centred` a token sees K // 2 tokens before and (K - 1) // 2 behind it, else K - 1 before it. Where
+    With `centered` a token sees K // 2 tokens before and (K - 1) // 2 behind it, else K - 1 before it. Where
     positions in packed rows are given, tokens see only those of their own sequence. With `leaves_out_padding`
     the states of tokens that are not attended to count as zero: padding, and what a query is expanded by."""
 
-    def __init__(self, original: "Lfm2ShortConv", centred: bool, leaves_out_padding: bool) -> None:
+    def __init__(self, original: "Lfm2ShortConv", centered: bool, leaves_out_padding: bool) -> None:
         super().__init__()
         self.conv, self.in_proj, self.out_proj = original.conv, original.in_proj, original.out_proj
         self.leaves_out_padding = leaves_out_padding
         taps = self.conv.kernel_size[0]
-        first = -(taps // 2) if centred else 1 - taps
+        first = -(taps // 2) if centered else 1 - taps
         self._offsets = range(first, first + taps)  # of the tokens that the taps are for
 
     def forward(
@@ -82,7 +82,7 @@ def _shift(offset: int) -> tuple[int, int]:
     return (max(-offset, 0), max(offset, 0))
 
 
-def replace_short_convolutions(model: nn.Module, centred: bool, leaves_out_padding: bool) -> None:
+def replace_short_convolutions(model: nn.Module, centered: bool, leaves_out_padding: bool) -> None:
     """Replaces the short convolutions of an LFM2; other models are left as they are."""
     from transformers import Lfm2Model
     from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
@@ -92,7 +92,7 @@ def replace_short_convolutions(model: nn.Module, centred: bool, leaves_out_paddi
         return
     for layer in backbone.layers:
         if isinstance(getattr(layer, "conv", None), Lfm2ShortConv):
-            layer.conv = ShortConvolution(layer.conv, centred, leaves_out_padding)
+            layer.conv = ShortConvolution(layer.conv, centered, leaves_out_padding)
     backbone.config.use_cache = False  # older sentence-transformers do not say so in each call
     backbone.register_forward_pre_hook(_with_row_positions, with_kwargs=True)
 

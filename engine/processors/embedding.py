@@ -168,7 +168,7 @@ class EmbeddingPlan(Plan):
 
     @property
     def _is_normalized(self) -> bool:
-        return self.model.tasks[self.task].normalised
+        return self.model.tasks[self.task].normalized
 
     def vectors(self, values: Values, dimensions: int | None) -> EmbedResult:
         """Makes one vector a text, or a chunk."""

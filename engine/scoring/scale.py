@@ -37,7 +37,7 @@ def has_bounds(model: LoadedModel) -> bool:
         return True
     if model.similarity in ("cosine", "sparse-cosine"):
         return True
-    return model.tasks[model.score_task].normalised and model.similarity not in ("euclidean", "manhattan")
+    return model.tasks[model.score_task].normalized and model.similarity not in ("euclidean", "manhattan")
 
 
 def score_scale(

@@ -195,7 +195,7 @@ async def _by_role(
 
 async def _embeddings(engine: Engine, queries: list[str], documents: list[str]) -> Asked:
     inputs, ours = await _by_role(engine, queries, documents, "embed", engine.embed)
-    return Asked(inputs, ours, lambda _, theirs: theirs, engine.model.tasks["embed"].normalised)
+    return Asked(inputs, ours, lambda _, theirs: theirs, engine.model.tasks["embed"].normalized)
 
 
 async def _tokens(engine: Engine, queries: list[str], documents: list[str]) -> Asked:
@@ -207,7 +207,7 @@ async def _tokens(engine: Engine, queries: list[str], documents: list[str]) -> A
         """Of bge-m3 vLLM gives no vector of the first token."""
         return theirs[np.array(asked.rows) - (len(asked.ids) - len(theirs))]
 
-    return Asked(inputs, ours, of_rows, engine.model.tasks["token_embed"].normalised)
+    return Asked(inputs, ours, of_rows, engine.model.tasks["token_embed"].normalized)
 
 
 async def _logits(engine: Engine, queries: list[str], documents: list[str]) -> Asked:

@@ -554,10 +554,10 @@ def _both_ways_lfm2(model: Any) -> None:
         if layer.is_attention_layer:
             layer.self_attn.is_causal = False
         else:
-            layer.conv.forward = _centred(layer.conv)
+            layer.conv.forward = _centered(layer.conv)
 
 
-def _centred(conv: modeling_lfm2.Lfm2ShortConv) -> Callable[..., torch.Tensor]:
+def _centered(conv: modeling_lfm2.Lfm2ShortConv) -> Callable[..., torch.Tensor]:
     def forward(hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         first, second, states = conv.in_proj(hidden_states).transpose(1, 2).chunk(3, dim=1)
         weight = conv.conv.weight

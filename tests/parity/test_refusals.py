@@ -283,7 +283,7 @@ def _weights(**said: Any) -> Edit:
 _QUANTIZED: list[Case] = [
     (_W8A8, edit, {}, message)
     for edit, message in [
-        *[(_quantized(quant_method=method), f"quantised by {method}, which is not carried out here; name the")
+        *[(_quantized(quant_method=method), f"quantized by {method}, which is not carried out here; name the")
           for method in ("gptq", "awq", "bitsandbytes", "mxfp4", "quark")],
         *[(_quantized(format=form), f"format '{form}'") for form in ("marlin-24", "nvfp4-pack-quantized")],
         (_quantized(sparsity_config={"format": "sparse-24-bitmask"}), r"weights \(sparse-24-bitmask\)"),
@@ -554,7 +554,7 @@ _GGUF: list[tuple[Build, str]] = [
     (partial(gguf_models.qwen3, **{"attention.causal": False}), "attends both ways"),
     (partial(gguf_models.qwen3, **{"attention.value_length": 64}), "another qwen3.attention.value"),
     (partial(gguf_models.qwen3, **{"tokenizer.ggml.pre": "llama-bpe"}),
-     "no tokeniser that is proven right: .*'llama-bpe'.*put the tokenizer.json"),
+     "no tokenizer that is proven right: .*'llama-bpe'.*put the tokenizer.json"),
     (partial(gguf_models.qwen3, **{"split.count": 2}), "join them with llama-gguf-split"),
     (partial(gguf_models.qwen3, kind="Q4_1"), "as Q4_1; name a version whose weights are F32, F16"),
     (partial(gguf_models.qwen3_embedding, **{"tokenizer.ggml.add_eos_token": None}),
@@ -749,7 +749,7 @@ def test_a_wrong_tensor_of_the_backbone_is_named(family: Family, damage: str, ch
 @families(_NAMED.values(), ONE_OF_EACH)
 def test_a_checkpoint_without_a_tokeniser_is_refused(family: Family, changed: Changed) -> None:
     path = changed(family.build, *(removed(f"**/{name}") for name in VOCABULARIES))
-    assert "has no tokeniser" in refusal(path, **family.settings)
+    assert "has no tokenizer" in refusal(path, **family.settings)
 
 
 _BEHIND = [

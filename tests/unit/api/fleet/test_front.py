@@ -66,7 +66,7 @@ _LONG = " and so on" * 300
 
 _FACTS = ModelFacts(
     name="stand-in", score_type=ScoreType.LATE_INTERACTION, score_task="token_embed", dims={"token_embed": 4},
-    normalised=("token_embed",), embed_pooling=None, labels=(), max_tokens=512, step_tokens=2_048,
+    normalized=("token_embed",), embed_pooling=None, labels=(), max_tokens=512, step_tokens=2_048,
     reads_pictures=False, scales=Scales(_SCALE, _SCALE, _SCALE), normalizes=True, device="cpu", kernels="",
     precision="float32", execution="packed", findings=(),
 )  # fmt: skip

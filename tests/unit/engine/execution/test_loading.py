@@ -116,7 +116,7 @@ _INDEX, _OF_LIBRARY = "model.safetensors.index.json", "config_sentence_transform
             {"model_type": "newer", "auto_map": {"AutoModel": "modeling.NewModel"}},
             r"(?s)(?=.*trust_remote_code=True)(?=.*'newer')(?=.*\*ForSequenceClassification)",
         ),
-        ("config.json", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised by gptq"),
+        ("config.json", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized by gptq"),
         ("config.json", "{", r"^config\.json of '.*' is not JSON: Expecting property name"),
         ("config.json", "[" * 100_000, r"^config\.json of '.*' is not JSON: maximum recursion depth"),
         ("config.json", "[1]", r"^config\.json of '.*' is no JSON object"),

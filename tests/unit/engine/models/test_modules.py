@@ -140,9 +140,9 @@ def _original(taps: int, bias: bool = False) -> Lfm2ShortConv:
 @settings(max_examples=25)
 @given(LENGTHS, st.integers(1, 5), st.booleans(), st.booleans())
 def test_sequences_in_a_row_are_apart(
-    lengths: list[tuple[int, int]], taps: int, centred: bool, bias: bool
+    lengths: list[tuple[int, int]], taps: int, centered: bool, bias: bool
 ) -> None:
-    convolution = ShortConvolution(_original(taps, bias), centred, leaves_out_padding=False)
+    convolution = ShortConvolution(_original(taps, bias), centered, leaves_out_padding=False)
     states = [torch.randn(1, count, HIDDEN) for count, _ in lengths]
     rows, positions = [], []
     for item, (count, padding) in zip(states, lengths, strict=True):
@@ -160,8 +160,8 @@ def test_sequences_in_a_row_are_apart(
 @torch.inference_mode()
 @settings(max_examples=25)
 @given(LENGTHS, st.integers(1, 5), st.booleans())
-def test_rows_leave_out_unattended_ends(lengths: list[tuple[int, int]], taps: int, centred: bool) -> None:
-    convolution = ShortConvolution(_original(taps), centred, leaves_out_padding=True)
+def test_rows_leave_out_unattended_ends(lengths: list[tuple[int, int]], taps: int, centered: bool) -> None:
+    convolution = ShortConvolution(_original(taps), centered, leaves_out_padding=True)
     states = [torch.randn(1, count + end, HIDDEN) for count, end in lengths]
     positions = torch.tensor([[i for count, end in lengths for i in range(count + end)]])
     attended = [(torch.arange(count + end) < count).long() for count, end in lengths]

@@ -148,7 +148,7 @@ def test_a_bi_encoder_scores_every_window_and_the_best_counts() -> None:
 def test_documents_that_cannot_be_read_have_errors_beside_the_scores_of_the_others() -> None:
     request = score_request(["w1"], ["w2", "\ud83d", "w3", "w2"], skip_unreadable=True, normalize=True)
     similar = {
-        "tasks": {"token_embed": Task("all", torch.nn.Identity(), 8, normalised=True)},
+        "tasks": {"token_embed": Task("all", torch.nn.Identity(), 8, normalized=True)},
         "similarity": "maxsim",
     }
     plan = processors(model(**similar)).scores.prepare(request, request_ids())

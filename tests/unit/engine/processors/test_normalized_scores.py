@@ -73,7 +73,7 @@ async def test_logits_and_dots_are_unbounded(
     assert score_scale(replace(model, activation=torch.nn.Identity())) == logit
     assert score_scale(replace(model, activation=torch.nn.Softplus())) == ScoreScale("softplus", 0.0, None)
     model = (await engines(EngineConfig(model=qwen3_embedding, dtype="float32"))).model
-    tasks = {name: replace(task, normalised=False) for name, task in model.tasks.items()}
+    tasks = {name: replace(task, normalized=False) for name, task in model.tasks.items()}
     for similarity in ("dot", "maxsim", "meanmaxsim"):
         unbounded = replace(model, tasks=tasks, similarity=similarity)
         assert score_scale(unbounded) == ScoreScale(similarity, None, None)
