@@ -1,4 +1,2 @@
-"""The outside: HTTP routes, wire types, the command line and the metrics page.
-
-Everything here speaks to the engine through its public methods.
-"""
+"""The outside: HTTP routes, wire types, the command line and the metrics page. It uses the engine's public
+methods."""

@@ -1,4 +1,4 @@
-"""The server's configuration, beside the engine's; the command line is generated from both."""
+"""The server's configuration. The command line is generated from it and from the engine's."""
 
 import math
 import re

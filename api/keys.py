@@ -1,8 +1,6 @@
-"""The API keys: where they are read from, whether a request has sent one, and whose it is.
-
-A file of keys is read again when it changes. Kept in memory are digests, which have one length, so that
-comparing them takes the same time for every guess.
-"""
+"""API keys: the file that has them, and the tenants that they belong to. Only digests stay in memory: they
+have one length, so that comparing them takes the same time for every guess. No message repeats a line of the
+file."""
 
 import hashlib
 import hmac

@@ -1,7 +1,7 @@
-"""Log lines for people or for machines. No text of any user is ever logged.
+"""Log lines for people or for machines. No text of any user is logged.
 
-The formatters are the last line of defence: whatever a message holds, an event is one line (tracebacks follow
-it, indented), and nothing in it can move a terminal's cursor or pass for another line.
+Whatever a message holds, its event is one line, with a traceback indented behind it. Nothing in it can move a
+terminal's cursor or pass for another line.
 """
 
 import json

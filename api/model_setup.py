@@ -1,4 +1,4 @@
-"""The models of a server as they are configured: by arguments, by `models` of a YAML file, or by a folder."""
+"""The models of a server as configured: by arguments, by `models` of a YAML file, or by a folder."""
 
 import dataclasses
 import json

@@ -1,5 +1,5 @@
-"""Several models as the one engine that a server lives around: they start and end together, and each may
-fail, be dropped and be loaded again without the others."""
+"""Several models behind one server, in place of one engine. Each may fail, be dropped and be loaded again
+without the others. A request goes to the model that it names, or to the first that suits it."""
 
 import asyncio
 import dataclasses
@@ -14,12 +14,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from maxsimd.api.answer import (
-    ApiError,
-    no_such_model,
-    quoted,
-    unavailable,
-)
+from maxsimd.api.answer import ApiError, no_such_model, quoted, unavailable
 from maxsimd.api.model_setup import Loadable, ModelSetup
 from maxsimd.api.options import in_flags
 from maxsimd.engine import EngineDeadError, EngineNotReadyError, ModelLoadError, QueueFullError
@@ -50,7 +45,7 @@ OK, LOADING, DROPPED, _FAILED = "ok", "loading", "dropped", "failed: "
 
 
 @dataclass(frozen=True, slots=True)
-class _Served:
+class _LoadedModel:
     """A model that was loaded, even if it has died since. `watch` waits for its death."""
 
     engine: "Engine"
@@ -82,7 +77,7 @@ class SeveralModels:
         self._loadable = loadable
         self._setups = {setup.name: setup for setup in setups}
         self._expected = set(self._setups)
-        self._served: dict[str, _Served] = {}
+        self._served: dict[str, _LoadedModel] = {}
         self._changes: dict[str, asyncio.Task[None]] = {}
         self._tenants: Mapping[str, Tenant] = {}
         self._is_started = False
@@ -285,7 +280,9 @@ class SeveralModels:
             before.watch.cancel()
         engine = self._engines[name]
         engine.set_tenants(self._tenants)
-        self._served[name] = _Served(engine, engine.facts, asyncio.create_task(self._watch(name, engine)))
+        self._served[name] = _LoadedModel(
+            engine, engine.facts, asyncio.create_task(self._watch(name, engine))
+        )
 
     async def _watch(self, name: str, engine: "Engine") -> None:
         await engine.until_dead()
@@ -303,7 +300,7 @@ class SeveralModels:
     def _ok(self) -> list[str]:
         return [name for name in self._served if self.engine(name) is not None]
 
-    def _first(self) -> _Served:
+    def _first(self) -> _LoadedModel:
         if self.death is not None:
             raise EngineDeadError(self.death)
         for name in self.names:

@@ -1,4 +1,4 @@
-"""Command-line options and their documentation, generated from configuration dataclasses."""
+"""Command-line options, generated from configuration dataclasses, and options from YAML files."""
 
 import dataclasses
 import functools

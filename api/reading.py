@@ -64,12 +64,7 @@ _OF_PICTURE = ("text", *_OF_CONTENT, *_PICTURES, *_OTHER_NAMES)
 _OF_VECTORS = ("embedding", "dtype", "shape", "scales", "id")
 _OF_SENTENCES = ("source_sentence", "sentences")
 
-_DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "int8": torch.int8,
-}
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "int8": torch.int8}
 # Numbers are read in parts of this many numbers or characters, because each part holds Python's lock. A
 # multiple of base64's four characters.
 _PART = 1 << 18

@@ -1,5 +1,4 @@
-"""One request from its arrival to its answer, and what surrounds every one of them: an id, the key, one shape
-of errors, timing, a log line and metrics. What a route does is in the files beside this one."""
+"""One request from its arrival to its answer: id, key, route, errors, timing, log line and metrics."""
 
 import functools
 import logging
@@ -203,8 +202,8 @@ class _Incoming:
     notes: RequestNotes
 
 
-async def _answer(state: ServerState, asked: _Incoming, request_id: str, sender: LineSender) -> Answer:
-    method, path, headers = asked.method, asked.path, asked.headers
+async def _answer(state: ServerState, incoming: _Incoming, request_id: str, sender: LineSender) -> Answer:
+    method, path, headers = incoming.method, incoming.path, incoming.headers
     try:
         async with state.in_flight():
             # Browsers send no key with this question.
@@ -212,14 +211,14 @@ async def _answer(state: ServerState, asked: _Incoming, request_id: str, sender:
             if preflight is not None:
                 return preflight
             tenant = "" if _is_open(method, path) else _tenant_of(state, headers)
-            asked.notes.tenant = tenant
+            incoming.notes.tenant = tenant
             work = _work_of(state, method, path, headers)
             refused = refusal(headers, state.max_body_bytes) if method == "POST" else None
             if refused is not None:
                 raise refused
             if method == "POST" and not _is_model_change(state, method, route_of(path)):
-                state = state.for_request(asked.notes, _model_in(path))
-            answer = await work(state, asked.body, tenant)
+                state = state.for_request(incoming.notes, _model_in(path))
+            answer = await work(state, incoming.body, tenant)
             if answer.lines is not None:
                 await sender.send(answer)
             return answer

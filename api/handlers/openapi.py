@@ -1,7 +1,4 @@
-"""What /openapi.json says: the routes with their bodies and answers, made of the wire types.
-
-Source of its form: the OpenAPI Specification 3.1.0.
-"""
+"""The page /openapi.json (OpenAPI 3.1.0): routes with their bodies and answers, made of the wire types."""
 
 import re
 from collections.abc import Collection, Iterable
@@ -84,10 +81,7 @@ def _operation(route: Route, schema_of: _Schemas, is_open: bool) -> Page:
         operation["responses"]["503"] = {**answer, "description": "not now"}
         operation["security"] = [{}]
     if route.kind is not None:
-        operation["requestBody"] = {
-            "required": True,
-            "content": {_JSON: {"schema": schema_of(route.kind)}},
-        }
+        operation["requestBody"] = {"required": True, "content": {_JSON: {"schema": schema_of(route.kind)}}}
     names = re.findall(r"{(\w+)}", route.path)
     if names:
         operation["parameters"] = [

@@ -1,4 +1,5 @@
-"""The routes for those who run a server: health, models, metrics."""
+"""The routes for people who run a server: health, models, metrics, the cache, and loading and dropping
+models."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -345,12 +345,7 @@ ROUTES = (
         wanted=Wanted.SPARSE_VECTORS,
     ),
     post_texts(
-        "/similarity",
-        TeiSimilarityRequest,
-        _sentences_of,
-        similarity,
-        list[float],
-        wanted=Wanted.VECTORS,
+        "/similarity", TeiSimilarityRequest, _sentences_of, similarity, list[float], wanted=Wanted.VECTORS
     ),
     post("/decode", TeiDecodeRequest, decode, list[str]),
     post_texts("/", Fields, lambda fields, most: None, _answer_by_model, *_BY_KIND, wanted=_wanted),

@@ -1,9 +1,5 @@
-"""The adapter between aiohttp and the handlers: their answers as aiohttp's responses.
-
-What aiohttp alone can do is done here: connections (one that a draining server answers on is closed), bodies
-that arrive in pieces, and cancelling the handler when its client goes away. What a second adapter would have
-to do again belongs to `handlers`.
-"""
+"""The adapter between aiohttp and the handlers, for what only a web server can do: bodies that arrive in
+pieces, connections that close while the server drains, and cancelling a handler when its client goes away."""
 
 import asyncio
 import uuid

@@ -1,9 +1,7 @@
-"""The connections of clients, and how long each may stay: for headers, for a body, for reading an answer, and
-for nothing. aiohttp speaks HTTP on them; what it does not limit is limited here.
-
-No limit applies while the server works on a request. Whatever ends a connection is counted; where a client
-can still be told, it is (408).
-"""
+"""Clients' connections: who is let in, how long each may stay, and which one makes room when there are too
+many. aiohttp speaks HTTP on them. Limits hold for headers, bodies, reading an answer and idling, not while
+the server works. Every connection that the server ends is counted, and clients that still listen get a 408 or
+503."""
 
 import asyncio
 import errno
@@ -30,14 +28,7 @@ from aiohttp.http_exceptions import BadHttpMethod, HttpProcessingError, LineTooL
 from aiohttp.streams import EMPTY_PAYLOAD, StreamReader
 from aiohttp.web_protocol import _ErrInfo
 
-from maxsimd.api.answer import (
-    Answer,
-    ApiError,
-    error_answer,
-    internal_error,
-    malformed,
-    too_many_connections,
-)
+from maxsimd.api.answer import Answer, ApiError, error_answer, internal_error, malformed, too_many_connections
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.http.sockets import BACKLOG
 from maxsimd.api.logs import SeldomLogger

@@ -1,5 +1,5 @@
-"""The sockets that a server listens on, and how many connections a process may have. Imports nothing heavy:
-whoever only starts others needs it too."""
+"""Listening sockets, TLS, and how many connections a process may have. Imports nothing heavy, for processes
+that only start others."""
 
 import resource
 import socket

@@ -1,5 +1,5 @@
-"""Where pictures may come from beside requests' own bodies: named hosts, and files in a folder. By default
-from nowhere."""
+"""Pictures that requests name by URL: from named hosts and from files in a folder, by default from
+nowhere."""
 
 import asyncio
 import os
@@ -12,14 +12,7 @@ from urllib.parse import unquote, urlsplit
 
 from maxsimd.api.config import ServerConfig, SetupError
 from maxsimd.engine import InvalidRequestError
-from maxsimd.engine.media import (
-    Content,
-    MissingPicture,
-    PictureError,
-    PictureFile,
-    PictureLimits,
-    PictureUrl,
-)
+from maxsimd.engine.media import Content, MissingPicture, PictureError, PictureFile, PictureLimits, PictureUrl
 
 if TYPE_CHECKING:
     from maxsimd.api.media.fetching import MediaFetcher

@@ -1,4 +1,5 @@
-"""Fetches pictures from hosts that the operator has named. Where none is named, nothing is fetched."""
+"""Fetches pictures from hosts that the operator has named, and only from public addresses unless they are
+named: no client reaches through the server what only the server can reach."""
 
 import asyncio
 import ipaddress

@@ -1,7 +1,7 @@
 """maxsimd: relevance scores for queries and documents, by an async engine and a server.
 
-What it has is imported when it is first asked for, so that `import maxsimd` is quick and loads neither torch
-nor a model library.
+Names are imported when they are first used, so that `import maxsimd` is quick and loads neither torch nor a
+model library.
 """
 
 from importlib import import_module

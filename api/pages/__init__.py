@@ -1,4 +1,4 @@
-"""The pages that people open in a browser: static, each in one piece, with nothing from anywhere else."""
+"""Pages for browsers. Each is one file, with its style and script inside; no others may run."""
 
 import base64
 import hashlib
