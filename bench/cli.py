@@ -30,9 +30,11 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _number(name: str, default: float, help: str | None = None) -> Callable[[F], F]:
-    """An option whose type is its default's."""
-    return click.option(name, type=type(default), default=default, show_default=True, help=help)
+def _number(name: str, default: Any, help: str | None = None, **more: Any) -> Callable[[F], F]:
+    """An option whose type is its default's, if `more` names no other."""
+    return click.option(
+        name, default=default, show_default=True, help=help, **{"type": type(default), **more}
+    )
 
 
 def _choice(name: str, choices: Iterable[str], default: str, help: str | None = None) -> Callable[[F], F]:
@@ -58,6 +60,8 @@ _precision = functools.partial(_choice, "--dtype", ("bfloat16", "float32"))
 _quantization = _choice("--quantization", ("none", "int8"), "none")
 
 
+_AUTO_HELP = "auto: float32, and bfloat16 where the processor multiplies it natively."
+_COMMAND_HELP = "serve measures a server; rerank times the ranking of 100 lines."
 _DATASET_HELP = "Random words, or real English with known answers."
 _CACHE_HELP = "Whether documents that were sent before may come from the cache."
 
@@ -315,12 +319,7 @@ def bench_single(model: str | None, rounds: int, other: Path | None, **settings:
 )
 @_number("--layers", 12, "Layers of the model.")
 @_rounds(3)
-@_choice(
-    "--dtype",
-    ("auto", "bfloat16", "float32"),
-    "auto",
-    "auto: float32, and bfloat16 where the processor multiplies it natively.",
-)
+@_choice("--dtype", ("auto", "bfloat16", "float32"), "auto", _AUTO_HELP)
 @_quantization
 @_json
 def bench_packed(
@@ -492,12 +491,7 @@ def bench_files(documents: int, rounds: int) -> _Measured:
     type=click.Path(exists=True, file_okay=False, resolve_path=True),
     help="Folder of a model; repeatable. By default the embedded model.",
 )
-@_choice(
-    "--command",
-    ("serve", "rerank"),
-    "serve",
-    "serve measures a server; rerank times the ranking of 100 lines.",
-)
+@_choice("--command", ("serve", "rerank"), "serve", _COMMAND_HELP)
 @click.option(
     "--documents",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -505,20 +499,12 @@ def bench_files(documents: int, rounds: int) -> _Measured:
 )
 @_rounds(5, "Starts of each; medians count.")
 @click.option("--first", is_flag=True, help="Measure first starts: none finds what earlier ones have kept.")
-def bench_startup(
-    other: Path | None,
-    models: tuple[str, ...],
-    command: str,
-    documents: Path | None,
-    rounds: int,
-    first: bool,
-) -> _Measured:
+def bench_startup(first: bool, **values: Any) -> _Measured:
     """Start, memory and lone requests of a server, or the time of rerank; run it in a checkout."""
     from maxsimd.bench.startup import measure_startup
 
-    figures = measure_startup(Path.cwd(), other, rounds, models, command, documents, first)
-    settings = {"command": command, "models": list(models), "rounds": rounds, "first": first}
-    return settings, figures
+    settings = {name: values[name] for name in ("command", "models", "rounds")}
+    return settings | {"first": first}, measure_startup(Path.cwd(), is_first=first, **values)
 
 
 @_benchmark("pages", run_and_clean_up)
@@ -600,17 +586,10 @@ def bench_beside_batches(json_file: str | None) -> None:
 
 
 @bench.command("fleet")
-@click.option(
-    "--members",
-    type=click.IntRange(min=1),
-    multiple=True,
-    default=(1, 10, 100, 1_000),
-    show_default=True,
-    help="Engines; repeatable.",
-)
+@_number("--members", (1, 10, 100, 1_000), "Engines; repeatable.", type=click.IntRange(min=1), multiple=True)
 @_number("--requests", 40, "Requests that count, an engine.")
 @_number("--zipf", 1.0, "How uneven documents are asked for.")
-@click.option("--cell-size", type=click.IntRange(min=1), default=8, show_default=True)
+@_number("--cell-size", 8, type=click.IntRange(min=1))
 @_number("--busy", 0.6, "Share of the time engines work.")
 @click.option("--sweep", "sweeps", is_flag=True, help="Also 100 engines where one thing differs.")
 @_json
@@ -618,22 +597,19 @@ def bench_beside_batches(json_file: str | None) -> None:
 def bench_fleet(
     members: tuple[int, ...],
     requests: int,
-    zipf: float,
-    cell_size: int,
-    busy: float,
     sweeps: bool,
     json_file: str | None,
     plot_file: str | None,
+    **shape: Any,
 ) -> None:
     """Requests of 100 documents over fleets of engines that are not there, planned by the real code:
     documents at their owners, and anywhere; what moves when an engine comes or goes."""
     from maxsimd.bench import fleet
 
-    shape = fleet.FleetShape(1, cell_size=cell_size, zipf=zipf, busy=busy)
     figures: Figures = {
-        "fleets": fleet.compare_fleets(shape, members, requests),
-        "moves": fleet.compare_moves(members, cell_size),
-        "moves_of_growth": fleet.moves_of_growth(fleet.GROWN, cell_size),
+        "fleets": fleet.compare_fleets(fleet.FleetShape(1, **shape), members, requests),
+        "moves": fleet.compare_moves(members, shape["cell_size"]),
+        "moves_of_growth": fleet.moves_of_growth(fleet.GROWN, shape["cell_size"]),
     }
     if sweeps:
         figures["sweep"] = fleet.sweep(requests)
@@ -723,18 +699,9 @@ def bench_cluster_hits(seed: int) -> _Measured:
     "--vllm", "vllm_executable", type=click.Path(exists=True), help="The command vllm of its environment."
 )
 @click.option("--before", type=click.Path(exists=True), help="The command maxsimd of another version.")
-@click.option(
-    "--threads", type=int, default=os.cpu_count(), show_default=True, help="Cores that vLLM is given."
-)
+@_number("--threads", os.cpu_count() or 1, "Cores that vLLM is given.")
 @_out
-def bench_peers(
-    only: tuple[str, ...],
-    rounds: int,
-    vllm_executable: str | None,
-    before: str | None,
-    threads: int,
-    out: str | None,
-) -> None:
+def bench_peers(only: tuple[str, ...], out: str | None, **settings: Any) -> None:
     """This server beside vLLM, sentence-transformers and maxsim-cpu, given the same, in turns.
 
     sentence-transformers is always there. For maxsim-cpu: pip install --no-deps maxsim-cpu. For plots: pip
@@ -748,8 +715,7 @@ def bench_peers(
     from maxsimd.bench import peers
     from maxsimd.bench.plots import draw
 
-    wanted = frozenset(only or EXPERIMENTS)
-    results = run_and_clean_up(peers.run_peers(wanted, rounds, vllm_executable, threads, before))
+    results = run_and_clean_up(peers.run_peers(frozenset(only or EXPERIMENTS), **settings))
     click.echo(peers.markdown(results))
     if out is None:
         return
