@@ -89,9 +89,9 @@ class Picture:
 
 
 _LOADED = Path("/proc/self/maps")
-# The version of libwebp's interface for reading (src/webp/decode.h): of another one nothing is told.
+# The only supported version of libwebp's decoding interface (src/webp/decode.h).
 _INTERFACE = 0x0209
-# Where a file's first part begins, after "RIFF", its length and "WEBP", and how long a part's head is.
+# The first part begins after "RIFF", the length and "WEBP"; each part has a head.
 _PARTS, _HEAD = 12, 8
 
 
@@ -416,7 +416,7 @@ _DATA_URL_HEAD = re.compile(
     r"data:(?P<kind>[\w.+/-]*)(?:;[\w.+-]+=[^;,]*)*(?P<base64>;base64)?,", re.IGNORECASE
 )
 _LONGEST_PREFIX = 256
-# Characters that are decoded in one go, within a millisecond or so; a multiple of 4.
+# Characters decoded at once, within about a millisecond: a multiple of 4.
 _PIECE = 512 * 1024
 _SPACE = str.maketrans("", "", " \t\r\n")
 
@@ -598,7 +598,6 @@ class PillowPicture:
         return id(self.image)
 
 
-# A picture, in whichever form it came.
 AnyPicture: TypeAlias = (
     Picture | PictureFile | PictureAt | PdfPage | EncodedPicture | PictureUrl | MissingPicture | PillowPicture
 )

@@ -21,8 +21,8 @@ from maxsimd.engine.processors.processor import (
 from maxsimd.engine.requests import ClassifyResult, EmbedRequest, ScoreRequest, Values
 from maxsimd.pooling.methods import Head
 
-# Rows that an activation is applied to at a time. torch computes whole vectors of numbers in one way and the
-# rest in another, which may differ in the last bit. With this number of rows there is no rest.
+# An activation gets this many rows at a time: torch computes an incomplete vector of numbers in another way,
+# which may differ in the last bit.
 _ROWS = 64
 
 
@@ -94,7 +94,6 @@ def activate(logits: NDArray[np.float32], activation: Head) -> NDArray[np.float3
     """Applies an activation to logits [n, labels]. A row's bits do not depend on other rows."""
     filled = np.zeros((len(logits) + -len(logits) % _ROWS, logits.shape[1]), dtype=np.float32)
     filled[: len(logits)] = logits
-    # Without rows there is one part, which is empty.
     parts: Sequence[torch.Tensor] = [
         torch.from_numpy(filled[i : i + _ROWS]) for i in range(0, max(1, len(filled)), _ROWS)
     ]

@@ -40,7 +40,7 @@ from maxsimd.scheduler.sequence import TokenIds
 
 # Fewer tokens are run again rather than shared.
 SHORTEST_PREFIX = 8
-# An error names no more of a model's labels.
+# The most labels that an error names.
 _NAMED_LABELS = 4
 
 
@@ -324,7 +324,7 @@ def _shared_prefixes(
     for positions in positions_of.values():
         tokens, prefix = windows[positions[0]]
         own = sum(len(windows[i][0]) for i in positions) - len(positions) * len(prefix)
-        # Steps with pictures are never replayed, so sharing costs them nothing.
+        # Steps with pictures are never replayed, so sharing is free.
         has_pictures = any(windows[i][0].images for i in positions)
         if not has_pictures and not sharing.is_worth(len(prefix), len(positions), own):
             continue

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 import torch
@@ -27,97 +27,10 @@ from maxsimd.pooling.query_rows import QueryRows
 from maxsimd.pooling.vectors import Vectors
 from maxsimd.scheduler import Tokens
 
-# Documents that are checked before smaller work gets its turn.
+# Documents checked before smaller work gets its turn.
 _AT_ONCE = 64
 # Products of two rows up to this are finite in every precision.
 _USUAL = torch.finfo(torch.float16).max
-
-
-class GivenVectors:
-    """Checks embeddings for one model, of at most `most` vectors each. Raises InvalidRequestError."""
-
-    def __init__(self, model: LoadedModel, most: int | None) -> None:
-        self._model = model
-        self._most = most
-
-    def documents(self, given: Mapping[int, Vectors]) -> Iterator[tuple[int, CachedEmbedding]]:
-        """Yields documents by their index, to be scored as if they were cached."""
-        left = iter(given.items())
-        while part := dict(islice(left, _AT_ONCE)):
-            yield_to_smaller()
-            rows = [self._as_rows(vectors, "documents", index) for index, vectors in part.items()]
-            _check_finite([values for values, _ in rows], "documents", [*part])
-            for index, (values, scales) in zip(part, rows, strict=True):
-                yield index, CachedEmbedding(values, scales, tokens=0, truncated=False)
-
-    def query(self, vectors: Vectors, index: int) -> torch.Tensor:
-        """Returns a query's rows [tokens, dim], without scales."""
-        if isinstance(vectors, QueryRows) and vectors.fingerprint != self._model.fingerprint:
-            what = "was encoded by another model than this one; encode it here, or give its text"
-            raise _wrong("queries", index, what)
-        rows, scales = self._as_rows(vectors, "queries", index)
-        if len(rows):
-            _check_finite([rows], "queries", [index])
-        return rows if scales is None else rows * scales[:, None]
-
-    def _as_rows(self, vectors: Vectors, param: str, index: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        try:
-            if self._model.items_have_ids and not isinstance(vectors, QueryRows):
-                raise ValueError("cannot be scored as a vector by this model; give its text")
-            rows, scales = vectors.as_rows(self._model.tasks[self._model.score_task].dim)
-            if self._model.score_task == "embed" and len(rows) > 1:
-                raise ValueError(f"has {len(rows)} vectors, but with this model a text has one")
-            if self._most is not None and len(rows) > self._most:
-                raise ValueError(
-                    f"has {len(rows)} vectors, and at most {self._most} are taken; send it in parts, or "
-                    "raise max_vectors"
-                )
-        except ValueError as error:
-            raise _wrong(param, index, error) from None
-        return rows, scales
-
-
-def overflow_error(
-    request: ScoreRequest, document: int, largest_of_queries: Mapping[int, float]
-) -> InvalidRequestError | None:
-    """Returns the error for the embedding that makes a document's score infinite or NaN; None if no embedding
-    was sent or the numbers are too small for that.
-
-    `largest_of_queries` has the largest number of each query that was sent."""
-    query = request.query_of(document)
-    largest: dict[tuple[str, int], float] = {}
-    dim = 0
-    if isinstance(given := request.documents[document], Vectors):
-        largest["documents", document], dim = given.largest, np.shape(given.values)[-1]
-    if isinstance(given := request.queries[query], Vectors):
-        largest["queries", query], dim = largest_of_queries.get(query, 0.0), np.shape(given.values)[-1]
-    # The vectors of a text are taken to have numbers of at most 1.
-    if dim * math.prod(largest.values()) <= _USUAL:
-        return None
-    param, index = name = max(largest, key=lambda each: largest[each])
-    what = f"has numbers up to {largest[name]:.3g}, so that a score is not finite; normalize it"
-    return _wrong(param, index, what)
-
-
-def _check_finite(arrays: Sequence[torch.Tensor], param: str, indexes: Sequence[int]) -> None:
-    positions = [position for position, array in enumerate(arrays) if array.dtype != torch.int8]
-    floats = [arrays[position] for position in positions]
-    found = first_not_finite(floats) if kernels.is_available() else _first_not_finite(floats)
-    if found is not None:
-        raise _wrong(param, indexes[positions[found]], "has a number that is NaN or infinite")
-
-
-def _first_not_finite(arrays: Sequence[torch.Tensor]) -> int | None:
-    """The same in plain torch: a NaN is both the least and the greatest."""
-    for i, array in enumerate(arrays):
-        if not all(math.isfinite(each) for each in torch.aminmax(array)):
-            return i
-    return None
-
-
-def _wrong(param: str, index: int, what: object) -> InvalidRequestError:
-    name = InputName(param, index)
-    return InvalidRequestError(f"{name} {what}", name.param)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,15 +50,12 @@ class DocumentInCache(_Document):
     `windows` through which it was read."""
 
     embedding: CachedEmbedding
+    # How often it uses its query's embedding.
+    num_consumers: ClassVar[int] = 1
 
     @property
     def truncated(self) -> bool:
         return self.embedding.truncated
-
-    @property
-    def num_consumers(self) -> int:
-        """How often it uses its query's embedding."""
-        return 1
 
     @property
     def tokens(self) -> int:
@@ -174,6 +84,7 @@ class DocumentToRun(_Document):
     """A document for query `query` to run through its `windows` and cache under `cache_key`, if any."""
 
     cache_key: bytes | None
+    is_cached: ClassVar[bool] = False
 
     @property
     def truncated(self) -> bool:
@@ -187,10 +98,6 @@ class DocumentToRun(_Document):
     @property
     def tokens(self) -> int:
         return sum([len(window.tokens) for window in self.windows])
-
-    @property
-    def is_cached(self) -> bool:
-        return False
 
     @property
     def num_rows(self) -> int:
@@ -295,7 +202,7 @@ class CacheLookup:
         self._cache.drop(keys.as_requested)
         return keys
 
-    # The words and signatures that follow are part of the keys of caches on disk.
+    # The strings below are part of the keys of caches on disk.
 
     def _plain_key(self, text: str) -> bytes:
         return self._cache.key(text, "as it is" + self._owned)
@@ -330,7 +237,11 @@ class DocumentReader:
     `lookup` is None if no cache is in use, and `pages` if the model reads only text."""
 
     def __init__(
-        self, builder: TextBuilder, lookup: CacheLookup | None, given: GivenVectors, pages: PageBuilder | None
+        self,
+        builder: TextBuilder,
+        lookup: CacheLookup | None,
+        given: "GivenVectors",
+        pages: PageBuilder | None,
     ) -> None:
         self.builder = builder
         self._lookup = lookup
@@ -378,7 +289,7 @@ class DocumentReader:
             else:
                 num_tokens += sum([len(window.tokens) for window in windows])
                 if len(windows) > 1:
-                    # Through windows a document has many times its own tokens.
+                    # Windows multiply a document's tokens.
                     ids.check_tokens(num_tokens)
                 different.append(DocumentToRun(query, windows, self._cache_key(entry, windows)))
         return Documents(different, position_of, firsts)
@@ -398,7 +309,7 @@ class DocumentReader:
             for (i, _), page in zip(contents, pages, strict=True):
                 found[i] = page
                 if isinstance(page, _NewPage):
-                    # Few bytes may be many pages: before all are read, too many are refused.
+                    # A few bytes may be many pages, so refuse too many before all are read.
                     num_tokens += len(page.built.tokens)
                     ids.check_tokens(num_tokens)
         return {i: found[i] for i in documents}
@@ -420,3 +331,90 @@ class DocumentReader:
         if self._lookup is None or not isinstance(keys, CacheKeys):
             return None
         return self._lookup.key_for(keys, windows)
+
+
+class GivenVectors:
+    """Checks embeddings for one model, of at most `most` vectors each. Raises InvalidRequestError."""
+
+    def __init__(self, model: LoadedModel, most: int | None) -> None:
+        self._model = model
+        self._most = most
+
+    def documents(self, given: Mapping[int, Vectors]) -> Iterator[tuple[int, CachedEmbedding]]:
+        """Yields documents by their index, to be scored as if they were cached."""
+        left = iter(given.items())
+        while part := dict(islice(left, _AT_ONCE)):
+            yield_to_smaller()
+            rows = [self._as_rows(vectors, "documents", index) for index, vectors in part.items()]
+            _check_finite([values for values, _ in rows], "documents", [*part])
+            for index, (values, scales) in zip(part, rows, strict=True):
+                yield index, CachedEmbedding(values, scales, tokens=0, truncated=False)
+
+    def query(self, vectors: Vectors, index: int) -> torch.Tensor:
+        """Returns a query's rows [tokens, dim], without scales."""
+        if isinstance(vectors, QueryRows) and vectors.fingerprint != self._model.fingerprint:
+            what = "was encoded by another model than this one; encode it here, or give its text"
+            raise _wrong("queries", index, what)
+        rows, scales = self._as_rows(vectors, "queries", index)
+        if len(rows):
+            _check_finite([rows], "queries", [index])
+        return rows if scales is None else rows * scales[:, None]
+
+    def _as_rows(self, vectors: Vectors, param: str, index: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        try:
+            if self._model.items_have_ids and not isinstance(vectors, QueryRows):
+                raise ValueError("cannot be scored as a vector by this model; give its text")
+            rows, scales = vectors.as_rows(self._model.tasks[self._model.score_task].dim)
+            if self._model.score_task == "embed" and len(rows) > 1:
+                raise ValueError(f"has {len(rows)} vectors, but with this model a text has one")
+            if self._most is not None and len(rows) > self._most:
+                raise ValueError(
+                    f"has {len(rows)} vectors, and at most {self._most} are taken; send it in parts, or "
+                    "raise max_vectors"
+                )
+        except ValueError as error:
+            raise _wrong(param, index, error) from None
+        return rows, scales
+
+
+def overflow_error(
+    request: ScoreRequest, document: int, largest_of_queries: Mapping[int, float]
+) -> InvalidRequestError | None:
+    """Returns the error for the embedding that makes a document's score infinite or NaN; None if no embedding
+    was sent or the numbers are too small for that.
+
+    `largest_of_queries` has the largest number of each query that was sent."""
+    query = request.query_of(document)
+    largest: dict[tuple[str, int], float] = {}
+    dim = 0
+    if isinstance(given := request.documents[document], Vectors):
+        largest["documents", document], dim = given.largest, np.shape(given.values)[-1]
+    if isinstance(given := request.queries[query], Vectors):
+        largest["queries", query], dim = largest_of_queries.get(query, 0.0), np.shape(given.values)[-1]
+    # Assume numbers of at most 1 in the vectors of a text.
+    if dim * math.prod(largest.values()) <= _USUAL:
+        return None
+    param, index = name = max(largest, key=lambda each: largest[each])
+    what = f"has numbers up to {largest[name]:.3g}, so that a score is not finite; normalize it"
+    return _wrong(param, index, what)
+
+
+def _check_finite(arrays: Sequence[torch.Tensor], param: str, indexes: Sequence[int]) -> None:
+    positions = [position for position, array in enumerate(arrays) if array.dtype != torch.int8]
+    floats = [arrays[position] for position in positions]
+    found = first_not_finite(floats) if kernels.is_available() else _first_not_finite(floats)
+    if found is not None:
+        raise _wrong(param, indexes[positions[found]], "has a number that is NaN or infinite")
+
+
+def _first_not_finite(arrays: Sequence[torch.Tensor]) -> int | None:
+    """The same in plain torch: a NaN is both the least and the greatest."""
+    for i, array in enumerate(arrays):
+        if not all(math.isfinite(each) for each in torch.aminmax(array)):
+            return i
+    return None
+
+
+def _wrong(param: str, index: int, what: object) -> InvalidRequestError:
+    name = InputName(param, index)
+    return InvalidRequestError(f"{name} {what}", name.param)

@@ -59,14 +59,14 @@ from maxsimd.pooling.query_rows import QueryRows
 from maxsimd.pooling.vectors import Vectors
 from maxsimd.scheduler import CachedBatch, DocumentPayload, Explained, Role, TokenSequence, Window
 
-# Writing one match of an explanation takes as long as reading this many characters.
+# Writing one match takes as long as reading this many characters.
 _CHARACTERS_PER_MATCH = 64
 
-# Matches that may be noted for all documents of a request, in each of their windows; a few bytes each.
+# The most matches in all windows of a request's documents; a few bytes each.
 MOST_NOTED = 2_000_000
-# Numbers in the maps of all documents of a request.
+# The most numbers in the maps of a request's documents.
 MOST_MAPPED = 2_000_000
-# No more characters of a token are shown: some tokenizers make one of any long word. Its span has all.
+# The most characters shown of a token: some tokenizers make one of any long word. Its span has all.
 _MOST_SHOWN = 100
 
 
@@ -78,12 +78,12 @@ class BatchLimits:
     documents: int
 
 
-# The first row of a part of a query, the one after its last or None, and how many it has; None for all rows.
+# A part of a query's rows as (start, stop or None, number of rows); None for all rows.
 Part: TypeAlias = tuple[int, int | None, int] | None
 
 ON_HOST = BatchLimits(16_384, 512)
-# With embeddings on the device, a batch costs little more than its launch, so batches are large. Embeddings
-# that are not there take 128 MiB a batch, in float32 of 128 dimensions.
+# On the device a batch costs little more than its launch. Embeddings that must be copied first take 128 MiB a
+# batch, in float32 of 128 dimensions.
 IN_SLAB = BatchLimits(262_144, 4096)
 
 
@@ -330,7 +330,7 @@ class DualEncoderProcessor(ScoreProcessor):
             if isinstance(document, DocumentInCache):
                 for i, part in enumerate(_parts_of(query, parts)):
                     found = CachedDocument(ids.slot(first + i), document.embedding, explained)
-                    # Those that were sent may be in other numbers than those that are cached.
+                    # Sent and cached embeddings may have different precisions.
                     cached.setdefault((query, document.embedding.rows.dtype, part), []).append(found)
             else:
                 sequences += self._sequences_of(document, query, first, ids, explained)
@@ -554,7 +554,7 @@ class MatchExplainer:
     tokenizer: TextTokenizer
     first_values: Sequence[int]
     is_mean: bool
-    # By their positions: equal documents share one.
+    # By position: equal documents share one.
     explained: dict[int, Explanation] = field(default_factory=dict)
 
     def explain(self, values: Sequence[Value | None], index: int) -> Explanation | None:

@@ -251,7 +251,7 @@ class _TextReader:
 
     def document(self, text: str, index: int) -> _Text:
         length = self._rules.max_document_tokens
-        # There are no windows here: for a request that wants them the document counts as truncated.
+        # There are no windows here: the document counts as truncated for a request that wants them.
         own_length = None if self._long_inputs.uses_windows else length
         room, max_tokens = Room(length, 0), self._long_inputs.max_document_tokens
         most = self._long_inputs.most_of_text(length, own_length, max_tokens)

@@ -242,7 +242,7 @@ class TemplatePairBuilder(PairBuilder):
     ) -> Iterator[BuiltPair]:
         heads = _SegmentHeads(self._tokenizer)
         query = self._query(request, 0, queries[0], heads)
-        # Some at a time, because what stands around each document may be long.
+        # In parts, because the text around each document may be long.
         for start in range(0, len(request.documents), PART_TEXTS):
             pairs: list[_TemplatePair] = []
             whole: dict[int, BuiltPair] = {}
@@ -533,7 +533,7 @@ class PicturePairBuilder(PairBuilder):
         sides = (query.images, document.images) if pair.query_first else (document.images, query.images)
         prefix = _NO_TOKENS
         if pair.before and pair.query_first:
-            # But for the last token, which may merge with the document.
+            # Without the last token, which may merge with the document.
             prefix = self._pages.written(pair.before, query.images, query_name).ids[:-1]
         tokens = self._pages.written(pair.text, [*sides[0], *sides[1]], name, self._template.trailing_ids)
         self._pages.check_length(tokens, self._longest, name)

@@ -34,7 +34,7 @@ from maxsimd.engine.scoring.scale import Calibration, has_bounds
 from maxsimd.pooling.query_rows import QueryRows
 from maxsimd.scheduler import CachedBatch, ImageJob, ResultSlot, Role, TokenSequence
 
-# Lines that one request's explanations may have together, a match or a window each.
+# The most lines of one request's explanations, a match or a window each.
 MOST_EXPLAINED = 100_000
 
 # One score a document, float32; NaN for a document without one.
@@ -337,7 +337,7 @@ class RequestIds:
         check_tokens(tokens, self.most_tokens)
 
 
-# Documents that cannot be prepared together are tried this many at a time, then one by one.
+# Documents that fail together are tried this many at a time, then one by one.
 _TRIED_TOGETHER = 32
 
 RequestT = TypeVar("RequestT", bound=ScoreRequest | EmbedRequest)
@@ -445,7 +445,7 @@ class Processor(ABC, Generic[RequestT, PlanT]):
 class ScoreProcessor(Processor[ScoreRequest, ScorePlan]):
     """The processor of score requests to one kind of model."""
 
-    # Whether queries and documents may come as their embeddings.
+    # Whether queries and documents may be sent as embeddings.
     takes_vectors: ClassVar[bool] = False
     # Whether a document's score depends on the other documents of its request.
     scores_together: ClassVar[bool] = False

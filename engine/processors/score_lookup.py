@@ -106,8 +106,7 @@ class ScoreLookup:
             entries = iter(self._cache.find([key for key in keys if key is not None]))
             found = [None if key is None else next(entries) for key in keys]
         if request.explain:
-            # The cache has only the best score of several windows, and no tokens of documents that are run
-            # together.
+            # The cache has only the best score of several windows, and no tokens of a joint run.
             found = [
                 None if entry is None or entry.windows > 1 or self._together else entry for entry in found
             ]

@@ -28,12 +28,11 @@ from maxsimd.scheduler.sequence import AnyTokens
 
 log = logging.getLogger(__name__)
 
-# Sequences that the model is tried with have no more tokens.
+# The longest sequence that the model is tried with.
 _LONGEST_SAMPLE = 512
 # Special tokens that are tried one by one, and added ones that are tried together.
 _SPECIAL, _ADDED = 12, 48
-# Tokenizers and configs without a limit have a number of at least this size, and the model then takes this
-# many tokens.
+# A tokenizer's limit of this size or more means none; the default then applies.
 _NO_LIMIT, _DEFAULT_LIMIT = 1_000_000, 512
 _NEITHER = "a text"
 _QUERY = "how is a file opened"
@@ -99,9 +98,9 @@ class _Check:
         self._probes = _short_probes(model)
         self._compared: Counter[str] = Counter()
         self._refusal = ""
-        # By kind of text, what the library says of the first that it does not read.
+        # The library's first error for each kind of text.
         self._failures: dict[str, str] = {}
-        # Whether no reading failed but of a text that the library does not take.
+        # Whether the library failed only for texts that it refuses.
         self.is_whole = True
 
     def run(self) -> int:
@@ -321,7 +320,7 @@ class _Check:
             return
         room = limit - around
         sizes = [(3, room - 4), (3, room - 3), (3, room - 2), (3, limit + 8)]
-        # Where a template joins them, the document is truncated for the query's sake.
+        # A template truncates the document, not the query.
         if self._model.pairs.template is None:
             half = room // 2
             sizes += [(limit + 8, 3), (room, room), (half, half + 2), (half + 2, half), (half + 2, half - 2)]

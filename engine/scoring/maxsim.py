@@ -15,7 +15,7 @@ from maxsimd.engine.ops import triton as triton_ops
 from maxsimd.engine.ops.cpu.maxsim import is_supported, maxsim, maxsim_apart
 from maxsimd.pooling.ragged import Ragged, Spans, decoded, offsets_of, to_device
 
-# A document without a single scored token ranks below all others (as sentence-transformers has it).
+# A document without scored tokens ranks below all others, like in sentence-transformers.
 EMPTY_DOCUMENT_SCORE = -1e9
 
 
@@ -215,7 +215,7 @@ log = logging.getLogger(__name__)
 
 # (queries, documents, pairs [n, 2] of query index and document index) -> float32 scores [n]
 MaxSim = Callable[[Ragged, Ragged, NDArray[np.int64]], torch.Tensor]
-# The same for documents that do not lie end to end: anywhere in one tensor,
+# The same for documents anywhere in one tensor,
 MaxSimSpans = Callable[[Ragged, Spans, NDArray[np.int64]], torch.Tensor]
 # or each in a tensor of its own.
 MaxSimApart = Callable[[Ragged, Sequence[Rows], NDArray[np.int64]], torch.Tensor]

@@ -15,7 +15,7 @@ from maxsimd.engine.checkpoint import LoadedModel
 from maxsimd.engine.config import ScoreType
 from maxsimd.pooling.methods import Head
 
-# Of a logit, more than any model gives.
+# Above any model's logits.
 _EXTREME = 1e30
 
 

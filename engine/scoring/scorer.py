@@ -525,7 +525,7 @@ class DocumentScorer:
         if given is None:
             return self.queries.get(query_id)
         rows = to_device(given, self.device)
-        # One vector is compared in float32, as a query's that was run here is.
+        # A single vector is compared in float32, like a query that was run here.
         return rows.to(self._dtype) if self._similarity in TOKEN_SIMILARITIES else rows.float()
 
     def _score_job(self, job: ScoringJob, items: Ragged, made: ScoredDocuments) -> None:

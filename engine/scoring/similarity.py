@@ -15,7 +15,7 @@ from maxsimd.pooling.ragged import Ragged, to_device
 from maxsimd.pooling.sparse import dense_of
 from maxsimd.scheduler import Explained
 
-# What a word that both vectors have adds to a score, by its weights there.
+# The score of a word that both vectors have, by its weights.
 _Shared: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -30,12 +30,12 @@ def sparse_scores(
         return sparse_dot(queries, documents, pairs)
     if similarity == "sparse-cosine":
         squares = _of_pairs(torch.square, queries, documents, pairs)
-        # As torch's normalize has it.
+        # Like torch's normalize.
         lengths = [each.sqrt().clamp(min=1e-12) for each in squares]
         return (_over_shared_words(torch.mul, queries, documents, pairs) / (lengths[0] * lengths[1])).float()
     is_euclidean = similarity == "sparse-euclidean"
     of_word = torch.square if is_euclidean else torch.abs
-    # All words count as if the other vector lacked them, but for those that both have.
+    # Words count as if the other vector lacked them; `shared` corrects those that both have.
     first, second = _of_pairs(of_word, queries, documents, pairs)
     shared = _over_shared_words(
         lambda q, d: of_word(q - d) - of_word(q) - of_word(d), queries, documents, pairs
@@ -104,7 +104,7 @@ def sparse_dot_reference(
     return torch.stack(scores).float() if scores else torch.zeros(0)
 
 
-# Those of items of one row a token; `maxsim` takes these.
+# Similarities of items with a row a token.
 TOKEN_SIMILARITIES = ("maxsim", "meanmaxsim")
 
 
@@ -197,9 +197,9 @@ def _sparse_of(items: Ragged) -> Ragged:
     return Ragged(items.values[:, -_SPARSE:], items.offsets)
 
 
-# By as much scores may differ because sums are formed in different orders.
+# Scores may differ this much because sums are formed in different orders.
 _SAME = 1e-4
-# Similarities that are held at a time: 16 MiB of them in float32.
+# Similarities held at a time: 16 MiB in float32.
 _AT_ONCE = 1 << 22
 
 

@@ -177,7 +177,7 @@ class LongInputs:
             return [self.truncate_to_room(text, room, name)]
         overlap = self._shared(room, name)
         starts = range(0, len(text) - overlap, room.tokens - overlap)
-        # All but the last are full. There may be as many as the text has tokens.
+        # All windows but the last are full.
         check_tokens((len(starts) - 1) * (room.tokens + room.others), self._most_tokens)
         return [FittedText(text[start : start + room.tokens]) for start in starts]
 
@@ -257,7 +257,7 @@ def no_room(limit: int, special_tokens: int) -> InvalidRequestError:
 
 
 _NONE = np.empty(0, dtype=np.int32)
-# How many of the caller's own token ids are checked at a time.
+# The caller's token ids are checked this many at a time.
 _IDS = 65_536
 
 
@@ -293,7 +293,7 @@ class TextBuilder:
         self._long_inputs = long_inputs
         self._param = param
         self._max_tokens = max_tokens
-        # The most tokens of a sequence in this role, as the checkpoint sets it.
+        # The checkpoint's limit of a sequence in this role.
         self.own_length = rules.max_tokens
         self._leading, self._before = _leading(rules, tokenizer, param)
         self._trailing = _NONE if rules.trailing_ids is None else rules.trailing_ids
@@ -428,7 +428,7 @@ class TextBuilder:
         self, texts: Sequence[str], most: int | None, indices: Iterable[int] | None
     ) -> list[TokenIds]:
         prompt = self._before
-        # One by one, because a prompt may be long and the texts many.
+        # Lazily, because a prompt may be long and the texts many.
         prompted = (prompt + text for text in texts) if prompt else texts
         names = (InputName(self._param, i) for i in (count() if indices is None else indices))
         return self._tokenizer.encode(prompted, self._param, most, self._long_inputs.side, names)

@@ -28,7 +28,7 @@ from maxsimd.scheduler.sequence import TokenIds
 
 # First character and one after the last of each token, int32 [tokens, 2].
 Spans = NDArray[np.int32]
-# In place of the span of a token that stands for no characters.
+# The span of a token without characters.
 _NONE = -1
 # One visible character hardly has more code points than this.
 _LONGEST_CLUSTER = 16
@@ -103,20 +103,19 @@ def behind_prompt(spans: Spans, characters: int) -> Spans:
 
 Side = Literal["left", "right"]
 
-# Characters of a piece, or some more: tokenized within some milliseconds and a few megabytes.
+# About the characters of a piece: tokenized within some milliseconds and a few megabytes.
 PIECE = 16_384
-# Where a piece may begin is looked for from its end backwards, in steps that grow from this.
+# The beginning of a piece is searched backwards, in steps that grow from this.
 _STEP = 256
 # Texts are tokenized in parts of this size, which take some milliseconds.
 PART_TEXTS, PART_CHARACTERS = 256, 65_536
-# For a text that is truncated to a number of tokens, this many characters for each are tokenized at first,
-# and as many again while they are too few.
+# A text to truncate is tokenized in steps of this many characters for each wanted token.
 _CHARACTERS_A_TOKEN, _FEWEST_CHARACTERS = 8, 1024
-# A text of one token, or of hardly more.
+# A text of about one token.
 SHORTEST_TEXT = "a"
-# The most tokens that are decoded at once, within two seconds or so.
+# The most tokens decoded at once, within about two seconds.
 MOST_DECODED = 1_048_576
-# The breaks of the latest tokenizers by the digests of their descriptions: finding them takes half a second.
+# The breaks of recent tokenizers by the digest of their description: finding them takes half a second.
 _BREAKS: dict[bytes, Breaks | None] = {}
 _MOST_BREAKS = 32
 
