@@ -31,8 +31,8 @@ from maxsimd.bench.report import Figures
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig
 from maxsimd.engine.execution.attention.cpu import is_compiled_supported
 from maxsimd.engine.execution.int8 import choose_path
-from maxsimd.engine.execution.linear import choose_way
-from maxsimd.engine.ops.cpu.library import VARIABLE, in_words
+from maxsimd.engine.execution.linear import choose_method
+from maxsimd.engine.ops.cpu.library import VARIABLE, used_instruction_sets
 
 log = logging.getLogger(__name__)
 
@@ -323,7 +323,10 @@ async def _measure_precisions(
         if onnx is not None:
             runs[_ONNX], versions = stack.enter_context(_by_onnx(onnx, model, threads))
         turns = await _take_turns(runs, docstring_pairs()[:texts], rounds, seconds)
-    figures: Figures = {"instructions": in_words(), "torch": torch.backends.cpu.get_cpu_capability()}
+    figures: Figures = {
+        "instructions": used_instruction_sets(),
+        "torch": torch.backends.cpu.get_cpu_capability(),
+    }
     figures |= {"paths": paths, "refused": refused, "onnx": versions, "rounds": len(turns.seconds[_PEER])}
     figures["seconds"] = {name: round(statistics.median(each), 3) for name, each in turns.seconds.items()}
     for suffix, taken in (("", turns.seconds), ("_in_processor_time", turns.processor)):
@@ -345,7 +348,7 @@ def _path(engine: Engine, name: str) -> str:
     dtype = engine.device_model.dtype
     if is_compiled_supported(torch.device("cpu"), dtype) and (name != "int8" or dtype is torch.bfloat16):
         return "our kernels"
-    return choose_path(True).name if name == "int8" else choose_way(dtype).name
+    return choose_path(True).name if name == "int8" else choose_method(dtype).name
 
 
 def _ratio(slow: list[float], fast: list[float]) -> float:

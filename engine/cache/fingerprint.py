@@ -20,7 +20,7 @@ from maxsimd.engine.checkpoint.heads import FirstColumns, ModuleHead, head_tenso
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.ops import cpu as kernels
 from maxsimd.engine.ops.cpu import int8_linear
-from maxsimd.engine.ops.cpu.library import in_words
+from maxsimd.engine.ops.cpu.library import used_instruction_sets
 from maxsimd.engine.versions import versions_of
 from maxsimd.pooling.methods import Head
 from maxsimd.pooling.sparse import WordsHead
@@ -196,4 +196,4 @@ def _device(device: torch.device) -> tuple[object, ...]:
         name = getattr(getattr(torch, device.type, None), "get_device_name", None)
         return device.type, "" if name is None else str(name(device))
     capability, has_tiles = torch.backends.cpu.get_cpu_capability(), torch.cpu._is_amx_tile_supported()
-    return device.type, capability, has_tiles, in_words()
+    return device.type, capability, has_tiles, used_instruction_sets()

@@ -302,14 +302,14 @@ class StaticGraph:
         def run() -> None:
             hidden.copy_(runner.run({name: tensors[name] for name in names}, metadata))
 
-        self.again = recorder.capture(run)
+        self.launch = recorder.capture(run)
 
     def replay(self, batch: PackedBatch) -> torch.Tensor | None:
         """The hidden states [rows, hidden] of the graph's rows, those of the step first, until the next
         replay of any graph. None for a step that does not fit."""
         if not self._load(batch):
             return None
-        self.again()
+        self.launch()
         return self._hidden
 
     def _load(self, batch: PackedBatch) -> bool:
@@ -416,7 +416,7 @@ class GraphedRunner(FasterRunner):
         if self._hidden is None:
             self._hidden = exact[0].new_empty(size.rows, exact[0].shape[-1])
         graph = StaticGraph(runner, static, batch, self._hidden[: size.rows], recorder)
-        replay = recorder.cost(graph.again).times.device
+        replay = recorder.cost(graph.launch).times.device
         graph.least_tokens = least_tokens(size.rows, eager.times.host, replay)
         self._graphs[size] = graph
         mismatch = self._mismatch(graph, steps, exact)

@@ -33,7 +33,7 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(("cuda" if kind == "hip" else kind) + colon + number)
     except RuntimeError:
         raise _refusal(name, "torch knows no device of that name") from None
-    reason = None if device.type == "cpu" else _why_unusable(device)
+    reason = None if device.type == "cpu" else _usage_error(device)
     if reason is not None:
         raise _refusal(name, reason)
     return device
@@ -66,7 +66,7 @@ def _refusal(name: str, reason: str) -> ModelLoadError:
     )
 
 
-def _why_unusable(device: torch.device) -> str | None:
+def _usage_error(device: torch.device) -> str | None:
     """None if a device adds two numbers, else its error."""
     try:
         found = (torch.full((2,), 1.0, device=device) + 1.0).cpu().tolist()

@@ -15,7 +15,7 @@ from torch import nn
 from maxsimd.engine.execution.devices import milliseconds_in_turns
 from maxsimd.engine.execution.linear import replace_layers
 from maxsimd.engine.ops.cpu import int8_linear
-from maxsimd.engine.ops.cpu.library import in_words
+from maxsimd.engine.ops.cpu.library import used_instruction_sets
 from maxsimd.engine.ops.cpu.linear import Norm
 
 log = logging.getLogger(__name__)
@@ -167,7 +167,7 @@ def choose_path(compiled: bool) -> Path:
     """The path of this process; `compiled` allows our own kernels. The size of weights depends on the right
     paths alone, never on the timing."""
     path = choose(candidates(compiled))
-    log.debug("int8: weights up to %d, on a CPU with %s", path.most, in_words())
+    log.debug("int8: weights up to %d, on a CPU with %s", path.most, used_instruction_sets())
     return path
 
 

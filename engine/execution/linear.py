@@ -1,9 +1,8 @@
-"""Linear layers on a CPU, and BERT's embeddings before them, by our kernels or the fastest of torch's ways.
+"""Linear layers on a CPU, and BERT's embeddings before them, by our kernels or torch's fastest method.
 
 Our kernels lay out weights once and fuse the operation that follows. `nn.Linear` reorders its weight in every
-call, and its result for a row depends in the last bits on the number of rows. The ways of torch differ by
-far: MKL uses AVX-512 on some makers' processors alone, and 16-bit products are slow without native
-support."""
+call, and its result for a row depends in the last bits on the number of rows. torch's methods differ by far:
+MKL uses AVX-512 on some makers' processors alone, and 16-bit products are slow without native support."""
 
 import functools
 import logging
@@ -16,7 +15,7 @@ from torch import nn
 
 from maxsimd.engine.execution.devices import milliseconds_in_turns
 from maxsimd.engine.ops import elementwise
-from maxsimd.engine.ops.cpu.library import in_words
+from maxsimd.engine.ops.cpu.library import used_instruction_sets
 from maxsimd.engine.ops.cpu.linear import (
     LANES,
     Norm,
@@ -118,13 +117,13 @@ def compile_int8(backbone: nn.Module) -> int:
     return _compile(backbone, pack_int8)
 
 
-def hide(module: nn.Module) -> int:
+def hide_weights(module: nn.Module) -> int:
     """Replaces every layer by one that hides its weight. A model that still gives the same calls its layers
     instead of reading their weights, so any replacement will do."""
-    return replace_layers(module, lambda layer, gelu: _Hidden(layer, gelu), _HiddenOutput)
+    return replace_layers(module, lambda layer, gelu: _HiddenWeight(layer, gelu), _HiddenOutput)
 
 
-class _Hidden(nn.Module):
+class _HiddenWeight(nn.Module):
     def __init__(self, layer: nn.Linear, gelu: bool) -> None:
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
@@ -152,27 +151,33 @@ def _product(layer: nn.Linear, pack: Pack) -> Product:
     return Product(pack(layer.weight.detach()), bias)
 
 
-def _compile(backbone: nn.Module, pack: Pack, fits: Callable[[nn.Linear], bool] = lambda layer: True) -> int:
+def _compile(
+    backbone: nn.Module, pack: Pack, is_replaced: Callable[[nn.Linear], bool] = lambda layer: True
+) -> int:
     compile_embeddings(backbone)
     replaced = 0
     for parent in list(backbone.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, Gated) and fits(child.up) and child.up.out_features % (2 * LANES) == 0:
+            if (
+                isinstance(child, Gated)
+                and is_replaced(child.up)
+                and child.up.out_features % (2 * LANES) == 0
+            ):
                 replaced += child.up.weight.numel()
                 setattr(parent, name, CompiledGated(child, pack))
     return replaced + replace_layers(
         backbone,
         lambda layer, gelu: CompiledLinear(layer, gelu, pack),
         lambda output: CompiledOutput(output, pack),
-        fits,
+        is_replaced,
     )
 
 
 def replace_layers(
     backbone: nn.Module,
-    stand_in: Callable[[nn.Linear, bool], nn.Module],
-    stand_in_output: Callable[[Any], nn.Module],
-    fits: Callable[[nn.Linear], bool] = lambda layer: True,
+    make_linear: Callable[[nn.Linear, bool], nn.Module],
+    make_output: Callable[[Any], nn.Module],
+    is_replaced: Callable[[nn.Linear], bool] = lambda layer: True,
 ) -> int:
     """Replaces the ends of the parts of a BERT layer, then every `nn.Linear` that is left, told whether it
     computes the GELU after it; returns the number of weights."""
@@ -180,27 +185,27 @@ def replace_layers(
     for parent in list(backbone.modules()):
         child: Any
         for name, child in list(parent.named_children()):
-            if _is_output(child) and fits(child.dense):
+            if _is_output(child) and is_replaced(child.dense):
                 replaced += child.dense.weight.numel()
-                setattr(parent, name, stand_in_output(child))
-    return replaced + replace_linears(backbone, stand_in, fits)
+                setattr(parent, name, make_output(child))
+    return replaced + replace_linears(backbone, make_linear, is_replaced)
 
 
 def replace_linears(
     backbone: nn.Module,
-    stand_in: Callable[[nn.Linear, bool], nn.Module],
-    fits: Callable[[nn.Linear], bool] = lambda layer: True,
+    make_linear: Callable[[nn.Linear, bool], nn.Module],
+    is_replaced: Callable[[nn.Linear], bool] = lambda layer: True,
 ) -> int:
     """Replaces every `nn.Linear`, told whether it computes the GELU after it; returns the weights
     replaced."""
     replaced = 0
     for parent in list(backbone.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is not nn.Linear or not fits(child):
+            if type(child) is not nn.Linear or not is_replaced(child):
                 continue
             activation: Any = getattr(parent, _FUSABLE.get(name, ""), None)
             gelu = is_exact_gelu(activation)
-            setattr(parent, name, stand_in(child, gelu))
+            setattr(parent, name, make_linear(child, gelu))
             if gelu:
                 setattr(parent, _FUSABLE[name], nn.Identity())
             replaced += child.weight.numel()
@@ -334,8 +339,8 @@ def _is_near(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 # Rows and sides of the layer that is timed.
 _TIMED_ROWS, _TIMED_SIDE = 128, 768
-# Another way must be this many times as fast as torch's: oneDNN also compiles a kernel for each number of
-# rows.
+# Another method must be this many times as fast as `nn.Linear`: oneDNN also compiles a kernel for each number
+# of rows.
 _MARGIN = 1.2
 # The largest difference from torch's result, as a share of the largest number.
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -390,41 +395,43 @@ class Float32Linear(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """A way of multiplying: its name, and how it replaces a layer, None to leave layers as they are."""
+class Method:
+    """A method of multiplying: its name, and how it replaces a layer, None to leave layers as they are."""
 
     name: str
     make: Make | None
 
 
-TORCH = Way("torch", None)
+TORCH = Method("torch", None)
 
 
 @functools.cache
-def choose_way(dtype: torch.dtype) -> Way:
-    """The way for layers of this precision in this process, by a short timing."""
-    right = [way for way in ways_for(dtype) if is_right_way(way, dtype)]
+def choose_method(dtype: torch.dtype) -> Method:
+    """The method for layers of this precision in this process, by a short timing."""
+    right = [method for method in methods_for(dtype) if is_right_method(method, dtype)]
     milliseconds = _milliseconds([TORCH, *right], dtype)
     fastest = min(milliseconds, key=milliseconds.__getitem__)
     name = fastest if _MARGIN * milliseconds[fastest] <= milliseconds[TORCH.name] else TORCH.name
     measured = ", ".join(f"{each} {taken:.2f} ms" for each, taken in milliseconds.items())
     precision = str(dtype).removeprefix("torch.")
-    log.debug("%s: %s, by a short timing on a CPU with %s: %s", precision, name, in_words(), measured)
-    return next(way for way in (TORCH, *right) if way.name == name)
+    log.debug(
+        "%s: %s, by a short timing on a CPU with %s: %s", precision, name, used_instruction_sets(), measured
+    )
+    return next(method for method in (TORCH, *right) if method.name == name)
 
 
-def ways_for(dtype: torch.dtype) -> list[Way]:
+def methods_for(dtype: torch.dtype) -> list[Method]:
     found = []
     if torch.backends.mkldnn.is_available() and dtype is not torch.float16:
-        found.append(Way("oneDNN", OneDnnLinear))
+        found.append(Method("oneDNN", OneDnnLinear))
     if dtype is not torch.float32:
-        found.append(Way("float32 products", Float32Linear))
+        found.append(Method("float32 products", Float32Linear))
     return found
 
 
 @torch.inference_mode()
-def is_right_way(way: Way, dtype: torch.dtype) -> bool:
-    """Whether a way gives the float32 results of torch's layers, on random ones with and without GELU."""
+def is_right_method(method: Method, dtype: torch.dtype) -> bool:
+    """Whether a method gives the float32 results of torch's layers, on random ones with and without GELU."""
     generator = torch.Generator().manual_seed(0)
     try:
         for rows, inputs, columns, gelu in ((1, 70, 33, False), (37, 256, 64, True)):
@@ -432,19 +439,19 @@ def is_right_way(way: Way, dtype: torch.dtype) -> bool:
             x = torch.randn(rows, inputs, generator=generator).to(dtype)
             expected = nn.functional.linear(x.float(), layer.weight.float(), layer.bias.float())
             expected = nn.functional.gelu(expected) if gelu else expected
-            found = x if way.make is None else way.make(layer, gelu)(x)
+            found = x if method.make is None else method.make(layer, gelu)(x)
             difference = (found.float() - expected).abs().max()
             if found.dtype is not dtype or not difference <= _TOLERANCE[dtype] * expected.abs().max():
                 return False
     except Exception as error:
-        log.debug("linear layers in %s by %s do not run here: %s", dtype, way.name, error)
+        log.debug("linear layers in %s by %s do not run here: %s", dtype, method.name, error)
         return False
     return True
 
 
-def replace_by_way(module: nn.Module, way: Way) -> int:
+def replace_by_method(module: nn.Module, method: Method) -> int:
     """Replaces every `nn.Linear`; returns the number of weights."""
-    return 0 if way.make is None else replace_linears(module, way.make)
+    return 0 if method.make is None else replace_linears(module, method.make)
 
 
 def _random_layer(inputs: int, columns: int, dtype: torch.dtype, generator: torch.Generator) -> nn.Linear:
@@ -455,11 +462,11 @@ def _random_layer(inputs: int, columns: int, dtype: torch.dtype, generator: torc
 
 
 @torch.inference_mode()
-def _milliseconds(ways: list[Way], dtype: torch.dtype) -> dict[str, float]:
+def _milliseconds(methods: list[Method], dtype: torch.dtype) -> dict[str, float]:
     generator = torch.Generator().manual_seed(0)
     layer = _random_layer(_TIMED_SIDE, _TIMED_SIDE, dtype, generator)
     x = torch.randn(_TIMED_ROWS, _TIMED_SIDE, generator=generator).to(dtype)
     layers: Mapping[str, nn.Module] = {
-        way.name: layer if way.make is None else way.make(layer, False) for way in ways
+        method.name: layer if method.make is None else method.make(layer, False) for method in methods
     }
     return milliseconds_in_turns({name: functools.partial(each, x) for name, each in layers.items()})

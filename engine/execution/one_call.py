@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from maxsimd.engine.execution.attention.cpu import CompiledBackend, CompiledMetadata
-from maxsimd.engine.execution.fused_layers.linears import ROWS, children_of, random_like, recorded
+from maxsimd.engine.execution.fused_layers.linears import ROWS, children_of, random_like, record_attention
 from maxsimd.engine.execution.linear import CompiledLinear, CompiledOutput
 from maxsimd.engine.execution.runner import ClsOnlyLastLayer, FasterRunner, PackedRunner, is_whole_text
 from maxsimd.engine.ops.cpu.linear import Layer, Layers
@@ -86,7 +86,7 @@ def with_one_call(
         if isinstance(layers, Layers):
             firsts_only = runner.cls_only is not None
             fast = OneCallRunner(runner, backbone.embeddings, layers, firsts_only=firsts_only)
-            reason = _why_not(fast, sequences, timer or seconds_of)
+            reason = _reason_against(fast, sequences, timer or seconds_of)
             if reason is None:
                 return fast
         else:
@@ -98,7 +98,7 @@ def with_one_call(
     return runner
 
 
-def _why_not(fast: OneCallRunner, sequences: Sequence[TokenSequence], timer: Timer) -> str | None:
+def _reason_against(fast: OneCallRunner, sequences: Sequence[TokenSequence], timer: Timer) -> str | None:
     """None if steps give the same in one call, and small ones faster, else the reason. If large steps are not
     faster, the runner takes small ones alone. Tries steps of some sequences and of many, and the shortest and
     the longest alone."""
@@ -216,7 +216,7 @@ def _attention(module: Any, layer: Layer) -> tuple[int, float] | None:
     products of queries, keys and values than attend."""
     weights = layer.query.weights
     x = random_like((1, ROWS, weights.inputs), torch.empty(0, dtype=weights.dtype))
-    found = recorded(lambda attention: module(x, step_attention=attention)[0])
+    found = record_attention(lambda attention: module(x, step_attention=attention)[0])
     if found is None:
         return None
     qkv, _ = found

@@ -115,7 +115,7 @@ class StepAttention(Generic[M]):
         """The tokens of the longest whole sequence of the step."""
         return self.metadata.layout.longest
 
-    def of_layer(self, module: Any, qkv: QKV) -> torch.Tensor:
+    def attend(self, module: Any, qkv: QKV) -> torch.Tensor:
         """Attention for the attention `module` of a layer: [rows, heads, head_dim]. Raises
         NotImplementedError for relative positions that the backend lacks."""
         if qkv.relative is not None and not self.backend.supports_relative:
@@ -182,7 +182,7 @@ def attend(
         raise NotImplementedError("packed attention supports position bias by distance alone")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     qkv = QKV(query[0], key[0], value[0], scaling, sliding_window, position_bias)
-    return step_attention.of_layer(module, qkv)[None], None
+    return step_attention.attend(module, qkv)[None], None
 
 
 def register_attention() -> None:

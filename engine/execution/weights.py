@@ -32,7 +32,7 @@ def why_not_replaced(
     """None if the model in float32 gives the expected items for the samples with its linear layers replaced
     (after fusing layers of the `fusible` kinds) and, if `compiled`, its tower run by our kernels; else a
     description of the mismatch. Leaves the model unchanged."""
-    replace: Callable[[nn.Module], int] = linear.compile_float32 if compiled else linear.hide
+    replace: Callable[[nn.Module], int] = linear.compile_float32 if compiled else linear.hide_weights
     roots = [*model.encoders, *_head_modules(model)]
     try:
         with tower_attention_restored(_towers(model)), _restored(roots):
@@ -79,7 +79,7 @@ def lay_out_weights(
     if not compiled:
         if device.type == "cpu":
             for module in exact:
-                linear.replace_by_way(module, linear.choose_way(dtype))
+                linear.replace_by_method(module, linear.choose_method(dtype))
     else:
         for module in _head_modules(model):
             linear.compile_float32(module)

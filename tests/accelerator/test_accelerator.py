@@ -100,7 +100,7 @@ def test_hip_is_what_torch_calls_cuda_in_its_builds_for_rocm(monkeypatch: pytest
         with pytest.raises(ModelLoadError, match="not for ROCm"):
             choose_device("hip")
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    monkeypatch.setattr("maxsimd.engine.execution.devices._why_unusable", lambda device: None)
+    monkeypatch.setattr("maxsimd.engine.execution.devices._usage_error", lambda device: None)
     assert choose_device("hip:1") == torch.device("cuda", 1)
     assert not candidates(torch.device("cuda", 1), torch.bfloat16)
 

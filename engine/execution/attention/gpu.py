@@ -75,7 +75,7 @@ class TritonMetadata(GroupedMetadata):
 
     @cached_property
     def whole(self) -> Launch:
-        return Launch(_own_keys(self.layout), self.layout.causal, self.device)
+        return Launch(_whole_sequences(self.layout), self.layout.causal, self.device)
 
     def whole_blocks(self, qkv: QKV) -> torch.Tensor:
         launch = self.whole if self.captured is None else self.captured
@@ -98,7 +98,7 @@ class TritonMetadata(GroupedMetadata):
         return tuple(
             (
                 groups[0][0],
-                Launch(_table(row for _, group in groups for row in _own(group)), True, self.device),
+                Launch(_table(row for _, group in groups for row in _sequences_of(group)), True, self.device),
             )
             for groups in by_prefix.values()
         )
@@ -111,7 +111,7 @@ class TritonAttention(GroupedAttention[T]):
     """One launch over all whole sequences, one a prefill chunk, and one a shared prefix."""
 
     def full(self, qkv: QKV, metadata: T) -> torch.Tensor:
-        if not _takes(qkv):
+        if not _kernel_takes(qkv):
             if metadata.captured is not None:
                 raise NotImplementedError("plain attention cannot be replayed for other sequences")
             return super().full(qkv, metadata)
@@ -122,7 +122,7 @@ class TritonAttention(GroupedAttention[T]):
         return out
 
     def with_prefill_kv(self, qkv: QKV, contexts: Sequence[KV], metadata: T, out: torch.Tensor) -> None:
-        if not _takes(qkv):
+        if not _kernel_takes(qkv):
             super().with_prefill_kv(qkv, contexts, metadata, out)
             return
         from maxsimd.engine.ops.triton.attention import attention
@@ -133,7 +133,7 @@ class TritonAttention(GroupedAttention[T]):
             attention(of_chunk, launch.blocks_for(of_chunk), True, out[chunk.rows])
 
     def shared_prefix(self, qkv: QKV, prefixes: Sequence[KV], metadata: T, out: torch.Tensor) -> None:
-        if not _takes(qkv):
+        if not _kernel_takes(qkv):
             super().shared_prefix(qkv, prefixes, metadata, out)
             return
         from maxsimd.engine.ops.triton.attention import attention
@@ -177,11 +177,11 @@ class StaticBlocks:
         return TritonMetadata(Layout(self._causal), self._device, captured=self.launch(tensors))
 
     def contents(self, layout: Layout) -> dict[str, NDArray[np.int32]]:
-        table = _own_keys(layout)
+        table = _whole_sequences(layout)
         return {name: blocks_of(table, self._causal, 0, tile) for tile, name in self._names.items()}
 
 
-def _takes(qkv: QKV) -> bool:
+def _kernel_takes(qkv: QKV) -> bool:
     """Whether the kernel runs on this device and takes these heads."""
     if not triton_ops.runs_on(qkv.query.device):
         return False
@@ -196,12 +196,12 @@ def _queries_of_a_tile(qkv: QKV) -> int:
     return tiles_of(qkv).queries
 
 
-def _own_keys(layout: Layout) -> NDArray[np.int64]:
+def _whole_sequences(layout: Layout) -> NDArray[np.int64]:
     """The table of whole sequences."""
     return layout.whole_sequences[:, [0, 1, 0, 2]]
 
 
-def _own(group: SharedGroup) -> Iterable[tuple[int, int, int, int]]:
+def _sequences_of(group: SharedGroup) -> Iterable[tuple[int, int, int, int]]:
     starts = range(group.rows.start, group.rows.stop, group.length)
     return ((start, group.length, start, group.length) for start in starts)
 

@@ -15,13 +15,13 @@ from maxsimd.engine.execution.fused_layers.linears import (
     ROWS,
     GeluLinear,
     agrees,
-    asks_the_same,
     children_of,
     has_hooks,
     is_plain,
     joined_linear,
     random_like,
-    recorded,
+    record_attention,
+    same_attention_inputs,
 )
 from maxsimd.engine.execution.fused_layers.rotary_layers import FusedRotaryLayer, fused_rotary_layer
 from maxsimd.engine.execution.linear import is_exact_gelu
@@ -101,12 +101,12 @@ def fused_self_attention(module: Any) -> FusedSelfAttention | None:
     if not all(is_plain(layer) for layer in layers) or len({layer.weight.shape for layer in layers}) != 1:
         return None
     x = random_like((1, ROWS, module.query.in_features), module.query.weight)
-    theirs = recorded(lambda attention: module(x, step_attention=attention)[0])
+    theirs = record_attention(lambda attention: module(x, step_attention=attention)[0])
     if theirs is None:
         return None
     fused = FusedSelfAttention(module, theirs[0])
-    ours = recorded(lambda attention: fused(x, step_attention=attention)[0])
-    right = ours is not None and asks_the_same(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
+    ours = record_attention(lambda attention: fused(x, step_attention=attention)[0])
+    right = ours is not None and same_attention_inputs(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
     return fused if right else None
 
 

@@ -185,7 +185,7 @@ class RecordedAttention:
 
     asked: list[QKV] = field(default_factory=list)
 
-    def of_layer(self, module: Any, qkv: QKV) -> torch.Tensor:
+    def attend(self, module: Any, qkv: QKV) -> torch.Tensor:
         copies = {name: getattr(qkv, name).clone() for name in ("query", "key", "value")}
         self.asked.append(replace(qkv, **copies))
         like = qkv.new_output()
@@ -199,7 +199,7 @@ def random_like(shape: torch.Size | tuple[int, ...], like: torch.Tensor, seed: i
 
 
 @torch.inference_mode()
-def recorded(call: Callable[[RecordedAttention], torch.Tensor]) -> tuple[QKV, torch.Tensor] | None:
+def record_attention(call: Callable[[RecordedAttention], torch.Tensor]) -> tuple[QKV, torch.Tensor] | None:
     """The input that a layer gives attention, and its result; None if it does not call attention once, or
     gives no tensor."""
     attention = RecordedAttention()
@@ -209,7 +209,7 @@ def recorded(call: Callable[[RecordedAttention], torch.Tensor]) -> tuple[QKV, to
     return attention.asked[0], given
 
 
-def asks_the_same(ours: QKV, theirs: QKV) -> bool:
+def same_attention_inputs(ours: QKV, theirs: QKV) -> bool:
     """Whether two inputs of attention are the same but for rounding."""
     if (ours.scaling, ours.window) != (theirs.scaling, theirs.window) or ours.relative is not theirs.relative:
         return False

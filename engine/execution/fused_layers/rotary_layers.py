@@ -16,12 +16,12 @@ from maxsimd.engine.execution.fused_layers.linears import (
     GeluLinear,
     add_product_,
     agrees,
-    asks_the_same,
     has_hooks,
     is_plain,
     joined_linear,
     random_like,
-    recorded,
+    record_attention,
+    same_attention_inputs,
 )
 from maxsimd.engine.execution.linear import CompiledLinear, Gated, is_exact_gelu
 from maxsimd.engine.execution.runner import attend
@@ -294,7 +294,7 @@ def fused_rotary_layer(layer: Any) -> FusedRotaryLayer | None:
             "use_cache": False,
             "position_embeddings": (angles.cos().to(like.dtype), angles.sin().to(like.dtype)),
         }
-        return recorded(lambda attention: module(x, step_attention=attention, **options))
+        return record_attention(lambda attention: module(x, step_attention=attention, **options))
 
     head_dim = getattr(parts.attention, "head_dim", None)
     if not isinstance(head_dim, int):
@@ -306,7 +306,7 @@ def fused_rotary_layer(layer: Any) -> FusedRotaryLayer | None:
             return None
         fused = fused or FusedRotaryLayer(layer, parts, theirs[0])
         ours = run(fused, x, theirs[0].query.shape[-1])
-        if ours is None or not asks_the_same(ours[0], theirs[0]) or not agrees(ours[1], theirs[1]):
+        if ours is None or not same_attention_inputs(ours[0], theirs[0]) or not agrees(ours[1], theirs[1]):
             return None
     return fused
 

@@ -70,7 +70,7 @@ class PackedDebertaV2(PackedEncoder):
         kinds = 1 + sum(kind in attention.pos_att_type for kind in ("c2p", "p2c"))
         content = self._content(attention, hidden.dtype, reach) if attention.relative_attention else None
         qkv = QKV(query, key, value, 1 / math.sqrt(query.shape[-1] * kinds), None, content)
-        return self.step.of_layer(attention, qkv).flatten(1)[None]
+        return self.step.attend(attention, qkv).flatten(1)[None]
 
     def _content(self, attention: Any, dtype: torch.dtype, reach: int) -> PositionContent:
         projections = _projections(attention)
@@ -159,7 +159,7 @@ class PackedMPNet(PackedEncoder):
             for projection in (attention.q, attention.k, attention.v)
         )
         qkv = QKV(query, key, value, attention.attention_head_size**-0.5, None, bias)
-        return self.step.of_layer(attention, qkv).flatten(1)[None]
+        return self.step.attend(attention, qkv).flatten(1)[None]
 
 
 PACKED: dict[str, type[PackedEncoder]] = {"DebertaV2Encoder": PackedDebertaV2, "MPNetEncoder": PackedMPNet}

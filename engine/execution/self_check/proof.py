@@ -39,7 +39,7 @@ def compare(runner: ModelRunner, pooler: DispatchPooler, samples: Sequence[Sampl
     """Runs all samples in one step and compares their items; returns the comparison of the worst task."""
     encode_images(runner, [sample.sequence for sample in samples])
     hidden, cursor = runner.forward(step_of(sample.sequence for sample in samples))
-    items, moved = (_items(pooler, rows, cursor) for rows in (hidden, _rounded_otherwise(hidden)))
+    items, moved = (_items(pooler, rows, cursor) for rows in (hidden, _with_rounding_noise(hidden)))
     comparisons = []
     for task in dict.fromkeys(sample.sequence.payload.task for sample in samples):
         of_task = [sample for sample in samples if sample.sequence.payload.task == task]
@@ -114,7 +114,7 @@ def free_images(runner: ModelRunner, sequences: Sequence[TokenSequence]) -> None
             runner.free(image.image_id)
 
 
-def _rounded_otherwise(hidden: torch.Tensor) -> torch.Tensor:
+def _with_rounding_noise(hidden: torch.Tensor) -> torch.Tensor:
     """Hidden states [rows, hidden] with random noise of the size of float32 rounding."""
     random = torch.Generator().manual_seed(0)
     noise = torch.randn(hidden.shape, generator=random).to(hidden.device, hidden.dtype)

@@ -82,7 +82,7 @@ def make_samples(model: LoadedModel, probes: Sequence[TokenSequence] = ()) -> tu
     for name, task in model.tasks.items():
         failure = "it makes numbers that are not finite"
         before = len(samples)
-        for sequence in [*_given(model, name, probes), *random_sequences(model, name, len(probes))]:
+        for sequence in [*_probes_for(model, name, probes), *random_sequences(model, name, len(probes))]:
             try:
                 expected = _expected(task, sequence).clone()
             except Exception as error:
@@ -113,7 +113,7 @@ def _expected(task: Task, sequence: TokenSequence) -> torch.Tensor:
     return finished
 
 
-def _given(model: LoadedModel, task: str, probes: Sequence[TokenSequence]) -> Iterator[TokenSequence]:
+def _probes_for(model: LoadedModel, task: str, probes: Sequence[TokenSequence]) -> Iterator[TokenSequence]:
     """The probes for a task, with pooled positions if its reference needs them."""
     all_pooled = model.document.pool_first and model.document.pool_specials and model.query.pool_specials
     for probe in probes:
@@ -146,7 +146,7 @@ def random_sequences(model: LoadedModel, task: str, num_probes: int = 0) -> list
             sequences.append(_encoded(model, task, _text(model, second, random)))
     if task == "classify" and not plain and not num_probes:
         sequences.append(_encoded(model, task, _text(model, 6, random)))
-    return [*sequences, *_special_readings(model, task, sequences), *random_pages(model, task)]
+    return [*sequences, *_special_sequences(model, task, sequences), *random_pages(model, task)]
 
 
 def _plain_types(model: LoadedModel, ids: NDArray[np.int32], first: int) -> NDArray[np.int32]:
@@ -158,7 +158,7 @@ def _plain_types(model: LoadedModel, ids: NDArray[np.int32], first: int) -> NDAr
     return types
 
 
-def _special_readings(
+def _special_sequences(
     model: LoadedModel, task: str, sequences: list[TokenSequence]
 ) -> Iterator[TokenSequence]:
     """Sequences for special rules of a checkpoint: masked tokens at the end (query expansion), and a prompt

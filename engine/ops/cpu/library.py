@@ -19,7 +19,7 @@ LEVELS = ("default", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "all")
 
 
 @functools.cache
-def cap() -> str:
+def isa_cap() -> str:
     """The highest level that may be used. Raises ValueError for an unknown level in the environment."""
     named = os.environ.get(VARIABLE, "").strip().lower() or "all"
     if named not in LEVELS:
@@ -28,7 +28,7 @@ def cap() -> str:
 
 
 def may_use(level: str) -> bool:
-    return LEVELS.index(level) <= LEVELS.index(cap())
+    return LEVELS.index(level) <= LEVELS.index(isa_cap())
 
 
 def multiplies_bfloat16() -> bool:
@@ -38,7 +38,7 @@ def multiplies_bfloat16() -> bool:
     )
 
 
-def in_words() -> str:
+def used_instruction_sets() -> str:
     """The instruction sets in use, for logs and reports."""
     has = {
         "avx2": torch.cpu._is_avx2_supported(),

@@ -151,7 +151,7 @@ def test_int8_is_refused_on_what_is_not_a_cpu() -> None:
 @pytest.fixture
 def capped(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
     def forget() -> None:
-        for cache in (library.cap, library._found, library.int8_function):
+        for cache in (library.isa_cap, library._found, library.int8_function):
             cache.cache_clear()
 
     def set_cap(level: str) -> None:
@@ -173,22 +173,24 @@ def test_nothing_above_the_cap_is_used(capped: Callable[[str], None], level: str
     assert not library.multiplies_bfloat16()
     capped("avx9")
     with pytest.raises(ValueError, match="must be one of default, avx2, avx512"):
-        library.cap()
+        library.isa_cap()
 
 
 _BIT16 = (torch.bfloat16, torch.float16)
 _WAYS = [
     pytest.param(way, dtype, id=f"{way.name}-{dtype}")
     for dtype in (torch.float32, *_BIT16)
-    for way in linear.ways_for(dtype)
-    if linear.is_right_way(way, dtype)
+    for way in linear.methods_for(dtype)
+    if linear.is_right_method(way, dtype)
 ]
 
 
 @pytest.mark.parametrize(("way", "dtype"), _WAYS)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("gelu", [True, False])
-def test_each_way_equals_the_plain_layer(way: linear.Way, dtype: torch.dtype, bias: bool, gelu: bool) -> None:
+def test_each_way_equals_the_plain_layer(
+    way: linear.Method, dtype: torch.dtype, bias: bool, gelu: bool
+) -> None:
     torch.manual_seed(0)
     plain = torch.nn.Linear(96, 64, bias=bias).to(dtype)
     assert way.make is not None
@@ -232,18 +234,18 @@ class _Missing(linear.Float32Linear):
 def test_ways_that_are_wrong_or_slow_or_missing_are_not_taken(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ways = [linear.Way(make.__name__, make) for make in (_Wrong, _Slow, _Missing)]
-    monkeypatch.setattr(linear, "ways_for", lambda dtype: ways)
+    ways = [linear.Method(make.__name__, make) for make in (_Wrong, _Slow, _Missing)]
+    monkeypatch.setattr(linear, "methods_for", lambda dtype: ways)
     caplog.set_level("DEBUG", "maxsimd.engine.execution.linear")
-    assert linear.choose_way.__wrapped__(dtype) is linear.TORCH
+    assert linear.choose_method.__wrapped__(dtype) is linear.TORCH
     timed = caplog.messages[-1]
     assert "torch, by a short timing" in timed
     assert "_Slow" in timed
     assert "_Wrong" not in timed
     assert "_Missing" not in timed
     module = torch.nn.Sequential(torch.nn.Linear(4, 4))
-    assert linear.replace_by_way(module, linear.TORCH) == 0
-    assert linear.replace_by_way(module, ways[1]) == 16
+    assert linear.replace_by_method(module, linear.TORCH) == 0
+    assert linear.replace_by_method(module, ways[1]) == 16
     assert isinstance(module[0], _Slow)
 
 

@@ -13,7 +13,7 @@ from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 from maxsimd.engine import EngineConfig
 from maxsimd.engine.config import compress_layers_of
 from maxsimd.engine.execution.fused_layers import fused_self_attention
-from maxsimd.engine.execution.fused_layers.linears import recorded
+from maxsimd.engine.execution.fused_layers.linears import record_attention
 from maxsimd.engine.execution.runner import ATTENTION_NAME, register_attention
 from maxsimd.engine.models import bert
 from maxsimd.engine.models.gemma2 import Rows, compressed
@@ -74,7 +74,7 @@ def test_a_fused_layer_hands_the_bias_on() -> None:
     assert fused is not None
     bias = AlibiBias(4).reaching(5, CPU)
     x = torch.randn(1, 5, 32)
-    asked = recorded(lambda attention: fused(x, step_attention=attention, position_bias=bias)[0])
+    asked = record_attention(lambda attention: fused(x, step_attention=attention, position_bias=bias)[0])
     assert asked is not None
     assert asked[0].relative is bias
 
