@@ -94,39 +94,35 @@ def _is_attribute(word: str) -> bool:
 
 def _value_of(number: int, attribute: str, value: str) -> Any:
     try:
-        if attribute == "name":
-            return _name_of(value)
-        if attribute == "admin":
-            return _is_admin(value)
-        read = _number_of(attribute, value)
-        Tenant(**{attribute: read})
+        read = _read_value(attribute, value)
+        if attribute in _LIMITS:
+            Tenant(**{attribute: read})
     except ValueError as error:
         raise ValueError(f"line {number}: {error}") from None
     return read
 
 
-def _name_of(value: str) -> str:
-    if not _NAME.fullmatch(value):
-        raise ValueError("name must be 1 to 64 letters, digits, dots, hyphens and underscores (ASCII)")
-    if _RESERVED.fullmatch(value):
-        raise ValueError("name must not be other, nor key- and a number: those are taken")
-    return value
-
-
-def _is_admin(value: str) -> bool:
-    if value not in ("yes", "no"):
-        raise ValueError("admin must be yes or no")
-    return value == "yes"
-
-
-def _number_of(attribute: str, value: str) -> Any:
-    if attribute == "priority":
-        return value
-    if attribute == "weight":
-        try:
-            return float(value)
-        except ValueError:
-            raise ValueError("weight must be a number") from None
+def _read_value(attribute: str, value: str) -> Any:
+    match attribute:
+        case "name":
+            if not _NAME.fullmatch(value):
+                raise ValueError(
+                    "name must be 1 to 64 letters, digits, dots, hyphens and underscores (ASCII)"
+                )
+            if _RESERVED.fullmatch(value):
+                raise ValueError("name must not be other, nor key- and a number: those are taken")
+            return value
+        case "admin":
+            if value not in ("yes", "no"):
+                raise ValueError("admin must be yes or no")
+            return value == "yes"
+        case "priority":
+            return value
+        case "weight":
+            try:
+                return float(value)
+            except ValueError:
+                raise ValueError("weight must be a number") from None
     if not _WHOLE.fullmatch(value):
         raise ValueError(f"{attribute} must be a whole number")
     return int(value)

@@ -5,8 +5,9 @@ import logging
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import uvloop
 from aiohttp import web
@@ -219,7 +220,9 @@ async def run_server(
         # If the engine was to come back, every request has been told so.
         status = 0 if engine.death is None or door.state.comes_back else 1
         stop.begin(status)
-        await _drain(engine, door, stop)
+        # Take work while /ready answers 503.
+        door.state.draining = True
+        await _first_of(engine.until_dead(), stop.drained())
         await _finish_requests(door, stop.deadline)
         return status
     finally:
@@ -277,7 +280,7 @@ async def _serve_until_end(engine: Serving, door: _HttpServer, stop: Stop, start
             log.info("%s is ready after %.1f s: %s", name, seconds, facts.how_it_runs)
         saying = asyncio.create_task(_log_address(door))
         collecting = asyncio.create_task(collect_when_quiet(lambda: door.state.is_quiet, resident_bytes))
-        await _until_death_or_signal(engine, stop)
+        await _first_of(engine.until_dead(), stop.asked())
         collecting.cancel()
         saying.cancel()
 
@@ -297,20 +300,11 @@ def _served(engine: Serving) -> dict[str, ModelFacts]:
     return engine.all_facts() if isinstance(engine, SeveralModels) else {engine.facts.name: engine.facts}
 
 
-async def _until_death_or_signal(engine: Serving, stop: Stop) -> None:
-    ends = {asyncio.create_task(engine.until_dead()), asyncio.create_task(stop.asked())}
-    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-    for end in ends:
-        end.cancel()
-
-
-async def _drain(engine: Serving, door: _HttpServer, stop: Stop) -> None:
-    """Takes work while /ready answers 503, until the drain is over or the engine has died."""
-    door.state.draining = True
-    ends = {asyncio.create_task(engine.until_dead()), asyncio.create_task(stop.drained())}
-    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-    for end in ends:
-        end.cancel()
+async def _first_of(*waits: Coroutine[Any, Any, None]) -> None:
+    tasks = {asyncio.create_task(wait) for wait in waits}
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
 
 
 async def _finish_requests(door: _HttpServer, deadline: float) -> None:

@@ -1,7 +1,7 @@
 """The page /openapi.json (OpenAPI 3.1.0): routes with their bodies and answers, made of the wire types."""
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import msgspec
@@ -25,7 +25,12 @@ def openapi_page(routes: Iterable[Route], open_routes: Collection[str]) -> bytes
     routes = list(routes)
     types = _types_of(routes)
     schemas, components = msgspec.json.schema_components(types, ref_template=_REFERENCES)
-    schema_of = _Schemas(types, list(schemas))
+
+    def schema_of(*kinds: Any) -> Page:
+        """One schema that any of these fits."""
+        fitting = [schemas[types.index(kind)] for kind in kinds]
+        return fitting[0] if len(fitting) == 1 else {"anyOf": fitting}
+
     paths: dict[str, Page] = {}
     for route in routes:
         operation = _operation(route, schema_of, is_open=route.path in open_routes)
@@ -48,18 +53,6 @@ def openapi_page(routes: Iterable[Route], open_routes: Collection[str]) -> bytes
     )
 
 
-class _Schemas:
-    """The schema of each type."""
-
-    def __init__(self, types: list[Any], schemas: list[Page]) -> None:
-        self._types, self._schemas = types, schemas
-
-    def __call__(self, *types: Any) -> Page:
-        """One schema that any of these fits."""
-        schemas = [self._schemas[self._types.index(each)] for each in types]
-        return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
-
-
 def _types_of(routes: Iterable[Route]) -> list[Any]:
     types: list[Any] = [ErrorResponse]
     for route in routes:
@@ -69,7 +62,7 @@ def _types_of(routes: Iterable[Route]) -> list[Any]:
     return types
 
 
-def _operation(route: Route, schema_of: _Schemas, is_open: bool) -> Page:
+def _operation(route: Route, schema_of: Callable[..., Page], is_open: bool) -> Page:
     content: Page = {each: {} for each in route.answers if isinstance(each, str)}
     in_json = [each for each in route.answers if not isinstance(each, str)]
     if in_json:

@@ -2,6 +2,7 @@
 resemble."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -119,29 +120,11 @@ class MultimodalResponse(Warned, kw_only=True):
     object: Literal["list"] = "list"
 
 
-async def cohere_embed_1(
-    state: ServerState, body: CohereEmbedRequest, texts: TextsAndPictures, tenant: str
-) -> Answer:
-    """Lists of numbers, unless types of them are named."""
-    return await _cohere(state, body, texts, tenant, version="1", by_type=body.embedding_types is not None)
-
-
-async def cohere_embed_2(
-    state: ServerState, body: CohereEmbedRequest, texts: TextsAndPictures, tenant: str
-) -> Answer:
-    """Lists of numbers by their types."""
-    return await _cohere(state, body, texts, tenant, version="2", by_type=True)
-
-
 async def _cohere(
-    state: ServerState,
-    body: CohereEmbedRequest,
-    texts: TextsAndPictures,
-    tenant: str,
-    *,
-    version: str,
-    by_type: bool,
+    version: str, state: ServerState, body: CohereEmbedRequest, texts: TextsAndPictures, tenant: str
 ) -> Answer:
+    """Lists of numbers by their types; in version 1 bare lists, unless types are named."""
+    by_type = version == "2" or body.embedding_types is not None
     types = list(dict.fromkeys(body.embedding_types or ("float",)))
     for name in types:
         if name not in _NUMBERS:
@@ -268,8 +251,15 @@ async def multimodal_embeddings(
 
 
 COHERE_ROUTES = tuple(
-    post_texts(path, CohereEmbedRequest, _cohere_inputs, handler, CohereEmbedResponse, wanted=Wanted.VECTORS)
-    for path, handler in (("/v1/embed", cohere_embed_1), ("/v2/embed", cohere_embed_2))
+    post_texts(
+        f"/v{version}/embed",
+        CohereEmbedRequest,
+        _cohere_inputs,
+        partial(_cohere, version),
+        CohereEmbedResponse,
+        wanted=Wanted.VECTORS,
+    )
+    for version in ("1", "2")
 )
 VOYAGE_ROUTES = (
     post_texts(

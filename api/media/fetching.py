@@ -87,6 +87,7 @@ _CHUNK_BYTES = 64 * 1024
 _REDIRECTS = (301, 302, 303, 307, 308)
 _SCHEMES = ("https", "http")
 _LONGEST_URL = 8_192
+_NOT_PUBLIC = "is on a host whose address is not public, which is not fetched from"
 _NO_URL = "has a URL that cannot be read; give https://host/path"
 
 
@@ -127,9 +128,7 @@ class MediaFetcher:
         except TimeoutError:
             raise PictureError(f"was not received within {self._seconds:g} s") from None
         except AddressRefusedError:
-            raise PictureError(
-                "is on a host whose address is not public, which is not fetched from"
-            ) from None
+            raise PictureError(_NOT_PUBLIC) from None
         except PictureError:
             raise
         except ValueError:
@@ -137,9 +136,7 @@ class MediaFetcher:
         except (aiohttp.ClientError, OSError) as error:
             refused = isinstance(error.__cause__, AddressRefusedError)
             if refused or isinstance(getattr(error, "os_error", None), AddressRefusedError):
-                raise PictureError(
-                    "is on a host whose address is not public, which is not fetched from"
-                ) from None
+                raise PictureError(_NOT_PUBLIC) from None
             raise PictureError(f"cannot be fetched ({type(error).__name__})") from None
 
     async def close(self) -> None:
