@@ -236,7 +236,7 @@ def _has_mask(indices: Sequence[torch.Tensor | None]) -> bool:
     return any(index is not None and index.dtype in _AS_NUMBERS for index in indices)
 
 
-# As torch aligns allocations: kernels are compiled for addresses that are multiples of 16.
+# torch's alignment of allocations: kernels are compiled for addresses that are multiples of 16.
 _ALIGNMENT = 512
 
 
@@ -323,7 +323,7 @@ class StaticGraph:
         return True
 
 
-# Of hidden states, as a share of the largest: graphs run the same kernels, at most with other tiles.
+# The share of the largest hidden state by which a graph's may differ: kernels may have other tiles.
 TOLERANCE = 0.02
 # The share of the device's free memory that a graph may hold for good.
 _MEMORY = 0.25

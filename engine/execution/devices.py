@@ -195,10 +195,10 @@ def milliseconds_in_turns(runs: Mapping[str, Callable[[], object]]) -> dict[str,
 ON_A_CPU, ON_A_GPU = 2_048, 16_384
 _LEAST = 1_024
 _LEAST_BESIDE_SMALL = 256
-# Of a step, or of the usual one if a step must hold longer texts.
+# Sixteenths of a step that larger requests get beside small ones.
 _SIXTEENTHS = 8
 
-# Of the free memory, for a step's tensors; keys, values and queries that are held need room too.
+# The share of the free memory for a step's tensors; keys, values and queries that are held need room too.
 _SHARE = 0.5
 
 

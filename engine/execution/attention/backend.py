@@ -20,8 +20,7 @@ from maxsimd.pooling.ragged import to_device
 
 @dataclass(frozen=True, eq=False)
 class AttentionMetadata:
-    """What a backend needs of a step besides queries, keys and values. Made once a step, read by every
-    layer."""
+    """A step as a backend needs it, besides queries, keys and values. Made once, read by every layer."""
 
     layout: Layout
     device: torch.device

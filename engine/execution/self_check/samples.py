@@ -188,7 +188,7 @@ def _random_ids(model: LoadedModel, count: int, random: np.random.Generator) -> 
         np.arange(size, dtype=np.int32), np.array(model.tokenizer.all_special_ids, dtype=np.int32)
     )
     if len(usable) == 0:
-        raise ModelLoadError(f"the tokeniser of {model.name!r} knows no words, only special tokens")
+        raise ModelLoadError(f"the tokenizer of {model.name!r} knows no words, only special tokens")
     return random.choice(usable, count)
 
 

@@ -30,7 +30,7 @@ def norm_rotary_(
     heads: tuple[int, int],
     norms: tuple[torch.Tensor, torch.Tensor, float] | None,
 ) -> None:
-    """As in `ops/elementwise.py`. The norms are float32 weights [head_dim] of queries and of keys, and their
+    """See `ops/elementwise.py`. The norms are float32 weights [head_dim] of queries and of keys, and their
     epsilon."""
     rows, _, head_dim = qkv.shape
     if qkv.stride(2) != 1 or qkv.stride(1) != head_dim or head_dim % 2 or sum(heads) > qkv.shape[1]:

@@ -164,7 +164,7 @@ def kernels() -> ctypes.CDLL:
 
 
 def address(tensor: torch.Tensor | None) -> int:
-    """Where a tensor begins; 0 for None."""
+    """The address of a tensor; 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
 
 

@@ -52,9 +52,9 @@ def maxsim_apart(
     pairs: NDArray[np.int64],
     empty_score: float,
 ) -> torch.Tensor:
-    """As `maxsim`, for documents in separate tensors: rows [tokens, dim] in float32, bfloat16, float16, or
-    int8 with float32 scales [tokens]. They are converted to the queries' dtype tile by tile, without a
-    copy."""
+    """Scores like `maxsim`, for documents in separate tensors: rows [tokens, dim] in float32, bfloat16,
+    float16, or int8 with float32 scales [tokens]. They are converted to the queries' dtype tile by tile,
+    without a copy."""
     kernel = kernels().maxsimd_maxsim_apart_float32
     if queries.dtype is torch.bfloat16:
         kernel = kernels().maxsimd_maxsim_apart_bfloat16

@@ -65,9 +65,9 @@ def layer_norm_kernel(  # type: ignore[no-untyped-def]
         tl.store(total + row * width + columns, rounded, mask=inside)
         values = rounded.to(tl.float32)
     mean = tl.sum(values, axis=0) / width
-    centred = tl.where(inside, values - mean, 0.0)
-    variance = tl.sum(centred * centred, axis=0) / width
-    normed = centred * (1.0 / tl.sqrt(variance + epsilon))
+    centered = tl.where(inside, values - mean, 0.0)
+    variance = tl.sum(centered * centered, axis=0) / width
+    normed = centered * (1.0 / tl.sqrt(variance + epsilon))
     normed *= tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     if BIASED:
         normed += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
@@ -174,7 +174,7 @@ WARPS = 2
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """What one program works on: a number of `heads`, whose halves are padded to `half` numbers."""
+    """The work of a program: `heads` heads, whose halves are padded to `half` numbers."""
 
     heads: int
     half: int

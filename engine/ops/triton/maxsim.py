@@ -31,7 +31,7 @@ _PLAIN = tl.constexpr(INTERPRETED)
 
 def _for_each_byte(instructions: str, constants: str) -> tl.constexpr:
     """Assembly that takes two words and returns four registers; the i-th holds byte i of both words."""
-    # Of bytes 0 to 3 of the first word and 4 to 7 of the second: byte i of both, each in the lower half of 16
+    # Bytes 0 to 3 are the first word, 4 to 7 the second: selects byte i of both, each in the lower half of 16
     # bits.
     selectors = ("0x4400", "0x5511", "0x6622", "0x7733")
     each = [instructions.format(selector=selector, out=f"${i}") for i, selector in enumerate(selectors)]
@@ -102,9 +102,9 @@ def grouped_by_byte(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: igno
     return tl.reshape(tl.permute(tl.reshape(x, (ROWS, COLUMNS // 4, 4)), (0, 2, 1)), (ROWS, COLUMNS))
 
 
-# Arguments that differ from launch to launch: a specialisation for each would mean a compilation for each.
+# Arguments that differ from launch to launch: a specialization for each would mean a compilation for each.
 VARYING = ("longest_query", "split_k")
-# These arguments are slices, which begin at any address. A kernel that is specialised on addresses would be
+# These arguments are slices, which begin at any address. A kernel that is specialized on addresses would be
 # compiled again while requests wait. Constants give the alignment of rows instead.
 VIEWS = ("queries", "documents", "scales", "bounds", "best_of_split", "scores")
 _ANY_NAN = tl.constexpr(tl.PropagateNan.ALL)
@@ -200,7 +200,7 @@ def _best_by_tiles(  # type: ignore[no-untyped-def]
     BLOCK_DIM: tl.constexpr,
     FOLD: tl.constexpr,
 ):
-    """With the query's tile q [BLOCK_Q, BLOCK_DIM] in shared memory for the whole document."""
+    """Keeps the query's tile q [BLOCK_Q, BLOCK_DIM] in shared memory for the whole document."""
     transposed = tl.trans(q)  # out of the loop, or it would be written to shared memory in each turn
     columns = tl.arange(0, BLOCK_DIM)[None, :]
     for tile in range(start, stop, BLOCK_D):
@@ -227,8 +227,8 @@ def _best_by_words(  # type: ignore[no-untyped-def]
     BLOCK_DIM: tl.constexpr,
     FOLD: tl.constexpr,
 ):
-    """As `_best_by_tiles`, for int8 documents whose dimensions are a multiple of 4, read as words of four. A
-    row's numbers are ordered by their byte in a word, as are the query's."""
+    """Like `_best_by_tiles`, for int8 documents whose dimensions are a multiple of 4, read as words of four.
+    A row's numbers are ordered by their byte in a word, as are the query's."""
     transposed = tl.trans(grouped_by_byte(q, BLOCK_Q, BLOCK_DIM))
     columns = tl.arange(0, BLOCK_DIM // 4)[None, :]
     first_row = tl.minimum(start + tl.arange(0, BLOCK_D), stop - 1)
@@ -247,7 +247,7 @@ def _best_by_words(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _bounds_of(bounds, pair):  # type: ignore[no-untyped-def]
-    """Where the query's rows start and stop, and the document's, by one load of 16 bytes."""
+    """The start and stop of the query's rows and the document's, by one load of 16 bytes."""
     of_pair = tl.load(tl.multiple_of(bounds + pair.to(tl.int64) * 4 + tl.arange(0, 4), 16))
     starts, stops = tl.split(tl.reshape(of_pair, (2, 2)))
     query_start, document_start = tl.split(starts)
@@ -279,7 +279,7 @@ def maxsim_kernel(  # type: ignore[no-untyped-def]
     """Program (pair and query tile, split): the best similarity of each token in a tile of the query within
     one split of the document; or the pair's score, where that is the whole query and the whole document.
 
-    Neighbouring programs read the same document. `WHOLE` leaves out what only parts need, and so takes fewer
+    Neighboring programs read the same document. `WHOLE` leaves out what only parts need, and so takes fewer
     registers and instructions: programs of short queries do little else."""
     query_tiles = 1 if WHOLE else tl.cdiv(longest_query, BLOCK_Q)
     pair = tl.program_id(0) // query_tiles

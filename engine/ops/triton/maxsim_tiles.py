@@ -49,7 +49,7 @@ _HOPPER_UNPACKED = tuple(replace(tiles, stages=3) for tiles in _HOPPER[:3])
 _BLACKWELL = (Tiles(32, 64, 128, 4, 3, 1), Tiles(64, 64, 128, 4, 3, 1), Tiles(128, 64, 128, 8, 3, 1))
 _AMPERE = (Tiles(32, 64, 128, 4, 3, 2), Tiles(64, 64, 128, 4, 3, 2), Tiles(128, 64, 128, 4, 3, 2))
 _SMALL = _AMPERE[:2]
-# Of float32, which tensor cores do not multiply exactly: threads do, and need registers for both operands.
+# Tensor cores do not multiply float32 exactly: threads do, and need registers for both operands.
 _FLOAT32 = Tiles(32, 64, 32, 4, 2, 1)
 
 _KIB = 1024
