@@ -19,18 +19,21 @@ _PLAIN = ("--dtype", "float32", "--threads", "1", "--log-level", "warning")
 
 @contextmanager
 def running() -> Iterator[dict[str, str]]:
-    """Four servers; gives the environment variables that hold their base URLs. By late interaction and as a
+    """Five servers; gives the environment variables that hold their base URLs. By late interaction and as a
     bi-encoder they serve the embedded model, as a cross-encoder one with random weights, and one serves two
-    models, as docs/rag.md has it."""
+    models, as docs/rag.md has it. One lets the key `limited` send 20 requests a minute."""
     names = [part for name in MODELS for part in ("--served-model-name", name)]
     with tempfile.TemporaryDirectory() as temporary, contextmanager(starter)(Path(temporary)) as start:
         cross_encoder = save_cross_encoder(Path(temporary) / "cross-encoder")
         two = Path(temporary) / "models.yaml"
         two.write_text(f"models:\n  embed: {{score_type: bi-encoder}}\n  rerank: {cross_encoder}\n")
+        keys = Path(temporary) / "keys.txt"
+        keys.write_text("limited requests_per_minute=20\n")
         kinds = {
             "LATE_INTERACTION_URL": names,
             "BI_ENCODER_URL": ["--score-type", "bi-encoder", *names],
             "CROSS_ENCODER_URL": [cross_encoder, *names],
             "TWO_MODELS_URL": ["--config", str(two)],
+            "LIMITED_URL": ["--api-key-file", str(keys), *names],
         }
         yield {kind: start(*options, *_PLAIN, installed=True).url for kind, options in kinds.items()}

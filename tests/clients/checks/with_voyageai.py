@@ -1,5 +1,6 @@
 """Voyage's client."""
 
+import os
 from functools import partial
 
 import voyageai
@@ -22,6 +23,21 @@ def sees_what_is_wrong() -> None:
         client = voyageai.Client(api_key="none", base_url=url + "/v1")
         asked = partial(client.rerank, QUERY, list(DOCUMENTS), model="rerank-2.5", top_k=-1)
         assert "top_k" in str(error_of(voyageai.error.InvalidRequestError, asked))
+
+
+def tries_again_after_a_429() -> None:
+    def client(retries: int) -> voyageai.Client:
+        url = os.environ["LIMITED_URL"] + "/v1"
+        return voyageai.Client(api_key="limited", base_url=url, max_retries=retries)
+
+    def asked(retries: int) -> object:
+        return client(retries).rerank(QUERY, list(DOCUMENTS), model="rerank-2.5")
+
+    for _ in range(20):
+        asked(0)
+    assert "20 requests" in str(error_of(voyageai.error.RateLimitError, partial(asked, 0)))
+    # The next request may come after three seconds.
+    assert asked(5)
 
 
 def embeds() -> None:
