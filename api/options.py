@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 C = TypeVar("C")
 F = TypeVar("F", bound=Callable[..., Any])
 
-# A server's own defaults. It refuses a client rather than let it wait.
+# A server's own defaults: it refuses requests rather than let them wait long.
 SERVED: Mapping[str, Any] = {"max_wait_seconds": 30.0}
 # Options whose variable is read elsewhere: it may hold several values.
 _OWN_VARIABLES = {"api_key"}
@@ -122,11 +122,11 @@ def keys_of_environment() -> tuple[str, ...]:
     return keys
 
 
-# Whoever may read a configuration need not know the keys.
+# Fields that are not printed.
 _SECRET = {"api_key"}
-# Where a context keeps what the file says of several models.
+# Key of the file's `models` in a context.
 _MODELS = "maxsimd.models"
-# What YAML calls the name << of an entry.
+# YAML's tag of the name <<.
 _FROM_ANOTHER = "tag:yaml.org,2002:merge"
 
 
@@ -267,7 +267,7 @@ def _read(path: str, names: set[str]) -> dict[str, Any]:
     unknown = sorted(options.keys() - there - names - {"models"})
     if unknown:
         raise click.BadParameter(f"{path}: there is no option {', '.join(unknown)}")
-    # Those that are null are left open.
+    # Null leaves an option at its default.
     return {name: value for name, value in options.items() if value is not None}
 
 

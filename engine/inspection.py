@@ -29,7 +29,7 @@ from maxsimd.scheduler import ResultSlot, Tokens, TokenSequence
 
 # A small picture, and an A4 page at 150 dots an inch.
 _PAGES = ((448, 448), (1240, 1754))
-# What is scored from end to end.
+# Texts that are scored from end to end.
 _QUERY = "How is a file opened?"
 _DOCUMENTS = (
     "Open a file with open(), which returns a file object, and close it when it is no longer needed.",
@@ -71,7 +71,7 @@ def inspect_model(config: EngineConfig, check: bool = False) -> dict[str, str | 
     of_tower = sum(each.numel() for module in model.encoders[1:] for each in module.parameters())
     prepared = prepare(model, config, device, probe_sequences(model, tokenizer), tokenizer)
     check_room(model, tokenizer, prepared.step_tokens, prepared.runner.chunked)
-    # A pooler goes where the heads do its work, and layers are laid out anew: what is left shows in names.
+    # Preparing removes a pooler that the heads replace, and renames layers: count by the names that remain.
     left = {name for name, _ in model.backbone.named_children()}
     weights = sum(count for name, count in named.items() if name.split(".")[0] in left or "." not in name)
     weights += of_tower

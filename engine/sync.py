@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 # Shorter lists are done before a progress bar could be read.
 SHORTEST_WITH_BAR = 256
-# Once an engine has stopped, the results of its last calls have this long to be made.
+# Seconds for the last calls' results after an engine has stopped.
 _RESULT_SECONDS = 60.0
 
 
@@ -101,13 +101,13 @@ class SyncEngine:
     ) -> None:
         self._engine = Engine(config, **options)
         self._progress = progress
-        # The process in which it was started last.
+        # Process id of the last start.
         self._process: int | None = None
         self._thread: _LoopThread | None = None
         self._is_exiting = False
         # Held while it is started or closed, and while a call is handed to its thread.
         self._change, self._handover = threading.RLock(), threading.Lock()
-        # Of all calls that are not done.
+        # Calls that are not done.
         self._futures: set[Future[Any]] = set()
 
     def __enter__(self) -> Self:
@@ -185,7 +185,7 @@ class SyncEngine:
         return self._engine.max_tokens
 
     def stats(self) -> EngineStats:
-        """What the engine holds at the moment."""
+        """The engine's queue, queries and caches."""
         return self._engine.stats()
 
     def clear_cache(self) -> None:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     _Result: TypeAlias = EmbedResult | TokenEmbedResult
 
-# Of each text float32 [dim], or [tokens, dim].
+# float32 [dim] or [tokens, dim] for each text.
 Rows = list[NDArray[np.float32]]
 
 

@@ -35,11 +35,10 @@ if TYPE_CHECKING:
 _FILE = click.Path(exists=True, dir_okay=False)
 _MEASURES = ("nDCG@10", "RR", "R@100")
 
-# Of each query, which documents are judged, and how relevant they are; from 0 down they are not.
+# Relevance by query and document; 0 and below is not relevant.
 Grades = Mapping[str, Mapping[str, float]]
-# The same, and whether they are relevant.
 Judgements = Mapping[str, Mapping[str, bool]]
-# Of each query the scores of its documents.
+# Scores by query and document.
 Run = dict[str, dict[str, float]]
 
 
@@ -82,13 +81,21 @@ def evaluate(
         grades = read_grades(qrels)
         texts, asked = read_texts(documents), read_texts(queries)
         candidates = None if values["candidates"] is None else read_candidates(values["candidates"])
-        work = [*_work(grades, asked, texts, candidates, values["depth"])]
+        work = _work(grades, asked, texts, candidates, values["depth"])
     except (OSError, ValueError) as error:
         raise click.ClickException(str(error)) from error
-    ranked = _ranked(config, work, asked, texts, progress)
+    progress.total = sum(len(ids) for _, ids in work)
+    progress.note(f"Loading {shown_name(config.model)} for {progress.total:,} pairs ...")
+    try:
+        ranked = run(rank_all(config, work, asked, texts, progress))
+    except Interrupted:
+        click.echo("interrupted: there is no result", err=True)
+        sys.exit(INTERRUPTED)
+    finally:
+        progress.end()
     if values["run_file"] is not None:
         _write(ranked, values["run_file"])
-    # What has no candidates counts as ranked last.
+    # Documents that are no candidates count as ranked last.
     found = measure({query: each for query, each in grades.items() if query in asked}, ranked)
     if as_json:
         click.echo(json.dumps(found))
@@ -124,39 +131,18 @@ def _work(
     documents: Mapping[str, str],
     candidates: Mapping[str, list[str]] | None,
     depth: int,
-) -> Iterator[tuple[str, list[str]]]:
+) -> list[tuple[str, list[str]]]:
     """The documents to rank for each judged query. Raises ValueError where there are none."""
-    some = False
-    for query in grades:
-        if query not in queries:
-            continue
-        if candidates is None:
-            ids = [*documents]
-        else:
+    work = []
+    for query in [each for each in grades if each in queries]:
+        ids = [*documents]
+        if candidates is not None:
             ids = [each for each in candidates.get(query, [])[:depth] if each in documents]
         if ids:
-            some = True
-            yield query, ids
-    if not some:
+            work.append((query, ids))
+    if not work:
         raise ValueError("no judgement names a query of the file that has documents; compare their ids")
-
-
-def _ranked(
-    config: EngineConfig,
-    work: list[tuple[str, list[str]]],
-    queries: Mapping[str, str],
-    documents: Mapping[str, str],
-    progress: Progress,
-) -> Run:
-    progress.total = sum(len(ids) for _, ids in work)
-    progress.note(f"Loading {shown_name(config.model)} for {progress.total:,} pairs ...")
-    try:
-        return run(rank_all(config, work, queries, documents, progress))
-    except Interrupted:
-        click.echo("interrupted: there is no result", err=True)
-        sys.exit(INTERRUPTED)
-    finally:
-        progress.end()
+    return work
 
 
 def _write(ranked: Run, path: str) -> None:
@@ -177,35 +163,33 @@ async def rank_all(
 ) -> Run:
     """Each document's score before its activation, by query and document. Raises MaxsimdError and
     Interrupted."""
-    pairs = [(query, id_) for query, ids in work for id_ in ids]
     ranked: Run = {query: {} for query, _ in work}
     done_pairs = tokens = 0
     async with started(config, progress) as engine:
 
-        async def ask(part: list[int]) -> "ScoreResult":
-            query = queries[pairs[part[0]][0]]  # a part is of one query
-            return await engine.score(query, [documents[pairs[i][1]] for i in part], priority="batch")
+        def parts() -> Iterator[list[tuple[str, str]]]:
+            for query, ids in work:
+                records = [Record(documents[id_]) for id_ in ids]
+                # A listwise model scores a query's documents by each other.
+                is_whole = engine.model.listwise is not None
+                indexes = range(len(ids))
+                for part in [list(indexes)] if is_whole else in_parts(records, indexes):
+                    yield [(query, ids[i]) for i in part]
 
-        def done(part: list[int], result: "ScoreResult") -> None:
+        async def ask(part: list[tuple[str, str]]) -> "ScoreResult":
+            texts = [documents[id_] for _, id_ in part]
+            return await engine.score(queries[part[0][0]], texts, priority="batch")
+
+        def done(part: list[tuple[str, str]], result: "ScoreResult") -> None:
             nonlocal done_pairs, tokens
             done_pairs += len(part)
             tokens += result.usage.prompt_tokens
-            for i, score in zip(part, result.ranking_scores, strict=True):
-                query, id_ = pairs[i]
+            for (query, id_), score in zip(part, result.ranking_scores, strict=True):
                 ranked[query][id_] = score
             progress.update(done_pairs, tokens)
 
         progress.update(0, 0)
-        starts = 0
-        parts = []
-        for _, ids in work:
-            records = [Record(documents[id_]) for id_ in ids]
-            # A listwise model scores a query's documents by each other.
-            whole = [list(range(len(records)))] if engine.model.listwise is not None else None
-            of_query = whole or in_parts(records, range(len(records)))
-            parts += [[starts + i for i in part] for part in of_query]
-            starts += len(ids)
-        await each_part(iter(parts), ask, done)
+        await each_part(parts(), ask, done)
     return ranked
 
 
@@ -259,7 +243,7 @@ def calibrate(queries: str, documents: str, qrels: str, others: int, out: str, *
     )
 
 
-# Of one part of the queries the calibration is fitted, and of the other it is judged, in turns.
+# Parts of the queries for cross-validation.
 _FOLDS = 5
 
 

@@ -34,9 +34,10 @@ if TYPE_CHECKING:
     from maxsimd.engine import Engine
     from maxsimd.engine.media import Content, PdfPage, PictureAt
 
+P = TypeVar("P")
 T = TypeVar("T")
 
-# A page takes as long as a text of this many characters, or longer.
+# Cost of a page, in characters of a text.
 _PAGE = 32_768
 KINDS = ("lines", "jsonl", "csv", "tsv", "parquet")
 _ENDINGS = {
@@ -47,14 +48,13 @@ _ENDINGS = {
     ".tsv": "tsv",
     ".parquet": "parquet",
 }
-# Fields and columns that hold a text, and those that hold its id, the first that is there.
+# Fields with a text, and with an id: the first that is there counts.
 TEXT_FIELDS = ("text", "content", "document", "passage", "body", "abstract", "title")
 _ID_FIELDS = ("_id", "id", "docid", "doc_id", "document_id")
 _BAR = "{n:,} of {total:,} {unit}{postfix}, {remaining} left"
-# A part of the texts is one request, of at most this many texts and characters. With some of them at a time
-# the engine always has enough to do.
+# A request has at most this many texts and characters. A few at a time keep the engine busy.
 _PART_TEXTS, _PART_CHARACTERS, _PARTS_AT_A_TIME = 256, 262_144, 4
-# While a model is loaded, a line says so this often, in seconds.
+# Seconds between lines while a model is loaded.
 _LOADING_SECONDS = 3
 # The exit status of a program that Ctrl-C has ended.
 INTERRUPTED = 130
@@ -271,10 +271,10 @@ def in_parts(records: Sequence[Record], indexes: Sequence[int]) -> Iterator[list
 
 
 async def each_part(
-    parts: Iterator[list[int]], ask: Callable[[list[int]], Awaitable[T]], done: Callable[[list[int], T], None]
+    parts: Iterator[P], ask: Callable[[P], Awaitable[T]], done: Callable[[P, T], None]
 ) -> None:
     """Asks for some parts at a time and calls `done` with each result. Raises Interrupted on a signal."""
-    asked: dict[asyncio.Task[T], list[int]] = {}
+    asked: dict[asyncio.Task[T], P] = {}
     with _stopping() as stop:
         stopped = asyncio.create_task(stop.wait())
         try:

@@ -74,7 +74,7 @@ class AppConfig:
         if left:
             raise ValueError(f"there is no option {', '.join(sorted(left))}")
         if engine.threads is None and cluster.num_cpus >= 1:
-            # Ray has libraries run on one thread otherwise.
+            # Otherwise Ray limits libraries to one thread.
             engine = dataclasses.replace(engine, threads=int(cluster.num_cpus))
         return cls(engine, server, cluster)
 

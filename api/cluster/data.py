@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from ray.data import Dataset
 
 
-# Batches that an actor works on: while one is being read or written, the other fills the steps. As many wait.
+# Batches in an actor: while one is read or written, the other fills steps. As many wait.
 _BATCHES_AT_A_TIME = 2
-# How often a batch is tried again that ends its actor. Ray's default is for ever.
+# Retries of a batch that ends its actor. Ray's default is unlimited.
 _MAX_RETRIES = 3
 
 
@@ -65,11 +65,11 @@ class ActorPool:
             max_size=most,
             max_concurrent_calls_per_actor=_BATCHES_AT_A_TIME,
             max_tasks_in_flight_per_actor=2 * _BATCHES_AT_A_TIME,
-            # Else Ray has the second batch wait for the first.
+            # Otherwise the second batch waits for the first.
             enable_true_multi_threading=True,
         )
         with warnings.catch_warnings():
-            # Ray warns of arguments that have no name of their own, which the number of retries has not got.
+            # Ray warns of arguments without a parameter, such as the number of retries.
             warnings.simplefilter("ignore", DeprecationWarning)
             return rows.map_batches(
                 actor,
@@ -95,7 +95,7 @@ def with_threads(config: EngineConfig, num_cpus: int | None) -> tuple[EngineConf
 
 Row: TypeAlias = dict[str, Any]
 
-# How many of a row's failed documents its error names.
+# An error names at most this many documents.
 _MOST_NAMED = 5
 
 
@@ -169,15 +169,15 @@ def _kind(value: Any) -> str:
 
 T = TypeVar("T")
 
-# An embedding, float32 [dim] or [tokens, dim], or why there is none, and the text's tokens.
+# float32 [dim] or [tokens, dim], or None; an error; the text's tokens.
 Embedded: TypeAlias = tuple[NDArray[np.float32] | None, str | None, int]
 
-# What is wrong with one row alone.
+# Errors of a single row.
 ROW_ERRORS = (InvalidRequestError, RequestFailedError, RequestTimeoutError, RequestTooLargeError)
-# Rows are given to the engine while those that it has are of fewer characters than this; each text counts as
-# some more. That fills many steps, and stays far below what the engine would refuse.
+# The engine has rows of about this many characters, with so many added for each text: enough for many steps,
+# and far below its limits.
 _CHARACTERS, _TEXT = 2_000_000, 64
-# With this status a process of Ray ends whose engine has died.
+# Exit status of an actor whose engine has died.
 _DEAD = 70
 
 
@@ -229,7 +229,7 @@ class RowEngine:
         if not texts:
             return row.scored({}, errors, 0)
         indexes = list(texts)
-        # A listwise model scores documents by each other: of these it has all or none.
+        # A listwise model scores documents together: all or none.
         is_listwise = self._engine.model.score_type is ScoreType.LISTWISE
         reported: dict[str, Any] = {} if is_listwise else {"on_error": "report"}
 
@@ -444,7 +444,7 @@ def build_scorer(
     def scored(rows: "Dataset") -> "Dataset":
         if preprocess is not None:
             rows = rows.map(_Adding(preprocess))
-        # Blocks are what actors get as tasks, of which they work on two at a time.
+        # A block is a task; an actor has two at a time.
         rows = rows.repartition(target_num_rows_per_block=batch_size)
         rows = pool.map_batches(rows, ScoreRows, arguments, batch_size)
         return rows if postprocess is None else rows.map(postprocess)

@@ -1,4 +1,4 @@
-"""How many scorers there should be. Serve's controller runs this: it imports nothing of ours."""
+"""Number, slots and load of scorers, without Ray. Serve's controller imports this: it stays light."""
 
 import asyncio
 import logging
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from maxsimd.api.fleet.link import Address
     from maxsimd.api.fleet.roster import Listed
 
-# Scorers that work for a larger share of the time leave too little room for requests that come at random.
+# Busier scorers leave too little room for random arrivals.
 _BUSY = 0.7
 
 
@@ -77,7 +77,7 @@ def _name(address: "Address") -> str:
     return repr(address)
 
 
-# What is looked at, how often, and over how many looks: ten seconds.
+# Seconds between samples, and samples kept.
 _LOOK_SECONDS, _LOOKS = 0.1, 100
 
 

@@ -36,7 +36,7 @@ from maxsimd.engine import Engine, EngineConfig
 from maxsimd.engine.device.host import usable_cores
 from maxsimd.engine.workers import take_short_slices
 
-# How often replicas are asked for their slot, in seconds.
+# Seconds between questions for a replica's slot.
 _SLOT_SECONDS = 5.0
 
 
@@ -92,8 +92,8 @@ def published(address: NetAddress, slot: int) -> dict[str, Any]:
     return {"host": address.host, "port": address.port, "secret": address.secret, "slot": slot}
 
 
-# A front that has found no scorer after these seconds serves anyway, and says that it is not ready. As long
-# do requests wait for a scorer that takes the place of one that died.
+# Seconds that a starting front waits for a scorer before it serves anyway, not ready; and that requests wait
+# for a replacement.
 _PATIENCE = 120.0
 
 
@@ -176,7 +176,7 @@ class Front:
         if self._ending is not None:
             self._ending.cancel()
         if not is_listed:
-            # Ray asks nothing more of it, and waits for what is in flight before it calls __del__.
+            # Ray sends no more requests, and calls __del__ when those in flight are done.
             self._ending = self._loop.call_later(self._grace, self._end_requests)
 
     def _end_requests(self) -> None:
@@ -265,13 +265,13 @@ def _waiting_tokens(engine: Engine) -> int:
     return engine.stats().waiting_tokens if engine.is_healthy else 0
 
 
-# Serve is to refuse nothing: what is too much the engines say, by tokens.
+# Serve refuses nothing: engines do, by tokens.
 _MOST_REQUESTS = 100_000
-# How much longer than its grace a replica may take to end, in seconds.
+# Seconds beyond its grace that a replica may take to end.
 _MARGIN_SECONDS = 10.0
 _HEALTH_SECONDS = 2.0
-# How often scorers say what waits, over how long that is averaged, and for how long more of them, or fewer,
-# are to be wanted before it is done: each change has documents move from cache to cache.
+# Seconds between reports, averaged over how many, and delays before scaling up and down: each change moves
+# documents from cache to cache.
 _LOOK_SECONDS, _LOOK_BACK_SECONDS = 2.0, 6.0
 _MORE_AFTER_SECONDS, _FEWER_AFTER_SECONDS = 10.0, 600.0
 

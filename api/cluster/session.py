@@ -17,7 +17,7 @@ import click
 from maxsimd.api.cluster.config import APP_NAME, AppConfig
 from maxsimd.api.process import exit_at_once
 
-# For what goes from process to process; texts do not.
+# Bytes of Ray's object store: no texts pass through it.
 _OBJECT_STORE = 100 * 1024 * 1024
 _CONNECT_SECONDS = 10
 
@@ -38,7 +38,7 @@ def ray_session(address: str | None, num_cpus: float, shows_log: bool = False) -
     afterwards. `shows_log` prints the actors' logs. Raises click.ClickException."""
     import ray
 
-    # What Ray's C++ says is for those who operate a cluster.
+    # Ray's C++ logs are for operators of a cluster.
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)
     ray.data.DataContext.get_current().enable_progress_bars = False
@@ -55,9 +55,9 @@ def ray_session(address: str | None, num_cpus: float, shows_log: bool = False) -
             ray.shutdown()
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Ray runs its workers at a low priority; here they are what the machine is for.
+    # Ray's default is a low priority for workers.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    # Its sockets' names must be short.
+    # Names of sockets must be short.
     folder = tempfile.mkdtemp(prefix="maxsimd-ray-")
     try:
         ray.init(
@@ -87,7 +87,7 @@ def last_line(message: str) -> str:
     return lines[-1] if lines else message
 
 
-# What only this machine can connect to.
+# Hosts that only this machine can connect to.
 _OWN_HOSTS = {"127.0.0.1", "localhost", "::1"}
 
 
@@ -104,8 +104,7 @@ def run(config: AppConfig, host: str, port: int, address: str | None) -> None:
     begun = time.perf_counter()
     cluster = config.cluster
     cores = (cluster.max_replicas or cluster.replicas) * max(1.0, cluster.num_cpus) + cluster.fronts
-    # Ray puts a handler of its own before ours, which aborts a process that has not ended within three
-    # seconds; ours are set again therefore.
+    # Ray replaces our signal handlers by one that aborts the process after three seconds: set ours again.
     with suppress(Asked), _asked(), ray_session(address, cores, shows_log=True), _asked():
         try:
             where = "HeadOnly" if address is None else "EveryNode"

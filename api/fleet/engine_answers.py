@@ -150,7 +150,7 @@ def _options(method: str, question: Any) -> Any:
 
 def fingerprint_of(engine: Engine) -> str:
     """A digest of what decides an engine's scores: version, model and settings."""
-    # Where it runs, and the last digits of what was measured at load, decide nothing.
+    # The device and the self-check's last digits decide nothing.
     facts = replace(engine.facts, device="", kernels="", findings=())
     config = engine.config
     names = (field.name for field in fields(config) if field.name not in _DECIDE_NOTHING)

@@ -137,9 +137,9 @@ class FleetStream(DocumentStream):
 
 
 T = TypeVar("T")
-# For large bodies and answers.
+# Threads for large bodies and answers.
 _THREADS = 2
-# How long engines may take to answer what all are asked, in seconds: one that hangs is left out.
+# Seconds for answers to a question to all engines; late ones are left out.
 _ENGINE_SECONDS = 5.0
 
 
@@ -468,7 +468,7 @@ def _labelled(sample: str, label: str) -> str:
     return f"{name}{{{label}}} {value}"
 
 
-# A front that does not answer within this many seconds is left out.
+# Seconds for another front's answer; a late one is left out.
 _FRONT_SECONDS = 2.0
 
 

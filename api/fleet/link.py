@@ -25,10 +25,9 @@ from maxsimd.api.fleet.messages import (
 )
 from maxsimd.engine.errors import InvalidRequestError
 
-# Who connects to a port sends the secret first, of as many bytes, and has as many seconds for it.
+# A client of a port first sends the secret, of this many bytes, within this many seconds.
 _SECRET_BYTES, _SECRET_SECONDS = 32, 5.0
-# A connection whose other machine is silent is given up by the system after about a minute: it asks after
-# these seconds for the first time, then this often, and this many times.
+# TCP keepalive: first probe, interval, count. The system gives a silent peer up after a minute.
 _QUIET_SECONDS, _EVERY_SECONDS, _TIMES = 30, 10, 3
 
 Accept = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -98,7 +97,7 @@ def _watch(writer: asyncio.StreamWriter) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-# Before each message stands its length, little-endian.
+# Bytes of the length before each message, little-endian.
 LENGTH_BYTES = 4
 
 
@@ -285,7 +284,7 @@ class Door:
                         continue
                     tasks[message.number] = asyncio.create_task(self._reply(message, writer, tasks))
         finally:
-            # The other side is gone: nobody waits for what it asked.
+            # The peer is gone: nobody waits for answers.
             for task in list(tasks.values()):
                 task.cancel()
             writer.close()

@@ -41,8 +41,7 @@ from maxsimd.engine.workers import take_short_slices
 
 log = logging.getLogger("maxsimd.fleet")
 
-# A front that takes another's place waits this long for engines that listen already, in seconds, before it
-# lets clients in.
+# Seconds that a restarted front waits for running engines before it lets clients in.
 _CONNECTING_SECONDS = 5.0
 
 

@@ -30,9 +30,9 @@ log = logging.getLogger("maxsimd.fleet")
 
 T = TypeVar("T")
 
-# How often a front looks whether an engine listens that it is not connected to, in seconds.
+# Seconds between attempts to connect.
 _LOOK_SECONDS = 0.1
-# Pause before an engine that could not clear its cache is asked again, in seconds.
+# Seconds before an engine that could not clear its cache is asked again.
 _PAUSE_SECONDS = 1.0
 # A front counts an engine's silence in this many ticks.
 _SILENT_TICKS = 10
@@ -182,7 +182,7 @@ class Roster:
         answer. An engine that starts meanwhile clears its disk cache before it gets work. Raises an engine's
         error."""
         self._uncleared |= self._silent | (self._listed.keys() - self._links.keys())
-        # Others that are late are not asked twice at a time: they may keep every question for long.
+        # Late engines are not asked twice at a time: they may keep questions for long.
         late = self._silent | {each for each, task in self._clearing.items() if not task.done()}
         asked = {
             address: self._in_background(self._clear(address, link))

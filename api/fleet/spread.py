@@ -78,17 +78,17 @@ from maxsimd.scheduler.fleet.plan import Documents, Part
 
 # Documents that a front remembers having sent.
 _REMEMBERED = 200_000
-# An engine that has not answered this many seconds after the deadline hangs.
+# An engine hangs if it has not answered this many seconds after the deadline.
 _HANGS = 1.0
-# What replies say of the queue at an engine is forgotten this often, in seconds.
+# Seconds after which reports of engines' queues are forgotten.
 _QUEUES_FOR = 1.0
-# Parts that may be tried again beyond a tenth of all: those that are at an engine when it dies.
+# Retries beyond a tenth of all parts, for those at an engine when it dies.
 _SPARE_TRIES = 1_000.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """What is to be spread: documents, by their digests [N] and estimated tokens [N]. `question` makes what
+    """A request to spread: documents, by their digests [N] and estimated tokens [N]. `question` makes what
     is asked about some of them, given the seconds that are left; `commit` takes the answer about them, and
     `arrived` what comes before it. With `is_cached`, engines look for the documents in their
     caches: those that were there before weigh little.
@@ -200,7 +200,7 @@ class Spreader:
         """The next attempts after one that has ended."""
         error = task.exception()
         if isinstance(error, LostError):
-            # Its part may go to those that did not die with it: where there is none, one will come.
+            # The part goes to an engine that did not die with it, once there is one.
             alive = await self._others(attempts, send, deadline)
             self.loads.forget_others(self._roster.members)
             match error:
@@ -222,7 +222,7 @@ class Spreader:
             alive = self._roster.alike(send.member.fingerprint)
             refused = attempts.full(send.attempt, answer.retry_after, alive)
             if isinstance(refused, Fail):
-                # In the words of the engine that refused last, with the longest wait of them.
+                # The last refusal, with the longest wait.
                 raise as_error(msgspec.structs.replace(answer, retry_after=refused.error.retry_after))
             return refused
         if answer.kind == "timeout":
@@ -337,11 +337,11 @@ class SharedQuery:
         self._is_encoded = True
 
 
-# What a picture is by estimate, in characters.
+# Estimated cost of a picture, in characters.
 _PICTURE = 4_096
-# Special tokens and prompts around a text are at most as many.
+# Most tokens of prompts and markers around a text.
 MOST_AROUND = 1_024
-# Called with the indices of documents, their scores, and how some of them came to theirs.
+# Called with indices, scores and explanations.
 NewScores = Callable[[list[int], list[float], Mapping[int, Explanation]], None]
 
 
@@ -384,7 +384,7 @@ class ScoreJob:
             self.commit,
             None if arrived is None else part_arrived,
             None if self._query is None else self._query.job(),
-            # A request that has what there is by then goes on, and each part has what it has.
+            # With partial results each part returns what it has.
             needs_first=self._options["on_timeout"] == "error",
         )
 
@@ -440,7 +440,7 @@ class ScoreJob:
     def result(self) -> ScoreResult:
         """One score a document. The query counts once."""
         results = self._results
-        # A part for which there was no time has read no query.
+        # A part that ran out of time has read no query.
         of_query = max(each.usage.query_tokens for each in results)
         truncated_queries = max(each.truncated_queries for each in results)
         usage = Usage(
@@ -503,7 +503,7 @@ def size_of(item: Item) -> int:
 
 
 _OF_THE_RUN = frozenset({"truncation", "priority", "tenant", "timeout"})
-# About how many characters a token stands for.
+# Estimated characters of a token.
 _CHARACTERS_A_TOKEN = 4
 
 

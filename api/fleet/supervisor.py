@@ -28,7 +28,7 @@ _LENGTH_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a process is told on stdin, where others cannot read it: a front or the engine in `slot`. Engines
+    """A process's setup, sent on stdin, where others cannot read it: a front or the engine in `slot`. Engines
     listen on `engine_paths`, fronts on `front_paths` for each other and on `sockets` (descriptors) for
     clients."""
 
@@ -66,14 +66,13 @@ def _leave_with_parent() -> None:
 
 log = logging.getLogger("maxsimd.fleet")
 
-# A process that has ended this often in a row before it was ready is not started again, nor is one whose
-# first start failed. Each failed start makes the pause before the next twice as long, from these seconds on.
+# Failed starts in a row after which a process is given up (one, if it was never ready), and seconds before the
+# next start, which double each time.
 _MOST_FAILURES, _PAUSE_SECONDS = 5, 0.5
-# How much longer than its grace a front may take to end, and then the engines.
+# Seconds beyond its grace for a front to end, and seconds for the engines afterwards.
 _MARGIN_SECONDS, _ENGINE_SECONDS = 10.0, 5.0
-# The prefix of the names of folders for sockets.
 _FOLDERS = "maxsimd-fleet-"
-# How often it looks whether a process is ready, in seconds.
+# Seconds between looks whether a process is ready.
 _LOOK_SECONDS = 0.02
 
 
@@ -164,7 +163,7 @@ class _Fleet:
             loop.add_signal_handler(number, stop.ask, number)
         show_stacks_on_sigusr1(also=self._show_stacks)
         engines = [asyncio.create_task(each.live()) for each in self._engines]
-        # The first front says what is wrong with the configuration, and the others need not say it too.
+        # Only the first front reports a wrong configuration.
         first = asyncio.create_task(self._fronts[0].live())
         fronts = [first, *(asyncio.create_task(self._after(first, each)) for each in self._fronts[1:])]
         living = [*engines, *fronts]
@@ -174,12 +173,12 @@ class _Fleet:
             asyncio.gather(*fronts, return_exceptions=True),
         ]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        # Fronts first: they accept work while they drain and finish it, for which they need the engines.
+        # Fronts end first: they need the engines to finish their requests.
         seconds = self._drain + self._grace + _MARGIN_SECONDS
         for processes, most in ((self._fronts, seconds), (self._engines, _ENGINE_SECONDS)):
             ending = [asyncio.create_task(each.end(most, stop.number)) for each in processes]
             await asyncio.sleep(0)
-            # Once the fronts have closed theirs, connections are refused and wait for nobody.
+            # Refuses connections once the fronts have closed theirs.
             for listening in self._sockets:
                 listening.close()
             await asyncio.gather(*ending)
@@ -254,7 +253,7 @@ class _Process:
         process = self._process
         if process is None or process.returncode is not None:
             return
-        # SIGINT would have one that is still starting write a traceback.
+        # On SIGINT a starting process writes a traceback.
         process.send_signal(number if self.is_ready else signal.SIGTERM)
         try:
             async with asyncio.timeout(seconds):
@@ -275,7 +274,7 @@ class _Process:
         remove(path)
         self.is_ready = False
         self._process = await asyncio.create_subprocess_exec(
-            # Its name is for those who look at the list of processes.
+            # The name is for the list of processes.
             *(sys.executable, "-m", "maxsimd.api.fleet.process", *self._name.split()),
             stdin=asyncio.subprocess.PIPE,
             pass_fds=self._setup.sockets if self._setup.is_front else (),

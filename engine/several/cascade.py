@@ -35,7 +35,7 @@ async def check_stage(
     Tries texts from the longest down to the first readable one. The total of tokens is left to the stage:
     cached documents have none to run."""
     found: dict[int, InvalidRequestError] = {}
-    # Of embeddings, and of pictures, the model takes all or none.
+    # The model takes all embeddings or none, and all pictures or none.
     one_of_each = {type(document): document for document in documents if not isinstance(document, str)}
     kinds = {kind: await _refusal(engine, query, one, options) for kind, one in one_of_each.items()}
     for i, document in enumerate(documents):
@@ -69,7 +69,7 @@ async def _refusal(
         complete: ScoreOptions = {**SCORE_DEFAULTS, **options, "cache": "bypass"}
         request = engine.score_processor.read(query, [document], complete)
         if isinstance(document, str):
-            # Beside a picture there is no more room than beside the shortest text.
+            # A picture leaves no more room than the shortest text.
             queries = [_SHORTEST_TEXT if isinstance(each, Content) else each for each in request.queries]
             await engine.check_readable(replace(request, queries=tuple(queries)))
     except RequestTooLargeError:
@@ -121,8 +121,8 @@ class CascadeDocument:
 
 @dataclass(frozen=True, slots=True)
 class StageResult:
-    """What a stage did: how many `documents` its `model` ranked, in how many `milliseconds`, and its own
-    ranking as `Engine.rerank` returned it, in which documents have their index in this stage."""
+    """The outcome of a stage: how many `documents` its `model` ranked, in how many `milliseconds`, and its
+    own ranking as `Engine.rerank` returned it, in which documents have their index in this stage."""
 
     model: str
     documents: int

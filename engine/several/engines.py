@@ -106,26 +106,13 @@ class Dropped:
 State: TypeAlias = Loading | Serving | Failed | Dropped
 
 
-def engine_of(name: str, state: State) -> Engine:
-    """Raises EngineNotReadyError, ModelFailedError or ModelDroppedError."""
-    match state:
-        case Serving(engine):
-            return engine
-        case Failed(reason):
-            raise ModelFailedError(f"the model {name!r} has failed: {reason}")
-        case Dropped():
-            raise ModelDroppedError(f"the model {name!r} has been dropped")
-        case Loading():
-            raise EngineNotReadyError(f"the model {name!r} is being loaded")
-
-
 log = logging.getLogger(__name__)
 
-# How long those that are dropped may go on with the requests that they have.
+# Seconds that a dropped model has to finish its requests.
 GRACE_SECONDS = 30.0
 
 
-class _Going(NamedTuple):
+class _Dropping(NamedTuple):
     """A model that is being dropped, with its state before; `done` when it is gone."""
 
     name: str
@@ -150,7 +137,7 @@ class Engines:
     ) -> None:
         """`weights` are the models' shares of the device beside each other, where not 1. Raises ValueError
         for one that means nothing, or is of no model here."""
-        self._asked = dict(configs)
+        self._configs = dict(configs)
         self._weights = dict(weights or {})
         for name, weight in self._weights.items():
             check_weight(weight)
@@ -159,18 +146,18 @@ class Engines:
         self._states: dict[str, State] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._devices = SharedDevices()
-        # Where they run; None while there is nothing that does.
+        # None while no model runs.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._one_load = asyncio.Lock()
-        # Those that are being loaded, or wait for that.
-        self._coming: set[str] = set()
-        # Of those that are dropped and not gone yet, some more than once: done when they are.
-        self._going: list[_Going] = []
+        # Models that are being loaded, or wait for that.
+        self._loading: set[str] = set()
+        # Models that are not gone yet, some more than once.
+        self._dropping: list[_Dropping] = []
         self._num_stops = 0
         # The memory that one cache has by default, for all caches whose size is not configured.
         self._cache_bytes: int | None = None
         self._sharers = {name for name, config in configs.items() if config.cache_mb is None}
-        # What the engines count, each sample with the label `model`.
+        # The engines' metrics, with the label `model`.
         self.registry = CollectorRegistry()
         self.registry.register(MetricsByModel(self._registries))
         for name in configs:
@@ -196,17 +183,17 @@ class Engines:
         the state "failed: reason". Raises EngineRunningError while models are loaded or stopped. This,
         `load`, `drop` and `stop` raise EngineNotReadyError where the models run on another event loop."""
         self._check_may_load()
-        if self._coming:
+        if self._loading:
             raise EngineRunningError("models are being loaded already; wait for that")
-        loadings = {name: Loading() for name in self._asked if not isinstance(self._states[name], Serving)}
+        loadings = {name: Loading() for name in self._configs if not isinstance(self._states[name], Serving)}
         self._states |= loadings
-        self._coming |= loadings.keys()
+        self._loading |= loadings.keys()
         try:
             for name, loading in loadings.items():
                 with suppress(Exception):  # its state says so
-                    await self._start(name, loading, self._asked[name], self._weights.get(name, 1.0))
+                    await self._start(name, loading, self._configs[name], self._weights.get(name, 1.0))
         finally:
-            self._coming -= loadings.keys()
+            self._loading -= loadings.keys()
 
     async def stop(self, grace: float | None = None) -> None:
         """Drops all models at once, each with `grace` seconds for the requests that it has (None: for as long
@@ -214,7 +201,7 @@ class Engines:
         self._check_loop()
         self._num_stops += 1
         try:
-            for going in list(self._going):
+            for going in list(self._dropping):
                 if isinstance(going.state, Serving):
                     await going.state.engine.stop(grace)
             ends = [self._end(name, grace) for name in self._states]
@@ -241,7 +228,15 @@ class Engines:
     def __getitem__(self, name: str) -> Engine:
         """The engine of a model. Raises UnknownModelError, ModelFailedError, ModelDroppedError, and
         EngineNotReadyError while it is loading."""
-        return engine_of(name, self._state(name))
+        match self._state(name):
+            case Serving(engine):
+                return engine
+            case Failed(reason):
+                raise ModelFailedError(f"the model {name!r} has failed: {reason}")
+            case Dropped():
+                raise ModelDroppedError(f"the model {name!r} has been dropped")
+            case Loading():
+                raise EngineNotReadyError(f"the model {name!r} is being loaded")
 
     def __contains__(self, name: object) -> bool:
         return name in self.names
@@ -266,11 +261,11 @@ class Engines:
                 raise EngineRunningError(f"the model {name!r} is being loaded already, or will be by start()")
         self._states.pop(name, None)
         loading = self._states[name] = Loading()
-        self._coming.add(name)
+        self._loading.add(name)
         try:
             await self._start(name, loading, config, weight)
         finally:
-            self._coming.discard(name)
+            self._loading.discard(name)
 
     async def drop(self, name: str, grace: float | None = GRACE_SECONDS) -> None:
         """Takes no more requests for a model, waits `grace` seconds for those that it has, and frees its
@@ -362,8 +357,8 @@ class Engines:
         self._states[name] = Dropped()
         self._leave_budget(name)
         watch = self._watches.pop(name, None)
-        going = _Going(name, state, asyncio.get_running_loop().create_future())
-        self._going.append(going)
+        going = _Dropping(name, state, asyncio.get_running_loop().create_future())
+        self._dropping.append(going)
         try:
             if isinstance(state, Serving):
                 if watch is not None:
@@ -373,12 +368,12 @@ class Engines:
             elif watch is not None:  # it is freeing what one that has died has left
                 await asyncio.wait({watch})
         finally:
-            self._going.remove(going)
+            self._dropping.remove(going)
             going.done.set_result(None)
 
     async def _until_gone(self, name: str | None = None) -> None:
         """Waits for those that others drop: of this name, or all."""
-        going = {each.done for each in self._going if name in (None, each.name)}
+        going = {each.done for each in self._dropping if name in (None, each.name)}
         if going:
             await asyncio.wait(going)
 

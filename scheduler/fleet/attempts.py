@@ -1,4 +1,4 @@
-"""What becomes of a request's parts: a state machine without clock, network or engine.
+"""The parts of a request from sending to answer: a state machine without clock, network or engine.
 
 Whoever sends the parts tells what became of each, and is told what to send next, or why the request fails.
 A part is done twice rather than lost: an attempt that was given up is answered in vain.
@@ -35,11 +35,11 @@ class RetryBudget:
         return True
 
 
-# How many members a part may be lost with before it is suspected of having killed them.
+# Members lost with a part before it is suspected of killing them.
 _SUSPECT = 2
-# How often a part may be sent to members that do not answer.
+# Unanswered sends after which a part fails.
 _UNANSWERED = 4
-# How many members are asked that have no room.
+# Members without room that are asked.
 _REFUSALS = 2
 
 Kind = Literal["full", "lost"]
@@ -77,7 +77,7 @@ class Fail:
 
 @dataclass(slots=True)
 class _Course:
-    """How it went with a part: the members that died with it, whether it is a half, those without room, and
+    """A part's history: the members that died with it, whether it is a half, those without room, and
     how often a member did not answer."""
 
     part: Part

@@ -112,13 +112,13 @@ class Reach:
         return np.where(is_owned, np.hstack((own, others)), np.hstack((others, own)))
 
     def numbers(self, digests: Digests) -> NDArray[np.int64]:
-        """In which cell, by its number, each document [N] has its owner."""
+        """The number of the owner's cell for each document [N]."""
         if self.other is None:
             return np.full(len(digests), self.cell.number, dtype=np.int64)
         return np.where(self.cell.is_owned(digests), self.cell.number, self.other.number).astype(np.int64)
 
     def number_of(self, member: Member) -> int:
-        """Of the cell that one of the members belongs to."""
+        """The number of a member's cell."""
         return member.slot // self.cell.size
 
 

@@ -20,7 +20,7 @@ _BOUND = 1.25
 
 
 class Split(Enum):
-    """How a request may be spread.
+    """The ways to spread a request.
 
     `BY_OWNER`: documents go where their embeddings are cached. `BY_TOKENS`: anywhere, as nothing is cached.
     `NEVER`: the model reads all documents together."""
@@ -97,7 +97,7 @@ def _at_owners(order: NDArray[np.intp], weights: Tokens, room: NDArray[np.float6
             break
         for member in range(len(room)):
             asking = waiting[choice[waiting] == member]
-            # Those before which there is room: the last of them may go over.
+            # Documents before which there is room: the last may go over.
             before = np.cumsum(weights[asking]) - weights[asking]
             taken = asking[before < room[member]]
             chosen[taken] = member
@@ -123,7 +123,7 @@ def _by_tokens(weights: Tokens, loads: Tokens, least_tokens: int) -> NDArray[np.
 def _parts(chosen: NDArray[np.intp], documents: Documents, reach: Reach) -> list[Part]:
     members = reach.members
     firsts, a_document = np.unique(chosen, return_index=True)
-    # Who else is asked: in the order of one of its documents, so that others differ from part to part.
+    # Fallbacks in the order of one of its documents, so that they differ from part to part.
     others = reach.ranked(documents.digests[a_document])
     parts = []
     for first, order in zip(firsts.tolist(), others.tolist(), strict=True):
@@ -171,7 +171,7 @@ class Loads:
         )
 
 
-# What a document weighs whose embedding is cached, beside one that is encoded.
+# Weight of a cached document, relative to one that is encoded.
 _CACHED_SHARE = 0.02
 
 
@@ -194,8 +194,8 @@ class Seen:
             self._names.popitem(last=False)
 
     def weights(self, reach: Reach, digests: Digests, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """What documents [N] with these `tokens` weigh: little where a member of the cell that they go to has
-        them."""
+        """The weights of documents [N] with these `tokens`: small where a member of the cell that they go to
+        has them."""
         alive = {member.name for member in reach.members}
         keys = zip(reach.numbers(digests).tolist(), digests.tolist(), strict=True)
         is_cached = np.fromiter((self._names.get(key) in alive for key in keys), np.bool_, len(digests))
