@@ -34,9 +34,7 @@ log = logging.getLogger(__name__)
 def load_cross_encoder(
     path: str, files: CheckpointFiles, given: ScoreTemplate | None, options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Reads the checkpoint with sentence-transformers, which finds the activation that its authors meant.
-
-    Returns the parts of a `LoadedModel` that depend on the kind of checkpoint."""
+    """Reads the checkpoint with sentence-transformers, which finds the activation that its authors meant."""
     activation = stated_activation(path, files, options["trust_remote_code"])
     encoder = CrossEncoder(path, **options).eval()
     if activation is not None:
@@ -132,12 +130,10 @@ def _scored_by_modules(
 
 
 def truncation_of(path: str, transformer: Any) -> Truncating:
-    """How sentence-transformers is configured to cut pairs that are too long."""
     return read_text_settings(path, transformer, in_pairs=True).truncation or "longest_first"
 
 
 def template_of(transformer: Any) -> ScoreTemplate | None:
-    """The chat template by which sentence-transformers joins a pair, if there is one."""
     settings = dict((transformer.processing_kwargs or {}).get("chat_template") or {})
     restores_end = settings.pop("restore_suffix", True) is not False
     name = settings.pop("chat_template", None)
@@ -166,7 +162,6 @@ def template_of(transformer: Any) -> ScoreTemplate | None:
 
 
 def special_tokens(tokenizer: Any) -> dict[str, str]:
-    """The special tokens that a chat template may name."""
     return {
         name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)
     }

@@ -171,7 +171,6 @@ def _is_of_pylate(files: CheckpointFiles) -> bool:
 
 
 def is_sparse(files: CheckpointFiles) -> bool:
-    """Whether the checkpoint was saved as a sparse encoder."""
     if files.sentence_transformers.get("model_type") == "SparseEncoder":
         return True
     return any(str(module.get("type", "")).endswith("SpladePooling") for module in files.modules)
@@ -183,7 +182,7 @@ def weighs_words(files: CheckpointFiles) -> bool:
 
 
 def is_visual(files: CheckpointFiles) -> bool:
-    """Whether the checkpoint reads pages as pictures, in one of transformers' classes for that."""
+    """Whether the checkpoint reads pages as pictures, as a `*ForRetrieval` class."""
     return files.architecture.endswith("ForRetrieval")
 
 
@@ -219,7 +218,6 @@ def config_says_both_ways(config: dict[str, Any]) -> bool:
 
 
 def _classes(config: dict[str, Any]) -> list[str]:
-    """The names of the classes that a config names for its model."""
     named, mapped = config.get("architectures"), config.get("auto_map")
     names = [str(name) for name in named] if isinstance(named, list) else []
     if isinstance(mapped, dict):
@@ -294,7 +292,6 @@ def kind_of(architecture: str) -> Kind:
 
 
 def kinds_as_lines() -> list[str]:
-    """The table for people, a line a row: how it can be scored, its architectures, its form."""
     columns = [(", ".join(row.kinds), _names(row), row.form) for row in SUPPORTED]
     widths = [max(len(column[i]) for column in columns) for i in range(2)]
     return [f"{kinds:<{widths[0]}}  {names:<{widths[1]}}  {form}" for kinds, names, form in columns]
@@ -306,7 +303,6 @@ def kinds_as_markdown() -> str:
 
 
 def supported_architectures() -> str:
-    """The architectures, for an error."""
     return ", ".join(_names(row) for row in SUPPORTED)
 
 

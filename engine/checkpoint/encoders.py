@@ -37,9 +37,7 @@ _AFTER_POOLING = (Dense, Normalize, LayerNorm, Dropout)
 
 
 def load_bi_encoder(path: str, files: CheckpointFiles, late: bool, options: dict[str, Any]) -> dict[str, Any]:
-    """Reads a `SentenceTransformer` save or a plain transformers encoder, to be scored `late` or not.
-
-    Returns the parts of a `LoadedModel` that depend on the kind of checkpoint."""
+    """Reads a `SentenceTransformer` save or a plain transformers encoder, to be scored `late` or not."""
     model = SentenceTransformer(path, **options).eval()
     set_activations(
         path, list(model), module_settings(path, files, options["revision"]), options["trust_remote_code"]
@@ -159,9 +157,7 @@ def _at_token_level(dense: Dense) -> Dense:
 
 
 def load_late_interaction(path: str, files: CheckpointFiles, options: dict[str, Any]) -> dict[str, Any]:
-    """Reads the checkpoint with sentence-transformers, which reads all three formats.
-
-    Returns the parts of a `LoadedModel` that depend on the kind of checkpoint."""
+    """Reads the checkpoint with sentence-transformers, which reads all three formats."""
     model = MultiVectorEncoder(path, **options).eval()
     modules = list(model)
     set_activations(
@@ -304,7 +300,7 @@ class MaskedWordsHead(torch.nn.Module, WordsHead):
         return weights.log1p() if self._twice else weights
 
     def look_up(self, weights: torch.Tensor, roles: frozenset[Role]) -> None:
-        """Has texts in these roles not read, but looked up in `weights` [words]."""
+        """Looks texts in these roles up in `weights` [words] instead of reading them."""
         self.static_weights = weights.detach().float().clone()
         self.static_roles = roles
 
@@ -315,8 +311,8 @@ class MaskedWordsHead(torch.nn.Module, WordsHead):
 
 
 def untie(model: Any, backbone: torch.nn.Module) -> None:
-    """Gives what stands behind a backbone its own copies of weights that are the backbone's as well, such as
-    the embeddings of words: those may come to be in another precision."""
+    """Gives modules behind a backbone their own copies of weights that they share with it, because these may
+    come to be in another precision."""
     shared = {id(parameter) for parameter in backbone.parameters()}
     inside = {id(module) for module in backbone.modules()}
     for module in model.modules():
@@ -338,9 +334,7 @@ _ROLES = {"query": Role.QUERY, "document": Role.DOCUMENT}
 
 def load_sparse_encoder(path: str, options: dict[str, Any]) -> dict[str, Any]:
     """Reads the checkpoint with sentence-transformers, which takes a plain `*ForMaskedLM` for a SPLADE model
-    of the greatest weights.
-
-    Returns the parts of a `LoadedModel` that depend on the kind of checkpoint."""
+    of the greatest weights."""
     model = SparseEncoder(path, **options).eval()
     (transformer, pooling), static, roles = _taken_apart(path, list(model))
     if transformer.query_expansion is not None:
@@ -397,8 +391,8 @@ _Parts = tuple[tuple[Any, SpladePooling], SparseStaticEmbedding | None, frozense
 
 
 def _taken_apart(path: str, modules: list[Any]) -> _Parts:
-    """The masked language model and its pooling, and what looks up the tokens of texts in some roles, if
-    anything does. Raises ModelLoadError for anything else."""
+    """The masked language model, its pooling, and the static embedding of texts in some roles, if there is
+    one. Raises ModelLoadError for anything else."""
     if len(modules) != 1 or not isinstance(modules[0], Router):
         return _splade(path, modules), None, frozenset()
     router = modules[0]
@@ -439,7 +433,6 @@ def _splade(path: str, modules: list[Any]) -> tuple[Any, SpladePooling]:
 
 
 def _check_static(path: str, static: Any, transformer: Any, head: MaskedWordsHead) -> None:
-    """Raises ModelLoadError where tokens would be looked up by other ids than those that are read."""
     if static.tokenizer.get_vocab() != transformer.tokenizer.get_vocab():
         raise ModelLoadError(f"{path!r} has another tokenizer for queries than for documents")
     if len(static.weight) < len(transformer.tokenizer):

@@ -78,7 +78,7 @@ def read_files(model: str, revision: str | None) -> CheckpointFiles:
 
 
 def _routed(model: str, modules: list[dict[str, Any]], revision: str | None) -> list[dict[str, Any]]:
-    """The modules of all routes, with their folders, in place of a Router that is the only module."""
+    """The modules of all routes, in place of a Router that is the only module."""
     if len(modules) != 1 or not str(modules[0].get("type", "")).endswith("Router"):
         return modules
     prefix = f"{modules[0]['path']}/" if modules[0].get("path") else ""
@@ -333,7 +333,6 @@ def _asked_now(
 
 
 def _info(model: str, revision: str | None) -> "ModelInfo":
-    """Returns the hub's record of a checkpoint. Raises its client's errors, and TimeoutError."""
     from huggingface_hub import HfApi
 
     info: Future[ModelInfo] = Future()
@@ -353,7 +352,6 @@ def _info(model: str, revision: str | None) -> "ModelInfo":
 
 
 def _is_cached(model: str, revision: str | None) -> bool:
-    """Whether some file that every checkpoint has is in the local cache."""
     from huggingface_hub import try_to_load_from_cache
 
     names = ("config.json", "modules.json", "adapter_config.json")
@@ -361,7 +359,7 @@ def _is_cached(model: str, revision: str | None) -> bool:
 
 
 def stay_offline() -> None:
-    """Has the libraries ask no hub for anything, in this process and those that it starts."""
+    """Keeps the libraries of this process and its children from asking a hub."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     from huggingface_hub import constants
 
@@ -372,7 +370,7 @@ DIGESTS_FILE = "SHA256SUMS"
 
 
 def write_digests(folder: Path) -> int:
-    """Writes the digest of each file under a folder, but for hidden ones; returns how many there are."""
+    """Writes the digest of each file that is not hidden; returns their number."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and not _is_hidden(path, folder))
     lines = [f"{_digest(path)}  {path.relative_to(folder).as_posix()}\n" for path in files]
     (folder / DIGESTS_FILE).write_text("".join(lines), encoding="utf-8")
@@ -482,8 +480,8 @@ def damage_of(model: str, config: Path | None = None) -> ModelLoadError | None:
 
 
 def _folders_read(folder: Path) -> Iterator[str]:
-    """The root of a checkpoint, as "", and the folders that modules.json and router_config.json name, each
-    once and if it is there. Those files are opened late, when the caller has checked them."""
+    """The root, as "", and the folders that modules.json and router_config.json name, each once. Those files
+    are opened late, when the caller has checked them."""
     yield ""
     modules = _json_of(folder / "modules.json")
     named = [
@@ -513,7 +511,6 @@ def _json_of(path: Path) -> Any:
 
 
 def _all_files(folder: Path) -> Iterator[list[Path]]:
-    """The files of a checkpoint, and those of each folder in it that may be listed."""
     yield _files_in(folder)
     for path in sorted(folder.iterdir()):
         if path.is_dir() and path.name not in _UNREAD_FOLDERS and not path.name.startswith("."):
@@ -522,7 +519,6 @@ def _all_files(folder: Path) -> Iterator[list[Path]]:
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """The files of a folder, by their names."""
     return [path for path in sorted(folder.iterdir()) if path.is_file()]
 
 
@@ -535,7 +531,6 @@ def _may_be_read(path: Path, weights: frozenset[str]) -> bool:
 
 
 def _names_of_weights(folder: Path) -> frozenset[str]:
-    """The files of a folder from which weights are read."""
     try:
         weight_map = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
         return frozenset(weight_map.values())
@@ -564,7 +559,6 @@ def _check_file(model: str, path: Path, name: str) -> None:
 
 
 def _check_length(model: str, path: Path, name: str, size: int) -> None:
-    """Refuses a file of safetensors that is shorter than its header says."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size >= 8 and 8 + length <= size and length <= _LONGEST_HEADER:

@@ -59,18 +59,15 @@ class GgufFile:
             raise ModelLoadError(f"{path} is one part of several; join them with llama-gguf-split --merge")
 
     def get(self, key: str) -> Any:
-        """A value of the metadata, None where there is none."""
         self._unread.discard(key)
         field = self._reader.fields.get(key)
         return None if field is None else field.contents()
 
     @property
     def architecture(self) -> str:
-        """llama.cpp's name of the architecture."""
         return str(self.get("general.architecture"))
 
     def setting(self, key: str) -> Any:
-        """A value about the architecture, None where there is none."""
         return self.get(f"{self.architecture}.{key}")
 
     def number(self, key: str) -> Any:
@@ -97,7 +94,6 @@ class GgufFile:
 
     @property
     def form(self) -> str:
-        """How the tensors are stored."""
         kinds = sorted({tensor.tensor_type.name for tensor in self._reader.tensors})
         return f"GGUF: {', '.join(kinds)}"
 
@@ -174,7 +170,6 @@ class Family:
 
 
 def family_of(file: GgufFile) -> Family:
-    """The family of a file. Raises ModelLoadError for an architecture that is not read."""
     if file.architecture == "bert" and file.get("tokenizer.ggml.model") == "t5":
         return _XLM_ROBERTA
     found = _FAMILIES.get(file.architecture)
@@ -316,7 +311,6 @@ _LAYER = re.compile(r"^blk\.(\d+)\.")
 
 
 def refuse_unnamed(file: GgufFile, family: Family) -> None:
-    """Raises ModelLoadError for tensors that the family does not have."""
     unnamed = sorted(name for name in file.names if _published(name, family) is None)
     if unnamed:
         listed = ", ".join(unnamed[:4]) + (f" and {len(unnamed) - 4} more" if len(unnamed) > 4 else "")
@@ -397,7 +391,6 @@ def _file_of(model: str) -> Path | None:
 
 
 def _lay_out(file: GgufFile, folder: Path) -> StoredWeights:
-    """Writes all but the weights into a folder."""
     family = family_of(file)
     pooling = file.setting("pooling_type")
     used_as_beside = (file.path.parent / _MODULES).is_file()
@@ -428,7 +421,6 @@ def _check_beside(file: GgufFile) -> None:
 
 
 def _config(file: GgufFile, family: Family, pooling: Any, embeds: bool) -> Config:
-    """The config of the checkpoint. Raises ModelLoadError for an encoder that does not say how it pools."""
     config = _with_tokens(file, family.config(file))
     labels = file.setting("classifier.output_labels")
     if embeds:

@@ -117,9 +117,7 @@ def load_language_model(
     path: str, files: CheckpointFiles, template: ScoreTemplate | None, options: dict[str, Any]
 ) -> dict[str, Any]:
     """Reads a `*ForCausalLM`: a `CrossEncoder` save by its own settings, a bare one by its family's model
-    card.
-
-    Returns the parts of a `LoadedModel` that depend on the kind of checkpoint."""
+    card."""
     if files.modules:
         read = _read_saved(path, files, template, options)
     else:
@@ -315,7 +313,7 @@ def load_encoder_decoder(
     """Reads a `T5ForConditionalGeneration` or `MT5ForConditionalGeneration`.
 
     Its score is what pygaggle's `MonoT5` gives: the logarithm of the probability of the true word, of these
-    two words. Returns the parts of a `LoadedModel` that depend on the kind of checkpoint."""
+    two words."""
     family = _FAMILIES[files.architecture]
     common = {"revision": options["revision"], "trust_remote_code": options["trust_remote_code"]}
     tokenizer = AutoTokenizer.from_pretrained(path, **common)

@@ -214,6 +214,7 @@ def _complete_weights(files: CheckpointFiles, adapter: Adapter | None, model: to
 def _load_parts(
     path: str, files: CheckpointFiles, score_type: ScoreType, config: EngineConfig, options: dict[str, Any]
 ) -> dict[str, Any]:
+    """The parts of a `LoadedModel` that depend on the kind of checkpoint."""
     if score_type is ScoreType.LISTWISE:
         return load_listwise(path, options)
     if score_type is ScoreType.CROSS_ENCODER:

@@ -72,9 +72,7 @@ def load_layerwise(
     options: dict[str, Any],
 ) -> dict[str, Any]:
     """Reads the checkpoint, whose config is in transformers' terms at `path` and as published in `files`, up
-    to the layer, and with the compression, that the configuration asks for.
-
-    Returns the parts of a `LoadedModel` that depend on the kind of checkpoint."""
+    to the layer, and with the compression, that the configuration asks for."""
     published, revision = files.config, options["revision"]
     default = 28 if files.architecture == COST_WISE else 8
     layers = _Layers(
@@ -212,9 +210,7 @@ _QUESTION = "question:{{ query }} \n \n passage:{{ document }}"
 def load_bidirectional_reranker(
     path: str, files: CheckpointFiles, template: ScoreTemplate | None, options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Reads the checkpoint, whose config is in transformers' terms at `path` and as published in `files`.
-
-    Returns the parts of a `LoadedModel` that depend on the kind of checkpoint."""
+    """Reads the checkpoint, whose config is in transformers' terms at `path` and as published in `files`."""
     if files.modules:
         raise ModelLoadError(f"{path!r} has modules beside its classifier, which are not read; remove them")
     revision = options["revision"]
@@ -288,9 +284,7 @@ _QUERY_MARKER, _DOCUMENT_MARKER = "<|rerank_token|>", "<|embed_token|>"
 
 
 def load_listwise(path: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Reads the backbone with transformers and the projection beside it.
-
-    Returns the parts of a `LoadedModel` that depend on the kind of checkpoint."""
+    """Reads the backbone with transformers and the projection beside it."""
     revision = options["revision"]
     # The published code is not needed: its backbone is transformers' Qwen3, and the projection is below.
     tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
@@ -357,7 +351,7 @@ _SHAPES = {"0.weight": 2, "0.bias": 1, "2.weight": 2, "2.bias": 1}
 
 def load_jina_m0(path: str, template: ScoreTemplate | None, options: dict[str, Any]) -> dict[str, Any]:
     """Reads the model with transformers and the layers beside it; with a `template`, pairs are written by
-    that. Returns the parts of a `LoadedModel` that depend on the kind of checkpoint."""
+    that."""
     common = {"revision": options["revision"], "trust_remote_code": False}
     processor = AutoProcessor.from_pretrained(path, **options["processor_kwargs"], **common)
     for_pictures_alone(processor).image_processor.size = _PIXELS

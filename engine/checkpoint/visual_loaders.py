@@ -207,9 +207,7 @@ _FIRST_POSITION = {COLPALI: 1}
 
 
 def load_retrieval(path: str, architecture: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Reads the checkpoint with sentence-transformers.
-
-    Returns the parts of a `LoadedModel` that depend on the kind of checkpoint. Raises ModelLoadError."""
+    """Reads the checkpoint with sentence-transformers. Raises ModelLoadError."""
     if find_spec("PIL") is None:
         raise ModelLoadError(f"{path!r} reads pictures, for which Pillow is missing: pip install pillow")
     model = MultiVectorEncoder(path, **options, processor_kwargs={"backend": "pil"})
@@ -333,8 +331,7 @@ def has_two_towers(files: CheckpointFiles) -> bool:
 
 
 def load_two_towers(path: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Reads the checkpoint with sentence-transformers. Returns the parts of a `LoadedModel` that depend on
-    the kind of checkpoint. Raises ModelLoadError."""
+    """Reads the checkpoint with sentence-transformers. Raises ModelLoadError."""
     if find_spec("PIL") is None:
         raise ModelLoadError(f"{path!r} reads pictures, for which Pillow is missing: pip install pillow")
     encoder = SentenceTransformer(path, **options, processor_kwargs={"backend": "pil"})

@@ -74,9 +74,8 @@ class PixelScale:
 
 
 def resized(image_processor: Any, picture: Picture, **options: Any) -> Any:
-    """What a processor makes of a picture but for the numbers: its `pixel_values` are pixels. A picture of
-    Pillow's it would copy twice, while other threads wait. Raises ValueError for one that it would make too
-    large."""
+    """The processor's output for a picture, with pixels in a byte each in place of numbers. Raises ValueError
+    for a picture that it would make too large."""
     size = dict(image_processor.size)
     if image_processor.do_resize and size.keys() == {"shortest_edge"}:
         longest = size["shortest_edge"] * max(picture.pixels.shape[:2]) // min(picture.pixels.shape[:2])
@@ -125,7 +124,6 @@ def check_as_called(
 
 
 def together(arrays: Sequence[NDArray[Any]], device: torch.device) -> torch.Tensor:
-    """Arrays end to end, on the device."""
     return to_device(np.concatenate(arrays), device)
 
 
@@ -180,7 +178,6 @@ def apply_settings(path: str, image_processor: Any, settings: Mapping[str, Any])
 
 
 def settings_for_pictures(transformer: Any) -> dict[str, Any]:
-    """The settings with which sentence-transformers calls a checkpoint's processor of pictures."""
     settings = dict(transformer.processing_kwargs or {})
     common = {
         name: value for name, value in (settings.get("common") or {}).items() if name != "return_tensors"
@@ -196,7 +193,6 @@ def refuse_other_readers(path: str, image_processor: Any) -> None:
 
 
 def blank(width: int, height: int) -> Any:
-    """A black picture."""
     return pillow_of(np.zeros((height, width, 3), dtype=np.uint8))
 
 

@@ -48,7 +48,6 @@ def _has_safetensors(model: str, folder: str, revision: str | None) -> bool:
 
 
 def _check_index(model: str, folder: str, index: Path) -> None:
-    """Refuses an index that names anything but safetensors files beside it."""
     for name in sorted(set(_weight_map(model, index).values())):
         if not name.endswith(".safetensors") or "/" in name or "\\" in name:
             raise ModelLoadError(
@@ -63,7 +62,6 @@ def _check_index(model: str, folder: str, index: Path) -> None:
 
 
 def _weight_map(model: str, index: Path) -> dict[str, str]:
-    """The file of each tensor."""
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         return {str(tensor): str(file) for tensor, file in weight_map.items()}
@@ -143,8 +141,8 @@ def files_of_tensors(model: str, revision: str | None) -> dict[str, Path]:
 
 
 def hold_in_memory(modules: Iterable[torch.nn.Module]) -> None:
-    """Copies all weights on the CPU into memory of the process's own. As they are read they may be mapped
-    from their files: who writes to a file would change them, and who cuts one short would end the process."""
+    """Copies all weights on the CPU into the process's own memory. They may be mapped from files, which
+    others can change or truncate."""
     for root in modules:
         for module in root.modules():
             for parameter in module.parameters(recurse=False):
@@ -217,11 +215,10 @@ def refusing_misfits(
     stored: StoredWeights | None = None,
     given: frozenset[str] = frozenset(),
 ) -> Iterator[None]:
-    """Inside this context, `PreTrainedModel.from_pretrained` on this thread raises ModelLoadError for a
-    checkpoint that does not fit. Tensors whose names begin with a part in `read_apart` are read elsewhere.
-    A model that fits is handed to `complete`, which may add to its weights and sets those that are `given`;
-    the checkpoint may lack these. Where weights are `stored` in a
-    form of their own, these are read in place of files of the checkpoint."""
+    """Makes `PreTrainedModel.from_pretrained` on this thread raise ModelLoadError for a checkpoint that does
+    not fit. Tensors whose names begin with a part in `read_apart` are read elsewhere. A model that fits is
+    handed to `complete`, which may add to its weights and sets those that are `given`; the checkpoint may
+    lack these. `stored` weights are read in place of the checkpoint's files."""
     from transformers import PreTrainedModel
 
     original = vars(PreTrainedModel)["from_pretrained"]
@@ -263,8 +260,7 @@ def refuse_not_finite(path: str, tensors: Iterable[tuple[str, torch.Tensor]]) ->
 
 
 def refuse_modules_not_finite(path: str, modules: Iterable[torch.nn.Module]) -> None:
-    """Raises ModelLoadError for such a tensor in the modules after a transformer, which are named by index
-    and type."""
+    """Raises ModelLoadError for such a tensor in the modules behind a transformer."""
     for index, module in enumerate(modules, 1):
         named = module.state_dict().items()
         refuse_not_finite(

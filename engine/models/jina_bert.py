@@ -87,8 +87,6 @@ class JinaBertConfig(BertConfig):
 
 
 class JinaBertEmbeddings(nn.Module):
-    """The embeddings of tokens and of their types."""
-
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
@@ -143,8 +141,6 @@ class JinaBertSelfAttention(nn.Module):
 
 
 class JinaBertAttention(nn.Module):
-    """Self-attention, and the linear layer, the sum and the norm after it."""
-
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.self = JinaBertSelfAttention(config)
@@ -217,8 +213,6 @@ class JinaBertNormedLayer(nn.Module):
 
 
 class JinaBertEncoder(nn.Module):
-    """The layers."""
-
     def __init__(self, config: Any) -> None:
         super().__init__()
         kind = JinaBertNormedLayer if config.norms_queries_and_keys else JinaBertLayer

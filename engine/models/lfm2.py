@@ -54,7 +54,6 @@ class ShortConvolution(nn.Module):
         return out
 
     def _whole(self, states: torch.Tensor) -> torch.Tensor:
-        """Each item of the batch by itself: the plain convolution."""
         around = (-self._offsets[0], self._offsets[-1])
         padded = nn.functional.pad(states.transpose(1, 2), around)
         weight, bias = self.conv.weight, self.conv.bias

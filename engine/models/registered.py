@@ -33,8 +33,6 @@ class NomicMoeConfig(JinaEmbeddingsV3Config):
 
 
 class NomicRouter(nn.Module):
-    """The experts of each token."""
-
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.layer = nn.Linear(config.hidden_size, config.num_experts, bias=False)
@@ -84,8 +82,6 @@ class NomicExperts(nn.Module):
 
 
 class NomicMoeMLP(nn.Module):
-    """A feed-forward layer of experts."""
-
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.router = NomicRouter(config)
@@ -132,15 +128,11 @@ class XLMRobertaFlashConfig(XLMRobertaConfig):
 
 
 class XLMRobertaFlashModel(XLMRobertaModel):
-    """transformers' own, by another name."""
-
     config: XLMRobertaFlashConfig
     config_class = XLMRobertaFlashConfig
 
 
 class XLMRobertaFlashForSequenceClassification(XLMRobertaForSequenceClassification):
-    """transformers' own, by another name."""
-
     config: XLMRobertaFlashConfig
     config_class = XLMRobertaFlashConfig
 

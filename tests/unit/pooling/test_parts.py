@@ -205,3 +205,8 @@ def test_items_are_joined_and_taken_in_order_with_scales(
         for i, (item, number) in enumerate(zip(items.decoded(torch.float32), numbers, strict=True)):
             assert torch.equal(item, exact[number])
             assert torch.equal(items.item(i).decoded(torch.float32).values, item), "with its own scales"
+
+
+def test_two_methods_cannot_have_one_name() -> None:
+    with pytest.raises(ValueError, match="there are two pooling methods 'max-words'"):
+        type("Another", (AllPool,), {}, name="max-words")
