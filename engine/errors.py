@@ -1,14 +1,14 @@
-"""Every way in which the engine refuses or fails. Messages say what to change."""
+"""The engine's errors. Messages say what to change."""
 
 from typing import Literal, Self
 
-# queue: no room; wait: it would take too long; timeout: that for the request's own timeout; rate: the tenant
-# has used up what it may use in a minute.
+# queue: the queue is full; wait: the wait is too long; timeout: longer than the request's timeout; rate: the
+# tenant has used up a rate.
 Refusal = Literal["queue", "wait", "timeout", "rate"]
 
 
 class MaxsimdError(Exception):
-    """The base of all errors that the engine raises on purpose."""
+    """The base of all errors that the engine raises."""
 
 
 class ModelLoadError(MaxsimdError):
@@ -24,9 +24,9 @@ class InvalidRequestError(MaxsimdError):
 
 
 class QueueFullError(MaxsimdError):
-    """Too much waits already for this request to come in, or its tenant has used up its rate. The former is
-    never raised if `max_wait_seconds` is None, as in Python by default. `retry_after` (seconds) is when it
-    might come in, and `reason` one of those of `Refusal`."""
+    """The queue is too full for this request, or its tenant has used up its rate. The former is never raised
+    if `max_wait_seconds` is None, the default in Python. `retry_after` is in seconds; `reason` is a
+    `Refusal`."""
 
     def __init__(self, message: str, retry_after: float, reason: Refusal = "queue") -> None:
         super().__init__(message)
@@ -35,21 +35,21 @@ class QueueFullError(MaxsimdError):
 
 
 class RequestTooLargeError(MaxsimdError):
-    """The request is dearer than one may be, or takes longer than its own timeout even alone."""
+    """The request is above `max_request_tokens`, or takes longer than its own timeout even alone."""
 
 
 class RequestTimeoutError(MaxsimdError):
-    """The request's own timeout passed before its result was there."""
+    """The request's timeout passed before its result was ready."""
 
     @classmethod
     def after(cls, seconds: float) -> Self:
-        """Of a request with a timeout of these seconds."""
+        """The error of a request with this timeout."""
         return cls(f"not done within {seconds} seconds; allow more time or send fewer documents")
 
 
 class RequestFailedError(MaxsimdError):
-    """The model, or the caller's own `progress`, failed on this request alone; others were not affected.
-    `value` is the index of the value that is not finite, if that is why."""
+    """The model, or the caller's own `progress`, failed on this request; others were not affected. `value` is
+    the index of a value that is not finite, if that is why."""
 
     def __init__(self, message: str, value: int | None = None) -> None:
         super().__init__(message)
@@ -57,24 +57,24 @@ class RequestFailedError(MaxsimdError):
 
 
 class EngineRunningError(MaxsimdError):
-    """The engine runs, or is being started, and so cannot be started."""
+    """The engine runs already, or is being started or stopped."""
 
 
 class EngineNotReadyError(MaxsimdError):
-    """The engine is not started yet, or takes no more requests because it is draining."""
+    """The engine is not started, or is draining."""
 
 
 class EngineDeadError(MaxsimdError):
-    """An actor or the device failed beyond repair, or is stuck; the engine must be started anew."""
+    """An actor or the device has failed, or is stuck; the engine must be started again."""
 
 
 class UnknownModelError(InvalidRequestError):
-    """Among several models there is none of this name."""
+    """There is no model of this name."""
 
 
 class ModelDroppedError(EngineNotReadyError):
-    """Among several models this one has been dropped; the others serve."""
+    """This model has been dropped; the others serve."""
 
 
 class ModelFailedError(EngineDeadError):
-    """Among several models this one could not be loaded, or has died; the others serve."""
+    """This model could not be loaded, or has died; the others serve."""

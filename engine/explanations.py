@@ -1,7 +1,4 @@
-"""Why a document has its score: what the engine tells of a result beside it.
-
-Spans are the first character and the one after the last, counted in Unicode code points of the text that was
-scored."""
+"""Explanations of scores. Spans are start and end in Unicode code points of the scored text."""
 
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -14,8 +11,8 @@ Span: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """Part of a picture: its row and column in the grid of what the model reads of it, and its box (left,
-    top, right, bottom) in pixels of the upright picture. `picture` says which of the document's it is."""
+    """A part of a picture: its row and column in the model's grid, and its box (left, top, right, bottom) in
+    pixels of the upright picture. `picture` is the picture's index in the document."""
 
     row: int
     column: int
@@ -25,13 +22,12 @@ class Patch:
 
 @dataclass(frozen=True, slots=True)
 class TokenMatch:
-    """A token of the query and the token of the document that is most like it, by the dot product of their
-    vectors; `share` is its part of the sum of these over the query's tokens.
+    """A query token and the most similar document token, by dot product. `share` is its part of the sum over
+    the query's tokens.
 
-    Of a token at most 100 characters are here; its span has all. Tokens that stand for no characters, markers
-    and expansion, have no span. Of a text that came as its embedding neither token nor span is there, but
-    `document_row` says which vector of the document it is. In a picture it is a `patch`, or None where it is
-    one of the tokens that stand beside it."""
+    Tokens show at most 100 characters; their spans have all. Markers and expansion tokens have no span.
+    Embeddings have neither token nor span; `document_row` is the index of the document's vector. In a picture
+    the document token is a `patch`, or None for tokens beside it."""
 
     query_token: str | None
     query_span: Span | None
@@ -45,7 +41,7 @@ class TokenMatch:
 
 @dataclass(frozen=True, slots=True)
 class WindowScore:
-    """A window of a long document, and the score that the document has by this window alone."""
+    """A window of a long document, and the document's score by this window alone."""
 
     span: Span
     score: float
@@ -53,15 +49,14 @@ class WindowScore:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """How a document came to its score.
+    """The explanation of a document's score.
 
-    `tokens` is how many the model reads of it, with the query where both are read together, 0 for an
-    embedding that came along. `truncated` says whether the document was cut, and `cached` whether its
-    embedding or its score was in the cache, and none of the tokens were run. `matches` are there for late
-    interaction, one for each of the query's vectors: MaxSim is the sum of their similarities. `windows` are
-    there for documents that were read through windows. `maps` are there for documents with pictures, if they
-    were asked for: of each picture the similarity of each of the query's vectors to each patch, float32
-    [query vectors, rows, columns], NaN for patches that take no part."""
+    `tokens` is the number of its tokens, with the query's if both are read together, 0 for embeddings.
+    `truncated` says whether the document was truncated, `cached` whether its embedding or score came from the
+    cache. `matches` are for late interaction, one per query vector: MaxSim is the sum of their similarities.
+    `windows` are for documents that were read through windows. `maps` are for documents with pictures, if
+    requested: per picture the similarity of each query vector to each patch, float32 [query vectors, rows,
+    columns], NaN for patches that take no part."""
 
     tokens: int
     truncated: bool
@@ -72,5 +67,5 @@ class Explanation:
 
     @property
     def passage(self) -> WindowScore | None:
-        """The best window, the first of those that are equally good."""
+        """The best window; the first of equally good ones."""
         return max(self.windows, key=lambda window: window.score, default=None)

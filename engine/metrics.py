@@ -1,4 +1,4 @@
-"""What the engine counts. One registry an engine, so that several can live in one process."""
+"""The engine's metrics and statistics. Each engine has a registry, so that several can share a process."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -84,7 +84,7 @@ class EngineMetrics:
         self.restarts = self._counter("maxsimd_engine_restarts", "Starts of the engine after it had died")
 
     def note_request(self, timings: Timings, total: float) -> None:
-        """Notes where the seconds of a request went that has its values."""
+        """Counts the seconds of a finished request by part."""
         for part, seconds in (
             ("queue", timings.queue),
             ("tokenise", timings.tokenise),
@@ -104,7 +104,7 @@ class EngineMetrics:
         return Gauge(name, help, registry=self.registry)
 
     def watch(self, cache: EmbeddingCache | ScoreCache | None) -> None:
-        """Reports this cache from now on; None for none."""
+        """Reports this cache from now on, or none."""
         self._cache = cache
 
     @property
@@ -113,7 +113,7 @@ class EngineMetrics:
 
 
 class _CacheCollector(Collector):
-    """The cache's own counts, read when the metrics are."""
+    """The cache's counts, read with the metrics."""
 
     def __init__(self, metrics: EngineMetrics) -> None:
         self._metrics = metrics

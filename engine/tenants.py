@@ -11,15 +11,16 @@ from prometheus_client import CollectorRegistry, Counter
 from maxsimd.engine.errors import QueueFullError, Refusal
 from maxsimd.engine.requests import PriorityClass, RunOptions, priority_number
 
-# Nobody is sent away for less; it also covers what rounding makes of a time that was waited exactly.
+# Shorter waits are ignored; this also covers rounding of times that were waited exactly.
 _SHORTEST_WAIT = 0.001
 
 
 class Bucket:
-    """Holds at most a minute's worth, is full at first, and fills up steadily.
+    """A rate per minute as a token bucket without a clock. It holds at most a minute's worth, and starts
+    full.
 
-    Nothing has to fit into it: what is charged beyond its level makes debt, which is filled up first. So over
-    any time no more is charged than the rate gives, a minute's worth and one charge."""
+    Charges beyond its level make debt, which is refilled first. So over any time no more is charged than the
+    rate allows, plus a minute's worth and one charge."""
 
     def __init__(self, per_minute: int, now: float) -> None:
         self.per_minute = per_minute
@@ -27,24 +28,23 @@ class Bucket:
         self._seen = now
 
     def seconds_until(self, amount: float, now: float) -> float:
-        """How long it takes until the bucket holds an amount, or is full; 0 where that is so."""
+        """The seconds until the bucket holds an amount or is full; 0 if it does."""
         missing = min(amount, self.per_minute) - self._filled(now)
         seconds = missing * 60 / self.per_minute
         return seconds if seconds >= _SHORTEST_WAIT else 0.0
 
     def charge(self, amount: float, now: float) -> None:
-        """Takes an amount out, or puts a negative one back."""
+        """Takes an amount out; a negative one is put back."""
         self._level = min(self._filled(now) - amount, self.per_minute)
         self._seen = max(now, self._seen)
 
     def change_rate(self, per_minute: int, now: float) -> None:
-        """Goes on at another rate, with what the bucket holds or owes."""
+        """Changes the rate and keeps the level or debt."""
         self._level = min(self._filled(now), per_minute)
         self._seen = max(now, self._seen)
         self.per_minute = per_minute
 
     def _filled(self, now: float) -> float:
-        """The level at a time."""
         filled = self._level + max(0.0, now - self._seen) * self.per_minute / 60
         return min(filled, self.per_minute)
 
@@ -54,13 +54,12 @@ LEAST_WEIGHT, LARGEST_WEIGHT = 0.001, 1000.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """What a tenant may use; None is no limit. Raises ValueError for what cannot be.
+    """The limits of a tenant; None is no limit. Raises ValueError for invalid ones.
 
-    `weight` is its share beside other tenants that have work. `priority` is the one that its requests have
-    by default, and the best that they may ask for. In a minute it may send `requests_per_minute` and use
-    `tokens_per_minute`: a minute's worth can come at once, and fills up again steadily. `max_queued_tokens`
-    is what it may have waiting, and `max_request_tokens` the most of one request. Tokens are those that are
-    run; cached documents count at their price."""
+    `weight` is its share beside other tenants that have work. `priority` is its requests' default and best
+    priority. `requests_per_minute` and `tokens_per_minute` may be used up at once, and refill steadily.
+    `max_queued_tokens` limits its waiting tokens, `max_request_tokens` those of one request. Tokens are those
+    that run; cached documents count at their price."""
 
     weight: float = 1.0
     priority: PriorityClass = "interactive"
@@ -81,7 +80,7 @@ class Tenant:
 
     @property
     def best_priority(self) -> int | None:
-        """The lowest number that its requests may have; None where they may have any."""
+        """The lowest priority number of its requests; None if they may have any."""
         return None if self.priority == "interactive" else priority_number(self.priority)
 
 
@@ -90,13 +89,13 @@ _RATES = ("requests_per_minute", "tokens_per_minute")
 
 
 class TenantLimits:
-    """Owned by `Engine`, on the caller's event loop; stays when the engine is started anew. A tenant that is
-    not named has a weight of 1 and no limits of its own."""
+    """The limits and the usage of all tenants. Owned by `Engine`, on the caller's event loop, also over
+    restarts. Unnamed tenants have a weight of 1 and no limits of their own."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._tenants: dict[str, Tenant] = {}
-        # By tenant and the name of its limit.
+        # By tenant and rate.
         self._buckets: dict[tuple[str, str], Bucket] = {}
 
     @property
@@ -107,7 +106,7 @@ class TenantLimits:
         return self._tenants.get(name, _ANY_TENANT)
 
     def set(self, tenants: Mapping[str, Tenant]) -> None:
-        """Names all tenants anew. What one has used of a rate that stays, or changes, stays used."""
+        """Replaces all tenants. The used part of a rate stays used."""
         self._tenants = dict(tenants)
         now, before, self._buckets = self._clock(), self._buckets, {}
         for name, tenant in tenants.items():
@@ -120,24 +119,23 @@ class TenantLimits:
                 self._buckets[name, rate] = bucket
 
     def applied(self, options: RunOptions) -> RunOptions:
-        """A request's options, with a priority that its tenant may have. Raises InvalidRequestError for a
-        priority that there is not."""
+        """A request's options with a priority that its tenant may have. Raises InvalidRequestError for
+        unknown ones."""
         number, best = priority_number(options.priority), self[options.tenant].best_priority
         if best is not None:
             number = max(best, number)
         return options if number == options.priority else replace(options, priority=number)
 
     def request_refusal(self, name: str) -> QueueFullError | None:
-        """Why a tenant may send no request now."""
+        """The error for a tenant that may send no request now."""
         return self._refusal(name, "requests_per_minute") or self.token_refusal(name)
 
     def token_refusal(self, name: str) -> QueueFullError | None:
-        """Why a tenant may use no tokens now: it has used up its rate. What a request has beyond makes debt,
-        so that none is too large to come in once."""
+        """The error for a tenant that may use no tokens now. A request may exceed the rate once, as debt."""
         return self._refusal(name, "tokens_per_minute")
 
     def charge_requests(self, name: str, number: int) -> None:
-        """Counts requests in the tenant's rate; a negative number takes them back."""
+        """Counts requests in the tenant's rate; a negative number undoes it."""
         self._charge(name, "requests_per_minute", number)
 
     def charge_tokens(self, name: str, number: int) -> None:
@@ -168,8 +166,8 @@ REASONS = (*get_args(Refusal), "size")
 
 
 class TenantMetrics:
-    """Requests and tokens by tenant. No client can make a label: only the names that the engine was given
-    are labels, the first hundred of them."""
+    """Requests and tokens by tenant. Labels are the first hundred names that the engine was given, so that
+    clients cannot add labels."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._labels: frozenset[str] = frozenset()
@@ -191,12 +189,12 @@ class TenantMetrics:
             ("tenant", "reason"),
             registry=registry,
         )
-        # To look a counter up takes longer than to count.
+        # Looking a counter up takes longer than counting.
         self._requests_of = lru_cache(MOST_LABELS + 1)(self._requests.labels)
         self._refused_of = lru_cache(None)(self._refused.labels)
 
     def set_names(self, names: Iterable[str]) -> None:
-        """Counts these from now on; what was counted of others is no longer shown."""
+        """Replaces the labels. Counts of removed tenants are no longer shown."""
         labels = frozenset([name for name in names if name not in ("", OTHER)][:MOST_LABELS])
         for gone in self._labels - labels:
             self._requests.remove(gone)

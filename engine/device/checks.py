@@ -1,4 +1,4 @@
-"""What a first request on a GPU would wait for, or stumble over, done before there is one."""
+"""Checks of scoring on a device, and the warm-up of a GPU, before the first request."""
 
 import logging
 
@@ -18,21 +18,24 @@ from maxsimd.pooling.ragged import Ragged
 
 log = logging.getLogger(__name__)
 
-# Scores of random unit vectors, with products of rounded numbers summed in float32.
+# For scores of unit vectors, or as a share of the largest score above 1: products of rounded numbers are
+# summed in float32.
 _TOLERANCE = 1e-2
-# Queries of every length that has a kernel of its own, and one longer than what a program takes at a time.
+# MaxSim: queries of every length with its own kernel, and one longer than a program's block; documents that
+# are scored whole, and one that is divided among programs.
 _QUERIES = (5, 33, 65, 129, 300)
-# Documents that are scored whole, and one that is divided among programs, so that parts are summed.
 _DOCUMENTS = ((1, 180, 0, 40), (2000,))
+# Any similarity: at least two tokens, because in hybrid scores the first token of a text matches no other.
+_ITEM_QUERIES, _ITEM_DOCUMENTS = (5, 2, 40), (2, 180, 33, 7)
+# As many words as bfloat16 has exact ids.
+_WORDS = 256
 
 
 def checked_maxsim(
     name: str, maxsim: MaxSim, dim: int, device: torch.device, dtype: torch.dtype, *, int8: bool = False
 ) -> tuple[str, MaxSim]:
-    """The backend, compiled for embeddings of `dim` dimensions in all lengths and types that it may meet;
-    where it fails or is wrong on this device, the one in plain torch, with a warning.
-
-    With `int8`, documents come as int8 rows too."""
+    """The backend, compiled for embeddings of `dim` dimensions in all lengths and types (with `int8`, also
+    int8 documents). Falls back to plain torch with a warning if it fails or is wrong on this device."""
     mismatch = why_wrong(maxsim, dim, device, dtype, int8=int8)
     if mismatch is None:
         return name, maxsim
@@ -43,7 +46,7 @@ def checked_maxsim(
 def why_wrong(
     maxsim: MaxSim, dim: int, device: torch.device, dtype: torch.dtype, *, int8: bool = False
 ) -> str | None:
-    """None where random texts score as by the reference, else a description of the mismatch."""
+    """None if random texts score as by the reference, else a description of the mismatch."""
     random = np.random.default_rng(0)
     queries = Ragged.from_lengths(_unit_rows(random, sum(_QUERIES), dim).to(dtype), _QUERIES)
     for lengths in _DOCUMENTS:
@@ -77,8 +80,7 @@ def _on(items: Ragged, device: torch.device) -> Ragged:
 
 @torch.inference_mode()
 def warm_up(model: LoadedModel, runner: ModelRunner, pooler: DispatchPooler) -> None:
-    """Runs random sequences and their pictures through model and pooling, so that kernels are compiled and
-    libraries loaded."""
+    """Runs random sequences and pictures through model and pooling, to compile kernels and load libraries."""
     sequences = random_sequences(model, model.score_task)
     encode_images(runner, sequences)
     for step in (step_of(sequences), step_of(sequences[:1])):
@@ -86,28 +88,14 @@ def warm_up(model: LoadedModel, runner: ModelRunner, pooler: DispatchPooler) -> 
     free_images(runner, sequences)
 
 
-def _unit_rows(random: np.random.Generator, count: int, dim: int) -> torch.Tensor:
-    rows = torch.from_numpy(random.standard_normal((count, dim), dtype=np.float32))
-    return torch.nn.functional.normalize(rows, dim=-1)
-
-
-# A share of the largest score, or of 1: rows have length 1, and their products are of rounded numbers.
-_SCORE_TOLERANCE = 1e-2
-# Of two tokens at least: in hybrid scores the first of a text is no match for others.
-_CHECKED_QUERIES, _CHECKED_DOCUMENTS = (5, 2, 40), (2, 180, 33, 7)
-# As many words as ids that bfloat16 represents exactly.
-_WORDS = 256
-
-
 def refuse_wrong_scores(
     model: LoadedModel, maxsim: MaxSim, dim: int, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Raises ModelLoadError where items like the model's, in `dtype`, do not score on the device as they do
-    on the CPU in float32."""
+    """Raises ModelLoadError if items like the model's, in `dtype`, do not score on the device as on the CPU
+    in float32.
+    """
     random = np.random.default_rng(0)
-    queries, documents = (
-        _items(model.similarity, n, dim, random) for n in (_CHECKED_QUERIES, _CHECKED_DOCUMENTS)
-    )
+    queries, documents = (_items(model.similarity, n, dim, random) for n in (_ITEM_QUERIES, _ITEM_DOCUMENTS))
     pairs = np.array([(q, d) for q in range(len(queries)) for d in range(len(documents))])
 
     def scores(compare: MaxSim, of: Ragged, among: Ragged) -> torch.Tensor:
@@ -118,30 +106,29 @@ def refuse_wrong_scores(
     queries, documents = (Ragged(each.values.to(dtype), each.offsets) for each in (queries, documents))
     expected = scores(maxsim_reference, queries.decoded(torch.float32), documents.decoded(torch.float32))
     try:
-        found = scores(maxsim, _moved(queries, device), _moved(documents, device)).cpu().float()
+        found = scores(maxsim, _on(queries, device), _on(documents, device)).cpu().float()
         difference = float((found - expected).abs().max())
     except Exception as error:  # each kind of device has errors of its own
         raise ModelLoadError(f"scores cannot be computed on {device}: {error}") from error
-    if not difference <= _SCORE_TOLERANCE * max(1.0, float(expected.abs().max())):
+    if not difference <= _TOLERANCE * max(1.0, float(expected.abs().max())):
         raise ModelLoadError(f"scores on {device} differ from those on the CPU by {difference:.2g}")
 
 
-def _moved(items: Ragged, device: torch.device) -> Ragged:
-    return Ragged(items.values.to(device), items.offsets)
+def _unit_rows(random: np.random.Generator, count: int, dim: int) -> torch.Tensor:
+    rows = torch.from_numpy(random.standard_normal((count, dim), dtype=np.float32))
+    return torch.nn.functional.normalize(rows, dim=-1)
 
 
 def _items(similarity: str, lengths: tuple[int, ...], dim: int, random: np.random.Generator) -> Ragged:
-    """Random items as a similarity takes them: one row of length 1 for each token, or one in all; words with
-    their weights; or both side by side."""
+    """Random items for a similarity: unit rows for each token or one in all, words with weights, or both."""
     is_sparse = similarity.startswith("sparse")
     if similarity not in (*TOKEN_SIMILARITIES, "hybrid") and not is_sparse:
         lengths = (1,) * len(lengths)
     columns = []
     if not is_sparse:
-        rows = random.standard_normal((sum(lengths), dim), dtype=np.float32)
-        columns.append(rows / np.linalg.norm(rows, axis=1, keepdims=True))
+        columns.append(_unit_rows(random, sum(lengths), dim))
     if is_sparse or similarity == "hybrid":
         words = np.concatenate([random.permutation(_WORDS)[:length] for length in lengths])
         weights = random.random(len(words))
-        columns.append(np.stack([words, weights], axis=1).astype(np.float32))
-    return Ragged.from_lengths(torch.from_numpy(np.concatenate(columns, axis=1)), lengths)
+        columns.append(torch.from_numpy(np.stack([words, weights], axis=1)).float())
+    return Ragged.from_lengths(torch.cat(columns, dim=1), lengths)

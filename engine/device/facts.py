@@ -1,4 +1,4 @@
-"""What is known of a served model by those who do not have it in memory: plain data."""
+"""The description of a served model as plain data."""
 
 from dataclasses import dataclass
 
@@ -13,14 +13,13 @@ from maxsimd.engine.scoring.scale import ScoreScale, has_bounds, score_scale
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """The scale of scores as they are by default, `raw` without the activation, and `normalized`."""
+    """The scales of scores: by default, `raw` without the activation, and `normalized`."""
 
     default: ScoreScale
     raw: ScoreScale
     normalized: ScoreScale
 
     def of(self, *, use_activation: bool, normalize: bool) -> ScoreScale:
-        """That of a request with these options."""
         if normalize:
             return self.normalized
         return self.default if use_activation else self.raw
@@ -55,12 +54,12 @@ class ModelFacts:
 
     @property
     def is_classifier(self) -> bool:
-        """Whether it only classifies: with several labels there is no single score, unless one counts."""
+        """Whether it only classifies: several labels give no single score, unless one is chosen."""
         return not self.has_score
 
     @property
     def how_it_runs(self) -> str:
-        """In one line, for logs."""
+        """One line for logs."""
         how = f"{self.precision}, {self.execution} on {self.device}"
         return f"{self.score_type.value}, {how}, {self.kernels}"
 
@@ -96,7 +95,7 @@ def facts_of(loaded: DeviceModel, max_tokens: int) -> ModelFacts:
 
 
 def kernels_in_words(device: torch.device, attention: str | None, maxsim: str) -> str:
-    """What computes attention and MaxSim, by the names of the backends, or why it is plain torch."""
+    """The backends of attention and MaxSim, or the reason for plain torch."""
     if runs_plain_torch(device):
         return f"plain torch: there are no kernels for {'AMD GPUs' if device.type == 'cuda' else device.type}"
     reason = why_unavailable() if device.type == "cpu" and maxsim in ("tiled", "reference") else None

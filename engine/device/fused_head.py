@@ -1,4 +1,4 @@
-"""The head of late interaction as one kernel, which gathers the pooled rows, projects and normalises them;
+"""The late-interaction head as one kernel that gathers, projects and normalizes the pooled rows. It is
 compared with the plain head when it is built.
 """
 
@@ -16,18 +16,18 @@ from maxsimd.pooling.ragged import to_device
 
 log = logging.getLogger(__name__)
 
-# Below this length, torch's normalize divides by it instead.
+# torch's normalize divides by at least this length.
 _EPSILON = 1e-12
-# How far the kernel may be from the plain head, as a share of the largest number, by the precision in which
-# it multiplies: several times what rounding the weights and the results explains.
+# The largest difference from the plain head, as a share of the largest number, by the precision of products:
+# several times what rounding explains.
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
-# Rows that are compared: more than a block of the kernel, and no multiple of one.
+# More rows than a block of the kernel, and no multiple of it.
 _ROWS = 150
 
 
 class FusedProjection(GatheringHead):
-    """A linear layer and an L2 normalisation, with products in the precision of the hidden states, sums in
-    float32, and results in `dtype`. When called with rows instead of with indices, it is the `plain` head."""
+    """A linear layer and an L2 normalization, with products in the precision of the hidden states, sums in
+    float32, and results in `dtype`. Called with rows instead of indices, it is the `plain` head."""
 
     def __init__(self, plain: Head, projection: Projection, dtype: torch.dtype) -> None:
         self._plain = plain
@@ -38,7 +38,6 @@ class FusedProjection(GatheringHead):
         return self._plain(rows)
 
     def gather(self, hidden: torch.Tensor, rows: NDArray[np.int64]) -> torch.Tensor:
-        """What the head makes of `hidden[rows]`: [len(rows), dim]."""
         return project(hidden, to_device(rows, hidden.device), self._projection, self._dtype)
 
     def __str__(self) -> str:
@@ -46,10 +45,8 @@ class FusedProjection(GatheringHead):
 
 
 def fused(head: Head, products: torch.dtype, results: torch.dtype) -> Head:
-    """The same head as one kernel that multiplies in `products` and writes `results`.
-
-    The head itself where it is more than one projection and one normalisation, and with a warning where the
-    kernel fails or gives something else."""
+    """The head as one kernel that multiplies in `products` and writes `results`. Returns the head itself if
+    it is more than a projection and a normalization, or, with a warning, if the kernel fails or differs."""
     projection = _projection_of(head, products)
     if projection is None or not is_supported(len(projection.weight)):
         return head
@@ -63,8 +60,7 @@ def fused(head: Head, products: torch.dtype, results: torch.dtype) -> Head:
 
 @torch.inference_mode()
 def find_mismatch(ours: GatheringHead, plain: Head, projection: Projection) -> str | None:
-    """None if a fused head gives for random rows what the plain head gives, else a description of the
-    mismatch."""
+    """None if a fused head agrees with the plain head on random rows, else a description of the mismatch."""
     weight = projection.weight
     random = np.random.default_rng(0)
     states = torch.from_numpy(random.standard_normal((_ROWS, weight.shape[1])))
@@ -82,7 +78,7 @@ def find_mismatch(ours: GatheringHead, plain: Head, projection: Projection) -> s
 
 
 def _projection_of(head: Head, products: torch.dtype) -> Projection | None:
-    """What a head projects by, with weights for `products`; None if it does anything else."""
+    """The projection of a head, with weights for `products`; None if the head does anything else."""
     inner, columns, normalized = head, None, False
     if isinstance(head, FirstColumns):
         inner, columns, normalized = head.inner, head.dimensions, head.normalized

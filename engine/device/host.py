@@ -1,4 +1,7 @@
-"""How the C allocator and oneDNN keep memory between the steps of a CPU engine, and when it goes back."""
+"""What the host gives this process: cores, memory, and how the C allocator keeps it.
+
+Source of the control groups' file names and formats: the Linux kernel's documentation, versions 1 and 2.
+"""
 
 import ctypes
 import os
@@ -15,13 +18,22 @@ _KEEP_BYTES = 1 << 30
 # Compiled kernels that oneDNN keeps; its default of 1,024 can hold more than a gigabyte of them.
 _ONEDNN_PRIMITIVES = "256"
 
+ROOT = Path("/")
+# The limit and the usage of memory in groups of version 2 (True) and 1. Version 1 without a limit has one
+# above any machine's memory.
+_MEMORY_FILES = {
+    True: ("memory.max", "memory.current"),
+    False: ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+}
+
 
 def settle_allocators() -> None:
-    """Lets freed blocks be used again by the next step instead of going back to the system.
+    """Keeps freed blocks for the next step instead of returning them to the system.
 
-    A step's temporaries are of many megabytes. By default each is mapped anew, and the page faults cost
-    more than some of the arithmetic. Call it before the first matrix product; elsewhere than on Linux it
-    only bounds oneDNN's cache."""
+    A step's temporaries take many megabytes. By default each is mapped anew, and the page faults cost more
+    than some of the arithmetic. Call it before the first matrix product. Elsewhere than on Linux it only
+    bounds oneDNN's cache.
+    """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _ONEDNN_PRIMITIVES)
     if sys.platform != "linux":
         return
@@ -32,76 +44,31 @@ def settle_allocators() -> None:
 
 
 def give_back_memory() -> None:
-    """Has the C library give the system what is free in its heaps, where it can (glibc): milliseconds, in
-    which Python goes on in other threads."""
+    """Returns the C library's free memory to the system (glibc only). Takes milliseconds, without the GIL."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
-ROOT = Path("/")
-
-
-def groups_around(controller: str, root: Path = ROOT) -> Iterator[tuple[Path, bool]]:
-    """The folder of this process's group of a controller ("cpu", "memory") and of all that it lies in, and
-    whether they are of version 2. `root` is where `/proc/self` and the mounted control groups are found."""
-    for mount, group, is_v2 in _hierarchies(controller, root):
-        for folder in (group, *group.parents):
-            yield folder, is_v2
-            if folder == mount:
-                break
-
-
-def _hierarchies(controller: str, root: Path) -> Iterator[tuple[Path, Path, bool]]:
-    """Where each hierarchy of a controller is mounted, this process's group in it, and whether it is of
-    version 2."""
-    groups = dict(_groups(root))
-    with suppress(OSError):
-        for line in (root / "proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
-            before, _, after = line.partition(" - ")
-            fields, (kind, _, options) = before.split(), after.split(maxsplit=2)
-            is_v2 = kind == "cgroup2"
-            if is_v2 or (kind == "cgroup" and controller in options.split(",")):
-                mount = root / fields[4].lstrip("/")
-                yield mount, mount / _below(fields[3], groups.get("" if is_v2 else controller, "/")), is_v2
-
-
-def _groups(root: Path) -> Iterator[tuple[str, str]]:
-    """The path of this process's group by controller, and of that of version 2 by no name."""
-    with suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
-            _, controllers, path = line.split(":", 2)
-            for controller in controllers.split(","):
-                yield controller, path
-
-
-def _below(mounted: str, path: str) -> str:
-    """A group's path below the one that is mounted. Where it is not below that, as a container sees it that
-    shares the host's view, the one that is mounted."""
-    mounted = mounted.rstrip("/")
-    inside = path == mounted or path.startswith(mounted + "/")
-    return path[len(mounted) :].strip("/") if inside and ".." not in path else ""
-
-
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """`affinity` is the number of cores that the process may run on, and `quota` how many of them it may keep
-    busy on average; None where there is no quota."""
+    """The cores that the process may run on (`affinity`), and the number it may keep busy on average
+    (`quota`, None without one)."""
 
     affinity: int
     quota: float | None
 
     @property
     def threads(self) -> int:
-        """As many threads as can always run. What is left of a quota is for the event loop and the tokeniser:
-        a process that uses up its quota stands still for a while, with all its threads."""
+        """As many threads as can always run. The rest of a quota is for the event loop and the tokenizer: a
+        process that uses up its quota stands still for a while."""
         return self.affinity if self.quota is None else max(1, min(self.affinity, int(self.quota)))
 
 
 def tokenizer_threads(device_type: str, threads: int) -> int:
-    """How many threads tokenize where nobody said, of an engine that may take this many. On a CPU the model
-    needs the cores; beside a GPU, which is faster than two threads with a large vocabulary (`maxsimd bench
-    tokenizer`), it is half of them."""
+    """The default number of tokenizer threads for an engine with `threads`. On a CPU the model needs the
+    cores. A GPU is faster than two threads with a large vocabulary (`maxsimd bench tokenizer`), so it gets
+    half of them."""
     return 2 if device_type == "cpu" else max(2, threads // 2)
 
 
@@ -112,43 +79,65 @@ def usable_cores() -> Cores:
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
-    """The least CPU quota of this process's control groups and of all that these lie in, in cores; None where
-    none has one. `root` is where `/proc/self` and the mounted control groups are found."""
+    """The smallest CPU quota, in cores, of this process's control groups and their parents; None without one.
+    `/proc` and the control groups are found under `root`."""
     quotas = []
-    for folder, is_v2 in groups_around("cpu", root):
+    for folder, is_v2 in _groups_around("cpu", root):
         with suppress(OSError, ValueError):
-            quota = _quota_v2(folder) if is_v2 else _quota_v1(folder)
-            if quota is not None:
-                quotas.append(quota)
+            if is_v2:
+                quota, period = (folder / "cpu.max").read_text(encoding="utf-8").split()  # "max" is no number
+            else:
+                quota, period = (
+                    (folder / f"cpu.cfs_{name}_us").read_text(encoding="utf-8")
+                    for name in ("quota", "period")
+                )
+            if int(quota) > 0:
+                quotas.append(int(quota) / int(period))
     return min(quotas, default=None)
 
 
-def _quota_v2(folder: Path) -> float | None:
-    quota, period = (folder / "cpu.max").read_text(encoding="utf-8").split()
-    return None if quota == "max" else int(quota) / int(period)
-
-
-def _quota_v1(folder: Path) -> float | None:
-    quota = int((folder / "cpu.cfs_quota_us").read_text(encoding="utf-8"))
-    return None if quota <= 0 else quota / int((folder / "cpu.cfs_period_us").read_text(encoding="utf-8"))
-
-
-# Of each version's groups: the limit, and what is in use. Groups of version 1 without a limit have one of
-# more than any machine has.
-_FILES = {True: ("memory.max", "memory.current"), False: ("memory.limit_in_bytes", "memory.usage_in_bytes")}
-
-
 def available_memory(root: Path = ROOT) -> int | None:
-    """In bytes; None where nothing says. `root` is where `/proc` and the mounted control groups are found."""
+    """The bytes that this process can still use, by the machine and its control groups; None if unknown.
+    `/proc` and the control groups are found under `root`."""
     free = []
     with suppress(OSError, ValueError):
         for line in (root / "proc/meminfo").read_text(encoding="utf-8").splitlines():
             name, _, value = line.partition(":")
             if name == "MemAvailable":
                 free.append(int(value.split()[0]) * 1024)
-    for folder, is_v2 in groups_around("memory", root):
-        limit, current = ((folder / name) for name in _FILES[is_v2])
+    for folder, is_v2 in _groups_around("memory", root):
+        limit, current = ((folder / name) for name in _MEMORY_FILES[is_v2])
         with suppress(OSError, ValueError):  # "max" is no number
             most = int(limit.read_text(encoding="utf-8"))
             free.append(max(0, most - int(current.read_text(encoding="utf-8"))))
     return min(free, default=None)
+
+
+def _groups_around(controller: str, root: Path) -> Iterator[tuple[Path, bool]]:
+    """The folders of this process's group of a controller ("cpu", "memory") and of its parents, and whether
+    they are of version 2."""
+    groups: dict[str, str] = {}  # paths by controller, "" for version 2
+    with suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+            _, controllers, path = line.split(":", 2)
+            groups |= dict.fromkeys(controllers.split(","), path)
+    with suppress(OSError):
+        for line in (root / "proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
+            before, _, after = line.partition(" - ")
+            fields, (kind, _, options) = before.split(), after.split(maxsplit=2)
+            is_v2 = kind == "cgroup2"
+            if is_v2 or (kind == "cgroup" and controller in options.split(",")):
+                mount = root / fields[4].lstrip("/")
+                group = mount / _below(fields[3], groups.get("" if is_v2 else controller, "/"))
+                for folder in (group, *group.parents):
+                    yield folder, is_v2
+                    if folder == mount:
+                        break
+
+
+def _below(mounted: str, path: str) -> str:
+    """A group's path below the mounted one, or "" if it is not below, as in a container with the host's
+    view."""
+    mounted = mounted.rstrip("/")
+    inside = path == mounted or path.startswith(mounted + "/")
+    return path[len(mounted) :].strip("/") if inside and ".." not in path else ""

@@ -1,4 +1,4 @@
-"""Opens the cache that a configuration asks for, under a fingerprint of the model it belongs to."""
+"""Opens the configured caches, their slab on the device, and the calibration of a model."""
 
 import logging
 import os
@@ -32,18 +32,22 @@ from maxsimd.engine.scoring.scale import Calibration
 log = logging.getLogger(__name__)
 
 MIB = 1024 * 1024
-# What a cache may take of the memory that is free when it is opened, unless it is configured: a sixteenth,
-# but not less and not more than this.
+# A cache takes a sixteenth of the free memory by default, within these bounds.
 _SHARE, _LEAST, _MOST = 16, 64 * MIB, 4096 * MIB
+# A slab's share of the memory that the model and a step's tensors leave: keys, values and queries need room
+# too.
+_SLAB_SHARE = 0.25
+# With fewer rows a slab holds only a few documents.
+_FEWEST_ROWS = 1024
 
 
 def open_cache(config: EngineConfig, model: LoadedModel, dtype: torch.dtype) -> EmbeddingCache | None:
-    """None where it is off, or where documents are not encoded by themselves."""
+    """None if the cache is off, or documents are not encoded by themselves."""
     if not model.encodes_apart or (config.cache_mb == 0 and config.cache_dir is None):
         return None
     precision = _precision(config, model, dtype)
     if config.cache_dir is None:
-        # There are no embeddings but this model's, and its weights need not be read.
+        # It holds only this model's embeddings, so its weights need not be read for a fingerprint.
         return EmbeddingCache(b"", precision, MemoryStore(memory_limit(config)), None)
     mark = fingerprint(ingredients(model, config, dtype, precision))
     folder = Path(os.path.expanduser(config.cache_dir))
@@ -56,7 +60,7 @@ def open_cache(config: EngineConfig, model: LoadedModel, dtype: torch.dtype) -> 
 
 
 def _precision(config: EngineConfig, model: LoadedModel, dtype: torch.dtype) -> Precision:
-    """Raises ModelLoadError for one that would round ids of tokens."""
+    """Raises ModelLoadError for a precision that would round token ids."""
     if model.items_have_ids:
         if config.cache_precision not in ("auto", "float32"):
             raise ModelLoadError(
@@ -70,26 +74,19 @@ def _precision(config: EngineConfig, model: LoadedModel, dtype: torch.dtype) -> 
 
 
 def open_score_cache(config: EngineConfig, model: LoadedModel) -> ScoreCache | None:
-    """The cache of a model that reads query and document together, one score a pair; None for others, or
-    where it is off. There are no scores in it but this model's."""
+    """The score cache of a model with one score per pair. None for other models, or if the cache is off."""
     has_scores = model.listwise is not None or (model.score_task == "classify" and len(model.labels) == 1)
     return ScoreCache(memory_limit(config)) if has_scores and config.cache_mb != 0 else None
 
 
 def memory_limit(config: EngineConfig) -> int:
-    """How many bytes a cache may take: as configured, or a part of what is free now."""
+    """The bytes that a cache may take: as configured, or a share of the free memory."""
     if config.cache_mb is not None:
         return config.cache_mb * MIB
     free = available_memory()
     limit = _LEAST if free is None else min(_MOST, max(_LEAST, free // _SHARE))
     log.debug("the cache may take %d MiB of memory (cache_mb)", limit // MIB)
     return limit
-
-
-# Of what the model and a step's tensors leave free; keys, values and queries that are held need room too.
-_SLAB_SHARE = 0.25
-# With fewer rows a slab holds no more than a few documents.
-_FEWEST_ROWS = 1024
 
 
 def open_slab(
@@ -101,11 +98,12 @@ def open_slab(
     takes_int8: bool,
     step_tokens: int,
 ) -> EmbeddingSlab | None:
-    """The slab that a configuration asks for; None where it is off, where there is no room for it, and on
-    devices other than CUDA's. It holds embeddings as they are scored: in `dtype`, or as int8 if they are
-    cached so and MaxSim `takes_int8`. It leaves room for a step of `step_tokens`. Raises
-    ModelLoadError if the device has less memory left than `device_cache_mb`, or if that is set for an
-    accelerator other than CUDA's."""
+    """The configured slab, which leaves room for a step of `step_tokens`. None if it is off, if there is no
+    room, and on other devices than CUDA's.
+
+    It holds embeddings as they are scored: in `dtype`, or as int8 if they are cached so and MaxSim
+    `takes_int8`. Raises ModelLoadError if the device has less memory left than `device_cache_mb`, or for
+    another accelerator."""
     if device.type not in ("cpu", "cuda") and config.device_cache_mb:
         raise ModelLoadError(
             f"device_cache_mb is for memory of CUDA devices, not of {device.type} devices: leave it out"
@@ -133,23 +131,23 @@ def open_slab(
 
 
 def default_limit(free: int, step: int, cached: int) -> int:
-    """How many bytes a slab takes where nobody said, of `free` ones: a share of what a step's tensors leave,
-    and no more than what may be `cached` at all."""
+    """A slab's default size, of `free` bytes: a share of what a step leaves, at most the `cached` bytes."""
     return min(cached, int(_SLAB_SHARE * max(0, free - step)))
 
 
 def rows_within(limit: int, dim: int, dtype: torch.dtype) -> int:
-    """How many rows take at most `limit` bytes, those of int8 with their scales."""
+    """The rows that fit `limit` bytes, int8 rows with their scales."""
     scale = torch.float32.itemsize if dtype is torch.int8 else 0
     return limit // (dim * dtype.itemsize + scale)
 
 
 def model_digest(model: LoadedModel, config: EngineConfig) -> str:
-    """The digest of all that scores depend on, but for rounding: weights, tokeniser, and how texts are read
-    and compared. The backbone must be as it was loaded."""
+    """The digest of everything that scores depend on, except rounding: weights, tokenizer, and how texts are
+    read and compared. The backbone must be as loaded."""
     backbone: Any = model.backbone
     task, template = model.tasks[model.score_task], model.pairs.template
-    heads = enumerate(modules_of(task.head))
+    heads, is_hybrid = enumerate(modules_of(task.head)), model.similarity == "hybrid"
+    similarity = (model.similarity, model.hybrid_weights) if is_hybrid else model.similarity
     stated = {
         "architecture": model.architecture,
         "settings": settings_of(backbone.config)[0],
@@ -163,7 +161,7 @@ def model_digest(model: LoadedModel, config: EngineConfig) -> str:
         "lengths": (model.max_tokens, model.query.max_tokens, model.document.max_tokens),
         "pooling": (task.pooling, task.dim, config.doc_token_pooling),
         "heads": [repr(module) for module in modules_of(task.head)],
-        "similarity": _similarity(model),
+        "similarity": similarity,
     }
     weights = {
         "backbone": digest_tensors([*backbone.named_parameters(), *saved_buffers(backbone)]),
@@ -174,23 +172,19 @@ def model_digest(model: LoadedModel, config: EngineConfig) -> str:
     return fingerprint({name: repr(value).encode() for name, value in stated.items()} | weights).hex()
 
 
-def _similarity(model: LoadedModel) -> object:
-    return (model.similarity, model.hybrid_weights) if model.similarity == "hybrid" else model.similarity
-
-
 def digest_of(config: EngineConfig) -> str:
-    """That of the model which a configuration names; it is loaded for this. Raises ModelLoadError."""
+    """Loads the configured model for its digest. Raises ModelLoadError."""
     return model_digest(load_model(config, choose_device(config.device)), config)
 
 
 def open_calibration(config: EngineConfig, model: LoadedModel) -> Calibration | None:
-    """None where none is named. Raises ModelLoadError for a file that cannot be read, or is another
+    """The configured calibration, if any. Raises ModelLoadError for an unreadable file, or another
     model's."""
     if config.calibration is None:
         return None
     try:
         calibration = Calibration.read(Path(config.calibration).expanduser())
-    except (OSError, ValueError, RuntimeError) as error:  # the last where there is no home folder
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError without a home folder
         raise ModelLoadError(
             f"the calibration {config.calibration!r} cannot be read: {error}; make one with maxsimd calibrate"
         ) from error
