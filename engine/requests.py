@@ -1,7 +1,4 @@
-"""What callers ask of the engine and what they get back.
-
-Plain data: texts in, numbers out. The engine turns a request into sequences; see `processors`.
-"""
+"""Requests to the engine, their results, and the checks of what callers pass in. Errors name the argument."""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -30,45 +27,45 @@ from maxsimd.scheduler import Share, share_of
 
 InputType = Literal["query", "document"]
 
-# Numbers in an array that are as much work as one value by itself.
+# This many numbers in an array are as much work as one value.
 _NUMBERS_A_VALUE = 200
-# What unpacking a picture may take, as characters of a text would.
+# The work of unpacking a picture, in characters of text.
 _PICTURE = 1 << 20
-# A query or a document to score: a text, an embedding, or content with pictures.
+# A query or document: a text, an embedding, or content with pictures.
 Item: TypeAlias = str | Vectors | Content
 
-# The chunks of a text: the first character of each and the one after its last.
+# The chunks of a text: start and end of each in characters.
 Chunks: TypeAlias = tuple[tuple[int, int], ...]
 
 # The result of one sequence or pair: a score, or an embedding, float32 [tokens, dim] or [1, dim].
 Value: TypeAlias = float | NDArray[np.float32]
 
-# Called on the event loop with how many of a request's values are there so far, and how many there will be.
+# Called on the event loop with the number of values so far and in all.
 Progress: TypeAlias = Callable[[int, int], None]
 
-# error: a request whose time is up fails; partial: it has the scores that there are by then.
+# error: a request that times out fails; partial: it returns the scores so far.
 OnTimeout = Literal["error", "partial"]
 
-# fail: a document that cannot be read or run fails its request; report: its result says so.
+# fail: a document that cannot be read or run fails the request; report: the result says so.
 OnError = Literal["fail", "report"]
 
-# use: take documents from the cache, and cache new ones; bypass: neither; refresh: run all and cache them.
+# use: read documents from the cache and cache new ones; bypass: neither; refresh: run all and cache them.
 CacheMode = Literal["use", "bypass", "refresh"]
 
 
-# interactive: someone waits for it; batch: it takes what is left.
+# interactive: someone waits for it; batch: it uses the rest.
 PriorityClass = Literal["interactive", "batch"]
-# A class, or a number, of which a lower one gets a larger share.
+# A class name or an integer. Lower values get a larger share.
 Priority: TypeAlias = int | PriorityClass
 
-# What each class is as a number. Beside batches of 10,000 documents, requests of 1 to 100 documents take no
-# longer at 4 than at any higher number, but at 2 up to 1.6 times as long and at 1 up to 8 times
-# (`maxsimd bench beside-batches`). Whatever the number, the oldest request gets its part.
+# The number of each class. Beside batches of 10,000 documents at 4, requests of 1 to 100 documents take no
+# longer than at higher numbers, but at 2 up to 1.6 times and at 1 up to 8 times as long (`maxsimd bench
+# beside-batches`).
 _NUMBERS = {"interactive": 0, "batch": 4}
 
 
 def priority_number(priority: Priority) -> int:
-    """A priority as a number. Raises InvalidRequestError for one that there is not."""
+    """A priority as a number. Raises InvalidRequestError for unknown ones."""
     number = _NUMBERS.get(priority) if isinstance(priority, str) else priority
     if number is None:
         raise InvalidRequestError(
@@ -79,9 +76,8 @@ def priority_number(priority: Priority) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How a request is run: whose share of the device it uses (`tenant`; a lower `priority` gets a larger
-    share), within how many seconds (`timeout`) and what is done when they have passed (`on_timeout`), what
-    is done about a part of it that fails (`on_error`), and who is called with its `progress`."""
+    """How a request runs: the share of the device that it uses (`tenant`, and `priority`, where lower gets
+    more), its `timeout` in seconds, and what happens on timeouts, errors and progress."""
 
     priority: Priority = 0
     tenant: str = ""
@@ -97,9 +93,8 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Where a request's time went, in seconds: until its texts were being prepared and until its first step
-    (`queue`), in tokenising and preparing its texts (`tokenise`), in steps (`model`), and of these in scoring
-    (`score`)."""
+    """Seconds of a request: waiting to be prepared and for its first step (`queue`), tokenizing and preparing
+    (`tokenise`), in steps (`model`), and of these scoring (`score`)."""
 
     queue: float = 0.0
     tokenise: float = 0.0
@@ -109,8 +104,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """What came of a request's sequences, by index: values, or None for those that were not run in time or
-    that have an error."""
+    """The values of a request's sequences by index; None for those that timed out or have an error."""
 
     values: list[Value | None]
     errors: Mapping[int, str]
@@ -118,12 +112,12 @@ class Values:
 
     @property
     def work(self) -> int:
-        """How much work it is to make a result of these values, which may be arrays, in values."""
+        """The work of making a result from these values, counted in values."""
         numbers = sum(value.size if isinstance(value, np.ndarray) else 1 for value in self.values)
         return max(len(self.values), numbers // _NUMBERS_A_VALUE)
 
     def with_preparation(self, timings: Timings) -> "Values":
-        """The same, with the time that preparing the request took."""
+        """The same values with the time of preparing the request."""
         spent = self.timings
         spent = Timings(spent.queue + timings.queue, timings.tokenise, spent.model, spent.score)
         return Values(self.values, self.errors, spent)
@@ -131,19 +125,17 @@ class Values:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truncation:
-    """What to do with inputs that are too long for the model. The length that a checkpoint itself sets for
-    queries or documents (ColBERT's) is how these are meant to be read: more than that is left out without a
-    word, except by `windows`.
+    """What to do with inputs that are too long for the model. Lengths that the checkpoint itself sets for
+    queries or documents (ColBERT's) always truncate silently, except with `windows`.
 
-    `max_tokens` None makes an over-long input an error, -1 cuts it to the model's maximum and any other
-    number cuts it to that many tokens, special tokens included. `side` says which end is cut off; None is
-    the one that the checkpoint's tokenizer cuts. `max_query_tokens` and `max_document_tokens` cut the texts
-    themselves, special tokens not counted. With `refuse` a text that is longer than any of these numbers is
-    an error.
+    With `max_tokens` None a longer input is an error; -1 truncates to the model's maximum, any other number
+    to that many tokens, special tokens included. `side` is the end that is cut off, None the one of the
+    checkpoint's tokenizer. `max_query_tokens` and `max_document_tokens` truncate the texts themselves,
+    special tokens not counted. With `refuse` a text longer than any of these numbers is an error.
 
-    With `windows` an over-long document is not cut but read through windows of as many tokens as fit, which
-    share `window_overlap` with their neighbours (the engine's setting where None). Its score is the best
-    window's, or MaxSim over the tokens of all windows.
+    With `windows` a longer document is read through windows of as many tokens as fit, which overlap by
+    `window_overlap` tokens (None: the engine's setting). Its score is the best window's, or MaxSim over the
+    tokens of all windows.
     """
 
     max_tokens: int | None = None
@@ -159,7 +151,7 @@ REFUSE_LONG = Truncation()
 CUT_LONG = Truncation(max_tokens=-1)
 WINDOW_LONG = Truncation(max_tokens=-1, windows=True)
 
-# What to do with inputs that are too long, in a word or in full.
+# What to do with inputs that are too long, as a word or in full.
 LongInputPolicy: TypeAlias = Truncation | Literal["cut", "error", "window"]
 
 
@@ -205,7 +197,7 @@ class ScoreRequest:
 
     @property
     def size(self) -> int:
-        """How many characters there are to read; each text counts as some more."""
+        """The characters to read; each text counts as some more."""
         return _size(self.queries) + _size(self.documents)
 
     @property
@@ -219,19 +211,19 @@ class ScoreRequest:
 
     @property
     def query_texts(self) -> tuple[str, ...]:
-        """The queries of a request to a model that takes no embeddings."""
+        """The queries, for models that take no embeddings."""
         return cast("tuple[str, ...]", self.queries)
 
     @property
     def document_texts(self) -> tuple[str, ...]:
-        """The documents of a request to a model that takes no embeddings."""
+        """The documents, for models that take no embeddings."""
         return cast("tuple[str, ...]", self.documents)
 
     def query_of(self, document: int) -> int:
         return 0 if len(self.queries) == 1 else document
 
     def only(self, positions: Sequence[int]) -> "ScoreRequest":
-        """Returns the request with some of its documents, and their queries."""
+        """The request with some of its documents, and their queries."""
         documents = tuple(self.documents[i] for i in positions)
         if len(self.queries) == 1:
             return replace(self, documents=documents)
@@ -240,13 +232,13 @@ class ScoreRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbedRequest:
-    """Texts to embed, each to one vector (`embed`), one vector a token (`token_embed`), weights of words
-    (`sparse_embed`) or to labels (`classify`), behind the prompt of `input_type` or the one named
-    `prompt_name`. A text may come as token ids, special tokens included, which are run as they are; for a
-    model that reads them there may be pictures. Texts that have more than `max_tokens` together are refused.
-    Of one text with `chunks` each of these has a vector (late chunking). With `takes_cached` the token
-    vectors of texts that are cached as documents, by the same `cache_owner`, are taken from there, in the
-    precision that they have. What is made of the vectors afterwards costs `more_tokens`."""
+    """Texts to turn into one vector (`embed`), one vector per token (`token_embed`), weights of words
+    (`sparse_embed`) or labels (`classify`), behind the prompt of `input_type` or the one named `prompt_name`.
+
+    A text may also be token ids, special tokens included, or have pictures. Texts with more than `max_tokens`
+    together are refused. With `chunks` one text has a vector per chunk (late chunking). With `takes_cached`
+    token vectors of documents that the same `cache_owner` has cached are read from the cache, in its
+    precision. Later work on the vectors costs `more_tokens`."""
 
     texts: tuple[str | tuple[int, ...] | Content, ...]
     task: Literal["embed", "token_embed", "sparse_embed", "classify"]
@@ -261,7 +253,7 @@ class EmbedRequest:
 
     @property
     def size(self) -> int:
-        """How many characters or token ids there are to read; each text counts as some more."""
+        """The characters or token ids to read; each text counts as some more."""
         return _size(self.texts)
 
     @property
@@ -275,21 +267,20 @@ class EmbedRequest:
 
 
 def _unpacking(texts: Sequence[Item | tuple[int, ...]]) -> int:
-    """One picture may take a thread as long as the largest text, during which it does nothing else."""
+    """The work of unpacking pictures: one may take as long as the largest text."""
     return sum([_PICTURE for text in texts if isinstance(text, Content) and text.has_pictures])
 
 
 def _size(texts: Sequence[Item | tuple[int, ...]]) -> int:
-    """Vectors take so little that they count as nothing beside texts."""
+    """The size of texts. Vectors take so little time that they do not count."""
     return sum([len(text) for text in texts if not isinstance(text, Vectors)]) + 64 * len(texts)
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of a request: a query that is scored late counts once, a pair counts whole, and a document that
-    a request has twice counts once. Those that were not run, because the documents' embeddings were cached or
-    all pairs began with them, are also in `cached_tokens`. Of the `prompt_tokens` those of queries that are
-    scored late are also in `query_tokens`."""
+    """The tokens of a request: pairs count whole, and a late-interaction query or a repeated document counts
+    once. `cached_tokens` of them did not run, because they were cached or all pairs start with them.
+    `query_tokens` are those of late-interaction queries."""
 
     prompt_tokens: int
     cached_tokens: int = 0
@@ -299,11 +290,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class ScoreResult:
-    """One score a document, in input order; higher is more relevant. `truncated` counts the inputs that were
-    cut, `truncated_queries` the queries among them. `unscored` are the documents that there was no time for,
-    and `errors` says of others why they have no score; instead of one these have NaN. `explanations`,
-    of those that have one, are there where they were asked for. The `raw_scores` are those before an
-    activation or bounds that may make different ones alike; None where the scores are these."""
+    """One score per document, in input order; higher is more relevant. `truncated` counts the truncated
+    inputs, `truncated_queries` the queries among them. Documents without a score have NaN: `unscored` timed
+    out, and `errors` has the reasons of others. `raw_scores` are those before an activation or bounds that
+    may make different scores equal; None if there is neither."""
 
     scores: list[float]
     usage: Usage
@@ -317,14 +307,13 @@ class ScoreResult:
 
     @property
     def ranking_scores(self) -> list[float]:
-        """What documents are ranked by."""
+        """The scores that rank the documents."""
         return self.scores if self.raw_scores is None else self.raw_scores
 
 
 @dataclass(frozen=True, slots=True)
 class RankedDocument:
-    """`document` is a text, or `Vectors` where an embedding was given in its place, or content with pictures.
-    The `explanation` is there where it was asked for."""
+    """A document with its score. `document` is a text, `Vectors`, or content with pictures."""
 
     index: int
     score: float
@@ -345,8 +334,8 @@ def rank(
 ) -> list[RankedDocument]:
     """Ranks documents best first, ties in input order: the first `top_n`, or all for None or 0.
 
-    They are ranked `by` these numbers if given, else by their scores. Documents whose score is NaN or below
-    the `threshold` are left out."""
+    The order is `by` these numbers if given. Documents whose score is NaN or below the `threshold` are left
+    out."""
     keys = np.asarray(scores if by is None else by, dtype=np.float64)
     order = np.argsort(-keys, kind="stable").tolist()  # NaN last
     least = -math.inf if threshold is None else threshold
@@ -356,8 +345,8 @@ def rank(
 
 @dataclass(frozen=True, slots=True)
 class RerankResult:
-    """Documents best first, ties by index; `truncated` counts the inputs that were cut. Left out are those
-    that there was no time for (`unscored`), and those of which `errors` says why they have no score."""
+    """Documents best first, ties by index, without those that timed out (`unscored`) or have `errors`.
+    `truncated` counts the truncated inputs."""
 
     results: list[RankedDocument]
     usage: Usage
@@ -369,8 +358,8 @@ class RerankResult:
 
 @dataclass(frozen=True, slots=True)
 class EmbedResult:
-    """One vector a text: float32 [texts, dim]. `truncated` counts the texts that were cut. Where a vector was
-    made of a text's token vectors, `encoding` says how."""
+    """One vector per text: float32 [texts, dim]. `truncated` counts the truncated texts. `encoding` says how
+    vectors were made of token vectors."""
 
     embeddings: NDArray[np.float32]
     usage: Usage
@@ -381,8 +370,8 @@ class EmbedResult:
 
 @dataclass(frozen=True, slots=True)
 class ClassifyResult:
-    """One score a text and label: float32 [texts, labels], with the labels in the order of the columns.
-    Probabilities, or logits where these were asked for. `truncated` counts the inputs that were cut."""
+    """One score per text and label, float32 [texts, labels] in the order of `labels`: probabilities, or
+    logits if requested. `truncated` counts the truncated inputs."""
 
     scores: NDArray[np.float32]
     labels: tuple[str, ...]
@@ -393,7 +382,7 @@ class ClassifyResult:
 
 @dataclass(frozen=True, slots=True)
 class TokenEmbedResult:
-    """One matrix a text: float32 [tokens, dim] each. `truncated` counts the texts that were cut."""
+    """One matrix per text: float32 [tokens, dim] each. `truncated` counts the truncated texts."""
 
     embeddings: list[NDArray[np.float32]]
     usage: Usage
@@ -403,8 +392,8 @@ class TokenEmbedResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SparseVector:
-    """Weights of some words of a vocabulary: their token ids `indices`, int64 [n] and ascending, and the
-    `values` float32 [n], none of which is 0."""
+    """Weights of words: token ids `indices`, int64 [n] and ascending, and `values`, float32 [n] without
+    zeros."""
 
     indices: NDArray[np.int64]
     values: NDArray[np.float32]
@@ -412,7 +401,7 @@ class SparseVector:
 
 @dataclass(frozen=True, slots=True)
 class SparseEmbedResult:
-    """One sparse vector a text. `truncated` counts the texts that were cut."""
+    """One sparse vector per text. `truncated` counts the truncated texts."""
 
     embeddings: list[SparseVector]
     usage: Usage
@@ -420,7 +409,7 @@ class SparseEmbedResult:
     timings: Timings = Timings()
 
 
-# A text, its embedding, or a picture: content with one, a file's bytes, or one that was opened with Pillow.
+# A text, its embedding, or a picture: content with one, a file's bytes, or one opened with Pillow.
 Scorable: TypeAlias = str | Embedding | Content | Picture | PictureFile | OpenImage
 Scored: TypeAlias = Scorable | Sequence[Scorable]
 
@@ -440,9 +429,9 @@ def as_texts(texts: str | Sequence[str], param: str) -> tuple[str, ...]:
 
 
 def as_scored(items: Any, param: str, takes_vectors: bool, takes_pictures: bool) -> tuple[Item, ...]:
-    """Texts, embeddings or pictures, one or many, as a tuple: an array of one or two dimensions is one
-    embedding. Raises InvalidRequestError for none, for anything else, for embeddings unless the model
-    `takes_vectors`, and for pictures unless it `takes_pictures`."""
+    """Texts, embeddings or pictures, one or many, as a tuple. An array of one or two dimensions is one
+    embedding. Raises InvalidRequestError for none or anything else, and for embeddings and pictures that the
+    model does not take."""
     if isinstance(items, str | Vectors) or (_is_array(items) and items.ndim < 3) or _is_content(items):
         given: tuple[Any, ...] = (items,)
     else:
@@ -480,7 +469,7 @@ def as_query(query: Any, takes_pictures: bool) -> tuple[Item, ...]:
 
 
 def as_content(item: Any, where: str, param: str, takes_pictures: bool) -> Any:
-    """A picture as content, content without pictures as its text, and anything else as it is. Raises
+    """A picture as content, content without pictures as text, and anything else unchanged. Raises
     InvalidRequestError for pictures unless the model `takes_pictures`."""
     if not _is_content(item):
         return item
@@ -519,8 +508,8 @@ def as_inputs(inputs: Any, takes_pictures: bool) -> tuple[str | tuple[int, ...] 
 
 
 def _in_order(items: Any, param: str) -> Any:
-    """A list or something like one. Raises InvalidRequestError for what has no order, or would give something
-    else than its items: a table gives the names of its columns."""
+    """A list or similar. Raises InvalidRequestError for unordered collections, and for tables, which iterate
+    over the names of their columns."""
     is_column = getattr(items, "ndim", None) == 1  # of numpy, pandas or torch
     if is_column or (isinstance(items, Sequence | Iterator) and not isinstance(items, bytes)):
         return items
@@ -532,7 +521,7 @@ def _in_order(items: Any, param: str) -> Any:
 
 
 def as_truncation(policy: LongInputPolicy) -> Truncation:
-    """What to do with inputs that are too long. Raises InvalidRequestError for a word that is not known."""
+    """The policy for inputs that are too long. Raises InvalidRequestError for unknown words."""
     found = policy if isinstance(policy, Truncation) else _POLICIES.get(policy)
     if found is None:
         raise InvalidRequestError(
@@ -542,13 +531,13 @@ def as_truncation(policy: LongInputPolicy) -> Truncation:
 
 
 def check_options(method: str, options: Mapping[str, Any]) -> None:
-    """Raises TypeError for an argument that `Engine.score` does not have, where a method passes its on."""
+    """Raises TypeError for options that `Engine.score` does not have."""
     if unknown := options.keys() - ScoreOptions.__annotations__.keys():
         raise TypeError(f"{method}() has no argument {' or '.join(sorted(unknown))}")
 
 
 def check_paired(queries: Sequence[object], documents: Sequence[object]) -> None:
-    """Refuses queries and documents in a shape that cannot be scored: it is 1:1, 1:N or N:N."""
+    """Raises InvalidRequestError unless there are 1:1, 1:N or N:N queries and documents."""
     if len(queries) not in (1, len(documents)):
         raise InvalidRequestError(
             "Input lengths must be either 1:1, 1:N or N:N; "
@@ -558,7 +547,7 @@ def check_paired(queries: Sequence[object], documents: Sequence[object]) -> None
 
 
 def check_dimensions(dimensions: int | None, dim: int) -> None:
-    """Refuses more embedding columns than the model has, and fewer than one."""
+    """Raises InvalidRequestError for more columns than the model has, or fewer than one."""
     if dimensions is not None and not 1 <= dimensions <= dim:
         raise InvalidRequestError(f"dimensions must be from 1 to {dim}, not {dimensions}", "dimensions")
 

@@ -22,26 +22,26 @@ Item = TypeVar("Item")
 T = TypeVar("T")
 P = ParamSpec("P")
 
-# So that large work is not put off for ever, every fourth piece of work is the one that has waited longest.
+# Every fourth piece of work is the one that has waited longest, so that large work is not starved.
 _OLDEST_EVERY = 4
-# Work of these classes and above is large, from 32,768 characters on, and huge, from 524,288 on.
+# Work from these classes on is large (32,768 characters) and huge (524,288).
 _LARGE, _HUGE = 8, 10
-# While the device has enough to do, large work rests this many times as long as it has worked, but at most
-# 0.05 seconds at a time.
+# While the device has enough to do, large work rests this many times as long as it has worked, at most 0.05 s
+# at a time.
 _REST, _LONGEST_NAP = 4, 0.05
-# Results that may wait to be read, give or take a few: their reader may stop because a request has too many.
+# About this many results may wait to be read: their reader may stop because a request has too many.
 _MOST_UNREAD = 8
-# A result of more values than this would keep the event loop busy for milliseconds.
+# Results of more values would keep the event loop busy for milliseconds.
 _MANY_VALUES = 500
 
 
 class WithdrawnError(Exception):
-    """Raised in work, by `yield_to_smaller`, when nobody waits for its result any more."""
+    """Raised in work by `yield_to_smaller` when nobody waits for its result any more."""
 
 
 class Work(Generic[T]):
-    """A function to be called in a pool's threads; `future` is for its result. Larger work has a higher
-    `size_class`: each class is for sizes up to four times those of the one before."""
+    """A function for a pool's threads, and the `future` of its result. Each `size_class` covers sizes up to
+    four times those of the class before."""
 
     def __init__(self, pool: "WorkerPool", function: Callable[[], T], size: int, number: int) -> None:
         self.pool = pool
@@ -60,12 +60,12 @@ class Work(Generic[T]):
         return self.size_class >= _HUGE
 
     def withdraw(self) -> None:
-        """Says that nobody waits for the result any more: it is not begun, or ends where it next yields."""
+        """Cancels the work: it does not start, or ends when it next yields."""
         self.is_withdrawn = True
         self.future.cancel()
 
     def run(self) -> None:
-        """Calls the function on this thread, unless it was withdrawn before it began."""
+        """Calls the function on this thread, unless it was withdrawn."""
         if not self.future.set_running_or_notify_cancel():
             return
         outer = _running.work, _running.resumed
@@ -77,9 +77,8 @@ class Work(Generic[T]):
 
 
 def _call(function: Callable[[], T], future: Future[T]) -> None:
-    """Puts what a function returns or raises into the future. An error keeps the frames that it came through,
-    and those what the function had read: all that is let go of here, or only the garbage collector would free
-    a large body of a request that failed."""
+    """Puts a function's result or error into the future. An error's frames hold what the function has read,
+    perhaps a large request body, so they are cleared here rather than by the garbage collector."""
     try:
         future.set_result(function())
     except BaseException as error:
@@ -90,8 +89,7 @@ def _call(function: Callable[[], T], future: Future[T]) -> None:
 
 
 class _Running(threading.local):
-    """The work that this thread runs, None for threads that are no pool's, and when it was begun here or last
-    went on (perf_counter)."""
+    """The work of this thread, None outside of pools, and when it started or last resumed (perf_counter)."""
 
     work: Work[Any] | None = None
     resumed = 0.0
@@ -101,9 +99,8 @@ _running = _Running()
 
 
 def yield_to_smaller() -> None:
-    """Lets one piece of smaller work that waits go first, on this thread. For work to call every millisecond
-    or so. Raises WithdrawnError once nobody waits for the result; does nothing outside of a pool's threads.
-    """
+    """Runs one piece of smaller waiting work on this thread. Work calls it about every millisecond. Raises
+    WithdrawnError once nobody waits for the result. Does nothing outside of a pool's threads."""
     work = _running.work
     if work is None:
         return
@@ -117,23 +114,22 @@ def yield_to_smaller() -> None:
 async def run_in_thread_if_large(
     num_values: int, function: Callable[P, T], *args: P.args, **options: P.kwargs
 ) -> T:
-    """Calls a function that makes a result: in a thread if it is made of many values. The function needs
-    nothing of an engine, which may stop meanwhile."""
+    """Calls a function, in a thread if its result has many values. It needs no engine, which may stop
+    meanwhile."""
     if num_values > _MANY_VALUES:
         return await asyncio.to_thread(function, *args, **options)
     return function(*args, **options)
 
 
 def start_helper(function: Callable[[], object]) -> threading.Thread | None:
-    """A thread that calls a function as a part of the work that this one does. None on a thread that is no
-    pool's, while the device has enough to do, and where as many help already as the pool has threads but one.
-    """
+    """A new thread that calls a function as part of this thread's work. None outside of pools, while the
+    device has enough to do, and if there are enough helpers."""
     work = _running.work
     return None if work is None else work.pool.start_helper(work, function)
 
 
 def has_enough() -> bool:
-    """Whether the device of the pool whose work this thread does has enough to do."""
+    """Whether the device of this thread's pool has enough to do."""
     work = _running.work
     return work is not None and work.pool.has_enough()
 
@@ -156,8 +152,8 @@ class WorkerPool:
         self._is_closed = False
 
     def submit(self, function: Callable[[], T], size: int) -> Work[T]:
-        """Has a function called by a thread, before larger work. `size` is about how many characters it reads
-        or writes. Once the pool is closed, the work's future is cancelled at once."""
+        """Queues a function before larger work. `size` is the approximate number of characters that it reads
+        or writes. In a closed pool the future is cancelled at once."""
         with self._changed:
             self._num_submitted += 1
             work = Work(self, function, size, self._num_submitted)
@@ -169,12 +165,12 @@ class WorkerPool:
                 name = f"maxsimd-pool_{len(self._threads)}"
                 self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
                 self._threads[-1].start()
-            # All, because those that rest wait for the same as those that have nothing to do.
+            # All: resting and idle threads wait for the same condition.
             self._changed.notify_all()
         return work
 
     def run_smaller(self, size_class: int) -> None:
-        """Runs one piece of work that waits and is of a lower class, if there is one."""
+        """Runs one piece of waiting work of a lower class, if there is one."""
         if not self._waiting:
             return
         with self._changed:
@@ -184,8 +180,8 @@ class WorkerPool:
             self._run(work)
 
     def rest(self) -> None:
-        """Keeps the large work of this thread waiting for a while, or until other work comes, if the device
-        has enough to do."""
+        """Pauses this thread's large work until other work comes, at most for a while, if the device has
+        enough to do."""
         worked = time.perf_counter() - _running.resumed
         if worked < 0.001:
             return
@@ -195,7 +191,7 @@ class WorkerPool:
         _running.resumed = time.perf_counter()
 
     def start_helper(self, work: Work[Any], function: Callable[[], object]) -> threading.Thread | None:
-        """A thread that calls a function as a part of some work, if there may be one more."""
+        """A new thread that calls a function as part of some work, if one more is allowed."""
         if self.has_enough() or not self._helpers.acquire(blocking=False):
             return None
 
@@ -215,8 +211,7 @@ class WorkerPool:
         return thread
 
     def close(self, seconds: float | None = None) -> None:
-        """Cancels what waits, withdraws what is under way, and returns once all threads have ended, or none
-        has for so long."""
+        """Cancels waiting work, withdraws running work, and waits for each thread, for at most `seconds`."""
         with self._changed:
             self._is_closed = True
             stopped = [*self._at_work, *(work for queue in self._waiting.values() for work in queue)]
@@ -243,7 +238,7 @@ class WorkerPool:
                     self._changed.notify_all()
 
     def _next(self) -> Work[Any] | None:
-        """Waits for the work that is next; None once the pool is closed."""
+        """Waits for the next work; None once the pool is closed."""
         with self._changed:
             while not self._is_closed:
                 may_be_huge = self._num_huge < max(1, self._num_threads - 1)
@@ -268,8 +263,8 @@ class WorkerPool:
 
 
 def called_on_each(function: Callable[[Item], T], items: Sequence[Item]) -> Generator[T]:
-    """The results of a function for each item, in their order. A helper of this thread calls it for some of
-    them, if there may be one. Raises what the function raises, where its result would come."""
+    """The results of a function for each item, in order. A helper thread calls it for some items, if allowed.
+    An error is raised in place of its result."""
     calls = _SharedCalls(function, items)
     helper = start_helper(calls.run) if len(items) > 1 else None
     if helper is None:
@@ -284,8 +279,7 @@ def called_on_each(function: Callable[[Item], T], items: Sequence[Item]) -> Gene
 
 
 class _SharedCalls(Generic[Item, T]):
-    """Calls of a function that two threads share. Each takes the next when it has done one, until one
-    fails."""
+    """Calls of a function by two threads, which take one item after the other, until a call fails."""
 
     def __init__(self, function: Callable[[Item], T], items: Sequence[Item]) -> None:
         self._function = function
@@ -297,7 +291,7 @@ class _SharedCalls(Generic[Item, T]):
         self._changed = threading.Condition()
 
     def run(self) -> None:
-        """Calls the function in the helper, as long as the device has not enough to do."""
+        """Calls the function in the helper, while the device does not have enough to do."""
         while not has_enough() and self._may_go_on() and self._call_next():
             pass
 
@@ -320,13 +314,13 @@ class _SharedCalls(Generic[Item, T]):
             self._changed.notify()
 
     def forget_errors(self) -> None:
-        """Lets go of what is held by errors that nobody has read."""
+        """Clears the frames of errors that nobody has read."""
         for result in self._results.values():
             if isinstance(result, BaseException):
                 traceback.clear_frames(result.__traceback__)
 
     def _may_go_on(self) -> bool:
-        """Waits until no more than some results are there that nobody has read."""
+        """Waits until few results are unread."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._is_stopped or self._num_taken - self._num_read <= _MOST_UNREAD
@@ -338,7 +332,7 @@ class _SharedCalls(Generic[Item, T]):
             self._changed.wait_for(lambda: i in self._results)
 
     def _call_next(self) -> bool:
-        """Calls the function for the next item; says whether there was one."""
+        """Calls the function for the next item. Returns whether there was one."""
         with self._changed:
             i = self._num_taken
             if i == len(self._items) or self._is_stopped:
@@ -368,14 +362,12 @@ _NANOSECONDS = 100_000
 
 
 def take_short_slices() -> bool:
-    """Has the calling thread, and those that it starts from then on, run for short slices of time at once;
-    says whether that could be asked for.
+    """Asks for short time slices for the calling thread and those that it starts later. Returns whether that
+    worked.
 
-    The event loop needs a moment, but at once; a thread that has done its part of a layer waits for those
-    that have not. From Linux 6.12 on, a thread that wakes up need not wait for a long slice of another of
-    this process to end, and goes before those of other processes whose slices are longer; older kernels
-    change nothing. The share of the cores stays the same. (A higher niceness of busy threads would serve the
-    event loop as well, and halve their share wherever other processes are busy.)"""
+    The event loop needs the core for a moment, but at once. From Linux 6.12 on, a thread that wakes up then
+    does not wait for another's long slice, and goes before processes with longer slices. Older kernels change
+    nothing. The share of the cores stays the same, which a higher niceness of busy threads would halve."""
     calls = _CALLS.get(platform.machine())
     if sys.platform != "linux" or calls is None:
         return False
@@ -385,7 +377,7 @@ def take_short_slices() -> bool:
     if call(get_attributes, 0, buffer, _ATTRIBUTES.size, 0):
         return False
     attributes = list(_ATTRIBUTES.unpack(buffer.raw))
-    if attributes[_POLICY] != os.SCHED_OTHER:  # whoever has chosen another policy has chosen its slices
+    if attributes[_POLICY] != os.SCHED_OTHER:  # another policy has slices of its own
         return False
     attributes[_RUNTIME] = _NANOSECONDS
     return not call(set_attributes, 0, _ATTRIBUTES.pack(*attributes), 0)
