@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from maxsimd.engine.execution.attention.cpu import CompiledBackend, CompiledMetadata
-from maxsimd.engine.execution.fused_layers.linears import ROWS, children_of, random_like, record_attention
+from maxsimd.engine.execution.fused_layers.parts import ROWS, children_of, random_like, record_attention
 from maxsimd.engine.execution.linear import CompiledLinear, CompiledOutput
 from maxsimd.engine.execution.runner import ClsOnlyLastLayer, FasterRunner, PackedRunner, is_whole_text
 from maxsimd.engine.ops.cpu.linear import Layer, Layers

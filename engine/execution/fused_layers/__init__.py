@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from maxsimd.engine.execution.fused_layers.linears import (
+from maxsimd.engine.execution.fused_layers.parts import (
     ROWS,
     GeluLinear,
     agrees,

@@ -28,7 +28,7 @@ from maxsimd.engine.checkpoint.heads import FirstColumns, ModuleHead
 from maxsimd.engine.device.load import DeviceModel, prepare
 from maxsimd.engine.execution import fused_layers, runner
 from maxsimd.engine.execution.attention.backend import OneByOneBackend
-from maxsimd.engine.execution.fused_layers import linears, rotary_layers
+from maxsimd.engine.execution.fused_layers import parts, rotary_layers
 from maxsimd.engine.execution.runner import StepAttention
 from maxsimd.engine.ops import elementwise
 from tests.checkpoints import cross_encoders
@@ -78,7 +78,7 @@ def check_mismatch() -> None:
 
     def wrong(self: Any, hidden: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor = forward(self, hidden, given)
-        return made if hidden.shape[1] == linears.ROWS else made.flip(-1)
+        return made if hidden.shape[1] == parts.ROWS else made.flip(-1)
 
     with plain_kernels(), patch.object(fused_layers.FusedOutput, "forward", wrong), warnings() as warned:
         found = _fused_modules(_checkpoint("bert"), kernels="auto")
@@ -352,14 +352,14 @@ def test_only_layers_that_give_the_same_are_fused(check: Callable[[], None]) -> 
 def joining(product: Callable[..., torch.Tensor], joined: float, apart: float) -> Iterator[None]:
     """A device that may join GELU with products, by `product`, and on which these are the milliseconds."""
     times = {"joined": joined, "apart": apart}
-    linears._is_right_and_faster.cache_clear()
+    parts._is_right_and_faster.cache_clear()
     with (
-        patch.object(linears, "_may_join", lambda device: True),
-        patch.object(linears, "joined_gelu", product),
-        patch.object(linears, "milliseconds_in_turns_on_cuda", lambda runs, budget: times),
+        patch.object(parts, "_may_join", lambda device: True),
+        patch.object(parts, "joined_gelu", product),
+        patch.object(parts, "milliseconds_in_turns_on_cuda", lambda runs, budget: times),
     ):
         yield
-    linears._is_right_and_faster.cache_clear()
+    parts._is_right_and_faster.cache_clear()
 
 
 def intermediate(activation: str = "gelu", dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
@@ -378,7 +378,7 @@ def by_tanh(x: torch.Tensor, layer: torch.nn.Linear) -> torch.Tensor:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("product", [by_tanh, linears.joined_gelu])
+@pytest.mark.parametrize("product", [by_tanh, parts.joined_gelu])
 def test_gelu_is_part_of_the_product_where_that_is_right_and_faster(
     product: Callable[..., torch.Tensor], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -417,7 +417,7 @@ def check_gelu_of_rotary_layers() -> None:
         with plain_kernels(), joining(by_tanh, milliseconds, 0.3):
             fused_layers.fuse(backbone)
         assert _count(backbone) == {"FusedRotaryLayer": 2}
-        assert sum(isinstance(module, linears.GeluLinear) for module in backbone.modules()) == expected
+        assert sum(isinstance(module, parts.GeluLinear) for module in backbone.modules()) == expected
 
 
 def test_layers_that_only_rounding_hides_are_told_apart() -> None:
@@ -449,13 +449,13 @@ def test_gelu_stays_apart_where_joining_is_wrong_or_slow(why: str, caplog: pytes
         assert fused_layers.fused_intermediate(intermediate()) is None
         layer: Any = intermediate().dense
         x = torch.randn(3, 64).bfloat16()
-        assert torch.equal(linears.GeluLinear(layer)(x), torch.nn.functional.gelu(layer(x)))
+        assert torch.equal(parts.GeluLinear(layer)(x), torch.nn.functional.gelu(layer(x)))
     assert reason in caplog.text
 
 
 def test_only_the_exact_gelu_in_bfloat16_on_a_gpu_is_joined() -> None:
     assert fused_layers.fused_intermediate(intermediate()) is None  # on a CPU
-    with joining(linears.joined_gelu, 0.2, 0.3):
+    with joining(parts.joined_gelu, 0.2, 0.3):
         for other in (
             intermediate("gelu_new"),
             intermediate("relu"),
