@@ -43,8 +43,8 @@ SPARSE_EMBED, HYBRID_EMBED = "sparse_embed", "hybrid_embed"
 class Expansion:
     """ColBERT's query expansion: queries are filled up to `length` tokens with `token_id`.
 
-    With `fixed`, a longer query is cut to that length. Without `attended`, no token attends to the added
-    ones."""
+    With `fixed`, a longer query is truncated to that length. Without `attended`, no token attends to the
+    added ones."""
 
     length: int
     token_id: int
@@ -102,7 +102,7 @@ class RoleRules:
 @dataclass(frozen=True, slots=True, eq=False)
 class PairRules:
     """How a cross-encoder's query and document are joined: by the tokenizer's own template for pairs, or by
-    `template`. A pair that is too long is cut by `truncation`, in the words of the tokenizers library."""
+    `template`. A pair that is too long is truncated by `truncation`, as the tokenizers library names it."""
 
     truncation: Literal["longest_first", "only_first", "only_second"] = "longest_first"
     template: ScoreTemplate | None = None
@@ -111,7 +111,7 @@ class PairRules:
 @dataclass(frozen=True, slots=True)
 class ListwiseRules:
     """How a listwise model's documents are packed into passes: at most `block_documents` in one, and no more
-    once a document of the greatest length might not fit into `context`. Longer texts are cut."""
+    once a document of the greatest length might not fit into `context`. Longer texts are truncated."""
 
     query_marker: str
     document_marker: str

@@ -34,7 +34,7 @@ _KEY = "activation_fn"
 @dataclass(frozen=True, slots=True)
 class TextSettings:
     """`max_length` is that of the processing_kwargs, None where the tokenizer's own counts. Without
-    `truncation` texts are not cut."""
+    `truncation` texts are not truncated."""
 
     max_length: int | None
     truncation: Truncating | None
@@ -118,8 +118,8 @@ def leave_special_tokens_out(tokenizer: Any) -> None:
 
 
 def with_limit(tokenizer: Any, *lengths: int | None) -> int | None:
-    """Has a tokenizer's limit hold for texts in roles with `lengths` of their own, which it does not cut.
-    Returns what it was, for all other texts, where it is another now."""
+    """Has a tokenizer's limit hold for texts in roles with `lengths` of their own, which it does not
+    truncate. Returns what it was, for all other texts, where it is another now."""
     longest = max((length for length in lengths if length is not None), default=0)
     limit = int(tokenizer.model_max_length)
     if longest <= limit:

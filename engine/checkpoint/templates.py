@@ -50,8 +50,8 @@ class ScoreTemplate:
     `variables` are handed to it as well. With `in_parts` the content of a message is a list of parts, and a
     picture is one; else `picture` stands for one in a text. Behind all that is written stand the
     `trailing_ids`, tokens that no text has. With `marks_document` the tokens of the segment with the document
-    have type 1, all others 0. Where a pair is cut, what the template writes at its end is put back if it
-    `restores_end`. `by_messages` it sees no more than messages, as a checkpoint's own does.
+    have type 1, all others 0. Where a pair is truncated, what the template writes at its end is put back if
+    it `restores_end`. `by_messages` it sees no more than messages, as a checkpoint's own does.
     """
 
     segments: tuple[str, ...]
