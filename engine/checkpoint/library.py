@@ -108,6 +108,12 @@ COLPALI_ENGINE = frozenset(
         "ColQwen3_5",
     }
 )
+# The keys of config.json that count layers.
+_LAYERS = (
+    *("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer", "n_layers", "depth"),
+    *("encoder_layers", "decoder_layers", "num_encoder_layers"),
+)
+_MOST_LAYERS = 1_000
 
 
 def read_with_libraries(config: EngineConfig, device: torch.device) -> LoadedModel:
@@ -133,7 +139,9 @@ def _load_whole(
 ) -> LoadedModel:
     """The model at a path, with what an adapter adds to it; its weights are in its files, or `stored`."""
     with _quiet_transformers():
-        files = with_architecture(path, config.revision, read_files(path, config.revision))
+        read_config = read_files(path, config.revision)
+        _refuse_too_many_layers(path, read_config.config)
+        files = with_architecture(path, config.revision, read_config)
     score_type = _score_type(config, files)
     layers = find_layers(path, config.revision, files)
     read = readable(path, files, layers, score_type, config.allow_pickle)
@@ -359,6 +367,19 @@ def _check_direction(path: str, files: CheckpointFiles, causal: bool, runs_own_c
             ' say "is_causal": false in its config.json if its own code reads in both',
             path,
         )
+
+
+def _refuse_too_many_layers(model: str, config: dict[str, Any]) -> None:
+    """Raises ModelLoadError for more layers than any model has: all are made before the weights are read."""
+    parts = {"": config, **{f"{name}.": part for name, part in config.items() if isinstance(part, dict)}}
+    for prefix, part in parts.items():
+        for name in _LAYERS:
+            count = part.get(name)
+            if isinstance(count, int) and count > _MOST_LAYERS:
+                raise ModelLoadError(
+                    f"config.json of {model!r} sets {prefix}{name} to {count:,}; at most {_MOST_LAYERS:,} "
+                    "layers are supported"
+                )
 
 
 def refuse_unsupported(

@@ -446,6 +446,7 @@ _SETTINGS: list[Case] = [
     (late_interaction.native, settings("1_Dense/config.json", activation_function="mypkg.Act"), {},
      r"1_Dense/config\.json .*'mypkg\.Act'.*trust_remote_code"),
     (_BERT, settings(sbert_ce_default_activation_function="mypkg.Act"), {}, r"config\.json .*'mypkg\.Act'"),
+    (_BERT, settings(num_hidden_layers=10**6), {}, "config.json of .* num_hidden_layers to 1,000,0"),
     (_MODULES, settings(_OF_ALL, activation_fn="transformers.activations.No"), {},
      "activations.No', which cannot be imported"),
     (bi_encoders.gte, _reads(stride=4), {}, r"processing_kwargs\.text\.stride to 4"),
