@@ -83,7 +83,7 @@ class SeveralModels:
         self._is_started = False
         self._is_left = asyncio.Event()
 
-    # What a server's life needs.
+    # For the server's life.
 
     async def start(self) -> None:
         """Loads the models. Raises ModelLoadError if all fail."""
@@ -162,7 +162,7 @@ class SeveralModels:
                 continue
         raise EngineDeadError(self.death or "no model is left")
 
-    # What requests need.
+    # For requests.
 
     @property
     def names(self) -> tuple[str, ...]:

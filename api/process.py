@@ -69,26 +69,26 @@ class Stop:
         self._loop = asyncio.get_running_loop()
         self._grace, self._drain = grace, drain
         self._drained = asyncio.Event()
-        self._asked = asyncio.Event()
+        self._signaled = asyncio.Event()
         self._watchdog: threading.Timer | None = None
         self.deadline = 0.0
         for number in handled_signals():
             self._loop.add_signal_handler(number, self._handle_signal, number)
 
     @property
-    def is_asked(self) -> bool:
-        return self._asked.is_set()
+    def is_signaled(self) -> bool:
+        return self._signaled.is_set()
 
-    async def asked(self) -> None:
-        await self._asked.wait()
+    async def signaled(self) -> None:
+        await self._signaled.wait()
 
-    async def asked_within(self, seconds: float) -> bool:
+    async def signaled_within(self, seconds: float) -> bool:
         """Whether a signal comes within `seconds`."""
         import asyncio
 
         try:
             async with asyncio.timeout(seconds):
-                await self._asked.wait()
+                await self._signaled.wait()
         except TimeoutError:
             return False
         return True
@@ -112,11 +112,11 @@ class Stop:
             self._watchdog.cancel()
 
     def _handle_signal(self, number: signal.Signals) -> None:
-        if self._asked.is_set():
+        if self._signaled.is_set():
             log.warning("stopped at once by a second signal")
             exit_at_once(128 + number)
         self.begin(0, 0.0 if number == signal.SIGINT else self._drain)
-        self._asked.set()
+        self._signaled.set()
 
 
 # Python's own 5 ms are too long: the device thread takes the lock after each operation, also while a large

@@ -94,7 +94,7 @@ class Loading:
             if pause is None:
                 return _give_up(state, f"it died {_MOST_DEATHS} times in {_WITHIN_SECONDS / 60:.0f} minutes")
             log.warning("the engine is started again in %.0f s", pause)
-            if await self._stop.asked_within(pause):
+            if await self._stop.signaled_within(pause):
                 return False
             start = await self._start(allowed)
             if start.done():
@@ -103,7 +103,7 @@ class Loading:
                 continue
             start.cancel()
             await asyncio.wait({start})
-            if self._stop.is_asked:
+            if self._stop.is_signaled:
                 return False
             return _give_up(state, f"loading its model takes longer than {allowed:.0f} s")
 
@@ -111,14 +111,14 @@ class Loading:
         """Starts the engine. Returns when it runs, has failed, a signal has come, or `allowed` seconds have
         passed."""
         start = asyncio.create_task(self._engine.start())
-        asked = asyncio.create_task(self._stop.asked())
+        signaled = asyncio.create_task(self._stop.signaled())
         seconds = 0.0
-        while not start.done() and not asked.done() and (allowed is None or seconds < allowed):
-            await asyncio.wait({start, asked}, timeout=_TICK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        while not start.done() and not signaled.done() and (allowed is None or seconds < allowed):
+            await asyncio.wait({start, signaled}, timeout=_TICK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             seconds += _TICK_SECONDS
             if not start.done() and seconds % _TOLD_EVERY == 0:
                 log.info("loading the model, %.0f s so far", seconds)
-        asked.cancel()
+        signaled.cancel()
         return start
 
 
@@ -280,7 +280,7 @@ async def _serve_until_end(engine: Serving, door: _HttpServer, stop: Stop, start
             log.info("%s is ready after %.1f s: %s", name, seconds, facts.how_it_runs)
         saying = asyncio.create_task(_log_address(door))
         collecting = asyncio.create_task(collect_when_quiet(lambda: door.state.is_quiet, resident_bytes))
-        await _first_of(engine.until_dead(), stop.asked())
+        await _first_of(engine.until_dead(), stop.signaled())
         collecting.cancel()
         saying.cancel()
 

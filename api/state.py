@@ -100,9 +100,9 @@ class ServerMetrics:
         """Measures the event loop's lag until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
-            asked = loop.time() + _LAG_PERIOD
+            due = loop.time() + _LAG_PERIOD
             await asyncio.sleep(_LAG_PERIOD)
-            self.lag.observe(max(0.0, loop.time() - asked))
+            self.lag.observe(max(0.0, loop.time() - due))
 
 
 class DroppedEvents(Collector):
@@ -227,8 +227,8 @@ class CrossOrigin:
     def preflight(self, method: str, headers: Mapping[str, str], allowed: Collection[str]) -> Answer | None:
         """The answer to a browser's question whether it may send one of the `allowed` methods; None if this
         is no such question of an allowed origin."""
-        asked = headers.get("access-control-request-method")
-        if method != "OPTIONS" or asked is None or not self._allows(headers.get("origin", "")):
+        requested = headers.get("access-control-request-method")
+        if method != "OPTIONS" or requested is None or not self._allows(headers.get("origin", "")):
             return None
         answer = {
             "Access-Control-Allow-Methods": ", ".join(sorted(allowed)),

@@ -117,7 +117,7 @@ class Usage(msgspec.Struct, omit_defaults=True):
 
 
 class Warned(msgspec.Struct, kw_only=True):
-    """What a request is told of its inputs though it was answered: that some were cut."""
+    """An answer with warnings about the request's fields and inputs."""
 
     warnings: list[str] | msgspec.UnsetType = msgspec.UNSET
 

@@ -114,7 +114,7 @@ async def _engine(setup: Setup, started: float) -> int:
     log.info("replica %d is ready after %.1f s: %s", setup.slot, seconds, engine.facts.how_it_runs)
     with postponed_garbage_collection():
         collecting = asyncio.create_task(collect_when_quiet(lambda: _is_idle(engine), resident_bytes))
-        ends = {asyncio.create_task(engine.until_dead()), asyncio.create_task(stop.asked())}
+        ends = {asyncio.create_task(engine.until_dead()), asyncio.create_task(stop.signaled())}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         collecting.cancel()
     if engine.death is not None:
@@ -128,7 +128,7 @@ async def _engine(setup: Setup, started: float) -> int:
 async def _loaded(engine: Engine, stop: Stop) -> bool:
     """Loads the model. A signal ends the process meanwhile."""
     start = asyncio.create_task(engine.start())
-    asked = asyncio.create_task(stop.asked())
+    asked = asyncio.create_task(stop.signaled())
     await asyncio.wait({start, asked}, return_when=asyncio.FIRST_COMPLETED)
     if not start.done():
         exit_at_once(0)

@@ -39,7 +39,7 @@ class ClassifyRequest(Common, kw_only=True):
 
 
 class PredictParameters(msgspec.Struct, kw_only=True):
-    """What Hugging Face's clients may send beside a text: how logits become scores, and how many."""
+    """How logits become scores, and how many labels a text gets."""
 
     function_to_apply: Literal["sigmoid", "softmax", "none"] | None = None
     top_k: Positive | None = None

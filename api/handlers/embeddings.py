@@ -69,15 +69,14 @@ _OTHER_TYPES = ("classification", "clustering", "separation", "text-matching")
 
 
 class Message(msgspec.Struct, kw_only=True):
-    """Of a chat; `content` is a text or content parts."""
+    """A message of a chat. `content` is a text or content parts."""
 
     role: Name
     content: str | list[Any]
 
 
 class MuveraParameters(msgspec.Struct, kw_only=True):
-    """What of the parameters of the encoding muvera is not as it is by default; `d_proj` 0 projects
-    nothing."""
+    """Parameters of the encoding muvera that are not the default. `d_proj` 0 projects nothing."""
 
     k_sim: NotNegative | None = None
     r_reps: Positive | None = None

@@ -203,7 +203,7 @@ def changing(method: str, name: str) -> Work:
 
 
 class _NoFields(msgspec.Struct):
-    """How a model runs is for the server's configuration to say."""
+    """A load request has no fields: the server's configuration says how a model runs."""
 
 
 def _fields_in(body: bytes | bytearray) -> list[UnreadField]:

@@ -125,7 +125,7 @@ class RerankRequest(Scoring, kw_only=True):
 
 
 class WireExplanation(msgspec.Struct, omit_defaults=True):
-    """An `Explanation` with its best window as the `passage`. What there is none of is left out."""
+    """An `Explanation` with its best window as the `passage`. Empty parts are left out."""
 
     tokens: int
     truncated: bool
@@ -133,7 +133,7 @@ class WireExplanation(msgspec.Struct, omit_defaults=True):
     matches: tuple[TokenMatch, ...] = ()
     windows: tuple[WindowScore, ...] = ()
     passage: WindowScore | None = None
-    # Of each picture: for each vector of the query a list of rows, null for a patch that takes no part.
+    # A picture's map: rows for each vector of the query, null for a patch that takes no part.
     maps: list[list[list[list[float | None]]]] = []
 
 
@@ -152,7 +152,7 @@ class DocumentError(msgspec.Struct):
 
 
 class ScoreScale(msgspec.Struct):
-    """How scores are made of what the model computes, and their bounds, null for none."""
+    """How the model's outputs become scores, and the bounds of these, null for none."""
 
     transform: str
     min: float | None
@@ -160,8 +160,8 @@ class ScoreScale(msgspec.Struct):
 
 
 class Completeness(Warned, kw_only=True):
-    """What of a request was scored, where it asked to be told: the documents that there was no time for, and
-    those that have an error."""
+    """The documents without a score, for requests that want them reported: those that there was no time for,
+    and those with an error."""
 
     complete: bool | msgspec.UnsetType = msgspec.UNSET
     unscored: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
@@ -187,12 +187,12 @@ class Ranked(msgspec.Struct, omit_defaults=True):
     relevance_score: float
     document: Document | None = None
     explanation: WireExplanation | None = None
-    # Of a cascade: the model that gave the score.
+    # In a cascade, the model that gave the score.
     model: str | None = None
 
 
 class StageDone(msgspec.Struct):
-    """Of a cascade: how many documents the model of a stage ranked, and how long that took."""
+    """A stage of a cascade: how many documents its model ranked, and how long that took."""
 
     model: str
     documents: int

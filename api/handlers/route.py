@@ -131,8 +131,8 @@ def _with_body(
             request, found, unread = await _parse(state, whole, held, kind, read)
             del whole
             state = state.warning_about([*unread, *state.unread_name(model_of(request))], path)
-            asked = wanted if isinstance(wanted, Wanted) else wanted(state, request)
-            serving = state.serving(model_of(request), asked)
+            need = wanted if isinstance(wanted, Wanted) else wanted(state, request)
+            serving = state.serving(model_of(request), need)
             with naming_lost_model(state.models, serving.called):
                 async with _timeout_of(request):
                     if serving.reads_pictures:

@@ -55,7 +55,7 @@ _BYTES_A_WORD = 120
 
 
 class TeiTruncating(RequestBody, kw_only=True):
-    """What its requests say of texts that are too long, and of the prompt in front of them."""
+    """Options for long texts, and for the prompt before a text."""
 
     truncate: bool | None = None
     truncation_direction: Direction | None = None
@@ -63,8 +63,8 @@ class TeiTruncating(RequestBody, kw_only=True):
 
 
 class TeiEmbedAllRequest(TeiTruncating, kw_only=True):
-    """Texts, or token ids. Of several models `model` says which answers; text-embeddings-inference, which
-    serves one, has no such field."""
+    """Texts, or token ids. `model` chooses among several models; text-embeddings-inference has no such
+    field."""
 
     model: Name | None = None
     inputs: Texts
@@ -102,7 +102,7 @@ class TeiSimilarityRequest(msgspec.Struct, kw_only=True):
 
 
 class TeiVectorsRequest(TeiEmbedRequest, kw_only=True):
-    """Of `/` where the model gives vectors: texts as for /embed, or sentences as for /similarity."""
+    """A request to `/` for vectors: texts as for /embed, or sentences as for /similarity."""
 
     parameters: TeiTruncating | None = None
 

@@ -93,7 +93,7 @@ async def test_the_server_listens_where_it_should_until_it_has_drained(
             with pytest.raises(httpx.ConnectError):
                 await other.get(server.url.replace("127.0.0.2", "127.0.0.1") + "/health")
             server.terminate()
-            await asyncio.wait_for(stops[0].asked(), 60)
+            await asyncio.wait_for(stops[0].signaled(), 60)
             async with httpx.AsyncClient(base_url=server.url) as late:
                 probe = await late.get("/ready")
             assert (probe.status_code, probe.json()) == (503, {"status": "draining"})

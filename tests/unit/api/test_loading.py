@@ -33,15 +33,15 @@ def test_pauses_double_and_a_death_counts_for_ten_minutes() -> None:
     assert deaths.note() == 1.0
 
 
-class Asked:
-    is_asked = False
+class Signals:
+    is_signaled = False
 
-    async def asked(self) -> None:
-        while not self.is_asked:
+    async def signaled(self) -> None:
+        while not self.is_signaled:
             await asyncio.sleep(0.001)
 
-    async def asked_within(self, seconds: float) -> bool:
-        return self.is_asked
+    async def signaled_within(self, seconds: float) -> bool:
+        return self.is_signaled
 
 
 class Starting(Engine):
@@ -68,7 +68,7 @@ def _never() -> Any:
 
 
 def _set_up(*starts: Callable[[], Any]) -> tuple[Starting, Any, ServerState, Loading]:
-    engine, stop = Starting(*starts), Asked()
+    engine, stop = Starting(*starts), Signals()
     state = ServerState(engine, ServerConfig(restart_on_failure=True))
     return engine, stop, state, Loading(engine, stop, EngineDeaths())  # type: ignore[arg-type]
 
@@ -111,10 +111,10 @@ async def test_a_load_far_longer_than_the_first_is_given_up(caplog: pytest.LogCa
 async def test_a_signal_ends_it_and_the_server_has_not_failed(caplog: pytest.LogCaptureFixture) -> None:
     for comes_before in (True, False):
         _, stop, state, loading = _set_up(_never)
-        stop.is_asked = comes_before
+        stop.is_signaled = comes_before
         restarting = asyncio.create_task(loading.again(state))
         await asyncio.sleep(0.02)
-        stop.is_asked = True
+        stop.is_signaled = True
         async with asyncio.timeout(20):
             assert not await restarting
         assert state.comes_back

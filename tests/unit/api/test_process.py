@@ -230,17 +230,17 @@ def left(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 async def test_a_signal_starts_drain_and_grace_period(left: list[int], number: signal.Signals) -> None:
     drain = 0.0 if number == signal.SIGINT else 0.2
     stop = Stop(grace=100, drain=0.2)
-    asked = asyncio.create_task(stop.asked())
-    assert not await stop.asked_within(0.05)
-    assert not stop.is_asked
+    asked = asyncio.create_task(stop.signaled())
+    assert not await stop.signaled_within(0.05)
+    assert not stop.is_signaled
     assert not asked.done()
     clock = asyncio.get_running_loop().time
     before = clock()
     os.kill(os.getpid(), number)
     async with asyncio.timeout(60):
-        assert await stop.asked_within(100)
+        assert await stop.signaled_within(100)
         await asked
-    assert stop.is_asked
+    assert stop.is_signaled
     assert before <= stop.deadline - drain - 100 <= clock()
     await stop.drained()
     if drain:
@@ -260,7 +260,7 @@ async def test_a_second_signal_ends_the_process_at_once(
 ) -> None:
     stop = Stop(grace=100)
     os.kill(os.getpid(), signal.SIGTERM)
-    await asyncio.wait_for(stop.asked(), 120)
+    await asyncio.wait_for(stop.signaled(), 120)
     assert left == []
     os.kill(os.getpid(), number)
     await until(lambda: left == [128 + number])
