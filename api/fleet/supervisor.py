@@ -66,8 +66,8 @@ def _leave_with_parent() -> None:
 
 log = logging.getLogger("maxsimd.fleet")
 
-# Failed starts in a row after which a process is given up (one, if it was never ready); seconds before the next
-# start, which double each time.
+# Failed starts in a row after which a process is given up (one, if it was never ready); seconds before the
+# next start, which double each time.
 _MOST_FAILURES, _PAUSE_SECONDS = 5, 0.5
 # Seconds beyond its grace for a front to end, and seconds for the engines afterwards.
 _MARGIN_SECONDS, _ENGINE_SECONDS = 10.0, 5.0
