@@ -510,8 +510,8 @@ class PdfPage:
                     page.close()
             except PdfiumError as error:
                 raise PictureError(f"is a page that cannot be drawn: {error}") from None
-        grey = drawn.ndim == 2 or drawn.shape[2] == 1
-        return Picture(np.repeat(drawn.reshape(*drawn.shape[:2], 1), 3, axis=2) if grey else drawn[:, :, :3])
+        gray = drawn.ndim == 2 or drawn.shape[2] == 1
+        return Picture(np.repeat(drawn.reshape(*drawn.shape[:2], 1), 3, axis=2) if gray else drawn[:, :, :3])
 
 
 def pages_of(path: Path) -> list[PdfPage]:

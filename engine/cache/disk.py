@@ -126,7 +126,7 @@ def clear_entries(connection: sqlite3.Connection) -> None:
 def shrink_file(connection: sqlite3.Connection, nbytes: int) -> None:
     """Shortens the file by up to `nbytes` of unused pages, a few MiB at most."""
     pages = min(-(-nbytes // _pragma(connection, "page_size")), _MOST_GIVEN_BACK)
-    # As a script: sqlite3 stops a statement without columns after its first row, which is one page here.
+    # A script, because sqlite3 stops a statement without columns after its first row: one page here.
     connection.executescript(f"PRAGMA incremental_vacuum({pages})")
 
 

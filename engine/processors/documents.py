@@ -354,7 +354,7 @@ class GivenVectors:
         """Returns a query's rows [tokens, dim], without scales."""
         if isinstance(vectors, QueryRows) and vectors.fingerprint != self._model.fingerprint:
             what = "was encoded by another model than this one; encode it here, or give its text"
-            raise _wrong("queries", index, what)
+            raise InputName("queries", index).error(what)
         rows, scales = self._as_rows(vectors, "queries", index)
         if len(rows):
             _check_finite([rows], "queries", [index])
@@ -373,7 +373,7 @@ class GivenVectors:
                     "raise max_vectors"
                 )
         except ValueError as error:
-            raise _wrong(param, index, error) from None
+            raise InputName(param, index).error(error) from None
         return rows, scales
 
 
@@ -396,7 +396,7 @@ def overflow_error(
         return None
     param, index = name = max(largest, key=lambda each: largest[each])
     what = f"has numbers up to {largest[name]:.3g}, so that a score is not finite; normalize it"
-    return _wrong(param, index, what)
+    return InputName(param, index).error(what)
 
 
 def _check_finite(arrays: Sequence[torch.Tensor], param: str, indexes: Sequence[int]) -> None:
@@ -404,7 +404,7 @@ def _check_finite(arrays: Sequence[torch.Tensor], param: str, indexes: Sequence[
     floats = [arrays[position] for position in positions]
     found = first_not_finite(floats) if kernels.is_available() else _first_not_finite(floats)
     if found is not None:
-        raise _wrong(param, indexes[positions[found]], "has a number that is NaN or infinite")
+        raise InputName(param, indexes[positions[found]]).error("has a number that is NaN or infinite")
 
 
 def _first_not_finite(arrays: Sequence[torch.Tensor]) -> int | None:
@@ -413,8 +413,3 @@ def _first_not_finite(arrays: Sequence[torch.Tensor]) -> int | None:
         if not all(math.isfinite(each) for each in torch.aminmax(array)):
             return i
     return None
-
-
-def _wrong(param: str, index: int, what: object) -> InvalidRequestError:
-    name = InputName(param, index)
-    return InvalidRequestError(f"{name} {what}", name.param)

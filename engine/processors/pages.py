@@ -75,9 +75,7 @@ class PageBuilder:
         pictures, texts = content.pictures, content.texts
         if not self._vision.image_token and (len(pictures) != 1 or texts):
             numbers = f"{_number(len(pictures), 'picture')} and {_number(len(texts), 'text')}"
-            raise InvalidRequestError(
-                f"{name} has {numbers}; this model reads one picture, or text, at a time", name.param
-            )
+            raise name.error(f"has {numbers}; this model reads one picture, or text, at a time")
         parts: list[_OpenPart] = []
         for part in content.parts:
             yield_to_smaller()
@@ -119,45 +117,39 @@ class PageBuilder:
         def encoded(text: str) -> TokenIds:
             (ids,) = self._tokenizer.encode([text], name.param, most, names=[name])
             if len(ids) == most:
-                raise InvalidRequestError(
-                    f"{name} has more than {self._longest} tokens beside its pictures, and no more can be "
-                    "run in one sequence here; send shorter texts",
-                    name.param,
+                raise name.error(
+                    f"has more than {self._longest} tokens beside its pictures, and no more can be "
+                    "run in one sequence here; send shorter texts"
                 )
             return np.concatenate([ids, np.array(trailing_ids, dtype=np.int32)])
 
         tokens = self._vision.with_features(text, images, encoded)
         if tokens is None:
-            raise InvalidRequestError(
-                f"a text of {name} holds {self._vision.image_token!r}, in whose place this model reads "
-                "pictures; leave it out",
-                name.param,
-            )
+            raise self._token_error(name)
         return tokens
 
     def check_texts(self, texts: Sequence[str | None], name: InputName) -> None:
         """Refuses a text that holds the picture's token."""
         if any(text is not None and self.image_token in text for text in texts):
-            raise InvalidRequestError(
-                f"a text of {name} holds {self.image_token!r}, in whose place this model reads pictures; "
-                "leave it out",
-                name.param,
-            )
+            raise self._token_error(name)
+
+    def _token_error(self, name: InputName) -> InvalidRequestError:
+        said = f"{self.image_token!r}, in whose place this model reads pictures; leave it out"
+        return InvalidRequestError(f"a text of {name} holds {said}", name.param)
 
     def check_length(self, tokens: Tokens, limit: int, name: InputName) -> None:
         if len(tokens) > limit:
             as_a_picture = " as a picture" if len(tokens.images) == 1 else ""
-            raise InvalidRequestError(
-                f"{name} has {len(tokens)} tokens{as_a_picture}, and at most {limit} can be run in "
-                "one sequence here; send a smaller picture, or raise max_batch_tokens or max_model_len",
-                name.param,
+            raise name.error(
+                f"has {len(tokens)} tokens{as_a_picture}, and at most {limit} can be run in "
+                "one sequence here; send a smaller picture, or raise max_batch_tokens or max_model_len"
             )
 
     def _read(self, picture: AnyPicture, name: InputName) -> Picture:
         try:
             return picture.read(self._limits)
         except PictureError as error:
-            raise InvalidRequestError(f"{name} {error}", name.param) from None
+            raise name.error(error) from None
 
     def _inputs(self, picture: Picture, name: InputName) -> ImageInputs:
         try:

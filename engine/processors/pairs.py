@@ -89,7 +89,7 @@ class TokenizerPairBuilder(PairBuilder):
             query = request.query_of(i)
             document = long_inputs.document(text, name)
             if self._template.special_tokens + len(queries[query].tokens) + len(document.tokens) == 0:
-                raise InvalidRequestError(f"{name} and its query have no tokens; leave them out", name.param)
+                raise name.error("and its query have no tokens; leave them out")
             windows, is_truncated = self._windows(queries[query].tokens, document.tokens, name, long_inputs)
             yield BuiltPair(windows, prefixes[query], document.truncated or is_truncated)
 
@@ -135,9 +135,7 @@ class TokenizerPairBuilder(PairBuilder):
             return longest_first(query, document, room)
         if self._truncation == "only_first":
             if document > room:
-                raise InvalidRequestError(
-                    f"{name} has {document} tokens and leaves no room for the query; shorten it", name.param
-                )
+                raise name.error(f"has {document} tokens and leaves no room for the query; shorten it")
             return room - document, document
         if query > room:
             raise InvalidRequestError(
@@ -296,7 +294,7 @@ class TemplatePairBuilder(PairBuilder):
         try:
             return self._template.written(query.text, document, query.instruction)
         except ModelLoadError as error:
-            raise InvalidRequestError(f"{name} and its query: {error}", name.param) from error
+            raise name.error(f"and its query: {error}") from error
 
     def _build_written(
         self, query: _TemplateQuery, document: str, name: InputName, long_inputs: LongInputs
@@ -529,7 +527,7 @@ class PicturePairBuilder(PairBuilder):
         try:
             pair = self._template.pair(query.texts, document.texts, used, self._pages.image_token)
         except ModelLoadError as error:
-            raise InvalidRequestError(f"{name} and its query: {error}", name.param) from error
+            raise name.error(f"and its query: {error}") from error
         sides = (query.images, document.images) if pair.query_first else (document.images, query.images)
         prefix = _NO_TOKENS
         if pair.before and pair.query_first:

@@ -16,7 +16,7 @@ from maxsimd.engine.requests import ScoreRequest
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What running a document took: tokens, truncated inputs, whether the query was truncated, and
+    """The cost of running a document: tokens, truncated inputs, whether the query was truncated, and
     windows. If documents are run together, the first has the numbers of all."""
 
     tokens: int

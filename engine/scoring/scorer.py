@@ -144,7 +144,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Releases:
-    """What a step has used up: scored consumers by query id, and complete documents read through windows."""
+    """Used up by a step: scored consumers by query id, and complete documents read through windows."""
 
     queries: Mapping[int, int] = field(default_factory=dict)
     documents: frozenset[int] = frozenset()

@@ -32,9 +32,9 @@ from maxsimd.engine.versions import versions_of
 
 Kind = Literal["letter", "mark", "sign"]
 
-# How many characters are normalized in one call, and what stands between them.
+# Characters are normalized this many at a time, joined by this text.
 _AT_ONCE, _BETWEEN = 1024, " x "
-# What Unicode calls whitespace.
+# Unicode's whitespace.
 SPACES = (
     " \t\n\x0b\x0c\r\x85\xa0\u1680"
     + "".join(map(chr, range(0x2000, 0x200B)))
@@ -51,35 +51,25 @@ _KINDS: dict[str, Kind] = {
     **dict.fromkeys(["Mn", "Mc", "Me"], "mark"),
     **dict.fromkeys(["Pc", "Pd", "Ps", "Pe", "Pi", "Pf", "Po", "Sm", "Sc", "Sk", "So"], "sign"),
 }
-# Letters that are part of a cluster with what stands before them, as a mark is: vowels of Thai and Lao, and
-# voiced sound marks. Then those that versions of Unicode joined with what stands behind them: vowels of Thai
-# and Lao that are written before their consonants, and a letter of Malayalam.
-_JOINED = {
-    "\u0d4e",
-    "\u0e33",
-    "\u0eb3",
-    "\uff9e",
-    "\uff9f",
-    *map(chr, [*range(0xE40, 0xE45), *range(0xEC0, 0xEC5)]),
-}
+# Letters that form a cluster with the character before them (vowels of Thai and Lao, voiced sound marks), or
+# in some versions of Unicode with the one behind them (other such vowels, a letter of Malayalam).
+_JOINED = {*"\u0d4e\u0e33\u0eb3\uff9e\uff9f", *map(chr, [*range(0xE40, 0xE45), *range(0xEC0, 0xEC5)])}
 
-# Normalizers that look no further than a grapheme cluster, or a letter and its marks. A break is at the end
-# of both, and no separator changes with what stands before it. Nor does what matches these patterns, which
-# begins with a space.
+# Normalizers that look no further than a grapheme cluster, or a letter and its marks: a break is at the end
+# of both, and separators do not depend on the text before them. The replaced patterns begin with a space.
 _LOCAL_NORMALIZERS = {
     *("BertNormalizer", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Precompiled", "Strip"),
     "StripAccents",
 }
 _REPLACED = {r" {2,}", r"\s+"}
-# What a BPE model may do to a text that is not split, beside merging what stands side by side.
+# Settings by which a BPE model does more than merge neighbors.
 _MORE_THAN_MERGES = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges")
 # Pre-tokenizers that split by the class of each character, and those that do so within a word, at the end.
 _BY_CLASS = {"BertPreTokenizer", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit"}
 _LAST = {"ByteLevel", "Metaspace"}
-# Alternatives of the patterns by which byte-level tokenizers split. None matches a letter or digit with a
-# separator behind it, or anything with a space behind it but the end of a line. None looks further than to
-# the end of a run of whitespace, and none looks back. So a word ends at each break, and the words on either
-# side do not depend on the other.
+# Alternatives of the patterns by which byte-level tokenizers split. A word ends at each break, and neither
+# side depends on the other: none matches a letter or digit and a separator behind it, or anything but a line
+# end and a space behind it. None looks back, or further than the end of a run of whitespace.
 _CONTRACTIONS = ("'s", "'t", "'re", "'ve", "'m", "'ll", "'d")
 _CONTRACTED = f"(?i:{'|'.join(_CONTRACTIONS)})"
 _CAPITALS, _SMALL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -94,16 +84,16 @@ _ALTERNATIVES = {
     *(r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*", r"\s*[\r\n]+", r"\s*[\r\n]", r"\s+(?!\S)", r"\s+"),
 }
 
-# Marks of one letter that are looked back over, at most.
+# The most marks of one letter.
 _MOST_MARKS = 5
 _LINE_ENDS = ("\r\n\r\n", "\n\n", "\r\n", "\n")
-# Of what each class of ends holds, some of every kind that a pattern may tell apart.
+# Samples of each class of ends, some of every kind that a pattern may tell apart.
 _LETTERS = ("a", "A", "1", "\u3042", "\u4e00")
 _MARKED = ("e\u0301", "x\u0301", "\u0939\u093f", "\u0e17\u0e34", "\u05d0\u05b8")
 _SIGNS = (".", ",", "!", "-", "_", "'", '"', ")", "+", "\u2014", "\u3002", "\u0964", "\u20ac")
-# What these are at the end of a token: letters, bytes and what is unknown; or anything but spaces.
+# Classes of such ends in tokens: letters, bytes and unknowns; or anything but spaces.
 _LETTER_ENDS, _ANY_ENDS = r"\w>\]", rf"^\0\s{SPACE_SIGN}"
-# And of what may follow whitespace.
+# Samples of what may follow whitespace.
 _REST = ("a", "1", ".", "\u4e00", " a", "  a", "\n", "\n\na", "\r\n.", "\ta", "")
 
 
@@ -359,8 +349,7 @@ def _is_local_normalizer(step: dict[str, Any]) -> bool:
     if "Regex" in pattern:
         return pattern["Regex"] in _REPLACED
     found, content = pattern["String"], step["content"]
-    # What takes the place of more than one character must be seen where these end a piece. What takes the
-    # place of one is tried for each.
+    # A replacement of several characters must be visible at the end of a piece. Single ones are tried.
     is_seen = len(found) == 1 or kind_of(content[-1:] or " ") is not None
     return is_seen and not set(found[1:]) & {*SPACES, *SIGNS, SPACE_SIGN}
 
@@ -592,7 +581,7 @@ _SAMPLE = (
     "हिन्दी भाषा क् தமிழ் மொழி বাংলা ভাষা తెలుగు ಭಾಷೆ മലയാളം ગુજરાતી ਪੰਜਾਬੀ සිංහල "
     "ภาษา น้ำ ພາສາ ខ្មែរ ဘာသာ མིན། འདི། አማርኛ ቋንቋ ქართული ենա Հայերեն "
     "tiếng Việt tie\u0302\u0301ng Vie\u0323\u0302t "
-    # What divides words, behind letters, marks and signs.
+    # Separators behind letters, marks and signs.
     "a\r\nb.\r\nक\u093f\r\nd\r\n\r\ne.\r\n\r\nf\n\ng.\n\nh\t\ti.\tj\u00a0k.\u3000l\u3000\u3000क\u093f\u2003m "
     "1, 2, 3 — — — A. B. C.  D.  e\u0301\u0323  f  ! ? ...\n/g.\n/h\r\r i\u2028j "
 )
@@ -624,8 +613,8 @@ def proven_breaks(tokenizer: Tokenizer) -> Breaks | None:
     breaks = find_breaks(tokenizer)
     if breaks is None:
         log.info(
-            "nothing is known of where this tokenizer's texts can be cut: they are read whole, and those of "
-            "more than %d characters are refused",
+            "nothing is known of where this tokenizer's texts can be split: they are read whole, and those "
+            "of more than %d characters are refused",
             LONGEST_PIECE,
         )
         return None

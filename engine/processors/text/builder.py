@@ -50,6 +50,9 @@ class InputName:
     def __str__(self) -> str:
         return f"{self.param}[{self.index}]"
 
+    def error(self, what: object) -> InvalidRequestError:
+        return InvalidRequestError(f"{self} {what}", self.param)
+
 
 @dataclass(frozen=True, slots=True)
 class Room:
@@ -135,10 +138,9 @@ class LongInputs:
     def _check_own_limit(self, length: int, max_tokens: int, name: InputName) -> None:
         if self._truncation.refuse and length > max_tokens:
             limit = "max_tokens_per_query" if name.param == "queries" else "max_tokens_per_doc"
-            raise InvalidRequestError(
-                f"{name} has more than {max_tokens} tokens, and the request refuses longer texts; shorten "
-                f"it, raise {limit}, or let it be truncated",
-                name.param,
+            raise name.error(
+                f"has more than {max_tokens} tokens, and the request refuses longer texts; shorten "
+                f"it, raise {limit}, or let it be truncated"
             )
 
     def truncate_to_room(
@@ -184,10 +186,9 @@ class LongInputs:
     def _shared(self, room: Room, name: InputName) -> int:
         """Returns how many tokens windows share. Raises InvalidRequestError if they would repeat too much."""
         if room.tokens * _SMALLEST_SHARE < room.tokens + room.others:
-            raise InvalidRequestError(
-                f"{name} is to be read through windows of {max(0, room.tokens)} tokens beside {room.others} "
-                f"others; shorten the query, so that at least one in {_SMALLEST_SHARE} is the document's",
-                name.param,
+            raise name.error(
+                f"is to be read through windows of {max(0, room.tokens)} tokens beside {room.others} "
+                f"others; shorten the query, so that at least one in {_SMALLEST_SHARE} is the document's"
             )
         wanted, most = self._truncation.window_overlap, room.tokens // 2
         if wanted is not None and wanted > most:
@@ -243,10 +244,9 @@ def check_tokens(tokens: int, most: int | None) -> None:
 
 
 def too_long(name: InputName, length: int, limit: int) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"{name} has {length} tokens, but at most {limit} can be run; shorten it, or let it be "
-        "truncated with truncate_prompt_tokens (-1 truncates to the maximum)",
-        name.param,
+    return name.error(
+        f"has {length} tokens, but at most {limit} can be run; shorten it, or let it be "
+        "truncated with truncate_prompt_tokens (-1 truncates to the maximum)"
     )
 
 

@@ -264,9 +264,7 @@ class TextTokenizer:
         ids: list[TokenIds] = []
         spans: list[Spans] = []
         num_tokens = 0
-        for start, stop in self._piece_bounds(text, PIECE, side, param, name or param):
-            yield_to_smaller()
-            (encoding,) = self._encode_batch([text[start:stop]], param, complete=True, names=[name or param])
+        for start, encoding in self.read(text, param, side, name):
             ids.append(_ids(encoding))
             spans.append(_spans(encoding, start))
             num_tokens += len(ids[-1])
@@ -274,11 +272,13 @@ class TextTokenizer:
                 break
         return self.known(_joined(ids, most, side), param, name or param), _joined(spans, most, side)
 
-    def read(self, text: str, param: str) -> Iterator[tuple[int, Encoding]]:
-        """Yields a text's encoded pieces, without special tokens, and where each begins."""
-        for start, stop in self._piece_bounds(text, PIECE, "right", param, param):
+    def read(
+        self, text: str, param: str, side: Side = "right", name: object = None
+    ) -> Iterator[tuple[int, Encoding]]:
+        """Yields where each piece of a text begins, and its encoding, without special tokens."""
+        for start, stop in self._piece_bounds(text, PIECE, side, param, name or param):
             yield_to_smaller()
-            (encoding,) = self._encode_batch([text[start:stop]], param, complete=True)
+            (encoding,) = self._encode_batch([text[start:stop]], param, complete=True, names=[name or param])
             yield start, encoding
 
     def known(self, ids: TokenIds, param: str, name: object) -> TokenIds:
