@@ -122,29 +122,25 @@ async def _take_turns(
     return _Turns(taken, processor, outputs, tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class PackedPlan:
-    """`count` texts in `rounds` rounds, by models of `layers` layers, with the engine's `settings`."""
-
-    count: int
-    layers: int
-    rounds: int
-    settings: dict[str, Any]
-
-
 async def measure_packed(
-    shapes: Sequence[str], dtypes: Sequence[str], mix: str, plan: PackedPlan, figures: Figures
+    shapes: Sequence[str],
+    dtypes: Sequence[str],
+    pairs: list[Pair],
+    layers: int,
+    rounds: int,
+    quantization: str,
+    figures: Figures,
 ) -> None:
     """Adds figures for each shape in each precision, and prints them as they come: packed by the engine,
     padded by it, and by sentence-transformers."""
     for shape in shapes:
         for dtype in dtypes:
             name = f"{shape}, {dtype}"
-            figures[name] = await _packed(shape, dtype, _texts_of(mix, plan.count), plan)
+            figures[name] = await _packed(shape, dtype, pairs, layers, rounds, quantization)
             click.echo(f"{name}: {figures[name]}", err=True)
 
 
-def _texts_of(mix: str, count: int) -> list[Pair]:
+def texts_of(mix: str, count: int) -> list[Pair]:
     """Docstrings without their first sentence, or mixed with as many first sentences. Each has a query."""
     pairs = docstring_pairs()
     if mix == "docstrings":
@@ -154,10 +150,12 @@ def _texts_of(mix: str, count: int) -> list[Pair]:
     return both[:count]
 
 
-async def _packed(shape: str, dtype: str, pairs: list[Pair], plan: PackedPlan) -> dict[str, float]:
-    settings: dict[str, Any] = plan.settings | {"dtype": dtype}
+async def _packed(
+    shape: str, dtype: str, pairs: list[Pair], layers: int, rounds: int, quantization: Any
+) -> dict[str, float]:
+    settings: dict[str, Any] = {"dtype": dtype, "quantization": quantization}
     with tempfile.TemporaryDirectory() as folder:
-        model = save_text_model(shape, Path(folder) / "model", plan.layers)
+        model = save_text_model(shape, Path(folder) / "model", layers)
         async with contextlib.AsyncExitStack() as stack:
             runs: dict[str, _Run] = {}
             packing: Any
@@ -167,9 +165,9 @@ async def _packed(shape: str, dtype: str, pairs: list[Pair], plan: PackedPlan) -
                 if engine.device_model.execution != name:
                     raise RuntimeError(f"this model runs {engine.device_model.execution}, not {name}")
                 runs[name] = _by_engine(engine)
-            if settings.get("quantization", "none") == "none":
+            if quantization == "none":
                 runs["sentence_transformers"] = _by_sentence_transformers(model, dtype)
-            turns = await _take_turns(runs, pairs, plan.rounds)
+            turns = await _take_turns(runs, pairs, rounds)
     figures = {"texts": float(len(pairs)), "tokens": float(turns.tokens)}
     seconds, processor = (
         {name: statistics.median(each) for name, each in some.items()}
@@ -230,45 +228,34 @@ def caps() -> list[Cap | None]:
     return [None, *(cap for cap, needed in _CAPS if has[needed])]
 
 
-@dataclass(frozen=True, slots=True)
-class InstructionsPlan:
-    """The measurement under each cap: `texts` docstrings in `rounds` rounds, or as many as begin within
-    `seconds`, on `threads` threads."""
-
-    shape: str
-    texts: int
-    rounds: int
-    seconds: float
-    threads: int
-
-
-def measure_instruction_sets(plan: InstructionsPlan, onnx: str | None) -> Figures:
-    """Figures by the titles of the caps. `onnx` is an interpreter whose ONNX Runtime is measured on the
-    processor as it is."""
+def measure_instruction_sets(
+    shape: str, texts: int, rounds: int, seconds: float, threads: int, onnx: str | None
+) -> Figures:
+    """Figures by the titles of the caps, each of `texts` docstrings in `rounds` rounds, or as many as begin
+    within `seconds`. `onnx` is an interpreter whose ONNX Runtime is measured on the processor as it is."""
+    numbers = [str(number) for number in (texts, rounds, seconds, threads)]
     figures: Figures = {}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model"
         # Wide models of 12 layers take about eight times as long as MiniLM-L6.
-        model = (
-            save_cross_encoder(path) if plan.shape == "minilm-l6" else save_text_model(plan.shape, path, 12)
-        )
+        model = save_cross_encoder(path) if shape == "minilm-l6" else save_text_model(shape, path, 12)
         for cap in caps():
             title = WHOLE if cap is None else cap.title
-            found = _in_a_process(model, cap, plan, onnx if cap is None else None)
+            arguments = [model, *numbers, *([onnx] if onnx is not None and cap is None else [])]
+            found = _in_a_process(arguments, cap, _SECONDS_TO_LOAD + 10 * seconds)
             figures[title] = {"emulated": cap is not None, **found}
             click.echo(f"{title}: {found['over_sentence_transformers']}", err=True)
     return figures
 
 
-def _in_a_process(model: str, cap: Cap | None, plan: InstructionsPlan, onnx: str | None) -> Figures:
+def _in_a_process(arguments: list[str], cap: Cap | None, timeout: float) -> Figures:
     environment = {name: value for name, value in os.environ.items() if name not in _ENVIRONMENT}
     environment |= {} if cap is None else cap.environment
-    numbers = (plan.texts, plan.rounds, plan.seconds, plan.threads)
     done = subprocess.run(
-        [sys.executable, "-m", __name__, model, *map(str, numbers), *([] if onnx is None else [onnx])],
+        [sys.executable, "-m", __name__, *arguments],
         env=environment,
         stdout=subprocess.PIPE,
-        timeout=_SECONDS_TO_LOAD + 10 * plan.seconds,
+        timeout=timeout,
         check=True,
     )
     found: Figures = json.loads(done.stdout.splitlines()[-1])

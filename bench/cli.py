@@ -328,15 +328,16 @@ def bench_packed(
     """Models that elsewhere run padded: packed, in padded batches, and by sentence-transformers."""
     import torch
 
-    from maxsimd.bench.beside_library import PackedPlan, measure_packed
+    from maxsimd.bench.beside_library import measure_packed, texts_of
     from maxsimd.engine.execution.devices import choose_dtype, dtype_name
 
-    plan = PackedPlan(sizes["texts"], sizes["layers"], sizes["rounds"], {"quantization": quantization})
     fastest = dtype_name(choose_dtype("auto", torch.device("cpu")))
     dtypes = list(dict.fromkeys(["float32", fastest])) if dtype == "auto" else [dtype]
     figures: Figures = {}
     try:
-        run_and_clean_up(measure_packed(shapes or TEXT_SHAPES, dtypes, mix, plan, figures))
+        pairs, layers, rounds = texts_of(mix, sizes["texts"]), sizes["layers"], sizes["rounds"]
+        chosen = shapes or TEXT_SHAPES
+        run_and_clean_up(measure_packed(chosen, dtypes, pairs, layers, rounds, quantization, figures))
     finally:  # a run that is ended early has some shapes
         publish({"mix": mix, "quantization": quantization, **sizes}, figures, json_file)
 
@@ -362,13 +363,13 @@ def bench_instruction_sets(
 ) -> None:
     """Each precision on this processor and on what less of its instructions leaves, beside
     sentence-transformers' default under the same cap."""
-    from maxsimd.bench.beside_library import InstructionsPlan, instructions_table, measure_instruction_sets
+    from maxsimd.bench.beside_library import instructions_table, measure_instruction_sets
 
-    plan = InstructionsPlan(shape, texts, rounds, seconds, threads or len(os.sched_getaffinity(0)))
-    figures = measure_instruction_sets(plan, onnx)
+    threads = threads or len(os.sched_getaffinity(0))
+    figures = measure_instruction_sets(shape, texts, rounds, seconds, threads, onnx)
     click.echo(instructions_table(figures))
     if json_file:
-        settings = {"shape": shape, "texts": texts, "rounds": rounds, "threads": plan.threads}
+        settings = {"shape": shape, "texts": texts, "rounds": rounds, "threads": threads}
         write_json(json_file, {"settings": settings, "figures": figures})
 
 

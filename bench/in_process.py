@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count, pairwise
 from multiprocessing import get_context
 from pathlib import Path
@@ -254,14 +254,6 @@ def _query_of(engine: Engine, tokens: int) -> str:
 TOP, AMONG = 10, 100
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidates:
-    """A query's candidates by index, and their MaxSim."""
-
-    indices: Array
-    maxsim: Array
-
-
 async def measure_muvera(
     config: EngineConfig, encodings: Mapping[str, Muvera], queries: int, candidates: int
 ) -> dict[str, Any]:
@@ -302,7 +294,8 @@ async def measure_muvera(
 
 def _candidates(
     pairs: list[Pair], asked: list[int], queries: list[Array], documents: list[Array], most: int
-) -> list[_Candidates]:
+) -> list[tuple[Array, Array]]:
+    """The candidates of each query by index, and their MaxSim."""
     index = Bm25([pair.document for pair in pairs])
     rows = np.concatenate(documents)
     starts = np.cumsum([0, *map(len, documents[:-1])])
@@ -310,19 +303,19 @@ def _candidates(
     for i, query in zip(asked, queries, strict=True):
         maxsim = np.maximum.reduceat(query @ rows.T, starts, axis=1).sum(axis=0)
         best = np.array(index.best(pairs[i].query, most))
-        found.append(_Candidates(best, maxsim[best]))
+        found.append((best, maxsim[best]))
     return found
 
 
-def _beside(exact: list[_Candidates], queries: Array, documents: Array) -> dict[str, float]:
+def _beside(exact: list[tuple[Array, Array]], queries: Array, documents: Array) -> dict[str, float]:
     from scipy.stats import spearmanr
 
     correlations, recalls = [], []
-    for one, query in zip(exact, queries, strict=True):
-        estimate = documents[one.indices] @ query
-        correlations.append(float(spearmanr(one.maxsim, estimate).statistic))
+    for (indices, maxsim), query in zip(exact, queries, strict=True):
+        estimate = documents[indices] @ query
+        correlations.append(float(spearmanr(maxsim, estimate).statistic))
         best, among = (set(np.argsort(-scores, kind="stable")[:count].tolist())
-                       for scores, count in ((one.maxsim, TOP), (estimate, AMONG)))  # fmt: skip
+                       for scores, count in ((maxsim, TOP), (estimate, AMONG)))  # fmt: skip
         recalls.append(len(best & among) / len(best))
     return {
         "spearman": round(float(np.mean(correlations)), 4),
