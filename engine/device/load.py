@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,11 +66,10 @@ from maxsimd.scheduler import TokenSequence
 
 log = logging.getLogger(__name__)
 
-# How much longer a start may take so that the newest of what is on disk is in memory.
+# A start waits this long for the newest disk entries to be in memory.
 _WARMING_SECONDS = 0.5
 
 Backend = AttentionBackend[Any]
-
 
 # A new load waits this long for loads that were given up, so that few models are in memory at a time.
 GIVEN_UP_SECONDS = 30.0
@@ -99,14 +98,16 @@ def next_stage() -> None:
 
 
 class ModelLoad:
-    """A load that can be given up. It then ends at its next stage.
+    """A load on a device thread that can be given up, from any thread. It then ends at its next stage.
 
-    `run` is called on the thread that loads, `give_up` on any thread. `thread` is the load's own thread, if
-    it has one."""
+    `shares_thread` says whether the thread outlives the load."""
 
-    def __init__(self, load: Callable[[], "DeviceModel"], thread: DeviceThread | None = None) -> None:
+    def __init__(
+        self, load: Callable[[], "DeviceModel"], thread: DeviceThread, *, shares_thread: bool = False
+    ) -> None:
         self._load = load
-        self.thread = thread
+        self._thread = thread
+        self._shares_thread = shares_thread
         self._is_given_up = threading.Event()
         self._is_freed = False
         self._model: DeviceModel | None = None
@@ -119,19 +120,16 @@ class ModelLoad:
             _stages.check = None
         return self._model
 
-    def give_up(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Ends the load at its next stage, on whose thread the `loop` runs, and frees its model if it is too
-        late for that."""
+    def give_up(self) -> None:
+        """Ends the load at its next stage, and frees its model if it is too late for that."""
         self._is_given_up.set()
-        try:
-            loop.call_soon_threadsafe(self._free)
-        except RuntimeError:  # the thread has ended
-            return
-        _given_up.add(self)
+        with suppress(RuntimeError):  # the thread has ended
+            self._thread.loop.call_soon_threadsafe(self._free)
+            _given_up.add(self)
 
     @property
     def is_over(self) -> bool:
-        return self._is_freed if self.thread is None else not self.thread.is_alive
+        return not self._thread.is_alive or (self._shares_thread and self._is_freed)
 
     def _free(self) -> None:
         if self._model is not None and self._model.cache is not None:
@@ -162,7 +160,7 @@ async def load_on_thread(load: Callable[[], "DeviceModel"]) -> tuple[DeviceThrea
     try:
         return thread, await thread.call(model_load.run)
     except asyncio.CancelledError:
-        model_load.give_up(thread.loop)
+        model_load.give_up()
         thread.request_end()
         raise
     except BaseException:
@@ -182,9 +180,8 @@ def num_given_up() -> int:
 def _join_given_up() -> None:
     """Waits for loads that were given up: a thread inside torch may abort a process that exits."""
     deadline = time.monotonic() + _EXIT_SECONDS
-    for load in _given_up.copy():
-        if load.thread is not None:
-            load.thread.join(max(0.0, deadline - time.monotonic()))
+    while num_given_up() and time.monotonic() < deadline:
+        time.sleep(_LOOK_SECONDS)
 
 
 def free_memory() -> None:
@@ -199,10 +196,10 @@ def free_memory() -> None:
 class DeviceModel:
     """A model as it runs on its device.
 
-    `tasks` pool the runner's rows. `execution` is packed, padded or one by one. `attention` names the backend
-    of packed execution, and `not_packed` is the reason for any other. `findings` say what was compared, which
+    `tasks` pool the runner's rows. `execution` is packed, padded or one by one. `attention` is the backend of
+    packed execution, `not_packed` the reason for any other. `findings` are the results of comparisons, which
     took `proof_seconds`. `quantized` is the number of int8 weights. `step_tokens` is the token budget of a
-    step, `launch_tokens` a `GraphedRunner`'s, None where steps are not replayed."""
+    step, `launch_tokens` that of a `GraphedRunner`, None if steps are not replayed."""
 
     model: LoadedModel
     tokenizer: TextTokenizer
@@ -237,8 +234,8 @@ class DeviceModel:
 def load_device_model(
     config: EngineConfig, while_reading: AbstractContextManager[None] | None = None
 ) -> DeviceModel:
-    """Loads and prepares the model; to be called on the device thread. Where others compute meanwhile, the
-    checkpoint is read inside of `while_reading`. Raises ModelLoadError."""
+    """Loads and prepares the model, on the device thread. The checkpoint is read inside of `while_reading`,
+    which keeps others from computing meanwhile. Raises ModelLoadError."""
     device = choose_device(config.device)
     prepare_thread(device, config.threads)
     _choose_maxsim(config, device)  # fails before the model is read

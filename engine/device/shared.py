@@ -130,11 +130,11 @@ class Seat:
             thread, model = await load_on_thread(lambda: _load_alone(config, self._turn_held()))
             thread.close()
             return model
-        load = ModelLoad(lambda: _load_alone(config))
+        load = ModelLoad(lambda: _load_alone(config), self._shared.thread, shares_thread=True)
         try:
             return await asyncio.wrap_future(self.run(self._load_in_turn(load)))
         except asyncio.CancelledError:
-            load.give_up(self.loop)
+            load.give_up()
             raise
 
     async def _load_in_turn(self, load: ModelLoad) -> DeviceModel:
