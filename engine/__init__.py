@@ -1,8 +1,5 @@
-"""The running system: the engine, its actors, checkpoints, packed execution, pre- and post-processing.
-
-The public face is here; nothing of HTTP is. Each name is imported when it is first asked for, so that its
-modules (`maxsimd.engine.config` above all) can be imported without torch.
-"""
+"""The engine, without HTTP. Names are imported on first use, so that `maxsimd.engine.config` loads no
+torch."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

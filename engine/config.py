@@ -1,7 +1,4 @@
-"""The engine's configuration: one dataclass, documented field by field.
-
-The command line and the table of options in the README are generated from it.
-"""
+"""The engine's configuration. The command line and the README's table of options are generated from it."""
 
 import math
 from dataclasses import dataclass, field
@@ -13,10 +10,9 @@ from maxsimd.engine.errors import ModelLoadError
 
 
 class ScoreType(Enum):
-    """The ways to score a query against a document. Listwise is what jina-reranker-v3 does: one pass over the
-    query and many documents, each scored from the hidden state at its own marker. Sparse is the dot product
-    of sparse vectors, with a weight for each of some words. Hybrid is the weighted mean of dense, sparse and
-    multi-vector scores, which bge-m3 makes in one pass."""
+    """The ways to score a query against a document. Listwise (jina-reranker-v3) is one pass over the query
+    and many documents, each scored from the hidden state at its marker. Sparse is the dot product of word
+    weights. Hybrid (bge-m3) is the weighted mean of dense, sparse and multi-vector scores of one pass."""
 
     LATE_INTERACTION = "late-interaction"
     CROSS_ENCODER = "cross-encoder"
@@ -26,12 +22,12 @@ class ScoreType(Enum):
     HYBRID = "hybrid"
 
 
-# How many rows of a document may become one, as FlagEmbedding has it.
+# How many rows of a document may become one, as in FlagEmbedding.
 COMPRESS_RATIOS = (1, 2, 4, 8)
 
 
 def option(default: Any, help: str) -> Any:
-    """A configuration field with the sentence that explains it."""
+    """A configuration field with its help."""
     return field(default=default, metadata={"help": help})
 
 
@@ -276,17 +272,17 @@ def hybrid_weights_of(given: str) -> tuple[float, float, float]:
     return dense, sparse, tokens
 
 
-# The model that is served when none is named.
+# The default model.
 EMBEDDED_MODEL = "all-MiniLM-L6-v2"
 
 
 def shown_name(model: str | None) -> str:
-    """The name of a model in messages; None is the embedded one."""
+    """The name of a model in messages."""
     return EMBEDDED_MODEL if model is None else model.rstrip("/")
 
 
 def refuse_missing_folder(model: str | None) -> None:
-    """Raises ModelLoadError if the name is a path, and nothing is there. Other names may be hub ids."""
+    """Raises ModelLoadError for a path without a folder. Other names may be hub ids."""
     if model is None or not model.startswith(("/", "./", "../", "~")):
         return
     try:

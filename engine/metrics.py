@@ -15,6 +15,7 @@ disable_created_metrics()
 
 _TOKENS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 _SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+_DOCUMENTS = (1, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10000)
 _PARTS = ("queue", "tokenise", "model", "score", "total")
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
@@ -24,17 +25,14 @@ class EngineMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._cache: EmbeddingCache | ScoreCache | None = None
+        # The cache whose counts are reported.
+        self.cache: EmbeddingCache | ScoreCache | None = None
         self.registry.register(_CacheCollector(self))
         self.queue_tokens = self._gauge("maxsimd_queue_tokens", "Tokens that wait for a step")
         self.queue_sequences = self._gauge("maxsimd_queue_sequences", "Sequences that wait for a step")
-        self.tokens = Counter("maxsimd_tokens", "Tokens run through the model", registry=self.registry)
-        self.step_tokens = Histogram(
-            "maxsimd_step_tokens", "Tokens in a step", buckets=_TOKENS, registry=self.registry
-        )
-        self.step_sequences = Histogram(
-            "maxsimd_step_sequences", "Sequences in a step", buckets=_SEQUENCES, registry=self.registry
-        )
+        self.tokens = self._counter("maxsimd_tokens", "Tokens run through the model")
+        self.step_tokens = self._histogram("maxsimd_step_tokens", "Tokens in a step", _TOKENS)
+        self.step_sequences = self._histogram("maxsimd_step_sequences", "Sequences in a step", _SEQUENCES)
         self.step_seconds = self._seconds(
             "maxsimd_step_seconds", "Seconds from the start of a step to its results"
         )
@@ -60,18 +58,14 @@ class EngineMetrics:
         self.wait_seconds = self._gauge(
             "maxsimd_wait_seconds", "Estimated seconds that a request of one step would wait"
         )
-        self.refused = Counter(
+        self.refused = self._counter(
             "maxsimd_refused_requests",
             "Requests refused because of what waits (queue, wait, timeout), of their tenant's rate (rate) "
             "or of their own size (size)",
-            ("reason",),
-            registry=self.registry,
+            "reason",
         )
-        self.request_documents = Histogram(
-            "maxsimd_request_documents",
-            "Documents or texts in a request",
-            buckets=(1, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10000),
-            registry=self.registry,
+        self.request_documents = self._histogram(
+            "maxsimd_request_documents", "Documents or texts in a request", _DOCUMENTS
         )
         self.truncated = self._counter(
             "maxsimd_truncated_inputs", "Inputs that were too long for the model and were cut"
@@ -85,31 +79,21 @@ class EngineMetrics:
 
     def note_request(self, timings: Timings, total: float) -> None:
         """Counts the seconds of a finished request by part."""
-        for part, seconds in (
-            ("queue", timings.queue),
-            ("tokenise", timings.tokenise),
-            ("model", timings.model),
-            ("score", timings.score),
-            ("total", total),
-        ):
-            self._seconds_of[part].observe(seconds)
+        seconds = (timings.queue, timings.tokenise, timings.model, timings.score, total)
+        for part, spent in zip(_PARTS, seconds, strict=True):
+            self._seconds_of[part].observe(spent)
 
-    def _counter(self, name: str, help: str) -> Counter:
-        return Counter(name, help, registry=self.registry)
+    def _counter(self, name: str, help: str, *labels: str) -> Counter:
+        return Counter(name, help, labels, registry=self.registry)
+
+    def _histogram(self, name: str, help: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+        return Histogram(name, help, labels, buckets=buckets, registry=self.registry)
 
     def _seconds(self, name: str, help: str, *labels: str) -> Histogram:
-        return Histogram(name, help, labels, buckets=_SECONDS, registry=self.registry)
+        return self._histogram(name, help, _SECONDS, *labels)
 
     def _gauge(self, name: str, help: str) -> Gauge:
         return Gauge(name, help, registry=self.registry)
-
-    def watch(self, cache: EmbeddingCache | ScoreCache | None) -> None:
-        """Reports this cache from now on, or none."""
-        self._cache = cache
-
-    @property
-    def cache(self) -> EmbeddingCache | ScoreCache | None:
-        return self._cache
 
 
 class _CacheCollector(Collector):
@@ -146,11 +130,9 @@ class _CacheCollector(Collector):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceStats:
-    """What the device's actors hold.
-
-    There are `queries` whose documents are still to come, `documents` of which windows are missing,
-    `cut_sequences` with state between steps and pictures with `features`, caches of keys and values
-    (`prefill_kv`) and `pooling_states`, and `staged_embeddings` that are still to be written to the cache."""
+    """State of the device's actors: `queries` with documents to come, `documents` with missing windows,
+    `cut_sequences` with state between steps, pictures with `features`, keys and values (`prefill_kv`),
+    `pooling_states`, and `staged_embeddings` that are still to be written to the cache."""
 
     queries: int = 0
     documents: int = 0
@@ -163,11 +145,11 @@ class DeviceStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """What an engine holds. All numbers are 0 when it is idle.
+    """The state of an engine. All numbers are 0 when it is idle.
 
-    `requests` are inside, from their call to their result. `waiting_requests` of them wait for room in the
-    queue before they are prepared, and `open_requests` are admitted to it; `waiting_tokens` counts cached
-    documents at their price, `waiting_cached` their batches; `steps_in_flight` are on the device."""
+    `requests` counts all, from call to result. `waiting_requests` of them wait for room in the queue before
+    they are prepared, and `open_requests` are admitted to it. `waiting_tokens` counts cached documents at
+    their price, `waiting_cached` their batches. `steps_in_flight` are on the device."""
 
     requests: int = 0
     waiting_requests: int = 0

@@ -159,7 +159,7 @@ class Running:
         self._metrics = metrics
         # Holds embeddings, or scores for models that do not encode documents by themselves.
         self.cache = device_model.cache if device_model.cache is not None else open_score_cache(config, model)
-        metrics.watch(self.cache)
+        metrics.cache = self.cache
         self._sequence_ids: Iterator[int] = count()
         self._request_ids: Iterator[int] = count()
         self._most_tokens = config.max_request_tokens
@@ -314,7 +314,7 @@ class Running:
         """Ends actors and threads, and then closes the cache."""
         self._supervisor.cancel()
         await asyncio.gather(self._supervisor, return_exceptions=True)
-        self._metrics.watch(None)
+        self._metrics.cache = None
         self.admission.close()
         await call_in_thread(end)
 

@@ -192,7 +192,7 @@ def _metrics() -> set[str]:
     state = ServerState(Engine(EngineConfig()), ServerConfig())
     names = {"process_resident_memory_bytes", "process_start_time_seconds", "maxsimd_model_served"}
     endings = {"counter": ("_total",), "histogram": ("_bucket", "_count", "_sum"), "info": ("_info",)}
-    state.engine.metrics.watch(ScoreCache(1))
+    state.engine.metrics.cache = ScoreCache(1)
     registries = (state.engine.metrics.registry, FleetEngine(Roster()).metrics.registry)
     for family in (family for registry in registries for family in registry.collect()):
         names |= {family.name + ending for ending in endings.get(family.type, ("",))}
