@@ -16,9 +16,8 @@ from itertools import count
 from typing import Any, TypeAlias, TypeVar
 
 from maxsimd.engine.actors.actor import Actor, Admit, Cancel, EndEarly, Mailbox, SchedulerMessage, SetWeights
-from maxsimd.engine.actors.runner import RunnerActor, is_device_error
+from maxsimd.engine.actors.runner import PoolingActor, RunnerActor, ScoringActor, is_device_error
 from maxsimd.engine.actors.scheduler import SchedulerActor, StuckDeviceError, Watchdog
-from maxsimd.engine.actors.scoring import PoolingActor, ScoringActor
 from maxsimd.engine.actors.turns import Turn
 from maxsimd.engine.admission import Admission, AdmissionLimits
 from maxsimd.engine.config import EngineConfig

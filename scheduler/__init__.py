@@ -3,8 +3,15 @@
 Python and numpy only, without torch and asyncio, so that a million steps can be simulated.
 """
 
-from maxsimd.scheduler.forecast import ServiceRate, StepTimes, WaitErrors
-from maxsimd.scheduler.scheduler import OLDEST_SHARE, OVERDUE_SHARE, Scheduler, StepLimits
+from maxsimd.scheduler.scheduler import (
+    OLDEST_SHARE,
+    OVERDUE_SHARE,
+    Scheduler,
+    ServiceRate,
+    StepLimits,
+    StepTimes,
+    WaitErrors,
+)
 from maxsimd.scheduler.sequence import (
     CachedBatch,
     Chunk,

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxsimd.scheduler import Scheduler, ServiceRate, Step, StepLimits, WaitErrors
-from maxsimd.scheduler.forecast import work_ahead
+from maxsimd.scheduler.scheduler import work_ahead
 from tests.unit.scheduler.scheduled_requests import cached, run_dry, texts, tokens_by_request
 
 

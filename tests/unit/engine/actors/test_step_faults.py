@@ -19,15 +19,15 @@ import torch
 
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig, EngineDeadError, RequestFailedError, Truncation
-from maxsimd.engine.actors import scoring as scoring_module
+from maxsimd.engine.actors import runner as scoring_module
 from maxsimd.engine.actors.runner import (
     CutSequences,
     RunnerActor,
+    ScoringActor,
     Suspects,
     is_device_error,
     is_out_of_memory,
 )
-from maxsimd.engine.actors.scoring import ScoringActor
 from maxsimd.engine.cache import EmbeddingCache, PendingEmbeddings
 from maxsimd.engine.cache.embeddings import CacheWriter
 from maxsimd.engine.cache.slab import EmbeddingSlab, Segments

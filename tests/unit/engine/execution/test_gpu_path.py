@@ -14,8 +14,7 @@ import torch
 from transformers import BertConfig
 
 from maxsimd.engine import EngineConfig, ModelLoadError
-from maxsimd.engine.actors.runner import Arrivals
-from maxsimd.engine.actors.scoring import record_arrival
+from maxsimd.engine.actors.runner import Arrivals, record_arrival
 from maxsimd.engine.cache import EmbeddingCache, Precision
 from maxsimd.engine.cache.store import MemoryStore
 from maxsimd.engine.checkpoint import LoadedModel, load_model

@@ -17,7 +17,7 @@ import pytest
 from maxsimd.engine import Engine, EngineConfig, EngineDeadError
 from maxsimd.engine import runtime as launch_module
 from maxsimd.engine import runtime as running_module
-from maxsimd.engine.actors import scoring as scoring_module
+from maxsimd.engine.actors import runner as scoring_module
 from maxsimd.engine.actors.runner import RunnerActor
 from maxsimd.engine.actors.scheduler import StuckDeviceError, Watchdog
 from maxsimd.engine.actors.turns import Turns
