@@ -184,15 +184,12 @@ class ApiKeys:
                 "cache_by_tenant needs tenants with names: give all keys in --api-key-file, each with name=, "
                 "and none by --api-key or MAXSIMD_API_KEY"
             )
+        self.are_asked_for = bool(self._given) or self._file is not None
         self._set_tenants = set_tenants
         self._table = _NO_TABLE if self._file is None else self._file.table()
         self._numbered = count(1)
         self._anonymous: dict[bytes, str] = {}
         self._assign_owners()
-
-    @property
-    def are_asked_for(self) -> bool:
-        return bool(self._given) or self._file is not None
 
     def accept(self, authorization: str) -> str | None:
         """The tenant whose key an Authorization header sends as `Bearer KEY`; None if there is none."""
