@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.parity.families import Family
@@ -49,3 +50,11 @@ def families(every: Iterable[Family], default: Collection[str] | None = None) ->
         marks = () if is_default else pytest.mark.exhaustive
         params.append(pytest.param(family, id=family_id(family), marks=marks))
     return pytest.mark.parametrize("family", params)
+
+
+def rank_alike(exact: np.ndarray, rounded: np.ndarray, unit: float) -> None:
+    """Scores that lie further apart than the rounding of a number as large as the largest, by `unit` of it
+    each, have the same order. A unit is some roundings to bfloat16, each of up to 2^-9."""
+    apart = exact[:, None] - exact > 2 * unit * np.abs(exact).max()
+    assert apart.any()
+    assert (rounded[:, None] - rounded)[apart].min() > 0

@@ -12,7 +12,7 @@ from maxsimd.engine.inspection import inspect_model
 from tests.checkpoints import t5
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
-from tests.parity.selection import with_default
+from tests.parity.selection import rank_alike, with_default
 from tests.unit.engine.ops.test_kernels import needs_kernels
 
 on_one_loop = pytest.mark.asyncio(loop_scope="module")
@@ -26,20 +26,12 @@ def model(request: pytest.FixtureRequest) -> str | None:
     return None if request.param is None else str(request.getfixturevalue(request.param))
 
 
-def _rank_alike(exact: np.ndarray, rounded: np.ndarray, unit: float) -> None:
-    """Scores that lie further apart than the rounding of a number as large as the largest, by `unit` of it
-    each, have the same order. A unit is some roundings to bfloat16, each of up to 2^-9."""
-    apart = exact[:, None] - exact > 2 * unit * np.abs(exact).max()
-    assert apart.any()
-    assert (rounded[:, None] - rounded)[apart].min() > 0
-
-
 @on_one_loop
 async def test_bfloat16_by_torch_ranks_alike(model: str | None, engines: Engines, pairs: list[Pair]) -> None:
     pairs = pairs[:25]
     exact = await engines.scores(EngineConfig(model=model, dtype="float32"), pairs)
     rounded = await engines.scores(EngineConfig(model=model, dtype="bfloat16", kernels="torch"), pairs)
-    _rank_alike(np.array(exact), np.array(rounded), 2**-6)
+    rank_alike(np.array(exact), np.array(rounded), 2**-6)
 
 
 @on_one_loop

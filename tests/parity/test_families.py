@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scipy.stats import spearmanr
 from sentence_transformers import MultiVectorEncoder, SentenceTransformer
 
 from maxsimd.bench.datasets import Pair
@@ -18,7 +17,7 @@ from tests.engines import Engines
 from tests.native_bfloat16 import needs_native_bfloat16
 from tests.parity import references
 from tests.parity.families import FAMILIES, FORMS, Family
-from tests.parity.selection import families
+from tests.parity.selection import families, rank_alike
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -94,7 +93,7 @@ def _embeddings(family: Family, path: str, texts: list[str], role: str) -> list[
 async def test_bfloat16_ranks_alike(family: Family, path: str, engines: Engines, pairs: list[Pair]) -> None:
     exact = await engines.scores(_config(family, path), pairs[:60])
     rounded = await engines.scores(_config(family, path, dtype="bfloat16"), pairs[:60])
-    assert spearmanr(exact, rounded).statistic >= 0.98
+    rank_alike(exact, rounded, 2**-6)
 
 
 @families(CAUSAL, {"Qwen3-Reranker", "Qwen3-Embedding"})
