@@ -180,7 +180,7 @@ class Engine:
         return self._running is not None and self.death is None
 
     def stats(self) -> EngineStats:
-        """What the engine holds now: queue, queries, caches of split sequences."""
+        """The engine's state: queue, queries, caches of split sequences."""
         return self._require().stats()
 
     @property
@@ -595,7 +595,7 @@ class Engine:
         return await self._in_any_thread(explain, plan.explanation_size(documents))
 
     async def _in_any_thread(self, function: Callable[[], T], size: int) -> T:
-        """As `in_thread`, but for work that needs no running engine, which may have stopped meanwhile."""
+        """Runs work that needs no engine, which may have stopped meanwhile, like `in_thread`."""
         try:
             return await self.in_thread(function, size)
         except (EngineNotReadyError, EngineDeadError):

@@ -125,7 +125,7 @@ class Values:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truncation:
-    """What to do with inputs that are too long for the model. Lengths that the checkpoint itself sets for
+    """The policy for inputs that are too long for the model. Lengths that the checkpoint itself sets for
     queries or documents (ColBERT's) always truncate silently, except with `windows`.
 
     With `max_tokens` None a longer input is an error; -1 truncates to the model's maximum, any other number
@@ -151,7 +151,7 @@ REFUSE_LONG = Truncation()
 CUT_LONG = Truncation(max_tokens=-1)
 WINDOW_LONG = Truncation(max_tokens=-1, windows=True)
 
-# What to do with inputs that are too long, as a word or in full.
+# The policy for inputs that are too long, as a word or in full.
 LongInputPolicy: TypeAlias = Truncation | Literal["cut", "error", "window"]
 
 

@@ -1,4 +1,4 @@
-"""What exists only while an engine runs: threads, actors, and the supervisor who ends them together."""
+"""The parts of a running engine: threads, actors, and the supervisor that ends them together."""
 
 import asyncio
 import gc
@@ -517,7 +517,7 @@ async def launch(config: EngineConfig, metrics: EngineMetrics, died: Died, tenan
 async def launch_beside(
     seat: Seat, config: EngineConfig, metrics: EngineMetrics, died: Died, tenants: TenantLimits
 ) -> Running:
-    """As `launch`, but on a shared device, which serves others meanwhile. Raises ModelLoadError."""
+    """Launches on a shared device, which serves others meanwhile. Raises ModelLoadError."""
     try:
         device_model = await seat.load(config)
         return _start_actors(config, metrics, seat, device_model, died, tenants)

@@ -13,7 +13,7 @@ def versions_of(packages: Iterable[str]) -> list[str]:
 
 @cache
 def version(package: str) -> str:
-    """Searches every folder of the path, so that it is asked once in a process."""
+    """The version of a package. Cached, because it searches every folder of the path."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -25,7 +25,7 @@ class QueryRows(Vectors):
         return torch.as_tensor(self.values)
 
     def as_rows(self, dim: int) -> tuple[torch.Tensor, None]:
-        """As for `Vectors`. A query whose tokens are all left out of scoring has no row."""
+        """The rows as of `Vectors`. A query whose tokens are all left out of scoring has no row."""
         rows = self.rows
         if rows.shape == (0, dim):
             return rows, None

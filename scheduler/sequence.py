@@ -195,7 +195,7 @@ class DocumentPayload:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Payload:
-    """What the stages after the scheduler need of a sequence.
+    """The content of a sequence, for the stages after the scheduler.
 
     `task` names the pooling method. `slot` is the place of the result; queries and prefixes have none.
     `document` says what a document is scored against. `passages`, int64 [passages, 2], are the first pooled

@@ -486,9 +486,9 @@ class CutSequences:
         return True
 
     def _forget(self, request_id: int, sequence_id: int) -> None:
-        cut = self._of_request.get(request_id, set())
-        cut.discard(sequence_id)
-        if not cut:
+        held = self._of_request.get(request_id, set())
+        held.discard(sequence_id)
+        if not held:
             self._of_request.pop(request_id, None)
 
 

@@ -1,4 +1,4 @@
-"""What the host gives this process: cores, memory, and how the C allocator keeps it.
+"""The host's resources for this process: cores, memory, and how the C allocator keeps it.
 
 Source of the control groups' file names and formats: the Linux kernel's documentation, versions 1 and 2.
 """

@@ -317,8 +317,8 @@ def _pooler(
 
 
 def prepare_thread(device: torch.device, threads: int | None) -> None:
-    """Has the calling thread compute for a device, with as many `threads` as are asked for. To be called
-    before anything else on it."""
+    """Sets up the calling thread to compute for a device with `threads` threads. Called before anything
+    else."""
     _choose_threads(threads)
     use_device(device)
     if device.type == "cpu":
@@ -349,7 +349,7 @@ def prepare(
     """Decides precision and execution. The execution is proven in float32, whatever the model then runs in,
     on the `probes`, sequences as requests make them, and on random ones.
 
-    Raises ModelLoadError where int8 weights are asked for and cannot be multiplied here, and for a model that
+    Raises ModelLoadError for int8 weights that cannot be multiplied here, and for a model that
     cannot be run or whose results are not finite."""
     with LOADING:
         try:

@@ -21,7 +21,7 @@ _left_behind: list[threading.Thread] = []
 
 
 class Device(Protocol):
-    """Where an engine's device runs: a thread of its own, or a seat on a shared thread, where each step needs
+    """The thread of an engine's device: its own, or a seat on a shared thread, where each step needs
     a `turn`."""
 
     loop: asyncio.AbstractEventLoop
