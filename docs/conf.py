@@ -27,7 +27,6 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_default_options = {"members": True, "show-inheritance": False}
 autodoc_class_signature = "mixed"
-autodoc_preserve_defaults = True
 
 html_theme = "furo"
 html_title = "maxsimd"

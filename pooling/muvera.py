@@ -155,7 +155,7 @@ class Muvera:
         self,
         matrices: Sequence[Embedding],
         input_type: Literal["query", "document"],
-        between: Callable[[], object] = lambda: None,
+        between: Callable[[], object] | None = None,
     ) -> NDArray[np.float32]:
         """Encodes token matrices as float32 [matrices, length]; a matrix without rows gives zeros.
 
@@ -171,7 +171,8 @@ class Muvera:
         out = np.empty((len(given), length), dtype=np.float32)
         drawn = _drawn(self, dim)
         for part in _parts([len(each) for each in given], self.whole_length(dim)):
-            between()
+            if between is not None:
+                between()
             together = [_rows(each, dim) for each in given[part]]
             encoded = self._encode(Ragged.from_items(together), drawn, input_type == "document")
             out[part] = encoded.numpy()
