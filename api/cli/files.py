@@ -193,6 +193,17 @@ def _record(value: Any, fields: Sequence[str], where: str) -> Record:
     return Record(" ".join(value[name] for name in names), None if id_ is None else str(id_))
 
 
+class _Lines:
+    """Takes tqdm's bar where there is no terminal, and writes each of its states as a line."""
+
+    def write(self, text: str) -> None:
+        if line := text.strip():
+            click.echo(line, err=True)
+
+    def flush(self) -> None:
+        """Lines are flushed as they are written."""
+
+
 class Progress:
     """How far a command has come, on standard error: notes first, then a bar of tqdm over `total` texts."""
 
@@ -207,9 +218,14 @@ class Progress:
     def update(self, done: int, tokens: int) -> None:
         """Shows that `done` texts are done, for which this run has read `tokens`."""
         if self._bar is None:
-            seconds = 0.1 if sys.stderr.isatty() else 5.0
+            in_terminal = sys.stderr.isatty()
             self._bar = tqdm(
-                total=self.total, initial=done, unit=self._unit, bar_format=_BAR, mininterval=seconds
+                total=self.total,
+                initial=done,
+                unit=self._unit,
+                bar_format=_BAR,
+                mininterval=0.1 if in_terminal else 5.0,
+                file=None if in_terminal else _Lines(),
             )
         if tokens:
             speed = tokens / max(self._bar.format_dict["elapsed"], 1e-3)
