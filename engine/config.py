@@ -1,4 +1,4 @@
-"""The engine's configuration. The command line and the README's table of options are generated from it."""
+"""The engine's configuration. The command line and the page of options are generated from it."""
 
 import math
 from dataclasses import dataclass, field

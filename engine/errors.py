@@ -49,7 +49,7 @@ class RequestTimeoutError(MaxsimdError):
 
 class RequestFailedError(MaxsimdError):
     """The model, or the caller's own `progress`, failed on this request; others were not affected. `value` is
-    the index of a value that is not finite, if that is why."""
+    the index of the one value that could not be computed, if it is known."""
 
     def __init__(self, message: str, value: int | None = None) -> None:
         super().__init__(message)

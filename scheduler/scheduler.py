@@ -31,7 +31,7 @@ _LATEST_STEPS = 16
 # This many seconds of waits count as exactly forecast, beside those that were seen. Forecasts are corrected
 # at most by this factor.
 _TRUSTED_SECONDS, _MOST_TIMES = 2.0, 4.0
-# The oldest request's share of each step. By `maxsimd bench order-of-work --oldest-share`, with one giant in
+# The oldest request's share of the device. By `maxsimd bench order-of-work --oldest-share`, with one giant in
 # a hundred requests at a load of 0.95 and seed 1, shares of 1/16, 1/8, 1/4 and 1/2 have mean latencies of
 # 0.52, 0.52, 0.56 and 0.81 s (round robin: 0.76) and p99 of 1.3, 1.4, 1.8 and 4.9 s (2.8). So 1/8 costs next
 # to nothing, and the oldest request waits half as long as with 1/16.

@@ -402,8 +402,8 @@ _BATCHES_TOGETHER = 4
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One forward pass, then cached documents to score, then pictures to encode for later steps. The
-    sequences and cached documents of the requests in `first` run before all that. The parts of a split step
+    """A forward pass, then cached documents to score, then pictures to encode for later steps. The requests in
+    `first` run before all that, in a pass of their own. The parts of a split step
     keep its `step_id`.
     """
 

@@ -385,7 +385,8 @@ class SchedulerActor(Actor[SchedulerMessage]):
         if failure.indexes and request.give_up(failure.indexes, failure.reason):
             self._resolve(failure.request_id, 0.0)
         else:
-            self._fail(failure.request_id, failure.reason)
+            only = failure.indexes[0] if len(failure.indexes) == 1 else None
+            self._fail(failure.request_id, failure.reason, value=only)
 
     def _resolve(self, request_id: int, score_seconds: float) -> None:
         """Reports a request's progress, and finishes it once no value is missing."""

@@ -152,7 +152,7 @@ class LoadedModel:
     """A checkpoint in memory: what its files say, and its weights.
 
     `backbone` maps token ids to hidden states. `tasks` are keyed embed, token_embed, sparse_embed,
-    hybrid_embed and classify. Scores are computed from the items of `score_task`, compared by `similarity`; a
+    hybrid_embed, classify and rank. Scores are computed from the items of `score_task`, compared by `similarity`; a
     cross-encoder's logits are its scores, and a listwise model scores by its `listwise` rules. `activation`
     turns logits into the scores that the authors meant, `probabilities` into probabilities. With several
     `labels` the score is the probability of the label `score_label`; None where there is no score.

@@ -79,7 +79,7 @@ async def test_documents_that_fail_have_errors_and_the_rest_scores(
     mixed = [*short[:40], too_long, *short[40:], POISON, "\ud800", POISON]
     with pytest.raises(InvalidRequestError):
         await engine.score("a query", mixed, truncation="error")
-    with pytest.raises(RequestFailedError):
+    with pytest.raises(RequestFailedError, match=r"^documents\[1\]: the model failed on it"):
         await engine.score("a query", ["fine", POISON])
     result = await engine.score("a query", mixed, truncation="error", on_error="report")
     assert sorted(result.errors) == [40, 81, 82, 83]
