@@ -217,13 +217,18 @@ def unavailable(message: str, param: str | None = None, retry_after: float = 5) 
 
 
 def no_such_model(name: str, served: Sequence[str]) -> ApiError:
-    message = f"The model {quoted(name)} does not exist; served here: {', '.join(map(quoted, served))}."
+    message = f"The model {quoted(name)} does not exist; served here: {names_of(served)}."
     return ApiError(404, "NotFoundError", message, "model")
 
 
 def quoted(name: str) -> str:
-    """A model's name as messages repeat it."""
+    """A model's name as messages repeat it, truncated, because clients may send any."""
     return f"`{printable(name, _LONGEST_NAME)}`"
+
+
+def names_of(served: Sequence[str]) -> str:
+    """The names of models that are served, whole, so that a client can send them."""
+    return ", ".join(f"`{printable(name, len(name))}`" for name in served)
 
 
 def too_many_connections() -> ApiError:

@@ -77,7 +77,7 @@ class ServerConfig:
     )
     accept_token_ids: bool = option(
         False,
-        "Take token ids in place of texts. Clients send those of other tokenisers by default, which mean "
+        "Take token ids in place of texts. Clients send those of other tokenizers by default, which mean "
         "something else here, so they are refused otherwise.",
     )
     strict_fields: bool = option(

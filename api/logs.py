@@ -21,7 +21,7 @@ from maxsimd.api.options import in_flags
 
 
 def printable(text: str, most: int) -> str:
-    """At most `most` characters of a text, with escapes for those that are not seen: control characters, line
+    """At most `most` characters of a text, with escapes for invisible characters: control characters, line
     breaks, changes of the writing direction, halves of surrogates."""
     if len(text) > most:
         return printable(text[:most], most) + "..."

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from maxsimd.api.answer import ApiError, no_such_model, quoted, unavailable
+from maxsimd.api.answer import ApiError, names_of, no_such_model, quoted, unavailable
 from maxsimd.api.model_setup import Loadable, ModelSetup
 from maxsimd.api.options import in_flags
 from maxsimd.engine import EngineDeadError, EngineNotReadyError, ModelLoadError, QueueFullError
@@ -416,7 +416,7 @@ def find_model(models: SeveralModels, name: str) -> str:
         raise no_such_model(name, served_names(models))
     if len(called) > 1:
         message = f"several models are {quoted(name)}; say which you mean by its name: "
-        raise ApiError(404, "NotFoundError", message + ", ".join(map(quoted, called)), "model")
+        raise ApiError(404, "NotFoundError", message + names_of(called), "model")
     return called[0]
 
 
@@ -445,7 +445,7 @@ def not_served_error(models: SeveralModels, name: str) -> ApiError:
 
 
 def _served_here(models: SeveralModels) -> str:
-    return "served here: " + (", ".join(map(quoted, served_names(models))) or "none")
+    return "served here: " + (names_of(served_names(models)) or "none")
 
 
 def lost_during_request(models: SeveralModels, name: str) -> ApiError | None:

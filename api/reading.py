@@ -340,7 +340,7 @@ def check_token_ids(inputs: Inputs, accepted: bool, param: str = "input") -> Non
     """Refuses token ids unless they are accepted."""
     if not accepted and isinstance(inputs[0], list):
         raise InvalidRequestError(
-            f"{param} has token ids, and another tokeniser's would get vectors that mean nothing; send texts "
+            f"{param} has token ids, and another tokenizer's would get vectors that mean nothing; send texts "
             "(LangChain's OpenAIEmbeddings does with check_embedding_ctx_length=False), or have the server "
             "started with --accept-token-ids if they are its own (POST /tokenize)",
             param,

@@ -28,7 +28,6 @@ from maxsimd.engine.execution import choose_device
 from maxsimd.engine.processors.dual_encoder import IN_SLAB, ON_HOST, BatchLimits, in_batches
 from maxsimd.engine.processors.text.tokenization import TextTokenizer
 from maxsimd.engine.scoring.maxsim import choose_maxsim, maxsim_reference
-from maxsimd.engine.scoring.maxsim_triton import bounds_of
 from maxsimd.engine.scoring.scorer import CachedDocument, DocumentScorer, ScoringPrice, StepOutcome
 from maxsimd.pooling.methods import AllPool, PoolingCursor
 from maxsimd.pooling.ragged import Ragged, Spans, to_device
@@ -211,6 +210,8 @@ def _zeros(queries: Ragged, documents: Ragged, pairs: NDArray[np.int64]) -> torc
 
 def _zeros_of_spans(queries: Ragged, documents: Spans, pairs: NDArray[np.int64]) -> torch.Tensor:
     """Copies to the device what MaxSim by Triton copies."""
+    from maxsimd.engine.scoring.maxsim_triton import bounds_of  # loads Triton
+
     to_device(bounds_of(queries, documents, pairs).reshape(-1), documents.values.device)
     return torch.zeros(len(pairs), device=documents.values.device)
 

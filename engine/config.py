@@ -137,7 +137,7 @@ class EngineConfig:
     )
     calibration: str | None = option(
         None,
-        "File of `maxsimd calibrate`: normalised scores are then probabilities that a document is relevant.",
+        "File of `maxsimd calibrate`: normalized scores are then probabilities that a document is relevant.",
     )
     score_template: str | None = option(
         None,

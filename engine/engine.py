@@ -142,7 +142,9 @@ class Engine:
                 await self.stop(0)  # it has started just before this was cancelled
             raise
         finally:
-            self._starting = None  # it holds its error, and that its frames
+            if self._starting is starting:
+                self._starting = None
+            del starting  # it holds its error, which holds this frame
 
     async def stop(self, grace: float | None = None) -> None:
         """Takes no more requests, finishes open ones within `grace` seconds and frees everything. Ends a
@@ -595,7 +597,7 @@ class Engine:
         return await self._in_any_thread(explain, plan.explanation_size(documents))
 
     async def _in_any_thread(self, function: Callable[[], T], size: int) -> T:
-        """Runs work that needs no engine, which may have stopped meanwhile, like `in_thread`."""
+        """Runs work as `in_thread` does, also if the engine has stopped meanwhile."""
         try:
             return await self.in_thread(function, size)
         except (EngineNotReadyError, EngineDeadError):

@@ -226,15 +226,15 @@ def _task(model: LoadedModel, name: str) -> str:
     if task.words is not None:
         return f"pools {task.pooling}, {task.head}: weights of up to {task.words} words"
     unit = "dimensions" if name != "classify" else "label" if task.dim == 1 else "labels"
-    normalised = ", normalised" if task.normalized else ""
-    return f"pools {task.pooling}, then {task.head}: {task.dim} {unit}{normalised}"
+    normalized = ", normalized" if task.normalized else ""
+    return f"pools {task.pooling}, then {task.head}: {task.dim} {unit}{normalized}"
 
 
 def _inputs(model: LoadedModel) -> dict[str, str]:
     rows = {}
     if model.score_type is ScoreType.CROSS_ENCODER:
-        rows["pair"] = "joined by the tokeniser" if model.pairs.template is None else "joined by a template"
-        rows["pair"] += f", cut by {model.pairs.truncation}"
+        rows["pair"] = "joined by the tokenizer" if model.pairs.template is None else "joined by a template"
+        rows["pair"] += f", truncated by {model.pairs.truncation}"
         if model.query.prompt:
             rows["query"] = _role(model.query, model.tokenizer)
         if model.compression is not None:

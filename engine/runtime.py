@@ -309,22 +309,26 @@ class Running:
         if until_now is None or end < until_now:
             self._grace.reschedule(end)
 
-    async def _free(self, end: Callable[[], None]) -> None:
+    async def _free(self, end: Callable[..., None]) -> None:
         """Ends actors and threads, and then closes the cache."""
         self._supervisor.cancel()
         await asyncio.gather(self._supervisor, return_exceptions=True)
         self._metrics.cache = None
         self.admission.close()
-        await call_in_thread(end)
+        await call_in_thread(partial(end, self._seconds_for_device()))
 
-    def _end_of_threads(self) -> Callable[[], None]:
-        """A function that ends the threads when it is first called. It does not hold the model."""
+    def _seconds_for_device(self) -> float | None:
+        """How long the end waits for the device's thread; None for no limit."""
         allowed = self._watchdog.allowance
-        seconds = _STUCK_SECONDS if self._is_stuck else None if allowed == math.inf else allowed
+        return _STUCK_SECONDS if self._is_stuck else None if allowed == math.inf else allowed
+
+    def _end_of_threads(self) -> Callable[..., None]:
+        """A function that ends the threads when it is first called. It does not hold the model."""
+        until_now = self._seconds_for_device()
         device, pool, cache = self._device, self._pool, self.device_model.cache
         begun = threading.Lock()
 
-        def end() -> None:
+        def end(seconds: float | None = until_now) -> None:
             if not begun.acquire(blocking=False):
                 return
             rest = None

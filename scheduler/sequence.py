@@ -402,10 +402,8 @@ _BATCHES_TOGETHER = 4
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """A forward pass, then cached documents to score, then pictures to encode for later steps. The requests in
-    `first` run before all that, in a pass of their own. The parts of a split step
-    keep its `step_id`.
-    """
+    """A forward pass, then cached documents to score, then pictures to encode for later steps. The requests
+    in `first` run before all that, in a pass of their own. The parts of a split step keep its `step_id`."""
 
     step_id: int
     chunks: tuple[Chunk, ...]

@@ -219,7 +219,7 @@ async def rank_all(
 )
 @click.option("--out", type=click.Path(dir_okay=False), required=True, help="The file to write.")
 def calibrate(queries: str, documents: str, qrels: str, others: int, out: str, **values: Any) -> None:
-    """Fits the normalised scores of MODEL to judged documents: serve with --calibration, and they are
+    """Fits the normalized scores of MODEL to judged documents: serve with --calibration, and they are
     probabilities. The files are BEIR's."""
     config = config_from(EngineConfig, values)
     click.echo(f"Loading {shown_name(config.model)} ...", err=True)
@@ -237,7 +237,7 @@ def calibrate(queries: str, documents: str, qrels: str, others: int, out: str, *
     click.echo(
         f"{len(scored.scores)} documents of {len(set(scored.queries))} queries, {share:.1%} relevant\n"
         f"mean squared error of the probability (Brier) on queries that it was not fitted to:\n"
-        f"  normalised scores {before:.4f}, calibrated {after:.4f}, "
+        f"  normalized scores {before:.4f}, calibrated {after:.4f}, "
         f"always {share:.1%} {share * (1 - share):.4f}\n"
         f"wrote {out}; serve with --calibration {out}"
     )
@@ -281,7 +281,7 @@ async def _score_judged(
 
 
 def _errors_of(scored: Scored) -> tuple[float, float]:
-    """The mean squared errors of normalised scores and of calibrated ones, cross-validated by query; NaN for
+    """The mean squared errors of normalized scores and of calibrated ones, cross-validated by query; NaN for
     too few."""
     from maxsimd.engine.scoring.scale import Calibration
 

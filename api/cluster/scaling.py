@@ -1,4 +1,4 @@
-"""Number, slots and load of scorers, without Ray. Serve's controller imports this: it stays light."""
+"""Number, slots and load of scorers, without Ray. Serve's controller imports this, so it loads no torch."""
 
 import asyncio
 import logging

@@ -399,14 +399,16 @@ async def _vectors(
     else:
         check_token_ids(inputs, state.config.accept_token_ids)
     state = state.warning_about(_unused_for(task, body), f"task {task}")
-    normalises = "embed" in state.engine.facts.normalized
+    facts = state.engine.facts
+    normalizes = "embed" in facts.normalized
     result = await _run(state, body, inputs, tenant, task)
     vectors = result.scores if isinstance(result, ClassifyResult) else result.embeddings
     warnings = warnings_of(result.truncated, state.field_warnings, body)
-    if body.normalized is not None and task == "embed" and isinstance(result, EmbedResult):
-        if body.normalized and not normalises:
+    embeds = task == "embed" and "embed" in facts.dims
+    if body.normalized is not None and embeds and isinstance(result, EmbedResult):
+        if body.normalized and not normalizes:
             vectors = in_unit_length(result.embeddings)
-        elif normalises and not body.normalized:
+        elif normalizes and not body.normalized:
             warnings = [*(warnings or ()), NORMALIZES_ANYWAY.format("normalized")]
     size = sum(each.size for each in vectors)
     made_by = result.encoding if isinstance(result, EmbedResult) else None

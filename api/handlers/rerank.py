@@ -152,7 +152,7 @@ class DocumentError(msgspec.Struct):
 
 
 class ScoreScale(msgspec.Struct):
-    """How the model's outputs become scores, and the bounds of these, null for none."""
+    """How the model's outputs become scores, and the lowest and highest score, null for no bound."""
 
     transform: str
     min: float | None
@@ -160,7 +160,7 @@ class ScoreScale(msgspec.Struct):
 
 
 class Completeness(Warned, kw_only=True):
-    """The documents without a score, for requests that want them reported: those that there was no time for,
+    """The documents without a score, for requests that want them reported: those that ran out of time,
     and those with an error."""
 
     complete: bool | msgspec.UnsetType = msgspec.UNSET
@@ -245,9 +245,10 @@ def texts_to_score(request: ScoreRequest, most: int) -> ToScore:
 
 def texts_to_rank(request: RerankRequest, most: int) -> ToRank:
     """The query and the documents of a rerank request, `texts` before `documents`."""
+    query = as_item(request.query, "query", "query")
     if request.texts is not None:
         check_count(request.texts, "texts", most)
-        return as_item(request.query, "query", "query"), [*request.texts]
+        return query, [*request.texts]
     if request.documents is None:
         raise InvalidRequestError("documents is missing", "documents")
     return query_and_documents(request.query, request.documents, "documents", most, request.rank_fields)
@@ -622,7 +623,7 @@ class _Lines:
         return first
 
     async def aclose(self) -> None:
-        """Cancels what is left. A generator that has not begun would not."""
+        """Cancels the rest. A generator that has not begun would not do so."""
         await self._rest.aclose()
 
 

@@ -57,9 +57,8 @@ _TRANSFERRING = frozenset({Phase.BODY, Phase.SENDING})
 
 
 class ConnectionTable:
-    """All open connections. When there are too many, one is closed that the server does not work for: the one
-    that has waited longest for its client, or received or sent for longest. Waiting connections go first,
-    unless they are new."""
+    """All open connections. At the limit, the table closes one that the server does not work for: the one
+    that has been idle longest, or else the one with the longest transfer."""
 
     def __init__(self, config: ServerConfig, most: int, metrics: ServerMetrics) -> None:
         self.config = config
@@ -512,7 +511,7 @@ _NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 class Listener:
-    """Accepts connections. The event loop's own server closes new ones without a word if the process has no
+    """Accepts connections. The event loop's own server closes new ones silently if the process has no
     descriptor left. Used from the event loop's thread alone."""
 
     def __init__(self, server: web.Server, table: ConnectionTable, tls: ssl.SSLContext | None) -> None:

@@ -280,8 +280,9 @@ class EmbeddingCache:
     """Embeddings of documents by the digest of all that they depend on: memory first, then disk. Thread-safe.
 
     At start a thread reads the newest entries on disk into memory. `fingerprint` is the digest of the
-    model and its options; it is empty without a disk. New embeddings are rounded to `precision` before use, so that a hit and a miss
-    score identically. On a GPU the `slab`, set once before use, has a second copy of those in use."""
+    model and its options, empty without a disk. New embeddings are rounded to `precision` before use, so
+    that a hit and a miss score identically. On a GPU the `slab`, set once before use, has a second copy of
+    those in use."""
 
     def __init__(
         self,
@@ -309,7 +310,7 @@ class EmbeddingCache:
             self._warming.start()
 
     def key(self, text: str, how: str) -> bytes:
-        """Returns the digest of a document and `how` it is read: truncation, limits, and the tenant that owns it."""
+        """Returns the digest of a document and `how` it is read: truncation, limits, the owning tenant."""
         digest = hashlib.blake2b(self._fingerprint, digest_size=32)
         digest.update(how.encode())
         digest.update(b"\0")

@@ -31,7 +31,7 @@ class ModelFacts:
 
     `dims` has the number of columns of each task's items, and `normalized` names the tasks with unit vectors.
     `max_tokens` is the longest sequence that can be run, `step_tokens` the budget of one step. `normalizes`
-    says whether scores have bounds and can be normalised. `findings` say what was compared at load."""
+    says whether scores have bounds and can be normalized. `findings` say what was compared at load."""
 
     name: str
     score_type: ScoreType

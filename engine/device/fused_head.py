@@ -92,7 +92,7 @@ def _projection_of(head: Head, products: torch.dtype) -> Projection | None:
     if len(after) > 1 or not all(isinstance(module, Normalize) for module in after):
         return None
     if columns is not None and after and not normalized:
-        return None  # the first columns of a normalised row, which are not normalised themselves
+        return None  # the first columns of a normalized row, which are not normalized themselves
     # The first columns depend on the first rows of the weight alone, with or without a bias.
     weight = dense.linear.weight.detach()[:columns]
     bias = None if dense.linear.bias is None else dense.linear.bias.detach()[:columns].float().contiguous()

@@ -238,7 +238,7 @@ def load_device_model(
     which keeps others from computing meanwhile. Raises ModelLoadError."""
     device = choose_device(config.device)
     prepare_thread(device, config.threads)
-    _choose_maxsim(config, device)  # fails before the model is read
+    maxsim = _choose_maxsim(config, device)  # fails before the model is read
     content = texts_content(config)
     with while_reading or nullcontext():
         next_stage()
@@ -251,7 +251,7 @@ def load_device_model(
     next_stage()
     cache = open_cache(config, model, choose_dtype(config.dtype, device))
     try:
-        loaded = prepare(model, config, device, probe_sequences(model, tokenizer), tokenizer)
+        loaded = prepare(model, config, device, probe_sequences(model, tokenizer), tokenizer, maxsim)
         next_stage()
         loaded = _made_ready(replace(loaded, cache=cache, calibration=calibration), config)
         next_stage()
@@ -345,6 +345,7 @@ def prepare(
     device: torch.device,
     probes: Sequence[TokenSequence] = (),
     tokenizer: TextTokenizer | None = None,
+    maxsim: tuple[str, MaxSim] | None = None,
 ) -> DeviceModel:
     """Decides precision and execution. The execution is proven in float32, whatever the model then runs in,
     on the `probes`, sequences as requests make them, and on random ones.
@@ -354,7 +355,9 @@ def prepare(
     with LOADING:
         try:
             tokenizer = tokenizer or TextTokenizer(model.tokenizer, model.token_rows)
-            return _prepare(model, config, device, probes, tokenizer)
+            return _prepare(
+                model, config, device, probes, tokenizer, maxsim or _choose_maxsim(config, device)
+            )
         except ModelLoadError:
             raise
         except Exception as error:
@@ -371,8 +374,9 @@ def _prepare(
     device: torch.device,
     probes: Sequence[TokenSequence],
     tokenizer: TextTokenizer,
+    chosen_maxsim: tuple[str, MaxSim],
 ) -> DeviceModel:
-    maxsim_name, maxsim = _choose_maxsim(config, device)
+    maxsim_name, maxsim = chosen_maxsim
     dtype = choose_dtype(config.dtype, device)
     compiled = config.kernels == "auto" and is_compiled_supported(device, dtype)
     overflow = why_not_float16(model) if dtype is torch.float16 else None

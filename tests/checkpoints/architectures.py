@@ -116,7 +116,7 @@ UNSCORED = {
 
 
 def build(architecture: Architecture, folder: Path) -> str:
-    """Saves it with its tokeniser, as transformers does."""
+    """Saves it with its tokenizer, as transformers does."""
     config = small_config(architecture.model_type, save_tokenizer(architecture.model_type, folder))
     auto: Any = AutoModel
     if architecture.kind == "cross-encoder":
@@ -136,7 +136,7 @@ def classifier(folder: Path, model_type: str) -> str:
 
 
 def save_tokenizer(model_type: str, folder: Path) -> int:
-    """One tokeniser for all; returns its size. It tells the first text from the second where models do."""
+    """One tokenizer for all; returns its size. It tells the first text from the second where models do."""
     default: Any = CONFIG_MAPPING[model_type]()
     names = ["input_ids", "attention_mask"]
     if getattr(default, "type_vocab_size", 0) > 1 or model_type == "xlnet":
@@ -199,7 +199,7 @@ def difference_of_inputs(outputs: Outputs) -> float:
     return float(np.ptp(outputs, axis=0).max())
 
 
-# The special tokens of the tokeniser that all of them share (`architectures.save_tokenizer`).
+# The special tokens of the tokenizer that all of them share (`architectures.save_tokenizer`).
 BOS, PAD, EOS, UNK, MASK = range(5)
 
 # Values, and the settings that have each of them, by the names that architectures give them.

@@ -34,13 +34,13 @@ def _bert(folder: Path) -> Path:
 
 
 def bge(folder: Path) -> str:
-    """BAAI/bge-base-en-v1.5: the first token, normalised; an instruction in front of queries."""
+    """BAAI/bge-base-en-v1.5: the first token, normalized; an instruction in front of queries."""
     prompts = {"query": "Represent this sentence for searching relevant passages: "}
     return saved_pooled(_bert(folder), "cls", Normalize(), prompts=prompts)
 
 
 def gte(folder: Path) -> str:
-    """thenlper/gte-base: the mean, normalised, without prompts."""
+    """thenlper/gte-base: the mean, normalized, without prompts."""
     return saved_pooled(_bert(folder), "mean", Normalize())
 
 
@@ -56,7 +56,7 @@ def without_prompt(folder: Path) -> str:
 
 
 def bge_m3(folder: Path) -> str:
-    """BAAI/bge-m3: the first token, normalised, and two layers in pickles for weights and vectors."""
+    """BAAI/bge-m3: the first token, normalized, and two layers in pickles for weights and vectors."""
     save_model(
         folder / "backbone", "xlm-roberta", options={"add_pooling_layer": False},
         vocab_size=xlm_roberta(folder / "backbone"), max_position_embeddings=514, type_vocab_size=1,

@@ -52,7 +52,7 @@ def _qwen_tokenizer(folder: Path, end: bool = False) -> int:
 
 
 def _qwen3(folder: Path, kind: type = Qwen3ForCausalLM, end: bool = False, **settings: Any) -> str:
-    """A Qwen3 wide enough for blocks of 256, with Qwen's tokeniser."""
+    """A Qwen3 wide enough for blocks of 256, with Qwen's tokenizer."""
     size = _qwen_tokenizer(folder, end)
     config = Qwen3Config(
         vocab_size=size + 5, num_key_value_heads=2, head_dim=32, max_position_embeddings=4096,
@@ -106,7 +106,7 @@ def write_gguf(
 
 
 def said_of_tokens(folder: str, size: int, **said: Any) -> dict[str, Any]:
-    """What llama.cpp says of a byte-level tokeniser: its tokens by number and kind, filled up to the size of
+    """What llama.cpp says of a byte-level tokenizer: its tokens by number and kind, filled up to the size of
     the embeddings, and its merges."""
     tokenizer = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
     stated = json.loads(Path(folder, "tokenizer.json").read_text())
@@ -240,7 +240,7 @@ def qwen3_embedding(folder: Path, kind: str = "Q8_0", **changed: Any) -> str:
 
 
 def bge(folder: Path, kind: str = "F16", **changed: Any) -> str:
-    """BAAI/bge-small-en-v1.5: a BERT, whose tokeniser is a list of words."""
+    """BAAI/bge-small-en-v1.5: a BERT, whose tokenizer is a list of words."""
     source = folder / "hf" / "backbone"
     tokenizer = wordpiece(2100)
     save_model(source, "bert", vocab_size=len(tokenizer), **WIDE)
@@ -345,7 +345,7 @@ def _decoder(
     more: dict[str, torch.Tensor] | None = None,
     **settings: Any,
 ) -> str:
-    """A decoder in float32, its tokeniser beside; `hf` has the same weights."""
+    """A decoder in float32, its tokenizer beside; `hf` has the same weights."""
     source = folder / "hf"
     sizes = {
         "vocab_size": size, "num_key_value_heads": 2, "max_position_embeddings": 4096, **WIDE, **settings,

@@ -54,7 +54,7 @@ def snowflake(folder: Path) -> str:
 
 
 def english(folder: Path, types: int = 2) -> str:
-    """Alibaba-NLP/gte-large-en-v1.5: BERT's tokeniser, and learned types of tokens, or none as the base."""
+    """Alibaba-NLP/gte-large-en-v1.5: BERT's tokenizer, and learned types of tokens, or none as the base."""
     wordpiece().save_pretrained(folder)
     config = _CONFIG | {
         "architectures": ["NewModel"], "pad_token_id": 0, "rope_scaling": {"factor": 2.0, "type": "ntk"},

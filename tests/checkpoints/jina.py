@@ -63,7 +63,7 @@ _JINA_BERT: dict[str, Any] = SIZES | {
 
 
 def embeddings_v2(folder: Path, feed_forward: str = "geglu") -> str:
-    """jinaai/jina-embeddings-v2-base-en: the mean, not normalised, or ReLU in its gates by `reglu`."""
+    """jinaai/jina-embeddings-v2-base-en: the mean, not normalized, or ReLU in its gates by `reglu`."""
     config = _JINA_BERT | {"architectures": ["JinaBertForMaskedLM"], "feed_forward_type": feed_forward}
     save(folder, config, _layers(config))
     wordpiece().save_pretrained(folder)

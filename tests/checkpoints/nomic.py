@@ -30,7 +30,7 @@ _CONFIG: dict[str, Any] = {
 
 
 def v2_moe(folder: Path) -> str:
-    """nomic-ai/nomic-embed-text-v2-moe: the mean, normalised; prefixes, and experts in every second layer."""
+    """nomic-ai/nomic-embed-text-v2-moe: the mean, normalized; prefixes, and experts in every second layer."""
     vocabulary = xlm_roberta(folder)
     config = _CONFIG | {"vocab_size": vocabulary}
     random, hidden, inner = RandomTensors(11), config["n_embd"], config["n_inner"]

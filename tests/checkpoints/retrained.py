@@ -67,7 +67,7 @@ def nemotron_embed_with_modules(folder: Path) -> str:
 
 
 def _qwen(folder: Path, kind: str, specials: dict[str, str] = _QWEN, **settings: Any) -> Any:
-    """A decoder, or an encoder like one, of 2,048 tokens, with a byte-level tokeniser."""
+    """A decoder, or an encoder like one, of 2,048 tokens, with a byte-level tokenizer."""
     size = byte_level_bpe(folder, specials, "$A", "$A $B", model_max_length=2048)
     sizes = {"vocab_size": size, "num_key_value_heads": 2, "max_position_embeddings": 2048}
     return save_model(folder, kind, **sizes, **settings)

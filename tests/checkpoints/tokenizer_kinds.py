@@ -1,4 +1,4 @@
-"""Tokenisers with the steps and patterns of published models, over small vocabularies."""
+"""Tokenizers with the steps and patterns of published models, over small vocabularies."""
 
 import json
 import struct
@@ -63,7 +63,7 @@ def roberta() -> Tokenizer:
 
 
 def modernbert() -> Tokenizer:
-    """Runs of spaces are tokens of their own, found in the text as it is normalised."""
+    """Runs of spaces are tokens of their own, found in the text as it is normalized."""
     spaces = tuple(AddedToken(" " * length, normalized=True) for length in (2, 3, 4, 8))
     return byte_level(None, normalizers.NFC(), (*spaces, "|||IP_ADDRESS|||", _MASK))
 

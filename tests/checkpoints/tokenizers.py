@@ -1,4 +1,4 @@
-"""Small tokenisers of the kinds that published models have. Their vocabularies come from docstrings."""
+"""Small tokenizers of the kinds that published models have. Their vocabularies come from docstrings."""
 
 import functools
 import json
@@ -58,7 +58,7 @@ def xlm_roberta(folder: Path, **options: Any) -> int:
 def unigram(
     folder: Path, specials: dict[str, str], single: str, pair: str, words: Words = (), **options: Any
 ) -> int:
-    """A SentencePiece unigram tokeniser (XLM-RoBERTa, DeBERTa-v2, Gemma, T5); returns its size.
+    """A SentencePiece unigram tokenizer (XLM-RoBERTa, DeBERTa-v2, Gemma, T5); returns its size.
 
     `specials` are the tokens in front of the vocabulary by their roles; `single` and `pair` the templates;
     `words` further pieces; `most` the number of frequent ones."""
@@ -76,7 +76,7 @@ def unigram(
 def byte_level_bpe(
     folder: Path, specials: dict[str, str], single: str, pair: str, words: Words = (), **options: Any
 ) -> int:
-    """A byte-level BPE tokeniser with at most `most` tokens, `words` among them; returns its size."""
+    """A byte-level BPE tokenizer with at most `most` tokens, `words` among them; returns its size."""
     ordered = list(dict.fromkeys(specials.values()))
     vocabulary, merges = merges_of(words, tuple(ordered), options.pop("most", 4000))
     tokenizer = Tokenizer(models.BPE(vocabulary, merges))

@@ -40,7 +40,7 @@ def clip(folder: Path) -> str:
 
 
 def clip_saved(folder: Path) -> str:
-    """sentence-transformers/clip-ViT-B-32 as it is saved today, with normalised embeddings."""
+    """sentence-transformers/clip-ViT-B-32 as it is saved today, with normalized embeddings."""
     transformer = Transformer(clip(folder / "plain"), processor_kwargs={"backend": "pil"})
     return save_own(SentenceTransformer(modules=[transformer, Normalize()]), folder / "saved")
 

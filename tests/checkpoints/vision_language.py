@@ -247,7 +247,7 @@ def _late_interaction(
 
 
 def _transformer(folder: Path, config: Any, template: str, **options: Any) -> Any:
-    """sentence-transformers' first module for a model that is in the folder, with its tokeniser."""
+    """sentence-transformers' first module for a model that is in the folder, with its tokenizer."""
     qwen_image_processor(config.vision_config.patch_size).save_pretrained(folder)
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     with without_videos():

@@ -81,7 +81,7 @@ async def test_token_compression_equals_flag_embedding(
 ) -> None:
     path = checkpoints(retrained.bge_gemma2)
     copy = checkpoints.copy(retrained.bge_gemma2, tmp_path / "copy")
-    # Earlier transformers do not know the class of its tokeniser.
+    # Earlier transformers do not know the class of its tokenizer.
     change_config(copy, "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
     runs = {
         str(i): {"cutoff_layers": [cutoff], "compress_ratio": ratio, "compress_layers": layers}

@@ -36,7 +36,7 @@ Model = Callable[[str], Any]
 
 
 class PlainEncoder:
-    """A checkpoint's config, tokeniser and tensors, `prefix` taken off their names."""
+    """A checkpoint's config, tokenizer and tensors, `prefix` taken off their names."""
 
     def __init__(self, path: str, prefix: str) -> None:
         self.config: dict[str, Any] = json.loads(Path(path, "config.json").read_text(encoding="utf-8"))
@@ -374,7 +374,7 @@ class BothWays:
 
     @torch.inference_mode()
     def states(self, text: str) -> torch.Tensor:
-        """[tokens, hidden], of a text with the tokeniser's special tokens."""
+        """[tokens, hidden], of a text with the tokenizer's special tokens."""
         ids = torch.tensor([self.tokenizer(text)["input_ids"]])
         every = torch.zeros(1, 1, ids.shape[1], ids.shape[1])  # added to the logits of attention
         states: torch.Tensor = self._model(input_ids=ids, attention_mask=every).last_hidden_state[0]

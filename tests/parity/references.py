@@ -83,7 +83,7 @@ def sparse_vectors(path: str, texts: Texts, role: str | None) -> Scores:
 
 
 def plain_encoder(path: str, queries: Texts, documents: Texts) -> Scores:
-    """A bi-encoder's token states, normalised, compared by MaxSim."""
+    """A bi-encoder's token states, normalized, compared by MaxSim."""
     return _similarities(token_states(path), queries, documents)
 
 

@@ -46,8 +46,8 @@ async def test_without_activation_scores_are_logits(
         asked: dict[str, Any] = {"queries": queries, "documents": documents, "truncation": CUT_LONG}
         odds = np.array((await engine.score(**asked, use_activation=False)).scores)
         np.testing.assert_allclose((await engine.score(**asked)).scores, score(odds), atol=1e-5)
-        normalised = await engine.score(**asked, normalize=True)
-        np.testing.assert_allclose(normalised.scores, references.sigmoid(odds), atol=1e-5)
+        normalized = await engine.score(**asked, normalize=True)
+        np.testing.assert_allclose(normalized.scores, references.sigmoid(odds), atol=1e-5)
     assert np.ptp(odds) > 0.01
 
 

@@ -748,7 +748,7 @@ def test_a_wrong_tensor_of_the_backbone_is_named(family: Family, damage: str, ch
 
 
 @families(_NAMED.values(), ONE_OF_EACH)
-def test_a_checkpoint_without_a_tokeniser_is_refused(family: Family, changed: Changed) -> None:
+def test_a_checkpoint_without_a_tokenizer_is_refused(family: Family, changed: Changed) -> None:
     path = changed(family.build, *(removed(f"**/{name}") for name in VOCABULARIES))
     assert "has no tokenizer" in refusal(path, **family.settings)
 

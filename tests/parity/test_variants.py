@@ -361,7 +361,7 @@ VARIANTS = [
                                                 sentence_transformers={"activation_fn": _GELU}))),
     _saved("a chat cut on the left", language_models.zerank_2, CrossEncoder, (_LEFT, _SHORT)),
     # Pooling, modules behind it, dimensions and similarities.
-    _saved("dropout and fewer dimensions, not normalised again",
+    _saved("dropout and fewer dimensions, not normalized again",
          _bert(behind="dropout", truncate_dim=16, similarity_fn_name="dot")),
     _saved("all poolings but max and cls, concatenated, and manhattan distances",
          _bert(pooling="mean_sqrt_len_tokens+weightedmean+lasttoken", behind="dense of concatenated rows",

@@ -108,7 +108,6 @@ VARYING = ("longest_query", "split_k")
 # compiled again while requests wait. Constants give the alignment of rows instead.
 VIEWS = ("queries", "documents", "scales", "bounds", "best_of_split", "scores")
 _ANY_NAN = tl.constexpr(tl.PropagateNan.ALL)
-_PLAIN = tl.constexpr(INTERPRETED)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -60,7 +60,7 @@ from maxsimd.pooling.vectors import Vectors
 from tests.waiting import until
 
 _SCALE = ScoreScale("maxsim", None, None)
-_PLAIN = b"cnumpy\nfloat64\n."  # a pickle of something small, in a tokeniser's place
+_PLAIN = b"cnumpy\nfloat64\n."  # a pickle of something small, in a tokenizer's place
 _LONG = " and so on" * 300
 
 

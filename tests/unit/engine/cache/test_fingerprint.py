@@ -245,8 +245,8 @@ def _head(change: Callable[[Any], Any]) -> Change:
     return changed
 
 
-def _first(dimensions: int, normalised: bool) -> Change:
-    return _head(lambda head: FirstColumns(head, dimensions, normalised))
+def _first(dimensions: int, normalized: bool) -> Change:
+    return _head(lambda head: FirstColumns(head, dimensions, normalized))
 
 
 def _with_one_more_module(head: Any) -> Any:

@@ -139,7 +139,7 @@ def test_files_that_make_no_sense_are_refused_by_name(
         _load(cross_encoder)
 
 
-def test_a_tokeniser_without_words_is_refused(cross_encoder: Path) -> None:
+def test_a_tokenizer_without_words_is_refused(cross_encoder: Path) -> None:
     tokenizer = json.loads((cross_encoder / "tokenizer.json").read_text())
     specials = {token["content"]: i for i, token in enumerate(tokenizer["added_tokens"])}
     tokenizer["model"]["vocab"] = specials

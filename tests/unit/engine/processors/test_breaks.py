@@ -139,7 +139,7 @@ def test_where_nothing_is_certain_there_are_no_breaks(kind: Kind) -> None:
 _ONE_SPACE = normalizers.Replace(Regex(" {2,}"), " ")
 _TAKES_SPACES = (AddedToken("<mask>", rstrip=True), AddedToken("[MASK]", rstrip=True, lstrip=True))
 
-# Normalisers and pre-tokenisers in other combinations than the published kinds have.
+# Normalizers and pre-tokenizers in other combinations than the published kinds have.
 OTHERS: dict[str, Kind] = {
     "NFD": lambda: byte_level(QWEN, normalizers.NFD()),
     "no marks": lambda: byte_level(
@@ -174,7 +174,7 @@ def test_so_have_pieces_after_other_steps(name: str, text: str) -> None:
 # Added tokens, each with a text that a cut inside of it would change.
 ADDED: dict[str, tuple[AddedToken, str]] = {
     "spans words": (AddedToken("hello world", normalized=False), "say hello world to hello, world"),
-    "spans words when normalised": (AddedToken("a,b", normalized=True), "1 a,b 2,a,b"),
+    "spans words when normalized": (AddedToken("a,b", normalized=True), "1 a,b 2,a,b"),
     "begins with a space": (AddedToken(" b", single_word=True), "a b a, b c b"),
     "takes the space behind it": (AddedToken("ab", rstrip=True), "c ab d ab, ab\ne"),
     "takes the spaces before it": (AddedToken("[X]", lstrip=True), "c [X] d\n[X]e?\n[X]"),

@@ -130,7 +130,7 @@ KINDS_OF_SCORES = pytest.mark.parametrize(
         model(score_task="classify", pairs=PairRules()),
         model(score_task="classify", pairs=PairRules(template=TEMPLATE)),
     ],
-    ids=["apart", "the tokeniser's pairs", "a template's pairs"],
+    ids=["apart", "the tokenizer's pairs", "a template's pairs"],
 )
 
 

@@ -1,4 +1,4 @@
-"""Which characters the tokens of a text stand for, with the tokenisers of published models, and to which
+"""Which characters the tokens of a text stand for, with the tokenizers of published models, and to which
 chunk of a document each belongs."""
 
 import unicodedata
