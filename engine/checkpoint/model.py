@@ -155,7 +155,8 @@ class LoadedModel:
     hybrid_embed, classify and rank. Scores are computed from the items of `score_task`, compared by
     `similarity`; a cross-encoder's logits are its scores, and a listwise model scores by its `listwise`
     rules. `activation` turns logits into the scores that the authors meant, `probabilities` into
-    probabilities. With several `labels` the score is the probability of the label `score_label`; None where there is no score.
+    probabilities. With several `labels` the score is the probability of the label `score_label`; None where
+    there is no score.
 
     `max_tokens` is the length of the longest sequence. Longer texts are truncated at their `truncation_side`.
     Positions count from `position_offset`. A token `uncounted_id` has the position before that and is not
