@@ -96,7 +96,7 @@ async def wire_answer(build: Callable[[], Any], items: int, characters: int = 0)
 
 
 def json_page(page: Any, status: int = 200) -> Answer:
-    """A small page that people read too."""
+    """A JSON page for people and programs, with spaces."""
     return Answer(status, {"Content-Type": "application/json; charset=utf-8"}, json.dumps(page).encode())
 
 
@@ -188,7 +188,7 @@ def error_answer(error: ApiError) -> Answer:
 
 
 def _describe_validation(message: str) -> tuple[str, str | None]:
-    """The message and field of msgspec's text, which is all that it gives: `Expected ... - at `$.top_n``."""
+    """The message and field in the text of msgspec's error: `Expected ... - at `$.top_n``."""
     missing = re.search(r"missing required field `(\w+)`", message)
     if missing:
         within = re.search(r" - at `\$\.(.+)`$", message)

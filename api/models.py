@@ -338,7 +338,7 @@ class Wanted(Enum):
 
 
 class UndecidedModelError(Exception):
-    """The model `name` could not be loaded, and may be the one that is meant."""
+    """The model `name` could not be loaded, and the request may be for it."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -380,8 +380,8 @@ _PREFERENCES: dict[Wanted, tuple[_Fits, ...]] = {
 
 
 def first_suited(wanted: Wanted, models: Mapping[str, ModelFacts | None]) -> str:
-    """The first model that suits a request. Models have None if nothing is known of them. Raises
-    UndecidedModelError if such a one may come first."""
+    """The first model that suits a request. Facts are None for a model that has not loaded. Raises
+    UndecidedModelError if such a model may come first."""
     for fits in _PREFERENCES[wanted]:
         for name, facts in models.items():
             if facts is None:

@@ -36,8 +36,8 @@ def handled_signals() -> list[signal.Signals]:
 
 
 def show_stacks_on_sigusr1(also: Callable[[], None] | None = None) -> None:
-    """SIGUSR1 writes the stacks of all threads to standard error and ends nothing. The running event loop
-    then calls `also`."""
+    """Makes SIGUSR1 write the stacks of all threads to standard error. The running event loop then calls
+    `also`."""
     faulthandler.unregister(signal.SIGUSR1)
     if also is not None:
         import asyncio

@@ -665,7 +665,7 @@ class DocumentStream(ABC):
         assert self._task is not None
         if not self._task.done():
             self._task.cancel()
-            # Its errors after that concern nobody.
+            # Nobody awaits its errors any more.
             with suppress(asyncio.CancelledError, Exception):
                 await self._task
         elif not self._task.cancelled():

@@ -66,7 +66,7 @@ _ENOUGH_STEPS = 2
 _SMALL_CHARACTERS, _SMALL_SECONDS = 2048, 0.1
 # Before another start, the requests of an engine that died have this long to end.
 _DEAD_SECONDS = 1.0
-# How often to look whether it is gone before another is loaded beside it.
+# How many times to look whether a dead engine is gone before another one loads.
 _MOST_LOOKS = 5
 # Called with a request's values whenever some have arrived; those that have not are None.
 ValuesArrived: TypeAlias = Callable[[PlanT, list[Value | None]], None]
@@ -541,7 +541,7 @@ def _start_actors(
     died: Died,
     tenants: TenantLimits,
 ) -> Running:
-    """Closes the model's cache if the start fails."""
+    """Starts the actors. Closes the model's cache if that fails."""
     try:
         return Running(config, metrics, device, device_model, died, tenants)
     except BaseException:

@@ -521,7 +521,7 @@ async def rerank_whole(
     documents: str = "documents",
     truncation: Truncation | None = None,
 ) -> Answer:
-    """Answers in a shape that has a place for ranked documents alone. `build` makes its wire type from the
+    """Answers in a shape that holds only ranked documents. `build` makes its wire type from the
     result, the model's name and the warnings."""
     check_all_ranked(body)
     model, scale = state.model_name, scale_of(state, body)

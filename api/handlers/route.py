@@ -400,7 +400,7 @@ def decode_with_halves(body: bytearray, kind: type[T]) -> T:
 
 
 def _mark_halves(body: bytearray) -> int:
-    """Replaces each half by a mark that the body does not have; returns the mark's code point."""
+    """Replaces each half surrogate by a mark that is not in the body. Returns the mark's code point."""
     # Each search goes through the whole body.
     escaped = {int(found[1], 16) for found in _ESCAPED_MARK.finditer(body)}
     mark = next((each for each in _MARKS if each not in escaped and chr(each).encode() not in body), None)

@@ -39,7 +39,7 @@ _SHARE_LEFT, _LEAST_LEFT, _MOST_LEFT = 0.25, 0.005, 0.02
 # One message for all documents: there may be thousands.
 _TOO_LARGE = "the numbers of its embedding or its query's are too large for a finite score; normalize them"
 _TICK_SECONDS = 1.0
-# No step takes longer than expected by this factor.
+# A step that takes this many times longer than expected is stuck.
 _BEYOND_EXPECTED = 20
 # Before the first step is done the speed is unknown, and kernels may have to be compiled.
 _BEYOND_TIMEOUT_AT_FIRST = 10

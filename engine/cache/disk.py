@@ -74,7 +74,7 @@ def read_entry_before(connection: sqlite3.Connection, sequence: int) -> tuple[in
     """Returns sequence number, key and data of the newest entry older than `sequence`."""
     statement = "SELECT sequence, key, data FROM entries WHERE sequence < ? ORDER BY sequence DESC LIMIT 1"
     for older, key, data in connection.execute(statement, (sequence,)).fetchall():
-        if older >= sequence:  # or whoever reads on from there might never come to an end
+        if older >= sequence:  # or reading on from there might never end
             raise DamagedError("its entries are out of order")
         return older, _as_bytes(key), _as_bytes(data)
     return None

@@ -315,8 +315,8 @@ def _for(path: str, name: str, patterns: Any, otherwise: Any) -> Any:
 
 
 def _named(path: str, modules: Mapping[str, Any], name: str) -> Any:
-    """The module of a name, of which the first parts may be others than in the model: those change with
-    transformers' versions. The longest rest that a module has must be that of one alone."""
+    """The module of a name. Its first parts may differ from the model's, because they change with
+    transformers' versions. The longest ending that a module has must belong to one module only."""
     parts = name.split(".")
     for first in range(len(parts)):
         rest = ".".join(parts[first:])

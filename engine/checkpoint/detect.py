@@ -231,8 +231,8 @@ _OF_EMBEDDINGS = (BI, LATE)
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Checkpoints of which config.json names one of the `architectures` (patterns, as of file names), how
-    they can be scored, and in which form they are read."""
+    """Checkpoints whose config.json names one of the `architectures` (patterns, as of file names), how they
+    can be scored, and in which form they are read."""
 
     architectures: tuple[str, ...]
     kinds: tuple[str, ...]

@@ -411,7 +411,7 @@ def _lay_out(file: GgufFile, folder: Path) -> StoredWeights:
 
 
 def _check_beside(file: GgufFile) -> None:
-    """Raises ModelLoadError for a model of which the config.json beside it says what the file cannot say."""
+    """Raises ModelLoadError if the config.json beside the file says what a GGUF file cannot say."""
     beside = file.path.parent / "config.json"
     if beside.is_file() and config_says_both_ways(json.loads(beside.read_text(encoding="utf-8"))):
         raise ModelLoadError(

@@ -413,7 +413,7 @@ def refuse_unsupported(
     is_bare = not files.modules and not is_visual(files) and files.architecture != JINA_M0
     if reads_pictures(files) and is_bare:
         raise ModelLoadError(
-            f"{model!r} is a {kind} that says neither how it is asked nor what becomes of its states; name a "
+            f"{model!r} is a {kind} without a prompt format and a pooling; name a "
             "version with sentence-transformers' modules"
         )
     is_retrained = files.config_at_root and language_model_translation(files.config) is not None

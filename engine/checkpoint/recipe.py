@@ -147,8 +147,8 @@ class ModuleRecipe(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TaskRecipe(msgspec.Struct, frozen=True):
-    """A task; without `modules` its head is the classifier. Of what the modules give the first `columns` are
-    kept, if they are named."""
+    """A task; without `modules` its head is the classifier. With `columns` only the first of the
+    modules' columns are kept."""
 
     pooling: str
     dim: int

@@ -74,7 +74,7 @@ Backend = AttentionBackend[Any]
 # A new load waits this long for loads that were given up, so that few models are in memory at a time.
 GIVEN_UP_SECONDS = 30.0
 _LOOK_SECONDS = 0.02
-# The end of the process waits this long for them.
+# At exit the process waits this long for loads that were given up.
 _EXIT_SECONDS = 5.0
 
 
@@ -493,12 +493,12 @@ def _sped_up(
 
 
 def _may_fuse(config: EngineConfig, device: torch.device) -> bool:
-    """Whether our kernels for whole layers are wanted and run here; they multiply no int8 weights."""
+    """Whether to use our Triton kernels for whole layers, which do not multiply int8 weights."""
     return config.kernels == "auto" and config.quantization == "none" and triton_ops.runs_on(device)
 
 
 def _fuse(model: LoadedModel, fusible: frozenset[Fused] | str) -> None:
-    """Fuses the layers of a backbone that is as it will run, of the kinds that may be, or says why not."""
+    """Fuses layers of the kinds that are allowed, or logs why not. The backbone is in its final precision."""
     if isinstance(fusible, str):
         log.warning("layers are not fused, which is slower: %s", fusible)
     else:
@@ -552,8 +552,7 @@ def _widen(model: LoadedModel) -> None:
 
 
 def _in_float32(backend: Backend) -> Backend:
-    """The backend itself, or if it lacks float32 plain torch in its place, with which layout, positions and
-    masks are proven."""
+    """The backend itself, or plain torch if it lacks float32, to prove layout, positions and masks."""
     if backend.supports_float32:
         return backend
     return GroupedBackend(

@@ -440,7 +440,7 @@ class DualEncoderProcessor(ScoreProcessor):
     def _sequences_of(
         self, document: DocumentToRun, query: Query, first: int, ids: RequestIds, explained: Explained | None
     ) -> list[TokenSequence]:
-        """Returns the sequences of a document, which have one value together, or one each from `first` on."""
+        """Returns the sequences of a document, which share the value `first` or have one each from there."""
         as_one, is_whole = self._windows_as_one, len(document.windows) == 1
         sequence_ids = [ids.next_sequence_id() for _ in document.windows]
         window = Window(sequence_ids[0], len(sequence_ids)) if as_one and not is_whole else None

@@ -215,9 +215,9 @@ log = logging.getLogger(__name__)
 
 # (queries, documents, pairs [n, 2] of query index and document index) -> float32 scores [n]
 MaxSim = Callable[[Ragged, Ragged, NDArray[np.int64]], torch.Tensor]
-# The same for documents anywhere in one tensor,
+# The same for documents that lie anywhere in one tensor.
 MaxSimSpans = Callable[[Ragged, Spans, NDArray[np.int64]], torch.Tensor]
-# or each in a tensor of its own.
+# The same for documents that each have their own tensor.
 MaxSimApart = Callable[[Ragged, Sequence[Rows], NDArray[np.int64]], torch.Tensor]
 
 __all__ = [

@@ -97,8 +97,8 @@ _DOCUMENT = re.compile(r"\bdocuments\[(\d+)\]")
 
 class CascadeOptions(TypedDict, total=False):
     """Those options of `Engine.score` that a cascade takes: for all stages, but `use_activation` and
-    `normalize` for the last alone. They say what its scores are; in others, what they make alike would go on
-    by its index."""
+    `normalize` for the last alone. They change scores, and in earlier stages equal scores would pass by
+    index."""
 
     use_activation: bool
     normalize: bool

@@ -128,9 +128,8 @@ class Engines:
 
     The models of a device share its thread, and take turns there by their weights: who has used least time
     for its weight has the next step. Their caches share what one would take by default. A model that cannot
-    be loaded, or whose engine dies, takes no other along: `state` says of what it failed. Only a step that
-    never ends holds up all models of its device, which then fail together; they can be loaded again.
-    """
+    be loaded, or whose engine dies, fails alone: `state` says why. Only a step that
+    never ends fails all models of its device; they can be loaded again."""
 
     def __init__(
         self, configs: Mapping[str, EngineConfig], *, weights: Mapping[str, float] | None = None
@@ -319,7 +318,7 @@ class Engines:
                 raise _dropped_while_loading(name)
 
     async def _start_alone(self, name: str, loading: Loading, config: EngineConfig, weight: float) -> None:
-        """While no other is being loaded."""
+        """Loads one model and starts its engine, while no other loads."""
         own = config
         if config.cache_mb is None:
             self._sharers.add(name)

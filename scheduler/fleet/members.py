@@ -36,7 +36,7 @@ class Member:
 
 
 def digest_of(text: str) -> int:
-    """A text's digest, 64 bits of BLAKE2b: of the text alone: options of a request change no owner."""
+    """The digest of a text alone, 64 bits of BLAKE2b, so that options of a request change no owner."""
     return int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 
