@@ -1,5 +1,5 @@
-"""What a handler answers: a status, headers and a body, whole or line by line; and errors, which have one
-shape and a status for each class. Adapters send them."""
+"""Answers of handlers: a status, headers and a body, whole or line by line. Errors have one shape, and a
+status for each class."""
 
 import json
 import math

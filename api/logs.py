@@ -1,7 +1,7 @@
 """Log lines for people or for machines. No text of any user is logged.
 
-Whatever a message holds, its event is one line, with a traceback indented behind it. Nothing in it can move a
-terminal's cursor or pass for another line.
+Each event is one line, with a traceback indented behind it. Nothing in a message can move a terminal's
+cursor or pass for another line.
 """
 
 import json

@@ -325,7 +325,7 @@ _RERANKERS = (ScoreType.CROSS_ENCODER, ScoreType.LATE_INTERACTION, ScoreType.LIS
 
 
 class Wanted(Enum):
-    """What a request needs of a model."""
+    """The kind of result that a request needs of a model."""
 
     RANKING = auto()
     VECTORS = auto()

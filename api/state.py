@@ -1,4 +1,4 @@
-"""What all handlers share: the engine, the configuration, the keys, metrics and traces, the memory that
+"""State that all handlers share: the engine, the configuration, the keys, metrics and traces, the memory that
 bodies hold, and the requests in flight."""
 
 import asyncio
@@ -208,7 +208,7 @@ _HEADER_NAMES = re.compile(r"[A-Za-z0-9,\t _-]{1,1000}")
 
 
 class CrossOrigin:
-    """The pages of which origins may use the server from a browser."""
+    """The origins whose pages may use the server from a browser."""
 
     def __init__(self, origins: Collection[str]) -> None:
         self._origins = frozenset(origin.lower() for origin in origins)

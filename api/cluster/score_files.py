@@ -254,7 +254,7 @@ def _is_hidden(file: Path, folder: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What to score: `query` is the query of all rows, if given, `options` are those of `ScoreRows`."""
+    """A run's input: `query` is the query of all rows, if given; `options` are those of `ScoreRows`."""
 
     config: EngineConfig
     files: Files

@@ -241,7 +241,7 @@ class Metrics(msgspec.Struct, tag=True, frozen=True):
 
 
 class Introduction(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """What an engine serves. The tokenizer is pickled: it comes from our own process. The fingerprint digests
+    """An engine's model. The tokenizer is pickled: it comes from our own process. The fingerprint digests
     all that decides scores."""
 
     facts: ModelFacts

@@ -141,7 +141,7 @@ class PoolingRequest(EmbeddingsRequest, kw_only=True):
 
 
 class Embedding(msgspec.Struct):
-    """`scales` are there for vectors in int8: what each is to be multiplied by."""
+    """Vectors in int8 have `scales`: the factor of each vector."""
 
     index: int
     embedding: Any

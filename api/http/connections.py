@@ -41,7 +41,7 @@ _NEW_SECONDS = 1.0
 
 
 class Phase(Enum):
-    """What a connection waits for."""
+    """The next event that a connection waits for."""
 
     IDLE = "the next request"
     HEADERS = "the rest of a request's headers, or the first of them"
