@@ -128,13 +128,6 @@ class SetWeights:
     weights: Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class Release:
-    """Scheduler to runner: a request has ended; free its state on the device."""
-
-    request_id: int
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Pool(Question[list[Pooled]]):
     """Runner to pooling: pool the hidden states of a step."""
@@ -144,7 +137,7 @@ class Pool(Question[list[Pooled]]):
 
 
 @dataclass(frozen=True, slots=True)
-class FreeSequences:
+class DropSequences:
     """Runner to pooling: free the state of these sequences."""
 
     sequence_ids: frozenset[int]
@@ -167,7 +160,7 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True)
-class ForgetAttempt:
+class DropAttempt:
     """Runner to scoring: an attempt with these sequences has failed; forget their windows."""
 
     sequence_ids: frozenset[int]
@@ -175,7 +168,7 @@ class ForgetAttempt:
 
 @dataclass(frozen=True, slots=True)
 class DropRequest:
-    """Runner to scoring: a request has ended; forget its queries and windows."""
+    """Scheduler to runner, and runner to scoring: a request has ended; free its state on the device."""
 
     request_id: int
 
@@ -215,6 +208,6 @@ class ChooseStep:
 
 
 SchedulerMessage = Admit | Cancel | ChooseStep | EndEarly | SetWeights | StepEnding | StepReport
-RunnerMessage = Step | Release
-PoolingMessage = Pool | FreeSequences
-ScoringMessage = Score | Commit | ForgetAttempt | DropRequest
+RunnerMessage = Step | DropRequest
+PoolingMessage = Pool | DropSequences
+ScoringMessage = Score | Commit | DropAttempt | DropRequest

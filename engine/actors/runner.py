@@ -21,13 +21,12 @@ import torch
 from maxsimd.engine.actors.actor import (
     Actor,
     Commit,
+    DropAttempt,
     DropRequest,
-    ForgetAttempt,
-    FreeSequences,
+    DropSequences,
     Mailbox,
     Pool,
     PoolingMessage,
-    Release,
     RunnerMessage,
     SchedulerMessage,
     Score,
@@ -109,9 +108,9 @@ class RunnerActor(Actor[RunnerMessage]):
             self._arrivals.close()
 
     async def receive(self, message: RunnerMessage) -> None:
-        if isinstance(message, Release):
+        if isinstance(message, DropRequest):
             self._free(self.cut_sequences.drop_request(message.request_id))
-            self._scoring.tell(DropRequest(message.request_id))
+            self._scoring.tell(message)
             return
         if self._turn is None:
             await self._run_stages(message)
@@ -211,7 +210,7 @@ class RunnerActor(Actor[RunnerMessage]):
     def _free(self, sequence_ids: frozenset[int]) -> None:
         for sequence_id in sequence_ids:
             self._runner.free(sequence_id)
-        self._pooling.tell(FreeSequences(sequence_ids))
+        self._pooling.tell(DropSequences(sequence_ids))
 
     def _split_cached(self, step: Step) -> tuple[tuple[Chunk, ...], list[SkippedSequence]]:
         """Splits off documents that are cached by now, or duplicate an earlier document of the step."""
@@ -248,7 +247,7 @@ class RunnerActor(Actor[RunnerMessage]):
         if out_of_memory:
             _give_back_memory()
             self._scheduler.post(StepReport(step.step_id, 0, out_of_memory=True))
-        self._scoring.tell(ForgetAttempt(frozenset(chunk.sequence.sequence_id for chunk in step.chunks)))
+        self._scoring.tell(DropAttempt(frozenset(chunk.sequence.sequence_id for chunk in step.chunks)))
         if step.num_parts > 1:
             log.warning("a step of %d parts failed and is tried in halves: %s", step.num_parts, error)
             for half in step.halves():
@@ -344,7 +343,7 @@ class ScoringActor(Actor[ScoringMessage]):
                     return self._score(message)
             case Commit():
                 self._scorer.commit(message.releases)
-            case ForgetAttempt():
+            case DropAttempt():
                 self._scorer.forget(message.sequence_ids)
             case DropRequest():
                 self._scorer.drop_request(message.request_id)

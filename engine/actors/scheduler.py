@@ -16,9 +16,9 @@ from maxsimd.engine.actors.actor import (
     Admit,
     Cancel,
     ChooseStep,
+    DropRequest,
     EndEarly,
     Mailbox,
-    Release,
     RunnerMessage,
     SchedulerMessage,
     SetWeights,
@@ -280,7 +280,7 @@ class SchedulerActor(Actor[SchedulerMessage]):
         request = self._open.pop(request_id, None)
         if request is not None:
             self._scheduler.cancel(request_id)
-            self._runner.post(Release(request_id))
+            self._runner.post(DropRequest(request_id))
         return request
 
     def _dispatch(self) -> None:
