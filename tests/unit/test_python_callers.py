@@ -9,14 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maxsimd.engine import (
-    Engine,
-    EngineConfig,
-    EngineNotReadyError,
-    EngineRunningError,
-    InvalidRequestError,
-    SyncEngine,
-)
+from maxsimd.engine import Engine, EngineConfig, SyncEngine, errors
 from tests.forked import Program
 from tests.nearly import nearly
 
@@ -65,11 +58,11 @@ def test_wrong_options_are_told_at_once(kind: Any) -> None:
 
 def test_in_a_notebook_it_is_started_and_closed() -> None:
     engine = SyncEngine(dtype="float32", progress=False)
-    with pytest.raises(EngineNotReadyError, match=r"call start\(\)"):
+    with pytest.raises(errors.EngineNotReadyError, match=r"call start\(\)"):
         engine.score(QUERY, TEXTS)
     for _ in range(2):
         assert engine.start() is engine
-        with pytest.raises(EngineRunningError):
+        with pytest.raises(errors.EngineRunningError):
             engine.start()
         assert engine.rerank(QUERY, TEXTS).results[0].index == 0
         assert (engine.model.name, engine.max_tokens) == ("all-MiniLM-L6-v2", 256)
@@ -77,7 +70,7 @@ def test_in_a_notebook_it_is_started_and_closed() -> None:
         engine.clear_cache()
         engine.close()
         engine.close()
-    with pytest.raises(EngineNotReadyError):
+    with pytest.raises(errors.EngineNotReadyError):
         engine.score(QUERY, TEXTS)
 
 
@@ -107,9 +100,9 @@ def test_other_things_than_lists_of_texts_are_refused(engine: SyncEngine) -> Non
     for documents in others:
         kind = type(documents).__name__
         for method in (engine.rerank, engine.score):
-            with pytest.raises(InvalidRequestError, match=f"documents must be .* not {kind};"):
+            with pytest.raises(errors.InvalidRequestError, match=f"documents must be .* not {kind};"):
                 method(QUERY, documents)
-        with pytest.raises(InvalidRequestError, match=f"input must be .* not {kind};"):
+        with pytest.raises(errors.InvalidRequestError, match=f"input must be .* not {kind};"):
             engine.embed(documents)
 
 
@@ -124,7 +117,7 @@ def test_words_for_options_that_are_none_are_refused(engine: SyncEngine) -> None
     call: Any = engine.rerank
     with pytest.raises(TypeError, match=r"rerank\(\) .*top_k"):
         call(QUERY, TEXTS, top_k=1)
-    with pytest.raises(InvalidRequestError, match="use cut, error, window or a Truncation"):
+    with pytest.raises(errors.InvalidRequestError, match="use cut, error, window or a Truncation"):
         call(QUERY, TEXTS, truncation="left")
 
 
@@ -133,7 +126,7 @@ def test_a_second_event_loop_is_told_why_it_gets_nothing() -> None:
     first = asyncio.new_event_loop()
     try:
         first.run_until_complete(engine.start())
-        with pytest.raises(EngineNotReadyError, match="another event loop"):
+        with pytest.raises(errors.EngineNotReadyError, match="another event loop"):
             asyncio.run(engine.score(QUERY, TEXTS))
         assert first.run_until_complete(engine.score(QUERY, TEXTS)).scores
     finally:

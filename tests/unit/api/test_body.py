@@ -13,29 +13,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maxsimd.api.answer import ApiError, error_answer
-from maxsimd.api.handlers.route import (
-    _PIECE,
-    Encoding,
-    JsonShape,
-    decompressed,
-    encoding_of,
-    refusal,
-    shape_of,
-)
+from maxsimd.api.handlers import route
 from maxsimd.api.state import BodyBudget
 
-NOTHING = JsonShape(0, 0, 0)
+NOTHING = route.JsonShape(0, 0, 0)
 
 
-def _shape(value: Any) -> JsonShape:
+def _shape(value: Any) -> route.JsonShape:
     """The shape of a value, by Python's own means."""
     if isinstance(value, str):
-        return JsonShape(0, 1, 0)
+        return route.JsonShape(0, 1, 0)
     if not isinstance(value, dict | list):
         return NOTHING
     children = [*value, *value.values()] if isinstance(value, dict) else value
     inner = [_shape(child) for child in children]
-    return JsonShape(
+    return route.JsonShape(
         1 + sum(shape.containers for shape in inner),
         sum(shape.strings for shape in inner),
         max(0, len(value) - 1) + sum(shape.commas for shape in inner),
@@ -56,17 +48,17 @@ def test_what_there_is_is_counted_and_what_texts_say_is_not(value: Any, block: i
     shape = _shape(value)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("maxsimd.api.handlers.route._BLOCK", block)
-        assert shape_of(body, NOTHING) == shape or shape == NOTHING
-        assert shape_of(body, shape).is_within(shape)
+        assert route.shape_of(body, NOTHING) == shape or shape == NOTHING
+        assert route.shape_of(body, shape).is_within(shape)
 
 
 def test_a_small_text_is_counted_with_its_strings_contents() -> None:
     body = json.dumps(["a, b [c]" + " " * 1000]).encode()
-    assert shape_of(body, JsonShape(2, 1, 1)) == JsonShape(2, 1, 1)
-    for most in (JsonShape(1, 1, 1), JsonShape(2, 0, 1), JsonShape(2, 1, 0)):
-        assert shape_of(body, most) == JsonShape(1, 1, 0)
+    assert route.shape_of(body, route.JsonShape(2, 1, 1)) == route.JsonShape(2, 1, 1)
+    for most in (route.JsonShape(1, 1, 1), route.JsonShape(2, 0, 1), route.JsonShape(2, 1, 0)):
+        assert route.shape_of(body, most) == route.JsonShape(1, 1, 0)
     for no_json in (b"", b"[" * 5, b'"[[[', b"\\", b'"\\', b"]]]]{{"):
-        assert shape_of(no_json, JsonShape(10, 10, 10)).is_within(JsonShape(10, 10, 10))
+        assert route.shape_of(no_json, route.JsonShape(10, 10, 10)).is_within(route.JsonShape(10, 10, 10))
 
 
 def test_memory_is_no_less_than_python_takes() -> None:
@@ -82,7 +74,7 @@ def test_memory_is_no_less_than_python_takes() -> None:
         taken, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert len(decoded) == 10_000
-        assert taken <= shape_of(body, NOTHING).memory + len(body)
+        assert taken <= route.shape_of(body, NOTHING).memory + len(body)
 
 
 def test_bodies_together_hold_at_most_the_budget() -> None:
@@ -112,14 +104,14 @@ async def _chunks(body: bytes, size: int) -> AsyncIterator[bytes]:
         yield body[start : start + size]
 
 
-async def _pieces(body: bytes, encoding: Encoding, size: int) -> list[bytes]:
-    return [piece async for piece in decompressed(_chunks(body, size), encoding)]
+async def _pieces(body: bytes, encoding: route.Encoding, size: int) -> list[bytes]:
+    return [piece async for piece in route.decompressed(_chunks(body, size), encoding)]
 
 
-def _compressed(text: bytes, kind: str) -> tuple[bytes, Encoding]:
+def _compressed(text: bytes, kind: str) -> tuple[bytes, route.Encoding]:
     half = len(text) // 2
     files = gzip.compress(text[:half]) + gzip.compress(text[half:])
-    kinds: dict[str, tuple[bytes, Encoding]] = {
+    kinds: dict[str, tuple[bytes, route.Encoding]] = {
         "gzip": (gzip.compress(text), "gzip"),
         "two files": (files, "gzip"),
         "zlib": (zlib.compress(text), "deflate"),
@@ -150,22 +142,22 @@ async def test_a_truncated_body_is_refused(text: bytes, kind: str, size: int, da
 
 
 async def test_few_bytes_that_become_very_many_come_in_pieces() -> None:
-    text = bytes(10 * _PIECE + 1)
+    text = bytes(10 * route._PIECE + 1)
     for kind in ("gzip", "zlib"):
         body, encoding = _compressed(text, kind)
         pieces = await _pieces(body, encoding, len(body))
-        assert max(map(len, pieces)) == _PIECE
+        assert max(map(len, pieces)) == route._PIECE
         assert b"".join(pieces) == text
 
 
 def test_headers_tell_how_a_body_is_compressed_or_refused() -> None:
     for named, encoding in (("", None), ("Identity", None), (" GZIP ", "gzip"), ("x-gzip", "gzip")):
-        assert encoding_of({"content-encoding": named}) == encoding
+        assert route.encoding_of({"content-encoding": named}) == encoding
     for named, length, status in (
         *((named, "1", 415) for named in ("gzip, gzip", "br", "x-deflate")),
         *(("", "10", None), ("", "11", 413), ("identity", "11", 413), ("gzip", "11", None)),
     ):
-        refused = refusal({"content-length": length, "content-encoding": named}, 10)
+        refused = route.refusal({"content-length": length, "content-encoding": named}, 10)
         assert (refused and refused.status) == status
         if refused is not None and status == 415:
             assert error_answer(refused).headers["Accept-Encoding"] == "gzip, deflate"

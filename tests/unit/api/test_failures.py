@@ -8,15 +8,7 @@ import msgspec
 from maxsimd.api import answer as answers
 from maxsimd.api.answer import Answer, ApiError, as_api_error, error_answer
 from maxsimd.api.handlers.rerank import Score
-from maxsimd.engine import (
-    EngineDeadError,
-    EngineNotReadyError,
-    InvalidRequestError,
-    QueueFullError,
-    RequestFailedError,
-    RequestTimeoutError,
-    RequestTooLargeError,
-)
+from maxsimd.engine import errors
 
 BAD, BUSY, INTERNAL = "BadRequestError", "ServiceUnavailableError", "InternalServerError"
 STARTING = "the server is starting or shutting down; try again shortly"
@@ -27,16 +19,16 @@ UNEXPECTED = "internal error; the log has it under this request's id"
 def test_every_class_of_error_has_its_answer() -> None:
     for error, status, kind, message, param, retry_after in (
         (ApiError(418, "Teapot", "is short", "pot", 1.5), 418, "Teapot", "is short", "pot", "2"),
-        (InvalidRequestError("wrong", "top_n"), 400, BAD, "wrong", "top_n", None),
+        (errors.InvalidRequestError("wrong", "top_n"), 400, BAD, "wrong", "top_n", None),
         (msgspec.DecodeError("cut"), 400, BAD, "the body is not valid JSON: cut", None, None),
         (msgspec.ValidationError("Is bad - at `$.a[0].b`"), 400, BAD, "a[0].b: is bad", "a", None),
-        (QueueFullError("full", 1.2), 429, "QueueFullError", "full", None, "2"),
-        (QueueFullError("slow", 3.0, "rate"), 429, "RateLimitError", "slow", None, "3"),
-        (RequestTooLargeError("too much"), 413, "RequestTooLargeError", "too much", None, None),
-        (RequestTimeoutError("late"), 504, "TimeoutError", "late", None, None),
-        (EngineNotReadyError("x"), 503, BUSY, STARTING, None, "5"),
-        (EngineDeadError("x"), 503, BUSY, DEAD, None, "30"),
-        (RequestFailedError("failed"), 500, INTERNAL, "failed", None, None),
+        (errors.QueueFullError("full", 1.2), 429, "QueueFullError", "full", None, "2"),
+        (errors.QueueFullError("slow", 3.0, "rate"), 429, "RateLimitError", "slow", None, "3"),
+        (errors.RequestTooLargeError("too much"), 413, "RequestTooLargeError", "too much", None, None),
+        (errors.RequestTimeoutError("late"), 504, "TimeoutError", "late", None, None),
+        (errors.EngineNotReadyError("x"), 503, BUSY, STARTING, None, "5"),
+        (errors.EngineDeadError("x"), 503, BUSY, DEAD, None, "30"),
+        (errors.RequestFailedError("failed"), 500, INTERNAL, "failed", None, None),
         (RuntimeError("inside"), 500, INTERNAL, UNEXPECTED, None, None),
     ):
         answer = error_answer(as_api_error(error))

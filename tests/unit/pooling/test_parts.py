@@ -8,18 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxsimd.pooling import ragged
+from maxsimd.pooling import methods, ragged
 from maxsimd.pooling.dispatch import TOKENS, DispatchPooler, TokenPooling, merging_documents
-from maxsimd.pooling.methods import (
-    METHODS,
-    MODES,
-    AllPool,
-    GatheringHead,
-    LastPool,
-    MeanPool,
-    PoolingCursor,
-    WeightedMeanPool,
-)
 from maxsimd.pooling.ragged import Ragged
 from maxsimd.scheduler import Chunk, DocumentPayload, ResultSlot, Role, Tokens, TokenSequence
 
@@ -51,18 +41,18 @@ def numbered(rows: int) -> torch.Tensor:
 def test_prefixes_are_not_pooled_and_need_no_method() -> None:
     prefix = TokenSequence.prefix(1, 0, tokens(3), 1)
     pair = TokenSequence.pair(2, ResultSlot(0, 0), tokens(5), prefix)
-    pooler = DispatchPooler({"classify": LastPool(as_is)})
-    [pooled] = pooler.pool(numbered(5), PoolingCursor((whole(prefix), Chunk(pair, 3, 5)), (0, 3)))
+    pooler = DispatchPooler({"classify": methods.LastPool(as_is)})
+    [pooled] = pooler.pool(numbered(5), methods.PoolingCursor((whole(prefix), Chunk(pair, 3, 5)), (0, 3)))
     assert pooled.sequences == (pair,)
     assert pooled.items.values[:, 0].tolist() == [4]
-    assert pooler.pool(numbered(3), PoolingCursor((whole(prefix),), (0,))) == []
+    assert pooler.pool(numbered(3), methods.PoolingCursor((whole(prefix),), (0,))) == []
 
 
 def test_states_of_all_methods_count_and_are_freed_one_by_one() -> None:
     tasks = ["all", "cls", "mean", "weighted-mean", "last"]
-    pooler = DispatchPooler({task: METHODS[task](as_is) for task in tasks})
+    pooler = DispatchPooler({task: methods.METHODS[task](as_is) for task in tasks})
     chunks = [Chunk(text(i, 3, task=task), 0, 2) for i, task in enumerate(tasks)]
-    cursor = PoolingCursor(tuple(chunks), tuple(range(0, 10, 2)))
+    cursor = methods.PoolingCursor(tuple(chunks), tuple(range(0, 10, 2)))
     assert pooler.pool(numbered(10), cursor) == []
     counts = [pooler.num_states]
     for i in range(5):
@@ -90,8 +80,8 @@ def test_token_embeddings_alone_are_merged_by_role() -> None:
     ):
         query = TokenSequence.query(1, 0, task, tokens(4), 1)
         document = TokenSequence.document(2, ResultSlot(0, 0), task, tokens(5), DocumentPayload(1))
-        pooler = DispatchPooler({task: AllPool(as_is)}, _merging(roles))
-        [pooled] = pooler.pool(numbered(9), PoolingCursor((whole(query), whole(document)), (0, 4)))
+        pooler = DispatchPooler({task: methods.AllPool(as_is)}, _merging(roles))
+        [pooled] = pooler.pool(numbered(9), methods.PoolingCursor((whole(query), whole(document)), (0, 4)))
         assert pooled.items.lengths == lengths
         assert pooled.items[0][:, 0].tolist() == list(range(0, 4, 4 // lengths[0]))
         assert pooled.items[1][:, 0].tolist() == list(range(4, 9, 1 if lengths[1] == 5 else 2))
@@ -102,66 +92,68 @@ def test_a_document_is_merged_to_a_vector_for_every_few_tokens() -> None:
     assert pooling.roles == {Role.DOCUMENT}
     random = torch.Generator().manual_seed(0)
     rows = torch.nn.functional.normalize(torch.randn(21, 8, generator=random), dim=-1)
-    pooler = DispatchPooler({TOKENS: AllPool(as_is)}, pooling)
+    pooler = DispatchPooler({TOKENS: methods.AllPool(as_is)}, pooling)
     query = TokenSequence.query(1, 0, TOKENS, tokens(10), 1)
     document = TokenSequence.document(2, ResultSlot(0, 0), TOKENS, tokens(11), DocumentPayload(1))
-    [pooled] = pooler.pool(rows, PoolingCursor((whole(query), whole(document)), (0, 10)))
+    [pooled] = pooler.pool(rows, methods.PoolingCursor((whole(query), whole(document)), (0, 10)))
     assert torch.equal(pooled.items[0], rows[:10])
     merged = pooled.items[1]
     assert 5 <= len(merged) <= 7
     torch.testing.assert_close(merged[0], rows[10])
 
 
-@pytest.mark.parametrize("name", ["all", "cls-after-prompt", *MODES.values()])
+@pytest.mark.parametrize("name", ["all", "cls-after-prompt", *methods.MODES.values()])
 def test_what_is_held_between_chunks_is_a_copy(name: str) -> None:
     """The step's tensor may be written over by the next step."""
     sequence, hidden = text(1, 4), numbered(4)
-    expected = METHODS[name](as_is).pool(numbered(4), PoolingCursor((whole(sequence),), (0,)))
-    method = METHODS[name](as_is)
-    method.pool(hidden[:2], PoolingCursor((Chunk(sequence, 0, 2),), (0,)))
+    expected = methods.METHODS[name](as_is).pool(numbered(4), methods.PoolingCursor((whole(sequence),), (0,)))
+    method = methods.METHODS[name](as_is)
+    method.pool(hidden[:2], methods.PoolingCursor((Chunk(sequence, 0, 2),), (0,)))
     hidden[:2] = torch.nan
-    items = method.pool(hidden[2:], PoolingCursor((Chunk(sequence, 2, 4),), (0,)))
+    items = method.pool(hidden[2:], methods.PoolingCursor((Chunk(sequence, 2, 4),), (0,)))
     torch.testing.assert_close(items.values, expected.values)
 
 
 def test_chunks_are_put_together_by_where_they_start() -> None:
     sequence = text(1, 6)
-    method = AllPool(as_is)
+    method = methods.AllPool(as_is)
     for start in (2, 0, 2):
-        method.pool(numbered(6)[start : start + 2], PoolingCursor((Chunk(sequence, start, start + 2),), (0,)))
-    items = method.pool(numbered(6), PoolingCursor((Chunk(sequence, 4, 6),), (4,)))
+        method.pool(
+            numbered(6)[start : start + 2], methods.PoolingCursor((Chunk(sequence, start, start + 2),), (0,))
+        )
+    items = method.pool(numbered(6), methods.PoolingCursor((Chunk(sequence, 4, 6),), (4,)))
     assert items.values[:, 0].tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_means_are_of_the_pooled_rows_and_of_none_they_are_zero() -> None:
     sequences = [text(1, 3, [0, 2]), text(2, 2, []), text(3, 2), text(4, 1)]
-    cursor = PoolingCursor(tuple(map(whole, sequences)), (0, 3, 6, 5))
-    plain = MeanPool(as_is).pool(numbered(8), cursor)
+    cursor = methods.PoolingCursor(tuple(map(whole, sequences)), (0, 3, 6, 5))
+    plain = methods.MeanPool(as_is).pool(numbered(8), cursor)
     assert plain.values[:, 0].tolist() == pytest.approx([1, 0, 6.5, 5])
-    weighted = WeightedMeanPool(as_is).pool(numbered(8), cursor)
+    weighted = methods.WeightedMeanPool(as_is).pool(numbered(8), cursor)
     assert weighted.values[:, 0].tolist() == pytest.approx([(0 * 1 + 2 * 3) / 4, 0, (6 * 1 + 7 * 2) / 3, 5])
-    alone = PoolingCursor((whole(sequences[1]),), (0,))
-    assert WeightedMeanPool(as_is).pool(numbered(8), alone).values.tolist() == [[0, 0]]
+    alone = methods.PoolingCursor((whole(sequences[1]),), (0,))
+    assert methods.WeightedMeanPool(as_is).pool(numbered(8), alone).values.tolist() == [[0, 0]]
 
 
 def test_half_precision_is_summed_in_float32() -> None:
     rows = torch.full((1000, 2), 1.0, dtype=torch.bfloat16)
     rows[0] = 257
-    items = MeanPool(as_is).pool(rows, PoolingCursor((whole(text(1, 1000)),), (0,)))
+    items = methods.MeanPool(as_is).pool(rows, methods.PoolingCursor((whole(text(1, 1000)),), (0,)))
     assert items.values.dtype is torch.float32
     assert items.values[0].tolist() == pytest.approx([(256 + 999) / 1000] * 2)
 
 
 def test_a_head_that_gathers_takes_the_rows_itself() -> None:
-    class Gathering(GatheringHead):
+    class Gathering(methods.GatheringHead):
         def __call__(self, rows: torch.Tensor) -> torch.Tensor:
             raise AssertionError("rows are not taken for it")
 
         def gather(self, hidden: torch.Tensor, rows: Any) -> torch.Tensor:
             return hidden[torch.from_numpy(rows)] + 100
 
-    cursor = PoolingCursor((whole(text(1, 3, [0, 2])), whole(text(2, 1))), (0, 3))
-    items = AllPool(Gathering()).pool(numbered(4), cursor)
+    cursor = methods.PoolingCursor((whole(text(1, 3, [0, 2])), whole(text(2, 1))), (0, 3))
+    items = methods.AllPool(Gathering()).pool(numbered(4), cursor)
     assert [item[:, 0].tolist() for item in items] == [[100, 102], [103]]
 
 
@@ -209,4 +201,4 @@ def test_items_are_joined_and_taken_in_order_with_scales(
 
 def test_two_methods_cannot_have_one_name() -> None:
     with pytest.raises(ValueError, match="there are two pooling methods 'max-words'"):
-        type("Another", (AllPool,), {}, name="max-words")
+        type("Another", (methods.AllPool,), {}, name="max-words")

@@ -12,15 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxsimd.scheduler import CachedBatch, ResultSlot, Scheduler, Step, StepLimits, Tokens, TokenSequence
-from tests.unit.scheduler.scheduled_requests import (
-    cached,
-    cost,
-    pairs,
-    run_dry,
-    texts,
-    tokens_by_request,
-    two_stage,
-)
+from tests.unit.scheduler import scheduled_requests as made
 
 Work = tuple[list[TokenSequence], list[CachedBatch]]
 
@@ -40,12 +32,14 @@ def work(draw: st.DrawFn, step: StepLimits, request_id: int, first_id: int) -> W
         st.sampled_from(["texts", "two stages", "pairs"] if step.chunked else ["texts", "two stages"])
     )
     if kind == "texts":
-        return texts(request_id, draw(lengths), first_id), [cached(request_id, price) for price in prices]
+        return made.texts(request_id, draw(lengths), first_id), [
+            made.cached(request_id, price) for price in prices
+        ]
     if kind == "pairs":
         own = draw(st.lists(st.integers(1, longest), min_size=1, max_size=12))
-        return pairs(request_id, draw(st.integers(1, longest)), own, first_id), []
+        return made.pairs(request_id, draw(st.integers(1, longest)), own, first_id), []
     queries = draw(st.lists(st.integers(1, longest), min_size=1, max_size=3))
-    return two_stage(request_id, queries, draw(lengths), prices, first_id)
+    return made.two_stage(request_id, queries, draw(lengths), prices, first_id)
 
 
 @dataclass
@@ -96,7 +90,7 @@ class Waiting:
         else:
             self.divisor = 1
         assert len(step.chunks) <= self.limits.sequences
-        if cost(step) > budget:
+        if made.cost(step) > budget:
             assert step.num_parts == 1, "what is larger than the budget is alone"
             assert step.cached or not self.limits.chunked, "a sequence that can be cut is"
         for chunk in step.chunks:
@@ -271,12 +265,12 @@ def test_the_order_is_the_plain_one(data: st.DataObject) -> None:
             lengths = data.draw(st.lists(st.integers(1, budget), min_size=1, max_size=8))
             tenant = data.draw(st.sampled_from(["", "heavy", "light"]))
             priority = data.draw(st.integers(-2, 2) | st.sampled_from([-20, 20]))
-            scheduler.admit(request_id, texts(request_id, lengths), priority=priority, tenant=tenant)
+            scheduler.admit(request_id, made.texts(request_id, lengths), priority=priority, tenant=tenant)
             plain.admit(request_id, lengths, tenant, max(-8, min(8, priority)))
             request_id += 1
-        assert tokens_by_request(scheduler.schedule()) == plain.step()
+        assert made.tokens_by_request(scheduler.schedule()) == plain.step()
     while plain.waiting:
-        assert tokens_by_request(scheduler.schedule()) == plain.step()
+        assert made.tokens_by_request(scheduler.schedule()) == plain.step()
 
 
 @settings(max_examples=40)
@@ -290,7 +284,7 @@ def test_nothing_of_a_cancelled_request_is_scheduled_or_held(limits: StepLimits,
         shared = Tokens(ids)
         sequences = [TokenSequence.text(i, ResultSlot(request_id, i), "", shared) for i in range(3)]
         sequences.append(TokenSequence.query(3, request_id, "", shared, 2))
-        scheduler.admit(request_id, sequences, [cached(request_id, 5, 3)])
+        scheduler.admit(request_id, sequences, [made.cached(request_id, 5, 3)])
         del ids, shared, sequences
     for _ in range(data.draw(st.integers(0, 4))):
         scheduler.schedule()
@@ -298,8 +292,8 @@ def test_nothing_of_a_cancelled_request_is_scheduled_or_held(limits: StepLimits,
     scheduler.cancel(cancelled)
     assert references[cancelled]() is None
     scheduler.cancel(cancelled)
-    for step in run_dry(scheduler):
-        assert cancelled not in tokens_by_request(step)
+    for step in made.run_dry(scheduler):
+        assert cancelled not in made.tokens_by_request(step)
     step = None
     assert all(reference() is None for reference in references)
     assert scheduler.waiting_tokens == scheduler.waiting_requests == 0
@@ -310,9 +304,9 @@ def test_nothing_of_a_cancelled_request_is_scheduled_or_held(limits: StepLimits,
 def test_a_causal_model_fills_every_step_to_the_brim(budget: int, seed: int) -> None:
     lengths = [int(length) for length in np.random.default_rng(seed).integers(1, 200, 40)]
     scheduler = Scheduler(StepLimits(budget, 10_000, chunked=True))
-    scheduler.admit(0, texts(0, lengths[:20]))
-    scheduler.admit(1, two_stage(1, lengths[20:23], lengths[23:], [], first_id=100)[0])
-    steps = run_dry(scheduler)
+    scheduler.admit(0, made.texts(0, lengths[:20]))
+    scheduler.admit(1, made.two_stage(1, lengths[20:23], lengths[23:], [], first_id=100)[0])
+    steps = made.run_dry(scheduler)
     assert all(step.num_tokens == budget for step in steps[:-1])
 
 
@@ -323,7 +317,7 @@ def test_a_step_takes_hardly_longer_with_forty_times_as_many(tenants: int, lengt
     def seconds_of_a_step(num_requests: int) -> float:
         scheduler = Scheduler(StepLimits(2048, 10_000, chunked=False))
         for request_id in range(num_requests):
-            scheduler.admit(request_id, texts(request_id, lengths), tenant=str(request_id % tenants))
+            scheduler.admit(request_id, made.texts(request_id, lengths), tenant=str(request_id % tenants))
         seconds = []
         for _ in range(5):
             start = time.perf_counter()

@@ -17,36 +17,15 @@ import torch
 
 from maxsimd.api.answer import ApiError
 from maxsimd.api.config import SetupError
-from maxsimd.api.fleet import messages
+from maxsimd.api.fleet import messages as wire
 from maxsimd.api.fleet import roster as roster_module
 from maxsimd.api.fleet.engine_answers import fingerprint_of
 from maxsimd.api.fleet.fleet_engine import FleetEngine, check_limits, joined, without_limits
 from maxsimd.api.fleet.link import Door, Link, LostError, Send, UnixAddress
-from maxsimd.api.fleet.messages import (
-    Answer,
-    Arrived,
-    EncodeQuery,
-    Question,
-    Score,
-    Scored,
-    as_error,
-    as_failed,
-    received_items,
-    renumbered,
-    sent_items,
-)
 from maxsimd.api.fleet.roster import Listed, Roster
 from maxsimd.api.fleet.spread import ScoreJob
 from maxsimd.api.fleet.supervisor import remove
-from maxsimd.engine import (
-    Engine,
-    EngineConfig,
-    EngineNotReadyError,
-    InvalidRequestError,
-    QueueFullError,
-    RequestFailedError,
-    RequestTimeoutError,
-)
+from maxsimd.engine import Engine, EngineConfig, errors
 from maxsimd.engine.config import ScoreType
 from maxsimd.engine.device.facts import ModelFacts, Scales
 from maxsimd.engine.engine import SCORE_DEFAULTS
@@ -70,7 +49,7 @@ _FACTS = ModelFacts(
     reads_pictures=False, scales=Scales(_SCALE, _SCALE, _SCALE), normalizes=True, device="cpu", kernels="",
     precision="float32", execution="packed", findings=(),
 )  # fmt: skip
-ENCODED = messages.SentQuery(messages.SentVectors(np.ones((3, 4), np.float32), None), 10, True, "one")
+ENCODED = wire.SentQuery(wire.SentVectors(np.ones((3, 4), np.float32), None), 10, True, "one")
 Before = Callable[["StandIn", Any], Awaitable[None]] | None
 
 
@@ -91,12 +70,12 @@ def _deadly(deaths: list["StandIn"], most: int, comes_back: bool = True) -> Any:
 class StandIn:
     """Scores each document by its length; `before` runs ahead of answers to one kind of question."""
 
-    def __init__(self, path: str, before: Before = None, kind: type = Score) -> None:
+    def __init__(self, path: str, before: Before = None, kind: type = wire.Score) -> None:
         self.path = path
         self.fingerprint = "one"
         self.score_type = ScoreType.LATE_INTERACTION
-        self.asked: list[Score] = []
-        self.encoded: list[EncodeQuery] = []
+        self.asked: list[wire.Score] = []
+        self.encoded: list[wire.EncodeQuery] = []
         self.cancelled = 0
         self.seen: list[type] = []
         self.answers = asyncio.Event()
@@ -113,45 +92,43 @@ class StandIn:
         remove(self.path)
         await self.door.close()
 
-    async def _answer(self, question: Question, send: Send) -> Answer:
+    async def _answer(self, question: wire.Question, send: Send) -> wire.Answer:
         await self.answers.wait()
         self.seen.append(type(question))
-        if isinstance(question, messages.Introduce):
+        if isinstance(question, wire.Introduce):
             facts = replace(_FACTS, score_type=self.score_type)
             config, fingerprint = EngineConfig(), self.fingerprint
-            return messages.Introduction(
-                facts=facts, config=config, tokenizer=_PLAIN, fingerprint=fingerprint
-            )
-        if isinstance(question, messages.ClearCache):
+            return wire.Introduction(facts=facts, config=config, tokenizer=_PLAIN, fingerprint=fingerprint)
+        if isinstance(question, wire.ClearCache):
             await self._prepare(question)
         try:
-            if isinstance(question, EncodeQuery):
+            if isinstance(question, wire.EncodeQuery):
                 self.encoded.append(question)
                 await self._prepare(question)
-                return messages.EncodedQuery(ENCODED)
-            if isinstance(question, Score):
+                return wire.EncodedQuery(ENCODED)
+            if isinstance(question, wire.Score):
                 self.asked.append(question)
                 return await self._score(question, send)
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
-        return messages.Done()
+        return wire.Done()
 
-    async def _prepare(self, question: Question) -> None:
+    async def _prepare(self, question: wire.Question) -> None:
         if self._before is not None and isinstance(question, self._kind):
             await self._before(self, question)
 
-    async def _score(self, question: Score, send: Send) -> Answer:
+    async def _score(self, question: wire.Score, send: Send) -> wire.Answer:
         texts = [text for text in question.documents if isinstance(text, str)]
         if question.streams:
-            await send(Arrived(ScoreResult([float(len(texts[0]))], Usage(0), 0), [0]))
+            await send(wire.Arrived(ScoreResult([float(len(texts[0]))], Usage(0), 0), [0]))
         await self._prepare(question)
         timeout = question.run.timeout
         if question.on_timeout == "partial" and timeout is not None and timeout <= 0:
             unscored = tuple(range(len(texts)))
-            return Scored(ScoreResult([math.nan] * len(texts), Usage(0), 0, unscored=unscored))
+            return wire.Scored(ScoreResult([math.nan] * len(texts), Usage(0), 0, unscored=unscored))
         scores = [float(len(text)) for text in texts]
-        return Scored(ScoreResult(scores, Usage(10 + len(texts), 0, 0, 10), 1, truncated_queries=1))
+        return wire.Scored(ScoreResult(scores, Usage(10 + len(texts), 0, 0, 10), 1, truncated_queries=1))
 
 
 @asynccontextmanager
@@ -159,7 +136,7 @@ async def fleet(
     folder: Path,
     count: int,
     before: Before = None,
-    kind: type = Score,
+    kind: type = wire.Score,
     score_type: ScoreType = ScoreType.LATE_INTERACTION,
     timeout: float = 60.0,
 ) -> AsyncIterator[tuple[FleetEngine, list[StandIn]]]:
@@ -180,7 +157,7 @@ async def fleet(
 
 @asynccontextmanager
 async def leaving(
-    folder: Path, before: Before, kind: type = Score, timeout: float = 60.0
+    folder: Path, before: Before, kind: type = wire.Score, timeout: float = 60.0
 ) -> AsyncIterator[tuple[FleetEngine, Roster, list[StandIn]]]:
     engines = [StandIn(str(folder / str(i)), before, kind) for i in range(2)]
     await engines[0].door.open(engines[0].path)
@@ -208,11 +185,11 @@ async def test_a_silent_engine_gets_no_work_until_it_answers(tmp_path: Path) -> 
         for _ in range(2):
             with pytest.raises(ApiError, match="not cleared yet by replica 0; "):
                 await front.clear_cache()
-        assert messages.ClearCache in other.seen
+        assert wire.ClearCache in other.seen
         silent.seen.clear()
         silent.answers.set()
         await until(lambda: front.size == (2, 2))
-        assert silent.seen.count(messages.ClearCache) == 1
+        assert silent.seen.count(wire.ClearCache) == 1
         await front.clear_cache()
         assert (await front.score("q", documents, cache="bypass")).scores == result.scores
         assert silent.asked
@@ -228,11 +205,11 @@ async def test_an_engine_that_restarts_clears_its_cache_before_it_gets_work(tmp_
         await front.clear_cache()
         await restarting.restart()
         await until(lambda: front.size == (2, 2))
-        assert restarting.seen[0] is messages.ClearCache
+        assert restarting.seen[0] is wire.ClearCache
         restarting.seen.clear()
         await restarting.restart()
-        await until(lambda: messages.Introduce in restarting.seen)
-        assert messages.ClearCache not in restarting.seen
+        await until(lambda: wire.Introduce in restarting.seen)
+        assert wire.ClearCache not in restarting.seen
 
 
 async def test_a_front_withdraws_work_that_nobody_waits_for(tmp_path: Path) -> None:
@@ -275,17 +252,17 @@ async def test_an_engine_with_a_locked_cache_gets_no_work(
         if len(engine.seen) < 5:
             await unlocked.wait()
         elif not unlocked.is_set():
-            raise RequestFailedError("the cache is locked")
+            raise errors.RequestFailedError("the cache is locked")
 
-    async with fleet(tmp_path, 1, clear, messages.ClearCache, timeout=0.3) as (front, (engine,)):
+    async with fleet(tmp_path, 1, clear, wire.ClearCache, timeout=0.3) as (front, (engine,)):
         engine.seen.clear()
         for _ in range(2):
             with pytest.raises(ApiError, match="not cleared yet by replica 0; "):
                 await front.clear_cache()
-        assert engine.seen.count(messages.ClearCache) == 1, "it is asked once at a time"
-        engine.seen += [messages.Ping] * 5
+        assert engine.seen.count(wire.ClearCache) == 1, "it is asked once at a time"
+        engine.seen += [wire.Ping] * 5
         await engine.restart()
-        await until(lambda: engine.seen.count(messages.ClearCache) > 4)
+        await until(lambda: engine.seen.count(wire.ClearCache) > 4)
         assert not front.is_healthy
         unlocked.set()
         await until(lambda: front.is_healthy)
@@ -297,7 +274,7 @@ async def test_a_leaving_engine_that_is_silent_is_given_up(tmp_path: Path) -> No
         if engine is engines[0]:
             await asyncio.sleep(100)
 
-    async with leaving(tmp_path, wait, messages.ClearCache, 0.3) as (front, _, engines):
+    async with leaving(tmp_path, wait, wire.ClearCache, 0.3) as (front, _, engines):
         with pytest.raises(ApiError, match="not cleared yet by replica 0; "):
             await front.clear_cache()
         engines[0].answers.clear()
@@ -350,7 +327,7 @@ async def test_parts_without_time_count_no_query() -> None:
     none = ScoreResult([math.nan], Usage(0), 0, unscored=(0,))
     bad = ScoreResult([math.nan], Usage(0), 0, errors={0: "documents[0] is bad"})
     for index, part in ((1, none), (0, whole), (2, bad)):
-        scored.commit(np.array([index]), Scored(part))
+        scored.commit(np.array([index]), wire.Scored(part))
     result = scored.result()
     assert (result.usage, result.truncated, result.truncated_queries) == (Usage(30, 0, 0, 10), 1, 1)
     assert result.unscored == (1,)
@@ -378,7 +355,7 @@ def test_the_fingerprint_has_the_settings_that_change_scores() -> None:
 async def test_a_poisonous_document_kills_three_and_fails_alone(tmp_path: Path) -> None:
     deaths = []
 
-    async def die_of_poison(engine: StandIn, question: Score) -> None:
+    async def die_of_poison(engine: StandIn, question: wire.Score) -> None:
         if any(isinstance(text, str) and text.startswith("poison") for text in question.documents):
             deaths.append(engine)
             await _dying(engine)
@@ -387,7 +364,7 @@ async def test_a_poisonous_document_kills_three_and_fails_alone(tmp_path: Path) 
         documents = _documents(24)
         documents[17] = "poison" + _LONG
         others = [asyncio.create_task(front.score("q", _documents(30, seed))) for seed in range(1, 4)]
-        with pytest.raises(RequestFailedError, match=r"documents\[17\]"):
+        with pytest.raises(errors.RequestFailedError, match=r"documents\[17\]"):
             await front.score("q", documents)
         assert len(deaths) == 3
         for seed, other in enumerate(others, start=1):
@@ -397,28 +374,28 @@ async def test_a_poisonous_document_kills_three_and_fails_alone(tmp_path: Path) 
 async def test_a_full_engine_is_passed_by_and_two_full_ones_refuse(tmp_path: Path) -> None:
     full: set[str] = set()
 
-    async def refuse(engine: StandIn, question: Score) -> None:
+    async def refuse(engine: StandIn, question: wire.Score) -> None:
         if engine.path in full:
-            raise QueueFullError("too much waits", 3.0 + len(full))
+            raise errors.QueueFullError("too much waits", 3.0 + len(full))
 
     async with fleet(tmp_path, 2, refuse) as (front, engines):
         full.add(engines[0].path)
         assert (await front.score("q", _documents(60))).scores
         full.add(engines[1].path)
-        with pytest.raises(QueueFullError, match="too much waits") as refused:
+        with pytest.raises(errors.QueueFullError, match="too much waits") as refused:
             await front.score("q", _documents(60))
         assert refused.value.retry_after == 5.0
 
 
 async def test_an_error_or_leaving_ends_the_other_parts(tmp_path: Path) -> None:
-    async def refuse_one(engine: StandIn, question: Score) -> None:
+    async def refuse_one(engine: StandIn, question: wire.Score) -> None:
         for i, text in enumerate(question.documents):
             if isinstance(text, str) and text.startswith("41 "):
-                raise InvalidRequestError(f"documents[{i}] is not good", "documents")
+                raise errors.InvalidRequestError(f"documents[{i}] is not good", "documents")
         await asyncio.sleep(10)
 
     async with fleet(tmp_path, 3, refuse_one) as (front, engines):
-        with pytest.raises(InvalidRequestError, match=r"documents\[41\] is not good") as refused:
+        with pytest.raises(errors.InvalidRequestError, match=r"documents\[41\] is not good") as refused:
             await front.score("q", _documents(60))
         assert refused.value.param == "documents"
         await until(lambda: sum(engine.cancelled for engine in engines) == 2)
@@ -432,19 +409,19 @@ async def test_an_error_or_leaving_ends_the_other_parts(tmp_path: Path) -> None:
 
 async def test_a_request_that_cannot_be_sent_fails(tmp_path: Path) -> None:
     async with fleet(tmp_path, 1) as (front, engines):
-        with pytest.raises(InvalidRequestError, match="64 bits"):
+        with pytest.raises(errors.InvalidRequestError, match="64 bits"):
             await front.score("q", ["a"], priority=2**70)
         assert (await front.score("q", ["abc"])).scores == [3.0], "what cannot be sent hurts no other"
         await engines[0].die()
         await until(lambda: not front.is_healthy)
-        with pytest.raises(RequestTimeoutError, match=r"not done within 0\.2 seconds"):
+        with pytest.raises(errors.RequestTimeoutError, match=r"not done within 0\.2 seconds"):
             await front.score("q", ["a"], timeout=0.2)
 
 
 async def test_a_leaving_engine_serves_until_it_is_replaced(tmp_path: Path) -> None:
     asked, may_answer = asyncio.Event(), asyncio.Event()
 
-    async def wait(engine: StandIn, question: Score) -> None:
+    async def wait(engine: StandIn, question: wire.Score) -> None:
         asked.set()
         await may_answer.wait()
 
@@ -472,11 +449,11 @@ async def test_who_has_not_the_secret_is_not_let_in() -> None:
     engine = StandIn("")
     address = await engine.door.open_port("127.0.0.1")
     link = await Link.open(address)
-    assert isinstance((await link.ask(messages.Introduce())).answer, messages.Introduction)
+    assert isinstance((await link.ask(wire.Introduce())).answer, wire.Introduction)
     await link.close()
     stranger = await Link.open(replace(address, secret="00" * 32))
     with pytest.raises(LostError):
-        await stranger.ask(messages.Introduce())
+        await stranger.ask(wire.Introduce())
     await stranger.close()
     await engine.door.close()
 
@@ -484,7 +461,7 @@ async def test_who_has_not_the_secret_is_not_let_in() -> None:
 async def test_a_request_is_repeated_when_other_scores_take_over(tmp_path: Path) -> None:
     following = {"one": "two"}
 
-    async def change(engine: StandIn, question: Score) -> None:
+    async def change(engine: StandIn, question: wire.Score) -> None:
         if engine.fingerprint in following:
             engine.fingerprint = following[engine.fingerprint]
             await _dying(engine)
@@ -497,7 +474,7 @@ async def test_a_request_is_repeated_when_other_scores_take_over(tmp_path: Path)
         assert sum(of_another) == 60, "nothing that the engines before them gave is in it"
         following = {"two": "three"}
         async with front.stream("q", documents) as stream:
-            with pytest.raises(EngineNotReadyError, match="taken over"):
+            with pytest.raises(errors.EngineNotReadyError, match="taken over"):
                 [new async for new in stream]
 
 
@@ -539,7 +516,7 @@ async def test_a_query_is_encoded_once_and_sent_in_each_part(tmp_path: Path) -> 
         assert len(asked) == 3
         for question in asked:
             (query,) = question.queries
-            assert isinstance(query, messages.SentQuery)
+            assert isinstance(query, wire.SentQuery)
             assert np.array_equal(query.rows.values, ENCODED.rows.values)
             assert (query.tokens, query.truncated, query.fingerprint) == (10, True, "one")
             assert question.instruction is None, "it is part of the embedding"
@@ -564,39 +541,39 @@ async def test_one_part_has_the_query_as_it_came(tmp_path: Path) -> None:
 async def test_where_the_encoding_engine_dies_three_try(tmp_path: Path) -> None:
     died: list[StandIn] = []
     deadly = _deadly(died, most=1, comes_back=False)
-    async with fleet(tmp_path, 3, deadly, EncodeQuery) as (front, engines):
+    async with fleet(tmp_path, 3, deadly, wire.EncodeQuery) as (front, engines):
         documents = _documents(60)
         result = await front.score("q", documents)
         assert result.scores == [float(len(text)) for text in documents]
         assert sum(_num_encoded(engines)) == 2
         assert not died[0].asked
     deaths: list[StandIn] = []
-    async with fleet(tmp_path, 2, _deadly(deaths, most=9), EncodeQuery) as (front, _):
-        with pytest.raises(RequestFailedError, match="while they encoded the query"):
+    async with fleet(tmp_path, 2, _deadly(deaths, most=9), wire.EncodeQuery) as (front, _):
+        with pytest.raises(errors.RequestFailedError, match="while they encoded the query"):
             await front.score("q", _documents(60))
         assert len(deaths) == 3
 
 
 async def test_an_error_of_the_query_comes_before_any_part(tmp_path: Path) -> None:
-    async def refuse(engine: StandIn, question: EncodeQuery) -> None:
-        raise InvalidRequestError("queries[0] is not good", "queries")
+    async def refuse(engine: StandIn, question: wire.EncodeQuery) -> None:
+        raise errors.InvalidRequestError("queries[0] is not good", "queries")
 
-    async with fleet(tmp_path, 3, refuse, EncodeQuery) as (front, engines):
-        with pytest.raises(InvalidRequestError, match=r"^queries\[0\] is not good$") as refused:
+    async with fleet(tmp_path, 3, refuse, wire.EncodeQuery) as (front, engines):
+        with pytest.raises(errors.InvalidRequestError, match=r"^queries\[0\] is not good$") as refused:
             await front.score("q", _documents(60))
         assert refused.value.param == "queries"
         assert [engine.asked for engine in engines] == [[], [], []]
 
 
 async def test_deadlines_and_cancelling_hold_while_encoding(tmp_path: Path) -> None:
-    async def slow(engine: StandIn, question: EncodeQuery) -> None:
+    async def slow(engine: StandIn, question: wire.EncodeQuery) -> None:
         if question.run.timeout is None:
             await asyncio.sleep(100)
         await asyncio.sleep(question.run.timeout or 0)
-        raise RequestTimeoutError.after(question.run.timeout or 0)
+        raise errors.RequestTimeoutError.after(question.run.timeout or 0)
 
-    async with fleet(tmp_path, 2, slow, EncodeQuery) as (front, engines):
-        with pytest.raises(RequestTimeoutError, match=r"not done within 0\.2 seconds"):
+    async with fleet(tmp_path, 2, slow, wire.EncodeQuery) as (front, engines):
+        with pytest.raises(errors.RequestTimeoutError, match=r"not done within 0\.2 seconds"):
             await front.score("q", _documents(60), timeout=0.2)
         asking = asyncio.create_task(front.score("q", _documents(60)))
         await until(lambda: sum(_num_encoded(engines)) == 2)
@@ -619,13 +596,15 @@ def test_what_is_sent_is_received() -> None:
         *(Vectors(np.arange(8).astype(dtype).reshape(2, 4)) for dtype in ("float32", "float16", "int8")),
         Vectors(rows[2]),
     ]
-    run = messages.Run(messages.Truncation(), 0, "", None)
-    question = Score(queries=["q"], documents=sent_items(documents), run=run, explain="maps", instruction="i")
-    received = messages.decode_to_engine(messages.encode(messages.Ask(3, question)))
-    assert isinstance(received, messages.Ask)
-    assert isinstance(received.question, Score)
+    run = wire.Run(wire.Truncation(), 0, "", None)
+    question = wire.Score(
+        queries=["q"], documents=wire.sent_items(documents), run=run, explain="maps", instruction="i"
+    )
+    received = wire.decode_to_engine(wire.encode(wire.Ask(3, question)))
+    assert isinstance(received, wire.Ask)
+    assert isinstance(received.question, wire.Score)
     assert received.question.instruction == "i"
-    for sent, got in zip(documents, received_items(received.question.documents), strict=True):
+    for sent, got in zip(documents, wire.received_items(received.question.documents), strict=True):
         assert type(got) is type(sent)
         if isinstance(got, QueryRows):
             assert (got.tokens, got.truncated, got.fingerprint) == (2**40, True, "f")
@@ -637,13 +616,20 @@ def test_what_is_sent_is_received() -> None:
 
 
 def test_errors_survive_the_way() -> None:
-    plain = [kind("m") for kind in (RequestTimeoutError, RequestFailedError, EngineNotReadyError)]
-    for error in (InvalidRequestError("m", "documents"), QueueFullError("m", 2.5, "wait"), *plain):
-        back = as_error(as_failed(error))
+    plain = [
+        kind("m")
+        for kind in (errors.RequestTimeoutError, errors.RequestFailedError, errors.EngineNotReadyError)
+    ]
+    for error in (
+        errors.InvalidRequestError("m", "documents"),
+        errors.QueueFullError("m", 2.5, "wait"),
+        *plain,
+    ):
+        back = wire.as_error(wire.as_failed(error))
         assert (type(back), str(back), back.__dict__) == (type(error), str(error), error.__dict__)
-    failed = as_failed(InvalidRequestError("documents[1] is like queries[1]", "documents"))
-    assert renumbered(failed, [4, 9]).message == "documents[9] is like queries[1]"
-    assert renumbered(failed, [4]).message == failed.message, "a number that is none of its documents"
+    failed = wire.as_failed(errors.InvalidRequestError("documents[1] is like queries[1]", "documents"))
+    assert wire.renumbered(failed, [4, 9]).message == "documents[9] is like queries[1]"
+    assert wire.renumbered(failed, [4]).message == failed.message, "a number that is none of its documents"
 
 
 def test_pages_of_metrics_are_one() -> None:

@@ -45,9 +45,7 @@ async def engine(model: str) -> AsyncIterator[RecordingEngine]:
         yield engine
 
 
-async def test_timeouts_hold_for_media_and_chats(
-    engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_media_and_chats_time_out(engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     async def wait(*given: object, **options: object) -> None:
         await asyncio.sleep(30)
 

@@ -5,16 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from maxsimd.api import wire
-from maxsimd.api.handlers import (
-    classification,
-    embeddings,
-    rerank,
-    tei,
-    tokens,
-    vendor_embeddings,
-    vendor_reranks,
-)
+from maxsimd.api import handlers, wire
 from maxsimd.engine import CUT_LONG, WINDOW_LONG, Engine, InvalidRequestError, Truncation
 from tests.unit.calling_handlers import GOOD, POSTED, Caller, RecordingEngine
 
@@ -173,18 +164,20 @@ CHANGES: list[Change] = [
     ),
 ]
 KINDS: dict[str, type[msgspec.Struct]] = {
-    "/score": rerank.ScoreRequest, "/rerank": rerank.RerankRequest,
-    "/v1/reranking": vendor_reranks.RerankingRequest, "/v1/ranking": vendor_reranks.NvidiaRequest,
-    DEEPINFRA: vendor_reranks.DeepInfraRequest, "/api/embed": vendor_embeddings.OllamaEmbedRequest,
-    "/infinity/rerank": vendor_reranks.InfinityRequest,
-    **dict.fromkeys(("/v1/multi-vector", "/v1/embeddings"), embeddings.EmbeddingsRequest),
-    "/pooling": embeddings.PoolingRequest, "/classify": classification.ClassifyRequest,
-    "/predict": classification.PredictRequest,
-    **dict.fromkeys(("/v1/embed", "/v2/embed"), vendor_embeddings.CohereEmbedRequest),
-    "/v1/multimodalembeddings": vendor_embeddings.MultimodalRequest, "/embed": tei.TeiEmbedRequest,
-    "/embed_all": tei.TeiEmbedAllRequest, "/similarity": tei.TeiSimilarityRequest, "/": tei.TeiVectorsRequest,
-    "/decode": tei.TeiDecodeRequest, "/tokenize": tokens.TokenizeRequest,
-    "/detokenize": tokens.DetokenizeRequest,
+    "/score": handlers.rerank.ScoreRequest, "/rerank": handlers.rerank.RerankRequest,
+    "/v1/reranking": handlers.vendor_reranks.RerankingRequest,
+    "/v1/ranking": handlers.vendor_reranks.NvidiaRequest, DEEPINFRA: handlers.vendor_reranks.DeepInfraRequest,
+    "/api/embed": handlers.vendor_embeddings.OllamaEmbedRequest,
+    "/infinity/rerank": handlers.vendor_reranks.InfinityRequest,
+    **dict.fromkeys(("/v1/multi-vector", "/v1/embeddings"), handlers.embeddings.EmbeddingsRequest),
+    "/pooling": handlers.embeddings.PoolingRequest, "/classify": handlers.classification.ClassifyRequest,
+    "/predict": handlers.classification.PredictRequest,
+    **dict.fromkeys(("/v1/embed", "/v2/embed"), handlers.vendor_embeddings.CohereEmbedRequest),
+    "/v1/multimodalembeddings": handlers.vendor_embeddings.MultimodalRequest,
+    "/embed": handlers.tei.TeiEmbedRequest, "/embed_all": handlers.tei.TeiEmbedAllRequest,
+    "/similarity": handlers.tei.TeiSimilarityRequest, "/": handlers.tei.TeiVectorsRequest,
+    "/decode": handlers.tei.TeiDecodeRequest, "/tokenize": handlers.tokens.TokenizeRequest,
+    "/detokenize": handlers.tokens.DetokenizeRequest,
 }  # fmt: skip
 # The same under another path.
 ALIASES = (

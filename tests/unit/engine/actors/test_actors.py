@@ -10,15 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from maxsimd.engine.actors.actor import (
-    Admit,
-    Mailbox,
-    RunnerMessage,
-    SchedulerMessage,
-    SetWeights,
-    StepEnding,
-    StepReport,
-)
+from maxsimd.engine.actors import actor as actors
 from maxsimd.engine.actors.runner import Arrivals
 from maxsimd.engine.actors.scheduler import SchedulerActor
 from maxsimd.engine.errors import RequestFailedError
@@ -38,9 +30,9 @@ class Device:
     def __init__(self, steps_in_flight: int, beside_small: int | None = None) -> None:
         loop = asyncio.get_running_loop()
         self.steps: list[Step] = []
-        runner: Mailbox[RunnerMessage] = Mailbox(loop)
+        runner: actors.Mailbox[actors.RunnerMessage] = actors.Mailbox(loop)
         runner.post = self._sent  # type: ignore[method-assign]
-        mailbox: Mailbox[SchedulerMessage] = Mailbox(loop)
+        mailbox: actors.Mailbox[actors.SchedulerMessage] = actors.Mailbox(loop)
         scheduler = Scheduler(StepLimits(8, 100, chunked=False, beside_small=beside_small))
         self.metrics = EngineMetrics()
         self.actor = SchedulerActor(mailbox, scheduler, runner, steps_in_flight, self.metrics)
@@ -56,7 +48,7 @@ class Device:
         request = WaitingRequest(request_id, options.share)
         request.add(texts(request_id, lengths, 100 * request_id), [])
         await self.actor.receive(
-            Admit(request=request, num_results=len(lengths), options=options, values=values)
+            actors.Admit(request=request, num_results=len(lengths), options=options, values=values)
         )
         return values
 
@@ -67,7 +59,7 @@ class Device:
             for chunk in chunks
         )
         num_tokens = sum(map(len, chunks))
-        report = StepReport(step.step_id, len(chunks), num_tokens, 0, seconds, results, waited=waited)
+        report = actors.StepReport(step.step_id, len(chunks), num_tokens, 0, seconds, results, waited=waited)
         await self.actor.receive(report)
 
 
@@ -77,10 +69,10 @@ async def test_the_next_step_is_chosen_in_the_last_stage_of_one() -> None:
     assert len(device.steps) == 1
     await device.admit(2, [2])
     assert len(device.steps) == 1
-    await device.actor.receive(StepEnding(device.steps[0].step_id))
+    await device.actor.receive(actors.StepEnding(device.steps[0].step_id))
     assert len(device.steps) == 2
     assert 2 in {chunk.sequence.request_id for chunk in device.steps[1].chunks}, "it came in time"
-    await device.actor.receive(StepEnding(device.steps[1].step_id))
+    await device.actor.receive(actors.StepEnding(device.steps[1].step_id))
     assert len(device.steps) == 2, "as many as are allowed"
     await device.report(device.steps[0], 0, 2, 0.5)
     assert len(device.steps) == 3
@@ -95,7 +87,7 @@ async def test_after_a_long_step_the_next_is_chosen_near_its_end() -> None:
     await device.report(device.steps[0], 0, 1, 0.5)
     device.actor.pace.observe(8_000_000, 1_000_000.0)  # a second for each step from now on
     before = time.perf_counter()
-    await device.actor.receive(StepEnding(device.steps[1].step_id))
+    await device.actor.receive(actors.StepEnding(device.steps[1].step_id))
     assert len(device.steps) == 2
     await device.admit(2, [2])
     assert len(device.steps) == 2
@@ -106,7 +98,7 @@ async def test_after_a_long_step_the_next_is_chosen_near_its_end() -> None:
     assert 2 in {chunk.sequence.request_id for chunk in device.steps[2].chunks}, "it came in time"
     # One that ends early is followed at once.
     device.actor.pace.observe(8_000_000, 1_000_000_000.0)
-    await device.actor.receive(StepEnding(device.steps[2].step_id))
+    await device.actor.receive(actors.StepEnding(device.steps[2].step_id))
     assert len(device.steps) == 3
     await device.report(device.steps[1], 0, 1, 0.5)
     await device.report(device.steps[2], 0, len(device.steps[2].chunks), 0.5)
@@ -118,7 +110,7 @@ async def test_waiting_for_other_models_delays_no_choice() -> None:
     await device.admit(1, [8, 8, 8, 8])
     for step in range(2):
         await device.report(device.steps[step], 0, 1, 0.01, waited=1_000_000.0)
-    await device.actor.receive(StepEnding(device.steps[2].step_id))
+    await device.actor.receive(actors.StepEnding(device.steps[2].step_id))
     message = (await asyncio.wait_for(device.actor.mailbox.next(), 60)).message
     await device.actor.receive(message)
     assert len(device.steps) == 4
@@ -145,7 +137,7 @@ async def test_a_value_that_is_not_finite_fails_its_request_alone() -> None:
         broken, whole = await device.admit(1, [4]), await device.admit(2, [4])
         for request_id, given in ((1, value), (2, np.array([[1.0]]))):
             result = Result(ResultSlot(request_id, 0), given)
-            await device.actor.receive(StepReport(device.steps[-1].step_id, 1, 4, 0, 0.1, (result,)))
+            await device.actor.receive(actors.StepReport(device.steps[-1].step_id, 1, 4, 0, 0.1, (result,)))
         with pytest.raises(RequestFailedError, match="not finite"):
             broken.result()
         assert whole.result().values == [np.array([[1.0]])]
@@ -156,7 +148,7 @@ async def test_weights_hold_from_the_next_step_on_for_what_waits_too() -> None:
     device = Device(steps_in_flight=1)
     for request_id, tenant in ((1, "a"), (2, "b")):
         await device.admit(request_id, [1] * 90, RunOptions(0, tenant))
-    await device.actor.receive(SetWeights({"b": 7.0}))
+    await device.actor.receive(actors.SetWeights({"b": 7.0}))
     for number in range(10):
         await device.report(device.steps[number], 0, 8, 0.1)
     requests = [chunk.sequence.request_id for step in device.steps[1:] for chunk in step.chunks]

@@ -19,15 +19,7 @@ import torch
 
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig, EngineDeadError, RequestFailedError, Truncation
-from maxsimd.engine.actors import runner as scoring_module
-from maxsimd.engine.actors.runner import (
-    CutSequences,
-    RunnerActor,
-    ScoringActor,
-    Suspects,
-    is_device_error,
-    is_out_of_memory,
-)
+from maxsimd.engine.actors import runner as runners
 from maxsimd.engine.cache import EmbeddingCache, PendingEmbeddings
 from maxsimd.engine.cache.embeddings import CacheWriter
 from maxsimd.engine.cache.slab import EmbeddingSlab, Segments
@@ -55,9 +47,9 @@ def _methods(owner: type, *names: str) -> list[Function]:
 
 # Between forward and delivery: an error here is tried again.
 ATTEMPT: list[Function] = [
-    *_methods(RunnerActor, "_attempt", "_split_cached"),
+    *_methods(runners.RunnerActor, "_attempt", "_split_cached"),
     DispatchPooler.pool,
-    *_methods(ScoringActor, "_score", "_plain_items"),
+    *_methods(runners.ScoringActor, "_score", "_plain_items"),
     *_methods(DocumentScorer, "score", "_store_queries", "_complete_documents"),
     *_methods(DocumentScorer, "_quantize_and_stage_for_cache", "_facts_of", "_score_skipped", "_score_batch"),
     *_methods(DocumentScorer, "_score_cached", "_score_spans", "_score_from_host", "_find_queries"),
@@ -68,13 +60,13 @@ ATTEMPT: list[Function] = [
     Segments.reserve,
 ]
 # What does more where sequences are cut between steps.
-CUT_APART = (RunnerActor._attempt, DispatchPooler.pool)
+CUT_APART = (runners.RunnerActor._attempt, DispatchPooler.pool)
 # Handing new embeddings to the cache: an error here costs the cache entry alone.
-CACHE_WRITE: list[Function] = [RunnerActor._stage, EmbeddingCache.stage, CacheWriter.stage]
+CACHE_WRITE: list[Function] = [runners.RunnerActor._stage, EmbeddingCache.stage, CacheWriter.stage]
 # Delivery and commit: an error here ends the engine.
 FINISH: list[Function] = [
-    *_methods(RunnerActor, "_finish", "_free"),
-    *(CutSequences.finish, DocumentScorer.commit, QueryStore.release, WindowStore.release),
+    *_methods(runners.RunnerActor, "_finish", "_free"),
+    *(runners.CutSequences.finish, DocumentScorer.commit, QueryStore.release, WindowStore.release),
     DispatchPooler.free,
 ]
 
@@ -220,7 +212,7 @@ def workload(pairs: list[Pair], faults: Faults) -> Workload:
 
 def _arrive_by(monkeypatch: pytest.MonkeyPatch, synchronize: Callable[[], object]) -> None:
     event = SimpleNamespace(synchronize=synchronize)
-    monkeypatch.setattr(scoring_module, "record_arrival", lambda device: event)
+    monkeypatch.setattr(runners, "record_arrival", lambda device: event)
 
 
 @pytest.fixture(params=["cpu", "gpu"])
@@ -297,7 +289,7 @@ async def test_a_step_that_fails_before_delivery_is_tried_again(
     ("function", "delivery"),
     [
         *((function, "cpu") for function in FINISH[:4]),
-        (RunnerActor._finish, "gpu"),
+        (runners.RunnerActor._finish, "gpu"),
         *exhaustive(*((function, "cpu") for function in FINISH[4:])),
         *exhaustive(*((function, "gpu") for function in FINISH[1:])),
     ],
@@ -346,7 +338,7 @@ async def test_only_errors_of_the_device_itself_are_taken_for_such() -> None:
         (MemoryError(), False, True),
         (RuntimeError("shapes cannot be multiplied"), False, False),
     ):
-        assert (is_device_error(error), is_out_of_memory(error)) == (is_devices, is_of_memory)
+        assert (runners.is_device_error(error), runners.is_out_of_memory(error)) == (is_devices, is_of_memory)
 
 
 @pytest.mark.parametrize("where", ["forward", "arrival"])
@@ -387,7 +379,7 @@ def _text(sequence_id: int, ids: list[int], task: str = "embed") -> TokenSequenc
 
 
 async def test_the_latest_are_remembered_until_they_are_forgotten() -> None:
-    suspects = Suspects(most=3)
+    suspects = runners.Suspects(most=3)
     for word in (1, 2, 3, 1, 4):
         suspects.add(_text(word, [word]))
     assert [word for word in range(5) if _text(0, [word]) in suspects] == [1, 3, 4]
@@ -398,7 +390,7 @@ async def test_the_latest_are_remembered_until_they_are_forgotten() -> None:
 
 async def test_what_the_model_reads_is_what_counts() -> None:
     ids, types = np.array([1, 2], dtype=np.int32), np.array([0, 1], dtype=np.int32)
-    suspects = Suspects()
+    suspects = runners.Suspects()
     suspects.add(TokenSequence.text(1, ResultSlot(1, 0), "embed", Tokens(ids)))
     assert TokenSequence.text(2, ResultSlot(2, 5), "embed", Tokens(ids.copy())) in suspects
     assert TokenSequence.text(2, ResultSlot(1, 0), "token_embed", Tokens(ids)) not in suspects
@@ -503,7 +495,7 @@ async def test_what_failed_for_lack_of_memory_is_no_suspect(counting: Counting) 
     assert len(_suspects(counting.engine)) == before
 
 
-def _suspects(engine: Engine) -> Suspects:
+def _suspects(engine: Engine) -> runners.Suspects:
     running: Any = engine._running
-    suspects: Suspects = running._actors._actors[0]._suspects
+    suspects: runners.Suspects = running._actors._actors[0]._suspects
     return suspects

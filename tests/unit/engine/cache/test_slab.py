@@ -11,13 +11,8 @@ from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache, Precision
 from maxsimd.engine.cache.embeddings import rounded
 from maxsimd.engine.cache.slab import EmbeddingSlab, Segments
 from maxsimd.engine.cache.store import MemoryStore
+from maxsimd.engine.scoring import scorer
 from maxsimd.engine.scoring.maxsim import choose_maxsim, choose_maxsim_spans, maxsim_reference
-from maxsimd.engine.scoring.scorer import (
-    CachedDocument,
-    CachedDocuments,
-    DocumentScorer,
-    ScoredDocuments,
-)
 from maxsimd.pooling.dispatch import Pooled
 from maxsimd.pooling.ragged import Ragged
 from maxsimd.scheduler import CachedBatch, DocumentPayload, ResultSlot, Tokens, TokenSequence
@@ -55,7 +50,7 @@ class Scored:
         self.cache = EmbeddingCache(b"", precision, MemoryStore(1 << 20), None)
         self.slab = EmbeddingSlab(ROWS, DIM, torch.int8 if takes_int8 else self.dtype, self.device)
         self.cache.slab = self.slab
-        self.scorer = DocumentScorer(
+        self.scorer = scorer.DocumentScorer(
             "maxsim",
             choose_maxsim(backend, self.device)[1],
             self.device,
@@ -90,13 +85,13 @@ class Scored:
         """Cached documents under these keys, and some that a caller brought."""
         entries = [self.host[key] for key in keys]
         entries += [cached(1000 + i, 3 + i, self.precision, None) for i in range(given)]
-        documents = [CachedDocument(ResultSlot(7, i), entry) for i, entry in enumerate(entries)]
+        documents = [scorer.CachedDocument(ResultSlot(7, i), entry) for i, entry in enumerate(entries)]
         with torch.inference_mode():
-            made = self.scorer.score([], [], [CachedBatch(7, 1, 1, CachedDocuments.of(documents))])
+            made = self.scorer.score([], [], [CachedBatch(7, 1, 1, scorer.CachedDocuments.of(documents))])
         self._compare(made, keys, entries)
 
     def _compare(
-        self, made: ScoredDocuments, keys: list[bytes], entries: list[CachedEmbedding] | None = None
+        self, made: scorer.ScoredDocuments, keys: list[bytes], entries: list[CachedEmbedding] | None = None
     ) -> None:
         expected = [
             exact_score(self.query, entry, self.dtype) for entry in entries or [self.host[k] for k in keys]

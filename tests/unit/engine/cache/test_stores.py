@@ -15,15 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from maxsimd.engine.cache import embeddings as cached
 from maxsimd.engine.cache.disk import DiskStore
-from maxsimd.engine.cache.embeddings import (
-    CachedEmbedding,
-    CacheWriter,
-    EmbeddingFacts,
-    PendingEmbeddings,
-    Precision,
-    rounded,
-)
 from maxsimd.engine.cache.store import CachedScore, EmbeddingCache, FrequencySketch, MemoryStore, ScoreCache
 from maxsimd.pooling.ragged import Ragged
 from tests.unit.engine.cache.entries import entry, key, same
@@ -39,18 +32,18 @@ CHECKSUM = struct.Struct("<I")
     ("precision", "dtype", "tolerance"),
     [("float32", torch.float32, 0), ("bfloat16", torch.bfloat16, 4e-3), ("int8", torch.int8, 8e-3)],
 )
-def test_entries_come_back_from_bytes(precision: Precision, dtype: torch.dtype, tolerance: float) -> None:
+def test_entries_survive_as_bytes(precision: cached.Precision, dtype: torch.dtype, tolerance: float) -> None:
     rows = torch.nn.functional.normalize(entry(1, rows=3).rows, dim=-1)
     for given, truncated in ((rows, False), (rows.bfloat16(), True), (rows[:0], False), (rows.t(), True)):
-        values, scales = rounded(given, precision)
+        values, scales = cached.rounded(given, precision)
         assert (values.dtype, scales is None) == (dtype, precision != "int8")
         decoded = Ragged(values, (0, len(given)), scales).decoded(torch.float32).values
         torch.testing.assert_close(decoded, given.float(), atol=tolerance, rtol=0)
-        stored = CachedEmbedding(values, scales, 70_000, truncated)
+        stored = cached.CachedEmbedding(values, scales, 70_000, truncated)
         assert stored.nbytes == values.nbytes + (0 if scales is None else len(given) * 4)
         data = stored.to_bytes(key(1))
         assert len(data) == HEADER.size + CHECKSUM.size + stored.nbytes
-        back = CachedEmbedding.from_bytes(key(1), data)
+        back = cached.CachedEmbedding.from_bytes(key(1), data)
         assert back is not None
         assert (back.rows.dtype, back.tokens, back.truncated) == (dtype, 70_000, truncated)
         assert torch.equal(back.rows, values)
@@ -81,28 +74,28 @@ def test_bytes_whose_header_does_not_fit_are_refused() -> None:
         *({"rows": 3}, {"rows": 1}, {"dim": 5}, {"dim": 0}),
         *({"rows": most, "dim": most}, {"rows": most, "dim": 1}, {"rows": 1, "dim": most}),
     ):
-        assert CachedEmbedding.from_bytes(key(1), _with_header(**changes)) is None, changes
+        assert cached.CachedEmbedding.from_bytes(key(1), _with_header(**changes)) is None, changes
     nothing = HEADER.pack(b"mxc2", 0, 0, 2, most, 0)
     checksum = CHECKSUM.pack(zlib.crc32(key(1) + nothing))
-    assert CachedEmbedding.from_bytes(key(1), nothing + checksum) is None
+    assert cached.CachedEmbedding.from_bytes(key(1), nothing + checksum) is None
 
 
 def test_every_byte_of_an_entry_and_of_its_key_counts() -> None:
     for precision in ("float32", "int8"):
-        data = CachedEmbedding(*rounded(entry(1).rows, precision), 7, True).to_bytes(key(1))
-        assert CachedEmbedding.from_bytes(key(1), data) is not None
+        data = cached.CachedEmbedding(*cached.rounded(entry(1).rows, precision), 7, True).to_bytes(key(1))
+        assert cached.CachedEmbedding.from_bytes(key(1), data) is not None
         for position in range(len(data)):
             changed = data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :]
-            assert CachedEmbedding.from_bytes(key(1), changed) is None, position
-            assert CachedEmbedding.from_bytes(key(1), data[:position]) is None, position
+            assert cached.CachedEmbedding.from_bytes(key(1), changed) is None, position
+            assert cached.CachedEmbedding.from_bytes(key(1), data[:position]) is None, position
         for position in range(32):
             other = key(1)[:position] + bytes([key(1)[position] ^ 1]) + key(1)[position + 1 :]
-            assert CachedEmbedding.from_bytes(other, data) is None, position
+            assert cached.CachedEmbedding.from_bytes(other, data) is None, position
 
 
 def test_int8_uses_its_whole_range_in_every_row() -> None:
     rows = torch.tensor([[0.5, -1.0, 0.25], [0.0, 0.0, 0.0], [3.0, 1.0, -2.0]], dtype=torch.bfloat16)
-    values, scales = rounded(rows, "int8")
+    values, scales = cached.rounded(rows, "int8")
     assert values.tolist() == [[64, -127, 32], [0, 0, 0], [127, 42, -85]]
     assert scales is not None
     torch.testing.assert_close(scales, torch.tensor([1 / 127, 1e-12 / 127, 3 / 127]))
@@ -112,14 +105,14 @@ def test_int8_uses_its_whole_range_in_every_row() -> None:
 
 
 @pytest.mark.parametrize("precision", ["float32", "int8"])
-def test_arriving_embeddings_become_entries_of_their_own(precision: Precision) -> None:
+def test_arriving_embeddings_become_entries_of_their_own(precision: cached.Precision) -> None:
     first, second = entry(1, rows=2).rows, entry(2, rows=3).rows
-    values, scales = rounded(torch.cat([first, second]), precision)
-    arriving = PendingEmbeddings(
-        [EmbeddingFacts(key(1), 11, False), EmbeddingFacts(key(2), 12, True)],
+    values, scales = cached.rounded(torch.cat([first, second]), precision)
+    arriving = cached.PendingEmbeddings(
+        [cached.EmbeddingFacts(key(1), 11, False), cached.EmbeddingFacts(key(2), 12, True)],
         Ragged(values, (0, 2, 5), scales),
     )
-    expected = [rounded(first, precision), rounded(second, precision)]
+    expected = [cached.rounded(first, precision), cached.rounded(second, precision)]
     assert (len(arriving), arriving.keys) == (2, [key(1), key(2)])
     assert arriving.nbytes == values.nbytes + (0 if scales is None else scales.nbytes)
     entries = [(name, arriving.entry(i)) for i, name in enumerate(arriving.keys)]
@@ -138,25 +131,25 @@ def test_arriving_embeddings_become_entries_of_their_own(precision: Precision) -
 # The writer: what it cannot take in is not cached, and counted
 
 
-def staged(*keys: bytes) -> PendingEmbeddings:
+def staged(*keys: bytes) -> cached.PendingEmbeddings:
     """Embeddings of one row of four float32 numbers, 16 bytes each."""
     rows = Ragged(torch.arange(4.0 * len(keys)).view(-1, 4), tuple(range(len(keys) + 1)))
-    return PendingEmbeddings([EmbeddingFacts(key, 3, False) for key in keys], rows)
+    return cached.PendingEmbeddings([cached.EmbeddingFacts(key, 3, False) for key in keys], rows)
 
 
 class Written:
     def __init__(self) -> None:
         self.go = threading.Event()
-        self.entries: dict[bytes, CachedEmbedding] = {}
+        self.entries: dict[bytes, cached.CachedEmbedding] = {}
 
-    def write(self, entries: list[tuple[bytes, CachedEmbedding]]) -> None:
+    def write(self, entries: list[tuple[bytes, cached.CachedEmbedding]]) -> None:
         self.go.wait(120)
         self.entries |= dict(entries)
 
 
 def test_staged_embeddings_are_found_and_written_up_to_a_limit() -> None:
     written = Written()
-    writer = CacheWriter(written.write, limit=48)
+    writer = cached.CacheWriter(written.write, limit=48)
     writer.stage(staged(b"a", b"b"))
     found = writer.get(b"b")
     assert found is not None
@@ -176,12 +169,12 @@ def test_staged_embeddings_are_found_and_written_up_to_a_limit() -> None:
 def test_a_write_that_fails_harms_no_other() -> None:
     tried: list[list[bytes]] = []
 
-    def write(entries: list[tuple[bytes, CachedEmbedding]]) -> None:
+    def write(entries: list[tuple[bytes, cached.CachedEmbedding]]) -> None:
         tried.append([key for key, _ in entries])
         if tried[-1] == [b"a"]:
             raise OSError("no space left")
 
-    writer = CacheWriter(write, limit=1000)
+    writer = cached.CacheWriter(write, limit=1000)
     writer.stage(staged(b"a"))
     writer.stage(staged(b"b"))
     assert writer.flush(20)
@@ -192,7 +185,7 @@ def test_a_write_that_fails_harms_no_other() -> None:
 # Both together
 
 
-def _cache(limit: int = 10_000, disk: Any = None, precision: Precision = "float32") -> EmbeddingCache:
+def _cache(limit: int = 10_000, disk: Any = None, precision: cached.Precision = "float32") -> EmbeddingCache:
     return EmbeddingCache(b"model", precision, MemoryStore(limit), disk)
 
 
@@ -262,7 +255,7 @@ def test_a_cache_without_a_disk_has_what_is_in_memory() -> None:
 class _Disk:
     """Stands in for a disk whose newest entries come as the test says."""
 
-    def __init__(self, newest: Iterator[tuple[bytes, CachedEmbedding | None]]) -> None:
+    def __init__(self, newest: Iterator[tuple[bytes, cached.CachedEmbedding | None]]) -> None:
         self.newest = lambda: newest
         self.evictions = 0
         self.closed = False
@@ -280,14 +273,14 @@ class _Disk:
 
 
 def _started(
-    newest: Iterator[tuple[bytes, CachedEmbedding | None]], entries: int
-) -> tuple[EmbeddingCache, MemoryStore[CachedEmbedding]]:
-    memory: MemoryStore[CachedEmbedding] = MemoryStore(entries * entry(0).nbytes)
+    newest: Iterator[tuple[bytes, cached.CachedEmbedding | None]], entries: int
+) -> tuple[EmbeddingCache, MemoryStore[cached.CachedEmbedding]]:
+    memory: MemoryStore[cached.CachedEmbedding] = MemoryStore(entries * entry(0).nbytes)
     disk: Any = _Disk(newest)
     return EmbeddingCache(b"", "float32", memory, disk), memory
 
 
-def _counting(read: list[int]) -> Iterator[tuple[bytes, CachedEmbedding | None]]:
+def _counting(read: list[int]) -> Iterator[tuple[bytes, cached.CachedEmbedding | None]]:
     """Entries without end, the newest of them damaged; `read` has those that were read."""
     yield key(100), None
     for number in itertools.count():
@@ -312,7 +305,7 @@ def test_a_start_fills_memory_with_the_newest_to_the_byte() -> None:
 def test_a_start_waits_for_a_slow_disk_only_for_so_long() -> None:
     go = threading.Event()
 
-    def newest() -> Iterator[tuple[bytes, CachedEmbedding]]:
+    def newest() -> Iterator[tuple[bytes, cached.CachedEmbedding]]:
         go.wait(120)
         yield key(1), entry(1)
 
@@ -333,7 +326,7 @@ def test_a_start_waits_for_a_slow_disk_only_for_so_long() -> None:
 @pytest.mark.parametrize("end", ["clear", "close"])
 def test_reading_at_a_start_ends_with_a_clear_or_a_close(end: str) -> None:
 
-    def damaged() -> Iterator[tuple[bytes, CachedEmbedding | None]]:
+    def damaged() -> Iterator[tuple[bytes, cached.CachedEmbedding | None]]:
         while True:
             yield key(0), None
             time.sleep(0.001)
@@ -347,9 +340,9 @@ def test_reading_at_a_start_ends_with_a_clear_or_a_close(end: str) -> None:
 
 
 @functools.cache
-def zeros(rows: int) -> CachedEmbedding:
+def zeros(rows: int) -> cached.CachedEmbedding:
     """An embedding of 64 bytes a row."""
-    return CachedEmbedding(torch.zeros(rows, 16), None, rows, False)
+    return cached.CachedEmbedding(torch.zeros(rows, 16), None, rows, False)
 
 
 SIZE = zeros(4).nbytes
@@ -366,14 +359,14 @@ def hits(store: MemoryStore, asked: Sequence[int]) -> int:
     return found
 
 
-def filled(rows: list[int], limit: int) -> MemoryStore[CachedEmbedding]:
-    store: MemoryStore[CachedEmbedding] = MemoryStore(limit * zeros(1).nbytes)
+def filled(rows: list[int], limit: int) -> MemoryStore[cached.CachedEmbedding]:
+    store: MemoryStore[cached.CachedEmbedding] = MemoryStore(limit * zeros(1).nbytes)
     for number, each in enumerate(rows):
         store.put(key(number), zeros(each))
     return store
 
 
-def inside(store: MemoryStore[CachedEmbedding]) -> list[int]:
+def inside(store: MemoryStore[cached.CachedEmbedding]) -> list[int]:
     return [number for number in range(10) if store.get(key(number)) is not None]
 
 
@@ -460,7 +453,7 @@ def test_a_count_is_never_too_low_and_seldom_too_high() -> None:
 
 @pytest.mark.parametrize("limit", [0, SIZE - 1, 10 * SIZE, 100 * SIZE, 300 * SIZE])
 def test_a_resized_store_holds_what_then_fits(limit: int) -> None:
-    store: MemoryStore[CachedEmbedding] = MemoryStore(100 * SIZE)
+    store: MemoryStore[cached.CachedEmbedding] = MemoryStore(100 * SIZE)
     draw = random.Random(0)
     for number in range(200):
         store.put(key(number), zeros(draw.randint(1, 4)))

@@ -16,18 +16,10 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
-from maxsimd.engine.checkpoint import LoadedModel, library
+from maxsimd.engine.checkpoint import LoadedModel, library, recipe_store
 from maxsimd.engine.checkpoint import load as loading
 from maxsimd.engine.checkpoint.files import embedded_model_path
 from maxsimd.engine.checkpoint.recipe import Recipe
-from maxsimd.engine.checkpoint.recipe_store import (
-    SHIPPED,
-    Shipped,
-    Source,
-    knows_texts,
-    source_of,
-    texts_content,
-)
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.load import load_device_model
 from maxsimd.engine.errors import ModelLoadError
@@ -93,8 +85,8 @@ def _save(tensors: dict[str, torch.Tensor], folder: Path, file: str = "model.saf
     save_file(tensors, folder / file, metadata={"format": "pt"})
 
 
-def _source(path: Path | str, **options: object) -> Source:
-    source = source_of(EngineConfig(model=str(path), **options))  # type: ignore[arg-type]
+def _source(path: Path | str, **options: object) -> recipe_store.Source:
+    source = recipe_store.source_of(EngineConfig(model=str(path), **options))  # type: ignore[arg-type]
     assert source is not None
     return source
 
@@ -231,7 +223,7 @@ def test_without_a_folder_nothing_is_kept(path: str, tmp_path: Path, monkeypatch
 @pytest.mark.parametrize("score_types", [SCORE_TYPES[:1], *exhaustive((SCORE_TYPES[1:],))])
 def test_the_embedded_recipes_fit(score_types: tuple[str, ...], no_libraries: Callable[[], None]) -> None:
     """If this fails after a change of our code or of a library: `make recipes`."""
-    shipped = msgspec.json.decode(SHIPPED.read_bytes(), type=Shipped)
+    shipped = msgspec.json.decode(recipe_store.SHIPPED.read_bytes(), type=recipe_store.Shipped)
     made = made_anew(score_types)
     for content, recipe in made.recipes.items():
         assert replace(shipped.recipes[content], proof="") == replace(recipe, proof="")
@@ -246,7 +238,7 @@ def test_the_embedded_recipes_fit(score_types: tuple[str, ...], no_libraries: Ca
         model = loading.load_model(config, CPU)
         assert isinstance(model.backbone, bert.Encoder)
         assert model.score_type.value == score_type
-        assert knows_texts(texts_content(config) or "")
+        assert recipe_store.knows_texts(recipe_store.texts_content(config) or "")
 
 
 # What serving a model of these families does without.
@@ -280,9 +272,9 @@ def test_serving_imports_no_library(checkpoints: SharedCheckpoints, monkeypatch:
 
 
 def test_a_folder_with_many_files_has_none(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert source_of(EngineConfig(model=path)) is not None
+    assert recipe_store.source_of(EngineConfig(model=path)) is not None
     monkeypatch.setattr("maxsimd.engine.checkpoint.recipe_store._MOST_BYTES", 10_000)
-    assert source_of(EngineConfig(model=path)) is None
+    assert recipe_store.source_of(EngineConfig(model=path)) is None
     assert not isinstance(_load(path).backbone, bert.Encoder)
 
 

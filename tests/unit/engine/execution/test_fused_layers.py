@@ -34,171 +34,12 @@ from maxsimd.engine.ops import elementwise
 from tests.checkpoints import cross_encoders
 from tests.exhaustive import exhaustive
 from tests.unit.engine.execution.test_packed import laid_out
-from tests.unit.engine.ops.interpreted import run_interpreted
+from tests.unit.engine.ops.interpreted import interpreted
 
 CPU = torch.device("cpu")
 QUERY = "what is a fox"
 DOCUMENTS = ["the quick brown fox jumps over the dog", "the moon"]
 FUSED = (fused_layers.FusedSelfAttention, fused_layers.FusedOutput, rotary_layers.FusedRotaryLayer)
-
-
-def check_scores(name: str) -> None:
-    """Scores of an engine whose kernels are interpreted once it has started; a long document is prefilled in
-    chunks where the model allows it."""
-    path = _checkpoint(name)
-    plain = _scores(path, kernels="torch")
-    fused = _scores(path, plain_kernels, kernels="auto", attention="triton")
-    assert np.ptp(plain) > 1e-3, plain
-    np.testing.assert_allclose(fused, plain, atol=1e-4, rtol=1e-4)
-    with plain_kernels():  # in the precision of GPUs
-        plain, fused = (_scores(path, kernels=kernels, dtype="bfloat16") for kernels in ("torch", "auto"))
-    np.testing.assert_allclose(fused, plain, atol=4e-2, rtol=4e-2)
-
-
-def check_broken_kernels() -> None:
-    """Modules whose kernel gives something else or fails stay as they are. A failure is warned of."""
-
-    def wrong(*given: Any) -> torch.Tensor:
-        return 1.01 * elementwise.layer_norm_reference(*given)
-
-    def failing(*given: Any) -> torch.Tensor:
-        raise RuntimeError("no kernel image")
-
-    for broken in (wrong, failing):
-        with plain_kernels(), patch.object(elementwise, "layer_norm", broken), warnings() as warned:
-            assert _fused_modules(_checkpoint("bert"), kernels="auto") == {"FusedSelfAttention": 3}
-    expected = "layers are left as they are, which is slower: Output: RuntimeError: no kernel image"
-    assert expected in warned
-
-
-def check_mismatch() -> None:
-    """Modules that pass their trial but give something else in the model are all taken back, with a
-    warning."""
-    forward = fused_layers.FusedOutput.forward
-
-    def wrong(self: Any, hidden: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = forward(self, hidden, given)
-        return made if hidden.shape[1] == parts.ROWS else made.flip(-1)
-
-    with plain_kernels(), patch.object(fused_layers.FusedOutput, "forward", wrong), warnings() as warned:
-        found = _fused_modules(_checkpoint("bert"), kernels="auto")
-    assert found == {}
-    assert any(each.startswith("layers are not fused, which is slower: results differ") for each in warned)
-    with plain_kernels():
-        assert _fused_modules(_checkpoint("bert"), kernels="torch") == {}
-
-
-def check_others_stay() -> None:
-    """Layers with an adapter or a hook stay as they are."""
-    path = _checkpoint("bert")
-    model = load_model(EngineConfig(model=path), CPU)
-    backbone: Any = model.backbone.float()
-    layers = backbone.encoder.layer
-    layers[0].output.dense = torch.nn.Sequential(layers[0].output.dense)
-    layers[1].output.dense.register_forward_hook(lambda *given: None)
-    backbone.set_attn_implementation(runner.ATTENTION_NAME)
-    runner.register_attention()
-    with plain_kernels():
-        fused_layers.fuse(backbone)
-    assert _count(backbone) == {"FusedSelfAttention": 3, "FusedOutput": 4}
-
-
-def check_family(name: str) -> None:
-    """Packed ragged steps of a small model with random weights, fused and interpreted, against the library's
-    own layers, a text at a time: with token types, and with padding that is not attended to."""
-    ours, library = rotary_model(name, runner.ATTENTION_NAME), rotary_model(name, "eager")
-    fused_layers.fuse(ours)
-    assert _count(ours) == {"FusedRotaryLayer": library.config.num_hidden_layers}
-    backend = OneByOneBackend()
-    causal, takes_types = library.config.model_type in CAUSAL, "type_vocab_size" in ROTARY[name]
-
-    @settings(max_examples=2, deadline=None)
-    @given(st.lists(st.integers(1, 24), min_size=1, max_size=3), st.integers(0, 99))
-    def compare(lengths: list[int], seed: int) -> None:
-        random = torch.Generator().manual_seed(seed)
-        attended = [length if causal else 1 + seed % length for length in lengths]
-        ids, types = (torch.randint(n, (sum(lengths),), generator=random) for n in (50, 2))
-        batch = laid_out(lengths, attended, backend, causal)
-        step = StepAttention(backend, backend.prepare(batch.layout, CPU))
-        given_types = {"token_type_ids": types[None]} if takes_types else {}
-        found = ours(
-            ids[None],
-            position_ids=batch.position_ids[None],
-            attention_mask=None,
-            step_attention=step,
-            **given_types,
-        ).last_hidden_state[0]
-        start = 0
-        for length, seen in zip(lengths, attended, strict=True):
-            rows = slice(start, start + length)
-            mask = (torch.arange(length) < seen).long()[None]
-            given_types = {"token_type_ids": types[None, rows]} if takes_types else {}
-            exact = library(ids[None, rows], attention_mask=mask, **given_types).last_hidden_state[0]
-            of_text = found[start : start + seen]
-            torch.testing.assert_close(of_text, exact[:seen], atol=1e-5, rtol=1e-5)
-            start += length
-
-    with torch.inference_mode():
-        compare()
-
-
-def check_others_of_this_structure_stay() -> None:
-    """Layers that look as others do and compute something else, and layers with an adapter, stay."""
-
-    def second_half(self: Any, x: torch.Tensor) -> torch.Tensor:
-        up, gate = self.Wi(x).chunk(2, dim=-1)
-        made: torch.Tensor = self.Wo(up * self.act(gate))
-        return made
-
-    def doubled(self: Any, hidden: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        made: torch.Tensor = hidden + forward(self, hidden, **kwargs)
-        return made
-
-    def scaled_far_away(
-        self: Any, hidden_states: torch.Tensor, position_ids: torch.Tensor, **kwargs: Any
-    ) -> Any:
-        """As Ministral 3 scales queries, by their positions."""
-        scale = 1 + 0.1 * torch.log1p(position_ids // 16_384)
-        return project(self, hidden_states * scale[..., None], **kwargs)
-
-    with plain_kernels():
-        assert _fused_layers("qwen3") == 2
-        project = Qwen3Attention.forward
-        with patch.object(Qwen3Attention, "forward", scaled_far_away):
-            assert _fused_layers("qwen3") == 0
-        backbone = rotary_model("qwen3", runner.ATTENTION_NAME)
-        backbone.layers[0].register_buffer("layer_scalar", torch.ones(1))
-        fused_layers.fuse(backbone)
-        assert _count(backbone) == {"FusedRotaryLayer": 1}
-        with patch.object(ModernBertMLP, "forward", second_half):
-            assert _fused_layers("modernbert") == 0
-        forward = JinaEmbeddingsV3Layer.forward
-        with patch.object(JinaEmbeddingsV3Layer, "forward", doubled):
-            assert _fused_layers("jina_embeddings_v3") == 0
-        backbone = rotary_model("modernbert", runner.ATTENTION_NAME)
-        backbone.layers[1].mlp.act = torch.nn.Softplus()  # the kernel has none
-        fused_layers.fuse(backbone)
-        assert _count(backbone) == {"FusedRotaryLayer": 3}
-        backbone = rotary_model("jina_embeddings_v3", runner.ATTENTION_NAME)
-        backbone.layers[1].mlp.activation_fn = torch.nn.Softplus()  # it is called as it is
-        fused_layers.fuse(backbone)
-        assert _count(backbone) == {"FusedRotaryLayer": 2}
-        backbone = rotary_model("jina_embeddings_v3", runner.ATTENTION_NAME)
-        backbone.layers[0].self_attn.q_proj = Adapted(backbone.layers[0].self_attn.q_proj)
-        backbone.layers[1].mlp.fc2 = torch.nn.utils.parametrizations.weight_norm(backbone.layers[1].mlp.fc2)
-        fused_layers.fuse(backbone)
-        assert _count(backbone) == {}
-
-
-def check_layers_whose_states_were_asked_for() -> None:
-    """transformers leaves hooks in them, which do nothing."""
-    backbone = rotary_model("modernbert", "eager")
-    backbone(torch.arange(5)[None], output_hidden_states=True)
-    assert any(module._forward_hooks for module in backbone.layers.modules())
-    backbone.set_attn_implementation(runner.ATTENTION_NAME)
-    with plain_kernels():
-        fused_layers.fuse(backbone)
-    assert _count(backbone) == {"FusedRotaryLayer": 4}
 
 
 class Adapted(torch.nn.Linear):
@@ -327,25 +168,170 @@ pytest.importorskip("triton")
 
 
 @pytest.mark.parametrize("name", ["bert", *exhaustive("qwen3", "modernbert", "gemma")])
+@interpreted
 def test_a_model_with_fused_layers_scores_as_without(name: str) -> None:
-    run_interpreted(check_scores, name)
+    """Scores of an engine whose kernels are interpreted once it has started; a long document is prefilled in
+    chunks where the model allows it."""
+    path = _checkpoint(name)
+    plain = _scores(path, kernels="torch")
+    fused = _scores(path, plain_kernels, kernels="auto", attention="triton")
+    assert np.ptp(plain) > 1e-3, plain
+    np.testing.assert_allclose(fused, plain, atol=1e-4, rtol=1e-4)
+    with plain_kernels():  # in the precision of GPUs
+        plain, fused = (_scores(path, kernels=kernels, dtype="bfloat16") for kernels in ("torch", "auto"))
+    np.testing.assert_allclose(fused, plain, atol=4e-2, rtol=4e-2)
 
 
-def test_hooks_that_do_nothing_are_no_hindrance() -> None:
-    run_interpreted(check_layers_whose_states_were_asked_for)
+@interpreted
+def test_modules_with_broken_kernels_stay() -> None:
+    """Modules whose kernel gives something else or fails stay as they are. A failure is warned of."""
+
+    def wrong(*given: Any) -> torch.Tensor:
+        return 1.01 * elementwise.layer_norm_reference(*given)
+
+    def failing(*given: Any) -> torch.Tensor:
+        raise RuntimeError("no kernel image")
+
+    for broken in (wrong, failing):
+        with plain_kernels(), patch.object(elementwise, "layer_norm", broken), warnings() as warned:
+            assert _fused_modules(_checkpoint("bert"), kernels="auto") == {"FusedSelfAttention": 3}
+    expected = "layers are left as they are, which is slower: Output: RuntimeError: no kernel image"
+    assert expected in warned
+
+
+@interpreted
+def test_modules_that_differ_in_the_model_are_taken_back() -> None:
+    """Modules that pass their trial but give something else in the model are all taken back, with a
+    warning."""
+    forward = fused_layers.FusedOutput.forward
+
+    def wrong(self: Any, hidden: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = forward(self, hidden, given)
+        return made if hidden.shape[1] == parts.ROWS else made.flip(-1)
+
+    with plain_kernels(), patch.object(fused_layers.FusedOutput, "forward", wrong), warnings() as warned:
+        found = _fused_modules(_checkpoint("bert"), kernels="auto")
+    assert found == {}
+    assert any(each.startswith("layers are not fused, which is slower: results differ") for each in warned)
+    with plain_kernels():
+        assert _fused_modules(_checkpoint("bert"), kernels="torch") == {}
+
+
+@interpreted
+def test_layers_with_an_adapter_or_a_hook_stay() -> None:
+    path = _checkpoint("bert")
+    model = load_model(EngineConfig(model=path), CPU)
+    backbone: Any = model.backbone.float()
+    layers = backbone.encoder.layer
+    layers[0].output.dense = torch.nn.Sequential(layers[0].output.dense)
+    layers[1].output.dense.register_forward_hook(lambda *given: None)
+    backbone.set_attn_implementation(runner.ATTENTION_NAME)
+    runner.register_attention()
+    with plain_kernels():
+        fused_layers.fuse(backbone)
+    assert _count(backbone) == {"FusedSelfAttention": 3, "FusedOutput": 4}
 
 
 @pytest.mark.parametrize("name", [*sorted(MAIN), *exhaustive(*sorted(ROTARY.keys() - MAIN))])
+@interpreted
 def test_a_family_with_fused_layers_gives_what_its_library_gives(name: str) -> None:
-    run_interpreted(check_family, name)
+    """Packed ragged steps of a small model with random weights, fused and interpreted, against the library's
+    own layers, a text at a time: with token types, and with padding that is not attended to."""
+    ours, library = rotary_model(name, runner.ATTENTION_NAME), rotary_model(name, "eager")
+    fused_layers.fuse(ours)
+    assert _count(ours) == {"FusedRotaryLayer": library.config.num_hidden_layers}
+    backend = OneByOneBackend()
+    causal, takes_types = library.config.model_type in CAUSAL, "type_vocab_size" in ROTARY[name]
+
+    @settings(max_examples=2, deadline=None)
+    @given(st.lists(st.integers(1, 24), min_size=1, max_size=3), st.integers(0, 99))
+    def compare(lengths: list[int], seed: int) -> None:
+        random = torch.Generator().manual_seed(seed)
+        attended = [length if causal else 1 + seed % length for length in lengths]
+        ids, types = (torch.randint(n, (sum(lengths),), generator=random) for n in (50, 2))
+        batch = laid_out(lengths, attended, backend, causal)
+        step = StepAttention(backend, backend.prepare(batch.layout, CPU))
+        given_types = {"token_type_ids": types[None]} if takes_types else {}
+        found = ours(
+            ids[None],
+            position_ids=batch.position_ids[None],
+            attention_mask=None,
+            step_attention=step,
+            **given_types,
+        ).last_hidden_state[0]
+        start = 0
+        for length, seen in zip(lengths, attended, strict=True):
+            rows = slice(start, start + length)
+            mask = (torch.arange(length) < seen).long()[None]
+            given_types = {"token_type_ids": types[None, rows]} if takes_types else {}
+            exact = library(ids[None, rows], attention_mask=mask, **given_types).last_hidden_state[0]
+            of_text = found[start : start + seen]
+            torch.testing.assert_close(of_text, exact[:seen], atol=1e-5, rtol=1e-5)
+            start += length
+
+    with torch.inference_mode():
+        compare()
 
 
-@pytest.mark.parametrize(
-    "check",
-    [check_broken_kernels, check_mismatch, check_others_stay, check_others_of_this_structure_stay],
-)
-def test_only_layers_that_give_the_same_are_fused(check: Callable[[], None]) -> None:
-    run_interpreted(check)
+@interpreted
+def test_others_of_this_structure_stay() -> None:
+    """Layers that look as others do and compute something else, and layers with an adapter, stay."""
+
+    def second_half(self: Any, x: torch.Tensor) -> torch.Tensor:
+        up, gate = self.Wi(x).chunk(2, dim=-1)
+        made: torch.Tensor = self.Wo(up * self.act(gate))
+        return made
+
+    def doubled(self: Any, hidden: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        made: torch.Tensor = hidden + forward(self, hidden, **kwargs)
+        return made
+
+    def scaled_far_away(
+        self: Any, hidden_states: torch.Tensor, position_ids: torch.Tensor, **kwargs: Any
+    ) -> Any:
+        """As Ministral 3 scales queries, by their positions."""
+        scale = 1 + 0.1 * torch.log1p(position_ids // 16_384)
+        return project(self, hidden_states * scale[..., None], **kwargs)
+
+    with plain_kernels():
+        assert _fused_layers("qwen3") == 2
+        project = Qwen3Attention.forward
+        with patch.object(Qwen3Attention, "forward", scaled_far_away):
+            assert _fused_layers("qwen3") == 0
+        backbone = rotary_model("qwen3", runner.ATTENTION_NAME)
+        backbone.layers[0].register_buffer("layer_scalar", torch.ones(1))
+        fused_layers.fuse(backbone)
+        assert _count(backbone) == {"FusedRotaryLayer": 1}
+        with patch.object(ModernBertMLP, "forward", second_half):
+            assert _fused_layers("modernbert") == 0
+        forward = JinaEmbeddingsV3Layer.forward
+        with patch.object(JinaEmbeddingsV3Layer, "forward", doubled):
+            assert _fused_layers("jina_embeddings_v3") == 0
+        backbone = rotary_model("modernbert", runner.ATTENTION_NAME)
+        backbone.layers[1].mlp.act = torch.nn.Softplus()  # the kernel has none
+        fused_layers.fuse(backbone)
+        assert _count(backbone) == {"FusedRotaryLayer": 3}
+        backbone = rotary_model("jina_embeddings_v3", runner.ATTENTION_NAME)
+        backbone.layers[1].mlp.activation_fn = torch.nn.Softplus()  # it is called as it is
+        fused_layers.fuse(backbone)
+        assert _count(backbone) == {"FusedRotaryLayer": 2}
+        backbone = rotary_model("jina_embeddings_v3", runner.ATTENTION_NAME)
+        backbone.layers[0].self_attn.q_proj = Adapted(backbone.layers[0].self_attn.q_proj)
+        backbone.layers[1].mlp.fc2 = torch.nn.utils.parametrizations.weight_norm(backbone.layers[1].mlp.fc2)
+        fused_layers.fuse(backbone)
+        assert _count(backbone) == {}
+
+
+@interpreted
+def test_hooks_that_do_nothing_are_no_hindrance() -> None:
+    """transformers leaves hooks in them, which do nothing."""
+    backbone = rotary_model("modernbert", "eager")
+    backbone(torch.arange(5)[None], output_hidden_states=True)
+    assert any(module._forward_hooks for module in backbone.layers.modules())
+    backbone.set_attn_implementation(runner.ATTENTION_NAME)
+    with plain_kernels():
+        fused_layers.fuse(backbone)
+    assert _count(backbone) == {"FusedRotaryLayer": 4}
 
 
 @contextmanager
@@ -392,7 +378,8 @@ def test_gelu_is_part_of_the_product_where_that_is_right_and_faster(
     assert caplog.text.count("GELU behind a product of 64 to 256: in one launch, by a short timing") == 1
 
 
-def check_rounding() -> None:
+@interpreted
+def test_layers_that_only_rounding_hides_are_told_apart() -> None:
     norm = rotary_model("gemma", runner.ATTENTION_NAME).layers[0].input_layernorm
     with torch.no_grad():
         norm.weight[:] = torch.linspace(0, 2, 64)
@@ -410,7 +397,8 @@ def check_rounding() -> None:
         assert fused_layers.fuse(backbone.bfloat16(), frozenset(kinds)) == kinds
 
 
-def check_gelu_of_rotary_layers() -> None:
+@interpreted
+def test_rotary_layers_take_gelu_as_part_of_the_product() -> None:
     """A plain feed-forward takes GELU as part of its product where that may be."""
     for milliseconds, expected in ((0.2, 2), (0.4, 0)):
         backbone = rotary_model("jina_embeddings_v3", runner.ATTENTION_NAME).bfloat16()
@@ -418,14 +406,6 @@ def check_gelu_of_rotary_layers() -> None:
             fused_layers.fuse(backbone)
         assert _count(backbone) == {"FusedRotaryLayer": 2}
         assert sum(isinstance(module, parts.GeluLinear) for module in backbone.modules()) == expected
-
-
-def test_layers_that_only_rounding_hides_are_told_apart() -> None:
-    run_interpreted(check_rounding)
-
-
-def test_rotary_layers_take_gelu_as_part_of_the_product() -> None:
-    run_interpreted(check_gelu_of_rotary_layers)
 
 
 def refused(x: torch.Tensor, layer: torch.nn.Linear) -> torch.Tensor:
@@ -490,7 +470,8 @@ def _heads() -> list[tuple[Any, bool]]:
     ]
 
 
-def check_fused_heads() -> None:
+@interpreted
+def test_a_fused_head_equals_the_plain_head() -> None:
     from maxsimd.engine.device.fused_head import FusedProjection, fused
 
     hidden, rows = torch.randn(30, 24), np.array([0, 3, 29, 3])
@@ -503,10 +484,6 @@ def check_fused_heads() -> None:
             assert str(ours) == str(head)
 
 
-def test_a_fused_head_equals_the_plain_head() -> None:
-    run_interpreted(check_fused_heads)
-
-
 def plain_project(
     hidden: torch.Tensor, rows: torch.Tensor, projection: Any, dtype: torch.dtype
 ) -> torch.Tensor:
@@ -516,9 +493,7 @@ def plain_project(
     return out.to(dtype)
 
 
-def test_a_broken_fused_head_is_unused(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_broken_heads_are_unused(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     from maxsimd.engine.device import fused_head
 
     breaks: list[tuple[Callable[[torch.Tensor], torch.Tensor], str]] = [

@@ -32,13 +32,6 @@ from maxsimd.engine.execution.attention.backend import (
 from maxsimd.engine.execution.attention.gpu import FlashBackend, VarlenBackend
 from maxsimd.engine.execution.attention.select import LENGTHS, find_mismatch
 from maxsimd.engine.execution.cuda_graphs import Cost, CudaRecorder, GraphedRunner, sizes_for
-from maxsimd.engine.execution.devices import (
-    Times,
-    bytes_a_token,
-    choose_dtype,
-    times_on_cuda,
-    tokens_that_fit,
-)
 from maxsimd.engine.execution.modes import Packed, try_packed
 from maxsimd.engine.execution.runner import PackedRunner
 from maxsimd.engine.execution.self_check.samples import make_samples, random_sequences
@@ -209,9 +202,9 @@ def test_a_gpu_without_bfloat16_runs_float32_and_the_log_says_what_is_faster(
     capabilities = {0: (8, 0), 1: (7, 5)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[device.index])
     ampere, t4 = torch.device("cuda", 0), torch.device("cuda", 1)
-    assert choose_dtype("auto", ampere) is torch.bfloat16
-    assert choose_dtype("auto", t4) is torch.float32
-    assert choose_dtype("float16", t4) is torch.float16
+    assert devices.choose_dtype("auto", ampere) is torch.bfloat16
+    assert devices.choose_dtype("auto", t4) is torch.float32
+    assert devices.choose_dtype("float16", t4) is torch.float16
     stop = ModelLoadError("the rest is of no interest")
     monkeypatch.setattr(load, "choose_attention", Mock(side_effect=stop))
     for device, dtype, is_said in ((t4, "auto", True), (t4, "float32", False), (ampere, "auto", False)):
@@ -225,12 +218,12 @@ def test_a_gpu_without_bfloat16_runs_float32_and_the_log_says_what_is_faster(
 def test_the_budget_of_a_step_fits_into_what_a_gpu_has_free() -> None:
     gib = 1 << 30
     config = BertConfig(hidden_size=1024, intermediate_size=4096)
-    of_a_token = bytes_a_token(config, torch.bfloat16)
+    of_a_token = devices.bytes_a_token(config, torch.bfloat16)
     assert of_a_token == (6 * 1024 + 2 * 4096) * 2 + 4 * 1024
-    assert tokens_that_fit(100 * gib, of_a_token) == 16_384
+    assert devices.tokens_that_fit(100 * gib, of_a_token) == 16_384
     # 32 KiB a token, of half of 256 MiB.
-    assert tokens_that_fit(gib // 4, of_a_token) == 4_096
-    assert tokens_that_fit(0, of_a_token) == 1_024
+    assert devices.tokens_that_fit(gib // 4, of_a_token) == 4_096
+    assert devices.tokens_that_fit(0, of_a_token) == 1_024
 
 
 def with_free(monkeypatch: pytest.MonkeyPatch, free: int, unused: int = 0) -> None:
@@ -405,7 +398,7 @@ async def test_a_device_thread_has_its_gpu_as_the_current_one(cuda: Cuda) -> Non
     shared = SharedDevice(SECOND, None)
     try:
         assert await shared.thread.call(torch.cuda.current_device) == 1
-        await shared.thread.call(lambda: times_on_cuda(lambda: None))
+        await shared.thread.call(lambda: devices.times_on_cuda(lambda: None))
         await shared.thread.call(lambda: CudaRecorder().cost(lambda: None))
     finally:
         shared.close()
@@ -441,7 +434,7 @@ class CallRecorder:
 
     def __init__(self, host: float = 1.0, device: float = 1.0, memory: float = 0.0) -> None:
         self.replays: list[int] = []
-        self._cost = Cost(Times(host, device), memory)
+        self._cost = Cost(devices.Times(host, device), memory)
 
     def cost(self, run: Callable[[], object]) -> Cost:
         return self._cost
@@ -552,9 +545,7 @@ def test_every_size_is_compared_with_steps_that_fill_it(capture: Callable[..., C
     assert list(mismatches) == [SIZES[0]]
 
 
-def test_useless_graphs_are_dropped(
-    capture: Callable[..., Captured], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_bad_graphs_are_dropped(capture: Callable[..., Captured], caplog: pytest.LogCaptureFixture) -> None:
     for recorder, reason in (
         (CallRecorder(host=1.0, device=9.0), "bound by the device"),
         (CallRecorder(memory=0.5), "50% of the memory"),

@@ -10,26 +10,14 @@ from hypothesis import strategies as st
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.load import _refuse_quantization
 from maxsimd.engine.errors import ModelLoadError
-from maxsimd.engine.execution import linear
-from maxsimd.engine.execution.int8 import (
-    PLAIN,
-    ZERO,
-    Path,
-    PlainProduct,
-    RoundedWeights,
-    TorchProduct,
-    candidates,
-    choose,
-    is_right,
-    round_weights,
-)
+from maxsimd.engine.execution import int8, linear
 from maxsimd.engine.execution.self_check.samples import in_float32
 from maxsimd.engine.ops.cpu import int8_linear, library
 from maxsimd.engine.ops.cpu.int8_linear import Kernel
 from maxsimd.engine.ops.cpu.linear import Norm
 
 pytestmark = pytest.mark.usefixtures("two_threads")
-RIGHT = [path for path in candidates(True) if is_right(path)]
+RIGHT = [path for path in int8.candidates(True) if int8.is_right(path)]
 each_path = pytest.mark.parametrize("path", RIGHT, ids=lambda path: f"{path.name}, {path.most}")
 KERNELS = [kernel for kernel in int8_linear.KERNELS if kernel.is_available()]
 each_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.level)
@@ -37,15 +25,15 @@ each_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kern
 SHAPES = st.tuples(st.integers(1, 300), st.integers(1, 140), st.integers(1, 70))
 
 
-def layer(inputs: int, columns: int, most: int, bias: bool = True) -> RoundedWeights:
-    return round_weights(torch.randn(columns, inputs), torch.randn(columns) if bias else None, most)
+def layer(inputs: int, columns: int, most: int, bias: bool = True) -> int8.RoundedWeights:
+    return int8.round_weights(torch.randn(columns, inputs), torch.randn(columns) if bias else None, most)
 
 
 @pytest.mark.parametrize("most", [63, 127])
 def test_the_plain_product_is_the_layer_but_for_rounding(most: int) -> None:
     torch.manual_seed(0)
     x, weight, bias = torch.randn(50, 200), torch.randn(30, 200), torch.randn(30)
-    found = PlainProduct(round_weights(weight, bias, most)).linear(x, False)
+    found = int8.PlainProduct(int8.round_weights(weight, bias, most)).linear(x, False)
     exact = x.double() @ weight.double().T + bias.double()
     # Of each factor at most half a step is rounded away.
     steps = x.abs().amax(1, keepdim=True) / 254, weight.abs().amax(1) / (2 * most)
@@ -60,19 +48,19 @@ def test_the_plain_product_is_the_layer_but_for_rounding(most: int) -> None:
 @given(SHAPES, st.booleans(), st.booleans())
 @settings(deadline=None, max_examples=30)
 def test_a_path_gives_what_the_plain_one_gives(
-    path: Path, shape: tuple[int, int, int], bias: bool, gelu: bool
+    path: int8.Path, shape: tuple[int, int, int], bias: bool, gelu: bool
 ) -> None:
     rows, inputs, columns = shape
     weights, x = layer(inputs, columns, path.most, bias), torch.randn(rows, inputs + 3)[:, :inputs]
-    found, plain = (make(weights).linear(x, gelu) for make in (path.make, PlainProduct))
+    found, plain = (make(weights).linear(x, gelu) for make in (path.make, int8.PlainProduct))
     torch.testing.assert_close(found, plain, atol=2e-5, rtol=2e-5)
     residual, norm = torch.randn(rows, columns), Norm(torch.randn(columns), torch.randn(columns), 1e-5)
-    found, plain = (make(weights).linear_norm(x, residual, norm) for make in (path.make, PlainProduct))
+    found, plain = (make(weights).linear_norm(x, residual, norm) for make in (path.make, int8.PlainProduct))
     torch.testing.assert_close(found, plain, atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize("path", [PLAIN, *RIGHT], ids=lambda path: f"{path.name}, {path.most}")
-def test_strange_rows_stay_strange_and_harm_no_others(path: Path) -> None:
+@pytest.mark.parametrize("path", [int8.PLAIN, *RIGHT], ids=lambda path: f"{path.name}, {path.most}")
+def test_strange_rows_stay_strange_and_harm_no_others(path: int8.Path) -> None:
     torch.manual_seed(0)
     weights, x = layer(70, 20, path.most), torch.randn(6, 70)
     x[1, 69], x[2, 3], x[3], x[4] = float("nan"), float("inf"), 0, 1e-40
@@ -81,7 +69,7 @@ def test_strange_rows_stay_strange_and_harm_no_others(path: Path) -> None:
     assert not found[2].isfinite().any()
     assert weights.bias is not None
     assert torch.equal(found[3:5], weights.bias.expand(2, -1))
-    torch.testing.assert_close(found[::5], PlainProduct(weights).linear(x[::5], False))
+    torch.testing.assert_close(found[::5], int8.PlainProduct(weights).linear(x[::5], False))
 
 
 @each_kernel
@@ -95,19 +83,19 @@ def test_the_gelu_of_a_kernel_is_the_exact_form_on_every_scale(kernel: Kernel) -
 
 @each_path
 @pytest.mark.parametrize("inputs", [1, 4, 7, 8, 12, 1024])
-def test_the_largest_sums_of_every_sign_fit(path: Path, inputs: int) -> None:
+def test_the_largest_sums_of_every_sign_fit(path: int8.Path, inputs: int) -> None:
     torch.manual_seed(0)
     weight = torch.where(torch.randn(40, inputs) > 0, path.most, -path.most).to(torch.int8)
     rows = torch.cat([weight.sign(), -weight.sign(), torch.where(weight > 0, 1, -0.02)]).float()
-    rounded = RoundedWeights(weight, torch.ones(40), None)
-    found, plain = (make(rounded).linear(rows, False) for make in (path.make, PlainProduct))
+    rounded = int8.RoundedWeights(weight, torch.ones(40), None)
+    found, plain = (make(rounded).linear(rows, False) for make in (path.make, int8.PlainProduct))
     torch.testing.assert_close(found, plain, atol=0.0, rtol=1e-6)
 
 
-class Saturating(TorchProduct):
+class Saturating(int8.TorchProduct):
     """Adds two products at a time in 16 bits, as processors without VNNI do."""
 
-    def __init__(self, weights: RoundedWeights) -> None:
+    def __init__(self, weights: int8.RoundedWeights) -> None:
         super().__init__(weights)
         self._weights = weights
 
@@ -115,19 +103,19 @@ class Saturating(TorchProduct):
         weight = self._weights.weight.int()
         products = rows.int()[:, None, :] * weight
         pairs = products.unfold(2, 2, 2).sum(3).clamp(-(2**15), 2**15 - 1).sum(2)
-        return (pairs - ZERO * weight.sum(1)).float() * self._weights.scales
+        return (pairs - int8.ZERO * weight.sum(1)).float() * self._weights.scales
 
 
 def test_the_finest_path_that_is_right_is_taken() -> None:
-    def fail(weights: RoundedWeights) -> PlainProduct:
+    def fail(weights: int8.RoundedWeights) -> int8.PlainProduct:
         raise RuntimeError("no such operator")
 
-    assert not is_right(Path("saturating", 127, Saturating))
-    assert is_right(Path("saturating", 63, Saturating))
+    assert not int8.is_right(int8.Path("saturating", 127, Saturating))
+    assert int8.is_right(int8.Path("saturating", 63, Saturating))
     for wrong in (Saturating, fail):
-        assert choose([Path("wrong", 127, wrong)]) == PLAIN
-    fine, coarse = Path("fine", 127, PlainProduct), Path("coarse", 63, PlainProduct)
-    assert choose([fine, coarse]).most == 127
+        assert int8.choose([int8.Path("wrong", 127, wrong)]) == int8.PLAIN
+    fine, coarse = int8.Path("fine", 127, int8.PlainProduct), int8.Path("coarse", 63, int8.PlainProduct)
+    assert int8.choose([fine, coarse]).most == 127
 
 
 @pytest.mark.parametrize(("in_float32", "warned"), [(1.0, True), (3.0, False)])
@@ -135,11 +123,11 @@ def test_where_int8_is_slower_than_float32_the_log_says_so(
     in_float32: float, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def took(runs: Mapping[str, object]) -> dict[str, float]:
-        assert set(runs) == {PLAIN.name, "float32"}
-        return {PLAIN.name: 2.0, "float32": in_float32}
+        assert set(runs) == {int8.PLAIN.name, "float32"}
+        return {int8.PLAIN.name: 2.0, "float32": in_float32}
 
     monkeypatch.setattr("maxsimd.engine.execution.int8.milliseconds_in_turns", took)
-    assert choose([]) == PLAIN
+    assert int8.choose([]) == int8.PLAIN
     assert ("a layer takes 2.00 ms, and 1.00 in float32" in caplog.text) == warned
 
 
@@ -188,9 +176,7 @@ _WAYS = [
 @pytest.mark.parametrize(("way", "dtype"), _WAYS)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("gelu", [True, False])
-def test_each_way_equals_the_plain_layer(
-    way: linear.Method, dtype: torch.dtype, bias: bool, gelu: bool
-) -> None:
+def test_ways_equal_the_plain_layer(way: linear.Method, dtype: torch.dtype, bias: bool, gelu: bool) -> None:
     torch.manual_seed(0)
     plain = torch.nn.Linear(96, 64, bias=bias).to(dtype)
     assert way.make is not None

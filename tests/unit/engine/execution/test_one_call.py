@@ -28,19 +28,8 @@ from maxsimd.engine.execution.one_call import FEW_ROWS, MOST_ROWS, OneCallRunner
 from maxsimd.engine.execution.runner import PackedRunner
 from maxsimd.engine.execution.self_check.samples import random_sequences
 from maxsimd.engine.ops import elementwise
+from maxsimd.engine.ops.cpu import linear as products
 from maxsimd.engine.ops.cpu.attention import attention
-from maxsimd.engine.ops.cpu.linear import (
-    Layer,
-    Layers,
-    Norm,
-    Product,
-    Weights,
-    linear,
-    linear_norm,
-    pack_bfloat16,
-    pack_float32,
-    pack_int8,
-)
 from maxsimd.engine.ops.qkv import QKV
 from tests.checkpoints import cross_encoders
 from tests.checkpoints.shared import Build, SharedCheckpoints
@@ -49,7 +38,7 @@ from tests.unit.engine.ops.test_kernels import amx, needs_kernels, threads
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("two_threads")]
 
-Pack = Callable[[torch.Tensor], Weights]
+Pack = Callable[[torch.Tensor], products.Weights]
 # Hidden states are no multiple of what the kernels take at a time, and narrower than all heads together.
 HIDDEN, HEADS, HEAD_DIM, WIDE, SCALING = 90, 3, 32, 160, 0.2
 # A few sequences, or so many that threads have first rows of their own.
@@ -58,39 +47,41 @@ LENGTHS = st.lists(st.integers(1, 70), min_size=1, max_size=6) | st.lists(
 )
 
 
-def random_layer(pack: Pack, seed: int, hidden: int = HIDDEN) -> Layer:
+def random_layer(pack: Pack, seed: int, hidden: int = HIDDEN) -> products.Layer:
     random = torch.Generator().manual_seed(seed)
 
-    def product(inputs: int, columns: int, bias: bool = True) -> Product:
+    def product(inputs: int, columns: int, bias: bool = True) -> products.Product:
         weights = pack(torch.randn(columns, inputs, generator=random) * inputs**-0.5)
-        return Product(weights, torch.randn(columns, generator=random) if bias else None)
+        return products.Product(weights, torch.randn(columns, generator=random) if bias else None)
 
-    def norm() -> Norm:
+    def norm() -> products.Norm:
         weight, bias = torch.randn(2, hidden, generator=random)
-        return Norm(weight, bias, 1e-5)
+        return products.Norm(weight, bias, 1e-5)
 
     attended = HEADS * HEAD_DIM
     query, key, value = product(hidden, attended), product(hidden, attended, False), product(hidden, attended)
     rest = product(attended, hidden), norm(), product(hidden, WIDE), product(WIDE, hidden), norm()
-    return Layer(query, key, value, *rest)
+    return products.Layer(query, key, value, *rest)
 
 
-def plainly(layer: Layer, hidden: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
+def plainly(layer: products.Layer, hidden: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
     query, key, value = (
-        linear(hidden, each.weights, each.bias).view(len(hidden), HEADS, HEAD_DIM).transpose(0, 1)
+        products.linear(hidden, each.weights, each.bias).view(len(hidden), HEADS, HEAD_DIM).transpose(0, 1)
         for each in (layer.query, layer.key, layer.value)
     )
     qkv = QKV(query, key, value, SCALING)
     out = qkv.new_output()
     attention(qkv, sequences, [], False, out)
-    summed = linear_norm(
+    summed = products.linear_norm(
         out.flatten(1), hidden, layer.attended.weights, layer.attended.bias, layer.attended_norm
     )
-    wide = linear(summed, layer.widened.weights, layer.widened.bias, gelu=True)
-    return linear_norm(wide, summed, layer.narrowed.weights, layer.narrowed.bias, layer.narrowed_norm)
+    wide = products.linear(summed, layer.widened.weights, layer.widened.bias, gelu=True)
+    return products.linear_norm(
+        wide, summed, layer.narrowed.weights, layer.narrowed.bias, layer.narrowed_norm
+    )
 
 
-@pytest.mark.parametrize("pack", [pack_float32, pack_bfloat16, pack_int8])
+@pytest.mark.parametrize("pack", [products.pack_float32, products.pack_bfloat16, products.pack_int8])
 @given(lengths=LENGTHS, count=st.integers(1, 3), firsts_only=st.booleans(), tiles=st.booleans())
 @settings(deadline=None, max_examples=25)
 def test_layers_in_one_call_equal_their_products_one_by_one(
@@ -102,7 +93,7 @@ def test_layers_in_one_call_equal_their_products_one_by_one(
     hidden = torch.randn(rows, HIDDEN, generator=random).to(layers[0].query.weights.dtype)
     firsts = torch.tensor([0, *itertools.accumulate(lengths)][:-1])
     sequences = torch.tensor([(int(first), n, n, -1) for first, n in zip(firsts, lengths, strict=True)])
-    together = Layers(layers, HEADS, SCALING, rows)
+    together = products.Layers(layers, HEADS, SCALING, rows)
     with threads(count), amx(tiles):
         expected = hidden
         for layer in layers:
@@ -183,9 +174,7 @@ def test_steps_give_the_bits_of_the_model_layer_by_layer(request: pytest.Fixture
         assert step.num_tokens > 2 * FEW_ROWS
 
 
-def test_large_steps_run_faster(
-    served: tuple[LoadedModel, PackedRunner], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_steps_run_faster(served: tuple[LoadedModel, PackedRunner], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, logger="maxsimd"):
         fast = one_call_of(served, *[1.0, 2.0] * 5, *[2.0, 1.0] * 1000)
     assert fast.takes(make_step([FEW_ROWS]))
@@ -195,14 +184,14 @@ def test_large_steps_run_faster(
 
 
 def test_a_wrong_one_call_is_not_used(why_not: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Layers.run
+    run = products.Layers.run
 
-    def wrong(self: Layers, *arguments: Any, **options: Any) -> torch.Tensor:
+    def wrong(self: products.Layers, *arguments: Any, **options: Any) -> torch.Tensor:
         made = run(self, *arguments, **options)
         made[-1, -1] += 1
         return made
 
-    monkeypatch.setattr(Layers, "run", wrong)
+    monkeypatch.setattr(products.Layers, "run", wrong)
     assert "they give something else" in why_not(1.0, 2.0)
 
 
@@ -252,9 +241,7 @@ def ids(shape: tuple[int, ...], types: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("with_types", [True, False])
 @pytest.mark.parametrize("family", MAKERS)
 @torch.inference_mode()
-def test_the_compiled_sum_equals_the_modules_rounded(
-    family: str, with_types: bool, dtype: torch.dtype
-) -> None:
+def test_the_compiled_sum_is_the_modules_rounded(family: str, with_types: bool, dtype: torch.dtype) -> None:
     module, ours = made(family, dtype)
     assert isinstance(ours, CompiledEmbeddings)
     for shape in ((1, 1), (1, 7), (3, 21), (1, 200)):
@@ -337,9 +324,7 @@ async def test_rotary_layers_take_int8_in_float32(checkpoints: SharedCheckpoints
     np.testing.assert_allclose(scores, expected, atol=5e-2)
 
 
-async def test_wrong_layers_stay_plain(
-    checkpoints: SharedCheckpoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_bad_layers_stay_plain(checkpoints: SharedCheckpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     path = checkpoints(cross_encoders.qwen3)
     expected, _ = await _scores(path, dtype="float32", kernels="torch")
     right = elementwise.rms_norm

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from maxsimd.engine import Engine, EngineConfig
 from maxsimd.engine.checkpoint import load_model
+from maxsimd.engine.execution import layout as layouts
 from maxsimd.engine.execution.attention.backend import (
     AttentionBackend,
     GroupedBackend,
@@ -19,18 +20,6 @@ from maxsimd.engine.execution.attention.backend import (
 )
 from maxsimd.engine.execution.attention.cpu import CompiledBackend
 from maxsimd.engine.execution.attention.gpu import VarlenBackend
-from maxsimd.engine.execution.layout import (
-    GROUP_COST_ROWS,
-    Layout,
-    PackedBatch,
-    PrefillChunk,
-    PrefillKV,
-    SharedGroup,
-    group_by_length,
-    in_powers_of_two,
-    lay_out,
-    round_length,
-)
 from maxsimd.engine.execution.modes import PADDING, SMALL_BATCH, Packed, by_length, try_packed
 from maxsimd.engine.execution.runner import PackedRunner, remove_cls_only
 from maxsimd.engine.execution.self_check.samples import make_samples
@@ -43,7 +32,7 @@ RAGGED = OneByOneBackend.arrangement
 CPU = torch.device("cpu")
 
 
-def full(backend: AttentionBackend[Any], qkv: QKV, layout: Layout) -> torch.Tensor:
+def full(backend: AttentionBackend[Any], qkv: QKV, layout: layouts.Layout) -> torch.Tensor:
     return backend.full(qkv, backend.prepare(layout, qkv.query.device))
 
 
@@ -66,8 +55,8 @@ def laid_out(
     backend: AttentionBackend[Any] = GROUPED,
     causal: bool = False,
     position_offset: int = 0,
-) -> PackedBatch:
-    return lay_out(
+) -> layouts.PackedBatch:
+    return layouts.lay_out(
         make_step(lengths, attended), {}, causal=causal, arrangement=backend.arrangement,
         position_offset=position_offset,
     )  # fmt: skip
@@ -89,7 +78,7 @@ def test_padding_tokens_of_texts_are_not_counted(start: int, stop: int, expected
     tokens = Tokens(np.array([5, 1, 1, 7, 8, 1, 9], dtype=np.int32))
     step = Step(0, (Chunk(TokenSequence.text(0, ResultSlot(0, 0), "embed", tokens), start, stop),))
     options: dict[str, Any] = {"causal": False, "arrangement": RAGGED, "position_offset": 2}
-    batch = lay_out(step, {0: PrefillKV()}, **options, uncounted_id=1)
+    batch = layouts.lay_out(step, {0: layouts.PrefillKV()}, **options, uncounted_id=1)
     assert batch.position_ids.tolist() == expected
 
 
@@ -173,7 +162,7 @@ def test_grouped_attention_equals_attention_one_by_one(problem: Problem) -> None
     }
     backends: tuple[AttentionBackend[Any], ...] = (GROUPED, OneByOneBackend())
     for backend in backends:
-        batch = lay_out(step, {}, causal=causal, arrangement=backend.arrangement, position_offset=0)
+        batch = layouts.lay_out(step, {}, causal=causal, arrangement=backend.arrangement, position_offset=0)
         rows = len(batch.input_ids)
         q, k, v = (torch.randn(next(iter(parts.values())).shape[0], rows, 8) for parts in states.values())
         for tensor, parts in zip((q, k, v), states.values(), strict=True):
@@ -210,8 +199,10 @@ def test_bfloat16_behind_earlier_tokens_equals_float32(monkeypatch: pytest.Monke
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 10, 16).bfloat16() for _ in range(3))
     before = KV(*(torch.randn(2, 9, 16).bfloat16() for _ in range(2)))
-    chunk = Layout(True, prefill_chunks=(PrefillChunk(0, 0, 9, PrefillKV(), is_stored=False),))
-    shared = Layout(True, shared_groups=(SharedGroup(0, 2, 5, PrefillKV()),))
+    chunk = layouts.Layout(
+        True, prefill_chunks=(layouts.PrefillChunk(0, 0, 9, layouts.PrefillKV(), is_stored=False),)
+    )
+    shared = layouts.Layout(True, shared_groups=(layouts.SharedGroup(0, 2, 5, layouts.PrefillKV()),))
 
     def attended(backend: AttentionBackend[Any], cast: torch.dtype) -> torch.Tensor:
         qkv, context = QKV(q.to(cast), k.to(cast), v.to(cast), 0.25), KV(*(x.to(cast) for x in before))
@@ -227,19 +218,19 @@ def test_bfloat16_behind_earlier_tokens_equals_float32(monkeypatch: pytest.Monke
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=30))
 def test_groups_hold_every_sequence_once_and_little_padding(lengths: list[int]) -> None:
-    groups = group_by_length(lengths)
+    groups = layouts.group_by_length(lengths)
     assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
     for group in groups:
         longest = max(lengths[index] for index in group)
-        assert sum(longest - lengths[index] for index in group) <= GROUP_COST_ROWS
-        parts = in_powers_of_two(group)
+        assert sum(longest - lengths[index] for index in group) <= layouts.GROUP_COST_ROWS
+        parts = layouts.in_powers_of_two(group)
         assert [index for part in parts for index in part] == group
         assert all(len(part).bit_count() == 1 for part in parts)
 
 
 @given(st.integers(1, 10_000))
 def test_a_length_is_rounded_up_a_little(length: int) -> None:
-    assert length <= round_length(length) < length + max(4, length / 4)
+    assert length <= layouts.round_length(length) < length + max(4, length / 4)
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=40))
@@ -311,7 +302,7 @@ def drawn_qkv(rows: int, relative: RelativePositions | None, dtype: torch.dtype)
     return QKV(q, k, v, HEAD_DIM**-0.5, None, relative)
 
 
-def written_out(qkv: QKV, layout: Layout) -> torch.Tensor:
+def written_out(qkv: QKV, layout: layouts.Layout) -> torch.Tensor:
     """[rows, heads, head_dim], one product after the other."""
     out = torch.zeros(qkv.query.shape[1], HEADS, HEAD_DIM)
     for first, length, keys in layout.whole_sequences.tolist():
@@ -338,7 +329,7 @@ def written_out(qkv: QKV, layout: Layout) -> torch.Tensor:
 @given(lengths=LENGTHS, spare=st.integers(0, 70))
 @settings(deadline=None, max_examples=6)
 def test_distances_add_to_products_as_written_out(
-    backend: AttentionBackend[Layout],
+    backend: AttentionBackend[layouts.Layout],
     kind: str,
     dtype: torch.dtype,
     lengths: list[tuple[int, int]],

@@ -28,6 +28,16 @@ def run_interpreted(check: Callable[..., None], *arguments: str) -> None:
     assert failure is None, failure
 
 
+def interpreted(test: Callable[..., None]) -> Callable[..., None]:
+    """Makes a test run there."""
+
+    @functools.wraps(test)
+    def run(**arguments: str) -> None:
+        run_interpreted(test, *arguments.values())
+
+    return run
+
+
 class Interpreter:
     """The process. It ends when its input does, with the one that started it."""
 
@@ -71,7 +81,8 @@ def _serve() -> None:
     for line in asked:
         call = json.loads(line)
         try:
-            getattr(importlib.import_module(call["module"]), call["name"])(*call["arguments"])
+            check = getattr(importlib.import_module(call["module"]), call["name"])
+            getattr(check, "__wrapped__", check)(*call["arguments"])
             failure = None
         except BaseException:
             failure = traceback.format_exc()

@@ -27,32 +27,12 @@ from maxsimd.engine.execution.weights import (
 )
 from maxsimd.engine.ops import cpu as kernels
 from maxsimd.engine.ops import elementwise
+from maxsimd.engine.ops.cpu import linear as products
 from maxsimd.engine.ops.cpu.library import may_use
-from maxsimd.engine.ops.cpu.linear import (
-    Norm,
-    Weights,
-    gated_order,
-    linear,
-    linear_added,
-    linear_gated,
-    linear_norm,
-    pack_bfloat16,
-    pack_float32,
-    pack_int8,
-    use_amx,
-)
 from maxsimd.engine.ops.cpu.maxsim import first_not_finite
 from maxsimd.engine.ops.qkv import QKV
 from tests.unit.engine.execution.test_packed import CPU, full, laid_out
-from tests.unit.engine.ops.kernel_checks import (
-    Attention,
-    behind_prefixes,
-    check_layer_norm,
-    check_norm_rotary,
-    check_rms_norm,
-    chunks,
-    whole_sequences,
-)
+from tests.unit.engine.ops import kernel_checks
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 needs_kernels = pytest.mark.skipif(not kernels.is_available(), reason="this processor cannot run the kernels")
@@ -73,17 +53,17 @@ def exact_gelu(x: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def amx(wanted: bool) -> Iterator[None]:
     """Products of bfloat16 and int8 in AMX tiles, where the processor has them, or never."""
-    use_amx(wanted)
+    products.use_amx(wanted)
     try:
         yield
     finally:
-        use_amx(True)
+        products.use_amx(True)
 
 
-def through_gelu(x: torch.Tensor, pack: Callable[[torch.Tensor], Weights]) -> torch.Tensor:
+def through_gelu(x: torch.Tensor, pack: Callable[[torch.Tensor], products.Weights]) -> torch.Tensor:
     """GELU of numbers [n], behind a layer that leaves them as they are."""
     wide = torch.stack([x, torch.zeros_like(x)], dim=1)
-    return linear(wide, pack(torch.tensor([[1.0, 0.0]])), None, gelu=True)[:, 0]
+    return products.linear(wide, pack(torch.tensor([[1.0, 0.0]])), None, gelu=True)[:, 0]
 
 
 SCALES = torch.cat([torch.linspace(-14, 14, 56001), torch.tensor([-3e38, -100.0, 0.0, 1e-30, 100.0, 1e38])])
@@ -91,7 +71,7 @@ SCALES = torch.cat([torch.linspace(-14, 14, 56001), torch.tensor([-3e38, -100.0,
 
 @needs_kernels
 def test_gelu_equals_the_exact_form_on_every_scale() -> None:
-    for pack, atol, rtol in ((pack_float32, 2e-7, 2e-7), (pack_bfloat16, 5e-5, 2**-8)):
+    for pack, atol, rtol in ((products.pack_float32, 2e-7, 2e-7), (products.pack_bfloat16, 5e-5, 2**-8)):
         dtype = pack(torch.zeros(1, 1)).dtype
         x = SCALES.to(dtype)
         out = through_gelu(x, pack)
@@ -119,12 +99,13 @@ def random_layer(
 @needs_kernels
 # Sums of up to 140 products of about 1, each rounded by 2**-24 of the sum.
 @pytest.mark.parametrize(
-    ("pack", "atol", "rtol"), [(pack_float32, 140 * 2**-24, 2e-6), (pack_bfloat16, 1e-3, 2**-7)]
+    ("pack", "atol", "rtol"),
+    [(products.pack_float32, 140 * 2**-24, 2e-6), (products.pack_bfloat16, 1e-3, 2**-7)],
 )
 @given(SHAPES, st.booleans(), st.booleans(), st.booleans())
 @settings(deadline=None)
 def test_linear_equals_the_plain_one(
-    pack: Callable[[torch.Tensor], Weights],
+    pack: Callable[[torch.Tensor], products.Weights],
     atol: float,
     rtol: float,
     shape: tuple[int, int, int],
@@ -138,7 +119,7 @@ def test_linear_equals_the_plain_one(
     expected = expected if biases is None else expected + biases
     expected = exact_gelu(expected) if gelu else expected
     with amx(tiles):
-        ours = linear(x, pack(weight), biases, gelu)
+        ours = products.linear(x, pack(weight), biases, gelu)
     torch.testing.assert_close(ours.double(), expected, atol=atol, rtol=rtol)
 
 
@@ -158,17 +139,17 @@ def test_int8_linear_equals_its_definition(shape: tuple[int, int, int], bias: bo
     expected = expected if biases is None else expected + biases
     expected = exact_gelu(expected).float() if gelu else expected
     with amx(False):
-        by_vectors = linear(x, pack_int8(weight), biases, gelu)
-    ours = linear(x, pack_int8(weight), biases, gelu)
+        by_vectors = products.linear(x, products.pack_int8(weight), biases, gelu)
+    ours = products.linear(x, products.pack_int8(weight), biases, gelu)
     assert torch.equal(ours, by_vectors)  # sums of integers are the same in AMX tiles
     torch.testing.assert_close(ours.float(), expected, atol=1e-3, rtol=2**-7)
 
 
 @needs_kernels
-@given(SHAPES, st.booleans(), st.sampled_from([pack_float32, pack_bfloat16]))
+@given(SHAPES, st.booleans(), st.sampled_from([products.pack_float32, products.pack_bfloat16]))
 @settings(deadline=None)
 def test_a_fused_layer_norm_equals_the_plain_one(
-    shape: tuple[int, int, int], strided: bool, pack: Callable[[torch.Tensor], Weights]
+    shape: tuple[int, int, int], strided: bool, pack: Callable[[torch.Tensor], products.Weights]
 ) -> None:
     rows, inputs, columns = shape
     columns += 1  # of one column, nothing is left but noise
@@ -179,7 +160,7 @@ def test_a_fused_layer_norm_equals_the_plain_one(
     residual = torch.randn(rows, columns + 4 * strided, generator=random).to(dtype)[:, :columns]
     total = torch.nn.functional.linear(x.float(), weight.float(), bias).to(dtype).double() + residual.double()
     expected = torch.nn.functional.layer_norm(total, (columns,), scale.double(), shift.double(), 1e-5)
-    ours = linear_norm(x, residual, pack(weight), bias, Norm(scale, shift, 1e-5)).double()
+    ours = products.linear_norm(x, residual, pack(weight), bias, products.Norm(scale, shift, 1e-5)).double()
     # Where the columns of a row lie close together, the norm makes much of their last bits.
     spread = total.std(dim=1, correction=0, keepdim=True).clamp(max=1)
     step = {torch.float32: 1e-5, torch.bfloat16: 6e-2}[dtype]
@@ -187,11 +168,13 @@ def test_a_fused_layer_norm_equals_the_plain_one(
 
 
 @needs_kernels
-@pytest.mark.parametrize(("pack", "atol", "rtol"), [(pack_float32, 2e-6, 2e-6), (pack_bfloat16, 1e-3, 2**-7)])
+@pytest.mark.parametrize(
+    ("pack", "atol", "rtol"), [(products.pack_float32, 2e-6, 2e-6), (products.pack_bfloat16, 1e-3, 2**-7)]
+)
 @given(SHAPES, st.booleans(), st.sampled_from(elementwise.ACTIVATIONS), st.booleans())
 @settings(deadline=None)
 def test_gates_and_sums_in_a_layer_equal_the_plain_ones(
-    pack: Callable[[torch.Tensor], Weights],
+    pack: Callable[[torch.Tensor], products.Weights],
     atol: float,
     rtol: float,
     shape: tuple[int, int, int],
@@ -202,46 +185,50 @@ def test_gates_and_sums_in_a_layer_equal_the_plain_ones(
     rows, inputs, columns = shape
     columns = 32 * -(-columns // 32)
     x, weight, biases = random_layer((rows, inputs, columns), pack(torch.zeros(1, 1)).dtype)
-    order = gated_order(columns // 2)
+    order = products.gated_order(columns // 2)
     wide = x.double() @ weight.double().T + (biases if bias else 0)
     gates, others = wide.chunk(2, dim=-1)
     residual = torch.randn(rows, columns + 4, generator=torch.Generator().manual_seed(rows)).to(x.dtype)[
         :, 4:
     ]
     with amx(tiles):
-        gated = linear_gated(x, pack(weight[order]), biases[order] if bias else None, gate)
-        added = linear_added(x, pack(weight), biases if bias else None, residual)
+        gated = products.linear_gated(x, pack(weight[order]), biases[order] if bias else None, gate)
+        added = products.linear_added(x, pack(weight), biases if bias else None, residual)
     expected = elementwise.activated_reference(gates, gate) * others
     torch.testing.assert_close(gated.double(), expected, atol=4 * atol, rtol=4 * rtol)
     torch.testing.assert_close(added.double(), wide + residual, atol=2 * atol, rtol=2 * rtol)
     row = rows // 2
-    alone = linear_gated(x[row : row + 1], pack(weight[order]), biases[order] if bias else None, gate)
+    alone = products.linear_gated(
+        x[row : row + 1], pack(weight[order]), biases[order] if bias else None, gate
+    )
     if not tiles:
         assert torch.equal(alone[0], gated[row])
 
 
 @needs_kernels
 def test_shapes_that_do_not_fit_are_refused() -> None:
-    x, weights = torch.ones(5, 8), pack_float32(torch.ones(16, 8))
+    x, weights = torch.ones(5, 8), products.pack_float32(torch.ones(16, 8))
     with pytest.raises(ValueError, match="multiple of 32"):
-        linear_gated(x, weights, None, "silu")
+        products.linear_gated(x, weights, None, "silu")
     with pytest.raises(ValueError, match="cannot be added"):
-        linear_added(x, weights, None, torch.ones(1, 16))
-    norm = Norm(torch.ones(16).bfloat16(), torch.ones(16), 1e-5)
+        products.linear_added(x, weights, None, torch.ones(1, 16))
+    norm = products.Norm(torch.ones(16).bfloat16(), torch.ones(16), 1e-5)
     with pytest.raises(ValueError, match="float32"):
-        linear_norm(x, torch.ones(5, 16), weights, None, norm)
+        products.linear_norm(x, torch.ones(5, 16), weights, None, norm)
     with pytest.raises(ValueError, match="cosines"):
         elementwise.norm_rotary_(torch.ones(4, 3, 16), torch.ones(1, 16), torch.ones(1, 16), (1, 1), None)
 
 
 def test_a_gated_layer_has_whole_groups_of_columns() -> None:
-    assert gated_order(32).tolist() == [*range(16), *range(32, 48), *range(16, 32), *range(48, 64)]
+    assert products.gated_order(32).tolist() == [*range(16), *range(32, 48), *range(16, 32), *range(48, 64)]
     with pytest.raises(ValueError, match="20 columns"):
-        gated_order(20)
+        products.gated_order(20)
 
 
 @needs_kernels
-@pytest.mark.parametrize("check", [check_layer_norm, check_rms_norm, check_norm_rotary])
+@pytest.mark.parametrize(
+    "check", [kernel_checks.check_layer_norm, kernel_checks.check_rms_norm, kernel_checks.check_norm_rotary]
+)
 def test_norms_and_rotations_equal_plain_torch(check: Callable[[str], None]) -> None:
     check("cpu")
 
@@ -262,7 +249,7 @@ def test_rows_are_normed_and_turned_to_the_same_bits_alone() -> None:
 def test_a_compiled_layer_takes_any_shape_and_stride() -> None:
     torch.manual_seed(0)
     plain = torch.nn.Linear(48, 20).bfloat16()
-    layer = layers.CompiledLinear(plain, False, pack_bfloat16)
+    layer = layers.CompiledLinear(plain, False, products.pack_bfloat16)
     wide = torch.randn(2, 5, 96).bfloat16()
     for x in (wide[..., :48], wide[..., 48:], wide[..., ::2], wide[0, 0, :48], wide[:, :0, :48]):
         torch.testing.assert_close(layer(x), plain(x), atol=1e-2, rtol=1e-2)
@@ -282,12 +269,12 @@ def close(ours: torch.Tensor, exact: torch.Tensor) -> None:
 
 @needs_kernels
 @given(
-    whole_sequences(HEAD_DIMS, DTYPES, causal_ends=True)
-    | chunks(HEAD_DIMS, DTYPES)
-    | behind_prefixes(HEAD_DIMS, DTYPES)
+    kernel_checks.whole_sequences(HEAD_DIMS, DTYPES, causal_ends=True)
+    | kernel_checks.chunks(HEAD_DIMS, DTYPES)
+    | kernel_checks.behind_prefixes(HEAD_DIMS, DTYPES)
 )
 @settings(deadline=None, max_examples=250)
-def test_attention_equals_attention_one_by_one(problem: Attention) -> None:
+def test_attention_equals_attention_one_by_one(problem: kernel_checks.Attention) -> None:
     exact = problem.exactly()
     close(problem.by(OURS), exact)
     if problem.layout.groups:
@@ -328,17 +315,17 @@ def threads(count: int) -> Iterator[None]:
     ("inputs", "columns"), [(64, 96), (384, 160), (130, 33), (45, 7), (1100, 64), (1024, 40)]
 )
 @pytest.mark.parametrize("tiles", [False, True])
-@pytest.mark.parametrize("pack", [pack_float32, pack_bfloat16, pack_int8])
+@pytest.mark.parametrize("pack", [products.pack_float32, products.pack_bfloat16, products.pack_int8])
 def test_a_row_has_the_same_bits_among_any_number_of_rows(
-    pack: Callable[[torch.Tensor], Weights], tiles: bool, inputs: int, columns: int, ending: str
+    pack: Callable[[torch.Tensor], products.Weights], tiles: bool, inputs: int, columns: int, ending: str
 ) -> None:
     x, weight, bias = random_layer((700, inputs, columns), pack(torch.zeros(1, 1)).dtype)
-    weights, norm = pack(weight), Norm(torch.randn(columns), torch.randn(columns), 1e-12)
+    weights, norm = pack(weight), products.Norm(torch.randn(columns), torch.randn(columns), 1e-12)
 
     def layer(rows: torch.Tensor) -> torch.Tensor:
         if ending == "norm":
-            return linear_norm(rows, rows.repeat(1, columns)[:, :columns], weights, bias, norm)
-        return linear(rows, weights, bias, gelu=ending == "gelu")
+            return products.linear_norm(rows, rows.repeat(1, columns)[:, :columns], weights, bias, norm)
+        return products.linear(rows, weights, bias, gelu=ending == "gelu")
 
     with amx(tiles):
         everything = layer(x)

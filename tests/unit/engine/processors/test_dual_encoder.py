@@ -17,12 +17,7 @@ from maxsimd.engine.processors.dual_encoder import IN_SLAB, ON_HOST, in_batches
 from maxsimd.engine.processors.processor import ScorePlan
 from maxsimd.engine.processors.text.builder import LongInputs, TextBuilder
 from maxsimd.engine.requests import CUT_LONG, REFUSE_LONG, CacheMode, Truncation, Values
-from maxsimd.engine.scoring.scorer import (
-    DOCUMENTS_PER_TOKEN,
-    ROWS_PER_TOKEN,
-    CachedDocument,
-    ScoringPrice,
-)
+from maxsimd.engine.scoring import scorer
 from maxsimd.scheduler import ResultSlot, Role, TokenSequence, Window
 from tests.unit.engine.processors.small_models import (
     CLS,
@@ -234,7 +229,7 @@ def test_cached_documents_are_in_batches_by_query_and_size() -> None:
 
 @pytest.mark.parametrize("task", [LATE_INTERACTION, BI_ENCODER])
 def test_documents_beside_a_long_query_cost_more_than_tokens(task: str) -> None:
-    price = ScoringPrice.of(model(score_task=task))
+    price = scorer.ScoringPrice.of(model(score_task=task))
     usual = int(price.usual_query_rows)
     for length, expected in ((usual - 2, 0), (10 * usual - 2, (10 - 1) * 640 // 128 - 1)):
         plan = score([words(length)], [words(638)], task=task, max_tokens=10_000)
@@ -254,17 +249,17 @@ def test_a_pair_has_at_most_the_square_of_max_vectors() -> None:
 def batches(*rows: int, query_rows: int = 32) -> list[tuple[int, int]]:
     """How many documents each batch has, and its price, for documents of these numbers of rows and a query
     of which 200 are usual."""
-    documents = [CachedDocument(ResultSlot(7, i), embedding(rows=n)) for i, n in enumerate(rows)]
-    made = list(in_batches(documents, 100, query_rows, ScoringPrice(200)))
+    documents = [scorer.CachedDocument(ResultSlot(7, i), embedding(rows=n)) for i, n in enumerate(rows)]
+    made = list(in_batches(documents, 100, query_rows, scorer.ScoringPrice(200)))
     assert [slot for batch in made for slot in batch.documents.slots] == [one.slot for one in documents]
     return [(len(batch.documents), batch.price) for batch in made]
 
 
 def test_a_batch_is_full_at_exactly_its_rows_or_documents() -> None:
-    half, full = ON_HOST.rows // 2, ON_HOST.rows // ROWS_PER_TOKEN
+    half, full = ON_HOST.rows // 2, ON_HOST.rows // scorer.ROWS_PER_TOKEN
     of_half, of_full = full // 2 + 1, full + 1
-    rest = ROWS_PER_TOKEN - ROWS_PER_TOKEN // DOCUMENTS_PER_TOKEN
-    documents = ON_HOST.documents // DOCUMENTS_PER_TOKEN
+    rest = scorer.ROWS_PER_TOKEN - scorer.ROWS_PER_TOKEN // scorer.DOCUMENTS_PER_TOKEN
+    documents = ON_HOST.documents // scorer.DOCUMENTS_PER_TOKEN
     for rows, expected in (
         ([], []),
         ([half, half], [(2, of_full)]),
@@ -275,14 +270,14 @@ def test_a_batch_is_full_at_exactly_its_rows_or_documents() -> None:
         ([0], [(1, 1)]),
         ([rest], [(1, 1)]),
         ([rest + 1], [(1, 2)]),
-        ([0] * DOCUMENTS_PER_TOKEN, [(DOCUMENTS_PER_TOKEN, 1)]),
-        ([0] * (DOCUMENTS_PER_TOKEN + 1), [(DOCUMENTS_PER_TOKEN + 1, 2)]),
+        ([0] * scorer.DOCUMENTS_PER_TOKEN, [(scorer.DOCUMENTS_PER_TOKEN, 1)]),
+        ([0] * (scorer.DOCUMENTS_PER_TOKEN + 1), [(scorer.DOCUMENTS_PER_TOKEN + 1, 2)]),
     ):
         assert batches(*rows) == batches(*rows, query_rows=200) == expected
 
 
 def test_a_long_query_makes_batches_dearer_and_smaller() -> None:
-    full = ON_HOST.rows // ROWS_PER_TOKEN
+    full = ON_HOST.rows // scorer.ROWS_PER_TOKEN
     for query_rows, rows, expected in (
         (2000, [1280], [(1, 100 + 1)]),
         (2000, [ON_HOST.rows // 20] * 5, [(2, full + 1), (2, full + 1), (1, full // 2 + 1)]),

@@ -21,16 +21,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from maxsimd.api import reading
-from maxsimd.engine import (
-    Engine,
-    EngineConfig,
-    InvalidRequestError,
-    QueryRows,
-    RequestFailedError,
-    RequestTimeoutError,
-    Truncation,
-    Vectors,
-)
+from maxsimd.engine import Engine, EngineConfig, QueryRows, Truncation, Vectors, errors
 from maxsimd.engine.processors import documents as documents_module
 from maxsimd.engine.processors import dual_encoder
 from maxsimd.engine.scoring.scorer import ScoringPrice
@@ -123,7 +114,7 @@ async def test_bi_encoders_take_one_vector_a_text(checkpoints: SharedCheckpoints
         for documents in ([*rows], [row[None] for row in rows]):
             found = await engine.score(query, documents)
             np.testing.assert_allclose(found.scores, expected, rtol=1e-4, atol=1e-5)
-        with pytest.raises(InvalidRequestError, match=r"documents\[1\] has 2 vectors"):
+        with pytest.raises(errors.InvalidRequestError, match=r"documents\[1\] has 2 vectors"):
             await engine.score(query, [rows[0], rows[:2]])
 
 
@@ -154,16 +145,17 @@ async def test_what_cannot_be_scored_is_refused_by_name(
     dim = colbert.model.tasks["token_embed"].dim
     good = np.ones((2, dim), dtype=np.float32)
     for reason, bad in _bad(dim).items():
-        with pytest.raises(InvalidRequestError, match=r"^documents\[1\] .*" + reason):
+        with pytest.raises(errors.InvalidRequestError, match=r"^documents\[1\] .*" + reason):
             await colbert.score(QUERY, [good, bad])
-        with pytest.raises(InvalidRequestError, match=r"^queries\[0\] .*" + reason):
+        with pytest.raises(errors.InvalidRequestError, match=r"^queries\[0\] .*" + reason):
             await colbert.score(bad, [good])
         found = await colbert.score(good, [good, bad, good], on_error="report")
         assert list(found.errors) == [1]
         assert re.search(reason, found.errors[1])
         assert found.scores[0] == found.scores[2]
     with pytest.raises(
-        InvalidRequestError, match=r"documents\[1\] is neither a string nor an array nor a picture but int"
+        errors.InvalidRequestError,
+        match=r"documents\[1\] is neither a string nor an array nor a picture but int",
     ):
         await colbert.score(QUERY, [good, 7])  # type: ignore[list-item]
 
@@ -178,7 +170,7 @@ async def test_scores_that_overflow_name_the_embedding(colbert: RecordingEngine,
         (query, [rows[0], scaled], r"documents\[1\] has numbers up to 3.81e\+40"),
         (large_query, DOCUMENTS[:2], r"queries\[0\] has numbers up to 3e\+38"),
     ):
-        with pytest.raises(InvalidRequestError, match=f"^{named}") as error:
+        with pytest.raises(errors.InvalidRequestError, match=f"^{named}") as error:
             await colbert.score(queries, documents, explain=True)
         assert str(error.value).startswith(str(error.value.param))
     bad = rows[0][:, :3]
@@ -200,7 +192,7 @@ async def test_the_models_own_infinity_stays_its_fault(
     monkeypatch.setattr(scorer, "_maxsim", broken)
     monkeypatch.setattr(scorer, "_maxsim_apart", None)
     for documents in (DOCUMENTS[:1], vectors[1]):
-        with pytest.raises(RequestFailedError, match="not finite in float32"):
+        with pytest.raises(errors.RequestFailedError, match="not finite in float32"):
             await colbert.score(QUERY, documents, cache="bypass")
 
 
@@ -298,9 +290,7 @@ async def test_what_is_no_embedding_gets_a_400(colbert: RecordingEngine) -> None
         assert re.search(rf"documents\[1\].*{reason}", error["message"]), error
 
 
-async def test_small_work_passes_explanations(
-    colbert: RecordingEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_small_work_comes_first(colbert: RecordingEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     yielded: list[None] = []
     in_thread = colbert.in_thread
@@ -326,13 +316,11 @@ async def test_numbers_in_parts_are_those_in_one(monkeypatch: pytest.MonkeyPatch
     for given in (text, rows.tolist(), rows.ravel().tolist()):
         read = reading.vectors_of({"embedding": given, "shape": [7, 6]}, "it", "documents")
         assert torch.equal(read.values, torch.from_numpy(rows))
-    with pytest.raises(InvalidRequestError, match="is not base64"):
+    with pytest.raises(errors.InvalidRequestError, match="is not base64"):
         reading.vectors_of(wrong, "it", "documents")
 
 
-async def test_query_parts_add_up(
-    colbert: RecordingEngine, vectors: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_parts_add_up(colbert: RecordingEngine, vectors: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     query, rows = vectors
     await colbert.score(QUERY, DOCUMENTS)
     processor = colbert._require().processors.scores
@@ -359,9 +347,7 @@ async def test_query_parts_add_up(
     assert len(asked) > 4 * 2 * 6
 
 
-async def test_much_work_is_a_413(
-    colbert: RecordingEngine, vectors: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_much_is_a_413(colbert: RecordingEngine, vectors: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     query, rows = vectors
     await colbert.score(QUERY, DOCUMENTS[3])
     monkeypatch.setattr(colbert._require().processors.scores, "_price", ScoringPrice(1e-8))
@@ -458,7 +444,7 @@ async def test_an_instruction_is_part_of_it(engines: Engines, qwen3_embedding: s
     expected = await engine.score(QUERY, DOCUMENTS, instruction="Find cats")
     assert (await engine.score(rows, DOCUMENTS)).scores == pytest.approx(expected.scores, abs=1e-6)
     assert expected.scores != (await engine.score(QUERY, DOCUMENTS)).scores
-    with pytest.raises(InvalidRequestError, match="give it to encode_query"):
+    with pytest.raises(errors.InvalidRequestError, match="give it to encode_query"):
         await engine.score(rows, DOCUMENTS, instruction="Find cats")
 
 
@@ -485,7 +471,9 @@ async def test_another_model_refuses_it(engines: Engines, stanford_colbert: str,
     weights[name] = weights[name] * 1.001
     save_file(weights, other / "model.safetensors", {"format": "pt"})
     changed = await engines(EngineConfig(model=str(other), threads=1))
-    with pytest.raises(InvalidRequestError, match=r"queries\[0\] was encoded by another model") as refused:
+    with pytest.raises(
+        errors.InvalidRequestError, match=r"queries\[0\] was encoded by another model"
+    ) as refused:
         await changed.score(rows, DOCUMENTS)
     assert refused.value.param == "queries"
 
@@ -501,16 +489,16 @@ async def test_what_makes_no_sense_is_refused(engines: Engines, native_multi_vec
         ("\ud800", "has half of a character", {}),
         (QUERY, "no instruction", {"instruction": "Find cats"}),
     ]:
-        with pytest.raises(InvalidRequestError, match=reason):
+        with pytest.raises(errors.InvalidRequestError, match=reason):
             await engine.encode_query(query, **options)  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequestError, match=r"documents\[1\] is a query's embedding"):
+    with pytest.raises(errors.InvalidRequestError, match=r"documents\[1\] is a query's embedding"):
         await engine.score(QUERY, ["a", rows])
     none = QueryRows(rows.rows[:0], tokens=3, truncated=False, fingerprint=rows.fingerprint)
     assert (await engine.score(none, DOCUMENTS)).scores == [0.0] * len(DOCUMENTS)
     wrong = QueryRows(rows.rows[:, :3], tokens=1, truncated=False, fingerprint=rows.fingerprint)
-    with pytest.raises(InvalidRequestError, match="has the shape"):
+    with pytest.raises(errors.InvalidRequestError, match="has the shape"):
         await engine.score(wrong, DOCUMENTS)
-    with pytest.raises(RequestTimeoutError):
+    with pytest.raises(errors.RequestTimeoutError):
         await engine.encode_query(QUERY, timeout=0)
 
 
@@ -522,13 +510,13 @@ async def test_models_that_read_query_and_document_together_refuse_it(
     engines: Engines, build: Any, checkpoints: SharedCheckpoints
 ) -> None:
     engine = await engines(EngineConfig(model=checkpoints(build), dtype="float32", threads=1))
-    with pytest.raises(InvalidRequestError, match="reads query and document together"):
+    with pytest.raises(errors.InvalidRequestError, match="reads query and document together"):
         await engine.encode_query(QUERY)
     embedding = np.ones((2, 8), dtype=np.float32)
-    with pytest.raises(InvalidRequestError, match=r"documents\[1\] is an embedding.*give texts"):
+    with pytest.raises(errors.InvalidRequestError, match=r"documents\[1\] is an embedding.*give texts"):
         await engine.score(QUERY, ["a", embedding])
-    with pytest.raises(InvalidRequestError, match=r"queries\[0\] is an embedding"):
+    with pytest.raises(errors.InvalidRequestError, match=r"queries\[0\] is an embedding"):
         await engine.score(embedding, ["a"])
     rows = QueryRows(torch.zeros(2, 4), tokens=2, truncated=False, fingerprint="f")
-    with pytest.raises(InvalidRequestError, match="reads query and document together"):
+    with pytest.raises(errors.InvalidRequestError, match="reads query and document together"):
         await engine.score(rows, DOCUMENTS)

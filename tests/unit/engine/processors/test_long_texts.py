@@ -67,9 +67,7 @@ def whole(name: str, text: str) -> np.ndarray:
 @pytest.mark.parametrize("name", [*CUT_KINDS, "llama_2"])
 @settings(max_examples=2)
 @given(sentence=SENTENCES, length=LENGTHS, most=st.none() | st.integers(0, 3000), side=SIDES)
-def test_long_texts_keep_their_tokens(
-    name: str, sentence: str, length: int, most: int | None, side: Side
-) -> None:
+def test_long_texts_keep_tokens(name: str, sentence: str, length: int, most: int | None, side: Side) -> None:
     if name in CUT:
         assert text_tokenizer(KINDS[name]).breaks("a b") == [1], "places are proven"
     text = repeated(sentence, length)
@@ -227,9 +225,7 @@ def test_a_caller_that_goes_away_ends_the_reading(
     pool.close()
 
 
-def test_odd_tokenizers_read_it_whole(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_odd_tokenizers_read_whole(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     with caplog.at_level(logging.INFO):
         assert proven_breaks(llama_2()) is None, "nothing is known of it"
         # As if the lists of what is known were wrong: half a word has other tokens than the word.

@@ -30,9 +30,7 @@ SCALES = {
 
 
 @pytest.mark.parametrize("fixture", SCALES)
-async def test_raw_scores_are_normalized(
-    fixture: str, request: pytest.FixtureRequest, engines: Engines
-) -> None:
+async def test_scores_are_normalized(fixture: str, request: pytest.FixtureRequest, engines: Engines) -> None:
     engine = await engines(EngineConfig(model=request.getfixturevalue(fixture), dtype="float32"))
     scale, normal = SCALES[fixture], score_scale(engine.model, normalize=True)
     assert (score_scale(engine.model), normal.least, normal.most) == (scale, 0.0, 1.0)
@@ -64,9 +62,7 @@ async def test_an_unreadable_document_shifts_no_queries(native_multi_vector: str
     np.testing.assert_allclose([found.scores[i] for i in (0, 2)], [one.scores[0] for one in alone], rtol=1e-5)
 
 
-async def test_logits_and_dots_are_unbounded(
-    bert_cross_encoder: str, qwen3_embedding: str, engines: Engines
-) -> None:
+async def test_logits_are_unbounded(bert_cross_encoder: str, qwen3_embedding: str, engines: Engines) -> None:
     model = (await engines(EngineConfig(model=bert_cross_encoder, dtype="float32"))).model
     logit = ScoreScale("logit", None, None)
     assert score_scale(model, use_activation=False) == logit

@@ -94,9 +94,7 @@ def plain_owner(text: str, spans: list[tuple[int, int]], row: int) -> int:
 
 @settings(max_examples=40)
 @given(tokens_of_a_text(), st.data())
-def test_a_token_is_in_its_first_letters_chunk(
-    case: tuple[str, list[tuple[int, int]]], data: st.DataObject
-) -> None:
+def test_a_token_is_its_first_letters(case: tuple[str, list[tuple[int, int]]], data: st.DataObject) -> None:
     text, spans = case
     bounds = st.tuples(st.integers(0, len(text) - 1), st.integers(1, len(text)))
     chunks = tuple(data.draw(st.lists(bounds.filter(lambda each: each[0] < each[1]), min_size=1, max_size=4)))

@@ -163,9 +163,7 @@ def models(checkpoints: SharedCheckpoints) -> Models:
 
 
 @pytest.mark.parametrize(("build", "fault", "message"), FAULTS.values(), ids=FAULTS.keys())
-def test_switched_off_is_told(
-    build: Build, fault: Fault, message: str, models: Models, monkeypatch: Patch
-) -> None:
+def test_off_is_told(build: Build, fault: Fault, message: str, models: Models, monkeypatch: Patch) -> None:
     model = models(build)
     model = fault(monkeypatch, model) or model
     with pytest.raises(ModelLoadError, match=message):

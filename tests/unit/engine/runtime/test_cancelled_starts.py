@@ -44,9 +44,7 @@ async def cancelled(start: "asyncio.Task[Any]", pause: Pause) -> None:
     pause.may_go_on.set()
 
 
-async def test_a_cancelled_start_ends_at_a_stage(
-    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_cancelled_starts_end_at_a_stage(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     before, engine = threads(), Engine(config)
     next_stage = load_module.next_stage
     for place in range(1, 8):
@@ -96,9 +94,7 @@ async def test_a_start_that_is_cancelled_once_all_is_loaded_frees_it(
     await until(lambda: threads() == before)
 
 
-async def test_cancelled_starts_load_one_at_a_time(
-    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_cancelled_starts_load_in_turns(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     before, engine, loading, at_a_time = threads(), Engine(config), [], []
     load = launch_module.load_device_model
 
@@ -135,9 +131,7 @@ async def test_a_failed_start_closes_its_cache(config: EngineConfig, monkeypatch
     assert threads() == before
 
 
-async def test_a_stop_during_a_start_ends_the_start(
-    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_stop_ends_a_running_start(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     before, engine, pause = threads(), Engine(config), Pause()
     monkeypatch.setattr(load_module, "next_stage", pause.here)
     start = asyncio.create_task(engine.start())

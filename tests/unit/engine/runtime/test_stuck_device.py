@@ -137,9 +137,7 @@ async def test_a_stop_with_a_stuck_step_ends_all_the_same(sticking: Sticking, co
             await asked
 
 
-async def test_the_dead_are_freed_before_a_load(
-    monkeypatch: pytest.MonkeyPatch, config: EngineConfig
-) -> None:
+async def test_the_dead_are_freed_before_loads(monkeypatch: pytest.MonkeyPatch, config: EngineConfig) -> None:
     def die(*_: object) -> None:
         raise RuntimeError("beyond repair")
 

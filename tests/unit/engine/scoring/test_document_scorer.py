@@ -14,22 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from maxsimd.engine.cache import CachedEmbedding, EmbeddingCache, Precision
 from maxsimd.engine.cache.store import MemoryStore
 from maxsimd.engine.ops import cpu as kernels
+from maxsimd.engine.scoring import scorer as scorers
 from maxsimd.engine.scoring import similarity
 from maxsimd.engine.scoring.maxsim import maxsim_apart_avx512, maxsim_avx512, maxsim_reference
-from maxsimd.engine.scoring.scorer import (
-    CachedDocument,
-    CachedDocuments,
-    CacheHit,
-    DocumentScorer,
-    Duplicate,
-    Output,
-    QueryStore,
-    Releases,
-    RequestFailure,
-    ScoredDocuments,
-    StepOutcome,
-    WindowStore,
-)
 from maxsimd.pooling.dispatch import Pooled
 from maxsimd.pooling.ragged import Ragged
 from maxsimd.scheduler import CachedBatch, DocumentPayload, ResultSlot, Tokens, TokenSequence, Window
@@ -89,10 +76,10 @@ class ReadsInt8:
         return maxsim_reference(queries, documents.decoded(torch.float32), pairs)
 
 
-class Scorer(DocumentScorer):
+class Scorer(scorers.DocumentScorer):
     """One whose steps have new documents alone unless it is said."""
 
-    def score(self, pooled: Any, skipped: Any = (), cached: Any = ()) -> ScoredDocuments:
+    def score(self, pooled: Any, skipped: Any = (), cached: Any = ()) -> scorers.ScoredDocuments:
         return super().score(pooled, skipped, cached)
 
 
@@ -109,7 +96,7 @@ def entry(item: torch.Tensor, precision: Precision, truncated: bool = False) -> 
     return CachedEmbedding(items.values, items.scales, len(item), truncated)
 
 
-def scores(made: ScoredDocuments) -> dict[ResultSlot, float]:
+def scores(made: scorers.ScoredDocuments) -> dict[ResultSlot, float]:
     """Every slot's score; no slot may be scored twice."""
     found: dict[ResultSlot, float] = {}
     for output in made.outputs:
@@ -123,7 +110,7 @@ def scores(made: ScoredDocuments) -> dict[ResultSlot, float]:
 
 
 def cached_batch(query_id: int, documents: list[tuple[ResultSlot, CachedEmbedding]]) -> CachedBatch:
-    columns = CachedDocuments.of([CachedDocument(*document) for document in documents])
+    columns = scorers.CachedDocuments.of([scorers.CachedDocument(*document) for document in documents])
     return CachedBatch(documents[0][0].request_id, query_id, 1, columns)
 
 
@@ -183,7 +170,7 @@ def test_a_query_no_longer_stored_fails_its_request_alone(kind: str) -> None:
     ours = scorer(cache)
     good, source = ResultSlot(7, 0), ResultSlot(7, 1)
     step = [(query(1, 7, 2), rows(1)), (document(5, source, 1, key=b"k"), rows(5))]
-    skipped: list[Duplicate | CacheHit] = []
+    skipped: list[scorers.Duplicate | scorers.CacheHit] = []
     cached: list[CachedBatch] = []
     item = entry(rows(5), "float32")
     for slot, query_id in ((ResultSlot(8, 0), 99), (good, 1)):
@@ -192,13 +179,13 @@ def test_a_query_no_longer_stored_fails_its_request_alone(kind: str) -> None:
             case "new":
                 step.append((again, rows(5)))
             case "duplicate":
-                skipped.append(Duplicate(again))
+                skipped.append(scorers.Duplicate(again))
             case "hit":
-                skipped.append(CacheHit(again, item))
+                skipped.append(scorers.CacheHit(again, item))
             case _:
                 cached.append(cached_batch(query_id, [(slot, item)]))
     made = ours.score([pooled(*step)], skipped, cached)
-    assert made.failures == [RequestFailure(8, "the query's embedding is no longer stored")]
+    assert made.failures == [scorers.RequestFailure(8, "the query's embedding is no longer stored")]
     expected = near(rows(1), rows(5))
     assert scores(made) == {source: expected, good: expected}
     assert dict(made.releases.queries) == {1: 2}
@@ -248,14 +235,14 @@ def test_all_documents_score_as_maxsim(precision: Precision, dtype: torch.dtype,
         step += [(query(i, 7 + i // 2, 9), each) for i, each in queries.items()]
         draw.shuffle(step)
         again = [(i, draw.choice((1, 2, 3))) for i in draw.choices((1, 3, 4), k=4)]
-        made = ours.score([pooled(*step)], [Duplicate(ask(*each)) for each in again])
+        made = ours.score([pooled(*step)], [scorers.Duplicate(ask(*each)) for each in again])
         assert (made.failures, made.releases.documents) == ([], frozenset())
         assert dict(made.releases.queries) == Counter(query_id for query_id, _ in asked.values())
         [arriving] = made.new_embeddings
         staged = {name: arriving.entry(i) for i, name in enumerate(arriving.keys)}
         assert len(maxsim.given) == 3, "one batch for all requests: without a key, with one, and again"
 
-        hits = [CacheHit(ask(i, i % 3 + 1), staged[keys[i]]) for i in (3, 4)]
+        hits = [scorers.CacheHit(ask(i, i % 3 + 1), staged[keys[i]]) for i in (3, 4)]
         batches = [
             cached_batch(i, [(ask(item, i).payload.slot, staged[keys[item]]) for item in (1, 4, 3)])
             for i in (1, 3)
@@ -299,7 +286,7 @@ def test_documents_score_alike_where_they_lie() -> None:
             new = (document(2, slots[0], 1, key=b"k"), rows(10, length))
             was_new = ours.score([pooled((query(1, 7, 4), rows(1, length)), new)])
             cached = was_new.new_embeddings[0].entry(0)
-            hits = [CacheHit(document(3, slots[1], 1, key=b"k"), cached)]
+            hits = [scorers.CacheHit(document(3, slots[1], 1, key=b"k"), cached)]
             # The second asks for a query that is no longer there.
             batches = [cached_batch(1, [(slots[2], cached)]), cached_batch(99, [(slots[3], cached)])]
             made = ours.score([], hits, batches)
@@ -365,7 +352,7 @@ def test_matches_are_found_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_query_is_a_copy_and_goes_with_its_last_consumer() -> None:
-    store = QueryStore()
+    store = scorers.QueryStore()
     step = torch.ones(6, 4)
     store.put(query(1, 0, 3), step[2:4])
     store.put(query(2, 0, 1), torch.ones(2, 4))
@@ -390,7 +377,7 @@ def test_a_query_is_a_copy_and_goes_with_its_last_consumer() -> None:
 
 
 def test_a_window_put_twice_counts_once_and_is_a_copy() -> None:
-    store = WindowStore()
+    store = scorers.WindowStore()
     window = Window(5, 2)
     step = torch.ones(2, 4)
     for _ in range(2):
@@ -404,7 +391,7 @@ def test_a_window_put_twice_counts_once_and_is_a_copy() -> None:
 
 
 def test_windows_that_are_forgotten_must_come_again() -> None:
-    store = WindowStore()
+    store = scorers.WindowStore()
     first, second = Window(1, 2), Window(5, 2)
     store.put(document(1, SLOT, 0), first, torch.ones(1, 4))
     store.put(document(2, SLOT, 0), first, torch.ones(1, 4))
@@ -427,11 +414,11 @@ def test_scalars_and_matrices_are_both_copied(monkeypatch: pytest.MonkeyPatch, i
     wide = Ragged.from_lengths(torch.arange(100.0, 110.0).reshape(2, 5), [0, 2])
     all_items = [matrices, scores, wide, scores]
     outputs = [
-        Output((ResultSlot(i, 0), ResultSlot(i, 1)), items, scalar=items is scores)
+        scorers.Output((ResultSlot(i, 0), ResultSlot(i, 1)), items, scalar=items is scores)
         for i, items in enumerate(all_items)
     ]
     host = torch.cat([items.values.reshape(-1) for items in all_items])
-    results = StepOutcome(tuple(outputs), host, (), Releases(), (), None).results()
+    results = scorers.StepOutcome(tuple(outputs), host, (), scorers.Releases(), (), None).results()
     assert [result.slot for result in results] == [slot for output in outputs for slot in output.slots]
     expected = [*matrices, 0.5, -2.0, *wide, 0.5, -2.0]
     for result, wanted in zip(results, expected, strict=True):

@@ -108,9 +108,7 @@ def test_no_number_makes_the_scores_of_its_own_text_none(maxsim: MaxSim, dtype: 
 
 @pytest.mark.parametrize("tile_bytes", [1, 4 * 3 * 40, 4 * 3 * 100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_fit_their_tiles(
-    monkeypatch: pytest.MonkeyPatch, tile_bytes: int, dtype: torch.dtype
-) -> None:
+def test_products_fit_tiles(monkeypatch: pytest.MonkeyPatch, tile_bytes: int, dtype: torch.dtype) -> None:
     queries = ragged([3, 16], 8, 1).decoded(dtype)
     documents = ragged([40, 1, 64, 33, 32, 90, 2, 5], 8, 2).decoded(dtype)
     pairs = pairs_of([(q, d) for q in range(2) for d in range(8)])

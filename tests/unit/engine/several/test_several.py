@@ -16,21 +16,7 @@ import pytest_asyncio
 
 from maxsimd.api.process import resident_bytes
 from maxsimd.bench.datasets import Pair
-from maxsimd.engine import (
-    Engine,
-    EngineConfig,
-    EngineDeadError,
-    EngineNotReadyError,
-    EngineRunningError,
-    Engines,
-    InvalidRequestError,
-    ModelDroppedError,
-    ModelFailedError,
-    ModelLoadError,
-    PictureFile,
-    ScoreResult,
-    Stage,
-)
+from maxsimd.engine import Engine, EngineConfig, Engines, PictureFile, ScoreResult, Stage, errors
 from maxsimd.engine.actors.turns import Turn, Turns
 from maxsimd.engine.device import load
 from maxsimd.engine.device.host import give_back_memory
@@ -114,9 +100,9 @@ async def test_drops_finish_within_grace(both: Engines, reranker: EngineConfig, 
         await asyncio.sleep(0)
         await both.drop("going", grace=grace)
         answers = await asyncio.gather(*waiting, return_exceptions=True)
-        assert all(isinstance(one, EngineDeadError) != ends for one in answers)
+        assert all(isinstance(one, errors.EngineDeadError) != ends for one in answers)
         assert len((await other).scores) == len(documents)
-        with pytest.raises(ModelDroppedError):
+        with pytest.raises(errors.ModelDroppedError):
             _ = both["going"]
 
 
@@ -129,7 +115,7 @@ async def test_a_model_that_loads_during_a_stop_is_dropped(
     start = asyncio.create_task(engines.start())
     await asyncio.to_thread(read.wait)
     assert engines.state("slow") == "loading"
-    with pytest.raises(EngineNotReadyError, match="is being loaded"):
+    with pytest.raises(errors.EngineNotReadyError, match="is being loaded"):
         _ = engines["slow"]
     stop = asyncio.create_task(engines.stop(grace=0))
     await asyncio.sleep(0)
@@ -143,12 +129,12 @@ async def test_a_model_that_loads_during_a_stop_is_dropped(
 async def test_it_is_started_once_at_a_time(reranker: EngineConfig) -> None:
     engines = Engines({"a": reranker})
     try:
-        with pytest.raises(EngineRunningError, match="or will be by start"):
+        with pytest.raises(errors.EngineRunningError, match="or will be by start"):
             await engines.load("a", reranker)
         start = asyncio.create_task(engines.start())
         await asyncio.sleep(0)
         for again in (engines.start, engines.__aenter__):
-            with pytest.raises(EngineRunningError, match="being loaded already"):
+            with pytest.raises(errors.EngineRunningError, match="being loaded already"):
                 await again()
         await start
         assert (await engines["a"].score("a", ["b"])).scores
@@ -174,11 +160,11 @@ async def test_a_stop_waits_for_a_drop_within_its_own_grace(
     assert (engines.state("a"), engines.state("b")) == ("dropped", "ok" if first == "drop" else "dropped")
     stop = asyncio.create_task(engines.stop(grace))
     await asyncio.sleep(0)
-    with pytest.raises(EngineRunningError, match="are being stopped"):
+    with pytest.raises(errors.EngineRunningError, match="are being stopped"):
         await engines.load("c", config)
     await stop
     (answer,) = await asyncio.gather(own, return_exceptions=True)
-    assert isinstance(answer, EngineDeadError if grace == 0 else ScoreResult)
+    assert isinstance(answer, errors.EngineDeadError if grace == 0 else ScoreResult)
     await leaving
     assert not engines._devices._shared
 
@@ -187,7 +173,7 @@ async def test_another_loop_is_refused_until_a_stop(reranker: EngineConfig, conf
     engines = Engines({"a": reranker})
     await engines.start()
     for act in (engines.start, engines.stop, lambda: engines.drop("a"), lambda: engines.load("b", config)):
-        with pytest.raises(EngineNotReadyError, match=r"within one asyncio\.run"):
+        with pytest.raises(errors.EngineNotReadyError, match=r"within one asyncio\.run"):
             await asyncio.to_thread(asyncio.run, act())
     assert (await engines["a"].score("a", ["b"])).scores
     await engines.stop()
@@ -238,7 +224,7 @@ async def test_certain_refusals_come_before_stages(both: Engines, monkeypatch: p
         ("a", ["a", VECTOR, VECTOR], _stages(TO_RERANK, 2), {}, "documents[1] is an embedding, but this"),
         (PAGE, TEXTS, _stages(TO_RERANK, 1), {}, "queries[0] is a picture; this model reads only text"),
     ):
-        with pytest.raises(InvalidRequestError) as refused:
+        with pytest.raises(errors.InvalidRequestError) as refused:
             await both.rerank(query, documents, stages, **options)
         assert str(refused.value).startswith(message)
         assert str(refused.value).endswith(f"(the model {stages[1].model!r} of the cascade)")
@@ -301,7 +287,9 @@ async def test_caches_share_what_one_would_take(config: EngineConfig) -> None:
 
 async def test_another_number_of_threads_is_refused_and_said(config: EngineConfig) -> None:
     async with Engines({"a": config}) as engines:
-        with pytest.raises(ModelLoadError, match="threads is 1 for those that are there, and 2 for this one"):
+        with pytest.raises(
+            errors.ModelLoadError, match="threads is 1 for those that are there, and 2 for this one"
+        ):
             await engines.load("b", replace(config, threads=2))
         await engines.drop("a")
         await engines.load("b", replace(config, threads=2))
@@ -320,7 +308,7 @@ async def test_an_exit_in_one_models_code_ends_that_model_alone(config: EngineCo
     async with Engines({"a": config, "b": config}) as engines:
         right = (await engines["a"].score("a", ["b"])).scores
         _breaking(engines, "b", leave)
-        with pytest.raises(EngineDeadError, match="ended by SystemExit"):
+        with pytest.raises(errors.EngineDeadError, match="ended by SystemExit"):
             await engines["b"].score("a", ["b"])
         assert (await engines["a"].score("a", ["b"], cache="bypass")).scores == right
         await until(lambda: engines.state("b").startswith("failed"))
@@ -344,9 +332,9 @@ async def test_a_step_that_never_ends_fails_all_models_of_its_device(config: Eng
             asked.append(asyncio.create_task(engines["a"].score("a", ["c"], cache="bypass")))
             async with asyncio.timeout(60):
                 answers = await asyncio.gather(*asked, return_exceptions=True)
-            assert [type(answer) for answer in answers] == [EngineDeadError] * 3
+            assert [type(answer) for answer in answers] == [errors.EngineDeadError] * 3
             await until(lambda: all(engines.state(name).startswith("failed") for name in "ab"))
-            with pytest.raises(ModelFailedError, match="stuck with a step of another model"):
+            with pytest.raises(errors.ModelFailedError, match="stuck with a step of another model"):
                 _ = engines["a"]
             await engines.load("a", config)
             assert (await engines["a"].score("a", ["b"])).scores == right

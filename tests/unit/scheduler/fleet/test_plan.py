@@ -8,31 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxsimd.scheduler.fleet import (
-    Attempts,
-    Cell,
-    Documents,
-    Fail,
-    Loads,
-    Member,
-    Merge,
-    Part,
-    Reach,
-    RetryBudget,
-    Seen,
-    Send,
-    Split,
-    cells_of,
-    digest_of,
-    plan,
-    ranked,
-    reach_of,
-)
+from maxsimd.scheduler import fleet as fleets
 from maxsimd.scheduler.fleet.members import agreed_slots, free_slot
 
 
-def fleet(count: int, fingerprint: str = "f") -> tuple[Member, ...]:
-    return tuple(Member(slot, f"m{slot}", fingerprint) for slot in range(count))
+def fleet(count: int, fingerprint: str = "f") -> tuple[fleets.Member, ...]:
+    return tuple(fleets.Member(slot, f"m{slot}", fingerprint) for slot in range(count))
 
 
 def digests(count: int, seed: int = 0) -> np.ndarray:
@@ -40,46 +21,46 @@ def digests(count: int, seed: int = 0) -> np.ndarray:
 
 
 def test_a_digest_is_of_the_text_alone() -> None:
-    assert digest_of("a") == digest_of("a") != digest_of("b")
-    assert 0 <= digest_of("\ud800") < 2**64, "half a surrogate pair is a text too"
+    assert fleets.digest_of("a") == fleets.digest_of("a") != fleets.digest_of("b")
+    assert 0 <= fleets.digest_of("\ud800") < 2**64, "half a surrogate pair is a text too"
 
 
 def test_owners_have_equal_shares() -> None:
-    owned = np.bincount(ranked(digests(80_000), range(8))[:, 0])
+    owned = np.bincount(fleets.ranked(digests(80_000), range(8))[:, 0])
     assert owned.min() > 9_500
     assert owned.max() < 10_500
 
 
 def test_a_new_member_takes_its_share_and_moves_no_more() -> None:
     for count in (1, 2, 3, 8, 40):
-        before, after = (ranked(digests(20_000), range(n))[:, 0] for n in (count, count + 1))
+        before, after = (fleets.ranked(digests(20_000), range(n))[:, 0] for n in (count, count + 1))
         moved = before != after
         assert (after[moved] == count).all()
         assert moved.mean() <= 1.2 / (count + 1)
 
 
 def test_a_cell_has_the_latest_member_of_each_slot() -> None:
-    members, replaced = fleet(20), Member(3, "newer", "f")
-    assert cells_of([*members, replaced], 8)[0].members[3] is replaced
+    members, replaced = fleet(20), fleets.Member(3, "newer", "f")
+    assert fleets.cells_of([*members, replaced], 8)[0].members[3] is replaced
     with pytest.raises(ValueError, match="share no request"):
-        cells_of([*members, Member(19, "other", "g")])
+        fleets.cells_of([*members, fleets.Member(19, "other", "g")])
     with pytest.raises(ValueError, match="room for a member"):
-        cells_of(members, 0)
+        fleets.cells_of(members, 0)
 
 
-def reach_over(members: tuple[Member, ...]) -> Reach:
-    [cell] = cells_of(members)
-    return Reach(cell)
+def reach_over(members: tuple[fleets.Member, ...]) -> fleets.Reach:
+    [cell] = fleets.cells_of(members)
+    return fleets.Reach(cell)
 
 
-def slots_of(cells: tuple[Cell, ...]) -> list[list[int]]:
+def slots_of(cells: tuple[fleets.Cell, ...]) -> list[list[int]]:
     return [[member.slot for member in cell.members] for cell in cells]
 
 
 @settings(max_examples=40)
 @given(st.sets(st.integers(0, 60), min_size=1), st.integers(1, 12))
 def test_every_member_is_in_the_cell_of_its_slot(slots: set[int], size: int) -> None:
-    cells = cells_of([Member(slot, f"m{slot}", "f") for slot in slots], size)
+    cells = fleets.cells_of([fleets.Member(slot, f"m{slot}", "f") for slot in slots], size)
     assert [slot for cell in slots_of(cells) for slot in cell] == sorted(slots)
     assert len({cell.number for cell in cells}) == len(cells)
     for cell in cells:
@@ -88,26 +69,28 @@ def test_every_member_is_in_the_cell_of_its_slot(slots: set[int], size: int) -> 
 
 
 def test_documents_of_free_slots_go_to_another_cell() -> None:
-    full, partial = cells_of(fleet(11), 8)
+    full, partial = fleets.cells_of(fleet(11), 8)
     numbers = digests(4_000)
-    reach = Reach(partial, full)
+    reach = fleets.Reach(partial, full)
     assert [member.slot for member in reach.members] == [8, 9, 10, *range(8)]
     slots = np.array([member.slot for member in reach.members])
     order = slots[reach.ranked(numbers)]
     assert (np.sort(order, axis=1) == np.arange(11)).all(), "each member is in each document's order"
-    of_all_slots = 8 + ranked(numbers, range(8, 16))[:, 0]
+    of_all_slots = 8 + fleets.ranked(numbers, range(8, 16))[:, 0]
     has_member = of_all_slots < 11
     assert (order[has_member, 0] == of_all_slots[has_member]).all()
-    assert (order[~has_member, 0] == ranked(numbers, range(8))[~has_member, 0]).all()
+    assert (order[~has_member, 0] == fleets.ranked(numbers, range(8))[~has_member, 0]).all()
     assert (reach.numbers(numbers) == np.where(has_member, 1, 0)).all()
     assert 0.3 < has_member.mean() < 0.45, "three of eight slots have a member"
 
 
 def test_the_lighter_of_two_cells_is_taken() -> None:
-    cells = cells_of(fleet(30), 8)
+    cells = fleets.cells_of(fleet(30), 8)
     heavy = cells[1]
     draws = random.Random(0)
-    taken = [reach_of(cells, lambda cell: float(cell is heavy), draws.getrandbits(64)) for _ in range(300)]
+    taken = [
+        fleets.reach_of(cells, lambda cell: float(cell is heavy), draws.getrandbits(64)) for _ in range(300)
+    ]
     assert {reach.cell.number for reach in taken} == {0, 2, 3}
     for reach in taken:
         assert (reach.other is None) == reach.cell.is_full
@@ -115,10 +98,12 @@ def test_the_lighter_of_two_cells_is_taken() -> None:
 
 
 def parts_of(
-    numbers: np.ndarray, tokens: np.ndarray, load: np.ndarray, split: Split, least: int
-) -> list[Part]:
+    numbers: np.ndarray, tokens: np.ndarray, load: np.ndarray, split: fleets.Split, least: int
+) -> list[fleets.Part]:
     """The parts of a request to a small fleet, of which each member has a load."""
-    return plan(Documents(numbers, tokens, tokens), reach_over(fleet(len(load))), load, split, least)
+    return fleets.plan(
+        fleets.Documents(numbers, tokens, tokens), reach_over(fleet(len(load))), load, split, least
+    )
 
 
 requests = st.integers(1, 8).flatmap(
@@ -130,8 +115,8 @@ requests = st.integers(1, 8).flatmap(
 )
 
 
-@given(requests, st.sampled_from(Split))
-def test_parts_hold_each_document_once_and_equal_ones_together(request: tuple, split: Split) -> None:
+@given(requests, st.sampled_from(fleets.Split))
+def test_parts_hold_each_document_once_and_equal_ones_together(request: tuple, split: fleets.Split) -> None:
     documents, loads, least = request
     numbers = np.array([number for number, _ in documents], dtype=np.uint64)
     tokens = np.array([count for _, count in documents], dtype=np.int64)
@@ -146,10 +131,10 @@ def test_parts_hold_each_document_once_and_equal_ones_together(request: tuple, s
     owner = {int(index): place for place, part in enumerate(parts) for index in part.indices}
     for number in set(numbers.tolist()):
         assert len({owner[index] for index in np.flatnonzero(numbers == number).tolist()}) == 1
-    if split is Split.NEVER:
+    if split is fleets.Split.NEVER:
         [part] = parts
         assert load[part.members[0].slot] == load.min()
-    if split is Split.BY_TOKENS:
+    if split is fleets.Split.BY_TOKENS:
         owners = np.unique(numbers, return_inverse=True)[1]
         assert len(parts) <= max(1, np.bincount(owners, tokens).clip(1).sum() // max(1, least))
 
@@ -162,7 +147,7 @@ def test_no_member_has_much_more_than_the_mean(request: tuple) -> None:
     load = np.array(loads, dtype=np.int64)
     after = load.copy()
     weights = np.maximum(tokens, 1)
-    for part in parts_of(numbers, tokens, load, Split.BY_OWNER, least):
+    for part in parts_of(numbers, tokens, load, fleets.Split.BY_OWNER, least):
         slot = part.members[0].slot
         after[slot] += weights[part.indices].sum()
     most = 1.25 * (load.sum() + weights.sum()) / len(load) + least
@@ -172,20 +157,20 @@ def test_no_member_has_much_more_than_the_mean(request: tuple) -> None:
 
 def test_a_document_with_room_at_its_owner_goes_there() -> None:
     numbers, tokens = digests(40), np.full(40, 10, dtype=np.int64)
-    owners = ranked(numbers, range(4))[:, 0]
-    for part in parts_of(numbers, tokens, np.zeros(4, dtype=np.int64), Split.BY_OWNER, 300):
+    owners = fleets.ranked(numbers, range(4))[:, 0]
+    for part in parts_of(numbers, tokens, np.zeros(4, dtype=np.int64), fleets.Split.BY_OWNER, 300):
         assert (owners[part.indices] == part.members[0].slot).all()
 
 
 def test_a_small_request_goes_to_the_owner_of_most_of_it() -> None:
     numbers = digests(5)
-    owners = ranked(numbers, range(4))[:, 0]
+    owners = fleets.ranked(numbers, range(4))[:, 0]
     tokens = np.where(owners == owners[0], 100, 10)
     idle = np.zeros(4, dtype=np.int64)
-    [part] = parts_of(numbers, tokens, idle, Split.BY_OWNER, 1_000)
+    [part] = parts_of(numbers, tokens, idle, fleets.Split.BY_OWNER, 1_000)
     assert part.members[0].slot == owners[0]
     busy = np.where(np.arange(4) == owners[0], 100_000, 0)
-    [part] = parts_of(numbers, tokens, busy, Split.BY_OWNER, 1_000)
+    [part] = parts_of(numbers, tokens, busy, fleets.Split.BY_OWNER, 1_000)
     assert part.members[0].slot != owners[0], "but not where too many wait"
 
 
@@ -193,16 +178,16 @@ def test_parts_by_tokens_are_about_equal_and_avoid_the_busy() -> None:
     tokens = np.random.default_rng(0).integers(1, 512, 1_000)
     load = np.array([0, 0, 60_000, 0], dtype=np.int64)
     after = load.copy()
-    for part in parts_of(digests(1_000), tokens, load, Split.BY_TOKENS, 1_000):
+    for part in parts_of(digests(1_000), tokens, load, fleets.Split.BY_TOKENS, 1_000):
         after[part.members[0].slot] += part.weight
     assert after.max() - after.min() < 512
-    few = parts_of(digests(10), np.full(10, 100), load, Split.BY_TOKENS, 600)
+    few = parts_of(digests(10), np.full(10, 100), load, fleets.Split.BY_TOKENS, 600)
     assert [part.members[0].slot for part in few] == [0], "there is too little for two"
 
 
 def test_loads_are_what_was_sent_and_what_others_sent() -> None:
     one, two = fleet(2)
-    loads = Loads()
+    loads = fleets.Loads()
     loads.sent(one, 100)
     loads.sent(one, 50)
     loads.sent(two, 30)
@@ -216,21 +201,21 @@ def test_loads_are_what_was_sent_and_what_others_sent() -> None:
 
 def test_seen_documents_weigh_little_while_their_member_lives() -> None:
     reach = reach_over(fleet(2))
-    seen, tokens = Seen(capacity=2), np.full(3, 100)
+    seen, tokens = fleets.Seen(capacity=2), np.full(3, 100)
     numbers = np.array([1, 2, 3], dtype=np.uint64)
     assert seen.weights(reach, numbers, tokens).tolist() == [100, 100, 100]
     seen.remember(reach, [1, 2, 3], reach.members[0])
     assert seen.weights(reach, numbers, tokens).tolist() == [100, 2, 2], "the oldest is forgotten"
-    survivor = Reach(Cell(0, reach.members[1:]))
+    survivor = fleets.Reach(fleets.Cell(0, reach.members[1:]))
     assert seen.weights(survivor, numbers, tokens).tolist() == [100, 100, 100]
-    other = Reach(Cell(1, (Member(8, "m8", "f"),)))
+    other = fleets.Reach(fleets.Cell(1, (fleets.Member(8, "m8", "f"),)))
     assert seen.weights(other, numbers, tokens).tolist() == [100, 100, 100]
 
 
 def test_documents_of_free_slots_are_looked_for_where_they_go() -> None:
-    full, partial = cells_of(fleet(9), 8)
-    reach, seen, numbers = Reach(partial, full), Seen(1_000), digests(200)
-    seen.remember(Reach(full), numbers.tolist(), full.members[0])
+    full, partial = fleets.cells_of(fleet(9), 8)
+    reach, seen, numbers = fleets.Reach(partial, full), fleets.Seen(1_000), digests(200)
+    seen.remember(fleets.Reach(full), numbers.tolist(), full.members[0])
     weights = seen.weights(reach, numbers, np.full(200, 100))
     assert (weights == np.where(partial.is_owned(numbers), 100, 2)).all()
 
@@ -269,22 +254,22 @@ def test_whoever_is_in_a_cell_too_many_takes_a_free_slot() -> None:
 MEMBERS = fleet(4)
 
 
-def part(*indices: int, members: tuple[Member, ...] = MEMBERS, is_whole: bool = False) -> Part:
-    return Part(members, np.array(indices, dtype=np.int64), 10 * len(indices), is_whole=is_whole)
+def part(*indices: int, members: tuple[fleets.Member, ...] = MEMBERS, is_whole: bool = False) -> fleets.Part:
+    return fleets.Part(members, np.array(indices, dtype=np.int64), 10 * len(indices), is_whole=is_whole)
 
 
-def fails(outcome: object) -> Fail:
-    assert isinstance(outcome, Fail)
+def fails(outcome: object) -> fleets.Fail:
+    assert isinstance(outcome, fleets.Fail)
     return outcome
 
 
-def sent(outcome: list[Send] | Fail) -> list[Send]:
+def sent(outcome: list[fleets.Send] | fleets.Fail) -> list[fleets.Send]:
     assert isinstance(outcome, list)
     return outcome
 
 
 def test_a_part_that_killed_two_is_halved_and_then_fails() -> None:
-    attempts = Attempts([part(4, 5, 6), part(7)], RetryBudget())
+    attempts = fleets.Attempts([part(4, 5, 6), part(7)], fleets.RetryBudget())
     sends = {tuple(send.part.indices.tolist()): send for send in attempts.begin()}
     [again] = attempts.lost(sends[4, 5, 6].attempt, MEMBERS[1:])
     halves = sent(attempts.lost(again.attempt, MEMBERS[2:]))
@@ -301,7 +286,7 @@ def test_a_part_that_killed_two_is_halved_and_then_fails() -> None:
 
 
 def test_a_part_without_room_is_tried_once_elsewhere() -> None:
-    attempts = Attempts([part(0), part(1)], RetryBudget())
+    attempts = fleets.Attempts([part(0), part(1)], fleets.RetryBudget())
     first, other = attempts.begin()
     [second] = attempts.full(first.attempt, 3.0, MEMBERS)
     assert second.member.name == "m1"
@@ -312,15 +297,15 @@ def test_a_part_without_room_is_tried_once_elsewhere() -> None:
 
 
 def test_retries_are_limited_by_a_budget_and_by_who_is_left() -> None:
-    budget = RetryBudget(share=0.1, spare=2.0)
+    budget = fleets.RetryBudget(share=0.1, spare=2.0)
     assert [budget.take() for _ in range(3)] == [True, True, False]
     for _ in range(11):
         budget.sent()
     assert [budget.take() for _ in range(2)] == [True, False]
-    attempts = Attempts([part(0)], budget)
+    attempts = fleets.Attempts([part(0)], budget)
     [send] = attempts.begin()
     assert "too many" in fails(attempts.lost(send.attempt, MEMBERS[1:])).error.message
-    attempts = Attempts([part(0)], RetryBudget())
+    attempts = fleets.Attempts([part(0)], fleets.RetryBudget())
     [send] = attempts.begin()
     assert "no engine is left" in fails(attempts.lost(send.attempt, MEMBERS[:1])).error.message
 
@@ -328,14 +313,14 @@ def test_retries_are_limited_by_a_budget_and_by_who_is_left() -> None:
 @given(st.integers(0, 2**32 - 1), st.integers(1, 40), st.integers(2, 6), st.booleans())
 def test_nothing_is_lost_while_members_die(seed: int, documents: int, members: int, poisoned: bool) -> None:
     chance = random.Random(seed)
-    alive = [Member(slot, f"m{slot}", "f") for slot in range(members)]
+    alive = [fleets.Member(slot, f"m{slot}", "f") for slot in range(members)]
     poison = chance.randrange(documents) if poisoned else None
     owners = np.array([chance.randrange(members) for _ in range(documents)])
     parts = [
-        Part((alive[slot], *alive[:slot], *alive[slot + 1 :]), np.flatnonzero(owners == slot), 10)
+        fleets.Part((alive[slot], *alive[:slot], *alive[slot + 1 :]), np.flatnonzero(owners == slot), 10)
         for slot in set(owners.tolist())
     ]
-    attempts, merge = Attempts(parts, RetryBudget(spare=1_000.0)), Merge(documents)
+    attempts, merge = fleets.Attempts(parts, fleets.RetryBudget(spare=1_000.0)), fleets.Merge(documents)
     waiting, failed, born, by_poison = attempts.begin(), None, members, 0
     random_deaths = 2 if poison is None else 0
     while waiting and failed is None:
@@ -345,10 +330,10 @@ def test_nothing_is_lost_while_members_die(seed: int, documents: int, members: i
         if kills or (random_deaths and chance.random() < 0.3 and not send.is_suspect):
             random_deaths -= not kills
             alive = [member for member in alive if member.name != send.member.name]
-            alive.append(Member(send.member.slot, f"m{born}", "f"))
+            alive.append(fleets.Member(send.member.slot, f"m{born}", "f"))
             born += 1
             outcome = attempts.lost(send.attempt, alive)
-            if isinstance(outcome, Fail):
+            if isinstance(outcome, fleets.Fail):
                 failed = outcome
             else:
                 waiting += outcome
@@ -367,7 +352,7 @@ def test_nothing_is_lost_while_members_die(seed: int, documents: int, members: i
 
 
 def test_each_score_is_written_once() -> None:
-    merge = Merge(3)
+    merge = fleets.Merge(3)
     merge.commit(np.array([2, 0]), np.array([0.2, 0.0]))
     with pytest.raises(ValueError, match="1 documents have no score yet"):
         merge.result()
@@ -381,7 +366,7 @@ def test_each_score_is_written_once() -> None:
 
 
 def test_what_was_never_sent_counts_for_nothing() -> None:
-    attempts = Attempts([part(0, 1)], RetryBudget(spare=0.0))
+    attempts = fleets.Attempts([part(0, 1)], fleets.RetryBudget(spare=0.0))
     [send] = attempts.begin()
     assert attempts.avoided(send.attempt) == {"m0"}
     again = sent(attempts.unsent(send.attempt, MEMBERS[1:]))
@@ -392,7 +377,7 @@ def test_what_was_never_sent_counts_for_nothing() -> None:
 
 def test_a_member_that_does_not_answer_is_no_suspicion() -> None:
     for spare, most, said in ((2.0, 2, "too many"), (9.0, 3, "did not answer while they had this request")):
-        attempts = Attempts([part(0, 1)], RetryBudget(spare=spare))
+        attempts = fleets.Attempts([part(0, 1)], fleets.RetryBudget(spare=spare))
         sends = attempts.begin()
         for _ in range(most):
             sends = sent(attempts.unanswered(sends[0].attempt, MEMBERS[:1]))
@@ -401,7 +386,7 @@ def test_a_member_that_does_not_answer_is_no_suspicion() -> None:
 
 
 def test_a_whole_part_is_suspected_but_not_halved() -> None:
-    attempts = Attempts([part(0, 1, 2, 3, is_whole=True)], RetryBudget())
+    attempts = fleets.Attempts([part(0, 1, 2, 3, is_whole=True)], fleets.RetryBudget())
     sends = attempts.begin()
     for lost in (1, 2):
         sends = sent(attempts.lost(sends[0].attempt, MEMBERS[lost:]))
