@@ -23,6 +23,7 @@ from maxsimd.engine.errors import (
     EngineNotReadyError,
     EngineRunningError,
     InvalidRequestError,
+    ModelLoadError,
     RequestTimeoutError,
 )
 from maxsimd.engine.explanations import Explanation
@@ -137,7 +138,11 @@ class Engine:
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if starting.cancelled() and not (task and task.cancelling()):
-                raise EngineNotReadyError("the engine was stopped while it was being started") from None
+                if starting.cancelling():
+                    raise EngineNotReadyError("the engine was stopped while it was being started") from None
+                raise ModelLoadError(
+                    "the start was cancelled from inside, by a library or the model's own code; try again"
+                ) from None
             if not starting.cancelled() and starting.exception() is None:
                 await self.stop(0)  # it has started just before this was cancelled
             raise

@@ -6,7 +6,6 @@ what they made of it, later starts build the model from that, without importing 
 
 import hashlib
 import logging
-import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -29,15 +28,13 @@ from maxsimd.engine.checkpoint.model import LoadedModel, Task, token_rows
 from maxsimd.engine.checkpoint.reading import Reader
 from maxsimd.engine.checkpoint.recipe import UnfitError, build, make_recipe
 from maxsimd.engine.checkpoint.recipe_store import Source, find_recipe, source_of, store_recipe
+from maxsimd.engine.checkpoint.stages import LOADING
 from maxsimd.engine.config import EMBEDDED_MODEL, EngineConfig, hybrid_weights_of
 from maxsimd.engine.errors import ModelLoadError
 from maxsimd.pooling.dispatch import merging_documents
 from maxsimd.pooling.sparse import WordsHead
 
 log = logging.getLogger(__name__)
-# While a model loads, settings of the whole process are changed (transformers' log, how checkpoints are read,
-# the number of threads), so models are loaded and prepared one after the other.
-LOADING = threading.RLock()
 
 
 def load_model(config: EngineConfig, device: torch.device, *, recheck: bool = False) -> LoadedModel:

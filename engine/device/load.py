@@ -2,10 +2,10 @@
 
 import asyncio
 import atexit
+import concurrent.futures
 import gc
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -16,9 +16,9 @@ import torch
 
 from maxsimd.engine.cache import EmbeddingCache
 from maxsimd.engine.checkpoint import LoadedModel, Task, load_model
-from maxsimd.engine.checkpoint.load import LOADING
 from maxsimd.engine.checkpoint.model import HYBRID_EMBED
 from maxsimd.engine.checkpoint.recipe_store import texts_content
+from maxsimd.engine.checkpoint.stages import LOADING, StagedLoad, next_stage
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.checks import checked_maxsim, refuse_wrong_scores, warm_up
 from maxsimd.engine.device.host import give_back_memory, settle_allocators, usable_cores
@@ -71,65 +71,60 @@ _WARMING_SECONDS = 0.5
 
 Backend = AttentionBackend[Any]
 
-# A new load waits this long for loads that were given up, so that few models are in memory at a time.
-GIVEN_UP_SECONDS = 30.0
 _LOOK_SECONDS = 0.02
-# At exit the process waits this long for loads that were given up.
+# At exit the process waits this long for loads that still run.
 _EXIT_SECONDS = 5.0
 
 
-class LoadGivenUpError(Exception):
-    """Nobody waits for the model any more."""
-
-
-class _Stages(threading.local):
-    """The check that this thread calls between the stages of a load. It may raise to end the load."""
-
-    check: Callable[[], None] | None = None
-
-
-_stages = _Stages()
-
-
-def next_stage() -> None:
-    """Raises LoadGivenUpError if the load that runs on this thread was given up."""
-    if _stages.check is not None:
-        _stages.check()
-
-
-class ModelLoad:
-    """A load on a device thread that can be given up, from any thread. It then ends at its next stage.
+class ModelLoad(StagedLoad):
+    """A load on a device thread that can be given up.
 
     `shares_thread` says whether the thread outlives the load."""
 
     def __init__(
         self, load: Callable[[], "DeviceModel"], thread: DeviceThread, *, shares_thread: bool = False
     ) -> None:
+        super().__init__()
         self._load = load
         self._thread = thread
         self._shares_thread = shares_thread
-        self._is_given_up = threading.Event()
-        self._is_freed = False
+        self._has_begun = self._is_freed = False
         self._model: DeviceModel | None = None
 
     def run(self) -> "DeviceModel":
-        _stages.check = self._check
+        """Raises ModelLoadError also for SystemExit, CancelledError and the like: nobody here raises them."""
+        self.check()
+        self._has_begun = True
+        _loads.add(self)
         try:
-            self._model = self._load()
+            with self.on_this_thread():
+                self.check()
+                self._model = self._load()
+        except BaseException as error:
+            if isinstance(error, Exception) and not isinstance(error, concurrent.futures.CancelledError):
+                raise
+            raise ModelLoadError(
+                f"the load was ended by {error!r} from inside, by the model's own code or a library; correct "
+                "that code, or load the model without it"
+            ) from error
         finally:
-            _stages.check = None
+            if not self.is_given_up:
+                _loads.discard(self)
         return self._model
 
     def give_up(self) -> None:
         """Ends the load at its next stage, and frees its model if it is too late for that."""
-        self._is_given_up.set()
+        super().give_up()
         with suppress(RuntimeError):  # the thread has ended
             self._thread.loop.call_soon_threadsafe(self._free)
-            _given_up.add(self)
+            _loads.add(self)
 
     @property
     def is_over(self) -> bool:
-        return not self._thread.is_alive or (self._shares_thread and self._is_freed)
+        """Whether a load that was given up has ended, or will never begin."""
+        if not self._thread.is_alive:
+            return True
+        return self._shares_thread and (self._is_freed or not self._has_begun)
 
     def _free(self) -> None:
         if self._model is not None and self._model.cache is not None:
@@ -138,21 +133,17 @@ class ModelLoad:
         free_memory()
         self._is_freed = True
 
-    def _check(self) -> None:
-        if self._is_given_up.is_set():
-            raise LoadGivenUpError
 
-
-# Event loops of several threads change it, each by atomic operations.
-_given_up: set[ModelLoad] = set()
+# Loads that run, and loads that were given up. Several threads change it, each by atomic operations.
+_loads: set[ModelLoad] = set()
 
 
 async def load_on_thread(load: Callable[[], "DeviceModel"]) -> tuple[DeviceThread, "DeviceModel"]:
-    """Loads a model on a new thread. When this is cancelled, the load is given up and its thread ends soon.
-    The thread also ends when the load raises an error."""
-    deadline = time.monotonic() + GIVEN_UP_SECONDS
+    """Loads a model on a new thread, once loads that were given up have ended or are stuck: few models should
+    be in memory at a time. When this is cancelled, the load is given up and its thread ends soon. The thread
+    also ends when the load raises an error."""
     while True:
-        if num_given_up() == 0 or time.monotonic() > deadline:
+        if all(each.is_stuck for each in _given_up()):
             break
         await asyncio.sleep(_LOOK_SECONDS)
     thread = DeviceThread()
@@ -168,19 +159,28 @@ async def load_on_thread(load: Callable[[], "DeviceModel"]) -> tuple[DeviceThrea
         raise
 
 
+def _given_up() -> list[ModelLoad]:
+    """The loads that were given up and are not over."""
+    given_up = [load for load in _loads.copy() if load.is_given_up]
+    _loads.difference_update(load for load in given_up if load.is_over)
+    return [load for load in given_up if load in _loads]
+
+
 def num_given_up() -> int:
     """How many loads of this process were given up and still run."""
-    for load in _given_up.copy():
-        if load.is_over:
-            _given_up.discard(load)
-    return len(_given_up)
+    return len(_given_up())
 
 
 @atexit.register
-def _join_given_up() -> None:
-    """Waits for loads that were given up: a thread inside torch may abort a process that exits."""
+def _end_loads() -> None:
+    """Ends loads that still run: a thread inside torch may abort a process that exits."""
     deadline = time.monotonic() + _EXIT_SECONDS
-    while num_given_up() and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        running = [load for load in _loads.copy() if load.is_running]
+        for load in running:
+            load.interrupt()
+        if not running and not num_given_up():
+            break
         time.sleep(_LOOK_SECONDS)
 
 

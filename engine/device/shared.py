@@ -10,15 +10,13 @@ from typing import Any, TypeVar
 import torch
 
 from maxsimd.engine.actors.turns import Turn, Turns
+from maxsimd.engine.checkpoint.stages import LOADING
 from maxsimd.engine.config import EngineConfig
 from maxsimd.engine.device.load import (
-    GIVEN_UP_SECONDS,
     DeviceModel,
     ModelLoad,
     load_device_model,
     load_on_thread,
-    next_stage,
-    num_given_up,
     prepare_thread,
 )
 from maxsimd.engine.device.thread import DeviceThread
@@ -29,9 +27,6 @@ T = TypeVar("T")
 
 # How often a seat that is being closed checks whether to wait any longer.
 _LOOK_SECONDS = 0.05
-# A load changes process-wide state for a while: torch's number of threads, functions of transformers.
-_LOADING = threading.Lock()
-_LOADING_LOOK_SECONDS = 0.1
 
 
 class DeviceLostError(Exception):
@@ -261,20 +256,8 @@ def _load_alone(
 ) -> DeviceModel:
     """Loads a model once no other load runs. Raises ModelLoadError if a load that was given up does not end.
     Raises LoadGivenUpError if this load is given up while it waits."""
-    seconds_left = GIVEN_UP_SECONDS
-    while not _LOADING.acquire(timeout=_LOADING_LOOK_SECONDS):
-        next_stage()
-        if num_given_up():
-            seconds_left -= _LOADING_LOOK_SECONDS
-        if seconds_left <= 0:
-            raise ModelLoadError(
-                "another model's load was given up and is stuck, which keeps this one from being loaded; "
-                "restart the process"
-            )
-    try:
+    with LOADING:
         return load_device_model(config, while_reading)
-    finally:
-        _LOADING.release()
 
 
 class SharedDevices:

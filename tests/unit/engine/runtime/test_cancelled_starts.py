@@ -2,7 +2,10 @@
 started again."""
 
 import asyncio
+import subprocess
+import sys
 import threading
+from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Any
 
@@ -10,8 +13,10 @@ import pytest
 
 from maxsimd.engine import Engine, EngineConfig, EngineNotReadyError, Engines, ModelLoadError
 from maxsimd.engine import runtime as launch_module
+from maxsimd.engine.checkpoint import stages
 from maxsimd.engine.device import load as load_module
 from maxsimd.engine.device import shared as shared_module
+from maxsimd.engine.device.thread import DeviceThread
 from tests.checkpoints import bi_encoders
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.waiting import until
@@ -149,8 +154,7 @@ async def test_a_load_waits_only_so_long_for_one_that_was_given_up_and_is_stuck(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, pause = threads(), Pause()
-    for module in (load_module, shared_module):
-        monkeypatch.setattr(module, "GIVEN_UP_SECONDS", 0.2)
+    monkeypatch.setattr(stages, "GIVEN_UP_SECONDS", 0.2)
     async with Engines({}) as engines:
         with monkeypatch.context() as patched:
             patched.setattr(load_module, "next_stage", pause.here)
@@ -166,6 +170,128 @@ async def test_a_load_waits_only_so_long_for_one_that_was_given_up_and_is_stuck(
         await until(lambda: load_module.num_given_up() == 0)
         await engines.load("c", config)
     await until(lambda: threads() == before)
+
+
+def test_who_waits_for_a_load_can_be_given_up_and_fails_only_if_that_load_is_stuck(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stages, "GIVEN_UP_SECONDS", 0.0)
+    monkeypatch.setattr(stages, "_LOOK_SECONDS", 0.001)
+    holder, waiter, other = (stages.StagedLoad() for _ in range(3))
+    holds, may_end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with holder.on_this_thread(), stages.LOADING:
+            holds.set()
+            may_end.wait(60)
+
+    def load() -> None:
+        with waiter.on_this_thread(), stages.LOADING:
+            pass
+
+    with ThreadPoolExecutor(2) as pool:
+        holding = pool.submit(hold)
+        try:
+            assert holds.wait(60)
+            other.give_up()
+            waiting = pool.submit(load)
+            assert not wait({waiting}, 0.05).done, "another load that was given up does not count"
+            waiter.give_up()
+            with pytest.raises(stages.LoadGivenUpError):
+                waiting.result(60)
+            holder.give_up()
+            waiter = stages.StagedLoad()
+            with pytest.raises(ModelLoadError, match="given up and is stuck"):
+                pool.submit(load).result(60)
+        finally:
+            may_end.set()
+        holding.result(60)
+        pool.submit(load).result(60)
+
+
+def test_a_load_that_was_given_up_before_it_began_holds_up_nobody() -> None:
+    """It waits for a thread that is stuck with another model's step."""
+    thread, may_end = DeviceThread(), threading.Event()
+    thread.loop.call_soon_threadsafe(may_end.wait, 60)
+    load = load_module.ModelLoad(pytest.fail, thread, shares_thread=True)
+    try:
+        load.give_up()
+        assert load_module.num_given_up() == 0
+        with pytest.raises(stages.LoadGivenUpError):
+            load.run()
+    finally:
+        may_end.set()
+        thread.close()
+
+
+@pytest.mark.parametrize(
+    "end", [SystemExit(3), KeyboardInterrupt(), GeneratorExit(), asyncio.CancelledError(), CancelledError()]
+)
+@pytest.mark.parametrize("kind", ["alone", "among several"])
+async def test_a_model_whose_code_ends_its_load_fails_alone(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch, kind: str, end: BaseException
+) -> None:
+    def load(*_: Any) -> Any:
+        with stages.LOADING:
+            raise end
+
+    before, module = threads(), launch_module if kind == "alone" else shared_module
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "load_device_model", load)
+        engine = Engine(config)
+        async with Engines({}) as engines:
+            with pytest.raises(ModelLoadError, match=f"ended by {type(end).__name__}") as raised:
+                await (engine.start() if kind == "alone" else engines.load("a", config))
+            assert raised.value.__cause__ is end
+            with stages.LOADING:
+                pass
+    assert threads() == before
+
+
+async def test_a_start_that_others_cancel_was_not_stopped(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def launch(*_: Any) -> Any:
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(Engine, "_launch", launch)
+    with pytest.raises(ModelLoadError, match="cancelled from inside"):
+        await Engine(config).start()
+
+
+@pytest.mark.parametrize("is_given_up", [True, False])
+def test_a_process_ends_while_a_model_loads(is_given_up: bool) -> None:
+    """The load is inside of one stage that never ends."""
+    program = f"""
+import asyncio, sys, threading, torch
+from maxsimd.engine import Engine, EngineConfig, runtime
+
+begun = threading.Event()
+
+def load(*_):
+    begun.set()
+    matrix = torch.ones(300, 300)
+    while True:
+        matrix @ matrix
+
+runtime.load_device_model = load
+
+async def start():
+    starting = asyncio.create_task(Engine(EngineConfig()).start())
+    await asyncio.to_thread(begun.wait)
+    if not {is_given_up}:
+        await starting
+    starting.cancel()
+    await asyncio.wait([starting])
+
+threading.Thread(target=asyncio.run, args=(start(),), daemon=not {is_given_up}).start()
+begun.wait()
+sys.exit(3)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 3, ended.stderr
+    assert "terminate called" not in ended.stderr
+    assert "Fatal Python error" not in ended.stderr
 
 
 def test_a_stop_that_the_end_of_the_event_loop_cancels_ends_the_threads(config: EngineConfig) -> None:

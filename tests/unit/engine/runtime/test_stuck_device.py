@@ -175,7 +175,7 @@ async def test_a_start_that_is_stuck_can_be_given_up(
         await asyncio.gather(start, return_exceptions=True)
         # The device is not taken for stuck: after it, a step that is does not end the engine for good.
         assert (num_given_up(), num_left_behind()) == (1, 0)
-    monkeypatch.setattr("maxsimd.engine.device.load.GIVEN_UP_SECONDS", 0.1)
+    monkeypatch.setattr("maxsimd.engine.checkpoint.stages.GIVEN_UP_SECONDS", 0.1)
     await engine.start()
     assert await _score(engine)
     await engine.stop()
