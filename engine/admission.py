@@ -19,7 +19,7 @@ from maxsimd.engine.requests import EmbedRequest, RunOptions, ScoreRequest, Valu
 from maxsimd.engine.scoring.scorer import EXPLAINED, ScoringPrice
 from maxsimd.engine.tenants import TenantLimits
 from maxsimd.pooling.vectors import Vectors
-from maxsimd.scheduler import Share, WaitErrors
+from maxsimd.scheduler import Share, WaitErrors, WaitingRequest
 from maxsimd.scheduler.waiting import part_of, weight_of
 
 # Any request may wait this many times its own run time (batch requests longer), and this many steps: the
@@ -30,6 +30,9 @@ _WAITS_PER_RUN, _WAITS_PER_BATCH, _WAITED_STEPS = 1, 8, 2
 _BATCH_SECONDS = 5.0
 # Requests of more than one step leave this share of the queue to smaller ones.
 _KEPT_FOR_SMALL = 0.25
+# Where requests wait for permits, one of more than a step counts as at most this share of the queue, so that
+# others are there while it is prepared and run. No other such request has room beside it.
+_MOST_COUNTED = 0.5
 # Estimates may be too low or too high by this factor. A request that the count would refuse even then is
 # refused at once.
 _ESTIMATED_WITHIN = 1.25
@@ -204,6 +207,8 @@ class Admission:
         self._waiting = PermitQueue()
         self._permits: set[Permit] = set()
         self._preparing_tokens = 0
+        # Queued requests that count as fewer tokens than they have.
+        self._large: set[WaitingRequest] = set()
         self._counted_tokens = _FIRST_RATIO
         self._counted_size = 1.0
         self._wait_errors = WaitErrors()
@@ -319,6 +324,12 @@ class Admission:
 
         values.add_done_callback(observe)
 
+    def note_large(self, request: WaitingRequest, values: asyncio.Future[Values]) -> None:
+        """Keeps a part of the queue for others while a large request is queued, until its values arrive."""
+        if self._waits and request.work > self._counted(request.work):
+            self._large.add(request)
+            values.add_done_callback(lambda _: self._large.discard(request))
+
     def review(self) -> None:
         """Refuses requests that are not prepared yet, if others have taken the room that there was for
         them."""
@@ -368,8 +379,16 @@ class Admission:
         """Whether the queue has room for a request. It always has room for a lone one, however large."""
         if len(self._permits) >= _MOST_PREPARING:
             return False
-        used = self._scheduler.waiting_tokens + self._preparing_tokens
-        return not used or used + permit.tokens <= self._most_queued(permit.tokens)
+        tokens = [*(each.tokens for each in self._permits), *(each.work for each in self._large)]
+        excess = sum(each - self._counted(each) for each in tokens)
+        used = self._scheduler.waiting_tokens + self._preparing_tokens - excess
+        return not used or used + self._counted(permit.tokens) <= self._most_queued(permit.tokens)
+
+    def _counted(self, tokens: int) -> int:
+        """The part of the queue that a request of `tokens` takes up for others that wait for permits."""
+        if tokens <= self._limits.step_tokens:
+            return tokens
+        return min(tokens, max(1, int(self._limits.queued_tokens * _MOST_COUNTED)))
 
     def _tenant_has_room(self, permit: Permit) -> bool:
         """Whether a request fits its tenant's limit. A tenant's lone request always does."""

@@ -5,12 +5,12 @@ import inspect
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, Unpack, cast
+from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, Unpack, cast
 
 from maxsimd.engine import media
 from maxsimd.engine.checkpoint import LoadedModel
@@ -82,10 +82,24 @@ from maxsimd.pooling.query_rows import QueryRows
 _SECONDS_BETWEEN_LOOKS = 0.05
 # Characters that a chat template adds to each message, about.
 _TEMPLATE_CHARACTERS = 64
+P = ParamSpec("P")
 T = TypeVar("T")
 # A picture to embed.
 Picture = Content | media.Picture | PictureFile | OpenImage
 Inputs = Picture | str | Sequence[Picture | str | Sequence[int]]
+
+
+def _call(
+    method: Callable[Concatenate["Engine", P], Awaitable[T]],
+) -> Callable[Concatenate["Engine", P], Coroutine[Any, Any, T]]:
+    """A method whose calls `stop` waits for within its grace, also while their answers are made."""
+
+    @wraps(method)
+    async def call(self: "Engine", /, *args: P.args, **options: P.kwargs) -> T:
+        with self._open_call():
+            return await method(self, *args, **options)
+
+    return call
 
 
 class Engine:
@@ -266,6 +280,7 @@ class Engine:
         the approximate number of characters that it reads or writes."""
         return await self._require().in_pool(function, size)
 
+    @_call
     async def score(
         self,
         queries: Scored,
@@ -322,6 +337,7 @@ class Engine:
         explanations = await self._explanations(plan, values.values, range(num_documents))
         return replace(result, explanations=explanations) if explanations else result
 
+    @_call
     async def rerank(
         self,
         query: Scorable,
@@ -362,6 +378,7 @@ class Engine:
         check_options("stream", options)
         return ScoreStream(self, queries, documents, {**SCORE_DEFAULTS, **options})
 
+    @_call
     async def encode_query(
         self,
         query: Scorable,
@@ -388,6 +405,7 @@ class Engine:
         plan, values = await running.run(running.processors.queries, request, options)
         return plan.result(values, loaded.dtype)
 
+    @_call
     async def embed(
         self,
         texts: Inputs,
@@ -452,6 +470,7 @@ class Engine:
             assert options.timeout is not None
             raise RequestTimeoutError.after(options.timeout) from None
 
+    @_call
     async def embed_tokens(
         self,
         texts: Inputs,
@@ -480,6 +499,7 @@ class Engine:
         plan, values = await self._embed(request, dimensions, options)
         return await run_in_thread_if_large(values.work, plan.token_vectors, values, dimensions)
 
+    @_call
     async def embed_sparse(
         self,
         texts: Inputs,
@@ -505,6 +525,7 @@ class Engine:
         plan, values = await self._embed(request, None, options)
         return await run_in_thread_if_large(values.work, plan.sparse_vectors, values)
 
+    @_call
     async def classify(
         self,
         texts: Inputs,
@@ -607,6 +628,12 @@ class Engine:
             return await self.in_thread(function, size)
         except (EngineNotReadyError, EngineDeadError):
             return await asyncio.to_thread(function)
+
+    @contextmanager
+    def _open_call(self) -> Iterator[None]:
+        """Counts a call until it has its answer."""
+        with nullcontext() if self._running is None else self._running.open_call():
+            yield
 
     async def _start(self) -> None:
         await free_dead(self._pop_running())
@@ -714,9 +741,10 @@ class ScoreStream(DocumentStream):
         self._latest: tuple[ScorePlan, list[Value | None]] | None = None
 
     async def _score_all(self) -> ScoreResult:
-        plan, values = await self._engine._score(*self._request, arrived=self._arrived)
-        self._latest = plan, values.values
-        return await run_in_thread_if_large(_num_values(plan, values.values), plan.result, values)
+        with self._engine._open_call():
+            plan, values = await self._engine._score(*self._request, arrived=self._arrived)
+            self._latest = plan, values.values
+            return await run_in_thread_if_large(_num_values(plan, values.values), plan.result, values)
 
     def _arrived(self, plan: ScorePlan, values: list[Value | None]) -> None:
         self._latest = plan, values

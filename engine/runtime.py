@@ -162,7 +162,7 @@ class Running:
         self._sequence_ids: Iterator[int] = count()
         self._request_ids: Iterator[int] = count()
         self._most_tokens = config.max_request_tokens
-        self._num_inside = 0
+        self._num_calls = self._num_inside = 0
         self._empty = asyncio.Event()
         self._empty.set()
         self._pool = WorkerPool(
@@ -292,7 +292,7 @@ class Running:
             async with asyncio.timeout(grace) as self._grace:
                 await self._empty.wait()
         except TimeoutError:
-            log.warning("stopping with %d requests unfinished when the grace is over", self._num_inside)
+            log.warning("stopping with %d requests unfinished when the grace is over", self._num_calls)
         finally:
             self._grace = None
             end = self._end_of_threads()
@@ -441,6 +441,7 @@ class Running:
                     refusal_of=plan.refusal_of,
                 )
             )
+            self.admission.note_large(waiting, values)
             if not more_tokens:  # that work comes after the steps, and forecasts are of steps
                 self.admission.compare(permit, values)
         self.admission.review()
@@ -451,16 +452,27 @@ class Running:
         self.scheduler.mailbox.post(Cancel(request_id))
 
     @contextmanager
+    def open_call(self) -> Iterator[None]:
+        """Counts a call until it has its answer, which is made of its requests' results. `close` waits for
+        it."""
+        self._num_calls += 1
+        self._empty.clear()
+        try:
+            yield
+        finally:
+            self._num_calls -= 1
+            if self._num_calls == 0:
+                self._empty.set()
+
+    @contextmanager
     def _new_request(self) -> Iterator[RequestIds]:
         """Counts a request from its arrival to its result, and numbers it."""
         self._num_inside += 1
-        self._empty.clear()
         try:
-            yield RequestIds(next(self._request_ids), self._sequence_ids, self._most_tokens)
+            with self.open_call():
+                yield RequestIds(next(self._request_ids), self._sequence_ids, self._most_tokens)
         finally:
             self._num_inside -= 1
-            if self._num_inside == 0:
-                self._empty.set()
 
     def _future(self) -> asyncio.Future[Values]:
         """A future for a request's values. It fails when the engine dies. Raises EngineDeadError if it

@@ -54,7 +54,10 @@ class Door:
         self.admission = Admission(self.limits, self.actor, self.metrics, self.tenants, lambda: self.now)
         self._numbers = iter(range(1000))
 
-    def queue(self, requests: int, tokens: int, **options: Any) -> None:
+    def queue(
+        self, requests: int, tokens: int, **options: Any
+    ) -> tuple[WaitingRequest, asyncio.Future[Values]]:
+        """Queues so many requests; returns the last one."""
         for _ in range(requests):
             number = next(self._numbers)
             lengths = [50] * (tokens // 50) + [tokens % 50] * (tokens % 50 > 0)
@@ -63,6 +66,7 @@ class Door:
             request.add(texts(number, lengths, 1000 * number), [])
             values = asyncio.get_running_loop().create_future()
             self.actor.post(Admit(request=request, num_results=len(lengths), options=run, values=values))
+        return request, values
 
     def permit(self, tokens: int, **options: Any) -> AbstractContextManager[Permit]:
         """The permit of a request that is estimated at `tokens`."""

@@ -17,6 +17,7 @@ import maxsimd.engine.actors.runner as scoring_module
 from maxsimd.bench.datasets import Pair
 from maxsimd.engine import CUT_LONG, WINDOW_LONG, Engine, EngineConfig, SyncEngine, Tenant, Truncation, errors
 from maxsimd.engine.metrics import DeviceStats, EngineStats
+from maxsimd.engine.processors.dual_encoder import DualEncoderPlan
 from maxsimd.scheduler import Step
 from tests.checkpoints import bi_encoders, language_models
 from tests.checkpoints.shared import SharedCheckpoints
@@ -106,6 +107,33 @@ async def test_what_is_running_when_the_engine_stops_is_finished(config: EngineC
     assert len((await reranked).results) == len((await embedded).embeddings) == 600
     with pytest.raises(errors.EngineNotReadyError):
         await engine.rerank("query", texts)
+
+
+async def test_a_stop_waits_until_explanations_are_made(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_end = asyncio.Semaphore(0), threading.Event()
+    explain, loop = DualEncoderPlan.explanations, asyncio.get_running_loop()
+
+    def slow(*given: Any) -> Any:
+        loop.call_soon_threadsafe(begun.release)
+        may_end.wait(60)
+        return explain(*given)
+
+    monkeypatch.setattr(DualEncoderPlan, "explanations", slow)
+    engine = Engine(config)
+    await engine.start()
+    calls = [asyncio.create_task(call("q", ["a"], explain=True)) for call in (engine.score, engine.rerank)]
+    await begun.acquire()
+    stopping = asyncio.create_task(engine.stop())
+    try:
+        done, _ = await asyncio.wait([stopping], timeout=0.2)
+        assert not done
+    finally:
+        may_end.set()
+    await stopping
+    assert [call.done() for call in calls] == [True, True]
+    assert calls[0].result().explanations[0] == calls[1].result().results[0].explanation
 
 
 async def test_a_second_start_leaves_nothing_behind(config: EngineConfig) -> None:

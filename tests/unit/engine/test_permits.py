@@ -94,21 +94,29 @@ async def test_estimated_waits_and_timeouts_refuse_nobody() -> None:
             door.admission.confirm(permit, 5001)
 
 
-async def test_a_large_request_is_not_passed_and_comes_in_when_the_rest_has_gone() -> None:
-    """It is larger than the whole queue, so it waits until nothing else is there. Then others wait for it."""
+async def test_a_large_request_is_not_passed_and_comes_in_before_the_queue_is_empty() -> None:
+    """It is larger than the whole queue and counts as half of it. The rest is filled beside it."""
     async with waiting_door(queued_tokens=1000) as door:
-        await door.come("first", 100)
+        await door.come("first", 300)
         await door.come("huge", 5000)
-        await door.come("small", 10)
-        assert door.granted == ["first"]
-        door.queue(1, 100)
+        await door.come("small", 20)
+        door.queue(1, 150)
+        assert door.granted == ["first"], "more than a quarter is there"
         await door.let_go("first")
-        assert door.granted == ["first"], "something waits for a step"
+        assert door.granted == ["first", "huge", "small"], "the device still has work"
+        await door.come("medium", 80)
+        await door.come("as huge", 5000)
+        assert door.granted[3:] == ["medium"]
+        huge, values = door.queue(1, 4000)
+        door.admission.note_large(huge, values)
+        await door.let_go("huge", "small", "medium")
+        assert door.granted[4:] == [], "two of them have no room together"
+        await door.come("tenant's", 20, tenant="a")
+        assert door.granted[4:] == [], "the next one is not passed"
+        values.cancel()
         await door.run_queue()
-        assert door.granted == ["first", "huge"]
-        await door.let_go("huge")
-        assert door.granted == ["first", "huge", "small"]
-        await door.let_go("small")
+        assert door.granted[4:] == ["as huge", "tenant's"]
+        await door.let_go("as huge", "tenant's")
 
 
 async def test_a_quarter_is_kept_for_requests_of_one_step() -> None:
