@@ -2,6 +2,7 @@
 
 import asyncio
 import hmac
+import logging
 import secrets
 import socket
 from collections.abc import Awaitable, Callable
@@ -21,8 +22,12 @@ from maxsimd.api.fleet.messages import (
     as_failed,
     decode_to_engine,
     decode_to_front,
+    difference,
     encode,
+    greeting,
+    own_version,
 )
+from maxsimd.api.logs import SeldomLogger
 from maxsimd.engine.errors import InvalidRequestError
 
 # A client of a port first sends the secret, of this many bytes, within this many seconds.
@@ -109,6 +114,10 @@ class SilentError(LostError):
     """The process does not answer; it may yet work in vain."""
 
 
+class OtherVersionError(LostError):
+    """The process runs another version, so nothing can be asked."""
+
+
 class NotSentError(LostError):
     """The process was gone before anything was sent."""
 
@@ -120,7 +129,7 @@ class _Waiting:
 
 
 class Link:
-    """A connection with many questions at a time. For one event loop."""
+    """A connection with many questions at a time. For one event loop. Both sides first send their version."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -128,7 +137,9 @@ class Link:
         self._numbered = 0
         self._is_lost = False
         self._lost_by: type[LostError] = LostError
+        self._difference: str | None = None
         self._num_received = self._num_written = 0
+        self._send(greeting(own_version()))
         self._reading = asyncio.create_task(self._read(), name="maxsimd-link")
 
     @classmethod
@@ -142,6 +153,8 @@ class Link:
     async def ask(self, question: Question, arrived: Callable[[Arrived], None] | None = None) -> Reply:
         """Returns the reply; `arrived` gets answers before the last. Cancelling cancels the work. Raises
         LostError."""
+        if self._difference is not None:
+            raise OtherVersionError(self._difference)
         if self._is_lost:
             raise NotSentError("the engine is gone")
         self._numbered += 1
@@ -180,9 +193,11 @@ class Link:
             encoded = encode(message)
         except OverflowError:
             raise InvalidRequestError("a number is too large; give one of at most 64 bits") from None
-        self._writer.write(len(encoded).to_bytes(LENGTH_BYTES, "little"))
-        self._writer.write(encoded)
-        self._num_written += LENGTH_BYTES + len(encoded)
+        self._send(encoded)
+
+    def _send(self, message: bytes) -> None:
+        _write(self._writer, message)
+        self._num_written += LENGTH_BYTES + len(message)
 
     @property
     def num_moved_bytes(self) -> int:
@@ -191,9 +206,9 @@ class Link:
 
     async def _read(self) -> None:
         try:
-            while True:
-                length = int.from_bytes(await self._read_exactly(LENGTH_BYTES), "little")
-                reply = decode_to_front(await self._read_exactly(length))
+            self._difference = difference(await self._read_message())
+            while self._difference is None:
+                reply = decode_to_front(await self._read_message())
                 waiting = self._waiting.get(reply.number)
                 if waiting is None:
                     continue  # it was cancelled
@@ -209,7 +224,16 @@ class Link:
             self._writer.close()
             for waiting in self._waiting.values():
                 if not waiting.reply.done():
-                    waiting.reply.set_exception(self._lost_by("the engine is gone or does not answer"))
+                    waiting.reply.set_exception(self._loss())
+
+    def _loss(self) -> LostError:
+        if self._difference is not None:
+            return OtherVersionError(self._difference)
+        return self._lost_by("the engine is gone or does not answer")
+
+    async def _read_message(self) -> bytes:
+        length = int.from_bytes(await self._read_exactly(LENGTH_BYTES), "little")
+        return await self._read_exactly(length)
 
     async def _read_exactly(self, length: int) -> bytes:
         """Counts bytes as they come, because large messages take long. Raises EOFError and OSError."""
@@ -222,6 +246,11 @@ class Link:
             length -= len(piece)
             pieces.append(piece)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def _write(writer: asyncio.StreamWriter, message: bytes) -> None:
+    writer.write(len(message).to_bytes(LENGTH_BYTES, "little"))
+    writer.write(message)
 
 
 async def read_message(reader: asyncio.StreamReader) -> bytes:
@@ -246,6 +275,7 @@ class Door:
         self._server: asyncio.Server | None = None
         self._left = asyncio.Event()
         self._left.set()
+        self._refused = SeldomLogger(logging.getLogger("maxsimd.fleet"))
 
     async def open(self, path: str) -> None:
         """Raises OSError."""
@@ -276,7 +306,11 @@ class Door:
         tasks: dict[int, asyncio.Task[None]] = {}
         try:
             with suppress(OSError, EOFError, msgspec.DecodeError, asyncio.CancelledError):
-                while True:
+                _write(writer, greeting(own_version()))
+                different = difference(await read_message(reader))
+                if different is not None:
+                    self._refused.warning("a front that asks is refused: %s", different)
+                while different is None:
                     message = decode_to_engine(await read_message(reader))
                     if not isinstance(message, Ask):
                         if message.number in tasks:
@@ -296,9 +330,7 @@ class Door:
         self, ask: Ask, writer: asyncio.StreamWriter, tasks: dict[int, asyncio.Task[None]]
     ) -> None:
         async def send(answer: Answer) -> None:
-            encoded = encode(Reply(ask.number, answer, self._queued_tokens()))
-            writer.write(len(encoded).to_bytes(LENGTH_BYTES, "little"))
-            writer.write(encoded)
+            _write(writer, encode(Reply(ask.number, answer, self._queued_tokens())))
             await writer.drain()
 
         try:

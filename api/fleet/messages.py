@@ -1,14 +1,17 @@
 """Questions of fronts to engines and their answers, as msgpack. Errors are answers too."""
 
+import hashlib
 import logging
 import re
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Literal, TypeAlias, cast
 
 import msgspec
 import numpy as np
 import torch
 
+from maxsimd import __version__
 from maxsimd.engine import (
     EngineDeadError,
     EngineNotReadyError,
@@ -308,6 +311,39 @@ def _decoded(kind: Any, value: Any) -> Any:
     """Copies the array, to free the message."""
     dtype, shape, data = value
     return np.frombuffer(data, dtype).reshape(shape).copy()
+
+
+# The beginning of the first message from each side. Later versions keep it.
+_GREETING = b"maxsimd "
+
+
+def _schema_of_others(kind: Any) -> dict[str, Any]:
+    """A stand-in for the schema of a type that `_encoded` writes."""
+    return {"title": str(kind)}
+
+
+@cache
+def own_version() -> str:
+    """The version of this process: that of the package, and a digest of the format of its messages."""
+    _, schemas = msgspec.json.schema_components((Ask, Cancel, Reply), schema_hook=_schema_of_others)
+    digest = hashlib.blake2b(msgspec.json.encode(schemas, order="deterministic"), digest_size=4).hexdigest()
+    return f"{__version__} (messages {digest})"
+
+
+def greeting(version: str) -> bytes:
+    """The first message that each side sends."""
+    return _GREETING + version.encode()
+
+
+def difference(first_message: bytes) -> str | None:
+    """How the version of the sender of this message differs from our own; None if it does not."""
+    own = own_version()
+    if first_message == greeting(own):
+        return None
+    other = "an older version"
+    if first_message.startswith(_GREETING):
+        other = first_message.removeprefix(_GREETING).decode(errors="replace")
+    return f"it runs maxsimd {other}, and this process {own}; run the same version everywhere"
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encoded)

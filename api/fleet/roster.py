@@ -9,7 +9,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from maxsimd.api.fleet.link import Address, Link, LostError, NotSentError, SilentError, UnixAddress
+from maxsimd.api.fleet.link import (
+    Address,
+    Link,
+    LostError,
+    NotSentError,
+    OtherVersionError,
+    SilentError,
+    UnixAddress,
+)
 from maxsimd.api.fleet.messages import (
     ClearCache,
     Failed,
@@ -32,7 +40,7 @@ T = TypeVar("T")
 
 # Seconds between attempts to connect.
 _LOOK_SECONDS = 0.1
-# Seconds before an engine that could not clear its cache is asked again.
+# Seconds before an engine is asked again that could not clear its cache or runs another version.
 _PAUSE_SECONDS = 1.0
 # A front counts an engine's silence in this many ticks.
 _SILENT_TICKS = 10
@@ -241,6 +249,7 @@ class Roster:
         )
 
     async def _stay_connected(self, address: Address) -> None:
+        told = ""
         try:
             while address in self._listed:
                 self._unlisted[address].clear()
@@ -254,6 +263,11 @@ class Roster:
                 self._links[address] = link
                 try:
                     await self._use(address, link)
+                except OtherVersionError as error:
+                    if str(error) != told:
+                        told = str(error)
+                        log.error("replica %s is not used: %s", self._listed.get(address), told)
+                    await asyncio.sleep(_PAUSE_SECONDS)
                 except LostError:
                     pass
                 finally:

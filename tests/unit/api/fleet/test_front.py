@@ -21,7 +21,7 @@ from maxsimd.api.fleet import messages as wire
 from maxsimd.api.fleet import roster as roster_module
 from maxsimd.api.fleet.engine_answers import fingerprint_of
 from maxsimd.api.fleet.fleet_engine import FleetEngine, check_limits, joined, without_limits
-from maxsimd.api.fleet.link import Door, Link, LostError, Send, UnixAddress
+from maxsimd.api.fleet.link import Door, Link, LostError, Send, UnixAddress, read_message
 from maxsimd.api.fleet.roster import Listed, Roster
 from maxsimd.api.fleet.spread import ScoreJob
 from maxsimd.api.fleet.supervisor import remove
@@ -456,6 +456,51 @@ async def test_who_has_not_the_secret_is_not_let_in() -> None:
         await stranger.ask(wire.Introduce())
     await stranger.close()
     await engine.door.close()
+
+
+async def test_a_replica_of_another_version_is_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(roster_module, "_PAUSE_SECONDS", 0.01)
+    came: list[bytes] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        frame = wire.greeting("9.9.9")
+        writer.write(len(frame).to_bytes(4, "little") + frame + b"\x01\x00\x00\x00?")
+        came.append(await read_message(reader))
+        writer.close()
+
+    address = UnixAddress(str(tmp_path / "0"))
+    roster = Roster([Listed(0, address)])
+    async with await asyncio.start_unix_server(answer, address.path):
+        roster.start()
+        await until(lambda: len(came) > 2)
+        await roster.close()
+    assert came[0] == wire.greeting(wire.own_version())
+    assert roster.members == ()
+    both = f"it runs maxsimd 9.9.9, and this process {wire.own_version()}; run the same version everywhere"
+    assert [record.getMessage() for record in caplog.records] == [f"replica 0 is not used: {both}"]
+
+
+@pytest.mark.parametrize(
+    ("first", "named"),
+    [(wire.greeting("9.9.9"), "9.9.9"), (wire.encode(wire.Ask(1, wire.Introduce())), "an older version")],
+)
+async def test_a_front_of_another_version_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, first: bytes, named: str
+) -> None:
+    engine = StandIn(str(tmp_path / "0"))
+    await engine.door.open(engine.path)
+    reader, writer = await asyncio.open_unix_connection(engine.path)
+    writer.write(len(first).to_bytes(4, "little") + first)
+    assert await read_message(reader) == wire.greeting(wire.own_version())
+    with pytest.raises((EOFError, OSError)):
+        await read_message(reader)
+    writer.close()
+    await engine.die()
+    assert engine.seen == []
+    both = f"it runs maxsimd {named}, and this process {wire.own_version()}; run the same version everywhere"
+    assert [record.getMessage() for record in caplog.records] == [f"a front that asks is refused: {both}"]
 
 
 async def test_a_request_is_repeated_when_other_scores_take_over(tmp_path: Path) -> None:
