@@ -82,16 +82,19 @@ class SeveralModels:
         self._tenants: Mapping[str, Tenant] = {}
         self._is_started = False
         self._is_left = asyncio.Event()
+        # How often all caches were cleared.
+        self._num_clears = 0
 
     # For the server's life.
 
     async def start(self) -> None:
         """Loads the models. Raises ModelLoadError if all fail."""
+        num_clears = self._num_clears
         await self._engines.start()
         self._is_started = True
         for name in self._setups:
             if self.state(name) == OK:
-                self._take(name)
+                await self._take(name, num_clears)
             else:
                 log.error("the model %s is not served: %s", name, in_flags(self.state(name)))
         if not self._served:
@@ -149,6 +152,8 @@ class SeveralModels:
             raise refused
 
     async def clear_cache(self) -> None:
+        """Clears the caches of all models. Those that load meanwhile clear theirs before they serve."""
+        self._num_clears += 1
         for name in self._ok():
             await self._served[name].engine.clear_cache()
 
@@ -257,8 +262,9 @@ class SeveralModels:
                 f"the link {link} leads out of the folder of --models-dir, or nowhere; replace it by a copy"
             )
         self._setups.setdefault(name, setup)
+        num_clears = self._num_clears
         await self._engines.load(name, setup.engine, setup.weight)
-        self._take(name)
+        await self._take(name, num_clears)
         log.info("the model %s is served: %s", name, self._served[name].facts.how_it_runs)
 
     async def _drop(self, name: str) -> None:
@@ -274,11 +280,15 @@ class SeveralModels:
         self._expected.discard(name)
         log.info("the model %s is dropped", name)
 
-    def _take(self, name: str) -> None:
+    async def _take(self, name: str, num_clears: int) -> None:
+        """Serves a model that has been loaded since all caches were cleared for the `num_clears`-th time."""
+        engine = self._engines[name]
+        while num_clears < self._num_clears:
+            num_clears = self._num_clears
+            await engine.clear_cache()
         before = self._served.get(name)
         if before is not None:
             before.watch.cancel()
-        engine = self._engines[name]
         engine.set_tenants(self._tenants)
         self._served[name] = _LoadedModel(
             engine, engine.facts, asyncio.create_task(self._watch(name, engine))

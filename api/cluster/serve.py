@@ -115,7 +115,8 @@ class Front:
             must_be_named=caches_by_tenant,
         )
         self._grace = server_config.grace_seconds
-        self._roster = Roster(most=most_scorers, timeout=server_config.replica_timeout_seconds)
+        timeout = server_config.replica_timeout_seconds
+        self._roster = Roster(most=most_scorers, timeout=timeout, is_alone=False)
         self._engine = FleetEngine(self._roster, _PATIENCE, caches_by_tenant=caches_by_tenant)
         self._state = ServerState(self._engine, server_config)
         self._others: dict[int, Address] = {}

@@ -67,7 +67,8 @@ async def _front(setup: Setup, started: float) -> int:
     except SetupError as error:
         log.error("%s", error)
         return 1
-    roster = Roster.of_paths(setup.engine_paths, setup.server_config.replica_timeout_seconds)
+    timeout, is_alone = setup.server_config.replica_timeout_seconds, len(setup.front_paths) == 1
+    roster = Roster.of_paths(setup.engine_paths, timeout, is_alone)
     engine = FleetEngine(roster, caches_by_tenant=setup.engine_config.cache_by_tenant)
     others = {slot: UnixAddress(path) for slot, path in enumerate(setup.front_paths) if slot != setup.slot}
     view = FrontView(engine, lambda: setup.slot, lambda: others)

@@ -78,13 +78,20 @@ class Connected:
 class Roster:
     """The engines by address. A request is served by engines of one fingerprint: while a new version replaces
     an old one, the more numerous. Engines that are silent for `timeout` seconds get no work until they
-    answer. For one event loop."""
+    answer. `is_alone` says whether no other front gives them work. For one event loop."""
 
-    def __init__(self, listed: Sequence[Listed] = (), most: int | None = None, timeout: float = 5.0) -> None:
+    def __init__(
+        self,
+        listed: Sequence[Listed] = (),
+        most: int | None = None,
+        timeout: float = 5.0,
+        is_alone: bool = True,
+    ) -> None:
         self.most = len(listed) if most is None else most
         self._listed = {each.address: each.slot for each in listed}
         self._unlisted: dict[Address, asyncio.Event] = {}
         self._timeout = timeout
+        self._is_alone = is_alone
         self._links: dict[Address, Link] = {}
         # Engines that did not answer in time and have not answered since.
         self._silent: set[Address] = set()
@@ -104,9 +111,10 @@ class Roster:
         self.served: Served | None = None
 
     @classmethod
-    def of_paths(cls, paths: Sequence[str], timeout: float = 5.0) -> "Roster":
+    def of_paths(cls, paths: Sequence[str], timeout: float = 5.0, is_alone: bool = True) -> "Roster":
         """Engine i listens on path i."""
-        return cls([Listed(slot, UnixAddress(path)) for slot, path in enumerate(paths)], timeout=timeout)
+        listed = [Listed(slot, UnixAddress(path)) for slot, path in enumerate(paths)]
+        return cls(listed, timeout=timeout, is_alone=is_alone)
 
     def start(self) -> None:
         self._is_started = True
@@ -187,11 +195,14 @@ class Roster:
 
     async def clear_caches(self) -> list[int]:
         """Clears all engines' caches. Returns the slots of late ones, which clear theirs as soon as they
-        answer. An engine that starts meanwhile clears its disk cache before it gets work. Raises an engine's
-        error."""
-        self._uncleared |= self._silent | (self._listed.keys() - self._links.keys())
+        answer. An engine that starts meanwhile clears its disk cache before it gets work from here. It is
+        late if other fronts may give it work before. Raises an engine's error."""
+        starting = self._listed.keys() - self._links.keys()
+        self._uncleared |= self._silent | starting
         # Late engines are not asked twice at a time: they may keep questions for long.
         late = self._silent | {each for each, task in self._clearing.items() if not task.done()}
+        if not self._is_alone:
+            late |= starting
         asked = {
             address: self._in_background(self._clear(address, link))
             for address, link in self._links.items()

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,6 +72,54 @@ async def asking(reranker: EngineConfig, keys: Path) -> AsyncIterator[Asking]:
         yield Asking(models, keys)
     finally:
         await models.stop(0)
+
+
+class LoadingEngines:
+    """One model, which is loaded once it may be."""
+
+    def __init__(self) -> None:
+        self.may_load, self.num_cleared = asyncio.Event(), 0
+        self.facts = SimpleNamespace(how_it_runs="")
+        self.death = None
+
+    async def start(self) -> None:
+        await self.may_load.wait()
+
+    async def load(self, *_: Any) -> None:
+        await self.may_load.wait()
+
+    def state(self, name: str) -> str:
+        return "ok"
+
+    def __getitem__(self, name: str) -> Any:
+        return self
+
+    def set_tenants(self, tenants: Any) -> None: ...
+
+    async def until_dead(self) -> None:
+        await asyncio.Event().wait()
+
+    async def clear_cache(self) -> None:
+        self.num_cleared += 1
+        await asyncio.sleep(0)
+
+    async def stop(self, grace: float | None = None) -> None: ...
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_a_model_that_loads_while_the_cache_is_cleared_clears_its_own(is_first: bool) -> None:
+    setup = ModelSetup(name="a", engine=EngineConfig())
+    engines: Any = LoadingEngines()
+    models = SeveralModels(engines, [setup], Loadable([setup], None, EngineConfig()), grace=0)
+    loading = asyncio.create_task(models.start() if is_first else models.load("a"))
+    await asyncio.sleep(0.01)
+    await models.clear_cache()
+    engines.may_load.set()
+    await loading
+    assert (engines.num_cleared, models.engine("a")) == (1, engines)
+    await models.clear_cache()
+    assert engines.num_cleared == 2
+    await models.stop()
 
 
 async def test_requests_go_to_the_named_or_the_fitting_model(asking: Asking) -> None:
