@@ -25,13 +25,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # Files of pure logic, whose tests are all part of `make test-fast`. Others join them one by one, by the mark.
 FAST = (
-    "unit/test_documentation.py",
-    "unit/engine/scoring/test_maxsim.py",
-    "unit/pooling/test_methods.py",
-    "unit/scheduler/fleet/test_*.py",
-    "unit/test_rooms.py",
-    "unit/scheduler/test_*.py",
-)
+    "unit/test_documentation.py", "unit/engine/scoring/test_maxsim.py", "unit/pooling/test_methods.py",
+    "unit/scheduler/fleet/test_*.py", "unit/test_rooms.py", "unit/scheduler/test_*.py",
+)  # fmt: skip
 # Files whose tests wait longest. They are begun first, so that no worker is left with them in the end.
 LONG = ("server/test_fleet.py", "accelerator/test_*.py")
 

@@ -17,26 +17,12 @@ from importlib import import_module
 from typing import NoReturn
 
 MODULES = (
-    "maxsimd.api.cli",
-    "maxsimd.api.serve",
-    "maxsimd.bench.datasets",
-    "maxsimd.engine.checkpoint.library",
-    "maxsimd.engine.engine",
-    "maxsimd.api.fleet.process",
-    "gguf",
-    "hypothesis",
-    "httpx",
-    "jsonschema",
-    "playwright.sync_api",
-    "pytest",
-    "scipy.stats",
-    "sentence_transformers",
-    "tests.checkpoints.adapters",
-    "tests.checkpoints.two_towers",
-    "tests.checkpoints.vision_language",
-    "tests.clients_under_load",
+    "maxsimd.api.cli", "maxsimd.api.serve", "maxsimd.bench.datasets", "maxsimd.engine.checkpoint.library",
+    "maxsimd.engine.engine", "maxsimd.api.fleet.process", "gguf", "hypothesis", "httpx", "jsonschema",
+    "playwright.sync_api", "pytest", "scipy.stats", "sentence_transformers", "tests.checkpoints.adapters",
+    "tests.checkpoints.two_towers", "tests.checkpoints.vision_language", "tests.clients_under_load",
     "transformers.models.bert.modeling_bert",
-)
+)  # fmt: skip
 
 
 def _import_all() -> None:

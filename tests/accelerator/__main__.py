@@ -17,11 +17,8 @@ from tests.accelerator import device
 
 QUERIES = ("what is a cat", "rain in spain, and where it falls")
 DOCUMENTS = (
-    "a cat is an animal that purrs",
-    "rain",
-    "bread and butter, " * 8,
-    "it rains in the plain mainly",
-)
+    "a cat is an animal that purrs", "rain", "bread and butter, " * 8, "it rains in the plain mainly",
+)  # fmt: skip
 
 
 def _scores(case: dict[str, Any], on: str) -> tuple[list[list[float]], dict[str, str]]:

@@ -128,12 +128,10 @@ def said_of_tokens(folder: str, size: int, **said: Any) -> dict[str, Any]:
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "context_length": config["max_position_embeddings"],
-        "embedding_length": config["hidden_size"],
-        "block_count": config["num_hidden_layers"],
-        "feed_forward_length": config["intermediate_size"],
+        "context_length": config["max_position_embeddings"], "embedding_length": config["hidden_size"],
+        "block_count": config["num_hidden_layers"], "feed_forward_length": config["intermediate_size"],
         "attention.head_count": config["num_attention_heads"],
-    }
+    }  # fmt: skip
 
 
 def _add(writer: Any, key: str, value: Any) -> None:
@@ -181,12 +179,10 @@ def _random_blocks(shape: tuple[int, ...], kind: Kind) -> Any:
 def decoder_said(config: Mapping[str, Any], **said: Any) -> dict[str, Any]:
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return {
-        "attention.head_count_kv": config["num_key_value_heads"],
-        "attention.key_length": head,
-        "attention.value_length": head,
-        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "attention.head_count_kv": config["num_key_value_heads"], "attention.key_length": head,
+        "attention.value_length": head, "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
         "rope.freq_base": config["rope_parameters"]["rope_theta"],
-    } | said
+    } | said  # fmt: skip
 
 
 def qwen3(folder: Path, kind: str = "Q8_0", **said: Any) -> str:
@@ -277,11 +273,9 @@ def bge_reranker(folder: Path, kind: str = "F16") -> str:
         max_position_embeddings=514, type_vocab_size=1, num_labels=1, layer_norm_eps=1e-5, **WIDE,
     )  # fmt: skip
     said = {
-        "pooling_type": 4,
-        "attention.causal": False,
-        "attention.layer_norm_epsilon": 1e-5,
+        "pooling_type": 4, "attention.causal": False, "attention.layer_norm_epsilon": 1e-5,
         "context_length": 512,
-    }
+    }  # fmt: skip
     tokens = said_of_tokens(str(source), size, model="t5", pre="default", bos_token_id=0, eos_token_id=2,
                             padding_token_id=1)  # fmt: skip
 

@@ -76,11 +76,9 @@ def zerank_2(folder: Path) -> str:
     }
     save_module_list(folder, kinds)
     settings = {
-        "model_type": "CrossEncoder",
-        "activation_fn": "torch.nn.modules.linear.Identity",
-        "prompts": {},
+        "model_type": "CrossEncoder", "activation_fn": "torch.nn.modules.linear.Identity", "prompts": {},
         "default_prompt_name": None,
-    }
+    }  # fmt: skip
     (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
     logits = {"method": "forward", "method_output_name": "logits"}
     transformer = {

@@ -110,11 +110,9 @@ def colmodernvbert(folder: Path) -> str:
         "vision_use_head": False,
     }  # fmt: skip
     vlm = ModernVBertConfig(
-        text_config=text,
-        vision_config=vision,
-        image_token_id=processor.image_token_id,
+        text_config=text, vision_config=vision, image_token_id=processor.image_token_id,
         pixel_shuffle_factor=4,
-    )
+    )  # fmt: skip
     model = ColModernVBertForRetrieval(ColModernVBertConfig(vlm_config=vlm, embedding_dim=48))
     with_biases(spread(model)).save_pretrained(folder)
     processor.save_pretrained(folder)

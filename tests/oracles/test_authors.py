@@ -55,11 +55,9 @@ def _compare(name: str, found: NDArray[np.float32], expected: NDArray[np.float64
 
 
 KINDS = {
-    "bi-encoder": "dense",
-    "sparse": "sparse",
-    "late-interaction": "colbert",
+    "bi-encoder": "dense", "sparse": "sparse", "late-interaction": "colbert",
     "hybrid": "colbert+sparse+dense",
-}
+}  # fmt: skip
 
 
 async def test_scores_equal_flag_embedding(

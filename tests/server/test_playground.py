@@ -18,11 +18,9 @@ from tests.server.conftest import Server, StartServer
 
 QUERY = "Wo gibt es Käse 🎉 in 東京?"
 DOCUMENTS = [
-    "Der gute Käse ist da 🎉🎉.",
-    "In 東京 fährt ein Zug.",
-    "e\u0301te\u0301 naïve 👨\u200d👩 party",
+    "Der gute Käse ist da 🎉🎉.", "In 東京 fährt ein Zug.", "e\u0301te\u0301 naïve 👨\u200d👩 party",
     "Nothing of this.",
-]
+]  # fmt: skip
 
 
 ONE_OF_THE_VIEWS = pytest.mark.parametrize(

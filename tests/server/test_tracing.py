@@ -73,11 +73,9 @@ def test_a_request_is_a_span_with_its_parts(start_server: StartServer, collector
     (request,) = [span for span in spans.values() if span.trace_id.hex() == TRACE and span.kind == 2]
     assert (request.name, request.parent_span_id.hex()) == ("POST /rerank", PARENT)
     assert _attributes(request) == {
-        "http.request.method": "POST",
-        "http.route": "/rerank",
-        "http.response.status_code": 200,
+        "http.request.method": "POST", "http.route": "/rerank", "http.response.status_code": 200,
         "maxsimd.request_id": "my-request",
-    }
+    }  # fmt: skip
     parts = [span for span in spans.values() if span.parent_span_id == request.span_id]
     assert [part.name for part in sorted(parts, key=lambda part: part.start_time_unix_nano)] == [
         *("queue", "tokenise", "model", "score")

@@ -9,11 +9,9 @@ from pathlib import Path
 from plain import ALL, for_each
 
 _CHECKS = (
-    "not_a_server_error",
-    "status_code_conformance",
-    "content_type_conformance",
+    "not_a_server_error", "status_code_conformance", "content_type_conformance",
     "response_schema_conformance",
-)
+)  # fmt: skip
 # At least so many cases a server, and so many of them drawn at random for each route.
 _CASES, _DRAWN = 2_000, 40
 _SECONDS = 180
