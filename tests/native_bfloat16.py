@@ -4,6 +4,4 @@ import pytest
 
 from maxsimd.engine.ops.cpu.library import multiplies_bfloat16
 
-needs_native_bfloat16 = pytest.mark.skipif(
-    not multiplies_bfloat16(), reason="this processor emulates bfloat16"
-)
+needs_native_bfloat16 = pytest.mark.skipif(not multiplies_bfloat16(), reason="bfloat16 is emulated here")

@@ -35,9 +35,7 @@ FEW = ["colpali", "BERT"]
 BROKEN = [("BERT", "aten::gelu"), ("ColBERT", "aten::scatter_reduce_")]
 
 
-def run(
-    names: list[str], checkpoints: SharedCheckpoints, *wrong: str, **settings: Any
-) -> list[dict[str, Any]]:
+def run(names: list[str], checkpoints: SharedCheckpoints, *wrong: str, **settings: Any) -> list[Any]:
     lines = []
     for name, broken in zip(names, [None] * (len(names) - len(wrong)) + [*wrong], strict=True):
         build, own = BY_NAME[name]

@@ -146,9 +146,7 @@ async def sit_idle(server: Running, pool: Pool, count: int, window: float, limit
     outcomes = Counter(record.outcome for record in clients.records).most_common()
     broken = [f"{record.kind}: {record.reason}" for record in clients.records if record.is_bad]
     latest = limit * (1 + _LATE_SHARE) + _LATE_SECONDS
-    closed: list[Row] = [
-        ("slow clients", "opened", "refused", "left open", "first closed s", "last closed s")
-    ]
+    closed: list[Row] = [("slow clients", "opened", "refused", "left open", "first closed s", "last s")]
     for kind in (kind for _, kinds in rounds for kind in kinds):
         first, last = min(kind.seconds, default=None), max(kind.seconds, default=None)
         closed.append((kind.name, kind.opened, kind.refused, kind.left_open, first, last))

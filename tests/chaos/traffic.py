@@ -21,8 +21,11 @@ from maxsimd.bench.datasets import docstring_pairs
 # The model's step fails where this word, one token, is in it.
 POISON = "poison"
 # How far the same text may be off between steps: other sequences beside it, other sums.
-_TOLERANCE = 1e-3
+_CLOSE = 1e-3
 _VECTORS = 40
+
+
+Headers = Mapping[str, str]
 
 
 class Outcome(Enum):
@@ -50,7 +53,7 @@ class Ask:
     kind: str
     path: str
     body: bytes
-    judge: Callable[[int, Mapping[str, str], bytes], Verdict]
+    judge: Callable[[int, Headers, bytes], Verdict]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +70,10 @@ class Texts:
         pairs = [pair for pair in docstring_pairs() if POISON not in (pair.query + pair.document).lower()]
         draw.shuffle(pairs)
         chosen = [pair.document.split()[: draw.randint(5, 80)] for pair in pairs[:documents]]
-        return cls(
-            tuple(pair.query for pair in pairs[:queries]),
-            tuple(" ".join(words) for words in chosen),
-            tuple(" ".join(_poisoned(words, draw)) for words in chosen),
-        )
-
-
-def _poisoned(words: list[str], draw: random.Random) -> list[str]:
-    position = draw.randint(0, min(len(words), 30))  # where no model cuts it off
-    return [*words[:position], POISON, *words[position:]]
+        plain = tuple(" ".join(words) for words in chosen)
+        for words in chosen:
+            words.insert(draw.randint(0, min(len(words), 30)), POISON)  # where no model truncates it
+        return cls(tuple(pair.query for pair in pairs[:queries]), plain, tuple(map(" ".join, chosen)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +121,7 @@ async def send(session: aiohttp.ClientSession, ask: Ask) -> tuple[int, Verdict]:
         return response.status, ask.judge(response.status, named, body)
 
 
-async def read_answer(
-    reader: asyncio.StreamReader, method: str = "POST"
-) -> tuple[int, dict[str, str], bytes]:
+async def read_answer(reader: asyncio.StreamReader, method: str = "POST") -> tuple[int, Headers, bytes]:
     """Status, headers in lower case and body of what comes on a connection."""
     status = 0
     while status < 200:  # others say that the body may come
@@ -139,13 +134,11 @@ async def read_answer(
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """All scores, the documents that break the model, and what the request asked for."""
+    """All scores, the documents that break the model, and the options of the request."""
 
     scores: Sequence[float]
-    broken: frozenset[int] = frozenset()
-    reports: bool = False
-    partial: bool = False
-    timed: bool = False
+    broken: frozenset[int]
+    options: Mapping[str, Any]
 
 
 def rerank(
@@ -168,13 +161,7 @@ def rerank(
         body |= {"queries": pool.texts.queries[query], "truncate_prompt_tokens": -1}
     else:
         body |= {"query": pool.texts.queries[query], "return_documents": False}
-    expected = Expected(
-        pool.scores[query, indices].tolist(),
-        broken,
-        options.get("on_error") == "report",
-        options.get("on_timeout") == "partial",
-        "timeout" in options,
-    )
+    expected = Expected(pool.scores[query, indices].tolist(), broken, options)
     kind = path + " poisoned" if poisoned else path
     return Ask(kind, path, json.dumps(body | options).encode(), partial(_judge_scores, expected))
 
@@ -236,12 +223,11 @@ def draw_ask(pool: Pool, draw: random.Random) -> Ask:
 
 def agree(found: Any, expected: NDArray[np.float32]) -> bool:
     numbers = np.asarray(found, np.float32)
-    return numbers.shape == expected.shape and bool(
-        np.allclose(numbers, expected, rtol=_TOLERANCE, atol=_TOLERANCE)
-    )
+    is_close = numbers.shape == expected.shape and np.allclose(numbers, expected, rtol=_CLOSE, atol=_CLOSE)
+    return bool(is_close)
 
 
-def judge_refusal(allowed: set[int], status: int, headers: Mapping[str, str], answer: bytes) -> Verdict:
+def judge_refusal(allowed: set[int], status: int, headers: Headers, answer: bytes) -> Verdict:
     """A server may always have too much to do; else only what is allowed."""
     wrong = error_mismatch(status, headers, answer)
     if wrong is None and status not in allowed | {429}:
@@ -249,7 +235,7 @@ def judge_refusal(allowed: set[int], status: int, headers: Mapping[str, str], an
     return Verdict(Outcome.REFUSED) if wrong is None else Verdict(Outcome.WRONG, wrong)
 
 
-def error_mismatch(status: int, headers: Mapping[str, str], answer: bytes) -> str | None:
+def error_mismatch(status: int, headers: Headers, answer: bytes) -> str | None:
     """What an error lacks of the one shape of all errors."""
     try:
         error = json.loads(answer)["error"]
@@ -263,34 +249,34 @@ def error_mismatch(status: int, headers: Mapping[str, str], answer: bytes) -> st
     return None
 
 
-def _judge_data(
-    is_right: Callable[[Any], bool], status: int, headers: Mapping[str, str], answer: bytes
-) -> Verdict:
+def _judge_data(is_right: Callable[[Any], bool], status: int, headers: Headers, answer: bytes) -> Verdict:
     if status != 200:
         return judge_refusal(set(), status, headers, answer)
     return RIGHT if is_right(json.loads(answer)) else Verdict(Outcome.WRONG, "other numbers")
 
 
-def _judge_scores(expected: Expected, status: int, headers: Mapping[str, str], body: bytes) -> Verdict:
+def _judge_scores(expected: Expected, status: int, headers: Headers, body: bytes) -> Verdict:
+    reports = expected.options.get("on_error") == "report"
+    is_partial = expected.options.get("on_timeout") == "partial"
     if status != 200:
-        if status == 500 and expected.broken and not expected.reports:
+        if status == 500 and expected.broken and not reports:
             wrong = error_mismatch(status, headers, body)
             return FAILED if wrong is None else Verdict(Outcome.WRONG, wrong)
-        return judge_refusal({504, 413} if expected.timed else set(), status, headers, body)
+        return judge_refusal({504, 413} if "timeout" in expected.options else set(), status, headers, body)
     answer = json.loads(body)
     items = answer.get("results", answer.get("data"))
     found = {item["index"]: item.get("relevance_score", item.get("score")) for item in items}
     errors = {item["index"] for item in answer.get("errors", ())}
     unscored = set(answer.get("unscored", ()))
-    failing = expected.broken - unscored if expected.reports else set()
+    failing = expected.broken - unscored if reports else set()
     wrong = None
     if len(found) != len(items) or set(found) | errors | unscored != set(range(len(expected.scores))):
         wrong = f"{len(expected.scores)} documents, {len(items)} scores, {len(errors)} errors"
-    elif set(found) & (errors | unscored) or (unscored and not expected.partial):
+    elif set(found) & (errors | unscored) or (unscored and not is_partial):
         wrong = "a document has a score and none"
     elif errors != failing or set(found) & expected.broken:
         wrong = f"errors {sorted(errors)}, broken {sorted(expected.broken)}, unscored {len(unscored)}"
-    elif expected.partial and answer["complete"] != (not unscored):
+    elif is_partial and answer["complete"] != (not unscored):
         wrong = "an answer that is not as complete as it says"
     elif not agree(list(found.values()), np.array([expected.scores[i] for i in found], np.float32)):
         worst = max(abs(score - expected.scores[i]) for i, score in found.items())

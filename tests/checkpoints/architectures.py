@@ -252,13 +252,11 @@ _EQUAL_HEADS = {"num_key_value_heads": 4}
 _LATENT = {"num_key_value_heads": 4, "head_dim": 8}
 _ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
 _THREE_AXES = {"rope_parameters": {**_ROTARY, "mrope_section": [2, 3, 3]}}
-_THREE_AXES_OF_HALF = {
-    "rope_parameters": {**_ROTARY, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}
-}
+_HALF_AXES = {"rope_parameters": {**_ROTARY, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}}
 _OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("cosmos3_edge_text", "hunyuan_vl_text"), _THREE_AXES),
     **dict.fromkeys(("qwen2_5_vl_text", "qwen2_vl_text"), _THREE_AXES),
-    **dict.fromkeys(("glm4v_moe_text", "glm4v_text", "glm_image_text", "glm_ocr_text"), _THREE_AXES_OF_HALF),
+    **dict.fromkeys(("glm4v_moe_text", "glm4v_text", "glm_image_text", "glm_ocr_text"), _HALF_AXES),
     **dict.fromkeys(("axk1", "axk2", "deepseek_v3", "deepseek_v32"), _LATENT),
     **dict.fromkeys(("glm_moe_dsa", "mistral_large4_text", "youtu"), _LATENT),
     "blt": {

@@ -318,9 +318,8 @@ def gemma(folder: Path, **changed: Any) -> str:
     def change(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:
         return tensor + 1 if name.endswith("norm.weight") else tensor
 
-    return _decoder(
-        folder, "gemma", size, gguf.MODEL_ARCH.GEMMA, change, changed, num_key_value_heads=1, head_dim=64
-    )
+    heads = {"num_key_value_heads": 1, "head_dim": 64}
+    return _decoder(folder, "gemma", size, gguf.MODEL_ARCH.GEMMA, change, changed, **heads)
 
 
 def _qwen_tokens(source: str, **said: Any) -> dict[str, Any]:

@@ -29,9 +29,7 @@ class Scheme:
     more: tuple[str, ...] = ()
 
 
-def _compressed(
-    form: str, weights: dict[str, Any], activations: dict[str, Any] | None = None
-) -> dict[str, Any]:
+def _compressed(form: str, weights: dict[str, Any], activations: Any = None) -> dict[str, Any]:
     usual = {"dynamic": False, "actorder": None, "block_structure": None, "observer": "minmax"}
     group = {
         "targets": ["Linear"],

@@ -203,9 +203,8 @@ def bge_gemma2(folder: Path) -> str:
 def lfm2_colbert(folder: Path, both_ways: bool = False) -> str:
     """LiquidAI/LFM2-ColBERT-350M: an LFM2 saved by PyLate; eos fills queries up, as there is no mask."""
     specials = {"bos_token": "<|startoftext|>", "eos_token": "<|im_end|>", "pad_token": "<|pad|>"}
-    size = byte_level_bpe(
-        folder, specials, "<|startoftext|> $A", "<|startoftext|> $A $B", model_max_length=2048
-    )
+    begin = "<|startoftext|>"
+    size = byte_level_bpe(folder, specials, f"{begin} $A", f"{begin} $A $B", model_max_length=2048)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens(["[Q] ", "[D] "])
     tokenizer.save_pretrained(folder)

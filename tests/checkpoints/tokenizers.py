@@ -14,6 +14,7 @@ from maxsimd.bench.datasets import docstring_pairs
 from maxsimd.engine.checkpoint.files import embedded_model_path
 
 Words = tuple[str, ...]
+Specials = dict[str, str]
 XLM_R = {
     "bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "cls_token": "<s>", "sep_token": "</s>",
     "unk_token": "<unk>", "mask_token": "<mask>",
@@ -56,7 +57,7 @@ def xlm_roberta(folder: Path, **options: Any) -> int:
 
 
 def unigram(
-    folder: Path, specials: dict[str, str], single: str, pair: str, words: Words = (), **options: Any
+    folder: Path, specials: Specials, single: str, pair: str, words: Words = (), **options: Any
 ) -> int:
     """A SentencePiece unigram tokenizer (XLM-RoBERTa, DeBERTa-v2, Gemma, T5); returns its size.
 
@@ -74,7 +75,7 @@ def unigram(
 
 
 def byte_level_bpe(
-    folder: Path, specials: dict[str, str], single: str, pair: str, words: Words = (), **options: Any
+    folder: Path, specials: Specials, single: str, pair: str, words: Words = (), **options: Any
 ) -> int:
     """A byte-level BPE tokenizer with at most `most` tokens, `words` among them; returns its size."""
     ordered = list(dict.fromkeys(specials.values()))
@@ -82,18 +83,13 @@ def byte_level_bpe(
     tokenizer = Tokenizer(models.BPE(vocabulary, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    extra = options.pop("additional_special_tokens", [])
-    tokenizer.add_special_tokens([*ordered, *extra])
+    tokenizer.add_special_tokens([*ordered, *options.get("additional_special_tokens", [])])
     _set_template(tokenizer, single, pair, ordered)
-    return _save(
-        folder, tokenizer, specials, options | ({"additional_special_tokens": extra} if extra else {})
-    )
+    return _save(folder, tokenizer, specials, options)
 
 
 @functools.cache
-def merges_of(
-    words: Words, specials: Words, size: int = 4000
-) -> tuple[dict[str, int], list[tuple[str, str]]]:
+def merges_of(words: Words, specials: Words, size: int = 4000) -> tuple[dict[str, int], list[Any]]:
     """A vocabulary and its merges, counted: the trainer gives another one each time."""
     split = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str
     counts = Counter(word for pair in docstring_pairs()[:200] for word, _ in split(pair.document))

@@ -54,9 +54,8 @@ def change_config(folder: Path, file: str = "config.json", **settings: Any) -> s
 
 def save_module_list(folder: Path, kinds: Mapping[str, str]) -> None:
     """Writes modules.json: the kind of each module by its folder."""
-    modules = [
-        {"idx": i, "name": str(i), "path": path, "type": kind} for i, (path, kind) in enumerate(kinds.items())
-    ]
+    rows = enumerate(kinds.items())
+    modules = [{"idx": i, "name": str(i), "path": path, "type": kind} for i, (path, kind) in rows]
     (folder / "modules.json").write_text(json.dumps(modules))
 
 

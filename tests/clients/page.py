@@ -58,16 +58,14 @@ def run(command: Sequence[str], environment: Mapping[str, str], folder: Path, se
     return ran.stdout
 
 
-def printed(
-    example: Example, interpreter: str, url: str, environment: Mapping[str, str], folder: Path
-) -> str:
+def printed(example: Example, interpreter: str, url: str, variables: Mapping[str, str], folder: Path) -> str:
     """What an example prints that asks the server at `url`. It runs in the `folder`."""
     script = folder / f"example{_SUFFIXES[example.language]}"
     script.write_text(example.code.replace(URL, url), encoding="utf-8")
     if example.language == "js":
         # Modules are looked for beside the script.
         (folder / "node_modules").symlink_to(environments.NODE_MODULES)
-    said = run([interpreter, str(script)], environment, folder, _SECONDS)
+    said = run([interpreter, str(script)], variables, folder, _SECONDS)
     if not said.strip():
         raise Failed("it printed nothing")
     return said

@@ -68,9 +68,8 @@ def test_answers_are_those_of_one_process(
         # The heads of bge-m3 are pickles.
         options, flags = {**options, "allow_pickle": True}, [*flags, "--allow-pickle"]
     # It loads while Ray starts the others.
-    one = start_server(
-        *([model] if model else []), *flags, "--dtype", "float32", "--threads", "1", ready=False
-    )
+    flags += [model] if model else []
+    one = start_server(*flags, "--dtype", "float32", "--threads", "1", ready=False)
     many = late if kind == "late-interaction" else on_ray.deploy(kind, cluster, model=model, **options)
     one.wait_until_ready()
     for path, body in ASKED:

@@ -102,9 +102,8 @@ class FakeRecorder:
 def load(path: str, **settings: Any) -> Loaded:
     """Loads a checkpoint and proves its execution, with attention laid out as GPUs have it."""
     model = load_model(EngineConfig(model=path, **settings), CPU)
-    attention = GroupedBackend(
-        TritonBackend.arrangement, supports_first_rows=False, supports_causal_ends=False
-    )
+    lacks = {"supports_first_rows": False, "supports_causal_ends": False}
+    attention = GroupedBackend(TritonBackend.arrangement, **lacks)
     with _samples(model) as (samples, _):
         execution = choose_execution(model, CPU, attention, samples, True)
     return model, execution
@@ -126,9 +125,8 @@ class OnGPU:
                 # On the CPU trials compare real numbers, with plain torch for a GPU's kernels.
                 with plain_kernels(), patch.object(launch, "INTERPRETED", True):
                     fuse(self.model.backbone)
-        move(
-            [*self.model.encoders, *(m for task in self.model.tasks.values() for m in modules_of(task.head))]
-        )
+        heads = [module for task in self.model.tasks.values() for module in modules_of(task.head)]
+        move([*self.model.encoders, *heads])
         # As `choose_attention` has it.
         self.backend = BACKENDS["torch" if has_relative_positions(self.model.backbone) else backend]()
         self.runner = make_runner(self.execution, self.model, GPU, self.backend)
@@ -167,9 +165,8 @@ class OnGPU:
         """The runner whose steps are replayed. Raises NotCapturable where one cannot be captured."""
         assert isinstance(self.runner, PackedRunner)
         runner = GraphedRunner(self.runner, GPU)
-        texts = [
-            each for each in random_sequences(self.model, self.model.score_task) if not each.tokens.images
-        ]
+        sequences = random_sequences(self.model, self.model.score_task)
+        texts = [each for each in sequences if not each.tokens.images]
         assert isinstance(self.backend, CapturableBackend)
         self.gpu.may_wait = True  # as at load
         mismatches = runner.capture_all(self.backend, SIZES, texts, FakeRecorder(self.gpu))
@@ -271,15 +268,12 @@ class Ids:
         return TokenSequence.text(key, ResultSlot(0, key), self.task if task is None else task, tokens)
 
     def query(self, length: int, num_consumers: int, **others: Any) -> TokenSequence:
-        return TokenSequence.query(
-            next(self.next), 0, self.task, self.tokens(length, **others), num_consumers
-        )
+        tokens = self.tokens(length, **others)
+        return TokenSequence.query(next(self.next), 0, self.task, tokens, num_consumers)
 
     def document(self, length: int, payload: DocumentPayload, **others: Any) -> TokenSequence:
-        key = next(self.next)
-        return TokenSequence.document(
-            key, ResultSlot(0, key), self.task, self.tokens(length, **others), payload
-        )
+        key, tokens = next(self.next), self.tokens(length, **others)
+        return TokenSequence.document(key, ResultSlot(0, key), self.task, tokens, payload)
 
 
 def step_of(*parts: TokenSequence | Chunk, **others: Any) -> Step:

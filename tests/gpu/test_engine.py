@@ -46,14 +46,12 @@ async def test_scores_equal_those_of_the_cpu(family: Family, tmp_path: Path, pai
         ("bi", {}),
     ],
 )
-async def test_no_step_waits(
-    kind: str, settings: dict[str, object], tmp_path: Path, pairs: list[Pair]
-) -> None:
+async def test_no_step_waits(kind: str, more: dict[str, object], tmp_path: Path, pairs: list[Pair]) -> None:
     builders = {
         "late": late_interaction.stanford, "cross": cross_encoders.bert, "causal": cross_encoders.qwen3,
         "bi": bi_encoders.bge,
     }  # fmt: skip
-    config = EngineConfig(model=builders[kind](tmp_path / "model"), device="cuda", **settings)  # type: ignore[arg-type]
+    config = EngineConfig(model=builders[kind](tmp_path / "model"), device="cuda", **more)  # type: ignore[arg-type]
     documents = [pair.document for pair in pairs[:50]]
     async with Engine(config) as engine:
         await engine.score("warm up", documents[:3], truncation=CUT_LONG)

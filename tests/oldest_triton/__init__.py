@@ -30,8 +30,6 @@ def interpreter() -> str:
         # What comes later on the path is hidden by what comes first.
         (own / "behind.pth").write_text(f"import site; site.addsitedir({behind!r})\n")
         pip = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check"]
-        subprocess.run(
-            [*pip, "install", "--quiet", "--no-deps", "--requirement", str(REQUIREMENTS)], check=True
-        )
+        subprocess.run([*pip, "install", "--quiet", "--no-deps", "-r", str(REQUIREMENTS)], check=True)
         stamp.write_text(wanted)
     return str(python)

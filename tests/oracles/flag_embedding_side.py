@@ -36,11 +36,11 @@ def _bge_m3(order: dict[str, Any], pairs: list[tuple[str, str]]) -> dict[str, An
 def _gemma2(order: dict[str, Any], pairs: list[tuple[str, str]]) -> dict[str, Any]:
     from FlagEmbedding import LightWeightFlagLLMReranker
 
-    model = LightWeightFlagLLMReranker(order["checkpoint"], use_fp16=False, devices="cpu")
-    return {
-        name: model.compute_score(pairs, batch_size=8, max_length=1024, **run)
-        for name, run in order["runs"].items()
-    }
+    model, runs = (
+        LightWeightFlagLLMReranker(order["checkpoint"], use_fp16=False, devices="cpu"),
+        order["runs"],
+    )
+    return {name: model.compute_score(pairs, batch_size=8, max_length=1024, **runs[name]) for name in runs}
 
 
 if __name__ == "__main__":

@@ -31,9 +31,8 @@ def settings(file: str = "config.json", **values: Any) -> Edit:
 def without_settings(*names: str, file: str = "config.json") -> Edit:
     def edit(folder: Path) -> None:
         config = json.loads((folder / file).read_text())
-        (folder / file).write_text(
-            json.dumps({name: each for name, each in config.items() if name not in names})
-        )
+        left = {name: each for name, each in config.items() if name not in names}
+        (folder / file).write_text(json.dumps(left))
 
     return edit
 

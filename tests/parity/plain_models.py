@@ -61,11 +61,9 @@ class PlainEncoder:
         learned = self.tensors.get("embeddings.token_type_embeddings.weight")
         return x if learned is None else x + learned[types]
 
-    def attend(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: Any = 0
-    ) -> torch.Tensor:
+    def attend(self, *qkv: torch.Tensor, bias: Any = 0) -> torch.Tensor:
         """Softmax attention of [tokens, hidden] each, with a bias [heads, tokens, tokens]."""
-        heads = (each.unflatten(-1, (self.heads, -1)).transpose(0, 1) for each in (queries, keys, values))
+        heads = (each.unflatten(-1, (self.heads, -1)).transpose(0, 1) for each in qkv)
         first, second, third = heads  # [heads, tokens, dims] each
         weights = first @ second.mT / math.sqrt(self.dims) + bias
         return (weights.softmax(dim=-1) @ third).transpose(0, 1).flatten(-2)
@@ -159,14 +157,13 @@ def jina_bert_states(
     activation = {"geglu": gelu, "reglu": relu}[model.config["feed_forward_type"]]
     for i in range(model.config["num_hidden_layers"]):
         layer = f"encoder.layer.{i}"
-        parts = {
-            part: model.linear(x, f"{layer}.attention.self.{part}") for part in ("query", "key", "value")
-        }
+        inner = f"{layer}.attention.self"
+        parts = {part: model.linear(x, f"{inner}.{part}") for part in ("query", "key", "value")}
         normed = f"{layer}.layer_norm_1.weight" in model.tensors
         if normed:
             for part in ("query", "key"):
-                parts[part] = model.norm(parts[part], f"{layer}.attention.self.layer_norm_{part[0]}")
-        attended = model.linear(model.attend(*parts.values(), bias), f"{layer}.attention.output.dense")
+                parts[part] = model.norm(parts[part], f"{inner}.layer_norm_{part[0]}")
+        attended = model.linear(model.attend(*parts.values(), bias=bias), f"{layer}.attention.output.dense")
         attended = model.norm(x + attended, f"{layer}.attention.output.LayerNorm")
         if normed:
             x = model.norm(x + attended, f"{layer}.layer_norm_1")
@@ -366,11 +363,8 @@ class BothWays:
         published = {name: each for name, each in _config(path).items() if name not in others}
         self.tensors, config = tensors_of(path), CONFIG_MAPPING[kind]
         self._model = MODEL_MAPPING[config](config(**published)).eval()
-        own = {
-            name.removeprefix(prefix): each for name, each in self.tensors.items() if name.startswith(prefix)
-        }
         inside = self._model.state_dict().keys()
-        self._model.load_state_dict({name: each for name, each in own.items() if name in inside})
+        self._model.load_state_dict({name: self.tensors[prefix + name] for name in inside})
 
     @torch.inference_mode()
     def states(self, text: str) -> torch.Tensor:
@@ -560,10 +554,8 @@ def _both_ways_lfm2(model: Any) -> None:
 def _centered(conv: modeling_lfm2.Lfm2ShortConv) -> Callable[..., torch.Tensor]:
     def forward(hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         first, second, states = conv.in_proj(hidden_states).transpose(1, 2).chunk(3, dim=1)
-        weight = conv.conv.weight
-        mixed = conv1d(
-            first * states, weight, conv.conv.bias, padding=weight.shape[-1] // 2, groups=len(weight)
-        )
+        weight, bias = conv.conv.weight, conv.conv.bias
+        mixed = conv1d(first * states, weight, bias, padding=weight.shape[-1] // 2, groups=len(weight))
         out: torch.Tensor = conv.out_proj((second * mixed).transpose(1, 2))
         return out
 

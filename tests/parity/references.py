@@ -154,23 +154,18 @@ class LanguageModel:
     @torch.inference_mode()
     def odds(self, ids: list[int], yes: str, no: str | None = None) -> float:
         """The logit of one word after the prompt, less that of another."""
-        logits = self._model(input_ids=torch.tensor([ids])).logits[0, -1]
-        first, *second = [
-            float(logits[self.tokenizer.convert_tokens_to_ids(word)]) for word in (yes, no) if word
-        ]
-        return first - sum(second)
+        logits, id_of = self._model(input_ids=torch.tensor([ids])).logits[0, -1], self.tokenizer.vocab
+        return float(logits[id_of[yes]]) - (0 if no is None else float(logits[id_of[no]]))
 
 
 def sigmoid(odds: Any) -> Any:
     return 1 / (1 + np.exp(-odds))
 
 
-QWEN3_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+QWEN3_ASKS = "Given a web search query, retrieve relevant passages that answer the query"
 
 
-def qwen3_reranker(
-    path: str, queries: Texts, documents: Texts, instruction: str = QWEN3_INSTRUCTION
-) -> Scores:
+def qwen3_reranker(path: str, queries: Texts, documents: Texts, instruction: str = QWEN3_ASKS) -> Scores:
     """As the card of Qwen/Qwen3-Reranker-0.6B has it: softmax over the logits of no and yes."""
     before = (
         "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the "
@@ -208,9 +203,7 @@ def bge_reranker_v2_gemma(path: str, queries: Texts, documents: Texts) -> Scores
     return _answers(path, queries, documents, parts, "Yes")
 
 
-def _answers(
-    path: str, queries: Texts, documents: Texts, parts: Texts, yes: str, no: str | None = None
-) -> Scores:
+def _answers(path: str, queries: Texts, documents: Texts, parts: Texts, yes: str, no: Any = None) -> Scores:
     """What a language model answers to each pair, put into its places in the parts of a prompt."""
     model, odds = LanguageModel(path), []
     for query, document in zip(queries, documents, strict=True):
@@ -219,9 +212,7 @@ def _answers(
     return np.array(odds, dtype=np.float32)
 
 
-def monot5(
-    path: str, queries: Texts, documents: Texts, words: Texts = ("\u2581true", "\u2581false")
-) -> Scores:
+def monot5(path: str, queries: Texts, documents: Texts, words: Texts = ("▁true", "▁false")) -> Scores:
     """As pygaggle's `MonoT5` has it: the logarithm of the first word's share in the softmax over both, as the
     first word that the decoder says. Of a long pair pygaggle cuts the end, and with it what it asks; here the
     end of the document is left out."""

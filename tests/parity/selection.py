@@ -21,14 +21,8 @@ def with_default(cases: Iterable[Any], default: Collection[Any]) -> list[Any]:
 
 def with_names(cases: Iterable[Any]) -> list[Any]:
     """Parameters that go by their names, of which some say that they are exhaustive."""
-    return [
-        pytest.param(each, id=each.name, marks=pytest.mark.exhaustive if each.exhaustive else ())
-        for each in cases
-    ]
-
-
-def family_id(family: Family) -> str:
-    return f"{family.kind}: {family.name}"
+    marks: Any = {True: pytest.mark.exhaustive, False: ()}
+    return [pytest.param(each, id=each.name, marks=marks[each.exhaustive]) for each in cases]
 
 
 # One family of each structure, loader and way to score.
@@ -48,7 +42,7 @@ def families(every: Iterable[Family], default: Collection[str] | None = None) ->
     for family in every:
         is_default = family.name in (MAIN if default is None else default)
         marks = () if is_default else pytest.mark.exhaustive
-        params.append(pytest.param(family, id=family_id(family), marks=marks))
+        params.append(pytest.param(family, id=f"{family.kind}: {family.name}", marks=marks))
     return pytest.mark.parametrize("family", params)
 
 

@@ -81,10 +81,8 @@ async def test_a_requests_instruction_replaces_the_cards(qwen3_reranker: str, en
 
 async def test_a_template_may_be_a_file(qwen3_reranker: str, tmp_path: Path) -> None:
     (tmp_path / "template.jinja").write_text("Query: {{ query }}\nText: {{ document }}\nAnswer:")
-    config = EngineConfig(
-        model=qwen3_reranker, dtype="float32", score_template=str(tmp_path / "template.jinja")
-    )
-    async with Engine(config) as engine:
+    file = str(tmp_path / "template.jinja")
+    async with Engine(EngineConfig(model=qwen3_reranker, dtype="float32", score_template=file)) as engine:
         ours = (await engine.score("why", ["because", "for no reason"])).scores
     template = "Query: {query}\nText: {document}\nAnswer:"
     expected = references.qwen3_template(qwen3_reranker, ["why"] * 2, ["because", "for no reason"], template)
@@ -123,9 +121,8 @@ async def test_an_untied_output_layer_in_bfloat16(qwen3_reranker: str, tmp_path:
     async with Engine(EngineConfig(model=folder)) as engine:
         assert engine.device_model.execution == "packed"
         ours = (await engine.score("q", ["one", "two"])).scores
-    exact, tied = (
-        references.qwen3_reranker(path, ["q"] * 2, ["one", "two"]) for path in (folder, qwen3_reranker)
-    )
+    asked = ["q"] * 2, ["one", "two"]
+    exact, tied = (references.qwen3_reranker(path, *asked) for path in (folder, qwen3_reranker))
     assert np.abs(exact - tied).max() > 0.1, "the output layer must matter, or this test shows nothing"
     np.testing.assert_allclose(ours, exact, atol=3e-2)
 
@@ -160,9 +157,8 @@ async def test_scores_are_the_papers(
 
 
 async def test_long_lists_take_another_pass(changed: Changed, engines: Engines, pairs: list[Pair]) -> None:
-    path = changed(
-        language_models.jina_reranker_v3, settings("tokenizer_config.json", model_max_length=3 * 2048)
-    )
+    edit = settings("tokenizer_config.json", model_max_length=3 * 2048)
+    path = changed(language_models.jina_reranker_v3, edit)
     long = " ".join(pair.document for pair in pairs[:60])
     documents = [long, pairs[1].document, long, pairs[2].document]
     ours = await _listwise(engines, path, documents)

@@ -95,10 +95,7 @@ async def test_matches_are_the_largest_products_of_the_vectors(
 def _says(token: str | None, span: tuple[int, int] | None, text: str) -> bool:
     """Whether a token is what stands at its span, or a marker, expansion or prompt, which has none."""
     if span is None:
-        return (
-            token is not None
-            and re.fullmatch(r"\[[A-Za-z0-9]+\]|search|query|document|_|:", token) is not None
-        )
+        return re.fullmatch(r"\[[A-Za-z0-9]+\]|search|query|document|_|:", token or "") is not None
     return token == text[slice(*span)]
 
 
@@ -258,17 +255,15 @@ async def test_a_listwise_model_says_what_it_read(checkpoints: SharedCheckpoints
 
 
 async def test_what_was_cut_is_told(engine: Engine, pairs: list[Pair]) -> None:
-    result = await engine.score(
-        QUERY, [_long(pairs), "short"], explain=True, truncation=Truncation(max_tokens=20)
-    )
+    document = _long(pairs)
+    right, left = Truncation(max_tokens=20), Truncation(max_tokens=20, side="left")
+    result = await engine.score(QUERY, [document, "short"], explain=True, truncation=right)
     assert [result.explanations[i].truncated for i in range(2)] == [True, False]
     assert result.explanations[0].tokens == 20
     end = max(match.document_span[1] for match in result.explanations[0].matches if match.document_span)
-    left = await engine.score(
-        QUERY, [_long(pairs)], explain=True, truncation=Truncation(max_tokens=20, side="left")
-    )
-    begin = min(match.document_span[0] for match in left.explanations[0].matches if match.document_span)
-    assert end < len(_long(pairs)) / 2 < begin, "each end was cut once"
+    result = await engine.score(QUERY, [document], explain=True, truncation=left)
+    begin = min(match.document_span[0] for match in result.explanations[0].matches if match.document_span)
+    assert end < len(document) / 2 < begin, "each end was cut once"
 
 
 async def test_a_long_word_is_shown_in_part_and_its_span_is_whole(engine: Engine) -> None:

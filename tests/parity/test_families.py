@@ -55,9 +55,7 @@ async def test_scores_equal_library(family: Family, path: str, engines: Engines,
     assert engine.model.score_type.value == family.kind
     assert bool(engine.model.stored_as) == (family in FORMS)
     if family not in FORMS:
-        assert family.kind in kind_of(read_files(path, None).architecture).kinds, (
-            "in the table of what is served"
-        )
+        assert family.kind in kind_of(read_files(path, None).architecture).kinds, "it is in the table"
     texts = [pair.query for pair in pairs], [pair.document for pair in pairs]
     reference = family.reference(family.weights(path), *texts)
     least = min(0.005, 0.1 * float(np.abs(reference).max()))  # probabilities may all be small

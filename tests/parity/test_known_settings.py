@@ -13,7 +13,7 @@ import re
 import shutil
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
@@ -66,15 +66,11 @@ def _named_in(function: Any, *variables: str) -> set[str]:
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     for node in ast.walk(tree):
         match node:
-            case ast.Subscript(value=of, slice=ast.Constant(value=str(key))):
+            case ast.Subscript(of, ast.Constant(str(key))):
                 pass
             case ast.Call(
-                func=ast.Attribute(value=of, attr=name), args=[ast.Constant(value=str(key)), *_]
-            ) if name in ("get", "pop", "setdefault"):
-                pass
-            case ast.Compare(
-                left=ast.Constant(value=str(key)), ops=[ast.In() | ast.NotIn()], comparators=[of]
-            ):
+                ast.Attribute(of, "get" | "pop" | "setdefault"), [ast.Constant(str(key)), *_]
+            ) | ast.Compare(ast.Constant(str(key)), [ast.In() | ast.NotIn()], [of]):
                 pass
             case _:
                 continue
@@ -86,11 +82,8 @@ def _named_in(function: Any, *variables: str) -> set[str]:
 def _parameters(function: Any) -> set[str]:
     """The names of a function's parameters that are not gathered, but for the first."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {
-        name
-        for name, each in inspect.signature(function).parameters.items()
-        if each.kind in kinds and name != "self"
-    }
+    parameters = inspect.signature(function).parameters.values()
+    return {each.name for each in parameters if each.kind in kinds and each.name != "self"}
 
 
 def _modules() -> Iterator[type[Module]]:
@@ -191,22 +184,20 @@ def _keys_of_configs() -> set[str]:
     return (fields | popped | {*GenerationConfig._get_default_generation_params()}) - {"return_unused_kwargs"}
 
 
+def _unknown(keys: Iterable[str], known: Known) -> set[str]:
+    return {key for key in keys if not known.use_of(key)}
+
+
 def test_every_key_that_the_libraries_read_is_known() -> None:
-    unknown = {
-        name: {key for key in keys if not FILES[name].use_of(key)} for name, keys in _of_files().items()
-    }
-    for kind in _modules():
-        if kind.__name__ in MODULES:
-            unknown[kind.__name__] = {
-                key for key in _keys_of_module(kind) if not MODULES[kind.__name__].use_of(key)
-            }
-    legacy = {key for key in pooling._LEGACY_POOLING_MODE_KWARGS if not MODULES["Pooling"].use_of(key)}
+    unknown = {name: _unknown(keys, FILES[name]) for name, keys in _of_files().items()}
+    kinds = [kind for kind in _modules() if kind.__name__ in MODULES]
+    unknown |= {kind.__name__: _unknown(_keys_of_module(kind), MODULES[kind.__name__]) for kind in kinds}
+    legacy = _unknown(pooling._LEGACY_POOLING_MODE_KWARGS, MODULES["Pooling"])
     entries = _named_in(BaseModel._load_config_modules, "module_config")
-    unknown["modules.json"] = legacy | {key for key in entries if not ENTRIES.use_of(key)}
-    unknown["config.json"] = {key for key in _keys_of_configs() if not COMMON.use_of(key)}
-    for kind in ("bert", "roberta", "xlm-roberta"):
-        declared = declared_keys(CONFIG_MAPPING[kind]).applied
-        unknown[kind] = {key for key in declared if not (COMMON | ENCODERS).use_of(key)}
+    unknown["modules.json"] = legacy | _unknown(entries, ENTRIES)
+    unknown["config.json"] = _unknown(_keys_of_configs(), COMMON)
+    for name in ("bert", "roberta", "xlm-roberta"):
+        unknown[name] = _unknown(declared_keys(CONFIG_MAPPING[name]).applied, COMMON | ENCODERS)
     assert {name: keys for name, keys in unknown.items() if keys} == {}
 
 
@@ -221,12 +212,11 @@ def test_keys_that_models_ask_for_are_known() -> None:
     for kind in _PROVEN:
         config = CONFIG_MAPPING[kind]
         room = config.__module__.replace("configuration_", "modeling_")
-        asked = set(
-            re.findall(r'getattr\((?:self\.)?config, "(\w+)"', inspect.getsource(import_module(room)))
-        )
+        source = inspect.getsource(import_module(room))
+        asked = {*re.findall(r'getattr\((?:self\.)?config, "(\w+)"', source)}
         asked |= _named_in(inspect.unwrap(config.__post_init__), "kwargs")
         known = COMMON | UNDECLARED | declared_keys(config)
-        unknown[kind] = {key for key in asked if not key.startswith("_") and not known.use_of(key)}
+        unknown[kind] = _unknown([key for key in asked if not key.startswith("_")], known)
     assert {kind: keys for kind, keys in unknown.items() if keys} == {}
 
 
@@ -460,14 +450,12 @@ class Walk:
                 for key in sorted(keys | FILES[name].refused.keys()):
                     yield name, key, FILES[name]
             elif name == "config.json" and (config := json.loads(path.read_text())).get("model_type"):
-                declared = declared_keys(CONFIG_MAPPING[config["model_type"]])
+                declared = declared_keys(CONFIG_MAPPING[config["model_type"]]).applied
                 known = known_keys_of(config)
                 assert known is not None
-                for key in sorted(
-                    declared.applied | _keys_of_configs() | known.refused.keys() | config.keys()
-                ):
-                    if key not in ("self", "kwargs"):
-                        yield name, key, known
+                keys = declared | _keys_of_configs() | known.refused.keys() | config.keys()
+                for key in sorted(keys - {"self", "kwargs"}):
+                    yield name, key, known
             elif name == "modules.json":
                 for key in sorted(ENTRIES.applied | ENTRIES.irrelevant | ENTRIES.refused.keys()):
                     yield name, key, ENTRIES
@@ -477,9 +465,8 @@ class Walk:
             path = f"{module['path']}/config.json"
             if kind in MODULES and (self._source / path).exists():
                 found = next(each for each in _modules() if each.__name__ == kind)
-                for key in sorted(
-                    _keys_of_module(found) | json.loads((self._source / path).read_text()).keys()
-                ):
+                said = json.loads((self._source / path).read_text())
+                for key in sorted(_keys_of_module(found) | said.keys()):
                     yield path, key, MODULES[kind]
 
     def outcomes(self, file: str, key: str, known: Known) -> Iterator[tuple[Any, Outcome | str]]:
@@ -541,9 +528,7 @@ class Walk:
         model = self._base.kind(str(path), device="cpu", model_kwargs={"dtype": "auto"}).float()
         query, documents = _TEXTS
         if self._base.kind is CrossEncoder:
-            scores = model.predict(
-                [(query, each) for each in documents], batch_size=1, show_progress_bar=False
-            )
+            scores = model.predict([(query, each) for each in documents], batch_size=1)
             return [float(score) for score in np.ravel(scores)]
         queries, encoded = model.encode_query([query]), model.encode_document(documents, batch_size=1)
         return [float(score) for score in model.similarity(queries, encoded)[0]]

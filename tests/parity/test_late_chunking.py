@@ -27,9 +27,7 @@ Chunks = Sequence[tuple[int, int]]
 
 
 @torch.no_grad()
-def plain(
-    checkpoint: str, text: str, chunks: Chunks, prompt: str = "", skips_prompt: bool = False
-) -> NDArray[Any]:
+def plain(checkpoint: str, text: str, chunks: Chunks, prompt: str, skips_prompt: bool) -> NDArray[Any]:
     """One vector a chunk. Special tokens and a prompt count with the nearest token of the text."""
     model = loaded(SentenceTransformer, checkpoint)
     read = model.tokenizer(
@@ -50,9 +48,8 @@ def plain(
         for i, character in enumerate(characters):
             nearest = nearest if character is None else character
             is_prompt = not special[i] and character is None
-            if chunk_start <= nearest < chunk_stop and not (
-                skips_prompt and (is_prompt or (i == 0 and special[i]))
-            ):
+            is_skipped = skips_prompt and (is_prompt or (i == 0 and special[i]))
+            if chunk_start <= nearest < chunk_stop and not is_skipped:
                 rows.append(states[i])
         pooled = {"sentence_embedding": torch.stack(rows).mean(dim=0)[None]}
         for module in list(model)[2:]:

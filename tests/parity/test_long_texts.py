@@ -68,11 +68,9 @@ def documents(pairs: list[Pair]) -> list[str]:
 
 
 @on_one_loop
-@pytest.mark.parametrize(
-    ("fixture", "longest_query"), [("stanford_colbert", 32), ("native_multi_vector", 48)]
-)
+@pytest.mark.parametrize(("fixture", "longest"), [("stanford_colbert", 32), ("native_multi_vector", 48)])
 async def test_long_texts_are_read_as_the_checkpoint_says(
-    fixture: str, longest_query: int, engines: Engines, documents: list[str], request: pytest.FixtureRequest
+    fixture: str, longest: int, engines: Engines, documents: list[str], request: pytest.FixtureRequest
 ) -> None:
     checkpoint = request.getfixturevalue(fixture)
     engine = await engines(EngineConfig(model=checkpoint, dtype="float32"))
@@ -88,7 +86,7 @@ async def test_long_texts_are_read_as_the_checkpoint_says(
     found = (await engine.embed_tokens(documents, input_type="document")).embeddings
     for ours, theirs in zip(found, encoded, strict=True):
         np.testing.assert_allclose(ours, theirs.numpy(), atol=1e-5)
-    assert (await engine.embed_tokens([LONG_QUERY], input_type="query")).usage.prompt_tokens == longest_query
+    assert (await engine.embed_tokens([LONG_QUERY], input_type="query")).usage.prompt_tokens == longest
     assert (await engine.score(LONG_QUERY, "a", truncation=Truncation(max_tokens=12))).truncated == 1
 
 
@@ -283,19 +281,17 @@ def few_documents(pairs: list[Pair]) -> list[str]:
     return [pair.document[:300] for pair in pairs[:12]]
 
 
-async def _run(
-    causal: str, few_documents: list[str], sharing: str, budget: int = 2048
-) -> tuple[np.ndarray, int]:
+async def _run(causal: str, documents: list[str], sharing: str, budget: int) -> tuple[np.ndarray, int]:
     config = EngineConfig(model=causal, dtype="float32", prefix_sharing=sharing, max_batch_tokens=budget)
     async with Engine(config) as engine:
-        result = await engine.score(SHARED_QUERY, few_documents, truncation=CUT_LONG, use_activation=False)
+        result = await engine.score(SHARED_QUERY, documents, truncation=CUT_LONG, use_activation=False)
         # The last pair's results are there just before its prefix goes.
         await until(lambda: engine.stats().device.prefill_kv == 0)
         return np.array(result.scores), result.usage.cached_tokens
 
 
 async def test_scores_with_and_without_sharing_are_equal(causal: str, few_documents: list[str]) -> None:
-    apart, none = await _run(causal, few_documents, "off")
+    apart, none = await _run(causal, few_documents, "off", 2048)
     assert none == 0
     for budget in (37, 2048):
         shared, saved = await _run(causal, few_documents, "auto", budget)

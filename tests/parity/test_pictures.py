@@ -55,16 +55,11 @@ def models(
 ) -> pytest.MarkDecorator:
     """The argument `model`: those that are so. Only the `main` ones run by default, where any are named."""
 
-    def is_exhaustive(model: PictureModel) -> bool:
-        return model.exhaustive or bool(main and model.build.__name__ not in main)
-
-    params = [
-        pytest.param(
-            model, id=model.build.__name__, marks=pytest.mark.exhaustive if is_exhaustive(model) else ()
-        )
-        for model in MODELS
-        if are(model)
-    ]
+    params = []
+    for model in filter(are, MODELS):
+        name = model.build.__name__
+        is_exhaustive = model.exhaustive or (main and name not in main)
+        params.append(pytest.param(model, id=name, marks=pytest.mark.exhaustive if is_exhaustive else ()))
     return pytest.mark.parametrize("model", params, scope="module")
 
 
@@ -317,10 +312,8 @@ async def test_the_best_cell_is_the_patch_that_maxsim_took(engine: Engine) -> No
                 assert match.similarity >= similarities.max() - 1e-5
                 continue
             patches += 1
-            assert similarities[match.patch.row, match.patch.column] == pytest.approx(
-                match.similarity, abs=1e-5
-            )
-            assert similarities.max() == pytest.approx(match.similarity, abs=1e-5)
+            similarity = pytest.approx(match.similarity, abs=1e-5)
+            assert similarities[match.patch.row, match.patch.column] == similarity == similarities.max()
             left, top, right, bottom = match.patch.box
             assert 0 <= left < right <= page.width
             assert 0 <= top < bottom <= page.height

@@ -62,10 +62,8 @@ def pool_another_position(patch: Patch) -> None:
 
 
 def drop_the_bias_of_the_head(patch: Patch) -> None:
-    original = ClassifierHead.__call__
-    patch.setattr(
-        ClassifierHead, "__call__", lambda head, rows: original(head, rows) - head.model.classifier.bias
-    )
+    call = ClassifierHead.__call__
+    patch.setattr(ClassifierHead, "__call__", lambda head, x: call(head, x) - head.model.classifier.bias)
 
 
 def leave_out_a_normalisation(patch: Patch) -> None:
@@ -160,9 +158,8 @@ async def test_what_is_broken_is_noticed_and_scores_are_right(
     tmp_path: Path,
 ) -> None:
     few = pairs[:12]
-    reference = BUILDERS[kind][1](
-        checkpoints[kind], [pair.query for pair in few], [pair.document for pair in few]
-    )
+    texts = [pair.query for pair in few], [pair.document for pair in few]
+    reference = BUILDERS[kind][1](checkpoints[kind], *texts)
     with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.WARNING, logger="maxsimd"):
         # Changed code has no recipes of code that was right.
         patch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -93,10 +93,8 @@ def test_a_causal_lfm2_is_packed_if_attention_leaves_ends_out(checkpoints: Share
 def test_token_compression_is_said(checkpoints: SharedCheckpoints, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     path = checkpoints(retrained.bge_gemma2)
-    config = EngineConfig(
-        model=path, dtype="float32", compress_ratio=4, compress_layers="1,3", cutoff_layer=2
-    )
-    rows = inspect_model(config)
+    options = {"compress_ratio": 4, "compress_layers": "1,3", "cutoff_layer": 2}
+    rows = inspect_model(EngineConfig(model=path, dtype="float32", **options))  # type: ignore[arg-type]
     assert rows["compression"] == "every 4 rows of a document become one behind layer 1"
     assert rows["attention"] == "causal, whole sequences"
     assert "not compressed behind layers that are not run, as in FlagEmbedding: 3" in caplog.text

@@ -534,9 +534,9 @@ def test_a_folder_that_cannot_be_listed_is_skipped(tmp_path: Path, monkeypatch: 
 
 
 def test_unreadable_files_are_named(checkpoints: SharedCheckpoints, monkeypatch: pytest.MonkeyPatch) -> None:
-    access = os.access
+    can = os.access
     monkeypatch.setattr(
-        os, "access", lambda path, mode: "tokenizer.json" not in str(path) and access(path, mode)
+        os, "access", lambda path, mode: "tokenizer.json" not in str(path) and can(path, mode)
     )
     said = refusal(checkpoints(cross_encoders.bert))
     assert re.search(r"/tokenizer.json cannot be read: permission denied; .*\(chmod\)", said), said
@@ -766,12 +766,10 @@ _BEHIND = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "file", "tensor", "damage"),
-    with_default(
-        _BEHIND, [*_BEHIND[:4], *(each for each in _BEHIND if each[3] in ("renamed", "with a NaN"))]
-    ),
-)
+_USUAL = [*_BEHIND[:4], *(each for each in _BEHIND if each[3] in ("renamed", "with a NaN"))]
+
+
+@pytest.mark.parametrize(("name", "file", "tensor", "damage"), with_default(_BEHIND, _USUAL))
 def test_a_wrong_last_tensor_is_named(
     name: str, file: str, tensor: str, damage: str, changed: Changed
 ) -> None:

@@ -154,8 +154,8 @@ async def test_layers_of_bge_m3_are_read_if_they_are_no_pickles(
     assert "colbert_linear and sparse_linear beside the model are not read" in caplog.text
     rows = inspect_model(EngineConfig(model=bge_m3, dtype="float32"))
     assert rows["more"] == (
-        "colbert_linear.pt and sparse_linear.pt, not read: "
-        "sparse, multi-vector and hybrid if pickles are allowed"
+        "colbert_linear.pt and sparse_linear.pt, not read: sparse, multi-vector and hybrid if pickles are"
+        " allowed"
     )
     rows = inspect_model(EngineConfig(model=changed(bi_encoders.bge_m3, converted, removed("*.pt"))))
     assert rows["kind"] == "bi-encoder"

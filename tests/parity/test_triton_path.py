@@ -43,7 +43,7 @@ def compare_with_a_slab(path: str, precision: Any) -> None:
     opened: list[EmbeddingSlab] = []
 
     def open_slab(
-        config: Any, model: LoadedModel, cache: Any, device: Any, dtype: Any, int8: bool, _: int
+        _: Any, model: LoadedModel, cache: Any, device: Any, dtype: Any, int8: bool, __: int
     ) -> Any:
         dim = model.tasks[model.score_task].dim
         as_int8 = int8 and precision == "int8"

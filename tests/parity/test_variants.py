@@ -78,14 +78,11 @@ def _late(
     path: str, queries: list[str], documents: list[str], pooling: Any = None, dimensions: int | None = None
 ) -> Any:
     """MaxSim of MultiVectorEncoder's vectors, of which tokens are merged, or the first columns kept."""
-    model = references.loaded(MultiVectorEncoder, path)
-    first, second = model.encode_query(queries), model.encode_document(documents, token_pooling=pooling)
+    model, normalize = references.loaded(MultiVectorEncoder, path), torch.nn.functional.normalize
+    made = model.encode_query(queries), model.encode_document(documents, token_pooling=pooling)
     if dimensions is not None:
-        first, second = (
-            [torch.nn.functional.normalize(rows[:, :dimensions], dim=-1) for rows in each]
-            for each in (first, second)
-        )
-    return model.similarity_pairwise(first, second).numpy()
+        made = tuple([normalize(rows[:, :dimensions], dim=-1) for rows in each] for each in made)
+    return model.similarity_pairwise(*made).numpy()
 
 
 _SNAKES = "Find documents about snakes"
@@ -116,9 +113,8 @@ def _meant(name: str, build: Build, documents: tuple[str, ...] = DOCUMENTS, **mo
 def _saved(
     name: str, build: Build, kind: type[Any] = SentenceTransformer, edits: tuple[Edit, ...] = (), **more: Any
 ) -> Variant:
-    return Variant(
-        name, build, partial(_by_library, kind=kind), edits=edits, execution=None, kind=kind, **more
-    )
+    more |= {"edits": edits, "execution": None, "kind": kind}
+    return Variant(name, build, partial(_by_library, kind=kind), **more)
 
 
 def _loaded(path: str, kind: type[Any]) -> Any:
@@ -436,10 +432,8 @@ async def test_another_adapter_of_jina_v5_is_named_by_its_folder(
     path, texts = checkpoints(retrained.jina_v5_small), [pair.document for pair in pairs[:5]]
     engine = await engines(EngineConfig(model=f"{path}/adapters/text-matching", dtype="float32"))
     ours = (await engine.embed(texts)).embeddings
-    expected, other = (
-        np.stack(plain_models.jina_v5(path, task).encode_document(texts))
-        for task in ("text-matching", "retrieval")
-    )
+    tasks = [plain_models.jina_v5(path, task) for task in ("text-matching", "retrieval")]
+    expected, other = (np.stack(model.encode_document(texts)) for model in tasks)
     np.testing.assert_allclose(ours, expected, atol=1e-5)
     assert np.abs(other - expected).max() > 0.01
 

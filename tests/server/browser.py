@@ -9,19 +9,14 @@ from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+_LARGE, _SMALL = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 VIEWS: dict[str, dict[str, Any]] = {
-    "light": {"color_scheme": "light", "viewport": {"width": 1280, "height": 900}},
-    "dark": {"color_scheme": "dark", "viewport": {"width": 1280, "height": 900}},
-    "phone": {
-        "color_scheme": "light",
-        "viewport": {"width": 390, "height": 844},
-        "device_scale_factor": 2,
-        "is_mobile": True,
-        "has_touch": True,
-    },
+    "light": {"color_scheme": "light", "viewport": _LARGE},
+    "dark": {"color_scheme": "dark", "viewport": _LARGE},
+    "phone": {"viewport": _SMALL, "device_scale_factor": 2, "is_mobile": True, "has_touch": True},
 }
 
 
@@ -69,12 +64,12 @@ def opened(browser: Browser, url: str, **options: Any) -> Iterator[Watched]:
     page.set_default_timeout(30_000)
     page.on("request", lambda request: watched.requests.append(request.url))
     page.on("pageerror", lambda error: watched.complaints.append(str(error)))
-    page.on(
-        "console",
-        lambda message: (
-            watched.complaints.append(message.text) if message.type in ("error", "warning") else None
-        ),
-    )
+
+    def note(message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning"):
+            watched.complaints.append(message.text)
+
+    page.on("console", note)
     page.goto(url)
     try:
         yield watched

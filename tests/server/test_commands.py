@@ -53,9 +53,8 @@ def small_engine(small: str) -> Iterator[SyncEngine]:
 
 def test_the_best_documents_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "documents.jsonl"
-    file.write_text(
-        "\n".join(json.dumps({"_id": f"d{i}", "text": text}) for i, text in enumerate(TEXTS)), "utf-8"
-    )
+    rows = [{"_id": f"d{i}", "text": text} for i, text in enumerate(TEXTS)]
+    file.write_text("\n".join(map(json.dumps, rows)), "utf-8")
     ran = run_command("rerank", "--query", QUERY, "--documents", str(file), *FLOAT32, "--top-n", "3")
     with _engine() as engine:
         best = engine.rerank(QUERY, TEXTS, top_n=3).results
@@ -133,9 +132,7 @@ def test_ctrl_c_without_a_file_prints_what_there_is(tmp_path: Path) -> None:
     file.write_text("\n".join(f"{i} {TEXTS[i % 4]}" for i in range(2500)), encoding="utf-8")
     command = ["score", "--query", QUERY, "--documents", str(file), *FLOAT32, "--threads", "1"]
     process = Program(command).start(out, said)
-    wait_for(
-        lambda: said.exists() and re.search(r"\b[1-9][\d,]* of 2,500", said.read_text()) is not None, 120
-    )
+    wait_for(lambda: said.exists() and bool(re.search(r"\b[1-9][\d,]* of 2,500", said.read_text())))
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
     assert "documents left" in said.read_text()
@@ -201,9 +198,8 @@ def test_texts_are_embedded(tmp_path: Path, small: str, small_engine: SyncEngine
 
 
 def test_eval_is_ir_measures(tmp_path: Path, small: str, small_engine: SyncEngine, pairs: list[Pair]) -> None:
-    documents = [
-        {"_id": f"d{i}", "title": "", "text": pair.document[:200]} for i, pair in enumerate(pairs[:20])
-    ]
+    texts = [pair.document[:200] for pair in pairs[:20]]
+    documents = [{"_id": f"d{i}", "title": "", "text": text} for i, text in enumerate(texts)]
     queries = [{"_id": f"q{i}", "text": pair.query} for i, pair in enumerate(pairs[:12])]
     qrels = {f"q{i}": {f"d{(i + step) % 20}": 2 - step for step in range(3)} for i in range(12)}
     rows = [f"{query}\t{document}\t{grade}" for query, of in qrels.items() for document, grade in of.items()]

@@ -88,10 +88,9 @@ def download(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Download:
 
 
 def asks_at(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = url + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "ENDPOINT", url)
-    monkeypatch.setattr(
-        constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}"
-    )
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", file)
 
 
 def test_a_downloaded_checkpoint_is_served_without_a_hub(

@@ -113,9 +113,8 @@ def test_a_client_that_leaves_takes_its_request_along(small_steps: Server, strea
             assert next(lines)
             assert has_work()
     else:
-        client = RawClient(small_steps.url).send(
-            post("/rerank", json.dumps(BODY | {"stream": False}).encode())
-        )
+        body = json.dumps(BODY | {"stream": False}).encode()
+        client = RawClient(small_steps.url).send(post("/rerank", body))
         wait_for(has_work)
         client.close()
     wait_for(lambda: not has_work() and small_steps.log.count("POST /rerank 499") == before + 1)

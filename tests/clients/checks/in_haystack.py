@@ -35,9 +35,8 @@ def ranks_in_a_pipeline_that_is_saved_and_loaded() -> None:
 
 
 def is_loaded_with_a_ranker_of_each_own_setting() -> None:
-    ranker = MaxsimdRanker(
-        top_k=2, score_threshold=0.5, normalize=True, meta_fields_to_embed=["place"], **_OPTIONS
-    )
+    settings = {"top_k": 2, "score_threshold": 0.5, "normalize": True, "meta_fields_to_embed": ["place"]}
+    ranker = MaxsimdRanker(**settings, **_OPTIONS)
     assert MaxsimdRanker.from_dict(ranker.to_dict()).to_dict() == ranker.to_dict()
 
 

@@ -27,9 +27,8 @@ BEST = 2
 
 
 def post(url: str, path: str, body: Any) -> Any:
-    request = urllib.request.Request(
-        url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url + path, json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=60) as response:
         return json.load(response)
 

@@ -25,9 +25,7 @@ def ranks_in_the_first_version() -> None:
             model=_RERANKER, query=QUERY, documents=DOCUMENTS, top_n=3, return_documents=True
         )
         check_ranking(url, [(each.index, each.relevance_score) for each in answer.results], top=3)
-        assert [each.document.text for each in answer.results] == [
-            DOCUMENTS[each.index] for each in answer.results
-        ]
+        assert all(each.document.text == DOCUMENTS[each.index] for each in answer.results)
 
 
 def ranks_in_the_second_version() -> None:

@@ -14,9 +14,8 @@ def _client(url: str) -> Client:
 
 def ranks() -> None:
     for url in ALL:
-        body = RerankInput(
-            query=QUERY, documents=list(DOCUMENTS), model=_MODEL, top_n=3, return_documents=True
-        )
+        texts = {"query": QUERY, "documents": list(DOCUMENTS)}
+        body = RerankInput(**texts, model=_MODEL, top_n=3, return_documents=True)
         answer = rerank.sync(client=_client(url), body=body)
         check_ranking(url, [(each.index, each.relevance_score) for each in answer.results], top=3)
         assert all(each.document == DOCUMENTS[each.index] for each in answer.results)

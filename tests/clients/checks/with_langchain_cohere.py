@@ -17,9 +17,8 @@ def compresses_documents() -> None:
     for url in RANKING:
         reranker = CohereRerank(model="rerank-v3.5", cohere_api_key="none", base_url=url, top_n=2)
         best = reranker.compress_documents(documents, QUERY)
-        check_ranking(
-            url, [(each.metadata["place"], each.metadata["relevance_score"]) for each in best], top=2
-        )
+        found = [each.metadata for each in best]
+        check_ranking(url, [(each["place"], each["relevance_score"]) for each in found], top=2)
 
 
 def embeds() -> None:
