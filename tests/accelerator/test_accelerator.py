@@ -12,16 +12,8 @@ from maxsimd.engine import EngineConfig
 from maxsimd.engine.cache.fingerprint import _device
 from maxsimd.engine.device.stores import open_slab
 from maxsimd.engine.errors import ModelLoadError
+from maxsimd.engine.execution import devices
 from maxsimd.engine.execution.attention.select import candidates
-from maxsimd.engine.execution.devices import (
-    ON_A_CPU,
-    ON_A_GPU,
-    choose_device,
-    choose_dtype,
-    default_budget,
-    device_names,
-    free_bytes,
-)
 from tests.checkpoints import visual
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.forked import Program
@@ -83,33 +75,33 @@ def test_so_are_those_of_all_other_families(checkpoints: SharedCheckpoints) -> N
     [
         ("abacus", "torch knows no device of that name"),
         ("meta", "Cannot copy out of meta tensor"),
-        *((kind, None) for kind in ("xpu", "mps") if kind not in device_names()),
+        *((kind, None) for kind in ("xpu", "mps") if kind not in devices.device_names()),
     ],
 )
 def test_a_device_that_is_not_there_is_refused(name: str, reason: str | None) -> None:
     with pytest.raises(ModelLoadError, match=reason) as refusal:
-        choose_device(name)
+        devices.choose_device(name)
     assert f"the device {name!r} cannot be used: " in str(refusal.value)
-    assert str(refusal.value).endswith(f"; this machine has {', '.join(device_names())}")
+    assert str(refusal.value).endswith(f"; this machine has {', '.join(devices.device_names())}")
 
 
 def test_hip_is_what_torch_calls_cuda_in_its_builds_for_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.version.hip is None:
         with pytest.raises(ModelLoadError, match="not for ROCm"):
-            choose_device("hip")
+            devices.choose_device("hip")
     monkeypatch.setattr(torch.version, "hip", "7.0")
     monkeypatch.setattr("maxsimd.engine.execution.devices._usage_error", lambda device: None)
-    assert choose_device("hip:1") == torch.device("cuda", 1)
+    assert devices.choose_device("hip:1") == torch.device("cuda", 1)
     assert not candidates(torch.device("cuda", 1), torch.bfloat16)
 
 
 def test_nothing_is_assumed_of_a_device_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("vulkan")
-    assert choose_dtype("auto", device) is torch.float32
-    assert free_bytes(device) is None
+    assert devices.choose_dtype("auto", device) is torch.float32
+    assert devices.free_bytes(device) is None
     assert _device(device) == ("vulkan", "")
     model: Any = None
-    assert default_budget(model, device, torch.float32, chunked=True) == ON_A_CPU
+    assert devices.default_budget(model, device, torch.float32, chunked=True) == devices.ON_A_CPU
     with pytest.raises(ModelLoadError, match="leave it out"):
         open_slab(
             EngineConfig(device_cache_mb=8),
@@ -127,9 +119,9 @@ def test_what_a_device_says_is_believed(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.xpu, "is_bf16_supported", lambda including_emulation: not including_emulation)
     monkeypatch.setattr(torch.xpu, "get_device_name", lambda device: f"one as {device}")
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (64 << 30, 80 << 30))
-    assert choose_dtype("auto", device) is torch.bfloat16
+    assert devices.choose_dtype("auto", device) is torch.bfloat16
     assert _device(device) == ("xpu", "one as xpu")
-    assert free_bytes(device) == 64 << 30
+    assert devices.free_bytes(device) == 64 << 30
     config = type("Config", (), {"hidden_size": 1024, "get_text_config": lambda self: self})
     model: Any = type("Model", (), {"backbone": type("Backbone", (), {"config": config()})})
-    assert default_budget(model, device, torch.bfloat16, chunked=True) == ON_A_GPU
+    assert devices.default_budget(model, device, torch.bfloat16, chunked=True) == devices.ON_A_GPU

@@ -10,16 +10,10 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import transformers
 from numpy.typing import NDArray
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from torch import nn
-from transformers import (
-    CONFIG_MAPPING,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    MODEL_MAPPING,
-    AutoModel,
-    AutoModelForSequenceClassification,
-)
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     MODEL_MAPPING_NAMES,
@@ -68,15 +62,15 @@ def left_out(architecture: Architecture) -> str | None:
     name = architecture.model_type
     if name in _LEFT_OUT:
         return _LEFT_OUT[name]
-    config_class: Any = CONFIG_MAPPING[name]
+    config_class: Any = transformers.CONFIG_MAPPING[name]
     if config_class.model_type != name:
         return f"it is {config_class.model_type} by another name, and its config.json says that one"
     parts = sorted({part for part in _names_of_parts(config_class) if _OTHER_PARTS.search(part)})
     if parts:
         return f"it is not of text alone: its configuration has {parts[0]}"
-    mapping: Any = MODEL_MAPPING
+    mapping: Any = transformers.MODEL_MAPPING
     if architecture.kind == "cross-encoder":
-        mapping = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+        mapping = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
     try:
         found = mapping[config_class]
     except ValueError:
@@ -118,10 +112,10 @@ UNSCORED = {
 def build(architecture: Architecture, folder: Path) -> str:
     """Saves it with its tokenizer, as transformers does."""
     config = small_config(architecture.model_type, save_tokenizer(architecture.model_type, folder))
-    auto: Any = AutoModel
+    auto: Any = transformers.AutoModel
     if architecture.kind == "cross-encoder":
         config.num_labels = 1
-        auto = AutoModelForSequenceClassification
+        auto = transformers.AutoModelForSequenceClassification
     config.architectures = []
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in auto.from_config(config).parameters())
@@ -137,7 +131,7 @@ def classifier(folder: Path, model_type: str) -> str:
 
 def save_tokenizer(model_type: str, folder: Path) -> int:
     """One tokenizer for all; returns its size. It tells the first text from the second where models do."""
-    default: Any = CONFIG_MAPPING[model_type]()
+    default: Any = transformers.CONFIG_MAPPING[model_type]()
     names = ["input_ids", "attention_mask"]
     if getattr(default, "type_vocab_size", 0) > 1 or model_type == "xlnet":
         names.insert(1, "token_type_ids")
@@ -320,7 +314,7 @@ _OWN: dict[str, dict[str, Any]] = {
 
 def small_config(model_type: str, vocabulary: int) -> Any:
     """A configuration of the smallest model that still has every kind of layer of its architecture."""
-    config_class: Any = CONFIG_MAPPING[model_type]
+    config_class: Any = transformers.CONFIG_MAPPING[model_type]
     settings = _nested(_settings(config_class, vocabulary), _OWN.get(model_type, {}))
     return config_class(**settings)
 

@@ -10,18 +10,11 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+import transformers
 from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file
 from sentence_transformers.base.modules import Normalize
 from tokenizers import Tokenizer, processors
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    Qwen2Tokenizer,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3Model,
-)
 
 from tests.checkpoints.bi_encoders import saved_pooled
 from tests.checkpoints.tokenizers import GEMMA, byte_level_bpe, merges_of, unigram, wordpiece, xlm_roberta
@@ -38,7 +31,7 @@ def _qwen_tokenizer(folder: Path, end: bool = False) -> int:
     """Qwen's, small; with `end` a token stands behind each text. Returns how many tokens it has."""
     words = ("yes", "no", "Yes", "0", "1")
     vocabulary, merges = merges_of(words, (), FEW)
-    tokenizer = Qwen2Tokenizer(vocab=vocabulary, merges=merges, model_max_length=4096)
+    tokenizer = transformers.Qwen2Tokenizer(vocab=vocabulary, merges=merges, model_max_length=4096)
     tokenizer.add_special_tokens({"additional_special_tokens": _CHAT})
     tokenizer.add_tokens(_TYPED)
     backend = tokenizer.backend_tokenizer
@@ -51,10 +44,12 @@ def _qwen_tokenizer(folder: Path, end: bool = False) -> int:
     return len(tokenizer)
 
 
-def _qwen3(folder: Path, kind: type = Qwen3ForCausalLM, end: bool = False, **settings: Any) -> str:
+def _qwen3(
+    folder: Path, kind: type = transformers.Qwen3ForCausalLM, end: bool = False, **settings: Any
+) -> str:
     """A Qwen3 wide enough for blocks of 256, with Qwen's tokenizer."""
     size = _qwen_tokenizer(folder, end)
-    config = Qwen3Config(
+    config = transformers.Qwen3Config(
         vocab_size=size + 5, num_key_value_heads=2, head_dim=32, max_position_embeddings=4096,
         **{"tie_word_embeddings": True, **WIDE, **settings},
     )  # fmt: skip
@@ -226,7 +221,7 @@ def qwen3_reranker(folder: Path, kind: str = "Q8_0", tied: bool = True, **change
 
 def qwen3_embedding(folder: Path, kind: str = "Q8_0", **changed: Any) -> str:
     """A Qwen3-Embedding: the last token's state, which is that of an end-of-text token."""
-    source = _qwen3(folder / "hf" / "backbone", Qwen3Model, end=True)
+    source = _qwen3(folder / "hf" / "backbone", transformers.Qwen3Model, end=True)
     config = _config(source)
     said = {"pooling_type": 3} | decoder_said(config)
     tokens = _qwen_tokens(source, add_eos_token=True)
@@ -269,7 +264,7 @@ def bge_reranker(folder: Path, kind: str = "F16") -> str:
     source = folder / "hf"
     size = xlm_roberta(source, most=FEW)
     save_model(
-        source, "xlm-roberta", AutoModelForSequenceClassification, vocab_size=size,
+        source, "xlm-roberta", transformers.AutoModelForSequenceClassification, vocab_size=size,
         max_position_embeddings=514, type_vocab_size=1, num_labels=1, layer_norm_eps=1e-5, **WIDE,
     )  # fmt: skip
     said = {
@@ -343,7 +338,7 @@ def _decoder(
     sizes = {
         "vocab_size": size, "num_key_value_heads": 2, "max_position_embeddings": 4096, **WIDE, **settings,
     }  # fmt: skip
-    save_model(source, kind, AutoModelForCausalLM, **sizes)
+    save_model(source, kind, transformers.AutoModelForCausalLM, **sizes)
     config = _config(str(source))
     said = decoder_said(config) | said_of_tokens(str(source), config["vocab_size"], model="other") | changed
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -3,19 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+import transformers
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Normalize, Transformer
-from transformers import (
-    CLIPConfig,
-    CLIPImageProcessorPil,
-    CLIPModel,
-    CLIPProcessor,
-    PreTrainedTokenizerFast,
-    SiglipConfig,
-    SiglipImageProcessorPil,
-    SiglipModel,
-    SiglipProcessor,
-)
 
 from tests.checkpoints.tokenizers import byte_level_bpe, unigram
 from tests.checkpoints.visual import with_biases
@@ -31,12 +21,16 @@ def clip(folder: Path) -> str:
     specials = {"bos_token": "<|startoftext|>", "eos_token": end, "pad_token": end, "unk_token": end}
     single, pair = f"<|startoftext|> $A {end}", f"<|startoftext|> $A {end} $B {end}"
     byte_level_bpe(folder, specials, single, pair, model_max_length=77)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     text = {**_TEXT, **ids, "vocab_size": len(tokenizer), "max_position_embeddings": 77}
-    model = CLIPModel(CLIPConfig(text_config=text, vision_config=_PICTURE, projection_dim=48))
-    image_processor = CLIPImageProcessorPil(size={"shortest_edge": 64}, crop_size={"height": 64, "width": 64})
-    return _saved(folder, model, CLIPProcessor(image_processor, tokenizer))
+    model = transformers.CLIPModel(
+        transformers.CLIPConfig(text_config=text, vision_config=_PICTURE, projection_dim=48)
+    )
+    image_processor = transformers.CLIPImageProcessorPil(
+        size={"shortest_edge": 64}, crop_size={"height": 64, "width": 64}
+    )
+    return _saved(folder, model, transformers.CLIPProcessor(image_processor, tokenizer))
 
 
 def clip_saved(folder: Path) -> str:
@@ -49,14 +43,14 @@ def siglip(folder: Path) -> str:
     """google/siglip-base-patch16-224: texts filled up to one length, pooled at the last place of it."""
     specials = {"eos_token": "</s>", "pad_token": "</s>", "unk_token": "<unk>"}
     unigram(folder, specials, "$A </s>", "$A </s> $B </s>", model_max_length=24)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     tokenizer.model_input_names = ["input_ids"]
     text = {**_TEXT, "vocab_size": len(tokenizer), "max_position_embeddings": 24, "projection_size": 96}
-    model = SiglipModel(SiglipConfig(text_config=text, vision_config=_PICTURE))
-    image_processor = SiglipImageProcessorPil(
+    model = transformers.SiglipModel(transformers.SiglipConfig(text_config=text, vision_config=_PICTURE))
+    image_processor = transformers.SiglipImageProcessorPil(
         size={"height": 64, "width": 64}, image_mean=[0.5] * 3, image_std=[0.5] * 3
     )
-    return _saved(folder, model, SiglipProcessor(image_processor, tokenizer))
+    return _saved(folder, model, transformers.SiglipProcessor(image_processor, tokenizer))
 
 
 def _saved(folder: Path, model: Any, processor: Any) -> str:

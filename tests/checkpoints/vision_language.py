@@ -6,26 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTransformer
 from sentence_transformers.base.modules import Dense, Normalize, Transformer
 from sentence_transformers.cross_encoder.modules import LogitScore
 from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 from sentence_transformers.sentence_transformer.modules import Pooling
-from transformers import (
-    ColQwen2ForRetrieval,
-    Idefics3Config,
-    Idefics3ImageProcessorPil,
-    Idefics3Model,
-    Idefics3Processor,
-    PreTrainedTokenizerFast,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLModel,
-    Qwen2VLModel,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-    Qwen3VLModel,
-)
 
 from maxsimd.engine.checkpoint.visual_readers import for_pictures_alone, without_videos
 from tests.checkpoints.late_interaction import OF_TOKENS
@@ -79,7 +66,7 @@ EMBEDDING_TEMPLATE = (
 
 def colqwen2_merged(folder: Path) -> str:
     """vidore/colqwen2-v1.0-merged: the weights of `colqwen2`, whose projection the modules have too."""
-    twin = ColQwen2ForRetrieval.from_pretrained(colqwen2(folder / "twin"))
+    twin = transformers.ColQwen2ForRetrieval.from_pretrained(colqwen2(folder / "twin"))
     shutil.rmtree(folder / "twin")
     qwen_tokenizer(folder)
     twin.vlm.save_pretrained(folder)
@@ -99,20 +86,22 @@ def colqwen2_5(folder: Path) -> str:
     vision = {**_TOWER, "window_size": 56, "fullatt_block_indexes": [1]}
     config = _qwen2_vl(folder)
     text = config.text_config.to_dict() | {"model_type": "qwen2_5_vl_text"}
-    model = Qwen2_5_VLModel(
-        Qwen2_5_VLConfig(image_token_id=config.image_token_id, text_config=text, vision_config=vision)
+    model = transformers.Qwen2_5_VLModel(
+        transformers.Qwen2_5_VLConfig(
+            image_token_id=config.image_token_id, text_config=text, vision_config=vision
+        )
     )
     return _colqwen(folder, model, dim=48)
 
 
 def colqwen3(folder: Path) -> str:
     """A ColQwen3 of 80 dimensions: DeepStack, interleaved positions."""
-    return _colqwen(folder, Qwen3VLModel(_qwen3_vl(folder)), dim=80)
+    return _colqwen(folder, transformers.Qwen3VLModel(_qwen3_vl(folder)), dim=80)
 
 
 def colqwen3_of_pictures(folder: Path) -> str:
     """One that scores pages by the tokens of their pictures alone."""
-    return _colqwen(folder, Qwen3VLModel(_qwen3_vl(folder)), dim=32, only_pictures=True)
+    return _colqwen(folder, transformers.Qwen3VLModel(_qwen3_vl(folder)), dim=32, only_pictures=True)
 
 
 def colsmol(folder: Path) -> str:
@@ -122,20 +111,20 @@ def colsmol(folder: Path) -> str:
         "$A", "$A $B", additional_special_tokens=[*TILE_MARKERS, "<fake_token_around_image>", "<image>"],
         model_max_length=4096,
     )  # fmt: skip
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    image_processor = Idefics3ImageProcessorPil(
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    image_processor = transformers.Idefics3ImageProcessorPil(
         size={"longest_edge": 3 * TILE}, max_image_size={"longest_edge": TILE}
     )
-    processor = Idefics3Processor(image_processor, tokenizer, image_seq_len=4)
+    processor = transformers.Idefics3Processor(image_processor, tokenizer, image_seq_len=4)
     vision = {**TOWER, "num_hidden_layers": 3, "image_size": TILE, "patch_size": 8}
     text = {
         **SIZES, "model_type": "llama", "vocab_size": len(tokenizer), "num_key_value_heads": 2,
         "max_position_embeddings": 4096, "pad_token_id": tokenizer.pad_token_id,
     }  # fmt: skip
-    config = Idefics3Config(
+    config = transformers.Idefics3Config(
         text_config=text, vision_config=vision, image_token_id=processor.image_token_id, scale_factor=4
     )
-    with_biases(spread(Idefics3Model(config))).save_pretrained(folder)
+    with_biases(spread(transformers.Idefics3Model(config))).save_pretrained(folder)
     processor.chat_template = COLSMOL_TEMPLATE
     processor.save_pretrained(folder)
     transformer = Transformer(str(folder), processor_kwargs={"backend": "pil"})
@@ -146,7 +135,7 @@ def colsmol(folder: Path) -> str:
 def qwen3_vl_embedding(folder: Path) -> str:
     """Qwen/Qwen3-VL-Embedding-2B: the state of the last token."""
     config = _qwen3_vl(folder)
-    with_biases(spread(Qwen3VLModel(config))).save_pretrained(folder)
+    with_biases(spread(transformers.Qwen3VLModel(config))).save_pretrained(folder)
     transformer = _transformer(folder, config, EMBEDDING_TEMPLATE)
     pooling = Pooling(transformer.get_embedding_dimension(), pooling_mode="lasttoken")
     prompts = {"query": "Retrieve images or text relevant to the user's query."}
@@ -172,7 +161,7 @@ RERANKER_TEMPLATE = (
 def qwen3_vl_reranker(folder: Path) -> str:
     """Qwen/Qwen3-VL-Reranker-2B: the logits of yes and no, with a template of its own name for pairs."""
     config = _qwen3_vl(folder)
-    with_biases(spread(Qwen3VLForConditionalGeneration(config))).save_pretrained(folder)
+    with_biases(spread(transformers.Qwen3VLForConditionalGeneration(config))).save_pretrained(folder)
     (folder / "additional_chat_templates").mkdir()
     named = folder / "additional_chat_templates" / "reranker.jinja"
     named.write_text(RERANKER_TEMPLATE, encoding="utf-8")
@@ -187,7 +176,7 @@ def qwen3_vl_reranker(folder: Path) -> str:
 
 def jina_reranker_m0(folder: Path) -> str:
     """jinaai/jina-reranker-m0: two layers on the last state, under names of its own code's."""
-    model = with_biases(spread(Qwen2VLModel(_qwen2_vl(folder))))
+    model = with_biases(spread(transformers.Qwen2VLModel(_qwen2_vl(folder))))
     model.save_pretrained(folder)
     hidden = SIZES["hidden_size"]
     layers = [torch.nn.Linear(hidden, hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, 1)]
@@ -261,9 +250,9 @@ def _qwen2_vl(folder: Path) -> Any:
     return qwen2_vl(len(tokenizer), tokenizer.convert_tokens_to_ids("<|image_pad|>"))
 
 
-def _qwen3_vl(folder: Path) -> Qwen3VLConfig:
+def _qwen3_vl(folder: Path) -> transformers.Qwen3VLConfig:
     tokenizer = qwen_tokenizer(folder)
-    return Qwen3VLConfig(
+    return transformers.Qwen3VLConfig(
         image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
         video_token_id=tokenizer.convert_tokens_to_ids("<|video_pad|>"),
         vision_start_token_id=tokenizer.convert_tokens_to_ids("<|vision_start|>"),

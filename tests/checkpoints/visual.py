@@ -4,25 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    ColModernVBertConfig,
-    ColModernVBertForRetrieval,
-    ColModernVBertProcessor,
-    ColPaliConfig,
-    ColPaliForRetrieval,
-    ColPaliProcessor,
-    ColQwen2Config,
-    ColQwen2ForRetrieval,
-    ColQwen2Processor,
-    GemmaTokenizer,
-    Idefics3ImageProcessorPil,
-    ModernVBertConfig,
-    PaliGemmaConfig,
-    PreTrainedTokenizerFast,
-    Qwen2VLConfig,
-    Qwen2VLImageProcessorPil,
-    SiglipImageProcessorPil,
-)
+import transformers
 
 from tests.checkpoints.tokenizers import byte_level_bpe, merges_of
 from tests.checkpoints.weights import SIZES, spread
@@ -39,12 +21,12 @@ TILE_MARKERS = ["<global-img>", *(f"<row_{i}_col_{j}>" for i in range(1, 7) for 
 def colpali(folder: Path) -> str:
     """vidore/colpali-v1.3-hf: ColPaliForRetrieval, a SigLIP tower and a Gemma, with its processor."""
     tokenizer = _gemma_tokenizer()
-    image_processor = SiglipImageProcessorPil(
+    image_processor = transformers.SiglipImageProcessorPil(
         size={"height": SIDE, "width": SIDE}, image_mean=[0.5] * 3, image_std=[0.5] * 3
     )
     image_processor.image_seq_length = (SIDE // PATCH) ** 2
-    processor = ColPaliProcessor(image_processor, tokenizer, query_prefix="Query: ")
-    vlm = PaliGemmaConfig(
+    processor = transformers.ColPaliProcessor(image_processor, tokenizer, query_prefix="Query: ")
+    vlm = transformers.PaliGemmaConfig(
         image_token_index=processor.image_token_id,
         text_config={
             **SIZES,
@@ -63,7 +45,7 @@ def colpali(folder: Path) -> str:
         },
         projection_dim=SIZES["hidden_size"],
     )
-    model = ColPaliForRetrieval(ColPaliConfig(vlm_config=vlm, embedding_dim=48))
+    model = transformers.ColPaliForRetrieval(transformers.ColPaliConfig(vlm_config=vlm, embedding_dim=48))
     with_biases(spread(model)).save_pretrained(folder)
     processor.save_pretrained(folder)
     return str(folder)
@@ -72,9 +54,9 @@ def colpali(folder: Path) -> str:
 def colqwen2(folder: Path) -> str:
     """vidore/colqwen2-v1.0-hf: ColQwen2ForRetrieval, a Qwen2-VL whose positions are those of plain text."""
     tokenizer = qwen_tokenizer(folder)
-    processor = ColQwen2Processor(qwen_image_processor(), tokenizer)
+    processor = transformers.ColQwen2Processor(qwen_image_processor(), tokenizer)
     vlm = qwen2_vl(len(tokenizer), processor.image_token_id)
-    model = ColQwen2ForRetrieval(ColQwen2Config(vlm_config=vlm, embedding_dim=48))
+    model = transformers.ColQwen2ForRetrieval(transformers.ColQwen2Config(vlm_config=vlm, embedding_dim=48))
     with_biases(spread(model)).save_pretrained(folder)
     processor.save_pretrained(folder)
     return str(folder)
@@ -95,11 +77,11 @@ def colmodernvbert(folder: Path) -> str:
         ],
         model_max_length=1024,
     )
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    image_processor = Idefics3ImageProcessorPil(
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    image_processor = transformers.Idefics3ImageProcessorPil(
         size={"longest_edge": 4 * TILE}, max_image_size={"longest_edge": TILE}
     )
-    processor = ColModernVBertProcessor(image_processor, tokenizer, image_seq_len=4)
+    processor = transformers.ColModernVBertProcessor(image_processor, tokenizer, image_seq_len=4)
     text = {
         **SIZES,
         "model_type": "modernbert", "vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id,
@@ -109,25 +91,27 @@ def colmodernvbert(folder: Path) -> str:
         **TOWER, "model_type": "siglip_vision_model", "image_size": TILE, "patch_size": 8,
         "vision_use_head": False,
     }  # fmt: skip
-    vlm = ModernVBertConfig(
+    vlm = transformers.ModernVBertConfig(
         text_config=text, vision_config=vision, image_token_id=processor.image_token_id,
         pixel_shuffle_factor=4,
     )  # fmt: skip
-    model = ColModernVBertForRetrieval(ColModernVBertConfig(vlm_config=vlm, embedding_dim=48))
+    model = transformers.ColModernVBertForRetrieval(
+        transformers.ColModernVBertConfig(vlm_config=vlm, embedding_dim=48)
+    )
     with_biases(spread(model)).save_pretrained(folder)
     processor.save_pretrained(folder)
     return str(folder)
 
 
-def qwen_image_processor(patch: int = 14) -> Qwen2VLImageProcessorPil:
+def qwen_image_processor(patch: int = 14) -> transformers.Qwen2VLImageProcessorPil:
     """From 1 to 24 tokens of two by two patches each."""
     token = (2 * patch) ** 2
     size = {"shortest_edge": token, "longest_edge": 24 * token}
-    return Qwen2VLImageProcessorPil(size=size, patch_size=patch)
+    return transformers.Qwen2VLImageProcessorPil(size=size, patch_size=patch)
 
 
-def qwen2_vl(vocabulary: int, image_token_id: int) -> Qwen2VLConfig:
-    return Qwen2VLConfig(
+def qwen2_vl(vocabulary: int, image_token_id: int) -> transformers.Qwen2VLConfig:
+    return transformers.Qwen2VLConfig(
         image_token_id=image_token_id,
         text_config={
             **SIZES,
@@ -140,13 +124,13 @@ def qwen2_vl(vocabulary: int, image_token_id: int) -> Qwen2VLConfig:
     )
 
 
-def qwen_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+def qwen_tokenizer(folder: Path) -> transformers.PreTrainedTokenizerFast:
     extra = ["<|im_start|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
     byte_level_bpe(
         folder, {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}, "$A", "$A $B", words=("yes", "no"),
         additional_special_tokens=extra, model_max_length=4096,
     )  # fmt: skip
-    return PreTrainedTokenizerFast.from_pretrained(folder)
+    return transformers.PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 def with_biases(model: Any) -> Any:
@@ -158,7 +142,9 @@ def with_biases(model: Any) -> Any:
     return model
 
 
-def _gemma_tokenizer() -> GemmaTokenizer:
+def _gemma_tokenizer() -> transformers.GemmaTokenizer:
     specials = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<image>"]
     vocabulary, merges = merges_of((), (*specials, "\u2581", "\n"))
-    return GemmaTokenizer(vocab=vocabulary, merges=merges, extra_special_tokens={"image_token": "<image>"})
+    return transformers.GemmaTokenizer(
+        vocab=vocabulary, merges=merges, extra_special_tokens={"image_token": "<image>"}
+    )

@@ -41,15 +41,8 @@ from maxsimd.engine.execution.runner import ModelRunner, PackedRunner
 from maxsimd.engine.execution.self_check.samples import random_pages, random_sequences
 from maxsimd.engine.ops.triton import launch
 from maxsimd.engine.runtime import DeviceActors
+from maxsimd.engine.scoring import scorer
 from maxsimd.engine.scoring.maxsim import choose_maxsim
-from maxsimd.engine.scoring.scorer import (
-    CachedDocument,
-    CachedDocuments,
-    CacheHit,
-    Duplicate,
-    SkippedSequence,
-    StepOutcome,
-)
 from maxsimd.pooling.dispatch import Pooled
 from maxsimd.scheduler import (
     CachedBatch,
@@ -177,8 +170,8 @@ class OnGPU:
         return runner
 
     def run(
-        self, step: Step, skipped: Iterable[SkippedSequence] = (), runner: ModelRunner | None = None
-    ) -> StepOutcome:
+        self, step: Step, skipped: Iterable[scorer.SkippedSequence] = (), runner: ModelRunner | None = None
+    ) -> scorer.StepOutcome:
         runner = self.runner if runner is None else runner
         pooled: list[Pooled] = []
         if step.chunks:
@@ -186,7 +179,7 @@ class OnGPU:
             pooled = self._ask(self._pooling, Pool(hidden, cursor))
         if step.images:
             runner.encode(step.images)
-        outcome: StepOutcome = self._ask(self._scoring, Score(pooled, list(skipped), step.cached))
+        outcome: scorer.StepOutcome = self._ask(self._scoring, Score(pooled, list(skipped), step.cached))
         assert not outcome.failures
         assert outcome.arrival is not None
         self._ask(self._scoring, Commit(outcome.releases))
@@ -333,7 +326,7 @@ def documents(on: OnGPU) -> None:
     again = replace(new[0], sequence_id=next(ids.next))
     hit = ids.document(30, DocumentPayload(other.sequence_id, b"hit"))
     plain = ids.document(25, DocumentPayload(query.sequence_id), pooled_positions=np.array([0, 3, 4]))
-    skipped = [Duplicate(again), CacheHit(hit, _entry(on, 30))]
+    skipped = [scorer.Duplicate(again), scorer.CacheHit(hit, _entry(on, 30))]
     on.run(step_of(query, other, *new, plain), skipped)
     on.run(step_of(ids.document(50, DocumentPayload(query.sequence_id, b"later"))))
 
@@ -343,13 +336,13 @@ def cached(on: OnGPU) -> None:
     some are explained."""
     ids = Ids(on.model)
     query = ids.query(12, 3)
-    found = [CachedDocument(ResultSlot(0, i), _entry(on, 10 + i)) for i in range(3)]
+    found = [scorer.CachedDocument(ResultSlot(0, i), _entry(on, 10 + i)) for i in range(3)]
     if on.is_late:
         explained = Explained((4, 7), with_map=True)
-        found[1] = CachedDocument(ResultSlot(0, 1), _entry(on, 11), explained)
-    on.run(step_of(query, cached=(CachedBatch(0, query.sequence_id, 1, CachedDocuments.of(found)),)))
+        found[1] = scorer.CachedDocument(ResultSlot(0, 1), _entry(on, 11), explained)
+    on.run(step_of(query, cached=(CachedBatch(0, query.sequence_id, 1, scorer.CachedDocuments.of(found)),)))
     given = _entry(on, 5).rows.float()
-    on.run(Step(0, (), (CachedBatch(0, next(ids.next), 1, CachedDocuments.of(found), given),)))
+    on.run(Step(0, (), (CachedBatch(0, next(ids.next), 1, scorer.CachedDocuments.of(found), given),)))
     payload = DocumentPayload(next(ids.next), b"given", given_query=given)
     on.run(step_of(ids.document(8, payload)))
 

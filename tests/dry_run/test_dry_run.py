@@ -9,23 +9,7 @@ import pytest
 import torch
 
 from tests.checkpoints.shared import SharedCheckpoints
-from tests.dry_run.driving import (
-    CHECKPOINTS,
-    MAY_WAIT,
-    ONE_OF_EACH,
-    TOWERS_WAIT,
-    Ids,
-    Loaded,
-    OnGPU,
-    cost_of,
-    drives,
-    first_layers,
-    held,
-    load,
-    pictures,
-    run,
-    step_of,
-)
+from tests.dry_run import driving
 from tests.dry_run.gpu import (
     GPU,
     FakeGPU,
@@ -38,17 +22,17 @@ from tests.dry_run.gpu import (
 )
 from tests.exhaustive import exhaustive
 
-BY_NAME = {each.name: each for each in CHECKPOINTS}
+BY_NAME = {each.name: each for each in driving.CHECKPOINTS}
 
 
 @pytest.fixture(scope="module")
-def loaded(checkpoints: SharedCheckpoints) -> Callable[[str], Loaded]:
+def loaded(checkpoints: SharedCheckpoints) -> Callable[[str], driving.Loaded]:
     """Loads a model by its name, once: what has been moved to the device stays there."""
 
     @cache
-    def load_by_name(name: str) -> Loaded:
+    def load_by_name(name: str) -> driving.Loaded:
         checkpoint = BY_NAME[name]
-        return load(checkpoints(checkpoint.build), **checkpoint.settings)
+        return driving.load(checkpoints(checkpoint.build), **checkpoint.settings)
 
     return load_by_name
 
@@ -59,21 +43,23 @@ def gpu() -> Iterator[FakeGPU]:
         yield gpu
 
 
-@pytest.mark.parametrize("name", [*sorted(ONE_OF_EACH), *exhaustive(*sorted(BY_NAME.keys() - ONE_OF_EACH))])
-def test_a_step_neither_waits_nor_costs_more(name: str, loaded: Callable[[str], Loaded]) -> None:
+@pytest.mark.parametrize(
+    "name", [*sorted(driving.ONE_OF_EACH), *exhaustive(*sorted(BY_NAME.keys() - driving.ONE_OF_EACH))]
+)
+def test_a_step_neither_waits_nor_costs_more(name: str, loaded: Callable[[str], driving.Loaded]) -> None:
     """No step mixes devices or waits: of whole, cut, shared, cached and explained sequences, and of pictures.
     The towers of some models wait in code that is not ours. Costs are what
     `python -m tests.dry_run --write` has held."""
     model = loaded(name)
     with fake_gpu() as gpu:
-        gpu.may_wait = name in MAY_WAIT
-        on = OnGPU(gpu, model, "varlen")
+        gpu.may_wait = name in driving.MAY_WAIT
+        on = driving.OnGPU(gpu, model, "varlen")
         assert on.is_packed == BY_NAME[name].packed
-        assert cost_of(on) == held()[name]
-        for drive in drives(on):
-            waits = drive is pictures and name in TOWERS_WAIT
+        assert driving.cost_of(on) == driving.held()[name]
+        for drive in driving.drives(on):
+            waits = drive is driving.pictures and name in driving.TOWERS_WAIT
             with pytest.raises(HostWaits) if waits else nullcontext():
-                run(drive, on)
+                driving.run(drive, on)
         on.close()
 
 
@@ -88,18 +74,18 @@ def test_a_step_neither_waits_nor_costs_more(name: str, loaded: Callable[[str], 
     ],
 )
 def test_nor_with_another_attention_or_cache(
-    name: str, backend: str, precision: Any, gpu: FakeGPU, loaded: Callable[[str], Loaded]
+    name: str, backend: str, precision: Any, gpu: FakeGPU, loaded: Callable[[str], driving.Loaded]
 ) -> None:
-    on = OnGPU(gpu, loaded(name), backend, precision)
-    for drive in drives(on):
-        run(drive, on)
+    on = driving.OnGPU(gpu, loaded(name), backend, precision)
+    for drive in driving.drives(on):
+        driving.run(drive, on)
     on.close()
 
 
 def test_every_model_is_held() -> None:
-    assert [*held()] == [*BY_NAME]
-    waiting = {name for name, cost in held().items() if cost.waits}
-    assert waiting <= MAY_WAIT
+    assert [*driving.held()] == [*BY_NAME]
+    waiting = {name for name, cost in driving.held().items() if cost.waits}
+    assert waiting <= driving.MAY_WAIT
 
 
 @pytest.mark.parametrize(
@@ -113,14 +99,14 @@ def test_every_model_is_held() -> None:
     ],
 )
 def test_small_steps_are_replayed_and_long_ones_are_not(
-    name: str, backend: str, gpu: FakeGPU, loaded: Callable[[str], Loaded]
+    name: str, backend: str, gpu: FakeGPU, loaded: Callable[[str], driving.Loaded]
 ) -> None:
-    on = OnGPU(gpu, loaded(name), backend)
-    with first_layers(on.model.backbone, 2):
+    on = driving.OnGPU(gpu, loaded(name), backend)
+    with driving.first_layers(on.model.backbone, 2):
         runner = on.graphed()
-    ids = Ids(on.model)
+    ids = driving.Ids(on.model)
     for lengths in ([9, 30, 1], [20], [60, 4], [200, 100]):
-        step = step_of(*(ids.text(length) for length in lengths))
+        step = driving.step_of(*(ids.text(length) for length in lengths))
         with gpu.counted() as counts:
             runner.forward(step)
         assert counts.launches["graph"] == 1
@@ -128,7 +114,7 @@ def test_small_steps_are_replayed_and_long_ones_are_not(
         assert (counts.allocations, counts.to_device) == (1, 1)
         on.run(step, runner=runner)
     with gpu.counted() as counts:
-        runner.forward(step_of(ids.text(300), ids.text(300)))
+        runner.forward(driving.step_of(ids.text(300), ids.text(300)))
     assert "graph" not in counts.launches
     on.close()
 

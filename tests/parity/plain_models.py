@@ -10,22 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 from sentence_transformers import MultiVectorEncoder
 from tokenizers import Tokenizer
 from torch.nn.functional import conv1d, cosine_similarity, gelu, layer_norm, linear, normalize, relu
-from transformers import (
-    CONFIG_MAPPING,
-    MODEL_MAPPING,
-    AutoTokenizer,
-    Gemma2Config,
-    Gemma2Model,
-    LlamaConfig,
-    LlamaModel,
-    PreTrainedTokenizerFast,
-    Qwen2Tokenizer,
-)
 from transformers.models.lfm2 import modeling_lfm2
 
 from tests.checkpoints.retrained import INSTRUCTION, VOYAGE, tensors_of
@@ -357,12 +347,12 @@ class BothWays:
     """A language model of transformers with a mask of its own, in which every token sees every other."""
 
     def __init__(self, path: str, kind: str, prefix: str = "", tokenizer: Any = None) -> None:
-        self.tokenizer = tokenizer or PreTrainedTokenizerFast.from_pretrained(path)
+        self.tokenizer = tokenizer or transformers.PreTrainedTokenizerFast.from_pretrained(path)
         # What the checkpoint itself says of directions is left out.
         others = ("model_type", "is_causal", "use_bidirectional_attention")
         published = {name: each for name, each in _config(path).items() if name not in others}
-        self.tensors, config = tensors_of(path), CONFIG_MAPPING[kind]
-        self._model = MODEL_MAPPING[config](config(**published)).eval()
+        self.tensors, config = tensors_of(path), transformers.CONFIG_MAPPING[kind]
+        self._model = transformers.MODEL_MAPPING[config](config(**published)).eval()
         inside = self._model.state_dict().keys()
         self._model.load_state_dict({name: self.tensors[prefix + name] for name in inside})
 
@@ -395,7 +385,9 @@ def nemotron_embed(path: str) -> PlainEmbedder:
 
 def mean_of_both_ways(path: str) -> PlainEmbedder:
     """The mean of the states of any language model that transformers has."""
-    model = BothWays(path, _config(path)["model_type"], tokenizer=AutoTokenizer.from_pretrained(path))
+    model = BothWays(
+        path, _config(path)["model_type"], tokenizer=transformers.AutoTokenizer.from_pretrained(path)
+    )
     return PlainEmbedder(lambda text: model.states(text).mean(0), {})
 
 
@@ -408,7 +400,7 @@ def voyage_4_nano(path: str) -> PlainEmbedder:
 
 def gte_qwen2(path: str) -> PlainEmbedder:
     """Alibaba-NLP/gte-Qwen2-1.5B-instruct: the state of the end-of-text token behind each text."""
-    model = BothWays(path, "qwen2", tokenizer=Qwen2Tokenizer.from_pretrained(path))
+    model = BothWays(path, "qwen2", tokenizer=transformers.Qwen2Tokenizer.from_pretrained(path))
     end = model.tokenizer.eos_token
     return PlainEmbedder(lambda text: model.states(f"{text}{end}")[-1], {"query": INSTRUCTION})
 
@@ -417,7 +409,7 @@ def jina_v5(path: str, task: str = "retrieval") -> PlainEmbedder:
     """jinaai/jina-embeddings-v5-text: a task's adapter in the weights, and the last state."""
     config, tensors = _config(path), tensors_of(path)
     del config["model_type"]
-    kind = CONFIG_MAPPING["eurobert" if config.pop("is_decoder", True) is False else "qwen3"]
+    kind = transformers.CONFIG_MAPPING["eurobert" if config.pop("is_decoder", True) is False else "qwen3"]
     folder = Path(path) / "adapters" / task
     said = json.loads((folder / "adapter_config.json").read_text())
     small = load_file(folder / "adapter_model.safetensors")
@@ -425,9 +417,9 @@ def jina_v5(path: str, task: str = "retrieval") -> PlainEmbedder:
         changed = f"{name.removeprefix('base_model.model.').partition('.lora_')[0]}.weight"
         added = small[name.replace("lora_A", "lora_B")] @ small[name]
         tensors[changed] = tensors[changed] + added * said["lora_alpha"] / said["r"]
-    model = MODEL_MAPPING[kind](kind(**config)).eval()
+    model = transformers.MODEL_MAPPING[kind](kind(**config)).eval()
     model.load_state_dict(tensors)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(path)
 
     def last(text: str) -> torch.Tensor:
         ids = torch.tensor([tokenizer(text)["input_ids"]])
@@ -450,7 +442,7 @@ def bge_minicpm(path: str, queries: Texts, documents: Texts, layer: int = 4) -> 
     said, tensors = _config(path), tensors_of(path)
     scale = said["scale_depth"] / said["num_hidden_layers"] ** 0.5
     sizes = {name: each for name, each in said.items() if name not in ("model_type", "architectures")}
-    model = LlamaModel(LlamaConfig(**sizes | {"num_hidden_layers": layer})).eval()
+    model = transformers.LlamaModel(transformers.LlamaConfig(**sizes | {"num_hidden_layers": layer})).eval()
     scales = {"embed_tokens.weight": said["scale_emb"], "o_proj.weight": scale, "down_proj.weight": scale}
     scaled = {
         name.removeprefix("model."): each * scales.get(".".join(name.split(".")[-2:]), 1)
@@ -459,7 +451,7 @@ def bge_minicpm(path: str, queries: Texts, documents: Texts, layer: int = 4) -> 
     }
     model.load_state_dict({name: scaled[name] for name in model.state_dict()})
     head = tensors[f"lm_head.{layer - said['start_layer']}.linear_head.weight"][0]
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(path)
     found = []
     for query, document in zip(queries, documents, strict=True):
         parts = [f"A: {query}", "\n", f"B: {document}", "\n", DETERMINE]
@@ -481,9 +473,9 @@ def bge_gemma2(
     logits, the first of the scores. Behind each of the `compressed` layers the rows of the passage become
     means of `ratio` rows each, the last perhaps of fewer, and the next layer counts positions from 0."""
     published = _config(path) | {"model_type": "gemma2", "attn_logit_softcapping": None}
-    tensors, tokenizer = tensors_of(path), PreTrainedTokenizerFast.from_pretrained(path)
-    config = Gemma2Config(**published | {"layer_types": None})
-    model = Gemma2Model(config).eval()
+    tensors, tokenizer = tensors_of(path), transformers.PreTrainedTokenizerFast.from_pretrained(path)
+    config = transformers.Gemma2Config(**published | {"layer_types": None})
+    model = transformers.Gemma2Model(config).eval()
     model.load_state_dict({name[6:]: each for name, each in tensors.items() if name.startswith("model.")})
     each_layer, kinds = list(model.layers), list(config.layer_types)
     norm, model.norm = model.norm, torch.nn.Identity()
@@ -531,7 +523,7 @@ def lfm2_5_embedding(path: str) -> PlainEmbedder:
     """LiquidAI/LFM2.5-Embedding-350M: the first token's state, behind "query: " and "document: "."""
     model = modeling_lfm2.Lfm2Model.from_pretrained(path).eval()
     _both_ways_lfm2(model)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(path)
 
     def embed(text: str) -> torch.Tensor:
         states: torch.Tensor = model(input_ids=torch.tensor([tokenizer(text)["input_ids"]])).last_hidden_state
