@@ -27,19 +27,12 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
     ("/v1/embeddings", {"input": DOCUMENTS}),
     ("/classify", {"input": DOCUMENTS[:5]}),
     ("/tokenize", {"prompt": "two words"}),
-    (
-        "/rerank",
-        {
-            "query": "a list",
-            "documents": [*SHORT, "long " * 3_000],
-            "long_documents": "error",
-            # Parts that are run before one is refused may be cached or not.
-            "cache": "bypass",
-        },
-    ),
+    # Parts that are run before one is refused may be cached or not.
+    ("/rerank", {"query": "a list", "documents": [*SHORT, "long " * 3_000], "long_documents": "error",
+                 "cache": "bypass"}),
     ("/rerank", {"query": "a list", "documents": ["x"], "model": "another"}),
     ("/nowhere", {}),
-]
+]  # fmt: skip
 
 
 class Clients:

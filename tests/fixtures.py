@@ -6,6 +6,7 @@ import os
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import certifi
 import pytest
@@ -17,7 +18,7 @@ from maxsimd.api.process import share_heaps
 from maxsimd.bench.datasets import Pair, docstring_pairs
 from maxsimd.engine.device.host import give_back_memory, usable_cores
 from tests.checkpoints import bi_encoders, cross_encoders, late_interaction
-from tests.checkpoints.shared import SharedCheckpoints, shared_checkpoints
+from tests.checkpoints.shared import Build, SharedCheckpoints, shared_checkpoints
 from tests.engines import Engines
 
 # As servers do. Else a process that has run a thousand tests holds gigabytes that nothing uses.
@@ -90,39 +91,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("checkpoints")
 
 
-@pytest.fixture(scope="session")
-def bert_cross_encoder(checkpoints: SharedCheckpoints) -> str:
-    return checkpoints(cross_encoders.bert)
+def _path_of(build: Build) -> Any:
+    return pytest.fixture(scope="session")(lambda checkpoints: checkpoints(build))
 
 
-@pytest.fixture(scope="session")
-def three_label_classifier(checkpoints: SharedCheckpoints) -> str:
-    return checkpoints(partial(cross_encoders.bert, labels=3))
-
-
-@pytest.fixture(scope="session")
-def xlm_roberta_cross_encoder(checkpoints: SharedCheckpoints) -> str:
-    return checkpoints(cross_encoders.xlm_roberta)
-
-
-@pytest.fixture(scope="session")
-def stanford_colbert(checkpoints: SharedCheckpoints) -> str:
-    return checkpoints(late_interaction.stanford)
-
-
-@pytest.fixture(scope="session")
-def stanford_colbert_attending(checkpoints: SharedCheckpoints) -> str:
-    return checkpoints(partial(late_interaction.stanford, attend=True))
-
-
-@pytest.fixture(scope="session")
-def native_multi_vector(checkpoints: SharedCheckpoints) -> str:
-    return checkpoints(late_interaction.native)
-
-
-@pytest.fixture(scope="session")
-def qwen3_embedding(checkpoints: SharedCheckpoints) -> str:
-    return checkpoints(bi_encoders.qwen3)
+bert_cross_encoder = _path_of(cross_encoders.bert)
+three_label_classifier = _path_of(partial(cross_encoders.bert, labels=3))
+xlm_roberta_cross_encoder = _path_of(cross_encoders.xlm_roberta)
+stanford_colbert = _path_of(late_interaction.stanford)
+stanford_colbert_attending = _path_of(partial(late_interaction.stanford, attend=True))
+native_multi_vector = _path_of(late_interaction.native)
+qwen3_embedding = _path_of(bi_encoders.qwen3)
 
 
 @pytest.fixture

@@ -23,14 +23,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "rsLoRA": {"use_rslora": True},
     "patterns": {"rank_pattern": {"value": 6}, "alpha_pattern": {"query": 3}},
     "DoRA": {"use_dora": True},
-    "DoRA with rsLoRA and patterns": {
-        "use_dora": True,
-        "use_rslora": True,
-        "rank_pattern": {"value": 6},
-        "alpha_pattern": {"query": 3},
-    },
     "a classifier and a bias": {"modules_to_save": ["classifier", "score"], "bias": "all"},
 }
+SETTINGS["DoRA with rsLoRA and patterns"] = SETTINGS["DoRA"] | SETTINGS["rsLoRA"] | SETTINGS["patterns"]
 
 
 def bert(folder: Path, **settings: Any) -> str:

@@ -252,33 +252,20 @@ def _qwen2_vl(folder: Path) -> Any:
 
 def _qwen3_vl(folder: Path) -> transformers.Qwen3VLConfig:
     tokenizer = qwen_tokenizer(folder)
+    names = ("image_pad", "video_pad", "vision_start", "vision_end")
+    ids = {f"{name.removesuffix('_pad')}_token_id": tokenizer.vocab[f"<|{name}|>"] for name in names}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [6, 5, 5]}
+    rope["mrope_interleaved"] = True
     return transformers.Qwen3VLConfig(
-        image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
-        video_token_id=tokenizer.convert_tokens_to_ids("<|video_pad|>"),
-        vision_start_token_id=tokenizer.convert_tokens_to_ids("<|vision_start|>"),
-        vision_end_token_id=tokenizer.convert_tokens_to_ids("<|vision_end|>"),
-        text_config={
-            **SIZES,
-            "vocab_size": len(tokenizer),
-            "num_key_value_heads": 2,
-            "head_dim": 32,
-            "max_position_embeddings": 4096,
-            "pad_token_id": tokenizer.pad_token_id,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 10_000.0,
-                "mrope_section": [6, 5, 5],
-                "mrope_interleaved": True,
-            },
+        **ids,
+        text_config=SIZES | {
+            "vocab_size": len(tokenizer), "num_key_value_heads": 2, "head_dim": 32,
+            "max_position_embeddings": 4096, "pad_token_id": tokenizer.pad_token_id, "rope_parameters": rope,
         },
-        vision_config={
-            **_TOWER,
-            "depth": 4,
-            "patch_size": 16,
-            "num_position_embeddings": 36,
-            "deepstack_visual_indexes": [0, 2],
+        vision_config=_TOWER | {
+            "depth": 4, "patch_size": 16, "num_position_embeddings": 36, "deepstack_visual_indexes": [0, 2],
         },
-    )
+    )  # fmt: skip
 
 
 def _old_name(name: str) -> str:

@@ -26,29 +26,17 @@ def colpali(folder: Path) -> str:
     )
     image_processor.image_seq_length = (SIDE // PATCH) ** 2
     processor = transformers.ColPaliProcessor(image_processor, tokenizer, query_prefix="Query: ")
+    gemma = {"model_type": "gemma", "num_key_value_heads": 1, "head_dim": 32}
+    siglip = {
+        "model_type": "siglip_vision_model", "image_size": SIDE, "patch_size": PATCH,
+        "projection_dim": SIZES["hidden_size"], "vision_use_head": False,
+    }  # fmt: skip
     vlm = transformers.PaliGemmaConfig(
-        image_token_index=processor.image_token_id,
-        text_config={
-            **SIZES,
-            "model_type": "gemma",
-            "vocab_size": len(tokenizer),
-            "num_key_value_heads": 1,
-            "head_dim": 32,
-        },
-        vision_config={
-            **TOWER,
-            "model_type": "siglip_vision_model",
-            "image_size": SIDE,
-            "patch_size": PATCH,
-            "projection_dim": SIZES["hidden_size"],
-            "vision_use_head": False,
-        },
-        projection_dim=SIZES["hidden_size"],
-    )
-    model = transformers.ColPaliForRetrieval(transformers.ColPaliConfig(vlm_config=vlm, embedding_dim=48))
-    with_biases(spread(model)).save_pretrained(folder)
-    processor.save_pretrained(folder)
-    return str(folder)
+        image_token_index=processor.image_token_id, projection_dim=SIZES["hidden_size"],
+        text_config=SIZES | gemma | {"vocab_size": len(tokenizer)}, vision_config=TOWER | siglip,
+    )  # fmt: skip
+    config = transformers.ColPaliConfig(vlm_config=vlm, embedding_dim=48)
+    return _saved(folder, transformers.ColPaliForRetrieval(config), processor)
 
 
 def colqwen2(folder: Path) -> str:
@@ -56,27 +44,18 @@ def colqwen2(folder: Path) -> str:
     tokenizer = qwen_tokenizer(folder)
     processor = transformers.ColQwen2Processor(qwen_image_processor(), tokenizer)
     vlm = qwen2_vl(len(tokenizer), processor.image_token_id)
-    model = transformers.ColQwen2ForRetrieval(transformers.ColQwen2Config(vlm_config=vlm, embedding_dim=48))
-    with_biases(spread(model)).save_pretrained(folder)
-    processor.save_pretrained(folder)
-    return str(folder)
+    config = transformers.ColQwen2Config(vlm_config=vlm, embedding_dim=48)
+    return _saved(folder, transformers.ColQwen2ForRetrieval(config), processor)
 
 
 def colmodernvbert(folder: Path) -> str:
     """ModernVBERT/colmodernvbert: tiles of a page for SigLIP, and a ModernBERT."""
+    specials = {f"{name}_token": f"[{name.upper()}]" for name in ("cls", "sep", "pad", "unk")}
+    markers = [*TILE_MARKERS, "<fake_token_around_image>", "<image>", "<end_of_utterance>"]
     byte_level_bpe(
-        folder,
-        {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]", "unk_token": "[UNK]"},
-        "[CLS] $A [SEP]",
-        "[CLS] $A [SEP] $B [SEP]",
-        additional_special_tokens=[
-            *TILE_MARKERS,
-            "<fake_token_around_image>",
-            "<image>",
-            "<end_of_utterance>",
-        ],
+        folder, specials, "[CLS] $A [SEP]", "[CLS] $A [SEP] $B [SEP]", additional_special_tokens=markers,
         model_max_length=1024,
-    )
+    )  # fmt: skip
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     image_processor = transformers.Idefics3ImageProcessorPil(
         size={"longest_edge": 4 * TILE}, max_image_size={"longest_edge": TILE}
@@ -113,15 +92,12 @@ def qwen_image_processor(patch: int = 14) -> transformers.Qwen2VLImageProcessorP
 def qwen2_vl(vocabulary: int, image_token_id: int) -> transformers.Qwen2VLConfig:
     return transformers.Qwen2VLConfig(
         image_token_id=image_token_id,
-        text_config={
-            **SIZES,
-            "vocab_size": vocabulary,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 4096,
+        text_config=SIZES | {
+            "vocab_size": vocabulary, "num_key_value_heads": 2, "max_position_embeddings": 4096,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 6, 6]},
         },
         vision_config={**QWEN_TOWER, "embed_dim": 64, "hidden_size": SIZES["hidden_size"], "mlp_ratio": 2},
-    )
+    )  # fmt: skip
 
 
 def qwen_tokenizer(folder: Path) -> transformers.PreTrainedTokenizerFast:
@@ -131,6 +107,12 @@ def qwen_tokenizer(folder: Path) -> transformers.PreTrainedTokenizerFast:
         additional_special_tokens=extra, model_max_length=4096,
     )  # fmt: skip
     return transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def _saved(folder: Path, model: Any, processor: Any) -> str:
+    with_biases(spread(model)).save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return str(folder)
 
 
 def with_biases(model: Any) -> Any:

@@ -22,14 +22,8 @@ class Client:
 
 # As few environments as the pins of the clients allow.
 _NAMES = {
-    "vendors": (
-        "with_openai",
-        "with_cohere",
-        "with_huggingface_hub",
-        "with_voyageai",
-        "with_mixedbread",
-        "with_rerankers",
-    ),
+    "vendors": ("with_openai", "with_cohere", "with_huggingface_hub", "with_voyageai", "with_mixedbread",
+                "with_rerankers"),
     "infinity": ("with_infinity_client",),
     "langchain": ("with_langchain_cohere", "with_langchain_huggingface"),
     "litellm": ("with_litellm", "with_langchain_openai"),
@@ -38,5 +32,5 @@ _NAMES = {
     "node": ("with_npm_openai", "with_npm_cohere", "with_npm_ai"),
     "frameworks": ("in_langchain", "in_llama_index", "in_haystack"),
     "schemathesis": ("with_schemathesis",),
-}
+}  # fmt: skip
 CLIENTS = tuple(Client(name, environment) for environment, names in _NAMES.items() for name in names)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from maxsimd.bench.datasets import Pair
 from maxsimd.engine import CUT_LONG, Engine, EngineConfig
 from maxsimd.engine.execution.cuda_graphs import GraphedRunner
 from tests.checkpoints import bi_encoders, cross_encoders, late_interaction
+from tests.checkpoints.shared import Build
 from tests.parity.families import FAMILIES, Family
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -34,24 +36,16 @@ async def test_scores_equal_those_of_the_cpu(family: Family, tmp_path: Path, pai
 
 
 @pytest.mark.parametrize(
-    ("kind", "settings"),
+    ("build", "more"),
     [
-        ("late", {}),
-        ("late", {"cache_mb": 0}),
-        ("late", {"cache_precision": "int8"}),
-        ("late", {"maxsim": "tiled"}),
-        ("cross", {}),
-        ("cross", {"attention": "triton"}),
-        ("causal", {"max_batch_tokens": 512}),
-        ("bi", {}),
+        *((late_interaction.stanford, more)
+          for more in ({}, {"cache_mb": 0}, {"cache_precision": "int8"}, {"maxsim": "tiled"})),
+        *((cross_encoders.bert, more) for more in ({}, {"attention": "triton"})),
+        (cross_encoders.qwen3, {"max_batch_tokens": 512}), (bi_encoders.bge, {}),
     ],
-)
-async def test_no_step_waits(kind: str, more: dict[str, object], tmp_path: Path, pairs: list[Pair]) -> None:
-    builders = {
-        "late": late_interaction.stanford, "cross": cross_encoders.bert, "causal": cross_encoders.qwen3,
-        "bi": bi_encoders.bge,
-    }  # fmt: skip
-    config = EngineConfig(model=builders[kind](tmp_path / "model"), device="cuda", **more)  # type: ignore[arg-type]
+)  # fmt: skip
+async def test_no_step_waits(build: Build, more: Any, tmp_path: Path, pairs: list[Pair]) -> None:
+    config = EngineConfig(model=build(tmp_path / "model"), device="cuda", **more)
     documents = [pair.document for pair in pairs[:50]]
     async with Engine(config) as engine:
         await engine.score("warm up", documents[:3], truncation=CUT_LONG)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -50,16 +51,9 @@ class Encoder:
         return asked.numel(), self.model[0].preprocess([document], task="document")["input_ids"].numel()
 
 
-class Bare(Encoder):
-    """ColPali and ColQwen2 as transformers saves them."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__(path, bare=True)
-
-
-class Embedder(Encoder):
-    def __init__(self, path: str) -> None:
-        super().__init__(path, SentenceTransformer)
+# ColPali and ColQwen2 as transformers saves them.
+Bare = partial(Encoder, bare=True)
+Embedder = partial(Encoder, kind=SentenceTransformer)
 
 
 class ColModernVBert(Encoder):
@@ -113,19 +107,6 @@ class Pairs:
         return 0, self._model[0].preprocess([(query, document)])["input_ids"].numel()
 
 
-class JinaM0Pairs:
-    """The plain reading of the card of jina-reranker-m0."""
-
-    def __init__(self, path: str) -> None:
-        self._card = JinaM0(path)
-
-    def score(self, query: Any, document: Any) -> float:
-        return self._card.logit(query, document)
-
-    def tokens(self, query: Any, document: Any) -> tuple[int, int]:
-        return 0, self._card.ids(query, document)["input_ids"].numel()
-
-
 def maxsim(query: NDArray[Any], document: NDArray[Any]) -> float:
     if not document.size:  # a text, where only pictures are scored
         return EMPTY_DOCUMENT_SCORE
@@ -149,7 +130,7 @@ class PictureModel:
 
     @property
     def is_pair(self) -> bool:
-        return self.reference in (Pairs, JinaM0Pairs)
+        return self.reference in (Pairs, JinaM0)
 
 
 MODELS = [
@@ -166,5 +147,5 @@ MODELS = [
     PictureModel(two_towers.clip_saved, Embedder, exhaustive=True),
     PictureModel(two_towers.siglip, TwoTowers),
     PictureModel(vision_language.qwen3_vl_reranker, Pairs, mixed=True, chunked=True),
-    PictureModel(vision_language.jina_reranker_m0, JinaM0Pairs, chunked=True),
+    PictureModel(vision_language.jina_reranker_m0, JinaM0, chunked=True),
 ]

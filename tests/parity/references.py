@@ -274,7 +274,7 @@ def jina_reranker_v3(path: str, query: str, documents: Sequence[str]) -> Scores:
 
 
 class JinaM0:
-    """A plain reading of the card of jina-reranker-m0."""
+    """A plain reading of the card of jina-reranker-m0, whose scores are logits."""
 
     def __init__(self, path: str) -> None:
         with without_videos():
@@ -297,7 +297,7 @@ class JinaM0:
         return inputs
 
     @torch.inference_mode()
-    def logit(self, query: Any, document: Any) -> float:
+    def score(self, query: Any, document: Any) -> float:
         state = self._model(**self.ids(query, document)).last_hidden_state[0, -1]
         inner = torch.relu(self._score["0.weight"] @ state + self._score["0.bias"])
         return float(self._score["2.weight"][0] @ inner + self._score["2.bias"][0])

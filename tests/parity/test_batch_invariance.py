@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,35 +85,24 @@ async def _what_changes_bits(
 
 async def _among_others(engine: Engine, documents: list[str], reading: Truncation) -> np.ndarray:
     """The scores while 30 other requests are served, whose documents are run and not found in the cache."""
-    others = [
-        asyncio.create_task(
-            engine.score(
-                f"another question, {i}",
-                documents[i % len(documents) :][: 1 + i % 7],
-                truncation=CUT_LONG,
-                cache="bypass",
-            )
-        )
-        for i in range(30)
-    ]
-    scores = await _score(engine, documents, reading, cache="bypass")
-    await asyncio.gather(*others)
-    return scores
+
+    def other(i: int) -> Awaitable[Any]:
+        texts = documents[i % len(documents) :][: 1 + i % 7]
+        return engine.score(f"another question, {i}", texts, truncation=CUT_LONG, cache="bypass")
+
+    own = _score(engine, documents, reading, cache="bypass")
+    return (await asyncio.gather(*map(other, range(30)), own))[-1]
 
 
-@pytest.mark.parametrize(
-    ("kind", "precision", "reading"),
-    # By default every kind and every precision once, and windows in one.
-    with_default(
-        itertools.product(BUILDERS, PRECISIONS, READINGS),
-        {
-            ("late-interaction", "float32", "whole"),
-            ("late-interaction", "bfloat16", "windows"),
-            ("cross-encoder", "bfloat16", "whole"),
-            ("bi-encoder", "int8", "whole"),
-        },
-    ),
-)
+CASES = [*itertools.product(BUILDERS, PRECISIONS, READINGS)]
+# Every kind and every precision once, and windows in one.
+DEFAULT = [
+    ("late-interaction", "float32", "whole"), ("late-interaction", "bfloat16", "windows"),
+    ("cross-encoder", "bfloat16", "whole"), ("bi-encoder", "int8", "whole"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "precision", "reading"), with_default(CASES, DEFAULT))
 async def test_a_pairs_score_depends_on_the_pair_alone(
     kind: str, precision: str, reading: str, checkpoints: SharedCheckpoints, documents: list[str]
 ) -> None:

@@ -85,22 +85,18 @@ async def _embedded(engine: Engine, texts: Any, **options: Any) -> EmbedResult |
         return None
 
 
+CASES = [
+    *((bi_encoders.qwen3_mean, None, False, budget) for budget in (7, 61, 4096)),
+    (bi_encoders.gte, None, False, None),
+    (bi_encoders.jina_v3, "document", False, None),
+    (bi_encoders.without_prompt, "document", True, None),
+    (bi_encoders.embeddinggemma, "document", False, None),
+]
+
+
 @pytest.mark.parametrize(
     ("build", "role", "skips_prompt", "budget"),
-    with_default(
-        [
-            *((bi_encoders.qwen3_mean, None, False, budget) for budget in (7, 61, 4096)),
-            (bi_encoders.gte, None, False, None),
-            (bi_encoders.jina_v3, "document", False, None),
-            (bi_encoders.without_prompt, "document", True, None),
-            (bi_encoders.embeddinggemma, "document", False, None),
-        ],
-        [
-            (bi_encoders.qwen3_mean, None, False, 61),
-            (bi_encoders.without_prompt, "document", True, None),
-            (bi_encoders.embeddinggemma, "document", False, None),
-        ],
-    ),
+    with_default(CASES, [CASES[1], *CASES[-2:]]),
 )
 async def test_chunks_equal_a_plain_reading(
     checkpoints: SharedCheckpoints,

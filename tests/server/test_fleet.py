@@ -128,16 +128,9 @@ def _steps(server: Server) -> list[float]:
 # MUVERA is without hyperplanes: rounding may put a token on either side of one.
 EMBEDDED: list[tuple[str, dict[str, Any]]] = [
     ("/v1/embeddings", {"input": [f"{DOCUMENTS[0][:200]} ", DOCUMENTS[1][:200]], "late_chunking": True}),
-    (
-        "/v1/embeddings",
-        {
-            "input": DOCUMENTS,
-            "encoding": "muvera",
-            "input_type": "document",
-            "muvera": {"k_sim": 0, "r_reps": 2},
-        },
-    ),
-]
+    ("/v1/embeddings", {"input": DOCUMENTS, "encoding": "muvera", "input_type": "document",
+                        "muvera": {"k_sim": 0, "r_reps": 2}}),
+]  # fmt: skip
 
 
 def test_a_spread_request_is_answered_as_by_one_process(fleet: Server, colbert_server: Server) -> None:
