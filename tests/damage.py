@@ -116,8 +116,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "second half zeroed": _overwrite_part(2, bytes),
     "random bytes in the middle": _overwrite_part(3, _random),
     "header overwritten": lambda folder: _overwrite(folder, 0, _random(100)),
-    # It makes SQLite map a file.
-    "header asks for a log": lambda folder: _overwrite(folder, 18, b"\2\2"),
+    "header asks for a log": lambda folder: _overwrite(folder, 18, b"\2\2"),  # so that SQLite maps a file
     "header of a later format": lambda folder: _overwrite(folder, 44, b"\xff" * 4),
     "table definitions overwritten": _scramble_definitions,
     "garbage appended": _append,

@@ -38,13 +38,9 @@ class ImaginaryTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, on_host: torch.Tensor) -> "ImaginaryTensor":
         made: ImaginaryTensor = torch.Tensor._make_wrapper_subclass(
-            cls,
-            on_host.size(),
-            strides=on_host.stride(),
-            storage_offset=on_host.storage_offset(),
-            dtype=on_host.dtype,
+            cls, on_host.size(), on_host.stride(), on_host.storage_offset(), dtype=on_host.dtype,
             device=f"{NAME}:0",
-        )
+        )  # fmt: skip
         made.on_host = on_host
         return made
 

@@ -102,16 +102,9 @@ def test_nothing_is_assumed_of_a_device_that_says_nothing(monkeypatch: pytest.Mo
     assert _device(device) == ("vulkan", "")
     model: Any = None
     assert devices.default_budget(model, device, torch.float32, chunked=True) == devices.ON_A_CPU
+    config, options = EngineConfig(device_cache_mb=8), {"takes_int8": False, "step_tokens": 1}
     with pytest.raises(ModelLoadError, match="leave it out"):
-        open_slab(
-            EngineConfig(device_cache_mb=8),
-            model,
-            model,
-            device,
-            torch.float32,
-            takes_int8=False,
-            step_tokens=1,
-        )
+        open_slab(config, model, model, device, torch.float32, **options)
 
 
 def test_what_a_device_says_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,12 +65,9 @@ class Crowd:
         self._stops: list[list[tuple[float, float]]] = []
 
     async def start(self, url: str, pool: Path, mix: str) -> None:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tests.chaos.crowd", url, str(pool), str(len(self.processes)), mix),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            cwd=ROOT,
-        )
+        command = sys.executable, "-m", "tests.chaos.crowd", url, str(pool), str(len(self.processes)), mix
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, cwd=ROOT)
         self.processes.append(process)
         self._stops.append([])
 
@@ -92,16 +89,13 @@ class Crowd:
 
     def judged(self) -> list[Record]:
         """The records, where what a client lost because it stood still counts as abandoned."""
-        return [
-            replace(record, outcome=Outcome.ABANDONED.value) if self._was_disturbed(record) else record
-            for record in self.records
-        ]
-
-    def _was_disturbed(self, record: Record) -> bool:
-        return (record.outcome == Outcome.LOST.value or record.status == 408) and any(
-            record.sent < end + _RECOVERY_SECONDS and begun < record.done
-            for begun, end in self._stops[record.client]
-        )
+        judged = []
+        for each in self.records:
+            stops = [(begun, end + _RECOVERY_SECONDS) for begun, end in self._stops[each.client]]
+            is_disturbed = any(each.sent < end and begun < each.done for begun, end in stops)
+            is_lost = each.outcome == Outcome.LOST.value or each.status == 408
+            judged.append(replace(each, outcome="abandoned") if is_lost and is_disturbed else each)
+        return judged
 
 
 @asynccontextmanager

@@ -81,12 +81,11 @@ async def disconnect(
     if growth > most_growth:
         broken.append(f"memory grew by {100 * growth:.2f} %")
     seen = [
-        ("", "before", "after"),
-        ("descriptors", before.descriptors, after.descriptors),
+        ("", "before", "after"), ("descriptors", before.descriptors, after.descriptors),
         ("tasks", before.tasks, after.tasks),
         ("engine holds", before.held or "nothing", after.held or "nothing"),
         ("memory, MiB", resident_before / (1 << 20), server.resident_bytes / (1 << 20)),
-    ]
+    ]  # fmt: skip
     return Found([[("clients that left", moments.total()), *sorted(moments.items())], seen], broken)
 
 

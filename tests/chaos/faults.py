@@ -48,20 +48,16 @@ class Disturber:
         self.records: list[Record] = []
         self._server, self._crowd, self._pool, self._cache, self._draw = server, crowd, pool, cache, draw
         self._kinds: dict[str, Callable[[], Awaitable[None]]] = {
-            "client stands still": self._stop_client,
-            "clients leave": self._leave,
+            "client stands still": self._stop_client, "clients leave": self._leave,
             "steps fail": partial(self._break_steps, "failing"),
             "steps lack memory": partial(self._break_steps, "out_of_memory"),
-            "poisoned texts": self._poison,
-            "malformed bodies": self._malformed,
-            "cache cleared": self._clear_cache,
-            "disk full": self._fill_disk,
+            "poisoned texts": self._poison, "malformed bodies": self._malformed,
+            "cache cleared": self._clear_cache, "disk full": self._fill_disk,
             "cache truncated": partial(self._damage, "truncated to half"),
             "cache overwritten": partial(self._damage, "random bytes in the middle"),
             "cache deleted": partial(self._damage, "file deleted"),
-            "cache read-only": self._forbid,
-            "cache replaced": self._replace,
-        }
+            "cache read-only": self._forbid, "cache replaced": self._replace,
+        }  # fmt: skip
 
     async def run(self, seconds: float, pause: float) -> None:
         """All kinds in random order, again and again, with a pause of about that long after each."""
@@ -130,7 +126,10 @@ class Disturber:
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
 
     async def _damage(self, name: str) -> None:
-        await self._until_there()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(5):
+                while not (self._cache / FILE).exists():
+                    await asyncio.sleep(0.05)
         with suppress(OSError, sqlite3.Error):  # there was none, or a journal is gone again
             DAMAGES[name](self._cache)
 
@@ -149,12 +148,6 @@ class Disturber:
         await self._damage("file replaced by another program's")
         await self._for_a_while()
         (self._cache / FILE).unlink(missing_ok=True)
-
-    async def _until_there(self) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(5):
-                while not (self._cache / FILE).exists():
-                    await asyncio.sleep(0.05)
 
 
 _BLOCKS = 20
@@ -184,18 +177,10 @@ async def watch(server: Running, records: list[Record], samples: list[Sample]) -
         new = records[seen:]
         seen += len(new)
         waited = [1e3 * (one.done - one.sent) for one in new if one.outcome == Outcome.RIGHT.value]
-        samples.append(
-            Sample(
-                time.monotonic() - started,
-                server.resident_bytes / (1 << 20),
-                (state.malloc_bytes or math.nan) / (1 << 20),
-                state.blocks,
-                state.descriptors,
-                state.tasks,
-                percentile(waited, 0.5) or math.nan,
-                percentile(waited, 0.99) or math.nan,
-            )
-        )
+        latencies = [percentile(waited, share) or math.nan for share in (0.5, 0.99)]
+        memory = [each / (1 << 20) for each in (server.resident_bytes, state.malloc_bytes or math.nan)]
+        held = state.blocks, state.descriptors, state.tasks
+        samples.append(Sample(time.monotonic() - started, *memory, *held, *latencies))
 
 
 def trend(samples: Sequence[Sample], name: str) -> str:

@@ -37,14 +37,11 @@ async def poison(server: Running, pool: Pool, sequences: int, poisoned: int, see
     held = server.settled().held
     counts = Counter(verdict.outcome for verdict in verdicts)
     rows = [
-        ("sequences", sequences),
-        ("of these poisoned", poisoned),
-        ("requests", len(verdicts)),
+        ("sequences", sequences), ("of these poisoned", poisoned), ("requests", len(verdicts)),
         ("right, without poison", counts[Outcome.RIGHT]),
         ("right, with exactly the poisoned failed", counts[Outcome.FAILED]),
-        ("failing passes to isolate one of 100", passes),
-        ("engine holds afterwards", held or "nothing"),
-    ]
+        ("failing passes to isolate one of 100", passes), ("engine holds afterwards", held or "nothing"),
+    ]  # fmt: skip
     good = (Outcome.RIGHT, Outcome.FAILED)
     broken = [f"{one.outcome}: {one.reason}" for one in verdicts if one.outcome not in good]
     if counts[Outcome.FAILED] != len(number) + 1:

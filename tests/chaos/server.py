@@ -33,13 +33,8 @@ _STALL_SECONDS = 0.05
 class _Mallinfo(ctypes.Structure):
     """glibc's `struct mallinfo2`, see mallinfo(3)."""
 
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
-        )
-    ]
+    _NAMES = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _NAMES.split()]
 
 
 def malloc_bytes() -> int | None:
@@ -99,21 +94,19 @@ class Hooks:
         self._poison = int(tokens[0])
 
     def check(self, step: Step) -> None:
-        error = self._error(step)
-        if error is not None:
-            self.failed += 1
-            raise error
-
-    def _error(self, step: Step) -> Exception | None:
+        error: Exception
         if any(self._poison in chunk.sequence.tokens.ids for chunk in step.chunks):
-            return RuntimeError("a poisoned sequence")
-        if len(step.chunks) > 1 and self._draw.random() < self.failing:
-            return RuntimeError("a step that fails at random")
-        if len(step.chunks) > 1 and self._draw.random() < self.out_of_memory:
-            return MemoryError("a step that lacks memory at random")
-        return None
+            error = RuntimeError("a poisoned sequence")
+        elif len(step.chunks) > 1 and self._draw.random() < self.failing:
+            error = RuntimeError("a step that fails at random")
+        elif len(step.chunks) > 1 and self._draw.random() < self.out_of_memory:
+            error = MemoryError("a step that lacks memory at random")
+        else:
+            return
+        self.failed += 1
+        raise error
 
-    def obey(self, do: str, **values: float) -> Any:
+    def _obey(self, do: str, **values: float) -> Any:
         match do:
             case "set":
                 vars(self).update(values)
@@ -144,7 +137,7 @@ class Hooks:
 
     def _obey_into(self, future: "Future[Any]", command: dict[str, Any]) -> None:
         try:
-            future.set_result(self.obey(**command))
+            future.set_result(self._obey(**command))
         except Exception as error:
             future.set_exception(error)
 

@@ -9,10 +9,11 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
-from tests.chaos.findings import Found, percentile
+from tests.chaos.findings import Found, Row, percentile
 from tests.chaos.running import Running, running
-from tests.chaos.traffic import Ask, Outcome, Pool, Texts, Verdict, error_mismatch, read_answer, rerank
+from tests.chaos.traffic import Ask, Outcome, Pool, Texts, Verdict, judge_refusal, read_answer, rerank
 
 _GRACE_SECONDS = 20.0
 # Beyond the grace period: a step that is on the device is finished, and threads are ended.
@@ -93,11 +94,8 @@ async def _one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, ask: 
         status, headers, body = await read_answer(reader)
     except (OSError, asyncio.IncompleteReadError):
         return Request(sent, None), False
-    if status == 503:
-        wrong = error_mismatch(status, headers, body)
-        verdict = Verdict(Outcome.REFUSED) if wrong is None else Verdict(Outcome.WRONG, wrong)
-    else:
-        verdict = ask.judge(status, headers, body)
+    judge = partial(judge_refusal, {503}) if status == 503 else ask.judge
+    verdict = judge(status, headers, body)
     return Request(sent, verdict, status), headers.get("connection") != "close"
 
 
@@ -111,11 +109,9 @@ def run(options: Namespace) -> Found:
             stops.append(asyncio.run(stop(server, pool, options.seed * 1000 + number)))
     statuses = Counter(request.status for stop in stops for request in stop.requests)
     seconds = [stop.seconds for stop in stops]
-    rows = [
-        ("stops", len(stops)),
-        ("median seconds from the signal to the end", percentile(seconds, 0.5)),
-        ("longest", max(seconds)),
-        ("requests sent to nobody", statuses.pop(0, 0)),
-        *((f"requests answered {status}", count) for status, count in sorted(statuses.items())),
-    ]
+    rows: list[Row] = [("stops", len(stops)), ("requests sent to nobody", statuses.pop(0, 0))]
+    rows += [(f"requests answered {status}", count) for status, count in sorted(statuses.items())]
+    rows.append(
+        ("seconds from the signal to the end: median, longest", percentile(seconds, 0.5), max(seconds))
+    )
     return Found([rows], [reason for stop in stops for reason in stop.broken])

@@ -46,6 +46,10 @@ class Verdict:
 RIGHT, FAILED = Verdict(Outcome.RIGHT), Verdict(Outcome.FAILED)
 
 
+def verdict_of(wrong: str | None, other: Verdict) -> Verdict:
+    return other if wrong is None else Verdict(Outcome.WRONG, wrong)
+
+
 @dataclass(frozen=True, slots=True)
 class Ask:
     """A request and the judge of its answer, which is given status, headers in lower case and body."""
@@ -232,7 +236,7 @@ def judge_refusal(allowed: set[int], status: int, headers: Headers, answer: byte
     wrong = error_mismatch(status, headers, answer)
     if wrong is None and status not in allowed | {429}:
         wrong = f"status {status}: {answer[:200]!r}"
-    return Verdict(Outcome.REFUSED) if wrong is None else Verdict(Outcome.WRONG, wrong)
+    return verdict_of(wrong, Verdict(Outcome.REFUSED))
 
 
 def error_mismatch(status: int, headers: Headers, answer: bytes) -> str | None:
@@ -260,8 +264,7 @@ def _judge_scores(expected: Expected, status: int, headers: Headers, body: bytes
     is_partial = expected.options.get("on_timeout") == "partial"
     if status != 200:
         if status == 500 and expected.broken and not reports:
-            wrong = error_mismatch(status, headers, body)
-            return FAILED if wrong is None else Verdict(Outcome.WRONG, wrong)
+            return verdict_of(error_mismatch(status, headers, body), FAILED)
         return judge_refusal({504, 413} if "timeout" in expected.options else set(), status, headers, body)
     answer = json.loads(body)
     items = answer.get("results", answer.get("data"))
@@ -283,6 +286,4 @@ def _judge_scores(expected: Expected, status: int, headers: Headers, body: bytes
         wrong = f"scores are off by {worst}"
     elif "results" in answer and list(found.values()) != sorted(found.values(), reverse=True):
         wrong = "not best first"
-    if wrong is not None:
-        return Verdict(Outcome.WRONG, wrong)
-    return FAILED if errors else RIGHT
+    return verdict_of(wrong, FAILED if errors else RIGHT)

@@ -51,12 +51,13 @@ def soak_scorers(kills: int, seed: int) -> tuple[str, bool]:
         clients = kill_scorers("soak", url, right, kills, seed)
         seconds = time.monotonic() - begun
     counts = f"{clients.answered:,} | {len(clients.wrong)} | {len(clients.failed)}"
-    table = (
-        "| scorers killed | clients | seconds | requests answered | wrong, lost or doubled | failed |\n"
-        "| --- | --- | --- | --- | --- | --- |\n"
-        f"| {kills} | 8 | {seconds:.0f} | {counts} |"
-    )
+    head = "scorers killed | clients | seconds | requests answered | wrong, lost or doubled | failed"
+    table = _table(head, f"{kills} | 8 | {seconds:.0f} | {counts}")
     return table, clients.answered > 0 and not clients.wrong and not clients.failed
+
+
+def _table(head: str, row: str) -> str:
+    return f"| {head} |\n|{' --- |' * (head.count('|') + 1)}\n| {row} |"
 
 
 CONFIG = EngineConfig(dtype="float32", score_type="late-interaction")
@@ -69,13 +70,9 @@ TOLERANCE = 1e-6
 
 def pairs(count: int) -> pa.Table:
     numbers = range(count)
-    return pa.table(
-        {
-            "id": [f"row {i}" for i in numbers],
-            "query": [f"which train calls at {i % 997}" for i in numbers],
-            "document": [f"train {i % 1009} leaves at {i % 1439}" for i in numbers],
-        }
-    )
+    queries = [f"which train calls at {i % 997}" for i in numbers]
+    documents = [f"train {i % 1009} leaves at {i % 1439}" for i in numbers]
+    return pa.table({"id": [f"row {i}" for i in numbers], "query": queries, "document": documents})
 
 
 def direct_scores(rows: pa.Table) -> list[float]:
@@ -167,15 +164,13 @@ def compare(rows: pa.Table, out: Path, scores: Sequence[float]) -> Verdict:
     times = Counter(ids)
     expected = dict(zip(rows["id"].to_pylist(), scores, strict=True))
     given = list(zip(ids, found["score"].to_pylist(), strict=True))
-    return Verdict(
-        missing=len(expected.keys() - times.keys()),
-        doubled=sum(count - 1 for count in times.values()),
-        wrong=sum(
-            score is None or abs(score - expected[id_]) > TOLERANCE * max(1, abs(expected[id_]))
-            for id_, score in given
-        ),
-        is_in_order=ids == list(expected),
-    )
+
+    def is_wrong(score: float | None, right: float) -> bool:
+        return score is None or abs(score - right) > TOLERANCE * max(1, abs(right))
+
+    wrong = sum(is_wrong(score, expected[id_]) for id_, score in given)
+    doubled = sum(count - 1 for count in times.values())
+    return Verdict(len(expected.keys() - times.keys()), doubled, wrong, is_in_order=ids == list(expected))
 
 
 def soak_rows(count: int, batch_size: int, seed: int) -> tuple[str, bool]:
@@ -191,11 +186,8 @@ def soak_rows(count: int, batch_size: int, seed: int) -> tuple[str, bool]:
         tokens = sum(parquet.read_table(out)["prompt_tokens"].to_pylist())
     deaths = ", ".join(f"{what} at {rows:,}" for what, rows in killed)
     numbers = f"{verdict.missing} | {verdict.doubled} | {verdict.wrong}"
-    table = (
-        "| rows | tokens | seconds | killed | missing | doubled | wrong |\n"
-        "| --- | --- | --- | --- | --- | --- | --- |\n"
-        f"| {count:,} | {tokens:,} | {seconds:.0f} | {deaths} | {numbers} |"
-    )
+    head = "rows | tokens | seconds | killed | missing | doubled | wrong"
+    table = _table(head, f"{count:,} | {tokens:,} | {seconds:.0f} | {deaths} | {numbers}")
     return table, not (verdict.missing or verdict.doubled or verdict.wrong)
 
 
@@ -204,21 +196,18 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="A Markdown file.")
+    parser.add_argument("--out", type=Path, default=Path(os.devnull), help="A Markdown file.")
     options = parser.parse_args()
     of_kills, kills_are_right = soak_scorers(options.kills, options.seed)
     print(of_kills, flush=True)
     of_rows, rows_are_right = soak_rows(options.rows, 1_000, options.seed)
     print(of_rows)
-    if options.out is not None:
-        options.out.write_text(
-            "# What was lost while processes were killed, on Ray\n\n"
-            f"`make soak-cluster`, seed {options.seed}: late interaction, the embedded model, float32.\n\n"
-            "`maxsimd cluster serve`, two scorers, eight clients with requests of up to 24 documents:\n\n"
-            f"{of_kills}\n\n"
-            f"`maxsimd cluster score`, two actors:\n\n{of_rows}\n",
-            encoding="utf-8",
-        )
+    options.out.write_text(
+        "# What was lost while processes were killed, on Ray\n\n"
+        f"`make soak-cluster`, seed {options.seed}: late interaction, the embedded model, float32.\n\n"
+        "`maxsimd cluster serve`, two scorers, eight clients with requests of up to 24 documents:\n\n"
+        f"{of_kills}\n\n`maxsimd cluster score`, two actors:\n\n{of_rows}\n"
+    )
     return int(not (kills_are_right and rows_are_right))
 
 

@@ -14,6 +14,7 @@ from tests.checkpoints.shared import SharedCheckpoints
 from tests.clients_under_load import ASKED, DOCUMENTS, SHORT, Clients, numbers_of, right_scores, shape_of
 from tests.cluster import on_ray
 from tests.cluster.soak import kill_scorers
+from tests.exhaustive import exhaustive
 from tests.server.conftest import StartServer, start_server
 from tests.waiting import wait_for
 
@@ -39,13 +40,7 @@ def late(cluster: str) -> str:
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        "late-interaction",
-        *(
-            pytest.param(kind, marks=pytest.mark.exhaustive)
-            for kind in ("bi-encoder", "cross-encoder", "listwise", "sparse", "hybrid")
-        ),
-    ],
+    ["late-interaction", *exhaustive("bi-encoder", "cross-encoder", "listwise", "sparse", "hybrid")],
 )
 def test_answers_are_those_of_one_process(
     kind: str,
@@ -64,8 +59,7 @@ def test_answers_are_those_of_one_process(
     model = models.get(kind)
     options: dict[str, Any] = {} if kind in ("listwise", "cross-encoder") else {"score_type": kind}
     flags = [f"--score-type={kind}"] if options else []
-    if kind == "hybrid":
-        # The heads of bge-m3 are pickles.
+    if kind == "hybrid":  # whose heads are pickles
         options, flags = {**options, "allow_pickle": True}, [*flags, "--allow-pickle"]
     # It loads while Ray starts the others.
     flags += [model] if model else []

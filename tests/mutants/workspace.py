@@ -148,23 +148,17 @@ def _configuration(part: Part, tables: dict[str, Any]) -> str:
         select += ["-k", " and ".join(f"not {name}" for name in part.leave_out)]
     settings = {
         "tool.mutmut": {
-            "source_paths": part.modules(),
-            "only_mutate": part.only,
-            "do_not_mutate": part.excepted,
-            "also_copy": ["maxsimd"],
-            "pytest_add_cli_args": select,
+            "source_paths": part.modules(), "only_mutate": part.only, "do_not_mutate": part.excepted,
+            "also_copy": ["maxsimd"], "pytest_add_cli_args": select,
             "pytest_add_cli_args_test_selection": part.test_files(),
-            "do_not_mutate_patterns": part.do_not_mutate,
-            "process_isolation": "forkserver",
-            "track_dependencies": False,
-            "use_git_change_detection": False,
-            "timeout_multiplier": 3.0,
-            "timeout_constant": 8.0,
+            "do_not_mutate_patterns": part.do_not_mutate, "process_isolation": "forkserver",
+            "track_dependencies": False, "use_git_change_detection": False,
+            "timeout_multiplier": 3.0, "timeout_constant": 8.0,
         },
         "tool.pytest.ini_options": {
             name: pytest_options[name] for name in ("asyncio_mode", "markers", "filterwarnings", "addopts")
         },
-    }
+    }  # fmt: skip
     return "\n".join(
         f"[{table}]\n" + "".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items())
         for table, values in settings.items()

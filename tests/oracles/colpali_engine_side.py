@@ -22,17 +22,14 @@ from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, Qwen2VLV
 # The names of tensors in a checkpoint, as they begin, and in colpali-engine's classes. The first that fits
 # counts, and "" fits all.
 _NAMES = {
-    "ColPali": {
-        "vlm.language_model.model.": "model.model.language_model.",
-        "vlm.": "model.model.",
-        "embedding_proj_layer.": "custom_text_proj.",
-    },
+    "ColPali": {"vlm.language_model.model.": "model.model.language_model.", "vlm.": "model.model.",
+                "embedding_proj_layer.": "custom_text_proj."},
     "ColQwen2": {"vlm.": "", "embedding_proj_layer.": "custom_text_proj.", "model.": "language_model."},
     "ColQwen2_5": {"model.": "language_model."},
     "ColQwen3": {"model.": ""},
     "ColIdefics3": {"": "model."},
     "ColModernVBert": {"vlm.": "model.", "embedding_proj_layer.": "custom_text_proj."},
-}
+}  # fmt: skip
 
 
 def main() -> None:
@@ -58,10 +55,9 @@ def _model(family: str, folder: Path) -> Any:
     config = getattr(config, "vlm_config", config)
     model = getattr(published, family)(config)
     tensors = {_name(family, name): each for name, each in load_file(folder / "model.safetensors").items()}
-    for path in folder.glob("*_Dense/model.safetensors"):  # sentence-transformers' copy of the projection
-        projection = "linear" if family == "ColIdefics3" else "custom_text_proj"
-        tensors |= {name.replace("linear", projection): each for name, each in load_file(path).items()}
     projection = "linear" if family == "ColIdefics3" else "custom_text_proj"
+    for path in folder.glob("*_Dense/model.safetensors"):  # sentence-transformers' copy of the projection
+        tensors |= {name.replace("linear", projection): each for name, each in load_file(path).items()}
     dimensions, hidden = tensors[f"{projection}.weight"].shape
     setattr(model, projection, torch.nn.Linear(hidden, dimensions))
     missing, unexpected = model.load_state_dict(tensors, strict=False)

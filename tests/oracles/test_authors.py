@@ -135,18 +135,11 @@ async def test_embeddings_equal_colpali_engine(
     paths = [str(tmp_path / f"{i}.png") for i in range(len(pages))]
     for page, path in zip(pages, paths, strict=True):
         page.save(path)
-    expected = _asked(
-        made("colpali"),
-        "colpali_engine_side.py",
-        tmp_path,
-        family=family.name,
-        checkpoint=checkpoint,
-        queries=[family.prefix + query for query in QUERIES],
-        suffix=family.suffix,
-        page=family.page,
-        pages=paths,
-        backend=backend,
-    )
+    order = {
+        "family": family.name, "checkpoint": checkpoint, "suffix": family.suffix, "page": family.page,
+        "queries": [family.prefix + query for query in QUERIES], "pages": paths, "backend": backend,
+    }  # fmt: skip
+    expected = _asked(made("colpali"), "colpali_engine_side.py", tmp_path, **order)
     queries = await engine.embed_tokens(QUERIES, input_type="query")
     of_pages = await engine.embed_tokens(pages, input_type="document")
     for letter, embeddings in (("q", queries.embeddings), ("p", of_pages.embeddings)):

@@ -107,16 +107,12 @@ class Vllm:
         self, checkpoint: str, compared: Compared, told: Told, inputs: list[Input], activation: bool
     ) -> list[Numbers]:
         output = self._folder / f"{next(self._numbers)}.npz"
+        asked = [{"ids": each.ids, "second": each.second, "texts": each.texts} for each in inputs]
         order = {
-            "checkpoint": checkpoint,
-            "task": _TASKS[compared],
-            "overrides": dict(told.overrides),
-            "stand_in": told.stand_in,
-            "pooler": dict(told.pooler),
-            "inputs": [{"ids": each.ids, "second": each.second, "texts": each.texts} for each in inputs],
-            "activation": activation,
-            "output": str(output),
-        }
+            "checkpoint": checkpoint, "task": _TASKS[compared], "overrides": dict(told.overrides),
+            "stand_in": told.stand_in, "pooler": dict(told.pooler), "inputs": asked,
+            "activation": activation, "output": str(output),
+        }  # fmt: skip
         assert self._process.stdin is not None
         print(json.dumps(order), file=self._process.stdin, flush=True)
         answer = json.loads(self._line())

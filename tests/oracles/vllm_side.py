@@ -30,16 +30,13 @@ from vllm.transformers_utils import config
 _MADE_FROM: dict[str, tuple[type[PreTrainedConfig], str, dict[str, Any]]] = {
     "NewConfig": (PreTrainedConfig, "new", {}),
     "GteConfig": (PreTrainedConfig, "gte", {}),
-    "NomicBertConfig": (
-        GPT2Config,
-        "nomic_bert",
-        {"rotary_emb_scale_base": None, "rotary_emb_interleaved": False},
-    ),
+    "NomicBertConfig": (GPT2Config, "nomic_bert",
+                        {"rotary_emb_scale_base": None, "rotary_emb_interleaved": False}),
     "XLMRobertaFlashConfig": (PreTrainedConfig, "xlm-roberta", {"lora_rank": 4, "lora_alpha": 1}),
     "LlamaBidirectionalConfig": (LlamaConfig, "llama_bidirec", {}),
     "JinaSmallConfig": (Qwen3Config, "jina_embeddings_v5", {}),
     "JinaNanoConfig": (EuroBertConfig, "jina_embeddings_v5", {}),
-}
+}  # fmt: skip
 _STAND_INS = {
     name: type(name, (base,), {"model_type": kind, **values})
     for name, (base, kind, values) in _MADE_FROM.items()
@@ -86,12 +83,8 @@ def _run(order: dict[str, Any]) -> dict[str, Any]:
         pooler_config=PoolerConfig(task=order["task"], **order["pooler"]),
     )  # fmt: skip
     prompts: list[Any] = [{"prompt_token_ids": each["ids"]} for each in order["inputs"]]
-    params: Any = [
-        PoolingParams(
-            task=order["task"], use_activation=order["activation"], extra_kwargs=_types(each["second"])
-        )
-        for each in order["inputs"]
-    ]
+    told = {"task": order["task"], "use_activation": order["activation"]}
+    params: Any = [PoolingParams(**told, extra_kwargs=_types(each["second"])) for each in order["inputs"]]
     if order["inputs"][0]["texts"] is not None:
         prompts, params = order["inputs"][0]["texts"], params[0]
     outputs = model.encode(prompts, params, pooling_task=order["task"], use_tqdm=False)
