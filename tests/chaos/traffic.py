@@ -150,7 +150,7 @@ def rerank(
     draw: random.Random,
     documents: int,
     poisoned: int = 0,
-    options: Mapping[str, Any] | None = None,
+    options: Any = None,
     path: str = "/rerank",
 ) -> Ask:
     """A query against that many documents, some of them poisoned, with further options of the request."""

@@ -23,6 +23,7 @@ from tests.checkpoints.weights import SIZES, save_model, save_tensors, spread
 WIDE = SIZES | {"hidden_size": 256, "intermediate_size": 512}
 # How many words vocabularies have: in a GGUF file each is read by itself.
 FEW = 600
+Tensors = dict[str, torch.Tensor]
 _CHAT = ["<|im_start|>", "<|im_end|>"]
 _TYPED = ["<think>", "</think>"]
 
@@ -68,13 +69,7 @@ class Conversion:
     )
 
 
-def write_gguf(
-    folder: str,
-    path: Path,
-    conversion: Conversion,
-    kind: Kind,
-    more: Mapping[str, torch.Tensor] | None = None,
-) -> dict[str, torch.Tensor]:
+def write_gguf(folder: str, path: Path, conversion: Conversion, kind: Kind, more: Tensors | None) -> Tensors:
     """Writes the checkpoint of a folder as one file, matrices in one kind of blocks where they fit, vectors
     in float32. Returns what its tensors stand for, by the file's names."""
     config = json.loads(Path(folder, "config.json").read_text())
@@ -113,12 +108,8 @@ def said_of_tokens(folder: str, size: int, **said: Any) -> dict[str, Any]:
         special = added.get(number)
         kinds.append(5 if token is None else 1 if special is None else 3 if special else 4)
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in stated["model"].get("merges", [])]
-    found = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds}
-    return (
-        found
-        | {f"tokenizer.ggml.{key}": value for key, value in said.items()}
-        | ({"tokenizer.ggml.merges": merges} if merges else {})
-    )
+    said |= {"tokens": tokens, "token_type": kinds} | ({"merges": merges} if merges else {})
+    return {f"tokenizer.ggml.{key}": value for key, value in said.items()}
 
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,7 +178,7 @@ def qwen3(folder: Path, kind: str = "Q8_0", **said: Any) -> str:
     conversion = Conversion(
         gguf.MODEL_ARCH.QWEN3, decoder_said(config) | _qwen_tokens(source, add_bos_token=False) | said
     )
-    return _written(folder, source, conversion, Kind[kind], is_changed=bool(said))[0]
+    return _written(folder, source, conversion, kind, said)[0]
 
 
 def qwen3_reranker(folder: Path, kind: str = "Q8_0", tied: bool = True, **changed: Any) -> str:
@@ -201,12 +192,11 @@ def qwen3_reranker(folder: Path, kind: str = "Q8_0", tied: bool = True, **change
     answers = output[[numbers.token_to_id(word) for word in ("yes", "no")]]
     said = decoder_said(config) | {"pooling_type": 4, "classifier.output_labels": ["yes", "no"]} | changed
     conversion = Conversion(
-        gguf.MODEL_ARCH.QWEN3,
-        said | _qwen_tokens(source, add_bos_token=False),
+        gguf.MODEL_ARCH.QWEN3, said | _qwen_tokens(source, add_bos_token=False),
         lambda name, tensor, config: None if name == "lm_head.weight" else tensor,
-    )
+    )  # fmt: skip
     more = {"cls.output.weight": answers}
-    path, stored = _written(folder, source, conversion, Kind[kind], more, is_changed=bool(changed))
+    path, stored = _written(folder, source, conversion, kind, changed, more=more)
     if changed:
         return path
     plain = folder / "plain"
@@ -226,8 +216,7 @@ def qwen3_embedding(folder: Path, kind: str = "Q8_0", **changed: Any) -> str:
     said = {"pooling_type": 3} | decoder_said(config)
     tokens = _qwen_tokens(source, add_eos_token=True)
     conversion = Conversion(gguf.MODEL_ARCH.QWEN3, _without_none(said | tokens | changed))
-    saved = "lasttoken", folder / "hf"
-    return _written(folder, source, conversion, Kind[kind], saved=saved, is_changed=bool(changed))[0]
+    return _written(folder, source, conversion, kind, changed, "lasttoken")[0]
 
 
 def bge(folder: Path, kind: str = "F16", **changed: Any) -> str:
@@ -241,22 +230,18 @@ def bge(folder: Path, kind: str = "F16", **changed: Any) -> str:
                             unknown_token_id=100, seperator_token_id=102, padding_token_id=0,
                             bos_token_id=101, eos_token_id=102, mask_token_id=103,
                             token_type_count=2)  # fmt: skip
-    kinds = tokens["tokenizer.ggml.token_type"]
-    tokens["tokenizer.ggml.tokens"] = [
-        _phantom(token, kind) for token, kind in zip(tokens["tokenizer.ggml.tokens"], kinds, strict=True)
-    ]
+    kinds, words = tokens["tokenizer.ggml.token_type"], tokens["tokenizer.ggml.tokens"]
+    tokens["tokenizer.ggml.tokens"] = list(map(_phantom, words, kinds))
     said = {
         "pooling_type": 2,
         "attention.causal": False,
         "attention.layer_norm_epsilon": config["layer_norm_eps"],
     }
     conversion = Conversion(
-        gguf.MODEL_ARCH.BERT,
-        said | tokens | changed,
+        gguf.MODEL_ARCH.BERT, said | tokens | changed,
         lambda name, tensor, config: None if name.startswith("pooler.") else tensor,
-    )
-    saved = "cls", folder / "hf"
-    return _written(folder, str(source), conversion, Kind[kind], saved=saved, is_changed=bool(changed))[0]
+    )  # fmt: skip
+    return _written(folder, str(source), conversion, kind, changed, "cls")[0]
 
 
 def bge_reranker(folder: Path, kind: str = "F16") -> str:
@@ -280,10 +265,10 @@ def bge_reranker(folder: Path, kind: str = "F16") -> str:
     conversion = Conversion(gguf.MODEL_ARCH.BERT, said | tokens, change)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(source / name, folder / name)
-    return _written(folder, str(source), conversion, Kind[kind])[0]
+    return _written(folder, str(source), conversion, kind, {})[0]
 
 
-def llama(folder: Path, more: dict[str, torch.Tensor] | None = None, **changed: Any) -> str:
+def llama(folder: Path, more: Tensors | None = None, **changed: Any) -> str:
     """A Llama in float32, its rows of queries and keys in llama.cpp's order."""
     source = folder / "hf"
     specials = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
@@ -296,13 +281,13 @@ def llama(folder: Path, more: dict[str, torch.Tensor] | None = None, **changed: 
         halves = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, -1)
         return halves.swapaxes(1, 2).reshape(tensor.shape)
 
-    return _decoder(folder, "llama", size, gguf.MODEL_ARCH.LLAMA, change, changed, more)
+    return _decoder(folder, "llama", size, change, changed, more)
 
 
 def qwen2(folder: Path, **changed: Any) -> str:
     source = folder / "hf"
     size = _qwen_tokenizer(source)
-    return _decoder(folder, "qwen2", size, gguf.MODEL_ARCH.QWEN2, None, changed)
+    return _decoder(folder, "qwen2", size, None, changed)
 
 
 def gemma(folder: Path, **changed: Any) -> str:
@@ -313,8 +298,7 @@ def gemma(folder: Path, **changed: Any) -> str:
     def change(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> torch.Tensor:
         return tensor + 1 if name.endswith("norm.weight") else tensor
 
-    heads = {"num_key_value_heads": 1, "head_dim": 64}
-    return _decoder(folder, "gemma", size, gguf.MODEL_ARCH.GEMMA, change, changed, **heads)
+    return _decoder(folder, "gemma", size, change, changed, num_key_value_heads=1, head_dim=64)
 
 
 def _qwen_tokens(source: str, **said: Any) -> dict[str, Any]:
@@ -327,17 +311,14 @@ def _decoder(
     folder: Path,
     kind: str,
     size: int,
-    arch: Any,
     change: Any,
-    changed: dict[str, Any],
-    more: dict[str, torch.Tensor] | None = None,
+    changed: Any,
+    more: Tensors | None = None,
     **settings: Any,
 ) -> str:
     """A decoder in float32, its tokenizer beside; `hf` has the same weights."""
-    source = folder / "hf"
-    sizes = {
-        "vocab_size": size, "num_key_value_heads": 2, "max_position_embeddings": 4096, **WIDE, **settings,
-    }  # fmt: skip
+    source, arch = folder / "hf", gguf.MODEL_ARCH[kind.upper()]
+    sizes = {"vocab_size": size, "num_key_value_heads": 2, "max_position_embeddings": 4096} | WIDE | settings
     save_model(source, kind, transformers.AutoModelForCausalLM, **sizes)
     config = _config(str(source))
     said = decoder_said(config) | said_of_tokens(str(source), config["vocab_size"], model="other") | changed
@@ -349,20 +330,14 @@ def _decoder(
 
 
 def _written(
-    folder: Path,
-    source: str,
-    conversion: Conversion,
-    kind: Kind,
-    more: dict[str, torch.Tensor] | None = None,
-    saved: tuple[str, Path] | None = None,
-    is_changed: bool = False,
-) -> tuple[str, dict[str, torch.Tensor]]:
-    """Writes the file and, unless it says something else, the plain checkpoint beside it; with `saved` that
-    one as sentence-transformers saves it, pooled in a way, from a folder that has its backbone. Returns the
-    path and what the file's tensors stand for."""
+    folder: Path, source: str, conversion: Conversion, kind: str, changed: Any, pooling: str | None = None,
+    more: Tensors | None = None,
+) -> tuple[str, Tensors]:  # fmt: skip
+    """Writes the file and, unless it is `changed`, the plain checkpoint beside it: with a `pooling` as
+    sentence-transformers saves it. Returns the path and what the file's tensors stand for."""
     path = folder / "model.gguf"
-    stored = write_gguf(source, path, conversion, kind, more)
-    if is_changed:
+    stored = write_gguf(source, path, conversion, Kind[kind], more)
+    if changed:
         return str(path), stored
     table = gguf.get_tensor_name_map(conversion.arch, _config(source)["num_hidden_layers"])
     tensors = {}
@@ -374,12 +349,12 @@ def _written(
         if tensors[name].shape != tensor.shape:  # positions of padding, which no text has
             tensors[name] = torch.cat([tensor[: len(tensor) - len(stored[ours])], stored[ours]])
     plain = folder / "plain"
-    if saved is None:
+    if pooling is None:
         shutil.copytree(source, plain)
         save_tensors(tensors, plain)
     else:
         save_tensors(tensors, Path(source))
-        shutil.move(saved_pooled(saved[1], saved[0], Normalize()), plain)
+        shutil.move(saved_pooled(folder / "hf", pooling, Normalize()), plain)
     return str(path), stored
 
 

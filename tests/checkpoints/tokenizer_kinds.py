@@ -41,10 +41,7 @@ def bert_cased() -> Tokenizer:
 
 
 def byte_level(
-    pattern: str | None = None,
-    normalizer: Any = None,
-    added: tuple[str | AddedToken, ...] = (),
-    **options: bool,
+    pattern: str | None = None, normalizer: Any = None, added: tuple[Any, ...] = (), **options: bool
 ) -> Tokenizer:
     """Byte-level BPE with a pattern of its own, or GPT-2's."""
     tokenizer = Tokenizer(models.BPE(*merges_of((), _SPECIALS)))

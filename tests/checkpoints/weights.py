@@ -71,12 +71,7 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
 
 
 def save_renamed(
-    model: Any,
-    folder: Path,
-    names: Mapping[str, str],
-    fused: str,
-    prefix: str = "",
-    more: Mapping[str, torch.Tensor] | None = None,
+    model: Any, folder: Path, names: Mapping[str, str], fused: str, prefix: str = "", more: Any = None
 ) -> None:
     """Saves a model's tensors under the names that code of the checkpoint's own gives them: parts of names
     replaced, the projections of attention in one named `fused`, a prefix in front, and others beside."""
@@ -130,9 +125,9 @@ def save_modules(
     pooling: str,
     *,
     normalize: bool = True,
-    prompts: dict[str, str] | None = None,
+    prompts: Any = None,
     longest: int = 512,
-    dim: int | None = None,
+    dim: int = 0,
 ) -> str:
     """Writes the modules of an older sentence-transformers beside a transformer; returns the path."""
     paths = {"": "Transformer", "1_Pooling": "Pooling"} | ({"2_Normalize": "Normalize"} if normalize else {})

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.checkpoints import bi_encoders, language_models, sparse_encoders
+from tests.checkpoints import bi_encoders, cross_encoders, language_models, sparse_encoders
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.clients_under_load import ASKED, DOCUMENTS, SHORT, Clients, numbers_of, right_scores, shape_of
 from tests.cluster import on_ray
@@ -43,15 +43,10 @@ def late(cluster: str) -> str:
     ["late-interaction", *exhaustive("bi-encoder", "cross-encoder", "listwise", "sparse", "hybrid")],
 )
 def test_answers_are_those_of_one_process(
-    kind: str,
-    cluster: str,
-    late: str,
-    start_server: StartServer,
-    checkpoints: SharedCheckpoints,
-    bert_cross_encoder: str,
+    kind: str, cluster: str, late: str, start_server: StartServer, checkpoints: SharedCheckpoints
 ) -> None:
     models = {
-        "cross-encoder": bert_cross_encoder,
+        "cross-encoder": checkpoints(cross_encoders.bert),
         "listwise": checkpoints(language_models.jina_reranker_v3),
         "sparse": checkpoints(sparse_encoders.splade),
         "hybrid": checkpoints(bi_encoders.bge_m3),

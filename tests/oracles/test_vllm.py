@@ -288,11 +288,7 @@ def relative_error(ours: list[Numbers], theirs: list[Numbers]) -> float:
     ids=lambda family: f"{family.kind}: {family.name}",
 )
 async def test_vllm_makes_the_same_of_a_folder(
-    family: Family,
-    checkpoints: SharedCheckpoints,
-    engines: Engines,
-    vllm: Vllm,
-    texts: tuple[list[str], list[str]],
+    family: Family, checkpoints: SharedCheckpoints, engines: Engines, vllm: Vllm, texts: Any
 ) -> None:
     reader = READERS[family.name]
     assert isinstance(reader, Equal)

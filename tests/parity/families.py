@@ -22,6 +22,7 @@ from tests.checkpoints import (
     t5,
 )
 from tests.parity import plain_models, references
+from tests.parity.changes import Build
 
 Reference = Callable[[str, Sequence[str], Sequence[str]], references.Scores]
 Embeddings = Callable[[str, Sequence[str], str], list[references.Scores]]
@@ -41,7 +42,7 @@ class Family:
     kind: str
     published: str
     format: str
-    build: Callable[[Path], str]
+    build: Build
     reference: Reference
     settings: dict[str, Any] = field(default_factory=dict)
     packed: bool = True
@@ -64,15 +65,9 @@ _WITH_ADAPTERS = f"{_OWN_CODE}, an adapter for each task"
 
 
 def _plain(
-    name: str,
-    published: str,
-    format: str,
-    build: Callable[[Path], str],
-    model: Callable[[str], Any],
-    kind: str = BI,
-    causal: bool = False,
+    name: str, published: str, format: str, build: Build, model: Any, kind: str = BI, causal: bool = False
 ) -> Family:
-    """A family whose embeddings the tests make by a plain reading of its code."""
+    """A family whose embeddings the tests make by a plain reading of its code, the `model` of a path."""
     compare = plain_models.maxsims if kind == LATE else plain_models.cosines
 
     def embeddings(path: str, texts: Sequence[str], role: str) -> list[references.Scores]:
@@ -85,7 +80,7 @@ def _plain(
 def _usual(kind: str, format: str, reference: Reference) -> Callable[..., Family]:
     """Families of one format, by one reference."""
 
-    def family(name: str, published: str, build: Callable[[Path], str], **more: Any) -> Family:
+    def family(name: str, published: str, build: Build, **more: Any) -> Family:
         return Family(name, kind, published, format, build, reference, **more)
 
     return family

@@ -70,12 +70,11 @@ class PlainEncoder:
 States = Callable[[PlainEncoder, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
+Inner = Callable[[torch.Tensor, str, int], torch.Tensor]
+
+
 def _layers(
-    model: PlainEncoder,
-    x: torch.Tensor,
-    names: tuple[str, str, str, str, str],
-    inner: Callable[[torch.Tensor, str, int], torch.Tensor],
-    frequencies: torch.Tensor | None = None,
+    model: PlainEncoder, x: torch.Tensor, names: Sequence[str], inner: Inner, frequencies: Any = None
 ) -> torch.Tensor:
     """Layers of attention, with rotary positions if there are `frequencies`, and of what is `inner`, each
     with a norm behind it. `names` are those of the layers and of their parts."""
@@ -462,12 +461,7 @@ def bge_minicpm(path: str, queries: Texts, documents: Texts, layer: int = 4) -> 
 
 @torch.inference_mode()
 def bge_gemma2(
-    path: str,
-    queries: Texts,
-    documents: Texts,
-    layer: int = 4,
-    ratio: int = 1,
-    compressed: Sequence[int] = (),
+    path: str, queries: Texts, documents: Texts, layer: int = 4, ratio: int = 1, compressed: Any = ()
 ) -> Scores:
     """BAAI/bge-reranker-v2.5-gemma2-lightweight as FlagEmbedding runs it: attention without a cap on its
     logits, the first of the scores. Behind each of the `compressed` layers the rows of the passage become

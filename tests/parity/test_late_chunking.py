@@ -1,8 +1,7 @@
 """Late chunking: the whole document through transformers, then the mean of each chunk's tokens."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from tests.checkpoints import bi_encoders
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
 from tests.parity.references import loaded
-from tests.parity.selection import with_default
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -94,19 +92,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("build", "role", "skips_prompt", "budget"),
-    with_default(CASES, [CASES[1], *CASES[-2:]]),
-)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=() if i in (1, 5, 6) else pytest.mark.exhaustive)
+                                  for i, case in enumerate(CASES)])  # fmt: skip
 async def test_chunks_equal_a_plain_reading(
-    checkpoints: SharedCheckpoints,
-    engines: Engines,
-    pairs: list[Pair],
-    build: Callable[[Path], str],
-    role: Any,
-    skips_prompt: bool,
-    budget: int | None,
+    checkpoints: SharedCheckpoints, engines: Engines, pairs: list[Pair], case: Any
 ) -> None:
+    build, role, skips_prompt, budget = case
     checkpoint = checkpoints(build)
     engine = await engines(EngineConfig(model=checkpoint, dtype="float32", max_batch_tokens=budget))
     prompt = engine.model.rules(role).prompt

@@ -317,10 +317,8 @@ async def test_windows_share_their_prefix_too(causal: str, few_documents: list[s
     long = [" ".join(few_documents[i : i + 6]) for i in range(0, 12, 6)]
     results = []
     for sharing in ("auto", "off"):
-        config = EngineConfig(
-            model=causal, dtype="float32", prefix_sharing=sharing, max_model_len=400, window_overlap=10
-        )
-        async with Engine(config) as engine:
+        options: dict[str, Any] = {"prefix_sharing": sharing, "max_model_len": 400, "window_overlap": 10}
+        async with Engine(EngineConfig(model=causal, dtype="float32", **options)) as engine:
             results.append(await engine.score(SHARED_QUERY, long, truncation=WINDOW_LONG))
     shared, apart = results
     np.testing.assert_allclose(shared.scores, apart.scores, atol=1e-5, rtol=1e-5)

@@ -111,7 +111,8 @@ def let_padding_leak(patch: Patch) -> None:
     patch.setattr(padded.PaddedRunner, "_run", leaky)
 
 
-BROKEN: list[tuple[Callable[[Patch], None], str, dict[str, str], str]] = [
+Broken = tuple[Callable[[Patch], None], str, dict[str, Any], str]
+BROKEN: list[Broken] = [
     (leave_out_an_activation, "cross-encoder", {}, "one by one"),
     (pool_another_position, "cross-encoder", {}, "one by one"),
     (drop_the_bias_of_the_head, "cross-encoder", {}, "one by one"),
@@ -143,20 +144,14 @@ async def _scores(engine: Engine, pairs: list[Pair]) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("break_it", "kind", "settings", "expected"),
-    with_default(BROKEN, [each for i, each in enumerate(BROKEN) if i in (0, 4, 5, 8)]),
-    ids=lambda value: value.__name__ if callable(value) else None,
+    "case",
+    with_default([(each,) for each in BROKEN], [(BROKEN[i],) for i in (0, 4, 5, 8)]),
+    ids=lambda case: case[0].__name__,
 )
 async def test_what_is_broken_is_noticed_and_scores_are_right(
-    break_it: Callable[[Patch], None],
-    kind: str,
-    settings: dict[str, Any],
-    expected: str,
-    checkpoints: dict[str, str],
-    pairs: list[Pair],
-    caplog: pytest.LogCaptureFixture,
-    tmp_path: Path,
+    case: Broken, checkpoints: Any, pairs: list[Pair], caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
+    break_it, kind, settings, expected = case
     few = pairs[:12]
     texts = [pair.query for pair in few], [pair.document for pair in few]
     reference = BUILDERS[kind][1](checkpoints[kind], *texts)

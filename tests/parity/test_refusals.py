@@ -479,21 +479,17 @@ _SETTINGS: list[Case] = [
 
 
 @pytest.mark.parametrize(
-    ("build", "edit", "options", "message"),
+    "case",
     [
         *_CODE_OF_ITS_OWN, *_RETRAINED, *_LANGUAGE_MODELS, *_SPARSE, *_PICTURES, *_QUANTIZED, *_ADAPTERS,
         *_DAMAGED, *_SETTINGS,
     ],
+    ids=lambda case: case[3],
 )  # fmt: skip
 def test_it_says_in_one_line_what_is_wrong_and_what_to_do(
-    build: Build,
-    edit: Edit | None,
-    options: dict[str, Any],
-    message: str,
-    checkpoints: SharedCheckpoints,
-    changed: Changed,
-    capfd: pytest.CaptureFixture[str],
+    case: Case, checkpoints: SharedCheckpoints, changed: Changed, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    build, edit, options, message = case
     said = refusal(checkpoints(build) if edit is None else changed(build, edit), **options)
     assert re.search(message, said), said
     assert "\n" not in said

@@ -107,13 +107,9 @@ async def test_sparse_models_refuse_dense_vectors(checkpoints: SharedCheckpoints
 
 
 async def test_one_by_one_gives_the_same_as_packed(
-    checkpoints: SharedCheckpoints,
-    engines: Engines,
-    pairs: list[Pair],
-    bge_m3: str,
-    monkeypatch: pytest.MonkeyPatch,
+    checkpoints: SharedCheckpoints, engines: Engines, pairs: list[Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = checkpoints(sparse_encoders.opensearch_v3)
+    path, bge_m3 = checkpoints(sparse_encoders.opensearch_v3), checkpoints(bi_encoders.bge_m3)
     packed = await engines.scores(EngineConfig(model=path, dtype="float32"), pairs[:3])
     monkeypatch.setattr("maxsimd.engine.execution.modes.why_one_by_one", lambda model: "a test wants it")
     async with Engine(EngineConfig(model=path, dtype="float32")) as engine:

@@ -28,13 +28,14 @@ NO_HUB = {"HF_ENDPOINT": "http://127.0.0.1:9"}
 class Hub:
     url: str = ""
     asked: list[str] = field(default_factory=list)
+    files: dict[str, Path] = field(default_factory=dict)
 
 
 @pytest.fixture
 def hub(bert_cross_encoder: str) -> Iterator[Hub]:
     folder = Path(bert_cross_encoder)
     files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
-    made = Hub()
+    made = Hub(files=files)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -94,19 +95,14 @@ def asks_at(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_downloaded_checkpoint_is_served_without_a_hub(
-    hub: Hub,
-    download: Download,
-    tmp_path: Path,
-    bert_cross_encoder: str,
-    start_server: StartServer,
-    cross_encoder_server: Server,
+    hub: Hub, download: Download, tmp_path: Path, start_server: StartServer, cross_encoder_server: Server
 ) -> None:
     folder = tmp_path / "model"
     assert "file 1 of" in download(MODEL, "--to", str(folder)).stderr
     assert not [path for path in hub.asked if path.endswith(OTHERS)]
     assert wanted(["config.json", "pytorch_model.bin"]) == ["config.json", "pytorch_model.bin"]
-    for path in Path(bert_cross_encoder).iterdir():
-        assert (folder / path.name).read_bytes() == path.read_bytes()
+    for name, path in hub.files.items():
+        assert (folder / name).read_bytes() == path.read_bytes()
     subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=folder, check=True)
     number = len(hub.asked)
     assert "files are what SHA256SUMS says" in download(MODEL, "--to", str(folder), "--check").stdout

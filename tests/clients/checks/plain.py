@@ -34,10 +34,7 @@ def post(url: str, path: str, body: Any) -> Any:
 
 
 def check_vectors(
-    vectors: Sequence[Sequence[float]],
-    texts: Sequence[str],
-    input_type: str | None = None,
-    dimensions: int | None = None,
+    vectors: Sequence[Any], texts: Sequence[str], input_type: str | None = None, dimensions: int | None = None
 ) -> None:
     """They are those that /v1/embeddings gives of these texts."""
     body = {"input": list(texts), "input_type": input_type, "dimensions": dimensions}
