@@ -152,10 +152,6 @@ class FakeGPU(TorchDispatchMode):
 
         return replay
 
-    @property
-    def is_capturing(self) -> bool:
-        return self._graph is not None
-
     @contextmanager
     def counted(self) -> Iterator[Counts]:
         """The counts of what is done in the meantime alone."""
@@ -180,9 +176,7 @@ class FakeGPU(TorchDispatchMode):
             self._graph.note([*tensors.values()], [])
         self.counts.launches[name] += 1
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args = tuple(map(_with_index, args))
         kwargs = {key: _with_index(x) for key, x in (kwargs or {}).items()}
         if func.namespace == "prim":
@@ -243,9 +237,7 @@ class FakeGPU(TorchDispatchMode):
         self.counts.waits += 1
         self.arrive()
 
-    def _on_host(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
-    ) -> Any:
+    def _on_host(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
         if func.overloadpacket is aten.is_pinned:
             return self._is_pinned(args[0])
         self._check_races(func, tensors)
@@ -264,22 +256,23 @@ class FakeGPU(TorchDispatchMode):
             raise NotCapturable(f"{func} makes a tensor of the host within a captured graph")
         return made
 
-    def _on_device(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
-    ) -> Any:
+    def _on_device(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
         for tensor in tensors:
             # A number of the host may be an operand.
             if not is_on_gpu(tensor) and tensor.dim() > 0:
                 raise MixedDevices(f"{func} is handed {_described(tensor)} of the host")
-        if func.overloadpacket in _MASKED:
-            _check_masks(args)
+        # Values that are written where a mask is set are counted first, unless there is only one.
+        indices, masks = args[1] if func.overloadpacket in _MASKED else (), (torch.bool, torch.uint8)
+        if any(x is not None and x.dtype in masks for x in indices) and args[2].numel() > 1:
+            raise HostWaits(f"{_described(args[2])} is written where a mask says")
         try:
             made = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             why = f"{func} needs the contents of {_described(*tensors[:1])}"
             if func.overloadpacket in (aten._local_scalar_dense, aten.equal):
                 self._wait(why)
-                return func.overloadpacket is aten.equal or _zero(args[0].dtype)
+                with unset_fake_temporarily():
+                    return func.overloadpacket is aten.equal or torch.zeros((), dtype=args[0].dtype).item()
             if self._graph is not None:
                 raise NotCapturable(f"{why} within a captured graph") from error
             raise HostWaits(why) from error  # there is no telling how large the result is
@@ -302,11 +295,8 @@ class FakeGPU(TorchDispatchMode):
         yet. Freeing either is safe: torch waits with such memory."""
         if any(_address(tensor) in self._being_written for tensor in tensors):
             raise Race(f"{func} reads what is still being copied to the host")
-        if (
-            func._schema.is_mutable
-            and func.overloadpacket not in _NO_KERNEL
-            and _address(tensors[0]) in self._being_read
-        ):
+        is_written = func._schema.is_mutable and func.overloadpacket not in _NO_KERNEL
+        if is_written and _address(tensors[0]) in self._being_read:
             raise Race(f"{func} overwrites what is still being copied to the device")
 
     def _is_pinned(self, tensor: torch.Tensor) -> bool:
@@ -317,11 +307,6 @@ class FakeGPU(TorchDispatchMode):
 def _is_composed(func: Any) -> bool:
     """Whether torch does an operation by others, with all devices alike."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE))
-
-
-def _zero(dtype: torch.dtype) -> bool | int | float:
-    with unset_fake_temporarily():
-        return torch.zeros((), dtype=dtype).item()
 
 
 def is_on_gpu(tensor: torch.Tensor) -> bool:
@@ -345,13 +330,6 @@ def _new(made: Any, given: list[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor for tensor in results if tensor.numel() and _address(tensor) not in before]
 
 
-def _check_masks(args: tuple[Any, ...]) -> None:
-    """Values that are written where a mask is set are counted first, unless there is only one of them."""
-    indices, values = args[1], args[2]
-    if values.numel() > 1 and any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in indices):
-        raise HostWaits(f"{_described(values)} is written where a mask says")
-
-
 def _described(tensor: torch.Tensor | None = None) -> str:
     if tensor is None:
         return "nothing"
@@ -359,7 +337,6 @@ def _described(tensor: torch.Tensor | None = None) -> str:
 
 
 # An H100.
-CAPABILITY = (9, 0)
 PROPERTIES = SimpleNamespace(
     name="a GPU that is not there", major=9, multi_processor_count=132,
     shared_memory_per_block_optin=227 * 1024, shared_memory_per_multiprocessor=228 * 1024,
@@ -371,14 +348,9 @@ PROPERTIES = SimpleNamespace(
 _MOST_PROGRAMS = (2**31 - 1, 65535, 65535)
 
 
-class _Event:
+def _event(**options: Any) -> Any:
     """A moment that the host must not wait for before the step is over."""
-
-    def __init__(self, **options: Any) -> None:
-        pass
-
-    def record(self, stream: object = None) -> None:
-        pass
+    return SimpleNamespace(record=lambda stream=None: None)
 
 
 @contextmanager
@@ -399,9 +371,9 @@ def fake_gpu() -> Iterator[FakeGPU]:
 
     with ExitStack() as stack:
         for owner, name, stand_in in (
-            (torch.cuda, "get_device_capability", lambda device=None: CAPABILITY),
+            (torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
             (torch.cuda, "get_device_properties", lambda device=None: PROPERTIES),
-            (torch.cuda, "Event", _Event),
+            (torch.cuda, "Event", _event),
             (torch.cuda, "current_stream", lambda device=None: None),
             (fused_head, "find_mismatch", lambda *given: None),
             (JITFunction, "run", run),
@@ -409,7 +381,7 @@ def fake_gpu() -> Iterator[FakeGPU]:
             stack.enter_context(mock.patch.object(owner, name, stand_in))
         # transformers leaves out what waits for the device where tensors are fake, but not on a real device.
         # It does so while a graph is captured.
-        stand_in = lambda tensor: gpu.is_capturing  # noqa: E731
+        stand_in = lambda tensor: gpu._graph is not None  # noqa: E731
         stack.enter_context(mock.patch("transformers.utils.import_utils.is_fake_tensor", stand_in))
         # What is remembered of a device is remembered of this one for no longer than it is there.
         stack.callback(launch.limits.cache_clear)

@@ -111,35 +111,25 @@ def starter(folder: Path) -> Iterator[StartServer]:
     servers: list[Server] = []
 
     def start(
-        *arguments: str,
-        ready: bool = True,
-        installed: bool = False,
-        descriptors: int | None = None,
-        environment: dict[str, str] | None = None,
-        file: Path | None = None,
-        program: Sequence[str] = (),
-        before: Callable[[], None] | None = None,
-    ) -> Server:
-        """Starts the command, or a `file` or `program` in its place, in a process that does `before`."""
+        *arguments: str, ready: bool = True, installed: bool = False, environment: Any = None,
+        program: Sequence[str] = (), **special: Any,
+    ) -> Server:  # fmt: skip
+        """Starts the command, or a `program` in its place. What is `special` is `Program`'s: a `file` in the
+        command's place, how many `descriptors` it may have, and what its process does `before`."""
         port = free_port()
         environment = {"MAXSIMD_DRAIN_SECONDS": "0"} | (environment or {})
-        special = bool(descriptors or file or program or before)
-        words = [*_serve(arguments, special), "--host", "127.0.0.1", "--port", str(port)]
+        is_special = bool(program) or any(special.values())
+        words = [*_serve(arguments, is_special), "--host", "127.0.0.1", "--port", str(port)]
         log_file = folder / f"server-{port}.log"
         process: subprocess.Popen[bytes] | Forked
         if ON_RAY or installed or program:
+            command = [*(program or [installed_command()]), *words]
+            variables = os.environ | {"HF_HUB_OFFLINE": "1"} | environment
             with log_file.open("wb") as log:
-                process = subprocess.Popen(
-                    [*(program or [installed_command()]), *words],
-                    preexec_fn=before,
-                    stderr=log,
-                    stdout=log,
-                    env=os.environ | {"HF_HUB_OFFLINE": "1"} | environment,
-                )
+                process = subprocess.Popen(command, stderr=log, stdout=log, env=variables)
         else:
-            forked = Program(words, file, environment=environment, descriptors=descriptors, before=before)
             log_file.touch()
-            process = forked.start(log_file)
+            process = Program(words, environment=environment, **special).start(log_file)
         server = Server(f"http://127.0.0.1:{port}", process, log_file)
         servers.append(server)
         if ready:

@@ -1,1 +1,1 @@
-"""Small distributions that stand in for libraries that we do not install."""
+"""Programs that stand in for the command where a test needs it to fail."""
