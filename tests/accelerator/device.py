@@ -5,7 +5,7 @@ What a real device refuses is refused: tensors of two devices in one operation, 
 and arrays of numpy that would share its memory. The type belongs to the process that calls `add_device`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -63,27 +63,21 @@ class ImaginaryTensor(torch.Tensor):
 
 def add_device() -> None:
     backend_registration._setup_privateuseone_for_python_backend(NAME)
-    _LIBRARY.impl("empty.memory_format", _empty, "PrivateUse1")
-    _LIBRARY.impl("empty_strided", _empty_strided, "PrivateUse1")
-    _LIBRARY.impl("_copy_from", _copy_from, "PrivateUse1")
+    for name, implementation in _OPERATIONS.items():
+        _LIBRARY.impl(name, implementation, "PrivateUse1")
 
 
 _LIBRARY = torch.library.Library("aten", "IMPL")
 
 
-def _empty(size: Sequence[int], dtype: torch.dtype | None = None, *_: Any, **__: Any) -> torch.Tensor:
-    return _new(torch.empty(size, dtype=dtype))
-
-
-def _empty_strided(
-    size: Sequence[int], stride: Sequence[int], dtype: torch.dtype | None = None, *_: Any, **__: Any
-) -> torch.Tensor:
-    return _new(torch.empty_strided(size, stride, dtype=dtype))
-
-
-def _copy_from(source: torch.Tensor, into: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    copied: torch.Tensor = _run(aten.copy_.default, (into, source), {})
-    return copied
+# What torch asks of a device itself.
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "empty.memory_format": lambda size, dtype=None, *_, **__: _new(torch.empty(size, dtype=dtype)),
+    "empty_strided": lambda size, stride, dtype=None, *_, **__: _new(
+        torch.empty_strided(size, stride, dtype=dtype)
+    ),
+    "_copy_from": lambda source, into, non_blocking=False: _run(aten.copy_.default, (into, source), {}),
+}
 
 
 def _new(on_host: torch.Tensor) -> ImaginaryTensor:

@@ -290,12 +290,8 @@ _OWN: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 2, "hc_lowrank": 16,
     },
     "reformer": {
-        "axial_pos_shape": [16, 16],
-        "axial_pos_embds_dim": [16, 48],
-        "attn_layers": ["local", "lsh"],
-        "attention_head_size": 16,
-        "feed_forward_size": 128,
-        "local_attn_chunk_length": 8,
+        "axial_pos_shape": [16, 16], "axial_pos_embds_dim": [16, 48], "attn_layers": ["local", "lsh"],
+        "attention_head_size": 16, "feed_forward_size": 128, "local_attn_chunk_length": 8,
         "lsh_attn_chunk_length": 8,
         "num_buckets": 8,  # without it the first text's length decides, for all that come later
         "hash_seed": 1,  # without one each forward hashes differently
@@ -303,10 +299,8 @@ _OWN: dict[str, dict[str, Any]] = {
     "t5": {"decoder_start_token_id": PAD},
     "xmod": {"default_language": "en_XX"},
     "zamba": {
-        "num_hidden_layers": 4,
+        "num_hidden_layers": 4, "head_dim": 32, "attention_hidden_size": 128,
         "layers_block_type": ["linear_attention", "linear_attention", "hybrid", "hybrid"],
-        "head_dim": 32,
-        "attention_hidden_size": 128,
     },
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip

@@ -159,14 +159,10 @@ def embeddinggemma(folder: Path) -> str:
     )  # fmt: skip
     dense = {"bias": False, "activation_function": torch.nn.Identity()}
     torch.manual_seed(2)
-    prompts = {
-        "query": "task: search result | query: ",
-        "document": "title: none | text: ",
-        "clustering": "task: clustering | query: ",
-    }
-    return saved_pooled(
-        folder, "mean", Dense(128, 512, **dense), Dense(512, 128, **dense), Normalize(), prompts=prompts
-    )
+    behind = Dense(128, 512, **dense), Dense(512, 128, **dense), Normalize()
+    prompts = {"query": "task: search result | query: ", "document": "title: none | text: "}
+    prompts["clustering"] = "task: clustering | query: "
+    return saved_pooled(folder, "mean", *behind, prompts=prompts)
 
 
 def jina_v3(folder: Path) -> str:

@@ -89,11 +89,9 @@ def reranker_v1(folder: Path) -> str:
         "_name_or_path": "jinaai/jina-reranker-v1-turbo-en",
         "architectures": ["JinaBertForSequenceClassification"],
         "auto_map": dict(zip(("AutoConfig", "AutoModelForSequenceClassification"), code, strict=True)),
-        "id2label": {"0": "LABEL_0"},
-        "label2id": {"LABEL_0": 0},
-        "num_labels": 1,
+        "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "num_labels": 1,
         "vocab_size": byte_level_bpe(folder, XLM_R, *ENDS),
-    }
+    }  # fmt: skip
     hidden, random = config["hidden_size"], RandomTensors(9)
     tensors = {f"bert.{name}": tensor for name, tensor in _layers(config).items()}
     tensors |= random.linear("bert.pooler.dense", hidden, hidden) | random.linear("classifier", 1, hidden)

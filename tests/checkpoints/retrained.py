@@ -51,12 +51,9 @@ def nemotron_embed(folder: Path) -> str:
     _llama(folder)
     code = "llama_bidirectional_model.LlamaBidirectional"
     return change_config(
-        folder,
-        architectures=["LlamaBidirectionalModel"],
+        folder, architectures=["LlamaBidirectionalModel"], model_type="llama_bidirec", pooling="avg",
         auto_map={"AutoConfig": f"{code}Config", "AutoModel": f"{code}Model"},
-        model_type="llama_bidirec",
-        pooling="avg",
-    )
+    )  # fmt: skip
 
 
 def nemotron_embed_with_modules(folder: Path) -> str:
@@ -96,12 +93,8 @@ def gte_qwen2(folder: Path) -> str:
     )  # fmt: skip
     save_modules(folder, "lasttoken", longest=2048, prompts={"query": INSTRUCTION})
     code = "modeling_qwen.Qwen2"
-    return change_config(
-        folder,
-        architectures=["Qwen2ForCausalLM"],
-        auto_map={"AutoModel": f"{code}Model", "AutoModelForCausalLM": f"{code}ForCausalLM"},
-        is_causal=False,
-    )
+    own = {"AutoModel": f"{code}Model", "AutoModelForCausalLM": f"{code}ForCausalLM"}
+    return change_config(folder, architectures=["Qwen2ForCausalLM"], auto_map=own, is_causal=False)
 
 
 def jina_v5_small(folder: Path) -> str:

@@ -20,7 +20,10 @@ TILE_MARKERS = ["<global-img>", *(f"<row_{i}_col_{j}>" for i in range(1, 7) for 
 
 def colpali(folder: Path) -> str:
     """vidore/colpali-v1.3-hf: ColPaliForRetrieval, a SigLIP tower and a Gemma, with its processor."""
-    tokenizer = _gemma_tokenizer()
+    specials = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<image>"]
+    vocabulary, merges = merges_of((), (*specials, "\u2581", "\n"))
+    extra = {"image_token": "<image>"}
+    tokenizer = transformers.GemmaTokenizer(vocab=vocabulary, merges=merges, extra_special_tokens=extra)
     image_processor = transformers.SiglipImageProcessorPil(
         size={"height": SIDE, "width": SIDE}, image_mean=[0.5] * 3, image_std=[0.5] * 3
     )

@@ -274,12 +274,6 @@ def step_of(*parts: TokenSequence | Chunk, **others: Any) -> Step:
     return Step(0, tuple(chunks), **others)
 
 
-def plain_step(model: LoadedModel) -> Step:
-    """Whole sequences of the task that scores are computed from."""
-    ids = Ids(model)
-    return step_of(*(ids.text(length) for length in LENGTHS))
-
-
 def whole(on: OnGPU) -> None:
     """All tasks in one step, and a step of one sequence; also with tokens that are not pooled or attended."""
     ids = Ids(on.model)
@@ -457,13 +451,10 @@ _NOT_DRY = {
 # Causal, with tokens that are not attended to: kernels for GPUs cannot leave those out.
 _PADDED_ON_GPUS = {"LFM2-ColBERT"}
 CHECKPOINTS = [
-    *(
-        Checkpoint(one.name, one.build, one.settings, one.packed and one.name not in _PADDED_ON_GPUS)
-        for one in (*FAMILIES, LISTWISE)
-        if one.name not in _NOT_DRY
-    ),
-    *(Checkpoint(build.__name__, build) for build in _VISUAL),
-]
+    Checkpoint(one.name, one.build, one.settings, one.packed and one.name not in _PADDED_ON_GPUS)
+    for one in (*FAMILIES, LISTWISE)
+    if one.name not in _NOT_DRY
+] + [Checkpoint(build.__name__, build) for build in _VISUAL]
 
 
 @dataclass(frozen=True, slots=True)
@@ -481,7 +472,8 @@ class StepCost:
 def cost_of(on: OnGPU) -> StepCost:
     """A layer is what there is less when the last one is taken away. Where layers differ, `outside` has the
     difference, and may be negative."""
-    step = plain_step(on.model)
+    ids = Ids(on.model)
+    step = step_of(*(ids.text(length) for length in LENGTHS))
     on.run(step)  # what is made once is not counted
     whole = _counted(on, lambda: on.run(step))
     with first_layers(on.model.backbone, -1) as layers:

@@ -68,9 +68,7 @@ def test_a_step_neither_waits_nor_costs_more(name: str, loaded: Callable[[str], 
     [
         ("ColBERT", "triton", "int8"),
         *exhaustive(("ColBERT", "torch", "float32")),
-        *exhaustive(
-            *((name, "triton", "bfloat16") for name in ("GTE-ModernColBERT", "EmbeddingGemma", "Qwen3"))
-        ),
+        *exhaustive(*((x, "triton", "bfloat16") for x in ("GTE-ModernColBERT", "EmbeddingGemma", "Qwen3"))),
     ],
 )
 def test_nor_with_another_attention_or_cache(
@@ -91,9 +89,7 @@ def test_every_model_is_held() -> None:
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
-        # An encoder, and a decoder.
-        ("ColBERT", "triton"),
-        ("Qwen3-Reranker", "varlen"),
+        *(("ColBERT", "triton"), ("Qwen3-Reranker", "varlen")),  # an encoder, and a decoder
         *exhaustive(("ColBERT", "varlen"), ("Qwen3-Reranker", "triton")),
         *exhaustive(("GTE-ModernColBERT", "triton"), ("EmbeddingGemma", "triton")),
     ],

@@ -185,10 +185,7 @@ def mxbai_rerank_v2(path: str, queries: Texts, documents: Texts) -> Scores:
     parts = (
         "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
         "<|im_start|>user\n",
-        "query: {query}",
-        "\n",
-        "document: {document}",
-        "\n",
+        *("query: {query}", "\n", "document: {document}", "\n"),
         "You are a search relevance expert who evaluates how well documents match search queries. For each "
         "query-document pair, carefully analyze the semantic relationship between them, then provide your "
         "binary relevance judgment (0 for not relevant, 1 for relevant).\nRelevance:",

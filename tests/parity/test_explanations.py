@@ -170,14 +170,6 @@ def _long(pairs: list[Pair]) -> str:
     return " ".join(pair.document for pair in pairs[:3])
 
 
-def _starts_a_word(text: str, start: int) -> bool:
-    return start == 0 or text[start - 1].isspace()
-
-
-def _ends_a_word(text: str, stop: int) -> bool:
-    return stop == len(text) or text[stop].isspace()
-
-
 @pytest.mark.parametrize("build", [None, bi_encoders.gte])
 async def test_a_window_has_the_score_of_its_passage(
     build: Any, checkpoints: SharedCheckpoints, engines: Engines, pairs: list[Pair]
@@ -212,10 +204,11 @@ async def _compare_windows(engine: Engine, document: str, explanation: Any, leas
     assert len(spans) > 3
     assert (spans[0][0], spans[-1][1]) == (0, len(document))
     assert all(next_one[0] < span[1] <= next_one[1] for span, next_one in pairwise(spans))
+    spaced = f" {document} "
     whole = [
         window
         for window in explanation.windows
-        if _starts_a_word(document, window.span[0]) and _ends_a_word(document, window.span[1])
+        if (spaced[window.span[0]] + spaced[window.span[1] + 1]).isspace()
     ]
     assert len(whole) >= least
     alone = await engine.score(QUERY, [document[slice(*window.span)] for window in whole], cache="bypass")

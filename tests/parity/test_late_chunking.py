@@ -69,10 +69,6 @@ def documents(pairs: list[Pair]) -> list[str]:
     return [*texts, "A naïve café — 日本語の文書、and 🤖 emoji."]
 
 
-def spans_of(parts: Sequence[str]) -> Chunks:
-    return [*pairwise(accumulate(map(len, parts), initial=0))]
-
-
 async def _embedded(engine: Engine, texts: Any, **options: Any) -> EmbedResult | None:
     """None where a cut within a word has left a chunk without a token."""
     try:
@@ -104,7 +100,8 @@ async def test_chunks_equal_a_plain_reading(
     checked = 0
     for seed, text in enumerate(documents(pairs)):
         parts = parts_of(text, seed)
-        spans = [*spans_of(parts), (0, len(text)), (len(text) // 3, len(text))]
+        spans = [*pairwise(accumulate(map(len, parts), initial=0))]
+        spans += [(0, len(text)), (len(text) // 3, len(text))]
         found = await _embedded(engine, text, chunks=spans, input_type=role)
         if found is None:
             continue

@@ -128,11 +128,8 @@ TEXTS = [
     "caf\u00e9 and cafe\u0301, na\u00efve \u00dcbung \u1e9e",
     "it's John's, they'LL 12345 3.14",
     "<|im_start|>user <think> </think><|im_end|> <|endoftext|> <|im_star",
-    "\u65e5\u672c\u8a9e \ud55c\uad6d\uc5b4",
-    "\u0440\u0443\u0441\u0441\u043a\u0438\u0439 \U0001f600 \u0645\u0631\u062d\u0628\u0627",
+    *("日本語 한국어", "русский \U0001f600 مرحبا", "", " "),
     "def f(x):\n    return x[0] # [PAD4000] [MASK] [unused1] ##ing",
-    "",
-    " ",
 ]
 
 

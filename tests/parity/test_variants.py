@@ -486,19 +486,15 @@ async def test_labels_are_those_of_the_weights(three_label_classifier: str, chan
         np.testing.assert_allclose(found.scores, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("build", "architecture"),
-    [
-        (bi_encoders.bge, "BertModel"),
-        (bi_encoders.qwen3, "Qwen3Model"),
-        (language_models.qwen3_reranker, "Qwen3ForCausalLM"),
-        (sparse_encoders.plain, "BertForMaskedLM"),
-    ],
-    ids=lambda each: getattr(each, "__name__", each),
-)
-async def test_classes_are_found_by_their_weights(changed: Changed, build: Build, architecture: str) -> None:
-    path = changed(build, settings(architectures=None))
-    assert with_architecture(path, None, read_files(path, None)).architecture == architecture
+async def test_classes_are_found_by_their_weights(checkpoints: SharedCheckpoints, tmp_path: Path) -> None:
+    for build, architecture in (
+        (bi_encoders.bge, "BertModel"), (bi_encoders.qwen3, "Qwen3Model"),
+        (language_models.qwen3_reranker, "Qwen3ForCausalLM"), (sparse_encoders.plain, "BertForMaskedLM"),
+    ):  # fmt: skip
+        path = checkpoints.copy(build, tmp_path / architecture)
+        settings(architectures=None)(path)
+        found = with_architecture(str(path), None, read_files(str(path), None))
+        assert found.architecture == architecture
 
 
 async def test_fewer_dimensions_may_stay_unscaled(checkpoints: SharedCheckpoints, engines: Engines) -> None:

@@ -36,7 +36,10 @@ class Server:
         """Of all processes of the server together."""
         lines = httpx.get(self.url + "/metrics", timeout=30).text.splitlines()
         values = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
-        return sum(float(value) for sample, value in values if _without_process(sample) == name)
+        process = re.compile(r'(?<={)(front|replica)="\d+",?')
+        return sum(
+            float(value) for sample, value in values if process.sub("", sample) in (name, f"{name}{{}}")
+        )
 
     def wait_until_ready(self, seconds: float | None = None) -> None:
         deadline = time.monotonic() + (_READY_SECONDS if seconds is None else seconds)
@@ -53,10 +56,6 @@ class Server:
     def terminate(self) -> int:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout=_END_SECONDS)
-
-
-def _without_process(sample: str) -> str:
-    return re.sub(r'{(?:front|replica)="\d+",?', "{", sample).replace("{}", "")
 
 
 # With MAXSIMD_FLEET=2x2 in the environment, servers in tests are two fronts and two engines; with

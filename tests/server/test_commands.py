@@ -158,12 +158,9 @@ def test_ctrl_c_without_a_file_prints_what_there_is(tmp_path: Path) -> None:
 )
 def test_mistakes_are_told_in_one_line(arguments: list[str], message: str, tmp_path: Path) -> None:
     for name, content in {
-        "a.jsonl": b'{"text": "a"}\n',
-        "empty.txt": b"\n",
-        "pdf/broken.pdf": b"%PDF-1.4 broken",
-        "data/data.bin": b"\x00",
-        "text/latin.txt": b"\xe4",
-    }.items():
+        "a.jsonl": b'{"text": "a"}\n', "empty.txt": b"\n", "pdf/broken.pdf": b"%PDF-1.4 broken",
+        "data/data.bin": b"\x00", "text/latin.txt": b"\xe4",
+    }.items():  # fmt: skip
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
     words = [each.format(folder=tmp_path) for each in arguments]

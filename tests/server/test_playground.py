@@ -67,10 +67,6 @@ def _shown(page: Page) -> list[Any]:
     )
 
 
-def _by_character(pieces: list[Any]) -> list[tuple[str, float]]:
-    return [(character, heat) for text, heat in pieces for character in text]
-
-
 def _expected(result: Any, text: str, query: str, word: str) -> list[tuple[str, float]]:
     """How much each character answers a word of the query, by what `explain` says."""
     start = query.index(word)
@@ -93,7 +89,7 @@ def test_pointing_or_the_keyboard_shows_what_explain_says(page: Page, server: Se
         button.hover()
         for pieces, result in zip(_shown(page), results, strict=True):
             text = DOCUMENTS[result["index"]]
-            found = _by_character(pieces)
+            found = [(character, heat) for part, heat in pieces for character in part]
             assert [character for character, _ in found] == [*text]
             expected = _expected(result, text, QUERY, word)
             assert [heat for _, heat in found] == pytest.approx([heat for _, heat in expected], abs=1e-3)

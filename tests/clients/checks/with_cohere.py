@@ -45,12 +45,8 @@ def embeds_in_the_first_version() -> None:
 
 
 def embeds_in_the_second_version() -> None:
-    answer = _client_2(BI_ENCODER).embed(
-        texts=list(DOCUMENTS),
-        model=_EMBEDDER,
-        input_type="search_document",
-        embedding_types=["float", "base64", "ubinary"],
-    )
+    asked = {"texts": list(DOCUMENTS), "model": _EMBEDDER, "input_type": "search_document"}
+    answer = _client_2(BI_ENCODER).embed(**asked, embedding_types=["float", "base64", "ubinary"])
     check_vectors(answer.embeddings.float_, DOCUMENTS, "document")
     check_vectors([_numbers(each) for each in answer.embeddings.base64], DOCUMENTS, "document")
     vector = answer.embeddings.float_[0]
