@@ -108,8 +108,8 @@ def said_of_tokens(folder: str, size: int, **said: Any) -> dict[str, Any]:
         special = added.get(number)
         kinds.append(5 if token is None else 1 if special is None else 3 if special else 4)
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in stated["model"].get("merges", [])]
-    said |= {"tokens": tokens, "token_type": kinds} | ({"merges": merges} if merges else {})
-    return {f"tokenizer.ggml.{key}": value for key, value in said.items()}
+    found = {"tokens": tokens, "token_type": kinds} | said | ({"merges": merges} if merges else {})
+    return {f"tokenizer.ggml.{key}": value for key, value in found.items()}
 
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -51,8 +51,9 @@ def nemotron_embed(folder: Path) -> str:
     _llama(folder)
     code = "llama_bidirectional_model.LlamaBidirectional"
     return change_config(
-        folder, architectures=["LlamaBidirectionalModel"], model_type="llama_bidirec", pooling="avg",
-        auto_map={"AutoConfig": f"{code}Config", "AutoModel": f"{code}Model"},
+        folder, architectures=["LlamaBidirectionalModel"],
+        auto_map={"AutoConfig": f"{code}Config", "AutoModel": f"{code}Model"}, model_type="llama_bidirec",
+        pooling="avg",
     )  # fmt: skip
 
 

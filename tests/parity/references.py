@@ -293,6 +293,9 @@ class JinaM0:
             inputs[name] = torch.cat([inputs[name], torch.tensor([[more]])], dim=1)
         return inputs
 
+    def tokens(self, query: Any, document: Any) -> tuple[int, int]:
+        return 0, self.ids(query, document)["input_ids"].numel()
+
     @torch.inference_mode()
     def score(self, query: Any, document: Any) -> float:
         state = self._model(**self.ids(query, document)).last_hidden_state[0, -1]
