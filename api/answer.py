@@ -258,6 +258,10 @@ def unreadable_body() -> ApiError:
     )
 
 
+def too_many_members(most: int) -> ApiError:
+    return too_large(f"the body is more than {most} compressed files in a row; send it as one")
+
+
 class Sink(Protocol):
     """Receives an answer while it is made. All methods raise ConnectionError once the client has gone
     away."""

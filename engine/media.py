@@ -34,6 +34,8 @@ _MOST_SCANS = 100
 # Chunks of a PNG beside those of its pixels.
 _MOST_CHUNKS = 1_000
 _ONCE = (b"iCCP", b"eXIf")
+# Parts of any file, such as markers of a JPEG or blocks of a GIF. Pillow reads them within half a second.
+_MOST_READS = 500_000
 _OF_PIXELS = (b"IDAT", b"fdAT", b"fcTL")
 
 
@@ -61,6 +63,18 @@ def _check_png(data: bytes) -> None:
         if others > _MOST_CHUNKS or max(once.values()) > 1:
             raise PictureError("has too many chunks for a PNG; save it anew, without what is no picture")
         at += 12 + length
+
+
+class _FewReads(BytesIO):
+    """A file that Pillow reads in its own loops, which nothing can interrupt, so that reads are counted."""
+
+    _left = _MOST_READS
+
+    def read(self, size: int | None = -1) -> bytes:
+        self._left -= 1
+        if self._left < 0:
+            raise PictureError("has too many parts; save it anew, without what is no picture")
+        return super().read(size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,7 +200,7 @@ _WHITE = (255, 255, 255, 255)
 _MOST_PIXELS = 150_000_000
 # Qwen's processors have the same limit; CLIP's makes gigabytes of one line of 8,000 pixels.
 _MAX_ASPECT_RATIO = 200
-# The most WebP pixels for Pillow, which lets nothing else run meanwhile.
+# The most pixels of WebP, and of a compressed BMP, for Pillow, which lets nothing else run meanwhile.
 _MOST_AT_ONCE = 2_000_000
 # Copied at once, within about a millisecond.
 _STRIP_PIXELS = 512 * 1024
@@ -235,7 +249,7 @@ def decoded(data: bytes, limits: PictureLimits) -> Picture:
     try:
         if (still := _still_webp(data, limits)) is not None:
             return _picture(still, None)
-        with pillow.open(BytesIO(data), formats=FORMATS) as image:
+        with pillow.open(_FewReads(data), formats=FORMATS) as image:
             limits.check_size(image.size)
             _check_at_once(image)
             box = image.tile[0][1] if image.format == "GIF" and image.tile else None
@@ -306,8 +320,12 @@ def _still_webp(data: bytes, limits: PictureLimits) -> Any:
 
 
 def _check_at_once(image: Any) -> None:
-    """Raises PictureError for a WebP file that Pillow would decode for long."""
+    """Raises PictureError for a WebP or BMP file that Pillow would decode for long."""
     width, height = image.size
+    if image.tile and image.tile[0][0] == "bmp_rle" and width * height > _MOST_AT_ONCE:
+        raise PictureError(
+            f"has {width:,} x {height:,} pixels, but as compressed BMP may have {_MOST_AT_ONCE:,}; send a PNG"
+        )
     if image.format == "WEBP" and width * height > _MOST_AT_ONCE:
         is_still = getattr(image, "n_frames", 1) == 1
         if is_available() or not is_still:

@@ -24,6 +24,7 @@ from maxsimd.api.answer import (
     malformed,
     too_deep,
     too_large,
+    too_many_members,
     unreadable_body,
 )
 from maxsimd.api.models import SeveralModels, Wanted
@@ -237,6 +238,8 @@ def refusal(headers: Mapping[str, str], most_bytes: int) -> ApiError | None:
 
 # Bytes that are decompressed at a time, before other tasks run.
 _PIECE = 64 * 1024
+# Compressed files in a row, of which some writers make one for each 64 KiB. Each takes ten microseconds.
+_MOST_MEMBERS = 10_000
 _GZIP, _ZLIB, _RAW = 16 + zlib.MAX_WBITS, zlib.MAX_WBITS, -zlib.MAX_WBITS
 # The method that the first byte of zlib's format names (RFC 1950).
 _DEFLATED = 8
@@ -245,12 +248,16 @@ _DEFLATED = 8
 async def decompressed(chunks: AsyncIterable[bytes], encoding: Encoding) -> AsyncIterator[bytes]:
     """The body in pieces. Raises ApiError (400) for another encoding, and for a body that ends too early."""
     decompressor = None
+    members = 0
     async for left in chunks:
         piece = b""
         # More output may follow a full piece even if no input is left.
         while left or len(piece) == _PIECE:
             if decompressor is None or (decompressor.eof and encoding == "gzip" and left):
                 # Compressed files in a row are one file (RFC 1952).
+                members += 1
+                if members > _MOST_MEMBERS:
+                    raise too_many_members(_MOST_MEMBERS)
                 decompressor = _decompressor(encoding, left[0])
             try:
                 piece = decompressor.decompress(left, _PIECE)
@@ -259,7 +266,7 @@ async def decompressed(chunks: AsyncIterable[bytes], encoding: Encoding) -> Asyn
             left = decompressor.unconsumed_tail or decompressor.unused_data
             if piece:
                 yield piece
-                await asyncio.sleep(0)
+            await asyncio.sleep(0)
             if decompressor.eof and left and encoding != "gzip":
                 raise unreadable_body()
     if decompressor is not None and not decompressor.eof:

@@ -1,5 +1,6 @@
 """Bodies: how they are decompressed, what their JSON has by Python's own reader, and their memory."""
 
+import asyncio
 import gzip
 import json
 import tracemalloc
@@ -148,6 +149,25 @@ async def test_few_bytes_that_become_very_many_come_in_pieces() -> None:
         pieces = await _pieces(body, encoding, len(body))
         assert max(map(len, pieces)) == route._PIECE
         assert b"".join(pieces) == text
+
+
+async def test_files_in_a_row_let_others_run_and_are_counted() -> None:
+    turns = 0
+
+    async def take_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async with asyncio.timeout(60):
+        other = asyncio.create_task(take_turns())
+        empty = gzip.compress(b"")
+        assert await _pieces(empty * 500, "gzip", 1 << 20) == []
+        assert turns >= 500
+        with pytest.raises(ApiError, match="10000 compressed files in a row"):
+            await _pieces(empty * 10_001, "gzip", 1 << 16)
+        other.cancel()
 
 
 def test_headers_tell_how_a_body_is_compressed_or_refused() -> None:
