@@ -110,11 +110,8 @@ async def _round(server: Running, count: int, window: float, limit: float) -> tu
     await asyncio.sleep(window)
     moments.append(time.monotonic())
     kinds, gate = _kinds(), asyncio.Semaphore(_AT_A_TIME)
-    clients = [
-        asyncio.create_task(kind.client(server.port, gate))
-        for kind in kinds
-        for _ in range(round(kind.share * count))
-    ]
+    each = [kind for kind in kinds for _ in range(round(kind.share * count))]
+    clients = [asyncio.create_task(kind.client(server.port, gate)) for kind in each]
     while sum(kind.opened + kind.refused for kind in kinds) < len(clients):
         await asyncio.sleep(0.05)
     moments.append(time.monotonic())

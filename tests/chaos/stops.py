@@ -111,7 +111,5 @@ def run(options: Namespace) -> Found:
     seconds = [stop.seconds for stop in stops]
     rows: list[Row] = [("stops", len(stops)), ("requests sent to nobody", statuses.pop(0, 0))]
     rows += [(f"requests answered {status}", count) for status, count in sorted(statuses.items())]
-    rows.append(
-        ("seconds from the signal to the end: median, longest", percentile(seconds, 0.5), max(seconds))
-    )
+    rows.append(("seconds from signal to end: median, longest", percentile(seconds, 0.5), max(seconds)))
     return Found([rows], [reason for stop in stops for reason in stop.broken])

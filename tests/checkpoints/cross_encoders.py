@@ -114,9 +114,8 @@ def qwen3(folder: Path) -> str:
 def chatting(folder: Path, pad: str = "<|endoftext|>", **prompts: Any) -> str:
     """A Qwen3ForSequenceClassification saved by CrossEncoder, whose chat template ends in its eos."""
     plain = folder.with_name(f"{folder.name}-plain")
-    size = byte_level_bpe(
-        plain, _QWEN | {"pad_token": pad}, "$A", "$A $B", additional_special_tokens=["<|im_start|>"]
-    )
+    specials, more = _QWEN | {"pad_token": pad}, ["<|im_start|>"]
+    size = byte_level_bpe(plain, specials, "$A", "$A $B", additional_special_tokens=more)
     _decoder(plain, "qwen3", size, pad, num_key_value_heads=2, head_dim=32)
     (plain / "chat_template.jinja").write_text(ROLES_TEMPLATE + "yes<|im_end|>")
     return save_own(CrossEncoder(str(plain), device="cpu", **prompts), folder)

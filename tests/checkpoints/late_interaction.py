@@ -11,17 +11,9 @@ from sentence_transformers.base.modules import Dense, Normalize, Transformer
 from sentence_transformers.multi_vector_encoder.modules import HierarchicalTokenPooling, MultiVectorMask
 from transformers import AutoTokenizer
 
+from tests.checkpoints import weights
 from tests.checkpoints.cross_encoders import MODERNBERT
 from tests.checkpoints.tokenizers import WORDS, wordpiece, xlm_roberta
-from tests.checkpoints.weights import (
-    SIZES,
-    change_config,
-    save_model,
-    save_module_list,
-    save_own,
-    save_renamed,
-    save_tensors,
-)
 
 _BERT = {"hidden_size": 64, "intermediate_size": 128}
 OF_TOKENS: dict[str, Any] = {
@@ -32,11 +24,11 @@ OF_TOKENS: dict[str, Any] = {
 
 def stanford(folder: Path, attend: bool = False, dim: int = 32, heads: int = 4) -> str:
     """colbert-ir/colbertv2.0: HF_ColBERT, `linear.weight` beside the encoder, artifact.metadata."""
-    model = save_model(folder, "bert", vocab_size=WORDS, **_BERT | {"num_attention_heads": heads})
-    change_config(folder, architectures=["HF_ColBERT"])
-    weights = {f"bert.{name}": tensor for name, tensor in model.state_dict().items()}
-    weights["linear.weight"] = torch.randn(dim, 64) * 0.2
-    save_tensors(weights, folder)
+    model = weights.save_model(folder, "bert", vocab_size=WORDS, **_BERT | {"num_attention_heads": heads})
+    weights.change_config(folder, architectures=["HF_ColBERT"])
+    tensors = {f"bert.{name}": tensor for name, tensor in model.state_dict().items()}
+    tensors["linear.weight"] = torch.randn(dim, 64) * 0.2
+    weights.save_tensors(tensors, folder)
     wordpiece().save_pretrained(folder)
     write_artifact(folder, "[unused0]", "[unused1]", attend, dim, query_maxlen=32, doc_maxlen=180)
     return str(folder)
@@ -45,7 +37,7 @@ def stanford(folder: Path, attend: bool = False, dim: int = 32, heads: int = 4) 
 def native(folder: Path, token_pooling: bool = False, heads: int = 4) -> str:
     """A multi-vector save with every knob turned: prompts, lengths, attended expansion, a skip list."""
     backbone = folder / "backbone"
-    save_model(backbone, "bert", vocab_size=WORDS, **_BERT | {"num_attention_heads": heads})
+    weights.save_model(backbone, "bert", vocab_size=WORDS, **_BERT | {"num_attention_heads": heads})
     wordpiece().save_pretrained(backbone)
     transformer = Transformer(
         str(backbone),
@@ -61,7 +53,7 @@ def native(folder: Path, token_pooling: bool = False, heads: int = 4) -> str:
     model = MultiVectorEncoder(
         modules=modules, prompts={"query": "search query: ", "document": "search document: "}, device="cpu"
     )
-    return save_own(model, folder / "saved")
+    return weights.save_own(model, folder / "saved")
 
 
 def pooled(folder: Path) -> str:
@@ -75,7 +67,7 @@ def pylate_modernbert(folder: Path, model_type: str | None = None) -> str:
     tokenizer = wordpiece()
     tokenizer.add_tokens(["[Q] ", "[D] "])
     tokenizer.save_pretrained(folder)
-    save_model(folder, "modernbert", vocab_size=len(tokenizer), **MODERNBERT)
+    weights.save_model(folder, "modernbert", vocab_size=len(tokenizer), **MODERNBERT)
     return save_as_pylate(folder, model_type, 299, 150)
 
 
@@ -89,7 +81,7 @@ def save_as_pylate(folder: Path, model_type: str | None, longest: int, document_
         config.pop(key, None)
     (projection / "config.json").write_text(json.dumps(config))
     kinds = {"": "sentence_transformers.models.Transformer", "1_Dense": "pylate.models.Dense.Dense"}
-    save_module_list(folder, kinds)
+    weights.save_module_list(folder, kinds)
     longest_text = {"max_seq_length": longest, "do_lower_case": False}
     (folder / "sentence_bert_config.json").write_text(json.dumps(longest_text))
     settings = {
@@ -115,13 +107,14 @@ def jina_colbert_v2(folder: Path) -> str:
     markers = ["[QueryMarker]", "[DocumentMarker]"]
     size, theta = xlm_roberta(folder, additional_special_tokens=markers), 10_000.0
     backbone = folder / "backbone"
-    model = save_model(
+    model = weights.save_model(
         backbone, "jina_embeddings_v3", options={"add_pooling_layer": False}, vocab_size=size,
         max_position_embeddings=514, type_vocab_size=1,
         rope_parameters={"rope_type": "default", "rope_theta": theta},
     )  # fmt: skip
     projection = torch.randn(32, 128) * 0.2
-    save_renamed(model, folder, _REMOTE_TERMS, "mixer.Wqkv", "roberta.", {"linear.weight": projection})
+    more = {"linear.weight": projection}
+    weights.save_renamed(model, folder, _REMOTE_TERMS, "mixer.Wqkv", "roberta.", more)
     code = "jinaai/xlm-roberta-flash-implementation--"
     published = {
         "architectures": ["HF_ColBERT"],
@@ -133,7 +126,7 @@ def jina_colbert_v2(folder: Path) -> str:
         "use_flash_attn": True, "hidden_act": "gelu", "layer_norm_eps": 1e-5, "max_position_embeddings": 514,
         "type_vocab_size": 1, "vocab_size": size, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2,
     }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(published | SIZES))
+    (folder / "config.json").write_text(json.dumps(published | weights.SIZES))
     write_artifact(folder, *markers, attend=True, dim=32, query_maxlen=32, doc_maxlen=300)
 
     AutoTokenizer.from_pretrained(folder).save_pretrained(backbone)
@@ -149,7 +142,7 @@ def jina_colbert_v2(folder: Path) -> str:
         prompts={"query": "[QueryMarker] ", "document": "[DocumentMarker] "},
         device="cpu",
     )
-    save_own(reference, folder / "saved")
+    weights.save_own(reference, folder / "saved")
     return str(folder)
 
 

@@ -4,14 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from sentence_transformers.base.modules import Dense, Normalize
-from transformers import (
-    MT5Config,
-    MT5ForConditionalGeneration,
-    T5Config,
-    T5EncoderModel,
-    T5ForConditionalGeneration,
-)
 
 from tests.checkpoints.bi_encoders import saved_pooled
 from tests.checkpoints.tokenizers import unigram
@@ -26,8 +20,8 @@ def sentence_t5(folder: Path, gated: bool = False) -> str:
     """sentence-t5-base and gtr-t5-base: an encoder alone, the mean, projected; `gated` as T5 1.1."""
     feed_forward = "gated-gelu" if gated else "relu"
     size = _tokenizer(folder / "backbone")
-    config = T5Config(vocab_size=size, feed_forward_proj=feed_forward, **SIZES)
-    _with_positions(T5EncoderModel(config)).save_pretrained(folder / "backbone")
+    config = transformers.T5Config(vocab_size=size, feed_forward_proj=feed_forward, **SIZES)
+    _with_positions(transformers.T5EncoderModel(config)).save_pretrained(folder / "backbone")
     torch.manual_seed(2)
     dense = Dense(128, 96, bias=False, activation_function=torch.nn.Identity())
     torch.nn.init.normal_(dense.linear.weight, std=0.1)
@@ -36,16 +30,18 @@ def sentence_t5(folder: Path, gated: bool = False) -> str:
 
 def monot5(folder: Path) -> str:
     """castorini/monot5-base-msmarco: embeddings that are the output layer too."""
-    config = T5Config(vocab_size=_tokenizer(folder, ("\u2581true", "\u2581false")), **SIZES)
-    _with_positions(T5ForConditionalGeneration(config)).save_pretrained(folder)
+    config = transformers.T5Config(vocab_size=_tokenizer(folder, ("\u2581true", "\u2581false")), **SIZES)
+    _with_positions(transformers.T5ForConditionalGeneration(config)).save_pretrained(folder)
     return str(folder)
 
 
 def mt5(folder: Path) -> str:
     """unicamp-dl/mt5-base-mmarco-v2: gated, an output layer of its own, yes and no."""
     size = _tokenizer(folder, ("\u2581yes", "\u2581no"))
-    config = MT5Config(vocab_size=size, feed_forward_proj="gated-gelu", tie_word_embeddings=False, **SIZES)
-    model = _with_positions(MT5ForConditionalGeneration(config))
+    config = transformers.MT5Config(
+        vocab_size=size, feed_forward_proj="gated-gelu", tie_word_embeddings=False, **SIZES
+    )
+    model = _with_positions(transformers.MT5ForConditionalGeneration(config))
     torch.nn.init.normal_(model.lm_head.weight, std=0.3)
     model.save_pretrained(folder)
     return str(folder)

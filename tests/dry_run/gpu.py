@@ -20,13 +20,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    unset_fake_temporarily,
-)
+from torch._subclasses import fake_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -66,7 +60,7 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 GPU = torch.device("cuda")
 
 # One for the process, so that what has been moved to the device can be used whenever it is entered.
-_MEMORY = FakeTensorMode(allow_non_fake_inputs=True)
+_MEMORY = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
 
 # Operations that change or allocate no more than what describes a tensor, or memory without contents.
 _NO_KERNEL = {
@@ -189,7 +183,7 @@ class FakeGPU(TorchDispatchMode):
         if func.overloadpacket is aten._to_copy and device is not None:
             if is_on_gpu(args[0]) and device.type == "cpu":
                 self._wait(f"{_described(args[0])} is copied to memory of the host that is not pinned")
-                with unset_fake_temporarily():
+                with fake_tensor.unset_fake_temporarily():
                     return torch.rand(args[0].shape).to(kwargs.get("dtype") or args[0].dtype)
             if not is_on_gpu(args[0]) and device.type == "cuda":
                 self._count_copy(args[0], kwargs, to_device=True)
@@ -197,7 +191,7 @@ class FakeGPU(TorchDispatchMode):
         if func.overloadpacket is aten.copy_ and is_on_gpu(args[0]) != is_on_gpu(args[1]):
             return self._copy_between(*args, **kwargs)
         if device is not None and device.type == "cpu" and any(map(is_on_gpu, tensors)):
-            with unset_fake_temporarily():  # memory of the host that is like a tensor of the device
+            with fake_tensor.unset_fake_temporarily():  # memory of the host like a tensor of the device
                 like = torch.empty(args[0].shape, dtype=args[0].dtype)
             return self._on_host(func, (like, *args[1:]), kwargs, [like])
         if any(map(is_on_gpu, tensors)) or (device is not None and device.type == "cuda"):
@@ -243,7 +237,7 @@ class FakeGPU(TorchDispatchMode):
         self._check_races(func, tensors)
         is_new = func.overloadpacket is aten.lift_fresh  # of torch.tensor and torch.from_numpy
         pinned = func.overloadpacket is aten._pin_memory or kwargs.get("pin_memory")
-        with unset_fake_temporarily():
+        with fake_tensor.unset_fake_temporarily():
             if func.overloadpacket is aten._pin_memory:
                 made = args[0].clone()
             else:
@@ -267,11 +261,11 @@ class FakeGPU(TorchDispatchMode):
             raise HostWaits(f"{_described(args[2])} is written where a mask says")
         try:
             made = func(*args, **kwargs)
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        except (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException) as error:
             why = f"{func} needs the contents of {_described(*tensors[:1])}"
             if func.overloadpacket in (aten._local_scalar_dense, aten.equal):
                 self._wait(why)
-                with unset_fake_temporarily():
+                with fake_tensor.unset_fake_temporarily():
                     return func.overloadpacket is aten.equal or torch.zeros((), dtype=args[0].dtype).item()
             if self._graph is not None:
                 raise NotCapturable(f"{why} within a captured graph") from error
@@ -310,7 +304,7 @@ def _is_composed(func: Any) -> bool:
 
 
 def is_on_gpu(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, FakeTensor)
+    return isinstance(tensor, fake_tensor.FakeTensor)
 
 
 def _with_index(argument: Any) -> Any:

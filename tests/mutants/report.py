@@ -96,7 +96,7 @@ def read(part: str, workspace: Path) -> Report:
 
     known = explanations(part)
     killed = timed_out = 0
-    by_reason: dict[str, list[Mutant]] = {"Equivalent": [], "Left": [], "": []}
+    by_reason: dict[str, list[Mutant]] = {"Equivalent": [], "Left": [], "": []}  # as Report has them
     untested: list[Mutant] = []
     broken: list[str] = []
     with chdir(workspace):
@@ -117,9 +117,7 @@ def read(part: str, workspace: Path) -> Report:
                         by_reason[reason].append(mutant)
                 else:
                     broken.append(f"{name} ended with {status}")
-    return Report(
-        part, killed, timed_out, by_reason["Equivalent"], by_reason["Left"], by_reason[""], untested, broken
-    )
+    return Report(part, killed, timed_out, *by_reason.values(), untested, broken)
 
 
 def run(workspace: Path, workers: int) -> None:

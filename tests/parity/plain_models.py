@@ -214,9 +214,7 @@ class OneByOne:
 class PlainEmbedder(OneByOne):
     """What `embed` makes of each text behind its prompt."""
 
-    def __init__(
-        self, embed: Callable[[str], torch.Tensor], prompts: dict[str, str], normalized: bool = True
-    ) -> None:
+    def __init__(self, embed: Model, prompts: dict[str, str], normalized: bool = True) -> None:
         self._embed, self._prompts, self._normalized = embed, prompts, normalized
 
     def vectors(self, text: str, role: str) -> torch.Tensor:
@@ -384,9 +382,8 @@ def nemotron_embed(path: str) -> PlainEmbedder:
 
 def mean_of_both_ways(path: str) -> PlainEmbedder:
     """The mean of the states of any language model that transformers has."""
-    model = BothWays(
-        path, _config(path)["model_type"], tokenizer=transformers.AutoTokenizer.from_pretrained(path)
-    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    model = BothWays(path, _config(path)["model_type"], tokenizer=tokenizer)
     return PlainEmbedder(lambda text: model.states(text).mean(0), {})
 
 

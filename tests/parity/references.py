@@ -7,19 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from safetensors.torch import load_file
 from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTransformer, SparseEncoder
 from sentence_transformers.base.modules import Normalize
 from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    AutoProcessor,
-    AutoTokenizer,
-    Qwen2VLModel,
-    Qwen3Model,
-)
 
 from maxsimd.engine.checkpoint.visual_readers import for_pictures_alone, without_videos
 from tests.parity.plain_models import DETERMINE, Scores, Texts
@@ -97,8 +89,8 @@ class BgeM3:
     """bge-m3 as its paper and FlagEmbedding have it, one text at a time (arXiv 2402.03216, section 3.2)."""
 
     def __init__(self, path: str) -> None:
-        self._tokenizer = AutoTokenizer.from_pretrained(path)
-        self._model = AutoModel.from_pretrained(path).eval()
+        self._tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        self._model = transformers.AutoModel.from_pretrained(path).eval()
         self._sparse = torch.load(Path(path) / "sparse_linear.pt", weights_only=True)
         self._colbert = torch.load(Path(path) / "colbert_linear.pt", weights_only=True)
 
@@ -143,8 +135,8 @@ class LanguageModel:
     """A causal language model, run on one prompt at a time."""
 
     def __init__(self, path: str) -> None:
-        self.tokenizer = AutoTokenizer.from_pretrained(path)
-        self._model = AutoModelForCausalLM.from_pretrained(path).eval()
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
 
     def ids(self, *parts: str) -> list[int]:
         """The tokens of each part by itself, one behind the other."""
@@ -213,7 +205,10 @@ def monot5(path: str, queries: Texts, documents: Texts, words: Texts = ("▁true
     """As pygaggle's `MonoT5` has it: the logarithm of the first word's share in the softmax over both, as the
     first word that the decoder says. Of a long pair pygaggle cuts the end, and with it what it asks; here the
     end of the document is left out."""
-    tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForSeq2SeqLM.from_pretrained(path).eval()
+    tokenizer, model = (
+        transformers.AutoTokenizer.from_pretrained(path),
+        transformers.AutoModelForSeq2SeqLM.from_pretrained(path).eval(),
+    )
     ids = [tokenizer.get_vocab()[word] for word in words]
     start = torch.tensor([[model.config.decoder_start_token_id]])
     scores = []
@@ -232,8 +227,8 @@ def monot5(path: str, queries: Texts, documents: Texts, words: Texts = ("▁true
 
 def jina_reranker_v3(path: str, query: str, documents: Sequence[str]) -> Scores:
     """A plain reading of arXiv 2509.25085 and the model card, for one query and many documents."""
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    model = Qwen3Model.from_pretrained(path).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    model = transformers.Qwen3Model.from_pretrained(path).eval()
     tensors = load_file(Path(path) / "model.safetensors")
     first, second = tensors["projector.0.weight"], tensors["projector.2.weight"]
 
@@ -275,9 +270,10 @@ class JinaM0:
 
     def __init__(self, path: str) -> None:
         with without_videos():
-            self.processor = for_pictures_alone(AutoProcessor.from_pretrained(path, backend="pil"))
+            processor = transformers.AutoProcessor.from_pretrained(path, backend="pil")
+        self.processor = for_pictures_alone(processor)
         self.processor.image_processor.size = {"shortest_edge": 3_136, "longest_edge": 602_112}
-        self._model = Qwen2VLModel.from_pretrained(path).eval()
+        self._model = transformers.Qwen2VLModel.from_pretrained(path).eval()
         tensors = load_file(Path(path) / "model.safetensors")
         self._score = {name[6:]: each for name, each in tensors.items() if name.startswith("score.")}
 

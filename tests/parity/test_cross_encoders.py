@@ -16,6 +16,7 @@ from maxsimd.engine import CUT_LONG, Engine, EngineConfig, InvalidRequestError, 
 from tests.checkpoints import language_models, t5
 from tests.checkpoints.shared import SharedCheckpoints
 from tests.engines import Engines
+from tests.exhaustive import exhaustive
 from tests.native_bfloat16 import needs_native_bfloat16
 from tests.parity import references
 from tests.parity.changes import settings
@@ -51,17 +52,13 @@ async def test_without_activation_scores_are_logits(
     assert np.ptp(odds) > 0.01
 
 
-@pytest.mark.parametrize(
-    "truncation", [pytest.param("longest_first", marks=pytest.mark.exhaustive), "only_second"]
-)
+@pytest.mark.parametrize("truncation", [*exhaustive("longest_first"), "only_second"])
 async def test_pairs_are_cut_as_the_checkpoint_says(
     bert_cross_encoder: str, tmp_path: Path, pairs: list[Pair], truncation: str
 ) -> None:
-    transformer = Transformer(
-        bert_cross_encoder,
-        transformer_task="sequence-classification",
-        processing_kwargs={"text": {"truncation": truncation, "max_length": 60}},
-    )
+    said = {"text": {"truncation": truncation, "max_length": 60}}
+    task = "sequence-classification"
+    transformer = Transformer(bert_cross_encoder, transformer_task=task, processing_kwargs=said)
     CrossEncoder(modules=[transformer], device="cpu").save_pretrained(str(tmp_path), create_model_card=False)
     queries, documents = _texts(pairs[:20])
     queries = [" ".join((f"{query} " * (1 + i % 4)).split()[:12]) for i, query in enumerate(queries)]
@@ -144,8 +141,8 @@ async def _listwise(engines: Engines, path: str, documents: list[str], **options
     return np.array((await engine.score("how is a file opened", documents, truncation=CUT_LONG)).scores)
 
 
-@pytest.mark.parametrize("count", [5, pytest.param(200, marks=pytest.mark.exhaustive)])
-async def test_scores_are_the_papers(
+@pytest.mark.parametrize("count", [5, *exhaustive(200)])
+async def test_it_scores_as_the_paper(
     checkpoint: str, engines: Engines, pairs: list[Pair], count: int
 ) -> None:
     documents = [pair.document for pair in pairs[:count]]

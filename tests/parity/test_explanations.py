@@ -205,11 +205,8 @@ async def _compare_windows(engine: Engine, document: str, explanation: Any, leas
     assert (spans[0][0], spans[-1][1]) == (0, len(document))
     assert all(next_one[0] < span[1] <= next_one[1] for span, next_one in pairwise(spans))
     spaced = f" {document} "
-    whole = [
-        window
-        for window in explanation.windows
-        if (spaced[window.span[0]] + spaced[window.span[1] + 1]).isspace()
-    ]
+    around = {window: spaced[window.span[0]] + spaced[window.span[1] + 1] for window in explanation.windows}
+    whole = [window for window, characters in around.items() if characters.isspace()]
     assert len(whole) >= least
     alone = await engine.score(QUERY, [document[slice(*window.span)] for window in whole], cache="bypass")
     np.testing.assert_allclose([window.score for window in whole], alone.scores, atol=2e-5)

@@ -120,9 +120,8 @@ def _written_by(function: Any) -> set[str]:
 @cache
 def _of_files() -> Mapping[str, set[str]]:
     """The keys that the installed libraries read of each file, config.json and those of modules apart."""
-    of_all = _named_in(BaseModel._load_config_modules, "model_config") | _named_in(
-        BaseModel._get_model_type, "config"
-    )
+    of_all = _named_in(BaseModel._load_config_modules, "model_config")
+    of_all |= _named_in(BaseModel._get_model_type, "config")
     for kind in (BaseModel, SentenceTransformer, CrossEncoder, SparseEncoder, MultiVectorEncoder):
         of_all |= _named_in(kind._parse_model_config, "model_config") | _written_by(kind._get_model_config)
     stash = multi_vector_model._LegacyStash._PYLATE_TRANSFORMER_KEYS

@@ -530,10 +530,8 @@ def test_a_folder_that_cannot_be_listed_is_skipped(tmp_path: Path, monkeypatch: 
 
 
 def test_unreadable_files_are_named(checkpoints: SharedCheckpoints, monkeypatch: pytest.MonkeyPatch) -> None:
-    can = os.access
-    monkeypatch.setattr(
-        os, "access", lambda path, mode: "tokenizer.json" not in str(path) and can(path, mode)
-    )
+    can, file = os.access, "tokenizer.json"
+    monkeypatch.setattr(os, "access", lambda path, mode: file not in str(path) and can(path, mode))
     said = refusal(checkpoints(cross_encoders.bert))
     assert re.search(r"/tokenizer.json cannot be read: permission denied; .*\(chmod\)", said), said
 
@@ -766,7 +764,7 @@ _USUAL = [*_BEHIND[:4], *(each for each in _BEHIND if each[3] in ("renamed", "wi
 
 
 @pytest.mark.parametrize(("name", "file", "tensor", "damage"), with_default(_BEHIND, _USUAL))
-def test_a_wrong_last_tensor_is_named(
+def test_wrong_last_tensors_are_named(
     name: str, file: str, tensor: str, damage: str, changed: Changed
 ) -> None:
     path = Path(changed(_NAMED[name].build))

@@ -27,14 +27,8 @@ TRITON = EngineConfig(dtype="float32", attention="triton", maxsim="triton", kern
 
 def compare_late_interaction(path: str, cache_mb: str, precision: Any) -> None:
     documents = [pair.document[:40] for pair in docstring_pairs()[:DOCUMENTS]]
-    plain, ours = (
-        asyncio.run(
-            _score_twice(
-                replace(config, model=path, cache_mb=int(cache_mb), cache_precision=precision), documents
-            )
-        )
-        for config in (PLAIN, TRITON)
-    )
+    more: dict[str, Any] = {"model": path, "cache_mb": int(cache_mb), "cache_precision": precision}
+    plain, ours = (asyncio.run(_score_twice(replace(each, **more), documents)) for each in (PLAIN, TRITON))
     np.testing.assert_allclose(ours, plain, atol=1e-4 if precision != "int8" else 2e-3)
 
 
@@ -42,9 +36,7 @@ def compare_with_a_slab(path: str, precision: Any) -> None:
     """Scores of new documents, and of the same in the slab."""
     opened: list[EmbeddingSlab] = []
 
-    def open_slab(
-        _: Any, model: LoadedModel, cache: Any, device: Any, dtype: Any, int8: bool, __: int
-    ) -> Any:
+    def open_slab(_: Any, model: LoadedModel, __: Any, device: Any, dtype: Any, int8: bool, ___: int) -> Any:
         dim = model.tasks[model.score_task].dim
         as_int8 = int8 and precision == "int8"
         opened.append(EmbeddingSlab(4096, dim, torch.int8 if as_int8 else dtype, device))
@@ -61,11 +53,9 @@ def compare_with_a_slab(path: str, precision: Any) -> None:
 def compare_cross_encoder(path: str) -> None:
     """A causal one: pairs share a beginning, and steps of 64 tokens cut it and them."""
     documents = [pair.document[:200] for pair in docstring_pairs()[:5]]
-    scores = [
-        asyncio.run(_score_twice(replace(config, model=path, max_batch_tokens=64), documents))
-        for config in (PLAIN, TRITON)
-    ]
-    np.testing.assert_allclose(scores[1], scores[0], atol=1e-4)
+    configs = [replace(config, model=path, max_batch_tokens=64) for config in (PLAIN, TRITON)]
+    plain, ours = (asyncio.run(_score_twice(config, documents)) for config in configs)
+    np.testing.assert_allclose(ours, plain, atol=1e-4)
 
 
 async def _score_twice(config: EngineConfig, documents: list[str]) -> list[float]:

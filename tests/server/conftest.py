@@ -36,10 +36,8 @@ class Server:
         """Of all processes of the server together."""
         lines = httpx.get(self.url + "/metrics", timeout=30).text.splitlines()
         values = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
-        process = re.compile(r'(?<={)(front|replica)="\d+",?')
-        return sum(
-            float(value) for sample, value in values if process.sub("", sample) in (name, f"{name}{{}}")
-        )
+        process, names = re.compile(r'(?<={)(front|replica)="\d+",?'), (name, f"{name}{{}}")
+        return sum(float(value) for sample, value in values if process.sub("", sample) in names)
 
     def wait_until_ready(self, seconds: float | None = None) -> None:
         deadline = time.monotonic() + (_READY_SECONDS if seconds is None else seconds)

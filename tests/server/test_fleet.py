@@ -137,9 +137,8 @@ def test_a_spread_request_is_answered_as_by_one_process(fleet: Server, colbert_s
     for each in (fleet, colbert_server):
         assert httpx.delete(each.url + "/cache").status_code == 204, "another test may have filled it"
     for path, body in (*ASKED, *EMBEDDED):
-        spread, whole = (
-            httpx.post(each.url + path, json=body, timeout=60).json() for each in (fleet, colbert_server)
-        )
+        answers = [httpx.post(each.url + path, json=body, timeout=60) for each in (fleet, colbert_server)]
+        spread, whole = (each.json() for each in answers)
         assert shape_of(spread) == shape_of(whole), path
         assert numbers_of(spread) == pytest.approx(numbers_of(whole), rel=1e-6, abs=1e-5), path
     assert len(_steps(fleet)) == 2
