@@ -1,6 +1,5 @@
-"""A process that has imported what servers, commands and tests need, and makes copies of itself for those who
-ask: `python -m tests.imported SOCKET`. It computes nothing, because copies have none of its threads. It ends
-with its standard input."""
+"""A process that has imported what tests need, and copies itself on request: `python -m tests.imported
+SOCKET`. It computes nothing, because copies have none of its threads. It ends with its standard input."""
 
 import contextlib
 import gc

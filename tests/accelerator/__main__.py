@@ -1,6 +1,5 @@
-"""Scores on the accelerator that does not exist, and on the CPU. Reads lines of JSON, each with a case, and
-answers each by a line with both scores, or with the error that loading ends with. With arguments it is the
-command `maxsimd` instead."""
+"""Scores cases, one JSON object a line of input, on the accelerator that does not exist and on the CPU.
+With arguments it is the command `maxsimd` instead."""
 
 import json
 import sys

@@ -1,9 +1,7 @@
 """An accelerator that does not exist: `imaginary`, a type of device that torch takes for a real one.
 
-Its tensors have their numbers in memory of the host, and each operation on them is one on the host's tensors.
-What a real device refuses is refused: tensors of two devices in one operation, float64 (as Apple's GPUs do),
-and arrays of numpy that would share its memory. The type belongs to the process that calls `add_device`.
-"""
+Operations run on the host's memory. As on a real device these are refused: tensors of two devices in one
+operation, float64 (as on Apple's GPUs), and arrays of numpy that would share its memory."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,4 @@
-"""Every kind of score on an accelerator that does not exist: the real engine gives the scores there that it
-gives on the CPU, no step mixes devices, and a device that computes something else is refused at load."""
+"""Every kind of score is the CPU's on an accelerator that does not exist, or is refused at load."""
 
 import json
 from typing import Any

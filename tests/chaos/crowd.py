@@ -1,6 +1,6 @@
-"""Processes of clients under load: they are started, stopped and resumed, and what became of their requests
-is collected. Each runs as `python -m tests.chaos.crowd URL POOL SEED MIX`, draws requests until its standard
-input ends, and prints a line of JSON for each that is over."""
+"""Processes of clients under load: `python -m tests.chaos.crowd URL POOL SEED MIX`.
+
+Each draws requests until its standard input ends, and prints a line of JSON for each that is over."""
 
 import asyncio
 import json

@@ -184,12 +184,11 @@ async def watch(server: Running, records: list[Record], samples: list[Sample]) -
 
 
 def trend(samples: Sequence[Sample], name: str) -> str:
-    """How much the least of a value grows in an hour, in the second half, and half the width of its 95 %
-    confidence interval.
+    """The growth of a value's least per hour, in the second half, with half of its 95 % confidence interval.
 
-    From the least of each block: what more there is at a moment is of requests that are there. As one block
-    resembles the one before, the error is that of fewer blocks, by the correlation of each one's residual
-    with the next one's (Santer et al., Journal of Geophysical Research 105(D6), 2000, section 3)."""
+    The least of each block leaves out what requests hold at a moment. Blocks resemble each other, so the
+    error is that of fewer blocks (Santer et al., Journal of Geophysical Research 105(D6), 2000, section
+    3)."""
     half = samples[len(samples) // 2 :]
     if len(half) < _FEWEST:
         return "not known"

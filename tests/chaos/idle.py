@@ -1,5 +1,4 @@
-"""Thousands of idle and slow connections beside normal load: how long that load takes without them, while
-they come in one burst and once they are there, in turns; and whether each is closed within its limit."""
+"""Thousands of idle and slow connections: how they delay normal load, and whether each is closed in time."""
 
 import asyncio
 import json
@@ -35,9 +34,9 @@ _LONG = json.dumps({"query": "q", "documents": ["word " * 1_000_000]}).encode()
 
 @dataclass(slots=True)
 class Kind:
-    """Slow clients: their share, what one sends at first and every few seconds, and the bytes it reads in a
-    second (None for all). It also counts the clients that were opened, that were refused and that are open,
-    and has the seconds until the server closed each."""
+    """Slow clients: their share, what one sends at first and every few seconds, and how many bytes a second
+    it reads (None for all); then how many were opened, refused and left open, and the seconds until each
+    closed."""
 
     name: str
     share: float

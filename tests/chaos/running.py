@@ -22,9 +22,9 @@ _SETTLING_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What a server holds: what its engine does by name, which is nothing once it is idle, asyncio's tasks,
-    and descriptors. Two are the same whatever is allocated, which is never twice the same: bytes in the C
-    library's heaps (None where it does not say), and Python's small objects."""
+    """What a server holds: the engine's work by name, asyncio's tasks, and descriptors. Two states are
+    compared without what is allocated: bytes in the C library's heaps (None if unknown) and Python's small
+    objects."""
 
     held: dict[str, int]
     tasks: int
@@ -79,8 +79,7 @@ class Running(Server):
 def running(
     model: str | None, *options: str, hooked: bool = True, before: Callable[[], None] | None = None
 ) -> Iterator[Running]:
-    """A server in float32 that is ready, stopped in the end, of the embedded model if none is named. `before`
-    is what its process does first."""
+    """A ready server in float32, of the embedded model by default. Its process calls `before` first."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         module = "tests.chaos.server" if hooked else None

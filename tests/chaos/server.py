@@ -1,6 +1,6 @@
-"""Runs maxsimd's command in this process with a model that can be made to fail, and tells what is inside:
-`python -m tests.chaos.server serve ...`. A thread listens on the Unix socket that CHAOS_SOCKET names; each
-line there is a command, and gets a line as its answer."""
+"""Runs maxsimd's command with a model that can be made to fail: `python -m tests.chaos.server serve ...`.
+
+A thread answers commands, one a line, on the Unix socket that CHAOS_SOCKET names."""
 
 import asyncio
 import ctypes

@@ -70,8 +70,7 @@ class Conversion:
 
 
 def write_gguf(folder: str, path: Path, conversion: Conversion, kind: Kind, more: Tensors | None) -> Tensors:
-    """Writes the checkpoint of a folder as one file, matrices in one kind of blocks where they fit, vectors
-    in float32. Returns what its tensors stand for, by the file's names."""
+    """Writes a checkpoint as one file, vectors in float32. Returns what its tensors stand for, by name."""
     config = json.loads(Path(folder, "config.json").read_text())
     name = gguf.MODEL_ARCH_NAMES[conversion.arch]
     writer = gguf.GGUFWriter(path, name)
@@ -96,8 +95,7 @@ def write_gguf(folder: str, path: Path, conversion: Conversion, kind: Kind, more
 
 
 def said_of_tokens(folder: str, size: int, **said: Any) -> dict[str, Any]:
-    """What llama.cpp says of a byte-level tokenizer: its tokens by number and kind, filled up to the size of
-    the embeddings, and its merges."""
+    """What llama.cpp says of a byte-level tokenizer, filled up to the size of the embeddings."""
     tokenizer = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
     stated = json.loads(Path(folder, "tokenizer.json").read_text())
     added = {token["id"]: token["special"] for token in stated["added_tokens"]}
@@ -182,8 +180,7 @@ def qwen3(folder: Path, kind: str = "Q8_0", **said: Any) -> str:
 
 
 def qwen3_reranker(folder: Path, kind: str = "Q8_0", tied: bool = True, **changed: Any) -> str:
-    """A Qwen3-Reranker as ggml-org converts it: of the output layer the rows of yes and no, in their own
-    tensor, which is all that is left of an output layer that is not tied to the embeddings."""
+    """A Qwen3-Reranker as ggml-org converts it: of the output layer only the rows of yes and no are left."""
     source = _qwen3(folder / "hf", tie_word_embeddings=tied)
     config = _config(source)
     tensors = load_file(Path(source) / "model.safetensors")

@@ -59,10 +59,7 @@ def xlm_roberta(folder: Path, **options: Any) -> int:
 def unigram(
     folder: Path, specials: Specials, single: str, pair: str, words: Words = (), **options: Any
 ) -> int:
-    """A SentencePiece unigram tokenizer (XLM-RoBERTa, DeBERTa-v2, Gemma, T5); returns its size.
-
-    `specials` are the tokens in front of the vocabulary by their roles; `single` and `pair` the templates;
-    `words` further pieces; `most` the number of frequent ones."""
+    """A SentencePiece unigram tokenizer with `most` frequent pieces and `words`; returns its size."""
     ordered = list(dict.fromkeys(specials.values()))
     pieces = pieces_of(ordered, options.pop("most", 3000))
     present = {piece for piece, _ in pieces}

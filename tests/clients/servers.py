@@ -19,9 +19,8 @@ _PLAIN = ("--dtype", "float32", "--threads", "1", "--log-level", "warning")
 
 @contextmanager
 def running() -> Iterator[dict[str, str]]:
-    """Five servers; gives the environment variables that hold their base URLs. By late interaction and as a
-    bi-encoder they serve the embedded model, as a cross-encoder one with random weights, and one serves two
-    models, as docs/rag.md has it. One lets the key `limited` send 20 requests a minute."""
+    """Five servers by the environment variables of their base URLs: three kinds of score, two models as in
+    docs/rag.md, and one that lets the key `limited` send 20 requests a minute."""
     names = [part for name in MODELS for part in ("--served-model-name", name)]
     with tempfile.TemporaryDirectory() as temporary, contextmanager(starter)(Path(temporary)) as start:
         cross_encoder = save_cross_encoder(Path(temporary) / "cross-encoder")

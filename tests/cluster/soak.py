@@ -1,6 +1,5 @@
-"""Scorers on Ray killed under eight clients, and rows through `maxsimd cluster score` while its actors and
-the command are killed, of which each must be in the output once: `python -m tests.cluster.soak --out FILE`
-writes both tables."""
+"""Kills scorers on Ray under clients, and actors of `maxsimd cluster score`; each row must come out once.
+`python -m tests.cluster.soak --out FILE` writes both tables."""
 
 import argparse
 import os

@@ -1,5 +1,4 @@
-"""These tests need Triton, whose kernels they count, and no GPU: where there is one, `make test-gpu` shows
-more."""
+"""These tests need Triton and no GPU: where there is one, `make test-gpu` shows more."""
 
 from importlib.util import find_spec
 

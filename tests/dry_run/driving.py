@@ -1,7 +1,5 @@
-"""Models on the GPU that is not there: loaded and proven on the CPU as always, then moved, and run by what a
-GPU runs them by. The steps that they are driven through have whole sequences, cut ones, shared prefixes,
-documents that are cached, read through windows or explained, and pictures.
-"""
+"""Models on the GPU that is not there: loaded and proven on the CPU, then moved, and driven through steps
+of whole sequences, cut ones, prefixes, cached, windowed and explained documents, and pictures."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
@@ -196,8 +194,7 @@ class OnGPU:
 
 @contextmanager
 def first_layers(backbone: nn.Module, count: int) -> Iterator[int]:
-    """The backbone with its first layers alone, or without some of its last ones where `count` is negative;
-    gives the number of layers that it had. Raises where they are not found."""
+    """The backbone with its first layers alone, or without its last (negative); gives how many it had."""
     config: Any = backbone.config
     # The list that has as many modules as there are layers; of an encoder and a decoder, the encoder's.
     (parent, name, layers), *others = [
@@ -312,8 +309,7 @@ def prefixes(on: OnGPU) -> None:
 
 
 def documents(on: OnGPU) -> None:
-    """Documents against queries of their own and of earlier steps: new, cached meanwhile, and twice in one
-    step."""
+    """Documents against queries of this and earlier steps: new, just cached, and twice in one step."""
     ids = Ids(on.model)
     query, other = ids.query(12, 5), ids.query(32, 1, **_unattended(on, 32))
     new = [ids.document(length, DocumentPayload(query.sequence_id, b"%d" % length)) for length in (40, 9)]
@@ -326,8 +322,7 @@ def documents(on: OnGPU) -> None:
 
 
 def cached(on: OnGPU) -> None:
-    """Documents that were cached when their request came, of a query that is run and of one that was given;
-    some are explained."""
+    """Documents found in the cache, of a query that is run and of one that was given; some are explained."""
     ids = Ids(on.model)
     query = ids.query(12, 3)
     found = [scorer.CachedDocument(ResultSlot(0, i), _entry(on, 10 + i)) for i in range(3)]
@@ -342,8 +337,7 @@ def cached(on: OnGPU) -> None:
 
 
 def windows(on: OnGPU) -> None:
-    """Documents of several windows in one step and in two, whose scores are explained or not: not where
-    tokens are merged, to a number that is not told before."""
+    """Documents of several windows in one step and in two, explained unless tokens are merged."""
     ids = Ids(on.model)
     query = ids.query(6, 4)
     parts = []
@@ -459,8 +453,8 @@ CHECKPOINTS = [
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Of one step of whole sequences: kernels a layer and outside of the layers, copies in both directions,
-    bytes to the device a token, and how often the host waits."""
+    """Costs of a step of whole sequences: kernels a layer and outside of layers, copies, bytes to the device
+    a token, and waits of the host."""
 
     layer: int
     outside: int
@@ -470,8 +464,7 @@ class StepCost:
 
 
 def cost_of(on: OnGPU) -> StepCost:
-    """A layer is what there is less when the last one is taken away. Where layers differ, `outside` has the
-    difference, and may be negative."""
+    """Counts a layer by removing the last one. `outside` may be negative where layers differ."""
     ids = Ids(on.model)
     step = step_of(*(ids.text(length) for length in LENGTHS))
     on.run(step)  # what is made once is not counted

@@ -1,12 +1,8 @@
 """A GPU that is not there. Its tensors are torch's fake ones on "cuda", which have a shape and no contents,
 so a CPU build of torch runs whole models on it. Tensors of the host are real.
 
-Every operation passes through `FakeGPU`, which raises a `Fault` where a real GPU would fail or the host would
-wait, and counts kernels, copies and allocations.
-
-Our Triton kernels are replaced where Triton starts them: each launch is checked and counted, and nothing
-runs. What surrounds them is real, and a new kernel needs no line here.
-"""
+`FakeGPU` sees every operation. It raises a `Fault` where a real GPU would fail or the host would wait, and
+counts kernels, copies and allocations. Launches of our Triton kernels are checked and counted, not run."""
 
 import ctypes
 import functools
@@ -76,9 +72,8 @@ _MASKED = {aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_
 
 @dataclass(slots=True)
 class Counts:
-    """What was done since these were made: kernels by their names, copies in both directions with their
-    bytes, allocations on the device, and how often the host has waited where it may. Operations on nothing at
-    all launch no kernel."""
+    """Kernels by name, copies both ways with their bytes, allocations on the device, and waits of the host.
+    Operations on nothing at all launch no kernel."""
 
     launches: Counter[str] = field(default_factory=Counter)
     to_device: int = 0
@@ -109,9 +104,8 @@ class Graph:
 
 
 class FakeGPU(TorchDispatchMode):
-    """The device, while it is entered. Where the host would wait, this raises, unless it `may_wait`: then
-    that is counted, a number that it waits for is 0, or random where there are several, and any two tensors
-    are equal: so what compares results at load finds them right."""
+    """The device, while it is entered. Where the host would wait, this raises, unless it `may_wait`: then the
+    wait is counted, a number is 0, several are random, and any two tensors are equal."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -285,8 +279,7 @@ class FakeGPU(TorchDispatchMode):
         return made[0] if made else None
 
     def _check_races(self, func: Any, tensors: list[torch.Tensor]) -> None:
-        """Of what a copy reads, the device needs the numbers as they are; what a copy writes is not there
-        yet. Freeing either is safe: torch waits with such memory."""
+        """During a copy, what it reads may not be written, and what it writes may not be read."""
         if any(_address(tensor) in self._being_written for tensor in tensors):
             raise Race(f"{func} reads what is still being copied to the host")
         is_written = func._schema.is_mutable and func.overloadpacket not in _NO_KERNEL
@@ -391,9 +384,8 @@ _GUARDS, _TYPES, _CUDA, _META = "_ZN3c104impl26device_guard_impl_registryE", 21,
 
 @contextmanager
 def _no_guard() -> Iterator[None]:
-    """Lets tensors on "cuda" be indexed by a build of torch without CUDA, which asks for what switches to
-    their device before anything else; "meta" has one that does nothing. torch does the same itself in builds
-    with CUDA on machines without a GPU."""
+    """Lets builds of torch without CUDA index tensors on "cuda": they get the guard of "meta", which does
+    nothing. Builds with CUDA do the same themselves on machines without a GPU."""
     if torch.backends.cuda.is_built():
         yield
         return

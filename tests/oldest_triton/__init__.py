@@ -14,8 +14,7 @@ REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 
 
 def interpreter() -> str:
-    """The environment's Python. Makes the environment the first time, and anew when what it needs, or the
-    environment behind it, has changed."""
+    """The environment's Python. Makes the environment at first, and anew when what it needs has changed."""
     behind = sysconfig.get_paths()["purelib"]
     wanted = hashlib.sha256(REQUIREMENTS.read_bytes() + behind.encode()).hexdigest()
     stamp = _FOLDER / "installed"

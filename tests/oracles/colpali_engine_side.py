@@ -1,11 +1,8 @@
-"""Encodes queries and pages with colpali-engine. Run by test_authors.py in that package's environment,
-so it imports nothing of ours.
+"""Encodes queries and pages with colpali-engine, in that package's environment, for test_authors.py.
 
-Reads one JSON object from standard input: the `family` (a class of colpali-engine), the `checkpoint`,
-`queries` and what is to stand behind them (`suffix`), `pages` (files of pictures) and how they are written
-(`page`), `backend` (what resizes pictures: pil or torchvision), and `output`, where the token embeddings go:
-q0, q1, ..., p0, p1, ... [tokens, dimensions]. `suffix` and `page` are null for what the family has by itself.
-"""
+Reads one JSON object: the `family` (a class of colpali-engine), the `checkpoint`, `queries` and their
+`suffix`, `pages` (files of pictures) and how they are written (`page`), `backend` (pil or torchvision), and
+`output`, the file for token embeddings q0, q1, ..., p0, p1, ... [tokens, dimensions]."""
 
 import json
 import sys

@@ -1,11 +1,7 @@
-"""Scores pairs with FlagEmbedding, whose authors trained the models. Run by test_authors.py in
-environments of their own, so it imports nothing of ours.
+"""Scores pairs with FlagEmbedding, in environments of its own, for test_authors.py.
 
-Reads one JSON object from standard input: the `checkpoint`, `pairs` of query and document, and `output`,
-where scores go by names. Of bge-m3 it has the `weights` of dense, sparse and multi-vector scores, whose names
-are FlagEmbedding's. Of the reranker that compresses tokens it has `runs` by their names, which have
-`cutoff_layers`, `compress_ratio` and `compress_layers` each.
-"""
+Reads one JSON object: the `checkpoint`, `pairs` of query and document, and `output`, the file for scores by
+name; for bge-m3 the `weights` of its scores, for the reranker that compresses tokens its `runs` by name."""
 
 import json
 import sys

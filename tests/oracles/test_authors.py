@@ -97,9 +97,8 @@ async def test_token_compression_equals_flag_embedding(
 
 @dataclass(frozen=True)
 class Family:
-    """A checkpoint and the class of colpali-engine for it. Where transformers writes queries and pages in
-    words of its own, those are `prefix`, `suffix` and `page`. `size` is that of a page that needs no
-    resizing."""
+    """A checkpoint and its class in colpali-engine. `prefix`, `suffix` and `page` are the words of
+    transformers where they differ; `size` is that of a page that needs no resizing."""
 
     build: Callable[[Path], str]
     name: str

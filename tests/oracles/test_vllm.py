@@ -70,9 +70,8 @@ _TASKS: dict[Compared, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A text or pair by its token ids; the `second` text of a pair begins at this token, where types are
-    told apart. Of the rows that vLLM gives `rows` are ours, in our order. Of `texts`, documents and then
-    their query, vLLM makes the one prompt by itself."""
+    """A text or pair by its token ids, with the start of a `second` text, and which `rows` of vLLM's are
+    ours. Of `texts`, documents and their query, vLLM makes the prompt itself."""
 
     ids: list[int]
     second: int | None
@@ -151,8 +150,7 @@ def texts(pairs: list[Pair]) -> tuple[list[str], list[str]]:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Inputs for vLLM, what our engine gives for them, what of vLLM's arrays that is, and whether its
-    activation follows: what normalises vectors."""
+    """Inputs for vLLM, our results, what of vLLM's arrays they are, and whether vectors are normalized."""
 
     inputs: list[Input]
     ours: list[Numbers]
@@ -270,8 +268,7 @@ _ASK: dict[Compared, Callable[[Engine, list[str], list[str]], Awaitable[Asked]]]
 
 
 def relative_error(ours: list[Numbers], theirs: list[Numbers]) -> float:
-    """The largest difference by the largest number of its array; NaN where there is one, and infinite where
-    they differ in shape."""
+    """The largest difference by the largest number of its array; infinite where they differ in shape."""
     if all(each.size == 1 for each in ours):  # logits, any of which may be next to 0
         ours, theirs = [np.concatenate(ours)], [np.concatenate(theirs)]
     errors = []

@@ -1,13 +1,9 @@
 """Runs checkpoints with vLLM. Run by test_vllm.py in vLLM's own environment, so it imports nothing of ours.
 
-Prints vLLM's version, then reads orders from standard input, one JSON object a line: the `checkpoint`, the
-pooling `task` and other settings of the `pooler`, `overrides` of its configuration (vLLM's hf_overrides), the
-`stand_in`: the name of a class for its configuration where only code of the checkpoint's own has one, the
-`inputs`, and whether an `activation` follows. Inputs come by their token ids and, of pairs, the place where
-the second text begins; or one by its `texts`, of which vLLM makes a prompt. Each order is run in a process of
-its own, and answered in one line: null, or what went wrong. What vLLM gives is then in `output`: one array an
-input.
-"""
+Prints vLLM's version, then reads orders, one JSON object a line: the `checkpoint`, the `task` and settings
+of the `pooler`, `overrides` (vLLM's hf_overrides), a `stand_in` for a configuration's class, the `inputs`
+(token ids with the start of a second text, or `texts`), and whether an `activation` follows. Each order runs
+in a process of its own. The answer is a line: null, or what went wrong; `output` has an array an input."""
 
 import json
 import os

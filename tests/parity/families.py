@@ -33,10 +33,8 @@ HYBRID = "hybrid"
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """`settings` are what a user would give on the command line beside the model; `packed` is how the engine
-    is expected to run it; `weights` tells where the reference finds the same weights in its own terms, for
-    checkpoints with code of their own; `embeddings` makes them of texts in a role, for checkpoints that
-    sentence-transformers does not read."""
+    """`settings` are options beside the model, `weights` finds the reference's weights for code of a
+    checkpoint's own, and `embeddings` makes them of texts in a role where sentence-transformers cannot."""
 
     name: str
     kind: str

@@ -432,9 +432,8 @@ def _text_ids(tokenizer: Any, text: str) -> list[int]:
 
 @torch.inference_mode()
 def bge_minicpm(path: str, queries: Texts, documents: Texts, layer: int = 4) -> Scores:
-    """BAAI/bge-reranker-v2-minicpm-layerwise: MiniCPM (arXiv 2404.06395), a Llama whose embeddings are
-    multiplied by `scale_emb`, and what each half of a layer adds by `scale_depth` / sqrt(layers). Here the
-    last matrix of each half is."""
+    """BAAI/bge-reranker-v2-minicpm-layerwise: MiniCPM (arXiv 2404.06395), a Llama with scaled embeddings, and
+    with scaled sums of each half of a layer, for which its last matrix is scaled here."""
     said, tensors = _config(path), tensors_of(path)
     scale = said["scale_depth"] / said["num_hidden_layers"] ** 0.5
     sizes = {name: each for name, each in said.items() if name not in ("model_type", "architectures")}

@@ -202,13 +202,10 @@ def _answers(path: str, queries: Texts, documents: Texts, parts: Texts, yes: str
 
 
 def monot5(path: str, queries: Texts, documents: Texts, words: Texts = ("▁true", "▁false")) -> Scores:
-    """As pygaggle's `MonoT5` has it: the logarithm of the first word's share in the softmax over both, as the
-    first word that the decoder says. Of a long pair pygaggle cuts the end, and with it what it asks; here the
-    end of the document is left out."""
-    tokenizer, model = (
-        transformers.AutoTokenizer.from_pretrained(path),
-        transformers.AutoModelForSeq2SeqLM.from_pretrained(path).eval(),
-    )
+    """As pygaggle's `MonoT5` has it: the log of the first word's share in the softmax over both. Long pairs
+    lose the end of the document, not the question behind it, as with pygaggle."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(path).eval()
     ids = [tokenizer.get_vocab()[word] for word in words]
     start = torch.tensor([[model.config.decoder_start_token_id]])
     scores = []

@@ -14,9 +14,8 @@ Compared = Literal["embeddings", "tokens", "logits", "words", "own words", "list
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What vLLM is told about a folder beside its path: `overrides` of its configuration (hf_overrides), the
-    class that is the `stand_in` for one that only code of the checkpoint's own has, and settings of its
-    `pooler`."""
+    """What vLLM is told beside a folder's path: `overrides` (hf_overrides), the class that is the `stand_in`
+    for a configuration with code of its own, and settings of its `pooler`."""
 
     overrides: Mapping[str, Any] = field(default_factory=dict)
     stand_in: str | None = None

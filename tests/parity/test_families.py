@@ -1,6 +1,5 @@
-"""Every family of models scores as the library that its model card uses. So do weights that are
-stored in a form of their own, as what they stand for. A family's tests share its engines and its float32
-scores. `make test` runs the main families, `make test-all` all of them."""
+"""Every family of models scores as the library that its model card uses, in whatever form its weights are
+stored. A family's tests share engines and float32 scores. `make test` runs the main families."""
 
 from typing import Any
 

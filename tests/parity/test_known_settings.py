@@ -267,9 +267,8 @@ _TEXTS = ("Where do SWALLOWS sleep?", [
 
 @dataclass(frozen=True, eq=False)
 class Base:
-    """A checkpoint whose keys are set to other values, and the class of sentence-transformers that reads it.
-    Those of its `files` are set, a pattern; of config.json without those that change nothing, which one
-    checkpoint shows for all."""
+    """A checkpoint whose keys are changed in `files` (a pattern), and the class that reads it. One checkpoint
+    shows for all which keys of config.json change nothing."""
 
     name: str
     build: Build

@@ -46,9 +46,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """A checkpoint, edits of a copy of it, the engine's options, how it is expected to run, and where the
-    reference finds the weights. What a class of sentence-transformers reads, its `kind`, is compared with it
-    more closely, and so are `documents` that `QUERY` asks for."""
+    """A checkpoint with edits, options, its expected execution, and the reference's weights. Of a `kind`, a
+    class of sentence-transformers, and with `documents` that `QUERY` asks for, it is compared more
+    closely."""
 
     name: str
     build: Build

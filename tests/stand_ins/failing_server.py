@@ -1,13 +1,8 @@
-"""The command `maxsimd`, whose device fails as words in the texts ask for.
+"""The command `maxsimd`, whose device fails as words in the texts ask for: `loop` (the step waits for
+ever, without Python's lock), `spin` (it works for ever), `lose` (the device fails), `die` (an actor fails)
+and `break` (the model fails).
 
-- `loop`: the step with it never ends, and waits without Python's lock.
-- `spin`: it never ends, and works.
-- `lose`: the device itself fails.
-- `die`: an actor fails where nothing may.
-- `break`: the model fails on the step with it.
-
-`MAXSIMD_TEST_LOADS` makes loads after that number fail, `MAXSIMD_TEST_SLOW_LOADS` makes them last for ever.
-"""
+`MAXSIMD_TEST_LOADS` makes loads after that number fail, `MAXSIMD_TEST_SLOW_LOADS` makes them endless."""
 
 import os
 import threading

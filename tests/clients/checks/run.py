@@ -1,5 +1,5 @@
-"""Runs a file's checks in the environment of its client: `python run.py FILE`. Each public function of the
-file is a check, whose name says what is checked; how it ended is a line of JSON in the file CHECK_RESULTS."""
+"""Runs the checks of a file, its public functions, in the environment of its client: `python run.py FILE`.
+Each writes a line of JSON to the file CHECK_RESULTS."""
 
 import inspect
 import json
