@@ -89,24 +89,17 @@ def _names_of_parts(config_class: Any) -> Iterator[str]:
 
 
 # What sentence-transformers does not score, built though it is.
-_ENCODER_LEFT_RANDOM = "sentence-transformers finds none of its encoder's tensors, and leaves them random"
-_READ_AS_IMAGES = "sentence-transformers reads its files with a processor of images"
 UNSCORED = {
-    "blip_2_qformer": "it asks for the states of an image (query_embeds)", "blenderbot": _ENCODER_LEFT_RANDOM,
-    "blenderbot-small": _ENCODER_LEFT_RANDOM, "bros": "it asks for the boxes in which the words stand (bbox)",
-    "dia": "sentence-transformers reads its files with a processor of sounds",
-    "dpr": "it has no hidden states, only their pooled one, of which sentence-transformers makes nothing",
-    "layoutlmv3": "sentence-transformers reads its files with a processor of images",
-    "lxmert": "it asks for an image, and has two kinds of hidden states", "m2m_100": _ENCODER_LEFT_RANDOM,
-    "marian": _ENCODER_LEFT_RANDOM,
-    "markuplm": "sentence-transformers reads its files with a processor of HTML",
-    "neomme": "sentence-transformers reads its files with a processor of images",
-    "nllb-moe": "sentence-transformers gives its decoder nothing, which it needs",
-    "pegasus": _ENCODER_LEFT_RANDOM, "pegasus_x": _ENCODER_LEFT_RANDOM, "prophetnet": _ENCODER_LEFT_RANDOM,
-    "udop": "sentence-transformers reads its files with a processor of images",
-    "vilt": "sentence-transformers reads its files with a processor of images",
-    "vits": "it makes sounds; its hidden states are not what its forward returns",
-}  # fmt: skip
+    # It finds none of their encoder's tensors, and leaves them random.
+    *("blenderbot", "blenderbot-small", "m2m_100", "marian", "pegasus", "pegasus_x", "prophetnet"),
+    # It reads their files with a processor of images, of sounds (dia) or of HTML (markuplm).
+    *("layoutlmv3", "neomme", "udop", "vilt", "dia", "markuplm"),
+    # They ask for the states of an image, for the boxes in which words stand, or for an image.
+    *("blip_2_qformer", "bros", "lxmert"),
+    "dpr",  # it has no hidden states, only their pooled one
+    "nllb-moe",  # it needs something for its decoder, which is given nothing
+    "vits",  # it makes sounds; its hidden states are not what its forward returns
+}
 
 
 def build(architecture: Architecture, folder: Path) -> str:

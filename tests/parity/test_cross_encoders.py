@@ -86,9 +86,7 @@ async def test_a_template_may_be_a_file(qwen3_reranker: str, tmp_path: Path) -> 
     np.testing.assert_allclose(ours, expected, atol=1e-5)
 
 
-async def test_templates_keep_their_end(
-    checkpoints: SharedCheckpoints, engines: Engines, pairs: list[Pair]
-) -> None:
+async def test_ends_are_kept(checkpoints: SharedCheckpoints, engines: Engines, pairs: list[Pair]) -> None:
     path = checkpoints(language_models.zerank_2)
     documents = [" ".join(pair.document for pair in pairs[i : i + 6]) for i in range(8)]
     model = CrossEncoder(path, device="cpu", max_length=200)
@@ -142,9 +140,7 @@ async def _listwise(engines: Engines, path: str, documents: list[str], **options
 
 
 @pytest.mark.parametrize("count", [5, *exhaustive(200)])
-async def test_it_scores_as_the_paper(
-    checkpoint: str, engines: Engines, pairs: list[Pair], count: int
-) -> None:
+async def test_scores_as_the_paper(checkpoint: str, engines: Engines, pairs: list[Pair], count: int) -> None:
     documents = [pair.document for pair in pairs[:count]]
     reference = references.jina_reranker_v3(checkpoint, "how is a file opened", documents)
     assert reference.std() > 0.01

@@ -764,9 +764,7 @@ _USUAL = [*_BEHIND[:4], *(each for each in _BEHIND if each[3] in ("renamed", "wi
 
 
 @pytest.mark.parametrize(("name", "file", "tensor", "damage"), with_default(_BEHIND, _USUAL))
-def test_wrong_last_tensors_are_named(
-    name: str, file: str, tensor: str, damage: str, changed: Changed
-) -> None:
+def test_last_tensors_are_named(name: str, file: str, tensor: str, damage: str, changed: Changed) -> None:
     path = Path(changed(_NAMED[name].build))
     (found,) = path.glob(file)
     DAMAGES[damage](tensor, str(found.relative_to(path)))(path)
