@@ -232,7 +232,7 @@ def names_of(served: Sequence[str]) -> str:
 
 
 def too_many_connections() -> ApiError:
-    message = "the server has as many connections as it takes; try again shortly, or raise --max-connections"
+    message = "the server has no connection left; try again shortly, or raise --limit max_connections"
     return unavailable(message, retry_after=1)
 
 

@@ -20,100 +20,107 @@ class ServerConfig:
     """How the HTTP server listens, guards itself and logs."""
 
     host: str = option(
-        "127.0.0.1", "Address to listen on; 0.0.0.0 for all IPv4 addresses, :: for all of IPv4 and IPv6."
+        "127.0.0.1", "Address; 0.0.0.0 for all", group="server", metavar="ADDRESS", is_usual=True
     )
-    port: int = option(8000, "Port to listen on; 0 takes a free one.")
-    fronts: int = option(1, "Processes that take requests, on the same port.")
-    replicas: int = option(
-        1,
-        "Processes that each load the model, over which requests are spread; with several, --device may name "
-        "several too, as cuda:0,cuda:1.",
-    )
+    port: int = option(8000, "Port; 0 for a free one", group="server", is_usual=True)
+    fronts: int = option(1, "Processes that take requests, on the same port", group="processes")
+    replicas: int = option(1, "Processes that each load the model", group="processes", is_usual=True)
     tls_cert: str | None = option(
-        None, "File with the certificate chain (PEM), to speak HTTPS instead of HTTP."
+        None, "PEM file with the certificate chain, to serve HTTPS", group="security", metavar="FILE"
     )
     tls_key: str | None = option(
-        None, "File with its private key (PEM); may be left out if --tls-cert holds it."
+        None, "PEM file with the private key, if --tls-cert lacks it", group="security", metavar="FILE"
     )
     served_model_name: tuple[str, ...] = option(
-        (), "Name of the model in requests and responses, the first of several; else its own. Repeatable."
+        (), "Model name in requests and answers; repeatable", group="server", metavar="NAME", is_usual=True
     )
     models_dir: str | None = option(
         None,
-        "Folder with models, which whoever has an admin's key may load and drop while the server runs, each "
-        "by its path there.",
+        "Folder of models that admin keys may load and unload while the server runs",
+        group="processes",
+        metavar="FOLDER",
     )
     api_key: tuple[str, ...] = option(
-        (), "Key that clients must send as a bearer token; repeatable. MAXSIMD_API_KEY may hold keys too."
+        (), "Key that clients must send; repeatable", group="security", metavar="KEY", is_usual=True
     )
     api_key_file: str | None = option(
         None,
-        "File with one accepted key a line, and what its tenant may use behind it; read again when changed.",
+        "File of keys, one a line with its tenant's limits; read again after a change",
+        group="security",
+        metavar="FILE",
     )
     cors_origin: tuple[str, ...] = option(
-        (), "Origin whose pages may use the server from a browser, or * for all; repeatable."
+        (),
+        "Origin whose pages may use the server, or * for all; repeatable",
+        group="security",
+        metavar="ORIGIN",
     )
-    max_body_mb: int = option(64, "Largest request body in MiB.")
+    max_body_mb: int = option(64, "Largest request body, in MiB", group="limits")
     max_bodies_mb: int = option(
-        256,
-        "Most MiB of bodies that are worked on at a time; requests beyond get 429. With more in answers that "
-        "are being read, the slowest readers are cut off.",
+        256, "Most MiB of request bodies in work; requests beyond get 429", within="limit"
     )
-    max_documents: int = option(10_000, "Most documents or texts in one request.")
-    max_images: int = option(64, "Most pictures in one request.")
+    max_documents: int = option(10_000, "Most documents or texts in a request", group="limits")
+    max_images: int = option(64, "Most pictures in a request", within="limit")
     allowed_media_host: tuple[str, ...] = option(
         (),
-        "Host from which pictures are fetched that requests name by URL, over HTTPS, or an origin such as "
-        "http://example.com:8080; repeatable. Else none are fetched.",
+        "Host, or origin, from which requests may fetch pictures by URL; repeatable",
+        group="security",
+        metavar="HOST",
     )
     allowed_media_dir: str | None = option(
         None,
-        "Folder of this machine from which requests may name pictures as file:///...; else there is none.",
+        "Folder from which requests may read pictures as file:///...",
+        group="security",
+        metavar="FOLDER",
     )
     long_documents: Literal["truncate", "window", "error"] = option(
-        "truncate",
-        "What is done with inputs that are too long unless the request says; window reads documents whole "
-        "that are scored, and cuts other texts.",
+        "truncate", "Long texts: truncate, window or error", group="server", metavar="ACTION", is_usual=True
     )
     accept_token_ids: bool = option(
-        False,
-        "Take token ids in place of texts. Clients send those of other tokenizers by default, which mean "
-        "something else here, so they are refused otherwise.",
+        False, "Accept token ids in place of texts, from this model's tokenizer", group="server"
     )
     strict_fields: bool = option(
-        False, "Refuse requests with fields that the route does not read, instead of warning about them."
+        False, "Refuse requests with unknown fields instead of warning", group="server"
     )
     normalize_scores: bool = option(
-        False, "Give scores from 0 to 1, unless a request says normalize false or wants raw scores."
+        False, "Return scores from 0 to 1, unless a request says otherwise", group="server"
     )
     max_connections: int | None = option(
-        None, "Most connections at a time; by default what the limit on descriptors allows, 10,000 at most."
+        None,
+        "Most open connections",
+        within="limit",
+        by_default="the descriptor limit, at most 10000",
     )
-    header_seconds: float = option(10.0, "Longest that a request's headers may take, and a TLS handshake.")
+    header_seconds: float = option(
+        10.0, "Longest time for the headers of a request, or for a TLS handshake", within="limit"
+    )
     transfer_seconds: float = option(
-        30.0,
-        "Over how long the speed of a body, or of reading an answer, is measured: the longest standstill.",
+        30.0, "Time over which transfer speeds are averaged: the longest standstill", within="limit"
     )
     min_bytes_per_second: int = option(
-        8192, "Least speed of bodies and of reading answers, on average over --transfer-seconds."
+        8192, "Lowest average speed of sending a body or reading an answer", within="limit"
     )
-    idle_seconds: float = option(75.0, "How long a connection stays open between requests.")
+    idle_seconds: float = option(75.0, "Time after which an idle connection is closed", within="limit")
     drain_seconds: float = option(
-        5.0, "After SIGTERM or SIGHUP, how long work is still accepted while /ready answers 503."
+        5.0, "Seconds after SIGTERM in which /ready answers 503 and work is still accepted", group="server"
     )
-    grace_seconds: float = option(30.0, "After the drain, how long requests in flight may take to finish.")
+    grace_seconds: float = option(
+        30.0, "Seconds after the drain in which requests may finish", group="server"
+    )
     replica_timeout_seconds: float = option(
-        5.0, "How long a replica may be silent before it gets no more work. It gets work once it answers."
+        5.0, "Silence after which a replica gets no work until it answers again", within="limit"
     )
     restart_on_failure: bool = option(
         False,
-        "Start the engine again, in the same process, after it has died; a fifth death within ten minutes "
-        "ends the server.",
+        "Restart a failed engine in place; the fifth failure in ten minutes ends the server",
+        group="server",
     )
     log_level: Literal["debug", "info", "warning", "error"] = option(
-        "info", "Least severe level that is logged."
+        "info", "Lowest level to log: debug, info, warning or error", group="server", metavar="LEVEL"
     )
-    log_format: Literal["text", "json"] = option("text", "Log lines for people or for machines.")
+    log_format: Literal["text", "json"] = option(
+        "text", "Format of the log: text or json", group="server", metavar="FORMAT"
+    )
 
     @property
     def is_fleet(self) -> bool:

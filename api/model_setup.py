@@ -11,7 +11,15 @@ import click
 from click.core import ParameterSource
 
 from maxsimd.api.config import ServerConfig, SetupError
-from maxsimd.api.options import SERVED, DuplicateError, engine_options, options_of, values_of
+from maxsimd.api.options import (
+    SERVED,
+    engine_options,
+    hint_at,
+    in_collections,
+    options_of,
+    values_of,
+    without_collections,
+)
 from maxsimd.engine.config import EngineConfig
 
 # A model's option beside its engine's.
@@ -95,8 +103,8 @@ def shown(models: Sequence[ModelSetup], server: ServerConfig) -> str:
     """The configuration of several models as YAML, without keys."""
     import yaml
 
-    each = {setup.name: {**values_of(setup.engine), WEIGHT: setup.weight} for setup in models}
-    page: Mapping[str, Any] = {"models": each, **values_of(server)}
+    each = {setup.name: {**in_collections(values_of(setup.engine)), WEIGHT: setup.weight} for setup in models}
+    page: Mapping[str, Any] = {"models": each, **in_collections(values_of(server))}
     return str(yaml.safe_dump(page, sort_keys=False, allow_unicode=True))
 
 
@@ -205,7 +213,7 @@ def several_models(context: click.Context, found: Any, values: Mapping[str, Any]
     try:
         options = {name: values[name] for name in engine_options() if name in values}
         if found is None:
-            return setups_by_model(values["model"], EngineConfig(**options))
+            return setups_by_model(values["model"], EngineConfig.of(options))
         if values["model"]:
             raise ValueError("the models are named in the file; give none beside it")
         if not isinstance(found, dict) or not found:
@@ -221,8 +229,10 @@ def _setup(context: click.Context, name: str, own: Any, options: Mapping[str, An
     if not isinstance(own, dict):
         raise ValueError(f"models: {name} must hold options, or say which model it is; write model: ...")
     try:
-        said = {option: value for option, value in options_of(own).items() if value is not None}
-    except DuplicateError as error:
+        flat, outside = without_collections(options_of(own))
+        said = {option: value for option, value in flat.items() if value is not None}
+        hint_at(context, f"models: {name}", {each: flat[each] for each in outside})
+    except ValueError as error:
         raise ValueError(f"models: {name}: {error}") from error
     unknown = sorted(said.keys() - set(engine_options()) - {"model", WEIGHT})
     if unknown:
@@ -235,7 +245,7 @@ def _setup(context: click.Context, name: str, own: Any, options: Mapping[str, An
             for key, value in _converted_values(context, said).items()
             if not _is_set_explicitly(context, key)
         }
-        engine = EngineConfig(**{**options, **taken, "model": None if model is None else str(model)})
+        engine = EngineConfig.of({**options, **taken, "model": None if model is None else str(model)})
         return ModelSetup(name=name, engine=engine, weight=weight)
     except click.BadParameter as error:
         raise ValueError(f"models: {name}: {error.format_message()}") from error

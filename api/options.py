@@ -4,18 +4,20 @@ import dataclasses
 import functools
 import os
 import re
+import shlex
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
+from click.core import ParameterSource
 
 from maxsimd.api.config import ServerConfig
-from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.config import COLLECTIONS, GROUPS, EngineConfig
 
 if TYPE_CHECKING:
     import yaml  # late at run time: a command line without a file does not need it
@@ -31,6 +33,111 @@ _OWN_VARIABLES = {"api_key"}
 _KEYS_VARIABLE = "MAXSIMD_API_KEY"
 
 
+# Collections by the options within them.
+_WITHIN: Mapping[str, str] = {
+    field.name: field.metadata["within"]
+    for config in (EngineConfig, ServerConfig)
+    for field in dataclasses.fields(config)
+    if field.metadata["within"] is not None
+}
+_COLLECTION_HELP = {
+    "model_option": "Option for some models, such as dimensions=256; repeatable",
+    "limit": "Less usual limit or timeout, such as max_batch_sequences=64; repeatable",
+    "debug": "Backend or fast path for diagnosis, such as attention=torch; repeatable",
+}
+# Keys in a context: values of collections by option and source, and hints.
+_GIVEN, _HINTS = "maxsimd.given", "maxsimd.hints"
+
+
+class GroupedOption(click.Option):
+    """An option in a group of a help page. A plain page shows it if it `is_usual`."""
+
+    def __init__(
+        self, *args: Any, group: str, within: str | None = None, is_usual: bool = False, **more: Any
+    ) -> None:
+        super().__init__(*args, **more)
+        self.group, self.within, self.is_usual = group, within, is_usual
+
+    def get_error_hint(self, ctx: click.Context | None) -> str:
+        return super().get_error_hint(ctx) if self.within is None else f"'{flag_with_collection(self.name)}'"
+
+    def consume_value(self, ctx: click.Context, opts: Mapping[str, Any]) -> tuple[Any, ParameterSource]:
+        """Takes a value from the collection first. The option's own flag and variable still work."""
+        value, source = super().consume_value(ctx, opts)
+        if self.within is None:
+            return value, source
+        given = ctx.meta.get(_GIVEN, {})
+        if source is ParameterSource.COMMANDLINE:
+            _hint(ctx, f"{self.opts[0]} {value}", f"{flag(self.within)} {self.name}={value}")
+        elif source is ParameterSource.ENVIRONMENT:
+            _hint(ctx, variable(self.name), f'{variable(self.within)}="{self.name}={value}"')
+        if (self.name, ParameterSource.COMMANDLINE) in given:
+            return given[self.name, ParameterSource.COMMANDLINE], ParameterSource.COMMANDLINE
+        if source is not ParameterSource.COMMANDLINE and (self.name, ParameterSource.ENVIRONMENT) in given:
+            return given[self.name, ParameterSource.ENVIRONMENT], ParameterSource.ENVIRONMENT
+        return value, source
+
+
+class CollectionOption(GroupedOption):
+    """Options as KEY=VALUE: --debug attention=torch. The variable holds several, quoted as in a shell."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            [flag(name)],
+            group=COLLECTIONS[name],
+            multiple=True,
+            metavar="KEY=VALUE",
+            envvar=variable(name),
+            help=_COLLECTION_HELP[name],
+            is_eager=True,
+            expose_value=False,
+        )
+
+    def handle_parse_result(
+        self, ctx: click.Context, opts: Mapping[str, Any], args: list[str]
+    ) -> tuple[Any, list[str]]:
+        keys = [
+            each.name
+            for each in ctx.command.params
+            if isinstance(each, GroupedOption) and each.within == self.name
+        ]
+        given = ctx.meta.setdefault(_GIVEN, {})
+        try:
+            of_environment = shlex.split(os.environ.get(variable(self.name), ""))
+        except ValueError as error:
+            raise click.BadParameter(f"{variable(self.name)}: {error}", ctx, self) from error
+        for source, pairs in (
+            (ParameterSource.ENVIRONMENT, of_environment),
+            (ParameterSource.COMMANDLINE, opts.get(self.name, ())),
+        ):
+            for pair in pairs:
+                key, sign, value = pair.partition("=")
+                key = key.replace("-", "_")
+                is_of_others = key not in keys and _WITHIN.get(key) == self.name
+                if is_of_others and source is ParameterSource.ENVIRONMENT:
+                    continue
+                if not sign or key not in keys:
+                    reason = f"there is no option {key!r}" if sign else f"{pair!r} is not KEY=VALUE"
+                    raise click.BadParameter(f"{reason}; the keys are {', '.join(keys)}", ctx, self)
+                given[key, source] = value
+        return None, args
+
+
+def _hint(context: click.Context, old: str, new: str) -> None:
+    context.meta.setdefault(_HINTS, []).append(f"hint: write {new} instead of {old}, which still works")
+
+
+def hint_at(context: click.Context, place: str, outside: Mapping[str, Any]) -> None:
+    """Notes options of a file that were given outside of their collection."""
+    for name, value in outside.items():
+        _hint(context, f"{name} in {place}", f"{_WITHIN[name]}: {{{name}: {value}}}")
+
+
+def hints_of(context: click.Context) -> list[str]:
+    """Options that were given outside of their collection, and how to write them."""
+    return list(context.meta.get(_HINTS, []))
+
+
 def options_from(
     config: type, exclude: frozenset[str] = frozenset(), defaults: Mapping[str, Any] = MappingProxyType({})
 ) -> Callable[[F], F]:
@@ -38,11 +145,15 @@ def options_from(
     dataclass's."""
 
     def decorate(command: F) -> F:
-        for field in reversed(_fields(config, exclude)):
+        chosen = [field for field in dataclasses.fields(config) if field.name not in exclude]  # type: ignore[arg-type]
+        for field in reversed(chosen):
             arguments = _click_arguments(config, field, defaults.get(field.name, field.default))
             if field.name not in _OWN_VARIABLES:
                 arguments["envvar"] = variable(field.name)
-            command = click.option(flag(field.name), **arguments)(command)
+            command = click.option(flag(field.name), cls=GroupedOption, **arguments)(command)
+        params: list[click.Parameter] = vars(command)["__click_params__"]
+        for name in {field.metadata["within"] for field in chosen} - {None, *(each.name for each in params)}:
+            params.append(CollectionOption(name))
         return command
 
     return decorate
@@ -51,24 +162,66 @@ def options_from(
 def config_from(config: type[C], values: dict[str, Any]) -> C:
     """Builds the dataclass and takes its values out of `values`."""
     names = [field.name for field in dataclasses.fields(config) if field.name in values]  # type: ignore[arg-type]
+    taken = {name: values.pop(name) for name in names}
     try:
-        return config(**{name: values.pop(name) for name in names})
+        return cast("C", EngineConfig.of(taken)) if config is EngineConfig else config(**taken)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
+
+
+def without_collections(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Options by name, with those within collections, and the names of those that were given outside of
+    theirs. Raises ValueError."""
+    flat = {name: value for name, value in options.items() if name not in COLLECTIONS}
+    outside = [name for name in flat if name in _WITHIN]
+    for collection in COLLECTIONS.keys() & options.keys():
+        held = options[collection]
+        if not isinstance(held, Mapping):
+            raise ValueError(f"{collection} must hold options by name; write {collection}: {{name: value}}")
+        for name, value in options_of(held).items():
+            if _WITHIN.get(name) != collection:
+                keys = ", ".join(each for each, within in _WITHIN.items() if within == collection)
+                raise ValueError(f"{collection}: there is no option {name}; the keys are {keys}")
+            if name in flat:
+                raise ValueError(f"{name} is there twice, alone and in {collection}; leave out one")
+            flat[name] = value
+    return flat, outside
+
+
+def in_collections(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same options, in the collections that they belong to."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        (found.setdefault(_WITHIN[name], {}) if name in _WITHIN else found)[name] = value
+    return found
 
 
 def engine_options() -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(EngineConfig) if field.name != "model")
 
 
-def markdown_table(*configs: type) -> str:
-    lines = ["| option | default | meaning |", "| --- | --- | --- |"]
-    for config in configs:
-        for field in _fields(config, frozenset({"model"})):
+def markdown_tables(*configs: type) -> str:
+    """A table of options for each group."""
+    lines = []
+    fields = [field for config in configs for field in _fields(config, frozenset({"model"}))]
+    for group, title in GROUPS.items():
+        lines += [f"## {title}", "", "| option | default | meaning |", "| --- | --- | --- |"]
+        within = [name for name, of in COLLECTIONS.items() if of == group]
+        for field in sorted(
+            (each for each in fields if each.metadata["group"] == group),
+            key=lambda each: each.metadata["within"] in within,
+        ):
             value = SERVED.get(field.name, field.default)
-            default = "" if value in (None, ()) else _shown(value)
-            lines.append(f"| `{flag(field.name)}` | {default} | {field.metadata['help']} |")
+            computed = field.metadata["by_default"] or ""
+            default = computed if value in (None, ()) else _shown(value)
+            lines.append(f"| `{flag_with_collection(field.name)}` | {default} | {field.metadata['help']} |")
+        lines.append("")
     return "\n".join(lines)
+
+
+def flag_with_collection(name: str) -> str:
+    """An option as it is given: --port, or --debug attention."""
+    return f"{flag(_WITHIN[name])} {name}" if name in _WITHIN else flag(name)
 
 
 def flag(name: str) -> str:
@@ -96,7 +249,9 @@ def _types_of(config: type) -> dict[str, Any]:
 
 def _click_arguments(config: type, field: "dataclasses.Field[Any]", default: Any) -> dict[str, Any]:
     kind = _types_of(config)[field.name]
-    arguments: dict[str, Any] = {"help": field.metadata["help"], "default": default}
+    about = field.metadata
+    arguments: dict[str, Any] = {"help": about["help"], "default": default, "metavar": about["metavar"]}
+    arguments |= {name: about[name] for name in ("group", "within", "is_usual")}
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         kind = next(part for part in typing.get_args(kind) if part is not type(None))
     if typing.get_origin(kind) is typing.Literal:
@@ -107,7 +262,13 @@ def _click_arguments(config: type, field: "dataclasses.Field[Any]", default: Any
         arguments["is_flag"] = True
     else:
         arguments["type"] = kind
-    arguments["show_default"] = default not in (None, (), False)
+        number = "SECONDS" if field.name.endswith("_seconds") else "NUMBER"
+        arguments["metavar"] = about["metavar"] or {int: "N", float: number}.get(kind, "TEXT")
+    if about["within"] is not None:
+        arguments["hidden"] = True
+    arguments["show_default"] = (
+        about["by_default"] or False if default is None else default not in ((), False)
+    )
     return arguments
 
 
@@ -138,12 +299,16 @@ def config_file_option(command: F) -> F:
     """`--config FILE`: flags go before variables, variables before the file, the file before defaults."""
     return click.option(
         "--config",
+        cls=GroupedOption,
+        group="server",
+        is_usual=True,
+        metavar="FILE",
         type=click.Path(exists=True, dir_okay=False),
         is_eager=True,
         expose_value=False,
         callback=_use,
         envvar="MAXSIMD_CONFIG",
-        help="YAML file with options by their names, for those that are not given otherwise.",
+        help="YAML file with options by name",
     )(command)
 
 
@@ -152,7 +317,7 @@ def shown(*configs: Any) -> str:
     import yaml
 
     values = {name: value for config in configs for name, value in values_of(config).items()}
-    return str(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+    return str(yaml.safe_dump(in_collections(values), sort_keys=False, allow_unicode=True))
 
 
 def values_of(config: Any) -> dict[str, Any]:
@@ -183,7 +348,8 @@ def _use(context: click.Context, parameter: click.Parameter, path: str | None) -
     if path is None:
         return
     names = {each.name for each in context.command.params if each.name is not None}
-    options = _read(path, names)
+    options, outside = _read(path, names)
+    hint_at(context, path, {name: options[name] for name in outside})
     takes_several = any(each.name == "model" and each.nargs == -1 for each in context.command.params)
     models = options.pop("models", None)
     if models is not None:
@@ -246,8 +412,8 @@ def _check_names(loader: "yaml.SafeLoader", nodes: Sequence["yaml.Node"]) -> Non
         names.add(name)
 
 
-def _read(path: str, names: set[str]) -> dict[str, Any]:
-    """Options by Python name. Raises click.BadParameter for unknown ones."""
+def _read(path: str, names: set[str]) -> tuple[dict[str, Any], list[str]]:
+    """Options by Python name, and those given outside of their collection. Raises click.BadParameter."""
     import yaml
 
     try:
@@ -260,15 +426,16 @@ def _read(path: str, names: set[str]) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise click.BadParameter(f"{path} holds no options but {type(values).__name__}; write name: value")
     try:
-        options = options_of(values)
-    except DuplicateError as error:
+        options, outside = without_collections(options_of(values))
+    except ValueError as error:
         raise click.BadParameter(f"{path}: {error}") from error
     there = {field.name for config in (EngineConfig, ServerConfig) for field in dataclasses.fields(config)}
     unknown = sorted(options.keys() - there - names - {"models"})
     if unknown:
         raise click.BadParameter(f"{path}: there is no option {', '.join(unknown)}")
     # Null leaves an option at its default.
-    return {name: value for name, value in options.items() if value is not None}
+    there_are = {name: value for name, value in options.items() if value is not None}
+    return there_are, [name for name in outside if name in there_are]
 
 
 # A field of requests too.
@@ -284,7 +451,7 @@ _NAMED = re.compile(
 
 
 def in_flags(message: str) -> str:
-    """`allow_pickle=True` becomes --allow-pickle, `kernels="torch"` --kernels torch and `cache_mb`
+    """`allow_pickle=True` becomes --allow-pickle, `kernels="torch"` --debug kernels=torch and `cache_mb`
     --cache-mb."""
     return _NAMED.sub(_flag, message)
 
@@ -292,4 +459,5 @@ def in_flags(message: str) -> str:
 def _flag(found: re.Match[str]) -> str:
     name = found["given"] or found["name"]
     value = found["text"] or found["value"]
-    return f"--{name.replace('_', '-')}" + (f" {value}" if value else "")
+    sign = "=" if name in _WITHIN else " "
+    return flag_with_collection(name) + (f"{sign}{value}" if value else "")

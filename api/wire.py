@@ -12,7 +12,7 @@ Content = str | dict[str, Any]
 Contents = Annotated[
     str | dict[str, Any] | list[Content],
     msgspec.Meta(
-        description="Texts, or objects with text, pictures or an embedding of at most --max-vectors vectors."
+        description="Texts, or objects with text, pictures or an embedding of at most `max_vectors` vectors."
     ),
 ]
 # A name of a model, a prompt, a task or a kind of number. Errors repeat it.

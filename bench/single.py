@@ -173,7 +173,7 @@ def _runs_in_one_call(engine: "Engine") -> bool:
 def main() -> None:
     from maxsimd.engine import Engine, EngineConfig
 
-    way, config = sys.argv[1], EngineConfig(**json.loads(sys.argv[2]))
+    way, config = sys.argv[1], EngineConfig.of(json.loads(sys.argv[2]))
     # Libraries may print meanwhile.
     with os.fdopen(os.dup(1), "w") as answers, asyncio.Runner() as runner:
         os.dup2(2, 1)

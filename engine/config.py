@@ -1,12 +1,17 @@
 """The engine's configuration. The command line and the page of options are generated from it."""
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import InitVar, dataclass, field, fields
 from enum import Enum
+from functools import wraps
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from warnings import warn
 
 from maxsimd.engine.errors import ModelLoadError
+
+C = TypeVar("C")
 
 
 class ScoreType(Enum):
@@ -26,183 +31,273 @@ class ScoreType(Enum):
 COMPRESS_RATIOS = (1, 2, 4, 8)
 
 
-def option(default: Any, help: str) -> Any:
-    """A configuration field with its help."""
-    return field(default=default, metadata={"help": help})
+# Groups of options, with their titles on help pages.
+GROUPS = {
+    "model": "Model",
+    "server": "Server",
+    "limits": "Limits",
+    "cache": "Cache",
+    "performance": "Performance",
+    "security": "Security",
+    "processes": "Several models and processes",
+    "advanced": "Advanced",
+}
+# Collections of options, such as `debug={"attention": "torch"}`, by the group that each is in.
+COLLECTIONS = {"model_option": "model", "limit": "limits", "debug": "advanced"}
 
 
+def option(
+    default: Any,
+    help: str,
+    *,
+    group: str | None = None,
+    within: str | None = None,
+    by_default: str | None = None,
+    metavar: str | None = None,
+    is_usual: bool = False,
+) -> Any:
+    """A configuration field with its help, and its group or the collection that it is `within`. `by_default`
+    describes a default that is computed. Plain help pages show the usual options."""
+    group = group or COLLECTIONS[within or ""]
+    metadata = {"help": help, "group": group, "within": within, "by_default": by_default}
+    return field(default=default, metadata={**metadata, "metavar": metavar, "is_usual": is_usual})
+
+
+def names_within(config: type, collection: str) -> tuple[str, ...]:
+    """The options of a configuration that a collection holds."""
+    return tuple(each.name for each in fields(config) if each.metadata.get("within") == collection)
+
+
+def with_hints(config: type[C]) -> type[C]:
+    """Adds a FutureWarning for options that are given as keywords instead of in their collection."""
+    init = config.__init__
+    taken = {name: keyword for keyword in ("debug", "model_option") for name in names_within(config, keyword)}
+
+    @wraps(init)
+    def init_with_hints(self: C, **given: Any) -> None:
+        # `dataclasses.replace` gives all.
+        if "debug" not in given or "model_option" not in given:
+            for name in taken.keys() & given.keys():
+                warn(
+                    f"write {taken[name]}={{{name!r}: {given[name]!r}}} instead of {name}, which still works",
+                    FutureWarning,
+                    stacklevel=2,
+                )
+        init(self, **given)
+
+    config.__init__ = init_with_hints  # type: ignore[misc, assignment]
+    return config
+
+
+@with_hints
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """How an engine loads its model and runs it."""
+    """How an engine loads its model and runs it. `debug` and `model_option` take options that are within
+    them."""
 
     model: str | None = option(
-        None, "Folder or hub id of the checkpoint. Without one: the embedded all-MiniLM-L6-v2."
+        None, "Folder or hub id of the checkpoint", group="model", by_default="the embedded all-MiniLM-L6-v2"
     )
-    revision: str | None = option(None, "Branch, tag or commit of a hub checkpoint.")
+    revision: str | None = option(None, "Branch, tag or commit of a hub checkpoint", group="model")
     offline: bool = option(
-        False,
-        "Ask no hub for anything, and before a folder is loaded that `maxsimd download` has made, compare "
-        "its files with their digests.",
+        False, "Never contact a hub, and verify the checksums of downloaded folders", group="model"
     )
     score_type: Literal["auto", "late-interaction", "cross-encoder", "bi-encoder", "sparse", "hybrid"] = (
         option(
             "auto",
-            "How to score; auto takes what the checkpoint says of itself. hybrid is for bge-m3 and its kin.",
+            "Scoring: auto, late-interaction, cross-encoder, bi-encoder, sparse or hybrid (bge-m3)",
+            group="model",
+            metavar="TYPE",
         )
     )
     hybrid_weights: str | None = option(
         None,
-        "Weights of dense, sparse and multi-vector scores in hybrid ones; by default 0.4,0.2,0.4. Their sum "
-        "is made 1.",
+        "Weights of dense, sparse and multi-vector scores in hybrid scoring, scaled to a sum of 1",
+        within="model_option",
+        by_default="0.4,0.2,0.4",
+        metavar="WEIGHTS",
     )
     device: str = option(
         "auto",
-        "auto, cpu, cuda or cuda:N, or another type of device that torch has, such as mps, xpu, or hip for "
-        "AMD's GPUs; auto is CUDA where there is one.",
+        "auto, cpu, cuda:N, mps, xpu or hip",
+        group="performance",
+        metavar="DEVICE",
+        is_usual=True,
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto",
-        "Precision of the model; auto is bfloat16 where the hardware multiplies it natively, else float32.",
+        "auto", "auto, float32, bfloat16 or float16", group="performance", metavar="TYPE", is_usual=True
     )
     max_model_len: int | None = option(
-        None, "Longest sequence in tokens; at most the checkpoint's own maximum."
+        None, "Longest sequence, in tokens", group="model", by_default="the model's", is_usual=True
     )
     max_batch_tokens: int | None = option(
-        None, "Token budget of one step; by default 2,048 on a CPU and 16,384 on a GPU."
+        None, "Tokens in a step", group="performance", by_default="CPU 2048, GPU 16384", is_usual=True
     )
-    max_batch_sequences: int = option(512, "Most sequences in one step.")
+    max_batch_sequences: int = option(512, "Most sequences in a step", within="limit")
     max_queued_tokens: int = option(
-        8_000_000,
-        "Requests are refused while more tokens than this wait, or wait themselves if max_wait_seconds is "
-        "None, as in Python by default; a quarter of it is kept for small ones, and a lone request comes in.",
+        8_000_000, "Refuse requests with 429 while more tokens than this wait", group="limits"
     )
     max_wait_seconds: float | None = option(
-        None,
-        "Requests are refused that would wait longer than this, by estimate, or never with inf; but any may "
-        "wait for two steps and for as long as it takes itself, or, where that is more than five seconds or "
-        "its priority is batch, for eight times as long. In Python the default is None: calls wait.",
+        None, "Refuse requests whose estimated wait exceeds this; inf refuses none", group="limits"
     )
-    max_request_tokens: int = option(10_000_000, "Most tokens of one request, whatever waits.")
+    max_request_tokens: int = option(10_000_000, "Refuse requests with more tokens than this", group="limits")
     max_vectors: int = option(
-        8192, "Most vectors of one query or document, for late interaction; at most the square for a pair."
+        8192, "Most vectors of a query or document in late interaction; of a pair, its square", within="limit"
     )
-    steps_in_flight: int = option(
-        2, "Steps on the device at a time, 1 or 2; chosen when the one before is in its last stage."
-    )
+    steps_in_flight: int = option(2, "Steps on the device at a time: 1 or 2", within="debug")
     step_timeout_seconds: float = option(
-        60.0,
-        "The device counts as stuck, and the engine ends, when a step makes no progress for this long and 20 "
-        "times as long as expected, or, before any step is done, for ten times this; 0 for never.",
+        60.0, "End the engine when a step makes no progress for this long; 0 waits forever", within="limit"
     )
     quantization: Literal["none", "int8"] = option(
-        "none", "int8 rounds the weights of linear layers, and what they multiply, to int8; on a CPU only."
+        "none", "none, or int8 for the linear layers on a CPU", group="performance", metavar="TYPE"
     )
     kernels: Literal["auto", "torch"] = option(
-        "auto",
-        "auto runs our compiled kernels where the CPU has AVX-512, and fused layers on a GPU; torch does "
-        "without both.",
+        "auto", "auto (compiled kernels and fused layers) or torch (neither)", within="debug"
     )
     maxsim: Literal["auto", "reference", "tiled", "avx512", "triton"] = option(
-        "auto",
-        "MaxSim: triton on a GPU; avx512, else tiled (plain torch) on a CPU; reference is slow and plain.",
+        "auto", "Backend of MaxSim: auto, reference, tiled, avx512 or triton", within="debug"
     )
     attention: Literal["auto", "varlen", "flash", "triton", "torch"] = option(
-        "auto",
-        "Attention: varlen (torch's), flash (flash-attn) or triton (ours) on a GPU; torch is plain products.",
+        "auto", "Backend of attention on a GPU: auto, varlen, flash, triton or torch", within="debug"
     )
-    cuda_graphs: Literal["auto", "off"] = option(
-        "auto", "auto replays steps as CUDA graphs on a GPU, where that is faster and gives the same."
-    )
-    packing: Literal["auto", "off"] = option(
-        "auto", "auto runs steps without padding where that is proven exact at load; off pads always."
-    )
+    cuda_graphs: Literal["auto", "off"] = option("auto", "CUDA graphs: auto or off", within="debug")
+    packing: Literal["auto", "off"] = option("auto", "Steps without padding: auto or off", within="debug")
     prefix_sharing: Literal["auto", "off"] = option(
-        "auto", "auto runs what all pairs of a query begin with once (causal models); off runs it every time."
+        "auto", "Causal models run the common prefix of pairs once: auto or off", within="debug"
     )
     dimensions: int | None = option(
-        None, "Number of columns of every embedding to use, the first ones, for matryoshka models."
+        None,
+        "Dimensions to keep of each embedding, for Matryoshka models",
+        within="model_option",
+        by_default="all",
     )
     doc_token_pooling: float | None = option(
         None,
-        "Factor by which documents' token embeddings become fewer (late interaction); 2 halves them.",
+        "Factor by which late interaction reduces document vectors; 2 halves them",
+        within="model_option",
+        by_default="none",
     )
     query_prompt: str | None = option(
-        None, "Text put before every query, instead of what the checkpoint says (E5: 'query: ')."
+        None,
+        "Text before each query (E5: 'query: ')",
+        within="model_option",
+        by_default="the checkpoint's",
     )
     document_prompt: str | None = option(
-        None, "Text put before every document, instead of what the checkpoint says (E5: 'passage: ')."
+        None,
+        "Text before each document (E5: 'passage: ')",
+        within="model_option",
+        by_default="the checkpoint's",
     )
     instruction: str | None = option(
-        None, "Instruction for models that take one, unless the request brings its own."
+        None, "Instruction for models that take one; requests can override it", within="model_option"
     )
     calibration: str | None = option(
         None,
-        "File of `maxsimd calibrate`: normalized scores are then probabilities that a document is relevant.",
+        "File of `maxsimd calibrate`, which turns normalized scores into probabilities",
+        within="model_option",
+        metavar="FILE",
     )
     score_template: str | None = option(
         None,
-        "Jinja template, or a file with one, that asks a language model about query, document, instruction.",
+        "Jinja template, or a file with one, that makes a language model's prompt",
+        within="model_option",
+        by_default="the checkpoint's",
     )
     score_label: str | None = option(
         None,
-        "Label whose probability is the score, for classifiers with several labels; by default yes, if any.",
+        "Label whose probability is the score, for classifiers with several labels",
+        within="model_option",
+        by_default="yes, if there is one",
     )
     cutoff_layer: int | None = option(
         None,
-        "Layer to stop behind, for rerankers with a score behind each (BGE's MiniCPM and Gemma2); by default "
-        "the last.",
+        "Layer whose score is taken, for rerankers with a score after each layer",
+        within="model_option",
+        by_default="the last",
     )
     compress_ratio: int = option(
         1,
-        "How many rows of a document become one (their mean) where layers compress: 1 (none), 2, 4 or 8; for "
-        "bge-reranker-v2.5-gemma2-lightweight.",
+        "Rows of a document averaged into one where layers compress: 1 (none), 2, 4 or 8",
+        within="model_option",
     )
     compress_layers: str | None = option(
         None,
-        "Layers behind which documents are compressed, such as 24,40; by default 8, if compress_ratio is not "
-        "1.",
+        "Layers after which documents are compressed, such as 24,40",
+        within="model_option",
+        by_default="8 where compress_ratio is above 1",
+        metavar="LAYERS",
     )
     window_overlap: int = option(
-        64, "Tokens that neighbouring windows of a long document share; at most half of each are."
+        64,
+        "Tokens that neighboring windows of a long document share, at most half a window",
+        within="model_option",
     )
     cache_mb: int | None = option(
         None,
-        "Memory for embeddings of documents, or for scores of pairs, in MiB, so that none is run twice; 0 "
-        "for none; by default a sixteenth of what is free at the start, from 64 to 4,096.",
+        "Cache for documents, in MiB; 0 for none",
+        group="cache",
+        by_default="auto",
+        is_usual=True,
     )
     device_cache_mb: int | None = option(
         None,
-        "Memory of the GPU for a second copy of cached embeddings, in MiB, so that they need not be copied "
-        "to it again; 0 for none; by default as much as the cache may take, and at most a quarter of what "
-        "the model and a step leave free.",
+        "GPU memory for copies of cached embeddings, in MiB; 0 for none",
+        within="limit",
+        by_default="cache_mb, at most 1/4 of free GPU memory",
     )
     cache_dir: str | None = option(
         None,
-        "Folder to cache embeddings of documents in as well; servers may share it.",
+        "Folder that keeps embeddings over restarts; servers may share it",
+        group="cache",
+        metavar="FOLDER",
     )
-    cache_disk_mb: int = option(4096, "Most MiB in that folder; the oldest go first.")
+    cache_disk_mb: int = option(
+        4096, "Most MiB in the folder of the cache; the oldest entries are evicted", within="limit"
+    )
     cache_precision: Literal["auto", "float32", "bfloat16", "int8"] = option(
-        "auto", "Precision that embeddings are cached in and documents scored with; auto is the model's."
+        "auto",
+        "Precision of cached embeddings: auto (the model's), float32, bfloat16 or int8",
+        group="cache",
+        metavar="TYPE",
     )
     cache_by_tenant: bool = option(
-        False, "Share no cached entries between tenants. Each API key then needs a name."
+        False, "Keep the cached entries of tenants apart; each API key then needs a name", group="cache"
     )
     threads: int | None = option(
         None,
-        "Threads for computing on the CPU; by default OMP_NUM_THREADS, else as many as there are cores, by "
-        "affinity and quota (control groups).",
+        "Threads for computing on the CPU",
+        group="performance",
+        by_default="OMP_NUM_THREADS, or the available cores",
     )
     tokenizer_threads: int | None = option(
         None,
-        "Threads for tokenization and other work that blocks; by default 2 on a CPU, and beside a GPU half "
-        "of the cores, or of `threads`, at least 2.",
+        "Threads for tokenization and other work that blocks",
+        within="limit",
+        by_default="2 on a CPU, half of the cores beside a GPU",
     )
-    trust_remote_code: bool = option(False, "Run Python code that comes with the checkpoint.")
+    trust_remote_code: bool = option(
+        False, "Run Python code that comes with the checkpoint", group="security"
+    )
     allow_pickle: bool = option(
-        False, "Load weights that are there only as pickles, which can run code as they are read."
+        False, "Load weights that are only pickled, which can run code", group="security"
     )
+    # Options by name: {"attention": "torch"}.
+    debug: InitVar[Mapping[str, Any] | None] = None
+    model_option: InitVar[Mapping[str, Any] | None] = None
 
-    def __post_init__(self) -> None:
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> "EngineConfig":
+        """A configuration of options by name, without a hint that some belong in a collection."""
+        return cls(**{"debug": None, "model_option": None, **options})
+
+    def __post_init__(self, debug: Mapping[str, Any] | None, model_option: Mapping[str, Any] | None) -> None:
+        for keyword, given in (("debug", debug), ("model_option", model_option)):
+            known = names_within(type(self), keyword)
+            for name, value in (given or {}).items():
+                if name not in known:
+                    raise ValueError(f"{keyword} has no option {name!r}; it has {', '.join(known)}")
+                object.__setattr__(self, name, value)
         for name, kind in get_type_hints(type(self)).items():
             if get_origin(kind) is Literal and getattr(self, name) not in get_args(kind):
                 choices = ", ".join(map(str, get_args(kind)))

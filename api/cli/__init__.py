@@ -17,12 +17,15 @@ from typing import Any
 import click
 
 from maxsimd.api.config import ServerConfig
+from maxsimd.api.help import Command, Commands
 from maxsimd.api.model_setup import ModelsArgument, ModelSetup, check_together, several_models
 from maxsimd.api.model_setup import shown as several_shown
 from maxsimd.api.options import (
     SERVED,
+    GroupedOption,
     config_file_option,
     config_from,
+    hints_of,
     in_flags,
     keys_of_environment,
     models_in_file,
@@ -49,7 +52,7 @@ _LATE = {
 }
 
 
-class _Commands(click.Group):
+class _Commands(Commands):
     """A group that imports a command when it is asked for, and that also knows the commands which installed
     packages register."""
 
@@ -78,7 +81,7 @@ def _registered() -> Any:
 @click.group(cls=_Commands)
 @click.version_option(package_name="maxsimd")
 def main() -> None:
-    """Scores documents against queries: late interaction, cross-, bi- and sparse encoders."""
+    """Score documents against queries, over HTTP or from files."""
     open_standard_files()
     let_waiting_threads_sleep()
     _ignore_service_links()
@@ -86,7 +89,7 @@ def main() -> None:
 
 @main.command()
 def version() -> None:
-    """Says which versions of maxsimd, Python and its libraries are installed."""
+    """Show the versions of maxsimd, Python and libraries."""
     from importlib.metadata import version as installed_version
 
     for name in ("maxsimd", "torch", "transformers", "sentence-transformers", "tokenizers", "aiohttp"):
@@ -98,11 +101,11 @@ def version() -> None:
 @click.argument("model", required=False, envvar="MAXSIMD_MODEL")
 @config_file_option
 @options_from(EngineConfig, exclude=frozenset({"model"}))
-@click.option("--check", is_flag=True, help="Say what was compared at load, and how far it was off.")
-@click.option("--supported", is_flag=True, help="List what can be served instead, by architecture.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--check", is_flag=True, help="Show the self-check: what was compared, and the differences")
+@click.option("--supported", is_flag=True, help="List supported architectures instead")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON")
 def inspect(check: bool, supported: bool, as_json: bool, **values: Any) -> None:
-    """Says what would be done with MODEL, without serving it."""
+    """Show how MODEL would be served, without serving it."""
     if supported:
         from maxsimd.engine.checkpoint.detect import SUPPORTED, kinds_as_lines
 
@@ -121,30 +124,32 @@ def inspect(check: bool, supported: bool, as_json: bool, **values: Any) -> None:
     click.echo(json.dumps(rows, indent=2, ensure_ascii=False) if as_json else show(rows))
 
 
-@main.command()
+@main.command(cls=Command, shows_usual=True, logs_hints=True)
 @click.argument("model", nargs=-1, envvar="MAXSIMD_MODEL", cls=ModelsArgument)
 @config_file_option
 @options_from(EngineConfig, exclude=frozenset({"model"}), defaults=SERVED)
 @options_from(ServerConfig)
-@click.option("--print-config", is_flag=True, help="Print all options as YAML (for --config) and end.")
+@click.option(
+    "--print-config",
+    cls=GroupedOption,
+    group="server",
+    is_flag=True,
+    help="Print all options as YAML for --config, and exit",
+)
 @click.pass_context
 def serve(context: click.Context, /, print_config: bool, **values: Any) -> None:
-    """Serves MODEL, a folder or a hub id, or several of them, over HTTP; without one, the embedded
-    all-MiniLM-L6-v2. A file can name several with options of their own (models: in --config)."""
+    """Serve MODEL, a folder or hub id, over HTTP. The default is all-MiniLM-L6-v2."""
     found = models_in_file(context)
     if found is not None or len(values["model"]) > 1:
-        _serve_several(several_models(context, found, values), print_config, values)
+        _serve_several(context, several_models(context, found, values), print_config, values)
         return
     values["model"] = next(iter(values["model"]), None)
     engine_config = config_from(EngineConfig, values)
     server_config = _server_config(values)
     if print_config:
-        click.echo(shown(engine_config, server_config), nl=False)
+        _print_config(context, shown(engine_config, server_config))
         return
-    from maxsimd.api.logs import set_up_logging
-
-    set_up_logging(server_config.log_level, server_config.log_format)
-    show_stacks_on_sigusr1()
+    _set_up_logging(context, server_config)
     with exiting_on_signals():
         _say_loading([engine_config])
         if server_config.is_fleet:
@@ -154,7 +159,9 @@ def serve(context: click.Context, /, print_config: bool, **values: Any) -> None:
         sys.exit(run(engine_config, server_config, _STARTED))
 
 
-def _serve_several(models: Sequence[ModelSetup], print_config: bool, values: dict[str, Any]) -> None:
+def _serve_several(
+    context: click.Context, models: Sequence[ModelSetup], print_config: bool, values: dict[str, Any]
+) -> None:
     options = config_from(EngineConfig, values | {"model": None})
     server_config = _server_config(values)
     try:
@@ -162,17 +169,29 @@ def _serve_several(models: Sequence[ModelSetup], print_config: bool, values: dic
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     if print_config:
-        click.echo(several_shown(models, server_config), nl=False)
+        _print_config(context, several_shown(models, server_config))
         return
-    from maxsimd.api.logs import set_up_logging
-
-    set_up_logging(server_config.log_level, server_config.log_format)
-    show_stacks_on_sigusr1()
+    _set_up_logging(context, server_config)
     with exiting_on_signals():
         _say_loading([setup.engine for setup in models], may_be_missing=True)
         from maxsimd.api.serve import serve_several
 
         sys.exit(serve_several(models, options, server_config, _STARTED))
+
+
+def _print_config(context: click.Context, config: str) -> None:
+    for hint in hints_of(context):
+        click.echo(hint, err=True)
+    click.echo(config, nl=False)
+
+
+def _set_up_logging(context: click.Context, config: ServerConfig) -> None:
+    from maxsimd.api.logs import set_up_logging
+
+    set_up_logging(config.log_level, config.log_format)
+    show_stacks_on_sigusr1()
+    for hint in hints_of(context):
+        logging.getLogger("maxsimd.serve").warning("%s", hint)
 
 
 def _say_loading(configs: Sequence[EngineConfig], may_be_missing: bool = False) -> None:

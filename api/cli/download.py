@@ -6,21 +6,22 @@ from pathlib import Path
 import click
 
 from maxsimd.api.cli.files import Progress
+from maxsimd.api.help import Command
 
 # Other frameworks' weights, and pictures.
 _OTHERS = ("onnx/*", "openvino/*", "*.onnx", "*.h5", "*.msgpack", "*.gguf", "*.ot", "*.png", "*.jpg", "*.gif")
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("model")
-@click.option("--to", "folder", type=click.Path(file_okay=False), required=True, help="Folder to write into.")
-@click.option("--revision", help="Branch, tag or commit.")
-@click.option("--check", is_flag=True, help="Only compare what is in the folder with its digests.")
+@click.option("--to", "folder", type=click.Path(file_okay=False), required=True, help="Folder to write")
+@click.option("--revision", help="Branch, tag or commit")
+@click.option("--check", is_flag=True, help="Only verify the checksums of the folder")
 def download(model: str, folder: str, revision: str | None, check: bool) -> None:
-    """Downloads MODEL from the hub into a folder, and writes the digests of its files (SHA256SUMS).
+    """Download MODEL from the hub into a folder, with checksums.
 
-    `maxsimd serve FOLDER --offline` checks them and asks no hub for anything. What is there already is not
-    downloaded again."""
+    `maxsimd serve FOLDER --offline` verifies them and contacts no hub. Files that exist are not downloaded
+    again."""
     from maxsimd.engine.checkpoint.files import DIGESTS_FILE, check_digests, write_digests
     from maxsimd.engine.errors import ModelLoadError
 

@@ -25,6 +25,7 @@ from maxsimd.api.cli.files import (
     run,
     started,
 )
+from maxsimd.api.help import Command
 from maxsimd.api.options import config_file_option, config_from, options_from
 from maxsimd.engine.config import EngineConfig, shown_name
 
@@ -37,28 +38,39 @@ if TYPE_CHECKING:
 Rows = list[NDArray[np.float32]]
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("model", required=False, envvar="MAXSIMD_MODEL")
 @click.option(
     "--texts",
     type=click.Path(exists=True, dir_okay=False, allow_dash=True),
     required=True,
-    help="File with the texts: lines, JSONL, CSV, TSV or Parquet; - for standard input.",
+    help="File with the texts: lines, JSONL, CSV, TSV or Parquet; - for stdin",
 )
-@click.option("--input-format", type=click.Choice(KINDS), help="How to read it; else its ending says it.")
+@click.option(
+    "--input-format",
+    type=click.Choice(KINDS),
+    metavar="FORMAT",
+    help=f"{', '.join(KINDS[:-1])} or {KINDS[-1]}",
+    show_default="from the file's name",
+)
 @field_option
-@click.option("--input-type", type=click.Choice(["query", "document"]), help="Behind which prompt to read.")
-@click.option("--tokens", is_flag=True, help="A vector a token, not one a text.")
+@click.option(
+    "--input-type",
+    type=click.Choice(["query", "document"]),
+    metavar="TYPE",
+    help="Prompt to read the texts with: query or document",
+)
+@click.option("--tokens", is_flag=True, help="Return one vector per token instead of per text")
 @click.option(
     "--out",
     type=click.Path(dir_okay=False),
-    help="File to write: .npy (float32 [texts, dim]), or .npz with embeddings [tokens, dim] and offsets; "
-    "without one, JSON lines are printed.",
+    help="File to write: .npy, or .npz with embeddings and offsets for --tokens",
+    show_default="print JSON lines",
 )
 @config_file_option
 @options_from(EngineConfig, exclude=frozenset({"model"}))
 def embed(**values: Any) -> None:
-    """Embeds the texts of a file with MODEL."""
+    """Embed the texts of a file with MODEL."""
     config = config_from(EngineConfig, values)
     out = None if values["out"] is None else Path(values["out"])
     ending = ".npz" if values["tokens"] else ".npy"

@@ -25,6 +25,7 @@ from maxsimd.api.cli.files import (
     run,
     started,
 )
+from maxsimd.api.help import Command
 from maxsimd.api.options import config_file_option, config_from, in_flags, options_from
 from maxsimd.engine.config import EngineConfig, shown_name
 from maxsimd.engine.errors import MaxsimdError
@@ -42,21 +43,30 @@ Judgements = Mapping[str, Mapping[str, bool]]
 Run = dict[str, dict[str, float]]
 
 
-@click.command("eval")
+@click.command("eval", cls=Command)
 @click.argument("model", required=False, envvar="MAXSIMD_MODEL")
 @config_file_option
 @click.option(
-    "--queries", type=_FILE, required=True, help='{"_id": ..., "text": ...} a line, or id and text.'
+    "--queries",
+    type=_FILE,
+    required=True,
+    help="JSON lines with _id and text, or lines of id and text",
 )
-@click.option("--documents", type=_FILE, required=True, help="The same for documents, also with a title.")
-@click.option("--qrels", type=_FILE, required=True, help="Judgements, as in BEIR or TREC.")
+@click.option("--documents", type=_FILE, required=True, help="The same for documents, perhaps with title")
+@click.option("--qrels", type=_FILE, required=True, help="Judgments, as in BEIR or TREC")
 @click.option(
     "--candidates",
     type=_FILE,
-    help="A run in TREC's form: of each query only its documents are ranked. By default all are.",
+    help="TREC run with the candidates of each query",
+    show_default="all documents",
 )
 @click.option(
-    "--depth", type=click.IntRange(min=1), default=100, show_default=True, help="Most candidates a query."
+    "--depth",
+    type=click.IntRange(min=1),
+    default=100,
+    show_default=True,
+    metavar="N",
+    help="Most candidates per query",
 )
 @click.option(
     "--measure",
@@ -64,15 +74,18 @@ Run = dict[str, dict[str, float]]
     multiple=True,
     default=_MEASURES,
     show_default=True,
-    help="What to measure, as ir_measures names it; repeatable. RR is the reciprocal rank (MRR as a mean).",
+    metavar="NAME",
+    help="Measure of ir_measures, such as nDCG@10 or RR (MRR); repeatable",
 )
-@click.option("--run", "run_file", type=click.Path(dir_okay=False), help="Write the ranking in TREC's form.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option(
+    "--run", "run_file", type=click.Path(dir_okay=False), help="Also write the ranking as a TREC run"
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON")
 @options_from(EngineConfig, exclude=frozenset({"model"}))
 def evaluate(
     queries: str, documents: str, qrels: str, measures: tuple[str, ...], as_json: bool, **values: Any
 ) -> None:
-    """Ranks judged documents with MODEL and says how well: nDCG@10, MRR and recall, by ir_measures."""
+    """Measure how well MODEL ranks judged documents: nDCG@10, MRR and recall."""
     config = config_from(EngineConfig, values)
     measure = _measuring(measures)
     progress = Progress("documents")
@@ -193,34 +206,36 @@ async def rank_all(
     return ranked
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("model", required=False, envvar="MAXSIMD_MODEL")
 @config_file_option
 @options_from(EngineConfig, exclude=frozenset({"model", "calibration"}))
-@click.option("--queries", type=_FILE, required=True, help='A query a line: {"_id": ..., "text": ...}.')
+@click.option("--queries", type=_FILE, required=True, help="Queries as JSON lines with _id and text")
 @click.option(
     "--documents",
     type=_FILE,
     required=True,
-    help='A document a line: {"_id": ..., "text": ..., "title": ...}.',
+    help="Documents as JSON lines with _id, text and perhaps title",
 )
 @click.option(
     "--qrels",
     type=_FILE,
     required=True,
-    help="A judgement a line: query, document and a number above 0 for relevant ones, or TREC's four.",
+    help="Judgments, as in BEIR or TREC; numbers above 0 are relevant",
 )
 @click.option(
     "--others",
     type=click.IntRange(min=0),
     default=10,
     show_default=True,
-    help="Documents a query, drawn at random, that count as not relevant unless they are judged.",
+    metavar="N",
+    help="Random documents per query that count as not relevant unless judged",
 )
-@click.option("--out", type=click.Path(dir_okay=False), required=True, help="The file to write.")
+@click.option("--out", type=click.Path(dir_okay=False), required=True, help="File to write")
 def calibrate(queries: str, documents: str, qrels: str, others: int, out: str, **values: Any) -> None:
-    """Fits the normalized scores of MODEL to judged documents: serve with --calibration, and they are
-    probabilities. The files are BEIR's."""
+    """Fit normalized scores of MODEL to judged documents, so that they become probabilities.
+
+    Serve with --model-option calibration=FILE."""
     config = config_from(EngineConfig, values)
     click.echo(f"Loading {shown_name(config.model)} ...", err=True)
     from maxsimd.engine.device.stores import digest_of
@@ -239,7 +254,7 @@ def calibrate(queries: str, documents: str, qrels: str, others: int, out: str, *
         f"mean squared error of the probability (Brier) on queries that it was not fitted to:\n"
         f"  normalized scores {before:.4f}, calibrated {after:.4f}, "
         f"always {share:.1%} {share * (1 - share):.4f}\n"
-        f"wrote {out}; serve with --calibration {out}"
+        f"wrote {out}; serve with --model-option calibration={out}"
     )
 
 

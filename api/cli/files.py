@@ -62,16 +62,20 @@ INTERRUPTED = 130
 TRUNCATION = {"truncate": "cut", "window": "window", "error": "error"}
 
 # Options of several commands.
-normalize_option = click.option("--normalize", is_flag=True, help="Give scores from 0 to 1.")
+normalize_option = click.option("--normalize", is_flag=True, help="Return scores from 0 to 1")
 long_documents_option = click.option(
     "--long-documents",
     type=click.Choice(list(TRUNCATION)),
+    metavar="ACTION",
     default="truncate",
     show_default=True,
-    help="What is done with documents that are longer than the model reads.",
+    help="Long texts: truncate, window or error",
 )
 field_option = click.option(
-    "--field", multiple=True, help="Field or column with the text; repeatable, joined by a space."
+    "--field",
+    multiple=True,
+    metavar="NAME",
+    help="Field or column with the text; repeatable",
 )
 
 

@@ -1,4 +1,4 @@
-"""`maxsimd rerank` and `maxsimd score`: the documents of a file by a query, best first or in their order."""
+"""`maxsimd rerank` and `maxsimd score`: the documents of a file for a query, best first or in their order."""
 
 import json
 import shutil
@@ -31,6 +31,7 @@ from maxsimd.api.cli.files import (
     run,
     started,
 )
+from maxsimd.api.help import Command
 from maxsimd.api.options import config_file_option, config_from, options_from
 from maxsimd.engine.config import EngineConfig, ScoreType, shown_name
 
@@ -126,25 +127,31 @@ def _options(command: F) -> F:
         (
             click.argument("model", required=False, envvar="MAXSIMD_MODEL"),
             config_file_option,
-            click.option("--query", required=True, help="What is looked for."),
+            click.option("--query", required=True, help="Query to score the documents for"),
             click.option(
                 "--documents",
                 type=click.Path(exists=True, allow_dash=True),
                 required=True,
-                help="File with the documents: lines, JSONL, CSV, TSV or Parquet; - for standard input. Or a "
-                "folder of pictures, PDFs and texts: a page is a document.",
+                help="Lines, JSONL, CSV, TSV or Parquet (- for stdin), or a folder of pictures and PDFs",
             ),
             click.option(
                 "--input-format",
                 type=click.Choice(KINDS),
-                help="How to read the documents; by default the file's ending says it.",
+                metavar="FORMAT",
+                help=f"{', '.join(KINDS[:-1])} or {KINDS[-1]}",
+                show_default="from the file's name",
             ),
             field_option,
-            click.option("--out", type=click.Path(dir_okay=False), help="File to write instead of printing."),
-            click.option("--format", "form", type=click.Choice(["table", "jsonl"]), help="How to print."),
+            click.option("--out", type=click.Path(dir_okay=False), help="File to write instead of printing"),
             click.option(
-                "--resume", is_flag=True, help="Go on with a run that was interrupted, with the same --out."
+                "--format",
+                "form",
+                type=click.Choice(["table", "jsonl"]),
+                metavar="FORMAT",
+                help="table or jsonl",
+                show_default="table in a terminal",
             ),
+            click.option("--resume", is_flag=True, help="Continue an interrupted run with the same --out"),
             normalize_option,
             long_documents_option,
             options_from(EngineConfig, exclude=frozenset({"model"})),
@@ -154,22 +161,22 @@ def _options(command: F) -> F:
     return command
 
 
-@click.command()
+@click.command(cls=Command)
 @_options
-@click.option("--top-n", type=click.IntRange(min=1), help="Print no more documents than this.")
+@click.option("--top-n", type=click.IntRange(min=1), metavar="N", help="Most documents to print")
 def rerank(top_n: int | None, **values: Any) -> None:
-    """Ranks the documents of a file for a query: a table in a terminal, JSON lines elsewhere.
+    """Rank the documents of a file for a query.
 
-    Ctrl-C prints what is scored by then. With --out, --resume goes on from there."""
+    Ctrl-C prints the documents scored so far. With --out, --resume continues from there."""
     _run(values, lambda scores: sorted(scores, key=lambda i: (-scores[i], i))[:top_n])
 
 
-@click.command()
+@click.command(cls=Command)
 @_options
 def score(**values: Any) -> None:
-    """Scores the documents of a file for a query, in their order.
+    """Score the documents of a file for a query, in their order.
 
-    Ctrl-C prints what is scored by then. With --out, --resume goes on from there."""
+    Ctrl-C prints the documents scored so far. With --out, --resume continues from there."""
     _run(values, None)
 
 

@@ -20,6 +20,7 @@ from maxsimd.api.cluster.config import (
 )
 from maxsimd.api.cluster.session import ray_session, require_ray
 from maxsimd.api.config import ServerConfig
+from maxsimd.api.help import Command, Commands
 from maxsimd.api.model_setup import ModelsArgument
 from maxsimd.api.options import (
     SERVED,
@@ -37,44 +38,54 @@ if TYPE_CHECKING:
     from maxsimd.api.cluster.score_files import Shard, Work
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("source", metavar="IN", type=click.Path(exists=True, path_type=Path))
 @click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
 @click.argument("model", required=False, envvar="MAXSIMD_MODEL")
 @config_file_option
-@click.option("--query", help="The query of all rows, where they have no column query.")
+@click.option("--query", help="Query of all rows without a column query")
 @click.option(
-    "--replicas", type=click.IntRange(min=1), default=1, show_default=True, help="Number of actors."
+    "--replicas",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Actors that each load the model",
 )
 @click.option(
     "--num-cpus",
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
-    help="Cores of each actor, and its threads for computing.",
+    metavar="N",
+    help="Cores, and computing threads, of each actor",
 )
 @click.option(
-    "--num-gpus", type=click.FloatRange(min=0), default=0, show_default=True, help="GPUs of each actor."
+    "--num-gpus",
+    type=click.FloatRange(min=0),
+    default=0,
+    show_default=True,
+    metavar="NUMBER",
+    help="GPUs of each actor",
 )
-@click.option(
-    "--address", help="Cluster of Ray to use; without one, Ray is started here and ended afterwards."
-)
+@click.option("--address", help="Address of a Ray cluster", show_default="a new one on this machine")
 @click.option(
     "--batch-size",
     type=click.IntRange(min=1),
     default=1000,
     show_default=True,
-    help="Rows that are scored together and written as one file.",
+    metavar="N",
+    help="Rows to score together and write as one file",
 )
-@click.option("--resume", is_flag=True, help="Go on with a run that was interrupted, with the same OUT.")
+@click.option("--resume", is_flag=True, help="Continue an interrupted run with the same OUT")
 @normalize_option
 @long_documents_option
 @options_from(EngineConfig, exclude=frozenset({"model", "threads"}))
 def score(source: Path, out: Path, **values: Any) -> None:
-    """Scores the rows of IN, a file or a folder of Parquet or JSONL, into the folder OUT, on Ray.
+    """Score the rows of IN, a file or folder of Parquet or JSONL, into the folder OUT.
 
-    A row has a query and documents, a list of texts, or document, one text. OUT has files of the same kind
-    with all columns and scores or score, error and prompt_tokens, in the order of the input."""
+    A row has a query, and documents (a list of texts) or document (one text). OUT gets files of the same
+    format with all columns, and scores or score, error and prompt_tokens."""
     config = config_from(EngineConfig, values)
     require_ray()
     from maxsimd.api.cluster.data import ActorPool
@@ -146,9 +157,9 @@ def _interruptible() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-@click.group()
+@click.group(cls=Commands)
 def cluster() -> None:
-    """Scores on many machines, by Ray; needs `pip install 'maxsimd[ray]'`."""
+    """Serve and score on many machines with Ray (extra: ray)."""
 
 
 def _application(command: Any) -> Any:
@@ -173,13 +184,13 @@ def _config(values: dict[str, Any]) -> AppConfig:
         raise click.UsageError(str(error)) from error
 
 
-@cluster.command()
+@cluster.command(cls=Command, shows_usual=True)
 @_application
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address that Ray's proxy listens on.")
-@click.option("--port", type=int, default=8000, show_default=True, help="Port that Ray's proxy listens on.")
-@click.option("--address", help="The cluster's address, or auto; by default a new one on this machine.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address of Ray's proxy")
+@click.option("--port", type=int, default=8000, show_default=True, help="Port of Ray's proxy")
+@click.option("--address", help="Address of a Ray cluster, or auto", show_default="a new one on this machine")
 def serve(host: str, port: int, address: str | None, **values: Any) -> None:
-    """Serves MODEL on Ray Serve: fronts that take requests, scorers that each load the model."""
+    """Serve MODEL on Ray Serve, with fronts that take requests and scorers that load the model."""
     require_ray()
     values["api_key"] += keys_of_environment()
     config = _config(values)
@@ -188,12 +199,12 @@ def serve(host: str, port: int, address: str | None, **values: Any) -> None:
     run(config, host, port, address)
 
 
-@cluster.command("config")
+@cluster.command("config", cls=Command, shows_usual=True)
 @_application
-@click.option("--kuberay", is_flag=True, help="As a RayService for KubeRay.")
-@click.option("--image", default="", help="With --kuberay: the container image, with maxsimd[ray] in it.")
+@click.option("--kuberay", is_flag=True, help="Print a RayService for KubeRay")
+@click.option("--image", default="", help="Container image with maxsimd[ray], for --kuberay")
 def show_config(kuberay: bool, image: str, **values: Any) -> None:
-    """Prints YAML for `serve deploy`, or for kubectl with --kuberay."""
+    """Print YAML for `serve deploy`, or for kubectl with --kuberay."""
     config = _config(values)
     if config.server.api_key:
         raise click.UsageError("keys are not for files that many read; give --api-key-file instead")

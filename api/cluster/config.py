@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from maxsimd.api.config import ServerConfig
-from maxsimd.api.options import SERVED
+from maxsimd.api.options import SERVED, in_collections, without_collections
 from maxsimd.engine.config import EngineConfig, option
 
 # The application's name on Serve; a cluster may have others beside it.
@@ -27,16 +27,18 @@ ONE_PROCESS = frozenset({"models_dir"})
 class ClusterConfig:
     """Number and size of the actors."""
 
-    replicas: int = option(1, "Scorers: actors that each load the model.")
+    replicas: int = option(1, "Scorers: actors that each load the model", group="processes")
     max_replicas: int | None = option(
-        None, "As many scorers as there may be while much waits; by default always --replicas."
+        None, "Most scorers under load", group="processes", by_default="--replicas"
     )
     wanted_seconds: float = option(
-        2.0, "With --max-replicas, how long what waits may take; where it takes longer, there are to be more."
+        2.0, "Wait above which scorers are added, up to --max-replicas", group="processes"
     )
-    fronts: int = option(1, "Fronts: actors that read requests, spread them, and write answers.")
-    num_cpus: float = option(1.0, "Cores of each scorer, which are also the threads that it computes with.")
-    num_gpus: float = option(0.0, "GPUs of each scorer.")
+    fronts: int = option(
+        1, "Fronts: actors that read requests, distribute them and write answers", group="processes"
+    )
+    num_cpus: float = option(1.0, "Cores, and computing threads, of each scorer", group="processes")
+    num_gpus: float = option(0.0, "GPUs of each scorer", group="processes")
 
     def __post_init__(self) -> None:
         for name in ("replicas", "fronts"):
@@ -62,13 +64,14 @@ class AppConfig:
     def of(cls, arguments: Mapping[str, Any]) -> Self:
         """From the `args` of a Serve application. A null field has its default. Raises ValueError for an
         unknown field or a wrong value."""
-        left = {name: value for name, value in arguments.items() if value is not None}
+        flat, _ = without_collections(arguments)
+        left = {name: value for name, value in flat.items() if value is not None}
         refused = sorted(RAYS_OWN & left.keys() - _names(ClusterConfig))
         if refused:
             raise ValueError(f"{', '.join(refused)}: that is Ray's business here; see http_options of Serve")
         if several := sorted({*ONE_PROCESS, "models"} & left.keys()):
             raise ValueError(f"{', '.join(several)}: on Ray one model is served; leave that out")
-        engine = EngineConfig(**{**SERVED, **_taken(left, _names(EngineConfig))})
+        engine = EngineConfig.of({**SERVED, **_taken(left, _names(EngineConfig))})
         cluster = ClusterConfig(**_taken(left, _names(ClusterConfig)))
         server = ServerConfig(**_taken(left, _names(ServerConfig) - RAYS_OWN))
         if left:
@@ -87,7 +90,7 @@ class AppConfig:
                 default = SERVED.get(field.name, field.default)
                 if value != default and not (config is self.server and field.name in RAYS_OWN):
                     given[field.name] = list(value) if isinstance(value, tuple) else value
-        return given
+        return in_collections(given)
 
 
 def _names(config: type) -> frozenset[str]:

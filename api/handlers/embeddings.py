@@ -536,7 +536,7 @@ def check_labels(state: ServerState, num_texts: int) -> None:
     if num_texts > most:
         raise RequestTooLargeError(
             f"{num_texts} texts would have {num_labels} labels each, and there is room for {most} such "
-            "texts; send fewer at a time, or raise --max-bodies-mb"
+            "texts; send fewer at a time, or raise --limit max_bodies_mb"
         )
 
 
@@ -546,7 +546,7 @@ def _check_room(state: ServerState, num_vectors: int, length: int, remedy: str) 
     if num_vectors > most:
         raise RequestTooLargeError(
             f"{num_vectors} vectors of {length} numbers would be made, and there is room for {most}; send "
-            f"fewer texts at a time, {remedy}, or raise --max-bodies-mb"
+            f"fewer texts at a time, {remedy}, or raise --limit max_bodies_mb"
         )
 
 

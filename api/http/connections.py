@@ -448,7 +448,7 @@ class Connection(web.RequestHandler):
                     self._enter(Phase.BODY, self._config.transfer_seconds)
                 else:
                     self._count("slow_body")
-                    self._fail_body(_too_slow("body", "--transfer-seconds"))
+                    self._fail_body(_too_slow("body", "--limit transfer_seconds"))
             case Phase.SENDING:
                 unsent = self._unsent()
                 if self._is_fast_enough(self._mark - unsent):
@@ -459,7 +459,7 @@ class Connection(web.RequestHandler):
                     self._abort()
             case Phase.HEADERS if self._received:
                 self._count("slow_headers")
-                self.refuse(_too_slow("headers", "--header-seconds"))
+                self.refuse(_too_slow("headers", "--limit header_seconds"))
             case Phase.CLOSING:
                 self._count("slow_reader")
                 self._abort()
@@ -576,7 +576,7 @@ class Listener:
             self._table.evict()
         self._no_room.warning(
             "cannot accept connections: %s; raise the limit on descriptors (ulimit -n), "
-            "or lower --max-connections",
+            "or lower --limit max_connections",
             error.strerror,
         )
         self._loop.remove_reader(listening)
@@ -589,7 +589,9 @@ class Listener:
     def _admit(self, arrived: socket.socket) -> None:
         arrived.setblocking(False)
         if self._table.is_full:
-            self._full.warning("there are %d connections, as many as --max-connections", self._table.most)
+            self._full.warning(
+                "%d connections are open, the most of --limit max_connections", self._table.most
+            )
             if not self._table.evict():
                 self._refuse(arrived)
                 return

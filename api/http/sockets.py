@@ -34,7 +34,7 @@ def max_connections(asked_for: int | None, descriptors: int) -> int:
     possible = max(descriptors // 4, descriptors - _OTHER_DESCRIPTORS)
     if asked_for is not None and asked_for > possible:
         raise SetupError(
-            f"--max-connections {asked_for} is more than the {possible} that a limit of {descriptors} "
+            f"--limit max_connections={asked_for} is more than the {possible} that a limit of {descriptors} "
             "descriptors (ulimit -n) leaves; lower the one or raise the other"
         )
     return asked_for or min(possible, _MOST_BY_DEFAULT)

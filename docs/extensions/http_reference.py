@@ -1,5 +1,5 @@
-"""Writes the HTTP reference from what a server of this version answers on /openapi.json, and the table of
-options from the dataclasses that they come of."""
+"""Writes the HTTP reference from what a server of this version answers on /openapi.json, and the tables
+of options from the dataclasses that they come of."""
 
 import html
 import json
@@ -10,7 +10,7 @@ from sphinx.application import Sphinx
 
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.handlers.handle import description
-from maxsimd.api.options import markdown_table
+from maxsimd.api.options import markdown_tables
 from maxsimd.engine import EngineConfig
 
 Schema = dict[str, Any]
@@ -31,7 +31,7 @@ def _read(app: Sphinx, name: str, source: list[str]) -> None:
     if name == "reference/http":
         source[0] += "\n" + _Reference(json.loads(description())).text()
     elif name == "reference/options":
-        source[0] += "\n" + markdown_table(EngineConfig, ServerConfig)
+        source[0] += "\n" + markdown_tables(EngineConfig, ServerConfig)
 
 
 class _Reference:

@@ -155,8 +155,8 @@ def run(options: Namespace) -> Found:
     """`--requests` is the number of slow connections, `--seconds` how long each turn is."""
     window = options.seconds or 15.0
     limit = 2 * window  # they are all open while the load is measured
-    limits = [("--header-seconds", limit), ("--transfer-seconds", limit), ("--idle-seconds", limit)]
-    arguments = [str(part) for pair in limits for part in pair]
+    names = ("header_seconds", "transfer_seconds", "idle_seconds")
+    arguments = [part for name in names for part in ("--limit", f"{name}={limit}")]
     with running(options.model, "--log-level", "warning", *arguments) as server:
         pool = Pool.ask(Texts.draw(options.seed), server.url)
         return asyncio.run(sit_idle(server, pool, options.requests or 5000, window, limit))

@@ -13,7 +13,7 @@ from playwright.sync_api import Browser, expect
 
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.handlers.handle import description
-from maxsimd.api.options import flag
+from maxsimd.api.options import flag_with_collection
 from maxsimd.engine import Engine, EngineConfig, SyncEngine
 from tests.documentation.test_code_blocks import BESIDE_DOCS, ROOT
 from tests.forked import Program
@@ -84,7 +84,7 @@ def test_the_reference_has_every_route_option_and_method(folder: Path) -> None:
     options = (folder / "reference" / "options.html").read_text(encoding="utf-8")
     for field in (*fields(EngineConfig), *fields(ServerConfig)):
         if field.name not in ("model", "max_output_mb"):
-            assert flag(field.name) in options
+            assert flag_with_collection(field.name) in options
     python = (folder / "reference" / "python.html").read_text(encoding="utf-8")
     for of in (Engine, SyncEngine):
         for name in dir(of):

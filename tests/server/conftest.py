@@ -183,8 +183,8 @@ def strict_server(session_starter: StartServer, bert_cross_encoder: str) -> Serv
     """It waits for nobody for longer than 1.5 s, and for no fewer than 500 bytes a second."""
     return session_starter(
         *(bert_cross_encoder, "--max-body-mb", "8", "--log-level", "debug"),
-        *("--header-seconds", "0.5", "--idle-seconds", "1.5"),
-        *("--transfer-seconds", "1", "--min-bytes-per-second", "500"),
+        *("--limit", "header_seconds=0.5", "--limit", "idle_seconds=1.5"),
+        *("--limit", "transfer_seconds=1", "--limit", "min_bytes_per_second=500"),
     )
 
 

@@ -98,7 +98,7 @@ def _copy_all_but_one() -> None:
 def fleet(module_starter: StartServer, stanford_colbert: str) -> Server:
     # A request may wait while engines are started again, on a slow machine too.
     patience = ("--max-wait-seconds", "600", "--grace-seconds", "120")
-    processes = ("--fronts", "2", "--replicas", "2", "--replica-timeout-seconds", "3")
+    processes = ("--fronts", "2", "--replicas", "2", "--limit", "replica_timeout_seconds=3")
     options = (stanford_colbert, "--dtype", "float32", *processes, *patience)
     server = module_starter(*options, before=_copy_all_but_one)
     wait_for(lambda: _num_engines(server) == 2)

@@ -61,7 +61,7 @@ def pages(
     module_starter: StartServer, checkpoints: SharedCheckpoints, media_host: str, media_dir: Path
 ) -> Server:
     return module_starter(
-        *(checkpoints(visual.colpali), "--dtype", "float32", "--max-images", "8"),
+        *(checkpoints(visual.colpali), "--dtype", "float32", "--limit", "max_images=8"),
         *("--allowed-media-host", media_host, "--allowed-media-dir", str(media_dir)),
     )
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.one_process
 
 FAILING = Path(__file__).parents[1] / "stand_ins" / "failing_server.py"
 # Long enough for any step of these on a busy machine.
-OPTIONS = ("--dtype", "float32", "--threads", "1", "--step-timeout-seconds", "2")
+OPTIONS = ("--dtype", "float32", "--threads", "1", "--limit", "step_timeout_seconds=2")
 RESTARTING = (*OPTIONS, "--restart-on-failure")
 
 

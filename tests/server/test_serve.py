@@ -182,7 +182,7 @@ def test_all_addresses_of_ipv6_take_ipv4_too() -> None:
         ({"tls_cert": __file__}, f"cannot use --tls-cert {__file__!r}: no pem; give a certificate chain"),
         ({"allowed_media_host": ("http://",)}, "--allowed-media-host: 'http://' names no host"),
         ({"allowed_media_dir": "/no/such/folder"}, "--allowed-media-dir /no/such/folder is no folder"),
-        ({"max_connections": 10**9}, "--max-connections 1000000000 is more than the "),
+        ({"max_connections": 10**9}, "--limit max_connections=1000000000 is more than the "),
     ],
 )
 async def test_what_a_server_cannot_be_set_up_with_is_one_line(

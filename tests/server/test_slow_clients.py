@@ -29,11 +29,11 @@ def cut(server: Server, reason: str) -> float:
 # What comes too slowly, and what is said of it: headers of which the end never comes, then a part of a body,
 # a part in a chunk, and a byte now and then.
 TOO_SLOW = [
-    ("slow_headers", "raise --header-seconds", [b"POST /rerank HTTP/1.1\r\nHost: x\r\n"]),
-    ("slow_headers", "raise --header-seconds", [bytes([byte]) for byte in b"GET /health H"]),
-    ("slow_body", "raise --transfer-seconds", [head(POST, "Content-Length: 1000") + RERANK]),
-    ("slow_body", "raise --transfer-seconds", [head(POST, CHUNKED) + b"400\r\n" + RERANK]),
-    ("slow_body", "raise --transfer-seconds", [head(POST, "Content-Length: 1000"), *[b" "] * 8]),
+    ("slow_headers", "raise --limit header_seconds", [b"POST /rerank HTTP/1.1\r\nHost: x\r\n"]),
+    ("slow_headers", "raise --limit header_seconds", [bytes([byte]) for byte in b"GET /health H"]),
+    ("slow_body", "raise --limit transfer_seconds", [head(POST, "Content-Length: 1000") + RERANK]),
+    ("slow_body", "raise --limit transfer_seconds", [head(POST, CHUNKED) + b"400\r\n" + RERANK]),
+    ("slow_body", "raise --limit transfer_seconds", [head(POST, "Content-Length: 1000"), *[b" "] * 8]),
 ]
 
 
@@ -125,7 +125,7 @@ def test_a_client_that_reads_slowly_gets_all_of_its_answer(strict_server: Server
 @pytest.fixture(scope="module")
 def small_server(module_starter: StartServer, bert_cross_encoder: str) -> Server:
     """Few descriptors, little memory for bodies, and much patience."""
-    options = ("--max-bodies-mb", "3", "--transfer-seconds", "600")
+    options = ("--limit", "max_bodies_mb=3", "--limit", "transfer_seconds=600")
     return module_starter(bert_cross_encoder, *options, descriptors=64)
 
 
@@ -167,7 +167,7 @@ def test_more_clients_than_descriptors_shut_nobody_out(small_server: Server) -> 
     assert all(_is_served(server) for _ in range(5))
     assert cut(server, "evicted") > 60
     assert server.metric("maxsimd_http_connections") <= 16
-    wait_for(lambda: "there are 16 connections, as many as --max-connections" in server.log)
+    wait_for(lambda: "16 connections are open, the most of --limit max_connections" in server.log)
     answer = sending.receive()
     assert answer.status == 503
     assert answer.headers["retry-after"] == "1"

@@ -1,5 +1,6 @@
 """The README and the pages in docs/ say what is so."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -20,7 +21,7 @@ from maxsimd.api.fleet.fleet_engine import FleetEngine
 from maxsimd.api.fleet.roster import Roster
 from maxsimd.api.handlers.handle import OPEN_ROUTES, PAGES, ROUTES
 from maxsimd.api.keys import ATTRIBUTES, read_keys
-from maxsimd.api.options import variable
+from maxsimd.api.options import flag_with_collection, variable
 from maxsimd.api.state import ServerState
 from maxsimd.engine import Engine, EngineConfig
 from maxsimd.engine.cache import ScoreCache
@@ -48,11 +49,19 @@ def test_every_command_and_option_that_is_named_exists() -> None:
     assert len(named) > 40
     every = "".join(helps.values())
     assert not {option for option in named if not re.search(rf"{option}[ ,\n]", every)}
+    fields = [*dataclasses.fields(EngineConfig), *dataclasses.fields(ServerConfig)]
+    collected = {flag_with_collection(field.name) for field in fields if field.metadata["within"]}
+    in_text = re.compile(r"--(?:limit|debug|model-option) \w+")
+    held = {option for page in (README, *pages) for option in in_text.findall(page)}
+    assert len(held) > 10
+    assert held <= collected
 
 
 def _helps(command: click.Command, names: list[str]) -> Iterator[tuple[str, str]]:
-    """A command and those in it, each with what `--help` says of it."""
-    result = CliRunner().invoke(main, [*names, "--help"])
+    """A command and those in it, each with its help on all options."""
+    result = CliRunner().invoke(main, [*names, "--help-all"])
+    if result.exit_code:
+        result = CliRunner().invoke(main, [*names, "--help"])
     assert result.exit_code == 0, names
     yield " ".join(names), result.output
     if isinstance(command, click.Group):
@@ -106,7 +115,7 @@ def test_the_table_of_what_to_change_is_complete() -> None:
 
 def test_promises_name_real_options_and_tests() -> None:
     options = set(re.findall(r"`(--[\w-]+)`", _DOCS["promises"]))
-    shown = CliRunner().invoke(main, ["serve", "--help"]).output
+    shown = CliRunner().invoke(main, ["serve", "--help-all"]).output
     assert len(options) > 20
     assert not [name for name in options if f"{name} " not in shown]
     rows = [line for line in _DOCS["promises"].splitlines() if line.startswith("| ")]

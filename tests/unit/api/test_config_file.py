@@ -1,5 +1,6 @@
 """Options from a YAML file and from the environment, and which go first."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from click.testing import CliRunner, Result
 
 from maxsimd.api.cli import main
 from maxsimd.api.config import ServerConfig
-from maxsimd.engine.config import EngineConfig
+from maxsimd.engine.config import COLLECTIONS, EngineConfig
 
 TWO = """
 dtype: float32
@@ -43,10 +44,12 @@ def _file(tmp_path: Path, text: str) -> str:
 def test_without_anything_the_defaults_are_printed_and_no_key_is() -> None:
     config = _config()
     for settings in (EngineConfig(max_wait_seconds=30.0), ServerConfig()):
-        for name in settings.__dataclass_fields__.keys() - {"api_key"}:
-            value = getattr(settings, name)
-            assert config.pop(name) == (list(value) if isinstance(value, tuple) else value)
-    assert config == {}
+        for field in dataclasses.fields(settings):
+            if field.name != "api_key":
+                value = getattr(settings, field.name)
+                place = config if field.metadata["within"] is None else config[field.metadata["within"]]
+                assert place.pop(field.name) == (list(value) if isinstance(value, tuple) else value)
+    assert config == {collection: {} for collection in COLLECTIONS}
     assert "secret" not in _asked("--api-key", "secret", MAXSIMD_API_KEY="also-secret").output
 
 
@@ -136,6 +139,10 @@ def test_what_is_wrong_is_told_in_one_line(tmp_path: Path) -> None:
         ([], "models: {1: a, '1': b}", "there are two entries named 1"),
         ([], "models: {a: {threads: 1, threads: 2}}", "there are two entries named threads"),
         ([], "models: {a: {cache-mb: 1, cache_mb: 2}}", "models: a: cache_mb is there twice"),
+        ([], "packing: auto\ndebug: {packing: auto}", "packing is there twice, alone and in debug"),
+        ([], "limit: 3", "limit must hold options by name"),
+        ([], "limit: {port: 3}", "limit: there is no option port; the keys are max_batch_sequences, "),
+        ([], "models: {b: {limit: {max_images: 3}}}", "models: b has no option max_images"),
     ):
         found = _asked(*arguments, *(["--config", _file(tmp_path, text)] if text else []))
         assert found.exit_code == 2, found.output

@@ -3,20 +3,24 @@
 import dataclasses
 import json
 import re
+import shlex
 import typing
+import warnings
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from maxsimd.api.cli import main
 from maxsimd.api.config import ServerConfig
 from maxsimd.api.fleet.supervisor import supervise
-from maxsimd.api.options import flag, in_flags, markdown_table
-from maxsimd.engine import EngineConfig
+from maxsimd.api.options import flag, flag_with_collection, in_flags, markdown_tables, variable
+from maxsimd.engine import EngineConfig, SyncEngine
+from maxsimd.engine.config import COLLECTIONS, GROUPS
 
 Captured = list[tuple[EngineConfig, ServerConfig, float]]
 
@@ -44,6 +48,7 @@ SAMPLES: dict[str, Any] = {
     **{"steps_in_flight": 1, "compress_ratio": 4, "fronts": 7, "replicas": 7},
     **dict.fromkeys(("hybrid_weights", "compress_layers"), "1,2,3"),
     "cors_origin": ("https://one.example", "*"),
+    "query_prompt": "query: ",
 }
 
 
@@ -133,16 +138,114 @@ def test_keys_come_from_the_environment_too(served: Captured) -> None:
         assert served == []
 
 
-def test_help_says_what_each_option_is_for_and_its_default() -> None:
-    shown = " ".join(CliRunner().invoke(main, ["serve", "--help"], terminal_width=200).output.split())
+def _printed(*arguments: str, **variables: str) -> tuple[dict[str, Any], list[str]]:
+    """The configuration of `serve`, and the hints."""
+    result = CliRunner().invoke(main, ["serve", *arguments, "--print-config"], env=variables)
+    assert result.exit_code == 0, result.output
+    hints = [line for line in result.stderr.splitlines() if line.startswith("hint: ")]
+    return yaml.safe_load(result.stdout), hints
+
+
+def test_options_in_collections_keep_their_old_names(tmp_path: Path) -> None:
+    fields = {
+        field.name: (field.metadata["within"], _sample(config, field))
+        for config in (EngineConfig, ServerConfig)
+        for field in dataclasses.fields(config)
+        if field.metadata["within"]
+    }
+    values = {name: value for name, (_, value) in fields.items()}
+    nested: dict[str, dict[str, Any]] = {collection: {} for collection in COLLECTIONS}
+    for name, (collection, value) in fields.items():
+        nested[collection][name] = value
+    old_file, new_file = tmp_path / "old.yaml", tmp_path / "new.yaml"
+    old_file.write_text(yaml.safe_dump(values))
+    new_file.write_text(yaml.safe_dump(nested))
+    old = (
+        _printed(*(part for name, value in values.items() for part in (flag(name), str(value)))),
+        _printed(**{variable(name): str(value) for name, value in values.items()}),
+        _printed("--config", str(old_file)),
+    )
+    pairs = [(of, f"{name}={value}") for name, (of, value) in fields.items()]
+    of_environment = {of: shlex.join(pair for each, pair in pairs if each == of) for of in nested}
+    new = (
+        _printed(*(part for of, pair in pairs for part in (flag(of), pair))),
+        _printed(**{variable(of): value for of, value in of_environment.items()}),
+        _printed("--config", str(new_file)),
+    )
+    for printed, hints in (*old, *new):
+        assert {of: printed[of] for of in nested} == nested
+        assert len(hints) == (0 if (printed, hints) in new else len(values))
+    assert "hint: write --debug packing=off instead of --packing off, which still works" in old[0][1]
+    # In Python, limits are keywords like others.
+    keywords = {name: value for name, (of, value) in fields.items() if of in ("debug", "model_option")}
+    with pytest.warns(FutureWarning, match="which still works") as hinted:
+        config = EngineConfig(**keywords)
+    assert len(hinted) == len(keywords)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        same = EngineConfig(debug=nested["debug"], model_option=nested["model_option"])
+        assert dataclasses.replace(same, max_vectors=3) == dataclasses.replace(config, max_vectors=3)
+        assert SyncEngine(debug={"packing": "off"}).config.packing == "off"
+    with pytest.raises(ValueError, match="debug has no option 'dtype'"):
+        EngineConfig(debug={"dtype": "float32"})
+
+
+def test_each_source_of_a_collection_goes_before_the_next(tmp_path: Path) -> None:
+    file = tmp_path / "maxsimd.yaml"
+    file.write_text("debug: {kernels: torch, packing: 'off', cuda_graphs: 'off'}")
+    arguments = ("--config", str(file), "--debug", "kernels=auto")
+    printed, _ = _printed(
+        *arguments, MAXSIMD_DEBUG="packing=auto kernels=torch", MAXSIMD_LIMIT="max_vectors=7"
+    )
+    kept = {name: printed["debug"][name] for name in ("kernels", "packing", "cuda_graphs")}
+    assert kept == {"kernels": "auto", "packing": "auto", "cuda_graphs": "off"}
+    assert printed["limit"]["max_vectors"] == 7
+    for variables, message in (
+        ({"MAXSIMD_DEBUG": "1"}, "'1' is not KEY=VALUE; the keys are steps_in_flight"),
+        ({"MAXSIMD_DEBUG": "dtype=1"}, "there is no option 'dtype'"),
+        ({"MAXSIMD_DEBUG": "a='"}, "MAXSIMD_DEBUG: No closing quotation"),
+        ({"MAXSIMD_DEBUG": "kernels=x"}, "Invalid value for '--debug kernels'"),
+    ):
+        result = CliRunner().invoke(main, ["serve"], env=variables)
+        assert (result.exit_code, message in result.output) == (2, True), result.output
+    of_a_server = CliRunner().invoke(main, ["rerank", "--query", "q"], env={"MAXSIMD_LIMIT": "max_images=1"})
+    assert "Missing option '--documents'" in of_a_server.output
+
+
+def _help(*arguments: str, width: int = 200) -> str:
+    return CliRunner().invoke(main, arguments, terminal_width=width).output
+
+
+def test_help_shows_usual_options_groups_or_all() -> None:
+    usual = _help("serve", "--help", width=80).splitlines()
+    assert len(usual) <= 24
+    assert all(len(line) <= 80 for line in usual)
+    assert len([line for line in usual if line.startswith("  --")]) == 12
+    assert usual == _help("serve", "-h", width=80).splitlines()
+    groups = {group: _help("serve", f"--help={group}") for group in GROUPS}
+    everything = _help("serve", "--help-all")
+    assert len(re.findall(r"^  -", everything, flags=re.MULTILINE)) <= 50
     for config in (EngineConfig, ServerConfig):
         for field in dataclasses.fields(config):
+            about, page = field.metadata, groups[field.metadata["group"]]
             if field.name != "model":
-                assert flag(field.name) in shown
-                assert " ".join(field.metadata["help"].split()) in shown
+                shown = f"\n  {field.name if about['within'] else flag(field.name)} "
+                assert shown in page
+                assert (shown in everything) == (about["within"] is None)
+                assert re.sub(r"\s+", "", about["help"]) in re.sub(r"\s+", "", page)
+                assert about["within"] or f"[env: {variable(field.name)}]" in page or field.name == "api_key"
+            assert len(about["help"]) <= 100
+            for choice in typing.get_args(typing.get_type_hints(config)[field.name]):
+                assert not isinstance(choice, str) or choice in about["help"]
     for default in ("[default: 127.0.0.1]", "[default: 8000]", "[default: 30.0]", "[default: truncate]"):
-        assert default in shown
-    assert "[default: False]" not in shown
+        assert default in everything
+    assert "[default: False]" not in everything
+    for command in ("rerank", "eval", "embed", "inspect"):
+        own = _help(command, "--help", width=80)
+        assert "--dtype" not in own
+        assert "--help-all" in own
+        assert "--dtype" in _help(command, "--help=performance")
+    assert "there is no group 'nope'" in _help("serve", "--help=nope")
 
 
 def test_commands_of_other_packages_join_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,18 +285,21 @@ def test_inspect_hands_on_what_it_was_asked(monkeypatch: pytest.MonkeyPatch) -> 
     assert asked == [(config, False), (config, True)]
 
 
-def test_the_table_of_options_has_a_row_for_each() -> None:
-    head, line, *rows = markdown_table(EngineConfig, ServerConfig).splitlines()
-    assert (head, line) == ("| option | default | meaning |", "| --- | --- | --- |")
+def test_the_tables_of_options_have_a_row_for_each() -> None:
+    tables = markdown_tables(EngineConfig, ServerConfig)
+    assert re.findall(r"^## (.+)", tables, flags=re.MULTILINE) == [*GROUPS.values()]
+    rows = [line.strip("| ").split(" | ") for line in tables.splitlines() if line.startswith("| `")]
     fields = [*dataclasses.fields(EngineConfig), *dataclasses.fields(ServerConfig)]
-    names = [flag(field.name) for field in fields if field.name != "model"]
-    assert [row.split("`")[1] for row in rows] == names
-    defaults = {name: row.split(" | ")[1] for name, row in zip(names, rows, strict=True)}
+    defaults = {row[0].strip("`"): row[1] for row in rows}
+    assert len(rows) == len(defaults)
+    assert defaults.keys() == {flag_with_collection(field.name) for field in fields} - {"--model"}
     for name, shown in (
         ("--port", "8000"),
         ("--served-model-name", ""),
         ("--restart-on-failure", "off"),
         ("--max-wait-seconds", "30.0"),
+        ("--debug packing", "auto"),
+        ("--max-model-len", "the model's"),
     ):
         assert defaults[name] == shown
 
@@ -201,10 +307,11 @@ def test_the_table_of_options_has_a_row_for_each() -> None:
 def test_options_become_flags() -> None:
     for message, expected in (
         ("trust them with allow_pickle=True", "trust them with --allow-pickle"),
-        ('try kernels="torch" or another dtype: 1e-3', "try --kernels torch or another dtype: 1e-3"),
+        ('try kernels="torch" or another dtype: 1e-3', "try --debug kernels=torch or another dtype: 1e-3"),
         ("raise cache_mb, name a folder (cache_dir)", "raise --cache-mb, name a folder (--cache-dir)"),
         ("with max_model_len=512 there is none", "with --max-model-len 512 there is none"),
-        ("dimensions=99 is more than 8", "--dimensions 99 is more than 8"),
+        ("dimensions=99 is more than 8", "--model-option dimensions=99 is more than 8"),
+        ("raise max_vectors", "raise --limit max_vectors"),
         ("raise max_request_tokens", "raise --max-request-tokens"),
         # Not what only looks like one.
         ("max_request_tokens of the tenant 'a'", "max_request_tokens of the tenant 'a'"),

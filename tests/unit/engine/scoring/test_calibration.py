@@ -81,7 +81,7 @@ def test_a_calibrated_server_gives_probabilities(files: Path, tmp_path: Path, st
     ran = _calibrate(files, out, stanford_colbert, "--dtype", "float32", "--others", "5")
     assert ran.exit_code == 0, ran.output
     assert "12 queries" in ran.output
-    assert f"--calibration {out}" in ran.output
+    assert f"--model-option calibration={out}" in ran.output
 
     async def check() -> None:
         query, document = "open a file", "Open a file and return a stream."
