@@ -20,7 +20,7 @@ class ServerConfig:
     """How the HTTP server listens, guards itself and logs."""
 
     host: str = option(
-        "127.0.0.1", "Address; 0.0.0.0 for all", group="server", metavar="ADDRESS", is_usual=True
+        "127.0.0.1", "Address; 0.0.0.0 or :: for all", group="server", metavar="ADDRESS", is_usual=True
     )
     port: int = option(8000, "Port; 0 for a free one", group="server", is_usual=True)
     fronts: int = option(1, "Processes that take requests, on the same port", group="processes")

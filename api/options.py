@@ -42,7 +42,7 @@ _WITHIN: Mapping[str, str] = {
 }
 _COLLECTION_HELP = {
     "model_option": "Option for some models, such as dimensions=256; repeatable",
-    "limit": "Less usual limit or timeout, such as max_batch_sequences=64; repeatable",
+    "limit": "Less usual limit or timeout, such as max_vectors=1000; repeatable",
     "debug": "Backend or fast path for diagnosis, such as attention=torch; repeatable",
 }
 # Keys in a context: values of collections by option and source, and hints.

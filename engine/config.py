@@ -1,12 +1,13 @@
 """The engine's configuration. The command line and the page of options are generated from it."""
 
+import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field, fields
 from enum import Enum
 from functools import wraps
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 from warnings import warn
 
 from maxsimd.engine.errors import ModelLoadError
@@ -42,6 +43,8 @@ GROUPS = {
     "processes": "Several models and processes",
     "advanced": "Advanced",
 }
+# Collections that are keywords of an EngineConfig too.
+_IN_PYTHON = ("debug", "model_option")
 # Collections of options, such as `debug={"attention": "torch"}`, by the group that each is in.
 COLLECTIONS = {"model_option": "model", "limit": "limits", "debug": "advanced"}
 
@@ -68,28 +71,36 @@ def names_within(config: type, collection: str) -> tuple[str, ...]:
     return tuple(each.name for each in fields(config) if each.metadata.get("within") == collection)
 
 
-def with_hints(config: type[C]) -> type[C]:
-    """Adds a FutureWarning for options that are given as keywords instead of in their collection."""
-    init = config.__init__
-    taken = {name: keyword for keyword in ("debug", "model_option") for name in names_within(config, keyword)}
+def with_collections(config: type[C]) -> type[C]:
+    """Lets a configuration take `debug` and `model_option`: options by name. Warns of options within them
+    that are given as keywords."""
+    init, names = config.__init__, {each.name for each in fields(config)}  # type: ignore[arg-type]
+    within = {name: keyword for keyword in _IN_PYTHON for name in names_within(config, keyword)}
 
     @wraps(init)
-    def init_with_hints(self: C, **given: Any) -> None:
-        # `dataclasses.replace` gives all.
-        if "debug" not in given or "model_option" not in given:
-            for name in taken.keys() & given.keys():
-                warn(
-                    f"write {taken[name]}={{{name!r}: {given[name]!r}}} instead of {name}, which still works",
-                    FutureWarning,
-                    stacklevel=2,
-                )
+    def init_with_collections(self: C, **given: Any) -> None:
+        # `of` gives both collections, and `dataclasses.replace` all options.
+        if not given.keys() >= {*_IN_PYTHON} and not given.keys() >= names:
+            for name in within.keys() & given.keys():
+                new = f"{within[name]}={{{name!r}: {given[name]!r}}}"
+                warn(f"write {new} instead of {name}, which still works", FutureWarning, stacklevel=2)
+        for keyword in _IN_PYTHON:
+            for name, value in (given.pop(keyword, None) or {}).items():
+                if within.get(name) != keyword:
+                    known = ", ".join(names_within(config, keyword))
+                    raise ValueError(f"{keyword} has no option {name!r}; it has {known}")
+                given[name] = value
         init(self, **given)
 
-    config.__init__ = init_with_hints  # type: ignore[misc, assignment]
+    own = inspect.signature(init)
+    added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in _IN_PYTHON]
+    shown = own.replace(parameters=[*own.parameters.values(), *added])
+    init_with_collections.__signature__ = shown  # type: ignore[attr-defined]
+    config.__init__ = init_with_collections  # type: ignore[misc, assignment]
     return config
 
 
-@with_hints
+@with_collections
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """How an engine loads its model and runs it. `debug` and `model_option` take options that are within
@@ -237,7 +248,7 @@ class EngineConfig:
         None,
         "Cache for documents, in MiB; 0 for none",
         group="cache",
-        by_default="auto",
+        by_default="1/16 of free memory",
         is_usual=True,
     )
     device_cache_mb: int | None = option(
@@ -282,22 +293,16 @@ class EngineConfig:
     allow_pickle: bool = option(
         False, "Load weights that are only pickled, which can run code", group="security"
     )
-    # Options by name: {"attention": "torch"}.
-    debug: InitVar[Mapping[str, Any] | None] = None
-    model_option: InitVar[Mapping[str, Any] | None] = None
+    if TYPE_CHECKING:  # msgspec, which decodes configurations, takes no InitVar
+        debug: InitVar[Mapping[str, Any] | None] = None
+        model_option: InitVar[Mapping[str, Any] | None] = None
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "EngineConfig":
         """A configuration of options by name, without a hint that some belong in a collection."""
-        return cls(**{"debug": None, "model_option": None, **options})
+        return cls(**{**dict.fromkeys(_IN_PYTHON), **options})
 
-    def __post_init__(self, debug: Mapping[str, Any] | None, model_option: Mapping[str, Any] | None) -> None:
-        for keyword, given in (("debug", debug), ("model_option", model_option)):
-            known = names_within(type(self), keyword)
-            for name, value in (given or {}).items():
-                if name not in known:
-                    raise ValueError(f"{keyword} has no option {name!r}; it has {', '.join(known)}")
-                object.__setattr__(self, name, value)
+    def __post_init__(self, *_: object) -> None:
         for name, kind in get_type_hints(type(self)).items():
             if get_origin(kind) is Literal and getattr(self, name) not in get_args(kind):
                 choices = ", ".join(map(str, get_args(kind)))

@@ -233,7 +233,7 @@ async def rank_all(
 )
 @click.option("--out", type=click.Path(dir_okay=False), required=True, help="File to write")
 def calibrate(queries: str, documents: str, qrels: str, others: int, out: str, **values: Any) -> None:
-    """Fit normalized scores of MODEL to judged documents, so that they become probabilities.
+    """Turn normalized scores of MODEL into probabilities, by judged documents.
 
     Serve with --model-option calibration=FILE."""
     config = config_from(EngineConfig, values)

@@ -141,7 +141,7 @@ def test_what_is_wrong_is_told_in_one_line(tmp_path: Path) -> None:
         ([], "models: {a: {cache-mb: 1, cache_mb: 2}}", "models: a: cache_mb is there twice"),
         ([], "packing: auto\ndebug: {packing: auto}", "packing is there twice, alone and in debug"),
         ([], "limit: 3", "limit must hold options by name"),
-        ([], "limit: {port: 3}", "limit: there is no option port; the keys are max_batch_sequences, "),
+        ([], "limit: {port: 3}", "limit: there is no option port; the keys are "),
         ([], "models: {b: {limit: {max_images: 3}}}", "models: b has no option max_images"),
     ):
         found = _asked(*arguments, *(["--config", _file(tmp_path, text)] if text else []))

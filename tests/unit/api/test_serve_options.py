@@ -253,9 +253,9 @@ def test_commands_of_other_packages_join_ours(monkeypatch: pytest.MonkeyPatch) -
     points = {"maxsimd.commands": [point]}
     monkeypatch.setattr("importlib.metadata.entry_points", lambda *, group: points[group])
     runner = CliRunner()
-    listed = runner.invoke(main, ["--help"]).output.partition("Commands:\n")[2].splitlines()
+    listed = runner.invoke(main, ["--help"]).output.partition("Commands:\n")[2]
     names = "calibrate download embed eval inspect measure rerank score serve version"
-    assert [line.split()[0] for line in listed] == names.split()
+    assert re.findall(r"^  (\w+)", listed, flags=re.MULTILINE) == names.split()
     assert runner.invoke(main, ["measure"]).output == "measured\n"
     assert runner.invoke(main, ["inspect", "--help"]).exit_code == 0
     assert "No such command 'weigh'" in runner.invoke(main, ["weigh"]).output
