@@ -85,19 +85,18 @@ class Command(click.Command):
         """Titles with options."""
         options = [each for each in self.get_params(context) if isinstance(each, click.Option)]
         grouped = [each for each in options if isinstance(each, GroupedOption)]
+        grouped.sort(key=lambda each: isinstance(each, CollectionOption))
         own = [each for each in options if not isinstance(each, GroupedOption)]
         sections = []
         usual: list[click.Option] = []
         for group, title in GROUPS.items():
-            # Collections go last.
-            grouped.sort(key=lambda each: isinstance(each, CollectionOption))
-            options = [each for each in grouped if each.group == group]
-            usual += [_shown(each) for each in options if each.is_usual]
+            held = [each for each in grouped if each.group == group]
+            usual += [_shown(each) for each in held if each.is_usual]
             if page in (group, ALL):
-                shown = [_shown(each, with_variable=True) for each in options if not each.hidden]
+                shown = [_shown(each, with_variable=True) for each in held if not each.hidden]
                 sections.append((title, shown))
             for name in [name for name, of in COLLECTIONS.items() if of == group == page]:
-                keys = [_shown(each, as_key=True) for each in options if each.within == name]
+                keys = [_shown(each, as_key=True) for each in held if each.within == name]
                 sections.append((f"Keys of --{name.replace('_', '-')}", keys))
         if page == USUAL:
             own = [each for each in own if each.name != "help_all"]

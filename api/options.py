@@ -145,7 +145,7 @@ def options_from(
     dataclass's."""
 
     def decorate(command: F) -> F:
-        chosen = [field for field in dataclasses.fields(config) if field.name not in exclude]  # type: ignore[arg-type]
+        chosen = _fields(config, exclude)
         for field in reversed(chosen):
             arguments = _click_arguments(config, field, defaults.get(field.name, field.default))
             if field.name not in _OWN_VARIABLES:

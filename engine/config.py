@@ -96,7 +96,7 @@ def with_collections(config: type[C]) -> type[C]:
     added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in _IN_PYTHON]
     shown = own.replace(parameters=[*own.parameters.values(), *added])
     init_with_collections.__signature__ = shown  # type: ignore[attr-defined]
-    config.__init__ = init_with_collections  # type: ignore[misc, assignment]
+    config.__init__ = init_with_collections  # type: ignore[assignment]
     return config
 
 

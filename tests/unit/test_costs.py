@@ -85,7 +85,7 @@ def test_every_field_of_a_request_has_a_bound_in_the_table() -> None:
 def test_bounds_in_the_table_are_those_of_the_code() -> None:
     table = "\n".join(line for *_, line in _costs())
     server, engine = ServerConfig(), EngineConfig()
-    options = re.findall(r"`--([\w-]+)` \(([\d,]+)\)", table)
+    options = re.findall(r"`--(?:limit )?([\w-]+)` \(([\d,]+)\)", table)
     assert len(options) > 10
     for option, default in options:
         name = option.replace("-", "_")
