@@ -49,7 +49,7 @@ def proof(checkpoints: SharedCheckpoints) -> str:
     sections.append(_section("a classifier with three labels", classifier))
     shortened = checkpoints(language_models.mxbai_rerank_v2)
     template = "{{ query }} {{ document }}"
-    sections.append(_section("mxbai-rerank-v2 with --score-template", shortened, score_template=template))
+    sections.append(_section("mxbai-rerank-v2 with score_template", shortened, score_template=template))
     return "\n".join(sections)
 
 
