@@ -225,13 +225,13 @@ def test_files_that_cost_more_than_they_show_are_refused() -> None:
         gif[:at] + b"!\xfe" + b"\1a" * 250_000 + b"\0" + gif[at:],
     ):
         assert len(many) < LIMITS.file_bytes
-        with pytest.raises(PictureError, match="too many parts"):
+        with pytest.raises(media.PictureError, match="too many parts"):
             read(many)
     # A pixel for each line, which is filled up one by one.
     head = struct.pack("<IiiHHIIiiII", 40, 1_000, 2_001, 1, 8, 1, 0, 0, 0, 256, 0) + bytes(1024)
     bmp = b"BM" + struct.pack("<IHHI", 0, 0, 0, 14 + len(head)) + head + b"\1\0\0\0" * 2_001
-    with pytest.raises(PictureError, match="as compressed BMP may have 2,000,000"):
-        decoded(bmp, PictureLimits())
+    with pytest.raises(media.PictureError, match="as compressed BMP may have 2,000,000"):
+        media.decoded(bmp, media.PictureLimits())
     canvas = (
         b"RIFF" + struct.pack("<I", 22) + b"WEBPVP8X" + struct.pack("<I", 10) + bytes(4) + b"\xff\x31\x00" * 2
     )
