@@ -1,8 +1,15 @@
-"""Waiting for what other threads and processes do."""
+"""Waiting for what other threads and processes do, and a clock that a test holds."""
 
 import asyncio
 import time
 from collections.abc import Callable
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -68,14 +68,7 @@ def test_flags_override_variables_that_override_the_file(tmp_path: Path) -> None
     assert of_kubernetes["port"] == 8000, "an address is no port"
 
 
-def test_what_an_entry_has_from_another_may_be_said_anew(tmp_path: Path) -> None:
-    text = "models: {a: &a {dtype: float32, weight: 2}, b: &b {<<: *a, weight: 3}, c: {<<: *b, weight: 4}}"
-    models = _config("--config", _file(tmp_path, text))["models"]
-    assert [(one["dtype"], one["weight"]) for one in models.values()] == [("float32", n) for n in (2, 3, 4)]
-    assert "models must hold names" in _asked("--config", _file(tmp_path, "models: &a [*a]")).output
-
-
-def test_other_commands_take_the_file_of_a_server(tmp_path: Path) -> None:
+def test_other_commands_take_a_servers_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     printed = _file(tmp_path, _asked().output)
     for command, message in (
         (["rerank", "--query", "q", "--documents", "/none", "--config", printed], "'/none' does not exist"),
@@ -84,18 +77,23 @@ def test_other_commands_take_the_file_of_a_server(tmp_path: Path) -> None:
         found = CliRunner().invoke(main, command)
         assert found.exit_code == 2
         assert message in found.output
+    monkeypatch.setattr("maxsimd.api.cluster.cli.require_ray", lambda: None)  # importing it takes seconds
+    for command in (["inspect"], ["calibrate"], ["cluster", "serve"], ["cluster", "config"]):
+        found = CliRunner().invoke(main, [*command, "--config", _file(tmp_path, TWO)])
+        assert found.exit_code == 2
+        assert "one model" in found.output or "has several models" in found.output
+    found = CliRunner().invoke(main, ["cluster", "serve", "a", "b"])
+    assert found.exit_code == 2
+    assert "on Ray one model is served" in found.output
 
 
-def test_models_of_the_command_go_by_what_they_are_called() -> None:
+def test_each_model_has_its_options(tmp_path: Path) -> None:
     config = _config("one/model", "/a folder/two", "--dtype", "float32")
     assert list(config["models"]) == ["one/model", "/a folder/two"]
     for name, options in config["models"].items():
         assert (options["model"], options["dtype"], options["weight"]) == (name, "float32", 1.0)
     assert config["port"] == 8000
     assert "model" not in config
-
-
-def test_a_file_gives_each_model_its_options(tmp_path: Path) -> None:
     path = _file(tmp_path, TWO)
     models = _config("--config", path)["models"]
     assert list(models) == ["embed", "rerank"]
@@ -109,6 +107,10 @@ def test_a_file_gives_each_model_its_options(tmp_path: Path) -> None:
         assert {options["dtype"] for options in overridden.values()} == {"float16"}
     printed = _asked("--config", path, "--api-key-file", "keys").output
     assert _asked("--config", _file(tmp_path, printed)).output == printed, "what is printed gives the same"
+    text = "models: {a: &a {dtype: float32, weight: 2}, b: &b {<<: *a, weight: 3}, c: {<<: *b, weight: 4}}"
+    models = _config("--config", _file(tmp_path, text))["models"]
+    assert [(one["dtype"], one["weight"]) for one in models.values()] == [("float32", n) for n in (2, 3, 4)]
+    assert "models must hold names" in _asked("--config", _file(tmp_path, "models: &a [*a]")).output
 
 
 def test_what_is_wrong_is_told_in_one_line(tmp_path: Path) -> None:
@@ -148,14 +150,3 @@ def test_what_is_wrong_is_told_in_one_line(tmp_path: Path) -> None:
         assert found.exit_code == 2, found.output
         assert message in " ".join(found.output.split())
         assert len([line for line in found.output.splitlines() if line.startswith("Error")]) == 1
-
-
-def test_commands_for_one_model_refuse_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("maxsimd.api.cluster.cli.require_ray", lambda: None)  # importing it takes seconds
-    for command in (["inspect"], ["calibrate"], ["cluster", "serve"], ["cluster", "config"]):
-        found = CliRunner().invoke(main, [*command, "--config", _file(tmp_path, TWO)])
-        assert found.exit_code == 2
-        assert "one model" in found.output or "has several models" in found.output
-    found = CliRunner().invoke(main, ["cluster", "serve", "a", "b"])
-    assert found.exit_code == 2
-    assert "on Ray one model is served" in found.output

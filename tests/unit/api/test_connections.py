@@ -103,9 +103,6 @@ async def test_a_table_is_quiet_when_all_wait_and_then_empty(room: Room) -> None
     assert not empty.done()
     room.leave("second")
     await asyncio.wait_for(empty, 120)
-
-
-async def test_a_connection_that_is_gone_does_not_come_back(room: Room) -> None:
     server = web.Server(lambda request: None)  # type: ignore[arg-type, return-value]
     connection = Connection(server, room.table, asyncio.get_running_loop())
     connection.forget()
@@ -142,7 +139,7 @@ async def test_upgrade_is_renamed_in_heads_and_never_in_bodies(room: Room) -> No
         connection.forget()
 
 
-def test_there_are_as_many_connections_as_descriptors_allow() -> None:
+def test_connections_are_as_many_as_descriptors_allow(monkeypatch: pytest.MonkeyPatch) -> None:
     without = resource.RLIM_INFINITY
     for asked_for, descriptors, most in (
         *((None, 64, 16), (None, 200, 100), (None, 1024, 924), (None, 1 << 20, 10_000)),
@@ -151,13 +148,9 @@ def test_there_are_as_many_connections_as_descriptors_allow() -> None:
         assert max_connections(asked_for, descriptors) == most
     with pytest.raises(SetupError, match="925 is more than the 924 that a limit of 1024 descriptors"):
         max_connections(925, 1024)
-
-
-def test_the_limit_on_descriptors_is_raised_as_far_as_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     limits: dict[int, tuple[int, int]] = {}
     monkeypatch.setattr("maxsimd.api.http.sockets.resource.getrlimit", limits.__getitem__)
     monkeypatch.setattr("maxsimd.api.http.sockets.resource.setrlimit", limits.__setitem__)
-    without = resource.RLIM_INFINITY
     for soft, hard, raised in (
         *((64, 64, 64), (64, 4096, 4096), (64, 1 << 30, 1 << 20)),
         *((64, without, 1 << 20), (without, without, without)),

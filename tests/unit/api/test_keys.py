@@ -13,14 +13,7 @@ from maxsimd.api.config import ServerConfig, SetupError
 from maxsimd.api.keys import ApiKeys, digest_of, read_keys
 from maxsimd.api.state import ServerState
 from maxsimd.engine import Engine, Tenant
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
+from tests.waiting import Clock
 
 SECRET = "sk-3cr3t"
 
@@ -44,7 +37,7 @@ class Keys:
         return self.keys.accept(f"Bearer {key}")
 
 
-def test_keys_come_from_options_and_from_a_file_with_one_a_line(tmp_path: Path) -> None:
+def test_keys_come_from_options_and_a_file(tmp_path: Path) -> None:
     assert not ApiKeys(ServerConfig()).are_asked_for
     content = b"\xef\xbb\xbftwo\r\n  three \n\n   \nfo ur\n"
     keys = Keys(tmp_path / "keys", content, " one ", "schlüssel")
@@ -57,10 +50,7 @@ def test_keys_come_from_options_and_from_a_file_with_one_a_line(tmp_path: Path) 
         assert keys.keys.accept(header)
     for header in ("", "Bearer", "Basic one", "one Bearer", "one"):
         assert not keys.keys.accept(header), header
-
-
-def test_a_file_that_holds_no_keys_is_refused_in_one_line(tmp_path: Path) -> None:
-    file = tmp_path / "keys"
+    file = tmp_path / "none"
     for content, reason in (
         (None, "No such file or directory"),
         (b" \n\n", "it holds no key"),
@@ -92,6 +82,11 @@ def test_a_file_that_changes_is_read_again_within_a_second(tmp_path: Path) -> No
     keys.clock.now = 2.0
     assert keys.owner("for")
     assert not keys.owner("two")
+    keys = Keys(tmp_path / "keys", "one name=a weight=3\n")
+    keys.rewrite("one name=a weight=5\n")
+    assert keys.owner("one") == "a"
+    assert keys.owner("one") == "a"
+    assert keys.tenants == [{"a": Tenant(weight=3)}, {"a": Tenant(weight=5)}], "once for each change"
 
 
 def test_an_unusable_file_leaves_the_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -218,15 +213,12 @@ def test_no_message_repeats_what_stands_in_the_file(behind: str) -> None:
     assert SECRET not in str(refused.value)
 
 
-def test_each_key_says_whose_it_is(tmp_path: Path) -> None:
+def test_each_key_says_whose_it_is_and_stays_so(tmp_path: Path) -> None:
     keys = Keys(tmp_path / "keys", "one name=search\ntwo name=search\nthree\nfour weight=2\n", "five", "one")
     owners = {key: keys.owner(key) for key in ("one", "two", "three", "four", "five", "six")}
     numbered = {"three": "key-2", "four": "key-3", "five": "key-1"}
     assert owners == {"one": "search", "two": "search", "six": None} | numbered
     assert keys.tenants == [{"search": Tenant(), "key-3": Tenant(weight=2)}]
-
-
-def test_a_nameless_key_stays_the_same_tenant(tmp_path: Path) -> None:
     keys = Keys(tmp_path / "keys", "one\ntwo\n", "given")
     before = {key: keys.owner(key) for key in ("given", "one", "two")}
     assert set(before.values()) == {"key-1", "key-2", "key-3"}
@@ -238,11 +230,3 @@ def test_a_nameless_key_stays_the_same_tenant(tmp_path: Path) -> None:
     assert keys.owner("two") == "key-ring"
     keys.rewrite("two\n")
     assert keys.owner("two") == "key-6", "without a name it is not that tenant any more"
-
-
-def test_what_tenants_may_use_changes_with_the_file(tmp_path: Path) -> None:
-    keys = Keys(tmp_path / "keys", "one name=a weight=3\n")
-    keys.rewrite("one name=a weight=5\n")
-    assert keys.owner("one") == "a"
-    assert keys.owner("one") == "a"
-    assert keys.tenants == [{"a": Tenant(weight=3)}, {"a": Tenant(weight=5)}], "once for each change"

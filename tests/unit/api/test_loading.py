@@ -12,13 +12,7 @@ from maxsimd.api.config import ServerConfig
 from maxsimd.api.serve import EngineDeaths, Loading
 from maxsimd.api.state import ServerState
 from maxsimd.engine import Engine, EngineDeadError, EngineNotReadyError, ModelLoadError
-
-
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.waiting import Clock
 
 
 def test_pauses_double_and_a_death_counts_for_ten_minutes() -> None:
@@ -79,15 +73,12 @@ def shorter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading_module, "_LEAST_LOAD_SECONDS", 0.1)
 
 
-async def test_it_is_started_until_it_runs() -> None:
+async def test_an_engine_is_started_until_it_runs_or_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
     engine, _, state, loading = _set_up(_fail, _fail, lambda: None)
     assert state.phase == "restarting"
     assert await loading.again(state)
     assert engine.starts == []
     assert state.comes_back
-
-
-async def test_it_is_given_up_where_starting_is_of_no_use(caplog: pytest.LogCaptureFixture) -> None:
     for starts, obstacle, message in (
         ([_fail] * 4, None, "it died 5 times in 10 minutes"),
         ([], "the GPU is lost", "the engine is not started again: the GPU is lost"),
@@ -97,9 +88,6 @@ async def test_it_is_given_up_where_starting_is_of_no_use(caplog: pytest.LogCapt
         assert not await loading.again(state)
         assert state.phase == "dead"
         assert message in caplog.text
-
-
-async def test_a_load_far_longer_than_the_first_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
     _, _, state, loading = _set_up(lambda: None, _never)
     assert await loading.first()
     async with asyncio.timeout(20):

@@ -23,7 +23,6 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from maxsimd.api import process
-from maxsimd.api import process as processes
 from maxsimd.api.fleet.supervisor import locked_folder, remove_left_folders
 from maxsimd.api.state import ServerMetrics
 from tests.waiting import until, wait_for
@@ -48,7 +47,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_older_objects_are_frozen_and_unfrozen_after() -> None:
     before = gc.get_threshold()
-    with processes.postponed_garbage_collection():
+    with process.postponed_garbage_collection():
         assert gc.get_freeze_count() > 1000
         assert gc.get_threshold()[:2] == before[:2]
         assert gc.get_threshold()[2] >= 1_000_000_000
@@ -63,13 +62,13 @@ def test_older_objects_are_frozen_and_unfrozen_after() -> None:
 async def collecting(
     is_quiet: Callable[[], bool] = lambda: True, resident: Callable[[], int] = lambda: 0
 ) -> AsyncIterator[None]:
-    with processes.postponed_garbage_collection():
-        task = asyncio.create_task(processes.collect_when_quiet(is_quiet, resident))
+    with process.postponed_garbage_collection():
+        task = asyncio.create_task(process.collect_when_quiet(is_quiet, resident))
         yield
         task.cancel()
 
 
-async def test_what_has_aged_is_collected_when_it_is_quiet() -> None:
+async def test_what_has_aged_is_collected_when_quiet_or_late(monkeypatch: pytest.MonkeyPatch) -> None:
     quiet = [False]
     async with collecting(lambda: quiet[-1]):
         circle = aged_circle()
@@ -77,9 +76,6 @@ async def test_what_has_aged_is_collected_when_it_is_quiet() -> None:
         assert circle() is not None
         quiet.append(True)
         await until(lambda: circle() is None)
-
-
-async def test_a_server_that_is_never_quiet_gives_memory_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "_LONGEST_SECONDS", 0.05)
     given: list[bool] = []
     async with collecting(lambda: False):
@@ -115,11 +111,13 @@ async def test_what_has_grown_is_collected_though_nothing_has_aged(monkeypatch: 
         await until(lambda: len(collections) > 0)
 
 
-def test_the_memory_of_this_process_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_known_and_shared_where_the_system_can(monkeypatch: pytest.MonkeyPatch) -> None:
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    assert 10 << 20 < processes.resident_bytes() < most + (10 << 20)
+    assert 10 << 20 < process.resident_bytes() < most + (10 << 20)
     monkeypatch.setattr(process, "Path", Mock(return_value=Mock(read_text=Mock(side_effect=OSError))))
-    assert processes.resident_bytes() == 0, "the system does not say"
+    assert process.resident_bytes() == 0, "the system does not say"
+    monkeypatch.setattr(process.ctypes, "CDLL", lambda name: object())
+    process.share_heaps(2)
 
 
 # Prints how many heaps there are once 12 threads have allocated at the same time.
@@ -160,11 +158,6 @@ def test_there_are_no_more_heaps_than_cores(threads: int, environment: dict[str,
         check=True,
     )
     assert int(ran.stdout) == most
-
-
-def test_where_the_c_library_cannot_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process.ctypes, "CDLL", lambda name: object())
-    processes.share_heaps(2)
 
 
 async def test_only_what_the_event_loop_is_late_counts_as_lag() -> None:
@@ -211,17 +204,17 @@ def left(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     statuses: list[int] = []
     monkeypatch.setattr(process, "exit_at_once", statuses.append)
     monkeypatch.setattr(process, "_MARGIN_SECONDS", 0.2)
-    before = {number: signal.getsignal(number) for number in processes.SIGNALS}
+    before = {number: signal.getsignal(number) for number in process.SIGNALS}
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as if `nohup` did not run the tests
     yield statuses
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("number", processes.SIGNALS)
+@pytest.mark.parametrize("number", process.SIGNALS)
 async def test_a_signal_starts_drain_and_grace_period(left: list[int], number: signal.Signals) -> None:
     drain = 0.0 if number == signal.SIGINT else 0.2
-    stop = processes.Stop(grace=100, drain=0.2)
+    stop = process.Stop(grace=100, drain=0.2)
     asked = asyncio.create_task(stop.signaled())
     assert not await stop.signaled_within(0.05)
     assert not stop.is_signaled
@@ -243,14 +236,14 @@ async def test_a_signal_starts_drain_and_grace_period(left: list[int], number: s
 
 def test_a_server_that_ignores_hangups_goes_on_doing_so(left: list[int]) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    assert processes.handled_signals() == [signal.SIGTERM, signal.SIGINT]
+    assert process.handled_signals() == [signal.SIGTERM, signal.SIGINT]
 
 
-@pytest.mark.parametrize("number", processes.SIGNALS)
+@pytest.mark.parametrize("number", process.SIGNALS)
 async def test_a_second_signal_ends_the_process_at_once(
     left: list[int], number: signal.Signals, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stop = processes.Stop(grace=100)
+    stop = process.Stop(grace=100)
     os.kill(os.getpid(), signal.SIGTERM)
     await asyncio.wait_for(stop.signaled(), 120)
     assert left == []
@@ -262,7 +255,7 @@ async def test_a_second_signal_ends_the_process_at_once(
 
 async def test_a_process_is_ended_soon_after_its_grace_period(left: list[int]) -> None:
     begun = time.monotonic()
-    stop, other = processes.Stop(grace=0.1), processes.Stop(grace=0.0)
+    stop, other = process.Stop(grace=0.1), process.Stop(grace=0.0)
     stop.begin(7)
     stop.begin(8)  # too late to change anything
     other.done()

@@ -43,7 +43,7 @@ def test_texts_come_under_several_names_of_which_one_is_read() -> None:
     assert texts_to_rank(ranking, 9) == ("q", ["t"])
 
 
-def test_a_score_request_without_texts_names_the_field() -> None:
+def test_missing_texts_are_told_by_their_field() -> None:
     for body, param, message in (
         ({}, "queries", "queries and documents are missing"),
         ({"documents": "d", "data_2": "e"}, "queries", "queries and documents are missing"),
@@ -57,6 +57,14 @@ def test_a_score_request_without_texts_names_the_field() -> None:
     ):
         with _refused(param, message):
             texts_to_score(ScoreRequest(**body), 9)
+    with _refused("documents", "documents is missing"):
+        texts_to_rank(RerankRequest(query="q"), 9)
+    records: list[Any] = [{"a": "x"}, {"a": None, "b": "y"}]
+    message = "documents[1] has none of the fields that rank_fields names; name at least one that it has"
+    with _refused("rank_fields", message):
+        texts_to_rank(RerankRequest(query="q", documents=records, rank_fields=["a"]), 9)
+    with _refused("documents", 'documents[1] is an object without a "text" or "content" string'):
+        texts_to_rank(RerankRequest(query="q", documents=["a", {}]), 9)
 
 
 def test_a_text_is_a_string_or_an_object_that_holds_one() -> None:
@@ -69,9 +77,6 @@ def test_a_text_is_a_string_or_an_object_that_holds_one() -> None:
     ):
         assert reading.as_items(content, "documents") == [text]
         assert reading.as_items(["z", content], "documents") == ["z", text]
-
-
-def test_what_holds_no_text_is_refused_by_its_place() -> None:
     for content in ({}, {"text": 7}, {"content": None}):
         with _refused("query", 'query is an object without a "text" or "content" string'):
             reading.as_text(content, "query", "query")
@@ -140,17 +145,6 @@ def test_rank_fields_have_a_bounded_size_and_depth() -> None:
             read(*values)
 
 
-def test_documents_to_rank_must_be_there_and_have_a_named_field() -> None:
-    with _refused("documents", "documents is missing"):
-        texts_to_rank(RerankRequest(query="q"), 9)
-    records: list[Any] = [{"a": "x"}, {"a": None, "b": "y"}]
-    message = "documents[1] has none of the fields that rank_fields names; name at least one that it has"
-    with _refused("rank_fields", message):
-        texts_to_rank(RerankRequest(query="q", documents=records, rank_fields=["a"]), 9)
-    with _refused("documents", 'documents[1] is an object without a "text" or "content" string'):
-        texts_to_rank(RerankRequest(query="q", documents=["a", {}]), 9)
-
-
 def test_teis_words_count_more_than_the_servers_default() -> None:
     for truncate, default, truncation in (
         *((True, default, CUT_LONG) for default in ("truncate", "window", "error")),
@@ -160,7 +154,7 @@ def test_teis_words_count_more_than_the_servers_default() -> None:
         assert reading.tei_truncation(truncate, "Right", default) == replace(truncation, side="right")
 
 
-def test_sequences_are_texts_or_pairs() -> None:
+def test_sequences_are_inputs_or_told_by_their_index() -> None:
     for value, texts, pairs, are_many in (
         ("", [""], None, False),
         (["a", "b"], ["a"], ["b"], False),
@@ -168,9 +162,6 @@ def test_sequences_are_texts_or_pairs() -> None:
         ([["a", "b"], ["c", "d"]], ["a", "c"], ["b", "d"], True),
     ):
         assert as_sequences(value, 9) == (texts, pairs, are_many)
-
-
-def test_an_entry_that_is_no_input_is_told_by_its_index() -> None:
     for value, where in (
         (["a"] * 300 + [None] + ["b"] * 210, "input[300] is null: "),
         (["a", 1], "input[1] is a token id, but input[0] is a text: "),
@@ -230,9 +221,6 @@ def test_parts_are_read_in_their_order() -> None:
         assert has_pictures(content)
         assert content_of(content, "documents[0]", "documents") == Content.of(parts)
         assert reading.as_items([content], "documents") == [Content.of(parts)]
-
-
-def test_what_only_looks_like_a_picture_is_text() -> None:
     for content in ({"text": URL}, {"content": DATA}, {"content": [{"type": "text", "text": "a"}]}):
         assert not has_pictures(content)
     assert reading.as_items([URL, DATA], "documents") == [URL, DATA]

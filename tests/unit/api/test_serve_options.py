@@ -261,13 +261,10 @@ def test_commands_of_other_packages_join_ours(monkeypatch: pytest.MonkeyPatch) -
     assert "No such command 'weigh'" in runner.invoke(main, ["weigh"]).output
 
 
-def test_inspect_says_what_is_wrong_with_a_model() -> None:
+def test_inspect_hands_on_what_it_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(main, ["inspect", "/nowhere/at/all"])
     assert result.exit_code == 1
     assert "Error: there is no folder '/nowhere/at/all'" in result.output
-
-
-def test_inspect_hands_on_what_it_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[EngineConfig, bool]] = []
 
     def inspect_model(config: EngineConfig, check: bool) -> dict[str, Any]:
@@ -322,9 +319,6 @@ def test_options_become_flags() -> None:
         ("models-device=1", "models-device=1"),
     ):
         assert in_flags(message) == expected
-
-
-def test_the_engine_names_no_flags() -> None:
     engine = Path(__file__).parents[3] / "engine"
     for path in sorted(engine.rglob("*.py")):
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -333,9 +327,7 @@ def test_the_engine_names_no_flags() -> None:
                 assert named in ("--no-deps", "--check", "--merge"), f"{path.name}: {line.strip()}"
 
 
-def test_a_missing_temp_folder_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_temp_folder_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def nowhere() -> NoReturn:
         raise FileNotFoundError(2, "No usable temporary directory found")
 

@@ -23,16 +23,13 @@ from maxsimd.api.state import ServerState
 from maxsimd.engine.tenants import Tenant
 
 
-def test_a_configuration_survives_flat_arguments() -> None:
+def test_a_configuration_survives_or_is_refused() -> None:
     arguments = {"model": "a/b", "replicas": 3, "num_cpus": 2, "served_model_name": ["x", "y"], "dtype": None}
     config = AppConfig.of(arguments)
     assert (config.engine.model, config.cluster.replicas) == ("a/b", 3)
     assert config.server.served_model_name == ("x", "y")
     assert config.engine.threads == 2, "Ray has libraries run on one thread otherwise"
     assert AppConfig.of(config.arguments()) == config
-
-
-def test_what_does_not_serve_is_refused() -> None:
     for arguments, message in (
         ({"nonsense": 1}, "there is no option nonsense"),
         ({"port": 1, "tls_key": "k"}, "port, tls_key: that is Ray's business"),
@@ -70,9 +67,7 @@ class _Asked:
         self.headers: dict[str, str] = {}
         monkeypatch.setattr(asgi, "handle", self._handle)
 
-    async def _handle(
-        self, state: object, method: str, path: str, headers: Any, body: Any, sink: object
-    ) -> Answer:
+    async def _handle(self, state: Any, method: str, path: str, headers: Any, body: Any, sink: Any) -> Answer:
         self.path, self.headers = path, headers
         self.body = b"".join([chunk async for chunk in body])
         return Answer(200, {"X-Request-Id": "ours", "Content-Type": "text/plain"}, b"four")
@@ -94,7 +89,7 @@ class _Asked:
 _NO_BODY = [{"type": "http.request", "body": b""}]
 
 
-async def test_a_path_is_that_behind_the_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_of_asgi_reach_the_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = _Asked(monkeypatch)
     for raw, root, path in (
         (b"/rerank", "", "/rerank"),
@@ -104,10 +99,6 @@ async def test_a_path_is_that_behind_the_prefix(monkeypatch: pytest.MonkeyPatch)
     ):
         await asked.ask(_NO_BODY, raw_path=raw, root_path=root)
         assert asked.path == path
-
-
-async def test_a_body_comes_in_pieces_and_decompressed(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = _Asked(monkeypatch)
     packed = gzip.compress(b"some words")
     pieces = [
         {"type": "http.request", "body": packed[:9], "more_body": True},
@@ -119,9 +110,6 @@ async def test_a_body_comes_in_pieces_and_decompressed(monkeypatch: pytest.Monke
     assert asked.headers["x-twice"] == "first"
     assert (start["status"], body["body"]) == (200, b"four")
     assert dict(start["headers"]) == {b"content-type": b"text/plain", b"content-length": b"4"}
-
-
-async def test_head_has_no_body_and_a_client_that_leaves_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     start, body = await _Asked(monkeypatch).ask(_NO_BODY, method="HEAD")
     assert dict(start["headers"])[b"content-length"] == b"4"
     assert body["body"] == b""

@@ -52,17 +52,7 @@ def test_files_of_all_kinds_hold_the_same_texts(tmp_path: Path) -> None:
         assert read_records(str(other), "jsonl" if kind == "json" else kind, ()) == records
 
 
-def test_standard_input_is_read_as_what_it_looks_like(monkeypatch: pytest.MonkeyPatch) -> None:
-    for data, expected in (
-        (b"one\ntwo", [Record("one"), Record("two")]),
-        (b' {"content": "one", "id": 7}\n', [Record("one", "7")]),
-        (b'["one", {"text": "two"}]', [Record("one"), Record("two")]),
-    ):
-        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(data)))
-        assert read_records("-", None, ()) == expected
-
-
-def test_lines_end_where_lines_end_and_named_fields_are_joined(tmp_path: Path) -> None:
+def test_lines_end_where_lines_end_and_fields_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = ["a\u2028b", "c\x85d", "e\x0bf"]
     file = tmp_path / "a.jsonl"
     file.write_text("\r\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts), "utf-8")
@@ -73,6 +63,13 @@ def test_lines_end_where_lines_end_and_named_fields_are_joined(tmp_path: Path) -
     file.write_text('{"title": "T", "text": "x", "n": 1}', encoding="utf-8")
     assert read_records(str(file), None, ("title", "text")) == [Record("T x")]
     assert read_records(str(file), None, ()) == [Record("x")]
+    for data, expected in (
+        (b"one\ntwo", [Record("one"), Record("two")]),
+        (b' {"content": "one", "id": 7}\n', [Record("one", "7")]),
+        (b'["one", {"text": "two"}]', [Record("one"), Record("two")]),
+    ):
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(data)))
+        assert read_records("-", None, ()) == expected
 
 
 def test_what_cannot_be_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,6 +195,12 @@ async def test_a_silent_engine_gets_no_work_until_it_answers(tmp_path: Path) -> 
         assert (await front.score("q", documents, cache="bypass")).scores == result.scores
         assert silent.asked
         assert registry.get_sample_value("maxsimd_replicas_silent") == 0
+    async with fleet(tmp_path, 1, timeout=0.2) as (front, (engine,)):
+        engine.answers.clear()
+        asking = [asyncio.create_task(front.score("q", ["abc"])) for _ in range(3)]
+        await until(lambda: not front.is_healthy)
+        engine.answers.set()
+        assert [(await each).scores for each in asking] == [[3.0]] * 3
 
 
 @pytest.mark.parametrize("is_alone", [True, False])
@@ -239,15 +245,6 @@ async def test_a_front_withdraws_work_that_nobody_waits_for(tmp_path: Path) -> N
         await begun.wait()
         working.cancel()
         await asyncio.wait_for(ended.wait(), 50)
-
-
-async def test_a_lone_engine_that_is_silent_does_its_work_later(tmp_path: Path) -> None:
-    async with fleet(tmp_path, 1, timeout=0.2) as (front, (engine,)):
-        engine.answers.clear()
-        asking = [asyncio.create_task(front.score("q", ["abc"])) for _ in range(3)]
-        await until(lambda: not front.is_healthy)
-        engine.answers.set()
-        assert [(await each).scores for each in asking] == [[3.0]] * 3
 
 
 async def test_an_engine_with_a_locked_cache_gets_no_work(
@@ -296,7 +293,7 @@ def _documents(count: int, seed: int = 0) -> list[str]:
     return [f"{i} {'x' * rng.randrange(1, 900)}{_LONG}" for i in range(count)]
 
 
-async def test_a_large_request_is_spread_and_put_together(tmp_path: Path) -> None:
+async def test_large_requests_are_spread_unless_they_belong_together(tmp_path: Path) -> None:
     async with fleet(tmp_path, 3) as (front, engines):
         documents = _documents(60)
         result = await front.score("q", documents)
@@ -316,9 +313,6 @@ async def test_a_large_request_is_spread_and_put_together(tmp_path: Path) -> Non
             await front.score("q", documents, cache="bypass")
         added = [len(engine.asked) - before for engine, before in zip(engines, asked, strict=True)]
         assert added == [2, 2, 2], "what no engine caches is spread each time"
-
-
-async def test_what_belongs_together_is_never_parted(tmp_path: Path) -> None:
     async with fleet(tmp_path, 2, score_type=ScoreType.LISTWISE) as (front, engines):
         await front.score("q", _documents(60))
         assert sorted(len(engine.asked) for engine in engines) == [0, 1]
@@ -511,7 +505,7 @@ async def test_a_front_of_another_version_is_refused(
     assert [record.getMessage() for record in caplog.records] == [f"a front that asks is refused: {both}"]
 
 
-async def test_a_request_is_repeated_when_other_scores_take_over(tmp_path: Path) -> None:
+async def test_scores_of_two_models_are_never_mixed(tmp_path: Path) -> None:
     following = {"one": "two"}
 
     async def change(engine: StandIn, question: wire.Score) -> None:
@@ -529,9 +523,6 @@ async def test_a_request_is_repeated_when_other_scores_take_over(tmp_path: Path)
         async with front.stream("q", documents) as stream:
             with pytest.raises(errors.EngineNotReadyError, match="taken over"):
                 [new async for new in stream]
-
-
-async def test_an_engine_that_serves_something_else_is_not_used(tmp_path: Path) -> None:
     async with fleet(tmp_path, 2) as (front, engines):
         await engines[0].die()
         engines[0].fingerprint = "another"
@@ -559,7 +550,7 @@ def _num_encoded(engines: list[StandIn]) -> list[int]:
     return [len(engine.encoded) for engine in engines]
 
 
-async def test_a_query_is_encoded_once_and_sent_in_each_part(tmp_path: Path) -> None:
+async def test_a_query_is_encoded_once_where_there_are_parts(tmp_path: Path) -> None:
     async with fleet(tmp_path, 3) as (front, engines):
         result = await front.score("q", _documents(60), instruction="find it")
         assert sorted(_num_encoded(engines)) == [0, 0, 1]
@@ -576,9 +567,6 @@ async def test_a_query_is_encoded_once_and_sent_in_each_part(tmp_path: Path) -> 
         tokens = {engine.path: sum(map(len, engine.asked[0].documents)) for engine in engines}  # type: ignore[arg-type]
         assert tokens[encoder.path] == max(tokens.values())
         assert (result.usage.query_tokens, result.truncated_queries) == (10, 1)
-
-
-async def test_one_part_has_the_query_as_it_came(tmp_path: Path) -> None:
     async with fleet(tmp_path, 3) as (front, engines):
         await front.score("q", ["a", "b"], instruction="find it")
         await front.score(np.ones((2, 4), np.float32), _documents(60))

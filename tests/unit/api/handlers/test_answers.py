@@ -102,7 +102,7 @@ async def test_usage_counts_tokens_and_those_in_the_cache(caller: Caller) -> Non
         assert answer["usage"] == {"prompt_tokens": 7, "total_tokens": 7}
 
 
-async def test_an_input_above_the_models_length_is_cut_or_a_400(caller: Caller) -> None:
+async def test_inputs_above_a_length_are_cut_or_a_400(caller: Caller) -> None:
     refuse = {"long_documents": "error"}
     for path, body, strict in (
         ("/score", lambda text: {"queries": "q", "documents": ["d", text]}, refuse),
@@ -121,9 +121,6 @@ async def test_an_input_above_the_models_length_is_cut_or_a_400(caller: Caller) 
         if isinstance(answer, dict):
             assert answer["warnings"] == [cut.headers["x-maxsimd-warnings"]]
         await caller.refused(path, too_long | strict, 400, says="257 tokens, but at most 256 can be run")
-
-
-async def test_a_cut_by_the_requests_own_limit_names_it(caller: Caller) -> None:
     for path, body, name, value, cut_field in (
         ("/rerank", {"query": "q", "documents": ["two words"]}, "max_tokens_per_doc", 1, "documents"),
         ("/score", {"queries": "two words", "documents": ["d"]}, "max_tokens_per_query", 1, "queries"),
@@ -135,7 +132,7 @@ async def test_a_cut_by_the_requests_own_limit_names_it(caller: Caller) -> None:
         assert "warnings" not in await caller.json(path, body | {name: value + 1, "long_documents": "error"})
 
 
-async def test_embeddings_are_the_engines(caller: Caller) -> None:
+async def test_vectors_are_the_engines(caller: Caller) -> None:
     expected = (await caller.engine.embed(["hello", "two words"])).embeddings
     for path, name, kind, prefix, change in (
         ("/v1/embeddings", "embedding", "embedding", "embd", {}),
@@ -149,9 +146,6 @@ async def test_embeddings_are_the_engines(caller: Caller) -> None:
         short = await caller.json(path, {"input": "hello", "dimensions": 2} | change)
         cut = expected[0, :2] / np.linalg.norm(expected[0, :2])
         np.testing.assert_allclose(short["data"][0][name], cut, atol=1e-5)
-
-
-async def test_pooling_gives_token_vectors_by_default(caller: Caller) -> None:
     expected = (await caller.engine.embed_tokens(["hello", "two words"])).embeddings
     for more in ({}, {"task": "token_embed"}, {"encoding_format": "base64"}):
         answer = await caller.json("/pooling", {"input": ["hello", "two words"]} | more)
@@ -163,7 +157,7 @@ async def test_pooling_gives_token_vectors_by_default(caller: Caller) -> None:
     assert [matrix.shape for matrix in expected] == [(3, 384), (4, 384)]
 
 
-async def test_more_vectors_than_an_answer_has_room_for_are_refused(engine: RecordingEngine) -> None:
+async def test_vectors_that_an_answer_has_no_room_for_are_refused(engine: RecordingEngine) -> None:
     """With 384 dimensions a mebibyte has room for 113 vectors, with 64 for 682."""
     caller = Caller(engine, max_bodies_mb=1)
     body = {"input": ["a " * 54] * 2, "task": "token_embed"}  # of 56 tokens each
@@ -180,30 +174,34 @@ async def test_more_vectors_than_an_answer_has_room_for_are_refused(engine: Reco
     ):
         await caller.refused(path, asked, 413, says=shown)
     assert len((await caller.json("/v1/embeddings", {"input": texts, "dimensions": 64}))["data"]) == 114
+    body = {"input": TEXTS, "encoding": "muvera", "input_type": "document", "muvera": SMALL}
+    await caller.json("/v1/embeddings", body)
+    await caller.refused("/v1/embeddings", {**body, "input": ["a"] * 500}, 413, says="room for 455")
+    # However short it becomes in the end.
+    body["muvera"] = SMALL | {"k_sim": SMALL["k_sim"] + 3, "d_final": 8}
+    await caller.refused("/v1/embeddings", {**body, "input": ["a"] * 60}, 413, says="room for 56")
+    caller = Caller(engine, max_documents=2)
+    chunks = {"input": "a b c", "late_chunking": True, "chunks": [[0, 1], [2, 3], [4, 5]]}
+    assert (await caller.error("/v1/embeddings", chunks))[0] == 413
 
 
-async def test_a_model_without_classifier_does_not_classify(caller: Caller) -> None:
+async def test_what_the_model_cannot_do_is_refused(caller: Caller) -> None:
     for path, body in (
         ("/classify", {"input": "a"}),
         ("/predict", {"inputs": ["a", "b"]}),
         ("/pooling", {"input": "a", "task": "classify"}),
     ):
-        await caller.refused(
-            path, body, 400, "task", "this model cannot classify; it can embed and token_embed"
-        )
+        await caller.refused(path, body, 400, "task", "cannot classify; it can embed and token_embed")
     for task in (None, "token_embed", "embed"):
         await caller.refused(
             "/pooling", {"input": "a", "task": task, "use_activation": False}, 400, "use_activation"
         )
         await caller.json("/pooling", {"input": "a", "task": task, "use_activation": True})
-
-
-async def test_a_model_without_a_template_reads_no_messages(caller: Caller) -> None:
     messages = [{"role": "user", "content": "a"}]
     await caller.refused("/v1/embeddings", {"messages": messages}, 400, says="no chat template")
 
 
-async def test_the_model_card_says_what_runs(caller: Caller) -> None:
+async def test_the_model_card_and_metrics_say_what_runs(caller: Caller) -> None:
     answer = await caller.ask("GET", "/v1/models")
     listed = json.loads(answer.body)
     assert listed["object"] == "list"
@@ -225,9 +223,6 @@ async def test_the_model_card_says_what_runs(caller: Caller) -> None:
         "device": "cpu",
         "kernels": caller.engine.facts.kernels,
     }
-
-
-async def test_metrics_are_prometheuss_text(caller: Caller) -> None:
     await caller.json("/score", {"queries": "q", "documents": "d"})
     answer = await caller.ask("GET", "/metrics")
     assert answer.headers["Content-Type"] == "text/plain; version=1.0.0; charset=utf-8"
@@ -259,7 +254,7 @@ async def ranked(engine: RecordingEngine) -> RerankResult:
     return await engine.rerank(QUERY, DOCUMENTS)
 
 
-async def test_voyages_shape(caller: Caller, ranked: RerankResult) -> None:
+async def test_voyages_and_mixedbreads_shapes(caller: Caller, ranked: RerankResult) -> None:
     body = {"query": QUERY, "documents": DOCUMENTS, "model": None, "top_k": 2, "truncation": True}
     answer = await caller.json("/v1/rerank", body)
     assert answer == nearly(
@@ -272,9 +267,6 @@ async def test_voyages_shape(caller: Caller, ranked: RerankResult) -> None:
     )
     answer = await caller.json("/v1/rerank", body | {"return_documents": True})
     assert [item["document"] for item in answer["data"]] == [one.document for one in ranked.results[:2]]
-
-
-async def test_mixedbreads_shape(caller: Caller, ranked: RerankResult) -> None:
     body = {"query": QUERY, "input": DOCUMENTS, "top_k": 2, "return_input": True}
     answer = await caller.json("/v1/reranking", body)
     assert answer["data"] == nearly(
@@ -291,28 +283,11 @@ async def test_mixedbreads_shape(caller: Caller, ranked: RerankResult) -> None:
     assert (await caller.json("/v1/reranking", record))["data"][0]["score"] == nearly(expected.scores[0])
 
 
-async def test_nvidias_shape(caller: Caller, ranked: RerankResult) -> None:
+async def test_nvidias_and_deepinfras_shapes(caller: Caller, ranked: RerankResult) -> None:
     passages = [{"text": document} for document in DOCUMENTS]
     answer = await caller.json("/v1/ranking", {"query": {"text": QUERY}, "passages": passages})
     assert answer["rankings"] == nearly([{"index": one.index, "logit": one.score} for one in ranked.results])
     assert answer["usage"]["prompt_tokens"] == ranked.usage.prompt_tokens
-
-
-async def test_llama_cpps_shape(caller: Caller, ranked: RerankResult) -> None:
-    body = {"query": QUERY, "documents": DOCUMENTS, "top_n": 2}
-    best = [{"index": one.index, "relevance_score": one.score} for one in ranked.results[:2]]
-    for path in ("/reranking", "/v1/reranking"):
-        answer = await caller.json(path, body)
-        assert answer == nearly(
-            {"model": caller.state.model_name, "object": "list", "usage": answer["usage"], "results": best}
-        )
-    answer = await caller.json("/reranking", body | {"return_documents": True})
-    assert [one["document"]["text"] for one in answer["results"]] == [one.text for one in ranked.results[:2]]
-    answer = await caller.json("/reranking", {"query": QUERY, "texts": DOCUMENTS, "top_n": 1})
-    assert answer == nearly([{"index": best[0]["index"], "score": best[0]["relevance_score"]}])
-
-
-async def test_deepinfras_shape(caller: Caller, ranked: RerankResult) -> None:
     body = {"queries": [QUERY] * 3, "documents": DOCUMENTS}
     answer = await caller.json("/v1/inference/all-MiniLM-L6-v2", body)
     expected = {one.index: one.score for one in ranked.results}
@@ -324,7 +299,18 @@ async def test_deepinfras_shape(caller: Caller, ranked: RerankResult) -> None:
     )
 
 
-async def test_infinitys_shape(caller: Caller, ranked: RerankResult) -> None:
+async def test_llama_cpps_and_infinitys_shapes(caller: Caller, ranked: RerankResult) -> None:
+    body = {"query": QUERY, "documents": DOCUMENTS, "top_n": 2}
+    best = [{"index": one.index, "relevance_score": one.score} for one in ranked.results[:2]]
+    for path in ("/reranking", "/v1/reranking"):
+        answer = await caller.json(path, body)
+        assert answer == nearly(
+            {"model": caller.state.model_name, "object": "list", "usage": answer["usage"], "results": best}
+        )
+    answer = await caller.json("/reranking", body | {"return_documents": True})
+    assert [one["document"]["text"] for one in answer["results"]] == [one.text for one in ranked.results[:2]]
+    answer = await caller.json("/reranking", {"query": QUERY, "texts": DOCUMENTS, "top_n": 1})
+    assert answer == nearly([{"index": best[0]["index"], "score": best[0]["relevance_score"]}])
     body = {"query": QUERY, "documents": DOCUMENTS, "top_n": 2, "return_documents": True}
     answer = await caller.json("/infinity/rerank", body)
     assert answer["results"] == nearly(
@@ -405,7 +391,7 @@ def vectors_of(answer: Any) -> NDArray[Any]:
     return np.array([item["embedding"] for item in answer["data"]], dtype=np.float32)
 
 
-async def test_a_vector_is_that_of_the_token_vectors(caller: Caller) -> None:
+async def test_one_vector_is_made_of_the_token_vectors(caller: Caller) -> None:
     for input_type in ("query", "document"):
         body = {"input": TEXTS, "encoding": "muvera", "input_type": input_type}
         answer = await caller.json("/v1/embeddings", body)
@@ -415,9 +401,6 @@ async def test_a_vector_is_that_of_the_token_vectors(caller: Caller) -> None:
         assert answer["usage"]["prompt_tokens"] == tokens.usage.prompt_tokens
         shown = {"name": "muvera", "k_sim": 3, "r_reps": 40, "d_proj": 32, "d_final": None}
         assert answer["encoding"] == shown | {"full_length": True, "seed": 0}
-
-
-async def test_the_parameters_of_an_answer_can_be_sent_again(caller: Caller) -> None:
     body = {"input": TEXTS, "encoding": "muvera", "input_type": "document"}
     first = await caller.json("/v1/embeddings", {**body, "muvera": {**SMALL, "d_final": 20, "seed": 5}})
     again = await caller.json("/v1/embeddings", {**body, "muvera": first["encoding"]})
@@ -456,19 +439,6 @@ async def test_a_wrong_request_is_refused(caller: Caller) -> None:
         status, error = await caller.error(path, body)
         assert status == 400
         assert error["param"].startswith(param)
-
-
-async def test_an_answer_has_no_more_numbers_than_there_is_room_for(engine: RecordingEngine) -> None:
-    caller = Caller(engine, max_bodies_mb=1)
-    body = {"input": TEXTS, "encoding": "muvera", "input_type": "document", "muvera": SMALL}
-    await caller.json("/v1/embeddings", body)
-    await caller.refused("/v1/embeddings", {**body, "input": ["a"] * 500}, 413, says="room for 455")
-    # However short it becomes in the end.
-    body["muvera"] = SMALL | {"k_sim": SMALL["k_sim"] + 3, "d_final": 8}
-    await caller.refused("/v1/embeddings", {**body, "input": ["a"] * 60}, 413, says="room for 56")
-    caller = Caller(engine, max_documents=2)
-    chunks = {"input": "a b c", "late_chunking": True, "chunks": [[0, 1], [2, 3], [4, 5]]}
-    assert (await caller.error("/v1/embeddings", chunks))[0] == 413
 
 
 async def test_vectors_end_at_the_timeout(engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ WRONG_BODIES = [
 ]
 
 
-async def test_a_body_that_is_no_json_object_is_a_400(caller: Caller) -> None:
+async def test_malformed_bodies_are_a_400(caller: Caller, engine: RecordingEngine) -> None:
     for path in POSTED:
         for body, message in WRONG_BODIES:
             answer = await caller.post(path, body)
@@ -55,9 +55,13 @@ async def test_a_body_that_is_no_json_object_is_a_400(caller: Caller) -> None:
             assert (answer.status, error_of(answer)) == (400, expected), (path, body)
     marked = b"\xef\xbb\xbf" + json.dumps(GOOD["POST", "/tokenize"]).encode()
     assert (await caller.post("/tokenize", marked)).status == 200
+    for size in (5_000, 50_000):
+        deep = b'{"input":' + b"[" * size + b"]" * size + b"}"
+        said = "the body has too many arrays or objects within each other"
+        await Caller(engine).refused("/v1/embeddings", deep, 400, says=said)
 
 
-async def test_half_of_a_character_is_a_400_that_says_so(caller: Caller) -> None:
+async def test_half_of_a_character_is_told_by_its_place(caller: Caller) -> None:
     for path in POSTED:
         for escape in (r"\ud83d", r"\ude00", r"\ud83dx", r"\ud83d\ud83d"):
             for body in (
@@ -70,9 +74,6 @@ async def test_half_of_a_character_is_a_400_that_says_so(caller: Caller) -> None
                 assert error["param"] in {*GOOD["POST", path], "unknown"}, sent
                 assert error["message"].startswith(error["param"])
                 assert error["message"].endswith(HALF)
-
-
-async def test_half_of_a_character_is_told_by_its_place(caller: Caller) -> None:
     report = {"query": "q", "on_error": "report"}
     for path, body, where in (
         ("/rerank", {"query": "q", "documents": ["d"] * 7 + ["\ud83d"]}, "documents[7]"),
@@ -157,7 +158,9 @@ def large(body: Any) -> bytes:
     return json.dumps(body).encode().ljust(LARGE_BODY + 1)
 
 
-async def test_a_body_of_more_than_documents_need_is_a_413(caller: Caller) -> None:
+async def test_too_much_in_a_body_is_a_413(
+    caller: Caller, engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ten documents may have 200 arrays and objects and 400 strings, names of fields included."""
     empty = {"query": "q", "documents": ["d"], "unknown": [{}] * 197}
     assert (await caller.post("/rerank", large(empty))).status == 200
@@ -168,9 +171,6 @@ async def test_a_body_of_more_than_documents_need_is_a_413(caller: Caller) -> No
     over = "the body has more than 400 strings, names of fields included; send"
     refused = large({"query": "q", "documents": record | {"c": "d"}})
     assert (await caller.refused("/rerank", refused, 413, says=over))["type"] == "RequestTooLargeError"
-
-
-async def test_too_many_values_are_a_413(engine: RecordingEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     caller = Caller(engine, max_documents=10, accept_token_ids=True)
     monkeypatch.setattr(engine, "config", dataclasses.replace(engine.config, max_request_tokens=1000))
     allowed = 1000 + 10 * 20 + 10 * 40
@@ -190,13 +190,6 @@ async def test_bodies_beyond_their_memory_are_a_429(engine: RecordingEngine) -> 
         assert (await caller.post("/tokenize", {"text": "a " * 50_000})).status == 200
     assert (await caller.post("/v1/embeddings", ids)).status == 200
     assert caller.state.bodies.bytes == 0
-
-
-async def test_a_body_that_is_too_deep_is_a_400(engine: RecordingEngine) -> None:
-    for size in (5_000, 50_000):
-        deep = b'{"input":' + b"[" * size + b"]" * size + b"}"
-        said = "the body has too many arrays or objects within each other"
-        await Caller(engine).refused("/v1/embeddings", deep, 400, says=said)
 
 
 async def test_more_texts_than_are_allowed_are_a_413(caller: Caller) -> None:
@@ -311,15 +304,12 @@ async def test_a_dropped_field_is_named_with_the_likely_one(caller: Caller) -> N
         assert re.search(named, said), said
 
 
-def test_a_dropped_field_of_a_message_is_found() -> None:
+def test_dropped_fields_are_found_and_not_copied() -> None:
     for extra, found in (({"name": "n"}, "messages[].name"), (PARTS, "messages[].content[].bold")):
         body = {"messages": [{"role": "user", "content": "d"} | extra]}
         request = msgspec.convert(body, type=EmbeddingsRequest)
         for given in (body, msgspec.json.decode(json.dumps(body), type=dict[str, msgspec.Raw])):
             assert [field.path for field in unread_fields(request, given)] == [found]
-
-
-def test_a_large_value_that_is_not_read_is_not_copied() -> None:
     given = msgspec.json.decode(b'{"long": [%s]}' % (b"1" * 1_000_000), type=dict[str, msgspec.Raw])
     request = RerankRequest(query="q")
     tracemalloc.start()
@@ -373,18 +363,15 @@ async def test_made_up_names_fill_no_header_or_log(caller: Caller, lines: pytest
     assert logged[-1] == "more unread fields of requests are not logged"
 
 
-async def test_a_stream_and_an_error_line_have_the_warning(caller: Caller) -> None:
+async def test_answers_have_the_warnings_of_their_header(caller: Caller) -> None:
     answer = await caller.post("/rerank", RERANK | {"stream": True, "topn": 1})
     last = json.loads(answer.body.splitlines()[-1])
     assert last["warnings"] == [answer.headers["x-maxsimd-warnings"]]
     assert "`topn`" in last["warnings"][0]
+    answer = await caller.post("/v1/embeddings", {"input": "d", "normalized": False})
+    assert "normalized false has no effect" in answer.headers["x-maxsimd-warnings"]
+    assert msgspec.json.decode(answer.body)["warnings"] == [answer.headers["x-maxsimd-warnings"]]
 
 
 async def test_instruct_is_another_name_for_the_instruction(caller: Caller) -> None:
     await caller.refused("/rerank", RERANK | {"instruct": "a", "instruction": "b"}, 400, "instruct")
-
-
-async def test_vectors_have_length_one_on_request(caller: Caller) -> None:
-    answer = await caller.post("/v1/embeddings", {"input": "d", "normalized": False})
-    assert "normalized false has no effect" in answer.headers["x-maxsimd-warnings"]
-    assert msgspec.json.decode(answer.body)["warnings"] == [answer.headers["x-maxsimd-warnings"]]

@@ -87,16 +87,13 @@ async def test_messages_are_read_as_the_template_writes_them(
     np.testing.assert_array_equal(np.array(vectors, dtype=np.float32).reshape(expected.shape), expected)
 
 
-async def test_special_tokens_and_content_parts_are_read(engine: RecordingEngine) -> None:
+async def test_content_parts_are_read_and_what_cannot_be_is_refused(engine: RecordingEngine) -> None:
     caller = Caller(engine)
     await caller.json("/v1/embeddings", {"messages": MESSAGES[1:], "add_special_tokens": True})
     assert engine.calls[-1][1] == (["<|im_start|>user\nOpen a file.<|im_end|>\n"],)
     for content in ("Open a file.", [{"type": "text", "text": "Open a file."}]):
         await caller.json("/v1/embeddings", {"messages": [{"role": "user", "content": content}]})
     assert engine.calls[-1][1] == engine.calls[-2][1]
-
-
-async def test_what_cannot_be_read_is_refused(engine: RecordingEngine) -> None:
     pictures = [{"role": "user", "content": [{"type": "image_url"}]}]
     for body, message, param in (
         ({"messages": []}, "messages is empty", "messages"),

@@ -64,9 +64,6 @@ async def test_predict_gives_all_labels_best_first(caller: Caller) -> None:
         assert [item["label"] for item in answer] == [f"LABEL_{i}" for i in order]
         np.testing.assert_allclose([item["score"] for item in answer], row[order], atol=1e-5)
         assert [set(item) for item in answer] == [{"score", "label"}] * 3
-
-
-async def test_predict_answers_one_with_a_list_and_many_with_lists(caller: Caller) -> None:
     one = await caller.json("/predict", {"inputs": ["some text"]})
     many = await caller.json("/predict", {"inputs": [["some text"], ["another one"]]})
     single = await caller.json("/predict", {"inputs": [["some text"]]})
@@ -79,7 +76,7 @@ async def test_predict_answers_one_with_a_list_and_many_with_lists(caller: Calle
     assert await caller.json("/predict", {"inputs": ["some text"], "parameters": {"top_k": 2}}) == [one[:2]]
 
 
-async def test_hugging_faces_clients_choose_what_becomes_of_logits(caller: Caller) -> None:
+async def test_hugging_faces_and_infinitys_clients_get_all_labels(caller: Caller) -> None:
     logits = (await caller.engine.classify(TEXTS[0], use_activation=False)).scores[0]
     powers = np.exp(logits)
     for name, expected in {
@@ -91,9 +88,6 @@ async def test_hugging_faces_clients_choose_what_becomes_of_logits(caller: Calle
         (answer,) = await caller.json("/predict", body)
         given = {item["label"]: item["score"] for item in answer}
         np.testing.assert_allclose([given[f"LABEL_{i}"] for i in range(3)], expected, atol=1e-5)
-
-
-async def test_infinitys_client_gets_all_labels_best_first(caller: Caller) -> None:
     for raw in (True, False):
         answer = await caller.json("/classify", {"input": TEXTS, "raw_scores": raw})
         assert (answer["object"], answer["model"]) == ("classify", "mine")

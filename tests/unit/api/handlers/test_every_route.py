@@ -12,13 +12,24 @@ from maxsimd.api.handlers.operating import MODEL_PATH
 from tests.unit.calling_handlers import GOOD, REFUSING, RERANK, Caller, RecordingEngine, error_of, expected
 
 
-async def test_every_route_has_a_request_here() -> None:
+async def test_openapi_has_every_route_and_valid_schemas(page: Any) -> None:
     offered = {(method, path) for path, methods in ROUTES.items() for method in methods if path != MODEL_PATH}
     asked = {(method, route_of(path)) for method, path in GOOD}
     assert offered == asked | {("HEAD", path) for method, path in asked if method == "GET"}
+    described = {(path, method.upper()) for path, methods in page["paths"].items() for method in methods}
+    offered = {(path, method) for path, methods in ROUTES.items() for method in methods if method != "HEAD"}
+    assert described == offered
+    names = [operation["operationId"] for methods in page["paths"].values() for operation in methods.values()]
+    assert len(set(names)) == len(names)
+    (parameter,) = page["paths"][MODEL_PATH]["get"]["parameters"]
+    assert (parameter["name"], parameter["in"], parameter["required"]) == ("name", "path", True)
+    for name in re.findall(r"#/components/schemas/(\w+)", json.dumps(page)):
+        assert name in page["components"]["schemas"]
+    for schema in page["components"]["schemas"].values():
+        jsonschema.Draft202012Validator.check_schema(schema)
 
 
-async def test_an_unknown_path_is_a_404(caller: Caller) -> None:
+async def test_unknown_paths_and_wrong_methods_are_told(caller: Caller) -> None:
     for path in (
         "/nope",
         "//",
@@ -32,9 +43,6 @@ async def test_an_unknown_path_is_a_404(caller: Caller) -> None:
     ):
         answer = await caller.post(path, RERANK)
         assert (answer.status, error_of(answer)["type"]) == (404, "NotFoundError"), path
-
-
-async def test_a_wrong_method_is_a_405_that_names_the_right_ones(caller: Caller) -> None:
     takes = {"/rerank": "POST", "/health": "GET, HEAD", "/": "GET, HEAD, POST", "/cache": "DELETE"}
     for path, allowed in takes.items():
         for method in {"GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD"} - set(allowed.split(", ")):
@@ -50,20 +58,6 @@ async def page(engine: RecordingEngine) -> Any:
 
 def _validator(page: Any, schema: Any) -> Any:
     return jsonschema.Draft202012Validator({**schema, "components": page["components"]})
-
-
-async def test_openapi_has_every_route_and_valid_schemas(page: Any) -> None:
-    described = {(path, method.upper()) for path, methods in page["paths"].items() for method in methods}
-    offered = {(path, method) for path, methods in ROUTES.items() for method in methods if method != "HEAD"}
-    assert described == offered
-    names = [operation["operationId"] for methods in page["paths"].values() for operation in methods.values()]
-    assert len(set(names)) == len(names)
-    (parameter,) = page["paths"][MODEL_PATH]["get"]["parameters"]
-    assert (parameter["name"], parameter["in"], parameter["required"]) == ("name", "path", True)
-    for name in re.findall(r"#/components/schemas/(\w+)", json.dumps(page)):
-        assert name in page["components"]["schemas"]
-    for schema in page["components"]["schemas"].values():
-        jsonschema.Draft202012Validator.check_schema(schema)
 
 
 async def test_every_route_answers_and_fits_its_schemas(engine: RecordingEngine, page: Any) -> None:

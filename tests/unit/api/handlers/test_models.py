@@ -137,6 +137,10 @@ async def test_requests_go_to_the_named_or_the_fitting_model(asking: Asking) -> 
     await asking.refused("/v1/embeddings", encoded, 400, says="late interaction")
     assert (await asking.json("/tokenize", {"text": "cat"}))["max_model_len"] == 256
     assert (await asking.json("/tokenize", {"text": "cat", "model": "rerank"}))["max_model_len"] == 512
+    reason = "the model `broken` is not served: there is no folder '/nowhere'; served here: `embed`, `rerank`"
+    await asking.refused("/v1/embeddings", {"input": "a", "model": "broken"}, 503, says=reason)
+    # Whether it classifies is not known, and no other does.
+    await asking.refused("/classify", {"input": "a"}, 503, says="may be for `broken`")
 
 
 async def test_tei_routes_go_to_the_model_that_they_name(asking: Asking) -> None:
@@ -159,13 +163,6 @@ async def test_tei_routes_go_to_the_model_that_they_name(asking: Asking) -> None
     await asking.refused("/", {"inputs": "cat", "model": "rerank"}, 400, says="query is missing")
 
 
-async def test_an_unloaded_model_fails_only_its_own_requests(asking: Asking) -> None:
-    reason = "the model `broken` is not served: there is no folder '/nowhere'; served here: `embed`, `rerank`"
-    await asking.refused("/v1/embeddings", {"input": "a", "model": "broken"}, 503, says=reason)
-    # Whether it classifies is not known, and no other does.
-    await asking.refused("/classify", {"input": "a"}, 503, says="may be for `broken`")
-
-
 async def test_a_cascade_is_the_two_calls_by_hand(asking: Asking) -> None:
     first = (await asking.json("/rerank", {**BODY, "model": "embed", "top_n": 3}))["results"]
     best = [document["index"] for document in first]
@@ -184,9 +181,6 @@ async def test_a_cascade_is_the_two_calls_by_hand(asking: Asking) -> None:
     (few,) = (await asking.json("/rerank", plain))["results"]
     assert few["index"] == expected[0]["index"]
     assert "document" not in few
-
-
-async def test_what_is_no_cascade_is_refused(asking: Asking) -> None:
     for added, status, message in (
         ({"cascade": []}, 400, "2 to 8 stages, not 0"),
         ({"cascade": [CASCADE[0]] * 9}, 400, "2 to 8 stages, not 9"),

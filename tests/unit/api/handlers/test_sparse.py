@@ -48,9 +48,6 @@ async def test_weights_are_a_bare_list_of_lists(caller: Caller, engine: Recordin
         "embedding": {"pooling": "splade"},
         "reranker": {"id2label": {"0": "relevance"}, "label2id": {"relevance": 0}},
     }
-
-
-async def test_it_says_that_a_text_was_cut_and_what_it_took(caller: Caller) -> None:
     answer = await caller.post("/embed_sparse", {"inputs": "word " * 2000, "truncate": True})
     assert answer.status == 200
     assert "x-compute-tokens" in answer.headers

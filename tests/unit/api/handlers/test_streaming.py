@@ -39,7 +39,7 @@ async def _lines(caller: Caller, path: str, body: dict[str, Any]) -> list[Any]:
     return [json.loads(line) for line in answer.body.splitlines()]
 
 
-async def test_reranked_lines_and_the_ranking(engine: RecordingEngine) -> None:
+async def test_ranked_and_scored_lines(engine: RecordingEngine) -> None:
     caller = Caller(engine)
     whole = await caller.json("/rerank", RERANK)
     *lines, last = await _lines(caller, "/rerank", RERANK)
@@ -54,9 +54,6 @@ async def test_reranked_lines_and_the_ranking(engine: RecordingEngine) -> None:
     assert all(one.keys() == {"index", "relevance_score"} for one in last["results"])
     assert last["usage"] == whole["usage"]
     assert last["score_scale"] == whole["score_scale"]
-
-
-async def test_scored_lines_and_all_scores(engine: RecordingEngine) -> None:
     caller = Caller(engine)
     whole = await caller.json("/score", SCORE)
     *lines, last = await _lines(caller, "/v1/score", SCORE)

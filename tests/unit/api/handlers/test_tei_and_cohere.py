@@ -20,15 +20,27 @@ TEXTS = ["Paris is in France.", "Berlin is in Germany.", "Cats purr."]
 SENTENCES = {"source_sentence": "Where is Paris?", "sentences": TEXTS}
 
 
-async def test_vectors_are_a_bare_list_of_length_one_each(caller: Caller, engine: RecordingEngine) -> None:
+async def test_vectors_and_similarities_are_bare_lists(caller: Caller, engine: RecordingEngine) -> None:
     for path in ("/embed", "/"):
         expected = (await engine.embed(TEXTS)).embeddings
         answer = np.array(await caller.json(path, {"inputs": TEXTS}))
-        np.testing.assert_allclose(
-            answer, expected / np.linalg.norm(expected, axis=1, keepdims=True), atol=1e-6
-        )
+        np.testing.assert_allclose(answer, expected / np.linalg.norm(expected, axis=1)[:, None], atol=1e-6)
         one = np.array(await caller.json(path, {"inputs": TEXTS[0]}))
         np.testing.assert_allclose(one, answer[:1], atol=1e-5)
+    answer = await caller.post("/embed", {"inputs": TEXTS, "normalize": False})
+    assert json.loads(answer.body) == await caller.json("/embed", {"inputs": TEXTS})
+    assert "has no effect" in answer.headers["x-maxsimd-warnings"]
+    answer = await caller.json("/embed_all", {"inputs": TEXTS[:2]})
+    expected = (await engine.embed_tokens(TEXTS[:2])).embeddings
+    for given, right in zip(answer, expected, strict=True):
+        np.testing.assert_allclose(given, right, atol=1e-5)
+    for path in ("/similarity", "/"):
+        answer = await caller.json(path, {"inputs": SENTENCES})
+        first, *others = (await engine.embed([SENTENCES["source_sentence"], *TEXTS])).embeddings
+        cosines = [first @ each / np.linalg.norm(first) / np.linalg.norm(each) for each in others]
+        assert answer == pytest.approx(cosines, abs=1e-5)
+        empty = {"inputs": {"source_sentence": "a", "sentences": []}}
+        await caller.refused(path, empty, 400, says="inputs.sentences is empty; give at least one text")
 
 
 async def test_ollamas_shape(caller: Caller) -> None:
@@ -43,30 +55,7 @@ async def test_ollamas_shape(caller: Caller) -> None:
     assert version.body == (await caller.ask("GET", "/version")).body
 
 
-async def test_normalize_false_cannot_undo_the_models_own(caller: Caller) -> None:
-    answer = await caller.post("/embed", {"inputs": TEXTS, "normalize": False})
-    assert json.loads(answer.body) == await caller.json("/embed", {"inputs": TEXTS})
-    assert "has no effect" in answer.headers["x-maxsimd-warnings"]
-
-
-async def test_every_tokens_vector_is_answered(caller: Caller, engine: RecordingEngine) -> None:
-    answer = await caller.json("/embed_all", {"inputs": TEXTS[:2]})
-    expected = (await engine.embed_tokens(TEXTS[:2])).embeddings
-    for given, right in zip(answer, expected, strict=True):
-        np.testing.assert_allclose(given, right, atol=1e-5)
-
-
-async def test_similarities_are_cosines(caller: Caller, engine: RecordingEngine) -> None:
-    for path in ("/similarity", "/"):
-        answer = await caller.json(path, {"inputs": SENTENCES})
-        first, *others = (await engine.embed([SENTENCES["source_sentence"], *TEXTS])).embeddings
-        cosines = [first @ each / np.linalg.norm(first) / np.linalg.norm(each) for each in others]
-        assert answer == pytest.approx(cosines, abs=1e-5)
-        empty = {"inputs": {"source_sentence": "a", "sentences": []}}
-        await caller.refused(path, empty, 400, says="inputs.sentences is empty; give at least one text")
-
-
-async def test_decoding_skips_special_tokens_by_default(caller: Caller) -> None:
+async def test_tokens_become_text(caller: Caller) -> None:
     ids = (await caller.json("/tokenize", {"text": "hello world"}))["tokens"]
     assert await caller.json("/decode", {"ids": ids}) == ["hello world"]
     assert await caller.json("/decode", {"ids": [ids, ids]}) == ["hello world"] * 2
@@ -74,6 +63,17 @@ async def test_decoding_skips_special_tokens_by_default(caller: Caller) -> None:
     assert with_special == ["[CLS] hello world [SEP]"]
     assert await caller.json("/decode", {"ids": []}) == [""]
     await caller.refused("/decode", {"ids": [[1], [99_999_999]]}, 400, "ids")
+    answer = await caller.json("/detokenize", {"tokens": [7592, 2088]})
+    assert answer == {"text": "hello world", "prompt": "hello world"}
+    assert (await caller.json("/detokenize", {"tokens": []}))["text"] == ""
+    size = caller.engine.tokenizer.vocabulary_size
+    await caller.json("/detokenize", {"tokens": [0, size - 1]})
+    too_many = [101] * (MOST_DECODED + 1)
+    for tokens, message in (
+        ([0, size], f"tokens must be below {size}"),
+        (too_many, f"has {MOST_DECODED + 1} tokens, but at most {MOST_DECODED} are decoded"),
+    ):
+        await caller.refused("/detokenize", {"tokens": tokens}, 400, "tokens", message)
 
 
 async def test_a_trailing_slash_or_a_base_is_ignored(engine: RecordingEngine) -> None:
@@ -107,7 +107,7 @@ async def test_a_model_has_a_card_under_each_of_its_names(engine: RecordingEngin
     assert caller.metric("maxsimd_http_requests_total", route="/v1/models/{name}", status="200") == 2
 
 
-async def test_the_first_version_answers_lists_or_types(caller: Caller, engine: RecordingEngine) -> None:
+async def test_coheres_shapes(caller: Caller, engine: RecordingEngine) -> None:
     expected = (await engine.embed(TEXTS)).embeddings
     answer = await caller.json("/v1/embed", {"texts": TEXTS})
     np.testing.assert_allclose(answer["embeddings"], expected, atol=1e-6)
@@ -119,10 +119,6 @@ async def test_the_first_version_answers_lists_or_types(caller: Caller, engine: 
     by_type = await caller.json("/v1/embed", {"texts": TEXTS, "embedding_types": ["float"]})
     np.testing.assert_allclose(by_type["embeddings"]["float"], expected, atol=1e-6)
     assert by_type["response_type"] == "embeddings_by_type"
-
-
-async def test_the_second_version_answers_by_type(caller: Caller, engine: RecordingEngine) -> None:
-    expected = (await engine.embed(TEXTS)).embeddings
     plain = await caller.json("/v2/embed", {"texts": TEXTS})
     assert list(plain["embeddings"]) == ["float"]
     inputs = [{"content": [{"type": "text", "text": text}]} for text in TEXTS]
@@ -209,8 +205,6 @@ async def test_what_is_no_request_is_refused(caller: Caller) -> None:
         await caller.refused("/invocations", body, 400, says=message)
     await caller.refused("/invocations", {"input": "a", "model": "none"}, 404, "model")
 
-
-async def test_fields_too_deep_for_their_kind_are_refused(caller: Caller) -> None:
     def read(request: RerankRequest, most: int) -> None:
         raise RecursionError
 
@@ -232,9 +226,6 @@ async def test_text_becomes_tokens(caller: Caller) -> None:
     assert answer["tokens"] == [7592, 2088]
     answer = await caller.json("/tokenize", {"text": "", "prompt": "hello"})
     assert answer["count"] == 2, "an empty text is a text, and comes first"
-
-
-async def test_the_tokens_of_a_long_text_are_those_that_are_run(caller: Caller) -> None:
     text = "Hello world. " * 5000
     answer = await caller.json("/tokenize", {"text": text, "return_token_strs": True})
     (tokens,) = caller.engine.tokenizer.encode([text], "text")
@@ -246,19 +237,13 @@ async def test_the_tokens_of_a_long_text_are_those_that_are_run(caller: Caller) 
     assert pieces == [token["text"] for token in of_tei] == ["Hello", "world", "."] * 5000
 
 
-async def test_a_text_that_cannot_be_tokenised_is_refused_by_its_name(caller: Caller) -> None:
+async def test_what_is_too_long_is_refused_by_its_name(caller: Caller, engine: RecordingEngine) -> None:
     for name in ("text", "prompt"):
         await caller.refused("/tokenize", {name: "x" * (LONGEST_PIECE + 1)}, 400, name)
-
-
-async def test_too_much_text_for_an_answer_is_a_413(caller: Caller) -> None:
     for body in ({"text": "a " * 1_000_001}, {"inputs": ["a " * 500_000, "a " * 500_001]}):
         await caller.refused(
             "/tokenize", body, 413, says="has 2,000,002 characters, but at most 2,000,000 become tokens"
         )
-
-
-async def test_names_have_a_length(caller: Caller) -> None:
     for path, body, name in (
         ("/v1/embeddings", {"input": "a"}, "input_type"),
         ("/v1/embeddings", {"input": "a"}, "prompt_name"),
@@ -269,26 +254,9 @@ async def test_names_have_a_length(caller: Caller) -> None:
         assert (status, error["param"]) == (400, name)
         assert "4096" in error["message"]
         assert "xx" not in error["message"]
-
-
-async def test_lists_of_ids_are_counted(engine: RecordingEngine) -> None:
     answer = await Caller(engine, max_documents=3).error("/decode", {"ids": [[101]] * 4})
     assert answer[0] == 413
     assert "ids" in answer[1]["message"]
-
-
-async def test_tokens_become_text(caller: Caller) -> None:
-    answer = await caller.json("/detokenize", {"tokens": [7592, 2088]})
-    assert answer == {"text": "hello world", "prompt": "hello world"}
-    assert (await caller.json("/detokenize", {"tokens": []}))["text"] == ""
-    size = caller.engine.tokenizer.vocabulary_size
-    await caller.json("/detokenize", {"tokens": [0, size - 1]})
-    too_many = [101] * (MOST_DECODED + 1)
-    for tokens, message in (
-        ([0, size], f"tokens must be below {size}"),
-        (too_many, f"has {MOST_DECODED + 1} tokens, but at most {MOST_DECODED} are decoded"),
-    ):
-        await caller.refused("/detokenize", {"tokens": tokens}, 400, "tokens", message)
 
 
 async def test_inputs_become_tokens_with_their_characters(caller: Caller) -> None:

@@ -57,10 +57,8 @@ def test_only_what_is_configured_or_in_the_folder_may_be_loaded(tmp_path: Path) 
 
 
 def test_a_model_that_others_join_has_a_name_for_paths() -> None:
-    def name(model: str | None, *served: str) -> str:
-        return single_setup(
-            EngineConfig(model=model), ServerConfig(served_model_name=served), "embedded"
-        ).name
+    def name(model: str | None, *names: str) -> str:
+        return single_setup(EngineConfig(model=model), ServerConfig(served_model_name=names), "embedded").name
 
     names = (name(None), name("a/b//"), name("/a/b/"), name("..", "mine"))
     assert names == ("embedded", "a/b", "/a/b", "mine")

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 from maxsimd.engine import InvalidRequestError, Tenant
 from maxsimd.engine.requests import RunOptions, priority_number
 from maxsimd.engine.tenants import MOST_LABELS, Bucket, TenantLimits, TenantMetrics
+from tests.waiting import Clock
 
 RATES = st.integers(1, 10_000_000)
 AMOUNTS = st.integers(0, 30_000_000)
@@ -110,7 +111,7 @@ def test_what_cannot_be_said_of_a_tenant_is_refused() -> None:
     Tenant(weight=0.001, requests_per_minute=1, tokens_per_minute=1, max_queued_tokens=1)
 
 
-def test_batch_is_a_priority_that_lets_others_pass() -> None:
+def test_batches_let_others_pass() -> None:
     assert priority_number("interactive") == 0
     assert priority_number("batch") == 4
     assert priority_number(-3) == -3
@@ -118,9 +119,6 @@ def test_batch_is_a_priority_that_lets_others_pass() -> None:
     assert RunOptions(99, "a").share == ("a", 8)
     with pytest.raises(InvalidRequestError, match="use interactive, batch or a number"):
         priority_number("urgent")  # type: ignore[arg-type]
-
-
-def test_a_tenant_of_batches_has_no_better_priority() -> None:
     limits = TenantLimits()
     limits.set({"nightly": Tenant(priority="batch"), "search": Tenant()})
     cases: Any = ((0, 4, 0), ("interactive", 4, 0), (-8, 4, -8), ("batch", 4, 4), (4, 4, 4), (6, 6, 6))
@@ -128,13 +126,6 @@ def test_a_tenant_of_batches_has_no_better_priority() -> None:
         for tenant, expected in (("nightly", batch), ("search", interactive), ("", interactive)):
             applied = limits.applied(RunOptions(asked, tenant, timeout=3.0))
             assert applied == RunOptions(expected, tenant, timeout=3.0)
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_a_rate_that_is_changed_goes_on_and_a_new_one_begins() -> None:
@@ -161,7 +152,7 @@ def _shown(registry: CollectorRegistry, name: str, **labels: str) -> float | Non
     return registry.get_sample_value(f"maxsimd_tenant_{name}_total", labels)
 
 
-def test_only_named_tenants_are_labels_and_at_most_a_hundred() -> None:
+def test_tenants_are_labels_while_they_are_named() -> None:
     registry = CollectorRegistry()
     metrics = TenantMetrics(registry)
     metrics.set_names(["", "other", *(f"t{i}" for i in range(MOST_LABELS + 5))])
@@ -173,9 +164,6 @@ def test_only_named_tenants_are_labels_and_at_most_a_hundred() -> None:
         assert _shown(registry, "requests", tenant=tenant) == number
         assert _shown(registry, "tokens", tenant=tenant) == (number and 10 * number)
         assert _shown(registry, "refused_requests", tenant=tenant, reason="rate") == number
-
-
-def test_a_tenant_that_is_named_no_more_is_shown_no_more() -> None:
     registry = CollectorRegistry()
     metrics = TenantMetrics(registry)
     metrics.set_names(["a", "b"])
